@@ -1,0 +1,37 @@
+"""agentrl: multi-turn reinforcement learning for language-model agents.
+
+`import agentrl` is cheap: the names below are loaded when first used, and neither torch nor a plug-in before that.
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from agentrl.credit import Credit, CreditScheme, Need, assign_credit, load_credit
+    from agentrl.env import MessageEnv, ToolEnv, run_command, tool
+    from agentrl.types import Completion, Message, Sampling, StopReason, Trajectory, TrajectoryGroup, Turn
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "agentrl.credit": ("Credit", "CreditScheme", "Need", "assign_credit", "load_credit"),
+    "agentrl.env": ("MessageEnv", "ToolEnv", "run_command", "tool"),
+    "agentrl.types": ("Completion", "Message", "Sampling", "StopReason", "Trajectory", "TrajectoryGroup", "Turn"),
+}
+_HOME = {name: module for module, members in _HOMES.items() for name in members}
+
+__all__ = [  # noqa: RUF022 - by theme
+    "MessageEnv", "ToolEnv", "tool", "run_command", "Message",
+    "CreditScheme", "Credit", "Need", "assign_credit", "load_credit",
+    "Turn", "Trajectory", "TrajectoryGroup", "StopReason", "Completion", "Sampling",
+]  # fmt: skip
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOME:
+        return getattr(importlib.import_module(_HOME[name]), name)
+    raise AttributeError(f"module 'agentrl' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__])

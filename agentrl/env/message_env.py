@@ -1,0 +1,82 @@
+"""The contract of every environment."""
+
+import copy
+import json
+from typing import Any, ClassVar, Self
+
+import gymnasium as gym
+import numpy as np
+
+from agentrl.env.spaces import ActionSpace, MessagesSpace
+from agentrl.types import Message, Need
+
+
+def as_message(action: str | Message) -> Message:
+    """Return the assistant message that an action stands for."""
+    return {"role": "assistant", "content": action} if isinstance(action, str) else action
+
+
+class MessageEnv(gym.Env[tuple[Message, ...], str | Message]):
+    """A Gymnasium environment whose observations are only the messages that are new since the last action.
+
+    `reset` and `step` follow Gymnasium: `terminated` means that the task ended, `truncated` that a limit was met; the
+    reward is this turn's alone. `info["success"]` (bool) at the end is what evaluation counts.
+    `options={"rollout_index": i}` tells a member of a group which one it is: its task follows from `seed` alone, its
+    dynamics may differ.
+    """
+
+    metadata: dict[str, Any] = {"render_modes": []}  # noqa: RUF012 - Gymnasium's own declaration
+    tools: ClassVar[list[dict[str, Any]]] = []
+    """JSON schemas of the tools the agent may call, OpenAI style."""
+    turn_rewards: bool = True
+    """False where only the last turn carries a reward, so that turn-level credit has nothing to tell turns apart by."""
+
+    observation_space: gym.Space[tuple[Message, ...]]
+    action_space: gym.Space[str | Message]
+
+    def __init__(self) -> None:
+        self.observation_space = MessagesSpace()
+        self.action_space = ActionSpace()
+
+    def state_key(self) -> str | None:
+        """Return a key of this moment: equal keys mean situations with the same future. None: no keys."""
+        return None
+
+    def action_key(self, action: str | Message) -> str | None:
+        """Return a key of an action, blind to spelling: tool names with sorted arguments, or stripped text."""
+        message = as_message(action)
+        if calls := message.get("tool_calls"):
+            functions = [call["function"] for call in calls]
+            return json.dumps([[f.get("name"), _plain(f.get("arguments"))] for f in functions], sort_keys=True)
+        return str(message.get("content") or "").strip()
+
+    def fork(self) -> Self:
+        """Return an independent copy of this moment; override where a deep copy is not enough."""
+        return copy.deepcopy(self)
+
+    def oracle(self, *, skill: float = 1.0, rng: np.random.Generator | None = None) -> Message:
+        """Return a good assistant message for this moment; with probability 1 - skill a plausible wrong one.
+
+        Args:
+            skill: share of turns that are played right; below 1, `rng` decides which (never `self.np_random`).
+            rng: source of the mistakes.
+        """
+        raise NotImplementedError(
+            f"{type(self).__name__} has no oracle(): define it, or train without warm-up (warmup.steps: 0)"
+        )
+
+    def provides(self) -> frozenset[Need]:
+        """Return the data beyond returns that credit schemes may read from this environment."""
+        has_keys = type(self).state_key is not MessageEnv.state_key
+        met = {Need.TURN_REWARDS: self.turn_rewards, Need.STATE_KEYS: has_keys}
+        return frozenset(need for need, is_met in met.items() if is_met)
+
+
+def _plain(arguments: Any) -> Any:
+    """Return tool-call arguments as data, so that spacing and key order do not matter."""
+    if isinstance(arguments, str):
+        try:
+            return json.loads(arguments)
+        except json.JSONDecodeError:
+            return arguments
+    return arguments

@@ -1,0 +1,116 @@
+"""An environment as most people write it: a few tools, a start and an answer."""
+
+from abc import abstractmethod
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+from agentrl.env.background import run_in_background
+from agentrl.env.message_env import MessageEnv, as_message
+from agentrl.env.tools import ToolCallError, tool_specs
+from agentrl.types import Message
+
+
+class ToolEnv(MessageEnv):
+    """Tools are methods marked with `@tool`; `start` opens the dialogue and `answer` replies to plain text.
+
+    Whatever the model writes, `step` does not raise: an unknown tool, malformed JSON, wrong arguments, an exception or a
+    timeout becomes a tool message that begins with `Error:`, and a count in `info["tool_errors"]`.
+    """
+
+    tool_timeout_s: ClassVar[float] = 10.0
+    """Deadline of one call of a coroutine tool, in seconds."""
+    max_tool_chars: ClassVar[int] = 4_000
+    """Longest text a tool message may carry; what is cut is said in its last line."""
+    max_error_chars: ClassVar[int] = 300
+    """Longest error message."""
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """Collect the class's tools, so that a mistake in a signature shows when the class is defined."""
+        super().__init_subclass__(**kwargs)
+        cls.tools = [spec.schema for spec in tool_specs(cls).values()]
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._components: dict[str, float] = {}
+        self._info: dict[str, Any] = {}
+        self._is_over: bool | None = None  # None: never reset
+
+    @abstractmethod
+    def start(self, options: dict[str, Any]) -> str | Sequence[Message]:
+        """Set up a task from `self.np_random` and return the first user text, or the first messages."""
+
+    @abstractmethod
+    def answer(self, text: str) -> str | Sequence[Message] | None:
+        """Reply to a turn without a tool call; None says nothing (for use with `finish`)."""
+
+    def reward(self, amount: float, part: str = "reward") -> None:
+        """Add to this turn's reward; `part` names the share in `info["reward_components"]`."""
+        self._components[part] = self._components.get(part, 0.0) + float(amount)
+
+    def finish(self, *, success: bool | None = None) -> None:
+        """End the task with this turn; `success` is what evaluation counts."""
+        self._is_over = True
+        if success is not None:
+            self._info["success"] = bool(success)
+
+    def reset(
+        self, *, seed: int | None = None, options: dict[str, Any] | None = None
+    ) -> tuple[tuple[Message, ...], dict[str, Any]]:
+        """Begin a task; the same seed begins the same one."""
+        super().reset(seed=seed)
+        self._components, self._info, self._is_over = {}, {}, False
+        return _messages(self.start(dict(options or {}))), {}
+
+    def step(self, action: str | Message) -> tuple[tuple[Message, ...], float, bool, bool, dict[str, Any]]:
+        """Carry out an assistant message: its tool calls in order, or `answer` where there are none."""
+        if self._is_over is not False:
+            raise RuntimeError("step() needs a running task: call reset() first, and again after the task has ended")
+        self._components, self._info = {}, {"tool_errors": 0}
+        message = as_message(action)
+        replies: list[Message] = []
+        if calls := message.get("tool_calls"):
+            for call in calls:
+                replies.append(self._call(call))
+                if self._is_over:
+                    break
+        else:
+            replies.extend(_messages(self.answer(str(message.get("content") or ""))))
+        info = {**self._info, "reward_components": dict(self._components)}
+        return tuple(replies), sum(self._components.values(), 0.0), bool(self._is_over), False, info
+
+    def _call(self, call: dict[str, Any]) -> Message:
+        function = call.get("function") or {}
+        name = str(function.get("name") or "")
+        try:
+            content = self._run(name, function.get("arguments", {}))
+        except Exception as error:  # noqa: BLE001 - the tool boundary: what a call raises is an answer to the model
+            self._info["tool_errors"] += 1
+            words = str(error) if isinstance(error, ToolCallError) else f"{type(error).__name__}: {error}"
+            content = _bounded(f"Error: {words}", self.max_error_chars)
+        reply = {"role": "tool", "name": name, "content": content}
+        return reply | ({"tool_call_id": call["id"]} if "id" in call else {})
+
+    def _run(self, name: str, arguments: Any) -> str:
+        specs = tool_specs(type(self))
+        if not name:
+            raise ToolCallError(f"malformed tool call: {arguments}")
+        if name not in specs:
+            raise ToolCallError(f"unknown tool {name!r}; the tools are {', '.join(specs)}")
+        spec = specs[name]
+        result = getattr(self, name)(**spec.validate(arguments))
+        if spec.is_coroutine:
+            try:
+                result = run_in_background(result, timeout_s=self.tool_timeout_s)
+            except TimeoutError:
+                raise ToolCallError(f"{name} timed out") from None
+        return _bounded("" if result is None else str(result), self.max_tool_chars)
+
+
+def _messages(said: str | Sequence[Message] | None) -> tuple[Message, ...]:
+    if said is None:
+        return ()
+    return ({"role": "user", "content": said},) if isinstance(said, str) else tuple(said)
+
+
+def _bounded(text: str, limit: int) -> str:
+    return text if len(text) <= limit else f"{text[:limit]}\n[{len(text) - limit} characters cut]"

@@ -1,0 +1,109 @@
+"""`@tool`: a method becomes a tool, with a JSON schema from its annotations and its docstring."""
+
+import inspect
+import json
+import typing
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, TypeVar
+
+from docstring_parser import parse
+from pydantic import TypeAdapter, ValidationError
+
+F = TypeVar("F", bound=Callable[..., Any])
+_MARK = "__agentrl_tool__"
+
+
+def tool(function: F) -> F:
+    """Offer a method of a `ToolEnv` to the agent as a tool.
+
+    Its name, annotations and docstring (Google, NumPy or reST style) become the tool's JSON schema. Coroutine functions
+    run on a shared background loop under the environment's `tool_timeout_s`.
+    """
+    setattr(function, _MARK, True)
+    return function
+
+
+class ToolCallError(Exception):
+    """What the model wrote cannot be called; the message is for the model."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ToolSpec:
+    """A tool as the environment's class declares it."""
+
+    name: str
+    schema: dict[str, Any]
+    """JSON schema, OpenAI style: `{"type": "function", "function": {name, description, parameters}}`."""
+    arguments: TypeAdapter[Any]
+    """Validates keyword arguments; returns them, coerced, as a dict."""
+    is_coroutine: bool
+
+    def validate(self, arguments: Any) -> dict[str, Any]:
+        """Return the keyword arguments for a call.
+
+        Raises:
+            ToolCallError: in words that tell the model what is wrong.
+        """
+        if isinstance(arguments, str):
+            try:
+                arguments = json.loads(arguments)
+            except json.JSONDecodeError as error:
+                raise ToolCallError(f"arguments of {self.name} are not valid JSON: {error}") from None
+        if not isinstance(arguments, dict):
+            raise ToolCallError(f"arguments of {self.name} must be a JSON object, got {type(arguments).__name__}")
+        try:
+            validated: dict[str, Any] = self.arguments.validate_python(arguments)
+        except ValidationError as error:
+            details = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors()[:3])
+            raise ToolCallError(f"wrong arguments for {self.name}: {details}") from None
+        return validated
+
+
+@cache
+def tool_specs(cls: type) -> dict[str, ToolSpec]:
+    """Collect the tools of an environment class by name, in the order they are defined, base classes first."""
+    specs = {}
+    for base in reversed(cls.__mro__):
+        for name, function in vars(base).items():
+            if getattr(function, _MARK, False):
+                specs[name] = _spec(name, function)
+    return specs
+
+
+def _spec(name: str, function: Callable[..., Any]) -> ToolSpec:
+    hints = typing.get_type_hints(function, include_extras=True)
+    parameters = [p.replace(annotation=hints.get(p.name, Any)) for p in _parameters(function)]
+
+    def arguments(**kwargs: Any) -> dict[str, Any]:
+        return kwargs
+
+    # pydantic reads the signature and the annotations of the function it is given: those of the method without `self`.
+    arguments.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    arguments.__annotations__ = {p.name: p.annotation for p in parameters}
+    adapter: TypeAdapter[Any] = TypeAdapter(arguments)
+    doc = parse(inspect.getdoc(function) or "")
+    schema = adapter.json_schema()
+    schema.setdefault("properties", {})
+    for parameter in doc.params:
+        if parameter.arg_name in schema["properties"] and parameter.description:
+            schema["properties"][parameter.arg_name]["description"] = parameter.description
+    for entry in schema["properties"].values():
+        entry.pop("title", None)
+    description = " ".join(filter(None, (doc.short_description, doc.long_description)))
+    return ToolSpec(
+        name=name,
+        schema={"type": "function", "function": {"name": name, "description": description, "parameters": schema}},
+        arguments=adapter,
+        is_coroutine=inspect.iscoroutinefunction(function),
+    )
+
+
+def _parameters(function: Callable[..., Any]) -> list[inspect.Parameter]:
+    """List the parameters after `self`, all as keywords: that is how a model gives them."""
+    parameters = list(inspect.signature(function).parameters.values())[1:]
+    for parameter in parameters:
+        if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD, parameter.POSITIONAL_ONLY):
+            raise TypeError(f"tool {function.__qualname__}: parameter {parameter} has no name a model could give")
+    return [p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in parameters]

@@ -1,0 +1,37 @@
+"""The exceptions of agentrl.
+
+`UserError` and its children are mistakes that the person at the keyboard can mend: each message names the field or the
+method at fault and the fix, and the command line ends with exit status 2 and that message alone.
+"""
+
+
+class AgentRLError(Exception):
+    """Base of every exception that agentrl raises on purpose."""
+
+
+class UserError(AgentRLError, ValueError):
+    """A mistake in what the user gave: a recipe, an environment, a folder."""
+
+
+class ConfigError(UserError):
+    """A recipe or command-line option that cannot be carried out."""
+
+
+class EnvironmentFailure(UserError):
+    """An environment raised, hung or broke its contract so often that the run was stopped."""
+
+
+class RendererError(UserError):
+    """A chat template that cannot be used as asked."""
+
+
+class CreditError(UserError):
+    """A credit scheme was given groups it cannot credit, or returned credit that does not fit them."""
+
+
+class CheckError(UserError):
+    """A conformance check of `agentrl.testing` found something wrong; the message lists all of it."""
+
+
+class EngineError(AgentRLError):
+    """An engine failed to generate, or failed its self-proof."""

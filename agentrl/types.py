@@ -1,0 +1,177 @@
+"""The data that flows between the parts: plain, frozen, without torch.
+
+Tokens are tuples of Python ints exactly as they were sampled. Nothing here is ever decoded and tokenized again.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any
+
+Message = dict[str, Any]
+"""One chat message, OpenAI style: role, content, and where they apply tool_calls, tool_call_id, name."""
+
+
+class StopReason(StrEnum):
+    """Why an episode ended."""
+
+    TERMINATED = "terminated"
+    """The environment said that the task is over (or truncated it by a limit of its own: see `Trajectory.truncated`)."""
+    MAX_TURNS = "max_turns"
+    MAX_TOKENS = "max_tokens"
+    """The sampling budget of a turn or of the episode ran out."""
+    CONTEXT_OVERFLOW = "context_overflow"
+    ENV_ERROR = "env_error"
+    ENGINE_ERROR = "engine_error"
+    STALE = "stale"
+
+    @property
+    def failed(self) -> bool:
+        """True where the episode says nothing about the policy: it leaves the loss and every baseline, and is counted."""
+        return self in (StopReason.ENV_ERROR, StopReason.ENGINE_ERROR, StopReason.STALE)
+
+
+class FinishReason(StrEnum):
+    """Why an engine stopped sampling."""
+
+    STOP = "stop"
+    """A stop token was sampled; it is the last token of the completion."""
+    LENGTH = "length"
+    ABORTED = "aborted"
+    """The engine was paused; what was sampled so far is returned and can be gone on with."""
+
+
+class Need(StrEnum):
+    """Data that a credit scheme can ask for beyond the return of each trajectory."""
+
+    TURN_REWARDS = "turn_rewards"
+    STATE_KEYS = "state_keys"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sampling:
+    """How to sample one completion: always from the full support at a temperature, so that log-probabilities are exact."""
+
+    max_tokens: int
+    """Largest number of tokens to sample, the stop token included."""
+    stop_token_ids: tuple[int, ...]
+    """Sampling ends after any of these; the stop token is kept."""
+    temperature: float = 1.0
+    """Divides the logits. 0 takes the most probable token (evaluation only: its log-probabilities are 0)."""
+    seed: int = 0
+    """Seed of this request's own random numbers: the same prompt, weights and seed give the same tokens."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Completion:
+    """What an engine sampled for one request."""
+
+    token_ids: tuple[int, ...]
+    """The sampled tokens, the stop token included."""
+    logprobs: tuple[float, ...]
+    """Natural-log probability of each token under the distribution that sampled it (temperature applied)."""
+    versions: tuple[int, ...]
+    """Policy version that sampled each token."""
+    finish_reason: FinishReason
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Turn:
+    """One action of the policy, with what the environment said before it and what it gave for it."""
+
+    observation_ids: tuple[int, ...]
+    """Tokens that the environment's messages added before the action, the generation prompt included."""
+    extends: bool = True
+    """False: the history was rewritten, and `observation_ids` is the whole new context."""
+    action_ids: tuple[int, ...]
+    """Every sampled token, the stop token included."""
+    behavior_logprobs: tuple[float, ...]
+    """One natural-log probability for each action token, under the distribution that sampled it."""
+    versions: tuple[int, ...]
+    """Policy version that sampled each action token."""
+    reward: float
+    """Reward of this turn alone."""
+    state_key: str | None = None
+    """The environment's key of the situation before the action; equal keys mean equal situations. None: it has none."""
+    next_state_key: str | None = None
+    """The key after the action."""
+    action_key: str | None = None
+    """The environment's key of the action; equal keys mean equal actions."""
+    finish_reason: FinishReason = FinishReason.STOP
+    observation: tuple[Message, ...] = ()
+    """The environment's messages before the action."""
+    message: Message = field(default_factory=dict)
+    """The assistant message parsed from the action."""
+    extras: Mapping[str, Any] = field(default_factory=dict)
+    """What the environment reported in `info` about this turn, for records and metrics."""
+
+    def __post_init__(self) -> None:
+        """Check that log-probabilities and versions are aligned with the action."""
+        num = len(self.action_ids)
+        if len(self.behavior_logprobs) != num or len(self.versions) != num:
+            raise ValueError(
+                f"a turn of {num} action tokens needs as many behavior_logprobs and versions, "
+                f"got {len(self.behavior_logprobs)} and {len(self.versions)}"
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trajectory:
+    """One finished episode."""
+
+    group_id: str
+    trajectory_id: str
+    env_id: str
+    seed: int
+    """Seed of the task, shared by the group."""
+    turns: tuple[Turn, ...]
+    stop_reason: StopReason
+    truncated: bool = False
+    """A limit ended the episode, not the task: what would have followed is unknown (value-based schemes bootstrap)."""
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    """Numbers about the whole episode: `success` where the environment reports it, counts of errors, seconds."""
+    error: str | None = None
+    """What went wrong, where `stop_reason.failed`."""
+
+    @property
+    def failed(self) -> bool:
+        """True where the episode must leave the loss and every baseline."""
+        return self.stop_reason.failed
+
+    @property
+    def reward(self) -> float:
+        """Undiscounted return: the sum of the turns' rewards."""
+        return sum(turn.reward for turn in self.turns)
+
+    @property
+    def num_action_tokens(self) -> int:
+        """Number of sampled tokens."""
+        return sum(len(turn.action_ids) for turn in self.turns)
+
+    def segments(self) -> Iterator[tuple[Turn, ...]]:
+        """Yield the runs of turns that share one growing context; a turn that rewrote the history begins the next run."""
+        start = 0
+        for index, turn in enumerate(self.turns):
+            if index > start and not turn.extends:
+                yield self.turns[start:index]
+                start = index
+        if self.turns:
+            yield self.turns[start:]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrajectoryGroup:
+    """The trajectories that started from the same task."""
+
+    group_id: str
+    trajectories: tuple[Trajectory, ...]
+
+    @property
+    def valid(self) -> tuple[Trajectory, ...]:
+        """The trajectories that did not fail: the only ones that enter a statistic or the loss."""
+        return tuple(t for t in self.trajectories if not t.failed)
+
+
+def valid_trajectories(groups: Sequence[TrajectoryGroup]) -> list[Trajectory]:
+    """List the trajectories of all groups that did not fail."""
+    return [trajectory for group in groups for trajectory in group.valid]
