@@ -1,0 +1,100 @@
+"""A small ChatML form for models made locally."""
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from tokenizers import Tokenizer
+
+from agentrl.chat.renderer import Tools
+from agentrl.chat.tool_calls import format_tool_call, parse_assistant
+from agentrl.errors import RendererError
+from agentrl.types import Message
+
+START, END = "<|im_start|>", "<|im_end|>"
+
+
+class ChatMLRenderer:
+    """`<|im_start|>role\\ncontent<|im_end|>\\n` for each message; tools as one line of signatures in the system message.
+
+    Signatures instead of full JSON schemas, because a model made locally learns its tools from demonstrations, and
+    every token of a prompt costs. What environments and users say cannot become control tokens: it is encoded with
+    special tokens switched off.
+    """
+
+    def __init__(self, tokenizer: Any) -> None:
+        """Take a transformers fast tokenizer that has the two ChatML tokens."""
+        self._control: Tokenizer = tokenizer.backend_tokenizer
+        self._plain = Tokenizer.from_str(self._control.to_str())
+        self._plain.encode_special_tokens = True
+        ids = [self._control.token_to_id(token) for token in (START, END)]
+        if None in ids:
+            raise RendererError(
+                f"chat.renderer: the tokenizer lacks {START} or {END}; use 'template' with its own chat template"
+            )
+        self._start_id, self._end_id = ids
+        self._newline = self._encode("\n")
+        self._prompt = (self._start_id, *self._encode("assistant\n"))
+
+    @property
+    def stop_token_ids(self) -> tuple[int, ...]:
+        """The one token that ends a turn."""
+        return (self._end_id,)
+
+    def start(self, messages: Sequence[Message], tools: Tools) -> tuple[int, ...]:
+        """Return a whole context; the tools come first, in a system message of their own."""
+        system = [{"role": "system", "content": "\n".join(map(signature, tools))}] if tools else []
+        return self._messages([*system, *messages]) + self._prompt
+
+    def extend(
+        self,
+        context_ids: Sequence[int],  # noqa: ARG002 - ChatML never looks back
+        action_ids: Sequence[int],
+        messages: Sequence[Message],
+    ) -> tuple[int, ...]:
+        """Return the end of the turn where it was not sampled, the new messages, and the generation prompt."""
+        is_closed = bool(action_ids) and action_ids[-1] == self._end_id
+        close = self._newline if is_closed else (self._end_id, *self._newline)
+        return close + self._messages(messages) + self._prompt
+
+    def parse(self, action_ids: Sequence[int]) -> Message:
+        """Return the assistant message of sampled tokens."""
+        ids = action_ids[:-1] if action_ids and action_ids[-1] == self._end_id else action_ids
+        return parse_assistant(self._control.decode(list(ids), skip_special_tokens=False))
+
+    def encode(self, message: Message) -> tuple[int, ...]:
+        """Return an assistant message as an action."""
+        return (*self._control.encode(_assistant_text(message), add_special_tokens=False).ids, self._end_id)
+
+    def _messages(self, messages: Sequence[Message]) -> tuple[int, ...]:
+        ids: list[int] = []
+        for message in messages:
+            ids.append(self._start_id)
+            if message["role"] == "assistant":
+                ids.extend((*self._encode("assistant\n"), *self.encode(message)))
+            else:
+                ids.extend((*self._encode(f"{message['role']}\n{message.get('content') or ''}"), self._end_id))
+            ids.extend(self._newline)
+        return tuple(ids)
+
+    def _encode(self, text: str) -> tuple[int, ...]:
+        return tuple(self._plain.encode(text, add_special_tokens=False).ids)
+
+
+def signature(tool: dict[str, Any]) -> str:
+    """Return a tool's schema as one line: `open_box(box: integer)`."""
+    function = tool["function"]
+    properties = function.get("parameters", {}).get("properties", {})
+    return f"{function['name']}({', '.join(f'{name}: {_type(schema)}' for name, schema in properties.items())})"
+
+
+def _type(schema: dict[str, Any]) -> str:
+    if "enum" in schema:
+        return "|".join(json.dumps(value) for value in schema["enum"])
+    return str(schema.get("type", "any"))
+
+
+def _assistant_text(message: Message) -> str:
+    calls = [call["function"] for call in message.get("tool_calls", [])]
+    texts = [message.get("content") or "", *(format_tool_call(f["name"], f["arguments"]) for f in calls)]
+    return "\n".join(text for text in texts if text)

@@ -1,0 +1,149 @@
+"""Any Hugging Face chat template that leaves earlier turns alone."""
+
+from collections.abc import Sequence
+from typing import Any, Literal
+
+from jinja2 import TemplateError
+
+from agentrl.chat.renderer import Tools
+from agentrl.chat.tool_calls import parse_assistant
+from agentrl.errors import RendererError
+from agentrl.types import Message
+
+_SENTINEL = "agentrl\u2063sentinel"
+_USER: Message = {"role": "user", "content": "Hello."}
+
+
+class TemplateRenderer:
+    """Renders new messages with the tokenizer's own template, behind a stand-in dialogue, and keeps what they added.
+
+    At construction the template is probed: over six turns with tool results each context must begin with the one before
+    it, and the tokens that `extend` appends must be those of the template itself.
+    """
+
+    def __init__(
+        self, tokenizer: Any, *, rewritten_history: Literal["error", "restart"] = "error", name: str = ""
+    ) -> None:
+        if not tokenizer.chat_template:
+            raise RendererError(
+                f"chat.renderer: the tokenizer {name!r} has no chat template; set 'chatml' for a model made locally, "
+                "or use the instruction-tuned version of the model"
+            )
+        self._tokenizer = tokenizer
+        self._name = name
+        self._tail = self._close()
+        tail_ids = self._encode(self._tail)
+        self._stop_ids = tuple(dict.fromkeys(i for i in (*tail_ids[:1], tokenizer.eos_token_id) if i is not None))
+        problem = self._probe()
+        if problem and rewritten_history == "error":
+            raise RendererError(
+                f"chat.renderer: the chat template of {name!r} cannot extend a dialogue: {problem}. Set "
+                "chat.rewritten_history: restart to render every turn anew, or use a template that leaves earlier turns alone"
+            )
+        self._extends = not problem
+
+    @property
+    def stop_token_ids(self) -> tuple[int, ...]:
+        """The token with which the template closes an assistant turn, and the tokenizer's end of sequence."""
+        return self._stop_ids
+
+    def start(self, messages: Sequence[Message], tools: Tools) -> tuple[int, ...]:
+        """Return a whole context."""
+        return self._encode(self._render(messages, tools=tools, prompt=True))
+
+    def extend(
+        self,
+        context_ids: Sequence[int],  # noqa: ARG002 - the probe has shown that history does not matter
+        action_ids: Sequence[int],
+        messages: Sequence[Message],
+    ) -> tuple[int, ...] | None:
+        """Return the tokens to append, or None where the template rewrites history."""
+        if not self._extends:
+            return None
+        ids = self._encode(self._extension(messages))
+        is_closed = bool(action_ids) and ids[:1] == tuple(action_ids[-1:])
+        return ids[1:] if is_closed else ids
+
+    def parse(self, action_ids: Sequence[int]) -> Message:
+        """Return the assistant message of sampled tokens."""
+        ids = action_ids[:-1] if action_ids and action_ids[-1] in self._stop_ids else action_ids
+        return parse_assistant(self._tokenizer.decode(list(ids), skip_special_tokens=False))
+
+    def encode(self, message: Message) -> tuple[int, ...]:
+        """Return an assistant message as an action."""
+        before = self._render([_USER], prompt=True)
+        after = self._render([_USER, message])
+        if not (after.startswith(before) and after.endswith(self._tail)):
+            raise RendererError(f"chat.renderer: the template of {self._name!r} cannot write demonstrations")
+        text = after[len(before) : len(after) - len(self._tail)]
+        return (*self._encode(text), *self._encode(self._tail)[:1])
+
+    def _encode(self, text: str) -> tuple[int, ...]:
+        return tuple(self._tokenizer.encode(text, add_special_tokens=False))
+
+    def _render(self, messages: Sequence[Message], *, tools: Tools = (), prompt: bool = False) -> str:
+        try:
+            text: str = self._tokenizer.apply_chat_template(
+                list(messages), tools=list(tools) or None, tokenize=False, add_generation_prompt=prompt
+            )
+        except (TemplateError, TypeError, KeyError, ValueError) as error:
+            raise RendererError(
+                f"chat.renderer: the chat template of {self._name!r} cannot render a dialogue with the roles "
+                f"{', '.join(m['role'] for m in messages)}: {error}"
+            ) from error
+        return text
+
+    def _close(self) -> str:
+        """Return the text with which the template closes an assistant turn."""
+        text = self._render([_USER, {"role": "assistant", "content": _SENTINEL}])
+        _, found, tail = text.partition(_SENTINEL)
+        if not found or not tail:
+            raise RendererError(f"chat.renderer: the chat template of {self._name!r} does not close assistant turns")
+        return tail
+
+    def _extension(self, messages: Sequence[Message]) -> str:
+        """Return what the template adds after an assistant's text: its close, the messages and the prompt."""
+        stand_in = [_USER, {"role": "assistant", "content": _SENTINEL}]
+        return self._render([*stand_in, *messages], prompt=True).partition(_SENTINEL)[2]
+
+    def _probe(self) -> str | None:
+        """Return what is wrong with the template, or None: a dialogue of six turns, each rendered whole and in parts."""
+        tools = [_tool("look"), _tool("take")]
+        messages: list[Message] = [_USER]
+        context = self._render(messages, tools=tools, prompt=True)
+        for turn in range(6):
+            message, replies = _probe_turn(turn)
+            messages += [message, *replies]
+            whole = self._render(messages, tools=tools, prompt=True)
+            if not whole.startswith(context):
+                return f"turn {turn + 1} changes the text of the turns before it"
+            added, extension = whole[len(context) :], self._extension(replies)
+            if not added.endswith(extension):
+                return f"after turn {turn + 1} the text of a new message depends on the messages before it"
+            parsed = parse_assistant(added[: len(added) - len(extension)])
+            for call, wanted in zip(parsed.get("tool_calls", [{}]), message.get("tool_calls", [{}]), strict=False):
+                if call.get("function") != wanted.get("function"):
+                    return "it does not write tool calls in the form of Hermes and Qwen (<tool_call>{...}</tool_call>)"
+            context = whole
+        return None
+
+
+def _tool(name: str) -> dict[str, Any]:
+    parameters = {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]}
+    return {"type": "function", "function": {"name": name, "description": "A tool.", "parameters": parameters}}
+
+
+def _probe_turn(turn: int) -> tuple[Message, list[Message]]:
+    """Alternate plain turns, turns with one call and turns with two."""
+    if turn % 3 == 0:
+        return {"role": "assistant", "content": f"Text {turn}."}, [{"role": "user", "content": f"Go on, {turn}."}]
+    names = ("look", "take")[: turn % 3]
+    calls = [
+        {"id": f"call_{i}", "type": "function", "function": {"name": name, "arguments": {"n": turn}}}
+        for i, name in enumerate(names)
+    ]
+    replies = [
+        {"role": "tool", "name": name, "tool_call_id": f"call_{i}", "content": f"result {turn}"}
+        for i, name in enumerate(names)
+    ]
+    return {"role": "assistant", "content": "", "tool_calls": calls}, replies

@@ -1,0 +1,40 @@
+"""A tokenizer made on the spot from the texts that a local model will see."""
+
+from collections.abc import Iterable
+from typing import Any
+
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
+
+from agentrl.chat.chatml import END, START
+from agentrl.chat.tool_calls import CLOSE, OPEN
+
+PAD = "<|endoftext|>"
+SPECIAL_TOKENS = (PAD, START, END, OPEN, CLOSE)
+
+
+def train_tokenizer(texts: Iterable[str], *, vocab_size: int) -> Any:
+    """Train a byte-level BPE tokenizer whose digits stand alone; any text can be encoded.
+
+    Only digits split the text before merging, so that whole phrases of a small world become one token each.
+
+    Args:
+        texts: what the model will read and write, control tokens included.
+        vocab_size: number of entries, at least 256 bytes and the special tokens.
+    """
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(r"\d"), behavior="isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=list(SPECIAL_TOKENS),
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token=PAD, eos_token=END)

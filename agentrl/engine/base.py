@@ -1,0 +1,67 @@
+"""The seam of sampling."""
+
+from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Literal, Protocol
+
+from pydantic import BaseModel, ConfigDict, PositiveInt
+
+from agentrl.types import Completion, Sampling
+
+if TYPE_CHECKING:
+    import torch
+
+
+class EngineConfig(BaseModel):
+    """What samples the rollouts."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    name: Literal["transformers"] = "transformers"
+    """`transformers`: in this process, continuous batching over a key-value cache, on CPU or GPU."""
+    max_batch_size: PositiveInt = 64
+    """Largest number of requests decoded together; each holds one row of the key-value cache."""
+    max_prefill_tokens: PositiveInt = 8192
+    """Largest number of prompt tokens, padding included, computed at once."""
+    lockstep: bool = True
+    """Decode only when every live episode waits for tokens, so that batches do not depend on the timing of environments
+    and a run repeats bit for bit. Set to false where environments take longer than a decoding step (milliseconds)."""
+
+
+class Engine(Protocol):
+    """Samples completions under weights that can be replaced.
+
+    Every completion's log-probabilities are those of the distribution that was sampled: full support, temperature
+    applied. An episode is one conversation: each of its prompts begins with the previous prompt and completion, so an
+    engine can keep what it has computed.
+    """
+
+    @property
+    def version(self) -> int:
+        """Policy version of the weights in use."""
+
+    def conversation(self, request_id: str) -> AbstractContextManager[None]:
+        """Keep what was computed for this id between its requests; at exit forget it."""
+
+    async def generate(self, prompt_ids: Sequence[int], sampling: Sampling, request_id: str) -> Completion:
+        """Sample after `prompt_ids` until a stop token or the budget; one request at a time for each id.
+
+        Raises:
+            EngineError: when the engine cannot; with the engine's own words.
+        """
+
+    async def pause(self) -> None:
+        """Return every running request as it stands, with finish_reason `aborted`, and hold those that come."""
+
+    async def resume(self) -> None:
+        """Sample again."""
+
+    async def load_weights(self, named_tensors: "Iterable[tuple[str, torch.Tensor]]", version: int) -> None:
+        """Replace the weights; nothing computed under earlier ones serves a later request.
+
+        Raises:
+            EngineError: while requests are running, or when names or shapes are not the model's.
+        """
+
+    async def close(self) -> None:
+        """Release what the engine holds."""

@@ -1,0 +1,78 @@
+"""A key-value cache whose rows have lengths of their own.
+
+`S` rows, `B` rows of a forward pass, `Q` query positions, `H` key-value heads, `L` cached positions, `D` head size.
+"""
+
+from typing import Any
+
+import torch
+from transformers.cache_utils import Cache, DynamicLayer
+
+_BLOCK = 64
+
+
+class RaggedCache(Cache):
+    """Each forward pass writes `Q` positions into each of the rows that `select` named, and attends to their first `L`.
+
+    What lies behind a row's own length is garbage: the attention mask that `select` returns hides it.
+    """
+
+    def __init__(self, num_rows: int) -> None:
+        super().__init__(layer_class_to_replicate=DynamicLayer)
+        self._num_rows = num_rows
+        self._capacity = 0
+        self._keys_SHLD: list[torch.Tensor] = []
+        self._values_SHLD: list[torch.Tensor] = []
+        self._rows_B = torch.empty(0, dtype=torch.long)
+        self._positions_BQ = torch.empty(0, 0, dtype=torch.long)
+        self._length = 0
+        self._is_leading = False
+
+    def select(self, rows: list[int], starts: list[int], num_queries: int, device: torch.device) -> dict[str, Any]:
+        """Prepare the next forward pass: row `rows[b]` gets positions `starts[b]` to `starts[b] + num_queries - 1`.
+
+        Returns:
+            `position_ids` [B, Q] and the boolean `attention_mask` [B, 1, Q, L] for the model.
+        """
+        self._is_leading = rows == list(range(len(rows)))
+        self._rows_B = torch.tensor(rows, device=device)
+        starts_B = torch.tensor(starts, device=device)
+        self._positions_BQ = starts_B[:, None] + torch.arange(num_queries, device=device)
+        self._length = max(starts) + num_queries
+        self._reserve(self._length)
+        mask_BQL = torch.arange(self._length, device=device) <= self._positions_BQ[:, :, None]
+        return {"position_ids": self._positions_BQ, "attention_mask": mask_BQL[:, None]}
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *_: Any, **__: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Write the new keys and values [B, H, Q, D]; return those of the selected rows [B, H, L, D]."""
+        while len(self._keys_SHLD) <= layer_idx:
+            self._keys_SHLD.append(self._empty(key_states))
+            self._values_SHLD.append(self._empty(value_states))
+        kept = []
+        for cached_SHLD, states_BHQD in (
+            (self._keys_SHLD[layer_idx], key_states),
+            (self._values_SHLD[layer_idx], value_states),
+        ):
+            cached_SHLD[self._rows_B[:, None], :, self._positions_BQ] = states_BHQD.transpose(1, 2)
+            window = cached_SHLD[:, :, : self._length]
+            kept.append(window[: len(self._rows_B)] if self._is_leading else window[self._rows_B])
+        return kept[0], kept[1]
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:  # noqa: ARG002 - the signature of Cache
+        """Return the number of positions attended to."""
+        return self._length
+
+    def _empty(self, like_BHQD: torch.Tensor) -> torch.Tensor:
+        _, heads, _, size = like_BHQD.shape
+        return like_BHQD.new_zeros(self._num_rows, heads, self._capacity, size)
+
+    def _reserve(self, length: int) -> None:
+        if length <= self._capacity:
+            return
+        self._capacity = -(-max(length, self._capacity * 3 // 2) // _BLOCK) * _BLOCK
+        for layers in (self._keys_SHLD, self._values_SHLD):
+            for index, old_SHLD in enumerate(layers):
+                layers[index] = old_SHLD.new_zeros(*old_SHLD.shape[:2], self._capacity, old_SHLD.shape[3])
+                layers[index][:, :, : old_SHLD.shape[2]] = old_SHLD

@@ -1,0 +1,8 @@
+"""Episodes, and the pool that keeps many of them going."""
+
+from agentrl.rollout.config import RolloutConfig
+from agentrl.rollout.episode import Task, run_episode
+from agentrl.rollout.pool import RolloutPool
+from agentrl.rollout.seeds import derive_seed, held_out_seed, task_seed
+
+__all__ = ["RolloutConfig", "RolloutPool", "Task", "derive_seed", "held_out_seed", "run_episode", "task_seed"]

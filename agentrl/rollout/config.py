@@ -1,0 +1,53 @@
+"""The recipe's section about rollouts."""
+
+from typing import Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
+
+
+class RolloutConfig(BaseModel):
+    """How episodes are played."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    mode: Literal["sync"] = "sync"
+    """`sync`: every episode of a step is awaited before its update."""
+    num_groups: PositiveInt = 8
+    """Tasks for each step."""
+    group_size: PositiveInt = 8
+    """Episodes that start from the same task."""
+    temperature: PositiveFloat = 1.0
+    """Sampling temperature; log-probabilities are those of the tempered distribution, in rollouts and in training."""
+    top_p: float = Field(default=1.0, gt=0, le=1)
+    """Must stay 1: a truncated support makes the importance ratio of the tokens cut off undefined."""
+    max_turns: PositiveInt = 8
+    """Largest number of actions of an episode."""
+    max_turn_tokens: PositiveInt = 256
+    """Largest number of tokens sampled for one action."""
+    max_episode_tokens: PositiveInt = 2048
+    """Largest number of tokens sampled in an episode."""
+    max_context_tokens: PositiveInt = 4096
+    """Largest number of tokens in a context, prompt and actions together."""
+    max_live_episodes: PositiveInt = 64
+    """Episodes that are kept going at the same time, each environment on a thread of its own."""
+    env_timeout_s: PositiveFloat = 60.0
+    """Deadline of each reset and each step of an environment, in seconds."""
+    engine_timeout_s: PositiveFloat = 600.0
+    """Deadline of each completion, in seconds."""
+    max_retries: NonNegativeInt = 2
+    """How often an episode is begun again, with a fresh environment, after its environment or its engine failed."""
+    max_consecutive_failures: PositiveInt = 16
+    """After so many failed episodes without one that worked, the run stops with the last error."""
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        if self.top_p != 1:
+            raise ValueError(
+                f"top_p: {self.top_p} cuts the support off, so importance ratios would be wrong; "
+                "train with top_p: 1 and lower the temperature instead"
+            )
+        if self.max_turn_tokens > self.max_episode_tokens:
+            raise ValueError(
+                f"max_turn_tokens: {self.max_turn_tokens} exceeds max_episode_tokens: {self.max_episode_tokens}; lower it"
+            )
+        return self

@@ -1,0 +1,63 @@
+"""One environment on one thread, with a deadline for each call."""
+
+import asyncio
+import threading
+from collections.abc import Callable
+from queue import SimpleQueue
+from typing import Any, TypeVar
+
+R = TypeVar("R")
+
+
+class EnvThread:
+    """Runs calls one at a time on a daemon thread, so that an environment that hangs cannot hold up the process.
+
+    After a call has missed its deadline the thread is lost: it stays in the hanging call, and `is_lost` says so.
+    """
+
+    def __init__(self) -> None:
+        self._calls: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        self.is_lost = False
+        threading.Thread(target=self._run, name="agentrl-env", daemon=True).start()
+
+    async def call(self, function: Callable[[], R], *, timeout_s: float) -> R:
+        """Run `function` on the thread.
+
+        Raises:
+            TimeoutError: after `timeout_s` seconds.
+            BaseException: whatever `function` raises.
+        """
+        loop = asyncio.get_running_loop()
+        future: asyncio.Future[R] = loop.create_future()
+
+        def settle(result: Any, error: BaseException | None) -> None:
+            if not future.done():
+                if error is None:
+                    future.set_result(result)
+                else:
+                    future.set_exception(error)
+
+        def work() -> None:
+            result, error = None, None
+            try:
+                result = function()
+            except Exception as raised:  # noqa: BLE001 - carried over to the episode, which makes it data
+                error = raised
+            if not loop.is_closed():  # closed: a hanging call came back after the run had ended
+                loop.call_soon_threadsafe(settle, result, error)
+
+        self._calls.put(work)
+        try:
+            async with asyncio.timeout(timeout_s):
+                return await future
+        except (TimeoutError, asyncio.CancelledError):
+            self.is_lost = not future.done() or future.cancelled()
+            raise
+
+    def close(self) -> None:
+        """Let the thread end after its last call."""
+        self._calls.put(None)
+
+    def _run(self) -> None:
+        while (work := self._calls.get()) is not None:
+            work()

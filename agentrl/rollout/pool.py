@@ -1,0 +1,141 @@
+"""Many episodes at once."""
+
+import asyncio
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from typing import Any
+
+from agentrl.chat import Renderer
+from agentrl.engine import Engine
+from agentrl.errors import EngineError, EnvironmentFailure
+from agentrl.rollout.config import RolloutConfig
+from agentrl.rollout.env_thread import EnvThread
+from agentrl.rollout.episode import MakeEnv, Task, run_episode
+from agentrl.rollout.seeds import derive_seed, task_seed
+from agentrl.types import StopReason, Trajectory, TrajectoryGroup
+
+
+class RolloutPool:
+    """Keeps up to `max_live_episodes` episodes going, each environment on a thread of its own.
+
+    A failed episode is begun again with a fresh environment; one that goes on failing is returned as such, and a group
+    with fewer than two usable episodes is replaced by a new task. Everything is counted in `counts`.
+    """
+
+    def __init__(
+        self, *, make_env: MakeEnv, engine: Engine, renderer: Renderer, config: RolloutConfig, seed: int
+    ) -> None:
+        self._make_env, self._engine, self._renderer, self._config = make_env, engine, renderer, config
+        self._seed = seed
+        self._next_group = 0
+        self._threads: list[EnvThread] = []
+        self._failures_in_a_row = 0
+        self.counts = {"retries": 0, "failed_episodes": 0, "replaced_groups": 0, "lost_threads": 0}
+
+    async def collect(self, num_groups: int) -> list[TrajectoryGroup]:
+        """Return the next `num_groups` groups of the training stream, in its order.
+
+        Raises:
+            EnvironmentFailure: when episodes fail one after the other, with the last error's words.
+        """
+        groups: list[TrajectoryGroup] = []
+        while missing := num_groups - len(groups):
+            indices = range(self._next_group, self._next_group + missing)
+            self._next_group += missing
+            tasks = [(f"train/{i:06d}", task_seed(self._seed, i)) for i in indices]
+            played = await self.play(tasks, group_size=self._config.group_size)
+            needed = min(2, self._config.group_size)
+            usable = [group for group in played if len(group.valid) >= needed]
+            self.counts["replaced_groups"] += len(played) - len(usable)
+            groups += usable
+        return groups
+
+    async def play(self, tasks: Iterable[tuple[str, int]], *, group_size: int) -> list[TrajectoryGroup]:
+        """Play `group_size` episodes of each task (group id, environment seed), every one exactly once."""
+        tasks = list(tasks)
+        queue = deque(
+            Task(
+                group_id=group_id,
+                rollout_index=index,
+                seed=seed,
+                sampling_seed=derive_seed(self._seed, "sampling"),
+            )
+            for group_id, seed in tasks
+            for index in range(group_size)
+        )
+        done: dict[str, list[Trajectory]] = {group_id: [] for group_id, _ in tasks}
+        runners = [
+            asyncio.create_task(self._run(queue, done)) for _ in range(min(len(queue), self._config.max_live_episodes))
+        ]
+        try:
+            await asyncio.gather(*runners)
+        finally:
+            for runner in runners:
+                runner.cancel()
+            await asyncio.gather(*runners, return_exceptions=True)
+        return [
+            TrajectoryGroup(group_id=group_id, trajectories=_by_index(trajectories))
+            for group_id, trajectories in done.items()
+        ]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return where the stream of training tasks stands; in `sync` mode no episode is alive between steps."""
+        return {"next_group": self._next_group, "counts": dict(self.counts)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from `state_dict`."""
+        self._next_group, self.counts = state["next_group"], dict(state["counts"])
+
+    def close(self) -> None:
+        """Let the environments' threads end."""
+        while self._threads:
+            self._threads.pop().close()
+
+    async def _run(self, queue: deque[Task], done: dict[str, list[Trajectory]]) -> None:
+        """Play one episode after the other: a free place is refilled at once."""
+        thread = self._threads.pop() if self._threads else EnvThread()
+        try:
+            while queue:
+                task = queue.popleft()
+                trajectory = await self._play_one(task, thread)
+                while trajectory.failed and task.attempt < self._config.max_retries:
+                    task = replace(task, attempt=task.attempt + 1)
+                    self.counts["retries"] += 1
+                    thread = self._fresh(thread)
+                    trajectory = await self._play_one(task, thread)
+                self.counts["failed_episodes"] += trajectory.failed
+                thread = self._fresh(thread)
+                done[task.group_id].append(trajectory)
+        finally:
+            if thread.is_lost:
+                thread.close()
+            else:
+                self._threads.append(thread)
+
+    async def _play_one(self, task: Task, thread: EnvThread) -> Trajectory:
+        trajectory = await run_episode(
+            task,
+            make_env=self._make_env,
+            engine=self._engine,
+            renderer=self._renderer,
+            config=self._config,
+            thread=thread,
+        )
+        self._failures_in_a_row = self._failures_in_a_row + 1 if trajectory.failed else 0
+        if self._failures_in_a_row >= self._config.max_consecutive_failures:
+            words = f"{self._failures_in_a_row} episodes failed in a row; the last one: {trajectory.error}"
+            raise (EngineError if trajectory.stop_reason is StopReason.ENGINE_ERROR else EnvironmentFailure)(words)
+        return trajectory
+
+    def _fresh(self, thread: EnvThread) -> EnvThread:
+        """Return the thread, or a new one where it hangs."""
+        if not thread.is_lost:
+            return thread
+        thread.close()
+        self.counts["lost_threads"] += 1
+        return EnvThread()
+
+
+def _by_index(trajectories: Sequence[Trajectory]) -> tuple[Trajectory, ...]:
+    return tuple(sorted(trajectories, key=lambda t: int(t.trajectory_id.rsplit("/", 1)[1])))
