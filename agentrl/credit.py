@@ -3,6 +3,7 @@
 `T` sampled tokens of a trajectory (all turns' actions, in order), `K` turns.
 """
 
+import math
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -13,10 +14,10 @@ import numpy.typing as npt
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from agentrl.errors import ConfigError, CreditError
-from agentrl.registry import resolve, suggest
+from agentrl.registry import names, resolve, suggest
 from agentrl.types import Need, Trajectory, TrajectoryGroup
 
-__all__ = ["Credit", "CreditScheme", "Need", "assign_credit", "load_credit"]
+__all__ = ["Credit", "CreditScheme", "Need", "assign_credit", "load_credit", "load_credit_for"]
 
 FloatArray = npt.NDArray[np.float32]
 BoolArray = npt.NDArray[np.bool_]
@@ -40,7 +41,7 @@ class Credit:
         Raises:
             CreditError: when there is not exactly one finite advantage for each action token.
         """
-        advantages = np.asarray(advantages_T, dtype=np.float32)
+        advantages = _floats(trajectory, advantages_T)
         keep = np.ones(advantages.shape, dtype=np.bool_) if keep_T is None else np.asarray(keep_T, dtype=np.bool_)
         credit = cls(advantages_T=advantages, keep_T=keep)
         credit.check(trajectory)
@@ -53,7 +54,7 @@ class Credit:
         Raises:
             CreditError: when there is not exactly one finite advantage for each turn.
         """
-        advantages = np.asarray(advantages_K, dtype=np.float32)
+        advantages = _floats(trajectory, advantages_K)
         if advantages.shape != (len(trajectory.turns),):
             raise CreditError(
                 f"trajectory {trajectory.trajectory_id} has {len(trajectory.turns)} turns, "
@@ -76,14 +77,26 @@ class Credit:
     def check(self, trajectory: Trajectory) -> None:
         """Raise CreditError where this credit does not fit the trajectory: wrong length, wrong type, not finite."""
         where, num = f"trajectory {trajectory.trajectory_id}", trajectory.num_action_tokens
-        for name, array, kind in (("advantages_T", self.advantages_T, "f"), ("keep_T", self.keep_T, "b")):
-            if not isinstance(array, np.ndarray) or array.dtype.kind != kind:
-                raise CreditError(f"{where}: {name} must be a numpy array of {'floats' if kind == 'f' else 'bools'}")
+        for name, array, kind in (("advantages_T", self.advantages_T, np.float32), ("keep_T", self.keep_T, np.bool_)):
+            if not isinstance(array, np.ndarray) or array.dtype != kind:
+                got = array.dtype if isinstance(array, np.ndarray) else type(array).__name__
+                raise CreditError(f"{where}: {name} must be a numpy array of {np.dtype(kind)}, got {got}")
             if array.shape != (num,):
                 raise CreditError(f"{where} has {num} action tokens, got {name} of shape {array.shape}")
         if not np.isfinite(self.advantages_T).all():
             bad = int(np.flatnonzero(~np.isfinite(self.advantages_T))[0])
             raise CreditError(f"{where}: the advantage of action token {bad} is {self.advantages_T[bad]}")
+
+
+def _floats(trajectory: Trajectory, values: npt.ArrayLike) -> FloatArray:
+    try:
+        # A number too large for float32 becomes infinite here, and `Credit.check` names its place.
+        with np.errstate(over="ignore"):
+            return np.asarray(values, dtype=np.float32)
+    except (TypeError, ValueError) as error:
+        raise CreditError(
+            f"trajectory {trajectory.trajectory_id}: advantages must be a flat list of numbers ({error})"
+        ) from error
 
 
 class CreditScheme(BaseModel):
@@ -104,7 +117,7 @@ class CreditScheme(BaseModel):
     @abstractmethod
     def assign(self, groups: Sequence[TrajectoryGroup]) -> list[list[Credit]]:
         """Return one `Credit` for each trajectory of each group, in the order given."""
-        raise TypeError(f"{type(self).__name__} must define assign(groups)")
+        raise NotImplementedError
 
 
 def load_credit(spec: Mapping[str, Any], *, field: str = "credit") -> CreditScheme:
@@ -115,16 +128,20 @@ def load_credit(spec: Mapping[str, Any], *, field: str = "credit") -> CreditSche
     Raises:
         ConfigError: for an unknown scheme, an unknown field (with the nearest name) or an impossible value.
     """
-    options = {key: value for key, value in spec.items() if key != "scheme"}
+    options = {key: value for key, value in spec.items() if key not in ("scheme", "fallback")}
     name = spec.get("scheme")
+    if spec.get("fallback", "uniform") != "uniform":
+        raise ConfigError(f"{field}.fallback: the only fallback is 'uniform', got {spec['fallback']!r}")
     if not isinstance(name, str):
         raise ConfigError(f"{field}.scheme: expected the name of a credit scheme, got {name!r}")
     cls = resolve(name, group="agentrl.credit", field=f"{field}.scheme")
     if not (isinstance(cls, type) and issubclass(cls, CreditScheme)):
         raise ConfigError(f"{field}.scheme: {name!r} is {cls!r}, not a subclass of agentrl.CreditScheme")
+    if missing := sorted(cls.__abstractmethods__):
+        raise ConfigError(f"{field}.scheme: {name!r} does not define {', '.join(missing)}")
     for key in options:
         if key not in cls.model_fields:
-            raise ConfigError(f"{field}.{key}: {name!r} has no such option.{suggest(key, cls.model_fields)}")
+            raise ConfigError(f"{field}.{key}: {name!r} has no such option.{suggest(str(key), cls.model_fields)}")
     try:
         return cls.model_validate(options)
     except ValidationError as error:
@@ -132,31 +149,86 @@ def load_credit(spec: Mapping[str, Any], *, field: str = "credit") -> CreditSche
         raise ConfigError("\n".join(lines)) from error
 
 
+def load_credit_for(
+    spec: Mapping[str, Any], *, provided: frozenset[Need], env_id: str, field: str = "credit"
+) -> tuple[CreditScheme, str | None]:
+    """Build the scheme of a recipe for an environment that provides `provided`.
+
+    Returns:
+        the scheme and None; or, where the environment cannot serve it and the recipe has `fallback: uniform`, plain GSPO
+        and a warning.
+
+    Raises:
+        ConfigError: naming the scheme, what it needs and the installed schemes that would work.
+    """
+    scheme = load_credit(spec, field=field)
+    missing = sorted(scheme.requirements() - provided)
+    if not missing:
+        return scheme, None
+    problem = f"{field}.scheme: {spec['scheme']!r} needs {', '.join(missing)}, which the environment {env_id!r} lacks"
+    if spec.get("fallback") == "uniform":
+        return load_credit({"scheme": "uniform"}), f"{problem}; falling back to uniform"
+    working = [
+        name for name in names("agentrl.credit") if resolve(name, group="agentrl.credit", field=field).needs <= provided
+    ]
+    raise ConfigError(f"{problem}. These would work: {', '.join(working)}. Or set {field}.fallback: uniform")
+
+
 def assign_credit(scheme: CreditScheme, groups: Sequence[TrajectoryGroup]) -> list[list[Credit]]:
     """Credit all groups; failed trajectories are hidden from the scheme and come back excluded.
 
     Raises:
-        CreditError: naming the scheme and the trajectory, when what it returned does not fit.
+        CreditError: naming the trajectory, for a reward that is not finite or an id that is there twice; naming the
+            scheme and the trajectory, when what the scheme returned does not fit.
     """
-    name = type(scheme).__name__
+    _check_groups(groups)
     valid = [replace(group, trajectories=group.valid) for group in groups]
     present = [group for group in valid if group.trajectories]
     try:
-        assigned = scheme.assign(present)
-        if len(assigned) != len(present):
-            raise CreditError(f"{len(present)} groups, got credit for {len(assigned)}")
-        found: dict[tuple[str, str], Credit] = {}
-        for group, credits in zip(present, assigned, strict=True):
-            if len(credits) != len(group.trajectories):
-                raise CreditError(
-                    f"group {group.group_id} has {len(group.trajectories)} trajectories, got {len(credits)} credits"
-                )
-            for trajectory, credit in zip(group.trajectories, credits, strict=True):
-                credit.check(trajectory)
-                found[group.group_id, trajectory.trajectory_id] = credit
+        found = _match(scheme.assign(present), present)
     except CreditError as error:
-        raise CreditError(f"credit scheme {name}: {error}") from error
+        raise CreditError(f"credit scheme {type(scheme).__name__}: {error}") from error
     return [
         [found.get((group.group_id, t.trajectory_id)) or Credit.excluded(t) for t in group.trajectories]
         for group in groups
     ]
+
+
+def _check_groups(groups: Sequence[TrajectoryGroup]) -> None:
+    """Stop what would spoil a whole group's statistics, or let one trajectory take another's credit."""
+    seen = set()
+    for group in groups:
+        for trajectory in group.trajectories:
+            key = group.group_id, trajectory.trajectory_id
+            where = f"trajectory {trajectory.trajectory_id} of group {group.group_id}"
+            if trajectory.group_id != group.group_id:
+                raise CreditError(f"{where} has group_id {trajectory.group_id!r}")
+            if key in seen:
+                raise CreditError(f"{where} is there twice: ids must be unique within a batch")
+            seen.add(key)
+            for k, turn in enumerate(trajectory.turns):
+                if not trajectory.failed and not math.isfinite(turn.reward):
+                    raise CreditError(f"{where}, turn {k}: the reward is {turn.reward}, not a finite number")
+
+
+def _match(assigned: object, groups: Sequence[TrajectoryGroup]) -> dict[tuple[str, str], Credit]:
+    """Give each trajectory, by its ids, the credit that stands at its place, after checking that it fits."""
+    found: dict[tuple[str, str], Credit] = {}
+    if not isinstance(assigned, Sequence) or len(assigned) != len(groups):
+        raise CreditError(
+            f"assign() must return one list for each of the {len(groups)} groups, got {_describe(assigned)}"
+        )
+    for group, row in zip(groups, assigned, strict=True):
+        num = len(group.trajectories)
+        if not isinstance(row, Sequence) or len(row) != num:
+            raise CreditError(f"group {group.group_id} has {num} trajectories, got {_describe(row)} for their credits")
+        for trajectory, credit in zip(group.trajectories, row, strict=True):
+            if not isinstance(credit, Credit):
+                raise CreditError(f"trajectory {trajectory.trajectory_id}: expected a Credit, got {_describe(credit)}")
+            credit.check(trajectory)
+            found[group.group_id, trajectory.trajectory_id] = credit
+    return found
+
+
+def _describe(value: object) -> str:
+    return f"{type(value).__name__} of length {len(value)}" if isinstance(value, Sequence) else type(value).__name__

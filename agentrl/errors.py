@@ -17,7 +17,7 @@ class ConfigError(UserError):
     """A recipe or command-line option that cannot be carried out."""
 
 
-class EnvironmentFailure(UserError):
+class EnvironmentFailure(UserError):  # noqa: N818  # EnvironmentError is a builtin
     """An environment raised, hung or broke its contract so often that the run was stopped."""
 
 

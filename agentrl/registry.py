@@ -3,7 +3,8 @@
 import difflib
 import importlib
 from collections.abc import Iterable
-from importlib.metadata import entry_points
+from functools import cache
+from importlib.metadata import EntryPoint, entry_points
 from typing import Any, Literal
 
 from agentrl.errors import ConfigError
@@ -20,7 +21,13 @@ def suggest(name: str, known: Iterable[str]) -> str:
 
 def names(group: Group) -> list[str]:
     """List the names that installed packages registered under an entry-point group."""
-    return sorted({point.name for point in entry_points(group=group)})
+    return sorted(_points(group))
+
+
+@cache
+def _points(group: Group) -> dict[str, EntryPoint]:
+    """Read the metadata of what is installed once: it takes milliseconds, and every episode makes an environment."""
+    return {point.name: point for point in entry_points(group=group)}
 
 
 def resolve(spec: str, *, group: Group, field: str) -> Any:
@@ -40,7 +47,6 @@ def resolve(spec: str, *, group: Group, field: str) -> Any:
         except AttributeError:
             known = [name for name in vars(importlib.import_module(module)) if not name.startswith("_")]
             raise ConfigError(f"{field}: module {module!r} has no {attribute!r}.{suggest(attribute, known)}") from None
-    for point in entry_points(group=group):
-        if point.name == spec:
-            return point.load()
+    if spec in (points := _points(group)):
+        return points[spec].load()
     raise ConfigError(f"{field}: no {spec!r} is installed.{suggest(spec, names(group))} Or give it as 'module:Class'.")

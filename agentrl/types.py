@@ -16,7 +16,7 @@ class StopReason(StrEnum):
     """Why an episode ended."""
 
     TERMINATED = "terminated"
-    """The environment said that the task is over (or truncated it by a limit of its own: see `Trajectory.truncated`)."""
+    """The environment ended it (with `Trajectory.truncated` where a limit of its own did)."""
     MAX_TURNS = "max_turns"
     MAX_TOKENS = "max_tokens"
     """The sampling budget of a turn or of the episode ran out."""
@@ -27,7 +27,7 @@ class StopReason(StrEnum):
 
     @property
     def failed(self) -> bool:
-        """True where the episode says nothing about the policy: it leaves the loss and every baseline, and is counted."""
+        """True where the episode says nothing about the policy: it leaves the loss and every baseline."""
         return self in (StopReason.ENV_ERROR, StopReason.ENGINE_ERROR, StopReason.STALE)
 
 
@@ -50,7 +50,7 @@ class Need(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sampling:
-    """How to sample one completion: always from the full support at a temperature, so that log-probabilities are exact."""
+    """How to sample one completion: always from the full support, so that log-probabilities are exact."""
 
     max_tokens: int
     """Largest number of tokens to sample, the stop token included."""
@@ -149,7 +149,7 @@ class Trajectory:
         return sum(len(turn.action_ids) for turn in self.turns)
 
     def segments(self) -> Iterator[tuple[Turn, ...]]:
-        """Yield the runs of turns that share one growing context; a turn that rewrote the history begins the next run."""
+        """Yield the runs of turns that share one growing context; a turn that rewrote history begins the next."""
         start = 0
         for index, turn in enumerate(self.turns):
             if index > start and not turn.extends:

@@ -15,7 +15,7 @@ START, END = "<|im_start|>", "<|im_end|>"
 
 
 class ChatMLRenderer:
-    """`<|im_start|>role\\ncontent<|im_end|>\\n` for each message; tools as one line of signatures in the system message.
+    r"""`<|im_start|>role\ncontent<|im_end|>\n` for each message; tools as one line of signatures in the system message.
 
     Signatures instead of full JSON schemas, because a model made locally learns its tools from demonstrations, and
     every token of a prompt costs. What environments and users say cannot become control tokens: it is encoded with

@@ -40,6 +40,10 @@ class Engine(Protocol):
     def version(self) -> int:
         """Policy version of the weights in use."""
 
+    @property
+    def busy_s(self) -> float:
+        """Seconds spent computing since the engine was made."""
+
     def conversation(self, request_id: str) -> AbstractContextManager[None]:
         """Keep what was computed for this id between its requests; at exit forget it."""
 

@@ -4,6 +4,7 @@
 """
 
 import asyncio
+import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -78,6 +79,12 @@ class TransformersEngine:
         self._is_paused = False
         self._driver: asyncio.Task[None] | None = None
         self._step = 0
+        self._busy_s = 0.0
+
+    @property
+    def busy_s(self) -> float:
+        """Seconds spent in forward passes and sampling."""
+        return self._busy_s
 
     @property
     def version(self) -> int:
@@ -149,7 +156,8 @@ class TransformersEngine:
         """Drop the model and the cache."""
         if self._driver is not None:
             self._driver.cancel()
-        self._model = self._cache = None
+        self._model = None
+        self._cache = RaggedCache(0)
 
     def _kick(self) -> None:
         """Start decoding where there is something to do and no reason to wait."""
@@ -164,9 +172,11 @@ class TransformersEngine:
     async def _drive(self) -> None:
         await asyncio.sleep(0)  # episodes that became ready together are admitted together
         while self._can_step():
+            begin = time.perf_counter()
             self._step += 1
             self._admit()
             self._decode()
+            self._busy_s += time.perf_counter() - begin
             await asyncio.sleep(0)
 
     def _on_driver_done(self, driver: asyncio.Task[None]) -> None:

@@ -1,9 +1,21 @@
 """Environments: messages in, messages out, plain Gymnasium. An environment never sees a token."""
 
 from agentrl.env.command import run_command
-from agentrl.env.message_env import MessageEnv, as_message
+from agentrl.env.make import make_env
+from agentrl.env.message_env import MessageEnv, as_message, base_env
 from agentrl.env.spaces import ActionSpace, MessagesSpace
 from agentrl.env.tool_env import ToolEnv
-from agentrl.env.tools import tool
+from agentrl.env.tools import tool, tool_call
 
-__all__ = ["ActionSpace", "MessageEnv", "MessagesSpace", "ToolEnv", "as_message", "run_command", "tool"]
+__all__ = [
+    "ActionSpace",
+    "MessageEnv",
+    "MessagesSpace",
+    "ToolEnv",
+    "as_message",
+    "base_env",
+    "make_env",
+    "run_command",
+    "tool",
+    "tool_call",
+]

@@ -7,6 +7,9 @@ import signal
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+_LAST_OUTPUT_S = 1.0
+"""How long to wait for the end of the output once the process group is dead, in seconds."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CommandResult:
@@ -24,13 +27,14 @@ async def run_command(
     """Run a program without a shell, in its own process group, for use in coroutine tools.
 
     The whole group is killed at the deadline, on cancellation, and when the program itself ends, so that nothing it
-    started stays behind.
+    started stays behind (but for a daemon that opens a session of its own; against those, use a container).
 
     Raises:
         TimeoutError: after `timeout_s` seconds.
         OSError: when the program cannot be started.
     """
-    process = await asyncio.create_subprocess_exec(
+    transport, protocol = await asyncio.get_running_loop().subprocess_exec(
+        lambda: _Collector(max_output),
         *argv,
         cwd=cwd,
         stdin=asyncio.subprocess.PIPE,
@@ -38,27 +42,43 @@ async def run_command(
         stderr=asyncio.subprocess.STDOUT,
         start_new_session=True,
     )
-    assert process.stdin is not None
-    assert process.stdout is not None
-    reader = asyncio.create_task(_read(process.stdout, max_output))
+    pipe = transport.get_pipe_transport(0)
+    assert isinstance(pipe, asyncio.WriteTransport)
     try:
         async with asyncio.timeout(timeout_s):
-            with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # it may end without reading its input
-                process.stdin.write(stdin.encode())
-                await process.stdin.drain()
-            process.stdin.close()
-            returncode = await process.wait()
+            pipe.write(stdin.encode())
+            pipe.write_eof()
+            await protocol.exited.wait()
     finally:
         with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)  # children that hold the pipe open would keep the reader waiting
-        await process.wait()
-        output = await reader
-    return CommandResult(returncode=returncode, output=output.decode(errors="replace"))
+            os.killpg(transport.get_pid(), signal.SIGKILL)
+        await protocol.exited.wait()
+        with contextlib.suppress(TimeoutError):  # a child that left the group may still hold the pipe
+            await asyncio.wait_for(protocol.drained.wait(), _LAST_OUTPUT_S)
+        transport.close()
+    returncode = transport.get_returncode()
+    assert returncode is not None
+    return CommandResult(returncode=returncode, output=protocol.output.decode(errors="replace"))
 
 
-async def _read(stream: asyncio.StreamReader, limit: int) -> bytes:
-    """Read to the end, keeping the first `limit` bytes: a program that floods its output must not fill memory."""
-    kept = bytearray()
-    while chunk := await stream.read(65536):
-        kept += chunk[: limit - len(kept)]
-    return bytes(kept)
+class _Collector(asyncio.SubprocessProtocol):
+    """Keeps the first `limit` bytes of output and reads on: a flood must neither fill memory nor block the program.
+
+    A protocol of our own, because before Python 3.13 `asyncio.subprocess.Process.wait` also waits until every child
+    that holds the pipes has ended.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self.output = bytearray()
+        self.exited, self.drained = asyncio.Event(), asyncio.Event()
+        self._limit = limit
+
+    def pipe_data_received(self, fd: int, data: bytes) -> None:  # noqa: ARG002 - there is one output
+        self.output += data[: self._limit - len(self.output)]
+
+    def pipe_connection_lost(self, fd: int, exc: Exception | None) -> None:  # noqa: ARG002
+        if fd == 1:
+            self.drained.set()
+
+    def process_exited(self) -> None:
+        self.exited.set()

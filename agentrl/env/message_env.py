@@ -2,13 +2,21 @@
 
 import copy
 import json
-from typing import Any, ClassVar, Self
+from typing import Any, Self
 
 import gymnasium as gym
 import numpy as np
 
 from agentrl.env.spaces import ActionSpace, MessagesSpace
 from agentrl.types import Message, Need
+
+
+def base_env(env: gym.Env[tuple[Message, ...], str | Message]) -> "MessageEnv":
+    """Return the environment inside Gymnasium's wrappers."""
+    base = env.unwrapped
+    if not isinstance(base, MessageEnv):
+        raise TypeError(f"expected a MessageEnv, got {type(base).__name__}")
+    return base
 
 
 def as_message(action: str | Message) -> Message:
@@ -20,13 +28,14 @@ class MessageEnv(gym.Env[tuple[Message, ...], str | Message]):
     """A Gymnasium environment whose observations are only the messages that are new since the last action.
 
     `reset` and `step` follow Gymnasium: `terminated` means that the task ended, `truncated` that a limit was met; the
-    reward is this turn's alone. `info["success"]` (bool) at the end is what evaluation counts.
+    reward is this turn's alone. `info["success"]` (bool) and `info["score"]` (0 to 1) at the end are what evaluation
+    reports.
     `options={"rollout_index": i}` tells a member of a group which one it is: its task follows from `seed` alone, its
     dynamics may differ.
     """
 
     metadata: dict[str, Any] = {"render_modes": []}  # noqa: RUF012 - Gymnasium's own declaration
-    tools: ClassVar[list[dict[str, Any]]] = []
+    tools: list[dict[str, Any]] = []  # noqa: RUF012 - a declaration; an instance may offer tools of its own
     """JSON schemas of the tools the agent may call, OpenAI style."""
     turn_rewards: bool = True
     """False where only the last turn carries a reward, so that turn-level credit has nothing to tell turns apart by."""
@@ -77,6 +86,6 @@ def _plain(arguments: Any) -> Any:
     if isinstance(arguments, str):
         try:
             return json.loads(arguments)
-        except json.JSONDecodeError:
+        except (ValueError, RecursionError):  # malformed, or numbers and nesting that Python refuses to read
             return arguments
     return arguments

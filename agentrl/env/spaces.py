@@ -28,7 +28,11 @@ class MessagesSpace(gym.Space[tuple[Message, ...]]):
         """Messages cannot be flattened to an array."""
         return False
 
-    def sample(self, mask: Any | None = None, probability: Any | None = None) -> tuple[Message, ...]:
+    def sample(
+        self,
+        mask: Any | None = None,  # noqa: ARG002 - Gymnasium's signature
+        probability: Any | None = None,  # noqa: ARG002
+    ) -> tuple[Message, ...]:
         """Return one user message with a random number in it."""
         return ({"role": "user", "content": str(int(self.np_random.integers(1000)))},)
 
@@ -57,7 +61,11 @@ class ActionSpace(gym.Space[str | Message]):
         """Messages cannot be flattened to an array."""
         return False
 
-    def sample(self, mask: Any | None = None, probability: Any | None = None) -> str | Message:
+    def sample(
+        self,
+        mask: Any | None = None,  # noqa: ARG002 - Gymnasium's signature
+        probability: Any | None = None,  # noqa: ARG002
+    ) -> str | Message:
         """Return a random number as text."""
         return str(int(self.np_random.integers(1000)))
 

@@ -6,15 +6,15 @@ from typing import Any, ClassVar
 
 from agentrl.env.background import run_in_background
 from agentrl.env.message_env import MessageEnv, as_message
-from agentrl.env.tools import ToolCallError, tool_specs
+from agentrl.env.tools import ToolCallError, ToolSpec, tool_specs
 from agentrl.types import Message
 
 
 class ToolEnv(MessageEnv):
     """Tools are methods marked with `@tool`; `start` opens the dialogue and `answer` replies to plain text.
 
-    Whatever the model writes, `step` does not raise: an unknown tool, malformed JSON, wrong arguments, an exception or a
-    timeout becomes a tool message that begins with `Error:`, and a count in `info["tool_errors"]`.
+    Whatever the model writes, `step` does not raise: an unknown tool, malformed JSON, wrong arguments, an exception or
+    a timeout becomes a tool message that begins with `Error:`, and a count in `info["tool_errors"]`.
     """
 
     tool_timeout_s: ClassVar[float] = 10.0
@@ -22,12 +22,14 @@ class ToolEnv(MessageEnv):
     max_tool_chars: ClassVar[int] = 4_000
     """Longest text a tool message may carry; what is cut is said in its last line."""
     max_error_chars: ClassVar[int] = 300
-    """Longest error message."""
+    """Longest error message, before the note that says what was cut."""
+    _specs: ClassVar[dict[str, ToolSpec]] = {}
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         """Collect the class's tools, so that a mistake in a signature shows when the class is defined."""
         super().__init_subclass__(**kwargs)
-        cls.tools = [spec.schema for spec in tool_specs(cls).values()]
+        cls._specs = tool_specs(cls)
+        cls.tools = [spec.schema for spec in cls._specs.values()]
 
     def __init__(self) -> None:
         super().__init__()
@@ -38,20 +40,30 @@ class ToolEnv(MessageEnv):
     @abstractmethod
     def start(self, options: dict[str, Any]) -> str | Sequence[Message]:
         """Set up a task from `self.np_random` and return the first user text, or the first messages."""
+        raise NotImplementedError(f"{type(self).__name__} must define start(options)")
 
     @abstractmethod
     def answer(self, text: str) -> str | Sequence[Message] | None:
         """Reply to a turn without a tool call; None says nothing (for use with `finish`)."""
+        raise NotImplementedError(f"{type(self).__name__} must define answer(text)")
 
     def reward(self, amount: float, part: str = "reward") -> None:
         """Add to this turn's reward; `part` names the share in `info["reward_components"]`."""
         self._components[part] = self._components.get(part, 0.0) + float(amount)
 
-    def finish(self, *, success: bool | None = None) -> None:
-        """End the task with this turn; `success` is what evaluation counts."""
+    def finish(self, *, success: bool | None = None, score: float | None = None) -> None:
+        """End the task with this turn.
+
+        Args:
+            success: whether the task was solved; what evaluation counts.
+            score: how well, from 0 to 1, where there is a between; by default 1 for success and 0 for none.
+        """
         self._is_over = True
         if success is not None:
             self._info["success"] = bool(success)
+            score = float(success) if score is None else score
+        if score is not None:
+            self._info["score"] = float(score)
 
     def reset(
         self, *, seed: int | None = None, options: dict[str, Any] | None = None
@@ -78,8 +90,10 @@ class ToolEnv(MessageEnv):
         info = {**self._info, "reward_components": dict(self._components)}
         return tuple(replies), sum(self._components.values(), 0.0), bool(self._is_over), False, info
 
-    def _call(self, call: dict[str, Any]) -> Message:
-        function = call.get("function") or {}
+    def _call(self, call: Any) -> Message:
+        call = call if isinstance(call, dict) else {"function": {"arguments": call}}
+        function = call.get("function")
+        function = function if isinstance(function, dict) else {"arguments": function}
         name = str(function.get("name") or "")
         try:
             content = self._run(name, function.get("arguments", {}))
@@ -91,12 +105,12 @@ class ToolEnv(MessageEnv):
         return reply | ({"tool_call_id": call["id"]} if "id" in call else {})
 
     def _run(self, name: str, arguments: Any) -> str:
-        specs = tool_specs(type(self))
         if not name:
             raise ToolCallError(f"malformed tool call: {arguments}")
-        if name not in specs:
-            raise ToolCallError(f"unknown tool {name!r}; the tools are {', '.join(specs)}")
-        spec = specs[name]
+        offered = [schema["function"]["name"] for schema in self.tools]
+        if name not in offered or name not in self._specs:
+            raise ToolCallError(f"unknown tool {name!r}; the tools are {', '.join(offered)}")
+        spec = self._specs[name]
         result = getattr(self, name)(**spec.validate(arguments))
         if spec.is_coroutine:
             try:

@@ -5,11 +5,12 @@ import json
 import typing
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
 from typing import Any, TypeVar
 
 from docstring_parser import parse
 from pydantic import TypeAdapter, ValidationError
+
+from agentrl.types import Message
 
 F = TypeVar("F", bound=Callable[..., Any])
 _MARK = "__agentrl_tool__"
@@ -23,6 +24,16 @@ def tool(function: F) -> F:
     """
     setattr(function, _MARK, True)
     return function
+
+
+def tool_call(name: str, /, **arguments: Any) -> Message:
+    """Return the assistant message that calls one tool: what an oracle says."""
+    function = {"name": name, "arguments": arguments}
+    return {
+        "role": "assistant",
+        "content": "",
+        "tool_calls": [{"id": "call_0", "type": "function", "function": function}],
+    }
 
 
 class ToolCallError(Exception):
@@ -61,7 +72,6 @@ class ToolSpec:
         return validated
 
 
-@cache
 def tool_specs(cls: type) -> dict[str, ToolSpec]:
     """Collect the tools of an environment class by name, in the order they are defined, base classes first."""
     specs = {}
@@ -80,9 +90,10 @@ def _spec(name: str, function: Callable[..., Any]) -> ToolSpec:
         return kwargs
 
     # pydantic reads the signature and the annotations of the function it is given: those of the method without `self`.
-    arguments.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-    arguments.__annotations__ = {p.name: p.annotation for p in parameters}
-    adapter: TypeAdapter[Any] = TypeAdapter(arguments)
+    declared: Any = arguments
+    declared.__signature__ = inspect.Signature(parameters)
+    declared.__annotations__ = {p.name: p.annotation for p in parameters}
+    adapter: TypeAdapter[Any] = TypeAdapter(declared)
     doc = parse(inspect.getdoc(function) or "")
     schema = adapter.json_schema()
     schema.setdefault("properties", {})

@@ -5,13 +5,14 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import gymnasium as gym
 
 from agentrl.chat import Renderer
 from agentrl.engine import Engine
-from agentrl.env import MessageEnv
+from agentrl.env import MessageEnv, base_env
 from agentrl.env.spaces import is_message
 from agentrl.errors import AgentRLError, ConfigError, EngineError, UserError
 from agentrl.rollout.config import RolloutConfig
@@ -93,7 +94,7 @@ class _Episode:
     async def play(self, make_env: MakeEnv) -> Trajectory:
         config = self._config
         env = await self._on_thread("construction", make_env)
-        base: MessageEnv = env.unwrapped  # type: ignore[assignment] - make_env has checked it
+        base = base_env(env)
         self._env_id = env.spec.id if env.spec else type(base).__name__
         try:
             moment = await self._on_thread("reset()", lambda: _reset(env, base, self._task))
@@ -133,7 +134,7 @@ class _Episode:
                     is_full = room <= min(config.max_turn_tokens, budget)
                     reason = StopReason.CONTEXT_OVERFLOW if is_full else StopReason.MAX_TOKENS
                     return self.result(reason, truncated=True)
-                moment = await self._on_thread("step()", lambda m=message: _step(env, base, m))  # type: ignore[misc]
+                moment = await self._on_thread("step()", partial(_step, env, base, message))
                 self._final_info = moment.info
                 self._turns.append(
                     replace(turn, reward=moment.reward, next_state_key=moment.state_key, extras=moment.info)
@@ -168,7 +169,9 @@ class _Episode:
                         prompt_ids + done.token_ids, sampling, f"{task.trajectory_id}#{task.attempt}"
                     )
             except TimeoutError:
-                raise EngineError(f"no completion within rollout.engine_timeout_s: {config.engine_timeout_s:g}") from None
+                raise EngineError(
+                    f"no completion within rollout.engine_timeout_s: {config.engine_timeout_s:g}"
+                ) from None
             done = Completion(
                 token_ids=done.token_ids + part.token_ids,
                 logprobs=done.logprobs + part.logprobs,
@@ -185,7 +188,7 @@ class _Episode:
             return await self._thread.call(function, timeout_s=timeout_s)
         except (AgentRLError, asyncio.CancelledError):
             raise
-        except Exception as error:  # noqa: BLE001 - the episode boundary: a failure becomes data, counted by its stop reason
+        except Exception as error:
             if self._thread.is_lost:
                 raise EnvError(f"{where} did not return within rollout.env_timeout_s: {timeout_s:g} s") from error
             raise EnvError(f"{where} raised {type(error).__name__}: {error}") from error
@@ -193,7 +196,9 @@ class _Episode:
             self._env_s += time.perf_counter() - begin
 
     def result(self, reason: StopReason, *, truncated: bool = False, error: str | None = None) -> Trajectory:
-        metrics = {key: float(value) for key, value in self._final_info.items() if isinstance(value, bool | int | float)}
+        metrics = {
+            key: float(value) for key, value in self._final_info.items() if isinstance(value, bool | int | float)
+        }
         errors = [turn.extras.get("tool_errors", 0) for turn in self._turns]
         return Trajectory(
             group_id=self._task.group_id,
@@ -234,8 +239,8 @@ def _step(env: gym.Env[Any, Any], base: MessageEnv, action: Message) -> _Moment:
 def _checked_messages(messages: object, base: MessageEnv, method: str) -> tuple[Message, ...]:
     if not isinstance(messages, Sequence) or isinstance(messages, str) or not all(map(is_message, messages)):
         raise EnvError(
-            f"{method} of {type(base).__name__} must return a tuple of messages like {{'role': 'user', 'content': '...'}}, "
-            f"got {_shape(messages)}"
+            f"{method} of {type(base).__name__} must return a tuple of messages like "
+            f"{{'role': 'user', 'content': '...'}}, got {_shape(messages)}"
         )
     return tuple(messages)
 

@@ -33,12 +33,13 @@ class RolloutPool:
         self._failures_in_a_row = 0
         self.counts = {"retries": 0, "failed_episodes": 0, "replaced_groups": 0, "lost_threads": 0}
 
-    async def collect(self, num_groups: int) -> list[TrajectoryGroup]:
-        """Return the next `num_groups` groups of the training stream, in its order.
+    async def collect(self, num_groups: int | None = None) -> list[TrajectoryGroup]:
+        """Return the next groups of the training stream, in its order; as many as the recipe says by default.
 
         Raises:
             EnvironmentFailure: when episodes fail one after the other, with the last error's words.
         """
+        num_groups = self._config.num_groups if num_groups is None else num_groups
         groups: list[TrajectoryGroup] = []
         while missing := num_groups - len(groups):
             indices = range(self._next_group, self._next_group + missing)

@@ -1,0 +1,1 @@
+"""Credit schemes, one file each; `agentrl credit` lists them."""

@@ -1,0 +1,19 @@
+"""Built-in environments, one file each, registered with Gymnasium when this package is imported."""
+
+import gymnasium as gym
+
+_ENTRY_POINTS = {
+    "agentrl/Calculator-v0": "agentrl_envs.calculator:Calculator",
+    "agentrl/ServiceDesk-v0": "agentrl_envs.service_desk:ServiceDesk",
+    "agentrl/KeyDoor-v0": "agentrl_envs.key_door:KeyDoor",
+}
+
+
+def register() -> None:
+    """Register every built-in environment with Gymnasium; again changes nothing."""
+    for env_id, entry_point in _ENTRY_POINTS.items():
+        if env_id not in gym.registry:
+            gym.register(id=env_id, entry_point=entry_point)
+
+
+register()

@@ -1,0 +1,234 @@
+"""The command line: `agentrl train | eval | show | envs | credit`."""
+
+import argparse
+import datetime as dt
+import errno
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from rich.table import Table
+
+from agentrl.errors import AgentRLError, ConfigError, UserError
+
+if TYPE_CHECKING:
+    from agentrl.config import Recipe
+
+_USER_MISTAKE, _FAILURE, _INTERRUPTED = 2, 1, 130
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run a command; exit with 0, 2 for the user's mistakes, 1 for failures of agentrl or the machine."""
+    sys.path.insert(0, os.getcwd())  # `module:Class` means a file beside the recipe, as with `python -m`
+    options, rest = _parser().parse_known_args(arguments)
+    console = Console(stderr=True, soft_wrap=True)
+    try:
+        if rest and not options.takes_overrides:
+            raise ConfigError(f"agentrl {options.command} does not take {' '.join(rest)}")
+        options.run(options, rest)
+    except UserError as error:
+        console.print(f"agentrl: {error}", style="red", markup=False, highlight=False)
+        sys.exit(_USER_MISTAKE)
+    except AgentRLError as error:
+        console.print(f"agentrl: {error}", style="red", markup=False, highlight=False)
+        sys.exit(_FAILURE)
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EROFS):
+            raise
+        words = f"cannot write {error.filename or 'to the run folder'}: {error.strerror}. Nothing finished is lost: "
+        console.print(f"agentrl: {words}free the disk and go on with `agentrl train RUN_FOLDER`", style="red")
+        sys.exit(_USER_MISTAKE)
+    except KeyboardInterrupt:
+        console.print("agentrl: interrupted. Go on from the last checkpoint with `agentrl train RUN_FOLDER`")
+        sys.exit(_INTERRUPTED)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="agentrl", description="Multi-turn RL for language-model agents.")
+    commands = parser.add_subparsers(dest="command", required=True)
+
+    def add(name: str, run: Any, words: str, *, overrides: bool = False) -> argparse.ArgumentParser:
+        command = commands.add_parser(name, help=words, description=words, allow_abbrev=False)
+        command.set_defaults(run=run, takes_overrides=overrides)
+        return command
+
+    overriding = "Any field of the recipe can be given as an option: --rollout.group_size 4 --credit.gamma 0.5"
+    train = add("train", _train, f"Train a recipe, or go on with a run. {overriding}", overrides=True)
+    train.add_argument(
+        "target", type=Path, metavar="RECIPE|RUN", help="a YAML recipe, or the folder of a run to go on with"
+    )
+    evaluate = add("eval", _eval, f"Evaluate on held-out tasks. {overriding}", overrides=True)
+    evaluate.add_argument(
+        "target", type=Path, metavar="RECIPE|RUN", help="a recipe (its model untrained), or a run's folder"
+    )
+    show = add("show", _show, "Print rollouts, sampled tokens coloured by advantage.")
+    show.add_argument(
+        "target", type=Path, metavar="RUN|FILE", help="a run's folder (its newest rollouts), or a rollouts file"
+    )
+    show.add_argument("-n", "--number", type=int, default=1, help="how many rollouts (default 1)")
+    show.add_argument("--trajectory", help="only the one with this id")
+    add("envs", _envs, "List installed environments.")
+    add("credit", _credit, "List installed credit schemes.")
+    return parser
+
+
+def _load(target: Path, rest: list[str]) -> "tuple[Recipe, Path | None]":
+    """Return the recipe, and the run's folder where `target` is one."""
+    from agentrl.config import load_recipe
+    from agentrl.report.folder import RunFolder
+
+    if target.is_dir():
+        return load_recipe(RunFolder.open(target).config_file, [*rest, "--run_dir", str(target)]), target
+    return load_recipe(target, rest), None
+
+
+def _train(options: argparse.Namespace, rest: list[str]) -> None:
+    console = Console(soft_wrap=True)
+    recipe, run_dir = _load(options.target, rest)
+    from agentrl.config import plan
+    from agentrl.report.folder import RunFolder
+    from agentrl.run import Run
+
+    folder = RunFolder.open(run_dir) if run_dir else None
+    if recipe.run_dir is None:
+        stamp = dt.datetime.now().strftime("%Y%m%d-%H%M%S")  # local time: a name for a person
+        recipe = recipe.model_copy(update={"run_dir": Path("runs") / f"{options.target.stem}-{stamp}"})
+    table = Table(title=f"{recipe.env.id}, seed {recipe.seed}", title_justify="left", show_header=False, box=None)
+    for name, value in plan(recipe).items():
+        table.add_row(name, value)
+    console.print(table)
+    with _closing(
+        Run(recipe, tokenizer_folder=folder.tokenizer if folder and folder.tokenizer.is_dir() else None)
+    ) as run:
+        for warning in run.warnings:
+            console.print(f"warning: {warning}", style="yellow", markup=False)
+        with _progress(console) as on_progress:
+            folder, rows = run.train(folder, on_progress=on_progress)
+    console.print(_summary(rows[0], rows[-1], recipe.evaluation.num_tasks), markup=False, highlight=False)
+    console.print(f"run folder: {folder.path}", markup=False, highlight=False)
+
+
+def _eval(options: argparse.Namespace, rest: list[str]) -> None:
+    recipe, run_dir = _load(options.target, rest)
+    from agentrl.report.folder import RunFolder
+    from agentrl.run import Run
+
+    folder = RunFolder.open(run_dir) if run_dir else None
+    with _closing(
+        Run(recipe, tokenizer_folder=folder.tokenizer if folder and folder.tokenizer.is_dir() else None)
+    ) as run:
+        if folder:
+            run.load(folder)
+        else:
+            run.start_untrained()
+        metrics = run.evaluate().metrics
+    table = Table("metric", "value", title=f"{recipe.env.id}: {recipe.evaluation.num_tasks} held-out tasks")
+    for name, value in metrics.items():
+        table.add_row(name, f"{value:.4g}")
+    Console().print(table)
+
+
+def _show(options: argparse.Namespace, _: list[str]) -> None:
+    from agentrl.report.folder import RunFolder
+    from agentrl.report.records import read_records
+    from agentrl.report.show import legend, render
+
+    path = options.target
+    if path.is_dir():
+        files = RunFolder.open(path).rollouts()
+        if not files:
+            raise ConfigError(f"{path} has no rollouts yet (report.rollouts_every says how often they are written)")
+        path = files[-1]
+    if not path.is_file():
+        raise ConfigError(f"there is no {path}")
+    chosen = [r for r in read_records(path) if options.trajectory in (None, r.trajectory_id)][: options.number]
+    if not chosen:
+        raise ConfigError(f"--trajectory: {path} has no {options.trajectory!r}")
+    console = Console()
+    console.print(legend())
+    for record in chosen:
+        console.print(render(record))
+
+
+def _envs(_: argparse.Namespace, __: list[str]) -> None:
+    table = Table("name", "what it is", "tools", "state keys", "turn rewards")
+    from agentrl.env import make_env
+    from agentrl.registry import names
+    from agentrl.types import Need
+
+    for name in names("agentrl.envs"):
+        base: Any = make_env(name).unwrapped
+        provides = base.provides()
+        keys, rewards = ("yes" if need in provides else "no" for need in (Need.STATE_KEYS, Need.TURN_REWARDS))
+        tools = ", ".join(tool["function"]["name"] for tool in base.tools)
+        table.add_row(name, _first_line(type(base)), tools, keys, rewards)
+    Console().print(table)
+
+
+def _credit(_: argparse.Namespace, __: list[str]) -> None:
+    table = Table("scheme", "what it is", "needs", "fields and defaults")
+    from agentrl.registry import names, resolve
+
+    for name in names("agentrl.credit"):
+        scheme = resolve(name, group="agentrl.credit", field="scheme")
+        fields = ", ".join(f"{field} {info.default}" for field, info in scheme.model_fields.items())
+        table.add_row(name, _first_line(scheme), ", ".join(sorted(scheme.needs)) or "-", fields)
+    Console().print(table)
+
+
+def _first_line(cls: type) -> str:
+    return (cls.__doc__ or "").strip().partition("\n")[0]
+
+
+def _summary(first: dict[str, float], last: dict[str, float], num_tasks: int) -> str:
+    def change(name: str, form: str) -> str:
+        before, after = first[f"eval/{name}"], last[f"eval/{name}"]
+        return f"{name} {before:{form}} -> {after:{form}}"
+
+    parts = [change("success", ".1%")] if "eval/success" in first else []
+    return f"{', '.join([*parts, change('reward', '.3f')])} on {num_tasks} held-out tasks, {last['step']:.0f} steps"
+
+
+@contextmanager
+def _closing(run: Any) -> Iterator[Any]:
+    try:
+        yield run
+    finally:
+        run.close()
+
+
+@contextmanager
+def _progress(console: Console) -> Iterator[Any]:
+    """Show one bar a phase; where there is no terminal, a line now and then."""
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    columns = (
+        TextColumn("{task.description:9}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(),
+        TextColumn("{task.fields[note]}"),
+    )
+    with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
+        bars: dict[str, Any] = {}
+
+        def on_progress(phase: str, step: int, total: int, metrics: dict[str, float]) -> None:
+            note = _note(metrics)
+            if phase not in bars:
+                bars[phase] = progress.add_task(phase, total=total, note="")
+            progress.update(bars[phase], completed=step, note=note)
+            if not console.is_terminal and (step == total or step % max(1, total // 20) == 0):
+                console.print(f"{phase} {step}/{total}  {note}", markup=False, highlight=False)
+
+        yield on_progress
+
+
+def _note(metrics: dict[str, float]) -> str:
+    shown = {"loss": "loss", "reward/mean": "reward", "episode/success": "success", "clip/tokens": "clipped"}
+    if "reward/mean" in metrics:
+        del shown["loss"]
+    return "  ".join(f"{word} {metrics[name]:.3f}" for name, word in shown.items() if name in metrics)

@@ -1,0 +1,202 @@
+"""The one configuration tree: a YAML recipe, command-line overrides, and clear words about what is wrong with them."""
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Self, get_args
+
+import yaml
+from pydantic import BaseModel, ConfigDict, NonNegativeInt, ValidationError, model_validator
+from pydantic_settings import BaseSettings, CliSettingsSource, SettingsConfigDict, SettingsError
+
+from agentrl.chat import ChatConfig
+from agentrl.credit import load_credit
+from agentrl.engine import EngineConfig
+from agentrl.env.config import EnvConfig
+from agentrl.errors import ConfigError, UserError
+from agentrl.learn.evaluate import EvaluationConfig
+from agentrl.learn.loss import LossConfig
+from agentrl.learn.model import ModelConfig
+from agentrl.learn.trainer import TrainConfig
+from agentrl.learn.warmup import WarmupConfig
+from agentrl.registry import suggest
+from agentrl.report.folder import ReportConfig
+from agentrl.rollout import RolloutConfig
+
+
+class Recipe(BaseModel):
+    """Everything that defines a run."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    seed: NonNegativeInt = 0
+    """Every random choice follows from it."""
+    run_dir: Path | None = None
+    """Folder of the run. None: `runs/<recipe>-<date>`."""
+    env: EnvConfig = EnvConfig()
+    chat: ChatConfig = ChatConfig()
+    model: ModelConfig = ModelConfig()
+    warmup: WarmupConfig = WarmupConfig()
+    engine: EngineConfig = EngineConfig()
+    rollout: RolloutConfig = RolloutConfig()
+    credit: dict[str, Any] = {"scheme": "uniform"}
+    """A credit scheme's name and its fields; `fallback: uniform` replaces a scheme that the environment cannot serve."""
+    loss: LossConfig = LossConfig()
+    train: TrainConfig = TrainConfig()
+    evaluation: EvaluationConfig = EvaluationConfig()
+    report: ReportConfig = ReportConfig()
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        rollout, episodes = self.rollout, self.rollout.num_groups * self.rollout.group_size
+        if self.train.num_minibatches > episodes:
+            raise ValueError(
+                f"train.num_minibatches: {self.train.num_minibatches} is more than the {episodes} episodes of a step "
+                "(rollout.num_groups * rollout.group_size); lower it"
+            )
+        if rollout.max_turn_tokens >= rollout.max_context_tokens:
+            raise ValueError(
+                f"rollout.max_turn_tokens: {rollout.max_turn_tokens} leaves no room for a prompt in "
+                f"rollout.max_context_tokens: {rollout.max_context_tokens}"
+            )
+        scheme = load_credit(self.credit)
+        if rollout.group_size == 1 and getattr(scheme, "lone", None) == "error":
+            raise ValueError(
+                "rollout.group_size: 1 gives every trajectory nothing to be compared with; raise it, or set credit.lone"
+            )
+        return self
+
+
+def load_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
+    """Read a YAML recipe and lay command-line overrides (`--rollout.group_size 4`, `--credit.gamma=0.5`) over it.
+
+    Naming another `env.id` or `credit.scheme` drops the recipe's options for the former one.
+
+    Raises:
+        ConfigError: naming each field at fault, with the nearest name for one that does not exist.
+    """
+    try:
+        data = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"cannot read the recipe {path}: {error.strerror}") from error
+    except yaml.YAMLError as error:
+        raise ConfigError(f"the recipe {path} is not valid YAML: {error}") from error
+    if not isinstance(data, dict):
+        raise ConfigError(f"the recipe {path} must be a mapping of sections, got {type(data).__name__}")
+    changed = _parse_overrides(overrides)
+    if _nested(changed, "env", "id") not in (None, _nested(data, "env", "id")):
+        data["env"] = {}
+    if _nested(changed, "credit", "scheme") not in (None, _nested(data, "credit", "scheme")):
+        data["credit"] = {}
+    try:
+        return Recipe.model_validate(_merged(data, changed))
+    except ValidationError as error:
+        raise ConfigError("\n".join(_explain(error))) from error
+
+
+def plan(recipe: Recipe) -> dict[str, str]:
+    """Return what a step of this recipe amounts to, with units."""
+    rollout, train = recipe.rollout, recipe.train
+    low, high = recipe.loss.clip_range()
+    updates = min(train.num_minibatches, rollout.num_groups * rollout.group_size)
+    return {
+        "episodes per step": f"{rollout.num_groups * rollout.group_size} ({rollout.num_groups} groups of {rollout.group_size})",
+        "turns per episode": f"at most {rollout.max_turns}, of at most {rollout.max_turn_tokens} tokens each",
+        "updates per step": f"{updates}, on about {rollout.num_groups * rollout.group_size // updates} trajectories each",
+        "tokens per micro-batch": f"at most {train.max_tokens_per_micro_batch}, padding included",
+        "steps": f"{train.steps} ({train.steps * updates} updates)",
+        "credit": ", ".join(f"{key} {value}" for key, value in recipe.credit.items()),
+        "ratio": f"one for each {recipe.loss.unit}, clipped to 1 - {low:g} .. 1 + {high:g}",
+        "evaluation": f"{recipe.evaluation.num_tasks} held-out tasks, {recipe.evaluation.samples} episodes each",
+    }
+
+
+def _parse_overrides(arguments: Sequence[str]) -> dict[str, Any]:
+    """Parse command-line options with pydantic-settings; return only what was given."""
+
+    class CommandLine(Recipe, BaseSettings):
+        model_config = SettingsConfigDict(extra="forbid", frozen=True)
+
+    try:
+        source: Any = CliSettingsSource(CommandLine, cli_parse_args=_open_mappings(arguments), cli_exit_on_error=False)
+    except SettingsError as error:
+        raise ConfigError(_unknown_options(str(error))) from error
+    given: dict[str, Any] = source()
+    return given
+
+
+def _open_mappings(arguments: Sequence[str]) -> list[str]:
+    """Rewrite options below free mappings (`--credit.gamma .5`) as JSON (`--credit {"gamma": 0.5}`), which argparse knows."""
+    rewritten: list[str] = []
+    rest = list(arguments)
+    while rest:
+        option = rest.pop(0)
+        name, has_value, value = option.partition("=")
+        prefix = next((p for p in ("--credit.", "--env.options.") if name.startswith(p)), None)
+        if prefix is None:
+            rewritten.append(option)
+            continue
+        if not has_value:
+            if not rest:
+                raise ConfigError(f"{name}: needs a value")
+            value = rest.pop(0)
+        nested: Any = yaml.safe_load(value)
+        for key in reversed(name.removeprefix(prefix).split(".")):
+            nested = {key: nested}
+        rewritten += [prefix.removesuffix("."), json.dumps(nested)]
+    return rewritten
+
+
+def _unknown_options(message: str) -> str:
+    """Turn argparse's words into ours: each unknown option with the nearest that exists."""
+    _, found, arguments = message.partition("unrecognized arguments: ")
+    unknown = [word.removeprefix("--").partition("=")[0] for word in arguments.split() if word.startswith("--")]
+    if not found or not unknown:
+        return f"command line: {message}"
+    known = list(_field_names(Recipe))
+    return "\n".join(f"--{name}: no such option.{suggest(name, known)}" for name in unknown)
+
+
+def _field_names(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
+    for name, info in model.model_fields.items():
+        yield prefix + name
+        if section := _section(info.annotation):
+            yield from _field_names(section, f"{prefix}{name}.")
+
+
+def _section(annotation: Any) -> type[BaseModel] | None:
+    for candidate in (annotation, *get_args(annotation)):
+        if isinstance(candidate, type) and issubclass(candidate, BaseModel):
+            return candidate
+    return None
+
+
+def _explain(error: ValidationError) -> Iterator[str]:
+    """Yield one line for each mistake: the field, what is wrong with it, what was given."""
+    for entry in error.errors():
+        where = ".".join(map(str, entry["loc"]))
+        if entry["type"] == "extra_forbidden":
+            section: type[BaseModel] | None = Recipe
+            for part in entry["loc"][:-1]:
+                section = _section(section.model_fields[str(part)].annotation) if section else None
+            yield f"{where}: no such field.{suggest(str(entry['loc'][-1]), section.model_fields if section else ())}"
+        elif entry["type"] == "value_error" and isinstance(cause := entry.get("ctx", {}).get("error"), ValueError):
+            words = str(cause)
+            is_named = isinstance(cause, UserError) or not where
+            yield words if is_named else f"{where}.{words}"
+        else:
+            yield f"{where}: {entry['msg']} (got {entry['input']!r})"
+
+
+def _nested(data: Any, *path: str) -> Any:
+    for key in path:
+        data = data.get(key) if isinstance(data, dict) else None
+    return data
+
+
+def _merged(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
+    merged = dict(base)
+    for key, value in over.items():
+        old = merged.get(key)
+        merged[key] = _merged(old, value) if isinstance(old, dict) and isinstance(value, dict) else value
+    return merged

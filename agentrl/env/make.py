@@ -1,0 +1,98 @@
+"""What a recipe's `env` section names, built."""
+
+import importlib
+import inspect
+import re
+from collections.abc import Callable, Mapping, Sequence
+from importlib.metadata import entry_points
+from typing import Any
+
+import gymnasium as gym
+from gymnasium.envs.registration import load_env_creator
+
+from agentrl.env.message_env import MessageEnv
+from agentrl.errors import ConfigError
+from agentrl.registry import resolve, suggest
+from agentrl.types import Message
+
+_FIELD, _OPTIONS = "env.id", "env.options"
+_GYMNASIUM_ID = re.compile(r"/|-v\d+\Z")
+
+
+def make_env(spec: str, options: Mapping[str, Any] | None = None) -> gym.Env[tuple[Message, ...], str | Message]:
+    """Build the environment that `spec` names.
+
+    Args:
+        spec: a name that an installed package registered (`calculator`), `module:Class`, or a Gymnasium id
+            (`agentrl/KeyDoor-v0`; `module:id` imports the module that registers it first). A Gymnasium id comes with
+            the wrappers that it was registered with; anything else comes bare.
+        options: keyword arguments of its constructor; with a Gymnasium id also `max_episode_steps`.
+
+    Raises:
+        ConfigError: naming `env.id` or `env.options`, for a name that leads nowhere, an option that the constructor
+            does not know or refuses, and what is no `MessageEnv`.
+    """
+    options = dict(options or {})
+    create = _from_gymnasium(spec, options) if _GYMNASIUM_ID.search(spec) else _from_registry(spec, options)
+    try:
+        env = create(**options)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"{_OPTIONS}: {spec!r} could not be made: {error}") from error
+    if not isinstance(env, gym.Env) or not isinstance(env.unwrapped, MessageEnv):
+        raise _no_message_env(spec, env)
+    return env
+
+
+def _from_registry(spec: str, options: Mapping[str, Any]) -> Callable[..., Any]:
+    target: Any = resolve(spec, group="agentrl.envs", field=_FIELD)
+    if not callable(target) or (isinstance(target, type) and not issubclass(target, gym.Env)):
+        raise _no_message_env(spec, target)
+    _check_options(spec, target, options)
+    create: Callable[..., Any] = target
+    return create
+
+
+def _from_gymnasium(spec: str, options: Mapping[str, Any]) -> Callable[..., Any]:
+    module, _, env_id = spec.rpartition(":")
+    modules = [module] if module else []
+    if not module and env_id not in gym.registry:  # packages with agentrl environments may register them on import
+        modules = [point.module.partition(".")[0] for point in entry_points(group="agentrl.envs")]
+    try:
+        for name in modules:
+            importlib.import_module(name)
+        creator: Any = gym.spec(env_id).entry_point
+    except (gym.error.Error, ModuleNotFoundError) as error:
+        raise ConfigError(
+            f"{_FIELD}: Gymnasium cannot find {spec!r}: {error} "
+            "Write 'module:id' with the module that registers it, or 'module:Class'."
+        ) from error
+    creator = load_env_creator(creator) if isinstance(creator, str) else creator
+    if creator is not None:
+        _check_options(spec, creator, options, also=("max_episode_steps", "render_mode"))
+
+    def create(**kwargs: Any) -> Any:
+        # Gymnasium's passive checker looks at each first step; `agentrl.testing.check_env` looks once, and deeper.
+        return gym.make(env_id, disable_env_checker=True, **kwargs)
+
+    return create
+
+
+def _check_options(
+    spec: str, create: Callable[..., Any], options: Mapping[str, Any], *, also: Sequence[str] = ()
+) -> None:
+    parameters = inspect.signature(create).parameters.values()
+    if any(p.kind is p.VAR_KEYWORD for p in parameters):
+        return
+    known = [p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)] + list(also)
+    for name in options:
+        if name not in known:
+            raise ConfigError(f"{_OPTIONS}.{name}: {spec!r} has no such option.{suggest(name, known)}")
+
+
+def _no_message_env(spec: str, got: object) -> ConfigError:
+    got = got.unwrapped if isinstance(got, gym.Env) else got
+    what = got.__name__ if isinstance(got, type) else type(got).__name__
+    return ConfigError(
+        f"{_FIELD}: {spec!r} gives {what}, which is no agentrl.MessageEnv. "
+        "Subclass agentrl.ToolEnv (tools, start, answer) or agentrl.MessageEnv (reset, step)."
+    )

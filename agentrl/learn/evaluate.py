@@ -1,0 +1,81 @@
+"""Evaluation on held-out tasks."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import comb
+from typing import Self
+
+import numpy as np
+from pydantic import BaseModel, ConfigDict, NonNegativeFloat, NonNegativeInt, PositiveInt, model_validator
+
+from agentrl.rollout import RolloutPool, held_out_seed
+from agentrl.types import Trajectory, TrajectoryGroup
+
+
+class EvaluationConfig(BaseModel):
+    """How the policy is measured on seeds that training never sees."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    every: NonNegativeInt = 0
+    """Steps between evaluations; 0: only before the first step and after the last."""
+    num_tasks: PositiveInt = 128
+    """Held-out tasks, each evaluated exactly once (`samples` episodes each)."""
+    samples: PositiveInt = 1
+    """Episodes for each task."""
+    pass_at: tuple[PositiveInt, ...] = (1,)
+    """The k of pass@k, each at most `samples`."""
+    temperature: NonNegativeFloat = 1.0
+    """Sampling temperature; 0 takes the most probable token."""
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        if max(self.pass_at, default=1) > self.samples:
+            raise ValueError(f"pass_at: {max(self.pass_at)} needs as many samples, got samples: {self.samples}")
+        return self
+
+
+def pass_at_k(num_samples: int, num_right: int, k: int) -> float:
+    """Return the chance that at least one of k samples is right: 1 - C(n - c, k) / C(n, k), arXiv 2107.03374 eq. 1."""
+    return 1.0 - comb(num_samples - num_right, k) / comb(num_samples, k)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Evaluation:
+    """What an evaluation found."""
+
+    metrics: dict[str, float]
+    """`success` (share of episodes, where the environment reports it), `reward`, `pass@k`, `failed`, and so on."""
+    groups: list[TrajectoryGroup]
+
+
+async def evaluate(pool: RolloutPool, config: EvaluationConfig, *, seed: int) -> Evaluation:
+    """Play the held-out tasks. Failed episodes leave every mean and are counted in `failed`."""
+    tasks = [(f"eval/{i:06d}", held_out_seed(seed, i)) for i in range(config.num_tasks)]
+    groups = await pool.play(tasks, group_size=config.samples)
+    trajectories = [t for group in groups for t in group.valid]
+    metrics = {
+        "episodes": float(len(trajectories)),
+        "failed": float(sum(len(group.trajectories) for group in groups) - len(trajectories)),
+    }
+    if trajectories:
+        metrics["reward"] = float(np.mean([t.reward for t in trajectories]))
+        metrics["turns"] = float(np.mean([len(t.turns) for t in trajectories]))
+        metrics |= reported_means(trajectories)
+        if any("success" in t.metrics for t in trajectories):
+            right = [(len(g.valid), sum(is_success(t) for t in g.valid)) for g in groups]
+            for k in config.pass_at:
+                rates = [pass_at_k(n, c, k) for n, c in right if n >= k]
+                metrics[f"pass@{k}"] = float(np.mean(rates)) if rates else 0.0
+    return Evaluation(metrics=metrics, groups=groups)
+
+
+def is_success(trajectory: Trajectory) -> bool:
+    """Tell whether the environment called the episode a success; one that a limit cut off is none."""
+    return trajectory.metrics.get("success", 0.0) > 0
+
+
+def reported_means(trajectories: Sequence[Trajectory]) -> dict[str, float]:
+    """Average what environments report at the end of an episode; an episode cut off before that counts as 0."""
+    names = {name for t in trajectories for name in t.metrics} - {"env_s"}
+    return {name: float(np.mean([t.metrics.get(name, 0.0) for t in trajectories])) for name in sorted(names)}

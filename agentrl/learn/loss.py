@@ -1,0 +1,415 @@
+"""The loss: GSPO-token, its per-turn and per-version forms, GRPO and PPO as one pure function.
+
+`T` action tokens of a micro-batch, `U` ratio units (the tokens that share one importance ratio).
+
+The loss is a plain sum over tokens. What makes it a mean, the weight of each token, is computed once over the whole
+global batch (`aggregation_weights`), so no split into micro-batches and no number of ranks changes it. Tokens that
+leave the loss are dropped by the caller before `unit_index` and `policy_loss`: they enter no ratio and no denominator.
+"""
+
+from dataclasses import dataclass
+from math import isfinite, log
+from typing import Literal, Self
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+from torch import Tensor
+
+__all__ = [
+    "Aggregation",
+    "LossConfig",
+    "MismatchWeights",
+    "PolicyLoss",
+    "RatioUnit",
+    "aggregation_weights",
+    "kl_loss",
+    "mismatch_weights",
+    "policy_loss",
+    "unit_index",
+]
+
+RatioUnit = Literal["trajectory", "turn", "version", "token"]
+"""The tokens that share one importance ratio."""
+Aggregation = Literal["trajectory-mean", "turn-mean", "token-mean", "constant"]
+"""How the tokens of the global batch are averaged."""
+
+IntArray = npt.NDArray[np.int64]
+FloatArray = npt.NDArray[np.float64]
+
+DEFAULT_CLIP: dict[RatioUnit, tuple[float, float]] = {
+    "trajectory": (3e-4, 4e-4),
+    "turn": (3e-3, 4e-3),
+    "version": (3e-3, 4e-3),
+    "token": (0.2, 0.27),
+}
+"""Clip range below and above 1 of each unit: the longer the mean, the closer to 1 its ratio stays."""
+
+
+class LossConfig(BaseModel):
+    """The loss section of a recipe."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+    unit: RatioUnit = "trajectory"
+    """Tokens that share one importance ratio: `trajectory` (GSPO-token), `turn`, `version` (runs of one policy version
+    within a turn) or `token` (PPO, GRPO)."""
+    clip_low: float | None = Field(default=None, gt=0, le=1)
+    """A ratio below 1 - clip_low stops pushing a token of negative advantage further down. None: follows the unit
+    (trajectory 3e-4, turn and version 3e-3, token 0.2)."""
+    clip_high: float | None = Field(default=None, gt=0)
+    """A ratio above 1 + clip_high stops pushing a token of positive advantage further up. None: follows the unit
+    (trajectory 4e-4, turn and version 4e-3, token 0.27)."""
+    aggregation: Aggregation = "trajectory-mean"
+    """Weight of a token: every trajectory weighs the same (`trajectory-mean`), every turn (`turn-mean`), every token
+    (`token-mean`), or 1 / (number of trajectories * constant_length) (`constant`)."""
+    constant_length: int | None = Field(default=None, gt=0)
+    """Tokens by which `aggregation: constant` divides, and no other, in place of each trajectory's own length."""
+    anchor: Literal["behavior", "recomputed"] = "behavior"
+    """Denominator of the ratio: `behavior`, the log-probabilities recorded by the engine at sampling; `recomputed`, the
+    trainer's own before the first update on the batch."""
+    mismatch: Literal["off", "truncate", "mask"] = "off"
+    """What to do about units whose engine and trainer disagree, where `anchor: recomputed` leaves the engine out of the
+    ratio: weigh them by exp(mean of recomputed - engine log-probabilities), `truncate`d at the limit, or `mask`ed beyond
+    it."""
+    mismatch_limit: float = Field(default=2.0, gt=1)
+    """Largest weight (and, for `mask`, one over the smallest)."""
+    kl_coefficient: float = Field(default=0.0, ge=0)
+    """Weight of the KL divergence to the reference policy. 0: no reference policy is loaded."""
+
+    @model_validator(mode="after")
+    def _check_constant_length(self) -> Self:
+        if self.aggregation == "constant" and self.constant_length is None:
+            raise ValueError("aggregation: constant needs constant_length, the number of tokens to divide by: set it")
+        if self.aggregation != "constant" and self.constant_length is not None:
+            raise ValueError(
+                f"constant_length: {self.constant_length} is only used by aggregation: constant, got aggregation: "
+                f"{self.aggregation}; remove constant_length or set aggregation: constant"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _check_mismatch(self) -> Self:
+        if self.mismatch != "off" and self.anchor == "behavior":
+            raise ValueError(
+                f"mismatch: {self.mismatch} corrects what anchor: behavior has in its ratio already; "
+                "set anchor: recomputed, or mismatch: off"
+            )
+        return self
+
+    def clip_range(self) -> tuple[float, float]:
+        """Return (clip_low, clip_high), the unit's default where a field is None."""
+        low, high = DEFAULT_CLIP[self.unit]
+        return (low if self.clip_low is None else self.clip_low, high if self.clip_high is None else self.clip_high)
+
+    def warnings(self) -> list[str]:
+        """List what is allowed but is likely a mistake: a clip bound nearer (in its logarithm) to another unit's."""
+        found = []
+        for side, name, value in ((0, "clip_low", self.clip_low), (1, "clip_high", self.clip_high)):
+            if value is None:
+                continue
+            distances = {unit: abs(log(value / bounds[side])) for unit, bounds in DEFAULT_CLIP.items()}
+            nearest = min(distances.values())
+            if distances[self.unit] > nearest:
+                others = " or ".join(unit for unit, distance in distances.items() if distance == nearest)
+                found.append(
+                    f"{name}: {value:g} is a range for unit: {others}, but unit is {self.unit}, whose ratios call for "
+                    f"about {DEFAULT_CLIP[self.unit][side]:g}; remove {name} to use that, or change unit"
+                )
+        return found
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class PolicyLoss:
+    """The loss of a micro-batch and what its metrics need. Only `loss` carries a gradient."""
+
+    loss: Tensor
+    """Scalar, to be minimised; the losses of a global batch's micro-batches add up."""
+    ratio_U: Tensor
+    """Importance ratio s_u of each unit."""
+    log_ratio_T: Tensor
+    """policy_logprob - anchor_logprob of each token, before the mean over its unit."""
+    clipped_T: Tensor
+    """True where the clipped branch is active, so that the token's gradient is zero."""
+
+
+def policy_loss(
+    policy_logprobs_T: Tensor,
+    *,
+    anchor_logprobs_T: Tensor,
+    advantages_T: Tensor,
+    unit_T: Tensor,
+    weight_T: Tensor,
+    clip_low: float,
+    clip_high: float,
+) -> PolicyLoss:
+    """Clipped surrogate with one stop-gradient importance ratio for each unit.
+
+        log s_u = mean over the tokens t of unit u of (policy_logprob_t - anchor_logprob_t)
+        s_t     = sg(s_u(t)) * exp(policy_logprob_t - sg(policy_logprob_t))
+        loss    = -sum_t weight_t * min(s_t A_t, clip(s_t, 1 - clip_low, 1 + clip_high) A_t)
+
+    Source: GSPO-token, arXiv 2507.18071 eq. 13-17, where the unit is the trajectory. With an advantage that is constant
+    in each trajectory it is GSPO (eq. 5-7) in value, clip decisions and gradient; with one unit for each token it is
+    PPO and GRPO (the gradient of s_t is r_t times that of the log-probability).
+
+    Shapes: all `(T,)`; T = 0 gives a zero loss with a working backward. `unit_T` is int64 and uses every index 0..U-1,
+    in any order. Every token given counts in its unit's mean: drop the tokens that leave the loss before the call. A
+    unit must be whole in one call.
+
+    Raises:
+        ValueError: for a wrong rank, dtype or length, a number in anchor, advantages or weights that is not finite, or
+            a unit index without tokens. (A policy log-probability that is not finite shows in the loss.)
+    """
+    _check_tokens(policy_logprobs_T, anchor_logprobs_T=anchor_logprobs_T, advantages_T=advantages_T, weight_T=weight_T)
+    if not (0 <= clip_low <= 1 and clip_high >= 0):
+        raise ValueError(f"expected clip_low in [0, 1] and clip_high >= 0, got {clip_low} and {clip_high}")
+    counts_U = _count_units(unit_T, policy_logprobs_T)
+
+    # Detached: whatever a caller's graph holds, the only gradient is that of policy_logprobs_T in s_t.
+    log_ratio_T = (policy_logprobs_T - anchor_logprobs_T).detach()
+    ratio_U = _unit_mean(log_ratio_T, unit_T, counts_U).exp()
+    ratio_T = ratio_U[unit_T]
+    advantages_T = advantages_T.detach()
+    low, high = 1 - clip_low, 1 + clip_high
+    clipped_T = ((advantages_T > 0) & (ratio_T > high)) | ((advantages_T < 0) & (ratio_T < low))
+    # One decision for value, gradient and metric: torch.minimum would halve a gradient at a tie.
+    bounded_T = torch.where(clipped_T, ratio_T.clamp(low, high), ratio_T * _score(policy_logprobs_T))
+    loss = -(weight_T.detach() * bounded_T * advantages_T).sum()
+    return PolicyLoss(loss=loss, ratio_U=ratio_U, log_ratio_T=log_ratio_T, clipped_T=clipped_T)
+
+
+def kl_loss(policy_logprobs_T: Tensor, *, reference_logprobs_T: Tensor, weight_T: Tensor, coefficient: float) -> Tensor:
+    """KL divergence of the policy from a reference, at sampled tokens, with the gradient of the divergence itself.
+
+        value    = coefficient * sum_t weight_t * (policy_logprob_t - reference_logprob_t)
+        gradient = coefficient * sum_t weight_t * sg(policy_logprob_t - reference_logprob_t) * grad policy_logprob_t
+
+    Over tokens sampled from the policy the value's expectation is KL(pi || ref) (the "k1" estimate) and the gradient's
+    is grad KL(pi || ref) at each context visited. Back-propagation through a sampled estimate is another thing: through
+    k1 it is 0 in expectation, and through k3 = exp(-d) - 1 + d it is the gradient of KL(ref || pi). What a token does
+    to the divergence of later contexts is no part of it, and tokens sampled by older weights are not reweighted.
+
+    Shapes: `(T,)` each; returns a scalar to be added to the policy loss.
+
+    Raises:
+        ValueError: for a wrong rank, dtype or length, numbers that are not finite, or a negative coefficient.
+    """
+    _check_tokens(policy_logprobs_T, reference_logprobs_T=reference_logprobs_T, weight_T=weight_T)
+    if not (isfinite(coefficient) and coefficient >= 0):
+        raise ValueError(f"expected a finite coefficient >= 0, got {coefficient}")
+    log_ratio_T = (policy_logprobs_T - reference_logprobs_T).detach()
+    return coefficient * (weight_T.detach() * log_ratio_T * _score(policy_logprobs_T)).sum()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class MismatchWeights:
+    """Correction for an engine whose distribution differs from the trainer's under the same weights. No gradient."""
+
+    weight_T: Tensor
+    """Factor of each token, after the limit: multiply the tokens' aggregation weights by it."""
+    raw_U: Tensor
+    """Factor of each unit before the limit: what is logged."""
+    limited_U: Tensor
+    """True where the limit changed the unit's factor."""
+
+
+def mismatch_weights(
+    proximal_logprobs_T: Tensor,
+    behavior_logprobs_T: Tensor,
+    unit_T: Tensor,
+    *,
+    mode: Literal["truncate", "mask"],
+    limit: float,
+) -> MismatchWeights:
+    """Importance weight of each unit between the trainer's and the engine's view of the policy that sampled it.
+
+        w_u = sg[exp(mean over the tokens of unit u of (proximal_logprob - behavior_logprob))]
+        truncate: min(w_u, limit)          mask: w_u where 1 / limit <= w_u <= limit, else 0
+
+    `proximal` are the log-probabilities that the trainer recomputes under the weights that sampled, `behavior` those
+    the engine recorded. It is no part of the clipped ratio, and a masked token stays in the aggregation's denominators.
+
+    Shapes: `(T,)` each, `unit_T` as in `policy_loss`.
+
+    Raises:
+        ValueError: for a wrong rank, dtype or length, numbers that are not finite, an unknown mode, or a limit below 1.
+    """
+    _check_tokens(proximal_logprobs_T, behavior_logprobs_T=behavior_logprobs_T)
+    if mode not in ("truncate", "mask"):
+        raise ValueError(f"expected mode 'truncate' or 'mask', got {mode!r}")
+    if not limit >= 1:
+        raise ValueError(f"expected a limit >= 1, the largest factor of a unit, got {limit}")
+    counts_U = _count_units(unit_T, proximal_logprobs_T)
+    raw_U = _unit_mean((proximal_logprobs_T - behavior_logprobs_T).detach(), unit_T, counts_U).exp()
+    limited_U = raw_U > limit
+    if mode == "mask":
+        limited_U = limited_U | (raw_U < 1 / limit)
+    factor_U = torch.where(limited_U, limit if mode == "truncate" else 0.0, raw_U)
+    return MismatchWeights(weight_T=factor_U[unit_T], raw_U=raw_U, limited_U=limited_U)
+
+
+def unit_index(
+    unit: RatioUnit, trajectory_T: npt.ArrayLike, turn_T: npt.ArrayLike, version_T: npt.ArrayLike
+) -> IntArray:
+    """Number the ratio units of tokens 0..U-1.
+
+    A turn is a pair (trajectory, turn), so turns may be numbered within their trajectory. `version` is a run of equal
+    policy versions within a turn: the tokens of a turn must come in the order in which they were sampled (other turns'
+    tokens may lie between them). For the other units any order does.
+
+    Tokens that leave the loss are dropped from all three arrays first, as from `policy_loss`.
+
+    Shapes: `(T,)` integers each; returns int64 `(T,)`.
+
+    Raises:
+        ValueError: for a wrong rank, dtype or length, or an unknown unit.
+    """
+    trajectory_T, turn_T, version_T = _index_arrays(trajectory_T=trajectory_T, turn_T=turn_T, version_T=version_T)
+    if unit == "token":
+        return np.arange(len(trajectory_T), dtype=np.int64)
+    if unit == "trajectory":
+        return _dense(trajectory_T)
+    if unit == "turn":
+        return _dense(trajectory_T, turn_T)
+    if unit == "version":
+        turns_T = _dense(trajectory_T, turn_T)
+        order_T = np.argsort(turns_T, kind="stable")
+        starts_T = np.zeros(len(order_T), dtype=np.bool_)
+        starts_T[1:] = (np.diff(turns_T[order_T]) != 0) | (np.diff(version_T[order_T]) != 0)
+        units_T = np.empty(len(order_T), dtype=np.int64)
+        units_T[order_T] = np.cumsum(starts_T)
+        return units_T
+    raise ValueError(f"expected unit 'trajectory', 'turn', 'version' or 'token', got {unit!r}")
+
+
+def aggregation_weights(
+    aggregation: Aggregation,
+    *,
+    trajectory_T: npt.ArrayLike,
+    turn_T: npt.ArrayLike,
+    keep_T: npt.ArrayLike,
+    constant_length: int | None = None,
+) -> FloatArray:
+    """Weight of each token in the loss, over the whole global batch, before it is split among ranks or micro-batches.
+
+        trajectory-mean   1 / (N |y_i|)        every trajectory weighs 1/N, as in arXiv 2507.18071 eq. 5 and 13
+        turn-mean         1 / (K |y_ik|)       every turn weighs 1/K
+        token-mean        1 / sum_i |y_i|      every token weighs the same
+        constant          1 / (N L)            every token weighs the same, whatever the lengths
+
+    N, K and |y| count what has a kept token: trajectories, (trajectory, turn) pairs, kept tokens. L is
+    `constant_length`. A token with keep False has weight 0. A token that is kept with advantage 0 counts.
+
+    Shapes: `(T,)`, integers and bool, in any order; returns float64 `(T,)`.
+
+    Raises:
+        ValueError: for a wrong rank, dtype or length, an unknown aggregation, or a `constant_length` that is missing or
+            of no use.
+    """
+    trajectory_T, turn_T = _index_arrays(trajectory_T=trajectory_T, turn_T=turn_T)
+    keep_T = np.asarray(keep_T)
+    if keep_T.dtype != np.bool_ or keep_T.shape != trajectory_T.shape:
+        raise ValueError(f"expected keep_T bool of shape {trajectory_T.shape}, got {keep_T.dtype} of {keep_T.shape}")
+    if (aggregation == "constant") != (constant_length is not None):
+        raise ValueError(
+            f"constant_length goes with aggregation 'constant' and no other, got {aggregation!r} and {constant_length}"
+        )
+    weight_T = np.zeros(len(keep_T), dtype=np.float64)
+    if not keep_T.any():
+        return weight_T
+    trajectories_T = _dense(trajectory_T[keep_T])
+    num_trajectories = trajectories_T.max() + 1
+    if aggregation == "trajectory-mean":
+        weight_T[keep_T] = 1 / (num_trajectories * np.bincount(trajectories_T)[trajectories_T])
+    elif aggregation == "turn-mean":
+        turns_T = _dense(trajectory_T[keep_T], turn_T[keep_T])
+        weight_T[keep_T] = 1 / ((turns_T.max() + 1) * np.bincount(turns_T)[turns_T])
+    elif aggregation == "token-mean":
+        weight_T[keep_T] = 1 / len(trajectories_T)
+    elif constant_length is not None:
+        if constant_length < 1:
+            raise ValueError(f"expected constant_length >= 1, got {constant_length}")
+        weight_T[keep_T] = 1 / (num_trajectories * constant_length)
+    else:
+        raise ValueError(
+            f"expected aggregation 'trajectory-mean', 'turn-mean', 'token-mean' or 'constant', got {aggregation!r}"
+        )
+    return weight_T
+
+
+def _score(logprobs_T: Tensor) -> Tensor:
+    """Return 1 for each token, with the gradient of its log-probability."""
+    return torch.exp(logprobs_T - logprobs_T.detach())
+
+
+def _unit_mean(values_T: Tensor, unit_T: Tensor, counts_U: Tensor) -> Tensor:
+    """Mean over each unit, added up in float64: the order of the tokens then leaves no trace in float32."""
+    sums_U = torch.zeros(len(counts_U), dtype=torch.float64, device=values_T.device)
+    return (sums_U.index_add_(0, unit_T, values_T.double()) / counts_U).to(values_T.dtype)
+
+
+def _count_units(unit_T: Tensor, like_T: Tensor) -> Tensor:
+    """Count the tokens of each unit, after checking the indices."""
+    if unit_T.dtype != torch.int64 or unit_T.shape != like_T.shape or unit_T.device != like_T.device:
+        raise ValueError(
+            f"expected unit_T int64 of shape {tuple(like_T.shape)} on {like_T.device}, "
+            f"got {unit_T.dtype} of {tuple(unit_T.shape)} on {unit_T.device}"
+        )
+    if len(unit_T) and int(unit_T.min()) < 0:
+        raise ValueError(f"expected unit_T in 0..U-1, got {int(unit_T.min())}")
+    # A sparse index would be as long as its largest value: bounded before the count.
+    if len(unit_T) and int(unit_T.max()) >= len(unit_T):
+        raise ValueError(
+            f"expected unit_T to use every index 0..U-1, got {int(unit_T.max())} among {len(unit_T)} tokens; number "
+            "the units of each micro-batch anew with unit_index"
+        )
+    counts_U = torch.bincount(unit_T)
+    if bool((counts_U == 0).any()):
+        missing = int((counts_U == 0).nonzero()[0])
+        raise ValueError(
+            f"expected unit_T to use every index 0..{len(counts_U) - 1}, got no token of unit {missing}; number the "
+            "units of each micro-batch anew with unit_index"
+        )
+    return counts_U
+
+
+def _check_tokens(logprobs_T: Tensor, **others: Tensor) -> None:
+    """Check log-probabilities, and tensors that must be finite and of the same shape, dtype and device."""
+    if logprobs_T.ndim != 1 or logprobs_T.dtype not in (torch.float32, torch.float64):
+        raise ValueError(
+            f"expected log-probabilities of rank 1 in float32 or float64 (half precision is coarser than the clip "
+            f"range), got {logprobs_T.dtype} of shape {tuple(logprobs_T.shape)}"
+        )
+    for name, tensor in others.items():
+        got = (tensor.dtype, tuple(tensor.shape), tensor.device)
+        expected = (logprobs_T.dtype, tuple(logprobs_T.shape), logprobs_T.device)
+        if got != expected:
+            raise ValueError(
+                f"expected {name} like the policy's log-probabilities, {expected[0]} of shape {expected[1]} on "
+                f"{expected[2]}, got {got[0]} of {got[1]} on {got[2]}"
+            )
+        if not bool(torch.isfinite(tensor).all()):
+            index = int((~torch.isfinite(tensor)).nonzero()[0])
+            raise ValueError(f"expected finite {name}, got {float(tensor[index])} at token {index}")
+
+
+def _index_arrays(**arrays: npt.ArrayLike) -> list[IntArray]:
+    """Check integer arrays of one length."""
+    checked = {name: np.asarray(array) for name, array in arrays.items()}
+    length = len(next(iter(checked.values())))
+    for name, array in checked.items():
+        # An empty list has no integers to tell its dtype by.
+        if array.shape != (length,) or (length and not np.issubdtype(array.dtype, np.integer)):
+            raise ValueError(f"expected {name} integers of shape ({length},), got {array.dtype} of {array.shape}")
+    return [array.astype(np.int64) for array in checked.values()]
+
+
+def _dense(*keys: IntArray) -> IntArray:
+    """Number the distinct (tuples of) keys 0, 1, ... in sorted order."""
+    index_T = np.unique(keys[0], return_inverse=True)[1].astype(np.int64)
+    for key_T in keys[1:]:
+        distinct, inner_T = np.unique(key_T, return_inverse=True)
+        index_T = np.unique(index_T * len(distinct) + inner_T, return_inverse=True)[1].astype(np.int64)
+    return index_T

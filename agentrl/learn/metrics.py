@@ -1,0 +1,119 @@
+"""What a step reports. Names are `theme/what`; those under `time/` depend on the machine, all others repeat exactly.
+
+`T` trained tokens of a minibatch, `U` ratio units.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from torch import Tensor
+
+from agentrl.credit import Credit
+from agentrl.learn.evaluate import reported_means
+from agentrl.types import StopReason, TrajectoryGroup, valid_trajectories
+
+Array = npt.NDArray[np.float64]
+
+
+@dataclass(slots=True, kw_only=True)
+class Tally:
+    """What one minibatch showed; grows by micro-batches."""
+
+    columns: dict[str, list[Array]] = field(default_factory=dict)
+    loss: float = 0.0
+    grad_norm: float = 0.0
+    """Norm of the gradient before it was clipped."""
+    learning_rate: float = 0.0
+
+    def add(self, **tensors: Tensor) -> None:
+        """Append observations to the columns of these names."""
+        for name, tensor in tensors.items():
+            self.columns.setdefault(name, []).append(tensor.detach().double().cpu().numpy())
+
+    def column(self, name: str) -> Array:
+        """Return all observations of a name."""
+        return np.concatenate([np.empty(0), *self.columns.get(name, [])])
+
+
+def first_metrics(tally: Tally, *, current_version: int) -> dict[str, float]:
+    """Describe the first minibatch, whose weights are still those that sampled, where nothing was stale.
+
+    `first/ratio_deviation` is the largest |ratio - 1|, and `first/engine_difference` the mean |policy - behavior|
+    log-probability: with engine log-probabilities as anchors, the noise floor under the clipped share.
+    """
+    staleness_T = current_version - tally.column("version_T")
+    return {
+        "first/ratio_deviation": _peak(np.abs(tally.column("ratio_U") - 1)),
+        "first/clipped_tokens": _mean(tally.column("clipped_T")),
+        "first/engine_difference": _mean(np.abs(tally.column("engine_difference_T"))),
+        "staleness/mean": _mean(staleness_T),
+        "staleness/max": _peak(staleness_T),
+    }
+
+
+def update_metrics(tallies: Sequence[Tally]) -> dict[str, float]:
+    """Describe all minibatches of a step."""
+
+    def column(name: str) -> Array:
+        return np.concatenate([tally.column(name) for tally in tallies])
+
+    ratio_U, clipped_T, advantage_T = column("ratio_U"), column("clipped_T"), column("advantage_T")
+    metrics = {
+        "loss": _mean([tally.loss for tally in tallies]),
+        "ratio/mean": _mean(ratio_U),
+        "ratio/spread": float(ratio_U.std()) if len(ratio_U) else 0.0,
+        "clip/tokens": _mean(clipped_T),
+        "clip/tokens_positive": _mean(clipped_T * (advantage_T > 0)),
+        "clip/tokens_negative": _mean(clipped_T * (advantage_T < 0)),
+        "clip/units": _mean(np.concatenate([_clipped_units(tally) for tally in tallies])),
+        "entropy": _mean(column("entropy_T")),
+        "kl/behavior": _mean(-column("engine_difference_T")),
+        "grad_norm": _mean([tally.grad_norm for tally in tallies]),
+        "learning_rate": tallies[-1].learning_rate,
+    }
+    if any("reference_kl_T" in tally.columns for tally in tallies):
+        metrics["kl/reference"] = _mean(column("reference_kl_T"))
+    if any("mismatch_U" in tally.columns for tally in tallies):
+        mismatch_U = column("mismatch_U")
+        metrics |= {"mismatch/mean": _mean(mismatch_U), "mismatch/max": _peak(mismatch_U)}
+    return metrics
+
+
+def rollout_metrics(groups: Sequence[TrajectoryGroup], credits: Sequence[Sequence[Credit]]) -> dict[str, float]:
+    """Describe what was played; means are over episodes that did not fail."""
+    trajectories = valid_trajectories(groups)
+    everyone = [t for group in groups for t in group.trajectories]
+    returns = [t.reward for t in trajectories]
+    metrics = {
+        "reward/mean": _mean(returns),
+        "reward/spread": float(np.std(returns)),
+        "episode/turns": _mean([len(t.turns) for t in trajectories]),
+        "episode/action_tokens": _mean([t.num_action_tokens for t in trajectories]),
+        "episode/observation_tokens": _mean([sum(len(turn.observation_ids) for turn in t.turns) for t in trajectories]),
+        "episode/truncated": _mean([t.truncated for t in trajectories]),
+        "turn/action_tokens": _mean([len(turn.action_ids) for t in trajectories for turn in t.turns]),
+        "groups/zero_spread": _mean([len({t.reward for t in g.valid}) < 2 for g in groups]),
+        "credit/zero_advantage": _mean([not c.advantages_T.any() for cs in credits for c in cs]),
+    }
+    metrics |= {f"episode/{name}": value for name, value in reported_means(trajectories).items()}
+    return metrics | {f"stop/{reason}": _mean([t.stop_reason is reason for t in everyone]) for reason in StopReason}
+
+
+def _clipped_units(tally: Tally) -> Array:
+    """Return the share of clipped tokens of each unit, over all micro-batches of a minibatch."""
+    shares = []
+    for clipped_T, unit_T in zip(tally.columns["clipped_T"], tally.columns["unit_T"], strict=True):
+        index_T = unit_T.astype(np.int64)
+        shares.append(np.bincount(index_T, weights=clipped_T) / np.bincount(index_T))
+    return (np.concatenate(shares) > 0).astype(np.float64)
+
+
+def _mean(values: Any) -> float:
+    return float(np.mean(values)) if len(values) else 0.0
+
+
+def _peak(values: Array) -> float:
+    return float(values.max()) if len(values) else 0.0

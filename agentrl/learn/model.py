@@ -1,0 +1,130 @@
+"""The policy: a transformers causal language model, given by name or made on the spot.
+
+`B` rows, `L` positions of a row, `T` trained tokens, `V` vocabulary, `D` hidden size.
+"""
+
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt
+from torch import Tensor, nn
+
+from agentrl.errors import ConfigError
+from agentrl.learn.logprobs import fused_logprobs
+
+
+class LocalModelConfig(BaseModel):
+    """A small Qwen3 with random weights and a tokenizer trained on the environment's own dialogues."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    hidden_size: PositiveInt = 128
+    num_layers: PositiveInt = 2
+    num_heads: PositiveInt = 4
+    num_kv_heads: PositiveInt = 2
+    intermediate_size: PositiveInt = 384
+    max_positions: PositiveInt = 4096
+    initializer_std: PositiveFloat = 0.08
+    """Standard deviation of the initial weights."""
+    vocab_size: int = Field(default=448, ge=261)
+    """Largest number of tokenizer entries: 256 bytes, 5 control tokens, and what is merged from them."""
+
+
+class ModelConfig(BaseModel):
+    """Which model is trained."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    name_or_path: str | None = None
+    """A Hugging Face model: a folder, or a name on the hub. None: a small one is made locally, see `local`."""
+    local: LocalModelConfig = LocalModelConfig()
+    """The model to make where `name_or_path` is None."""
+    attention: Literal["sdpa", "eager"] = "sdpa"
+    """Attention implementation of transformers."""
+
+
+def make_local_model(config: LocalModelConfig, tokenizer: Any, *, attention: str = "sdpa") -> Any:
+    """Return a Qwen3 with random weights (from torch's global generator) for a tokenizer."""
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    return Qwen3ForCausalLM(
+        Qwen3Config(
+            vocab_size=len(tokenizer),
+            hidden_size=config.hidden_size,
+            num_hidden_layers=config.num_layers,
+            num_attention_heads=config.num_heads,
+            num_key_value_heads=config.num_kv_heads,
+            head_dim=config.hidden_size // config.num_heads,
+            intermediate_size=config.intermediate_size,
+            max_position_embeddings=config.max_positions,
+            initializer_range=config.initializer_std,
+            tie_word_embeddings=True,
+            eos_token_id=tokenizer.eos_token_id,
+            pad_token_id=tokenizer.pad_token_id,
+            attn_implementation=attention,  # type: ignore[call-arg]  # a keyword of every configuration
+        )
+    )
+
+
+def load_pretrained(name_or_path: str, *, attention: str = "sdpa") -> tuple[Any, Any]:
+    """Return (model in float32, tokenizer) of a Hugging Face folder or hub name.
+
+    Raises:
+        ConfigError: when there is no such model.
+    """
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    looks_like_path = name_or_path.startswith((".", "/", "~")) or name_or_path.count("/") != 1
+    folder = Path(name_or_path).expanduser()
+    if looks_like_path and not (folder / "config.json").is_file():
+        raise ConfigError(f"model.name_or_path: no model in {name_or_path!r}: {folder / 'config.json'} does not exist")
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(folder if looks_like_path else name_or_path)
+        model = AutoModelForCausalLM.from_pretrained(
+            folder if looks_like_path else name_or_path, dtype=torch.float32, attn_implementation=attention
+        )
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"model.name_or_path: cannot load {name_or_path!r}: {error}") from error
+    return model, tokenizer
+
+
+def check_trainable(config: Any) -> None:
+    """Refuse models whose logits are more than a linear map of the hidden states, and models that drop out.
+
+    Raises:
+        ConfigError: naming what is in the way.
+    """
+    scale = {name: getattr(config, name, None) for name in ("logit_scale", "logits_scaling", "final_logit_softcapping")}
+    if found := {name: value for name, value in scale.items() if value not in (None, 1, 1.0)}:
+        raise ConfigError(
+            f"model.name_or_path: {config.model_type} changes its logits by {found}, which the fused head lacks"
+        )
+    dropout = {k: v for k, v in config.to_dict().items() if "dropout" in k or k.endswith("_pdrop")}
+    if found := {name: value for name, value in dropout.items() if isinstance(value, float) and value > 0}:
+        raise ConfigError(f"model.name_or_path: dropout makes importance ratios random; set {', '.join(found)} to 0")
+
+
+class Policy(nn.Module):
+    """The model as the trainer sees it: tokens in, log-probabilities of the trained ones out.
+
+    One module, so that accelerate's wrappers see one forward pass.
+    """
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        check_trainable(model.config)
+        self.model = model
+
+    def forward(
+        self, input_ids_BL: Tensor, row_T: Tensor, position_T: Tensor, targets_T: Tensor, temperature: float
+    ) -> tuple[Tensor, Tensor]:
+        """Return log-probability and entropy [T] of each target, read at `(row, position)` of its predecessor.
+
+        Rows are padded on the right: under causal attention nothing that is read can see the padding.
+        """
+        hidden_BLD = self.model.base_model(input_ids=input_ids_BL, use_cache=False).last_hidden_state
+        head = self.model.get_output_embeddings()
+        return fused_logprobs(
+            hidden_BLD[row_T, position_T], head.weight, targets_T, bias_V=head.bias, temperature=temperature
+        )

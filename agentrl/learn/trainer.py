@@ -1,0 +1,345 @@
+"""One step of learning: collect, credit, update, hand the weights back to the engine.
+
+`T` trained tokens of a minibatch, `U` ratio units.
+"""
+
+import asyncio
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from accelerate import Accelerator
+from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+from torch import Tensor
+from transformers import get_scheduler
+
+from agentrl.credit import Credit, CreditScheme, assign_credit
+from agentrl.engine import Engine
+from agentrl.errors import EngineError
+from agentrl.learn.batch import MicroBatch, make_batch, micro_batches
+from agentrl.learn.loss import LossConfig, kl_loss, mismatch_weights, policy_loss
+from agentrl.learn.metrics import Tally, first_metrics, rollout_metrics, update_metrics
+from agentrl.learn.model import Policy
+from agentrl.rollout import RolloutPool, derive_seed
+from agentrl.types import Sampling, Trajectory, TrajectoryGroup
+
+
+class TrainConfig(BaseModel):
+    """The optimizer and what it is fed."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    steps: PositiveInt = 100
+    """Rounds of collecting and updating."""
+    num_minibatches: PositiveInt = 4
+    """Optimizer updates for each step's rollouts (the GSPO paper's four)."""
+    max_tokens_per_micro_batch: PositiveInt = 16_384
+    """Most tokens, padding included, in one forward and backward pass."""
+    learning_rate: PositiveFloat = 3e-4
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """Course of the learning rate after its warm-up."""
+    warmup_updates: NonNegativeInt = 0
+    """Updates over which the learning rate rises from 0."""
+    betas: tuple[float, float] = (0.9, 0.95)
+    weight_decay: NonNegativeFloat = 0.0
+    max_grad_norm: PositiveFloat = 1.0
+    """Gradients are scaled down to this norm."""
+    precision: Literal["float32", "bfloat16"] = "float32"
+    """`bfloat16`: autocast over float32 weights."""
+    device: Literal["auto", "cpu"] = "auto"
+    """`auto`: a GPU where there is one."""
+    checkpoint_every: PositiveInt = 20
+    """Steps between checkpoints; the last step always has one."""
+    keep_last: PositiveInt = 2
+    """Checkpoints kept."""
+    agreement: PositiveFloat = Field(default=1e-3)
+    """Largest mean difference allowed between the engine's log-probabilities and the trainer's under the same weights, in
+    nats; bfloat16 needs about 0.05."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepResult:
+    """What one step did."""
+
+    step: int
+    metrics: dict[str, float]
+    groups: list[TrajectoryGroup]
+    credits: list[list[Credit]]
+    """Credit of each trajectory of each group."""
+
+
+class Trainer:
+    """Trains a policy on one device. The engine holds its own copy of the weights; each step pushes new ones.
+
+    The policy's version is the number of finished steps.
+    """
+
+    def __init__(
+        self,
+        *,
+        accelerator: Accelerator,
+        policy: Policy,
+        reference: Policy | None,
+        engine: Engine,
+        pool: RolloutPool,
+        credit: CreditScheme,
+        loss: LossConfig,
+        config: TrainConfig,
+        temperature: float,
+        seed: int,
+        runner: asyncio.Runner,
+    ) -> None:
+        """Take the parts.
+
+        Args:
+            accelerator: prepared with the recipe's precision and device.
+            policy: the weights to train.
+            reference: the KL target, never trained; needed where `loss.kl_coefficient` is positive.
+            engine: samples, from weights that are pushed to it.
+            pool: plays episodes on the engine.
+            credit: turns rewards into advantages.
+            loss: ratio, clip and aggregation.
+            config: optimizer and budgets.
+            temperature: the rollouts' sampling temperature.
+            seed: order of trajectories over minibatches.
+            runner: event loop on which pool and engine live.
+        """
+        self._accelerator, self._engine, self._pool = accelerator, engine, pool
+        self._credit, self._loss, self._config = credit, loss, config
+        self._temperature, self._seed, self._runner = temperature, seed, runner
+        optimizer = torch.optim.AdamW(
+            policy.parameters(),
+            lr=config.learning_rate,
+            betas=config.betas,
+            weight_decay=config.weight_decay,
+            fused=True,
+        )
+        self._policy, self._optimizer = accelerator.prepare(policy, optimizer)
+        # Not prepared: accelerate would advance it once for each process.
+        self._schedule = get_scheduler(
+            config.schedule,
+            self._optimizer,
+            num_warmup_steps=config.warmup_updates,
+            num_training_steps=config.steps * config.num_minibatches,
+        )
+        accelerator.register_for_checkpointing(self._schedule)
+        self._reference = None if reference is None else reference.to(accelerator.device).eval().requires_grad_(False)
+        self.finished_steps = 0
+
+    def start_engine(self) -> float:
+        """Push the weights and prove that the engine samples from them.
+
+        The same prompt must get the trainer's log-probabilities, and others once the weights are perturbed.
+
+        Returns:
+            Mean difference of log-probabilities under the same weights, in nats.
+
+        Raises:
+            EngineError: with what was found and the bound.
+        """
+        bound = self._config.agreement
+        moved = [(name, tensor * 1.1 if tensor.is_floating_point() else tensor) for name, tensor in self._weights()]
+        self._runner.run(self._engine.load_weights(moved, self.finished_steps))
+        perturbed = self._disagreement()
+        self._push_weights()
+        found = self._disagreement()
+        if perturbed <= bound:
+            raise EngineError(
+                "weights pushed to the engine do not reach its samples: after a perturbation its log-probabilities still "
+                f"agree with the trainer's to {perturbed:.2e} nats (train.agreement: {bound:g})"
+            )
+        self._check_agreement(found)
+        return found
+
+    def step(self) -> StepResult:
+        """Collect, credit, update and push once."""
+        begin, busy_s = time.perf_counter(), self._engine.busy_s
+        groups = self._runner.run(self._pool.collect())
+        sampling_s = self._engine.busy_s - busy_s
+        collected = time.perf_counter()
+        credits = assign_credit(self._credit, groups)
+        credited = time.perf_counter()
+        metrics = self._update(groups, credits)
+        self.finished_steps += 1
+        self._push_weights()
+        done = time.perf_counter()
+        sampled = sum(t.num_action_tokens for group in groups for t in group.trajectories)
+        metrics |= rollout_metrics(groups, credits)
+        metrics |= {f"pool/{name}": float(count) for name, count in self._pool.counts.items()}
+        metrics |= {
+            "time/sampling_s": sampling_s,
+            "time/environment_s": collected - begin - sampling_s,
+            "time/credit_s": credited - collected,
+            "time/update_s": done - credited,
+            "time/step_s": done - begin,
+            "time/sampled_tokens_per_s": sampled / (collected - begin),
+            "time/tokens_per_s": sampled / (done - begin),
+        }
+        return StepResult(step=self.finished_steps, metrics=metrics, groups=groups, credits=credits)
+
+    def save(self, folder: Path) -> None:
+        """Write weights, optimizer, schedule and random states into `folder`."""
+        self._accelerator.save_state(str(folder))
+
+    def load(self, folder: Path) -> None:
+        """Read what `save` wrote; `start_engine` hands the weights on."""
+        self._accelerator.load_state(str(folder))
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the counters that belong to a checkpoint."""
+        return {"finished_steps": self.finished_steps, "pool": self._pool.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from `state_dict`."""
+        self.finished_steps = state["finished_steps"]
+        self._pool.load_state_dict(state["pool"])
+
+    def _weights(self) -> list[tuple[str, Tensor]]:
+        model = self._accelerator.unwrap_model(self._policy).model
+        return [(name, tensor.detach()) for name, tensor in model.state_dict().items()]
+
+    def _push_weights(self) -> None:
+        self._runner.run(self._engine.load_weights(self._weights(), self.finished_steps))
+
+    def _disagreement(self) -> float:
+        """Sample a few tokens; return the mean difference of engine and trainer over them, in nats."""
+        vocab_size = self._accelerator.unwrap_model(self._policy).model.config.vocab_size
+        prompt = np.random.default_rng(self._seed).integers(vocab_size, size=16).tolist()
+        sampling = Sampling(max_tokens=16, stop_token_ids=(), temperature=self._temperature, seed=self._seed)
+        completion = self._runner.run(self._engine.generate(prompt, sampling, "self-proof"))
+        device, num = self._accelerator.device, len(completion.token_ids)
+        ids_BL = torch.tensor([[*prompt, *completion.token_ids]], device=device)
+        with torch.no_grad():
+            logprobs_T, _ = self._policy(
+                ids_BL[:, :-1],
+                torch.zeros(num, dtype=torch.long, device=device),
+                torch.arange(len(prompt) - 1, len(prompt) - 1 + num, device=device),
+                ids_BL[0, len(prompt) :],
+                self._temperature,
+            )
+        return float((logprobs_T - torch.tensor(completion.logprobs, device=device)).abs().mean())
+
+    def _check_agreement(self, found: float) -> None:
+        if found > self._config.agreement:
+            raise EngineError(
+                f"the engine's log-probabilities differ from the trainer's by {found:.2e} nats on average under the same "
+                f"weights, more than train.agreement: {self._config.agreement:g}. In half precision raise it; otherwise the "
+                "engine runs another model than the trainer"
+            )
+
+    def _update(self, groups: Sequence[TrajectoryGroup], credits: list[list[Credit]]) -> dict[str, float]:
+        """Go once over the step's trajectories, in minibatches drawn at random."""
+        pairs = [
+            (trajectory, credit)
+            for group, of_group in zip(groups, credits, strict=True)
+            for trajectory, credit in zip(group.trajectories, of_group, strict=True)
+            if not trajectory.failed
+        ]
+        rng = np.random.default_rng(derive_seed(self._seed, "minibatches", self.finished_steps))
+        order = rng.permutation(len(pairs))
+        minibatches = [
+            [pairs[i] for i in part] for part in np.array_split(order, self._config.num_minibatches) if len(part)
+        ]
+        plans = [self._plan(minibatch) for minibatch in minibatches]
+        anchors = self._recompute(plans) if self._loss.anchor == "recomputed" else None
+        self._policy.train()
+        tallies = []
+        for index, plan in enumerate(plans):
+            tally = Tally()
+            for number, micro in enumerate(plan):
+                proximal_T = None if anchors is None else anchors[index][number]
+                loss = self._loss_of(micro, proximal_T, is_first=index == 0, tally=tally)
+                self._accelerator.backward(loss)
+            tally.grad_norm = float(
+                self._accelerator.clip_grad_norm_(self._policy.parameters(), self._config.max_grad_norm)
+            )
+            tally.learning_rate = self._schedule.get_last_lr()[0]
+            self._optimizer.step()
+            self._schedule.step()
+            self._optimizer.zero_grad()
+            tallies.append(tally)
+            if index == 0:
+                first = first_metrics(tally, current_version=self.finished_steps)
+                if first["staleness/max"] == 0:  # sampled by these very weights: each step proves the last push
+                    self._check_agreement(first["first/engine_difference"])
+        return update_metrics(tallies) | first
+
+    def _plan(self, minibatch: Sequence[tuple[Trajectory, Credit]]) -> list[MicroBatch]:
+        loss = self._loss
+        batch = make_batch(
+            [trajectory for trajectory, _ in minibatch],
+            [credit for _, credit in minibatch],
+            unit=loss.unit,
+            aggregation=loss.aggregation,
+            constant_length=loss.constant_length,
+        )
+        budget = self._config.max_tokens_per_micro_batch
+        return list(micro_batches(batch, max_tokens=budget, device=self._accelerator.device))
+
+    def _recompute(self, plans: list[list[MicroBatch]]) -> list[list[Tensor]]:
+        """Return log-probabilities before the first update, by the same plan and precision as the training pass."""
+        self._policy.train()
+        with torch.no_grad():
+            return [[self._forward(self._policy, micro)[0] for micro in plan] for plan in plans]
+
+    def _forward(self, policy: Any, micro: MicroBatch) -> tuple[Tensor, Tensor]:
+        logprobs_T, entropy_T = policy(
+            micro.input_ids_BL, micro.row_T, micro.position_T, micro.target_T, self._temperature
+        )
+        return logprobs_T, entropy_T
+
+    def _loss_of(self, micro: MicroBatch, proximal_T: Tensor | None, *, is_first: bool, tally: Tally) -> Tensor:
+        """Return the micro-batch's share of the loss; `proximal_T` are recomputed log-probabilities, the anchor if given."""
+        settings = self._loss
+        logprobs_T, entropy_T = self._forward(self._policy, micro)
+        weight_T = micro.weight_T
+        anchor_T = micro.behavior_T
+        if proximal_T is not None:
+            # Before the first update the policy is the anchor: exactly, whatever the noise of a second pass.
+            anchor_T = logprobs_T.detach() if is_first else proximal_T
+            if settings.mismatch != "off":
+                mismatch = mismatch_weights(
+                    anchor_T if is_first else proximal_T,
+                    micro.behavior_T,
+                    micro.unit_T,
+                    mode=settings.mismatch,
+                    limit=settings.mismatch_limit,
+                )
+                weight_T = weight_T * mismatch.weight_T
+                tally.add(mismatch_U=mismatch.raw_U)
+        clip_low, clip_high = settings.clip_range()
+        result = policy_loss(
+            logprobs_T,
+            anchor_logprobs_T=anchor_T,
+            advantages_T=micro.advantage_T,
+            unit_T=micro.unit_T,
+            weight_T=weight_T,
+            clip_low=clip_low,
+            clip_high=clip_high,
+        )
+        loss = result.loss
+        if self._reference is not None:
+            with torch.no_grad():
+                reference_T, _ = self._forward(self._reference, micro)
+            loss = loss + kl_loss(
+                logprobs_T,
+                reference_logprobs_T=reference_T,
+                weight_T=micro.weight_T,
+                coefficient=settings.kl_coefficient,
+            )
+            tally.add(reference_kl_T=logprobs_T - reference_T)
+        tally.add(
+            ratio_U=result.ratio_U,
+            clipped_T=result.clipped_T,
+            advantage_T=micro.advantage_T,
+            unit_T=micro.unit_T,
+            entropy_T=entropy_T,
+            engine_difference_T=logprobs_T - micro.behavior_T,
+            version_T=micro.version_T,
+        )
+        tally.loss += float(loss.detach())
+        return loss

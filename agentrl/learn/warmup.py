@@ -1,0 +1,130 @@
+"""A short supervised phase on the environment's own demonstrations, so that a model made locally knows the form."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveFloat, PositiveInt
+
+from agentrl.chat import Renderer
+from agentrl.credit import Credit
+from agentrl.env import base_env
+from agentrl.learn.batch import make_batch, micro_batches
+from agentrl.learn.model import Policy
+from agentrl.rollout import derive_seed, task_seed
+from agentrl.rollout.episode import MakeEnv
+from agentrl.types import StopReason, Trajectory, Turn
+
+
+class WarmupConfig(BaseModel):
+    """Supervised training on `oracle()` demonstrations before reinforcement learning."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    steps: NonNegativeInt = 0
+    """Optimizer steps; 0: no warm-up."""
+    batch_size: PositiveInt = 16
+    """Demonstrations for each step."""
+    num_demonstrations: PositiveInt = 2048
+    """Demonstrations made; they are gone through again when they run out."""
+    learning_rate: PositiveFloat = 2e-3
+    skill: float = Field(default=1.0, ge=0, le=1)
+    """Share of turns that the demonstrations play right: a policy that was shown perfection has no spread to learn from."""
+
+
+def demonstrate(make_env: MakeEnv, renderer: Renderer, *, seed: int, skill: float, max_turns: int) -> Trajectory:
+    """Play one episode with the environment's oracle; its actions are encoded as if they had been sampled."""
+    env = make_env()
+    base = base_env(env)
+    rng = np.random.default_rng(derive_seed(seed, "oracle"))
+    messages, _ = env.reset(seed=seed)
+    observation_ids = renderer.start(messages, base.tools)
+    context_ids: tuple[int, ...] = ()
+    history, extends = list(messages), True
+    turns: list[Turn] = []
+    is_over = False
+    while not is_over and len(turns) < max_turns:
+        message = base.oracle(skill=skill, rng=rng)
+        action_ids = renderer.encode(message)
+        zeros = (0,) * len(action_ids)
+        turns.append(
+            Turn(
+                observation_ids=observation_ids,
+                extends=extends,
+                action_ids=action_ids,
+                behavior_logprobs=zeros,
+                versions=zeros,
+                reward=0.0,
+            )
+        )
+        messages, _, terminated, truncated, _ = env.step(message)
+        is_over = terminated or truncated
+        history += [message, *messages]
+        context_ids = (context_ids + observation_ids if extends else observation_ids) + action_ids
+        added = renderer.extend(context_ids[: -len(action_ids)], action_ids, messages)
+        extends = added is not None
+        observation_ids = added if added is not None else renderer.start(history, base.tools)
+    env.close()
+    return Trajectory(
+        group_id="demonstration",
+        trajectory_id=str(seed),
+        env_id=type(base).__name__,
+        seed=seed,
+        turns=tuple(turns),
+        stop_reason=StopReason.TERMINATED,
+    )
+
+
+def demonstrations(
+    make_env: MakeEnv, renderer: Renderer, *, count: int, skill: float, max_turns: int, seed: int
+) -> Iterator[Trajectory]:
+    """Yield demonstrations on tasks of the training half of the seeds."""
+    for index in range(count):
+        task = task_seed(derive_seed(seed, "demonstrations"), index)
+        yield demonstrate(make_env, renderer, seed=task, skill=skill, max_turns=max_turns)
+
+
+def warm_up(
+    policy: Policy,
+    examples: list[Trajectory],
+    config: WarmupConfig,
+    *,
+    seed: int,
+    max_tokens: int,
+    on_step: Callable[[int, float], None] = lambda _step, _loss: None,
+) -> float:
+    """Minimise the mean negative log-likelihood of the demonstrated actions; return the last step's.
+
+    Args:
+        policy: trained in place.
+        examples: demonstrations.
+        config: steps, batch size, learning rate (cosine to zero).
+        seed: order of the demonstrations.
+        max_tokens: budget of a micro-batch.
+        on_step: told the step and its loss.
+    """
+    device = next(policy.parameters()).device
+    optimizer = torch.optim.AdamW(policy.parameters(), lr=config.learning_rate, betas=(0.9, 0.95), weight_decay=0.0)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, config.steps)
+    rng = np.random.default_rng(derive_seed(seed, "warm-up"))
+    order: list[int] = []
+    loss_value = float("nan")
+    policy.train()
+    for step in range(config.steps):
+        while len(order) < config.batch_size:
+            order += rng.permutation(len(examples)).tolist()
+        chosen, order = [examples[i] for i in order[: config.batch_size]], order[config.batch_size :]
+        batch = make_batch(chosen, [Credit.uniform(t, 1.0) for t in chosen], unit="token", aggregation="token-mean")
+        loss_value = 0.0
+        for micro in micro_batches(batch, max_tokens=max_tokens, device=device):
+            logprobs_T, _ = policy(micro.input_ids_BL, micro.row_T, micro.position_T, micro.target_T, 1.0)
+            loss: Any = -(micro.weight_T * logprobs_T).sum()
+            loss.backward()
+            loss_value += loss.item()
+        torch.nn.utils.clip_grad_norm_(policy.parameters(), 1.0)
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad()
+        on_step(step + 1, loss_value)
+    return loss_value

@@ -1,0 +1,111 @@
+"""A run's folder: config.yaml, metrics.jsonl, rollouts/, checkpoints/, tokenizer/."""
+
+import json
+import shutil
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import BaseModel, ConfigDict, NonNegativeInt
+
+from agentrl.errors import ConfigError
+from agentrl.report.records import TrajectoryRecord
+
+
+class ReportConfig(BaseModel):
+    """What is written while a run goes on."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    rollouts_every: NonNegativeInt = 10
+    """Steps between recorded rollout files (the first step always has one); 0: none."""
+    trackers: tuple[str, ...] = ()
+    """Trackers of accelerate, by name: tensorboard, wandb, trackio, ..."""
+
+
+class RunFolder:
+    """The files of one run. Every file but metrics.jsonl appears whole; that one grows by whole lines."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.checkpoints = path / "checkpoints"
+        self.tokenizer = path / "tokenizer"
+        self.reference = path / "reference.safetensors"
+        self._metrics = path / "metrics.jsonl"
+        self._rollouts = path / "rollouts"
+
+    @classmethod
+    def create(cls, path: Path, config: Mapping[str, Any]) -> "RunFolder":
+        """Begin a run.
+
+        Raises:
+            ConfigError: when the folder already holds something.
+        """
+        if path.exists() and any(path.iterdir()):
+            raise ConfigError(
+                f"run_dir: {path} is not empty; choose another, or go on with that run: agentrl train {path}"
+            )
+        path.mkdir(parents=True, exist_ok=True)
+        folder = cls(path)
+        write_whole(path / "config.yaml", yaml.safe_dump(dict(config), sort_keys=False))
+        return folder
+
+    @classmethod
+    def open(cls, path: Path) -> "RunFolder":
+        """Go on with a run.
+
+        Raises:
+            ConfigError: when the folder is not one of a run.
+        """
+        if not (path / "config.yaml").is_file():
+            raise ConfigError(f"{path} is not the folder of a run: it has no config.yaml")
+        return cls(path)
+
+    @property
+    def config_file(self) -> Path:
+        """The resolved recipe."""
+        return self.path / "config.yaml"
+
+    def add_metrics(self, row: Mapping[str, float]) -> None:
+        """Append one row; it is in the file when this returns."""
+        with self._metrics.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(dict(row)) + "\n")
+
+    def metrics(self) -> list[dict[str, float]]:
+        """Return the rows so far; a line that a kill cut short is left out."""
+        rows = []
+        if self._metrics.is_file():
+            for line in self._metrics.read_text(encoding="utf-8").splitlines():
+                try:
+                    rows.append(json.loads(line))
+                except json.JSONDecodeError:
+                    break
+        return rows
+
+    def add_rollouts(self, step: int, trajectories: Iterable[TrajectoryRecord]) -> None:
+        """Write the rollouts of a step."""
+        self._rollouts.mkdir(exist_ok=True)
+        text = "".join(record.model_dump_json() + "\n" for record in trajectories)
+        write_whole(self._rollouts / f"step-{step:06d}.jsonl", text)
+
+    def rollouts(self) -> list[Path]:
+        """List the rollout files, oldest first."""
+        return sorted(self._rollouts.glob("step-*.jsonl"))
+
+    def rewind(self, step: int) -> None:
+        """Drop what was written after `step`: it is going to be done again. -1 drops everything."""
+        rows = [row for row in self.metrics() if row["step"] <= step]
+        write_whole(self._metrics, "".join(json.dumps(row) + "\n" for row in rows))
+        for path in self.rollouts():
+            if int(path.stem.removeprefix("step-")) > step:
+                path.unlink()
+        for partial in self.checkpoints.glob(".*.partial"):
+            shutil.rmtree(partial)
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write a file so that it is there whole or not at all."""
+    partial = path.with_name(f".{path.name}.partial")
+    partial.write_text(text, encoding="utf-8")
+    partial.rename(path)

@@ -1,0 +1,121 @@
+"""Rollouts as lines of JSON: one trajectory a line, everything that training saw."""
+
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from agentrl.credit import Credit
+from agentrl.errors import UserError
+from agentrl.types import Message, StopReason, TrajectoryGroup
+
+
+class TurnRecord(BaseModel):
+    """One turn; the fields are those of `agentrl.Turn`."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    observation: list[Message]
+    message: Message
+    observation_ids: list[int]
+    extends: bool
+    action_ids: list[int]
+    action_pieces: list[str]
+    """Text of each action token by itself, for display."""
+    behavior_logprobs: list[float]
+    versions: list[int]
+    advantages: list[float]
+    """Advantage of each action token."""
+    keep: list[bool]
+    """Loss mask of each action token."""
+    reward: float
+    state_key: str | None
+    next_state_key: str | None
+    action_key: str | None
+    finish_reason: str
+    extras: dict[str, Any]
+
+
+class TrajectoryRecord(BaseModel):
+    """One trajectory; the fields are those of `agentrl.Trajectory`."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    step: int
+    group_id: str
+    trajectory_id: str
+    env_id: str
+    seed: int
+    stop_reason: StopReason
+    truncated: bool
+    reward: float
+    metrics: dict[str, float]
+    error: str | None
+    turns: list[TurnRecord]
+
+
+def records(
+    groups: Sequence[TrajectoryGroup],
+    credits: Sequence[Sequence[Credit]],
+    *,
+    step: int,
+    piece: Callable[[int], str],
+) -> Iterator[TrajectoryRecord]:
+    """Yield the record of each trajectory; `piece` gives the text of one token."""
+    for group, of_group in zip(groups, credits, strict=True):
+        for trajectory, credit in zip(group.trajectories, of_group, strict=True):
+            turns = []
+            start = 0
+            for turn in trajectory.turns:
+                end = start + len(turn.action_ids)
+                turns.append(
+                    TurnRecord(
+                        observation=list(turn.observation),
+                        message=turn.message,
+                        observation_ids=list(turn.observation_ids),
+                        extends=turn.extends,
+                        action_ids=list(turn.action_ids),
+                        action_pieces=[piece(token) for token in turn.action_ids],
+                        behavior_logprobs=list(turn.behavior_logprobs),
+                        versions=list(turn.versions),
+                        advantages=credit.advantages_T[start:end].tolist(),
+                        keep=credit.keep_T[start:end].tolist(),
+                        reward=turn.reward,
+                        state_key=turn.state_key,
+                        next_state_key=turn.next_state_key,
+                        action_key=turn.action_key,
+                        finish_reason=turn.finish_reason,
+                        extras=dict(turn.extras),
+                    )
+                )
+                start = end
+            yield TrajectoryRecord(
+                step=step,
+                group_id=trajectory.group_id,
+                trajectory_id=trajectory.trajectory_id,
+                env_id=trajectory.env_id,
+                seed=trajectory.seed,
+                stop_reason=trajectory.stop_reason,
+                truncated=trajectory.truncated,
+                reward=trajectory.reward,
+                metrics=dict(trajectory.metrics),
+                error=trajectory.error,
+                turns=turns,
+            )
+
+
+def read_records(path: Path) -> Iterator[TrajectoryRecord]:
+    """Yield the records of a file.
+
+    Raises:
+        UserError: naming the file and the line that is no record.
+    """
+    with path.open(encoding="utf-8") as lines:
+        for number, line in enumerate(lines, 1):
+            try:
+                yield TrajectoryRecord.model_validate_json(line)
+            except ValidationError as error:
+                first = error.errors()[0]
+                where = ".".join(map(str, first["loc"]))
+                raise UserError(f"{path}, line {number} is not a rollout record: {where}: {first['msg']}") from error

@@ -1,0 +1,51 @@
+"""A rollout in the terminal, its sampled tokens coloured by advantage."""
+
+from collections.abc import Iterator
+
+from rich.console import Group, RenderableType
+from rich.panel import Panel
+from rich.style import Style
+from rich.text import Text
+
+from agentrl.report.records import TrajectoryRecord, TurnRecord
+
+_ROLE_STYLES = {"system": "dim", "user": "cyan", "tool": "magenta", "assistant": "white"}
+
+
+def advantage_style(advantage: float, scale: float) -> Style:
+    """Return a background from red (-scale) over black (0) to green (+scale)."""
+    share = max(-1.0, min(1.0, advantage / scale)) if scale > 0 else 0.0
+    level = int(40 + 150 * abs(share))
+    if share == 0:
+        return Style()
+    return Style(bgcolor=f"#00{level:02x}00" if share > 0 else f"#{level:02x}0000", color="white")
+
+
+def render(record: TrajectoryRecord) -> RenderableType:
+    """Return a panel: messages as they came, actions token by token, with the reward and the advantage of each turn."""
+    scale = max((abs(a) for turn in record.turns for a in turn.advantages), default=0.0)
+    parts = [part for number, turn in enumerate(record.turns, 1) for part in _turn(turn, number, scale)]
+    if record.error:
+        parts.append(Text(record.error, style="bold red"))
+    metrics = "  ".join(f"{name} {value:g}" for name, value in record.metrics.items() if name != "env_s")
+    title = f"{record.trajectory_id}  reward {record.reward:g}  {record.stop_reason}"
+    return Panel(Group(*parts), title=title, subtitle=metrics or None, title_align="left", subtitle_align="left")
+
+
+def legend() -> Text:
+    """Return one line that explains the colours."""
+    return Text.assemble(
+        "advantage: ", (" negative ", advantage_style(-1, 1)), " 0 ", (" positive ", advantage_style(1, 1))
+    )
+
+
+def _turn(turn: TurnRecord, number: int, scale: float) -> Iterator[Text]:
+    for message in turn.observation:
+        style = _ROLE_STYLES.get(message["role"], "white")
+        yield Text.assemble((f"{message['role']}: ", f"bold {style}"), (str(message.get("content") or ""), style))
+    line = Text.assemble(("assistant: ", "bold"))
+    for piece, advantage, is_kept in zip(turn.action_pieces, turn.advantages, turn.keep, strict=True):
+        line.append(piece, advantage_style(advantage, scale) if is_kept else Style(strike=True, dim=True))
+    mean = sum(turn.advantages) / len(turn.advantages) if turn.advantages else 0.0
+    line.append(f"   [turn {number}: reward {turn.reward:g}, advantage {mean:+.3f}]", "dim")
+    yield line

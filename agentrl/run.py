@@ -1,0 +1,276 @@
+"""A run from a recipe: build the parts, warm up, train, evaluate, leave everything in the run's folder."""
+
+import asyncio
+import copy
+from collections.abc import Callable
+from functools import cache, partial
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from accelerate import Accelerator
+from accelerate.tracking import LOGGER_TYPE_TO_CLASS, get_available_trackers
+from accelerate.utils import set_seed
+from safetensors.torch import load_model, save_model
+from transformers import AutoTokenizer
+
+from agentrl.chat import ChatMLRenderer, load_renderer, train_tokenizer
+from agentrl.config import Recipe
+from agentrl.credit import load_credit_for
+from agentrl.engine.transformers import TransformersEngine
+from agentrl.env import base_env, make_env
+from agentrl.errors import ConfigError
+from agentrl.learn.checkpoint import checkpoints, load_checkpoint, save_checkpoint
+from agentrl.learn.evaluate import Evaluation, evaluate
+from agentrl.learn.model import Policy, load_pretrained, make_local_model
+from agentrl.learn.trainer import StepResult, Trainer
+from agentrl.learn.warmup import demonstrations, warm_up
+from agentrl.report.folder import RunFolder
+from agentrl.report.records import records
+from agentrl.rollout import RolloutPool
+from agentrl.types import Trajectory
+
+OnProgress = Callable[[Literal["warm-up", "training"], int, int, dict[str, float]], None]
+"""Told the phase, its steps done, its steps in all, and the latest metrics."""
+
+_TOKENIZER_EPISODES = 256
+"""Demonstrations that a local tokenizer is trained on."""
+
+
+class Run:
+    """The parts of a run, wired together on one process."""
+
+    def __init__(self, recipe: Recipe, *, tokenizer_folder: Path | None = None) -> None:
+        """Build everything, and touch no file.
+
+        Args:
+            recipe: what to run.
+            tokenizer_folder: the tokenizer of a run that goes on; None: the model's own, or one is trained.
+
+        Raises:
+            UserError: for whatever in the recipe cannot be carried out.
+        """
+        self.recipe = recipe
+        self.warnings = recipe.loss.warnings()
+        self._accelerator = _accelerator(recipe)
+        set_seed(recipe.seed)
+        self._make_env = partial(make_env, recipe.env.id, recipe.env.options)
+        env = self._make_env()
+        provided = base_env(env).provides()
+        self._credit, warning = load_credit_for(recipe.credit, provided=provided, env_id=recipe.env.id)
+        self.warnings += [warning] if warning else []
+        self._falls_back = warning is not None
+        env.close()
+        model, self.tokenizer = self._load_model(tokenizer_folder)
+        _check_positions(recipe, model.config)
+        self._renderer = load_renderer(self.tokenizer, recipe.chat, name_or_path=recipe.model.name_or_path or "local")
+        self._runner = asyncio.Runner()
+        engine_model = copy.deepcopy(model).to(self._accelerator.device)
+        if recipe.train.precision == "bfloat16":
+            engine_model = engine_model.to(torch.bfloat16)
+        self._engine = TransformersEngine(engine_model, recipe.engine)
+        self._pool = self._new_pool(recipe.rollout.temperature)
+        self._policy = Policy(model).to(self._accelerator.device)
+        self._trainer: Trainer | None = None
+
+    def train(self, folder: RunFolder | None, *, on_progress: OnProgress) -> tuple[RunFolder, list[dict[str, float]]]:
+        """Train to the last step; return the folder and the metrics of every step.
+
+        Args:
+            folder: of a run to go on with; None: begin a new one in the recipe's `run_dir`.
+            on_progress: called after each step.
+        """
+        recipe = self.recipe
+        newest = checkpoints(folder.checkpoints)[-1:] if folder else []
+        examples = [] if newest else self._examples()
+        if folder is None:
+            assert recipe.run_dir is not None, "the command line names the folder"
+            folder = RunFolder.create(recipe.run_dir, recipe.model_dump(mode="json"))
+        self.tokenizer.save_pretrained(folder.tokenizer)
+        if recipe.report.trackers:
+            self._accelerator.init_trackers(str(folder.path), config={})
+        if newest:
+            trainer = self.load(folder)
+            folder.rewind(trainer.finished_steps)
+        else:
+            folder.rewind(-1)
+            if examples:
+                warm_up(
+                    self._policy,
+                    examples,
+                    recipe.warmup,
+                    seed=recipe.seed,
+                    max_tokens=recipe.train.max_tokens_per_micro_batch,
+                    on_step=lambda step, loss: on_progress("warm-up", step, recipe.warmup.steps, {"loss": loss}),
+                )
+            trainer = self._start(folder)
+            self._write(folder, {"step": 0, **self._evaluation_metrics()})
+            save_checkpoint(trainer, folder.checkpoints, keep_last=recipe.train.keep_last)
+        while trainer.finished_steps < recipe.train.steps:
+            result = trainer.step()
+            self._after_step(folder, trainer, result, on_progress)
+        if recipe.report.trackers:
+            self._accelerator.end_training()
+        return folder, folder.metrics()
+
+    def load(self, folder: RunFolder) -> Trainer:
+        """Bring the policy and the engine to the newest checkpoint of a run.
+
+        Raises:
+            ConfigError: when it has none.
+        """
+        newest = checkpoints(folder.checkpoints)
+        if not newest:
+            raise ConfigError(f"{folder.path} has no checkpoint yet; go on with the run: agentrl train {folder.path}")
+        trainer = self._new_trainer(folder)
+        load_checkpoint(trainer, newest[-1])
+        trainer.start_engine()
+        return trainer
+
+    def evaluate(self) -> Evaluation:
+        """Play the held-out tasks with the weights in the engine; nothing of the training state is touched."""
+        pool = self._new_pool(self.recipe.evaluation.temperature)
+        try:
+            return self._runner.run(evaluate(pool, self.recipe.evaluation, seed=self.recipe.seed))
+        finally:
+            pool.close()
+
+    def start_untrained(self) -> None:
+        """Hand the model as it is to the engine, for an evaluation without training."""
+        self._new_trainer(None).start_engine()
+
+    def close(self) -> None:
+        """Release threads, the engine and the event loop."""
+        self._pool.close()
+        self._runner.run(self._engine.close())
+        self._runner.close()
+
+    def _load_model(self, tokenizer_folder: Path | None) -> tuple[Any, Any]:
+        settings = self.recipe.model
+        if settings.name_or_path is not None:
+            return load_pretrained(settings.name_or_path, attention=settings.attention)
+        tokenizer = (
+            self._train_tokenizer() if tokenizer_folder is None else AutoTokenizer.from_pretrained(tokenizer_folder)
+        )
+        return make_local_model(settings.local, tokenizer, attention=settings.attention), tokenizer
+
+    def _train_tokenizer(self) -> Any:
+        """Train a tokenizer on demonstrated dialogues, written out by one that knows bytes only."""
+        as_bytes = train_tokenizer([], vocab_size=261)
+        texts = [
+            as_bytes.decode([token for turn in segment for token in (*turn.observation_ids, *turn.action_ids)])
+            for trajectory in self._demonstrations(ChatMLRenderer(as_bytes), count=_TOKENIZER_EPISODES)
+            for segment in trajectory.segments()
+        ]
+        return train_tokenizer(texts, vocab_size=self.recipe.model.local.vocab_size)
+
+    def _demonstrations(self, renderer: Any, *, count: int) -> list[Trajectory]:
+        recipe = self.recipe
+        try:
+            return list(
+                demonstrations(
+                    self._make_env,
+                    renderer,
+                    count=count,
+                    skill=recipe.warmup.skill,
+                    max_turns=recipe.rollout.max_turns,
+                    seed=recipe.seed,
+                )
+            )
+        except NotImplementedError as error:
+            raise ConfigError(f"env.id: {error}") from error
+
+    def _examples(self) -> list[Trajectory]:
+        warmup = self.recipe.warmup
+        return self._demonstrations(self._renderer, count=warmup.num_demonstrations) if warmup.steps else []
+
+    def _new_pool(self, temperature: float) -> RolloutPool:
+        return RolloutPool(
+            make_env=self._make_env,
+            engine=self._engine,
+            renderer=self._renderer,
+            config=self.recipe.rollout.model_copy(update={"temperature": temperature}),
+            seed=self.recipe.seed,
+        )
+
+    def _new_trainer(self, folder: RunFolder | None) -> Trainer:
+        recipe = self.recipe
+        reference = None
+        if recipe.loss.kl_coefficient > 0:
+            reference = copy.deepcopy(self._policy)
+            if folder is not None and folder.reference.is_file():
+                load_model(reference, folder.reference)
+        return Trainer(
+            accelerator=self._accelerator,
+            policy=self._policy,
+            reference=reference,
+            engine=self._engine,
+            pool=self._pool,
+            credit=self._credit,
+            loss=recipe.loss,
+            config=recipe.train,
+            temperature=recipe.rollout.temperature,
+            seed=recipe.seed,
+            runner=self._runner,
+        )
+
+    def _start(self, folder: RunFolder) -> Trainer:
+        """Begin to train from the policy as it stands, which is also the KL target."""
+        if self.recipe.loss.kl_coefficient > 0:
+            save_model(self._policy, str(folder.reference))
+        trainer = self._new_trainer(folder)
+        trainer.start_engine()
+        return trainer
+
+    def _after_step(self, folder: RunFolder, trainer: Trainer, result: StepResult, on_progress: OnProgress) -> None:
+        """Write down what a step did, then checkpoint: a checkpoint never promises what is not on disk."""
+        recipe, step = self.recipe, result.step
+        is_last = step == recipe.train.steps
+        row: dict[str, float] = {"step": step, **result.metrics}
+        if self._falls_back:
+            row["credit/fallback"] = 1.0
+        every = recipe.evaluation.every
+        if is_last or (every and step % every == 0):
+            row |= self._evaluation_metrics()
+        every = recipe.report.rollouts_every
+        if every and (step == 1 or step % every == 0):
+            piece = cache(lambda token: str(self.tokenizer.decode([token])))
+            folder.add_rollouts(step, records(result.groups, result.credits, step=step, piece=piece))
+        self._write(folder, row)
+        if is_last or step % recipe.train.checkpoint_every == 0:
+            save_checkpoint(trainer, folder.checkpoints, keep_last=recipe.train.keep_last)
+        on_progress("training", step, recipe.train.steps, row)
+
+    def _write(self, folder: RunFolder, row: dict[str, float]) -> None:
+        folder.add_metrics(row)
+        if self.recipe.report.trackers:
+            self._accelerator.log(row, step=int(row["step"]))
+
+    def _evaluation_metrics(self) -> dict[str, float]:
+        return {f"eval/{name}": value for name, value in self.evaluate().metrics.items()}
+
+
+def _accelerator(recipe: Recipe) -> Accelerator:
+    trackers = list(recipe.report.trackers)
+    available = [str(name) for name in get_available_trackers()]
+    for name in trackers:
+        if name not in available:
+            known = ", ".join(sorted(map(str, LOGGER_TYPE_TO_CLASS)))
+            raise ConfigError(
+                f"report.trackers: {name!r} is not installed (pip install {name}), or none of accelerate's: {known}"
+            )
+    return Accelerator(
+        cpu=recipe.train.device == "cpu",
+        mixed_precision="bf16" if recipe.train.precision == "bfloat16" else "no",
+        log_with=trackers or None,
+        project_dir=None if recipe.run_dir is None else str(recipe.run_dir),
+    )
+
+
+def _check_positions(recipe: Recipe, config: Any) -> None:
+    limit = getattr(config, "max_position_embeddings", None)
+    if limit is not None and recipe.rollout.max_context_tokens > limit:
+        raise ConfigError(
+            f"rollout.max_context_tokens: {recipe.rollout.max_context_tokens} exceeds the model's {limit} positions; "
+            "lower it"
+        )

@@ -1,0 +1,1 @@
+"""Conformance checks and fixtures for authors of plug-ins and for tests."""

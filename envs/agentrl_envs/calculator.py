@@ -1,0 +1,141 @@
+"""Bracketed arithmetic with a calculator that does one operation at a time."""
+
+import operator
+import re
+from typing import Any, Literal, TypeAlias
+
+import numpy as np
+
+from agentrl.env import ToolEnv, tool, tool_call
+from agentrl.types import Message
+from agentrl_envs.options import share, whole_number
+
+Expression: TypeAlias = "int | tuple[Expression, str, Expression]"
+_OPERATIONS = {"+": operator.add, "-": operator.sub, "*": operator.mul}
+
+
+class Calculator(ToolEnv):
+    """`((3+4)*2)=?`: compute the innermost brackets with `calc`, then theirs, and answer with the number alone.
+
+    A call of an operation as it stands in the expression, with both operands known, earns `turn_reward` and replaces
+    that operation by its value wherever it stands; any other call returns its true result and earns nothing. The last
+    number of the first turn without a call is the answer: it ends the task and earns 1 where it is right.
+    """
+
+    def __init__(
+        self, *, num_operations: int = 2, max_operand: int = 9, turn_reward: float = 0.2, turn_rewards: bool = True
+    ) -> None:
+        """Set the difficulty.
+
+        Args:
+            num_operations: operations in the expression.
+            max_operand: largest number in it; the smallest is 1.
+            turn_reward: reward of a right call.
+            turn_rewards: False pays for the final answer alone.
+        """
+        super().__init__()
+        self.num_operations = whole_number("num_operations", num_operations, at_least=1, at_most=100)
+        self.max_operand = whole_number("max_operand", max_operand, at_least=1, at_most=10**9)
+        self.turn_reward = share("turn_reward", turn_reward)
+        self.turn_rewards = turn_rewards
+        self.expression: Expression = 0
+        self.is_answered = False
+
+    def start(self, options: dict[str, Any]) -> str:  # noqa: ARG002 - the task follows from the seed alone
+        """Draw an expression."""
+        self.expression = self._draw(self.num_operations)
+        self.is_answered = False
+        return f"{_text(self.expression)}=?"
+
+    @tool
+    def calc(self, a: int, op: Literal["+", "-", "*"], b: int) -> str:
+        """Compute one operation.
+
+        Args:
+            a: left operand.
+            op: operation.
+            b: right operand.
+        """
+        if (a, op, b) in _reducible(self.expression):
+            self.expression = _reduced(self.expression, (a, op, b))
+            if self.turn_rewards:
+                self.reward(self.turn_reward, "call")
+        return str(_OPERATIONS[op](a, b))
+
+    def answer(self, text: str) -> None:
+        """Take the last number as the answer."""
+        is_right = re.findall(r"-?[0-9]+", text)[-1:] == [str(_value(self.expression))]
+        self.is_answered = True
+        self.reward(float(is_right), "answer")
+        self.finish(success=is_right)
+
+    def state_key(self) -> str:
+        """Return the expression as far as it is computed."""
+        return "answered" if self.is_answered else _text(self.expression)
+
+    def oracle(self, *, skill: float = 1.0, rng: np.random.Generator | None = None) -> Message:
+        """Compute the first operation that can be, or answer; wrong turns are half wrong calls, half wrong answers."""
+        rng = np.random.default_rng() if rng is None else rng
+        ready, value = _reducible(self.expression), _value(self.expression)
+        if rng.random() < skill:
+            return _call(ready[0]) if ready else {"role": "assistant", "content": str(value)}
+        numbers = _numbers(self.expression)
+        numbers = sorted({*numbers, max(numbers) + 1})  # with one more than there are, some call is always wrong
+        if rng.random() < 0.5:
+            calls = [(a, op, b) for a in numbers for op in _OPERATIONS for b in numbers if (a, op, b) not in ready]
+            return _call(calls[int(rng.integers(len(calls)))])
+        answers = sorted({*numbers, value - 1, value + 1, value - 10, value + 10} - {value})
+        return {"role": "assistant", "content": str(answers[int(rng.integers(len(answers)))])}
+
+    def _draw(self, num_operations: int) -> Expression:
+        if num_operations == 0:
+            return int(self.np_random.integers(1, self.max_operand, endpoint=True))
+        num_left = int(self.np_random.integers(num_operations))
+        op = list(_OPERATIONS)[int(self.np_random.integers(len(_OPERATIONS)))]
+        return (self._draw(num_left), op, self._draw(num_operations - 1 - num_left))
+
+
+def _call(operation: tuple[Expression, str, Expression]) -> Message:
+    a, op, b = operation
+    return tool_call("calc", a=a, op=op, b=b)
+
+
+def _text(expression: Expression) -> str:
+    if isinstance(expression, int):
+        return str(expression)
+    left, op, right = expression
+    return f"({_text(left)}{op}{_text(right)})"
+
+
+def _value(expression: Expression) -> int:
+    if isinstance(expression, int):
+        return expression
+    left, op, right = expression
+    return int(_OPERATIONS[op](_value(left), _value(right)))
+
+
+def _numbers(expression: Expression) -> list[int]:
+    """List the numbers in an expression, from left to right."""
+    if isinstance(expression, int):
+        return [expression]
+    return _numbers(expression[0]) + _numbers(expression[2])
+
+
+def _reducible(expression: Expression) -> list[tuple[Expression, str, Expression]]:
+    """List the operations whose operands are both numbers, from left to right."""
+    if isinstance(expression, int):
+        return []
+    left, _, right = expression
+    if isinstance(left, int) and isinstance(right, int):
+        return [expression]
+    return _reducible(left) + _reducible(right)
+
+
+def _reduced(expression: Expression, operation: Expression) -> Expression:
+    """Return the expression with every occurrence of an operation replaced by its value."""
+    if isinstance(expression, int):
+        return expression
+    if expression == operation:
+        return _value(operation)
+    left, op, right = expression
+    return (_reduced(left, operation), op, _reduced(right, operation))

@@ -1,0 +1,97 @@
+"""A choice whose reward comes many turns later."""
+
+from typing import Any
+
+import numpy as np
+
+from agentrl.env import ToolEnv, tool, tool_call
+from agentrl.types import Message
+from agentrl_envs.options import share, whole_number
+
+_SMALL_TALK = ("Nice day?", "Long way?", "Seen a cat?", "Tea?")
+
+
+class KeyDoor(ToolEnv):
+    """`The key is in box 2.`: open that box at once, talk until the door is reached, and open it with the key.
+
+    Only the first turn can take the key. Then come `num_distractors` turns in which nothing that is said or done
+    matters, and then the door: `open_door` ends the task and earns 1 with the key, 0 without.
+    """
+
+    def __init__(
+        self, *, num_boxes: int = 3, num_distractors: int = 3, key_reward: float = 0.2, turn_rewards: bool = True
+    ) -> None:
+        """Set the difficulty.
+
+        Args:
+            num_boxes: boxes, numbered from 0.
+            num_distractors: turns between the key and the door.
+            key_reward: reward for taking the key.
+            turn_rewards: False pays at the door alone.
+        """
+        super().__init__()
+        self.num_boxes = whole_number("num_boxes", num_boxes, at_least=2)
+        self.num_distractors = whole_number("num_distractors", num_distractors, at_least=0)
+        self.key_reward = share("key_reward", key_reward)
+        self.turn_rewards = turn_rewards
+        self.where = self.stage = 0  # stage 0: boxes; 1 to num_distractors: talk; then the door; then the end
+        self.has_key = False
+
+    def start(self, options: dict[str, Any]) -> str:  # noqa: ARG002 - the task follows from the seed alone
+        """Hide the key."""
+        self.where, self.stage, self.has_key = int(self.np_random.integers(self.num_boxes)), 0, False
+        return f"The key is in box {self.where}."
+
+    @tool
+    def open_box(self, box: int) -> str:
+        """Open a box.
+
+        Args:
+            box: its number.
+        """
+        if self.stage > 0:
+            return self._go_on("No box here.")
+        self.has_key = box == self.where
+        if self.has_key and self.turn_rewards:
+            self.reward(self.key_reward, "key")
+        return self._go_on("A key!" if self.has_key else "Empty.")
+
+    @tool
+    def look(self) -> str:
+        """Look around."""
+        return self._go_on("Nothing.")
+
+    @tool
+    def open_door(self) -> str:
+        """Open the door."""
+        if self.stage <= self.num_distractors:
+            return self._go_on("No door here.")
+        self.stage += 1
+        self.reward(float(self.has_key), "door")
+        self.finish(success=self.has_key)
+        return "Open." if self.has_key else "Locked."
+
+    def answer(self, text: str) -> str:  # noqa: ARG002 - whatever is said, time goes on
+        """Go on with the walk."""
+        return self._go_on("Well.")
+
+    def state_key(self) -> str:
+        """Return the stage, and what the reward still depends on: where the key is, then whether it is held."""
+        return f"{self.stage}/{self.where if self.stage == 0 else self.has_key}"
+
+    def oracle(self, *, skill: float = 1.0, rng: np.random.Generator | None = None) -> Message:
+        """Take the key, talk, open the door; wrong turns open another box, try the door too early, or talk at it."""
+        rng = np.random.default_rng() if rng is None else rng
+        is_right = bool(rng.random() < skill)
+        if self.stage == 0:
+            offset = 0 if is_right else int(rng.integers(1, self.num_boxes))
+            return tool_call("open_box", box=(self.where + offset) % self.num_boxes)
+        if is_right == (self.stage > self.num_distractors):
+            return tool_call("open_door")
+        return {"role": "assistant", "content": "Yes."}
+
+    def _go_on(self, said: str) -> str:
+        """Move to the next stage, but never past the door, and return what was said with what is asked there."""
+        self.stage = min(self.stage + 1, self.num_distractors + 1)
+        at_door = self.stage > self.num_distractors
+        return f"{said} {'The door.' if at_door else _SMALL_TALK[(self.stage - 1) % len(_SMALL_TALK)]}"

@@ -1,0 +1,128 @@
+import asyncio
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from agentrl.env import run_command
+from agentrl.env.command import CommandResult
+
+
+def run(code: str, **options: object) -> CommandResult:
+    return asyncio.run(run_command([sys.executable, "-c", code], **options))  # type: ignore[arg-type]
+
+
+DAEMON = """
+import os, time
+if os.fork():
+    os.write(1, b'out')
+    time.sleep(0.5)
+    os._exit(0)
+os.setsid()
+open(PID_FILE, 'w').write(str(os.getpid()))
+time.sleep(60)
+"""
+
+
+def is_alive(pid: int) -> bool:
+    """Tell whether a process runs; one that is dead and waits to be reaped does not."""
+    try:
+        return "\nState:\tZ" not in Path(f"/proc/{pid}/status").read_text()
+    except FileNotFoundError:
+        return False
+
+
+def wait_until_dead(pid: int) -> bool:
+    deadline = time.monotonic() + 5
+    while is_alive(pid) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return not is_alive(pid)
+
+
+# A shell that starts a sleep, writes its id to a file, and goes on to `then`.
+def parent(pid_file: Path, then: str) -> list[str]:
+    return ["sh", "-c", f"sleep 60 & echo $! > {pid_file}; {then}"]
+
+
+linux_only = pytest.mark.skipif(not os.path.isdir("/proc/self"), reason="looks processes up in /proc")
+
+
+def test_output_and_status_are_returned_in_order() -> None:
+    result = run("import sys; print('a', flush=True); print('b', file=sys.stderr, flush=True); print('c'); sys.exit(3)")
+    assert result == CommandResult(returncode=3, output="a\nb\nc\n")
+
+
+def test_the_program_reads_its_input() -> None:
+    assert run("print(input()[::-1])", stdin="abc\n").output == "cba\n"
+
+
+def test_a_program_that_leaves_its_input_unread_is_no_error() -> None:
+    assert run("print(1)", stdin="x" * 10_000_000) == CommandResult(returncode=0, output="1\n")
+
+
+def test_the_program_runs_in_its_folder(tmp_path: Path) -> None:
+    assert run("import os; print(os.getcwd())", cwd=str(tmp_path)).output.strip() == str(tmp_path.resolve())
+
+
+def test_output_that_is_no_utf8_is_replaced() -> None:
+    assert run("import os; os.write(1, bytes([65, 255, 66]))").output == "A\ufffdB"
+
+
+def test_a_flood_of_output_is_cut_and_does_not_block() -> None:
+    result = run("import sys\nfor _ in range(300): sys.stdout.write('y' * 100_000)", max_output=1234)
+    assert (result.returncode, result.output) == (0, "y" * 1234)
+
+
+def test_an_endless_flood_ends_at_the_deadline() -> None:
+    begun = time.monotonic()
+    with pytest.raises(TimeoutError):
+        run("while True: print('y' * 1000)", timeout_s=1)
+    assert time.monotonic() - begun < 5
+
+
+def test_a_program_that_cannot_be_started_is_an_os_error() -> None:
+    with pytest.raises(FileNotFoundError):
+        asyncio.run(run_command(["/no/such/program"]))
+
+
+@linux_only
+def test_children_die_at_the_deadline(tmp_path: Path) -> None:
+    with pytest.raises(TimeoutError):
+        asyncio.run(run_command(parent(tmp_path / "pid", "sleep 60"), timeout_s=0.5))
+    assert wait_until_dead(int((tmp_path / "pid").read_text()))
+
+
+@linux_only
+def test_children_die_when_the_program_itself_ends(tmp_path: Path) -> None:
+    begun = time.monotonic()
+    result = asyncio.run(run_command(parent(tmp_path / "pid", "sleep 0.5; echo done")))  # the child holds the pipe open
+    assert result == CommandResult(returncode=0, output="done\n")
+    assert time.monotonic() - begun < 5
+    assert wait_until_dead(int((tmp_path / "pid").read_text()))
+
+
+@linux_only
+def test_children_die_on_cancellation(tmp_path: Path) -> None:
+    async def cancelled() -> None:
+        task = asyncio.create_task(run_command(parent(tmp_path / "pid", "sleep 60")))
+        while not (tmp_path / "pid").exists() or not (tmp_path / "pid").read_text():
+            await asyncio.sleep(0.02)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    asyncio.run(cancelled())
+    assert wait_until_dead(int((tmp_path / "pid").read_text()))
+
+
+@linux_only
+def test_a_daemon_that_keeps_the_output_open_does_not_keep_us(tmp_path: Path) -> None:
+    pid_file = tmp_path / "pid"
+    begun = time.monotonic()
+    result = run(DAEMON.replace("PID_FILE", repr(str(pid_file))))
+    assert result == CommandResult(returncode=0, output="out")
+    assert time.monotonic() - begun < 5
+    os.kill(int(pid_file.read_text()), signal.SIGKILL)  # it is ours to end: it left the group
