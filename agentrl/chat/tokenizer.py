@@ -25,7 +25,7 @@ def train_tokenizer(texts: Iterable[str], *, vocab_size: int) -> Any:
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
-            pre_tokenizers.Split(Regex(r"\d"), behavior="isolated"),
+            pre_tokenizers.Split(Regex(r"[\d+\-*/=()]"), behavior="isolated"),
             pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
         ]
     )

@@ -28,6 +28,11 @@ class ToolEnv(MessageEnv):
     def __init_subclass__(cls, **kwargs: Any) -> None:
         """Collect the class's tools, so that a mistake in a signature shows when the class is defined."""
         super().__init_subclass__(**kwargs)
+        if "tools" in vars(cls):
+            raise TypeError(
+                f"{cls.__name__}.tools: the tools of a ToolEnv are its methods marked with @tool; "
+                "set self.tools in __init__() to offer fewer of them"
+            )
         cls._specs = tool_specs(cls)
         cls.tools = [spec.schema for spec in cls._specs.values()]
 

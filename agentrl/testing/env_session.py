@@ -87,7 +87,7 @@ class Report:
                 f"{what} did not return within {limit_s:g} s; give whatever can block a deadline of its own"
             ) from None
         if error is not None:
-            words = f"{type(error).__name__}: {error}"
+            words = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
             end = f"; {fix}" if fix else ""
             raise Problem(f"{what} raised {words}{end}", words) from error
         return outcome.result()
@@ -130,6 +130,7 @@ class Session:
     def __init__(self, env: MessageEnv, report: Report) -> None:
         self.env = env
         self.report = report
+        self._is_closed = False
         report.sessions.append(self)
 
     @property
@@ -205,8 +206,10 @@ class Session:
         return self.env.np_random.bit_generator.state
 
     def close(self) -> None:
-        """Close the environment."""
-        self.report.call("close()", self.env.close)
+        """Close the environment, once."""
+        if not self._is_closed:
+            self._is_closed = True
+            self.report.call("close()", self.env.close)
 
     def _messages(self, method: str, said: Any) -> tuple[Message, ...]:
         if not isinstance(said, list | tuple):

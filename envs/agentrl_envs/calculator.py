@@ -74,17 +74,17 @@ class Calculator(ToolEnv):
         return "answered" if self.is_answered else _text(self.expression)
 
     def oracle(self, *, skill: float = 1.0, rng: np.random.Generator | None = None) -> Message:
-        """Compute the first operation that can be, or answer; wrong turns are half wrong calls, half wrong answers."""
+        """Compute the first operation that can be, then answer; a wrong turn calls for another one, or is a bit off."""
         rng = np.random.default_rng() if rng is None else rng
         ready, value = _reducible(self.expression), _value(self.expression)
         if rng.random() < skill:
             return _call(ready[0]) if ready else {"role": "assistant", "content": str(value)}
-        numbers = _numbers(self.expression)
-        numbers = sorted({*numbers, max(numbers) + 1})  # with one more than there are, some call is always wrong
-        if rng.random() < 0.5:
+        if ready:
+            numbers = _numbers(self.expression)
             calls = [(a, op, b) for a in numbers for op in _OPERATIONS for b in numbers if (a, op, b) not in ready]
+            calls = calls or [(max(numbers) + 1, "+", 1)]  # few small numbers, and every call of two of them is right
             return _call(calls[int(rng.integers(len(calls)))])
-        answers = sorted({*numbers, value - 1, value + 1, value - 10, value + 10} - {value})
+        answers = sorted({value - 1, value + 1, value - 10, value + 10})
         return {"role": "assistant", "content": str(answers[int(rng.integers(len(answers)))])}
 
     def _draw(self, num_operations: int) -> Expression:

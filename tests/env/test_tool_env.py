@@ -258,3 +258,8 @@ def test_an_environment_provides_what_it_defines(desk: Desk) -> None:
 def test_a_missing_oracle_says_what_to_do(desk: Desk) -> None:
     with pytest.raises(NotImplementedError, match=r"Desk has no oracle\(\): define it, or train without warm-up"):
         MessageEnv.oracle(desk)
+
+
+def test_tools_of_a_tool_environment_are_its_methods() -> None:
+    with pytest.raises(TypeError, match=r"Listed.tools: the tools of a ToolEnv are its methods marked with @tool"):
+        type("Listed", (Desk,), {"tools": []})

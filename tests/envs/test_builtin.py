@@ -86,11 +86,11 @@ def test_the_oracles_skill_is_the_share_of_right_turns() -> None:
     door = KeyDoor()
     scores = [play(door, seed, skill=0.5, rng=rng)["score"] for seed in range(2000)]
     assert np.mean(scores) == pytest.approx(0.5, abs=0.04)
-    # Three right turns of at most four: straight .5**3, or with one wrong call (.25) in one of three places: 3 * .25 * .5**3.
-    # Together .21875, and rarely a wrong answer that happens to be right does not exist; sqrt(.219 * .781 / 2000) = .009.
+    # Three right turns of at most four: all three at once, .5**3, or with one wrong call before the first or the second
+    # (a wrong answer ends it), 2 * .5 * .5**3: together .25, with a deviation of sqrt(.25 * .75 / 2000) = .010.
     sums = Calculator()
     scores = [play(sums, seed, skill=0.5, rng=rng, max_turns=4)["score"] for seed in range(2000)]
-    assert np.mean(scores) == pytest.approx(0.21875, abs=0.035)
+    assert np.mean(scores) == pytest.approx(0.25, abs=0.035)
 
 
 @pytest.mark.parametrize(("cls", "options"), BUILTINS)
@@ -144,7 +144,7 @@ def test_the_calculator_asks_for_a_bracketed_expression() -> None:
 
 def test_a_right_call_reduces_the_expression_and_is_paid() -> None:
     env = calculator(((3, "+", 4), "*", (9, "-", 2)))
-    expected = [
+    expected: list[tuple[str, str, float, str]] = [
         # the call, what it says, what it earns, what is left
         ("9 - 2", "7", 0.2, "((3+4)*7)"),  # any operation whose operands are known
         ("3 + 5", "8", 0.0, "((3+4)*7)"),  # not in the expression
@@ -158,6 +158,11 @@ def test_a_right_call_reduces_the_expression_and_is_paid() -> None:
         assert (observation[0]["content"], reward, terminated, env.state_key()) == (says, earns, False, left)
     _, reward, terminated, _, info = env.step("49")
     assert (reward, terminated, info["success"], env.state_key()) == (1.0, True, True, "answered")
+
+
+def test_the_calculators_oracle_finds_a_wrong_call_where_every_plain_one_is_right() -> None:
+    env = calculator((((1, "+", 1), "-", (1, "*", 1)), "*", (1, "-", 1)))
+    assert env.oracle(skill=0.0, rng=np.random.default_rng(0)) == calc("2 + 1")
 
 
 def test_an_operation_is_replaced_wherever_it_stands() -> None:
@@ -187,7 +192,7 @@ def test_the_calculator_without_turn_rewards_pays_for_the_answer_alone() -> None
 def test_a_request_is_served_by_one_call_right_or_wrong() -> None:
     env = service_desk(("refund", 101), ("track", 202), ("hold", 303), ("rush", 404))
     assert env.state_key() == "0/Money back for 101"
-    expected = [
+    expected: list[tuple[Any, str, float]] = [
         (tool_call("refund", id=101), "Where is 202", 0.25),
         (tool_call("track", id=220), "Keep 303 for me", 0.0),
         ("Gladly.", "Use a tool. Hurry up 404", 0.0),
@@ -211,7 +216,7 @@ def test_a_call_that_cannot_be_carried_out_leaves_the_request_standing() -> None
 
 def test_the_service_desk_without_turn_rewards_pays_the_same_at_the_end() -> None:
     env = service_desk(("refund", 101), ("track", 202), ("bill", 303), ("swap", 404), turn_rewards=False)
-    actions = [tool_call("refund", id=101), tool_call("bill", id=202), tool_call("bill", id=303), "?"]
+    actions: list[Any] = [tool_call("refund", id=101), tool_call("bill", id=202), tool_call("bill", id=303), "?"]
     assert [env.step(action)[1] for action in actions] == [0.0, 0.0, 0.0, 0.5]
 
 
@@ -231,9 +236,20 @@ def test_numbers_have_the_digits_asked_for() -> None:
     assert (min(numbers), max(numbers)) == (10, 99)
 
 
+def test_a_wrong_turn_at_the_service_desk_is_one_slip() -> None:
+    env, rng, slips = service_desk(("refund", 100)), np.random.default_rng(0), set()
+    for _ in range(400):
+        function = env.oracle(skill=0.0, rng=rng)["tool_calls"][0]["function"]
+        name, number = function["name"], str(function["arguments"]["id"])
+        num_wrong = (name != "refund") + sum(a != b for a, b in zip(number, "100", strict=True))
+        assert num_wrong == 1
+        slips.add((name, number))
+    assert len(slips) == 7 + 8 + 9 + 9  # other tools; digits of the first place but 1 and 0; of the others but 0
+
+
 def test_only_the_first_turn_takes_the_key_and_the_door_pays_for_it() -> None:
     env = key_door(num_distractors=2)
-    expected = [
+    expected: list[tuple[Any, str, float, str]] = [
         (tool_call("open_box", box=1), "A key! Nice day?", 0.2, "1/True"),
         (tool_call("open_door"), "No door here. Long way?", 0.0, "2/True"),
         ("Yes.", "Well. The door.", 0.0, "3/True"),

@@ -1,0 +1,650 @@
+"""Every way to be broken that the check knows has an environment here, and a line of its own."""
+
+# ruff: noqa: ARG002 - the environments below have the signatures of the contract, whatever they do with them
+
+import random
+import threading
+import time
+from collections.abc import Callable
+from typing import Any, Self
+
+import gymnasium as gym
+import numpy as np
+import pytest
+
+from agentrl.env import MessageEnv, ToolEnv, tool, tool_call
+from agentrl.errors import CheckError
+from agentrl.testing.check_env import check_env
+from agentrl.types import Message
+
+
+class Sound(ToolEnv):
+    """Press the button that the first message names, twice."""
+
+    def __init__(self, *, num_buttons: int = 100) -> None:
+        super().__init__()
+        self.num_buttons = num_buttons
+
+    def start(self, options: dict[str, Any]) -> Any:
+        self.button = int(self.np_random.integers(self.num_buttons))
+        self.presses: list[bool] = []
+        return f"Press {self.button} twice."
+
+    @tool
+    def press(self, button: int) -> str:
+        """Press a button."""
+        self.presses.append(button == self.button)
+        if len(self.presses) == 2:
+            self.reward(sum(self.presses) / 2)
+            self.finish(success=all(self.presses))
+        return "click"
+
+    def answer(self, text: str) -> Any:
+        return "Press it."
+
+    def state_key(self) -> Any:
+        return f"{self.button} {self.presses}"
+
+    def oracle(self, *, skill: float = 1.0, rng: np.random.Generator | None = None) -> Any:
+        is_right = rng is None or rng.random() < skill
+        return tool_call("press", button=self.button + (not is_right))
+
+
+class WithoutOracle(ToolEnv):
+    def start(self, options: dict[str, Any]) -> str:
+        self.total = int(self.np_random.integers(10))
+        return "Count."
+
+    @tool
+    def add(self, number: int, kind: str = "a", *, more: bool = False, rest: list[int] | None = None) -> str:
+        """Add a number."""
+        self.total += number
+        return f"{self.total}"
+
+    def answer(self, text: str) -> str:
+        return "Count."
+
+
+class TextOnly(MessageEnv):
+    """The smallest environment without tools."""
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> Any:
+        super().reset(seed=seed)
+        return ({"role": "user", "content": "Say something."},), {}
+
+    def step(self, action: str | Message) -> Any:
+        return ({"role": "user", "content": "More."},), 0.0, False, False, {}
+
+
+def problems(make: str | type[MessageEnv] | Callable[..., Any], **options: Any) -> list[str]:
+    with pytest.raises(CheckError) as caught:
+        check_env(make, **options)
+    first, *lines = str(caught.value).splitlines()
+    assert first.endswith(f"{len(lines)} problem{'s' if len(lines) > 1 else ''}")
+    assert all(line.startswith("- ") for line in lines)
+    return [line.removeprefix("- ") for line in lines]
+
+
+def only_problem(make: type[MessageEnv] | Callable[..., Any], **options: Any) -> str:
+    lines = problems(make, **options)
+    assert len(lines) == 1, lines
+    return lines[0]
+
+
+@pytest.mark.parametrize("cls", [Sound, WithoutOracle, TextOnly])
+def test_a_sound_environment_passes(cls: type[MessageEnv]) -> None:
+    check_env(cls)
+
+
+def test_one_task_for_all_seeds_is_fine() -> None:
+    check_env(Sound, num_buttons=1)
+
+
+def test_wrappers_are_looked_through() -> None:
+    check_env(lambda **options: gym.wrappers.TimeLimit(Sound(**options), 5), num_buttons=3)
+
+
+def test_the_global_random_numbers_are_left_as_they_were() -> None:
+    states = random.getstate(), np.random.get_state()[1].tolist()  # type: ignore[index]
+    check_env(Sound)
+    assert states == (random.getstate(), np.random.get_state()[1].tolist())  # type: ignore[index]
+
+
+def test_no_thread_is_left() -> None:
+    before = threading.active_count()
+    check_env(Sound)
+    deadline = time.monotonic() + 5
+    while threading.active_count() > before and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert threading.active_count() == before
+
+
+# What cannot be made
+
+
+class NotMessages(gym.Env[Any, Any]):
+    pass
+
+
+class NoSuper(TextOnly):
+    def __init__(self) -> None:
+        pass
+
+
+def test_what_is_no_message_environment() -> None:
+    assert only_problem(NotMessages) == (
+        "NotMessages is no agentrl.MessageEnv; subclass agentrl.ToolEnv or agentrl.MessageEnv"
+    )
+    assert only_problem(lambda: 3).startswith("int is no agentrl.MessageEnv")
+
+
+def test_a_constructor_without_super() -> None:
+    assert only_problem(NoSuper) == "__init__() leaves the spaces unset; call super().__init__() in its first line"
+
+
+def test_a_constructor_that_raises() -> None:
+    assert only_problem(Sound, colour="red").startswith("__init__() raised TypeError: ")
+    assert problems("calculator", max_operand=0) == [
+        "__init__() raised ConfigError: env.options: 'calculator' could not be made: "
+        "max_operand: give a whole number from 1 to 1000000000, got 0"
+    ]
+
+
+# reset()
+
+
+class ListReset(TextOnly):
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> Any:
+        messages, info = super().reset(seed=seed)
+        return list(messages), info
+
+
+class TextReset(TextOnly):
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> Any:
+        super().reset(seed=seed)
+        return "Say something."
+
+
+class Unfriendly(Sound):
+    def start(self, options: dict[str, Any]) -> Any:
+        raise LookupError("no tasks left")
+
+
+class NoMessages(WithoutOracle):
+    def start(self, options: dict[str, Any]) -> Any:
+        super().start(options)
+        return ()
+
+
+class NoContent(WithoutOracle):
+    def start(self, options: dict[str, Any]) -> Any:
+        super().start(options)
+        return ({"role": "user", "text": "Count."},)
+
+
+class ExtraObject(WithoutOracle):
+    def start(self, options: dict[str, Any]) -> Any:
+        super().start(options)
+        return ({"role": "user", "content": "Count.", "when": time.struct_time, "id": {1}},)
+
+
+class SeedForgotten(TextOnly):
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> Any:
+        return ({"role": "user", "content": str(np.random.randint(10**9))},), {}
+
+
+class Counts(Sound):
+    num_episodes = 0
+
+    def start(self, options: dict[str, Any]) -> Any:
+        self.num_episodes += 1
+        return f"Episode {self.num_episodes}: {super().start(options)}"
+
+
+class IndexDecidesTask(Sound):
+    def start(self, options: dict[str, Any]) -> Any:
+        return f"{super().start(options)} You are number {options.get('rollout_index')}."
+
+
+def test_messages_in_a_list() -> None:
+    lines = problems(ListReset)
+    assert lines[0] == "reset() returned a list of messages; return a tuple"
+    assert lines[1].startswith("Gymnasium's check_env raised AssertionError: ")
+
+
+def test_a_reset_without_info() -> None:
+    assert "reset() returned a str; return (messages, info)" in problems(TextReset)
+
+
+def test_a_reset_that_raises_is_said_once() -> None:
+    assert only_problem(Unfriendly) == "reset() raised LookupError: no tasks left"
+
+
+def test_no_first_message() -> None:
+    assert only_problem(NoMessages) == "reset() returned no messages; the first says what the task is"
+
+
+def test_a_message_without_content() -> None:
+    lines = problems(NoContent)
+    assert lines[0] == (
+        "reset() returned {'role': 'user', 'text': 'Count.'} as a message; return a dict with role "
+        "(system, user, assistant, tool) and content (a str)"
+    )
+
+
+def test_a_message_that_is_no_plain_data() -> None:
+    line = problems(ExtraObject)[0]
+    assert line.startswith("reset() returned a message that cannot be written as JSON (")
+    assert line.endswith("); use plain data")
+
+
+def test_a_seed_that_is_not_used() -> None:
+    lines = problems(SeedForgotten)
+    assert lines[0].startswith("reset(): seed 0 began different tasks in two environments (")
+    assert lines[0].endswith("); call super().reset(seed=seed) and draw from self.np_random alone")
+    assert len([line for line in lines if "seed 0 began different tasks" in line]) == 1
+
+
+def test_a_task_that_remembers_the_last_one() -> None:
+    lines = problems(Counts)
+    assert lines[0].startswith("reset(): seed 0 began another task the second time (")
+    assert lines[0].endswith("); set everything anew in reset(), keep nothing of the last episode")
+
+
+def test_a_rollout_index_that_decides_the_task() -> None:
+    assert only_problem(IndexDecidesTask) == (
+        "reset(): options['rollout_index'] changed the first messages; the task follows from seed, and only what comes "
+        "later may follow from the index"
+    )
+
+
+# step()
+
+
+class Returns(TextOnly):
+    """Returns something else than it should, where `part` says."""
+
+    def __init__(self, *, part: int = 0, value: Any = None) -> None:
+        super().__init__()
+        self.part, self.value = part, value
+
+    def step(self, action: str | Message) -> Any:
+        result = list(super().step(action))
+        result[self.part] = self.value
+        return tuple(result)
+
+
+class ShortStep(TextOnly):
+    def step(self, action: str | Message) -> Any:
+        return super().step(action)[:4]
+
+
+class History(TextOnly):
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> Any:
+        self.messages, info = super().reset(seed=seed)
+        return self.messages, info
+
+    def step(self, action: str | Message) -> Any:
+        new, *rest = super().step(action)
+        self.messages = (*self.messages, *new)
+        return self.messages, *rest
+
+
+class WrongSum(Sound):
+    def step(self, action: str | Message) -> Any:
+        observation, reward, *rest = super().step(action)
+        return observation, reward + 1, *rest
+
+
+class HatesText(Sound):
+    def answer(self, text: str) -> Any:
+        return f"{int(text)}?"
+
+
+class HatesCalls(TextOnly):
+    def step(self, action: str | Message) -> Any:
+        if not isinstance(action, str) and "tool_calls" in action:
+            raise TypeError("what is\nthis?")
+        return super().step(action)
+
+
+class OwnCalls(Sound):
+    def _call(self, call: Any) -> Message:
+        return {**super()._call(call), "tool_call_id": None, "content": "no"}
+
+
+class Chatterbox(Sound):
+    max_error_chars = 5
+
+    def step(self, action: str | Message) -> Any:
+        observation, *rest = super().step(action)
+        return tuple({**m, "content": m["content"].ljust(70)} for m in observation), *rest
+
+
+class GlobalRandom(Sound):
+    @tool
+    def press(self, button: int) -> str:
+        """Press a button."""
+        return f"{super().press(button)} {random.random()}"
+
+
+class EarlyReward(Sound):
+    turn_rewards = False
+
+    @tool
+    def press(self, button: int) -> str:
+        """Press a button."""
+        said = super().press(button)
+        self.reward(0.5)
+        return said
+
+
+class WrongTools(TextOnly):
+    tools = [{"type": "function", "function": {"name": "press it", "parameters": {"type": "string"}}}, {"name": "look"}]  # noqa: RUF012
+
+
+class Stuck(Sound):
+    is_stuck = False
+
+    def start(self, options: dict[str, Any]) -> Any:
+        first = super().start(options)
+        return "stuck" if self.is_stuck else first
+
+    def finish(self, *, success: bool | None = None, score: float | None = None) -> None:
+        super().finish(success=success, score=score)
+        self.is_stuck = True
+
+
+@pytest.mark.parametrize(
+    ("part", "value", "line"),
+    [
+        (0, "More.", "step() returned str as messages; return a tuple of them"),
+        (0, ({"content": "More."},), "step() returned {'content': 'More.'} as a message; return a dict with role"),
+        (1, "1", "step() returned the reward '1'; return a finite float"),
+        (1, float("nan"), "step() returned the reward nan; return a finite float"),
+        (1, True, "step() returned the reward True; return a finite float"),
+        (2, None, "step() returned None as terminated; return a bool"),
+        (3, 0, "step() returned 0 as truncated; return a bool"),
+        (4, None, "step() returned None as info; return a dict"),
+        (4, {"success": True}, "info['success'] is given before the end; give it with the last step alone"),
+        (4, {"success": 1}, "info['success'] is 1; give a bool"),
+        (4, {"score": 12.0}, "info['score'] is 12.0; give a number from 0 to 1"),
+    ],
+)
+def test_a_wrong_part_of_a_step(part: int, value: Any, line: str) -> None:
+    assert any(found.startswith(line) for found in problems(Returns, part=part, value=value))
+
+
+def test_a_step_of_four_parts() -> None:
+    assert problems(ShortStep)[0] == (
+        "step() returned a tuple of 4; return (messages, reward, terminated, truncated, info)"
+    )
+
+
+def test_a_step_that_returns_the_whole_dialogue() -> None:
+    assert (
+        "step() returns the dialogue so far; return only the messages that are new since the last action"
+        in problems(History)
+    )
+
+
+def test_parts_of_a_reward_that_do_not_add_up() -> None:
+    assert any(
+        line.startswith("step() returned the reward 1.0 but reward_components {}; the parts must add up to it")
+        for line in problems(WrongSum)
+    )
+
+
+def test_what_a_model_writes_must_not_raise() -> None:
+    lines = problems(HatesText)
+    assert lines[0] == (
+        "step() raised ValueError: invalid literal for int() with base 10: 'hello' when the action was plain text, "
+        "empty text, unicode text and 1 more; answer whatever the model writes with a message"
+    )
+    lines = problems(HatesCalls)
+    assert lines == [
+        "step() raised TypeError: what is this? when the action was a message with content None and a call, an "
+        "unknown tool, an unknown tool with a very long name and 1 more; answer whatever the model writes with a message"
+    ]
+
+
+def test_tool_calls_without_ids_and_without_errors() -> None:
+    lines = problems(OwnCalls)
+    assert "step() answers a tool call without its id; copy call['id'] to the tool message's 'tool_call_id'" in lines
+    assert any(
+        line.startswith(
+            "step() must answer an unknown tool with a tool message that begins with 'Error:', got ({'role'"
+        )
+        for line in lines
+    )
+
+
+def test_errors_without_bounds() -> None:
+    assert "step() answers an unknown tool with an error of 70 characters; keep it within 65" in problems(Chatterbox)
+
+
+def test_global_random_numbers_in_a_step() -> None:
+    line = only_problem(GlobalRandom)
+    assert line.startswith(
+        "step(): the same seed and actions gave different results in two environments (content 'click 0.13436424411240122'"
+    )
+    assert line.endswith("draw from self.np_random alone, and read no clock and no global random numbers")
+
+
+def test_turn_rewards_that_are_said_to_be_off() -> None:
+    assert only_problem(EarlyReward) == (
+        "step(): turn 0 has a reward of 0.5 although turn_rewards is False; pay at the end alone, or set turn_rewards = True"
+    )
+
+
+def test_wrong_schemas_of_tools() -> None:
+    lines = problems(WrongTools)
+    assert "tools: 'press it' is no tool name; use 1 to 64 letters, digits, '_' and '-'" in lines
+    assert "tools: 'press it' has no description; the first line of the method's docstring becomes one" in lines
+    assert "tools: parameters of 'press it' must be a JSON schema of type 'object'" in lines
+    assert any(line.startswith("tools: {'name': 'look'} is no OpenAI-style schema; give") for line in lines)
+
+
+def test_a_reset_that_does_not_bring_it_back() -> None:
+    assert "reset() after the end begins another task; set everything anew in it" in problems(Stuck)
+
+
+# state_key(), fork(), oracle(), pickle, close()
+
+
+class IntKey(Sound):
+    def state_key(self) -> Any:
+        return 3
+
+
+class RestlessKey(Sound):
+    num_asked = 0
+
+    def state_key(self) -> Any:
+        self.num_asked += 1
+        return f"{super().state_key()} {self.num_asked}"
+
+
+class ShallowFork(Sound):
+    def fork(self) -> Self:
+        copy = object.__new__(type(self))
+        copy.__dict__.update(self.__dict__)
+        return copy
+
+
+class ForgetfulFork(Sound):
+    def fork(self) -> Self:
+        copy = super().fork()
+        copy.presses.clear()
+        return copy
+
+
+class FreshRandomFork(WithoutOracle):
+    """Its copies go on with other random numbers."""
+
+    @tool
+    def add(self) -> str:  # type: ignore[override]
+        """Draw."""
+        return str(self.np_random.integers(10**9))
+
+    def fork(self) -> Self:
+        copy = super().fork()
+        copy.np_random = np.random.default_rng()
+        return copy
+
+
+class SelfFork(Sound):
+    def fork(self) -> Self:
+        return self
+
+
+class Locked(Sound):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lock = threading.Lock()
+
+
+class UnpickledState(Sound):
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "presses": []}
+
+    def fork(self) -> Self:
+        copy = type(self)()
+        copy.__dict__.update(self.__dict__ | {"presses": list(self.presses)})
+        return copy
+
+
+class PoorOracle(Sound):
+    def oracle(self, *, skill: float = 1.0, rng: np.random.Generator | None = None) -> Any:
+        return tool_call("press", button=-1)
+
+
+class EndlessOracle(Sound):
+    def oracle(self, *, skill: float = 1.0, rng: np.random.Generator | None = None) -> Any:
+        return {"role": "assistant", "content": "Hm."}
+
+
+class MutteringOracle(Sound):
+    def oracle(self, *, skill: float = 1.0, rng: np.random.Generator | None = None) -> Any:
+        return "press"
+
+
+class DrawingOracle(Sound):
+    def oracle(self, *, skill: float = 1.0, rng: np.random.Generator | None = None) -> Any:
+        self.np_random.random()
+        return super().oracle(skill=skill, rng=rng)
+
+
+class SlamsTwice(Sound):
+    is_closed = False
+
+    def close(self) -> None:
+        if self.is_closed:
+            raise RuntimeError("already closed")
+        self.is_closed = True
+
+
+def test_a_key_that_is_no_text() -> None:
+    assert "state_key() returned 3; return a str, or None where there are no keys" in problems(IntKey)
+
+
+def test_a_key_that_changes_by_asking() -> None:
+    assert any(
+        line.startswith("state_key() returned ") and line.endswith("it only looks, it changes nothing")
+        for line in problems(RestlessKey)
+    )
+
+
+def test_a_copy_that_shares_what_changes() -> None:
+    line = only_problem(ShallowFork)
+    assert line.startswith("fork(): stepping the copy moved the original (state_key() ")
+    assert line.endswith("; copy everything that changes, self.np_random included")
+
+
+def test_a_copy_that_forgets() -> None:
+    assert only_problem(ForgetfulFork).startswith("fork(): state_key() of the copy is ")
+
+
+def test_a_copy_with_other_random_numbers() -> None:
+    assert only_problem(FreshRandomFork).startswith(
+        "fork(): the copy and the original answer the same action differently (content '"
+    )
+
+
+def test_a_copy_that_is_none() -> None:
+    assert only_problem(SelfFork) == "fork() returned the environment itself; return an independent SelfFork"
+
+
+def test_what_cannot_be_copied_or_pickled() -> None:
+    assert problems(Locked) == [
+        "fork() raised TypeError: cannot pickle '_thread.lock' object; override fork() where a deep copy is not enough",
+        "pickle raised TypeError: cannot pickle '_thread.lock' object; an environment crosses processes: define its class "
+        "at the top of a module and keep no open handles in it",
+    ]
+
+
+def test_a_pickle_that_forgets() -> None:
+    assert only_problem(UnpickledState).startswith("pickle: state_key() of the copy is ")
+
+
+def test_an_oracle_that_does_not_solve_the_task() -> None:
+    assert only_problem(PoorOracle) == (
+        "oracle(): seed 0 ends without success; play right at every turn when skill is 1"
+    )
+    assert only_problem(EndlessOracle) == "oracle(): seed 0 is not solved within 100 turns; play right at every turn"
+
+
+def test_an_oracle_that_returns_text() -> None:
+    assert only_problem(MutteringOracle) == (
+        "oracle() returned 'press'; return an assistant message (agentrl.env.tool_call makes one)"
+    )
+
+
+def test_an_oracle_that_draws_from_the_environment() -> None:
+    assert only_problem(DrawingOracle) == "oracle() changed the environment; it only looks, and draws from `rng`"
+
+
+def test_closing_twice() -> None:
+    assert "close() called again raised RuntimeError: already closed; closing twice must be harmless" in problems(
+        SlamsTwice
+    )
+
+
+# What hangs
+
+
+class Hangs(Sound):
+    def __init__(self, *, where: str) -> None:
+        super().__init__()
+        self.where = where
+        if where == "__init__":
+            time.sleep(3)
+
+    def start(self, options: dict[str, Any]) -> Any:
+        if self.where == "reset":
+            time.sleep(3)
+        return super().start(options)
+
+    def answer(self, text: str) -> Any:
+        if self.where == "step":
+            time.sleep(3)
+        return super().answer(text)
+
+
+@pytest.mark.parametrize("where", ["__init__", "reset", "step"])
+def test_a_call_that_hangs_ends_the_check_with_what_was_found(where: str) -> None:
+    begun = time.monotonic()
+    assert problems(Hangs, where=where, timeout_s=0.3)[-1] == (
+        f"{where}() did not return within 0.3 s; give whatever can block a deadline of its own"
+    )
+    assert time.monotonic() - begun < 2
+
+
+def test_everything_wrong_is_listed_at_once() -> None:
+    class AllWrong(IntKey, SlamsTwice, HatesText):
+        def state_key(self) -> Any:
+            return None
+
+    lines = problems(AllWrong)
+    for words in ("step() raised ValueError", "pickle raised ", "close() called again raised RuntimeError"):
+        assert sum(line.startswith(words) for line in lines) == 1, (words, lines)
