@@ -8,20 +8,20 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from agentrl.credit import Credit, CreditScheme, Need, assign_credit, load_credit
-    from agentrl.env import MessageEnv, ToolEnv, run_command, tool
+    from agentrl.env import MessageEnv, ToolEnv, run_command, tool, tool_call
     from agentrl.types import Completion, Message, Sampling, StopReason, Trajectory, TrajectoryGroup, Turn
 
 __version__ = "0.1.0"
 
 _HOMES = {
     "agentrl.credit": ("Credit", "CreditScheme", "Need", "assign_credit", "load_credit"),
-    "agentrl.env": ("MessageEnv", "ToolEnv", "run_command", "tool"),
+    "agentrl.env": ("MessageEnv", "ToolEnv", "run_command", "tool", "tool_call"),
     "agentrl.types": ("Completion", "Message", "Sampling", "StopReason", "Trajectory", "TrajectoryGroup", "Turn"),
 }
 _HOME = {name: module for module, members in _HOMES.items() for name in members}
 
 __all__ = [  # noqa: RUF022 - by theme
-    "MessageEnv", "ToolEnv", "tool", "run_command", "Message",
+    "MessageEnv", "ToolEnv", "tool", "tool_call", "run_command", "Message",
     "CreditScheme", "Credit", "Need", "assign_credit", "load_credit",
     "Turn", "Trajectory", "TrajectoryGroup", "StopReason", "Completion", "Sampling",
 ]  # fmt: skip

@@ -17,6 +17,7 @@ from agentrl.errors import AgentRLError, ConfigError, UserError
 
 if TYPE_CHECKING:
     from agentrl.config import Recipe
+    from agentrl.report.folder import RunFolder
 
 _USER_MISTAKE, _FAILURE, _INTERRUPTED = 2, 1, 130
 
@@ -94,9 +95,15 @@ def _train(options: argparse.Namespace, rest: list[str]) -> None:
     from agentrl.run import Run
 
     folder = RunFolder.open(run_dir) if run_dir else None
+    if folder and (folder.checkpoints / f"step-{recipe.train.steps:06d}").is_dir():
+        _print_end(console, folder, recipe)
+        console.print(f"all {recipe.train.steps} steps are done; go on with a larger --train.steps", highlight=False)
+        return
     if recipe.run_dir is None:
         stamp = dt.datetime.now().strftime("%Y%m%d-%H%M%S")  # local time: a name for a person
         recipe = recipe.model_copy(update={"run_dir": Path("runs") / f"{options.target.stem}-{stamp}"})
+    elif folder is None:
+        RunFolder.check_free(recipe.run_dir)  # before the work of building a model
     table = Table(title=f"{recipe.env.id}, seed {recipe.seed}", title_justify="left", show_header=False, box=None)
     for name, value in plan(recipe).items():
         table.add_row(name, value)
@@ -107,9 +114,8 @@ def _train(options: argparse.Namespace, rest: list[str]) -> None:
         for warning in run.warnings:
             console.print(f"warning: {warning}", style="yellow", markup=False)
         with _progress(console) as on_progress:
-            folder, rows = run.train(folder, on_progress=on_progress)
-    console.print(_summary(rows[0], rows[-1], recipe.evaluation.num_tasks), markup=False, highlight=False)
-    console.print(f"run folder: {folder.path}", markup=False, highlight=False)
+            folder, _ = run.train(folder, on_progress=on_progress)
+    _print_end(console, folder, recipe)
 
 
 def _eval(options: argparse.Namespace, rest: list[str]) -> None:
@@ -138,6 +144,8 @@ def _show(options: argparse.Namespace, _: list[str]) -> None:
     from agentrl.report.show import legend, render
 
     path = options.target
+    if options.number < 1:
+        raise ConfigError(f"--number: at least 1, got {options.number}")
     if path.is_dir():
         files = RunFolder.open(path).rollouts()
         if not files:
@@ -147,7 +155,8 @@ def _show(options: argparse.Namespace, _: list[str]) -> None:
         raise ConfigError(f"there is no {path}")
     chosen = [r for r in read_records(path) if options.trajectory in (None, r.trajectory_id)][: options.number]
     if not chosen:
-        raise ConfigError(f"--trajectory: {path} has no {options.trajectory!r}")
+        which = "no rollouts" if options.trajectory is None else f"no trajectory {options.trajectory!r}"
+        raise ConfigError(f"{path} has {which}")
     console = Console()
     console.print(legend())
     for record in chosen:
@@ -184,12 +193,18 @@ def _first_line(cls: type) -> str:
     return (cls.__doc__ or "").strip().partition("\n")[0]
 
 
+def _print_end(console: Console, folder: "RunFolder", recipe: "Recipe") -> None:
+    rows = folder.metrics()
+    console.print(_summary(rows[0], rows[-1], recipe.evaluation.num_tasks), markup=False, highlight=False)
+    console.print(f"run folder: {folder.path}", markup=False, highlight=False)
+
+
 def _summary(first: dict[str, float], last: dict[str, float], num_tasks: int) -> str:
     def change(name: str, form: str) -> str:
         before, after = first[f"eval/{name}"], last[f"eval/{name}"]
         return f"{name} {before:{form}} -> {after:{form}}"
 
-    parts = [change("success", ".1%")] if "eval/success" in first else []
+    parts = [change(name, ".1%") for name in ("score", "success") if f"eval/{name}" in first and f"eval/{name}" in last]
     return f"{', '.join([*parts, change('reward', '.3f')])} on {num_tasks} held-out tasks, {last['step']:.0f} steps"
 
 
@@ -228,7 +243,7 @@ def _progress(console: Console) -> Iterator[Any]:
 
 
 def _note(metrics: dict[str, float]) -> str:
-    shown = {"loss": "loss", "reward/mean": "reward", "episode/success": "success", "clip/tokens": "clipped"}
+    shown = {"loss": "loss", "reward/mean": "reward", "episode/score": "score", "clip/tokens": "clipped"}
     if "reward/mean" in metrics:
         del shown["loss"]
     return "  ".join(f"{word} {metrics[name]:.3f}" for name, word in shown.items() if name in metrics)

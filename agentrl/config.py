@@ -1,12 +1,15 @@
 """The one configuration tree: a YAML recipe, command-line overrides, and clear words about what is wrong with them."""
 
+import difflib
 import json
+import math
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self, get_args
 
 import yaml
-from pydantic import BaseModel, ConfigDict, NonNegativeInt, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 from pydantic_settings import BaseSettings, CliSettingsSource, SettingsConfigDict, SettingsError
 
 from agentrl.chat import ChatConfig
@@ -29,7 +32,7 @@ class Recipe(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    seed: NonNegativeInt = 0
+    seed: int = Field(default=0, ge=0, lt=2**32)
     """Every random choice follows from it."""
     run_dir: Path | None = None
     """Folder of the run. None: `runs/<recipe>-<date>`."""
@@ -48,6 +51,9 @@ class Recipe(BaseModel):
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
+        for name, value in _numbers(self):
+            if not math.isfinite(value):
+                raise ValueError(f"{name}: must be a finite number (got {value})")
         rollout, episodes = self.rollout, self.rollout.num_groups * self.rollout.group_size
         if self.train.num_minibatches > episodes:
             raise ValueError(
@@ -76,15 +82,15 @@ def load_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
         ConfigError: naming each field at fault, with the nearest name for one that does not exist.
     """
     try:
-        data = yaml.safe_load(path.read_text(encoding="utf-8"))
+        data = yaml.load(path.read_text(encoding="utf-8"), _Loader)
     except OSError as error:
         raise ConfigError(f"cannot read the recipe {path}: {error.strerror}") from error
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ConfigError(f"the recipe {path} is not valid YAML: {error}") from error
     if not isinstance(data, dict):
         raise ConfigError(f"the recipe {path} must be a mapping of sections, got {type(data).__name__}")
     changed = _parse_overrides(overrides)
-    if _nested(changed, "env", "id") not in (None, _nested(data, "env", "id")):
+    if _nested(changed, "env", "id") not in (None, _nested(data, "env", "id") or EnvConfig().id):
         data["env"] = {}
     if _nested(changed, "credit", "scheme") not in (None, _nested(data, "credit", "scheme")):
         data["credit"] = {}
@@ -120,7 +126,7 @@ def _parse_overrides(arguments: Sequence[str]) -> dict[str, Any]:
     try:
         source: Any = CliSettingsSource(CommandLine, cli_parse_args=_open_mappings(arguments), cli_exit_on_error=False)
     except SettingsError as error:
-        raise ConfigError(_unknown_options(str(error))) from error
+        raise ConfigError(_wrong_options(str(error))) from error
     given: dict[str, Any] = source()
     return given
 
@@ -140,21 +146,58 @@ def _open_mappings(arguments: Sequence[str]) -> list[str]:
             if not rest:
                 raise ConfigError(f"{name}: needs a value")
             value = rest.pop(0)
-        nested: Any = yaml.safe_load(value)
+        try:
+            nested: Any = yaml.safe_load(value)
+        except yaml.YAMLError as error:
+            raise ConfigError(f"{name}: {value!r} is not valid YAML") from error
         for key in reversed(name.removeprefix(prefix).split(".")):
             nested = {key: nested}
         rewritten += [prefix.removesuffix("."), json.dumps(nested)]
     return rewritten
 
 
-def _unknown_options(message: str) -> str:
+def _wrong_options(message: str) -> str:
     """Turn argparse's words into ours: each unknown option with the nearest that exists."""
-    _, found, arguments = message.partition("unrecognized arguments: ")
-    unknown = [word.removeprefix("--").partition("=")[0] for word in arguments.split() if word.startswith("--")]
-    if not found or not unknown:
+    if lacking := re.search(r"argument (--\S+): expected one argument", message):
+        return f"{lacking[1]}: needs a value"
+    message = message.removeprefix("error parsing CLI: ")
+    _, _, arguments = message.partition("unrecognized arguments: ")
+    unknown = [word.partition("=")[0] for word in arguments.split() if word.startswith("--")]
+    if not unknown:
         return f"command line: {message}"
-    known = list(_field_names(Recipe))
-    return "\n".join(f"--{name}: no such option.{suggest(name, known)}" for name in unknown)
+    return "\n".join(f"{option}: no such option.{_nearest_option(option)}" for option in unknown)
+
+
+def _nearest_option(option: str) -> str:
+    """Suggest the nearest of all options, else those of the same section."""
+    names = list(_field_names(Recipe))
+    known = [f"--{name}" for name in names if not any(other.startswith(f"{name}.") for other in names)]
+    if difflib.get_close_matches(option, known):
+        return suggest(option, known)
+    return suggest(option, [name for name in known if name.rpartition(".")[0] == option.rpartition(".")[0]] or known)
+
+
+class _Loader(yaml.SafeLoader):
+    """Refuses a key that stands twice in one mapping, of which YAML would silently drop the first."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen = set()
+        for key, _ in node.value:
+            if isinstance(key, yaml.ScalarNode):
+                if key.value in seen:
+                    raise yaml.constructor.ConstructorError(None, None, f"{key.value!r} is there twice", key.start_mark)
+                seen.add(key.value)
+        return super().construct_mapping(node, deep=deep)
+
+
+def _numbers(model: BaseModel, prefix: str = "") -> Iterator[tuple[str, float]]:
+    """Yield the name and value of each float of a tree of sections."""
+    for name, value in model:
+        if isinstance(value, BaseModel):
+            yield from _numbers(value, f"{prefix}{name}.")
+        for number in value if isinstance(value, tuple) else (value,):
+            if isinstance(number, float):
+                yield prefix + name, number
 
 
 def _field_names(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
@@ -184,6 +227,8 @@ def _explain(error: ValidationError) -> Iterator[str]:
             words = str(cause)
             is_named = isinstance(cause, UserError) or not where
             yield words if is_named else f"{where}.{words}"
+        elif entry["type"] == "model_type":
+            yield f"{where}: expected a mapping of fields (got {entry['input']!r})"
         else:
             yield f"{where}: {entry['msg']} (got {entry['input']!r})"
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import copy
+import logging
 from collections.abc import Callable
 from functools import cache, partial
 from pathlib import Path
@@ -251,6 +252,8 @@ class Run:
 
 
 def _accelerator(recipe: Recipe) -> Accelerator:
+    # Said at every checkpoint of a model whose head and embedding are one tensor, which is then written once.
+    logging.getLogger("accelerate.utils.other").addFilter(lambda line: "Removed shared tensor" not in line.getMessage())
     trackers = list(recipe.report.trackers)
     available = [str(name) for name in get_available_trackers()]
     for name in trackers:

@@ -1,17 +1,19 @@
 """A small ChatML form for models made locally."""
 
 import json
+import re
 from collections.abc import Sequence
 from typing import Any
 
 from tokenizers import Tokenizer
 
 from agentrl.chat.renderer import Tools
-from agentrl.chat.tool_calls import format_tool_call, parse_assistant
+from agentrl.chat.tool_calls import CLOSE, OPEN, format_reasoning, format_tool_call, parse_assistant
 from agentrl.errors import RendererError
 from agentrl.types import Message
 
 START, END = "<|im_start|>", "<|im_end|>"
+_TAG = re.compile(f"({OPEN}|{CLOSE})")
 
 
 class ChatMLRenderer:
@@ -19,7 +21,7 @@ class ChatMLRenderer:
 
     Signatures instead of full JSON schemas, because a model made locally learns its tools from demonstrations, and
     every token of a prompt costs. What environments and users say cannot become control tokens: it is encoded with
-    special tokens switched off.
+    special tokens switched off. In an assistant message only the tags of tool calls are control tokens.
     """
 
     def __init__(self, tokenizer: Any) -> None:
@@ -27,6 +29,8 @@ class ChatMLRenderer:
         self._control: Tokenizer = tokenizer.backend_tokenizer
         self._plain = Tokenizer.from_str(self._control.to_str())
         self._plain.encode_special_tokens = True
+        self._plain.no_truncation()
+        self._plain.no_padding()
         ids = [self._control.token_to_id(token) for token in (START, END)]
         if None in ids:
             raise RendererError(
@@ -64,7 +68,11 @@ class ChatMLRenderer:
 
     def encode(self, message: Message) -> tuple[int, ...]:
         """Return an assistant message as an action."""
-        return (*self._control.encode(_assistant_text(message), add_special_tokens=False).ids, self._end_id)
+        ids: list[int] = []
+        for part in _TAG.split(_assistant_text(message)):
+            tag_id = self._control.token_to_id(part) if _TAG.fullmatch(part) else None
+            ids.extend(self._encode(part) if tag_id is None else (tag_id,))
+        return (*ids, self._end_id)
 
     def _messages(self, messages: Sequence[Message]) -> tuple[int, ...]:
         ids: list[int] = []
@@ -78,6 +86,7 @@ class ChatMLRenderer:
         return tuple(ids)
 
     def _encode(self, text: str) -> tuple[int, ...]:
+        text = text.encode(errors="replace").decode()  # half a surrogate pair, as in some file names, has no bytes
         return tuple(self._plain.encode(text, add_special_tokens=False).ids)
 
 
@@ -96,5 +105,7 @@ def _type(schema: dict[str, Any]) -> str:
 
 def _assistant_text(message: Message) -> str:
     calls = [call["function"] for call in message.get("tool_calls", [])]
-    texts = [message.get("content") or "", *(format_tool_call(f["name"], f["arguments"]) for f in calls)]
+    reasoning = message.get("reasoning_content")
+    thought = format_reasoning(reasoning) if reasoning else ""
+    texts = [thought, message.get("content") or "", *(format_tool_call(f["name"], f["arguments"]) for f in calls)]
     return "\n".join(text for text in texts if text)

@@ -18,7 +18,8 @@ class TemplateRenderer:
     """Renders new messages with the tokenizer's own template, behind a stand-in dialogue, and keeps what they added.
 
     At construction the template is probed: over six turns with tool results each context must begin with the one before
-    it, and the tokens that `extend` appends must be those of the template itself.
+    it, and the tokens that `extend` appends must be those of the template itself. As with the template itself, text that
+    spells a control token becomes one, whoever wrote it.
     """
 
     def __init__(
@@ -67,7 +68,8 @@ class TemplateRenderer:
     def parse(self, action_ids: Sequence[int]) -> Message:
         """Return the assistant message of sampled tokens."""
         ids = action_ids[:-1] if action_ids and action_ids[-1] in self._stop_ids else action_ids
-        return parse_assistant(self._tokenizer.decode(list(ids), skip_special_tokens=False))
+        text = self._tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        return parse_assistant(text)
 
     def encode(self, message: Message) -> tuple[int, ...]:
         """Return an assistant message as an action."""
@@ -79,6 +81,7 @@ class TemplateRenderer:
         return (*self._encode(text), *self._encode(self._tail)[:1])
 
     def _encode(self, text: str) -> tuple[int, ...]:
+        text = text.encode(errors="replace").decode()  # half a surrogate pair, as in some file names, has no bytes
         return tuple(self._tokenizer.encode(text, add_special_tokens=False))
 
     def _render(self, messages: Sequence[Message], *, tools: Tools = (), prompt: bool = False) -> str:
@@ -111,6 +114,8 @@ class TemplateRenderer:
         tools = [_tool("look"), _tool("take")]
         messages: list[Message] = [_USER]
         context = self._render(messages, tools=tools, prompt=True)
+        if not all(tool["function"]["name"] in context for tool in tools):
+            return "it leaves out the tools"
         for turn in range(6):
             message, replies = _probe_turn(turn)
             messages += [message, *replies]
@@ -118,14 +123,21 @@ class TemplateRenderer:
             if not whole.startswith(context):
                 return f"turn {turn + 1} changes the text of the turns before it"
             added, extension = whole[len(context) :], self._extension(replies)
+            if lost := [reply["role"] for reply in replies if reply["content"] not in added]:
+                return f"it leaves out messages of the role {lost[0]!r}"
             if not added.endswith(extension):
                 return f"after turn {turn + 1} the text of a new message depends on the messages before it"
             parsed = parse_assistant(added[: len(added) - len(extension)])
-            for call, wanted in zip(parsed.get("tool_calls", [{}]), message.get("tool_calls", [{}]), strict=False):
-                if call.get("function") != wanted.get("function"):
-                    return "it does not write tool calls in the form of Hermes and Qwen (<tool_call>{...}</tool_call>)"
+            if _functions(parsed) != _functions(message):
+                return "it does not write tool calls in the form of Hermes and Qwen (<tool_call>{...}</tool_call>)"
+            if parsed["content"] != message["content"]:
+                return "it changes or leaves out what the assistant said"
             context = whole
         return None
+
+
+def _functions(message: Message) -> list[dict[str, Any]]:
+    return [call["function"] for call in message.get("tool_calls", [])]
 
 
 def _tool(name: str) -> dict[str, Any]:
@@ -143,7 +155,7 @@ def _probe_turn(turn: int) -> tuple[Message, list[Message]]:
         for i, name in enumerate(names)
     ]
     replies = [
-        {"role": "tool", "name": name, "tool_call_id": f"call_{i}", "content": f"result {turn}"}
+        {"role": "tool", "name": name, "tool_call_id": f"call_{i}", "content": f"result {turn} of {name}"}
         for i, name in enumerate(names)
     ]
     return {"role": "assistant", "content": "", "tool_calls": calls}, replies

@@ -14,9 +14,9 @@ SPECIAL_TOKENS = (PAD, START, END, OPEN, CLOSE)
 
 
 def train_tokenizer(texts: Iterable[str], *, vocab_size: int) -> Any:
-    """Train a byte-level BPE tokenizer whose digits stand alone; any text can be encoded.
+    """Train a byte-level BPE tokenizer whose digits and signs of arithmetic stand alone; any text can be encoded.
 
-    Only digits split the text before merging, so that whole phrases of a small world become one token each.
+    Nothing else splits the text before merging, so that whole phrases of a small world become one token each.
 
     Args:
         texts: what the model will read and write, control tokens included.

@@ -22,7 +22,7 @@ class EngineConfig(BaseModel):
     max_batch_size: PositiveInt = 64
     """Largest number of requests decoded together; each holds one row of the key-value cache."""
     max_prefill_tokens: PositiveInt = 8192
-    """Largest number of prompt tokens, padding included, computed at once."""
+    """Largest number of prompt tokens, padding included, computed at once; a longer prompt is computed alone."""
     lockstep: bool = True
     """Decode only when every live episode waits for tokens, so that batches do not depend on the timing of environments
     and a run repeats bit for bit. Set to false where environments take longer than a decoding step (milliseconds)."""
@@ -64,8 +64,9 @@ class Engine(Protocol):
         """Replace the weights; nothing computed under earlier ones serves a later request.
 
         Raises:
-            EngineError: while requests are running, or when names or shapes are not the model's.
+            EngineError: while requests are running, or when names or shapes are not the model's. After the latter the
+                weights may be replaced in part: load them again.
         """
 
     async def close(self) -> None:
-        """Release what the engine holds."""
+        """Release what the engine holds; requests that still wait, and later ones, get an EngineError."""

@@ -28,11 +28,14 @@ class RaggedCache(Cache):
         self._length = 0
         self._is_leading = False
 
-    def select(self, rows: list[int], starts: list[int], num_queries: int, device: torch.device) -> dict[str, Any]:
+    def select(
+        self, rows: list[int], starts: list[int], num_queries: int, *, device: torch.device, dtype: torch.dtype
+    ) -> dict[str, Any]:
         """Prepare the next forward pass: row `rows[b]` gets positions `starts[b]` to `starts[b] + num_queries - 1`.
 
         Returns:
-            `position_ids` [B, Q] and the boolean `attention_mask` [B, 1, Q, L] for the model.
+            `position_ids` [B, Q] and the `attention_mask` [B, 1, Q, L] for the model. The mask is added to the scores (0,
+            or the lowest number of `dtype`): eager attention would add a boolean one as 0 and 1.
         """
         self._is_leading = rows == list(range(len(rows)))
         self._rows_B = torch.tensor(rows, device=device)
@@ -40,7 +43,9 @@ class RaggedCache(Cache):
         self._positions_BQ = starts_B[:, None] + torch.arange(num_queries, device=device)
         self._length = max(starts) + num_queries
         self._reserve(self._length)
-        mask_BQL = torch.arange(self._length, device=device) <= self._positions_BQ[:, :, None]
+        is_hidden_BQL = torch.arange(self._length, device=device) > self._positions_BQ[:, :, None]
+        mask_BQL = torch.zeros(is_hidden_BQL.shape, device=device, dtype=dtype)
+        mask_BQL.masked_fill_(is_hidden_BQL, torch.finfo(dtype).min)
         return {"position_ids": self._positions_BQ, "attention_mask": mask_BQL[:, None]}
 
     def update(

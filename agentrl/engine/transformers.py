@@ -28,6 +28,8 @@ class _Request:
     sampling: Sampling
     future: asyncio.Future[Completion]
     uniforms: list[float]
+    arrived: int
+    """Number of the decoding step before which it came."""
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
@@ -77,6 +79,7 @@ class TransformersEngine:
         self._inside: dict[str, _Request] = {}
         self._open: set[str] = set()
         self._is_paused = False
+        self._is_closed = False
         self._driver: asyncio.Task[None] | None = None
         self._step = 0
         self._busy_s = 0.0
@@ -101,11 +104,13 @@ class TransformersEngine:
             self._open.discard(request_id)
             for row in self._rows:
                 if row.owner == request_id and row.request is None:
-                    row.owner, row.cached_ids = None, []
+                    self._release(row)
             self._kick()
 
     async def generate(self, prompt_ids: Sequence[int], sampling: Sampling, request_id: str) -> Completion:
         """Sample after `prompt_ids`; see `Engine.generate`."""
+        if self._is_closed:
+            raise EngineError(f"request {request_id}: the engine is closed")
         if not prompt_ids or sampling.max_tokens < 1:
             raise EngineError(f"request {request_id}: needs a prompt and max_tokens of at least 1, got {sampling}")
         if request_id in self._inside:
@@ -116,6 +121,7 @@ class TransformersEngine:
             sampling=sampling,
             future=asyncio.get_running_loop().create_future(),
             uniforms=uniforms(sampling.seed, len(prompt_ids), sampling.max_tokens),
+            arrived=self._step,
         )
         self._waiting.append(request)
         self._inside[request_id] = request
@@ -141,6 +147,9 @@ class TransformersEngine:
         """Copy weights into the model, by the names of its `state_dict`, and forget every cached key and value."""
         if any(row.request for row in self._rows):
             raise EngineError("load_weights needs a paused or idle engine: call pause() first")
+        if self._is_closed:
+            raise EngineError("load_weights: the engine is closed")
+        self._forget()  # first, because weights that are refused half-way have changed the model too
         own: dict[str, torch.Tensor] = self._model.state_dict()
         with torch.no_grad():
             for name, tensor in named_tensors:
@@ -148,16 +157,15 @@ class TransformersEngine:
                     expected = tuple(own[name].shape) if name in own else "no such weight"
                     raise EngineError(f"weight {name!r} of shape {tuple(tensor.shape)}: the engine has {expected}")
                 own[name].copy_(tensor)
-        for row in self._rows:
-            row.owner, row.cached_ids = None, []
         self._version = version
 
     async def close(self) -> None:
         """Drop the model and the cache."""
+        self._is_closed = True
         if self._driver is not None:
             self._driver.cancel()
+        self._fail(EngineError("the engine was closed while the request waited"))
         self._model = None
-        self._cache = RaggedCache(0)
 
     def _kick(self) -> None:
         """Start decoding where there is something to do and no reason to wait."""
@@ -167,7 +175,7 @@ class TransformersEngine:
 
     def _can_step(self) -> bool:
         held = self._config.lockstep and any(owner not in self._inside for owner in self._open)
-        return bool(self._inside) and not self._is_paused and not held
+        return bool(self._inside) and not (self._is_paused or self._is_closed or held)
 
     async def _drive(self) -> None:
         await asyncio.sleep(0)  # episodes that became ready together are admitted together
@@ -185,14 +193,33 @@ class TransformersEngine:
         if error is not None:
             failure = EngineError(f"the transformers engine failed: {type(error).__name__}: {error}")
             failure.__cause__ = error
-            for request in list(self._inside.values()):
-                if not request.future.done():
-                    request.future.set_exception(failure)
+            self._fail(failure)
+
+    def _fail(self, failure: EngineError) -> None:
+        """Let every request fail, and begin afresh: a pass that broke off leaves keys and values half written."""
+        for request in self._inside.values():
+            if not request.future.done():
+                request.future.set_exception(failure)
+        self._inside.clear()
+        self._waiting.clear()
+        for row in self._rows:
+            row.request = None
+        self._forget()
+
+    def _forget(self) -> None:
+        """Drop all keys and values, buffers included: in a new cache nothing can shine through."""
+        self._cache = RaggedCache(len(self._rows))
+        for row in self._rows:
+            self._release(row)
+
+    @staticmethod
+    def _release(row: _Row) -> None:
+        row.owner, row.cached_ids = None, []
 
     def _admit(self) -> None:
         """Give waiting requests a row and compute their prompts, as many together as fit the prefill budget."""
         admitted: list[tuple[_Row, int]] = []
-        self._waiting.sort(key=lambda r: r.request_id)  # arrival order is a matter of timing
+        self._waiting.sort(key=lambda r: (r.arrived, r.request_id))  # order within a step is a matter of timing
         for request in list(self._waiting):
             row = self._find_row(request)
             if row is None:
@@ -214,7 +241,8 @@ class TransformersEngine:
         for row in idle:
             if row.owner == request.request_id:
                 return row
-        return min(idle, key=lambda row: (row.owner is not None, row.last_used, row.index), default=None)
+        # Free rows by number alone: what was sampled before must not decide how later requests are batched.
+        return min(idle, key=lambda row: (row.last_used if row.owner else -1, row.index), default=None)
 
     def _decode(self) -> None:
         running = [row for row in self._rows if row.request is not None]
@@ -228,7 +256,11 @@ class TransformersEngine:
         num_queries = max(map(len, missing))
         inputs_BQ = torch.tensor([ids + [0] * (num_queries - len(ids)) for ids in missing], device=self._device)
         selection = self._cache.select(
-            [row.index for row in rows], [len(row.cached_ids) for row in rows], num_queries, self._device
+            [row.index for row in rows],
+            [len(row.cached_ids) for row in rows],
+            num_queries,
+            device=self._device,
+            dtype=self._model.dtype,
         )
         hidden_BQD = self._model.base_model(
             input_ids=inputs_BQ, past_key_values=self._cache, use_cache=True, **selection
@@ -257,6 +289,8 @@ class TransformersEngine:
         request, row.request = row.request, None
         assert request is not None
         self._inside.pop(request.request_id, None)
+        if request.request_id not in self._open:
+            self._release(row)
         if not request.future.done():
             request.future.set_result(
                 Completion(
@@ -276,6 +310,8 @@ class TransformersEngine:
         for row in self._rows:
             if row.request is request:
                 row.request = None
+                if request.request_id not in self._open:
+                    self._release(row)
 
 
 def sample(
@@ -292,9 +328,10 @@ def sample(
         token ids, and their natural-log probabilities under the scaled distribution.
     """
     device = logits_BV.device
-    temperatures_B = torch.tensor(temperatures, device=device)
+    logits_BV = logits_BV.to(torch.promote_types(logits_BV.dtype, torch.float32))
+    temperatures_B = torch.tensor(temperatures, device=device, dtype=logits_BV.dtype)
     is_greedy_B = temperatures_B == 0
-    scaled_BV = logits_BV.float() / torch.where(is_greedy_B, 1.0, temperatures_B)[:, None]
+    scaled_BV = logits_BV / torch.where(is_greedy_B, 1.0, temperatures_B)[:, None]
     logprobs_BV = scaled_BV.log_softmax(-1)
     # In float64, so that the last of 150,000 steps is as exact as the first.
     cumulative_BV = logprobs_BV.double().exp().cumsum(-1)
@@ -327,4 +364,10 @@ def _check_attention(config: Any) -> None:
         raise ConfigError(
             f"engine.name: the transformers engine handles full attention only; {config.model_type} has layers of kind "
             f"{', '.join(sorted(kinds))} and a sliding window of {window}. Choose another model"
+        )
+    implementation = getattr(config, "_attn_implementation", None)
+    if implementation not in ("sdpa", "eager"):
+        raise ConfigError(
+            f"model.attention: the transformers engine gives attention a mask, which {implementation!r} does not take as "
+            "it is; set it to 'sdpa' or 'eager'"
         )

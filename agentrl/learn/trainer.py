@@ -210,7 +210,8 @@ class Trainer:
         vocab_size = self._accelerator.unwrap_model(self._policy).model.config.vocab_size
         prompt = np.random.default_rng(self._seed).integers(vocab_size, size=16).tolist()
         sampling = Sampling(max_tokens=16, stop_token_ids=(), temperature=self._temperature, seed=self._seed)
-        completion = self._runner.run(self._engine.generate(prompt, sampling, "self-proof"))
+        with self._engine.conversation("self-proof"):
+            completion = self._runner.run(self._engine.generate(prompt, sampling, "self-proof"))
         device, num = self._accelerator.device, len(completion.token_ids)
         ids_BL = torch.tensor([[*prompt, *completion.token_ids]], device=device)
         with torch.no_grad():

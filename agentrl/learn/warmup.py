@@ -28,7 +28,7 @@ class WarmupConfig(BaseModel):
     """Demonstrations for each step."""
     num_demonstrations: PositiveInt = 2048
     """Demonstrations made; they are gone through again when they run out."""
-    learning_rate: PositiveFloat = 2e-3
+    learning_rate: PositiveFloat = 1e-3
     skill: float = Field(default=1.0, ge=0, le=1)
     """Share of turns that the demonstrations play right: a policy that was shown perfection has no spread to learn from."""
 
@@ -99,14 +99,18 @@ def warm_up(
     Args:
         policy: trained in place.
         examples: demonstrations.
-        config: steps, batch size, learning rate (cosine to zero).
+        config: steps, batch size, learning rate (up over 20 steps, down over the last 50).
         seed: order of the demonstrations.
         max_tokens: budget of a micro-batch.
         on_step: told the step and its loss.
     """
     device = next(policy.parameters()).device
     optimizer = torch.optim.AdamW(policy.parameters(), lr=config.learning_rate, betas=(0.9, 0.95), weight_decay=0.0)
-    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, config.steps)
+    # Full rate for most of the way: copying from the context is learned late and at once, and a rate that falls early
+    # stops short of it.
+    schedule = torch.optim.lr_scheduler.LambdaLR(
+        optimizer, lambda step: min(1.0, (step + 1) / 20, (config.steps - step) / 50)
+    )
     rng = np.random.default_rng(derive_seed(seed, "warm-up"))
     order: list[int] = []
     loss_value = float("nan")

@@ -40,16 +40,23 @@ class RunFolder:
         """Begin a run.
 
         Raises:
-            ConfigError: when the folder already holds something.
+            ConfigError: when the folder already holds something, or is none.
         """
-        if path.exists() and any(path.iterdir()):
-            raise ConfigError(
-                f"run_dir: {path} is not empty; choose another, or go on with that run: agentrl train {path}"
-            )
+        cls.check_free(path)
         path.mkdir(parents=True, exist_ok=True)
         folder = cls(path)
         write_whole(path / "config.yaml", yaml.safe_dump(dict(config), sort_keys=False))
         return folder
+
+    @staticmethod
+    def check_free(path: Path) -> None:
+        """Raise ConfigError where a run cannot begin in this folder."""
+        if path.exists() and not path.is_dir():
+            raise ConfigError(f"run_dir: {path} is a file; name a folder")
+        if path.exists() and any(path.iterdir()):
+            raise ConfigError(
+                f"run_dir: {path} is not empty; choose another, or go on with that run: agentrl train {path}"
+            )
 
     @classmethod
     def open(cls, path: Path) -> "RunFolder":

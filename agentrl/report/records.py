@@ -1,9 +1,10 @@
 """Rollouts as lines of JSON: one trajectory a line, everything that training saw."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from agentrl.credit import Credit
@@ -40,7 +41,7 @@ class TurnRecord(BaseModel):
 class TrajectoryRecord(BaseModel):
     """One trajectory; the fields are those of `agentrl.Trajectory`."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, ser_json_inf_nan="strings")  # JSON knows no NaN
 
     step: int
     group_id: str
@@ -71,8 +72,8 @@ def records(
                 end = start + len(turn.action_ids)
                 turns.append(
                     TurnRecord(
-                        observation=list(turn.observation),
-                        message=turn.message,
+                        observation=[_plain(message) for message in turn.observation],
+                        message=_plain(turn.message),
                         observation_ids=list(turn.observation_ids),
                         extends=turn.extends,
                         action_ids=list(turn.action_ids),
@@ -86,7 +87,7 @@ def records(
                         next_state_key=turn.next_state_key,
                         action_key=turn.action_key,
                         finish_reason=turn.finish_reason,
-                        extras=dict(turn.extras),
+                        extras=_plain(turn.extras),
                     )
                 )
                 start = end
@@ -100,7 +101,7 @@ def records(
                 truncated=trajectory.truncated,
                 reward=trajectory.reward,
                 metrics=dict(trajectory.metrics),
-                error=trajectory.error,
+                error=_plain(trajectory.error),
                 turns=turns,
             )
 
@@ -111,11 +112,24 @@ def read_records(path: Path) -> Iterator[TrajectoryRecord]:
     Raises:
         UserError: naming the file and the line that is no record.
     """
-    with path.open(encoding="utf-8") as lines:
+    with path.open("rb") as lines:
         for number, line in enumerate(lines, 1):
             try:
                 yield TrajectoryRecord.model_validate_json(line)
             except ValidationError as error:
                 first = error.errors()[0]
-                where = ".".join(map(str, first["loc"]))
-                raise UserError(f"{path}, line {number} is not a rollout record: {where}: {first['msg']}") from error
+                words = ": ".join(filter(None, [".".join(map(str, first["loc"])), first["msg"]]))
+                raise UserError(f"{path}, line {number} is not a rollout record: {words}") from error
+
+
+def _plain(value: Any) -> Any:
+    """Return what an environment reported as JSON can hold it: numpy as numbers and lists, what has no form as text."""
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, np.generic | np.ndarray):
+        return _plain(value.tolist())
+    if isinstance(value, list | tuple | set | frozenset):
+        return [_plain(item) for item in value]
+    if value is None or isinstance(value, int | float):
+        return value
+    return str(value).encode(errors="replace").decode()  # a lone surrogate is no text that a file can hold

@@ -29,7 +29,9 @@ def render(record: TrajectoryRecord) -> RenderableType:
         parts.append(Text(record.error, style="bold red"))
     metrics = "  ".join(f"{name} {value:g}" for name, value in record.metrics.items() if name != "env_s")
     title = f"{record.trajectory_id}  reward {record.reward:g}  {record.stop_reason}"
-    return Panel(Group(*parts), title=title, subtitle=metrics or None, title_align="left", subtitle_align="left")
+    return Panel(  # as Text, because names may hold brackets, which a str would lose as markup
+        Group(*parts), title=Text(title), subtitle=Text(metrics) or None, title_align="left", subtitle_align="left"
+    )
 
 
 def legend() -> Text:

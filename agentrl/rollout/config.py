@@ -37,7 +37,8 @@ class RolloutConfig(BaseModel):
     max_retries: NonNegativeInt = 2
     """How often an episode is begun again, with a fresh environment, after its environment or its engine failed."""
     max_consecutive_failures: PositiveInt = 16
-    """After so many failed episodes without one that worked, the run stops with the last error."""
+    """After so many failed episodes without one that worked, or so many groups in a row that had to be replaced, the run
+    stops with the last error."""
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:

@@ -25,34 +25,35 @@ class EnvThread:
 
         Raises:
             TimeoutError: after `timeout_s` seconds.
-            BaseException: whatever `function` raises.
+            Exception: whatever `function` raises; a RuntimeError for what is no Exception, such as a call of `sys.exit`.
         """
         loop = asyncio.get_running_loop()
-        future: asyncio.Future[R] = loop.create_future()
+        future: asyncio.Future[tuple[Any, Exception | None]] = loop.create_future()
 
-        def settle(result: Any, error: BaseException | None) -> None:
+        def settle(result: Any, error: Exception | None) -> None:
             if not future.done():
-                if error is None:
-                    future.set_result(result)
-                else:
-                    future.set_exception(error)
+                future.set_result((result, error))  # not set_exception: a future refuses StopIteration
 
         def work() -> None:
             result, error = None, None
             try:
                 result = function()
-            except Exception as raised:  # noqa: BLE001 - carried over to the episode, which makes it data
-                error = raised
+            except BaseException as raised:  # noqa: BLE001 - carried over to the episode, which makes it data
+                error = raised if isinstance(raised, Exception) else RuntimeError(f"{type(raised).__name__}: {raised}")
             if not loop.is_closed():  # closed: a hanging call came back after the run had ended
                 loop.call_soon_threadsafe(settle, result, error)
 
         self._calls.put(work)
         try:
             async with asyncio.timeout(timeout_s):
-                return await future
+                result, error = await future
         except (TimeoutError, asyncio.CancelledError):
             self.is_lost = not future.done() or future.cancelled()
             raise
+        if error is not None:
+            raise error
+        returned: R = result
+        return returned
 
     def close(self) -> None:
         """Let the thread end after its last call."""

@@ -4,11 +4,14 @@ import asyncio
 import math
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
+from numbers import Real
 from typing import Any, NamedTuple
 
 import gymnasium as gym
+import numpy as np
 
 from agentrl.chat import Renderer
 from agentrl.engine import Engine
@@ -92,65 +95,70 @@ class _Episode:
         self._final_info: dict[str, Any] = {}
 
     async def play(self, make_env: MakeEnv) -> Trajectory:
-        config = self._config
         env = await self._on_thread("construction", make_env)
         base = base_env(env)
         self._env_id = env.spec.id if env.spec else type(base).__name__
         try:
-            moment = await self._on_thread("reset()", lambda: _reset(env, base, self._task))
-            history = list(moment.messages)
-            context_ids: tuple[int, ...] = ()
-            observation_ids, extends = self._renderer.start(history, base.tools), True
-            if len(observation_ids) >= config.max_context_tokens:
-                raise ConfigError(
-                    f"rollout.max_context_tokens: {config.max_context_tokens} leaves no room after the first prompt of "
-                    f"{len(observation_ids)} tokens; raise it"
-                )
-            while True:
-                before = context_ids + observation_ids if extends else observation_ids
-                room = config.max_context_tokens - len(before)
-                budget = config.max_episode_tokens - sum(len(turn.action_ids) for turn in self._turns)
-                if room < 1:
-                    return self.result(StopReason.CONTEXT_OVERFLOW, truncated=True)
-                if budget < 1:
-                    return self.result(StopReason.MAX_TOKENS, truncated=True)
-                completion = await self._sample(before, min(config.max_turn_tokens, budget, room))
-                message = self._renderer.parse(completion.token_ids)
-                turn = Turn(
-                    observation_ids=observation_ids,
-                    extends=extends,
-                    action_ids=completion.token_ids,
-                    behavior_logprobs=completion.logprobs,
-                    versions=completion.versions,
-                    reward=0.0,
-                    state_key=moment.state_key,
-                    action_key=base.action_key(message),
-                    finish_reason=completion.finish_reason,
-                    observation=moment.messages,
-                    message=message,
-                )
-                if completion.finish_reason is not FinishReason.STOP:  # an unfinished action is never carried out
-                    self._turns.append(turn)
-                    is_full = room <= min(config.max_turn_tokens, budget)
-                    reason = StopReason.CONTEXT_OVERFLOW if is_full else StopReason.MAX_TOKENS
-                    return self.result(reason, truncated=True)
-                moment = await self._on_thread("step()", partial(_step, env, base, message))
-                self._final_info = moment.info
-                self._turns.append(
-                    replace(turn, reward=moment.reward, next_state_key=moment.state_key, extras=moment.info)
-                )
-                if moment.terminated or moment.truncated:
-                    return self.result(StopReason.TERMINATED, truncated=not moment.terminated)
-                if len(self._turns) >= config.max_turns:
-                    return self.result(StopReason.MAX_TURNS, truncated=True)
-                history += [message, *moment.messages]
-                context_ids = before + completion.token_ids
-                added = self._renderer.extend(before, completion.token_ids, moment.messages)
-                extends = added is not None
-                observation_ids = added if added is not None else self._renderer.start(history, base.tools)
-        finally:
+            trajectory = await self._play(env, base)
+        except BaseException:
             if not self._thread.is_lost:
-                await self._on_thread("close()", env.close)
+                with suppress(EnvError):  # what went wrong first says more
+                    await self._on_thread("close()", env.close)
+            raise
+        await self._on_thread("close()", env.close)
+        return trajectory
+
+    async def _play(self, env: gym.Env[tuple[Message, ...], str | Message], base: MessageEnv) -> Trajectory:
+        config = self._config
+        moment = await self._on_thread("reset()", lambda: _reset(env, base, self._task))
+        history = list(moment.messages)
+        context_ids: tuple[int, ...] = ()
+        observation_ids, extends = self._renderer.start(history, base.tools), True
+        if len(observation_ids) >= config.max_context_tokens:
+            raise ConfigError(
+                f"rollout.max_context_tokens: {config.max_context_tokens} leaves no room after the first prompt of "
+                f"{len(observation_ids)} tokens; raise it"
+            )
+        while True:
+            before = context_ids + observation_ids if extends else observation_ids
+            room = config.max_context_tokens - len(before)
+            budget = config.max_episode_tokens - sum(len(turn.action_ids) for turn in self._turns)
+            if room < 1:
+                return self.result(StopReason.CONTEXT_OVERFLOW, truncated=True)
+            if budget < 1:
+                return self.result(StopReason.MAX_TOKENS, truncated=True)
+            completion = await self._sample(before, min(config.max_turn_tokens, budget, room))
+            message = self._renderer.parse(completion.token_ids)
+            turn = Turn(
+                observation_ids=observation_ids,
+                extends=extends,
+                action_ids=completion.token_ids,
+                behavior_logprobs=completion.logprobs,
+                versions=completion.versions,
+                reward=0.0,
+                state_key=moment.state_key,
+                action_key=await self._on_thread("action_key()", partial(base.action_key, message)),
+                finish_reason=completion.finish_reason,
+                observation=moment.messages,
+                message=message,
+            )
+            if completion.finish_reason is not FinishReason.STOP:  # an unfinished action is never carried out
+                self._turns.append(turn)
+                is_full = room <= min(config.max_turn_tokens, budget)
+                reason = StopReason.CONTEXT_OVERFLOW if is_full else StopReason.MAX_TOKENS
+                return self.result(reason, truncated=True)
+            moment = await self._on_thread("step()", partial(_step, env, base, message))
+            self._final_info = moment.info
+            self._turns.append(replace(turn, reward=moment.reward, next_state_key=moment.state_key, extras=moment.info))
+            if moment.terminated or moment.truncated:
+                return self.result(StopReason.TERMINATED, truncated=not moment.terminated)
+            if len(self._turns) >= config.max_turns:
+                return self.result(StopReason.MAX_TURNS, truncated=True)
+            history += [message, *moment.messages]
+            context_ids = before + completion.token_ids
+            added = self._renderer.extend(before, completion.token_ids, moment.messages)
+            extends = added is not None
+            observation_ids = added if added is not None else self._renderer.start(history, base.tools)
 
     async def _sample(self, prompt_ids: tuple[int, ...], max_tokens: int) -> Completion:
         """Sample one action; where the engine was paused, go on from what there is."""
@@ -183,7 +191,7 @@ class _Episode:
     async def _on_thread(self, what: str, function: Callable[[], Any]) -> Any:
         """Call into the environment; whatever goes wrong there is an EnvError with its words."""
         timeout_s, begin = self._config.env_timeout_s, time.perf_counter()
-        where = f"environment {self._env_id or 'in construction'}: {what}"
+        where = f"environment {self._env_id}: {what}" if self._env_id else f"environment: {what}"
         try:
             return await self._thread.call(function, timeout_s=timeout_s)
         except (AgentRLError, asyncio.CancelledError):
@@ -196,9 +204,7 @@ class _Episode:
             self._env_s += time.perf_counter() - begin
 
     def result(self, reason: StopReason, *, truncated: bool = False, error: str | None = None) -> Trajectory:
-        metrics = {
-            key: float(value) for key, value in self._final_info.items() if isinstance(value, bool | int | float)
-        }
+        metrics = {key: float(value) for key, value in self._final_info.items() if _is_number(value)}
         errors = [turn.extras.get("tool_errors", 0) for turn in self._turns]
         return Trajectory(
             group_id=self._task.group_id,
@@ -228,12 +234,12 @@ def _step(env: gym.Env[Any, Any], base: MessageEnv, action: Message) -> _Moment:
             f"step() of {name} must return (messages, reward, terminated, truncated, info), got {_shape(result)}"
         )
     messages, reward, terminated, truncated, info = result
-    if not isinstance(reward, int | float) or not math.isfinite(reward):
+    if not _is_number(reward) or not math.isfinite(reward):
         raise EnvError(f"step() of {name} returned the reward {reward!r}; it must be a finite number")
     if not isinstance(info, dict):
         raise EnvError(f"step() of {name} returned info of type {type(info).__name__}; it must be a dict")
     messages = _checked_messages(messages, base, "step()")
-    return _Moment(messages, base.state_key(), float(reward), bool(terminated), bool(truncated), info)
+    return _Moment(messages, base.state_key(), float(reward), bool(terminated), bool(truncated), dict(info))
 
 
 def _checked_messages(messages: object, base: MessageEnv, method: str) -> tuple[Message, ...]:
@@ -243,6 +249,10 @@ def _checked_messages(messages: object, base: MessageEnv, method: str) -> tuple[
             f"{{'role': 'user', 'content': '...'}}, got {_shape(messages)}"
         )
     return tuple(messages)
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, Real | np.bool_)
 
 
 def _shape(value: object) -> str:

@@ -37,19 +37,30 @@ class RolloutPool:
         """Return the next groups of the training stream, in its order; as many as the recipe says by default.
 
         Raises:
-            EnvironmentFailure: when episodes fail one after the other, with the last error's words.
+            EnvironmentFailure: when episodes fail one after the other, or groups are replaced one after the other, with
+                the last error's words.
         """
         num_groups = self._config.num_groups if num_groups is None else num_groups
         groups: list[TrajectoryGroup] = []
+        replaced_in_a_row = 0
         while missing := num_groups - len(groups):
             indices = range(self._next_group, self._next_group + missing)
             self._next_group += missing
             tasks = [(f"train/{i:06d}", task_seed(self._seed, i)) for i in indices]
             played = await self.play(tasks, group_size=self._config.group_size)
             needed = min(2, self._config.group_size)
-            usable = [group for group in played if len(group.valid) >= needed]
-            self.counts["replaced_groups"] += len(played) - len(usable)
-            groups += usable
+            for group in played:
+                if len(group.valid) >= needed:
+                    groups.append(group)
+                    replaced_in_a_row = 0
+                    continue
+                self.counts["replaced_groups"] += 1
+                replaced_in_a_row += 1
+                if replaced_in_a_row >= self._config.max_consecutive_failures:
+                    last = [t.error for t in group.trajectories if t.failed][-1]
+                    raise EnvironmentFailure(
+                        f"{replaced_in_a_row} groups in a row had too many failures; the last: {last}"
+                    )
         return groups
 
     async def play(self, tasks: Iterable[tuple[str, int]], *, group_size: int) -> list[TrajectoryGroup]:

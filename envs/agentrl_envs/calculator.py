@@ -38,12 +38,13 @@ class Calculator(ToolEnv):
         self.max_operand = whole_number("max_operand", max_operand, at_least=1, at_most=10**9)
         self.turn_reward = share("turn_reward", turn_reward)
         self.turn_rewards = turn_rewards
+        self.question: Expression = 0
         self.expression: Expression = 0
         self.is_answered = False
 
     def start(self, options: dict[str, Any]) -> str:  # noqa: ARG002 - the task follows from the seed alone
         """Draw an expression."""
-        self.expression = self._draw(self.num_operations)
+        self.question = self.expression = self._draw(self.num_operations)
         self.is_answered = False
         return f"{_text(self.expression)}=?"
 
@@ -74,18 +75,23 @@ class Calculator(ToolEnv):
         return "answered" if self.is_answered else _text(self.expression)
 
     def oracle(self, *, skill: float = 1.0, rng: np.random.Generator | None = None) -> Message:
-        """Compute the first operation that can be, then answer; a wrong turn calls for another one, or is a bit off."""
+        """Compute the first operation that can be, then answer.
+
+        A wrong turn takes the right numbers with another operation, or answers with a number of the question: mistakes
+        that leave a policy something to learn, while showing it how calls and answers are written.
+        """
         rng = np.random.default_rng() if rng is None else rng
-        ready, value = _reducible(self.expression), _value(self.expression)
-        if rng.random() < skill:
-            return _call(ready[0]) if ready else {"role": "assistant", "content": str(value)}
-        if ready:
-            numbers = _numbers(self.expression)
-            calls = [(a, op, b) for a in numbers for op in _OPERATIONS for b in numbers if (a, op, b) not in ready]
-            calls = calls or [(max(numbers) + 1, "+", 1)]  # few small numbers, and every call of two of them is right
-            return _call(calls[int(rng.integers(len(calls)))])
-        answers = sorted({value - 1, value + 1, value - 10, value + 10})
-        return {"role": "assistant", "content": str(answers[int(rng.integers(len(answers)))])}
+        ready = _reducible(self.expression)
+        is_right = rng.random() < skill
+        if not ready:
+            others = [n for n in _numbers(self.question) if n != self.expression] or [_value(self.expression) + 1]
+            answer = self.expression if is_right else others[int(rng.integers(len(others)))]
+            return {"role": "assistant", "content": str(answer)}
+        if is_right:
+            return _call(ready[0])
+        a, _, b = ready[0]
+        wrong = [(a, op, b) for op in _OPERATIONS if (a, op, b) not in ready] or [(_value(a) + 1, "+", b)]
+        return _call(wrong[int(rng.integers(len(wrong)))])
 
     def _draw(self, num_operations: int) -> Expression:
         if num_operations == 0:

@@ -1,0 +1,33 @@
+# Two commands for a new user: `make train` and `make test`. Both make the virtual environment first.
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+RECIPE ?= examples/calculator.yaml
+ARGS ?=
+
+.PHONY: train test check clean
+
+train: $(VENV)/installed
+	$(BIN)/agentrl train $(RECIPE) $(ARGS)
+
+test: $(VENV)/installed-dev
+	$(BIN)/python -m pytest $(ARGS)
+
+check: $(VENV)/installed-dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	PYTHONPATH=envs:credit $(BIN)/lint-imports
+
+$(VENV)/installed: pyproject.toml
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "agentrl needs Python 3.11 or newer: make PYTHON=python3.12")'
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --editable .
+	touch $@
+
+$(VENV)/installed-dev: $(VENV)/installed
+	$(BIN)/python -m pip install --quiet --editable '.[dev]'
+	touch $@
+
+clean:
+	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis

@@ -1,0 +1,126 @@
+from typing import Any
+
+import pytest
+
+from agentrl.chat import ChatConfig, TemplateRenderer, load_renderer, train_tokenizer
+from agentrl.errors import RendererError
+
+CALL = """{{- '<tool_call>\n{"name": "' + call.function.name + '", "arguments": ' }}
+{{- call.function.arguments | tojson + '}\n</tool_call>' }}"""
+QWEN = (
+    """
+{%- if tools %}{{- '<|im_start|>system\n' }}
+{%- for tool in tools %}{{- tool | tojson + '\n' }}{%- endfor %}{{- '<|im_end|>\n' }}{%- endif %}
+{%- for message in messages %}
+{%- if message.role in ['user', 'system'] %}{{- '<|im_start|>' + message.role + '\n' + message.content + '<|im_end|>\n' }}
+{%- elif message.role == 'assistant' %}{{- '<|im_start|>assistant\n' + message.content }}
+{%- for call in message.tool_calls or [] %}{%- if not loop.first or message.content %}{{- '\n' }}{%- endif %}
+"""
+    + CALL
+    + """{%- endfor %}{{- '<|im_end|>\n' }}
+{%- elif message.role == 'tool' %}
+{%- if loop.first or loop.previtem.role != 'tool' %}{{- '<|im_start|>user' }}{%- endif %}
+{{- '\n<tool_response>\n' + message.content + '\n</tool_response>' }}
+{%- if loop.last or loop.nextitem.role != 'tool' %}{{- '<|im_end|>\n' }}{%- endif %}
+{%- endif %}{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}{%- endif %}"""
+)
+USER = {"role": "user", "content": "Hello."}
+END = 2
+
+
+def tokenizer(template: str | None) -> Any:
+    made = train_tokenizer(["user\nassistant\n"], vocab_size=270)
+    made.chat_template = template
+    return made
+
+
+def changed(*pairs: tuple[str, str]) -> str:
+    template = QWEN
+    for found, replacement in pairs:
+        assert found in template
+        template = template.replace(found, replacement)
+    return template
+
+
+def test_a_qwen_like_template_extends_as_it_would_render_the_whole() -> None:
+    made = tokenizer(QWEN)
+    renderer = load_renderer(made, ChatConfig())
+    assert isinstance(renderer, TemplateRenderer)
+    assert renderer.stop_token_ids == (END,)
+    message = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "a", "arguments": {"n": 1}}}]}
+    reply = {"role": "tool", "content": "empty"}
+    start, action = renderer.start([USER], []), renderer.encode(message)
+    assert renderer.parse(action)["tool_calls"][0]["function"] == {"name": "a", "arguments": {"n": 1}}
+    added = renderer.extend(start, action, [reply])
+    assert added is not None
+    assert start + action + added == renderer.start([USER, message, reply], [])
+    assert renderer.extend(start, action[:-1], [reply]) == (END, *added)
+
+
+def test_the_end_of_sequence_stops_a_turn_that_another_token_closes() -> None:
+    made = tokenizer(QWEN)
+    made.eos_token = "<|endoftext|>"
+    renderer = TemplateRenderer(made)
+    assert renderer.stop_token_ids == (END, 0)
+    added = renderer.extend((), (65, END), [USER])
+    assert added is not None
+    assert renderer.extend((), (65, 0), [USER]) == (END, *added)
+    assert renderer.parse((65, 0)) == renderer.parse((65, END)) == renderer.parse((65,))
+
+
+REWRITING = changed(("+ message.content }}", "+ (message.content if loop.index > messages | length - 2 else '') }}"))
+
+
+@pytest.mark.parametrize(
+    ("template", "problem"),
+    [
+        (None, "has no chat template; set 'chatml'"),
+        (REWRITING, "cannot extend a dialogue: turn 2 changes the text of the turns before it"),
+        (
+            changed(("message.role + '\n'", "message.role + loop.index | string + '\n'")),
+            "depends on the messages before it",
+        ),
+        (changed(("message.role == 'tool'", "false")), "it leaves out messages of the role 'tool'"),
+        (
+            changed(
+                ("message.role == 'tool'", "message.role == 'tool' and (loop.last or loop.nextitem.role != 'tool')")
+            ),
+            "it leaves out messages of the role 'tool'",
+        ),
+        (
+            changed(("{%- elif message.role == 'tool' %}", "{%- else %}{{- raise_exception('no tools here') }}")),
+            "no tools",
+        ),
+        (changed(("tool | tojson", "'tool'")), "it leaves out the tools"),
+        (changed(("<tool_call>", "[CALL]"), ("</tool_call>", "[/CALL]")), "in the form of Hermes and Qwen"),
+        (
+            changed(("in message.tool_calls or []", "in (message.tool_calls or [])[:1]")),
+            "in the form of Hermes and Qwen",
+        ),
+        (changed(("assistant\n' + message.content }}", "assistant\nSaid: ' + message.content }}")), "changes"),
+        (changed(("{%- endfor %}{{- '<|im_end|>\n' }}\n{%- elif", "{%- endfor %}\n{%- elif")), "does not close"),
+    ],
+)
+def test_a_template_that_cannot_be_used_is_refused(template: str | None, problem: str) -> None:
+    with pytest.raises(RendererError) as caught:
+        TemplateRenderer(tokenizer(template), name="org/model")
+    assert str(caught.value).startswith("chat.renderer: ")
+    assert "'org/model'" in str(caught.value)
+    assert problem in str(caught.value)
+
+
+def test_a_template_that_rewrites_history_can_be_rendered_anew_each_turn() -> None:
+    config = ChatConfig(rewritten_history="restart")
+    renderer = load_renderer(tokenizer(REWRITING), config, name_or_path="org/model")
+    start = renderer.start([USER], [])
+    assert renderer.extend(start, (65, END), [USER]) is None
+    said = [USER, {"role": "assistant", "content": "Text."}, USER, {"role": "assistant", "content": "More."}, USER]
+    whole = tokenizer(None).decode(renderer.start(said, []), skip_special_tokens=False)
+    assert "Text." not in whole
+    assert "More." in whole
+
+
+def test_chatml_can_be_asked_for_in_place_of_the_template() -> None:
+    renderer = load_renderer(tokenizer(REWRITING), ChatConfig(renderer="chatml"))
+    assert renderer.extend((), (65, END), [USER]) is not None

@@ -1,0 +1,139 @@
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from agentrl.credit import Credit
+from agentrl.errors import UserError
+from agentrl.report.folder import RunFolder
+from agentrl.report.records import TrajectoryRecord, read_records, records
+from agentrl.testing.groups import make_group
+from agentrl.types import StopReason, Trajectory, TrajectoryGroup
+
+
+def group() -> TrajectoryGroup:
+    return make_group(
+        [[0.5, 1.0], [0.25]],
+        state_keys=[["a", "b"], ["a"]],
+        action_keys=[["left", None], ["right"]],
+        action_lengths=[[2, 3], [1]],
+    )
+
+
+def credits_of(group: TrajectoryGroup) -> list[Credit]:
+    first, second = group.trajectories
+    keep = [True, True, False, True, True]
+    return [Credit.from_tokens(first, [0.1, -0.2, 0.3, 0.4, 0.5], keep_T=keep), Credit.excluded(second)]
+
+
+def records_of(group: TrajectoryGroup) -> Iterator[TrajectoryRecord]:
+    return records([group], [credits_of(group)], step=7, piece=lambda token: f"<{token}>")
+
+
+def with_extras(extras: dict[str, Any], metrics: dict[str, float]) -> TrajectoryGroup:
+    first, second = group().trajectories
+    turns = (replace(first.turns[0], extras=extras), first.turns[1])
+    return TrajectoryGroup(group_id="g", trajectories=(replace(first, turns=turns, metrics=metrics), second))
+
+
+def saved(folder: Path, group: TrajectoryGroup) -> Path:
+    run = RunFolder.create(folder, {})
+    run.add_rollouts(7, records_of(group))
+    (path,) = run.rollouts()
+    return path
+
+
+def assert_same(record: TrajectoryRecord, trajectory: Trajectory) -> None:
+    for name in ("group_id", "trajectory_id", "env_id", "seed", "stop_reason", "truncated", "reward", "error"):
+        assert getattr(record, name) == getattr(trajectory, name)
+    names = ("extends", "reward", "state_key", "next_state_key", "action_key", "finish_reason", "message")
+    sequences = ("observation_ids", "action_ids", "behavior_logprobs", "versions", "observation")
+    for turn, other in zip(record.turns, trajectory.turns, strict=True):
+        assert {name: getattr(turn, name) for name in names} == {name: getattr(other, name) for name in names}
+        for name in sequences:
+            assert tuple(getattr(turn, name)) == getattr(other, name)
+
+
+def test_everything_that_training_saw_comes_back_from_the_file(tmp_path: Path) -> None:
+    played = group()
+    written, read = list(records_of(played)), list(read_records(saved(tmp_path, played)))
+    assert read == written
+    for record, trajectory, credit in zip(read, played.trajectories, credits_of(played), strict=True):
+        assert record.step == 7
+        assert_same(record, trajectory)
+        # Advantages are float32; JSON holds their value as float64, exactly.
+        assert [a for turn in record.turns for a in turn.advantages] == credit.advantages_T.tolist()
+        assert [keep for turn in record.turns for keep in turn.keep] == credit.keep_T.tolist()
+        assert [len(turn.advantages) for turn in record.turns] == [len(turn.action_ids) for turn in trajectory.turns]
+    assert read[0].turns[1].action_pieces == [f"<{token}>" for token in played.trajectories[0].turns[1].action_ids]
+
+
+def test_a_failed_trajectory_is_recorded_with_its_error(tmp_path: Path) -> None:
+    first, second = group().trajectories
+    failed = replace(second, stop_reason=StopReason.ENV_ERROR, error="step() raised", turns=())
+    path = saved(tmp_path, TrajectoryGroup(group_id="g", trajectories=(first, failed)))
+    record = list(read_records(path))[1]
+    assert_same(record, failed)
+    assert (record.error, record.turns) == ("step() raised", [])
+
+
+def test_what_json_cannot_hold_is_recorded_as_numbers_lists_and_text(tmp_path: Path) -> None:
+    extras = {
+        "score": np.float32(0.5),
+        "success": np.bool_(True),
+        "grid": np.arange(4).reshape(2, 2),
+        "seen": {3},
+        "pair": ("a", None),
+        5: {"where": Path("/shop")},
+        "kind": complex(1, 2),
+        "name": "shop \ud800",
+    }
+    record = next(read_records(saved(tmp_path, with_extras(extras, {"score": 0.5}))))  # type: ignore[arg-type]
+    assert record.turns[0].extras == {
+        "score": 0.5,
+        "success": True,
+        "grid": [[0, 1], [2, 3]],
+        "seen": [3],
+        "pair": ["a", None],
+        "5": {"where": "/shop"},
+        "kind": "(1+2j)",
+        "name": "shop ?",
+    }
+
+
+def test_numbers_that_are_not_finite_come_back_and_the_file_stays_json(tmp_path: Path) -> None:
+    path = saved(tmp_path, with_extras({}, {"score": float("nan"), "worst": float("-inf")}))
+
+    def refuse(word: str) -> None:
+        raise AssertionError(f"{word} is no JSON")
+
+    for line in path.read_text().splitlines():
+        json.loads(line, parse_constant=refuse)
+    metrics = next(read_records(path)).metrics
+    assert np.isnan(metrics["score"])
+    assert metrics["worst"] == float("-inf")
+
+
+@pytest.mark.parametrize(
+    ("spoil", "words"),
+    [
+        (lambda line: line[: len(line) // 2], "Invalid JSON: EOF while parsing"),
+        (lambda line: line.replace(b'"seed":0', b'"seed":"x"'), "seed: Input should be a valid integer"),
+        (lambda line: line.replace(b'"turns"', b'"moves"'), "turns: Field required"),
+        (lambda _: b"\x80\x04\x95", "Invalid JSON"),
+        (lambda _: b"", "Invalid JSON"),
+    ],
+)
+def test_a_broken_line_is_named(tmp_path: Path, spoil: Any, words: str) -> None:
+    path = saved(tmp_path, group())
+    first, second = path.read_bytes().splitlines()
+    path.write_bytes(first + b"\n" + spoil(second) + b"\n")
+    lines = read_records(path)
+    assert next(lines).trajectory_id == "g/0"
+    with pytest.raises(UserError) as caught:
+        next(lines)
+    assert str(caught.value).startswith(f"{path}, line 2 is not a rollout record: {words}")

@@ -1,0 +1,72 @@
+"""A tiny Qwen3 with random weights behind the real engine, and a renderer under which it ends its turns."""
+
+import copy
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+
+from agentrl.chat import ChatMLRenderer, train_tokenizer
+from agentrl.engine import EngineConfig
+from agentrl.engine.transformers import TransformersEngine
+from agentrl.learn.model import LocalModelConfig, make_local_model
+from agentrl.types import Message
+
+NewEngine = Callable[..., TransformersEngine]
+
+
+class OftenStops(ChatMLRenderer):
+    """Every fourth token ends a turn: random weights sample the one end token too rarely."""
+
+    @property
+    def stop_token_ids(self) -> tuple[int, ...]:
+        return tuple(sorted({self._end_id, *range(5, 261, 4)}))
+
+
+class StartsAnew(OftenStops):
+    """Cannot extend a dialogue by a message that says so."""
+
+    def extend(
+        self, context_ids: Sequence[int], action_ids: Sequence[int], messages: Sequence[Message]
+    ) -> tuple[int, ...]:
+        if any("anew" in message["content"] for message in messages):
+            return None  # type: ignore[return-value]  # as the protocol allows
+        return super().extend(context_ids, action_ids, messages)
+
+
+@pytest.fixture(scope="session")
+def tokenizer() -> Any:
+    return train_tokenizer([], vocab_size=261)
+
+
+@pytest.fixture(scope="session")
+def model(tokenizer: Any) -> Any:
+    torch.manual_seed(0)
+    sizes = LocalModelConfig(
+        hidden_size=16, num_layers=1, num_heads=2, num_kv_heads=1, intermediate_size=32, initializer_std=0.3
+    )
+    return make_local_model(sizes, tokenizer)
+
+
+@pytest.fixture
+def renderer(tokenizer: Any) -> ChatMLRenderer:
+    return OftenStops(tokenizer)
+
+
+@pytest.fixture
+def forking_renderer(tokenizer: Any) -> ChatMLRenderer:
+    return StartsAnew(tokenizer)
+
+
+@pytest.fixture
+def rarely_stopping_renderer(tokenizer: Any) -> ChatMLRenderer:
+    return ChatMLRenderer(tokenizer)
+
+
+@pytest.fixture
+def new_engine(model: Any) -> NewEngine:
+    def make(kind: type[TransformersEngine] = TransformersEngine, **config: Any) -> TransformersEngine:
+        return kind(copy.deepcopy(model), EngineConfig(**config))
+
+    return make

@@ -1,0 +1,122 @@
+import asyncio
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from agentrl.rollout.env_thread import EnvThread
+
+
+def call(function: Callable[[], Any], *, timeout_s: float = 5.0) -> Any:
+    thread = EnvThread()
+    try:
+        return asyncio.run(thread.call(function, timeout_s=timeout_s))
+    finally:
+        thread.close()
+
+
+def leave() -> None:
+    sys.exit(3)
+
+
+def cancel() -> None:
+    raise asyncio.CancelledError
+
+
+def time_out() -> None:
+    raise TimeoutError("the shop did not answer")
+
+
+def test_calls_run_one_after_the_other_on_one_thread() -> None:
+    async def run() -> list[Any]:
+        thread = EnvThread()
+        running: list[int] = []
+
+        def work(number: int) -> tuple[int, int | None, int]:
+            running.append(number)
+            time.sleep(0.01)
+            running.remove(number)
+            return number, threading.current_thread().ident, len(running)
+
+        return await asyncio.gather(*(thread.call(lambda n=n: work(n), timeout_s=5) for n in range(4)))  # type: ignore[misc]
+
+    results = asyncio.run(run())
+    assert [number for number, _, _ in results] == [0, 1, 2, 3]
+    assert len({ident for _, ident, _ in results} - {threading.current_thread().ident}) == 1
+    assert [left for _, _, left in results] == [0, 0, 0, 0]
+
+
+def test_the_event_loop_goes_on_while_an_environment_blocks() -> None:
+    async def run() -> int:
+        thread, ticks = EnvThread(), 0
+        blocking = asyncio.create_task(thread.call(lambda: time.sleep(0.2), timeout_s=5))
+        while not blocking.done():
+            await asyncio.sleep(0.01)
+            ticks += 1
+        return ticks
+
+    assert asyncio.run(run()) >= 5
+
+
+@pytest.mark.parametrize(
+    ("function", "kind", "words"),
+    [
+        (lambda: 1 // 0, ZeroDivisionError, "division"),
+        (lambda: next(iter(())), RuntimeError, "StopIteration"),
+        (leave, RuntimeError, "SystemExit: 3"),
+        (cancel, RuntimeError, "CancelledError"),
+        (time_out, TimeoutError, "the shop did not answer"),
+    ],
+)
+def test_whatever_a_call_raises_comes_back_at_once(
+    function: Callable[[], Any], kind: type[Exception], words: str
+) -> None:
+    with pytest.raises(kind, match=words):
+        call(function)
+
+
+def test_a_thread_goes_on_after_a_call_that_raised() -> None:
+    async def run() -> tuple[bool, int]:
+        thread = EnvThread()
+        for function in (leave, time_out):
+            with pytest.raises((RuntimeError, TimeoutError)):
+                await thread.call(function, timeout_s=5)
+        return thread.is_lost, await thread.call(lambda: 7, timeout_s=5)
+
+    assert asyncio.run(run()) == (False, 7)
+
+
+def test_a_call_that_misses_its_deadline_loses_the_thread() -> None:
+    released = threading.Event()
+
+    async def run() -> tuple[float, bool]:
+        thread, begin = EnvThread(), time.perf_counter()
+        with pytest.raises(TimeoutError):
+            await thread.call(lambda: released.wait(10), timeout_s=0.05)
+        return time.perf_counter() - begin, thread.is_lost
+
+    waited_s, is_lost = asyncio.run(run())
+    assert 0.05 <= waited_s < 2
+    assert is_lost
+    released.set()  # the call comes back after its event loop was closed: nobody is told, nothing is raised
+
+
+def test_a_hanging_environment_does_not_hold_up_the_end_of_the_process() -> None:
+    script = """
+import asyncio, time
+from agentrl.rollout.env_thread import EnvThread
+
+async def main():
+    try:
+        await EnvThread().call(lambda: time.sleep(600), timeout_s=0.05)
+    except TimeoutError:
+        print("lost")
+
+asyncio.run(main())
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "lost\n", "")

@@ -1,0 +1,334 @@
+import asyncio
+import json
+import random
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from agentrl.chat import Renderer
+from agentrl.engine.transformers import TransformersEngine
+from agentrl.env import MessageEnv
+from agentrl.errors import ConfigError, EngineError, EnvironmentFailure
+from agentrl.rollout import RolloutConfig, RolloutPool, task_seed
+from agentrl.rollout.episode import MakeEnv
+from agentrl.types import Message, StopReason, Trajectory, TrajectoryGroup
+
+NewEngine = Callable[..., TransformersEngine]
+NewPool = Callable[..., RolloutPool]
+
+
+class Talk(MessageEnv):
+    """One to four turns, as the seed says; tells what happens to it to `log`."""
+
+    def __init__(self, log: Callable[[str, "Talk"], None] = lambda _what, _env: None) -> None:
+        super().__init__()
+        self.log, self.turn, self.seed, self.member = log, 0, -1, -1
+        log("made", self)
+
+    def reset(
+        self, *, seed: int | None = None, options: dict[str, Any] | None = None
+    ) -> tuple[tuple[Message, ...], dict[str, Any]]:
+        super().reset(seed=seed)
+        assert seed is not None
+        assert options is not None
+        self.turn, self.seed, self.member = 0, seed, options["rollout_index"]
+        self.log("reset", self)
+        return ({"role": "user", "content": f"task {seed}"},), {}
+
+    def step(self, action: str | Message) -> tuple[tuple[Message, ...], float, bool, bool, dict[str, Any]]:
+        self.turn += 1
+        self.log("step", self)
+        said = {"role": "user", "content": f"{action['content'] if isinstance(action, dict) else action}?"}
+        return (said,), float(self.turn), self.turn > self.seed % 4, False, {}
+
+    def close(self) -> None:
+        self.log("close", self)
+
+
+@pytest.fixture
+def new_pool(new_engine: NewEngine, renderer: Renderer) -> NewPool:
+    def make(
+        make_env: MakeEnv = Talk, *, seed: int = 5, engine: TransformersEngine | None = None, **config: Any
+    ) -> RolloutPool:
+        settings = {"group_size": 3, "max_turn_tokens": 64, "max_live_episodes": 8, "env_timeout_s": 5.0, **config}
+        return RolloutPool(
+            make_env=make_env,
+            engine=engine or new_engine(),
+            renderer=renderer,
+            config=RolloutConfig.model_validate(settings),
+            seed=seed,
+        )
+
+    return make
+
+
+def logged(log: Callable[[str, Talk], None]) -> MakeEnv:
+    return lambda: Talk(log)
+
+
+def fails(*, where: str, when: Callable[[Talk], bool]) -> MakeEnv:
+    def log(what: str, env: Talk) -> None:
+        if what == where and when(env):
+            raise RuntimeError(f"the lamp of member {env.member} is out")
+
+    return logged(log)
+
+
+def collect(pool: RolloutPool, *num_groups: int) -> list[TrajectoryGroup]:
+    async def run() -> list[TrajectoryGroup]:
+        return [group for num in num_groups for group in await pool.collect(num)]
+
+    return asyncio.run(run())
+
+
+def episodes(groups: list[TrajectoryGroup]) -> dict[str, Trajectory]:
+    return {t.trajectory_id: t for group in groups for t in group.trajectories}
+
+
+def test_groups_come_in_the_order_of_the_stream_with_their_members_in_order(new_pool: NewPool) -> None:
+    groups = collect(new_pool(num_groups=4), 4, 2)
+    assert [group.group_id for group in groups] == [f"train/{i:06d}" for i in range(6)]
+    for index, group in enumerate(groups):
+        assert [t.trajectory_id for t in group.trajectories] == [f"train/{index:06d}/{member}" for member in range(3)]
+        assert {t.seed for t in group.trajectories} == {task_seed(5, index)}
+        assert {t.group_id for t in group.trajectories} == {group.group_id}
+
+
+def test_members_share_the_task_and_are_told_their_number(new_pool: NewPool) -> None:
+    told: Counter[tuple[int, int]] = Counter()
+
+    def log(what: str, env: Talk) -> None:
+        if what == "reset":
+            told[env.seed, env.member] += 1
+
+    groups = collect(new_pool(logged(log)), 3)
+    assert told == {(task_seed(5, index), member): 1 for index in range(3) for member in range(3)}
+    for group in groups:
+        assert len({t.turns[0].observation_ids for t in group.trajectories}) == 1
+        assert len({t.turns[0].action_ids for t in group.trajectories}) == 3
+
+
+def test_no_more_environments_live_than_allowed_and_a_free_place_is_refilled(new_pool: NewPool) -> None:
+    lock, live, peaks = threading.Lock(), 0, [0]
+
+    def log(what: str, _: Talk) -> None:
+        nonlocal live
+        with lock:
+            live += {"made": 1, "close": -1}.get(what, 0)
+            peaks.append(live)
+
+    groups = collect(new_pool(logged(log), max_live_episodes=4), 5)
+    assert len(episodes(groups)) == 15
+    assert live == 0
+    assert max(peaks) == 4
+    # After the first is over, a place is empty only while its next environment is made, and at the end.
+    begin, end = peaks.index(4), len(peaks) - 1 - peaks[::-1].index(4)
+    assert min(peaks[begin:end]) >= 1
+    assert sum(peak == 4 for peak in peaks[begin:end]) > (end - begin) / 2
+
+
+def pause_a_while(what: str, _: Talk) -> None:
+    if what in ("made", "reset", "step"):
+        time.sleep(random.random() * 0.004)
+
+
+def test_a_run_repeats_bit_for_bit_whatever_the_timing_of_its_environments(new_pool: NewPool) -> None:
+    first = collect(new_pool(logged(pause_a_while), max_live_episodes=5), 3, 2)
+    second = collect(new_pool(logged(pause_a_while), max_live_episodes=5), 3, 2)
+    prompt = collect(new_pool(max_live_episodes=5), 3, 2)
+    turns = [{key: t.turns for key, t in episodes(groups).items()} for groups in (first, second, prompt)]
+    assert turns[0] == turns[1] == turns[2]
+    assert sum(len(t) for t in turns[0].values()) > 20
+    other = collect(new_pool(seed=6, max_live_episodes=5), 3, 2)
+    assert {key: t.turns for key, t in episodes(other).items()} != turns[0]
+
+
+def test_a_run_without_lockstep_samples_the_same_tokens(new_pool: NewPool, new_engine: NewEngine) -> None:
+    locked = episodes(collect(new_pool(), 4))
+    free = episodes(collect(new_pool(logged(pause_a_while), engine=new_engine(lockstep=False)), 4))
+    for key, trajectory in locked.items():
+        for turn, other in zip(trajectory.turns, free[key].turns, strict=True):
+            assert turn.action_ids == other.action_ids
+            # Batches of other sizes: float32 rounds otherwise.
+            np.testing.assert_allclose(turn.behavior_logprobs, other.behavior_logprobs, rtol=1e-5, atol=1e-6)
+
+
+def test_a_failed_episode_is_begun_again_in_a_fresh_environment(new_pool: NewPool) -> None:
+    made: list[Talk] = []
+
+    def log(what: str, env: Talk) -> None:
+        if what == "made":
+            made.append(env)
+        if what == "step" and env.member == 1 and len([e for e in made if e.member == 1]) <= 2:
+            raise RuntimeError("worn out")
+
+    pool = new_pool(logged(log), max_retries=2)
+    (group,) = collect(pool, 1)
+    assert len(group.valid) == 3
+    assert Counter(env.member for env in made) == {0: 1, 1: 3, 2: 1}
+    assert len({id(env) for env in made}) == 5
+    assert pool.counts == {"retries": 2, "failed_episodes": 0, "replaced_groups": 0, "lost_threads": 0}
+
+
+def test_an_episode_that_goes_on_failing_leaves_its_group(new_pool: NewPool) -> None:
+    pool = new_pool(fails(where="step", when=lambda env: env.member == 1), max_retries=1)
+    groups = collect(pool, 2)
+    for group in groups:
+        assert [t.failed for t in group.trajectories] == [False, True, False]
+        assert [t.trajectory_id[-1] for t in group.valid] == ["0", "2"]
+        failed = group.trajectories[1]
+        assert failed.stop_reason is StopReason.ENV_ERROR
+        assert failed.error == "environment Talk: step() raised RuntimeError: the lamp of member 1 is out"
+    assert pool.counts == {"retries": 2, "failed_episodes": 2, "replaced_groups": 0, "lost_threads": 0}
+
+
+def test_failed_episodes_change_neither_the_tokens_of_the_others_nor_the_tasks(new_pool: NewPool) -> None:
+    healthy = new_pool()
+    whole = episodes(collect(healthy, 2, 2))
+    ill = new_pool(fails(where="step", when=lambda env: env.member == 1 and env.turn == 1))
+    others = episodes(collect(ill, 2, 2))
+    assert list(whole) == list(others)
+    assert {key for key, t in others.items() if t.failed} == {key for key in whole if key.endswith("/1")}
+    for key in whole:
+        assert whole[key].seed == others[key].seed
+        if not others[key].failed:
+            assert [t.action_ids for t in whole[key].turns] == [t.action_ids for t in others[key].turns]
+
+
+def test_a_group_with_too_few_usable_episodes_is_replaced_by_the_next_task(new_pool: NewPool) -> None:
+    bad = task_seed(5, 1)
+    pool = new_pool(fails(where="step", when=lambda env: env.seed == bad and env.member > 0), max_retries=0)
+    groups = collect(pool, 3)
+    assert [group.group_id for group in groups] == ["train/000000", "train/000002", "train/000003"]
+    assert pool.counts["replaced_groups"] == 1
+    assert collect(pool, 1)[0].group_id == "train/000004"
+
+
+def test_a_group_of_one_is_replaced_only_when_it_failed(new_pool: NewPool) -> None:
+    bad = task_seed(5, 1)
+    make_env = fails(where="step", when=lambda env: env.seed == bad)
+    pool = new_pool(make_env, group_size=1, max_retries=0)
+    assert [group.group_id for group in collect(pool, 2)] == ["train/000000", "train/000002"]
+
+
+@pytest.mark.parametrize("where", ["made", "reset", "step", "close"])
+def test_an_environment_that_always_fails_stops_the_run_with_its_words(where: str, new_pool: NewPool) -> None:
+    made: list[Talk] = []
+
+    def log(what: str, env: Talk) -> None:
+        if what == "made":
+            made.append(env)
+        if what == where:
+            raise RuntimeError("the lamp is out")
+
+    begin = time.perf_counter()
+    with pytest.raises(EnvironmentFailure) as caught:
+        collect(new_pool(logged(log), max_consecutive_failures=6, max_retries=1), 4)
+    method = {"made": "environment: construction"}.get(where, f"environment Talk: {where}()")
+    assert str(caught.value) == (
+        f"6 episodes failed in a row; the last one: {method} raised RuntimeError: the lamp is out"
+    )
+    assert time.perf_counter() - begin < 5
+    assert len(made) <= 6 + 8  # the 6, and what was alive beside them
+
+
+def test_an_environment_that_always_hangs_stops_the_run_at_its_deadlines(new_pool: NewPool) -> None:
+    released = threading.Event()
+
+    def log(what: str, _: Talk) -> None:
+        if what == "step":
+            released.wait(30)
+
+    begin = time.perf_counter()
+    pool = new_pool(logged(log), max_consecutive_failures=8, env_timeout_s=0.1)
+    with pytest.raises(EnvironmentFailure, match=r"step\(\) did not return within rollout\.env_timeout_s: 0\.1 s"):
+        collect(pool, 4)
+    assert time.perf_counter() - begin < 5
+    released.set()
+
+
+def test_one_member_that_always_fails_cannot_make_the_run_go_on_for_ever(new_pool: NewPool) -> None:
+    make_env = fails(where="reset", when=lambda env: env.member == 1)
+    pool = new_pool(make_env, group_size=2, max_retries=0, max_consecutive_failures=5)
+    with pytest.raises(EnvironmentFailure) as caught:
+        collect(pool, 2)
+    assert str(caught.value) == (
+        "5 groups in a row had too many failures; the last: environment Talk: reset() raised RuntimeError: "
+        "the lamp of member 1 is out"
+    )
+
+
+def test_an_engine_that_always_fails_is_no_fault_of_the_environment(new_pool: NewPool, new_engine: NewEngine) -> None:
+    async def run() -> None:
+        engine = new_engine()
+        await engine.pause()
+        await new_pool(engine=engine, engine_timeout_s=0.05, max_consecutive_failures=3).collect(1)
+
+    with pytest.raises(EngineError, match=r"3 episodes failed in a row; .* rollout\.engine_timeout_s: 0\.05"):
+        asyncio.run(run())
+
+
+def test_a_mistake_in_the_recipe_is_not_tried_again(new_pool: NewPool) -> None:
+    made: list[str] = []
+
+    class Long(Talk):
+        def reset(self, **kwargs: Any) -> Any:
+            super().reset(**kwargs)
+            return ({"role": "user", "content": "x" * 100},), {}
+
+    pool = new_pool(lambda: Long(lambda what, _: made.append(what)), max_context_tokens=65)
+    with pytest.raises(ConfigError, match=r"rollout\.max_context_tokens: 65"):
+        collect(pool, 1)
+    assert made.count("made") == made.count("close") == 3
+
+
+def test_hanging_environments_lose_their_thread_and_the_others_go_on(new_pool: NewPool) -> None:
+    released = threading.Event()
+
+    def log(what: str, env: Talk) -> None:
+        if what == "step" and env.member == 1:
+            released.wait(30)
+
+    pool = new_pool(logged(log), env_timeout_s=0.1, max_retries=1)
+    groups = collect(pool, 2)
+    assert [[t.failed for t in group.trajectories] for group in groups] == [[False, True, False]] * 2
+    assert pool.counts == {"retries": 2, "failed_episodes": 2, "replaced_groups": 0, "lost_threads": 4}
+    released.set()
+
+
+def test_threads_end_when_the_pool_is_closed(new_pool: NewPool) -> None:
+    def alive() -> set[int | None]:
+        return {thread.ident for thread in threading.enumerate() if thread.name == "agentrl-env"}
+
+    before = alive()
+    pool = new_pool(max_live_episodes=4)
+    collect(pool, 3, 3)
+    assert len(alive() - before) == 4  # kept from one step to the next
+    pool.close()
+    deadline = time.monotonic() + 5
+    while alive() - before and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert alive() - before == set()
+
+
+def test_the_stream_of_tasks_goes_on_from_a_saved_state(new_pool: NewPool) -> None:
+    bad = task_seed(5, 1)
+    make_env = fails(where="step", when=lambda env: env.seed == bad)
+    pool = new_pool(make_env, max_retries=0)
+    collect(pool, 2)
+    state = json.loads(json.dumps(pool.state_dict()))
+    expected = collect(pool, 2)
+    resumed = new_pool(make_env, max_retries=0)
+    resumed.load_state_dict(state)
+    groups = collect(resumed, 2)
+    assert [group.group_id for group in groups] == ["train/000003", "train/000004"]
+    assert {key: t.turns for key, t in episodes(groups).items()} == {
+        key: t.turns for key, t in episodes(expected).items()
+    }
+    assert resumed.counts == pool.counts
+    assert resumed.counts["replaced_groups"] == 1

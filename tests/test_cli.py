@@ -1,0 +1,287 @@
+"""The command line, in this process where that shows the same as in one of its own."""
+
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import torch
+import yaml
+
+from agentrl.chat import train_tokenizer
+from agentrl.cli import main
+from agentrl.learn.model import LocalModelConfig, make_local_model
+from agentrl.report.folder import RunFolder
+from agentrl.report.records import read_records
+
+TINY = """
+env: {id: key_door}
+model: {local: {hidden_size: 16, num_layers: 1, num_heads: 2, num_kv_heads: 1, intermediate_size: 32, vocab_size: 300}}
+warmup: {steps: 2, batch_size: 4, num_demonstrations: 16}
+rollout: {num_groups: 2, group_size: 2, max_turns: 4, max_turn_tokens: 16, max_context_tokens: 512, env_timeout_s: 0.2}
+train: {steps: 2, num_minibatches: 2, device: cpu}
+evaluation: {num_tasks: 4}
+report: {rollouts_every: 1}
+"""
+
+SHOP = """
+import time
+
+from agentrl.env import MessageEnv
+
+
+class Shop(MessageEnv):
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        return ({"role": "user", "content": "Well?"},), {}
+
+    def step(self, action):
+        return (), 0.0, True, False, {}
+
+
+class RaisesInReset(Shop):
+    def reset(self, *, seed=None, options=None):
+        raise RuntimeError("the shop is closed")
+
+
+class Hangs(Shop):
+    def reset(self, *, seed=None, options=None):
+        time.sleep(30)
+
+
+class ReturnsText(Shop):
+    def reset(self, *, seed=None, options=None):
+        return "Well?"
+
+
+class NoShop:
+    pass
+"""
+
+
+class Outcome(NamedTuple):
+    status: int
+    out: str
+    err: str
+
+
+Agentrl = Callable[..., Outcome]
+
+
+@pytest.fixture
+def agentrl(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Iterator[Agentrl]:
+    """Run a command in an empty folder that holds a recipe and a module of environments."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    (tmp_path / "tiny.yaml").write_text(TINY)
+    (tmp_path / "shop_of_faults.py").write_text(SHOP)
+
+    def run(*arguments: str) -> Outcome:
+        status = 0
+        try:
+            main(arguments)
+        except SystemExit as ended:
+            status = int(ended.code or 0)
+        return Outcome(status, *capsys.readouterr())
+
+    yield run
+    sys.modules.pop("shop_of_faults", None)
+
+
+def files(folder: Path) -> set[str]:
+    return {str(path.relative_to(folder)) for path in folder.rglob("*") if "__pycache__" not in path.parts}
+
+
+GIVEN = {"tiny.yaml", "shop_of_faults.py"}
+
+
+def test_installed_environments_are_listed(agentrl: Agentrl) -> None:
+    status, out, err = agentrl("envs")
+    assert (status, err) == (0, "")
+    for word in ("calculator", "key_door", "service_desk", "calc", "refund"):
+        assert word in out
+
+
+def test_installed_credit_schemes_are_listed_with_their_fields(agentrl: Agentrl) -> None:
+    status, out, err = agentrl("credit")
+    assert (status, err) == (0, "")
+    for word in ("turn_return", "uniform", "turn_rewards", "gamma 1.0", "ddof 1"):
+        assert word in out
+
+
+def test_a_process_ends_with_status_2_and_one_message(tmp_path: Path) -> None:
+    def run(*arguments: str) -> Outcome:
+        done = subprocess.run(
+            [sys.executable, "-m", "agentrl", *arguments],
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
+            cwd=tmp_path,
+        )
+        return Outcome(done.returncode, done.stdout, done.stderr)
+
+    assert run("show", "nowhere") == (2, "", "agentrl: there is no nowhere\n")
+    assert run("envs", "--all", "3") == (2, "", "agentrl: agentrl envs does not take --all 3\n")
+    status, out, err = run("trian")
+    assert (status, out) == (2, "")
+    assert "invalid choice: 'trian'" in err
+    assert files(tmp_path) == set()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["nowhere.yaml"], "cannot read the recipe nowhere.yaml: No such file or directory"),
+        (["."], ". is not the folder of a run: it has no config.yaml"),
+        (["tiny.yaml", "--sed", "3"], "--sed: no such option. Did you mean '--seed'?"),
+        (
+            ["tiny.yaml", "--rollout.group_sise=3"],
+            "--rollout.group_sise: no such option. Did you mean '--rollout.group_size'?",
+        ),
+        (["tiny.yaml", "--train.steps", "0"], "train.steps: Input should be greater than 0 (got '0')"),
+        (
+            ["tiny.yaml", "--rollout.max_context_tokens", "5000"],
+            "rollout.max_context_tokens: 5000 exceeds the model's 4096 positions; lower it",
+        ),
+        (
+            ["tiny.yaml", "--model.name_or_path", "./nowhere"],
+            "model.name_or_path: no model in './nowhere': nowhere/config.json does not exist",
+        ),
+        (
+            ["tiny.yaml", "--env.id", "key_dor"],
+            "env.id: no 'key_dor' is installed. Did you mean 'key_door'? Or give it as 'module:Class'.",
+        ),
+        (
+            ["tiny.yaml", "--env.id", "shop_of_faults:Shap"],
+            "env.id: module 'shop_of_faults' has no 'Shap'. Did you mean 'Shop'?",
+        ),
+        (
+            ["tiny.yaml", "--env.id", "shop_of_faults:NoShop"],
+            "env.id: 'shop_of_faults:NoShop' gives NoShop, which is no agentrl.MessageEnv. "
+            "Subclass agentrl.ToolEnv (tools, start, answer) or agentrl.MessageEnv (reset, step).",
+        ),
+        (
+            ["tiny.yaml", "--env.options.num_boxs", "3"],
+            "env.options.num_boxs: 'key_door' has no such option. Did you mean 'num_boxes'?",
+        ),
+        (["tiny.yaml", "--run_dir", "tiny.yaml"], "run_dir: tiny.yaml is a file; name a folder"),
+        (
+            ["tiny.yaml", "--run_dir", "full"],
+            "run_dir: full is not empty; choose another, or go on with that run: agentrl train full",
+        ),
+    ],
+)
+def test_a_recipe_that_cannot_be_carried_out_is_refused_and_leaves_no_trace(
+    arguments: list[str], words: str, agentrl: Agentrl, tmp_path: Path
+) -> None:
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "thesis.txt").write_text("three years of work")
+    target, *overrides = arguments
+    run_dir = [] if target == "." or "--run_dir" in overrides else ["--run_dir", "run"]
+    status, _, err = agentrl("train", target, *overrides, *run_dir)
+    assert (status, err) == (2, f"agentrl: {words}\n")
+    assert files(tmp_path) == GIVEN | {"full", "full/thesis.txt"}
+
+
+@pytest.fixture
+def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model as from a hub, for which no demonstrations are played."""
+    folder = tmp_path_factory.mktemp("model")
+    tokenizer = train_tokenizer([], vocab_size=261)
+    torch.manual_seed(0)
+    sizes = LocalModelConfig(hidden_size=16, num_layers=1, num_heads=2, num_kv_heads=1, intermediate_size=32)
+    make_local_model(sizes, tokenizer).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("RaisesInReset", "environment RaisesInReset: reset() raised RuntimeError: the shop is closed"),
+        ("Hangs", "environment Hangs: reset() did not return within rollout.env_timeout_s: 0.2 s"),
+        (
+            "ReturnsText",
+            "reset() of ReturnsText must return (messages, info), got str 'Well?'",
+        ),
+    ],
+)
+def test_an_environment_that_fails_ends_the_run_with_its_words(
+    name: str, words: str, agentrl: Agentrl, model_folder: Path
+) -> None:
+    options = ["--model.name_or_path", str(model_folder), "--warmup.steps", "0", "--run_dir", "run"]
+    options += ["--rollout.max_consecutive_failures", "3"]
+    status, _, err = agentrl("train", "tiny.yaml", "--env.id", f"shop_of_faults:{name}", *options)
+    assert status == 2
+    # Before the message stand transformers' progress bars of loading a model.
+    assert err.splitlines()[-1] == f"agentrl: 3 episodes failed in a row; the last one: {words}"
+    assert "Traceback" not in err
+
+
+def test_a_run_from_beginning_to_end(agentrl: Agentrl, tmp_path: Path) -> None:
+    status, out, err = agentrl("train", "tiny.yaml", "--run_dir", "run", "--seed", "3")
+    assert (status, err) == (0, "")
+    lines = out.splitlines()
+    assert lines[0].startswith("key_door, seed 3")
+    assert "reward " in lines[-2]
+    assert " on 4 held-out tasks, 2 steps" in lines[-2]
+    assert lines[-1] == "run folder: run"
+    assert [line for line in lines if line.startswith("training")][-1].startswith("training 2/2")
+
+    folder = RunFolder.open(tmp_path / "run")
+    config = yaml.safe_load(folder.config_file.read_text())
+    assert (config["seed"], config["train"]["steps"], config["rollout"]["temperature"]) == (3, 2, 1.0)
+    rows = folder.metrics()
+    assert [row["step"] for row in rows] == [0, 1, 2]
+    assert "eval/reward" in rows[0]
+    assert "eval/reward" in rows[2]
+    assert "eval/reward" not in rows[1]
+    assert [path.name for path in folder.rollouts()] == ["step-000001.jsonl", "step-000002.jsonl"]
+    played = list(read_records(folder.rollouts()[0]))
+    assert [record.trajectory_id for record in played] == [f"train/{i:06d}/{j}" for i in range(2) for j in range(2)]
+    assert {record.step for record in played} == {1}
+    checkpoints = sorted(path.name for path in folder.checkpoints.iterdir())
+    assert checkpoints == ["step-000000", "step-000002"]
+    assert not [name for name in files(tmp_path) if name.endswith(".partial")]
+
+    status, out, err = agentrl("show", "run")
+    assert (status, err) == (0, "")
+    newest = next(read_records(folder.rollouts()[1]))
+    assert newest.trajectory_id in out
+    assert "advantage: " in out
+    status, out, err = agentrl("show", "run/rollouts/step-000001.jsonl", "-n", "9", "--trajectory", "train/000001/1")
+    assert (status, out.count("train/000001/1"), out.count("train/000000")) == (0, 1, 0)
+    assert agentrl("show", "run", "--trajectory", "x") == (
+        2,
+        "",
+        "agentrl: run/rollouts/step-000002.jsonl has no trajectory 'x'\n",
+    )
+    assert agentrl("show", "run", "-n", "0") == (2, "", "agentrl: --number: at least 1, got 0\n")
+
+    status, out, err = agentrl("eval", "run")
+    assert (status, err) == (0, "")
+    shown = dict(line.strip("│ ").split("│") for line in out.splitlines() if line.startswith("│"))
+    numbers = {name.strip(): float(value) for name, value in shown.items()}
+    # The same weights on the same tasks as at the end of training.
+    assert numbers["episodes"] == 4
+    assert numbers == {
+        name: pytest.approx(rows[2][f"eval/{name}"], rel=1e-3) for name in numbers if f"eval/{name}" in rows[2]
+    }
+
+    before = files(tmp_path)
+    status, out, err = agentrl("train", "run")
+    assert (status, err) == (0, "")
+    assert out.splitlines()[-2:] == [
+        "run folder: run",
+        "all 2 steps are done; go on with a larger --train.steps",
+    ]
+    assert files(tmp_path) == before
+    assert folder.metrics() == rows
+
+    status, out, err = agentrl("train", "run", "--train.steps", "3")
+    assert (status, err) == (0, "")
+    assert [row["step"] for row in folder.metrics()] == [0, 1, 2, 3]
+    assert folder.metrics()[:3] == rows

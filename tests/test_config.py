@@ -1,0 +1,342 @@
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, get_args
+
+import pytest
+from pydantic import BaseModel
+
+from agentrl.config import Recipe, load_recipe, plan
+from agentrl.errors import ConfigError
+
+RECIPES = sorted((Path(__file__).parents[1] / "examples").glob("*.yaml"))
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    return tmp_path / "recipe.yaml"
+
+
+def load(file: Path, text: str, *overrides: str) -> Recipe:
+    file.write_text(text, encoding="utf-8")
+    return load_recipe(file, overrides)
+
+
+def message(file: Path, text: str, *overrides: str) -> str:
+    with pytest.raises(ConfigError) as caught:
+        load(file, text, *overrides)
+    return str(caught.value)
+
+
+def sections(
+    model: type[BaseModel] = Recipe, path: tuple[str, ...] = ()
+) -> Iterator[tuple[tuple[str, ...], list[str]]]:
+    """Yield the path of each section of the tree, with its fields."""
+    yield path, list(model.model_fields)
+    for name, info in model.model_fields.items():
+        for part in (info.annotation, *get_args(info.annotation)):
+            if isinstance(part, type) and issubclass(part, BaseModel):
+                yield from sections(part, (*path, name))
+
+
+SECTIONS = list(sections())
+
+
+def misspelt(name: str) -> str:
+    return f"{name[:-1]}{'x' if name[-1] != 'x' else 'y'}"
+
+
+def test_the_tree_has_the_sections_of_a_run() -> None:
+    top = [
+        "chat",
+        "engine",
+        "env",
+        "evaluation",
+        "loss",
+        "model",
+        "model.local",
+        "report",
+        "rollout",
+        "train",
+        "warmup",
+    ]
+    assert sorted(".".join(path) for path, _ in SECTIONS if path) == top
+
+
+@pytest.mark.parametrize(("path", "fields"), SECTIONS, ids=[".".join(path) or "recipe" for path, _ in SECTIONS])
+def test_a_misspelt_field_at_any_level_is_an_error_with_the_nearest_name(
+    path: tuple[str, ...], fields: list[str], file: Path
+) -> None:
+    for field in fields:
+        wrong = misspelt(field)
+        if wrong in fields:
+            continue
+        nested = f"{{{wrong}: 1}}"
+        for section in reversed(path):
+            nested = f"{{{section}: {nested}}}"
+        dotted = ".".join((*path, wrong))
+        in_yaml = message(file, nested)
+        assert in_yaml.startswith(f"{dotted}: no such field. ")
+        on_command_line = message(file, "{}", f"--{dotted}", "1")
+        assert on_command_line.startswith(f"--{dotted}: no such option. ")
+        if len(field) < 5:  # one letter of so few is too much to guess the rest
+            continue
+        assert in_yaml.endswith(f"Did you mean {field!r}?")
+        if (*path, field) not in dict(SECTIONS):  # options are fields, sections are not
+            assert on_command_line.endswith(f"Did you mean '--{'.'.join((*path, field))}'?")
+
+
+def test_unknown_names_read_well(file: Path) -> None:
+    assert message(file, "rollout: {group_sise: 4}") == "rollout.group_sise: no such field. Did you mean 'group_size'?"
+    assert message(file, "{}", "--group_size=4", "--sed", "1") == (
+        "--group_size: no such option. Did you mean '--rollout.group_size'?\n"
+        "--sed: no such option. Did you mean '--seed'?"
+    )
+    assert message(file, "chat: {zzz: 4}") == "chat.zzz: no such field. Known: renderer, rewritten_history."
+    assert message(file, "{}", "--chat.qqqq", "4") == (
+        "--chat.qqqq: no such option. Known: --chat.renderer, --chat.rewritten_history."
+    )
+    assert message(file, "{}", "stray") == "command line: unrecognized arguments: stray"
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("train: {steps: 0}", "train.steps: Input should be greater than 0 (got 0)"),
+        ("seed: -1", "seed: Input should be greater than or equal to 0 (got -1)"),
+        ("seed: 4294967296", "seed: Input should be less than 4294967296 (got 4294967296)"),
+        (
+            "rollout: {num_groups: 1.5}",
+            "rollout.num_groups: Input should be a valid integer, got a number with a fractional part (got 1.5)",
+        ),
+        ("rollout: {top_p: 2}", "rollout.top_p: Input should be less than or equal to 1 (got 2)"),
+        ("train: {precision: float16}", "train.precision: Input should be 'float32' or 'bfloat16' (got 'float16')"),
+        (
+            "model: {local: {vocab_size: 260}}",
+            "model.local.vocab_size: Input should be greater than or equal to 261 (got 260)",
+        ),
+        ("warmup: {skill: 1.1}", "warmup.skill: Input should be less than or equal to 1 (got 1.1)"),
+        (
+            "credit: {scheme: turn_return, gamma: 1.5}",
+            "credit.gamma: Input should be less than or equal to 1 (got 1.5)",
+        ),
+        ("rollout: {temperature: .inf}", "rollout.temperature: must be a finite number (got inf)"),
+        ("train: {betas: [0.9, .nan]}", "train.betas: must be a finite number (got nan)"),
+        ("rollout: 5", "rollout: expected a mapping of fields (got 5)"),
+        ("rollout:", "rollout: expected a mapping of fields (got None)"),
+    ],
+)
+def test_an_impossible_value_is_named_and_shown(text: str, words: str, file: Path) -> None:
+    assert message(file, text) == words
+
+
+def test_every_mistake_has_a_line_of_its_own(file: Path) -> None:
+    text = "sed: 1\ntrain: {steps: many, learning_rate: -1}"
+    assert message(file, text, "--rollout.num_groups", "-4").splitlines() == [
+        "rollout.num_groups: Input should be greater than 0 (got '-4')",
+        "train.steps: Input should be a valid integer, unable to parse string as an integer (got 'many')",
+        "train.learning_rate: Input should be greater than 0 (got -1)",
+        "sed: no such field. Did you mean 'seed'?",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        (
+            "rollout: {max_turn_tokens: 4000}",
+            "rollout.max_turn_tokens: 4000 exceeds max_episode_tokens: 2048; lower it",
+        ),
+        (
+            "rollout: {max_turn_tokens: 64, max_context_tokens: 64}",
+            "rollout.max_turn_tokens: 64 leaves no room for a prompt in rollout.max_context_tokens: 64",
+        ),
+        (
+            "{rollout: {num_groups: 1, group_size: 2}, train: {num_minibatches: 3}}",
+            "train.num_minibatches: 3 is more than the 2 episodes of a step (rollout.num_groups * rollout.group_size); "
+            "lower it",
+        ),
+        (
+            "{rollout: {group_size: 1}, credit: {scheme: turn_return}}",
+            "rollout.group_size: 1 gives every trajectory nothing to be compared with; raise it, or set credit.lone",
+        ),
+        ("evaluation: {pass_at: [1, 8]}", "evaluation.pass_at: 8 needs as many samples, got samples: 1"),
+        (
+            "loss: {mismatch: mask}",
+            "loss.mismatch: mask corrects what anchor: behavior has in its ratio already; set anchor: recomputed, or "
+            "mismatch: off",
+        ),
+        (
+            "rollout: {top_p: 0.9}",
+            "rollout.top_p: 0.9 cuts the support off, so importance ratios would be wrong; train with top_p: 1 and lower "
+            "the temperature instead",
+        ),
+    ],
+)
+def test_fields_that_contradict_each_other_are_both_named(text: str, words: str, file: Path) -> None:
+    assert message(file, text) == words
+
+
+def test_one_trajectory_a_group_is_allowed_where_credit_says_what_to_do(file: Path) -> None:
+    recipe = load(file, "{rollout: {group_size: 1}, credit: {scheme: turn_return, lone: keep}}")
+    assert recipe.rollout.group_size == 1
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("{scheme: turn_return, gama: 0.5}", "credit.gama: 'turn_return' has no such option. Did you mean 'gamma'?"),
+        (
+            "{scheme: turn_retrun}",
+            "credit.scheme: no 'turn_retrun' is installed. Did you mean 'turn_return'? Or give it as 'module:Class'.",
+        ),
+        ("{gamma: 0.5}", "credit.scheme: expected the name of a credit scheme, got None"),
+        ("{scheme: uniform, fallback: none}", "credit.fallback: the only fallback is 'uniform', got 'none'"),
+    ],
+)
+def test_mistakes_in_credit_are_found_when_the_recipe_is_read(text: str, words: str, file: Path) -> None:
+    assert message(file, f"credit: {text}") == words
+
+
+@pytest.mark.parametrize(
+    ("overrides", "path", "value"),
+    [
+        (["--seed", "7"], "seed", 7),
+        (["--rollout.group_size", "4"], "rollout.group_size", 4),
+        (["--rollout.group_size=4"], "rollout.group_size", 4),
+        (["--rollout.group_size", "3", "--rollout.group_size", "4"], "rollout.group_size", 4),
+        (["--rollout", '{"group_size": 4}'], "rollout.group_size", 4),
+        (["--model.local.hidden_size", "32"], "model.local.hidden_size", 32),
+        (["--train.learning_rate", "1e-5"], "train.learning_rate", 1e-5),
+        (["--engine.lockstep", "true"], "engine.lockstep", True),
+        (["--engine.lockstep=no"], "engine.lockstep", False),
+        (["--train.betas", "[0.8, 0.9]"], "train.betas", (0.8, 0.9)),
+        (["--evaluation.pass_at", "1,4"], "evaluation.pass_at", (1, 4)),
+        (["--evaluation.pass_at", "1", "--evaluation.pass_at", "2"], "evaluation.pass_at", (1, 2)),
+        (["--report.trackers", "[]"], "report.trackers", ()),
+        (["--report.trackers", "wandb"], "report.trackers", ("wandb",)),
+        (["--loss.clip_low", "null"], "loss.clip_low", None),
+        (["--model.name_or_path", "null"], "model.name_or_path", None),
+        (["--run_dir", "there"], "run_dir", Path("there")),
+        (["--credit.gamma", "0.5"], "credit.gamma", 0.5),
+        (["--credit.gamma=.5"], "credit.gamma", 0.5),
+        (["--credit.leave_one_out", "false"], "credit.leave_one_out", False),
+        (["--env.options.num_operations", "3"], "env.options.num_operations", 3),
+        (["--env.options.turn_rewards=no"], "env.options.turn_rewards", False),
+        (["--env.options.seed_words", "[a, b]"], "env.options.seed_words", ["a", "b"]),
+        (["--env.options.limits.low", "null"], "env.options.limits", {"low": None}),
+    ],
+)
+def test_the_command_line_wins_over_the_recipe_and_leaves_the_rest(
+    overrides: list[str], path: str, value: Any, file: Path
+) -> None:
+    text = """
+seed: 1
+run_dir: here
+env: {options: {num_operations: 2, max_operand: 5}}
+model: {name_or_path: a/b, local: {hidden_size: 64, num_layers: 3}}
+engine: {lockstep: false}
+rollout: {group_size: 2, max_turns: 3}
+credit: {scheme: turn_return, gamma: 0.9, lone: keep}
+loss: {clip_low: 0.1}
+train: {learning_rate: 0.1, betas: [0.5, 0.5]}
+evaluation: {samples: 4, pass_at: [2]}
+report: {trackers: [tensorboard]}
+"""
+    before, after = load(file, text).model_dump(), load(file, text, *overrides).model_dump()
+    *sections, name = path.split(".")
+    for section in sections:
+        before[section], after[section] = dict(before[section]), dict(after[section])
+        before, after = before[section], after[section]
+    assert after[name] == value
+    assert type(after[name]) is type(value)
+    whole, changed = load(file, text).model_dump(), load(file, text, *overrides).model_dump()
+    assert {key for key in whole if whole[key] != changed[key]} <= {path.split(".")[0]}
+    assert {key: before[key] for key in before if key != name} == {key: after[key] for key in after if key != name}
+
+
+@pytest.mark.parametrize("option", ["--rollout.group_size", "--credit.gamma", "--env.options.num_operations"])
+def test_an_option_without_a_value_is_named(option: str, file: Path) -> None:
+    assert message(file, "credit: {scheme: turn_return}", option) == f"{option}: needs a value"
+
+
+def test_a_value_that_cannot_be_read_is_named(file: Path) -> None:
+    assert message(file, "{}", "--credit.gamma=[") == "--credit.gamma: '[' is not valid YAML"
+    assert message(file, "{}", "--rollout.group_size", "four") == (
+        "rollout.group_size: Input should be a valid integer, unable to parse string as an integer (got 'four')"
+    )
+
+
+def test_another_environment_drops_the_options_of_the_former_one(file: Path) -> None:
+    text = "env: {id: calculator, options: {num_operations: 3}}"
+    assert load(file, text, "--env.id", "key_door").env.options == {}
+    assert load(file, text, "--env.id", "key_door", "--env.options.num_boxes", "4").env.options == {"num_boxes": 4}
+    assert load(file, text, "--env.id", "calculator").env.options == {"num_operations": 3}
+    assert load(file, text.replace("id: calculator, ", ""), "--env.id", "calculator").env.options == {
+        "num_operations": 3
+    }
+
+
+def test_another_credit_scheme_drops_the_options_of_the_former_one(file: Path) -> None:
+    text = "credit: {scheme: turn_return, gamma: 0.9}"
+    assert load(file, text, "--credit.scheme", "uniform").credit == {"scheme": "uniform"}
+    kept = load(file, text, "--credit.scheme", "turn_return", "--credit.ddof", "0").credit
+    assert kept == {"scheme": "turn_return", "gamma": 0.9, "ddof": 0}
+
+
+def test_there_are_shipped_recipes() -> None:
+    assert "calculator.yaml" in [path.name for path in RECIPES]
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=[path.stem for path in RECIPES])
+def test_a_shipped_recipe_parses_and_comes_back_from_what_a_run_writes_down(path: Path, file: Path) -> None:
+    recipe = load_recipe(path)
+    assert load(file, recipe.model_dump_json()) == recipe  # JSON is YAML
+
+
+def test_the_plan_says_what_a_step_amounts_to(file: Path) -> None:
+    text = """
+rollout: {num_groups: 3, group_size: 4, max_turns: 5, max_turn_tokens: 32}
+train: {steps: 10, num_minibatches: 2, max_tokens_per_micro_batch: 900}
+credit: {scheme: turn_return, gamma: 0.5}
+loss: {unit: turn, clip_high: 0.01}
+evaluation: {num_tasks: 20, samples: 2}
+"""
+    assert plan(load(file, text)) == {
+        "episodes per step": "12 (3 groups of 4)",
+        "turns per episode": "at most 5, of at most 32 tokens each",
+        "updates per step": "2, on about 6 trajectories each",
+        "tokens per micro-batch": "at most 900, padding included",
+        "steps": "10 (20 updates)",
+        "credit": "scheme turn_return, gamma 0.5",
+        "ratio": "one for each turn, clipped to 1 - 0.003 .. 1 + 0.01",
+        "evaluation": "20 held-out tasks, 2 episodes each",
+    }
+
+
+def test_a_file_that_is_no_recipe_is_named(tmp_path: Path) -> None:
+    def words(path: Path) -> str:
+        with pytest.raises(ConfigError) as caught:
+            load_recipe(path)
+        return str(caught.value)
+
+    file = tmp_path / "recipe.yaml"
+    assert words(file) == f"cannot read the recipe {file}: No such file or directory"
+    assert words(tmp_path) == f"cannot read the recipe {tmp_path}: Is a directory"
+    file.write_bytes(b"\xff\xfe\x00")
+    assert words(file).startswith(f"the recipe {file} is not valid YAML: 'utf-8' codec can't decode")
+    assert message(file, "train: [") == (
+        f"the recipe {file} is not valid YAML: while parsing a flow node\n"
+        "expected the node content, but found '<stream end>'\n"
+        '  in "<unicode string>", line 1, column 9:\n    train: [\n            ^'
+    )
+    assert message(file, "- train") == f"the recipe {file} must be a mapping of sections, got list"
+    assert message(file, "# nothing yet") == f"the recipe {file} must be a mapping of sections, got NoneType"
+
+
+def test_a_key_that_stands_twice_is_refused_because_yaml_would_drop_one(file: Path) -> None:
+    words = message(file, "train: {steps: 1}\nseed: 2\ntrain: {num_minibatches: 1}")
+    assert words.startswith(f"the recipe {file} is not valid YAML: 'train' is there twice\n")
+    assert "line 3, column 1" in words
+    merged = load(file, "env: {options: &base {a: 1, b: 2}}\nrollout: {max_turns: 3}")
+    assert merged.env.options == {"a": 1, "b": 2}
+    assert load(file, "env: {options: {<<: {a: 1, b: 2}, b: 3}}").env.options == {"a": 1, "b": 3}

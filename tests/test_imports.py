@@ -1,0 +1,51 @@
+import subprocess
+import sys
+
+import pytest
+
+import agentrl
+
+HEAVY = ("torch", "transformers", "accelerate", "vllm", "agentrl_envs", "agentrl_credit")
+
+
+def loaded_by(script: str) -> set[str]:
+    """Return which of the heavy packages a fresh process has loaded after a script."""
+    report = f"import sys; print(*(name for name in {HEAVY!r} if name in sys.modules))"
+    done = subprocess.run(
+        [sys.executable, "-c", f"{script}\n{report}"], capture_output=True, text=True, timeout=60, check=True
+    )
+    return set(done.stdout.split())
+
+
+def test_importing_agentrl_loads_neither_torch_nor_a_plug_in() -> None:
+    assert loaded_by("import agentrl") == set()
+
+
+def test_what_authors_of_environments_and_schemes_use_loads_neither() -> None:
+    assert loaded_by("from agentrl import *") == set()
+    assert (
+        loaded_by("from agentrl.env import make_env; from agentrl.registry import names; names('agentrl.envs')")
+        == set()
+    )
+
+
+def test_a_plug_in_loads_nothing_heavy() -> None:
+    assert loaded_by("from agentrl.env import make_env; make_env('key_door')") == {"agentrl_envs"}
+
+
+@pytest.mark.parametrize("name", agentrl.__all__)
+def test_a_public_name_is_the_one_of_its_home(name: str) -> None:
+    found = getattr(agentrl, name)
+    module = sys.modules[agentrl._HOME[name]]
+    assert found is getattr(module, name)
+    assert name in dir(agentrl)
+
+
+def test_all_lists_every_public_name_once() -> None:
+    assert sorted(agentrl.__all__) == sorted(agentrl._HOME)
+    assert len(set(agentrl.__all__)) == len(agentrl.__all__)
+
+
+def test_a_name_that_is_not_there_is_an_attribute_error() -> None:
+    with pytest.raises(AttributeError, match="module 'agentrl' has no attribute 'Trayectory'"):
+        _ = agentrl.Trayectory

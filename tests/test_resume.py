@@ -1,0 +1,86 @@
+"""A run that is killed again and again ends as one that was left alone (invariant 13, without live episodes)."""
+
+import json
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import yaml
+
+RECIPE = {
+    "env": {"id": "key_door"},
+    "model": {"local": {"hidden_size": 16, "num_layers": 1, "num_heads": 2, "num_kv_heads": 1, "intermediate_size": 32}},
+    "warmup": {"steps": 8, "num_demonstrations": 32, "skill": 0.5},
+    "rollout": {
+        "num_groups": 3,
+        "group_size": 4,
+        "max_turns": 6,
+        "max_turn_tokens": 16,
+        "max_episode_tokens": 64,
+        "max_context_tokens": 512,
+    },
+    "credit": {"scheme": "turn_return"},
+    "loss": {"kl_coefficient": 0.01},
+    "train": {"steps": 40, "checkpoint_every": 4, "schedule": "cosine", "learning_rate": 3e-3, "device": "cpu"},
+    "evaluation": {"every": 7, "num_tasks": 6},
+    "report": {"rollouts_every": 5},
+}
+
+
+def start(target: Path, *options: str) -> subprocess.Popen[bytes]:
+    command = [sys.executable, "-m", "agentrl", "train", str(target), *options]
+    return subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+
+
+def finish(process: subprocess.Popen[bytes]) -> None:
+    _, errors = process.communicate(timeout=100)
+    assert process.returncode == 0, errors.decode()
+
+
+def rows(folder: Path) -> list[dict[str, float]]:
+    lines = (folder / "metrics.jsonl").read_text().splitlines()
+    return [{k: v for k, v in json.loads(line).items() if not k.startswith("time/")} for line in lines]
+
+
+def rollouts(folder: Path) -> dict[str, list[dict[str, object]]]:
+    files = {}
+    for path in sorted((folder / "rollouts").iterdir()):
+        files[path.name] = [json.loads(line) for line in path.read_text().splitlines()]
+        for record in files[path.name]:
+            del record["metrics"]["env_s"]  # seconds are a matter of the machine
+    return files
+
+
+@pytest.mark.timeout(300)
+def test_kill_at_three_random_moments_and_resume_equals_uninterrupted_bit_for_bit(tmp_path: Path) -> None:
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(yaml.safe_dump(RECIPE))
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    finish(start(recipe, "--run_dir", str(whole)))
+    expected = rows(whole)
+    assert [row["step"] for row in expected] == list(range(41))
+    seed = random.SystemRandom().randrange(10**6)
+    print(f"moments drawn with seed {seed}")
+    rng = random.Random(seed)
+    process = start(recipe, "--run_dir", str(killed))
+    for kill in range(3):
+        # Somewhere in the next third of the run: at any point of a step, of a checkpoint, of an evaluation.
+        wanted = 1 + kill * 12 + rng.randrange(12)
+        while not ((killed / "metrics.jsonl").is_file() and len(rows_so_far(killed)) >= wanted):
+            assert process.poll() is None, "the run ended before it could be killed"
+            time.sleep(0.005)
+        time.sleep(rng.random() * 0.1)
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+        process = start(killed)
+    finish(process)
+    assert rows(killed) == expected
+    assert rollouts(killed) == rollouts(whole)
+
+
+def rows_so_far(folder: Path) -> list[str]:
+    return (folder / "metrics.jsonl").read_text().splitlines()

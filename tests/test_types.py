@@ -1,0 +1,85 @@
+from dataclasses import FrozenInstanceError, replace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from agentrl.types import StopReason, Trajectory, TrajectoryGroup, Turn, valid_trajectories
+
+
+def turn(*action_ids: int, extends: bool = True, reward: float = 0.0) -> Turn:
+    zeros = (0,) * len(action_ids)
+    return Turn(
+        observation_ids=(1,),
+        extends=extends,
+        action_ids=action_ids,
+        behavior_logprobs=zeros,
+        versions=zeros,
+        reward=reward,
+    )
+
+
+def trajectory(*turns: Turn, **changes: Any) -> Trajectory:
+    blank = Trajectory(
+        group_id="g", trajectory_id="g/0", env_id="e", seed=0, turns=turns, stop_reason=StopReason.TERMINATED
+    )
+    return replace(blank, **changes)
+
+
+@pytest.mark.parametrize(("field", "got"), [("behavior_logprobs", "2 and 3"), ("versions", "3 and 2")])
+def test_every_action_token_has_its_logprob_and_its_version(field: str, got: str) -> None:
+    changes: Any = {field: (0, 0)}
+    with pytest.raises(ValueError, match=f"3 action tokens needs as many behavior_logprobs and versions, got {got}"):
+        replace(turn(1, 2, 3), **changes)
+
+
+def test_a_turn_cannot_be_changed() -> None:
+    with pytest.raises(FrozenInstanceError):
+        turn(1).reward = 2.0  # type: ignore[misc]
+
+
+def test_a_trajectory_sums_its_turns() -> None:
+    played = trajectory(turn(1, 2, reward=0.5), turn(), turn(3, reward=-2.0))
+    assert played.reward == -1.5
+    assert played.num_action_tokens == 3
+    assert (trajectory().reward, trajectory().num_action_tokens) == (0, 0)
+
+
+@pytest.mark.parametrize(
+    ("extends", "lengths"),
+    [
+        ([], []),
+        ([True], [1]),
+        ([True, True, True], [3]),
+        ([True, False, True], [1, 2]),
+        ([True, True, False, False, True], [2, 1, 2]),
+        ([False, True], [2]),  # the first turn begins a context whatever it says
+        ([False, False], [1, 1]),
+    ],
+)
+def test_a_segment_ends_where_history_was_rewritten(extends: list[bool], lengths: list[int]) -> None:
+    turns = tuple(turn(k, extends=flag) for k, flag in enumerate(extends))
+    segments = list(trajectory(*turns).segments())
+    assert [len(segment) for segment in segments] == lengths
+    assert sum(segments, ()) == turns
+
+
+@given(st.lists(st.booleans(), max_size=12))
+def test_segments_hold_every_turn_once_in_order(extends: list[bool]) -> None:
+    turns = tuple(turn(k, extends=flag) for k, flag in enumerate(extends))
+    segments = list(trajectory(*turns).segments())
+    assert sum(segments, ()) == turns
+    assert all(segments)
+    assert [segment[0].extends for segment in segments[1:]] == [False] * (len(segments) - 1)
+    assert all(later.extends for segment in segments for later in segment[1:])
+
+
+def test_only_failures_of_the_machinery_leave_the_statistics() -> None:
+    failed = {reason for reason in StopReason if reason.failed}
+    assert failed == {StopReason.ENV_ERROR, StopReason.ENGINE_ERROR, StopReason.STALE}
+    members = tuple(trajectory(trajectory_id=f"g/{i}", stop_reason=reason) for i, reason in enumerate(StopReason))
+    group = TrajectoryGroup(group_id="g", trajectories=members)
+    assert [t.stop_reason for t in group.valid] == [reason for reason in StopReason if not reason.failed]
+    assert valid_trajectories([group, group]) == [*group.valid, *group.valid]
+    assert [t.failed for t in members] == [reason.failed for reason in StopReason]
