@@ -15,12 +15,12 @@ from accelerate.utils import set_seed
 from safetensors.torch import load_model, save_model
 from transformers import AutoTokenizer
 
-from agentrl.chat import ChatMLRenderer, load_renderer, train_tokenizer
+from agentrl.chat import ChatMLRenderer, Renderer, load_renderer, train_tokenizer
 from agentrl.config import Recipe
 from agentrl.credit import load_credit_for
 from agentrl.engine.transformers import TransformersEngine
 from agentrl.env import base_env, make_env
-from agentrl.errors import ConfigError
+from agentrl.errors import AgentRLError, ConfigError, EnvironmentFailure
 from agentrl.learn.checkpoint import checkpoints, load_checkpoint, save_checkpoint
 from agentrl.learn.evaluate import Evaluation, evaluate
 from agentrl.learn.model import Policy, load_pretrained, make_local_model
@@ -28,7 +28,7 @@ from agentrl.learn.trainer import StepResult, Trainer
 from agentrl.learn.warmup import demonstrations, warm_up
 from agentrl.report.folder import RunFolder
 from agentrl.report.records import records
-from agentrl.rollout import RolloutPool
+from agentrl.rollout import RolloutPool, try_environment
 from agentrl.types import Trajectory
 
 OnProgress = Callable[[Literal["warm-up", "training"], int, int, dict[str, float]], None]
@@ -62,10 +62,13 @@ class Run:
         self.warnings += [warning] if warning else []
         self._falls_back = warning is not None
         env.close()
+        self._runner = asyncio.Runner()
+        if recipe.model.name_or_path is None:
+            # Demonstrations for the tokenizer are about to be played; the context is measured once there is one.
+            self._try_environment(ChatMLRenderer(train_tokenizer([], vocab_size=261)), 2**31)
         model, self.tokenizer = self._load_model(tokenizer_folder)
         _check_positions(recipe, model.config)
         self._renderer = load_renderer(self.tokenizer, recipe.chat, name_or_path=recipe.model.name_or_path or "local")
-        self._runner = asyncio.Runner()
         engine_model = copy.deepcopy(model).to(self._accelerator.device)
         if recipe.train.precision == "bfloat16":
             engine_model = engine_model.to(torch.bfloat16)
@@ -83,6 +86,8 @@ class Run:
         """
         recipe = self.recipe
         newest = checkpoints(folder.checkpoints)[-1:] if folder else []
+        if not newest:
+            self._try_environment(self._renderer, recipe.rollout.max_context_tokens)
         examples = [] if newest else self._examples()
         if folder is None:
             assert recipe.run_dir is not None, "the command line names the folder"
@@ -146,6 +151,11 @@ class Run:
         self._runner.run(self._engine.close())
         self._runner.close()
 
+    def _try_environment(self, renderer: Renderer, max_context_tokens: int) -> None:
+        config = self.recipe.rollout.model_copy(update={"max_context_tokens": max_context_tokens})
+        seed = self.recipe.seed
+        self._runner.run(try_environment(make_env=self._make_env, renderer=renderer, config=config, seed=seed))
+
     def _load_model(self, tokenizer_folder: Path | None) -> tuple[Any, Any]:
         settings = self.recipe.model
         if settings.name_or_path is not None:
@@ -178,8 +188,13 @@ class Run:
                     seed=recipe.seed,
                 )
             )
+        except AgentRLError:
+            raise
         except NotImplementedError as error:
             raise ConfigError(f"env.id: {error}") from error
+        except Exception as error:
+            words = f"a demonstration by oracle() failed: {type(error).__name__}: {error}"
+            raise EnvironmentFailure(words) from error
 
     def _examples(self) -> list[Trajectory]:
         warmup = self.recipe.warmup

@@ -96,7 +96,7 @@ class Turn:
     next_state_key: str | None = None
     """The key after the action."""
     action_key: str | None = None
-    """The environment's key of the action; equal keys mean equal actions."""
+    """The environment's key of the action; equal keys mean equal actions. None: it was never carried out."""
     finish_reason: FinishReason = FinishReason.STOP
     observation: tuple[Message, ...] = ()
     """The environment's messages before the action."""

@@ -28,21 +28,13 @@ class EngineConfig(BaseModel):
     and a run repeats bit for bit. Set to false where environments take longer than a decoding step (milliseconds)."""
 
 
-class Engine(Protocol):
-    """Samples completions under weights that can be replaced.
+class Sampler(Protocol):
+    """Samples completions: what an episode knows of an engine.
 
     Every completion's log-probabilities are those of the distribution that was sampled: full support, temperature
     applied. An episode is one conversation: each of its prompts begins with the previous prompt and completion, so an
     engine can keep what it has computed.
     """
-
-    @property
-    def version(self) -> int:
-        """Policy version of the weights in use."""
-
-    @property
-    def busy_s(self) -> float:
-        """Seconds spent computing since the engine was made."""
 
     def conversation(self, request_id: str) -> AbstractContextManager[None]:
         """Keep what was computed for this id between its requests; at exit forget it."""
@@ -53,6 +45,18 @@ class Engine(Protocol):
         Raises:
             EngineError: when the engine cannot; with the engine's own words.
         """
+
+
+class Engine(Sampler, Protocol):
+    """A sampler whose weights can be replaced."""
+
+    @property
+    def version(self) -> int:
+        """Policy version of the weights in use."""
+
+    @property
+    def busy_s(self) -> float:
+        """Seconds spent computing since the engine was made."""
 
     async def pause(self) -> None:
         """Return every running request as it stands, with finish_reason `aborted`, and hold those that come."""

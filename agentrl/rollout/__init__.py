@@ -4,5 +4,15 @@ from agentrl.rollout.config import RolloutConfig
 from agentrl.rollout.episode import Task, run_episode
 from agentrl.rollout.pool import RolloutPool
 from agentrl.rollout.seeds import derive_seed, held_out_seed, task_seed
+from agentrl.rollout.trial import try_environment
 
-__all__ = ["RolloutConfig", "RolloutPool", "Task", "derive_seed", "held_out_seed", "run_episode", "task_seed"]
+__all__ = [
+    "RolloutConfig",
+    "RolloutPool",
+    "Task",
+    "derive_seed",
+    "held_out_seed",
+    "run_episode",
+    "task_seed",
+    "try_environment",
+]

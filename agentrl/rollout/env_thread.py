@@ -3,6 +3,7 @@
 import asyncio
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from queue import SimpleQueue
 from typing import Any, TypeVar
 
@@ -54,6 +55,15 @@ class EnvThread:
             raise error
         returned: R = result
         return returned
+
+    def call_unattended(self, function: Callable[[], object]) -> None:
+        """Run `function` after what runs now, if that ever returns; nobody waits, and nobody hears what it raises."""
+
+        def work() -> None:
+            with suppress(Exception):
+                function()
+
+        self._calls.put(work)
 
     def close(self) -> None:
         """Let the thread end after its last call."""

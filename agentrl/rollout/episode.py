@@ -14,7 +14,7 @@ import gymnasium as gym
 import numpy as np
 
 from agentrl.chat import Renderer
-from agentrl.engine import Engine
+from agentrl.engine import Sampler
 from agentrl.env import MessageEnv, base_env
 from agentrl.env.spaces import is_message
 from agentrl.errors import AgentRLError, ConfigError, EngineError, UserError
@@ -55,6 +55,7 @@ class _Moment(NamedTuple):
 
     messages: tuple[Message, ...]
     state_key: str | None
+    action_key: str | None = None
     reward: float = 0.0
     terminated: bool = False
     truncated: bool = False
@@ -62,7 +63,7 @@ class _Moment(NamedTuple):
 
 
 async def run_episode(
-    task: Task, *, make_env: MakeEnv, engine: Engine, renderer: Renderer, config: RolloutConfig, thread: EnvThread
+    task: Task, *, make_env: MakeEnv, engine: Sampler, renderer: Renderer, config: RolloutConfig, thread: EnvThread
 ) -> Trajectory:
     """Play one episode; a failure of the environment or the engine is returned as data.
 
@@ -85,7 +86,7 @@ class _Episode:
     """A live episode; grows by one turn at a time."""
 
     def __init__(
-        self, task: Task, engine: Engine, renderer: Renderer, config: RolloutConfig, thread: EnvThread
+        self, task: Task, engine: Sampler, renderer: Renderer, config: RolloutConfig, thread: EnvThread
     ) -> None:
         self._task, self._engine, self._renderer = task, engine, renderer
         self._config, self._thread = config, thread
@@ -101,7 +102,9 @@ class _Episode:
         try:
             trajectory = await self._play(env, base)
         except BaseException:
-            if not self._thread.is_lost:
+            if self._thread.is_lost:  # hanging, or cancelled within a call
+                self._thread.call_unattended(env.close)
+            else:
                 with suppress(EnvError):  # what went wrong first says more
                     await self._on_thread("close()", env.close)
             raise
@@ -137,7 +140,6 @@ class _Episode:
                 versions=completion.versions,
                 reward=0.0,
                 state_key=moment.state_key,
-                action_key=await self._on_thread("action_key()", partial(base.action_key, message)),
                 finish_reason=completion.finish_reason,
                 observation=moment.messages,
                 message=message,
@@ -149,7 +151,15 @@ class _Episode:
                 return self.result(reason, truncated=True)
             moment = await self._on_thread("step()", partial(_step, env, base, message))
             self._final_info = moment.info
-            self._turns.append(replace(turn, reward=moment.reward, next_state_key=moment.state_key, extras=moment.info))
+            self._turns.append(
+                replace(
+                    turn,
+                    reward=moment.reward,
+                    next_state_key=moment.state_key,
+                    action_key=moment.action_key,
+                    extras=moment.info,
+                )
+            )
             if moment.terminated or moment.truncated:
                 return self.result(StopReason.TERMINATED, truncated=not moment.terminated)
             if len(self._turns) >= config.max_turns:
@@ -227,6 +237,7 @@ def _reset(env: gym.Env[Any, Any], base: MessageEnv, task: Task) -> _Moment:
 
 
 def _step(env: gym.Env[Any, Any], base: MessageEnv, action: Message) -> _Moment:
+    action_key = base.action_key(action)
     result: Any = env.step(action)
     name = type(base).__name__
     if not (isinstance(result, tuple) and len(result) == 5):
@@ -239,7 +250,15 @@ def _step(env: gym.Env[Any, Any], base: MessageEnv, action: Message) -> _Moment:
     if not isinstance(info, dict):
         raise EnvError(f"step() of {name} returned info of type {type(info).__name__}; it must be a dict")
     messages = _checked_messages(messages, base, "step()")
-    return _Moment(messages, base.state_key(), float(reward), bool(terminated), bool(truncated), dict(info))
+    return _Moment(
+        messages=messages,
+        state_key=base.state_key(),
+        action_key=action_key,
+        reward=float(reward),
+        terminated=bool(terminated),
+        truncated=bool(truncated),
+        info=dict(info),
+    )
 
 
 def _checked_messages(messages: object, base: MessageEnv, method: str) -> tuple[Message, ...]:

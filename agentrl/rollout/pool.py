@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from agentrl.chat import Renderer
-from agentrl.engine import Engine
+from agentrl.engine import Sampler
 from agentrl.errors import EngineError, EnvironmentFailure
 from agentrl.rollout.config import RolloutConfig
 from agentrl.rollout.env_thread import EnvThread
@@ -24,7 +24,7 @@ class RolloutPool:
     """
 
     def __init__(
-        self, *, make_env: MakeEnv, engine: Engine, renderer: Renderer, config: RolloutConfig, seed: int
+        self, *, make_env: MakeEnv, engine: Sampler, renderer: Renderer, config: RolloutConfig, seed: int
     ) -> None:
         self._make_env, self._engine, self._renderer, self._config = make_env, engine, renderer, config
         self._seed = seed

@@ -130,8 +130,8 @@ def test_sampling_follows_the_exact_probabilities() -> None:
 
 
 def test_sampling_inverts_the_cumulative_distribution_over_the_full_support() -> None:
-    logits_V = torch.tensor([0.1, 0.0, 0.2, 0.3, 0.4]).log()  # the second is impossible
-    for uniform, token in [(0.0, 0), (0.0999, 0), (0.1001, 2), (0.2999, 2), (0.3001, 3), (0.6001, 4), (1 - 2**-53, 4)]:
+    logits_V = torch.tensor([0.0, 0.1, 0.2, 0.0, 0.7]).log()  # the first and the fourth are impossible
+    for uniform, token in [(0.0, 1), (0.0999, 1), (0.1001, 2), (0.2999, 2), (0.3001, 4), (1 - 2**-53, 4)]:
         tokens, logprobs = sample(logits_V[None], temperatures=[1.0], uniforms=[uniform])
         assert tokens == [token]
         assert logprobs == pytest.approx([logits_V[token].item()], rel=1e-6)

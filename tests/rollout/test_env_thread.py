@@ -105,6 +105,23 @@ def test_a_call_that_misses_its_deadline_loses_the_thread() -> None:
     released.set()  # the call comes back after its event loop was closed: nobody is told, nothing is raised
 
 
+def test_a_lost_thread_still_does_what_is_left_to_do_when_its_call_returns() -> None:
+    released, closed = threading.Event(), threading.Event()
+
+    async def run() -> None:
+        thread = EnvThread()
+        with pytest.raises(TimeoutError):
+            await thread.call(lambda: released.wait(10), timeout_s=0.05)
+        thread.call_unattended(lambda: 1 // 0)
+        thread.call_unattended(closed.set)
+        thread.close()
+
+    asyncio.run(run())
+    assert not closed.is_set()
+    released.set()
+    assert closed.wait(5)
+
+
 def test_a_hanging_environment_does_not_hold_up_the_end_of_the_process() -> None:
     script = """
 import asyncio, time

@@ -282,6 +282,13 @@ def test_the_context_never_grows_past_its_limit(recording: Recording, renderer: 
         assert len(trajectory.turns) > 1
 
 
+def test_an_action_ends_where_the_context_is_full(new_engine: NewEngine, rarely_stopping_renderer: Renderer) -> None:
+    first = len(rarely_stopping_renderer.start(user("seed 11, number {'rollout_index': 3}"), []))
+    trajectory = play(Talk, new_engine(), rarely_stopping_renderer, max_context_tokens=first + 5, max_turn_tokens=8)
+    assert (trajectory.stop_reason, trajectory.truncated) == (StopReason.CONTEXT_OVERFLOW, True)
+    assert [len(turn.action_ids) for turn in trajectory.turns] == [5]
+
+
 def test_a_first_prompt_that_fills_the_context_is_the_users_mistake(new_engine: NewEngine, renderer: Renderer) -> None:
     num_tokens = len(renderer.start(user("seed 11, number {'rollout_index': 3}"), []))
     with pytest.raises(ConfigError) as caught:
@@ -326,7 +333,7 @@ def breaks(method: str, how: Callable[[], None], *, at_call: int = 1) -> MakeEnv
         ("__init__", "environment: construction", 0),
         ("reset", "environment Broken: reset()", 0),
         ("state_key", "environment Broken: reset()", 0),
-        ("action_key", "environment Broken: action_key()", 0),
+        ("action_key", "environment Broken: step()", 0),
         ("step", "environment Broken: step()", 0),
         ("close", "environment Broken: close()", 2),
     ],

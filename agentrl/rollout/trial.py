@@ -1,0 +1,42 @@
+"""One episode with a policy that says nothing, before a run begins to write."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+from agentrl.chat import Renderer
+from agentrl.errors import EnvironmentFailure
+from agentrl.rollout.config import RolloutConfig
+from agentrl.rollout.env_thread import EnvThread
+from agentrl.rollout.episode import MakeEnv, Task, run_episode
+from agentrl.types import Completion, FinishReason, Sampling
+
+
+class _Silence:
+    """Ends every turn at once."""
+
+    @contextmanager
+    def conversation(self, request_id: str) -> Iterator[None]:  # noqa: ARG002 - there is nothing to keep
+        yield
+
+    async def generate(self, prompt_ids: Sequence[int], sampling: Sampling, request_id: str) -> Completion:  # noqa: ARG002
+        stop = sampling.stop_token_ids[:1]
+        return Completion(token_ids=stop, logprobs=(0.0,), versions=(0,), finish_reason=FinishReason.STOP)
+
+
+async def try_environment(*, make_env: MakeEnv, renderer: Renderer, config: RolloutConfig, seed: int) -> None:
+    """Play one episode of empty messages, so that a broken environment shows before anything is written.
+
+    Raises:
+        EnvironmentFailure: with the words of what went wrong.
+        UserError: for what the recipe must change, such as a first prompt that fills the context.
+    """
+    thread = EnvThread()
+    task = Task(group_id="trial", rollout_index=0, seed=seed, sampling_seed=seed)
+    try:
+        trajectory = await run_episode(
+            task, make_env=make_env, engine=_Silence(), renderer=renderer, config=config, thread=thread
+        )
+    finally:
+        thread.close()
+    if trajectory.failed:
+        raise EnvironmentFailure(trajectory.error)

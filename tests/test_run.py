@@ -1,0 +1,155 @@
+"""Runs built from recipes: other models, templates, credit and environments than the defaults."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from agentrl import MessageEnv
+from agentrl.chat import train_tokenizer
+from agentrl.config import Recipe
+from agentrl.errors import ConfigError, EngineError, EnvironmentFailure, RendererError
+from agentrl.learn.model import LocalModelConfig, make_local_model
+from agentrl.report.folder import RunFolder
+from agentrl.report.records import read_records
+from agentrl.run import Run
+
+TEMPLATE = """{%- if tools %}{{- '<|im_start|>system\n' }}{%- for tool in tools %}{{- tool.function.name + '\n' }}{%- endfor %}
+{{- '<|im_end|>\n' }}{%- endif %}{%- for message in messages %}{{- '<|im_start|>' + message.role + '\n' }}
+{%- if message.role == 'assistant' and REWRITTEN %}{{- '...' }}{%- else %}{{- message.content or '' }}{%- endif %}
+{%- for call in message.tool_calls or [] %}{{- '<tool_call>\n{"name": "' + call.function.name + '", "arguments": ' }}
+{{- call.function.arguments | tojson + '}\n</tool_call>' }}{%- endfor %}{{- '<|im_end|>\n' }}{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}{%- endif %}"""
+SIZES = {"hidden_size": 16, "num_layers": 1, "num_heads": 2, "num_kv_heads": 1, "intermediate_size": 32}
+
+
+class Mute(MessageEnv):
+    """A one-turn task without demonstrations."""
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> Any:
+        super().reset(seed=seed)
+        return ({"role": "user", "content": "Well?"},), {}
+
+    def step(self, action: Any) -> Any:
+        return (), 0.0, True, False, {}
+
+
+class Lost(Mute):
+    """Its oracle has a bug."""
+
+    def oracle(self, **_: Any) -> Any:
+        raise RuntimeError("lost the map")
+
+
+def recipe(tmp_path: Path, **sections: Any) -> Recipe:
+    given: dict[str, Any] = {
+        "run_dir": tmp_path / "run",
+        "env": {"id": "key_door"},
+        "model": {"local": SIZES},
+        "rollout": {
+            "num_groups": 2,
+            "group_size": 2,
+            "max_turns": 4,
+            "max_turn_tokens": 12,
+            "max_context_tokens": 1024,
+        },
+        "train": {"steps": 2, "num_minibatches": 2, "device": "cpu", "checkpoint_every": 1},
+        "evaluation": {"num_tasks": 2},
+        "report": {"rollouts_every": 1},
+    }
+    for name, section in sections.items():
+        given[name] = {**given.get(name, {}), **section} if isinstance(section, dict) else section
+    return Recipe.model_validate(given)
+
+
+def train(settings: Recipe) -> tuple[RunFolder, list[dict[str, float]]]:
+    run = Run(settings)
+    try:
+        return run.train(None, on_progress=lambda *_: None)
+    finally:
+        run.close()
+
+
+def hugging_face_folder(path: Path, *, rewrites: bool) -> str:
+    """A model as `save_pretrained` leaves it, whose template ends every turn and may blank out earlier answers."""
+    torch.manual_seed(0)
+    tokenizer = train_tokenizer([], vocab_size=261)
+    rewritten = "loop.index < messages | length - 2" if rewrites else "false"
+    tokenizer.chat_template = TEMPLATE.replace("REWRITTEN", rewritten)
+    tokenizer.save_pretrained(path)
+    make_local_model(LocalModelConfig(**SIZES), tokenizer).save_pretrained(path)
+    return str(path)
+
+
+def test_the_same_recipe_trains_a_hugging_face_model(tmp_path: Path) -> None:
+    name = hugging_face_folder(tmp_path / "model", rewrites=False)
+    folder, rows = train(recipe(tmp_path, model={"name_or_path": name}))
+    assert [row["step"] for row in rows] == [0, 1, 2]
+    assert all(row["first/ratio_deviation"] < 1e-4 for row in rows[1:])
+    assert all(turn.extends for r in read_records(folder.rollouts()[0]) for turn in r.turns)
+
+
+def test_a_template_that_rewrites_history_is_refused_or_trained_turn_by_turn(tmp_path: Path) -> None:
+    name = hugging_face_folder(tmp_path / "model", rewrites=True)
+    with pytest.raises(
+        RendererError, match=r"changes the text of the turns before it.*chat\.rewritten_history: restart"
+    ):
+        train(recipe(tmp_path, model={"name_or_path": name}))
+    assert not (tmp_path / "run").exists()
+    settings = recipe(tmp_path, model={"name_or_path": name}, chat={"rewritten_history": "restart"})
+    folder, rows = train(settings)
+    later = [turn for path in folder.rollouts() for r in read_records(path) for turn in r.turns[1:]]
+    assert not any(turn.extends for turn in later)
+    # Every token is trained in the context in which it was sampled: on policy, the ratio is 1 there too.
+    assert all(row["first/ratio_deviation"] < 1e-4 for row in rows[1:])
+
+
+def test_a_scheme_the_environment_cannot_serve_is_refused_or_replaced(tmp_path: Path) -> None:
+    outcome_only = {"options": {"turn_rewards": False}}
+    with pytest.raises(ConfigError, match=r"'turn_return' needs turn_rewards.*would work: uniform"):
+        Run(recipe(tmp_path, env=outcome_only, credit={"scheme": "turn_return"}))
+    settings = recipe(tmp_path, env=outcome_only, credit={"scheme": "turn_return", "fallback": "uniform"})
+    run = Run(settings)
+    try:
+        assert any("falling back to uniform" in warning for warning in run.warnings)
+        _, rows = run.train(None, on_progress=lambda *_: None)
+    finally:
+        run.close()
+    assert [row["credit/fallback"] for row in rows[1:]] == [1.0, 1.0]
+
+
+@pytest.mark.parametrize(
+    ("sections", "words"),
+    [
+        ({"report": {"trackers": ["wandbb"]}}, r"report\.trackers: 'wandbb' is not installed"),
+        ({"rollout": {"max_context_tokens": 5000}}, r"max_context_tokens: 5000 exceeds the model's 4096 positions"),
+        ({"credit": {"scheme": "turn_retrun"}}, r"Did you mean 'turn_return'"),
+    ],
+)
+def test_what_cannot_be_carried_out_is_refused_before_anything_is_written(
+    tmp_path: Path, sections: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(ValueError, match=words):
+        train(recipe(tmp_path, **sections))
+    assert not (tmp_path / "run").exists()
+
+
+def test_the_learning_rate_of_zero_updates_nothing_and_stays_on_policy(tmp_path: Path) -> None:
+    settings = recipe(tmp_path, train={"learning_rate": 1e-30, "num_minibatches": 4})
+    _, rows = train(settings)
+    for row in rows[1:]:
+        assert row["ratio/spread"] < 1e-5
+        assert row["clip/tokens"] == 0
+
+
+def test_an_engine_that_disagrees_more_than_allowed_stops_the_run(tmp_path: Path) -> None:
+    with pytest.raises(EngineError, match=r"train\.agreement"):
+        train(recipe(tmp_path, train={"agreement": 1e-12}))
+
+
+def test_a_faulty_oracle_is_named(tmp_path: Path) -> None:
+    with pytest.raises(EnvironmentFailure, match=r"oracle\(\) failed: RuntimeError: lost the map"):
+        Run(recipe(tmp_path, env={"id": "tests.test_run:Lost"}))
+    with pytest.raises(ConfigError, match=r"has no oracle\(\)"):
+        Run(recipe(tmp_path, env={"id": "tests.test_run:Mute"}))
