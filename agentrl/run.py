@@ -20,7 +20,7 @@ from agentrl.config import Recipe
 from agentrl.credit import load_credit_for
 from agentrl.engine.transformers import TransformersEngine
 from agentrl.env import base_env, make_env
-from agentrl.errors import AgentRLError, ConfigError, EnvironmentFailure
+from agentrl.errors import ConfigError
 from agentrl.learn.checkpoint import checkpoints, load_checkpoint, save_checkpoint
 from agentrl.learn.evaluate import Evaluation, evaluate
 from agentrl.learn.model import Policy, load_pretrained, make_local_model
@@ -84,14 +84,16 @@ class Run:
             folder: of a run to go on with; None: begin a new one in the recipe's `run_dir`.
             on_progress: called after each step.
         """
-        recipe = self.recipe
+        recipe, config = self.recipe, self.recipe.model_dump(mode="json")
         newest = checkpoints(folder.checkpoints)[-1:] if folder else []
         if not newest:
             self._try_environment(self._renderer, recipe.rollout.max_context_tokens)
         examples = [] if newest else self._examples()
         if folder is None:
             assert recipe.run_dir is not None, "the command line names the folder"
-            folder = RunFolder.create(recipe.run_dir, recipe.model_dump(mode="json"))
+            folder = RunFolder.create(recipe.run_dir, config)
+        else:
+            folder.write_config(config)
         self.tokenizer.save_pretrained(folder.tokenizer)
         if recipe.report.trackers:
             self._accelerator.init_trackers(str(folder.path), config={})
@@ -175,26 +177,19 @@ class Run:
         ]
         return train_tokenizer(texts, vocab_size=self.recipe.model.local.vocab_size)
 
-    def _demonstrations(self, renderer: Any, *, count: int) -> list[Trajectory]:
+    def _demonstrations(self, renderer: Renderer, *, count: int) -> list[Trajectory]:
         recipe = self.recipe
-        try:
-            return list(
-                demonstrations(
-                    self._make_env,
-                    renderer,
-                    count=count,
-                    skill=recipe.warmup.skill,
-                    max_turns=recipe.rollout.max_turns,
-                    seed=recipe.seed,
-                )
+        return self._runner.run(
+            demonstrations(
+                self._make_env,
+                renderer,
+                count=count,
+                skill=recipe.warmup.skill,
+                max_turns=recipe.rollout.max_turns,
+                timeout_s=recipe.rollout.env_timeout_s,
+                seed=recipe.seed,
             )
-        except AgentRLError:
-            raise
-        except NotImplementedError as error:
-            raise ConfigError(f"env.id: {error}") from error
-        except Exception as error:
-            words = f"a demonstration by oracle() failed: {type(error).__name__}: {error}"
-            raise EnvironmentFailure(words) from error
+        )
 
     def _examples(self) -> list[Trajectory]:
         warmup = self.recipe.warmup

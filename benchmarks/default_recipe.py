@@ -1,6 +1,6 @@
 """The two built-in recipes over several seeds: what evaluation finds before and after, and how long it takes.
 
-    python benchmarks/default_recipe.py [--seeds 0 1 2] [--recipes examples/calculator.yaml examples/service_desk.yaml]
+python benchmarks/default_recipe.py [--seeds 0 1 2] [--recipes examples/calculator.yaml examples/service_desk.yaml]
 """
 
 import argparse

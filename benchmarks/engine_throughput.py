@@ -61,7 +61,7 @@ def with_engine(engine: TransformersEngine, lengths: np.ndarray[Any, Any]) -> li
     return asyncio.run(everyone())
 
 
-class OwnLength(StoppingCriteria):  # type: ignore[misc]
+class OwnLength(StoppingCriteria):
     """Stops each row at its own length."""
 
     def __init__(self, start: int, lengths: torch.Tensor) -> None:

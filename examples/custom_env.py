@@ -20,7 +20,9 @@ class MyEnv(ToolEnv):
         if n == self.number:
             self.reward(1.0)
             self.finish(success=True)
-        self.low, self.high = (max(self.low, n + 1), self.high) if n < self.number else (self.low, min(self.high, n - 1))
+        self.low, self.high = (
+            (max(self.low, n + 1), self.high) if n < self.number else (self.low, min(self.high, n - 1))
+        )
         return "found" if n == self.number else "higher" if n < self.number else "lower"
 
     def answer(self, text: str) -> str:

@@ -13,7 +13,9 @@ import yaml
 
 RECIPE = {
     "env": {"id": "key_door"},
-    "model": {"local": {"hidden_size": 16, "num_layers": 1, "num_heads": 2, "num_kv_heads": 1, "intermediate_size": 32}},
+    "model": {
+        "local": {"hidden_size": 16, "num_layers": 1, "num_heads": 2, "num_kv_heads": 1, "intermediate_size": 32}
+    },
     "warmup": {"steps": 8, "num_demonstrations": 32, "skill": 0.5},
     "rollout": {
         "num_groups": 3,

@@ -149,7 +149,7 @@ def test_an_engine_that_disagrees_more_than_allowed_stops_the_run(tmp_path: Path
 
 
 def test_a_faulty_oracle_is_named(tmp_path: Path) -> None:
-    with pytest.raises(EnvironmentFailure, match=r"oracle\(\) failed: RuntimeError: lost the map"):
+    with pytest.raises(EnvironmentFailure, match=r"oracle\(\) raised RuntimeError: lost the map"):
         Run(recipe(tmp_path, env={"id": "tests.test_run:Lost"}))
     with pytest.raises(ConfigError, match=r"has no oracle\(\)"):
         Run(recipe(tmp_path, env={"id": "tests.test_run:Mute"}))

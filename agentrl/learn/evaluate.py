@@ -65,8 +65,8 @@ async def evaluate(pool: RolloutPool, config: EvaluationConfig, *, seed: int) ->
         if any("success" in t.metrics for t in trajectories):
             right = [(len(g.valid), sum(is_success(t) for t in g.valid)) for g in groups]
             for k in config.pass_at:
-                rates = [pass_at_k(n, c, k) for n, c in right if n >= k]
-                metrics[f"pass@{k}"] = float(np.mean(rates)) if rates else 0.0
+                if rates := [pass_at_k(n, c, k) for n, c in right if n >= k]:
+                    metrics[f"pass@{k}"] = float(np.mean(rates))
     return Evaluation(metrics=metrics, groups=groups)
 
 

@@ -104,18 +104,19 @@ class LossConfig(BaseModel):
         return (low if self.clip_low is None else self.clip_low, high if self.clip_high is None else self.clip_high)
 
     def warnings(self) -> list[str]:
-        """List what is allowed but is likely a mistake: a clip bound nearer (in its logarithm) to another unit's."""
+        """List what is allowed but is likely a mistake: a clip bound that reaches another unit's default."""
         found = []
         for side, name, value in ((0, "clip_low", self.clip_low), (1, "clip_high", self.clip_high)):
             if value is None:
                 continue
-            distances = {unit: abs(log(value / bounds[side])) for unit, bounds in DEFAULT_CLIP.items()}
-            nearest = min(distances.values())
-            if distances[self.unit] > nearest:
-                others = " or ".join(unit for unit, distance in distances.items() if distance == nearest)
+            own = DEFAULT_CLIP[self.unit][side]
+            others = {unit: bounds[side] for unit, bounds in DEFAULT_CLIP.items() if bounds[side] != own}
+            if any(own < bound <= value or value <= bound < own for bound in others.values()):
+                nearest = min(others.values(), key=lambda bound: abs(log(value / bound)))
+                units = " or ".join(unit for unit, bound in others.items() if bound == nearest)
                 found.append(
-                    f"{name}: {value:g} is a range for unit: {others}, but unit is {self.unit}, whose ratios call for "
-                    f"about {DEFAULT_CLIP[self.unit][side]:g}; remove {name} to use that, or change unit"
+                    f"{name}: {value:g} is a range for unit: {units}, but unit is {self.unit}, whose ratios call for "
+                    f"about {own:g}; remove {name} to use that, or change unit"
                 )
         return found
 

@@ -1,6 +1,7 @@
 """A short supervised phase on the environment's own demonstrations, so that a model made locally knows the form."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -10,9 +11,11 @@ from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveFloat
 from agentrl.chat import Renderer
 from agentrl.credit import Credit
 from agentrl.env import base_env
+from agentrl.errors import AgentRLError, ConfigError, EnvironmentFailure
 from agentrl.learn.batch import make_batch, micro_batches
 from agentrl.learn.model import Policy
 from agentrl.rollout import derive_seed, task_seed
+from agentrl.rollout.env_thread import EnvThread
 from agentrl.rollout.episode import MakeEnv
 from agentrl.types import StopReason, Trajectory, Turn
 
@@ -76,13 +79,35 @@ def demonstrate(make_env: MakeEnv, renderer: Renderer, *, seed: int, skill: floa
     )
 
 
-def demonstrations(
-    make_env: MakeEnv, renderer: Renderer, *, count: int, skill: float, max_turns: int, seed: int
-) -> Iterator[Trajectory]:
-    """Yield demonstrations on tasks of the training half of the seeds."""
-    for index in range(count):
-        task = task_seed(derive_seed(seed, "demonstrations"), index)
-        yield demonstrate(make_env, renderer, seed=task, skill=skill, max_turns=max_turns)
+async def demonstrations(
+    make_env: MakeEnv, renderer: Renderer, *, count: int, skill: float, max_turns: int, timeout_s: float, seed: int
+) -> list[Trajectory]:
+    """Play demonstrations on tasks of the training half of the seeds, each under a deadline of `timeout_s` seconds.
+
+    Raises:
+        ConfigError: when the environment has no oracle.
+        EnvironmentFailure: with the words of what an episode raised, or when it hung.
+    """
+    thread = EnvThread()
+    played = []
+    try:
+        for index in range(count):
+            task = task_seed(derive_seed(seed, "demonstrations"), index)
+            play = partial(demonstrate, make_env, renderer, seed=task, skill=skill, max_turns=max_turns)
+            played.append(await thread.call(play, timeout_s=timeout_s))
+    except AgentRLError:
+        raise
+    except NotImplementedError as error:
+        raise ConfigError(f"env.id: {error}") from error
+    except Exception as error:
+        if thread.is_lost:
+            words = f"did not end within rollout.env_timeout_s: {timeout_s:g} s"
+        else:
+            words = f"raised {type(error).__name__}: {error}"
+        raise EnvironmentFailure(f"a demonstration with the environment's oracle() {words}") from error
+    finally:
+        thread.close()
+    return played
 
 
 def warm_up(

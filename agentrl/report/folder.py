@@ -45,7 +45,7 @@ class RunFolder:
         cls.check_free(path)
         path.mkdir(parents=True, exist_ok=True)
         folder = cls(path)
-        write_whole(path / "config.yaml", yaml.safe_dump(dict(config), sort_keys=False))
+        folder.write_config(config)
         return folder
 
     @staticmethod
@@ -73,6 +73,10 @@ class RunFolder:
     def config_file(self) -> Path:
         """The resolved recipe."""
         return self.path / "config.yaml"
+
+    def write_config(self, config: Mapping[str, Any]) -> None:
+        """Write the resolved recipe; going on with other settings replaces it."""
+        write_whole(self.config_file, yaml.safe_dump(dict(config), sort_keys=False))
 
     def add_metrics(self, row: Mapping[str, float]) -> None:
         """Append one row; it is in the file when this returns."""

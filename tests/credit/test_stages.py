@@ -1,5 +1,9 @@
 import numpy as np
 import pytest
+
+from agentrl import Credit
+from agentrl.errors import CreditError
+from agentrl.testing.groups import make_group
 from agentrl_credit.stages import (
     Lone,
     center,
@@ -10,10 +14,6 @@ from agentrl_credit.stages import (
     returns_to_go,
     standard_deviation,
 )
-
-from agentrl import Credit
-from agentrl.errors import CreditError
-from agentrl.testing.groups import make_group
 
 SAME_BUT_FOR_ROUNDING = [0.1 + 0.2, 0.3]  # differ by 5.6e-17
 

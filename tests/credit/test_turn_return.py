@@ -8,8 +8,6 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 import pytest
-from agentrl_credit.turn_return import TurnReturn
-from agentrl_credit.uniform import Uniform
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
@@ -17,6 +15,8 @@ from pydantic import ValidationError
 from agentrl import CreditScheme, Need, StopReason, TrajectoryGroup, assign_credit
 from agentrl.errors import CreditError
 from agentrl.testing.groups import make_group
+from agentrl_credit.turn_return import TurnReturn
+from agentrl_credit.uniform import Uniform
 
 F1 = make_group(
     [[0, 1], [0.5, 0, 0], [0, 0], [1]],

@@ -4,7 +4,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from agentrl_credit.uniform import Uniform
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
@@ -12,6 +11,7 @@ from pydantic import ValidationError
 from agentrl import StopReason, TrajectoryGroup, assign_credit
 from agentrl.errors import CreditError
 from agentrl.testing.groups import make_group
+from agentrl_credit.uniform import Uniform
 
 F1 = make_group([[0, 1], [0.5, 0, 0], [0, 0], [1]], action_lengths=[[2, 3], [1, 2, 2], [3, 1], [4]], group_id="f1")
 NORMALIZE = ["std", "none", "leave_one_out", "batch"]

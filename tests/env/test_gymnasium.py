@@ -5,13 +5,13 @@ import sys
 import warnings
 from typing import Any, cast
 
-import agentrl_envs
 import gymnasium as gym
 import numpy as np
 import pytest
 from gymnasium.utils.env_checker import check_env
 from gymnasium.vector import AsyncVectorEnv, SyncVectorEnv
 
+import agentrl_envs
 from agentrl.env import ActionSpace, MessageEnv, MessagesSpace, tool_call
 from agentrl.types import Message
 

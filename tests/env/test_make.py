@@ -2,10 +2,10 @@ from typing import Any
 
 import gymnasium as gym
 import pytest
-from agentrl_envs.key_door import KeyDoor
 
 from agentrl.env import MessageEnv, make_env
 from agentrl.errors import ConfigError
+from agentrl_envs.key_door import KeyDoor
 
 
 class NotAnEnvironment:

@@ -9,7 +9,7 @@ from agentrl.env.tools import ToolCallError, tool_specs
 
 
 class Shop(ToolEnv):
-    def start(self, options: dict[str, Any]) -> str:  # noqa: ARG002
+    def start(self, options: dict[str, Any]) -> str:
         return "Welcome."
 
     def answer(self, text: str) -> str:

@@ -3,13 +3,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from agentrl_envs.calculator import Calculator
-from agentrl_envs.key_door import KeyDoor
-from agentrl_envs.service_desk import ServiceDesk
 
 from agentrl.env import ToolEnv, tool_call
 from agentrl.errors import UserError
 from agentrl.testing.check_env import check_env
+from agentrl_envs.calculator import Calculator
+from agentrl_envs.key_door import KeyDoor
+from agentrl_envs.service_desk import ServiceDesk
 
 BUILTINS: list[tuple[type[ToolEnv], dict[str, Any]]] = [
     (Calculator, {}),

@@ -29,7 +29,7 @@ class OneTurn(MessageEnv):
         self.played.append(self.task)
         return ({"role": "user", "content": "Well?"},), {}
 
-    def step(self, action: str | Message) -> tuple[tuple[Message, ...], float, bool, bool, dict[str, Any]]:  # noqa: ARG002
+    def step(self, action: str | Message) -> tuple[tuple[Message, ...], float, bool, bool, dict[str, Any]]:
         success = self.outcome(*self.task)
         if success is None:
             raise RuntimeError("broken")
@@ -122,7 +122,7 @@ def test_failed_episodes_are_counted_and_leave_every_mean() -> None:
 
 def test_an_environment_that_never_works_leaves_no_means() -> None:
     class Never(OneTurn):
-        def outcome(self, seed: int, member: int) -> bool | None:  # noqa: ARG002
+        def outcome(self, seed: int, member: int) -> bool | None:
             return None
 
     assert played(Never, EvaluationConfig(num_tasks=2)).metrics == {"episodes": 0.0, "failed": 2.0}

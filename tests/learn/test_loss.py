@@ -751,6 +751,11 @@ def test_another_units_clip_range_gets_a_warning(config: LossConfig, message: st
     assert message in warning
 
 
+def test_a_bound_short_of_another_units_gets_no_warning() -> None:
+    assert LossConfig(unit="trajectory", clip_low=2e-3, clip_high=2.7e-3).warnings() == []
+    assert LossConfig(unit="token", clip_low=0.01, clip_high=0.01).warnings() == []
+
+
 def test_both_bounds_of_another_unit_get_a_warning_each() -> None:
     assert len(LossConfig(unit="token", clip_low=3e-4, clip_high=4e-4).warnings()) == 2
 

@@ -116,7 +116,7 @@ def test_two_trainers_with_one_seed_repeat_bit_for_bit(runner: asyncio.Runner) -
 
 
 def test_saved_and_loaded_equals_uninterrupted_bit_for_bit(runner: asyncio.Runner, tmp_path: Path) -> None:
-    train = {"schedule": "cosine", "steps": 4, "weight_decay": 0.1}
+    train: dict[str, Any] = {"schedule": "cosine", "steps": 4, "weight_decay": 0.1}
     whole = make_trainer(runner, **train)
     expected = [repeatable(whole.step().metrics) for _ in range(4)]
     early = make_trainer(runner, **train)
@@ -159,7 +159,7 @@ def test_an_update_equals_a_plain_loop_over_trajectories(runner: asyncio.Runner)
                 ratio = log_ratio.exp() * (logprob - logprob.detach()).exp()
                 term = torch.minimum(ratio * advantage, ratio.clamp(1 - low, 1 + high) * advantage)
                 loss = loss - term / (len(pairs) * trajectory.num_action_tokens)
-    loss.backward()  # type: ignore[no-untyped-call]
+    loss.backward()
     torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     optimizer.step()
     expected = torch.cat([tensor.flatten() for tensor in model.state_dict().values()])

@@ -360,7 +360,7 @@ def test_what_went_wrong_first_is_what_is_told(new_engine: NewEngine, renderer: 
     closed = []
 
     class BreaksTwice(Talk):
-        def step(self, action: str | Message) -> Any:  # noqa: ARG002 - it raises whatever the action
+        def step(self, action: str | Message) -> Any:
             raise ValueError("no such lever")
 
         def close(self) -> None:

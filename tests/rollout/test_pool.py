@@ -306,8 +306,8 @@ def test_hanging_environments_lose_their_thread_and_the_others_go_on(new_pool: N
 
 
 def test_threads_end_when_the_pool_is_closed(new_pool: NewPool) -> None:
-    def alive() -> set[int | None]:
-        return {thread.ident for thread in threading.enumerate() if thread.name == "agentrl-env"}
+    def alive() -> set[threading.Thread]:
+        return {thread for thread in threading.enumerate() if thread.name == "agentrl-env"}
 
     before = alive()
     pool = new_pool(max_live_episodes=4)

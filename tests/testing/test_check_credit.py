@@ -6,13 +6,13 @@ from typing import Any, ClassVar, Literal
 
 import numpy as np
 import pytest
-from agentrl_credit.turn_return import TurnReturn
-from agentrl_credit.uniform import Uniform
 from pydantic import Field
 
 from agentrl import Credit, CreditScheme, Need, Trajectory, TrajectoryGroup
 from agentrl.errors import CheckError, ConfigError, CreditError
 from agentrl.testing.check_credit import check_credit
+from agentrl_credit.turn_return import TurnReturn
+from agentrl_credit.uniform import Uniform
 
 
 def lines(scheme: Any, **kind: Any) -> list[str]:
@@ -171,7 +171,7 @@ class Forgetful(Simple):
 
     needs: ClassVar[frozenset[Need]] = frozenset({Need.TURN_REWARDS})
 
-    def credit(self, trajectory: Trajectory, advantage: float) -> Credit:  # noqa: ARG002
+    def credit(self, trajectory: Trajectory, advantage: float) -> Credit:
         rewards = [turn.reward for turn in trajectory.turns[:10]]
         return Credit.from_turns(trajectory, [sum(rewards[k:]) for k in range(len(trajectory.turns))])
 

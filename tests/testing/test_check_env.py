@@ -1,7 +1,5 @@
 """Every way to be broken that the check knows has an environment here, and a line of its own."""
 
-# ruff: noqa: ARG002 - the environments below have the signatures of the contract, whatever they do with them
-
 import random
 import threading
 import time
