@@ -2,9 +2,9 @@
 
     python benchmarks/engine_throughput.py
 
-Both sample the same 64 conversations of three turns with the same number of tokens for each turn, lognormal with a long
-tail, from the same tiny model. `generate` gets, at each turn, all conversations as one left-padded batch, and stops each
-row at its length. Results are compared first: under each one's tokens, the engine's log-probabilities must be the model's.
+Both sample the same 256 conversations of three turns, at most 64 at a time, with the same number of tokens for each turn,
+lognormal with a long tail, from the same tiny model. `generate` gets, at each turn, 64 conversations as one left-padded
+batch, and stops each row at its length. Results are compared first: the engine's log-probabilities must be the model's.
 """
 
 import argparse
@@ -28,7 +28,9 @@ from agentrl.learn.model import LocalModelConfig, make_local_model
 from agentrl.run import Run
 from agentrl.types import Sampling
 
-NUM, TURNS, PROMPT, REPLY = 64, 3, 30, 6
+NUM, AT_ONCE, TURNS, PROMPT, REPLY = 256, 64, 3, 30, 6
+SPREADS = (0.5, 1.0, 1.3, 1.8)
+"""Standard deviations of the logarithm of the length; at 1.8 the longest tenth takes ten times the median."""
 
 
 def make_model() -> Any:
@@ -36,10 +38,37 @@ def make_model() -> Any:
     return make_local_model(LocalModelConfig(), train_tokenizer([], vocab_size=448)).eval()
 
 
-def ragged_lengths() -> np.ndarray[Any, Any]:
-    """Tokens of each turn of each conversation: median 9, mean about 15, a tail of up to 128."""
-    draws = np.random.default_rng(0).lognormal(np.log(9.0), 1.0, size=(NUM, TURNS))
-    return np.clip(draws, 1, 128).astype(int)
+def ragged_lengths(spread: float) -> np.ndarray[Any, Any]:
+    """Tokens of each turn of each conversation: lognormal, median 8, at most 256."""
+    draws = np.random.default_rng(0).lognormal(np.log(8.0), spread, size=(NUM, TURNS))
+    return np.clip(draws, 1, 256).astype(int)
+
+
+def compare(spread: float, repeats: int) -> dict[str, float]:
+    """Interleave both ways of sampling; medians."""
+    model, lengths = make_model(), ragged_lengths(spread)
+    engine = TransformersEngine(make_model(), EngineConfig(max_batch_size=AT_ONCE))
+    difference = check_equality(model, with_engine(engine, lengths))
+    with_generate(model, lengths)
+    times: dict[str, list[float]] = {"engine": [], "generate": []}
+    for _ in range(repeats):
+        for name, sample in (
+            ("engine", lambda: with_engine(engine, lengths)),
+            ("generate", lambda: with_generate(model, lengths)),
+        ):
+            begin = time.perf_counter()
+            sample()
+            times[name].append(time.perf_counter() - begin)
+    tokens = int(lengths.sum())
+    return {
+        "spread": spread,
+        "mean_length": float(lengths.mean()),
+        "p90_over_median": float(np.quantile(lengths, 0.9) / np.median(lengths)),
+        "engine_tokens_per_s": tokens / statistics.median(times["engine"]),
+        "generate_tokens_per_s": tokens / statistics.median(times["generate"]),
+        "ratio": statistics.median(g / e for e, g in zip(times["engine"], times["generate"], strict=True)),
+        "max_logprob_difference": difference,
+    }
 
 
 def with_engine(engine: TransformersEngine, lengths: np.ndarray[Any, Any]) -> list[tuple[list[int], list[float]]]:
@@ -56,7 +85,13 @@ def with_engine(engine: TransformersEngine, lengths: np.ndarray[Any, Any]) -> li
         return context, logprobs
 
     async def everyone() -> list[tuple[list[int], list[float]]]:
-        return list(await asyncio.gather(*(converse(index) for index in range(NUM))))
+        places = asyncio.Semaphore(AT_ONCE)
+
+        async def in_turn(index: int) -> tuple[list[int], list[float]]:
+            async with places:
+                return await converse(index)
+
+        return list(await asyncio.gather(*(in_turn(index) for index in range(NUM))))
 
     return asyncio.run(everyone())
 
@@ -72,7 +107,12 @@ class OwnLength(StoppingCriteria):
 
 
 def with_generate(model: Any, lengths: np.ndarray[Any, Any]) -> None:
-    rngs = [np.random.default_rng(index) for index in range(NUM)]
+    for start in range(0, NUM, AT_ONCE):
+        generate_batch(model, lengths[start : start + AT_ONCE])
+
+
+def generate_batch(model: Any, lengths: np.ndarray[Any, Any]) -> None:
+    rngs = [np.random.default_rng(index) for index in range(AT_ONCE)]
     contexts = [rng.integers(5, 250, PROMPT).tolist() for rng in rngs]
     for turn in range(TURNS):
         longest = max(map(len, contexts))
@@ -137,34 +177,18 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--recipe", type=Path, default=Path("examples/calculator.yaml"))
     options = parser.parse_args()
-    model, lengths = make_model(), ragged_lengths()
-    engine = TransformersEngine(make_model(), EngineConfig(max_batch_size=NUM))
-    difference = check_equality(model, with_engine(engine, lengths))
-    with_generate(model, lengths)
-    times: dict[str, list[float]] = {"engine": [], "generate": []}
-    for _ in range(options.repeats):
-        for name, sample in (
-            ("engine", lambda: with_engine(engine, lengths)),
-            ("generate", lambda: with_generate(model, lengths)),
-        ):
-            begin = time.perf_counter()
-            sample()
-            times[name].append(time.perf_counter() - begin)
-    tokens = int(lengths.sum())
-    rates = {name: tokens / statistics.median(seconds) for name, seconds in times.items()}
-    ratio = statistics.median(g / e for e, g in zip(times["engine"], times["generate"], strict=True))
-    figures = {
-        "sampled_tokens": tokens,
-        "max_logprob_difference": difference,
-        "engine_tokens_per_s": rates["engine"],
-        "generate_tokens_per_s": rates["generate"],
-        "ratio": ratio,
-        "threads": torch.get_num_threads(),
-        **share_of_step(options.recipe),
-    }
-    for name, value in figures.items():
-        print(f"{name:24} {value:.6g}")
-    print(json.dumps(figures))
+    rows = [compare(spread, options.repeats) for spread in SPREADS]
+    print(
+        f"{'spread':>7} {'mean length':>12} {'p90/median':>11} {'engine tok/s':>13} {'generate tok/s':>15} {'ratio':>6}"
+    )
+    for row in rows:
+        print(
+            f"{row['spread']:>7} {row['mean_length']:>12.1f} {row['p90_over_median']:>11.1f} "
+            f"{row['engine_tokens_per_s']:>13.0f} {row['generate_tokens_per_s']:>15.0f} {row['ratio']:>6.1f}"
+        )
+    step = share_of_step(options.recipe)
+    print(f"default recipe: {step['step_s']:.3f} s a step, {step['sampling_share']:.0%} of it sampling")
+    print(json.dumps({"threads": torch.get_num_threads(), "lengths": rows, **step}))
 
 
 if __name__ == "__main__":

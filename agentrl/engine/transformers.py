@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from agentrl.engine.attention import use_grouped_attention
 from agentrl.engine.base import EngineConfig
 from agentrl.engine.ragged_cache import RaggedCache
 from agentrl.errors import ConfigError, EngineError
@@ -71,6 +72,7 @@ class TransformersEngine:
         self._config = config or EngineConfig()
         _check_attention(model.config)
         self._model = model.eval()
+        use_grouped_attention(model)
         self._device: torch.device = model.device
         self._version = version
         self._rows = [_Row(index=i) for i in range(self._config.max_batch_size)]
@@ -364,10 +366,4 @@ def _check_attention(config: Any) -> None:
         raise ConfigError(
             f"engine.name: the transformers engine handles full attention only; {config.model_type} has layers of kind "
             f"{', '.join(sorted(kinds))} and a sliding window of {window}. Choose another model"
-        )
-    implementation = getattr(config, "_attn_implementation", None)
-    if implementation not in ("sdpa", "eager"):
-        raise ConfigError(
-            f"model.attention: the transformers engine gives attention a mask, which {implementation!r} does not take as "
-            "it is; set it to 'sdpa' or 'eager'"
         )

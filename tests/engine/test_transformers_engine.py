@@ -513,8 +513,3 @@ def test_a_model_with_a_sliding_window_is_refused() -> None:
     config = Qwen3Config(**sizes, **heads, layer_types=["sliding_attention"], use_sliding_window=True)
     with pytest.raises(ConfigError, match="layers of kind sliding_attention"):
         make_engine(Qwen3ForCausalLM(config))
-
-
-def test_an_attention_that_takes_no_mask_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"model\.attention: .*'flex_attention'"):
-        make_engine(make_model(attention="flex_attention"))

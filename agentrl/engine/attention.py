@@ -1,0 +1,59 @@
+"""Attention over cached keys and values without copying them for each query head.
+
+`B` rows, `H` query heads, `K` key-value heads, `G = H / K` query heads that share one, `Q` query positions, `L` cached
+positions, `D` head size.
+"""
+
+from typing import Any
+
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.masking_utils import sdpa_mask
+
+from agentrl.errors import EngineError
+
+NAME = "agentrl_grouped"
+
+
+def grouped_attention(
+    module: torch.nn.Module,  # noqa: ARG001 - the signature of transformers' attention functions
+    query_BHQD: torch.Tensor,
+    key_BKLD: torch.Tensor,
+    value_BKLD: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """Fold the query heads that share a key into query positions: K heads of G * Q positions, one copy of the keys.
+
+    Returns:
+        the output [B, Q, H, D] and None.
+
+    Raises:
+        EngineError: for a model whose attention does more than a masked softmax.
+    """
+    if extra := [name for name in ("softcap", "s_aux", "position_bias") if kwargs.get(name) is not None]:
+        raise EngineError(
+            f"the transformers engine cannot compute attention with {', '.join(extra)}: choose another model"
+        )
+    rows, heads, queries, size = query_BHQD.shape
+    shared = key_BKLD.shape[1]
+    group = heads // shared
+    mask = attention_mask
+    if mask is None and queries > 1:
+        mask = torch.ones(queries, key_BKLD.shape[2], dtype=torch.bool, device=query_BHQD.device)
+        mask = mask.tril(key_BKLD.shape[2] - queries)[None, None]
+    if mask is not None:
+        mask = mask[:, :, None].expand(-1, -1, group, -1, -1).flatten(2, 3)
+    output = scaled_dot_product_attention(
+        query_BHQD.reshape(rows, shared, group * queries, size), key_BKLD, value_BKLD, attn_mask=mask, scale=scaling
+    )
+    return output.reshape(rows, heads, queries, -1).transpose(1, 2).contiguous(), None
+
+
+def use_grouped_attention(model: Any) -> None:
+    """Let a transformers model compute attention by `grouped_attention`."""
+    AttentionInterface.register(NAME, grouped_attention)
+    AttentionMaskInterface.register(NAME, sdpa_mask)
+    model.set_attn_implementation(NAME)
