@@ -8,7 +8,7 @@ from agentrl import Message, ToolEnv, tool, tool_call
 
 
 class MyEnv(ToolEnv):
-    """Find a number between 1 and 9 with three looks that say higher or lower."""
+    """Find a number between 1 and 9 with as few looks as the recipe has turns."""
 
     def start(self, options: dict[str, Any]) -> str:
         self.number, self.low, self.high = int(self.np_random.integers(1, 10)), 1, 9
@@ -17,13 +17,15 @@ class MyEnv(ToolEnv):
     @tool
     def look(self, n: int) -> str:
         """Look whether the number is n."""
-        if n == self.number:
-            self.reward(1.0)
-            self.finish(success=True)
-        self.low, self.high = (
-            (max(self.low, n + 1), self.high) if n < self.number else (self.low, min(self.high, n - 1))
-        )
-        return "found" if n == self.number else "higher" if n < self.number else "lower"
+        if n < self.number:
+            self.low = max(self.low, n + 1)
+            return "higher"
+        if n > self.number:
+            self.high = min(self.high, n - 1)
+            return "lower"
+        self.reward(1.0)
+        self.finish(success=True)
+        return "found"
 
     def answer(self, text: str) -> str:
         return "Use look."

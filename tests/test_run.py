@@ -14,6 +14,7 @@ from agentrl.learn.model import LocalModelConfig, make_local_model
 from agentrl.report.folder import RunFolder
 from agentrl.report.records import read_records
 from agentrl.run import Run
+from agentrl.testing import check_env
 
 TEMPLATE = """{%- if tools %}{{- '<|im_start|>system\n' }}{%- for tool in tools %}{{- tool.function.name + '\n' }}{%- endfor %}
 {{- '<|im_end|>\n' }}{%- endif %}{%- for message in messages %}{{- '<|im_start|>' + message.role + '\n' }}
@@ -153,3 +154,9 @@ def test_a_faulty_oracle_is_named(tmp_path: Path) -> None:
         Run(recipe(tmp_path, env={"id": "tests.test_run:Lost"}))
     with pytest.raises(ConfigError, match=r"has no oracle\(\)"):
         Run(recipe(tmp_path, env={"id": "tests.test_run:Mute"}))
+
+
+def test_a_strangers_environment_trains_without_being_installed(tmp_path: Path) -> None:
+    check_env("examples.custom_env:MyEnv")
+    _, rows = train(recipe(tmp_path, env={"id": "examples.custom_env:MyEnv"}, warmup={"steps": 2, "skill": 0.5}))
+    assert [row["step"] for row in rows] == [0, 1, 2]
