@@ -4,6 +4,7 @@ import argparse
 import datetime as dt
 import errno
 import os
+import shlex
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -24,7 +25,7 @@ _USER_MISTAKE, _FAILURE, _INTERRUPTED = 2, 1, 130
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run a command; exit with 0, 2 for the user's mistakes, 1 for failures of agentrl or the machine."""
-    sys.path.insert(0, os.getcwd())  # `module:Class` means a file beside the recipe, as with `python -m`
+    sys.path.insert(0, os.getcwd())  # `module:Class` means a file of the working directory, as with `python -m`
     options, rest = _parser().parse_known_args(arguments)
     console = Console(stderr=True, soft_wrap=True)
     try:
@@ -38,14 +39,33 @@ def main(arguments: Sequence[str] | None = None) -> None:
         console.print(f"agentrl: {error}", style="red", markup=False, highlight=False)
         sys.exit(_FAILURE)
     except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EROFS):
+        if not (words := _disk_words(error, go_on=_go_on(options))):
             raise
-        words = f"cannot write {error.filename or 'to the run folder'}: {error.strerror}. Nothing finished is lost: "
-        console.print(f"agentrl: {words}free the disk and go on with `agentrl train RUN_FOLDER`", style="red")
+        console.print(f"agentrl: {words}", style="red", markup=False, highlight=False)
         sys.exit(_USER_MISTAKE)
     except KeyboardInterrupt:
-        console.print("agentrl: interrupted. Go on from the last checkpoint with `agentrl train RUN_FOLDER`")
+        go_on = _go_on(options)
+        words = f"interrupted. Go on from the last checkpoint with {go_on}" if go_on else "interrupted"
+        console.print(f"agentrl: {words}", markup=False, highlight=False)
         sys.exit(_INTERRUPTED)
+
+
+def _go_on(options: argparse.Namespace) -> str | None:
+    """Return the command that goes on with the run under way; None: none has begun."""
+    if options.folder is None or not (options.folder / "config.yaml").is_file():
+        return None
+    return f"`agentrl train {shlex.quote(str(options.folder))}`"
+
+
+def _disk_words(error: OSError, *, go_on: str | None) -> str | None:
+    """Return what to say about a disk that is full or closed to us; None: the error is another one."""
+    file = error.filename or "the run folder"
+    if error.errno in (errno.EACCES, errno.EROFS):
+        return f"no permission for {file}: {error.strerror}"
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        lost = f". Nothing finished is lost: free the disk and go on with {go_on}" if go_on else "; free the disk"
+        return f"cannot write {file}: {error.strerror}{lost}"
+    return None
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -54,7 +74,7 @@ def _parser() -> argparse.ArgumentParser:
 
     def add(name: str, run: Any, words: str, *, overrides: bool = False) -> argparse.ArgumentParser:
         command = commands.add_parser(name, help=words, description=words, allow_abbrev=False)
-        command.set_defaults(run=run, takes_overrides=overrides)
+        command.set_defaults(run=run, takes_overrides=overrides, folder=None)
         return command
 
     overriding = "Any field of the recipe can be given as an option: --rollout.group_size 4 --credit.gamma 0.5"
@@ -95,7 +115,12 @@ def _train(options: argparse.Namespace, rest: list[str]) -> None:
     from agentrl.run import Run
 
     folder = RunFolder.open(run_dir) if run_dir else None
-    if folder and (folder.checkpoints / f"step-{recipe.train.steps:06d}").is_dir():
+    steps_done = _steps_done(folder) if folder else None
+    if steps_done is not None and recipe.train.steps < steps_done:
+        raise ConfigError(
+            f"train.steps: {recipe.train.steps} is less than the {steps_done} steps that {run_dir} has done; raise it"
+        )
+    if folder and steps_done == recipe.train.steps:
         _print_end(console, folder, recipe)
         console.print(f"all {recipe.train.steps} steps are done; go on with a larger --train.steps", highlight=False)
         return
@@ -108,6 +133,8 @@ def _train(options: argparse.Namespace, rest: list[str]) -> None:
     for name, value in plan(recipe).items():
         table.add_row(name, value)
     console.print(table)
+    console.print(f"run folder: {recipe.run_dir}", markup=False, highlight=False)
+    options.folder = recipe.run_dir
     with _closing(
         Run(recipe, tokenizer_folder=folder.tokenizer if folder and folder.tokenizer.is_dir() else None)
     ) as run:
@@ -116,6 +143,14 @@ def _train(options: argparse.Namespace, rest: list[str]) -> None:
         with _progress(console) as on_progress:
             folder, _ = run.train(folder, on_progress=on_progress)
     _print_end(console, folder, recipe)
+
+
+def _steps_done(folder: "RunFolder") -> int | None:
+    """Return the step of a run's newest checkpoint, where it would go on; None: it has none yet."""
+    from agentrl.learn.checkpoint import checkpoints
+
+    names = [path.name for path in checkpoints(folder.checkpoints)]
+    return int(names[-1].removeprefix("step-")) if names else None
 
 
 def _eval(options: argparse.Namespace, rest: list[str]) -> None:
@@ -194,18 +229,30 @@ def _first_line(cls: type) -> str:
 
 
 def _print_end(console: Console, folder: "RunFolder", recipe: "Recipe") -> None:
-    rows = folder.metrics()
-    console.print(_summary(rows[0], rows[-1], recipe.evaluation.num_tasks), markup=False, highlight=False)
+    console.print(_summary(folder.metrics(), recipe.evaluation.num_tasks), markup=False, highlight=False)
     console.print(f"run folder: {folder.path}", markup=False, highlight=False)
 
 
-def _summary(first: dict[str, float], last: dict[str, float], num_tasks: int) -> str:
+def _summary(rows: list[dict[str, float]], num_tasks: int) -> str:
+    """Compare the first and the last evaluation; one whose every episode failed has no means to compare."""
+    evaluations = [row for row in rows if "eval/episodes" in row]
+    played = [row for row in evaluations if "eval/reward" in row]
+    if not played:
+        return f"no result on {num_tasks} held-out tasks: every held-out episode failed"
+    first, last = played[0], played[-1]
+
     def change(name: str, form: str) -> str:
         before, after = first[f"eval/{name}"], last[f"eval/{name}"]
         return f"{name} {before:{form}} -> {after:{form}}"
 
     parts = [change(name, ".1%") for name in ("score", "success") if f"eval/{name}" in first and f"eval/{name}" in last]
-    return f"{', '.join([*parts, change('reward', '.3f')])} on {num_tasks} held-out tasks, {last['step']:.0f} steps"
+    words = (
+        f"{', '.join([*parts, change('reward', '.3f')])} on {num_tasks} held-out tasks, {rows[-1]['step']:.0f} steps"
+    )
+    if len(played) == len(evaluations):
+        return words
+    steps = ", ".join(f"{row['step']:.0f}" for row in evaluations if "eval/reward" not in row)
+    return f"{words}; left out, because every held-out episode failed: step {steps}"
 
 
 @contextmanager

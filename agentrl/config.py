@@ -152,7 +152,7 @@ def _open_mappings(arguments: Sequence[str]) -> list[str]:
             raise ConfigError(f"{name}: {value!r} is not valid YAML") from error
         for key in reversed(name.removeprefix(prefix).split(".")):
             nested = {key: nested}
-        rewritten += [prefix.removesuffix("."), json.dumps(nested)]
+        rewritten += [prefix.removesuffix("."), json.dumps(nested, default=str)]  # a YAML date is no JSON: as written
     return rewritten
 
 

@@ -33,5 +33,9 @@ class CheckError(UserError):
     """A conformance check of `agentrl.testing` found something wrong; the message lists all of it."""
 
 
+class TrainingError(AgentRLError):
+    """An update that must not be made."""
+
+
 class EngineError(AgentRLError):
     """An engine failed to generate, or failed its self-proof."""

@@ -34,19 +34,36 @@ def resolve(spec: str, *, group: Group, field: str) -> Any:
     """Return what `spec` names: `name` (an entry point of `group`) or `module:attribute` (importable from here).
 
     Raises:
-        ConfigError: naming `field`, when nothing of that name exists.
+        ConfigError: naming `field`, when nothing of that name exists, or when its module cannot be imported.
     """
     if ":" in spec:
-        module, _, attribute = spec.partition(":")
-        try:
-            return getattr(importlib.import_module(module), attribute)
-        except ModuleNotFoundError as error:
-            raise ConfigError(
-                f"{field}: cannot import {module!r} of {spec!r} ({error}). Run from the folder that holds it, or install it."
-            ) from error
-        except AttributeError:
-            known = [name for name in vars(importlib.import_module(module)) if not name.startswith("_")]
-            raise ConfigError(f"{field}: module {module!r} has no {attribute!r}.{suggest(attribute, known)}") from None
-    if spec in (points := _points(group)):
+        return _attribute(spec, field=field)
+    if spec not in (points := _points(group)):
+        raise ConfigError(
+            f"{field}: no {spec!r} is installed.{suggest(spec, names(group))} Or give it as 'module:Class'."
+        )
+    try:
         return points[spec].load()
-    raise ConfigError(f"{field}: no {spec!r} is installed.{suggest(spec, names(group))} Or give it as 'module:Class'.")
+    except Exception as error:  # a stranger's package may raise anything while it is imported
+        raise ConfigError(
+            f"{field}: the installed {spec!r} ({points[spec].value}) could not be loaded: {type(error).__name__}: {error}"
+        ) from error
+
+
+def _attribute(spec: str, *, field: str) -> Any:
+    name, _, attribute = spec.partition(":")
+    if not name or not attribute:
+        raise ConfigError(f"{field}: {spec!r} lacks its {'attribute' if name else 'module'}; write 'module:Class'")
+    try:
+        module = importlib.import_module(name)
+    except Exception as error:  # a stranger's module may raise anything while it is imported
+        if isinstance(error, ModuleNotFoundError) and error.name and f"{name}.".startswith(f"{error.name}."):
+            raise ConfigError(
+                f"{field}: cannot import {name!r} of {spec!r} ({error}). Run from the folder that holds it, or install it."
+            ) from error
+        raise ConfigError(f"{field}: importing {name!r} of {spec!r} raised {type(error).__name__}: {error}") from error
+    try:
+        return getattr(module, attribute)
+    except AttributeError:
+        known = [known for known in vars(module) if not known.startswith("_")]
+        raise ConfigError(f"{field}: module {name!r} has no {attribute!r}.{suggest(attribute, known)}") from None

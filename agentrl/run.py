@@ -2,6 +2,7 @@
 
 import asyncio
 import copy
+import json
 import logging
 from collections.abc import Callable
 from functools import cache, partial
@@ -19,7 +20,7 @@ from agentrl.chat import ChatMLRenderer, Renderer, load_renderer, train_tokenize
 from agentrl.config import Recipe
 from agentrl.credit import load_credit_for
 from agentrl.engine.transformers import TransformersEngine
-from agentrl.env import base_env, make_env
+from agentrl.env import make_env
 from agentrl.errors import ConfigError
 from agentrl.learn.checkpoint import checkpoints, load_checkpoint, save_checkpoint
 from agentrl.learn.evaluate import Evaluation, evaluate
@@ -28,7 +29,7 @@ from agentrl.learn.trainer import StepResult, Trainer
 from agentrl.learn.warmup import demonstrations, warm_up
 from agentrl.report.folder import RunFolder
 from agentrl.report.records import records
-from agentrl.rollout import RolloutPool, try_environment
+from agentrl.rollout import RolloutPool, needs_met, try_environment
 from agentrl.types import Trajectory
 
 OnProgress = Callable[[Literal["warm-up", "training"], int, int, dict[str, float]], None]
@@ -55,14 +56,12 @@ class Run:
         self.warnings = recipe.loss.warnings()
         self._accelerator = _accelerator(recipe)
         set_seed(recipe.seed)
+        self._runner = asyncio.Runner()
         self._make_env = partial(make_env, recipe.env.id, recipe.env.options)
-        env = self._make_env()
-        provided = base_env(env).provides()
-        self._credit, warning = load_credit_for(recipe.credit, provided=provided, env_id=recipe.env.id)
+        provided = self._runner.run(needs_met(self._make_env, timeout_s=recipe.rollout.env_timeout_s))
+        credit, warning = load_credit_for(recipe.credit, provided=provided, env_id=recipe.env.id)
         self.warnings += [warning] if warning else []
         self._falls_back = warning is not None
-        env.close()
-        self._runner = asyncio.Runner()
         if recipe.model.name_or_path is None:
             # Demonstrations for the tokenizer are about to be played; the context is measured once there is one.
             self._try_environment(ChatMLRenderer(train_tokenizer([], vocab_size=261)), 2**31)
@@ -74,8 +73,19 @@ class Run:
             engine_model = engine_model.to(torch.bfloat16)
         self._engine = TransformersEngine(engine_model, recipe.engine)
         self._pool = self._new_pool(recipe.rollout.temperature)
-        self._policy = Policy(model).to(self._accelerator.device)
-        self._trainer: Trainer | None = None
+        self._policy = Policy(model)
+        self._trainer = Trainer(
+            accelerator=self._accelerator,
+            policy=self._policy,
+            engine=self._engine,
+            pool=self._pool,
+            credit=credit,
+            loss=recipe.loss,
+            config=recipe.train,
+            temperature=recipe.rollout.temperature,
+            seed=recipe.seed,
+            runner=self._runner,
+        )
 
     def train(self, folder: RunFolder | None, *, on_progress: OnProgress) -> tuple[RunFolder, list[dict[str, float]]]:
         """Train to the last step; return the folder and the metrics of every step.
@@ -84,56 +94,54 @@ class Run:
             folder: of a run to go on with; None: begin a new one in the recipe's `run_dir`.
             on_progress: called after each step.
         """
-        recipe, config = self.recipe, self.recipe.model_dump(mode="json")
-        newest = checkpoints(folder.checkpoints)[-1:] if folder else []
-        if not newest:
+        recipe, trainer = self.recipe, self._trainer
+        config = recipe.model_dump(mode="json")
+        is_resumed = folder is not None and bool(checkpoints(folder.checkpoints))
+        examples: list[Trajectory] = []
+        if folder is not None and is_resumed:
+            self.load(folder)
+        else:
             self._try_environment(self._renderer, recipe.rollout.max_context_tokens)
-        examples = [] if newest else self._examples()
+            trainer.start_engine()
+            examples = self._examples()
         if folder is None:
             assert recipe.run_dir is not None, "the command line names the folder"
             folder = RunFolder.create(recipe.run_dir, config)
-        else:
-            folder.write_config(config)
-        self.tokenizer.save_pretrained(folder.tokenizer)
+        folder.write_config(config)
+        folder.write_whole_folder(folder.tokenizer, self.tokenizer.save_pretrained)
+        folder.rewind(trainer.finished_steps if is_resumed else -1)
         if recipe.report.trackers:
-            self._accelerator.init_trackers(str(folder.path), config={})
-        if newest:
-            trainer = self.load(folder)
-            folder.rewind(trainer.finished_steps)
-        else:
-            folder.rewind(-1)
-            if examples:
-                warm_up(
-                    self._policy,
-                    examples,
-                    recipe.warmup,
-                    seed=recipe.seed,
-                    max_tokens=recipe.train.max_tokens_per_micro_batch,
-                    on_step=lambda step, loss: on_progress("warm-up", step, recipe.warmup.steps, {"loss": loss}),
-                )
-            trainer = self._start(folder)
-            self._write(folder, {"step": 0, **self._evaluation_metrics()})
-            save_checkpoint(trainer, folder.checkpoints, keep_last=recipe.train.keep_last)
-        while trainer.finished_steps < recipe.train.steps:
-            result = trainer.step()
-            self._after_step(folder, trainer, result, on_progress)
-        if recipe.report.trackers:
-            self._accelerator.end_training()
+            self._accelerator.init_trackers("agentrl", config={"run": str(folder.path), "recipe": json.dumps(config)})
+        try:
+            if not is_resumed:
+                self._begin(folder, examples, on_progress)
+            while trainer.finished_steps < recipe.train.steps:
+                self._after_step(folder, trainer.step(), on_progress)
+        finally:
+            if recipe.report.trackers:
+                self._accelerator.end_training()
         return folder, folder.metrics()
 
-    def load(self, folder: RunFolder) -> Trainer:
+    def load(self, folder: RunFolder) -> None:
         """Bring the policy and the engine to the newest checkpoint of a run.
 
         Raises:
-            ConfigError: when it has none.
+            ConfigError: when it has none, or none that fits the recipe.
         """
         newest = checkpoints(folder.checkpoints)
         if not newest:
             raise ConfigError(f"{folder.path} has no checkpoint yet; go on with the run: agentrl train {folder.path}")
-        trainer = self._new_trainer(folder)
-        load_checkpoint(trainer, newest[-1])
-        trainer.start_engine()
-        return trainer
+        if self.recipe.loss.kl_coefficient > 0:
+            if not folder.reference.is_dir():
+                raise ConfigError(
+                    f"loss.kl_coefficient: {self.recipe.loss.kl_coefficient:g} needs the policy with which {folder.path} "
+                    "began, and that run kept none; begin a new run with it"
+                )
+            reference = copy.deepcopy(self._policy)
+            load_model(reference, folder.reference / "model.safetensors")
+            self._trainer.reference = reference
+        load_checkpoint(self._trainer, newest[-1])
+        self._trainer.start_engine()
 
     def evaluate(self) -> Evaluation:
         """Play the held-out tasks with the weights in the engine; nothing of the training state is touched."""
@@ -145,7 +153,7 @@ class Run:
 
     def start_untrained(self) -> None:
         """Hand the model as it is to the engine, for an evaluation without training."""
-        self._new_trainer(None).start_engine()
+        self._trainer.start_engine()
 
     def close(self) -> None:
         """Release threads, the engine and the event loop."""
@@ -168,8 +176,10 @@ class Run:
         return make_local_model(settings.local, tokenizer, attention=settings.attention), tokenizer
 
     def _train_tokenizer(self) -> Any:
-        """Train a tokenizer on demonstrated dialogues, written out by one that knows bytes only."""
+        """Train a tokenizer on demonstrated dialogues, written out by one that knows bytes only; without warm-up, that one."""
         as_bytes = train_tokenizer([], vocab_size=261)
+        if self.recipe.warmup.steps == 0:
+            return as_bytes
         texts = [
             as_bytes.decode([token for turn in segment for token in (*turn.observation_ids, *turn.action_ids)])
             for trajectory in self._demonstrations(ChatMLRenderer(as_bytes), count=_TOKENIZER_EPISODES)
@@ -204,36 +214,28 @@ class Run:
             seed=self.recipe.seed,
         )
 
-    def _new_trainer(self, folder: RunFolder | None) -> Trainer:
+    def _begin(self, folder: RunFolder, examples: list[Trajectory], on_progress: OnProgress) -> None:
+        """Warm up; what comes out of it is the policy to train, and the KL target."""
         recipe = self.recipe
-        reference = None
+        if examples:
+            warm_up(
+                self._policy,
+                examples,
+                recipe.warmup,
+                seed=recipe.seed,
+                max_tokens=recipe.train.max_tokens_per_micro_batch,
+                on_step=lambda step, loss: on_progress("warm-up", step, recipe.warmup.steps, {"loss": loss}),
+            )
         if recipe.loss.kl_coefficient > 0:
-            reference = copy.deepcopy(self._policy)
-            if folder is not None and folder.reference.is_file():
-                load_model(reference, folder.reference)
-        return Trainer(
-            accelerator=self._accelerator,
-            policy=self._policy,
-            reference=reference,
-            engine=self._engine,
-            pool=self._pool,
-            credit=self._credit,
-            loss=recipe.loss,
-            config=recipe.train,
-            temperature=recipe.rollout.temperature,
-            seed=recipe.seed,
-            runner=self._runner,
-        )
+            self._trainer.reference = copy.deepcopy(self._policy)
+            folder.write_whole_folder(
+                folder.reference, lambda path: save_model(self._policy, str(path / "model.safetensors")), replace=True
+            )
+        self._trainer.start_engine()
+        self._write(folder, {"step": 0, **self._evaluation_metrics()})
+        save_checkpoint(self._trainer, folder.checkpoints, keep_last=recipe.train.keep_last)
 
-    def _start(self, folder: RunFolder) -> Trainer:
-        """Begin to train from the policy as it stands, which is also the KL target."""
-        if self.recipe.loss.kl_coefficient > 0:
-            save_model(self._policy, str(folder.reference))
-        trainer = self._new_trainer(folder)
-        trainer.start_engine()
-        return trainer
-
-    def _after_step(self, folder: RunFolder, trainer: Trainer, result: StepResult, on_progress: OnProgress) -> None:
+    def _after_step(self, folder: RunFolder, result: StepResult, on_progress: OnProgress) -> None:
         """Write down what a step did, then checkpoint: a checkpoint never promises what is not on disk."""
         recipe, step = self.recipe, result.step
         is_last = step == recipe.train.steps
@@ -249,7 +251,7 @@ class Run:
             folder.add_rollouts(step, records(result.groups, result.credits, step=step, piece=piece))
         self._write(folder, row)
         if is_last or step % recipe.train.checkpoint_every == 0:
-            save_checkpoint(trainer, folder.checkpoints, keep_last=recipe.train.keep_last)
+            save_checkpoint(self._trainer, folder.checkpoints, keep_last=recipe.train.keep_last)
         on_progress("training", step, recipe.train.steps, row)
 
     def _write(self, folder: RunFolder, row: dict[str, float]) -> None:

@@ -149,12 +149,14 @@ def check_equality(model: Any, sampled: list[tuple[list[int], list[float]]]) -> 
 
 
 def share_of_step(recipe: Path) -> dict[str, float]:
-    """Time split of the default recipe's steps on an untrained policy, medians of ten after two."""
-    shares: list[tuple[float, float, float]] = []
+    """Time split of the default recipe's first steps after its warm-up, medians of ten after two."""
+    shares: list[tuple[float, float, float, float]] = []
 
     def note(phase: str, step: int, _: int, metrics: dict[str, float]) -> None:
         if phase == "training" and step > 2:
-            shares.append((metrics["time/sampling_s"], metrics["time/step_s"], metrics["time/sampled_tokens_per_s"]))
+            collect_s = metrics["time/sampling_s"] + metrics["time/environment_s"]
+            tokens = metrics["time/sampled_tokens_per_s"] * collect_s
+            shares.append((metrics["time/sampling_s"], collect_s, metrics["time/step_s"], tokens))
 
     with tempfile.TemporaryDirectory() as folder:
         options = ["--train.steps", "12", "--evaluation.num_tasks", "8", "--run_dir", f"{folder}/run"]
@@ -163,12 +165,14 @@ def share_of_step(recipe: Path) -> dict[str, float]:
             run.train(None, on_progress=note)
         finally:
             run.close()
-    sampling_s, step_s, tokens_per_s = (statistics.median(column) for column in zip(*shares, strict=True))
+    sampling_s, collect_s, step_s, tokens = (statistics.median(column) for column in zip(*shares, strict=True))
     return {
         "step_sampling_s": sampling_s,
+        "step_collect_s": collect_s,
         "step_s": step_s,
-        "sampling_share": statistics.median(s / w for s, w, _ in shares),
-        "step_tokens_per_s": tokens_per_s,
+        "sampling_share": statistics.median(sampling / step for sampling, _, step, _ in shares),
+        "collect_share": statistics.median(collect / step for _, collect, step, _ in shares),
+        "sampled_tokens_per_step": tokens,
     }
 
 
@@ -187,7 +191,10 @@ def main() -> None:
             f"{row['engine_tokens_per_s']:>13.0f} {row['generate_tokens_per_s']:>15.0f} {row['ratio']:>6.1f}"
         )
     step = share_of_step(options.recipe)
-    print(f"default recipe: {step['step_s']:.3f} s a step, {step['sampling_share']:.0%} of it sampling")
+    print(
+        f"default recipe: {step['step_s']:.3f} s a step of {step['sampled_tokens_per_step']:.0f} sampled tokens, "
+        f"{step['sampling_share']:.0%} of it in the engine, {step['collect_share']:.0%} collecting (environments included)"
+    )
     print(json.dumps({"threads": torch.get_num_threads(), "lengths": rows, **step}))
 
 

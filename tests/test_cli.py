@@ -1,5 +1,6 @@
 """The command line, in this process where that shows the same as in one of its own."""
 
+import errno
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -9,9 +10,10 @@ from typing import NamedTuple
 import pytest
 import yaml
 
-from agentrl.cli import main
+from agentrl.cli import _summary, main
 from agentrl.report.folder import RunFolder
 from agentrl.report.records import read_records
+from agentrl.run import Run
 
 TINY = """
 env: {id: key_door}
@@ -63,6 +65,11 @@ class ReturnsText(Shop):
         return "Well?"
 
 
+class RaisesWhenMade(Shop):
+    def __init__(self):
+        raise RuntimeError("no licence for a shop")
+
+
 class NoShop:
     pass
 """
@@ -84,6 +91,7 @@ def agentrl(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capt
     monkeypatch.setattr(sys, "path", list(sys.path))
     (tmp_path / "tiny.yaml").write_text(TINY)
     (tmp_path / "shop_of_faults.py").write_text(SHOP)
+    (tmp_path / "shop_of_errors.py").write_text("1 / 0\n")
 
     def run(*arguments: str) -> Outcome:
         status = 0
@@ -101,7 +109,7 @@ def files(folder: Path) -> set[str]:
     return {str(path.relative_to(folder)) for path in folder.rglob("*") if "__pycache__" not in path.parts}
 
 
-GIVEN = {"tiny.yaml", "shop_of_faults.py"}
+GIVEN = {"tiny.yaml", "shop_of_faults.py", "shop_of_errors.py"}
 
 
 def test_installed_environments_are_listed(agentrl: Agentrl) -> None:
@@ -171,6 +179,19 @@ def test_a_process_ends_with_status_2_and_one_message(tmp_path: Path) -> None:
             "Subclass agentrl.ToolEnv (tools, start, answer) or agentrl.MessageEnv (reset, step).",
         ),
         (
+            ["tiny.yaml", "--env.id", "shop_of_faults:RaisesWhenMade"],
+            "env.options: 'shop_of_faults:RaisesWhenMade' could not be made: RuntimeError: no licence for a shop",
+        ),
+        (
+            ["tiny.yaml", "--env.id", "shop_of_errors:Shop"],
+            "env.id: importing 'shop_of_errors' of 'shop_of_errors:Shop' raised ZeroDivisionError: division by zero",
+        ),
+        (
+            ["tiny.yaml", "--env.id", "shop_of_errors:Shop-v0"],
+            "env.id: importing 'shop_of_errors' for 'shop_of_errors:Shop-v0' raised ZeroDivisionError: "
+            "division by zero",
+        ),
+        (
             ["tiny.yaml", "--env.options.num_boxs", "3"],
             "env.options.num_boxs: 'key_door' has no such option. Did you mean 'num_boxes'?",
         ),
@@ -225,6 +246,7 @@ def test_a_run_from_beginning_to_end(agentrl: Agentrl, tmp_path: Path) -> None:
     assert (status, err) == (0, "")
     lines = out.splitlines()
     assert lines[0].startswith("key_door, seed 3")
+    assert lines.index("run folder: run") < next(i for i, line in enumerate(lines) if line.startswith("warm-up"))
     assert "reward " in lines[-2]
     assert " on 4 held-out tasks, 2 steps" in lines[-2]
     assert lines[-1] == "run folder: run"
@@ -280,7 +302,108 @@ def test_a_run_from_beginning_to_end(agentrl: Agentrl, tmp_path: Path) -> None:
     assert files(tmp_path) == before
     assert folder.metrics() == rows
 
+    assert agentrl("train", "run", "--train.steps", "1") == (
+        2,
+        "",
+        "agentrl: train.steps: 1 is less than the 2 steps that run has done; raise it\n",
+    )
+    assert files(tmp_path) == before
+
     status, out, err = agentrl("train", "run", "--train.steps", "3")
     assert (status, err) == (0, "")
     assert [row["step"] for row in folder.metrics()] == [0, 1, 2, 3]
     assert folder.metrics()[:3] == rows
+
+
+def fail_in_train(monkeypatch: pytest.MonkeyPatch, error: BaseException, *, has_begun: bool = True) -> None:
+    def train(run: Run, folder: RunFolder | None, **_: object) -> None:
+        if has_begun:
+            assert run.recipe.run_dir is not None
+            RunFolder.create(run.recipe.run_dir, {})
+        raise error
+
+    monkeypatch.setattr(Run, "train", train)
+
+
+def test_an_interrupted_run_is_told_by_its_folder(agentrl: Agentrl, monkeypatch: pytest.MonkeyPatch) -> None:
+    fail_in_train(monkeypatch, KeyboardInterrupt())
+    status, out, err = agentrl("train", "tiny.yaml")
+    folder = next(line for line in out.splitlines() if line.startswith("run folder: ")).removeprefix("run folder: ")
+    assert folder.startswith("runs/tiny-")
+    assert (status, err) == (
+        130,
+        f"agentrl: interrupted. Go on from the last checkpoint with `agentrl train {folder}`\n",
+    )
+    status, _, err = agentrl("train", "tiny.yaml", "--run_dir", "my [red]run")
+    assert err == "agentrl: interrupted. Go on from the last checkpoint with `agentrl train 'my [red]run'`\n"
+
+
+def test_a_run_that_had_not_begun_cannot_be_gone_on_with(agentrl: Agentrl, monkeypatch: pytest.MonkeyPatch) -> None:
+    fail_in_train(monkeypatch, KeyboardInterrupt(), has_begun=False)
+    status, _, err = agentrl("train", "tiny.yaml", "--run_dir", "run")
+    assert (status, err) == (130, "agentrl: interrupted\n")
+
+
+@pytest.mark.parametrize(
+    ("number", "has_begun", "words"),
+    [
+        (
+            errno.ENOSPC,
+            True,
+            "cannot write run/metrics.jsonl: it said no. Nothing finished is lost: free the disk and go on with "
+            "`agentrl train run`",
+        ),
+        (
+            errno.EDQUOT,
+            True,
+            "cannot write run/metrics.jsonl: it said no. Nothing finished is lost: free the disk and go on with "
+            "`agentrl train run`",
+        ),
+        (errno.ENOSPC, False, "cannot write run/metrics.jsonl: it said no; free the disk"),
+        (errno.EACCES, True, "no permission for run/metrics.jsonl: it said no"),
+        (errno.EROFS, False, "no permission for run/metrics.jsonl: it said no"),
+    ],
+)
+def test_a_disk_that_is_full_and_one_that_is_closed_are_told_apart(
+    number: int, has_begun: bool, words: str, agentrl: Agentrl, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fail_in_train(monkeypatch, OSError(number, "it said no", "run/metrics.jsonl"), has_begun=has_begun)
+    status, _, err = agentrl("train", "tiny.yaml", "--run_dir", "run")
+    assert (status, err) == (2, f"agentrl: {words}\n")
+
+
+def test_another_failure_of_the_machine_keeps_its_traceback(agentrl: Agentrl, monkeypatch: pytest.MonkeyPatch) -> None:
+    fail_in_train(monkeypatch, OSError(errno.EIO, "it said no"))
+    with pytest.raises(OSError, match="it said no"):
+        agentrl("train", "tiny.yaml", "--run_dir", "run")
+
+
+def test_the_summary_compares_the_first_and_the_last_evaluation_that_was_played() -> None:
+    def row(step: int, reward: float | None = None) -> dict[str, float]:
+        played = {} if reward is None else {"eval/reward": reward, "eval/success": reward / 2}
+        return {"step": step, "eval/episodes": float(reward is not None), **played}
+
+    training = {"step": 1, "reward/mean": 0.9}
+    assert _summary([row(0, 0.25), training, row(2, 0.5)], 4) == (
+        "success 12.5% -> 25.0%, reward 0.250 -> 0.500 on 4 held-out tasks, 2 steps"
+    )
+    assert _summary([row(0), training, row(2, 0.25), row(3, 0.5), row(4)], 4) == (
+        "success 12.5% -> 25.0%, reward 0.250 -> 0.500 on 4 held-out tasks, 4 steps; "
+        "left out, because every held-out episode failed: step 0, 4"
+    )
+    failed = "no result on 4 held-out tasks: every held-out episode failed"
+    assert _summary([row(0), training, row(2)], 4) == failed
+    assert _summary([], 4) == failed
+
+
+def test_a_finished_run_whose_every_held_out_episode_failed_says_so(agentrl: Agentrl, tmp_path: Path) -> None:
+    status, _, err = agentrl("train", "tiny.yaml", "--run_dir", "run", "--train.steps", "1")
+    assert (status, err) == (0, "")
+    folder = RunFolder.open(tmp_path / "run")
+    rows = [{k: v for k, v in row.items() if not k.startswith("eval/")} for row in folder.metrics()]
+    (tmp_path / "run" / "metrics.jsonl").unlink()
+    for row in rows:
+        folder.add_metrics({**row, "eval/episodes": 0.0, "eval/failed": 4.0})
+    status, out, err = agentrl("train", "run")
+    assert (status, err) == (0, "")
+    assert out.splitlines()[0] == "no result on 4 held-out tasks: every held-out episode failed"

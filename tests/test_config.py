@@ -114,13 +114,17 @@ def test_unknown_names_read_well(file: Path) -> None:
             "model: {local: {vocab_size: 260}}",
             "model.local.vocab_size: Input should be greater than or equal to 261 (got 260)",
         ),
+        (
+            "model: {local: {num_heads: 3}}",
+            "model.local.num_heads: 3 does not divide hidden_size: 128; set hidden_size to a multiple of 6",
+        ),
         ("warmup: {skill: 1.1}", "warmup.skill: Input should be less than or equal to 1 (got 1.1)"),
         (
             "credit: {scheme: turn_return, gamma: 1.5}",
             "credit.gamma: Input should be less than or equal to 1 (got 1.5)",
         ),
         ("rollout: {temperature: .inf}", "rollout.temperature: must be a finite number (got inf)"),
-        ("train: {betas: [0.9, .nan]}", "train.betas: must be a finite number (got nan)"),
+        ("train: {betas: [0.9, .nan]}", "train.betas.1: Input should be less than 1 (got nan)"),
         ("rollout: 5", "rollout: expected a mapping of fields (got 5)"),
         ("rollout:", "rollout: expected a mapping of fields (got None)"),
     ],
@@ -224,6 +228,7 @@ def test_mistakes_in_credit_are_found_when_the_recipe_is_read(text: str, words: 
         (["--env.options.turn_rewards=no"], "env.options.turn_rewards", False),
         (["--env.options.seed_words", "[a, b]"], "env.options.seed_words", ["a", "b"]),
         (["--env.options.limits.low", "null"], "env.options.limits", {"low": None}),
+        (["--env.options.day", "2020-01-01"], "env.options.day", "2020-01-01"),
     ],
 )
 def test_the_command_line_wins_over_the_recipe_and_leaves_the_rest(

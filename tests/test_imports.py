@@ -1,11 +1,13 @@
+import ast
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 import agentrl
 
-HEAVY = ("torch", "transformers", "accelerate", "vllm", "agentrl_envs", "agentrl_credit")
+HEAVY = ("gymnasium", "torch", "transformers", "accelerate", "vllm", "agentrl_envs", "agentrl_credit")
 
 
 def loaded_by(script: str) -> set[str]:
@@ -17,20 +19,40 @@ def loaded_by(script: str) -> set[str]:
     return set(done.stdout.split())
 
 
+PLUG_INS = sorted(
+    path for folder in ("envs", "credit") for path in (Path(__file__).parents[1] / folder).glob("agentrl_*/*.py")
+)
+
+
 def test_importing_agentrl_loads_neither_torch_nor_a_plug_in() -> None:
     assert loaded_by("import agentrl") == set()
+    assert loaded_by("from agentrl import Message, Trajectory, UserError") == set()
 
 
 def test_what_authors_of_environments_and_schemes_use_loads_neither() -> None:
-    assert loaded_by("from agentrl import *") == set()
-    assert (
-        loaded_by("from agentrl.env import make_env; from agentrl.registry import names; names('agentrl.envs')")
-        == set()
-    )
+    assert loaded_by("from agentrl import *") == {"gymnasium"}  # the base of MessageEnv
+    assert loaded_by("from agentrl.env import make_env; from agentrl.registry import names; names('agentrl.envs')") == {
+        "gymnasium"
+    }
 
 
 def test_a_plug_in_loads_nothing_heavy() -> None:
-    assert loaded_by("from agentrl.env import make_env; make_env('key_door')") == {"agentrl_envs"}
+    assert loaded_by("from agentrl.env import make_env; make_env('key_door')") == {"gymnasium", "agentrl_envs"}
+
+
+@pytest.mark.parametrize("path", PLUG_INS, ids=[path.stem for path in PLUG_INS])
+def test_a_built_in_plug_in_uses_public_names_only(path: Path) -> None:
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            assert not [alias.name for alias in node.names if alias.name.startswith("agentrl.")]
+        if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == "agentrl":
+            assert node.module in ("agentrl", "agentrl.testing")
+            if node.module == "agentrl":
+                assert {alias.name for alias in node.names} <= set(agentrl.__all__)
+
+
+def test_there_are_built_in_plug_ins() -> None:
+    assert {"key_door", "turn_return"} <= {path.stem for path in PLUG_INS}
 
 
 @pytest.mark.parametrize("name", agentrl.__all__)

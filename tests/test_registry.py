@@ -1,5 +1,10 @@
+import sys
+from importlib.metadata import EntryPoint
+from pathlib import Path
+
 import pytest
 
+from agentrl import registry
 from agentrl.errors import ConfigError
 from agentrl.registry import Group, names, resolve, suggest
 
@@ -46,6 +51,51 @@ def test_a_module_or_an_attribute_that_is_not_there_is_named() -> None:
     assert message("agentrl_envs.key_door:KeyDor") == (
         "env.id: module 'agentrl_envs.key_door' has no 'KeyDor'. Did you mean 'KeyDoor'?"
     )
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("class E(:", "SyntaxError: invalid syntax (broken_shop.py, line 1)"),
+        ("raise RuntimeError('the till is locked')", "RuntimeError: the till is locked"),
+        ("import json; json.lods", "AttributeError: module 'json' has no attribute 'lods'"),
+        ("import no_such_dependency", "ModuleNotFoundError: No module named 'no_such_dependency'"),
+        (
+            "from agentrl import ToolEnv, tool\nclass E(ToolEnv):\n    @tool\n    def f(self, *a) -> str: return ''",
+            "TypeError: tool E.f: parameter *a has no name a model could give",
+        ),
+    ],
+)
+def test_what_a_module_raises_while_it_is_imported_is_passed_on(
+    text: str, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (tmp_path / "broken_shop.py").write_text(text)
+    said = message("broken_shop:E")
+    assert said.startswith(f"env.id: importing 'broken_shop' of 'broken_shop:E' raised {words}")
+    assert "broken_shop" not in sys.modules
+
+
+@pytest.mark.parametrize("value", ["json:no_such_class", "no_such_module:E"])
+def test_an_installed_plug_in_that_cannot_be_loaded_is_named_with_the_reason(
+    value: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    point = EntryPoint(name="stale", value=value, group="agentrl.credit")
+    monkeypatch.setattr(registry, "_points", lambda group: {"stale": point})
+    reason = (
+        "AttributeError: module 'json' has no attribute 'no_such_class'"
+        if value.startswith("json")
+        else "ModuleNotFoundError: No module named 'no_such_module'"
+    )
+    assert message("stale", group="agentrl.credit", field="credit.scheme") == (
+        f"credit.scheme: the installed 'stale' ({value}) could not be loaded: {reason}"
+    )
+
+
+def test_both_parts_of_module_and_attribute_are_needed() -> None:
+    assert message(":E") == "env.id: ':E' lacks its module; write 'module:Class'"
+    assert message("json:") == "env.id: 'json:' lacks its attribute; write 'module:Class'"
+    assert message(":") == "env.id: ':' lacks its module; write 'module:Class'"
 
 
 def test_a_suggestion_is_the_nearest_name_or_all_of_them() -> None:

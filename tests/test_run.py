@@ -1,10 +1,12 @@
 """Runs built from recipes: other models, templates, credit and environments than the defaults."""
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from accelerate.state import AcceleratorState
 
 from agentrl import MessageEnv
 from agentrl.chat import train_tokenizer
@@ -151,12 +153,55 @@ def test_an_engine_that_disagrees_more_than_allowed_stops_the_run(tmp_path: Path
 
 def test_a_faulty_oracle_is_named(tmp_path: Path) -> None:
     with pytest.raises(EnvironmentFailure, match=r"oracle\(\) raised RuntimeError: lost the map"):
-        Run(recipe(tmp_path, env={"id": "tests.test_run:Lost"}))
+        Run(recipe(tmp_path, env={"id": "tests.test_run:Lost"}, warmup={"steps": 1}))
     with pytest.raises(ConfigError, match=r"has no oracle\(\)"):
-        Run(recipe(tmp_path, env={"id": "tests.test_run:Mute"}))
+        Run(recipe(tmp_path, env={"id": "tests.test_run:Mute"}, warmup={"steps": 1}))
 
 
 def test_a_strangers_environment_trains_without_being_installed(tmp_path: Path) -> None:
     check_env("examples.custom_env:MyEnv")
     _, rows = train(recipe(tmp_path, env={"id": "examples.custom_env:MyEnv"}, warmup={"steps": 2, "skill": 0.5}))
     assert [row["step"] for row in rows] == [0, 1, 2]
+
+
+def test_without_an_oracle_a_local_model_trains_without_warm_up_on_bytes(tmp_path: Path) -> None:
+    run = Run(recipe(tmp_path, env={"id": "tests.test_run:Mute"}))
+    assert len(run.tokenizer) == 261
+    run.close()
+    _, rows = train(recipe(tmp_path, env={"id": "tests.test_run:Mute"}))
+    assert [row["step"] for row in rows] == [0, 1, 2]
+
+
+@pytest.fixture
+def fresh_accelerate() -> Iterator[None]:
+    """Accelerate holds one precision for each process."""
+    AcceleratorState._reset_state(reset_partial_state=True)
+    yield
+    AcceleratorState._reset_state(reset_partial_state=True)
+
+
+@pytest.mark.usefixtures("fresh_accelerate")
+def test_bfloat16_trains_with_its_own_bound_of_agreement(tmp_path: Path) -> None:
+    _, rows = train(recipe(tmp_path, train={"precision": "bfloat16"}))
+    assert all(1e-6 < row["first/engine_difference"] < 0.05 for row in rows[1:])
+
+
+def test_a_kl_term_cannot_be_added_to_a_run_that_kept_no_reference(tmp_path: Path) -> None:
+    folder, _ = train(recipe(tmp_path))
+    before = folder.config_file.read_text()
+    run = Run(recipe(tmp_path, loss={"kl_coefficient": 0.1}, train={"steps": 3}), tokenizer_folder=folder.tokenizer)
+    with pytest.raises(ConfigError, match=r"loss\.kl_coefficient: 0\.1 needs the policy with which"):
+        run.train(folder, on_progress=lambda *_: None)
+    run.close()
+    assert folder.config_file.read_text() == before  # what was refused leaves the run as it was
+
+
+def test_a_model_of_other_sizes_cannot_go_on_with_a_run(tmp_path: Path) -> None:
+    folder, rows = train(recipe(tmp_path))
+    before = folder.config_file.read_text()
+    other = {"local": {**SIZES, "intermediate_size": 64}}
+    run = Run(recipe(tmp_path, model=other, train={"steps": 3}), tokenizer_folder=folder.tokenizer)
+    with pytest.raises(ConfigError, match="does not fit this recipe"):
+        run.train(folder, on_progress=lambda *_: None)
+    run.close()
+    assert (folder.config_file.read_text(), folder.metrics()) == (before, rows)

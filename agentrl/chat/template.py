@@ -6,7 +6,7 @@ from typing import Any, Literal
 from jinja2 import TemplateError
 
 from agentrl.chat.renderer import Tools
-from agentrl.chat.tool_calls import parse_assistant
+from agentrl.chat.tool_calls import format_tool_call, parse_assistant
 from agentrl.errors import RendererError
 from agentrl.types import Message
 
@@ -18,8 +18,12 @@ class TemplateRenderer:
     """Renders new messages with the tokenizer's own template, behind a stand-in dialogue, and keeps what they added.
 
     At construction the template is probed: over six turns with tool results each context must begin with the one before
-    it, and the tokens that `extend` appends must be those of the template itself. As with the template itself, text that
-    spells a control token becomes one, whoever wrote it.
+    it, and the tokens that `extend` appends must be those of the template itself. `rewritten_history: restart` does
+    without these two, and refuses whatever rendering anew cannot mend. As with the template itself, text that spells a
+    control token becomes one, whoever wrote it.
+
+    A malformed call, or one whose arguments are no object, is rendered as text within the message: templates may look
+    into the arguments of a call.
     """
 
     def __init__(
@@ -35,13 +39,18 @@ class TemplateRenderer:
         self._tail = self._close()
         tail_ids = self._encode(self._tail)
         self._stop_ids = tuple(dict.fromkeys(i for i in (*tail_ids[:1], tokenizer.eos_token_id) if i is not None))
-        problem = self._probe()
-        if problem and rewritten_history == "error":
+        unusable, rewriting = self._probe()
+        if unusable:
             raise RendererError(
-                f"chat.renderer: the chat template of {name!r} cannot extend a dialogue: {problem}. Set "
+                f"chat.renderer: the chat template of {name!r} cannot be used: {unusable}. Use another template, or set "
+                "chat.renderer: chatml"
+            )
+        if rewriting and rewritten_history == "error":
+            raise RendererError(
+                f"chat.renderer: the chat template of {name!r} cannot extend a dialogue: {rewriting}. Set "
                 "chat.rewritten_history: restart to render every turn anew, or use a template that leaves earlier turns alone"
             )
-        self._extends = not problem
+        self._extends = not rewriting
 
     @property
     def stop_token_ids(self) -> tuple[int, ...]:
@@ -87,7 +96,10 @@ class TemplateRenderer:
     def _render(self, messages: Sequence[Message], *, tools: Tools = (), prompt: bool = False) -> str:
         try:
             text: str = self._tokenizer.apply_chat_template(
-                list(messages), tools=list(tools) or None, tokenize=False, add_generation_prompt=prompt
+                [_renderable(m) for m in messages],
+                tools=list(tools) or None,
+                tokenize=False,
+                add_generation_prompt=prompt,
             )
         except (TemplateError, TypeError, KeyError, ValueError) as error:
             raise RendererError(
@@ -109,31 +121,67 @@ class TemplateRenderer:
         stand_in = [_USER, {"role": "assistant", "content": _SENTINEL}]
         return self._render([*stand_in, *messages], prompt=True).partition(_SENTINEL)[2]
 
-    def _probe(self) -> str | None:
-        """Return what is wrong with the template, or None: a dialogue of six turns, each rendered whole and in parts."""
+    def _probe(self) -> tuple[str | None, str | None]:
+        """Return why the template cannot be used at all, and why it cannot extend: a dialogue of six turns tells."""
         tools = [_tool("look"), _tool("take")]
         messages: list[Message] = [_USER]
-        context = self._render(messages, tools=tools, prompt=True)
+        opening, context = self._render(messages, tools=tools), self._render(messages, tools=tools, prompt=True)
         if not all(tool["function"]["name"] in context for tool in tools):
-            return "it leaves out the tools"
+            return "it leaves out the tools", None
+        rewriting: str | None = None
         for turn in range(6):
             message, replies = _probe_turn(turn)
             messages += [message, *replies]
+            # Without the generation prompt, which may end some reasoning, and the tools, which may come with examples.
+            if unusable := _left_out(self._render(messages, tools=tools).removeprefix(opening), message, replies):
+                return unusable, None
             whole = self._render(messages, tools=tools, prompt=True)
-            if not whole.startswith(context):
-                return f"turn {turn + 1} changes the text of the turns before it"
-            added, extension = whole[len(context) :], self._extension(replies)
-            if lost := [reply["role"] for reply in replies if reply["content"] not in added]:
-                return f"it leaves out messages of the role {lost[0]!r}"
-            if not added.endswith(extension):
-                return f"after turn {turn + 1} the text of a new message depends on the messages before it"
-            parsed = parse_assistant(added[: len(added) - len(extension)])
-            if _functions(parsed) != _functions(message):
-                return "it does not write tool calls in the form of Hermes and Qwen (<tool_call>{...}</tool_call>)"
-            if parsed["content"] != message["content"]:
-                return "it changes or leaves out what the assistant said"
+            rewriting = rewriting or self._rewriting(context, whole, turn)
             context = whole
+        return None, rewriting
+
+    def _rewriting(self, context: str, whole: str, turn: int) -> str | None:
+        """Return how the context after a turn differs from the one before it with the turn appended."""
+        message, replies = _probe_turn(turn)
+        if not whole.startswith(context):
+            return f"turn {turn + 1} changes the text of the turns before it"
+        added, extension = whole[len(context) :], self._extension(replies)
+        if not added.endswith(extension):
+            return f"after turn {turn + 1} the text of a new message depends on the messages before it"
+        parsed = parse_assistant(added[: len(added) - len(extension)])
+        if _functions(parsed) != _functions(message) or parsed["content"] != message["content"]:
+            return f"turn {turn + 1} changes what the assistant said in it"
         return None
+
+
+def _left_out(text: str, message: Message, replies: Sequence[Message]) -> str | None:
+    """Return what the text of a dialogue lacks of its last turn."""
+    if lost := [reply["role"] for reply in replies if reply["content"] not in text]:
+        return f"it leaves out messages of the role {lost[0]!r}"
+    calls = _functions(message)
+    if calls and _functions(parse_assistant(text))[-len(calls) :] != calls:
+        return "it does not write tool calls in the form of Hermes and Qwen (<tool_call>{...}</tool_call>)"
+    return None if message["content"] in text else "it leaves out what the assistant said"
+
+
+def _renderable(message: Message) -> Message:
+    """Return the message with every call that a template might stumble over as text, as it was sampled."""
+    calls = message.get("tool_calls") or []
+    odd = [call["function"] for call in calls if not _is_regular(call)]
+    if not odd:
+        return message
+    texts = [format_tool_call(function.get("name") or "", function.get("arguments", {})) for function in odd]
+    plain = {key: value for key, value in message.items() if key != "tool_calls"}
+    plain["content"] = "\n".join(filter(None, [message.get("content"), *texts]))
+    regular = [call for call in calls if _is_regular(call)]
+    return plain | ({"tool_calls": regular} if regular else {})
+
+
+def _is_regular(call: Any) -> bool:
+    function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(function, dict):  # a form of the environment's own, for its own template
+        return True
+    return bool(function.get("name")) and isinstance(function.get("arguments", {}), dict)
 
 
 def _functions(message: Message) -> list[dict[str, Any]]:

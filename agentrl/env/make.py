@@ -29,15 +29,18 @@ def make_env(spec: str, options: Mapping[str, Any] | None = None) -> gym.Env[tup
         options: keyword arguments of its constructor; with a Gymnasium id also `max_episode_steps`.
 
     Raises:
-        ConfigError: naming `env.id` or `env.options`, for a name that leads nowhere, an option that the constructor
-            does not know or refuses, and what is no `MessageEnv`.
+        ConfigError: naming `env.id` or `env.options`, for a name that leads nowhere, a module that cannot be imported,
+            an option that the constructor does not know or refuses, whatever else it raises, and what is no
+            `MessageEnv`.
     """
     options = dict(options or {})
     create = _from_gymnasium(spec, options) if _GYMNASIUM_ID.search(spec) else _from_registry(spec, options)
     try:
         env = create(**options)
-    except (TypeError, ValueError) as error:
-        raise ConfigError(f"{_OPTIONS}: {spec!r} could not be made: {error}") from error
+    except Exception as error:  # a stranger's constructor may raise anything
+        # The first two are what arguments are refused with: their words are about an option and need no type.
+        words = str(error) if isinstance(error, TypeError | ValueError) else f"{type(error).__name__}: {error}"
+        raise ConfigError(f"{_OPTIONS}: {spec!r} could not be made: {words}") from error
     if not isinstance(env, gym.Env) or not isinstance(env.unwrapped, MessageEnv):
         raise _no_message_env(spec, env)
     return env
@@ -59,14 +62,16 @@ def _from_gymnasium(spec: str, options: Mapping[str, Any]) -> Callable[..., Any]
         modules = [point.module.partition(".")[0] for point in entry_points(group="agentrl.envs")]
     try:
         for name in modules:
-            importlib.import_module(name)
+            _import(name, spec)
         creator: Any = gym.spec(env_id).entry_point
+        if isinstance(creator, str):
+            _import(creator.partition(":")[0], spec)
+            creator = load_env_creator(creator)
     except (gym.error.Error, ModuleNotFoundError) as error:
         raise ConfigError(
             f"{_FIELD}: Gymnasium cannot find {spec!r}: {error} "
             "Write 'module:id' with the module that registers it, or 'module:Class'."
         ) from error
-    creator = load_env_creator(creator) if isinstance(creator, str) else creator
     if creator is not None:
         _check_options(spec, creator, options, also=("max_episode_steps", "render_mode"))
 
@@ -87,6 +92,17 @@ def _check_options(
     for name in options:
         if name not in known:
             raise ConfigError(f"{_OPTIONS}.{name}: {spec!r} has no such option.{suggest(name, known)}")
+
+
+def _import(module: str, spec: str) -> None:
+    try:
+        importlib.import_module(module)
+    except ModuleNotFoundError:
+        raise
+    except Exception as error:  # a stranger's module may raise anything while it is imported
+        raise ConfigError(
+            f"{_FIELD}: importing {module!r} for {spec!r} raised {type(error).__name__}: {error}"
+        ) from error
 
 
 def _no_message_env(spec: str, got: object) -> ConfigError:

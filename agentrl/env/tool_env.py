@@ -13,8 +13,11 @@ from agentrl.types import Message
 class ToolEnv(MessageEnv):
     """Tools are methods marked with `@tool`; `start` opens the dialogue and `answer` replies to plain text.
 
-    Whatever the model writes, `step` does not raise: an unknown tool, malformed JSON, wrong arguments, an exception or
-    a timeout becomes a tool message that begins with `Error:`, and a count in `info["tool_errors"]`.
+    Whatever call the model writes, it gets an answer: an unknown tool, malformed JSON, wrong arguments, an exception in
+    the tool or a coroutine tool's timeout becomes a tool message that begins with `Error:`, and a count in
+    `info["tool_errors"]`. What `answer` raises leaves `step`: it is a fault of the environment, and fails the episode.
+    So does a tool that is no coroutine and hangs: nothing in here can stop it, and the episode's deadline
+    (`rollout.env_timeout_s`) does.
     """
 
     tool_timeout_s: ClassVar[float] = 10.0

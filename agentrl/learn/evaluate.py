@@ -61,7 +61,7 @@ async def evaluate(pool: RolloutPool, config: EvaluationConfig, *, seed: int) ->
     if trajectories:
         metrics["reward"] = float(np.mean([t.reward for t in trajectories]))
         metrics["turns"] = float(np.mean([len(t.turns) for t in trajectories]))
-        metrics |= reported_means(trajectories)
+        metrics = reported_means(trajectories) | metrics
         if any("success" in t.metrics for t in trajectories):
             right = [(len(g.valid), sum(is_success(t) for t in g.valid)) for g in groups]
             for k in config.pass_at:

@@ -1,4 +1,4 @@
-"""What a step reports. Names are `theme/what`; those under `time/` depend on the machine, all others repeat exactly.
+"""What a step reports. Names are `what` or `theme/what`; those under `time/` depend on the machine, all others repeat exactly.
 
 `T` trained tokens of a minibatch, `U` ratio units.
 """
@@ -79,6 +79,7 @@ def update_metrics(tallies: Sequence[Tally]) -> dict[str, float]:
     if any("mismatch_U" in tally.columns for tally in tallies):
         mismatch_U = column("mismatch_U")
         metrics |= {"mismatch/mean": _mean(mismatch_U), "mismatch/max": _peak(mismatch_U)}
+        metrics["mismatch/limited"] = _mean(column("limited_U"))
     return metrics
 
 
@@ -96,19 +97,26 @@ def rollout_metrics(groups: Sequence[TrajectoryGroup], credits: Sequence[Sequenc
         "episode/truncated": _mean([t.truncated for t in trajectories]),
         "turn/action_tokens": _mean([len(turn.action_ids) for t in trajectories for turn in t.turns]),
         "groups/zero_spread": _mean([len({t.reward for t in g.valid}) < 2 for g in groups]),
-        "credit/zero_advantage": _mean([not c.advantages_T.any() for cs in credits for c in cs]),
+        "credit/zero_advantage": _mean(
+            [
+                not credit.advantages_T.any()
+                for group, of_group in zip(groups, credits, strict=True)
+                for trajectory, credit in zip(group.trajectories, of_group, strict=True)
+                if not trajectory.failed
+            ]
+        ),
     }
-    metrics |= {f"episode/{name}": value for name, value in reported_means(trajectories).items()}
+    metrics = {f"episode/{name}": value for name, value in reported_means(trajectories).items()} | metrics
     return metrics | {f"stop/{reason}": _mean([t.stop_reason is reason for t in everyone]) for reason in StopReason}
 
 
 def _clipped_units(tally: Tally) -> Array:
     """Return the share of clipped tokens of each unit, over all micro-batches of a minibatch."""
     shares = []
-    for clipped_T, unit_T in zip(tally.columns["clipped_T"], tally.columns["unit_T"], strict=True):
+    for clipped_T, unit_T in zip(tally.columns.get("clipped_T", []), tally.columns.get("unit_T", []), strict=True):
         index_T = unit_T.astype(np.int64)
         shares.append(np.bincount(index_T, weights=clipped_T) / np.bincount(index_T))
-    return (np.concatenate(shares) > 0).astype(np.float64)
+    return (np.concatenate([np.empty(0), *shares]) > 0).astype(np.float64)
 
 
 def _mean(values: Any) -> float:

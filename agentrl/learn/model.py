@@ -4,10 +4,10 @@
 """
 
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt
+from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, model_validator
 from torch import Tensor, nn
 
 from agentrl.errors import ConfigError
@@ -20,15 +20,40 @@ class LocalModelConfig(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     hidden_size: PositiveInt = 128
+    """Width of the hidden states: an even number for each of `num_heads`."""
     num_layers: PositiveInt = 2
+    """Transformer blocks."""
     num_heads: PositiveInt = 4
+    """Query heads of each attention layer."""
     num_kv_heads: PositiveInt = 2
+    """Key and value heads, each shared by `num_heads / num_kv_heads` query heads."""
     intermediate_size: PositiveInt = 384
+    """Width of the feed-forward layers."""
     max_positions: PositiveInt = 4096
+    """Longest row the model takes, in tokens; `rollout.max_context_tokens` must fit."""
     initializer_std: PositiveFloat = 0.08
     """Standard deviation of the initial weights."""
     vocab_size: int = Field(default=448, ge=261)
     """Largest number of tokenizer entries: 256 bytes, 5 control tokens, and what is merged from them."""
+
+    @model_validator(mode="after")
+    def _heads_fit(self) -> Self:
+        if self.hidden_size % self.num_heads:
+            raise ValueError(
+                f"num_heads: {self.num_heads} does not divide hidden_size: {self.hidden_size}; "
+                f"set hidden_size to a multiple of {2 * self.num_heads}"
+            )
+        if (size := self.hidden_size // self.num_heads) % 2:
+            raise ValueError(
+                f"hidden_size: {self.hidden_size} over num_heads: {self.num_heads} gives heads of odd size {size}, which "
+                f"rotary positions cannot turn; set hidden_size to a multiple of {2 * self.num_heads}"
+            )
+        if self.num_heads % self.num_kv_heads:
+            raise ValueError(
+                f"num_kv_heads: {self.num_kv_heads} does not divide num_heads: {self.num_heads}; "
+                "set num_kv_heads to 1, num_heads, or another divisor of it"
+            )
+        return self
 
 
 class ModelConfig(BaseModel):

@@ -4,11 +4,12 @@
 """
 
 import asyncio
+import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import numpy as np
 import torch
@@ -19,13 +20,15 @@ from transformers import get_scheduler
 
 from agentrl.credit import Credit, CreditScheme, assign_credit
 from agentrl.engine import Engine
-from agentrl.errors import EngineError
+from agentrl.errors import EngineError, TrainingError
 from agentrl.learn.batch import MicroBatch, make_batch, micro_batches
 from agentrl.learn.loss import LossConfig, kl_loss, mismatch_weights, policy_loss
 from agentrl.learn.metrics import Tally, first_metrics, rollout_metrics, update_metrics
 from agentrl.learn.model import Policy
 from agentrl.rollout import RolloutPool, derive_seed
 from agentrl.types import Sampling, Trajectory, TrajectoryGroup
+
+Beta = Annotated[float, Field(ge=0, lt=1)]
 
 
 class TrainConfig(BaseModel):
@@ -40,12 +43,15 @@ class TrainConfig(BaseModel):
     max_tokens_per_micro_batch: PositiveInt = 16_384
     """Most tokens, padding included, in one forward and backward pass."""
     learning_rate: PositiveFloat = 3e-4
+    """Step size of AdamW."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     """Course of the learning rate after its warm-up."""
     warmup_updates: NonNegativeInt = 0
     """Updates over which the learning rate rises from 0."""
-    betas: tuple[float, float] = (0.9, 0.95)
+    betas: tuple[Beta, Beta] = (0.9, 0.95)
+    """Decay of Adam's running means of the gradient and of its square."""
     weight_decay: NonNegativeFloat = 0.0
+    """Decoupled weight decay of AdamW."""
     max_grad_norm: PositiveFloat = 1.0
     """Gradients are scaled down to this norm."""
     precision: Literal["float32", "bfloat16"] = "float32"
@@ -56,9 +62,13 @@ class TrainConfig(BaseModel):
     """Steps between checkpoints; the last step always has one."""
     keep_last: PositiveInt = 2
     """Checkpoints kept."""
-    agreement: PositiveFloat = Field(default=1e-3)
+    agreement: PositiveFloat | None = None
     """Largest mean difference allowed between the engine's log-probabilities and the trainer's under the same weights, in
-    nats; bfloat16 needs about 0.05."""
+    nats. None: follows the precision (float32 1e-3, bfloat16 0.05)."""
+
+    def agreement_bound(self) -> float:
+        """Return `agreement`, the precision's default where it is None."""
+        return self.agreement or {"float32": 1e-3, "bfloat16": 0.05}[self.precision]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,7 +93,6 @@ class Trainer:
         *,
         accelerator: Accelerator,
         policy: Policy,
-        reference: Policy | None,
         engine: Engine,
         pool: RolloutPool,
         credit: CreditScheme,
@@ -98,7 +107,6 @@ class Trainer:
         Args:
             accelerator: prepared with the recipe's precision and device.
             policy: the weights to train.
-            reference: the KL target, never trained; needed where `loss.kl_coefficient` is positive.
             engine: samples, from weights that are pushed to it.
             pool: plays episodes on the engine.
             credit: turns rewards into advantages.
@@ -121,14 +129,23 @@ class Trainer:
         self._policy, self._optimizer = accelerator.prepare(policy, optimizer)
         # Not prepared: accelerate would advance it once for each process.
         self._schedule = get_scheduler(
-            config.schedule,
+            "constant_with_warmup" if config.schedule == "constant" else config.schedule,
             self._optimizer,
             num_warmup_steps=config.warmup_updates,
             num_training_steps=config.steps * config.num_minibatches,
         )
         accelerator.register_for_checkpointing(self._schedule)
-        self._reference = None if reference is None else reference.to(accelerator.device).eval().requires_grad_(False)
+        self._reference: Policy | None = None
         self.finished_steps = 0
+
+    @property
+    def reference(self) -> Policy | None:
+        """The KL target, never trained; needed where `loss.kl_coefficient` is positive."""
+        return self._reference
+
+    @reference.setter
+    def reference(self, policy: Policy) -> None:
+        self._reference = policy.to(self._accelerator.device).eval().requires_grad_(False)
 
     def start_engine(self) -> float:
         """Push the weights and prove that the engine samples from them.
@@ -141,13 +158,13 @@ class Trainer:
         Raises:
             EngineError: with what was found and the bound.
         """
-        bound = self._config.agreement
+        bound = self._config.agreement_bound()
         moved = [(name, tensor * 1.1 if tensor.is_floating_point() else tensor) for name, tensor in self._weights()]
         self._runner.run(self._engine.load_weights(moved, self.finished_steps))
         perturbed = self._disagreement()
         self._push_weights()
         found = self._disagreement()
-        if perturbed <= bound:
+        if not perturbed > bound:
             raise EngineError(
                 "weights pushed to the engine do not reach its samples: after a perturbation its log-probabilities still "
                 f"agree with the trainer's to {perturbed:.2e} nats (train.agreement: {bound:g})"
@@ -186,8 +203,15 @@ class Trainer:
         self._accelerator.save_state(str(folder))
 
     def load(self, folder: Path) -> None:
-        """Read what `save` wrote; `start_engine` hands the weights on."""
+        """Read what `save` wrote; `start_engine` hands the weights on. Rates and betas are those of the recipe."""
         self._accelerator.load_state(str(folder))
+        config, schedule = self._config, self._schedule
+        schedule.base_lrs = [config.learning_rate for _ in schedule.base_lrs]
+        for group, factor in zip(self._optimizer.param_groups, schedule.lr_lambdas, strict=True):
+            group["initial_lr"] = config.learning_rate
+            group["lr"] = config.learning_rate * factor(schedule.last_epoch)
+            group["betas"], group["weight_decay"] = config.betas, config.weight_decay
+        schedule._last_lr = [group["lr"] for group in self._optimizer.param_groups]
 
     def state_dict(self) -> dict[str, Any]:
         """Return the counters that belong to a checkpoint."""
@@ -225,10 +249,11 @@ class Trainer:
         return float((logprobs_T - torch.tensor(completion.logprobs, device=device)).abs().mean())
 
     def _check_agreement(self, found: float) -> None:
-        if found > self._config.agreement:
+        bound = self._config.agreement_bound()
+        if not found <= bound:  # nor where it is not a number
             raise EngineError(
                 f"the engine's log-probabilities differ from the trainer's by {found:.2e} nats on average under the same "
-                f"weights, more than train.agreement: {self._config.agreement:g}. In half precision raise it; otherwise the "
+                f"weights, more than train.agreement: {bound:g}. In half precision raise it; otherwise the "
                 "engine runs another model than the trainer"
             )
 
@@ -245,7 +270,9 @@ class Trainer:
         minibatches = [
             [pairs[i] for i in part] for part in np.array_split(order, self._config.num_minibatches) if len(part)
         ]
-        plans = [self._plan(minibatch) for minibatch in minibatches]
+        plans = [
+            plan for minibatch in minibatches if (plan := self._plan(minibatch))
+        ]  # credit may keep no token of one
         anchors = self._recompute(plans) if self._loss.anchor == "recomputed" else None
         self._policy.train()
         tallies = []
@@ -253,21 +280,26 @@ class Trainer:
             tally = Tally()
             for number, micro in enumerate(plan):
                 proximal_T = None if anchors is None else anchors[index][number]
-                loss = self._loss_of(micro, proximal_T, is_first=index == 0, tally=tally)
+                loss = self._loss_of(micro, proximal_T, tally=tally)
                 self._accelerator.backward(loss)
             tally.grad_norm = float(
                 self._accelerator.clip_grad_norm_(self._policy.parameters(), self._config.max_grad_norm)
             )
             tally.learning_rate = self._schedule.get_last_lr()[0]
+            if index == 0 and not (self.finished_steps - tally.column("version_T")).any():
+                # Sampled by these very weights: each step proves the last push.
+                self._check_agreement(float(np.abs(tally.column("engine_difference_T")).mean()))
+            if not math.isfinite(tally.grad_norm):
+                raise TrainingError(
+                    f"step {self.finished_steps + 1}: the gradient is not finite. The last checkpoint is whole: lower "
+                    "train.learning_rate and go on from it"
+                )
             self._optimizer.step()
             self._schedule.step()
             self._optimizer.zero_grad()
             tallies.append(tally)
-            if index == 0:
-                first = first_metrics(tally, current_version=self.finished_steps)
-                if first["staleness/max"] == 0:  # sampled by these very weights: each step proves the last push
-                    self._check_agreement(first["first/engine_difference"])
-        return update_metrics(tallies) | first
+        tallies = tallies or [Tally()]
+        return update_metrics(tallies) | first_metrics(tallies[0], current_version=self.finished_steps)
 
     def _plan(self, minibatch: Sequence[tuple[Trajectory, Credit]]) -> list[MicroBatch]:
         loss = self._loss
@@ -281,11 +313,16 @@ class Trainer:
         budget = self._config.max_tokens_per_micro_batch
         return list(micro_batches(batch, max_tokens=budget, device=self._accelerator.device))
 
-    def _recompute(self, plans: list[list[MicroBatch]]) -> list[list[Tensor]]:
-        """Return log-probabilities before the first update, by the same plan and precision as the training pass."""
+    def _recompute(self, plans: list[list[MicroBatch]]) -> list[list[Tensor | None]]:
+        """Return log-probabilities before the first update, by the same plan and precision as the training pass.
+
+        None for the first minibatch: there the policy itself is the anchor, exactly, whatever the noise of a second pass.
+        """
         self._policy.train()
+        anchors: list[list[Tensor | None]] = [[None for _ in plan] for plan in plans[:1]]
         with torch.no_grad():
-            return [[self._forward(self._policy, micro)[0] for micro in plan] for plan in plans]
+            anchors.extend([self._forward(self._policy, micro)[0] for micro in plan] for plan in plans[1:])
+        return anchors
 
     def _forward(self, policy: Any, micro: MicroBatch) -> tuple[Tensor, Tensor]:
         logprobs_T, entropy_T = policy(
@@ -293,25 +330,20 @@ class Trainer:
         )
         return logprobs_T, entropy_T
 
-    def _loss_of(self, micro: MicroBatch, proximal_T: Tensor | None, *, is_first: bool, tally: Tally) -> Tensor:
+    def _loss_of(self, micro: MicroBatch, proximal_T: Tensor | None, *, tally: Tally) -> Tensor:
         """Return the micro-batch's share of the loss; `proximal_T` are recomputed log-probabilities, the anchor if given."""
         settings = self._loss
         logprobs_T, entropy_T = self._forward(self._policy, micro)
         weight_T = micro.weight_T
         anchor_T = micro.behavior_T
-        if proximal_T is not None:
-            # Before the first update the policy is the anchor: exactly, whatever the noise of a second pass.
-            anchor_T = logprobs_T.detach() if is_first else proximal_T
-            if settings.mismatch != "off":
-                mismatch = mismatch_weights(
-                    anchor_T if is_first else proximal_T,
-                    micro.behavior_T,
-                    micro.unit_T,
-                    mode=settings.mismatch,
-                    limit=settings.mismatch_limit,
-                )
-                weight_T = weight_T * mismatch.weight_T
-                tally.add(mismatch_U=mismatch.raw_U)
+        if settings.anchor == "recomputed":
+            anchor_T = logprobs_T.detach() if proximal_T is None else proximal_T
+        if settings.mismatch != "off":
+            mismatch = mismatch_weights(
+                anchor_T, micro.behavior_T, micro.unit_T, mode=settings.mismatch, limit=settings.mismatch_limit
+            )
+            weight_T = weight_T * mismatch.weight_T
+            tally.add(mismatch_U=mismatch.raw_U, limited_U=mismatch.limited_U)
         clip_low, clip_high = settings.clip_range()
         result = policy_loss(
             logprobs_T,

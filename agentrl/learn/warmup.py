@@ -4,6 +4,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import gymnasium as gym
 import numpy as np
 import torch
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveFloat, PositiveInt
@@ -17,7 +18,7 @@ from agentrl.learn.model import Policy
 from agentrl.rollout import derive_seed, task_seed
 from agentrl.rollout.env_thread import EnvThread
 from agentrl.rollout.episode import MakeEnv
-from agentrl.types import StopReason, Trajectory, Turn
+from agentrl.types import Message, StopReason, Trajectory, Turn
 
 
 class WarmupConfig(BaseModel):
@@ -32,6 +33,7 @@ class WarmupConfig(BaseModel):
     num_demonstrations: PositiveInt = 2048
     """Demonstrations made; they are gone through again when they run out."""
     learning_rate: PositiveFloat = 1e-3
+    """Step size of AdamW; rises over 20 steps, falls over the last 50."""
     skill: float = Field(default=1.0, ge=0, le=1)
     """Share of turns that the demonstrations play right: a policy that was shown perfection has no spread to learn from."""
 
@@ -39,6 +41,23 @@ class WarmupConfig(BaseModel):
 def demonstrate(make_env: MakeEnv, renderer: Renderer, *, seed: int, skill: float, max_turns: int) -> Trajectory:
     """Play one episode with the environment's oracle; its actions are encoded as if they had been sampled."""
     env = make_env()
+    try:
+        turns = _play(env, renderer, seed=seed, skill=skill, max_turns=max_turns)
+    finally:
+        env.close()
+    return Trajectory(
+        group_id="demonstration",
+        trajectory_id=str(seed),
+        env_id=type(base_env(env)).__name__,
+        seed=seed,
+        turns=tuple(turns),
+        stop_reason=StopReason.TERMINATED,
+    )
+
+
+def _play(
+    env: gym.Env[tuple[Message, ...], str | Message], renderer: Renderer, *, seed: int, skill: float, max_turns: int
+) -> list[Turn]:
     base = base_env(env)
     rng = np.random.default_rng(derive_seed(seed, "oracle"))
     messages, _ = env.reset(seed=seed)
@@ -68,40 +87,35 @@ def demonstrate(make_env: MakeEnv, renderer: Renderer, *, seed: int, skill: floa
         added = renderer.extend(context_ids[: -len(action_ids)], action_ids, messages)
         extends = added is not None
         observation_ids = added if added is not None else renderer.start(history, base.tools)
-    env.close()
-    return Trajectory(
-        group_id="demonstration",
-        trajectory_id=str(seed),
-        env_id=type(base).__name__,
-        seed=seed,
-        turns=tuple(turns),
-        stop_reason=StopReason.TERMINATED,
-    )
+    return turns
 
 
 async def demonstrations(
     make_env: MakeEnv, renderer: Renderer, *, count: int, skill: float, max_turns: int, timeout_s: float, seed: int
 ) -> list[Trajectory]:
-    """Play demonstrations on tasks of the training half of the seeds, each under a deadline of `timeout_s` seconds.
+    """Play demonstrations on tasks of the training half of the seeds.
+
+    Each has a deadline of `timeout_s` seconds for every call that it may make: construction, reset, its turns.
 
     Raises:
         ConfigError: when the environment has no oracle.
         EnvironmentFailure: with the words of what an episode raised, or when it hung.
     """
     thread = EnvThread()
+    limit_s = timeout_s * (max_turns + 2)
     played = []
     try:
         for index in range(count):
             task = task_seed(derive_seed(seed, "demonstrations"), index)
             play = partial(demonstrate, make_env, renderer, seed=task, skill=skill, max_turns=max_turns)
-            played.append(await thread.call(play, timeout_s=timeout_s))
+            played.append(await thread.call(play, timeout_s=limit_s))
     except AgentRLError:
         raise
     except NotImplementedError as error:
         raise ConfigError(f"env.id: {error}") from error
     except Exception as error:
         if thread.is_lost:
-            words = f"did not end within rollout.env_timeout_s: {timeout_s:g} s"
+            words = f"did not end within {limit_s:g} s (rollout.env_timeout_s for each of its calls)"
         else:
             words = f"raised {type(error).__name__}: {error}"
         raise EnvironmentFailure(f"a demonstration with the environment's oracle() {words}") from error

@@ -1,8 +1,8 @@
-"""A run's folder: config.yaml, metrics.jsonl, rollouts/, checkpoints/, tokenizer/."""
+"""A run's folder: config.yaml, metrics.jsonl, rollouts/, checkpoints/, tokenizer/, reference/."""
 
 import json
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +31,7 @@ class RunFolder:
         self.path = path
         self.checkpoints = path / "checkpoints"
         self.tokenizer = path / "tokenizer"
-        self.reference = path / "reference.safetensors"
+        self.reference = path / "reference"
         self._metrics = path / "metrics.jsonl"
         self._rollouts = path / "rollouts"
 
@@ -53,7 +53,7 @@ class RunFolder:
         """Raise ConfigError where a run cannot begin in this folder."""
         if path.exists() and not path.is_dir():
             raise ConfigError(f"run_dir: {path} is a file; name a folder")
-        if path.exists() and any(path.iterdir()):
+        if path.exists() and any(not file.name.endswith(".partial") for file in path.iterdir()):
             raise ConfigError(
                 f"run_dir: {path} is not empty; choose another, or go on with that run: agentrl train {path}"
             )
@@ -77,6 +77,17 @@ class RunFolder:
     def write_config(self, config: Mapping[str, Any]) -> None:
         """Write the resolved recipe; going on with other settings replaces it."""
         write_whole(self.config_file, yaml.safe_dump(dict(config), sort_keys=False))
+
+    def write_whole_folder(self, target: Path, write: Callable[[Path], object], *, replace: bool = False) -> None:
+        """Let `write` fill a folder that appears whole or not at all; one that is there is kept unless `replace`."""
+        if target.is_dir() and not replace:
+            return
+        partial = target.with_name(f".{target.name}.partial")
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir()
+        write(partial)
+        shutil.rmtree(target, ignore_errors=True)
+        partial.rename(target)
 
     def add_metrics(self, row: Mapping[str, float]) -> None:
         """Append one row; it is in the file when this returns."""

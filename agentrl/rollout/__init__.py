@@ -4,7 +4,7 @@ from agentrl.rollout.config import RolloutConfig
 from agentrl.rollout.episode import Task, run_episode
 from agentrl.rollout.pool import RolloutPool
 from agentrl.rollout.seeds import derive_seed, held_out_seed, task_seed
-from agentrl.rollout.trial import try_environment
+from agentrl.rollout.trial import needs_met, try_environment
 
 __all__ = [
     "RolloutConfig",
@@ -12,6 +12,7 @@ __all__ = [
     "Task",
     "derive_seed",
     "held_out_seed",
+    "needs_met",
     "run_episode",
     "task_seed",
     "try_environment",

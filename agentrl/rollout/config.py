@@ -33,12 +33,13 @@ class RolloutConfig(BaseModel):
     env_timeout_s: PositiveFloat = 60.0
     """Deadline of each reset and each step of an environment, in seconds."""
     engine_timeout_s: PositiveFloat = 600.0
-    """Deadline of each completion, in seconds."""
+    """Deadline of each completion, in seconds. With `engine.lockstep` it includes waiting for the environments of the
+    other live episodes: leave it well above `env_timeout_s`."""
     max_retries: NonNegativeInt = 2
     """How often an episode is begun again, with a fresh environment, after its environment or its engine failed."""
     max_consecutive_failures: PositiveInt = 16
-    """After so many failed episodes without one that worked, or so many groups in a row that had to be replaced, the run
-    stops with the last error."""
+    """After so many episodes in a row that failed in spite of their retries, or so many groups in a row that had to be
+    replaced, the run stops with the last error."""
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:

@@ -17,7 +17,7 @@ from agentrl.chat import Renderer
 from agentrl.engine import Sampler
 from agentrl.env import MessageEnv, base_env
 from agentrl.env.spaces import is_message
-from agentrl.errors import AgentRLError, ConfigError, EngineError, UserError
+from agentrl.errors import AgentRLError, ConfigError, EngineError
 from agentrl.rollout.config import RolloutConfig
 from agentrl.rollout.env_thread import EnvThread
 from agentrl.rollout.seeds import derive_seed
@@ -74,8 +74,6 @@ async def run_episode(
     with engine.conversation(f"{task.trajectory_id}#{task.attempt}"):
         try:
             return await episode.play(make_env)
-        except UserError:
-            raise
         except EnvError as error:
             return episode.result(StopReason.ENV_ERROR, error=str(error))
         except EngineError as error:
@@ -96,7 +94,7 @@ class _Episode:
         self._final_info: dict[str, Any] = {}
 
     async def play(self, make_env: MakeEnv) -> Trajectory:
-        env = await self._on_thread("construction", make_env)
+        env = await self._on_thread("construction", partial(_construct, make_env))
         base = base_env(env)
         self._env_id = env.spec.id if env.spec else type(base).__name__
         try:
@@ -229,15 +227,29 @@ class _Episode:
         )
 
 
+def _construct(make_env: MakeEnv) -> gym.Env[tuple[Message, ...], str | Message]:
+    """Make the environment; what its constructor raises is a failure like any other.
+
+    `agentrl.env.make_env` blames the recipe for it. When a run begins that is right; in an episode, the same recipe has
+    made environments before.
+    """
+    try:
+        return make_env()
+    except AgentRLError as error:
+        cause = error.__cause__ or error
+        raise EnvError(f"environment: construction raised {type(cause).__name__}: {cause}") from error
+
+
 def _reset(env: gym.Env[Any, Any], base: MessageEnv, task: Task) -> _Moment:
     result = env.reset(seed=task.seed, options={"rollout_index": task.rollout_index})
     if not (isinstance(result, tuple) and len(result) == 2):
         raise EnvError(f"reset() of {type(base).__name__} must return (messages, info), got {_shape(result)}")
-    return _Moment(_checked_messages(result[0], base, "reset()"), base.state_key())
+    _check_info(result[1], base, "reset()")
+    return _Moment(_checked_messages(result[0], base, "reset()"), _checked_key(base.state_key(), base, "state_key()"))
 
 
 def _step(env: gym.Env[Any, Any], base: MessageEnv, action: Message) -> _Moment:
-    action_key = base.action_key(action)
+    action_key = _checked_key(base.action_key(action), base, "action_key()")
     result: Any = env.step(action)
     name = type(base).__name__
     if not (isinstance(result, tuple) and len(result) == 5):
@@ -247,12 +259,11 @@ def _step(env: gym.Env[Any, Any], base: MessageEnv, action: Message) -> _Moment:
     messages, reward, terminated, truncated, info = result
     if not _is_number(reward) or not math.isfinite(reward):
         raise EnvError(f"step() of {name} returned the reward {reward!r}; it must be a finite number")
-    if not isinstance(info, dict):
-        raise EnvError(f"step() of {name} returned info of type {type(info).__name__}; it must be a dict")
+    _check_info(info, base, "step()")
     messages = _checked_messages(messages, base, "step()")
     return _Moment(
         messages=messages,
-        state_key=base.state_key(),
+        state_key=_checked_key(base.state_key(), base, "state_key()"),
         action_key=action_key,
         reward=float(reward),
         terminated=bool(terminated),
@@ -268,6 +279,21 @@ def _checked_messages(messages: object, base: MessageEnv, method: str) -> tuple[
             f"{{'role': 'user', 'content': '...'}}, got {_shape(messages)}"
         )
     return tuple(messages)
+
+
+def _checked_key(key: object, base: MessageEnv, method: str) -> str | None:
+    if key is not None and not isinstance(key, str):
+        raise EnvError(f"{method} of {type(base).__name__} must return a string or None, got {_shape(key)}")
+    return key
+
+
+def _check_info(info: object, base: MessageEnv, method: str) -> None:
+    name = type(base).__name__
+    if not isinstance(info, dict):
+        raise EnvError(f"{method} of {name} returned info of type {type(info).__name__}; it must be a dict")
+    for key in info:
+        if not isinstance(key, str):
+            raise EnvError(f"{method} of {name} returned info with the key {_shape(key)}; its keys must be strings")
 
 
 def _is_number(value: object) -> bool:

@@ -117,6 +117,7 @@ class RolloutPool:
                     thread = self._fresh(thread)
                     trajectory = await self._play_one(task, thread)
                 self.counts["failed_episodes"] += trajectory.failed
+                self._break_off_after_failures(trajectory)
                 thread = self._fresh(thread)
                 done[task.group_id].append(trajectory)
         finally:
@@ -126,7 +127,7 @@ class RolloutPool:
                 self._threads.append(thread)
 
     async def _play_one(self, task: Task, thread: EnvThread) -> Trajectory:
-        trajectory = await run_episode(
+        return await run_episode(
             task,
             make_env=self._make_env,
             engine=self._engine,
@@ -134,11 +135,13 @@ class RolloutPool:
             config=self._config,
             thread=thread,
         )
+
+    def _break_off_after_failures(self, trajectory: Trajectory) -> None:
+        """Raise where one episode after the other failed for good; an attempt that is made again does not count."""
         self._failures_in_a_row = self._failures_in_a_row + 1 if trajectory.failed else 0
         if self._failures_in_a_row >= self._config.max_consecutive_failures:
             words = f"{self._failures_in_a_row} episodes failed in a row; the last one: {trajectory.error}"
             raise (EngineError if trajectory.stop_reason is StopReason.ENGINE_ERROR else EnvironmentFailure)(words)
-        return trajectory
 
     def _fresh(self, thread: EnvThread) -> EnvThread:
         """Return the thread, or a new one where it hangs."""

@@ -4,11 +4,12 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from agentrl.chat import Renderer
-from agentrl.errors import EnvironmentFailure
+from agentrl.env import base_env
+from agentrl.errors import EnvironmentFailure, UserError
 from agentrl.rollout.config import RolloutConfig
 from agentrl.rollout.env_thread import EnvThread
 from agentrl.rollout.episode import MakeEnv, Task, run_episode
-from agentrl.types import Completion, FinishReason, Sampling
+from agentrl.types import Completion, FinishReason, Need, Sampling
 
 
 class _Silence:
@@ -21,6 +22,37 @@ class _Silence:
     async def generate(self, prompt_ids: Sequence[int], sampling: Sampling, request_id: str) -> Completion:  # noqa: ARG002
         stop = sampling.stop_token_ids[:1]
         return Completion(token_ids=stop, logprobs=(0.0,), versions=(0,), finish_reason=FinishReason.STOP)
+
+
+async def needs_met(make_env: MakeEnv, *, timeout_s: float) -> frozenset[Need]:
+    """Make the environment for the first time, under a deadline, and return what it offers to credit schemes.
+
+    Raises:
+        UserError: in the words of what went wrong.
+    """
+
+    def look() -> frozenset[Need]:
+        env = make_env()
+        try:
+            return base_env(env).provides()
+        finally:
+            env.close()
+
+    thread = EnvThread()
+    try:
+        return await thread.call(look, timeout_s=timeout_s)
+    except UserError:
+        raise
+    except Exception as error:
+        if thread.is_lost:
+            raise EnvironmentFailure(
+                f"environment: construction did not return within rollout.env_timeout_s: {timeout_s:g} s"
+            ) from error
+        raise EnvironmentFailure(
+            f"environment: provides() or close() raised {type(error).__name__}: {error}"
+        ) from error
+    finally:
+        thread.close()
 
 
 async def try_environment(*, make_env: MakeEnv, renderer: Renderer, config: RolloutConfig, seed: int) -> None:

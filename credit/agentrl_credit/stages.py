@@ -9,8 +9,7 @@ from typing import Literal
 import numpy as np
 import numpy.typing as npt
 
-from agentrl import Credit, Trajectory, TrajectoryGroup
-from agentrl.errors import CreditError
+from agentrl import Credit, CreditError, Trajectory, TrajectoryGroup
 
 Array = npt.NDArray[np.float64]
 

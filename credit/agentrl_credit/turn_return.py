@@ -7,8 +7,7 @@ from typing import ClassVar, Literal
 import numpy as np
 from pydantic import Field
 
-from agentrl import Credit, CreditScheme, Need, Trajectory, TrajectoryGroup
-from agentrl.errors import CreditError
+from agentrl import Credit, CreditError, CreditScheme, Need, Trajectory, TrajectoryGroup
 from agentrl_credit.stages import (
     Array,
     Lone,

@@ -6,8 +6,7 @@ from typing import Any, Literal, TypeAlias
 
 import numpy as np
 
-from agentrl.env import ToolEnv, tool, tool_call
-from agentrl.types import Message
+from agentrl import Message, ToolEnv, tool, tool_call
 from agentrl_envs.options import share, whole_number
 
 Expression: TypeAlias = "int | tuple[Expression, str, Expression]"

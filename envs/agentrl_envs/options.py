@@ -1,6 +1,6 @@
 """Checks of constructor options, in words for the person who wrote them."""
 
-from agentrl.errors import UserError
+from agentrl import UserError
 
 
 def whole_number(name: str, value: object, *, at_least: int, at_most: int | None = None) -> int:

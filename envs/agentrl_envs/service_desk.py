@@ -4,8 +4,7 @@ from typing import Any
 
 import numpy as np
 
-from agentrl.env import ToolEnv, tool, tool_call
-from agentrl.types import Message
+from agentrl import Message, ToolEnv, tool, tool_call
 from agentrl_envs.options import whole_number
 
 _REQUESTS = {

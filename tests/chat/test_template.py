@@ -1,3 +1,5 @@
+import copy
+import re
 from typing import Any
 
 import pytest
@@ -69,7 +71,13 @@ def test_the_end_of_sequence_stops_a_turn_that_another_token_closes() -> None:
     assert renderer.parse((65, 0)) == renderer.parse((65, END)) == renderer.parse((65,))
 
 
-REWRITING = changed(("+ message.content }}", "+ (message.content if loop.index > messages | length - 2 else '') }}"))
+REWRITES = ("+ message.content }}", "+ (message.content if loop.index > messages | length - 2 else '') }}")
+REWRITING = changed(REWRITES)
+LOOKS_INTO_ARGUMENTS = (
+    "{{- call.function.arguments | tojson + '}",
+    """{{- '{' }}{%- for key, value in call.function.arguments | items %}{{- '"' + key + '": ' + value | string }}
+{%- endfor %}{{- '}' + '}""",
+)
 
 
 @pytest.mark.parametrize(
@@ -108,6 +116,34 @@ def test_a_template_that_cannot_be_used_is_refused(template: str | None, problem
     assert str(caught.value).startswith("chat.renderer: ")
     assert "'org/model'" in str(caught.value)
     assert problem in str(caught.value)
+    is_about_history = "cannot extend a dialogue" in str(caught.value)
+    assert ("chat.rewritten_history: restart" in str(caught.value)) == is_about_history
+    made = tokenizer(template)
+    if is_about_history:
+        assert TemplateRenderer(made, rewritten_history="restart").extend((), (65, END), [USER]) is None
+    else:
+        with pytest.raises(RendererError, match=re.escape(problem)):
+            TemplateRenderer(made, rewritten_history="restart", name="org/model")
+
+
+@pytest.mark.parametrize(
+    ("pairs", "problem"),
+    [
+        ([("tool | tojson", "'tool'")], "it leaves out the tools"),
+        ([("message.role == 'tool'", "false")], "it leaves out messages of the role 'tool'"),
+        ([("<tool_call>", "[CALL]"), ("</tool_call>", "[/CALL]")], "in the form of Hermes and Qwen"),
+        ([("in message.tool_calls or []", "in (message.tool_calls or [])[:1]")], "in the form of Hermes and Qwen"),
+        ([("if loop.index > messages", "if loop.index < 3 and loop.index > messages")], "what the assistant said"),
+    ],
+)
+def test_rendering_anew_cannot_make_up_for_what_a_rewriting_template_leaves_out(
+    pairs: list[tuple[str, str]], problem: str
+) -> None:
+    made = tokenizer(changed(REWRITES, *pairs))
+    with pytest.raises(RendererError) as caught:
+        TemplateRenderer(made, rewritten_history="restart", name="org/model")
+    assert problem in str(caught.value)
+    assert "restart" not in str(caught.value)
 
 
 def test_a_template_that_rewrites_history_can_be_rendered_anew_each_turn() -> None:
@@ -119,6 +155,43 @@ def test_a_template_that_rewrites_history_can_be_rendered_anew_each_turn() -> No
     whole = tokenizer(None).decode(renderer.start(said, []), skip_special_tokens=False)
     assert "Text." not in whole
     assert "More." in whole
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        '{"name": "look", "arguments": {"n": 1}',
+        "nothing",
+        '{"name": "look", "arguments": "{}"}',
+        '{"name": "look", "arguments": [1, 2]}',
+        '{"name": "look", "arguments": 3}',
+        '{"name": "look", "arguments": null}',
+    ],
+)
+def test_a_call_that_is_none_is_text_to_a_template_that_looks_into_arguments(body: str) -> None:
+    made = tokenizer(changed(REWRITES, LOOKS_INTO_ARGUMENTS))
+    renderer = TemplateRenderer(made, rewritten_history="restart")
+    good = '<tool_call>\n{"name": "take", "arguments": {"n": 7}}\n</tool_call>'
+    bad = f"<tool_call>\n{body}\n</tool_call>"
+    reply = {"role": "tool", "name": "", "content": "no such call"}
+
+    def context(sampled: str) -> str:
+        message = renderer.parse((*made.encode(sampled, add_special_tokens=False), END))
+        before = copy.deepcopy(message)
+        text: str = made.decode(renderer.start([USER, message, reply], []), skip_special_tokens=False)
+        assert message == before
+        return text
+
+    replied = "<|im_end|>\n<|im_start|>user\n<tool_response>\nno such call\n</tool_response><|im_end|>\n"
+    opening = "<|im_start|>user\nHello.<|im_end|>\n<|im_start|>assistant\n"
+    for sampled, rendered in [
+        (bad, bad),
+        (f"I look.\n{bad}", f"I look.\n{bad}"),
+        (f"{bad}\n{bad}", f"{bad}\n{bad}"),
+        (good, good),
+        (f"{good}\n{bad}", f"{bad}\n{good}"),  # the template writes calls after all text
+    ]:
+        assert context(sampled) == f"{opening}{rendered}{replied}<|im_start|>assistant\n"
 
 
 def test_chatml_can_be_asked_for_in_place_of_the_template() -> None:

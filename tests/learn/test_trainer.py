@@ -18,7 +18,7 @@ from agentrl.chat import ChatMLRenderer, train_tokenizer
 from agentrl.engine import EngineConfig
 from agentrl.engine.transformers import TransformersEngine
 from agentrl.env import make_env
-from agentrl.errors import EngineError
+from agentrl.errors import EngineError, TrainingError
 from agentrl.learn.loss import LossConfig
 from agentrl.learn.model import LocalModelConfig, Policy, make_local_model
 from agentrl.learn.trainer import TrainConfig, Trainer
@@ -53,6 +53,7 @@ def make_trainer(
     rollout: RolloutConfig = ROLLOUT,
     loss: LossConfig | None = None,
     engine_class: type[TransformersEngine] = TransformersEngine,
+    credit: CreditScheme | None = None,
     has_reference: bool = False,
     **train: Any,
 ) -> Trainer:
@@ -71,16 +72,17 @@ def make_trainer(
     trainer = Trainer(
         accelerator=Accelerator(cpu=True),
         policy=policy,
-        reference=copy.deepcopy(policy) if has_reference else None,
         engine=engine,
         pool=pool,
-        credit=Noise(),
+        credit=credit or Noise(),
         loss=loss or LossConfig(),
         config=TrainConfig(device="cpu", **{"learning_rate": 1e-2, **train}),
         temperature=rollout.temperature,
         seed=1,
         runner=runner,
     )
+    if has_reference:
+        trainer.reference = copy.deepcopy(policy)
     trainer.start_engine()
     return trainer
 
@@ -235,3 +237,59 @@ def test_an_engine_that_runs_other_weights_is_found_out_at_the_start(
 ) -> None:
     with pytest.raises(EngineError, match=words):
         make_trainer(runner, engine_class=engine_class)
+
+
+def test_the_learning_rate_rises_over_its_warm_up_whatever_the_schedule(runner: asyncio.Runner) -> None:
+    trainer = make_trainer(runner, warmup_updates=8, num_minibatches=4)
+    assert [trainer.step().metrics["learning_rate"] for _ in range(3)] == pytest.approx([3 / 8e2, 7 / 8e2, 1e-2])
+
+
+def test_going_on_takes_the_recipes_rates_and_not_the_checkpoints(runner: asyncio.Runner, tmp_path: Path) -> None:
+    early = make_trainer(runner)
+    early.step()
+    early.save(tmp_path)
+    late = make_trainer(runner, learning_rate=1e-3, betas=(0.5, 0.6), weight_decay=0.25)
+    late.load(tmp_path)
+    late.load_state_dict(early.state_dict())
+    late.start_engine()
+    assert late.step().metrics["learning_rate"] == 1e-3
+    (group,) = late._optimizer.param_groups
+    assert (group["lr"], group["betas"], group["weight_decay"]) == (1e-3, (0.5, 0.6), 0.25)
+
+
+class KeepsFirstGroup(Noise):
+    """Leaves everything but the first group out of the loss."""
+
+    keep: int = 1
+
+    def assign(self, groups: Sequence[TrajectoryGroup]) -> list[list[Credit]]:
+        kept = super().assign(groups[: self.keep])
+        return kept + [[Credit.excluded(t) for t in group.trajectories] for group in groups[self.keep :]]
+
+
+def test_minibatches_without_a_kept_token_are_passed_over(runner: asyncio.Runner) -> None:
+    trainer = make_trainer(runner, credit=KeepsFirstGroup(), num_minibatches=12)
+    before = weights(trainer)
+    metrics = trainer.step().metrics
+    assert trainer._schedule.last_epoch == 4  # the four trajectories of the first group
+    assert not torch.equal(weights(trainer), before)
+    assert metrics["credit/zero_advantage"] == pytest.approx(8 / 12)
+    idle = make_trainer(runner, credit=KeepsFirstGroup(keep=0))
+    before = weights(idle)
+    assert idle.step().metrics["grad_norm"] == 0
+    assert torch.equal(weights(idle), before)
+
+
+class Overflow(Noise):
+    """Advantages whose squares are not finite in float32."""
+
+    def _credit(self, trajectory: Trajectory) -> Credit:
+        return Credit.uniform(trajectory, 1e38)
+
+
+def test_a_gradient_that_is_not_finite_is_never_applied(runner: asyncio.Runner) -> None:
+    trainer = make_trainer(runner, credit=Overflow(), loss=LossConfig(aggregation="constant", constant_length=1))
+    before = weights(trainer)
+    with pytest.raises(TrainingError, match=r"step 1: the gradient is not finite.*train\.learning_rate"):
+        trainer.step()
+    assert torch.equal(weights(trainer), before)

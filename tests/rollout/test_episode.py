@@ -1,6 +1,8 @@
 import asyncio
+import json
 import threading
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -8,7 +10,7 @@ import pytest
 
 from agentrl.chat import Renderer
 from agentrl.engine.transformers import TransformersEngine
-from agentrl.env import MessageEnv
+from agentrl.env import MessageEnv, make_env
 from agentrl.errors import ConfigError
 from agentrl.learn.batch import rows_of
 from agentrl.rollout import RolloutConfig, Task, run_episode
@@ -419,6 +421,19 @@ SAID = user("hm")
             "step() of Odd returned the reward -inf; it must be a finite number",
         ),
         ("step", (SAID, 0.0, False, False, None), "step() of Odd returned info of type NoneType; it must be a dict"),
+        (
+            "step",
+            (SAID, 0.0, False, False, {"steps": 2, 3: 1.5}),
+            "step() of Odd returned info with the key int 3; its keys must be strings",
+        ),
+        ("reset", (SAID, None), "reset() of Odd returned info of type NoneType; it must be a dict"),
+        (
+            "reset",
+            (SAID, {None: 0}),
+            "reset() of Odd returned info with the key NoneType None; its keys must be strings",
+        ),
+        ("state_key", 7, "state_key() of Odd must return a string or None, got int 7"),
+        ("action_key", ("go", 1), "action_key() of Odd must return a string or None, got tuple ('go', 1)"),
     ],
 )
 def test_a_broken_contract_is_told_in_plain_words(
@@ -427,6 +442,46 @@ def test_a_broken_contract_is_told_in_plain_words(
     trajectory = play(returns(method, value), new_engine(), renderer)
     assert trajectory.stop_reason is StopReason.ENV_ERROR
     assert trajectory.error == words
+
+
+def test_a_state_key_that_breaks_its_contract_later_is_told_too(new_engine: NewEngine, renderer: Renderer) -> None:
+    class Odd(Talk):
+        def state_key(self) -> Any:
+            return self.turn if self.turn == 2 else None
+
+    trajectory = play(Odd, new_engine(), renderer)
+    assert (trajectory.stop_reason, len(trajectory.turns)) == (StopReason.ENV_ERROR, 1)
+    assert trajectory.error == "state_key() of Odd must return a string or None, got int 2"
+    assert trajectory.turns[0].state_key is None
+
+
+class Flaky(Talk):
+    """Asks a backend in its constructor, and gets half an answer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        json.loads('{"task": ')
+
+
+def test_a_constructor_that_fails_in_mid_run_is_a_failed_episode_not_a_mistake_in_the_recipe(
+    new_engine: NewEngine, renderer: Renderer
+) -> None:
+    with pytest.raises(ConfigError, match=r"^env\.options: "):
+        make_env(f"{__name__}:Flaky")
+    trajectory = play(partial(make_env, f"{__name__}:Flaky"), new_engine(), renderer)
+    assert trajectory.stop_reason is StopReason.ENV_ERROR
+    assert trajectory.error == (
+        "environment: construction raised JSONDecodeError: Expecting value: line 1 column 10 (char 9)"
+    )
+
+
+def test_a_mistake_in_the_recipe_that_shows_at_construction_keeps_its_words(
+    new_engine: NewEngine, renderer: Renderer
+) -> None:
+    trajectory = play(partial(make_env, f"{__name__}:Talk", {"speed": 2}), new_engine(), renderer)
+    assert trajectory.stop_reason is StopReason.ENV_ERROR
+    assert trajectory.error is not None
+    assert trajectory.error.startswith("environment: construction raised ConfigError: env.options.speed: ")
 
 
 def test_numbers_of_numpy_are_numbers(new_engine: NewEngine, renderer: Renderer) -> None:

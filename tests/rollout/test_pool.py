@@ -234,7 +234,22 @@ def test_an_environment_that_always_fails_stops_the_run_with_its_words(where: st
         f"6 episodes failed in a row; the last one: {method} raised RuntimeError: the lamp is out"
     )
     assert time.perf_counter() - begin < 5
-    assert len(made) <= 6 + 8  # the 6, and what was alive beside them
+    assert len(made) <= (6 + 8) * 2  # the 6, and what was alive beside them, each with its retry
+
+
+def test_a_backend_that_is_down_for_a_moment_does_not_stop_the_run(new_pool: NewPool) -> None:
+    begun: Counter[tuple[int, int]] = Counter()
+
+    def log(what: str, env: Talk) -> None:
+        if what == "reset":
+            begun[env.seed, env.member] += 1
+            if begun[env.seed, env.member] == 1:
+                raise ConnectionError("the backend is down")
+
+    pool = new_pool(logged(log), max_consecutive_failures=2, max_retries=1)
+    groups = collect(pool, 4)
+    assert [len(group.valid) for group in groups] == [3, 3, 3, 3]
+    assert pool.counts == {"retries": 12, "failed_episodes": 0, "replaced_groups": 0, "lost_threads": 0}
 
 
 def test_an_environment_that_always_hangs_stops_the_run_at_its_deadlines(new_pool: NewPool) -> None:
