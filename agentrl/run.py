@@ -22,7 +22,7 @@ from agentrl.credit import load_credit_for
 from agentrl.engine.transformers import TransformersEngine
 from agentrl.env import make_env
 from agentrl.errors import ConfigError
-from agentrl.learn.checkpoint import checkpoints, load_checkpoint, save_checkpoint
+from agentrl.learn.checkpoint import checkpoints, load_checkpoint, save_checkpoint, write_folder
 from agentrl.learn.evaluate import Evaluation, evaluate
 from agentrl.learn.model import Policy, load_pretrained, make_local_model
 from agentrl.learn.trainer import StepResult, Trainer
@@ -108,7 +108,8 @@ class Run:
             assert recipe.run_dir is not None, "the command line names the folder"
             folder = RunFolder.create(recipe.run_dir, config)
         folder.write_config(config)
-        folder.write_whole_folder(folder.tokenizer, self.tokenizer.save_pretrained)
+        if not folder.tokenizer.is_dir():
+            write_folder(folder.tokenizer, self.tokenizer.save_pretrained)
         folder.rewind(trainer.finished_steps if is_resumed else -1)
         if recipe.report.trackers:
             self._accelerator.init_trackers("agentrl", config={"run": str(folder.path), "recipe": json.dumps(config)})
@@ -228,9 +229,7 @@ class Run:
             )
         if recipe.loss.kl_coefficient > 0:
             self._trainer.reference = copy.deepcopy(self._policy)
-            folder.write_whole_folder(
-                folder.reference, lambda path: save_model(self._policy, str(path / "model.safetensors")), replace=True
-            )
+            write_folder(folder.reference, lambda path: save_model(self._policy, str(path / "model.safetensors")))
         self._trainer.start_engine()
         self._write(folder, {"step": 0, **self._evaluation_metrics()})
         save_checkpoint(self._trainer, folder.checkpoints, keep_last=recipe.train.keep_last)

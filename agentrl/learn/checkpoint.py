@@ -1,28 +1,53 @@
 """Checkpoints that are there whole or not at all."""
 
+import errno
 import json
+import os
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 from agentrl.errors import ConfigError
 from agentrl.learn.trainer import Trainer
 
 _STATE = "agentrl.json"
+_NO_SPACE = 2**20
+"""Bytes left on a disk that a write has just filled, at most: what remains is less than a block of the writer."""
 
 
 def save_checkpoint(trainer: Trainer, folder: Path, *, keep_last: int) -> Path:
     """Write `folder/step-NNNNNN` and drop all but the newest `keep_last`; a crash while writing leaves the earlier ones."""
     target = folder / f"step-{trainer.finished_steps:06d}"
-    partial = folder / f".{target.name}.partial"
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
-    trainer.save(partial)
-    (partial / _STATE).write_text(json.dumps(trainer.state_dict()), encoding="utf-8")
-    shutil.rmtree(target, ignore_errors=True)
-    partial.rename(target)
+
+    def write(partial: Path) -> None:
+        trainer.save(partial)
+        (partial / _STATE).write_text(json.dumps(trainer.state_dict()), encoding="utf-8")
+
+    write_folder(target, write)
     for old in checkpoints(folder)[:-keep_last]:
         shutil.rmtree(old)
     return target
+
+
+def write_folder(target: Path, write: Callable[[Path], object]) -> None:
+    """Let `write` fill a folder that appears whole or not at all.
+
+    Raises:
+        OSError: of a full disk, in whatever words the library that met it put it.
+    """
+    partial = target.with_name(f".{target.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    try:
+        write(partial)
+    except Exception as error:  # torch, safetensors and tokenizers each raise a kind of their own
+        is_full = shutil.disk_usage(partial).free < _NO_SPACE
+        shutil.rmtree(partial, ignore_errors=True)
+        if is_full and not isinstance(error, OSError):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(target)) from error
+        raise
+    shutil.rmtree(target, ignore_errors=True)
+    partial.rename(target)
 
 
 def checkpoints(folder: Path) -> list[Path]:

@@ -2,7 +2,7 @@
 
 import json
 import shutil
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -78,17 +78,6 @@ class RunFolder:
         """Write the resolved recipe; going on with other settings replaces it."""
         write_whole(self.config_file, yaml.safe_dump(dict(config), sort_keys=False))
 
-    def write_whole_folder(self, target: Path, write: Callable[[Path], object], *, replace: bool = False) -> None:
-        """Let `write` fill a folder that appears whole or not at all; one that is there is kept unless `replace`."""
-        if target.is_dir() and not replace:
-            return
-        partial = target.with_name(f".{target.name}.partial")
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir()
-        write(partial)
-        shutil.rmtree(target, ignore_errors=True)
-        partial.rename(target)
-
     def add_metrics(self, row: Mapping[str, float]) -> None:
         """Append one row; it is in the file when this returns."""
         with self._metrics.open("a", encoding="utf-8") as file:
@@ -129,5 +118,9 @@ class RunFolder:
 def write_whole(path: Path, text: str) -> None:
     """Write a file so that it is there whole or not at all."""
     partial = path.with_name(f".{path.name}.partial")
-    partial.write_text(text, encoding="utf-8")
+    try:
+        partial.write_text(text, encoding="utf-8")
+    except OSError:
+        partial.unlink(missing_ok=True)  # on a full disk it takes what little room there is
+        raise
     partial.rename(path)

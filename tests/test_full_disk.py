@@ -1,0 +1,69 @@
+"""A run on a file system that is really full."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+RECIPE = """
+env: {id: key_door}
+model: {local: {hidden_size: 16, num_layers: 1, num_heads: 2, num_kv_heads: 1, intermediate_size: 32, vocab_size: 300}}
+warmup: {steps: 2, batch_size: 4, num_demonstrations: 16}
+rollout: {num_groups: 2, group_size: 2, max_turns: 4, max_turn_tokens: 16, max_context_tokens: 512}
+train: {steps: 6, num_minibatches: 2, device: cpu, checkpoint_every: 1}
+evaluation: {num_tasks: 4}
+"""
+Resize = Callable[[int], None]
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[tuple[Path, Resize]]:
+    """A folder on a file system of its own, and a function that sets its size in KiB."""
+    path = tmp_path / "disk"
+    path.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=16k", "tmpfs", str(path)]
+    if os.name != "posix" or subprocess.run(mount, capture_output=True, check=False).returncode:
+        pytest.skip("mounting a small file system takes the rights of root on Linux")
+
+    def resize(kib: int) -> None:
+        subprocess.run(["mount", "-o", f"remount,size={kib}k", str(path)], check=True)
+
+    try:
+        yield path, resize
+    finally:
+        subprocess.run(["umount", str(path)], check=True)
+
+
+def train(target: Path, *options: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "agentrl", "train", str(target), *options]
+    return subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+
+
+def steps(run: Path) -> list[int]:
+    return [json.loads(line)["step"] for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.timeout(200)
+@pytest.mark.parametrize("kib", [24, 60, 200])  # in the tokenizer, in the first checkpoint, in a later one
+def test_a_full_disk_ends_in_one_message_and_the_run_goes_on_with_more(
+    disk: tuple[Path, Resize], tmp_path: Path, kib: int
+) -> None:
+    folder, resize = disk
+    resize(kib)
+    recipe, run = tmp_path / "recipe.yaml", folder / "run"
+    recipe.write_text(RECIPE)
+    stopped = train(recipe, "--run_dir", str(run))
+    assert stopped.returncode == 2
+    (line,) = stopped.stderr.splitlines()
+    assert line.startswith("agentrl: cannot write ")
+    assert "No space left on device" in line
+    assert line.endswith(f"free the disk and go on with `agentrl train {run}`")
+    assert not list(run.rglob("*.partial"))
+    resize(4096)
+    finished = train(run)
+    assert (finished.returncode, finished.stderr) == (0, "")
+    assert steps(run) == list(range(7))
