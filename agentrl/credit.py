@@ -7,7 +7,7 @@ import math
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Literal, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -110,6 +110,13 @@ class CreditScheme(BaseModel):
     needs: ClassVar[frozenset[Need]] = frozenset()
     """What the scheme reads beyond returns; a recipe whose environment lacks one of these is refused."""
 
+    granularity: ClassVar[Literal["trajectory", "turn", "token"]] = "turn"
+    """The smallest part of a trajectory whose advantage may differ from the next one's."""
+    paper: ClassVar[str] = ""
+    """Where the method comes from: a name and an arXiv number."""
+    experimental: ClassVar[bool] = False
+    """True where too little is known of the method to rely on it."""
+
     def requirements(self) -> frozenset[Need]:
         """Return what this instance reads: `needs`, and what its options add."""
         return self.needs
@@ -149,6 +156,17 @@ def load_credit(spec: Mapping[str, Any], *, field: str = "credit") -> CreditSche
         raise ConfigError("\n".join(lines)) from error
 
 
+def installed_credit() -> dict[str, frozenset[Need] | None]:
+    """Return what each installed scheme reads under its defaults; None where it has no defaults for all its fields."""
+    found: dict[str, frozenset[Need] | None] = {}
+    for name in names("agentrl.credit"):
+        try:
+            found[name] = load_credit({"scheme": name}).requirements()
+        except ConfigError:
+            found[name] = None
+    return found
+
+
 def load_credit_for(
     spec: Mapping[str, Any], *, provided: frozenset[Need], env_id: str, field: str = "credit"
 ) -> tuple[CreditScheme, str | None]:
@@ -168,9 +186,7 @@ def load_credit_for(
     problem = f"{field}.scheme: {spec['scheme']!r} needs {', '.join(missing)}, which the environment {env_id!r} lacks"
     if spec.get("fallback") == "uniform":
         return load_credit({"scheme": "uniform"}), f"{problem}; falling back to uniform"
-    working = [
-        name for name in names("agentrl.credit") if resolve(name, group="agentrl.credit", field=field).needs <= provided
-    ]
+    working = [name for name, needs in installed_credit().items() if needs is not None and needs <= provided]
     raise ConfigError(f"{problem}. These would work: {', '.join(working)}. Or set {field}.fallback: uniform")
 
 

@@ -45,7 +45,25 @@ class Need(StrEnum):
     """Data that a credit scheme can ask for beyond the return of each trajectory."""
 
     TURN_REWARDS = "turn_rewards"
+    """Rewards that tell the turns apart."""
     STATE_KEYS = "state_keys"
+    ACTION_KEYS = "action_keys"
+    BRANCHES = "branches"
+    """Rollouts forked from the trajectory's turns."""
+    VALUES = "values"
+    """A critic's value of each token's context."""
+    ENTROPIES = "entropies"
+    """Entropy of the policy at each token."""
+    REFERENCE_LOGPROBS = "reference_logprobs"
+    """Log-probabilities under the policy with which the run began."""
+    TEACHER_LOGPROBS = "teacher_logprobs"
+    """Log-probabilities under another model."""
+    HINDSIGHT_LOGPROBS = "hindsight_logprobs"
+    """Log-probabilities under the policy itself once it is told how the episode ended."""
+    ANSWER_LOGPROBS = "answer_logprobs"
+    """Log-probability of the task's known answer before each turn."""
+    TURN_SCORES = "turn_scores"
+    """A judge's score of each turn."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,6 +91,18 @@ class Completion:
     versions: tuple[int, ...]
     """Policy version that sampled each token."""
     finish_reason: FinishReason
+
+
+PER_TOKEN = (
+    "behavior_logprobs",
+    "versions",
+    "values",
+    "entropies",
+    "reference_logprobs",
+    "teacher_logprobs",
+    "hindsight_logprobs",
+)
+"""Fields of a turn that hold one number for each action token."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,15 +134,31 @@ class Turn:
     """The assistant message parsed from the action."""
     extras: Mapping[str, Any] = field(default_factory=dict)
     """What the environment reported in `info` about this turn, for records and metrics."""
+    values: tuple[float, ...] | None = None
+    """A critic's value of the context before each action token, in units of reward. This and what follows is None
+    unless the credit scheme asks for it."""
+    entropies: tuple[float, ...] | None = None
+    """Entropy of the policy's distribution at each action token, in nats."""
+    reference_logprobs: tuple[float, ...] | None = None
+    """Log-probability of each action token under the policy with which the run began."""
+    teacher_logprobs: tuple[float, ...] | None = None
+    """Log-probability of each action token under another model."""
+    hindsight_logprobs: tuple[float, ...] | None = None
+    """Log-probability of each action token under the policy itself, told beforehand how the episode will end."""
+    answer_logprob: float | None = None
+    """Mean log-probability of the tokens of the task's known answer, had it been given in place of this turn's action."""
+    score: float | None = None
+    """A judge's score of this turn."""
+    branch_rewards: tuple[tuple[float, ...], ...] | None = None
+    """For each rollout that was forked before this turn's action: the rewards of its turns from here on."""
 
     def __post_init__(self) -> None:
-        """Check that log-probabilities and versions are aligned with the action."""
+        """Check that what belongs to tokens is aligned with the action."""
         num = len(self.action_ids)
-        if len(self.behavior_logprobs) != num or len(self.versions) != num:
-            raise ValueError(
-                f"a turn of {num} action tokens needs as many behavior_logprobs and versions, "
-                f"got {len(self.behavior_logprobs)} and {len(self.versions)}"
-            )
+        for name in PER_TOKEN:
+            column = getattr(self, name)
+            if column is not None and len(column) != num:
+                raise ValueError(f"a turn of {num} action tokens needs as many {name}, got {len(column)}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -132,6 +178,11 @@ class Trajectory:
     """Numbers about the whole episode: `success` where the environment reports it, counts of errors, seconds."""
     error: str | None = None
     """What went wrong, where `stop_reason.failed`."""
+    gold_answer: str | None = None
+    """The task's known answer, where the environment tells one."""
+    final_value: float | None = None
+    """A critic's value of the context after the last action token, what a truncated trajectory had still ahead of it.
+    None: no critic was asked."""
 
     @property
     def failed(self) -> bool:

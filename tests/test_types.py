@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agentrl.types import StopReason, Trajectory, TrajectoryGroup, Turn, valid_trajectories
+from agentrl.types import PER_TOKEN, StopReason, Trajectory, TrajectoryGroup, Turn, valid_trajectories
 
 
 def turn(*action_ids: int, extends: bool = True, reward: float = 0.0) -> Turn:
@@ -27,10 +27,10 @@ def trajectory(*turns: Turn, **changes: Any) -> Trajectory:
     return replace(blank, **changes)
 
 
-@pytest.mark.parametrize(("field", "got"), [("behavior_logprobs", "2 and 3"), ("versions", "3 and 2")])
-def test_every_action_token_has_its_logprob_and_its_version(field: str, got: str) -> None:
+@pytest.mark.parametrize("field", PER_TOKEN)
+def test_what_belongs_to_tokens_has_one_number_for_each_action_token(field: str) -> None:
     changes: Any = {field: (0, 0)}
-    with pytest.raises(ValueError, match=f"3 action tokens needs as many behavior_logprobs and versions, got {got}"):
+    with pytest.raises(ValueError, match=f"3 action tokens needs as many {field}, got 2"):
         replace(turn(1, 2, 3), **changes)
 
 

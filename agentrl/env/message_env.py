@@ -39,6 +39,8 @@ class MessageEnv(gym.Env[tuple[Message, ...], str | Message]):
     """JSON schemas of the tools the agent may call, OpenAI style."""
     turn_rewards: bool = True
     """False where only the last turn carries a reward, so that turn-level credit has nothing to tell turns apart by."""
+    can_fork: bool = True
+    """False where a moment cannot be copied, so that no rollouts can be forked from it."""
 
     observation_space: gym.Space[tuple[Message, ...]]
     action_space: gym.Space[str | Message]
@@ -74,10 +76,22 @@ class MessageEnv(gym.Env[tuple[Message, ...], str | Message]):
             f"{type(self).__name__} has no oracle(): define it, or train without warm-up (warmup.steps: 0)"
         )
 
+    def gold_answer(self) -> str | None:
+        """Return the present task's right final answer as the policy would write it. None: there is no single one.
+
+        Credit schemes may read it; the policy never does.
+        """
+        return None
+
     def provides(self) -> frozenset[Need]:
         """Return the data beyond returns that credit schemes may read from this environment."""
-        has_keys = type(self).state_key is not MessageEnv.state_key
-        met = {Need.TURN_REWARDS: self.turn_rewards, Need.STATE_KEYS: has_keys}
+        met = {
+            Need.TURN_REWARDS: self.turn_rewards,
+            Need.STATE_KEYS: type(self).state_key is not MessageEnv.state_key,
+            Need.ACTION_KEYS: True,
+            Need.BRANCHES: self.can_fork,
+            Need.ANSWER_LOGPROBS: type(self).gold_answer is not MessageEnv.gold_answer,
+        }
         return frozenset(need for need, is_met in met.items() if is_met)
 
 

@@ -12,13 +12,28 @@ from pydantic import ValidationError
 from agentrl.credit import Credit, CreditScheme, Need, assign_credit, load_credit
 from agentrl.errors import CheckError, CreditError
 from agentrl.testing.credit_layouts import EVEN, LAYOUTS, LONE, LONG, ONE_TURN, Layout
-from agentrl.testing.groups import make_group
 from agentrl.testing.option_values import is_closed, other_values
 from agentrl.types import StopReason, Trajectory, TrajectoryGroup
 
 Array = npt.NDArray[np.float64]
 Groups = Sequence[TrajectoryGroup]
 Prepare = Callable[[TrajectoryGroup], TrajectoryGroup]
+
+_TURN_DATA = frozenset({Need.TURN_REWARDS, Need.STATE_KEYS, Need.VALUES, Need.BRANCHES})
+"""What tells the turns of a trajectory apart by what they earned or led to."""
+_FIELDS = {
+    Need.STATE_KEYS: ("state_key", "next_state_key"),
+    Need.ACTION_KEYS: ("action_key",),
+    Need.BRANCHES: ("branch_rewards",),
+    Need.VALUES: ("values",),
+    Need.ENTROPIES: ("entropies",),
+    Need.REFERENCE_LOGPROBS: ("reference_logprobs",),
+    Need.TEACHER_LOGPROBS: ("teacher_logprobs",),
+    Need.HINDSIGHT_LOGPROBS: ("hindsight_logprobs",),
+    Need.ANSWER_LOGPROBS: ("answer_logprob",),
+    Need.TURN_SCORES: ("score",),
+}
+"""The fields of a turn that hold what a scheme may need."""
 
 MAX_BASES = 400
 """Most combinations of a scheme's other options under which an option is tried before it is called idle."""
@@ -28,7 +43,8 @@ def check_credit(
     scheme: CreditScheme | type[CreditScheme] | Mapping[str, Any] | str,
     *,
     relative: bool = True,
-    per_turn: bool = True,
+    outcome_level: bool | None = None,
+    reads_turn_rewards: bool | None = None,
     scale_equivariant: bool | None = None,
     leave_one_out: bool | None = None,
     batch_wide: bool | None = None,
@@ -44,9 +60,11 @@ def check_credit(
 
     Args:
         scheme: the scheme as configured, its class (with its defaults), a recipe's mapping, or the name alone.
-        relative: it compares siblings by what they earned: equal returns give 0, a constant on all returns changes
-            nothing, and with one turn each it is a multiple of return less mean. False for critics and teachers.
-        per_turn: all tokens of one action have the same advantage, whatever their number.
+        relative: it compares siblings by what they earned: equal returns give 0, and a constant on all returns changes
+            nothing. False for critics and teachers.
+        outcome_level: with one turn each, the advantage is a multiple of return less mean. None: where `relative`.
+        reads_turn_rewards: a reward counts at its own turn. None: where `requirements()` names what tells turns apart
+            (turn rewards, state keys, values or branches).
         scale_equivariant: twice the rewards give twice the advantages. None: where its field `normalize` is "none" or
             "leave_one_out".
         leave_one_out: its baseline does not read the trajectory's own return, and nothing is divided by a statistic.
@@ -67,13 +85,17 @@ def check_credit(
         leave_one_out = normalize == "leave_one_out" or (has_loo and normalize in ("none", None))
     subject = _Subject(
         scheme=scheme,
-        per_turn=per_turn,
+        per_turn=scheme.granularity != "token",
+        reads_turn_rewards=(
+            bool(scheme.requirements() & _TURN_DATA) if reads_turn_rewards is None else reads_turn_rewards
+        ),
         batch_wide=normalize == "batch" if batch_wide is None else batch_wide,
         options=options or {},
         prepare=prepare or (lambda group: group),
     )
     checks = [_fits, _order, _names, _observations, _tokens, _needs, _places, _failures, _lone, _options]
-    checks += [_equal_returns, _shift, _one_turn] if relative else []
+    checks += [_equal_returns, _shift] if relative else []
+    checks += [_one_turn] if (relative if outcome_level is None else outcome_level) else []
     checks += [_scale] if scale_equivariant else []
     checks += [_own_return] if leave_one_out else []
     problems: list[str] = []
@@ -103,6 +125,7 @@ class _Subject:
 
     scheme: CreditScheme
     per_turn: bool
+    reads_turn_rewards: bool
     batch_wide: bool
     options: Mapping[str, Sequence[Any]]
     prepare: Prepare
@@ -212,7 +235,7 @@ def _tokens(subject: _Subject) -> Iterator[str]:
     credit = subject.credit(groups)
     split = [_turns(t, credit[t.trajectory_id]) for group in groups for t in group.trajectories]
     if any(np.ptp(advantages) > 1e-6 for turns in split for advantages in turns):
-        yield "the tokens of one action differ in advantage (per_turn=False where that is meant)"
+        yield 'the tokens of one action differ in advantage (granularity = "token" where that is meant)'
     for lengths in (lambda k: 1 + k % 3, lambda k: 6 - k % 4):
         other = [
             subject.prepare(
@@ -229,24 +252,35 @@ def _needs(subject: _Subject) -> Iterator[str]:
     needs = subject.scheme.requirements()
     if extra := sorted(type(subject.scheme).needs - needs):
         yield f"requirements() leaves out {', '.join(extra)}, which the class's needs name"
-    if Need.STATE_KEYS in needs:
-        try:
-            subject.credit(subject.groups(state_keys=False))
-        except CreditError:
-            pass
-        else:
-            yield "turns without a state key are credited all the same: raise CreditError naming trajectory and turn"
-    elif not _same(subject.credit(subject.groups()), subject.credit(subject.groups(state_keys=False))):
-        yield "state keys change the credit: requirements() must name Need.STATE_KEYS"
-    if Need.TURN_REWARDS not in needs:
+    for need, fields in _FIELDS.items():
+        words, groups = need.replace("_", " "), [_without(group, fields) for group in subject.groups()]
+        if need in needs:
+            try:
+                subject.credit(groups)
+            except CreditError as error:
+                if not any(t.trajectory_id in str(error) for group in groups for t in group.trajectories):
+                    yield f"turns without {words} are refused without naming the trajectory: {error}"
+            else:
+                yield f"turns without {words} are credited all the same: raise CreditError naming trajectory and turn"
+        elif not _same(subject.credit(subject.groups()), subject.credit(groups)):
+            yield f"{words} change the credit: requirements() must name Need.{need.name}"
+    if not subject.reads_turn_rewards:
         moved = [x.build(rewards=[row[::-1] for row in x.rewards]) for x in LAYOUTS]
         if not _same(subject.credit(subject.groups()), subject.credit([subject.prepare(group) for group in moved])):
             yield "which turn was rewarded changes the credit: requirements() must name Need.TURN_REWARDS"
 
 
+def _without(group: TrajectoryGroup, fields: tuple[str, ...]) -> TrajectoryGroup:
+    blank: dict[str, Any] = dict.fromkeys(fields)
+    turns = [tuple(replace(turn, **blank) for turn in t.turns) for t in group.trajectories]
+    return replace(
+        group, trajectories=tuple(replace(t, turns=row) for t, row in zip(group.trajectories, turns, strict=True))
+    )
+
+
 def _places(subject: _Subject) -> Iterator[str]:
     """One more reward at each of twelve turns in its turn, with no observation in between: twelve different answers."""
-    if Need.TURN_REWARDS not in subject.scheme.requirements():
+    if not subject.reads_turn_rewards:
         return
     answers = []
     for place in [None, *range(12)]:
@@ -297,8 +331,7 @@ def _lone(subject: _Subject) -> Iterator[str]:
 
 
 def _equal_returns(subject: _Subject) -> Iterator[str]:
-    groups = [make_group([[0.1 + 0.2], [0.3], [0.3]], state_keys=["A"] * 3, action_keys=["a"] * 3, values=[[0.0]] * 3)]
-    groups = [subject.prepare(group) for group in groups]
+    groups = subject.groups(ONE_TURN, rewards=[[0.1 + 0.2], [0.3], [0.3], [0.3]])
     if np.abs(_first(groups, subject.credit(groups))).max() > 1e-6:
         yield "siblings with equal returns do not get advantage 0 (.1 + .2 and .3 are equal but for rounding)"
 

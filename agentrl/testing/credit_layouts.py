@@ -1,7 +1,7 @@
 """The made-up groups that `check_credit` asks schemes about."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from agentrl.testing.groups import make_group
 from agentrl.types import TrajectoryGroup
@@ -22,20 +22,49 @@ class Layout:
         rewards: Sequence[Sequence[float]] | None = None,
         lengths: list[list[int]] | None = None,
         observation: int = 2,
-        state_keys: bool = True,
         scale: float = 1.0,
     ) -> TrajectoryGroup:
-        """Build the group: `observation` tokens before each turn but the first, rewards and values times `scale`."""
+        """Build the group with all that a scheme may read: values rise within a turn, the rest is the same all along it.
+
+        Args:
+            rewards: other rewards.
+            lengths: other numbers of action tokens.
+            observation: number of observation tokens before each turn but the first.
+            scale: factor of what is in units of reward.
+        """
         rewards = self.rewards if rewards is None else rewards
-        shape = [range(len(row)) for row in self.rewards]
-        return make_group(
+        lengths = lengths or self.lengths or [[1] * len(row) for row in self.rewards]
+        places = [[(i, k) for k in range(len(row))] for i, row in enumerate(self.rewards)]
+
+        def number(start: float, step: float, a: int, b: int, period: int) -> list[list[float]]:
+            """Return numbers that differ from turn to turn, and in their order from field to field."""
+            return [[start + step * ((a * i + b * k) % period) for i, k in row] for row in places]
+
+        group = make_group(
             [[scale * reward for reward in row] for row in rewards],
-            state_keys=[list(row) for row in self.states] if state_keys else None,
-            action_keys=[["ab"[(i + k) % 2] for k in row] for i, row in enumerate(shape)],
-            action_lengths=lengths or self.lengths or None,
-            observation_lengths=[[observation if k else 3 for k in row] for row in shape],
-            values=[[scale * (0.25 + 0.125 * ((2 * i + k) % 5)) for k in row] for i, row in enumerate(shape)],
+            state_keys=[list(row) for row in self.states],
+            action_keys=[["ab"[(i + k) % 2] for i, k in row] for row in places],
+            action_lengths=lengths,
+            observation_lengths=[[observation if k else 3 for _, k in row] for row in places],
+            values=[
+                [[scale * (value + 0.0625 * t) for t in range(num)] for value, num in zip(*rows, strict=True)]
+                for rows in zip(number(0.25, 0.125, 2, 1, 5), lengths, strict=True)
+            ],
             group_id=self.group_id,
+            behavior_logprobs=number(-0.25, -0.25, 1, 1, 5),
+            entropies=number(0.5, 0.1, 1, 2, 7),
+            reference_logprobs=number(-0.3, -0.2, 1, 2, 4),
+            teacher_logprobs=number(-0.2, -0.3, 2, 3, 5),
+            hindsight_logprobs=number(-0.1, -0.4, 3, 1, 4),
+            answer_logprob=number(-2.0, 0.3, 1, 3, 5),
+            score=number(0.0, scale * 0.25, 1, 3, 5),
+            branch_rewards=[
+                [((scale * 0.5 * ((i + k) % 3),), (scale * 0.25, scale * 0.5 * (k % 2))) for i, k in row]
+                for row in places
+            ],
+        )
+        return replace(
+            group, trajectories=tuple(replace(t, gold_answer="42", final_value=0.3) for t in group.trajectories)
         )
 
 

@@ -4,7 +4,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from agentrl.errors import UserError
-from agentrl.types import StopReason, Trajectory, TrajectoryGroup, Turn
+from agentrl.registry import suggest
+from agentrl.types import PER_TOKEN, StopReason, Trajectory, TrajectoryGroup, Turn
 
 Nested = Sequence[Sequence[Any]]
 
@@ -16,8 +17,9 @@ def make_group(
     action_keys: Sequence[Sequence[str | None]] | None = None,
     action_lengths: Sequence[Sequence[int]] | None = None,
     observation_lengths: Sequence[Sequence[int]] | None = None,
-    values: Sequence[Sequence[float]] | None = None,
+    values: Sequence[Sequence[float | Sequence[float]]] | None = None,
     group_id: str | None = None,
+    **fields: Nested,
 ) -> TrajectoryGroup:
     """Build a group from nested lists: one inner list a trajectory, one entry a turn.
 
@@ -30,8 +32,10 @@ def make_group(
         action_keys: key of each turn's action.
         action_lengths: number of sampled tokens of each turn, 1 where not given.
         observation_lengths: number of observation tokens before each turn, 2 where not given.
-        values: a critic's value of each turn, kept as `turn.extras["value"]`.
+        values: a critic's value of each action token; one number stands for all tokens of its turn.
         group_id: "g" where not given.
+        fields: any other field of `Turn`, such as teacher_logprobs; where it holds one number for each action token, one
+            number stands for all of them.
 
     Raises:
         UserError: naming the argument whose shape is not that of `rewards`.
@@ -39,6 +43,10 @@ def make_group(
     group_id = "g" if group_id is None else group_id
     given = {"state_keys": state_keys, "action_keys": action_keys, "values": values}
     given |= {"action_lengths": action_lengths, "observation_lengths": observation_lengths}
+    if unknown := sorted(fields.keys() - Turn.__dataclass_fields__.keys()):
+        raise UserError(f"{unknown[0]}: a turn has no such field.{suggest(unknown[0], Turn.__dataclass_fields__)}")
+    fields = fields if values is None else {**fields, "values": values}
+    given |= fields
     for name, nested in given.items():
         if nested is not None and [len(row) for row in nested] != [len(row) for row in rewards]:
             raise UserError(
@@ -49,20 +57,26 @@ def make_group(
     def at(nested: Nested | None, i: int, k: int, default: Any = None) -> Any:
         return default if nested is None or k >= len(nested[i]) else nested[i][k]
 
+    def spread(name: str, value: Any, num: int) -> Any:
+        if name not in PER_TOKEN or value is None:
+            return value
+        return tuple(value) if isinstance(value, Sequence) else (float(value),) * num
+
     def turn(i: int, k: int) -> Turn:
         num_actions, num_observations = at(action_lengths, i, k, 1), at(observation_lengths, i, k, 2)
         first = 0 if k == 0 else 5 * i + 3 * k
-        value = at(values, i, k)
+        made_up: dict[str, Any] = {
+            "behavior_logprobs": tuple(-0.25 * (1 + (i + k + t) % 5) for t in range(num_actions))
+        }
         return Turn(
+            **made_up | {name: spread(name, nested[i][k], num_actions) for name, nested in fields.items()},
             observation_ids=tuple(4 + (first + t) % 28 for t in range(num_observations)),
             action_ids=tuple(32 + (7 * i + 3 * k + t) % 32 for t in range(num_actions)),
-            behavior_logprobs=tuple(-0.25 * (1 + (i + k + t) % 5) for t in range(num_actions)),
             versions=(0,) * num_actions,
             reward=float(rewards[i][k]),
             state_key=at(state_keys, i, k),
             next_state_key=at(state_keys, i, k + 1),
             action_key=at(action_keys, i, k),
-            extras={} if value is None else {"value": value},
         )
 
     return TrajectoryGroup(

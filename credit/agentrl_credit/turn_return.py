@@ -1,26 +1,17 @@
 """One advantage for each turn: what followed it, less what followed comparable turns of the siblings."""
 
-from collections import defaultdict
-from collections.abc import Hashable, Sequence
 from typing import ClassVar, Literal
 
 import numpy as np
 from pydantic import Field
 
-from agentrl import Credit, CreditError, CreditScheme, Need, Trajectory, TrajectoryGroup
-from agentrl_credit.stages import (
-    Array,
-    Lone,
-    center,
-    leave_one_out,
-    per_group,
-    returns_to_go,
-    standard_deviation,
-)
+from agentrl import Need
+from agentrl_credit.stages import Array, Ints, batch_normalize, cell_means, center, leave_one_out, standard_deviation
+from agentrl_credit.turns import Comparison, Turns
 
 
-class TurnReturn(CreditScheme):
-    """Credit turn k of a trajectory with A_k = G_k - b, where G_k = r_k + gamma * G_{k+1} b a mean over its cell.
+class TurnReturn(Comparison):
+    """Credit turn k of a trajectory with A_k = G_k - b, where G_k = r_k + gamma * G_{k+1}, b a mean over its cell.
 
     The cell of a turn holds turns of its group: all of them (`pool`), those in the same state (`state`), or those at
     the same turn index (`turn`). b is the mean of G over the cell, each turn counted once; with `leave_one_out`, over
@@ -32,7 +23,7 @@ class TurnReturn(CreditScheme):
     down by how many remain, and the last one left gets 0; with `state`, so does a state that no sibling saw.
     """
 
-    needs: ClassVar[frozenset[Need]] = frozenset({Need.TURN_REWARDS})
+    paper: ClassVar = "REINFORCE with return-to-go, Williams 1992"
 
     gamma: float = Field(default=1.0, ge=0, le=1)
     """Discount; it ticks once per turn."""
@@ -47,62 +38,32 @@ class TurnReturn(CreditScheme):
     """The standard deviation divides by the number of turns less this. Read by `std` and `batch`."""
     eps: float = Field(default=1e-6, gt=0, allow_inf_nan=False)
     """Added to the standard deviation, in units of reward. Read by `std` and `batch`."""
-    lone: Lone = "error"
-    """The only trajectory of its group that did not fail: "error" stops, "keep" gives it advantage 0 (it still counts
-    in the loss's denominators), "drop" takes it out of the loss. Either way it enters no statistic."""
 
     def requirements(self) -> frozenset[Need]:
-        """Return what this instance reads: state keys only where the baseline goes by them."""
-        return self.needs | {Need.STATE_KEYS} if self.baseline == "state" else self.needs
+        """Return what this instance reads: states tell turns apart even where only the last one is rewarded."""
+        return frozenset({Need.STATE_KEYS if self.baseline == "state" else Need.TURN_REWARDS})
 
-    def assign(self, groups: Sequence[TrajectoryGroup]) -> list[list[Credit]]:
-        """Return one `Credit` for each trajectory of each group, in the order given.
+    def advantages(self, turns: Turns) -> Array:
+        """Return the advantage of each turn: (N,)."""
+        returns_N, cells_N, owner_N = turns.returns_to_go(gamma=self.gamma), self._cells(turns), turns.owner_N
+        if self.leave_one_out:
+            advantages_N = leave_one_out(returns_N, cells_N, owners_N=owner_N)
+        else:
+            has_others_N = cell_means(returns_N, cells_N, owners_N=owner_N).count_N > 0
+            advantages_N = np.where(has_others_N, center(returns_N, cells_N), 0.0)
+        match self.normalize:
+            case "none":
+                return advantages_N
+            case "std":
+                return advantages_N / (standard_deviation(returns_N, cells_N, ddof=self.ddof) + self.eps)
+            case "batch":
+                return batch_normalize(advantages_N, ddof=self.ddof, eps=self.eps)
 
-        Raises:
-            CreditError: for a lone trajectory where `lone` is "error", and for a turn without the state key it needs.
-        """
-        scale = 1.0
-        if self.normalize == "batch":
-            compared = [array for group in groups if len(group.valid) > 1 for array in self._advantages(group.valid)]
-            scale = standard_deviation(np.concatenate([[], *compared]), ddof=self.ddof) + self.eps
-
-        def credit(trajectories: Sequence[Trajectory]) -> list[Credit]:
-            advantages = self._advantages(trajectories)
-            return [Credit.from_turns(t, a_K / scale) for t, a_K in zip(trajectories, advantages, strict=True)]
-
-        return per_group(groups, credit, lone=self.lone)
-
-    def _advantages(self, trajectories: Sequence[Trajectory]) -> list[Array]:
-        """Compare the turns of one group, before any division by a statistic of the batch: (K,) a trajectory."""
-        returns = [returns_to_go([turn.reward for turn in t.turns], gamma=self.gamma) for t in trajectories]
-        lengths = [len(t.turns) for t in trajectories]
-        returns_N, owners_N = np.concatenate(returns), np.repeat(np.arange(len(lengths)), lengths)
-        cells: dict[Hashable, list[int]] = defaultdict(list)
-        for n, cell in enumerate(self._cell(t, k) for t in trajectories for k in range(len(t.turns))):
-            cells[cell].append(n)
-        advantages_N = np.zeros_like(returns_N)
-        for cell_N in cells.values():
-            advantages_N[cell_N] = self._compare(returns_N[cell_N], owners_N=owners_N[cell_N])
-        return np.split(advantages_N, np.cumsum(lengths)[:-1])
-
-    def _cell(self, trajectory: Trajectory, k: int) -> Hashable:
+    def _cells(self, turns: Turns) -> Ints:
         match self.baseline:
             case "pool":
-                return None
+                return turns.group_N
             case "turn":
-                return k
+                return turns.cells(turns.index_N)
             case "state":
-                if (key := trajectory.turns[k].state_key) is None:
-                    raise CreditError(
-                        f"trajectory {trajectory.trajectory_id}, turn {k}: no state key, which baseline: state needs. "
-                        "Let the environment's state_key() return one, or choose baseline: pool"
-                    )
-                return key
-
-    def _compare(self, returns_N: Array, *, owners_N: np.ndarray[tuple[int], np.dtype[np.int64]]) -> Array:
-        if np.unique(owners_N).size < 2:
-            return np.zeros_like(returns_N)
-        advantages_N = leave_one_out(returns_N, owners_N=owners_N) if self.leave_one_out else center(returns_N)
-        if self.normalize == "std":
-            advantages_N = advantages_N / (standard_deviation(returns_N, ddof=self.ddof) + self.eps)
-        return advantages_N
+                return turns.cells(turns.keys("state_key"))

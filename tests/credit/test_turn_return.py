@@ -301,12 +301,12 @@ def test_a_failed_trajectory_does_not_enter_any_baseline() -> None:
 
 def test_state_keys_are_asked_for_only_where_they_are_used() -> None:
     assert TurnReturn().requirements() == {Need.TURN_REWARDS}
-    assert TurnReturn(baseline="state").requirements() == {Need.TURN_REWARDS, Need.STATE_KEYS}
+    assert TurnReturn(baseline="state").requirements() == {Need.STATE_KEYS}
 
 
 def test_a_missing_state_key_is_named_by_trajectory_and_turn() -> None:
     group = make_group([[0, 1], [1, 0]], state_keys=[["A", "B"], ["A", None]])
-    with pytest.raises(CreditError, match=r"trajectory g/1, turn 1: no state key, which baseline: state needs"):
+    with pytest.raises(CreditError, match=r"trajectory g/1, turn 1: no state key, which this scheme needs"):
         assign_credit(TurnReturn(baseline="state"), [group])
 
 

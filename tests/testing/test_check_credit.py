@@ -203,6 +203,8 @@ class NamelessRefusal(Uniform):
 
 
 class KeepsNeedsBack(TurnReturn):
+    needs: ClassVar[frozenset[Need]] = frozenset({Need.TURN_REWARDS})
+
     def requirements(self) -> frozenset[Need]:
         return frozenset({Need.STATE_KEYS}) if self.baseline == "state" else frozenset()
 
@@ -242,7 +244,7 @@ def test_a_broken_scheme_is_told_all_that_is_wrong_and_nothing_else(scheme: Cred
         (FirstIsBaseline(), "trajectories reversed within their group do not take their credit along"),
         (FirstIsBaseline(), "trajectories rotated within their group do not take their credit along"),
         (MeanOfBatch(), "a group's credit depends on the other groups in the batch"),
-        (MergesStates(), "turns without a state key are credited all the same"),
+        (MergesStates(), "turns without state keys are credited all the same"),
         (TurnsEndAtRewards(), "a reward is credited alike at turns 0 and 1 of twelve"),
         (Forgetful(), "a reward at turn 10, 11 of twelve changes no credit"),
         (Drifts(), "the same groups, credited twice, get different credit"),
@@ -270,7 +272,10 @@ def test_a_fixed_bonus_is_not_scale_equivariant() -> None:
 
 
 def test_what_is_meant_can_be_said() -> None:
-    check_credit(Slanted(), per_turn=False)
+    class SlantedOnPurpose(Slanted):
+        granularity: ClassVar = "token"
+
+    check_credit(SlantedOnPurpose())
     check_credit(Uncentered(), relative=False, scale_equivariant=True)
     check_credit(Uniform(normalize="batch"), batch_wide=True)
     assert lines(Uniform(normalize="batch"), batch_wide=False) == [

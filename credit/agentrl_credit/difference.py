@@ -1,0 +1,55 @@
+"""What a turn led to, less what other actions in its place led to: C3. Experimental."""
+
+from collections.abc import Sequence
+from typing import ClassVar, Literal
+
+import numpy as np
+from pydantic import Field
+
+from agentrl import Credit, CreditScheme, Need, Trajectory, TrajectoryGroup
+from agentrl_credit.stages import group_normalize, leave_one_out, returns_to_go
+from agentrl_credit.turns import credit_each, needed
+
+
+class Difference(CreditScheme):
+    """A_k = G_k - mean of the returns of the rollouts forked before turn k: the mean marginal over counterfactuals.
+
+    Source: contextual counterfactual credit assignment (C3), where an action is compared with others replayed in its
+    place. Each forked rollout is one counterfactual, and the mean of the differences to them is the difference to their
+    mean. With coalitions of the turns up to k, which is what forks record, the Shapley value's marginals are the steps
+    of the scheme `tree`. A turn at which nothing was forked has no counterfactual and gets 0.
+
+    Unbiased, and noisier than `tree`: G_k carries the chance of everything after turn k.
+    """
+
+    needs: ClassVar[frozenset[Need]] = frozenset({Need.BRANCHES})
+    paper: ClassVar = "C3"
+    experimental: ClassVar = True
+
+    gamma: float = Field(default=1.0, ge=0, le=1)
+    """Discount; it ticks once per turn."""
+    normalize: Literal["none", "std"] = "none"
+    """`std`: (G_k - mean) / (sd + eps), both over G_k and the forked rollouts' returns."""
+    ddof: Literal[0, 1] = 1
+    """The standard deviation divides by the number of returns less this. Read by `std`."""
+    eps: float = Field(default=1e-6, gt=0, allow_inf_nan=False)
+    """Added to the standard deviation, in units of reward. Read by `std`."""
+
+    def assign(self, groups: Sequence[TrajectoryGroup]) -> list[list[Credit]]:
+        """Return one `Credit` for each trajectory of each group, in the order given.
+
+        Raises:
+            CreditError: for a turn whose forks were not recorded.
+        """
+        return credit_each(groups, self._credit)
+
+    def _credit(self, trajectory: Trajectory) -> Credit:
+        returns_K = returns_to_go([turn.reward for turn in trajectory.turns], gamma=self.gamma)
+        advantages_K = np.zeros_like(returns_K)
+        for k, rewards in enumerate(needed(trajectory, "branch_rewards")):
+            others = [returns_to_go(r, gamma=self.gamma)[0] for r in rewards if len(r)]
+            if self.normalize == "std":
+                advantages_K[k] = group_normalize([returns_K[k], *others], ddof=self.ddof, eps=self.eps)[0]
+            else:
+                advantages_K[k] = leave_one_out([returns_K[k], *others])[0]
+        return Credit.from_turns(trajectory, advantages_K)

@@ -1,0 +1,51 @@
+"""A turn's reward is what it adds to the probability of the right answer: IGPO, TIPS."""
+
+from typing import ClassVar, Literal
+
+import numpy as np
+from pydantic import Field
+
+from agentrl import Need
+from agentrl_credit.stages import Array, group_normalize
+from agentrl_credit.turns import Comparison, Turns, needed
+
+
+class InfoGain(Comparison):
+    """A_k = sum_j gamma^j norm(r_{k+j} + info_weight * gain_{k+j}), gain_k = Phi_{k+1} - Phi_k; 0 at the last turn.
+
+    Source: IGPO, arXiv 2510.14967, eq. 3-7; TIPS, 2603.22293. Phi_k is read where turn k begins: p = exp(mean log-prob of
+    the known answer's tokens), had it been given there (`probability`), or log p (`log`, which is TIPS). The last turn is
+    the answer itself, and earns the environment's reward alone. norm is (x - mean) / (sd + eps) over all turns of the
+    group (`joint`), or over those of the same turn index (`turn`, A2TGPO 2605.06200).
+
+    The environment's reward of every turn is kept, where IGPO has none but the last. A policy can raise p by writing
+    down its guess: the gain is the policy's belief, not the truth.
+    """
+
+    needs: ClassVar[frozenset[Need]] = frozenset({Need.ANSWER_LOGPROBS})
+    paper: ClassVar = "IGPO 2510.14967, A2TGPO 2605.06200, TIPS 2603.22293"
+
+    gamma: float = Field(default=1.0, ge=0, le=1)
+    """Discount; it ticks once per turn."""
+    potential: Literal["probability", "log"] = "probability"
+    """What the gain is a difference of."""
+    info_weight: float = Field(default=1.0, ge=0, allow_inf_nan=False)
+    """Weight of the gain beside the environment's reward, in units of reward."""
+    normalize: Literal["joint", "turn", "none"] = "joint"
+    """What each turn's sum of reward and gain is compared with."""
+    ddof: Literal[0, 1] = 1
+    """The standard deviation divides by the number of turns less this. Read by `joint` and `turn`."""
+    eps: float = Field(default=1e-6, gt=0, allow_inf_nan=False)
+    """Added to the standard deviation, in units of reward. Read by `joint` and `turn`."""
+
+    def advantages(self, turns: Turns) -> Array:
+        """Return the advantage of each turn: (N,)."""
+        potentials = [np.array(needed(t, "answer_logprob"), dtype=np.float64) for t in turns.trajectories]
+        if self.potential == "probability":
+            potentials = [np.exp(potential_K) for potential_K in potentials]
+        gains_N = np.concatenate([np.append(np.diff(potential_K), 0.0) for potential_K in potentials])
+        rewards_N = turns.rewards_N + self.info_weight * gains_N
+        if self.normalize != "none":
+            cells_N = turns.group_N if self.normalize == "joint" else turns.cells(turns.index_N)
+            rewards_N = group_normalize(rewards_N, cells_N, ddof=self.ddof, eps=self.eps)
+        return turns.returns_to_go(gamma=self.gamma, rewards_N=rewards_N)
