@@ -6,9 +6,9 @@ from typing import ClassVar, Literal
 import numpy as np
 from pydantic import Field
 
-from agentrl import Credit, CreditScheme, Need, Trajectory, TrajectoryGroup
-from agentrl_credit.stages import group_normalize, leave_one_out, returns_to_go
-from agentrl_credit.turns import credit_each, needed
+from agentrl import Credit, CreditScheme, Need, TrajectoryGroup
+from agentrl_credit.stages import discounted_sum, group_normalize, leave_one_out
+from agentrl_credit.turns import Turns, credit_each, needed
 
 
 class Difference(CreditScheme):
@@ -41,15 +41,16 @@ class Difference(CreditScheme):
         Raises:
             CreditError: for a turn whose forks were not recorded.
         """
-        return credit_each(groups, self._credit)
-
-    def _credit(self, trajectory: Trajectory) -> Credit:
-        returns_K = returns_to_go([turn.reward for turn in trajectory.turns], gamma=self.gamma)
-        advantages_K = np.zeros_like(returns_K)
-        for k, rewards in enumerate(needed(trajectory, "branch_rewards")):
-            others = [returns_to_go(r, gamma=self.gamma)[0] for r in rewards if len(r)]
-            if self.normalize == "std":
-                advantages_K[k] = group_normalize([returns_K[k], *others], ddof=self.ddof, eps=self.eps)[0]
-            else:
-                advantages_K[k] = leave_one_out([returns_K[k], *others])[0]
-        return Credit.from_turns(trajectory, advantages_K)
+        turns = Turns.of([group.valid for group in groups])
+        forked = [rollouts for trajectory in turns.trajectories for rollouts in needed(trajectory, "branch_rewards")]
+        others = [discounted_sum(rewards, gamma=self.gamma) for rollouts in forked for rewards in rollouts]
+        num_turns = len(forked)
+        # A cell for each turn: its own return, and those of its counterfactuals.
+        returns = np.concatenate([turns.returns_to_go(gamma=self.gamma), others])
+        cells = np.concatenate([np.arange(num_turns), np.repeat(np.arange(num_turns), [len(row) for row in forked])])
+        if self.normalize == "std":
+            advantages_N = group_normalize(returns, cells, ddof=self.ddof, eps=self.eps)[:num_turns]
+        else:
+            advantages_N = leave_one_out(returns, cells)[:num_turns]
+        pieces = iter(turns.split(advantages_N))
+        return credit_each(groups, lambda trajectory: Credit.from_turns(trajectory, next(pieces)))

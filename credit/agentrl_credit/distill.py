@@ -3,12 +3,11 @@
 from collections.abc import Sequence
 from typing import ClassVar, Literal
 
-import numpy as np
 from pydantic import Field
 
 from agentrl import Credit, CreditScheme, Need, Trajectory, TrajectoryGroup
 from agentrl_credit.stages import returns_to_go
-from agentrl_credit.turns import credit_each, needed
+from agentrl_credit.turns import credit_each, token_column
 
 _NEEDS = {
     "model": Need.TEACHER_LOGPROBS,
@@ -50,6 +49,5 @@ class Distill(CreditScheme):
         return credit_each(groups, self._credit)
 
     def _credit(self, trajectory: Trajectory) -> Credit:
-        teacher_T = np.concatenate(needed(trajectory, str(_NEEDS[self.teacher])))
-        behavior_T = np.concatenate([turn.behavior_logprobs for turn in trajectory.turns])
-        return Credit.from_tokens(trajectory, returns_to_go(teacher_T - behavior_T, gamma=self.discount))
+        difference_T = token_column(trajectory, _NEEDS[self.teacher]) - token_column(trajectory, "behavior_logprobs")
+        return Credit.from_tokens(trajectory, returns_to_go(difference_T, gamma=self.discount))

@@ -8,7 +8,7 @@ from pydantic import Field
 
 from agentrl import Credit, CreditScheme, Need, Trajectory, TrajectoryGroup, load_credit
 from agentrl_credit.stages import Array, broadcast_turns
-from agentrl_credit.turns import Spec, Turns, credit_each, needed, turn_lengths
+from agentrl_credit.turns import Spec, Turns, credit_each, token_column, turn_lengths, turn_means
 
 
 class EntropyModulated(CreditScheme):
@@ -45,8 +45,8 @@ class EntropyModulated(CreditScheme):
             CreditError: for a turn without entropies, and what the weighted scheme raises.
         """
         turns = Turns.of([group.valid for group in groups])
-        means = [np.mean(entropies_T) for t in turns.trajectories for entropies_T in needed(t, "entropies")]
-        entropies_N = _scaled(np.array(means, dtype=np.float64))
+        means = [turn_means(token_column(t, "entropies"), turn_lengths(t)) for t in turns.trajectories]
+        entropies_N = _scaled(np.concatenate([[], *means]))
         weights_N = np.exp(-self.sharpness * entropies_N)
         weights_N /= weights_N.mean() if weights_N.size else 1.0
         bonuses_N = self.zeta * np.exp(-self.bonus_sharpness * entropies_N)

@@ -7,7 +7,7 @@ from pydantic import Field
 
 from agentrl import Need
 from agentrl_credit.stages import Array, group_normalize
-from agentrl_credit.turns import Comparison, Turns, needed
+from agentrl_credit.turns import Comparison, Turns, token_column, turn_lengths, turn_means
 
 
 class Hindsight(Comparison):
@@ -37,12 +37,11 @@ class Hindsight(Comparison):
     def advantages(self, turns: Turns) -> Array:
         """Return the advantage of each turn: (N,)."""
         means = [
-            np.mean(np.subtract(hindsight_T, turn.behavior_logprobs))
+            turn_means(token_column(t, "hindsight_logprobs") - token_column(t, "behavior_logprobs"), turn_lengths(t))
             for t in turns.trajectories
-            for turn, hindsight_T in zip(t.turns, needed(t, "hindsight_logprobs"), strict=True)
         ]
         bound = np.log(self.max_ratio)
-        ratios_N = np.exp(np.clip(means, -bound, bound))
+        ratios_N = np.exp(np.clip(np.concatenate(means), -bound, bound))
         outcome_M = group_normalize(turns.returns_M, turns.group_M, ddof=self.ddof, eps=self.eps)
         weighted_N = ratios_N * turns.returns_M[turns.owner_N]
         step_N = group_normalize(weighted_N, turns.group_N, ddof=self.ddof, eps=self.eps)

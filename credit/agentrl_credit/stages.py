@@ -30,10 +30,20 @@ def returns_to_go(rewards_K: npt.ArrayLike, *, gamma: float) -> Array:
 
     Shapes: rewards_K (K,) -> (K,).
     """
-    returns = _vector(rewards_K).tolist()
-    for k in range(len(returns) - 2, -1, -1):
-        returns[k] += gamma * returns[k + 1]
-    return np.array(returns, dtype=np.float64)
+    returns_K = _vector(rewards_K).copy()
+    reach = 1
+    while reach < returns_K.size:  # each pass doubles how many turns the sums reach
+        returns_K[:-reach] += gamma**reach * returns_K[reach:]
+        reach *= 2
+    return returns_K
+
+
+def discounted_sum(rewards: Iterable[float], *, gamma: float) -> float:
+    """Return r_0 + gamma * r_1 + gamma^2 * r_2 + ..., the first of `returns_to_go`."""
+    total = 0.0
+    for reward in reversed([*rewards]):
+        total = reward + gamma * total
+    return total
 
 
 def gae(
@@ -49,14 +59,11 @@ def gae(
     Raises:
         CreditError: when there is not one value for each reward.
     """
-    rewards, values = _vector(rewards_K).tolist(), _vector(values_K).tolist()
-    if len(rewards) != len(values):
-        raise CreditError(f"expected one value for each reward, got {len(values)} values and {len(rewards)} rewards")
-    advantages, following, next_value = [0.0] * len(rewards), 0.0, final_value
-    for k in range(len(rewards) - 1, -1, -1):
-        following = rewards[k] + gamma * next_value - values[k] + gamma * lam * following
-        advantages[k], next_value = following, values[k]
-    return np.array(advantages, dtype=np.float64)
+    rewards, values = _vector(rewards_K), _vector(values_K)
+    if rewards.size != values.size:
+        raise CreditError(f"expected one value for each reward, got {values.size} values and {rewards.size} rewards")
+    deltas_K = rewards + gamma * np.append(values[1:], final_value)[: values.size] - values
+    return returns_to_go(deltas_K, gamma=gamma * lam)
 
 
 def broadcast_turns(values_K: npt.ArrayLike, lengths_K: npt.ArrayLike) -> Array:

@@ -8,7 +8,7 @@ from pydantic import Field
 
 from agentrl import Credit, CreditScheme, Need, Trajectory, TrajectoryGroup
 from agentrl_credit.stages import broadcast_turns, gae
-from agentrl_credit.turns import credit_each, final_value, needed, turn_lengths
+from agentrl_credit.turns import credit_each, final_value, needed, turn_lengths, turn_means
 
 
 class TokenResidual(CreditScheme):
@@ -47,6 +47,5 @@ class TokenResidual(CreditScheme):
         rewards_T = np.zeros(sum(lengths))
         rewards_T[np.cumsum(lengths) - 1] = rewards_K
         tokens_T = gae(rewards_T, np.concatenate(values), gamma=1.0, lam=self.token_lam, final_value=last)
-        means_K = [part.mean() for part in np.split(tokens_T, np.cumsum(lengths)[:-1])]
-        residuals_T = tokens_T - broadcast_turns(means_K, lengths)
+        residuals_T = tokens_T - broadcast_turns(turn_means(tokens_T, lengths), lengths)
         return Credit.from_tokens(trajectory, broadcast_turns(turns_K, lengths) + self.alpha * residuals_T)

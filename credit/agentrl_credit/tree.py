@@ -7,7 +7,7 @@ import numpy as np
 from pydantic import Field
 
 from agentrl import Need, Trajectory
-from agentrl_credit.stages import Array, cell_means, returns_to_go
+from agentrl_credit.stages import Array, cell_means, discounted_sum
 from agentrl_credit.turns import Comparison, Turns, needed
 
 
@@ -42,13 +42,12 @@ class Tree(Comparison):
 
     def _advantages(self, trajectory: Trajectory, *, sibling_mean: float, num_siblings: int) -> Array:
         forked = needed(trajectory, "branch_rewards")
-        returns = [[float(returns_to_go(r, gamma=self.gamma)[0]) for r in rewards if len(r)] for rewards in forked]
+        returns = [[discounted_sum(rewards, gamma=self.gamma) for rewards in rollouts] for rollouts in forked]
         start = (sibling_mean * num_siblings + sum(returns[0])) / (num_siblings + len(returns[0]))
         places = [0, *(k for k in range(1, len(returns)) if returns[k]), len(returns)]
         values = [start, *(sum(returns[k]) / len(returns[k]) for k in places[1:-1]), 0.0]
         advantages_K = np.empty(len(forked))
         for i, (first, end) in enumerate(pairwise(places)):
             rewards = [turn.reward for turn in trajectory.turns[first:end]]
-            gained = returns_to_go([*rewards, values[i + 1]], gamma=self.gamma)[0]
-            advantages_K[first:end] = gained - values[i]
+            advantages_K[first:end] = discounted_sum([*rewards, values[i + 1]], gamma=self.gamma) - values[i]
         return advantages_K

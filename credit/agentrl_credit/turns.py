@@ -6,6 +6,7 @@ Legend: `M` trajectories that are compared, `N` their turns, one trajectory afte
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Annotated, Any, Literal
 
 import numpy as np
@@ -110,6 +111,20 @@ def needed(trajectory: Trajectory, name: str) -> list[Any]:
         if getattr(turn, name) is None:
             raise CreditError(f"trajectory {trajectory.trajectory_id}, turn {k}: no {name}, which this scheme needs")
     return [getattr(turn, name) for turn in trajectory.turns]
+
+
+def token_column(trajectory: Trajectory, name: str) -> Array:
+    """Return a field that holds one number for each action token, all turns in a row: (T,).
+
+    Raises:
+        CreditError: naming the trajectory and the turn where it was not measured.
+    """
+    return np.fromiter(chain.from_iterable(needed(trajectory, name)), dtype=np.float64)
+
+
+def turn_means(column_T: Array, lengths_K: Sequence[int]) -> Array:
+    """Average a column of tokens over each turn: (K,)."""
+    return np.add.reduceat(column_T, np.cumsum([0, *lengths_K[:-1]])) / np.asarray(lengths_K)
 
 
 def requirements_after(then: dict[str, Any]) -> frozenset[Need]:
