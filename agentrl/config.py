@@ -20,6 +20,7 @@ from agentrl.errors import ConfigError, UserError
 from agentrl.learn.evaluate import EvaluationConfig
 from agentrl.learn.loss import LossConfig
 from agentrl.learn.model import ModelConfig
+from agentrl.learn.signals import SignalsConfig
 from agentrl.learn.trainer import TrainConfig
 from agentrl.learn.warmup import WarmupConfig
 from agentrl.registry import suggest
@@ -44,6 +45,7 @@ class Recipe(BaseModel):
     rollout: RolloutConfig = RolloutConfig()
     credit: dict[str, Any] = {"scheme": "uniform"}
     """A credit scheme's name and its fields; `fallback: uniform` replaces a scheme that the environment cannot serve."""
+    signals: SignalsConfig = SignalsConfig()
     loss: LossConfig = LossConfig()
     train: TrainConfig = TrainConfig()
     evaluation: EvaluationConfig = EvaluationConfig()

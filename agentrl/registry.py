@@ -37,7 +37,7 @@ def resolve(spec: str, *, group: Group, field: str) -> Any:
         ConfigError: naming `field`, when nothing of that name exists, or when its module cannot be imported.
     """
     if ":" in spec:
-        return _attribute(spec, field=field)
+        return import_attribute(spec, field=field)
     if spec not in (points := _points(group)):
         raise ConfigError(
             f"{field}: no {spec!r} is installed.{suggest(spec, names(group))} Or give it as 'module:Class'."
@@ -50,7 +50,12 @@ def resolve(spec: str, *, group: Group, field: str) -> Any:
         ) from error
 
 
-def _attribute(spec: str, *, field: str) -> Any:
+def import_attribute(spec: str, *, field: str) -> Any:
+    """Return what `module:attribute` names.
+
+    Raises:
+        ConfigError: naming `field`, when there is no such thing, or when the module cannot be imported.
+    """
     name, _, attribute = spec.partition(":")
     if not name or not attribute:
         raise ConfigError(f"{field}: {spec!r} lacks its {'attribute' if name else 'module'}; write 'module:Class'")

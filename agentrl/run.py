@@ -25,12 +25,13 @@ from agentrl.errors import ConfigError
 from agentrl.learn.checkpoint import checkpoints, load_checkpoint, save_checkpoint, write_folder
 from agentrl.learn.evaluate import Evaluation, evaluate
 from agentrl.learn.model import Policy, load_pretrained, make_local_model
+from agentrl.learn.signals import Signals
 from agentrl.learn.trainer import StepResult, Trainer
 from agentrl.learn.warmup import demonstrations, warm_up
 from agentrl.report.folder import RunFolder
 from agentrl.report.records import records
-from agentrl.rollout import RolloutPool, needs_met, try_environment
-from agentrl.types import Trajectory
+from agentrl.rollout import RolloutPool, offer, try_environment
+from agentrl.types import Need, Trajectory
 
 OnProgress = Callable[[Literal["warm-up", "training"], int, int, dict[str, float]], None]
 """Told the phase, its steps done, its steps in all, and the latest metrics."""
@@ -58,7 +59,8 @@ class Run:
         set_seed(recipe.seed)
         self._runner = asyncio.Runner()
         self._make_env = partial(make_env, recipe.env.id, recipe.env.options)
-        provided = self._runner.run(needs_met(self._make_env, timeout_s=recipe.rollout.env_timeout_s))
+        offered = self._runner.run(offer(self._make_env, timeout_s=recipe.rollout.env_timeout_s))
+        provided = offered.needs | recipe.signals.provides()
         credit, warning = load_credit_for(recipe.credit, provided=provided, env_id=recipe.env.id)
         self.warnings += [warning] if warning else []
         self._falls_back = warning is not None
@@ -72,14 +74,28 @@ class Run:
         if recipe.train.precision == "bfloat16":
             engine_model = engine_model.to(torch.bfloat16)
         self._engine = TransformersEngine(engine_model, recipe.engine)
-        self._pool = self._new_pool(recipe.rollout.temperature)
+        self._pool = self._new_pool(recipe.rollout.temperature, fork=Need.BRANCHES in credit.requirements())
         self._policy = Policy(model)
+        self._signals = Signals(
+            credit,
+            recipe.signals,
+            policy=self._policy.to(self._accelerator.device),
+            load_teacher=partial(_load_teacher, recipe),
+            renderer=self._renderer,
+            tools=offered.tools,
+            temperature=recipe.rollout.temperature,
+            max_tokens=recipe.train.max_tokens_per_micro_batch,
+            seed=recipe.seed,
+            runner=self._runner,
+        )
+        self._needs_reference = recipe.loss.kl_coefficient > 0 or self._signals.needs_reference
         self._trainer = Trainer(
             accelerator=self._accelerator,
             policy=self._policy,
             engine=self._engine,
             pool=self._pool,
             credit=credit,
+            signals=self._signals,
             loss=recipe.loss,
             config=recipe.train,
             temperature=recipe.rollout.temperature,
@@ -132,11 +148,14 @@ class Run:
         newest = checkpoints(folder.checkpoints)
         if not newest:
             raise ConfigError(f"{folder.path} has no checkpoint yet; go on with the run: agentrl train {folder.path}")
-        if self.recipe.loss.kl_coefficient > 0:
+        if self._needs_reference:
             if not folder.reference.is_dir():
+                asking = f"loss.kl_coefficient: {self.recipe.loss.kl_coefficient:g}"
+                if self._signals.needs_reference:
+                    asking = f"credit.scheme: {self.recipe.credit['scheme']!r}"
                 raise ConfigError(
-                    f"loss.kl_coefficient: {self.recipe.loss.kl_coefficient:g} needs the policy with which {folder.path} "
-                    "began, and that run kept none; begin a new run with it"
+                    f"{asking} needs the policy with which {folder.path} began, and that run kept none; begin a new run with "
+                    "it"
                 )
             reference = copy.deepcopy(self._policy)
             load_model(reference, folder.reference / "model.safetensors")
@@ -206,13 +225,14 @@ class Run:
         warmup = self.recipe.warmup
         return self._demonstrations(self._renderer, count=warmup.num_demonstrations) if warmup.steps else []
 
-    def _new_pool(self, temperature: float) -> RolloutPool:
+    def _new_pool(self, temperature: float, *, fork: bool = False) -> RolloutPool:
         return RolloutPool(
             make_env=self._make_env,
             engine=self._engine,
             renderer=self._renderer,
             config=self.recipe.rollout.model_copy(update={"temperature": temperature}),
             seed=self.recipe.seed,
+            fork=fork,
         )
 
     def _begin(self, folder: RunFolder, examples: list[Trajectory], on_progress: OnProgress) -> None:
@@ -227,7 +247,8 @@ class Run:
                 max_tokens=recipe.train.max_tokens_per_micro_batch,
                 on_step=lambda step, loss: on_progress("warm-up", step, recipe.warmup.steps, {"loss": loss}),
             )
-        if recipe.loss.kl_coefficient > 0:
+        self._signals.begin()
+        if self._needs_reference:
             self._trainer.reference = copy.deepcopy(self._policy)
             write_folder(folder.reference, lambda path: save_model(self._policy, str(path / "model.safetensors")))
         self._trainer.start_engine()
@@ -279,6 +300,13 @@ def _accelerator(recipe: Recipe) -> Accelerator:
         log_with=trackers or None,
         project_dir=None if recipe.run_dir is None else str(recipe.run_dir),
     )
+
+
+def _load_teacher(recipe: Recipe) -> Policy:
+    name = recipe.signals.teacher
+    assert name is not None, "a scheme that reads a teacher is refused without one"
+    model, _ = load_pretrained(name, field="signals.teacher", attention=recipe.model.attention)
+    return Policy(model)
 
 
 def _check_positions(recipe: Recipe, config: Any) -> None:

@@ -56,6 +56,9 @@ def test_the_tree_has_the_sections_of_a_run() -> None:
         "model.local",
         "report",
         "rollout",
+        "rollout.branches",
+        "signals",
+        "signals.critic",
         "train",
         "warmup",
     ]

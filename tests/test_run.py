@@ -110,7 +110,7 @@ def test_a_template_that_rewrites_history_is_refused_or_trained_turn_by_turn(tmp
 
 def test_a_scheme_the_environment_cannot_serve_is_refused_or_replaced(tmp_path: Path) -> None:
     outcome_only = {"options": {"turn_rewards": False}}
-    with pytest.raises(ConfigError, match=r"'turn_return' needs turn_rewards.*would work: uniform"):
+    with pytest.raises(ConfigError, match=r"'turn_return' needs turn_rewards.*would work: .*, gigpo, .*, uniform\."):
         Run(recipe(tmp_path, env=outcome_only, credit={"scheme": "turn_return"}))
     settings = recipe(tmp_path, env=outcome_only, credit={"scheme": "turn_return", "fallback": "uniform"})
     run = Run(settings)

@@ -92,7 +92,9 @@ def make_local_model(config: LocalModelConfig, tokenizer: Any, *, attention: str
     )
 
 
-def load_pretrained(name_or_path: str, *, attention: str = "sdpa") -> tuple[Any, Any]:
+def load_pretrained(
+    name_or_path: str, *, attention: str = "sdpa", field: str = "model.name_or_path"
+) -> tuple[Any, Any]:
     """Return (model in float32, tokenizer) of a Hugging Face folder or hub name.
 
     Raises:
@@ -103,14 +105,14 @@ def load_pretrained(name_or_path: str, *, attention: str = "sdpa") -> tuple[Any,
     looks_like_path = name_or_path.startswith((".", "/", "~")) or name_or_path.count("/") != 1
     folder = Path(name_or_path).expanduser()
     if looks_like_path and not (folder / "config.json").is_file():
-        raise ConfigError(f"model.name_or_path: no model in {name_or_path!r}: {folder / 'config.json'} does not exist")
+        raise ConfigError(f"{field}: no model in {name_or_path!r}: {folder / 'config.json'} does not exist")
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder if looks_like_path else name_or_path)
         model = AutoModelForCausalLM.from_pretrained(
             folder if looks_like_path else name_or_path, dtype=torch.float32, attn_implementation=attention
         )
     except (OSError, ValueError) as error:
-        raise ConfigError(f"model.name_or_path: cannot load {name_or_path!r}: {error}") from error
+        raise ConfigError(f"{field}: cannot load {name_or_path!r}: {error}") from error
     return model, tokenizer
 
 

@@ -25,6 +25,7 @@ from agentrl.learn.batch import MicroBatch, make_batch, micro_batches
 from agentrl.learn.loss import LossConfig, kl_loss, mismatch_weights, policy_loss
 from agentrl.learn.metrics import Tally, first_metrics, rollout_metrics, update_metrics
 from agentrl.learn.model import Policy
+from agentrl.learn.signals import Signals
 from agentrl.rollout import RolloutPool, derive_seed
 from agentrl.types import Sampling, Trajectory, TrajectoryGroup
 
@@ -96,6 +97,7 @@ class Trainer:
         engine: Engine,
         pool: RolloutPool,
         credit: CreditScheme,
+        signals: Signals | None = None,
         loss: LossConfig,
         config: TrainConfig,
         temperature: float,
@@ -110,6 +112,7 @@ class Trainer:
             engine: samples, from weights that are pushed to it.
             pool: plays episodes on the engine.
             credit: turns rewards into advantages.
+            signals: measures what `credit` reads beyond rewards and keys. None: it reads nothing more.
             loss: ratio, clip and aggregation.
             config: optimizer and budgets.
             temperature: the rollouts' sampling temperature.
@@ -117,7 +120,7 @@ class Trainer:
             runner: event loop on which pool and engine live.
         """
         self._accelerator, self._engine, self._pool = accelerator, engine, pool
-        self._credit, self._loss, self._config = credit, loss, config
+        self._credit, self._signals, self._loss, self._config = credit, signals, loss, config
         self._temperature, self._seed, self._runner = temperature, seed, runner
         optimizer = torch.optim.AdamW(
             policy.parameters(),
@@ -135,17 +138,21 @@ class Trainer:
             num_training_steps=config.steps * config.num_minibatches,
         )
         accelerator.register_for_checkpointing(self._schedule)
+        if signals is not None and signals.critic is not None:
+            accelerator.register_for_checkpointing(signals.critic)
         self._reference: Policy | None = None
         self.finished_steps = 0
 
     @property
     def reference(self) -> Policy | None:
-        """The KL target, never trained; needed where `loss.kl_coefficient` is positive."""
+        """The policy with which the run began: the KL target, and what a credit scheme may read; never trained."""
         return self._reference
 
     @reference.setter
     def reference(self, policy: Policy) -> None:
         self._reference = policy.to(self._accelerator.device).eval().requires_grad_(False)
+        if self._signals is not None:
+            self._signals.reference = self._reference
 
     def start_engine(self) -> float:
         """Push the weights and prove that the engine samples from them.
@@ -178,19 +185,26 @@ class Trainer:
         groups = self._runner.run(self._pool.collect())
         sampling_s = self._engine.busy_s - busy_s
         collected = time.perf_counter()
+        if self._signals is not None:
+            groups = self._signals.measure(groups)
+        measured = time.perf_counter()
         credits = assign_credit(self._credit, groups)
         credited = time.perf_counter()
         metrics = self._update(groups, credits)
+        if self._signals is not None:
+            metrics |= self._signals.learn(groups)
         self.finished_steps += 1
         self._push_weights()
         done = time.perf_counter()
-        sampled = sum(t.num_action_tokens for group in groups for t in group.trajectories)
+        everyone = [t for group in groups for t in group.trajectories]
+        sampled = sum(t.num_action_tokens + t.metrics.get("branch_tokens", 0.0) for t in everyone)
         metrics |= rollout_metrics(groups, credits)
         metrics |= {f"pool/{name}": float(count) for name, count in self._pool.counts.items()}
         metrics |= {
             "time/sampling_s": sampling_s,
             "time/environment_s": collected - begin - sampling_s,
-            "time/credit_s": credited - collected,
+            "time/signals_s": measured - collected,
+            "time/credit_s": credited - measured,
             "time/update_s": done - credited,
             "time/step_s": done - begin,
             "time/sampled_tokens_per_s": sampled / (collected - begin),
@@ -355,7 +369,7 @@ class Trainer:
             clip_high=clip_high,
         )
         loss = result.loss
-        if self._reference is not None:
+        if self._reference is not None and settings.kl_coefficient > 0:
             with torch.no_grad():
                 reference_T, _ = self._forward(self._reference, micro)
             loss = loss + kl_loss(

@@ -97,7 +97,7 @@ class RunFolder:
     def add_rollouts(self, step: int, trajectories: Iterable[TrajectoryRecord]) -> None:
         """Write the rollouts of a step."""
         self._rollouts.mkdir(exist_ok=True)
-        text = "".join(record.model_dump_json() + "\n" for record in trajectories)
+        text = "".join(record.model_dump_json(exclude_defaults=True) + "\n" for record in trajectories)
         write_whole(self._rollouts / f"step-{step:06d}.jsonl", text)
 
     def rollouts(self) -> list[Path]:

@@ -1,6 +1,7 @@
 """Rollouts as lines of JSON: one trajectory a line, everything that training saw."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,12 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from agentrl.credit import Credit
 from agentrl.errors import UserError
-from agentrl.types import Message, StopReason, TrajectoryGroup
+from agentrl.types import Message, StopReason, TrajectoryGroup, Turn
+
+MEASURED = tuple(
+    f.name for f in fields(Turn) if f.default is None and f.name not in ("state_key", "next_state_key", "action_key")
+)
+"""Fields of a turn that are measured where the credit scheme reads them."""
 
 
 class TurnRecord(BaseModel):
@@ -36,6 +42,15 @@ class TurnRecord(BaseModel):
     action_key: str | None
     finish_reason: str
     extras: dict[str, Any]
+    values: list[float] | None = None
+    """This and what follows stands only where the credit scheme read it."""
+    entropies: list[float] | None = None
+    reference_logprobs: list[float] | None = None
+    teacher_logprobs: list[float] | None = None
+    hindsight_logprobs: list[float] | None = None
+    answer_logprob: float | None = None
+    score: float | None = None
+    branch_rewards: list[list[float]] | None = None
 
 
 class TrajectoryRecord(BaseModel):
@@ -54,6 +69,8 @@ class TrajectoryRecord(BaseModel):
     metrics: dict[str, float]
     error: str | None
     turns: list[TurnRecord]
+    gold_answer: str | None = None
+    final_value: float | None = None
 
 
 def records(
@@ -88,6 +105,7 @@ def records(
                         action_key=turn.action_key,
                         finish_reason=turn.finish_reason,
                         extras=_plain(turn.extras),
+                        **{name: _plain(getattr(turn, name)) for name in MEASURED},
                     )
                 )
                 start = end
@@ -103,6 +121,8 @@ def records(
                 metrics=dict(trajectory.metrics),
                 error=_plain(trajectory.error),
                 turns=turns,
+                gold_answer=_plain(trajectory.gold_answer),
+                final_value=trajectory.final_value,
             )
 
 

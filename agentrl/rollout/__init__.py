@@ -1,18 +1,20 @@
 """Episodes, and the pool that keeps many of them going."""
 
-from agentrl.rollout.config import RolloutConfig
+from agentrl.rollout.config import BranchConfig, RolloutConfig
 from agentrl.rollout.episode import Task, run_episode
 from agentrl.rollout.pool import RolloutPool
 from agentrl.rollout.seeds import derive_seed, held_out_seed, task_seed
-from agentrl.rollout.trial import needs_met, try_environment
+from agentrl.rollout.trial import Offer, offer, try_environment
 
 __all__ = [
+    "BranchConfig",
+    "Offer",
     "RolloutConfig",
     "RolloutPool",
     "Task",
     "derive_seed",
     "held_out_seed",
-    "needs_met",
+    "offer",
     "run_episode",
     "task_seed",
     "try_environment",

@@ -5,6 +5,19 @@ from typing import Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
 
+class BranchConfig(BaseModel):
+    """Rollouts forked from an episode's turns with `env.fork`, played only where the credit scheme reads them."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    num: PositiveInt = 4
+    """Rollouts for each turn that is forked."""
+    every: PositiveInt = 1
+    """Fork every so many turns, beginning with the first."""
+    budget_tokens: PositiveInt = 4096
+    """Most tokens sampled for one episode's forks. One rollout a turn, then a second, and so on, until they are used up."""
+
+
 class RolloutConfig(BaseModel):
     """How episodes are played."""
 
@@ -37,6 +50,8 @@ class RolloutConfig(BaseModel):
     other live episodes: leave it well above `env_timeout_s`."""
     max_retries: NonNegativeInt = 2
     """How often an episode is begun again, with a fresh environment, after its environment or its engine failed."""
+    branches: BranchConfig = BranchConfig()
+    """Forked rollouts, for credit schemes that read them."""
     max_consecutive_failures: PositiveInt = 16
     """After so many episodes in a row that failed in spite of their retries, or so many groups in a row that had to be
     replaced, the run stops with the last error."""

@@ -1,12 +1,14 @@
 """One episode: messages to tokens, tokens to an action, an action to messages, until something ends it."""
 
 import asyncio
+import copy
 import math
 import time
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import product
 from numbers import Real
 from typing import Any, NamedTuple
 
@@ -23,7 +25,8 @@ from agentrl.rollout.env_thread import EnvThread
 from agentrl.rollout.seeds import derive_seed
 from agentrl.types import Completion, FinishReason, Message, Sampling, StopReason, Trajectory, Turn
 
-MakeEnv = Callable[[], gym.Env[tuple[Message, ...], str | Message]]
+Env = gym.Env[tuple[Message, ...], str | Message]
+MakeEnv = Callable[[], Env]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,6 +58,7 @@ class _Moment(NamedTuple):
 
     messages: tuple[Message, ...]
     state_key: str | None
+    gold_answer: str | None = None
     action_key: str | None = None
     reward: float = 0.0
     terminated: bool = False
@@ -62,43 +66,89 @@ class _Moment(NamedTuple):
     info: dict[str, Any] = {}  # noqa: RUF012 - never written to
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Position:
+    """Where an episode stands before an action."""
+
+    env: Env
+    moment: _Moment
+    turns: tuple[Turn, ...] = ()
+    history: tuple[Message, ...]
+    context_ids: tuple[int, ...]
+    """The whole context of the next action, the generation prompt included."""
+    observation_ids: tuple[int, ...]
+    extends: bool = True
+
+
 async def run_episode(
-    task: Task, *, make_env: MakeEnv, engine: Sampler, renderer: Renderer, config: RolloutConfig, thread: EnvThread
+    task: Task,
+    *,
+    make_env: MakeEnv,
+    engine: Sampler,
+    renderer: Renderer,
+    config: RolloutConfig,
+    thread: EnvThread,
+    fork: bool = False,
 ) -> Trajectory:
     """Play one episode; a failure of the environment or the engine is returned as data.
+
+    With `fork`, rollouts are forked from its turns as `config.branches` says, and their rewards recorded with the turns.
 
     Raises:
         UserError: for what no retry can mend, such as a first prompt longer than the context limit.
     """
-    episode = _Episode(task, engine, renderer, config, thread)
-    with engine.conversation(f"{task.trajectory_id}#{task.attempt}"):
-        try:
-            return await episode.play(make_env)
-        except EnvError as error:
-            return episode.result(StopReason.ENV_ERROR, error=str(error))
-        except EngineError as error:
-            return episode.result(StopReason.ENGINE_ERROR, error=str(error))
+    episode = _Episode(task, engine, renderer, config, thread, fork=fork)
+    try:
+        return await episode.play(make_env)
+    except EnvError as error:
+        return episode.result(StopReason.ENV_ERROR, error=str(error))
+    except EngineError as error:
+        return episode.result(StopReason.ENGINE_ERROR, error=str(error))
 
 
 class _Episode:
     """A live episode; grows by one turn at a time."""
 
     def __init__(
-        self, task: Task, engine: Sampler, renderer: Renderer, config: RolloutConfig, thread: EnvThread
+        self,
+        task: Task,
+        engine: Sampler,
+        renderer: Renderer,
+        config: RolloutConfig,
+        thread: EnvThread,
+        *,
+        fork: bool = False,
     ) -> None:
         self._task, self._engine, self._renderer = task, engine, renderer
-        self._config, self._thread = config, thread
+        self._config, self._thread, self._fork = config, thread, fork
+        self._request_id = f"{task.trajectory_id}#{task.attempt}"
         self._turns: list[Turn] = []
+        self._forks: dict[int, _Position] = {}
         self._env_id = ""
         self._env_s = 0.0
         self._final_info: dict[str, Any] = {}
+        self._gold_answer: str | None = None
 
     async def play(self, make_env: MakeEnv) -> Trajectory:
-        env = await self._on_thread("construction", partial(_construct, make_env))
-        base = base_env(env)
-        self._env_id = env.spec.id if env.spec else type(base).__name__
         try:
-            trajectory = await self._play(env, base)
+            # No await between two conversations: in lockstep, the engine goes on without who has none.
+            with self._engine.conversation(self._request_id):
+                trajectory = await self._play(make_env)
+            return await self._with_branches(trajectory) if self._forks else trajectory
+        finally:
+            for position in self._forks.values():
+                self._thread.call_unattended(position.env.close)
+
+    async def _play(self, make_env: MakeEnv) -> Trajectory:
+        env = await self._on_thread("construction", partial(_construct, make_env))
+        self._env_id = env.spec.id if env.spec else type(base_env(env)).__name__
+        async with self._closing(env):
+            return await self._go_on(await self._begin(env))
+
+    @asynccontextmanager
+    async def _closing(self, env: Env) -> AsyncIterator[None]:
+        try:
+            yield
         except BaseException:
             if self._thread.is_lost:  # hanging, or cancelled within a call
                 self._thread.call_unattended(env.close)
@@ -107,21 +157,34 @@ class _Episode:
                     await self._on_thread("close()", env.close)
             raise
         await self._on_thread("close()", env.close)
-        return trajectory
 
-    async def _play(self, env: gym.Env[tuple[Message, ...], str | Message], base: MessageEnv) -> Trajectory:
-        config = self._config
+    async def _begin(self, env: Env) -> _Position:
+        base = base_env(env)
         moment = await self._on_thread("reset()", lambda: _reset(env, base, self._task))
-        history = list(moment.messages)
-        context_ids: tuple[int, ...] = ()
-        observation_ids, extends = self._renderer.start(history, base.tools), True
-        if len(observation_ids) >= config.max_context_tokens:
+        self._gold_answer = moment.gold_answer
+        observation_ids = self._renderer.start(moment.messages, base.tools)
+        if len(observation_ids) >= self._config.max_context_tokens:
             raise ConfigError(
-                f"rollout.max_context_tokens: {config.max_context_tokens} leaves no room after the first prompt of "
+                f"rollout.max_context_tokens: {self._config.max_context_tokens} leaves no room after the first prompt of "
                 f"{len(observation_ids)} tokens; raise it"
             )
+        return _Position(
+            env=env,
+            moment=moment,
+            history=moment.messages,
+            context_ids=observation_ids,
+            observation_ids=observation_ids,
+        )
+
+    async def _go_on(self, position: _Position) -> Trajectory:
+        """Play from a position to the end."""
+        config, env, base = self._config, position.env, base_env(position.env)
+        self._turns = list(position.turns)
         while True:
-            before = context_ids + observation_ids if extends else observation_ids
+            if self._fork and len(self._turns) % config.branches.every == 0:
+                copied = await self._on_thread("fork()", partial(_copy, env))
+                self._forks[len(self._turns)] = replace(position, env=copied, turns=tuple(self._turns))
+            before, moment = position.context_ids, position.moment
             room = config.max_context_tokens - len(before)
             budget = config.max_episode_tokens - sum(len(turn.action_ids) for turn in self._turns)
             if room < 1:
@@ -131,8 +194,8 @@ class _Episode:
             completion = await self._sample(before, min(config.max_turn_tokens, budget, room))
             message = self._renderer.parse(completion.token_ids)
             turn = Turn(
-                observation_ids=observation_ids,
-                extends=extends,
+                observation_ids=position.observation_ids,
+                extends=position.extends,
                 action_ids=completion.token_ids,
                 behavior_logprobs=completion.logprobs,
                 versions=completion.versions,
@@ -162,11 +225,52 @@ class _Episode:
                 return self.result(StopReason.TERMINATED, truncated=not moment.terminated)
             if len(self._turns) >= config.max_turns:
                 return self.result(StopReason.MAX_TURNS, truncated=True)
-            history += [message, *moment.messages]
-            context_ids = before + completion.token_ids
+            history = (*position.history, message, *moment.messages)
             added = self._renderer.extend(before, completion.token_ids, moment.messages)
-            extends = added is not None
             observation_ids = added if added is not None else self._renderer.start(history, base.tools)
+            position = _Position(
+                env=env,
+                moment=moment,
+                history=history,
+                context_ids=observation_ids if added is None else before + completion.token_ids + added,
+                observation_ids=observation_ids,
+                extends=added is not None,
+            )
+
+    async def _with_branches(self, trajectory: Trajectory) -> Trajectory:
+        """Play the forks, one rollout a turn, then a second, within the budget; record what each turn of them earned."""
+        forks = {k: position for k, position in self._forks.items() if k < len(trajectory.turns)}
+        found: dict[int, list[tuple[float, ...]]] = {k: [] for k in range(len(trajectory.turns))}
+        counts = {"branches": 0.0, "branch_tokens": 0.0, "failed_branches": 0.0}
+        for number, (k, position) in product(range(self._config.branches.num), forks.items()):
+            if counts["branch_tokens"] >= self._config.branches.budget_tokens or self._thread.is_lost:
+                break
+            branch = await self._play_branch(k, position, number)
+            played = branch.turns[k:]
+            counts["branches"] += 1
+            counts["branch_tokens"] += sum(len(turn.action_ids) for turn in played)
+            counts["failed_branches"] += branch.failed
+            if not branch.failed:
+                found[k].append(tuple(turn.reward for turn in played))
+        turns = tuple(replace(t, branch_rewards=tuple(found[k])) for k, t in enumerate(trajectory.turns))
+        return replace(trajectory, turns=turns, metrics={**trajectory.metrics, **counts})
+
+    async def _play_branch(self, turn: int, position: _Position, number: int) -> Trajectory:
+        """Play one rollout from a position, with chance of its own."""
+        name = f"{self._request_id}/{turn}/{number}"
+        seed = derive_seed(self._task.sampling_seed, "branch", name)
+        task = replace(self._task, sampling_seed=seed)
+        episode = _Episode(task, self._engine, self._renderer, self._config, self._thread)
+        episode._env_id, episode._request_id = self._env_id, name
+        with self._engine.conversation(name):
+            try:
+                env = await episode._on_thread("fork()", partial(_copy, position.env, seed=seed))
+                async with episode._closing(env):
+                    return await episode._go_on(replace(position, env=env))
+            except EnvError as error:
+                return episode.result(StopReason.ENV_ERROR, error=str(error))
+            except EngineError as error:
+                return episode.result(StopReason.ENGINE_ERROR, error=str(error))
 
     async def _sample(self, prompt_ids: tuple[int, ...], max_tokens: int) -> Completion:
         """Sample one action; where the engine was paused, go on from what there is."""
@@ -181,9 +285,7 @@ class _Episode:
             )
             try:
                 async with asyncio.timeout(config.engine_timeout_s):
-                    part = await self._engine.generate(
-                        prompt_ids + done.token_ids, sampling, f"{task.trajectory_id}#{task.attempt}"
-                    )
+                    part = await self._engine.generate(prompt_ids + done.token_ids, sampling, self._request_id)
             except TimeoutError:
                 raise EngineError(
                     f"no completion within rollout.engine_timeout_s: {config.engine_timeout_s:g}"
@@ -224,10 +326,20 @@ class _Episode:
             truncated=truncated,
             metrics=metrics | {"tool_errors": float(sum(errors)), "env_s": self._env_s},
             error=error,
+            gold_answer=self._gold_answer,
         )
 
 
-def _construct(make_env: MakeEnv) -> gym.Env[tuple[Message, ...], str | Message]:
+def _copy(env: Env, *, seed: int | None = None) -> Env:
+    """Copy an environment with its wrappers, by its own `fork()`; with a seed, what chance brings next is new."""
+    base = base_env(env)
+    forked = base.fork()
+    if seed is not None:
+        forked.np_random = np.random.default_rng(seed)
+    return copy.deepcopy(env, {id(base): forked})
+
+
+def _construct(make_env: MakeEnv) -> Env:
     """Make the environment; what its constructor raises is a failure like any other.
 
     `agentrl.env.make_env` blames the recipe for it. When a run begins that is right; in an episode, the same recipe has
@@ -245,7 +357,11 @@ def _reset(env: gym.Env[Any, Any], base: MessageEnv, task: Task) -> _Moment:
     if not (isinstance(result, tuple) and len(result) == 2):
         raise EnvError(f"reset() of {type(base).__name__} must return (messages, info), got {_shape(result)}")
     _check_info(result[1], base, "reset()")
-    return _Moment(_checked_messages(result[0], base, "reset()"), _checked_key(base.state_key(), base, "state_key()"))
+    return _Moment(
+        messages=_checked_messages(result[0], base, "reset()"),
+        state_key=_checked_key(base.state_key(), base, "state_key()"),
+        gold_answer=_checked_key(base.gold_answer(), base, "gold_answer()"),
+    )
 
 
 def _step(env: gym.Env[Any, Any], base: MessageEnv, action: Message) -> _Moment:

@@ -24,10 +24,18 @@ class RolloutPool:
     """
 
     def __init__(
-        self, *, make_env: MakeEnv, engine: Sampler, renderer: Renderer, config: RolloutConfig, seed: int
+        self,
+        *,
+        make_env: MakeEnv,
+        engine: Sampler,
+        renderer: Renderer,
+        config: RolloutConfig,
+        seed: int,
+        fork: bool = False,
     ) -> None:
+        """Take the parts; with `fork`, rollouts are forked from every episode's turns (see `RolloutConfig.branches`)."""
         self._make_env, self._engine, self._renderer, self._config = make_env, engine, renderer, config
-        self._seed = seed
+        self._seed, self._fork = seed, fork
         self._next_group = 0
         self._threads: list[EnvThread] = []
         self._failures_in_a_row = 0
@@ -134,6 +142,7 @@ class RolloutPool:
             renderer=self._renderer,
             config=self._config,
             thread=thread,
+            fork=self._fork,
         )
 
     def _break_off_after_failures(self, trajectory: Trajectory) -> None:

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any, NamedTuple
 
 from agentrl.chat import Renderer
 from agentrl.env import base_env
@@ -24,17 +25,26 @@ class _Silence:
         return Completion(token_ids=stop, logprobs=(0.0,), versions=(0,), finish_reason=FinishReason.STOP)
 
 
-async def needs_met(make_env: MakeEnv, *, timeout_s: float) -> frozenset[Need]:
-    """Make the environment for the first time, under a deadline, and return what it offers to credit schemes.
+class Offer(NamedTuple):
+    """What an environment says of itself."""
+
+    needs: frozenset[Need]
+    """Data that credit schemes may read from it."""
+    tools: list[dict[str, Any]]
+    """JSON schemas of its tools."""
+
+
+async def offer(make_env: MakeEnv, *, timeout_s: float) -> Offer:
+    """Make the environment for the first time, under a deadline, and return what it offers.
 
     Raises:
         UserError: in the words of what went wrong.
     """
 
-    def look() -> frozenset[Need]:
+    def look() -> Offer:
         env = make_env()
         try:
-            return base_env(env).provides()
+            return Offer(base_env(env).provides(), base_env(env).tools)
         finally:
             env.close()
 

@@ -2,11 +2,10 @@
 
 from typing import ClassVar, Literal
 
-import numpy as np
 from pydantic import Field
 
 from agentrl import Need
-from agentrl_credit.stages import Array, batch_normalize, cell_means, label, shrink
+from agentrl_credit.stages import Array, batch_normalize
 from agentrl_credit.turns import Comparison, Turns
 
 
@@ -44,24 +43,10 @@ class GroupGAE(Comparison):
 
     def advantages(self, turns: Turns) -> Array:
         """Return the advantage of each turn: (N,)."""
-        returns_N, last_M = turns.returns_to_go(gamma=self.gamma), [t.turns[-1] for t in turns.trajectories]
-        # After the turns, one question for each trajectory: the value of the state that its last turn led to.
-        after_M = [turn.next_state_key or turn.state_key for turn in last_M]
-        groups = np.concatenate([turns.group_N, turns.group_M])
-        owners = np.concatenate([turns.owner_N, np.arange(len(after_M))]) if self.leave_one_out else None
-        is_turn = np.arange(len(groups)) < len(returns_N)
-        returns = np.concatenate([returns_N, np.zeros(len(after_M))])
-        states = label(zip(groups.tolist(), [*turns.keys("state_key"), *after_M], strict=True))
-        pool = cell_means(returns, groups, owners_N=owners, counted_N=is_turn).mean_N
-        visits = cell_means(returns, states, owners_N=owners, counted_N=is_turn)
-        values = shrink(visits, pool, kappa=self.shrinkage)
-        is_truncated_M = np.array([t.truncated for t in turns.trajectories])
-        advantages_N = turns.gae(
-            values[is_turn],
-            gamma=self.gamma,
-            lam=self.lam,
-            final_values_M=np.where(is_truncated_M, values[~is_turn], 0.0),
+        values_N, final_values_M = turns.state_values(
+            gamma=self.gamma, leave_one_out=self.leave_one_out, shrinkage=self.shrinkage
         )
+        advantages_N = turns.gae(values_N, gamma=self.gamma, lam=self.lam, final_values_M=final_values_M)
         if self.normalize == "batch":
             return batch_normalize(advantages_N, ddof=self.ddof, eps=self.eps)
         return advantages_N

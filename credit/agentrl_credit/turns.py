@@ -14,7 +14,7 @@ import numpy.typing as npt
 from pydantic import AfterValidator
 
 from agentrl import Credit, CreditError, CreditScheme, Need, Trajectory, TrajectoryGroup, Turn, load_credit
-from agentrl_credit.stages import Array, Ints, gae, label, returns_to_go
+from agentrl_credit.stages import Array, Ints, cell_means, gae, label, returns_to_go, shrink
 
 Lone = Literal["error", "keep", "drop"]
 """What becomes of a trajectory that has no sibling to be compared with: stop; advantage 0; out of the loss."""
@@ -86,7 +86,7 @@ class Turns:
         Raises:
             CreditError: naming the trajectory and the turn that has none.
         """
-        found = [getattr(turn, name) for t in self.trajectories for turn in t.turns]
+        found: list[Any] = [getattr(turn, name) for t in self.trajectories for turn in t.turns]
         if None in found:
             n = found.index(None)
             trajectory, words = self.trajectories[int(self.owner_N[n])], name.replace("_", " ")
@@ -95,6 +95,31 @@ class Turns:
                 f"Let the environment's {name}() return one, or choose another scheme"
             )
         return found
+
+    def state_values(self, *, gamma: float, leave_one_out: bool, shrinkage: float) -> tuple[Array, Array]:
+        """Return the mean return-to-go of each turn's state over the group's visits to it, and that of each truncated end.
+
+            V(s) = (n * mean of G over the n visits to s + shrinkage * pool) / (n + shrinkage)
+
+        The pool is the mean of G over all turns of the group, and stands in for a state that nobody visited. With
+        `leave_one_out`, visits and pool are those of the other trajectories. A trajectory that was truncated goes on from
+        the state it was left in; after one that ended there is nothing: 0.
+
+        Shapes: (N,), (M,).
+        """
+        returns_N, last_M = self.returns_to_go(gamma=gamma), [t.turns[-1] for t in self.trajectories]
+        # After the turns, one question for each trajectory: the value of the state that its last turn led to.
+        after_M = [turn.next_state_key or turn.state_key for turn in last_M]
+        groups = np.concatenate([self.group_N, self.group_M])
+        owners = np.concatenate([self.owner_N, np.arange(len(after_M))]) if leave_one_out else None
+        is_turn = np.arange(len(groups)) < len(returns_N)
+        returns = np.concatenate([returns_N, np.zeros(len(after_M))])
+        states = label(zip(groups.tolist(), [*self.keys("state_key"), *after_M], strict=True))
+        pool = cell_means(returns, groups, owners_N=owners, counted_N=is_turn).mean_N
+        visits = cell_means(returns, states, owners_N=owners, counted_N=is_turn)
+        values = shrink(visits, pool, kappa=shrinkage)
+        is_truncated_M = np.array([t.truncated for t in self.trajectories])
+        return values[is_turn], np.where(is_truncated_M, values[~is_turn], 0.0)
 
     def cells(self, *columns: Sequence[Any] | Ints) -> Ints:
         """Label turns of the same group that are alike in all columns."""
@@ -124,7 +149,9 @@ def token_column(trajectory: Trajectory, name: str) -> Array:
 
 def turn_means(column_T: Array, lengths_K: Sequence[int]) -> Array:
     """Average a column of tokens over each turn: (K,)."""
-    return np.add.reduceat(column_T, np.cumsum([0, *lengths_K[:-1]])) / np.asarray(lengths_K)
+    sums_K: Array = np.add.reduceat(column_T, np.cumsum([0, *lengths_K[:-1]]))
+    means_K: Array = sums_K / np.asarray(lengths_K)
+    return means_K
 
 
 def requirements_after(then: dict[str, Any]) -> frozenset[Need]:

@@ -69,6 +69,10 @@ class Calculator(ToolEnv):
         self.reward(float(is_right), "answer")
         self.finish(success=is_right)
 
+    def gold_answer(self) -> str:
+        """Return the value of the expression."""
+        return str(_value(self.question))
+
     def state_key(self) -> str:
         """Return the expression as far as it is computed."""
         return "answered" if self.is_answered else _text(self.expression)

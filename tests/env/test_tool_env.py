@@ -248,11 +248,16 @@ def test_an_environment_provides_what_it_defines(desk: Desk) -> None:
         def state_key(self) -> str:
             return "k"
 
-    keyed = Keyed()
-    assert desk.provides() == {Need.TURN_REWARDS}
-    assert keyed.provides() == {Need.TURN_REWARDS, Need.STATE_KEYS}
-    keyed.turn_rewards = False
-    assert keyed.provides() == {Need.STATE_KEYS}
+    class Known(Desk):
+        def gold_answer(self) -> str:
+            return "42"
+
+    keyed, always = Keyed(), {Need.ACTION_KEYS, Need.BRANCHES}
+    assert desk.provides() == {Need.TURN_REWARDS} | always
+    assert keyed.provides() == {Need.TURN_REWARDS, Need.STATE_KEYS} | always
+    assert Known().provides() == {Need.TURN_REWARDS, Need.ANSWER_LOGPROBS} | always
+    keyed.turn_rewards = keyed.can_fork = False
+    assert keyed.provides() == {Need.STATE_KEYS, Need.ACTION_KEYS}
 
 
 def test_a_missing_oracle_says_what_to_do(desk: Desk) -> None:

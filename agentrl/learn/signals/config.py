@@ -1,0 +1,47 @@
+"""The recipe's section about what credit schemes read beyond rewards and keys."""
+
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, PositiveFloat, PositiveInt
+
+from agentrl.types import Need
+
+
+class CriticConfig(BaseModel):
+    """A value for each token's context, learned beside the policy by regression on what followed."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    model: Literal["head", "separate"] = "head"
+    """`head`: two small layers on the policy's hidden states, which they do not change. `separate`: a copy of the policy as
+    it begins, trained as a whole."""
+    learning_rate: PositiveFloat = 1e-3
+    """Step size of AdamW."""
+    epochs: PositiveInt = 2
+    """Passes over each step's trajectories."""
+    num_minibatches: PositiveInt = 4
+    """Optimizer updates for each pass."""
+
+
+class SignalsConfig(BaseModel):
+    """Where the numbers come from that some credit schemes read; nothing here costs anything until a scheme asks."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    critic: CriticConfig = CriticConfig()
+    teacher: str | None = None
+    """Hugging Face model whose log-probabilities a scheme may read: a folder, or a name on the hub; its vocabulary must be
+    the policy's."""
+    judge: str | None = None
+    """`module:function` that is given a trajectory and returns one score for each of its turns. Called on threads."""
+    judge_timeout_s: PositiveFloat = 60.0
+    """Deadline of each call of the judge, in seconds."""
+    judge_threads: PositiveInt = 8
+    """Calls of the judge at the same time."""
+
+    def provides(self) -> frozenset[Need]:
+        """Return what can be measured, beside what the environment provides."""
+        found = {Need.VALUES, Need.ENTROPIES, Need.REFERENCE_LOGPROBS, Need.HINDSIGHT_LOGPROBS}
+        found |= {Need.TEACHER_LOGPROBS} if self.teacher else set()
+        found |= {Need.TURN_SCORES} if self.judge else set()
+        return frozenset(found)

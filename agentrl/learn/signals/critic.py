@@ -1,0 +1,151 @@
+"""The critic: a value for each token's context, in units of reward.
+
+`T` action tokens, `D` hidden size.
+"""
+
+import copy
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from agentrl.credit import Credit
+from agentrl.learn.batch import FloatArray, MicroBatch, make_batch, micro_batches
+from agentrl.learn.model import Policy
+from agentrl.learn.signals.config import CriticConfig
+from agentrl.learn.signals.scoring import score_tokens, with_tokens
+from agentrl.rollout import derive_seed
+from agentrl.types import Trajectory, Turn
+
+
+class Critic:
+    """Predicts the return-to-go of the turn that a token belongs to, from the context before the token.
+
+    Trained by least squares on G_k = r_k + gamma * G_{k+1}, where a truncated trajectory goes on from the critic's own
+    value of where it was cut off.
+    """
+
+    def __init__(self, policy: Policy, config: CriticConfig, *, gamma: float, max_tokens: int, seed: int) -> None:
+        """Make a critic whose first values are 0.
+
+        Args:
+            policy: what is trained, and what values are a function of.
+            config: kind and optimizer.
+            gamma: discount from turn to turn, that of the credit scheme.
+            max_tokens: budget of a micro-batch.
+            seed: initial weights and order of trajectories.
+        """
+        self._policy, self._config, self._gamma = policy, config, gamma
+        self._max_tokens, self._seed = max_tokens, seed
+        self._device = next(policy.parameters()).device
+        self._is_separate = config.model == "separate"
+        self._body: Any = copy.deepcopy(policy.model.base_model) if self._is_separate else policy.model.base_model
+        size = policy.model.get_output_embeddings().weight.shape[1]
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(derive_seed(seed, "critic"))
+            self._head = nn.Sequential(nn.Linear(size, size), nn.Tanh(), nn.Linear(size, 1)).to(self._device)
+        nn.init.zeros_(self._last.weight)
+        nn.init.zeros_(self._last.bias)
+        self._optimizer = torch.optim.AdamW(self._parameters(), lr=config.learning_rate, weight_decay=0.0)
+        self._num_updates = 0
+
+    def begin(self) -> None:
+        """Take over the policy's weights where the critic is a model of its own: called once the policy is warmed up."""
+        if self._is_separate:
+            self._body.load_state_dict(self._policy.model.base_model.state_dict())
+
+    def measure(self, trajectories: Sequence[Trajectory]) -> list[Trajectory]:
+        """Return the trajectories with `values` at every turn and `final_value`, the value after the last token."""
+        # A made-up token after the end: its value is read where the last sampled token stands.
+        longer = [replace(t, turns=(*t.turns, _END)) for t in trajectories]
+        values = score_tokens(self._value, longer, max_tokens=self._max_tokens, device=self._device)
+        return [
+            replace(with_tokens(t, "values", values_T[:-1]), final_value=float(values_T[-1]))
+            for t, values_T in zip(trajectories, values, strict=True)
+        ]
+
+    def learn(self, trajectories: Sequence[Trajectory]) -> dict[str, float]:
+        """Fit measured trajectories; return the loss and how much of the returns' variance the values explained before.
+
+        `critic/explained_variance` is 1 - var(G - V) / var(G): 1 is perfect, 0 a constant, below 0 worse than that.
+        """
+        targets = [self._targets(t) for t in trajectories]
+        values_T = np.concatenate([turn.values or () for t in trajectories for turn in t.turns])
+        targets_T = np.concatenate(targets)
+        variance = float(targets_T.var())
+        explained = 1 - float((targets_T - values_T).var()) / variance if variance > 0 else 0.0
+        losses: list[float] = []
+        for _ in range(self._config.epochs):
+            rng = np.random.default_rng(derive_seed(self._seed, "critic order", self._num_updates))
+            order = rng.permutation(len(trajectories))
+            losses.extend(
+                self._update([trajectories[i] for i in part], [targets[i] for i in part])
+                for part in np.array_split(order, self._config.num_minibatches)
+                if len(part)
+            )
+        return {"critic/loss": float(np.mean(losses)), "critic/explained_variance": explained}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a checkpoint holds."""
+        return {
+            "head": self._head.state_dict(),
+            "body": self._body.state_dict() if self._is_separate else {},
+            "optimizer": self._optimizer.state_dict(),
+            "num_updates": self._num_updates,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from `state_dict`; the learning rate is that of the recipe."""
+        self._head.load_state_dict(state["head"])
+        if self._is_separate:
+            self._body.load_state_dict(state["body"])
+        self._optimizer.load_state_dict(state["optimizer"])
+        for group in self._optimizer.param_groups:
+            group["lr"] = self._config.learning_rate
+        self._num_updates = state["num_updates"]
+
+    @property
+    def _last(self) -> nn.Linear:
+        layer = self._head[-1]
+        assert isinstance(layer, nn.Linear)
+        return layer
+
+    def _parameters(self) -> list[nn.Parameter]:
+        return [*self._head.parameters(), *(self._body.parameters() if self._is_separate else ())]
+
+    def _value(self, micro: MicroBatch) -> Tensor:
+        """Return the value of each token's context: (T,)."""
+        with torch.set_grad_enabled(self._is_separate and torch.is_grad_enabled()):
+            hidden_BLD = self._body(input_ids=micro.input_ids_BL, use_cache=False).last_hidden_state
+        values: Tensor = self._head(hidden_BLD[micro.row_T, micro.position_T].float())[:, 0]
+        return values
+
+    def _targets(self, trajectory: Trajectory) -> FloatArray:
+        """Return what each token's value should be: (T,)."""
+        following = (trajectory.final_value or 0.0) if trajectory.truncated else 0.0
+        targets: list[float] = []
+        for turn in reversed(trajectory.turns):
+            following = turn.reward + self._gamma * following
+            targets += [following] * len(turn.action_ids)
+        return np.array(targets[::-1], dtype=np.float64)
+
+    def _update(self, trajectories: list[Trajectory], targets: list[FloatArray]) -> float:
+        # The target rides in the column of advantages.
+        credits = [Credit.from_tokens(t, targets_T) for t, targets_T in zip(trajectories, targets, strict=True)]
+        batch = make_batch(trajectories, credits, unit="trajectory", aggregation="token-mean")
+        loss_value = 0.0
+        for micro in micro_batches(batch, max_tokens=self._max_tokens, device=self._device):
+            loss: Any = (micro.weight_T * (self._value(micro) - micro.advantage_T) ** 2).sum()
+            loss.backward()
+            loss_value += loss.item()
+        torch.nn.utils.clip_grad_norm_(self._parameters(), 1.0)
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+        self._num_updates += 1
+        return loss_value
+
+
+_END = Turn(observation_ids=(), action_ids=(0,), behavior_logprobs=(0.0,), versions=(0,), reward=0.0)

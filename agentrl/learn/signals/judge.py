@@ -1,0 +1,83 @@
+"""Scores of turns from a user's own callable."""
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from agentrl.errors import AgentRLError, ConfigError, UserError
+from agentrl.registry import import_attribute
+from agentrl.rollout.env_thread import EnvThread
+from agentrl.types import Trajectory
+
+
+def load_judge(name: str) -> Callable[[Trajectory], Sequence[float]]:
+    """Import `module:function`.
+
+    Raises:
+        ConfigError: where there is no such callable.
+    """
+    judge = import_attribute(name, field="signals.judge")
+    if not callable(judge):
+        raise ConfigError(f"signals.judge: {name!r} is {judge!r}, not a function of a trajectory")
+    found: Callable[[Trajectory], Sequence[float]] = judge
+    return found
+
+
+async def score_turns(
+    judge: Callable[[Trajectory], Sequence[float]],
+    trajectories: Sequence[Trajectory],
+    *,
+    timeout_s: float,
+    num_threads: int,
+) -> list[Trajectory]:
+    """Return the trajectories with the judge's `score` at every turn.
+
+    Raises:
+        UserError: with the judge's own words, when it raises, hangs, or does not return one finite number for each turn.
+    """
+    waiting = list(enumerate(trajectories))
+    found: dict[int, Trajectory] = {}
+
+    async def work() -> None:
+        thread = EnvThread()
+        try:
+            while waiting:
+                index, trajectory = waiting.pop()
+                where = f"signals.judge, trajectory {trajectory.trajectory_id}"
+                try:
+                    scores = await thread.call(partial(judge, trajectory), timeout_s=timeout_s)
+                except AgentRLError:
+                    raise
+                except Exception as error:
+                    if thread.is_lost:
+                        raise UserError(f"{where}: no score within signals.judge_timeout_s: {timeout_s:g} s") from error
+                    raise UserError(f"{where}: {type(error).__name__}: {error}") from error
+                found[index] = _scored(trajectory, scores, where)
+        finally:
+            thread.close()
+
+    workers = [asyncio.create_task(work()) for _ in range(min(num_threads, len(trajectories)))]
+    try:
+        await asyncio.gather(*workers)
+    finally:
+        for worker in workers:
+            worker.cancel()
+        await asyncio.gather(*workers, return_exceptions=True)
+    return [found[index] for index in range(len(trajectories))]
+
+
+def _scored(trajectory: Trajectory, scores: Any, where: str) -> Trajectory:
+    try:
+        scores_K = np.asarray(scores, dtype=np.float64)
+    except (TypeError, ValueError):
+        scores_K = np.array(np.nan)
+    if scores_K.shape != (len(trajectory.turns),) or not np.isfinite(scores_K).all():
+        raise UserError(
+            f"{where}: return one finite number for each of its {len(trajectory.turns)} turns, got {scores!r}"
+        )
+    turns = zip(trajectory.turns, scores_K.tolist(), strict=True)
+    return replace(trajectory, turns=tuple(replace(turn, score=score) for turn, score in turns))

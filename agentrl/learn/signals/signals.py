@@ -1,0 +1,155 @@
+"""Everything that the credit scheme of a run reads, and nothing else."""
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from agentrl.chat import Renderer
+from agentrl.credit import CreditScheme
+from agentrl.errors import ConfigError
+from agentrl.learn.batch import MicroBatch
+from agentrl.learn.model import Policy
+from agentrl.learn.signals.config import SignalsConfig
+from agentrl.learn.signals.critic import Critic
+from agentrl.learn.signals.judge import load_judge, score_turns
+from agentrl.learn.signals.scoring import Score, answered_at_each_turn, score_tokens, told_the_end, with_tokens
+from agentrl.types import Need, Trajectory, TrajectoryGroup
+
+
+class Signals:
+    """Measures trajectories before they are credited, and trains the critic where there is one."""
+
+    def __init__(
+        self,
+        scheme: CreditScheme,
+        config: SignalsConfig,
+        *,
+        policy: Policy,
+        load_teacher: Callable[[], Policy],
+        renderer: Renderer,
+        tools: Sequence[dict[str, Any]],
+        temperature: float,
+        max_tokens: int,
+        seed: int,
+        runner: asyncio.Runner,
+    ) -> None:
+        """Make what the scheme asks for.
+
+        Args:
+            scheme: whose `requirements()` are measured.
+            config: where the numbers come from.
+            policy: the weights in training.
+            load_teacher: called where the scheme reads a teacher's log-probabilities.
+            renderer: of the rollouts.
+            tools: of the environment, for contexts that are rendered anew.
+            temperature: the rollouts'; all log-probabilities and entropies are at it.
+            max_tokens: budget of a micro-batch.
+            seed: of the critic.
+            runner: event loop for the judge.
+
+        Raises:
+            ConfigError: for a teacher with another vocabulary, or no such judge.
+        """
+        self._needs, self._config, self._policy = scheme.requirements(), config, policy
+        self._renderer, self._tools, self._runner = renderer, tools, runner
+        self._temperature, self._max_tokens = temperature, max_tokens
+        self._device = next(policy.parameters()).device
+        self.reference: Policy | None = None
+        self._teacher = self._checked(load_teacher()) if Need.TEACHER_LOGPROBS in self._needs else None
+        self._judge = load_judge(config.judge) if Need.TURN_SCORES in self._needs and config.judge else None
+        self.critic: Critic | None = None
+        if Need.VALUES in self._needs:
+            gamma = float(getattr(scheme, "gamma", 1.0))
+            self.critic = Critic(policy, config.critic, gamma=gamma, max_tokens=max_tokens, seed=seed)
+
+    @property
+    def needs_reference(self) -> bool:
+        """True where the policy with which the run began must be kept, and set as `reference`."""
+        return Need.REFERENCE_LOGPROBS in self._needs
+
+    def begin(self) -> None:
+        """Start from the policy as it is: called once it is warmed up, and not where a run goes on."""
+        if self.critic is not None:
+            self.critic.begin()
+
+    def measure(self, groups: Sequence[TrajectoryGroup]) -> list[TrajectoryGroup]:
+        """Return the groups with what the scheme reads in the turns of every trajectory that did not fail."""
+        trajectories = [t for group in groups for t in group.valid]
+        if trajectories:
+            trajectories = self._measure(trajectories)
+        found = iter(trajectories)
+        return [
+            replace(group, trajectories=tuple(t if t.failed else next(found) for t in group.trajectories))
+            for group in groups
+        ]
+
+    def learn(self, groups: Sequence[TrajectoryGroup]) -> dict[str, float]:
+        """Train the critic on what `measure` returned; return its metrics."""
+        trajectories = [t for group in groups for t in group.valid]
+        return self.critic.learn(trajectories) if self.critic and trajectories else {}
+
+    def _measure(self, trajectories: list[Trajectory]) -> list[Trajectory]:
+        """Go through the needs; the policy's own passes see the weights that sampled."""
+        needs, policy = self._needs, self._policy
+        if Need.HINDSIGHT_LOGPROBS in needs:
+            told = [told_the_end(t, self._renderer, self._tools) for t in trajectories]
+            trajectories = self._with(trajectories, "hindsight_logprobs", self._logprobs(policy), read=told)
+        if Need.ENTROPIES in needs:
+            trajectories = self._with(trajectories, "entropies", lambda micro: self._forward(policy, micro)[1])
+        if Need.REFERENCE_LOGPROBS in needs:
+            assert self.reference is not None, "set when the run begins"
+            trajectories = self._with(trajectories, "reference_logprobs", self._logprobs(self.reference))
+        if self._teacher is not None:
+            trajectories = self._with(trajectories, "teacher_logprobs", self._logprobs(self._teacher))
+        if Need.ANSWER_LOGPROBS in needs:
+            trajectories = self._with_answers(trajectories)
+        if self._judge is not None:
+            timeout_s, num_threads = self._config.judge_timeout_s, self._config.judge_threads
+            scoring = score_turns(self._judge, trajectories, timeout_s=timeout_s, num_threads=num_threads)
+            trajectories = self._runner.run(scoring)
+        if self.critic is not None:
+            trajectories = self.critic.measure(trajectories)
+        return trajectories
+
+    def _with(
+        self, trajectories: list[Trajectory], name: str, score: Score, *, read: list[Trajectory] | None = None
+    ) -> list[Trajectory]:
+        """Return the trajectories with a column of tokens, scored in their own contexts or in those of `read`."""
+        columns = score_tokens(score, read or trajectories, max_tokens=self._max_tokens, device=self._device)
+        return [with_tokens(t, name, column_T) for t, column_T in zip(trajectories, columns, strict=True)]
+
+    def _with_answers(self, trajectories: list[Trajectory]) -> list[Trajectory]:
+        for trajectory in trajectories:
+            if trajectory.gold_answer is None:
+                raise ConfigError(
+                    f"credit.scheme: trajectory {trajectory.trajectory_id}: gold_answer() of {trajectory.env_id} returned "
+                    "None, and the scheme scores it after each turn; return the task's answer, or choose another scheme"
+                )
+        answered = [attempt for t in trajectories for attempt in answered_at_each_turn(t, self._renderer)]
+        columns = score_tokens(self._logprobs(self._policy), answered, max_tokens=self._max_tokens, device=self._device)
+        means = iter([float(np.mean(column_T)) for column_T in columns])
+        return [
+            replace(t, turns=tuple(replace(turn, answer_logprob=next(means)) for turn in t.turns)) for t in trajectories
+        ]
+
+    def _logprobs(self, policy: Policy) -> Score:
+        return lambda micro: self._forward(policy, micro)[0]
+
+    def _forward(self, policy: Policy, micro: MicroBatch) -> tuple[Tensor, Tensor]:
+        found: tuple[Tensor, Tensor] = policy(
+            micro.input_ids_BL, micro.row_T, micro.position_T, micro.target_T, self._temperature
+        )
+        return found
+
+    def _checked(self, teacher: Policy) -> Policy:
+        own, other = (p.model.get_output_embeddings().weight.shape[0] for p in (self._policy, teacher))
+        if own != other:
+            raise ConfigError(
+                f"signals.teacher: its vocabulary has {other} entries, the policy's {own}; tokens mean the same to both "
+                "only with one tokenizer"
+            )
+        return teacher.to(self._device).eval().requires_grad_(False)
