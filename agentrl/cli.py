@@ -11,14 +11,17 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import yaml
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
-from agentrl.errors import AgentRLError, ConfigError, UserError
+from agentrl.errors import AgentRLError, ConfigError, CreditError, UserError
 
 if TYPE_CHECKING:
     from agentrl.config import Recipe
     from agentrl.report.folder import RunFolder
+    from agentrl.report.records import TrajectoryRecord
 
 _USER_MISTAKE, _FAILURE, _INTERRUPTED = 2, 1, 130
 
@@ -87,14 +90,28 @@ def _parser() -> argparse.ArgumentParser:
         "target", type=Path, metavar="RECIPE|RUN", help="a recipe (its model untrained), or a run's folder"
     )
     show = add("show", _show, "Print rollouts, sampled tokens coloured by advantage.")
-    show.add_argument(
+    _add_rollouts(show, default=1)
+    add("envs", _envs, "List installed environments.")
+    credit = add("credit", _credit, "List installed credit schemes, or explain what one does to recorded rollouts.")
+    explain = credit.add_subparsers(dest="action").add_parser(
+        "explain",
+        help="print the advantages of each turn of recorded rollouts",
+        description="Print the advantages of each turn of recorded rollouts, coloured token by token. Any field of the scheme "
+        "can be given as an option: --gamma 0.5",
+        allow_abbrev=False,
+    )
+    explain.set_defaults(run=_explain, takes_overrides=True)
+    explain.add_argument("scheme", metavar="SCHEME", help="an installed scheme, or module:Class")
+    _add_rollouts(explain, default=8)
+    return parser
+
+
+def _add_rollouts(command: argparse.ArgumentParser, *, default: int) -> None:
+    command.add_argument(
         "target", type=Path, metavar="RUN|FILE", help="a run's folder (its newest rollouts), or a rollouts file"
     )
-    show.add_argument("-n", "--number", type=int, default=1, help="how many rollouts (default 1)")
-    show.add_argument("--trajectory", help="only the one with this id")
-    add("envs", _envs, "List installed environments.")
-    add("credit", _credit, "List installed credit schemes.")
-    return parser
+    command.add_argument("-n", "--number", type=int, default=default, help=f"how many rollouts (default {default})")
+    command.add_argument("--trajectory", help="only the one with this id")
 
 
 def _load(target: Path, rest: list[str]) -> "tuple[Recipe, Path | None]":
@@ -174,9 +191,54 @@ def _eval(options: argparse.Namespace, rest: list[str]) -> None:
 
 
 def _show(options: argparse.Namespace, _: list[str]) -> None:
+    from agentrl.report.show import legend, render
+
+    chosen = _read_rollouts(options)[1]
+    console = Console()
+    console.print(legend())
+    for record in chosen:
+        console.print(render(record))
+
+
+def _explain(options: argparse.Namespace, rest: list[str]) -> None:
+    from agentrl.credit import load_credit
+    from agentrl.report.explain import explain
+    from agentrl.report.show import legend
+
+    scheme = load_credit({"scheme": options.scheme, **_fields(rest)}, field="credit")
+    everyone, chosen = _read_rollouts(options)
+    try:
+        tables = list(explain(scheme, everyone, shown=chosen))
+    except CreditError as error:
+        raise CreditError(f"{error}. Rollouts hold what the credit scheme of their own run read") from error
+    console = Console()
+    console.print(Text(repr(scheme)))
+    console.print(legend())
+    for table in tables:
+        console.print(table)
+
+
+def _fields(arguments: list[str]) -> dict[str, Any]:
+    """Read `--name value` and `--name=value` pairs; values are YAML."""
+    found: dict[str, Any] = {}
+    rest = list(arguments)
+    while rest:
+        name, has_value, value = rest.pop(0).partition("=")
+        if not name.startswith("--"):
+            raise ConfigError(f"expected --FIELD VALUE, a field of the scheme, got {name!r}")
+        if not has_value and not rest:
+            raise ConfigError(f"{name}: needs a value")
+        try:
+            found[name.removeprefix("--")] = yaml.safe_load(value if has_value else rest.pop(0))
+        except yaml.YAMLError as error:
+            raise ConfigError(f"{name}: {value!r} is not valid YAML") from error
+    return found
+
+
+def _read_rollouts(options: argparse.Namespace) -> "tuple[list[TrajectoryRecord], list[TrajectoryRecord]]":
+    """Return all records of a file, and those that were asked for."""
     from agentrl.report.folder import RunFolder
     from agentrl.report.records import read_records
-    from agentrl.report.show import legend, render
 
     path = options.target
     if options.number < 1:
@@ -188,14 +250,12 @@ def _show(options: argparse.Namespace, _: list[str]) -> None:
         path = files[-1]
     if not path.is_file():
         raise ConfigError(f"there is no {path}")
-    chosen = [r for r in read_records(path) if options.trajectory in (None, r.trajectory_id)][: options.number]
+    everyone = list(read_records(path))
+    chosen = [r for r in everyone if options.trajectory in (None, r.trajectory_id)][: options.number]
     if not chosen:
         which = "no rollouts" if options.trajectory is None else f"no trajectory {options.trajectory!r}"
         raise ConfigError(f"{path} has {which}")
-    console = Console()
-    console.print(legend())
-    for record in chosen:
-        console.print(render(record))
+    return everyone, chosen
 
 
 def _envs(_: argparse.Namespace, __: list[str]) -> None:
@@ -214,18 +274,27 @@ def _envs(_: argparse.Namespace, __: list[str]) -> None:
 
 
 def _credit(_: argparse.Namespace, __: list[str]) -> None:
-    table = Table("scheme", "what it is", "needs", "fields and defaults")
-    from agentrl.registry import names, resolve
+    table = Table("scheme", "what it is", "needs", "credits each", "paper", "fields and defaults")
+    from agentrl.credit import installed_credit
+    from agentrl.registry import resolve
 
-    for name in names("agentrl.credit"):
+    for name, needs in installed_credit().items():
         scheme = resolve(name, group="agentrl.credit", field="scheme")
         fields = ", ".join(f"{field} {info.default}" for field, info in scheme.model_fields.items())
-        table.add_row(name, _first_line(scheme), ", ".join(sorted(scheme.needs)) or "-", fields)
+        mark = " (experimental)" if scheme.experimental else ""
+        table.add_row(
+            name + mark,
+            Text(_first_line(sys.modules[scheme.__module__]) or _first_line(scheme)),
+            ", ".join(sorted(scheme.needs if needs is None else needs)) or "-",
+            scheme.granularity,
+            scheme.paper or "-",
+            Text(fields),
+        )
     Console().print(table)
 
 
-def _first_line(cls: type) -> str:
-    return (cls.__doc__ or "").strip().partition("\n")[0]
+def _first_line(documented: Any) -> str:
+    return (documented.__doc__ or "").strip().partition("\n")[0]
 
 
 def _print_end(console: Console, folder: "RunFolder", recipe: "Recipe") -> None:

@@ -61,6 +61,8 @@ def update_metrics(tallies: Sequence[Tally]) -> dict[str, float]:
         return np.concatenate([tally.column(name) for tally in tallies])
 
     ratio_U, clipped_T, advantage_T = column("ratio_U"), column("clipped_T"), column("advantage_T")
+    units = [_units(tally) for tally in tallies]
+    clipped_U, mixed_U = (np.concatenate([unit[name] for unit in units]) for name in ("clipped", "mixed"))
     metrics = {
         "loss": _mean([tally.loss for tally in tallies]),
         "ratio/mean": _mean(ratio_U),
@@ -68,7 +70,10 @@ def update_metrics(tallies: Sequence[Tally]) -> dict[str, float]:
         "clip/tokens": _mean(clipped_T),
         "clip/tokens_positive": _mean(clipped_T * (advantage_T > 0)),
         "clip/tokens_negative": _mean(clipped_T * (advantage_T < 0)),
-        "clip/units": _mean(np.concatenate([_clipped_units(tally) for tally in tallies])),
+        "clip/units": _mean(clipped_U),
+        # One ratio clips the tokens of one sign and lets those of the other go on: what the unit learns is lopsided.
+        "clip/units_one_sided": _mean(clipped_U * mixed_U),
+        "credit/mixed_sign_units": _mean(mixed_U),
         "entropy": _mean(column("entropy_T")),
         "kl/behavior": _mean(-column("engine_difference_T")),
         "grad_norm": _mean([tally.grad_norm for tally in tallies]),
@@ -110,13 +115,18 @@ def rollout_metrics(groups: Sequence[TrajectoryGroup], credits: Sequence[Sequenc
     return metrics | {f"stop/{reason}": _mean([t.stop_reason is reason for t in everyone]) for reason in StopReason}
 
 
-def _clipped_units(tally: Tally) -> Array:
-    """Return the share of clipped tokens of each unit, over all micro-batches of a minibatch."""
-    shares = []
-    for clipped_T, unit_T in zip(tally.columns.get("clipped_T", []), tally.columns.get("unit_T", []), strict=True):
+def _units(tally: Tally) -> dict[str, Array]:
+    """Tell of each ratio unit of a minibatch whether it has a clipped token, and whether its advantages differ in sign."""
+    found: dict[str, list[Array]] = {"clipped": [], "mixed": []}
+    columns = (tally.columns.get(name, []) for name in ("unit_T", "clipped_T", "advantage_T"))
+    for unit_T, clipped_T, advantage_T in zip(*columns, strict=True):
         index_T = unit_T.astype(np.int64)
-        shares.append(np.bincount(index_T, weights=clipped_T) / np.bincount(index_T))
-    return (np.concatenate([np.empty(0), *shares]) > 0).astype(np.float64)
+        clipped, up, down = (
+            np.bincount(index_T, weights=what) > 0 for what in (clipped_T, advantage_T > 0, advantage_T < 0)
+        )
+        found["clipped"].append(clipped.astype(np.float64))
+        found["mixed"].append((up & down).astype(np.float64))
+    return {name: np.concatenate([np.empty(0), *arrays]) for name, arrays in found.items()}
 
 
 def _mean(values: Any) -> float:

@@ -1,6 +1,6 @@
 """Rollouts as lines of JSON: one trajectory a line, everything that training saw."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -10,7 +10,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from agentrl.credit import Credit
 from agentrl.errors import UserError
-from agentrl.types import Message, StopReason, TrajectoryGroup, Turn
+from agentrl.types import FinishReason, Message, StopReason, Trajectory, TrajectoryGroup, Turn
 
 MEASURED = tuple(
     f.name for f in fields(Turn) if f.default is None and f.name not in ("state_key", "next_state_key", "action_key")
@@ -140,6 +140,30 @@ def read_records(path: Path) -> Iterator[TrajectoryRecord]:
                 first = error.errors()[0]
                 words = ": ".join(filter(None, [".".join(map(str, first["loc"])), first["msg"]]))
                 raise UserError(f"{path}, line {number} is not a rollout record: {words}") from error
+
+
+def groups_of(records: Iterable[TrajectoryRecord]) -> list[TrajectoryGroup]:
+    """Return recorded rollouts as they were credited, group by group."""
+    found: dict[str, list[Trajectory]] = {}
+    for record in records:
+        found.setdefault(record.group_id, []).append(_trajectory(record))
+    return [TrajectoryGroup(group_id=group_id, trajectories=tuple(row)) for group_id, row in found.items()]
+
+
+def _trajectory(record: TrajectoryRecord) -> Trajectory:
+    own = {f.name for f in fields(Trajectory)} - {"turns"}
+    return Trajectory(**record.model_dump(include=own), turns=tuple(_turn(turn) for turn in record.turns))
+
+
+def _turn(record: TurnRecord) -> Turn:
+    own = {f.name for f in fields(Turn)} - {"observation", "finish_reason"}
+    columns: dict[str, Any] = {name: _frozen(value) for name, value in record.model_dump(include=own).items()}
+    finish_reason = FinishReason(record.finish_reason)
+    return Turn(**columns, observation=tuple(record.observation), finish_reason=finish_reason)
+
+
+def _frozen(value: Any) -> Any:
+    return tuple(map(_frozen, value)) if isinstance(value, list) else value
 
 
 def _plain(value: Any) -> Any:
