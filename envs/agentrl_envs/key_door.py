@@ -4,7 +4,7 @@ from typing import Any
 
 import numpy as np
 
-from agentrl import Message, ToolEnv, tool, tool_call
+from agentrl import Message, ToolEnv, UserError, tool, tool_call
 from agentrl_envs.options import share, whole_number
 
 _SMALL_TALK = ("Nice day?", "Long way?", "Seen a cat?", "Tea?")
@@ -14,11 +14,18 @@ class KeyDoor(ToolEnv):
     """`The key is in box 2.`: open that box at once, talk until the door is reached, and open it with the key.
 
     Only the first turn can take the key. Then come `num_distractors` turns in which nothing that is said or done
-    matters, and then the door: `open_door` ends the task and earns 1 with the key, 0 without.
+    matters, and then the door: `open_door` ends the task and earns 1 with the key, 0 without. With `noise`, the turns
+    in between pay as chance has it, and hide in the return what the first turn was worth.
     """
 
     def __init__(
-        self, *, num_boxes: int = 3, num_distractors: int = 3, key_reward: float = 0.2, turn_rewards: bool = True
+        self,
+        *,
+        num_boxes: int = 3,
+        num_distractors: int = 3,
+        key_reward: float = 0.2,
+        noise: float = 0.0,
+        turn_rewards: bool = True,
     ) -> None:
         """Set the difficulty.
 
@@ -26,19 +33,30 @@ class KeyDoor(ToolEnv):
             num_boxes: boxes, numbered from 0.
             num_distractors: turns between the key and the door.
             key_reward: reward for taking the key.
+            noise: each turn between key and door earns this or its negative, at even odds.
             turn_rewards: False pays at the door alone.
+
+        Raises:
+            UserError: for an option outside its range, and for noise without turn rewards.
         """
         super().__init__()
         self.num_boxes = whole_number("num_boxes", num_boxes, at_least=2)
         self.num_distractors = whole_number("num_distractors", num_distractors, at_least=0)
         self.key_reward = share("key_reward", key_reward)
+        self.noise = share("noise", noise)
         self.turn_rewards = turn_rewards
+        if noise and not turn_rewards:
+            raise UserError(f"noise: {noise:g} is paid turn by turn; set turn_rewards: true, or noise: 0")
         self.where = self.stage = 0  # stage 0: boxes; 1 to num_distractors: talk; then the door; then the end
         self.has_key = False
 
-    def start(self, options: dict[str, Any]) -> str:  # noqa: ARG002 - the task follows from the seed alone
-        """Hide the key."""
+    def start(self, options: dict[str, Any]) -> str:
+        """Hide the key by the seed alone; what the turns after it pay differs within a group."""
         self.where, self.stage, self.has_key = int(self.np_random.integers(self.num_boxes)), 0, False
+        if self.noise:
+            self.np_random = np.random.default_rng(
+                [int(self.np_random.integers(2**31)), options.get("rollout_index", 0)]
+            )
         return f"The key is in box {self.where}."
 
     @tool
@@ -91,6 +109,8 @@ class KeyDoor(ToolEnv):
 
     def _go_on(self, said: str) -> str:
         """Move to the next stage, but never past the door, and return what was said with what is asked there."""
+        if self.noise and 0 < self.stage <= self.num_distractors:
+            self.reward(self.noise if self.np_random.random() < 0.5 else -self.noise, "chance")
         self.stage = min(self.stage + 1, self.num_distractors + 1)
         at_door = self.stage > self.num_distractors
         return f"{said} {'The door.' if at_door else _SMALL_TALK[(self.stage - 1) % len(_SMALL_TALK)]}"

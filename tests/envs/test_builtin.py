@@ -21,6 +21,7 @@ BUILTINS: list[tuple[type[ToolEnv], dict[str, Any]]] = [
     (KeyDoor, {}),
     (KeyDoor, {"num_boxes": 2, "num_distractors": 0}),
     (KeyDoor, {"num_boxes": 9, "num_distractors": 12, "turn_rewards": False}),
+    (KeyDoor, {"noise": 0.25}),
 ]
 
 
@@ -100,7 +101,8 @@ def test_without_skill_nothing_is_played_right(cls: type[ToolEnv], options: dict
         env.reset(seed=seed)
         for turn in range(100):
             _, reward, terminated, _, info = env.step(env.oracle(skill=0.0, rng=rng))
-            assert (reward, info["tool_errors"]) == (0.0, 0), f"turn {turn} of seed {seed}"
+            earned = reward - info["reward_components"].get("chance", 0.0)
+            assert (earned, info["tool_errors"]) == (0.0, 0), f"turn {turn} of seed {seed}"
             if terminated:
                 assert (info["success"], info["score"]) == (False, 0.0)
                 break
@@ -120,6 +122,7 @@ def test_without_skill_nothing_is_played_right(cls: type[ToolEnv], options: dict
         (KeyDoor, {"num_boxes": 1}, "num_boxes: give a whole number of 2 or more, got 1"),
         (KeyDoor, {"num_distractors": -1}, "num_distractors: give a whole number of 0 or more, got -1"),
         (KeyDoor, {"key_reward": 2}, "key_reward: give a number from 0 to 1, got 2"),
+        (KeyDoor, {"noise": 0.5, "turn_rewards": False}, "noise: 0.5 is paid turn by turn; set turn_rewards: true, or noise: 0"),
     ],
 )
 def test_an_impossible_option_is_named_with_what_it_takes(
@@ -270,6 +273,19 @@ def test_a_key_that_is_not_taken_at_once_is_lost(first: Any) -> None:
     observation, reward, terminated, _, info = env.step(tool_call("open_door"))
     assert (rewards, reward, terminated) == ([0.0] * 3, 0.0, True)
     assert (observation[0]["content"], info["success"]) == ("Locked.", False)
+
+
+def test_the_noise_of_the_key_door_differs_within_a_group_and_spares_key_and_door() -> None:
+    def rewards(rollout_index: int) -> list[float]:
+        env = KeyDoor(num_distractors=12, noise=0.25)
+        env.reset(seed=7, options={"rollout_index": rollout_index})
+        return [float(env.step(env.oracle())[1]) for _ in range(14)]
+
+    first, second = rewards(0), rewards(1)
+    assert first == rewards(0)
+    assert first[1:-1] != second[1:-1]
+    assert set(first[1:-1]) == {0.25, -0.25}
+    assert (first[0], first[-1]) == (0.2, 1.0)
 
 
 def test_the_key_door_without_turn_rewards_pays_at_the_door_alone() -> None:
