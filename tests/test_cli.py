@@ -119,10 +119,21 @@ def test_installed_environments_are_listed(agentrl: Agentrl) -> None:
         assert word in out
 
 
-def test_installed_credit_schemes_are_listed_with_their_fields(agentrl: Agentrl) -> None:
+def test_installed_credit_schemes_are_listed_with_their_fields(
+    agentrl: Agentrl, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "250")
     status, out, err = agentrl("credit")
     assert (status, err) == (0, "")
-    for word in ("turn_return", "uniform", "turn_rewards", "gamma 1.0", "ddof 1"):
+    for word in (
+        "turn_return",
+        "uniform",
+        "turn_rewards",
+        "2505.10978",
+        "gamma 1.0",
+        "hindsight (experimental)",
+        "token",
+    ):
         assert word in out
 
 
@@ -280,6 +291,18 @@ def test_a_run_from_beginning_to_end(agentrl: Agentrl, tmp_path: Path) -> None:
         "",
         "agentrl: run/rollouts/step-000002.jsonl has no trajectory 'x'\n",
     )
+    status, out, err = agentrl("credit", "explain", "gigpo", "run", "--step_weight", "0.5", "--gamma=0.9")
+    assert (status, err) == (0, "")
+    assert "step_weight=0.5" in out
+    assert "gamma=0.9" in out
+    assert out.count("train/00000") == 4
+    status, out, err = agentrl("credit", "explain", "turn_gae", "run/rollouts/step-000002.jsonl")
+    assert (status, out) == (2, "")
+    assert err.startswith("agentrl: credit scheme TurnGAE: trajectory train/000002/0, turn 0: no values")
+    assert err.endswith("Rollouts hold what the credit scheme of their own run read\n")
+    status, out, err = agentrl("credit", "explain", "gigpo", "run", "--gama", "1")
+    assert (status, out, err) == (2, "", "agentrl: credit.gama: 'gigpo' has no such option. Did you mean 'gamma'?\n")
+    assert agentrl("credit", "explain", "gigpo", "run", "--gamma") == (2, "", "agentrl: --gamma: needs a value\n")
     assert agentrl("show", "run", "-n", "0") == (2, "", "agentrl: --number: at least 1, got 0\n")
 
     status, out, err = agentrl("eval", "run")
