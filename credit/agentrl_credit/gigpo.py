@@ -12,7 +12,7 @@ from agentrl_credit.turns import Comparison, Turns
 class GiGPO(Comparison):
     """A_k = norm(R) + step_weight * norm(G_k among the group's turns in the same state).
 
-    Source: arXiv 2505.10978, eq. 3 and 6-8. norm is x - mean, or (x - mean) / (sd + eps); G_k = r_k + gamma * G_{k+1}. A
+    Source: arXiv 2505.10978. norm is x - mean, or (x - mean) / (sd + eps); G_k = r_k + gamma * G_{k+1}. A
     state that was met once has step term 0.
 
     The episode term's mean counts each trajectory once. The authors' code by default counts it once for each of its

@@ -13,7 +13,7 @@ from agentrl_credit.turns import Comparison, Turns, needed
 class InfoGain(Comparison):
     """A_k = sum_j gamma^j norm(r_{k+j} + info_weight * gain_{k+j}), gain_k = Phi_{k+1} - Phi_k; 0 at the last turn.
 
-    Source: IGPO, arXiv 2510.14967, eq. 3-7; TIPS, 2603.22293. Phi_k is read where turn k begins: p = exp(mean log-prob of
+    Source: IGPO, arXiv 2510.14967; TIPS, 2603.22293. Phi_k is read where turn k begins: p = exp(mean log-prob of
     the known answer's tokens), had it been given there (`probability`), or log p (`log`, which is TIPS). The last turn is
     the answer itself, and earns the environment's reward alone. norm is (x - mean) / (sd + eps) over all turns of the
     group (`joint`), or over those of the same turn index (`turn`, A2TGPO 2605.06200).

@@ -12,7 +12,7 @@ from agentrl_credit.turns import Comparison, Turns
 class MTGRPO(Comparison):
     """A_k = norm(R) + turn_weight * norm(r_k): the return among the group's, the turn's reward among its turn index.
 
-    Source: arXiv 2505.11821, eq. 5-6, written for one turn with a reward of its own before the outcome; here every turn
+    Source: arXiv 2505.11821, written for one turn with a reward of its own before the outcome; here every turn
     has both terms, and the outcome is the undiscounted return. norm is (x - mean) / (sd + eps), or x - mean.
 
     What a turn makes possible later is credited by the outcome term alone, which is the same on every turn. Where the

@@ -14,7 +14,7 @@ from agentrl_credit.turns import Comparison, Turns, needed
 class Tree(Comparison):
     """A_k = r_k + gamma * V(s_{k+1}) - V(s_k), V(s_k) the mean return of the rollouts that were forked before turn k.
 
-    Source: VinePPO, arXiv 2410.01679, eq. 6; SPO, 2505.23564. The trajectory's siblings began where it began, so they
+    Source: VinePPO, arXiv 2410.01679; SPO, 2505.23564. The trajectory's siblings began where it began, so they
     count among the rollouts from its first turn; its own return enters none of its values. After the last turn V is 0,
     also where a limit ended the episode: the forks had the same limits.
 
