@@ -14,7 +14,7 @@ from agentrl_credit.turns import Turns, credit_each, needed
 class Difference(CreditScheme):
     """A_k = G_k - mean of the returns of the rollouts forked before turn k: the mean marginal over counterfactuals.
 
-    Source: contextual counterfactual credit assignment (C3), where an action is compared with others replayed in its
+    Source: contextual counterfactual credit assignment (C3), arXiv 2603.06859, where an action is compared with others replayed in its
     place. Each forked rollout is one counterfactual, and the mean of the differences to them is the difference to their
     mean. With coalitions of the turns up to k, which is what forks record, the Shapley value's marginals are the steps
     of the scheme `tree`. A turn at which nothing was forked has no counterfactual and gets 0.
@@ -23,7 +23,7 @@ class Difference(CreditScheme):
     """
 
     needs: ClassVar[frozenset[Need]] = frozenset({Need.BRANCHES})
-    paper: ClassVar = "C3"
+    paper: ClassVar = "C3 2603.06859"
     experimental: ClassVar = True
 
     gamma: float = Field(default=1.0, ge=0, le=1)
