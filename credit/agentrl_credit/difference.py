@@ -14,10 +14,10 @@ from agentrl_credit.turns import Turns, credit_each, needed
 class Difference(CreditScheme):
     """A_k = G_k - mean of the returns of the rollouts forked before turn k: the mean marginal over counterfactuals.
 
-    Source: contextual counterfactual credit assignment (C3), arXiv 2603.06859, where an action is compared with others replayed in its
-    place. Each forked rollout is one counterfactual, and the mean of the differences to them is the difference to their
-    mean. With coalitions of the turns up to k, which is what forks record, the Shapley value's marginals are the steps
-    of the scheme `tree`. A turn at which nothing was forked has no counterfactual and gets 0.
+    Source: contextual counterfactual credit assignment (C3), arXiv 2603.06859, where an action is compared with others
+    replayed in its place. Each forked rollout is one counterfactual, and the mean of the differences to them is the
+    difference to their mean. With coalitions of the turns up to k, which is what forks record, the Shapley value's
+    marginals are the steps of the scheme `tree`. A turn at which nothing was forked has no counterfactual and gets 0.
 
     Unbiased, and noisier than `tree`: G_k carries the chance of everything after turn k.
     """

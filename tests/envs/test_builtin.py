@@ -122,7 +122,11 @@ def test_without_skill_nothing_is_played_right(cls: type[ToolEnv], options: dict
         (KeyDoor, {"num_boxes": 1}, "num_boxes: give a whole number of 2 or more, got 1"),
         (KeyDoor, {"num_distractors": -1}, "num_distractors: give a whole number of 0 or more, got -1"),
         (KeyDoor, {"key_reward": 2}, "key_reward: give a number from 0 to 1, got 2"),
-        (KeyDoor, {"noise": 0.5, "turn_rewards": False}, "noise: 0.5 is paid turn by turn; set turn_rewards: true, or noise: 0"),
+        (
+            KeyDoor,
+            {"noise": 0.5, "turn_rewards": False},
+            "noise: 0.5 is paid turn by turn; set turn_rewards: true, or noise: 0",
+        ),
     ],
 )
 def test_an_impossible_option_is_named_with_what_it_takes(
