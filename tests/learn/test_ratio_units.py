@@ -76,7 +76,11 @@ def test_one_ratio_over_a_change_of_sign_stops_one_side_alone() -> None:
 
 def tally(unit_T: list[int], clipped_T: list[int], advantages_T: list[float]) -> Tally:
     found = Tally()
-    columns = {"unit_T": unit_T, "clipped_T": clipped_T, "advantage_T": advantages_T}
+    columns: dict[str, list[int] | list[float]] = {
+        "unit_T": unit_T,
+        "clipped_T": clipped_T,
+        "advantage_T": advantages_T,
+    }
     found.add(**{name: f64(*values) for name, values in columns.items()})
     return found
 

@@ -1,0 +1,159 @@
+import itertools
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from pydantic import ValidationError
+
+from agentrl import Need, TrajectoryGroup, assign_credit
+from agentrl.errors import CreditError
+from agentrl.testing.check_credit import check_credit
+from agentrl.testing.groups import make_group
+from agentrl_credit.info_gain import InfoGain
+from tests.credit.conftest import (
+    Rows,
+    assert_close,
+    batches,
+    by_turn,
+    discounts,
+    logprobs,
+    norms,
+    rewards_of,
+    to_go,
+    unflatten,
+    without,
+)
+
+# The answer is believed with probability .25, then .5, then .75; by the second trajectory with .25, then .25.
+SEARCH = make_group(
+    [[0, 0, 1], [0.5, 0]],
+    answer_logprob=[[math.log(0.25), math.log(0.5), math.log(0.75)], [math.log(0.25), math.log(0.25)]],
+)
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        # Gains .25, .25, 0 and 0, 0 beside the rewards; G of .25, .25, 1 and .5, 0.
+        ({"normalize": "none"}, [[1.5, 1.25, 1], [0.5, 0]]),
+        ({"normalize": "none", "gamma": 0.5}, [[0.625, 0.75, 1], [0.5, 0]]),
+        ({"normalize": "none", "info_weight": 2}, [[2, 1.5, 1], [0.5, 0]]),
+        # log .5 / .25 = .693147, log .75 / .5 = .405465
+        ({"normalize": "none", "potential": "log"}, [[2.098612, 1.405465, 1], [0.5, 0]]),
+        # .25, .25, 1, .5, 0: mean .4, squared deviations .0225 * 2, .36, .01, .16: sd1 sqrt(.575 / 4) = .379144.
+        # -.15, -.15, .6 and .1, -.4, divided and summed.
+        ({"eps": 1e-12}, [[0.791257, 1.186885, 1.582514], [-0.791257, -1.055009]]),
+        # Index 0: .25, .5 with sd1 .176777; index 1: .25, 0; index 2 is reached by one alone.
+        ({"normalize": "turn", "eps": 1e-12}, [[0, 0.707107, 0], [0, -0.707107]]),
+    ],
+)
+def test_reference_numbers(fields: dict[str, Any], expected: Rows) -> None:
+    [found] = by_turn(InfoGain(**fields), SEARCH)
+    assert_close(found, expected)
+
+
+@pytest.mark.parametrize(
+    ("normalize", "potential", "lone"),
+    [
+        *itertools.product(["joint", "none"], ["probability", "log"], ["error"]),
+        # Not `turn` with `log`: the logarithms of the made-up groups rise or fall by one amount each. Where the first of
+        # three siblings rose and the others fell, standardised, it stands out as much with one more reward as without.
+        ("turn", "probability", "error"),
+        ("joint", "log", "keep"),
+        ("joint", "log", "drop"),
+    ],
+)
+def test_it_passes_the_conformance_check(normalize: Any, potential: Any, lone: Any) -> None:
+    check_credit(
+        InfoGain(normalize=normalize, potential=potential, lone=lone, gamma=0.5),
+        relative=False,
+        reads_turn_rewards=True,
+        scale_equivariant=False,  # a probability does not double with the rewards
+    )
+
+
+def slow_reference(scheme: InfoGain, group: TrajectoryGroup) -> Rows:
+    if len(group.trajectories) == 1:
+        return [[0.0] * len(group.trajectories[0].turns)]
+    rewards, cells = [], []
+    for trajectory in group.trajectories:
+        potentials = []
+        for turn in trajectory.turns:
+            assert turn.answer_logprob is not None
+            potentials.append(
+                math.exp(turn.answer_logprob) if scheme.potential == "probability" else turn.answer_logprob
+            )
+        for k, reward in enumerate(rewards_of(trajectory)):
+            is_last = k == len(potentials) - 1
+            gain = 0.0 if is_last else potentials[k + 1] - potentials[k]
+            rewards.append(reward + scheme.info_weight * gain)
+            cells.append(k if scheme.normalize == "turn" else 0)
+    if scheme.normalize != "none":
+        rewards = norms(cells, rewards, scheme)
+    return [to_go(row, scheme.gamma) for row in unflatten(group, rewards)]
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    groups=batches(answer_logprob=logprobs),
+    gamma=discounts,
+    potential=st.sampled_from(["probability", "log"]),
+    info_weight=st.sampled_from([0.0, 1.0, 2.0]),
+    normalize=st.sampled_from(["joint", "turn", "none"]),
+    ddof=st.sampled_from([0, 1]),
+    eps=st.sampled_from([1e-6, 0.1]),
+)
+def test_agrees_with_a_slow_reference(groups: list[TrajectoryGroup], **fields: Any) -> None:
+    scheme = InfoGain(**fields, lone="keep")
+    for group, found in zip(groups, by_turn(scheme, *groups), strict=True):
+        assert_close(found, slow_reference(scheme, group))
+
+
+def test_the_last_turn_has_no_gain() -> None:
+    # Belief moves at the last turn of both, one up and one down; nothing was read after it, so it earns its reward alone.
+    group = make_group([[0, 1], [0, 0]], answer_logprob=[[-1, -0.1], [-1, -3]])
+    [found] = by_turn(InfoGain(normalize="none", potential="log", gamma=0), group)
+    assert_close(found, [[0.9, 1], [-2, 0]])
+
+
+def test_without_discount_the_gains_telescope_whatever_happened_in_between() -> None:
+    # log p from -3 to -.5, by way of nothing or of certainty: the first turn is credited 2.5 beside the return of 1
+    direct = make_group([[0, 1], [0]], answer_logprob=[[-3, -0.5], [0]])
+    detour = make_group([[0, 0, 0, 1], [0]], answer_logprob=[[-3, 0, -9, -0.5], [0]])
+    for group in (direct, detour):
+        [[first, _]] = by_turn(InfoGain(normalize="none", potential="log"), group)
+        np.testing.assert_allclose(first[0], 3.5, rtol=1e-6)
+
+
+def test_without_weight_belief_plays_no_part() -> None:
+    group = make_group([[0, 1], [0.5, 0]], answer_logprob=[[-1, -0.1], [-1, -3]])
+    other = make_group([[0, 1], [0.5, 0]], answer_logprob=[[-5, -2], [0, 0]])
+    assert by_turn(InfoGain(info_weight=0), group) == by_turn(InfoGain(info_weight=0), other)
+    assert by_turn(InfoGain(), group) != by_turn(InfoGain(), other)
+
+
+def test_a_belief_that_cannot_be_told_from_none_has_a_probability_and_no_gain() -> None:
+    # exp(-800) is 0 in float64, and the gain of the step away from it is finite
+    group = make_group([[0, 0], [0, 0]], answer_logprob=[[-800, -0.5], [-1, -1]])
+    [found] = by_turn(InfoGain(normalize="none"), group)
+    assert_close(found, [[math.exp(-0.5), 0], [0, 0]])
+
+
+def test_groups_are_normalised_apart() -> None:
+    other = make_group([[5, 0], [9]], answer_logprob=[[-1, -2], [-1]], group_id="other")
+    assert by_turn(InfoGain(), SEARCH, other) == by_turn(InfoGain(), SEARCH) + by_turn(InfoGain(), other)
+
+
+def test_a_missing_answer_is_named_by_trajectory_and_turn() -> None:
+    with pytest.raises(CreditError, match=r"trajectory g/1, turn 1: no answer_logprob, which this scheme needs"):
+        assign_credit(InfoGain(), [without(SEARCH, 1, 1, "answer_logprob")])
+    assert InfoGain().requirements() == {Need.ANSWER_LOGPROBS}
+
+
+@pytest.mark.parametrize("fields", [{"gamma": 2}, {"info_weight": -1}, {"potential": "odds"}, {"normalize": "std"}])
+def test_impossible_options_are_refused(fields: dict[str, Any]) -> None:
+    with pytest.raises(ValidationError):
+        InfoGain.model_validate(fields)

@@ -1,0 +1,137 @@
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from pydantic import ValidationError
+
+from agentrl import Need, TrajectoryGroup, assign_credit, load_credit
+from agentrl.errors import ConfigError, CreditError
+from agentrl.testing.check_credit import check_credit
+from agentrl.testing.groups import make_group
+from agentrl_credit.judge import Judge
+from agentrl_credit.turn_return import TurnReturn
+from tests.credit.conftest import Rows, assert_close, batches, by_token, by_turn, eighths, mean, to_go, without
+
+SCORED = make_group([[0, 1], [0.5]], score=[[0.25, -0.5], [1]], state_keys=[["A", "B"], ["A"]])
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        # Rewards .25, .5 and 1.5: G .75, .5 and 1.5, less the mean of the other's.
+        ({}, [[-0.75, -1], [1.5 - 0.625]]),
+        # Rewards .5, 0 and 2.5.
+        ({"score_weight": 2.0}, [[0.5 - 2.5, -2.5], [2.5 - 0.25]]),
+        ({"score_weight": 0.0}, [[1 - 0.5, 1 - 0.5], [0.5 - 1]]),
+        # A judge of what is to be avoided: rewards -.25, 1.5 and -.5.
+        ({"score_weight": -1.0}, [[1.25 + 0.5, 1.5 + 0.5], [-0.5 - 1.375]]),
+        # The returns .75 and 1.5, at every turn.
+        ({"then": {"scheme": "uniform", "normalize": "none"}}, [[-0.375, -0.375], [0.375]]),
+    ],
+)
+def test_reference_numbers(fields: dict[str, Any], expected: Rows) -> None:
+    assert by_turn(Judge(**fields), SCORED) == [expected]
+
+
+@pytest.mark.parametrize(
+    "then", [{"scheme": "turn_return"}, {"scheme": "turn_return", "gamma": 0.5}, {"scheme": "gigpo"}]
+)
+@pytest.mark.parametrize("score_weight", [1.0, -0.5])
+def test_it_passes_the_conformance_check(then: dict[str, Any], score_weight: float) -> None:
+    check_credit(
+        Judge(then=then, score_weight=score_weight),
+        relative=False,
+        reads_turn_rewards=True,
+        scale_equivariant=True,
+        options={"then": [{"scheme": "uniform"}]},
+    )
+
+
+def slow_reference(scheme: Judge, group: TrajectoryGroup) -> Rows:
+    """The default scheme on the rewards: G less the mean of G over all turns of the others."""
+    returns = []
+    for trajectory in group.trajectories:
+        scores = [turn.score or 0.0 for turn in trajectory.turns]
+        rewards = [turn.reward for turn in trajectory.turns]
+        judged = [reward + scheme.score_weight * score for reward, score in zip(rewards, scores, strict=True)]
+        returns.append(to_go(judged, 1.0))
+    rows = []
+    for i, row in enumerate(returns):
+        others = [g for j, other in enumerate(returns) for g in other if j != i]
+        rows.append([g - mean(others) if others else 0.0 for g in row])
+    return rows
+
+
+@settings(max_examples=40, deadline=None)
+@given(groups=batches(score=eighths), score_weight=st.sampled_from([-1.0, 0.0, 0.5, 2.0]))
+def test_agrees_with_a_slow_reference(groups: list[TrajectoryGroup], score_weight: float) -> None:
+    scheme = Judge(score_weight=score_weight, then={"scheme": "turn_return", "lone": "keep"})
+    for group, found in zip(groups, by_turn(scheme, *groups), strict=True):
+        assert_close(found, slow_reference(scheme, group))
+
+
+@pytest.mark.parametrize("then", ["turn_return", "uniform", "gigpo", "mt_grpo", "hgpo", "group_gae"])
+def test_the_credit_is_that_of_the_next_scheme_on_scores_plus_rewards(then: str) -> None:
+    summed = make_group([[0 + 0.25, 1 - 0.5], [0.5 + 1]], state_keys=[["A", "B"], ["A"]])
+    assert by_turn(Judge(then={"scheme": then}), SCORED) == by_turn(load_credit({"scheme": then}), summed)
+
+
+def test_without_weight_the_judge_plays_no_part() -> None:
+    assert by_turn(Judge(score_weight=0), SCORED) == by_turn(TurnReturn(), SCORED)
+
+
+def test_options_of_the_next_scheme_reach_it() -> None:
+    summed = make_group([[0.25, 0.5], [1.5]])
+    found = by_turn(Judge(then={"scheme": "turn_return", "gamma": 0.5, "baseline": "turn"}), SCORED)
+    assert found == by_turn(TurnReturn(gamma=0.5, baseline="turn"), summed)
+
+
+def test_judges_can_be_stacked_on_any_scheme_tokens_and_all() -> None:
+    group = make_group([[0, 1]], score=[[1, 1]], values=[[[0.2, 0.3], [0.5, 0.6]]], action_lengths=[[2, 2]])
+    inner = {"scheme": "judge", "then": {"scheme": "bilevel_gae"}}
+    summed = make_group([[2, 3]], values=[[[0.2, 0.3], [0.5, 0.6]]], action_lengths=[[2, 2]])
+    assert by_token(Judge(then=inner), group) == by_token(load_credit({"scheme": "bilevel_gae"}), summed)
+
+
+def test_requirements_are_the_scores_and_those_of_the_next_scheme_but_for_turn_rewards() -> None:
+    assert TurnReturn().requirements() == {Need.TURN_REWARDS}
+    assert Judge().requirements() == {Need.TURN_SCORES}
+    assert Judge(then={"scheme": "mt_grpo"}).requirements() == {Need.TURN_SCORES}
+    assert Judge(then={"scheme": "gigpo"}).requirements() == {Need.TURN_SCORES, Need.STATE_KEYS}
+    by_state = {"scheme": "turn_return", "baseline": "state"}
+    assert Judge(then=by_state).requirements() == {Need.TURN_SCORES, Need.STATE_KEYS}
+    nested = {"scheme": "entropy_modulated", "of": {"scheme": "turn_return"}}
+    assert Judge(then=nested).requirements() == {Need.TURN_SCORES, Need.ENTROPIES}
+
+
+def test_a_missing_score_is_named_by_trajectory_and_turn() -> None:
+    with pytest.raises(CreditError, match=r"trajectory g/0, turn 1: no score, which this scheme needs"):
+        assign_credit(Judge(), [without(SCORED, 0, 1, "score")])
+
+
+def test_a_score_of_zero_is_a_score() -> None:
+    group = make_group([[1], [0]], score=[[0], [0]])
+    assert by_turn(Judge(), group) == by_turn(TurnReturn(), group)
+
+
+@pytest.mark.parametrize(
+    ("then", "message"),
+    [
+        ({"scheme": "gigop"}, r"^credit\.then: .*no 'gigop' is installed\. Did you mean 'gigpo'"),
+        ({"scheme": "gigpo", "step_wieght": 1}, r"^credit\.then: .*'gigpo' has no such option\. .*'step_weight'"),
+        (
+            {"scheme": "judge", "then": {"scheme": "gigop"}},
+            r"^credit\.then: (.|\n)*no 'gigop' is installed",
+        ),
+    ],
+)
+def test_an_impossible_next_scheme_is_refused_when_the_recipe_is_read(then: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        load_credit({"scheme": "judge", "then": then})
+
+
+@pytest.mark.parametrize("fields", [{"score_weight": float("nan")}, {"then": "gigpo"}, {"lone": "keep"}])
+def test_impossible_options_are_refused(fields: dict[str, Any]) -> None:
+    with pytest.raises(ValidationError):
+        Judge.model_validate(fields)

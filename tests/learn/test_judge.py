@@ -1,0 +1,212 @@
+"""A user's own judge: its scores land where they belong, and whatever it does wrong is told in one message."""
+
+import asyncio
+import math
+import random
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from agentrl.errors import ConfigError, UserError
+from agentrl.learn.signals.judge import load_judge, score_turns
+from agentrl.types import StopReason, Trajectory, Turn
+
+NEVER = threading.Event()
+NOT_CALLABLE = [0.5]
+
+
+def trajectory(number: int, *, num_turns: int = 2) -> Trajectory:
+    turn = Turn(observation_ids=(1,), action_ids=(2,), behavior_logprobs=(-1.0,), versions=(0,), reward=0.0)
+    return Trajectory(
+        group_id="g",
+        trajectory_id=f"g/{number}",
+        env_id="e",
+        seed=number,
+        turns=tuple(replace(turn, reward=float(k)) for k in range(num_turns)),
+        stop_reason=StopReason.TERMINATED,
+    )
+
+
+def scored(
+    judge: Callable[[Trajectory], Any],
+    trajectories: Sequence[Trajectory],
+    *,
+    timeout_s: float = 20.0,
+    num_threads: int = 4,
+) -> list[Trajectory]:
+    return asyncio.run(score_turns(judge, trajectories, timeout_s=timeout_s, num_threads=num_threads))
+
+
+def by_hand(given: Trajectory) -> list[float]:
+    return [100.0 * given.seed + 10 * k + turn.reward for k, turn in enumerate(given.turns)]
+
+
+@pytest.mark.parametrize("num_threads", [1, 3, 50])
+def test_each_turn_gets_its_own_score_in_whatever_order_the_judge_ends(num_threads: int) -> None:
+    def judge(given: Trajectory) -> list[float]:
+        time.sleep(0.01 * random.random())
+        return by_hand(given)
+
+    trajectories = [trajectory(number, num_turns=1 + number % 4) for number in range(9)]
+    found = scored(judge, trajectories, num_threads=num_threads)
+    assert [[turn.score for turn in t.turns] for t in found] == [by_hand(t) for t in trajectories]
+    assert [replace(t, turns=tuple(replace(turn, score=None) for turn in t.turns)) for t in found] == trajectories
+
+
+@pytest.mark.parametrize("scores", [[1, True], (0.5, np.float32(0.25)), np.array([3, 4]), range(2)])
+def test_numbers_of_any_kind_become_floats(scores: Any) -> None:
+    (found,) = scored(lambda _: scores, [trajectory(0)])
+    assert [turn.score for turn in found.turns] == [float(score) for score in scores]
+    assert {type(turn.score) for turn in found.turns} == {float}
+
+
+def test_no_trajectories_need_no_judge() -> None:
+    assert scored(lambda _: [], []) == []
+
+
+def test_as_many_calls_as_threads_run_at_once_and_no_more() -> None:
+    barrier = threading.Barrier(4)
+    lock, running, peak = threading.Lock(), 0, 0
+
+    def judge(given: Trajectory) -> list[float]:
+        nonlocal running, peak
+        with lock:
+            running += 1
+            peak = max(peak, running)
+        barrier.wait(timeout=10)  # broken, and so raising, unless four are inside together
+        with lock:
+            running -= 1
+        return by_hand(given)
+
+    trajectories = [trajectory(number) for number in range(8)]
+    assert len(scored(judge, trajectories, num_threads=4)) == 8
+    assert peak == 4
+
+
+def threads() -> set[threading.Thread]:
+    return {thread for thread in threading.enumerate() if thread.name == "agentrl-env"}
+
+
+@pytest.mark.parametrize("is_well", [True, False])
+def test_threads_end_with_the_scoring(is_well: bool) -> None:
+    before = threads()
+
+    def judge(given: Trajectory) -> list[float]:
+        assert threads() - before
+        return by_hand(given) if is_well or given.seed else []
+
+    if is_well:
+        scored(judge, [trajectory(number) for number in range(6)])
+    else:
+        with pytest.raises(UserError):
+            scored(judge, [trajectory(number) for number in range(6)])
+    deadline = time.monotonic() + 5
+    while threads() - before and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert threads() - before == set()
+
+
+def raises(given: Trajectory) -> list[float]:
+    raise LookupError("no rubric for this task")
+
+
+def exits(given: Trajectory) -> list[float]:
+    raise SystemExit(3)
+
+
+def asks_too_long(given: Trajectory) -> list[float]:
+    raise TimeoutError("the judge's own backend")
+
+
+SHAPE = "signals.judge, trajectory g/1: return one finite number for each of its 2 turns, got "
+
+
+@pytest.mark.parametrize(
+    ("judge", "words"),
+    [
+        (raises, "signals.judge, trajectory g/1: LookupError: no rubric for this task"),
+        (exits, "signals.judge, trajectory g/1: RuntimeError: SystemExit: 3"),
+        (asks_too_long, "signals.judge, trajectory g/1: TimeoutError: the judge's own backend"),
+        (lambda _: [1.0], f"{SHAPE}[1.0]"),
+        (lambda _: [1.0, 2.0, 3.0], f"{SHAPE}[1.0, 2.0, 3.0]"),
+        (lambda _: [[1.0, 2.0]], f"{SHAPE}[[1.0, 2.0]]"),
+        (lambda _: 0.5, f"{SHAPE}0.5"),
+        (lambda _: None, f"{SHAPE}None"),
+        (lambda _: [1.0, math.nan], f"{SHAPE}[1.0, nan]"),
+        (lambda _: [-math.inf, 1.0], f"{SHAPE}[-inf, 1.0]"),
+        (lambda _: [1.0, None], f"{SHAPE}[1.0, None]"),
+        (lambda _: ["good", "bad"], f"{SHAPE}['good', 'bad']"),
+        (lambda _: {"scores": 1}, f"{SHAPE}{{'scores': 1}}"),
+        (lambda _: [[1.0], [1.0, 2.0]], f"{SHAPE}[[1.0], [1.0, 2.0]]"),
+    ],
+)
+def test_a_bad_judge_is_one_error_that_names_the_trajectory_and_what_it_did(
+    judge: Callable[[Trajectory], Any], words: str
+) -> None:
+    def second_is_bad(given: Trajectory) -> Any:
+        return judge(given) if given.seed == 1 else by_hand(given)
+
+    with pytest.raises(UserError) as caught:
+        scored(second_is_bad, [trajectory(number) for number in range(3)])
+    assert str(caught.value) == words
+
+
+def test_a_judge_that_hangs_is_given_up_at_its_deadline() -> None:
+    def second_hangs(given: Trajectory) -> list[float]:
+        if given.seed == 1:
+            NEVER.wait(5)
+        return by_hand(given)
+
+    begin = time.perf_counter()
+    with pytest.raises(UserError) as caught:
+        scored(second_hangs, [trajectory(number) for number in range(3)], timeout_s=0.2)
+    assert str(caught.value) == "signals.judge, trajectory g/1: no score within signals.judge_timeout_s: 0.2 s"
+    assert time.perf_counter() - begin < 3
+
+
+def test_a_judge_is_asked_no_more_once_it_has_failed() -> None:
+    asked: list[int] = []
+
+    def judge(given: Trajectory) -> list[float]:
+        asked.append(given.seed)
+        raise LookupError
+
+    with pytest.raises(UserError, match=r"signals\.judge, trajectory"):
+        scored(judge, [trajectory(number) for number in range(40)], num_threads=2)
+    assert len(asked) <= 2
+
+
+def generated(given: Trajectory) -> Iterator[float]:
+    yield from by_hand(given)
+
+
+def test_a_generator_is_no_list_of_numbers() -> None:
+    with pytest.raises(UserError, match=r"trajectory g/1: return one finite number for each of its 2 turns, got <gen"):
+        scored(generated, [trajectory(1)])
+
+
+def test_a_judge_is_found_by_its_name() -> None:
+    found = load_judge(f"{__name__}:by_hand")
+    assert found is by_hand
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("no_such_module_at_all:judge", r"signals\.judge: cannot import 'no_such_module_at_all' of 'no_such_module"),
+        (
+            f"{__name__}:by_hnad",
+            r"signals\.judge: module 'tests\.learn\.test_judge' has no 'by_hnad'\. Did you mean 'by_",
+        ),
+        (f"{__name__}:NOT_CALLABLE", r"signals\.judge: '.*:NOT_CALLABLE' is \[0\.5\], not a function of a trajectory"),
+        ("by_hand", r"signals\.judge: 'by_hand' lacks its attribute"),
+    ],
+)
+def test_a_name_that_leads_to_no_function_is_refused(name: str, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        load_judge(name)

@@ -1,0 +1,309 @@
+"""Scores of tokens are those of a plain pass over each token's own context; hints and answers change nothing else."""
+
+import asyncio
+import copy
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from agentrl.chat import ChatConfig, ChatMLRenderer, Renderer, load_renderer, train_tokenizer
+from agentrl.engine.transformers import TransformersEngine
+from agentrl.env import base_env, make_env
+from agentrl.learn.batch import MicroBatch
+from agentrl.learn.model import LocalModelConfig, Policy, make_local_model
+from agentrl.learn.signals.scoring import answered_at_each_turn, score_tokens, told_the_end, with_tokens
+from agentrl.rollout import RolloutConfig, RolloutPool
+from agentrl.types import Message, Trajectory
+from tests.test_run import TEMPLATE
+
+TOKENIZER = train_tokenizer([], vocab_size=261)
+TINY = LocalModelConfig(
+    hidden_size=16, num_layers=2, num_heads=2, num_kv_heads=1, intermediate_size=32, initializer_std=0.3
+)
+CPU = torch.device("cpu")
+
+
+class OftenStops(ChatMLRenderer):
+    """Every fourth token ends a turn: random weights sample the one end token too rarely."""
+
+    @property
+    def stop_token_ids(self) -> tuple[int, ...]:
+        return tuple(sorted({self._end_id, *range(5, 261, 4)}))
+
+
+class StartsAnew(OftenStops):
+    """Cannot extend a dialogue by the question about the cat, which is KeyDoor's third."""
+
+    def extend(
+        self, context_ids: Sequence[int], action_ids: Sequence[int], messages: Sequence[Message]
+    ) -> tuple[int, ...]:
+        if any("cat" in message["content"] for message in messages):
+            return None  # type: ignore[return-value]  # as the protocol allows
+        return super().extend(context_ids, action_ids, messages)
+
+
+def new_policy(seed: int = 0, *, sizes: LocalModelConfig = TINY) -> Policy:
+    torch.manual_seed(seed)
+    return Policy(make_local_model(sizes, TOKENIZER))
+
+
+def play(
+    policy: Policy,
+    *,
+    env: str = "key_door",
+    options: dict[str, Any] | None = None,
+    renderer: Renderer | None = None,
+    num: int = 6,
+    **config: Any,
+) -> list[Trajectory]:
+    """Play episodes of tasks of their own with the policy's weights."""
+    settings = {"group_size": 1, "max_turns": 6, "max_turn_tokens": 64, "max_context_tokens": 1024, **config}
+    pool = RolloutPool(
+        make_env=partial(make_env, env, options or {}),
+        engine=TransformersEngine(copy.deepcopy(policy.model).float()),
+        renderer=renderer or StartsAnew(TOKENIZER),
+        config=RolloutConfig.model_validate(settings),
+        seed=1,
+    )
+    try:
+        groups = asyncio.run(pool.collect(num))
+    finally:
+        pool.close()
+    return [trajectory for group in groups for trajectory in group.trajectories]
+
+
+def contexts(trajectory: Trajectory) -> list[tuple[int, ...]]:
+    """List what stood before each action, as the types define it."""
+    found: list[tuple[int, ...]] = []
+    grown: tuple[int, ...] = ()
+    for turn in trajectory.turns:
+        grown = grown + turn.observation_ids if turn.extends else turn.observation_ids
+        found.append(grown)
+        grown += turn.action_ids
+    return found
+
+
+def plain_scores(
+    policy: Policy, trajectory: Trajectory, *, temperature: float = 1.0
+) -> tuple[list[float], list[float]]:
+    """Return log-probability and entropy of each action token, from one pass over one row for each turn."""
+    logprobs: list[float] = []
+    entropies: list[float] = []
+    for turn, context_ids in zip(trajectory.turns, contexts(trajectory), strict=True):
+        with torch.no_grad():
+            logits_LV = policy.model(torch.tensor([[*context_ids, *turn.action_ids]])).logits[0]
+        table_TV = (logits_LV[len(context_ids) - 1 : -1] / temperature).log_softmax(-1)
+        logprobs += table_TV.gather(1, torch.tensor(turn.action_ids)[:, None])[:, 0].tolist()
+        entropies += (-(table_TV.exp() * table_TV).sum(1)).tolist()
+    return logprobs, entropies
+
+
+def logprobs_of(policy: Policy, micro: MicroBatch, *, temperature: float = 1.0) -> Tensor:
+    found: Tensor = policy(micro.input_ids_BL, micro.row_T, micro.position_T, micro.target_T, temperature)[0]
+    return found
+
+
+def entropies_of(policy: Policy, micro: MicroBatch, *, temperature: float = 1.0) -> Tensor:
+    found: Tensor = policy(micro.input_ids_BL, micro.row_T, micro.position_T, micro.target_T, temperature)[1]
+    return found
+
+
+POLICY = new_policy().double()
+
+
+@pytest.fixture(scope="module")
+def played() -> list[Trajectory]:
+    return play(POLICY)
+
+
+def test_the_trajectories_at_hand_are_ragged_and_some_begin_anew(played: list[Trajectory]) -> None:
+    lengths = [sum(len(turn.observation_ids) + len(turn.action_ids) for turn in t.turns) for t in played]
+    assert len(set(lengths)) > 3
+    assert lengths != sorted(lengths)  # micro-batches go by length, so order can be lost
+    assert [turn.extends for turn in played[0].turns] == [True, True, True, False, True, True]
+    assert len({len(turn.action_ids) for t in played for turn in t.turns}) > 4
+
+
+@pytest.mark.parametrize("temperature", [0.6, 1.0, 1.5])
+def test_each_token_is_scored_as_in_a_plain_pass_over_its_own_context(
+    temperature: float, played: list[Trajectory]
+) -> None:
+    expected = [plain_scores(POLICY, t, temperature=temperature) for t in played]
+    for index, score in enumerate((logprobs_of, entropies_of)):
+        columns = score_tokens(partial(score, POLICY, temperature=temperature), played, max_tokens=400, device=CPU)
+        assert len(columns) == len(played)
+        for column_T, scores in zip(columns, expected, strict=True):
+            np.testing.assert_allclose(column_T, scores[index], rtol=1e-9)
+
+
+def test_scores_under_the_weights_that_sampled_are_the_behaviors(played: list[Trajectory]) -> None:
+    columns = score_tokens(partial(logprobs_of, POLICY), played, max_tokens=400, device=CPU)
+    for column_T, trajectory in zip(columns, played, strict=True):
+        behavior = [logprob for turn in trajectory.turns for logprob in turn.behavior_logprobs]
+        np.testing.assert_allclose(column_T, behavior, rtol=1e-5, atol=1e-5)  # the engine ran in float32
+
+
+@settings(max_examples=15, deadline=None)
+@given(order=st.permutations(range(6)), max_tokens=st.integers(min_value=1, max_value=2000))
+def test_any_order_and_any_budget_give_the_same_scores(
+    order: list[int], max_tokens: int, played: list[Trajectory]
+) -> None:
+    score = partial(logprobs_of, POLICY)
+    whole = score_tokens(score, played, max_tokens=10**9, device=CPU)
+    shuffled = score_tokens(score, [played[i] for i in order], max_tokens=max_tokens, device=CPU)
+    for i, column_T in zip(order, shuffled, strict=True):
+        np.testing.assert_allclose(column_T, whole[i], rtol=1e-9)
+
+
+def test_scoring_keeps_no_graph_and_stays_within_its_budget(played: list[Trajectory]) -> None:
+    seen: list[tuple[bool, int, int]] = []
+
+    def score(micro: MicroBatch) -> Tensor:
+        found = logprobs_of(POLICY, micro)
+        seen.append((found.requires_grad, *micro.input_ids_BL.shape))
+        return found
+
+    score_tokens(score, played, max_tokens=1000, device=CPU)
+    assert len(seen) > 1
+    assert all(not requires_grad for requires_grad, *_ in seen)
+    assert all(rows * length <= 1000 for _, rows, length in seen)
+    assert {parameter.grad for parameter in POLICY.parameters()} == {None}
+
+
+def test_a_column_is_cut_where_the_turns_end(played: list[Trajectory]) -> None:
+    trajectory = played[0]
+    column_T = np.arange(trajectory.num_action_tokens, dtype=np.float64)
+    found = with_tokens(trajectory, "entropies", column_T)
+    assert [token for turn in found.turns for token in turn.entropies or ()] == column_T.tolist()
+    assert found.turns[1].entropies == tuple(
+        range(len(trajectory.turns[0].action_ids), sum(len(turn.action_ids) for turn in trajectory.turns[:2]))
+    )
+    assert replace(found, turns=tuple(replace(turn, entropies=None) for turn in found.turns)) == trajectory
+
+
+def tools(env: str) -> list[dict[str, Any]]:
+    return base_env(make_env(env)).tools
+
+
+def written(ids: Sequence[int]) -> str:
+    """Return tokens as text of one character a byte: random bytes are not always valid UTF-8."""
+    return "".join(TOKENIZER.convert_ids_to_tokens(list(ids)))
+
+
+def as_written(text: str) -> str:
+    return written(TOKENIZER.encode(text, add_special_tokens=False))
+
+
+@pytest.mark.parametrize(("rewards", "total"), [((0.25, 0.0, 1.0), "1.25"), ((1 / 3,), "0.333"), ((-2.0,), "-2")])
+def test_the_hint_stands_in_the_first_message_and_wherever_the_history_is_rendered_again(
+    rewards: tuple[float, ...], total: str, played: list[Trajectory]
+) -> None:
+    trajectory = played[0]
+    paid = [*rewards, *[0.0] * (len(trajectory.turns) - len(rewards))]
+    turns = [replace(turn, reward=reward) for turn, reward in zip(trajectory.turns, paid, strict=True)]
+    told = told_the_end(replace(trajectory, turns=tuple(turns)), StartsAnew(TOKENIZER), tools("key_door"))
+    asked = trajectory.turns[0].observation[-1]["content"]
+    hinted = f"{asked}\n(In hindsight: the total reward was {total}.)"
+    assert [turn.extends for turn in told.turns] == [True, True, True, False, True, True]
+    for context_ids, told_ids in zip(contexts(trajectory), contexts(told), strict=True):
+        assert written(context_ids).count(as_written(asked)) == 1
+        assert written(told_ids) == written(context_ids).replace(as_written(asked), as_written(hinted))
+
+
+def test_being_told_changes_no_action_and_nothing_else_of_a_turn(played: list[Trajectory]) -> None:
+    for trajectory in played:
+        told = told_the_end(trajectory, StartsAnew(TOKENIZER), tools("key_door"))
+        restored = [
+            replace(turn, observation_ids=original.observation_ids)
+            for turn, original in zip(told.turns, trajectory.turns, strict=True)
+        ]
+        assert replace(told, turns=tuple(restored)) == trajectory
+        changed = [
+            turn.observation_ids != original.observation_ids
+            for turn, original in zip(told.turns, trajectory.turns, strict=True)
+        ]
+        assert changed == [k == 0 or not turn.extends for k, turn in enumerate(trajectory.turns)]
+
+
+def test_the_hint_tells_the_known_answer() -> None:
+    renderer = OftenStops(TOKENIZER)
+    trajectories = play(POLICY, env="calculator", renderer=renderer, num=4)
+    assert len({t.gold_answer for t in trajectories}) > 1
+    for trajectory in trajectories:
+        told = told_the_end(trajectory, renderer, tools("calculator"))
+        text = TOKENIZER.decode(list(told.turns[0].observation_ids))
+        assert f"=?\n(In hindsight: the total reward was 0. The right answer is: {trajectory.gold_answer})" in text
+        assert "calc(a: integer" in text  # the tools are still there
+
+
+def test_a_template_that_renders_every_turn_anew_tells_the_hint_once_in_each() -> None:
+    tokenizer = train_tokenizer([], vocab_size=261)
+    tokenizer.chat_template = TEMPLATE.replace("REWRITTEN", "loop.index < messages | length - 2")
+    renderer = load_renderer(tokenizer, ChatConfig(rewritten_history="restart"))
+    env = base_env(make_env("key_door"))
+    (trajectory,) = play(POLICY, renderer=Impatient(renderer), num=1)
+    assert [turn.extends for turn in trajectory.turns] == [True] + [False] * 5
+    told = told_the_end(trajectory, renderer, env.tools)
+    for turn, original in zip(told.turns, trajectory.turns, strict=True):
+        text = TOKENIZER.decode(list(turn.observation_ids))
+        hint = "\n(In hindsight: the total reward was 0.)"
+        assert text.count(hint) == 1
+        assert text.replace(hint, "") == TOKENIZER.decode(list(original.observation_ids))
+    scored = score_tokens(partial(logprobs_of, POLICY), [told], max_tokens=10**9, device=CPU)
+    np.testing.assert_allclose(scored[0], plain_scores(POLICY, told)[0], rtol=1e-9)
+    assert np.abs(scored[0] - plain_scores(POLICY, trajectory)[0]).max() > 1e-3  # the hint is read
+
+
+class Impatient:
+    """A renderer under which every fourth token ends a turn."""
+
+    def __init__(self, renderer: Renderer) -> None:
+        self._renderer = renderer
+        self.start, self.extend, self.encode = renderer.start, renderer.extend, renderer.encode
+        self.parse = renderer.parse
+
+    @property
+    def stop_token_ids(self) -> tuple[int, ...]:
+        return tuple(sorted({*self._renderer.stop_token_ids, *range(5, 261, 4)}))
+
+
+def test_the_answer_follows_the_very_context_of_each_turn(played: list[Trajectory]) -> None:
+    renderer = ChatMLRenderer(TOKENIZER)
+    for trajectory in played:
+        known = replace(trajectory, gold_answer="-17")
+        answered = answered_at_each_turn(known, renderer)
+        assert [t.turns[0].observation_ids for t in answered] == contexts(trajectory)
+        assert {t.turns[0].action_ids for t in answered} == {tuple(TOKENIZER.encode("-17", add_special_tokens=False))}
+        assert {len(t.turns) for t in answered} == {1}
+
+
+def test_the_stop_token_of_a_template_is_left_out_of_the_answer_too(played: list[Trajectory]) -> None:
+    tokenizer = train_tokenizer([], vocab_size=261)
+    tokenizer.chat_template = TEMPLATE.replace("REWRITTEN", "false")
+    renderer = load_renderer(tokenizer, ChatConfig())
+    assert renderer.encode({"role": "assistant", "content": "42"})[-1] in renderer.stop_token_ids
+    (attempt, *_) = answered_at_each_turn(replace(played[0], gold_answer="42"), renderer)
+    assert TOKENIZER.decode(list(attempt.turns[0].action_ids)) == "42"
+
+
+def test_the_score_of_an_answer_is_that_of_a_plain_pass(played: list[Trajectory]) -> None:
+    trajectory = replace(played[0], gold_answer="1234")
+    answered = answered_at_each_turn(trajectory, ChatMLRenderer(TOKENIZER))
+    columns = score_tokens(partial(logprobs_of, POLICY), answered, max_tokens=500, device=CPU)
+    answer_ids = TOKENIZER.encode("1234", add_special_tokens=False)
+    assert len(answer_ids) == 4
+    means = []
+    for context_ids in contexts(trajectory):
+        with torch.no_grad():
+            table = POLICY.model(torch.tensor([[*context_ids, *answer_ids]])).logits[0].log_softmax(-1)
+        means.append(np.mean([float(table[len(context_ids) - 1 + j, token]) for j, token in enumerate(answer_ids)]))
+    np.testing.assert_allclose([column_T.mean() for column_T in columns], means, rtol=1e-9)
+    assert np.ptp(means) > 1e-3
