@@ -10,7 +10,16 @@ if TYPE_CHECKING:
     from agentrl.credit import Credit, CreditScheme, Need, assign_credit, load_credit
     from agentrl.env import MessageEnv, ToolEnv, run_command, tool, tool_call
     from agentrl.errors import AgentRLError, ConfigError, CreditError, EnvironmentFailure, UserError
-    from agentrl.types import Completion, Message, Sampling, StopReason, Trajectory, TrajectoryGroup, Turn
+    from agentrl.types import (
+        Completion,
+        FinishReason,
+        Message,
+        Sampling,
+        StopReason,
+        Trajectory,
+        TrajectoryGroup,
+        Turn,
+    )
 
 __version__ = "0.1.0"
 
@@ -18,14 +27,23 @@ _HOMES = {
     "agentrl.credit": ("Credit", "CreditScheme", "Need", "assign_credit", "load_credit"),
     "agentrl.env": ("MessageEnv", "ToolEnv", "run_command", "tool", "tool_call"),
     "agentrl.errors": ("AgentRLError", "ConfigError", "CreditError", "EnvironmentFailure", "UserError"),
-    "agentrl.types": ("Completion", "Message", "Sampling", "StopReason", "Trajectory", "TrajectoryGroup", "Turn"),
+    "agentrl.types": (
+        "Completion",
+        "FinishReason",
+        "Message",
+        "Sampling",
+        "StopReason",
+        "Trajectory",
+        "TrajectoryGroup",
+        "Turn",
+    ),
 }
 _HOME = {name: module for module, members in _HOMES.items() for name in members}
 
 __all__ = [  # noqa: RUF022 - by theme
     "MessageEnv", "ToolEnv", "tool", "tool_call", "run_command", "Message",
     "CreditScheme", "Credit", "Need", "assign_credit", "load_credit",
-    "Turn", "Trajectory", "TrajectoryGroup", "StopReason", "Completion", "Sampling",
+    "Turn", "Trajectory", "TrajectoryGroup", "StopReason", "FinishReason", "Completion", "Sampling",
     "AgentRLError", "UserError", "ConfigError", "CreditError", "EnvironmentFailure",
 ]  # fmt: skip
 

@@ -172,6 +172,13 @@ def _steps_done(folder: "RunFolder") -> int | None:
 
 def _eval(options: argparse.Namespace, rest: list[str]) -> None:
     recipe, run_dir = _load(options.target, rest)
+    # An evaluation credits nothing, so that a teacher or a critic that has gone is not missed.
+    recipe = recipe.model_copy(
+        update={
+            "credit": {"scheme": "uniform", "lone": "keep"},
+            "loss": recipe.loss.model_copy(update={"kl_coefficient": 0.0}),
+        }
+    )
     from agentrl.report.folder import RunFolder
     from agentrl.run import Run
 
@@ -275,11 +282,14 @@ def _envs(_: argparse.Namespace, __: list[str]) -> None:
 
 def _credit(_: argparse.Namespace, __: list[str]) -> None:
     table = Table("scheme", "what it is", "needs", "credits each", "paper", "fields and defaults")
-    from agentrl.credit import installed_credit
-    from agentrl.registry import resolve
+    from agentrl.credit import credit_class, installed_credit
 
     for name, needs in installed_credit().items():
-        scheme = resolve(name, group="agentrl.credit", field="scheme")
+        try:
+            scheme = credit_class(name)
+        except ConfigError as error:
+            table.add_row(name, Text(str(error)))
+            continue
         fields = ", ".join(f"{field} {info.default}" for field, info in scheme.model_fields.items())
         mark = " (experimental)" if scheme.experimental else ""
         table.add_row(

@@ -13,7 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from pydantic_settings import BaseSettings, CliSettingsSource, SettingsConfigDict, SettingsError
 
 from agentrl.chat import ChatConfig
-from agentrl.credit import load_credit
+from agentrl.credit import load_credit, load_fallback
 from agentrl.engine import EngineConfig
 from agentrl.env.config import EnvConfig
 from agentrl.errors import ConfigError, UserError
@@ -68,7 +68,9 @@ class Recipe(BaseModel):
                 f"rollout.max_context_tokens: {rollout.max_context_tokens}"
             )
         scheme = load_credit(self.credit)
-        if rollout.group_size == 1 and getattr(scheme, "lone", None) == "error":
+        schemes = [scheme, load_fallback(scheme)] if "fallback" in self.credit else [scheme]
+        rules = [getattr(layer, "lone", None) for one in schemes for layer in one.layers()]
+        if rollout.group_size == 1 and "error" in rules:
             raise ValueError(
                 "rollout.group_size: 1 gives every trajectory nothing to be compared with; raise it, or set credit.lone"
             )
@@ -136,6 +138,7 @@ def _parse_overrides(arguments: Sequence[str]) -> dict[str, Any]:
 def _open_mappings(arguments: Sequence[str]) -> list[str]:
     """Rewrite options below free mappings (`--credit.gamma .5`) as JSON (`--credit {"gamma": 0.5}`), which argparse knows."""
     rewritten: list[str] = []
+    mappings: dict[str, dict[str, Any]] = {}
     rest = list(arguments)
     while rest:
         option = rest.pop(0)
@@ -154,6 +157,8 @@ def _open_mappings(arguments: Sequence[str]) -> list[str]:
             raise ConfigError(f"{name}: {value!r} is not valid YAML") from error
         for key in reversed(name.removeprefix(prefix).split(".")):
             nested = {key: nested}
+        mappings[prefix] = _merged(mappings.get(prefix, {}), nested)
+    for prefix, nested in mappings.items():
         rewritten += [prefix.removesuffix("."), json.dumps(nested, default=str)]  # a YAML date is no JSON: as written
     return rewritten
 

@@ -5,7 +5,8 @@
 
 import math
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal, Self
 
@@ -18,6 +19,12 @@ from agentrl.registry import names, resolve, suggest
 from agentrl.types import Need, Trajectory, TrajectoryGroup
 
 __all__ = ["Credit", "CreditScheme", "Need", "assign_credit", "load_credit", "load_credit_for"]
+
+_SOURCES = {
+    Need.TEACHER_LOGPROBS: "signals.teacher to a model",
+    Need.TURN_SCORES: "signals.judge to module:function",
+}
+"""What the recipe must name for a need that no environment provides."""
 
 FloatArray = npt.NDArray[np.float32]
 BoolArray = npt.NDArray[np.bool_]
@@ -121,6 +128,17 @@ class CreditScheme(BaseModel):
         """Return what this instance reads: `needs`, and what its options add."""
         return self.needs
 
+    def within(self) -> "CreditScheme | None":
+        """Return the scheme that this one is built around, where there is one."""
+        return None
+
+    def layers(self) -> "Iterator[CreditScheme]":
+        """Yield this scheme, the one within it, and so on."""
+        scheme: CreditScheme | None = self
+        while scheme is not None:
+            yield scheme
+            scheme = scheme.within()
+
     @abstractmethod
     def assign(self, groups: Sequence[TrajectoryGroup]) -> list[list[Credit]]:
         """Return one `Credit` for each trajectory of each group, in the order given."""
@@ -141,9 +159,7 @@ def load_credit(spec: Mapping[str, Any], *, field: str = "credit") -> CreditSche
         raise ConfigError(f"{field}.fallback: the only fallback is 'uniform', got {spec['fallback']!r}")
     if not isinstance(name, str):
         raise ConfigError(f"{field}.scheme: expected the name of a credit scheme, got {name!r}")
-    cls = resolve(name, group="agentrl.credit", field=f"{field}.scheme")
-    if not (isinstance(cls, type) and issubclass(cls, CreditScheme)):
-        raise ConfigError(f"{field}.scheme: {name!r} is {cls!r}, not a subclass of agentrl.CreditScheme")
+    cls = credit_class(name, field=field)
     if missing := sorted(cls.__abstractmethods__):
         raise ConfigError(f"{field}.scheme: {name!r} does not define {', '.join(missing)}")
     for key in options:
@@ -154,6 +170,18 @@ def load_credit(spec: Mapping[str, Any], *, field: str = "credit") -> CreditSche
     except ValidationError as error:
         lines = [f"{'.'.join([field, *map(str, e['loc'])])}: {e['msg']} (got {e['input']!r})" for e in error.errors()]
         raise ConfigError("\n".join(lines)) from error
+
+
+def credit_class(name: str, *, field: str = "credit") -> type[CreditScheme]:
+    """Return the class of a scheme by its entry point's name or `module:Class`.
+
+    Raises:
+        ConfigError: when there is none, or it is no credit scheme.
+    """
+    cls = resolve(name, group="agentrl.credit", field=f"{field}.scheme")
+    if not (isinstance(cls, type) and issubclass(cls, CreditScheme)):
+        raise ConfigError(f"{field}.scheme: {name!r} is {cls!r}, not a subclass of agentrl.CreditScheme")
+    return cls
 
 
 def installed_credit() -> dict[str, frozenset[Need] | None]:
@@ -183,19 +211,31 @@ def load_credit_for(
     missing = sorted(scheme.requirements() - provided)
     if not missing:
         return scheme, None
-    problem = f"{field}.scheme: {spec['scheme']!r} needs {', '.join(missing)}, which the environment {env_id!r} lacks"
+    unset = [f"{need} (set {_SOURCES[need]})" for need in missing if need in _SOURCES]
+    lacking = (
+        [f"{', '.join(found)}, which the environment {env_id!r} lacks"]
+        if (found := [need for need in missing if need not in _SOURCES])
+        else []
+    )
+    problem = f"{field}.scheme: {spec['scheme']!r} needs {'; and '.join([*unset, *lacking])}"
     if spec.get("fallback") == "uniform":
-        return load_credit({"scheme": "uniform"}), f"{problem}; falling back to uniform"
+        return load_fallback(scheme), f"{problem}; falling back to uniform"
     working = [name for name, needs in installed_credit().items() if needs is not None and needs <= provided]
     raise ConfigError(f"{problem}. These would work: {', '.join(working)}. Or set {field}.fallback: uniform")
+
+
+def load_fallback(scheme: CreditScheme) -> CreditScheme:
+    """Return plain GSPO in place of a scheme, with its rule for a lone trajectory."""
+    lone = next((layer.lone for layer in scheme.layers() if hasattr(layer, "lone")), None)
+    return load_credit({"scheme": "uniform"} | ({} if lone is None else {"lone": lone}))
 
 
 def assign_credit(scheme: CreditScheme, groups: Sequence[TrajectoryGroup]) -> list[list[Credit]]:
     """Credit all groups; failed trajectories are hidden from the scheme and come back excluded.
 
     Raises:
-        CreditError: naming the trajectory, for a reward that is not finite or an id that is there twice; naming the
-            scheme and the trajectory, when what the scheme returned does not fit.
+        CreditError: naming the trajectory, for a reward that is not finite, a turn without a token, or an id that is
+            there twice; naming the scheme and the trajectory, when what the scheme returned does not fit.
     """
     _check_groups(groups)
     valid = [replace(group, trajectories=group.valid) for group in groups]
@@ -212,6 +252,8 @@ def assign_credit(scheme: CreditScheme, groups: Sequence[TrajectoryGroup]) -> li
 
 def _check_groups(groups: Sequence[TrajectoryGroup]) -> None:
     """Stop what would spoil a whole group's statistics, or let one trajectory take another's credit."""
+    if twice := [group_id for group_id, num in Counter(group.group_id for group in groups).items() if num > 1]:
+        raise CreditError(f"group {twice[0]} is there twice: its trajectories belong together")
     seen = set()
     for group in groups:
         for trajectory in group.trajectories:
@@ -222,8 +264,14 @@ def _check_groups(groups: Sequence[TrajectoryGroup]) -> None:
             if key in seen:
                 raise CreditError(f"{where} is there twice: ids must be unique within a batch")
             seen.add(key)
+            if trajectory.failed:
+                continue
+            if not trajectory.turns:
+                raise CreditError(f"{where} has no turns, and did not fail")
             for k, turn in enumerate(trajectory.turns):
-                if not trajectory.failed and not math.isfinite(turn.reward):
+                if not turn.action_ids:
+                    raise CreditError(f"{where}, turn {k}: no token was sampled")
+                if not math.isfinite(turn.reward):
                     raise CreditError(f"{where}, turn {k}: the reward is {turn.reward}, not a finite number")
 
 

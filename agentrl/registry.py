@@ -50,15 +50,20 @@ def resolve(spec: str, *, group: Group, field: str) -> Any:
         ) from error
 
 
-def import_attribute(spec: str, *, field: str) -> Any:
+def import_attribute(spec: str, *, field: str, kind: str = "Class") -> Any:
     """Return what `module:attribute` names.
+
+    Args:
+        spec: the two names.
+        field: of the recipe, for error messages.
+        kind: what to call the attribute in them.
 
     Raises:
         ConfigError: naming `field`, when there is no such thing, or when the module cannot be imported.
     """
     name, _, attribute = spec.partition(":")
     if not name or not attribute:
-        raise ConfigError(f"{field}: {spec!r} lacks its {'attribute' if name else 'module'}; write 'module:Class'")
+        raise ConfigError(f"{field}: {spec!r} lacks its {'attribute' if name else 'module'}; write 'module:{kind}'")
     try:
         module = importlib.import_module(name)
     except Exception as error:  # a stranger's module may raise anything while it is imported

@@ -24,7 +24,7 @@ from agentrl.env import make_env
 from agentrl.errors import ConfigError
 from agentrl.learn.checkpoint import checkpoints, load_checkpoint, save_checkpoint, write_folder
 from agentrl.learn.evaluate import Evaluation, evaluate
-from agentrl.learn.model import Policy, load_pretrained, make_local_model
+from agentrl.learn.model import Policy, check_dropout, load_pretrained, make_local_model
 from agentrl.learn.signals import Signals
 from agentrl.learn.trainer import StepResult, Trainer
 from agentrl.learn.warmup import demonstrations, warm_up
@@ -64,29 +64,32 @@ class Run:
         credit, warning = load_credit_for(recipe.credit, provided=provided, env_id=recipe.env.id)
         self.warnings += [warning] if warning else []
         self._falls_back = warning is not None
+        self._forks = Need.BRANCHES in credit.requirements()
         if recipe.model.name_or_path is None:
             # Demonstrations for the tokenizer are about to be played; the context is measured once there is one.
             self._try_environment(ChatMLRenderer(train_tokenizer([], vocab_size=261)), 2**31)
         model, self.tokenizer = self._load_model(tokenizer_folder)
+        check_dropout(model.config)
         _check_positions(recipe, model.config)
         self._renderer = load_renderer(self.tokenizer, recipe.chat, name_or_path=recipe.model.name_or_path or "local")
         engine_model = copy.deepcopy(model).to(self._accelerator.device)
         if recipe.train.precision == "bfloat16":
             engine_model = engine_model.to(torch.bfloat16)
         self._engine = TransformersEngine(engine_model, recipe.engine)
-        self._pool = self._new_pool(recipe.rollout.temperature, fork=Need.BRANCHES in credit.requirements())
+        self._pool = self._new_pool(recipe.rollout.temperature, fork=self._forks)
         self._policy = Policy(model)
         self._signals = Signals(
             credit,
             recipe.signals,
             policy=self._policy.to(self._accelerator.device),
-            load_teacher=partial(_load_teacher, recipe),
+            load_teacher=partial(_load_teacher, recipe, self.tokenizer),
             renderer=self._renderer,
             tools=offered.tools,
             temperature=recipe.rollout.temperature,
             max_tokens=recipe.train.max_tokens_per_micro_batch,
             seed=recipe.seed,
             runner=self._runner,
+            autocast=self._accelerator.autocast,
         )
         self._needs_reference = recipe.loss.kl_coefficient > 0 or self._signals.needs_reference
         self._trainer = Trainer(
@@ -184,7 +187,9 @@ class Run:
     def _try_environment(self, renderer: Renderer, max_context_tokens: int) -> None:
         config = self.recipe.rollout.model_copy(update={"max_context_tokens": max_context_tokens})
         seed = self.recipe.seed
-        self._runner.run(try_environment(make_env=self._make_env, renderer=renderer, config=config, seed=seed))
+        self._runner.run(
+            try_environment(make_env=self._make_env, renderer=renderer, config=config, seed=seed, fork=self._forks)
+        )
 
     def _load_model(self, tokenizer_folder: Path | None) -> tuple[Any, Any]:
         settings = self.recipe.model
@@ -294,25 +299,34 @@ def _accelerator(recipe: Recipe) -> Accelerator:
             raise ConfigError(
                 f"report.trackers: {name!r} is not installed (pip install {name}), or none of accelerate's: {known}"
             )
-    return Accelerator(
+    accelerator = Accelerator(
         cpu=recipe.train.device == "cpu",
         mixed_precision="bf16" if recipe.train.precision == "bfloat16" else "no",
         log_with=trackers or None,
         project_dir=None if recipe.run_dir is None else str(recipe.run_dir),
     )
+    if accelerator.num_processes > 1:
+        raise ConfigError(
+            f"started as {accelerator.num_processes} processes: agentrl trains on one; start it without a launcher"
+        )
+    return accelerator
 
 
-def _load_teacher(recipe: Recipe) -> Policy:
-    name = recipe.signals.teacher
+def _load_teacher(recipe: Recipe, tokenizer: Any) -> Policy:
+    field, name = "signals.teacher", recipe.signals.teacher
     assert name is not None, "a scheme that reads a teacher is refused without one"
-    model, _ = load_pretrained(name, field="signals.teacher", attention=recipe.model.attention)
-    return Policy(model)
+    model, other = load_pretrained(name, field=field, attention=recipe.model.attention)
+    if other.get_vocab() != tokenizer.get_vocab():
+        raise ConfigError(f"{field}: the tokenizer of {name!r} is not the policy's, so its tokens mean something else")
+    _check_positions(recipe, model.config, whose=f"{field}: the teacher's")
+    if recipe.train.precision == "bfloat16":
+        model = model.to(torch.bfloat16)
+    return Policy(model, field=field)
 
 
-def _check_positions(recipe: Recipe, config: Any) -> None:
+def _check_positions(recipe: Recipe, config: Any, *, whose: str = "the model's") -> None:
     limit = getattr(config, "max_position_embeddings", None)
     if limit is not None and recipe.rollout.max_context_tokens > limit:
         raise ConfigError(
-            f"rollout.max_context_tokens: {recipe.rollout.max_context_tokens} exceeds the model's {limit} positions; "
-            "lower it"
+            f"rollout.max_context_tokens: {recipe.rollout.max_context_tokens} exceeds {whose} {limit} positions; lower it"
         )

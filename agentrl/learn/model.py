@@ -116,17 +116,23 @@ def load_pretrained(
     return model, tokenizer
 
 
-def check_trainable(config: Any) -> None:
-    """Refuse models whose logits are more than a linear map of the hidden states, and models that drop out.
+def check_head(config: Any, *, field: str = "model.name_or_path") -> None:
+    """Refuse models whose logits are more than a linear map of the hidden states.
 
     Raises:
         ConfigError: naming what is in the way.
     """
     scale = {name: getattr(config, name, None) for name in ("logit_scale", "logits_scaling", "final_logit_softcapping")}
     if found := {name: value for name, value in scale.items() if value not in (None, 1, 1.0)}:
-        raise ConfigError(
-            f"model.name_or_path: {config.model_type} changes its logits by {found}, which the fused head lacks"
-        )
+        raise ConfigError(f"{field}: {config.model_type} changes its logits by {found}, which the fused head lacks")
+
+
+def check_dropout(config: Any) -> None:
+    """Refuse to train models that drop out.
+
+    Raises:
+        ConfigError: naming what is in the way.
+    """
     dropout = {k: v for k, v in config.to_dict().items() if "dropout" in k or k.endswith("_pdrop")}
     if found := {name: value for name, value in dropout.items() if isinstance(value, float) and value > 0}:
         raise ConfigError(f"model.name_or_path: dropout makes importance ratios random; set {', '.join(found)} to 0")
@@ -138,9 +144,9 @@ class Policy(nn.Module):
     One module, so that accelerate's wrappers see one forward pass.
     """
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: Any, *, field: str = "model.name_or_path") -> None:
         super().__init__()
-        check_trainable(model.config)
+        check_head(model.config, field=field)
         self.model = model
 
     def forward(

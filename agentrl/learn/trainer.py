@@ -20,7 +20,7 @@ from transformers import get_scheduler
 
 from agentrl.credit import Credit, CreditScheme, assign_credit
 from agentrl.engine import Engine
-from agentrl.errors import EngineError, TrainingError
+from agentrl.errors import ConfigError, EngineError, TrainingError
 from agentrl.learn.batch import MicroBatch, make_batch, micro_batches
 from agentrl.learn.loss import LossConfig, kl_loss, mismatch_weights, policy_loss
 from agentrl.learn.metrics import Tally, first_metrics, rollout_metrics, update_metrics
@@ -28,6 +28,8 @@ from agentrl.learn.model import Policy
 from agentrl.learn.signals import Signals
 from agentrl.rollout import RolloutPool, derive_seed
 from agentrl.types import Sampling, Trajectory, TrajectoryGroup
+
+_CRITIC = "critic.pt"
 
 Beta = Annotated[float, Field(ge=0, lt=1)]
 
@@ -121,6 +123,7 @@ class Trainer:
         """
         self._accelerator, self._engine, self._pool = accelerator, engine, pool
         self._credit, self._signals, self._loss, self._config = credit, signals, loss, config
+        self._critic = None if signals is None else signals.critic
         self._temperature, self._seed, self._runner = temperature, seed, runner
         optimizer = torch.optim.AdamW(
             policy.parameters(),
@@ -138,8 +141,6 @@ class Trainer:
             num_training_steps=config.steps * config.num_minibatches,
         )
         accelerator.register_for_checkpointing(self._schedule)
-        if signals is not None and signals.critic is not None:
-            accelerator.register_for_checkpointing(signals.critic)
         self._reference: Policy | None = None
         self.finished_steps = 0
 
@@ -215,10 +216,22 @@ class Trainer:
     def save(self, folder: Path) -> None:
         """Write weights, optimizer, schedule and random states into `folder`."""
         self._accelerator.save_state(str(folder))
+        if self._critic is not None:
+            torch.save(self._critic.state_dict(), folder / _CRITIC)
 
     def load(self, folder: Path) -> None:
-        """Read what `save` wrote; `start_engine` hands the weights on. Rates and betas are those of the recipe."""
+        """Read what `save` wrote; `start_engine` hands the weights on. Rates and betas are those of the recipe.
+
+        Raises:
+            ConfigError: for a critic where the run had none.
+        """
         self._accelerator.load_state(str(folder))
+        if self._critic is not None:
+            if not (folder / _CRITIC).is_file():
+                raise ConfigError(
+                    "the credit scheme reads a critic, and this run trained none; begin a new run with it"
+                )
+            self._critic.load_state_dict(torch.load(folder / _CRITIC, map_location=self._accelerator.device))
         config, schedule = self._config, self._schedule
         schedule.base_lrs = [config.learning_rate for _ in schedule.base_lrs]
         for group, factor in zip(self._optimizer.param_groups, schedule.lr_lambdas, strict=True):

@@ -45,7 +45,8 @@ def _table(record: TrajectoryRecord, credit: Credit, scale: float) -> Table:
     table.add_column("advantage", justify="right")
     table.add_column("in training", justify="right")
     ends = np.cumsum([len(turn.action_ids) for turn in record.turns])
-    pieces = zip(np.split(credit.advantages_T, ends[:-1]), np.split(credit.keep_T, ends[:-1]), strict=True)
+    advantages, keeps = np.split(credit.advantages_T, ends)[:-1], np.split(credit.keep_T, ends)[:-1]
+    pieces = zip(advantages, keeps, strict=True)
     for number, (turn, (advantages_T, keep_T)) in enumerate(zip(record.turns, pieces, strict=True), 1):
         table.add_row(
             str(number),

@@ -3,14 +3,14 @@
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 
 from agentrl.credit import Credit
 from agentrl.errors import UserError
-from agentrl.types import FinishReason, Message, StopReason, Trajectory, TrajectoryGroup, Turn
+from agentrl.types import PER_TOKEN, FinishReason, Message, StopReason, Trajectory, TrajectoryGroup, Turn
 
 MEASURED = tuple(
     f.name for f in fields(Turn) if f.default is None and f.name not in ("state_key", "next_state_key", "action_key")
@@ -40,7 +40,7 @@ class TurnRecord(BaseModel):
     state_key: str | None
     next_state_key: str | None
     action_key: str | None
-    finish_reason: str
+    finish_reason: FinishReason
     extras: dict[str, Any]
     values: list[float] | None = None
     """This and what follows stands only where the credit scheme read it."""
@@ -51,6 +51,15 @@ class TurnRecord(BaseModel):
     answer_logprob: float | None = None
     score: float | None = None
     branch_rewards: list[list[float]] | None = None
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        per_token = ("action_pieces", "behavior_logprobs", "versions", "advantages", "keep")
+        measured = [name for name in MEASURED if name in PER_TOKEN and getattr(self, name) is not None]
+        for name in (*per_token, *measured):
+            if (num := len(getattr(self, name))) != len(self.action_ids):
+                raise ValueError(f"{name} has {num} entries for {len(self.action_ids)} action tokens")
+        return self
 
 
 class TrajectoryRecord(BaseModel):
@@ -156,10 +165,9 @@ def _trajectory(record: TrajectoryRecord) -> Trajectory:
 
 
 def _turn(record: TurnRecord) -> Turn:
-    own = {f.name for f in fields(Turn)} - {"observation", "finish_reason"}
+    own = {f.name for f in fields(Turn)} - {"observation"}
     columns: dict[str, Any] = {name: _frozen(value) for name, value in record.model_dump(include=own).items()}
-    finish_reason = FinishReason(record.finish_reason)
-    return Turn(**columns, observation=tuple(record.observation), finish_reason=finish_reason)
+    return Turn(**columns, observation=tuple(record.observation))
 
 
 def _frozen(value: Any) -> Any:

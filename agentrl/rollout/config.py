@@ -15,7 +15,8 @@ class BranchConfig(BaseModel):
     every: PositiveInt = 1
     """Fork every so many turns, beginning with the first."""
     budget_tokens: PositiveInt = 4096
-    """Most tokens sampled for one episode's forks. One rollout a turn, then a second, and so on, until they are used up."""
+    """Tokens sampled for one episode's forks after which no other rollout is begun. One rollout a turn, then a second, and so
+    on."""
 
 
 class RolloutConfig(BaseModel):

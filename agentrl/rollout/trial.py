@@ -65,8 +65,12 @@ async def offer(make_env: MakeEnv, *, timeout_s: float) -> Offer:
         thread.close()
 
 
-async def try_environment(*, make_env: MakeEnv, renderer: Renderer, config: RolloutConfig, seed: int) -> None:
+async def try_environment(
+    *, make_env: MakeEnv, renderer: Renderer, config: RolloutConfig, seed: int, fork: bool = False
+) -> None:
     """Play one episode of empty messages, so that a broken environment shows before anything is written.
+
+    With `fork`, rollouts are forked from it too.
 
     Raises:
         EnvironmentFailure: with the words of what went wrong.
@@ -76,7 +80,7 @@ async def try_environment(*, make_env: MakeEnv, renderer: Renderer, config: Roll
     task = Task(group_id="trial", rollout_index=0, seed=seed, sampling_seed=seed)
     try:
         trajectory = await run_episode(
-            task, make_env=make_env, engine=_Silence(), renderer=renderer, config=config, thread=thread
+            task, make_env=make_env, engine=_Silence(), renderer=renderer, config=config, thread=thread, fork=fork
         )
     finally:
         thread.close()

@@ -7,7 +7,7 @@ from typing import ClassVar
 from pydantic import Field
 
 from agentrl import Credit, CreditScheme, Need, Trajectory, TrajectoryGroup, Turn, load_credit
-from agentrl_credit.turns import Spec, map_turns, needed, requirements_after
+from agentrl_credit.turns import RewardSpec, map_turns, needed, requirements_after
 
 
 class Judge(CreditScheme):
@@ -21,14 +21,18 @@ class Judge(CreditScheme):
     needs: ClassVar[frozenset[Need]] = frozenset({Need.TURN_SCORES})
     paper: ClassVar = "process rewards by a judge"
 
-    then: Spec = Field(default={"scheme": "turn_return"})
+    then: RewardSpec = Field(default={"scheme": "turn_return"})
     """The scheme that credits the rewards, as under `credit:` in a recipe."""
     score_weight: float = Field(default=1.0, allow_inf_nan=False)
     """Weight of a score beside the environment's reward, in units of reward."""
 
+    def within(self) -> CreditScheme:
+        """Return the scheme that credits the rewards."""
+        return load_credit(self.then)
+
     def requirements(self) -> frozenset[Need]:
         """Return the scores, and what the scheme after them reads beside turn rewards."""
-        return self.needs | requirements_after(self.then)
+        return self.needs | requirements_after(self.within())
 
     def assign(self, groups: Sequence[TrajectoryGroup]) -> list[list[Credit]]:
         """Return one `Credit` for each trajectory of each group, in the order given.
@@ -36,7 +40,7 @@ class Judge(CreditScheme):
         Raises:
             CreditError: for a turn without a score, and what the scheme after it raises.
         """
-        return load_credit(self.then).assign(map_turns(groups, self._rewarded))
+        return self.within().assign(map_turns(groups, self._rewarded))
 
     def _rewarded(self, trajectory: Trajectory) -> list[Turn]:
         scored = zip(trajectory.turns, needed(trajectory, "score"), strict=True)

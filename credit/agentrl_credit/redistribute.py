@@ -9,7 +9,7 @@ from pydantic import Field
 
 from agentrl import Credit, CreditScheme, Need, TrajectoryGroup, load_credit
 from agentrl_credit.stages import Array, Ints, label
-from agentrl_credit.turns import Spec, Turns, map_turns, requirements_after
+from agentrl_credit.turns import RewardSpec, Turns, map_turns, requirements_after
 
 
 class Redistribute(CreditScheme):
@@ -25,14 +25,18 @@ class Redistribute(CreditScheme):
     needs: ClassVar[frozenset[Need]] = frozenset({Need.STATE_KEYS, Need.ACTION_KEYS})
     paper: ClassVar = "RUDDER 1806.07857, SPA-RL 2505.20732"
 
-    then: Spec = Field(default={"scheme": "turn_return"})
+    then: RewardSpec = Field(default={"scheme": "turn_return"})
     """The scheme that credits the redistributed rewards, as under `credit:` in a recipe."""
     ridge: float = Field(default=1.0, gt=0, allow_inf_nan=False)
     """Number of observations that the prior w = 0 weighs as much as."""
 
+    def within(self) -> CreditScheme:
+        """Return the scheme that credits the rewards."""
+        return load_credit(self.then)
+
     def requirements(self) -> frozenset[Need]:
         """Return what the fit reads, and what the scheme after it reads beside turn rewards."""
-        return self.needs | requirements_after(self.then)
+        return self.needs | requirements_after(self.within())
 
     def assign(self, groups: Sequence[TrajectoryGroup]) -> list[list[Credit]]:
         """Return one `Credit` for each trajectory of each group, in the order given.
@@ -45,7 +49,7 @@ class Redistribute(CreditScheme):
             groups,
             lambda t: [replace(turn, reward=float(r)) for turn, r in zip(t.turns, next(rewards), strict=True)],
         )
-        return load_credit(self.then).assign(moved)
+        return self.within().assign(moved)
 
     def _rewards(self, turns: Turns) -> Iterator[Array]:
         """Yield the redistributed rewards of each trajectory."""

@@ -3,6 +3,7 @@
 Legend: `M` trajectories that are compared, `N` their turns, one trajectory after the other.
 """
 
+import math
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -13,7 +14,18 @@ import numpy as np
 import numpy.typing as npt
 from pydantic import AfterValidator
 
-from agentrl import Credit, CreditError, CreditScheme, Need, Trajectory, TrajectoryGroup, Turn, load_credit
+from agentrl import (
+    ConfigError,
+    Credit,
+    CreditError,
+    CreditScheme,
+    FinishReason,
+    Need,
+    Trajectory,
+    TrajectoryGroup,
+    Turn,
+    load_credit,
+)
 from agentrl_credit.stages import Array, Ints, cell_means, gae, label, returns_to_go, shrink
 
 Lone = Literal["error", "keep", "drop"]
@@ -21,12 +33,25 @@ Lone = Literal["error", "keep", "drop"]
 
 
 def _checked(spec: dict[str, Any]) -> dict[str, Any]:
+    if "fallback" in spec:
+        raise ConfigError("credit: `fallback` belongs to the outer scheme, whose data may be missing")
     load_credit(spec)
+    return spec
+
+
+def _of_rewards(spec: dict[str, Any]) -> dict[str, Any]:
+    if Need.VALUES in load_credit(spec).requirements():
+        raise ConfigError(
+            f"credit.then: {spec['scheme']!r} reads a critic, which learns the environment's rewards and not these; choose "
+            "a scheme without one"
+        )
     return spec
 
 
 Spec = Annotated[dict[str, Any], AfterValidator(_checked)]
 """Another scheme with its fields, as under `credit:` in a recipe."""
+RewardSpec = Annotated[Spec, AfterValidator(_of_rewards)]
+"""A scheme for other rewards than the environment's: one without a critic."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -80,15 +105,17 @@ class Turns:
         pieces = zip(self.split(self.rewards_N), self.split(values_N), np.asarray(final_values_M), strict=True)
         return _joined(gae(r, v, gamma=gamma, lam=lam, final_value=float(last)) for r, v, last in pieces)
 
-    def keys(self, name: Literal["state_key", "action_key"]) -> list[str]:
-        """Return the key of each turn.
+    def keys(self, name: Literal["state_key", "action_key"]) -> list[str | None]:
+        """Return the key of each turn; an action that was cut off was never carried out, and its key is None.
 
         Raises:
             CreditError: naming the trajectory and the turn that has none.
         """
-        found: list[Any] = [getattr(turn, name) for t in self.trajectories for turn in t.turns]
-        if None in found:
-            n = found.index(None)
+        turns = [turn for t in self.trajectories for turn in t.turns]
+        found: list[str | None] = [getattr(turn, name) for turn in turns]
+        for n, (key, turn) in enumerate(zip(found, turns, strict=True)):
+            if key is not None or (name == "action_key" and turn.finish_reason is not FinishReason.STOP):
+                continue
             trajectory, words = self.trajectories[int(self.owner_N[n])], name.replace("_", " ")
             raise CreditError(
                 f"trajectory {trajectory.trajectory_id}, turn {int(self.index_N[n])}: no {words}, which this scheme needs. "
@@ -109,7 +136,7 @@ class Turns:
         """
         returns_N, last_M = self.returns_to_go(gamma=gamma), [t.turns[-1] for t in self.trajectories]
         # After the turns, one question for each trajectory: the value of the state that its last turn led to.
-        after_M = [turn.next_state_key or turn.state_key for turn in last_M]
+        after_M = [t.state_key if t.next_state_key is None else t.next_state_key for t in last_M]
         groups = np.concatenate([self.group_N, self.group_M])
         owners = np.concatenate([self.owner_N, np.arange(len(after_M))]) if leave_one_out else None
         is_turn = np.arange(len(groups)) < len(returns_N)
@@ -130,21 +157,28 @@ def needed(trajectory: Trajectory, name: str) -> list[Any]:
     """Return a field of every turn of a trajectory.
 
     Raises:
-        CreditError: naming the trajectory and the turn where it was not measured.
+        CreditError: naming the trajectory and the turn where it was not measured, or is not finite.
     """
-    for k, turn in enumerate(trajectory.turns):
-        if getattr(turn, name) is None:
-            raise CreditError(f"trajectory {trajectory.trajectory_id}, turn {k}: no {name}, which this scheme needs")
-    return [getattr(turn, name) for turn in trajectory.turns]
+    found = [getattr(turn, name) for turn in trajectory.turns]
+    for k, value in enumerate(found):
+        where = f"trajectory {trajectory.trajectory_id}, turn {k}"
+        if value is None:
+            raise CreditError(f"{where}: no {name}, which this scheme needs")
+        if isinstance(value, float) and not math.isfinite(value):
+            raise CreditError(f"{where}: {name} is not finite")
+    return found
 
 
 def token_column(trajectory: Trajectory, name: str) -> Array:
     """Return a field that holds one number for each action token, all turns in a row: (T,).
 
     Raises:
-        CreditError: naming the trajectory and the turn where it was not measured.
+        CreditError: naming the trajectory where it was not measured, or is not finite.
     """
-    return np.fromiter(chain.from_iterable(needed(trajectory, name)), dtype=np.float64)
+    column_T = np.fromiter(chain.from_iterable(needed(trajectory, name)), dtype=np.float64)
+    if not np.isfinite(column_T).all():
+        raise CreditError(f"trajectory {trajectory.trajectory_id}: {name} are not all finite")
+    return column_T
 
 
 def turn_means(column_T: Array, lengths_K: Sequence[int]) -> Array:
@@ -154,9 +188,9 @@ def turn_means(column_T: Array, lengths_K: Sequence[int]) -> Array:
     return means_K
 
 
-def requirements_after(then: dict[str, Any]) -> frozenset[Need]:
+def requirements_after(then: CreditScheme) -> frozenset[Need]:
     """Return what a scheme reads once turns have been given rewards that tell them apart."""
-    return load_credit(then).requirements() - {Need.TURN_REWARDS}
+    return then.requirements() - {Need.TURN_REWARDS}
 
 
 def turn_lengths(trajectory: Trajectory) -> list[int]:

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 from hypothesis import strategies as st
 
-from agentrl import CreditScheme, Trajectory, TrajectoryGroup, assign_credit
+from agentrl import CreditScheme, FinishReason, Trajectory, TrajectoryGroup, assign_credit
 from agentrl.testing.groups import make_group
 from agentrl.types import PER_TOKEN
 
@@ -182,10 +182,13 @@ def truncated_batches(draw: st.DrawFn, /, **columns: st.SearchStrategy[Any]) -> 
 def _cut_off(draw: st.DrawFn, trajectory: Trajectory) -> Trajectory:
     # Where the task ended, neither the value nor the state after the last turn is read.
     last = replace(trajectory.turns[-1], next_state_key=draw(st.sampled_from(["A", "B", "unseen", None])))
+    is_unfinished = last.next_state_key is None  # an action that was cut off was never carried out
+    if is_unfinished:
+        last = replace(last, action_key=None, finish_reason=FinishReason.LENGTH)
     return replace(
         trajectory,
         turns=(*trajectory.turns[:-1], last),
-        truncated=draw(st.booleans()),
+        truncated=is_unfinished or draw(st.booleans()),
         final_value=draw(eighths),
     )
 

@@ -126,8 +126,11 @@ def test_episodes_that_met_a_limit_are_credited_like_any_other(stop: StopReason)
 
 
 def test_groups_whose_ids_are_not_unique_or_do_not_agree_are_refused() -> None:
-    with pytest.raises(CreditError, match="trajectory g/0 of group g is there twice"):
+    with pytest.raises(CreditError, match="group g is there twice: its trajectories belong together"):
         assign_credit(scheme_of(by_reward), [GROUP, GROUP])
+    twice = replace(GROUP, trajectories=GROUP.trajectories[:1] * 2)
+    with pytest.raises(CreditError, match="trajectory g/0 of group g is there twice"):
+        assign_credit(scheme_of(by_reward), [twice])
     other = replace(GROUP, group_id="h")
     with pytest.raises(CreditError, match="trajectory g/0 of group h has group_id 'g'"):
         assign_credit(scheme_of(by_reward), [other])
@@ -140,6 +143,16 @@ def test_a_reward_that_is_no_number_is_named_before_it_spoils_the_group() -> Non
     [[first, second]] = assign_credit(scheme_of(by_reward), [failed(group, 1)])
     assert first.keep_T.all()
     assert not second.keep_T.any()
+
+
+def test_a_trajectory_that_did_nothing_and_did_not_fail_is_refused() -> None:
+    with pytest.raises(CreditError, match="trajectory g/1 of group g has no turns, and did not fail"):
+        assign_credit(scheme_of(by_reward), [make_group([[1], []])])
+    with pytest.raises(CreditError, match="trajectory g/1 of group g, turn 0: no token was sampled"):
+        assign_credit(scheme_of(by_reward), [make_group([[1], [1]], action_lengths=[[1], [0]])])
+    [[first, second]] = assign_credit(scheme_of(by_reward), [failed(make_group([[1], []]), 1)])
+    assert first.keep_T.all()
+    assert second.keep_T.size == 0
 
 
 def test_load_credit_builds_the_scheme_by_name_and_by_module() -> None:

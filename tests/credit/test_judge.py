@@ -88,10 +88,25 @@ def test_options_of_the_next_scheme_reach_it() -> None:
 
 
 def test_judges_can_be_stacked_on_any_scheme_tokens_and_all() -> None:
-    group = make_group([[0, 1]], score=[[1, 1]], values=[[[0.2, 0.3], [0.5, 0.6]]], action_lengths=[[2, 2]])
-    inner = {"scheme": "judge", "then": {"scheme": "bilevel_gae"}}
-    summed = make_group([[2, 3]], values=[[[0.2, 0.3], [0.5, 0.6]]], action_lengths=[[2, 2]])
-    assert by_token(Judge(then=inner), group) == by_token(load_credit({"scheme": "bilevel_gae"}), summed)
+    group = make_group([[0, 1]], score=[[1, 1]], teacher_logprobs=[[[-1, -2], [-3, -4]]], action_lengths=[[2, 2]])
+    inner = {"scheme": "judge", "then": {"scheme": "distill"}}
+    assert by_token(Judge(then=inner), group) == by_token(load_credit({"scheme": "distill"}), group)
+
+
+@pytest.mark.parametrize(
+    "then", [{"scheme": "turn_gae"}, {"scheme": "entropy_modulated", "of": {"scheme": "turn_gae"}}]
+)
+@pytest.mark.parametrize("scheme", ["judge", "redistribute"])
+def test_a_critic_which_learns_the_environments_rewards_is_refused(scheme: str, then: dict[str, Any]) -> None:
+    with pytest.raises(
+        ConfigError, match=rf"'{then['scheme']}' reads a critic, which learns the environment's rewards"
+    ):
+        load_credit({"scheme": scheme, "then": then})
+
+
+def test_a_fallback_belongs_to_the_outer_scheme() -> None:
+    with pytest.raises(ConfigError, match="`fallback` belongs to the outer scheme"):
+        load_credit({"scheme": "judge", "then": {"scheme": "gigpo", "fallback": "uniform"}})
 
 
 def test_requirements_are_the_scores_and_those_of_the_next_scheme_but_for_turn_rewards() -> None:

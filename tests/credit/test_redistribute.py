@@ -162,7 +162,6 @@ def test_requirements_are_those_of_the_fit_and_of_the_next_scheme_but_for_turn_r
     keys = {Need.STATE_KEYS, Need.ACTION_KEYS}
     assert Redistribute().requirements() == keys
     assert Redistribute(then={"scheme": "mt_grpo"}).requirements() == keys
-    assert Redistribute(then={"scheme": "turn_gae"}).requirements() == keys | {Need.VALUES}
     judged = {"scheme": "judge", "then": {"scheme": "mt_grpo"}}
     assert Redistribute(then=judged).requirements() == keys | {Need.TURN_SCORES}
 
@@ -174,8 +173,8 @@ def test_a_missing_key_is_named_by_trajectory_and_turn(field: str, words: str) -
 
 
 def test_what_the_next_scheme_refuses_is_refused() -> None:
-    with pytest.raises(CreditError, match=r"trajectory g/0, turn 0: no values"):
-        assign_credit(Redistribute(then={"scheme": "turn_gae"}), [TWO])
+    with pytest.raises(CreditError, match=r"trajectory g/0, turn 0: no score"):
+        assign_credit(Redistribute(then={"scheme": "judge"}), [TWO])
     with pytest.raises(CreditError, match=r"group g has one valid trajectory, g/0"):
         assign_credit(Redistribute(), [replace(TWO, trajectories=TWO.trajectories[:1])])
 

@@ -271,12 +271,6 @@ def test_a_turn_that_no_sibling_has_gets_zero() -> None:
             assert first[0] > 0
 
 
-def test_a_sibling_without_a_turn_has_nothing_to_compare_with() -> None:
-    [[first, second]] = assign_credit(TurnReturn(), [make_group([[1, 2], []])])
-    assert first.advantages_T.tolist() == [0, 0]
-    assert second.advantages_T.tolist() == []
-
-
 def test_a_lone_trajectory_stops_is_kept_or_is_dropped() -> None:
     group = replace(F1, trajectories=F1.trajectories[1:2])
     with pytest.raises(CreditError, match=r"credit scheme TurnReturn: group f1 .* f1/1, .* lone: keep .* lone: drop"):

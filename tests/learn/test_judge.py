@@ -5,6 +5,7 @@ import math
 import random
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
@@ -38,8 +39,11 @@ def scored(
     *,
     timeout_s: float = 20.0,
     num_threads: int = 4,
+    max_retries: int = 0,
 ) -> list[Trajectory]:
-    return asyncio.run(score_turns(judge, trajectories, timeout_s=timeout_s, num_threads=num_threads))
+    return asyncio.run(
+        score_turns(judge, trajectories, timeout_s=timeout_s, num_threads=num_threads, max_retries=max_retries)
+    )
 
 
 def by_hand(given: Trajectory) -> list[float]:
@@ -167,6 +171,26 @@ def test_a_judge_that_hangs_is_given_up_at_its_deadline() -> None:
         scored(second_hangs, [trajectory(number) for number in range(3)], timeout_s=0.2)
     assert str(caught.value) == "signals.judge, trajectory g/1: no score within signals.judge_timeout_s: 0.2 s"
     assert time.perf_counter() - begin < 3
+
+
+def test_a_judge_that_fails_now_and_then_is_asked_again() -> None:
+    asked: Counter[int] = Counter()
+
+    def moody(given: Trajectory) -> list[float]:
+        asked[given.seed] += 1
+        if asked[given.seed] == 1 and given.seed % 2:
+            raise ConnectionError("429")
+        if asked[given.seed] == 2 and given.seed == 3:
+            NEVER.wait(5)
+        return by_hand(given)
+
+    trajectories = [trajectory(number) for number in range(5)]
+    found = scored(moody, trajectories, timeout_s=0.2, max_retries=2)
+    assert [[turn.score for turn in t.turns] for t in found] == [by_hand(t) for t in trajectories]
+    assert asked == {0: 1, 1: 2, 2: 1, 3: 3, 4: 1}
+    asked.clear()
+    with pytest.raises(UserError, match=r"trajectory g/3: no score within"):
+        scored(moody, trajectories, timeout_s=0.2, max_retries=1)
 
 
 def test_a_judge_is_asked_no_more_once_it_has_failed() -> None:

@@ -2,7 +2,7 @@
 
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, PositiveFloat, PositiveInt
+from pydantic import BaseModel, ConfigDict, NonNegativeInt, PositiveFloat, PositiveInt
 
 from agentrl.types import Need
 
@@ -36,6 +36,8 @@ class SignalsConfig(BaseModel):
     """`module:function` that is given a trajectory and returns one score for each of its turns. Called on threads."""
     judge_timeout_s: PositiveFloat = 60.0
     """Deadline of each call of the judge, in seconds."""
+    judge_retries: NonNegativeInt = 2
+    """How often a call of the judge that raised or hung is made again before the run stops."""
     judge_threads: PositiveInt = 8
     """Calls of the judge at the same time."""
 

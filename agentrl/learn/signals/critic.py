@@ -4,7 +4,8 @@
 """
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -28,7 +29,16 @@ class Critic:
     value of where it was cut off.
     """
 
-    def __init__(self, policy: Policy, config: CriticConfig, *, gamma: float, max_tokens: int, seed: int) -> None:
+    def __init__(
+        self,
+        policy: Policy,
+        config: CriticConfig,
+        *,
+        gamma: float,
+        max_tokens: int,
+        seed: int,
+        autocast: Callable[[], AbstractContextManager[None]] = nullcontext,
+    ) -> None:
         """Make a critic whose first values are 0.
 
         Args:
@@ -37,9 +47,10 @@ class Critic:
             gamma: discount from turn to turn, that of the credit scheme.
             max_tokens: budget of a micro-batch.
             seed: initial weights and order of trajectories.
+            autocast: context of the pass through the model; the two layers on top of it stay in float32.
         """
         self._policy, self._config, self._gamma = policy, config, gamma
-        self._max_tokens, self._seed = max_tokens, seed
+        self._max_tokens, self._seed, self._autocast = max_tokens, seed, autocast
         self._device = next(policy.parameters()).device
         self._is_separate = config.model == "separate"
         self._body: Any = copy.deepcopy(policy.model.base_model) if self._is_separate else policy.model.base_model
@@ -118,7 +129,7 @@ class Critic:
 
     def _value(self, micro: MicroBatch) -> Tensor:
         """Return the value of each token's context: (T,)."""
-        with torch.set_grad_enabled(self._is_separate and torch.is_grad_enabled()):
+        with self._autocast(), torch.set_grad_enabled(self._is_separate and torch.is_grad_enabled()):
             hidden_BLD = self._body(input_ids=micro.input_ids_BL, use_cache=False).last_hidden_state
         values: Tensor = self._head(hidden_BLD[micro.row_T, micro.position_T].float())[:, 0]
         return values

@@ -20,7 +20,7 @@ def load_judge(name: str) -> Callable[[Trajectory], Sequence[float]]:
     Raises:
         ConfigError: where there is no such callable.
     """
-    judge = import_attribute(name, field="signals.judge")
+    judge = import_attribute(name, field="signals.judge", kind="function")
     if not callable(judge):
         raise ConfigError(f"signals.judge: {name!r} is {judge!r}, not a function of a trajectory")
     found: Callable[[Trajectory], Sequence[float]] = judge
@@ -33,26 +33,34 @@ async def score_turns(
     *,
     timeout_s: float,
     num_threads: int,
+    max_retries: int,
 ) -> list[Trajectory]:
     """Return the trajectories with the judge's `score` at every turn.
 
     Raises:
-        UserError: with the judge's own words, when it raises, hangs, or does not return one finite number for each turn.
+        UserError: with the judge's own words, when it does not return one finite number for each turn, or still raises or
+            hangs after `max_retries` more calls.
     """
-    waiting = list(enumerate(trajectories))
+    waiting = [(index, trajectory, 0) for index, trajectory in enumerate(trajectories)]
     found: dict[int, Trajectory] = {}
 
     async def work() -> None:
         thread = EnvThread()
         try:
             while waiting:
-                index, trajectory = waiting.pop()
+                index, trajectory, retries = waiting.pop()
                 where = f"signals.judge, trajectory {trajectory.trajectory_id}"
                 try:
                     scores = await thread.call(partial(judge, trajectory), timeout_s=timeout_s)
                 except AgentRLError:
                     raise
                 except Exception as error:
+                    if retries < max_retries:
+                        waiting.append((index, trajectory, retries + 1))
+                        if thread.is_lost:
+                            thread.close()
+                            thread = EnvThread()
+                        continue
                     if thread.is_lost:
                         raise UserError(f"{where}: no score within signals.judge_timeout_s: {timeout_s:g} s") from error
                     raise UserError(f"{where}: {type(error).__name__}: {error}") from error

@@ -52,7 +52,9 @@ def told_the_end(trajectory: Trajectory, renderer: Renderer, tools: Sequence[dic
     turns = []
     for k, turn in enumerate(trajectory.turns):
         observation = list(turn.observation)
-        if k == 0:
+        if k == 0 and not observation:
+            observation = [{"role": "user", "content": hint}]
+        elif k == 0:
             observation[-1] = {**observation[-1], "content": f"{observation[-1].get('content') or ''}\n{hint}"}
         history += observation
         if k == 0 or not turn.extends:
@@ -69,7 +71,7 @@ def answered_at_each_turn(trajectory: Trajectory, renderer: Renderer) -> list[Tr
     """
     assert trajectory.gold_answer is not None
     answer_ids = renderer.encode({"role": "assistant", "content": trajectory.gold_answer})
-    while answer_ids[-1] in renderer.stop_token_ids:
+    while answer_ids and answer_ids[-1] in renderer.stop_token_ids:
         answer_ids = answer_ids[:-1]
     zeros = (0,) * len(answer_ids)
     context_ids: tuple[int, ...] = ()

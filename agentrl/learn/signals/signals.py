@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -36,6 +37,7 @@ class Signals:
         max_tokens: int,
         seed: int,
         runner: asyncio.Runner,
+        autocast: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
         """Make what the scheme asks for.
 
@@ -44,6 +46,7 @@ class Signals:
             config: where the numbers come from.
             policy: the weights in training.
             load_teacher: called where the scheme reads a teacher's log-probabilities.
+            autocast: context in which the policy's forward pass runs, and every other one here.
             renderer: of the rollouts.
             tools: of the environment, for contexts that are rendered anew.
             temperature: the rollouts'; all log-probabilities and entropies are at it.
@@ -52,19 +55,22 @@ class Signals:
             runner: event loop for the judge.
 
         Raises:
-            ConfigError: for a teacher with another vocabulary, or no such judge.
+            ConfigError: for no such judge.
         """
         self._needs, self._config, self._policy = scheme.requirements(), config, policy
         self._renderer, self._tools, self._runner = renderer, tools, runner
         self._temperature, self._max_tokens = temperature, max_tokens
+        self._autocast = autocast
         self._device = next(policy.parameters()).device
         self.reference: Policy | None = None
-        self._teacher = self._checked(load_teacher()) if Need.TEACHER_LOGPROBS in self._needs else None
+        self._teacher = self._frozen(load_teacher()) if Need.TEACHER_LOGPROBS in self._needs else None
         self._judge = load_judge(config.judge) if Need.TURN_SCORES in self._needs and config.judge else None
         self.critic: Critic | None = None
         if Need.VALUES in self._needs:
-            gamma = float(getattr(scheme, "gamma", 1.0))
-            self.critic = Critic(policy, config.critic, gamma=gamma, max_tokens=max_tokens, seed=seed)
+            gamma = next((layer.gamma for layer in scheme.layers() if hasattr(layer, "gamma")), 1.0)
+            self.critic = Critic(
+                policy, config.critic, gamma=gamma, max_tokens=max_tokens, seed=seed, autocast=self._autocast
+            )
 
     @property
     def needs_reference(self) -> bool:
@@ -97,6 +103,7 @@ class Signals:
         needs, policy = self._needs, self._policy
         if Need.HINDSIGHT_LOGPROBS in needs:
             told = [told_the_end(t, self._renderer, self._tools) for t in trajectories]
+            self._check_lengths(told)
             trajectories = self._with(trajectories, "hindsight_logprobs", self._logprobs(policy), read=told)
         if Need.ENTROPIES in needs:
             trajectories = self._with(trajectories, "entropies", lambda micro: self._forward(policy, micro)[1])
@@ -109,7 +116,13 @@ class Signals:
             trajectories = self._with_answers(trajectories)
         if self._judge is not None:
             timeout_s, num_threads = self._config.judge_timeout_s, self._config.judge_threads
-            scoring = score_turns(self._judge, trajectories, timeout_s=timeout_s, num_threads=num_threads)
+            scoring = score_turns(
+                self._judge,
+                trajectories,
+                timeout_s=timeout_s,
+                num_threads=num_threads,
+                max_retries=self._config.judge_retries,
+            )
             trajectories = self._runner.run(scoring)
         if self.critic is not None:
             trajectories = self.critic.measure(trajectories)
@@ -124,12 +137,14 @@ class Signals:
 
     def _with_answers(self, trajectories: list[Trajectory]) -> list[Trajectory]:
         for trajectory in trajectories:
-            if trajectory.gold_answer is None:
+            if not trajectory.gold_answer:
                 raise ConfigError(
                     f"credit.scheme: trajectory {trajectory.trajectory_id}: gold_answer() of {trajectory.env_id} returned "
-                    "None, and the scheme scores it after each turn; return the task's answer, or choose another scheme"
+                    f"{trajectory.gold_answer!r}, and the scheme scores it after each turn; return the task's answer, or "
+                    "choose another scheme"
                 )
         answered = [attempt for t in trajectories for attempt in answered_at_each_turn(t, self._renderer)]
+        self._check_lengths(answered)
         columns = score_tokens(self._logprobs(self._policy), answered, max_tokens=self._max_tokens, device=self._device)
         means = iter([float(np.mean(column_T)) for column_T in columns])
         return [
@@ -140,16 +155,22 @@ class Signals:
         return lambda micro: self._forward(policy, micro)[0]
 
     def _forward(self, policy: Policy, micro: MicroBatch) -> tuple[Tensor, Tensor]:
-        found: tuple[Tensor, Tensor] = policy(
-            micro.input_ids_BL, micro.row_T, micro.position_T, micro.target_T, self._temperature
-        )
+        with self._autocast():
+            found: tuple[Tensor, Tensor] = policy(
+                micro.input_ids_BL, micro.row_T, micro.position_T, micro.target_T, self._temperature
+            )
         return found
 
-    def _checked(self, teacher: Policy) -> Policy:
-        own, other = (p.model.get_output_embeddings().weight.shape[0] for p in (self._policy, teacher))
-        if own != other:
-            raise ConfigError(
-                f"signals.teacher: its vocabulary has {other} entries, the policy's {own}; tokens mean the same to both "
-                "only with one tokenizer"
-            )
+    def _check_lengths(self, trajectories: Sequence[Trajectory]) -> None:
+        """Stop where what was put into a context makes it longer than the model has positions."""
+        limit = getattr(self._policy.model.config, "max_position_embeddings", None)
+        for trajectory in trajectories:
+            longest = max(sum(len(t.observation_ids) + len(t.action_ids) for t in s) for s in trajectory.segments())
+            if limit is not None and longest > limit:
+                raise ConfigError(
+                    f"credit.scheme: trajectory {trajectory.trajectory_id}: what the scheme tells the policy makes a context "
+                    f"of {longest} tokens, beyond the model's {limit} positions; lower rollout.max_context_tokens"
+                )
+
+    def _frozen(self, teacher: Policy) -> Policy:
         return teacher.to(self._device).eval().requires_grad_(False)
