@@ -252,6 +252,17 @@ def test_an_environment_that_fails_ends_the_run_with_its_words_and_leaves_no_tra
     assert files(tmp_path) == GIVEN
 
 
+def test_several_processes_are_refused_by_each_of_them(agentrl: Agentrl, tmp_path: Path) -> None:
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "agentrl"]
+    arguments = ["train", "tiny.yaml", "--run_dir", "run"]
+    ended = subprocess.run([*launcher, *arguments], capture_output=True, text=True, timeout=100, check=False)
+    assert ended.returncode != 0
+    assert (
+        ended.stderr.count("agentrl: started as 2 processes: agentrl trains on one; start it without a launcher\n") == 2
+    )
+    assert files(tmp_path) == GIVEN
+
+
 def test_a_run_from_beginning_to_end(agentrl: Agentrl, tmp_path: Path) -> None:
     status, out, err = agentrl("train", "tiny.yaml", "--run_dir", "run", "--seed", "3")
     assert (status, err) == (0, "")

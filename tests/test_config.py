@@ -188,6 +188,14 @@ def test_one_trajectory_a_group_is_allowed_where_credit_says_what_to_do(file: Pa
     assert recipe.rollout.group_size == 1
 
 
+def test_the_rule_for_one_trajectory_is_that_of_the_innermost_scheme_and_of_the_fallback(file: Path) -> None:
+    for scheme in ("scheme: judge", "scheme: entropy_modulated", "scheme: judge, fallback: uniform"):
+        words = message(file, f"{{rollout: {{group_size: 1}}, credit: {{{scheme}}}}}")
+        assert words.startswith("rollout.group_size: 1 gives every trajectory nothing to be compared with")
+    kept = "credit: {scheme: judge, then: {scheme: turn_return, lone: keep}, fallback: uniform}"
+    assert load(file, f"{{rollout: {{group_size: 1}}, {kept}}}").rollout.group_size == 1
+
+
 @pytest.mark.parametrize(
     ("text", "words"),
     [
@@ -260,6 +268,14 @@ report: {trackers: [tensorboard]}
     whole, changed = load(file, text).model_dump(), load(file, text, *overrides).model_dump()
     assert {key for key in whole if whole[key] != changed[key]} <= {path.split(".")[0]}
     assert {key: before[key] for key in before if key != name} == {key: after[key] for key in after if key != name}
+
+
+def test_options_of_one_nested_mapping_are_laid_over_each_other(file: Path) -> None:
+    text = "{credit: {scheme: judge, then: {scheme: group_gae}}, env: {options: {limits: {low: 1, high: 2}}}}"
+    options = ["--credit.then.lam", "0", "--env.options.limits.low", "3", "--credit.then.gamma=.9"]
+    recipe = load(file, text, *options, "--env.options.limits.step", "4")
+    assert recipe.credit == {"scheme": "judge", "then": {"scheme": "group_gae", "lam": 0, "gamma": 0.9}}
+    assert recipe.env.options == {"limits": {"low": 3, "high": 2, "step": 4}}
 
 
 @pytest.mark.parametrize("option", ["--rollout.group_size", "--credit.gamma", "--env.options.num_operations"])

@@ -13,7 +13,7 @@ from agentrl.credit import Credit, CreditScheme, Need, assign_credit, load_credi
 from agentrl.errors import CheckError, CreditError
 from agentrl.testing.credit_layouts import EVEN, LAYOUTS, LONE, LONG, ONE_TURN, Layout
 from agentrl.testing.option_values import is_closed, other_values
-from agentrl.types import StopReason, Trajectory, TrajectoryGroup
+from agentrl.types import FinishReason, StopReason, Trajectory, TrajectoryGroup
 
 Array = npt.NDArray[np.float64]
 Groups = Sequence[TrajectoryGroup]
@@ -93,7 +93,7 @@ def check_credit(
         options=options or {},
         prepare=prepare or (lambda group: group),
     )
-    checks = [_fits, _order, _names, _observations, _tokens, _needs, _places, _failures, _lone, _options]
+    checks = [_fits, _order, _names, _observations, _tokens, _needs, _places, _cut_off, _failures, _lone, _options]
     checks += [_equal_returns, _shift] if relative else []
     checks += [_one_turn] if (relative if outcome_level is None else outcome_level) else []
     checks += [_scale] if scale_equivariant else []
@@ -292,6 +292,20 @@ def _places(subject: _Subject) -> Iterator[str]:
     pairs = itertools.combinations(range(12), 2)
     if merged := [f"{a} and {b}" for a, b in pairs if _same(answers[a + 1], answers[b + 1])]:
         yield f"a reward is credited alike at turns {merged[0]} of twelve: turns do not keep their own place"
+
+
+def _cut_off(subject: _Subject) -> Iterator[str]:
+    """An action that met a token limit was never carried out: it has no key, and its trajectory is truncated."""
+    groups = []
+    for group in subject.groups():
+        *others, last = group.trajectories
+        turn = replace(last.turns[-1], action_key=None, next_state_key=None, finish_reason=FinishReason.LENGTH)
+        last = replace(last, turns=(*last.turns[:-1], turn), truncated=True, stop_reason=StopReason.MAX_TOKENS)
+        groups.append(replace(group, trajectories=(*others, last)))
+    try:
+        subject.credit(groups)
+    except CreditError as error:
+        yield f"an action that was cut off, and so has no action key, is refused: {error}"
 
 
 def _failures(subject: _Subject) -> Iterator[str]:

@@ -1,3 +1,4 @@
+import math
 import random
 import sys
 from dataclasses import replace
@@ -9,6 +10,7 @@ import pytest
 from agentrl import (
     Credit,
     CreditScheme,
+    FinishReason,
     Need,
     StopReason,
     Trajectory,
@@ -20,6 +22,7 @@ from agentrl import (
 from agentrl.errors import CreditError
 from agentrl.registry import names
 from agentrl.testing.groups import make_group
+from agentrl.types import PER_TOKEN
 
 SCHEMES = names("agentrl.credit")
 EXPERIMENTAL = {"difference", "hindsight"}
@@ -191,6 +194,39 @@ def test_a_random_batch_gets_finite_credit_that_is_not_zero(name: str, seed: int
         assert np.count_nonzero(advantages) > 0.2 * advantages.size
         # nothing in the batch is far from 1, so credit that is has been divided by something small
         assert np.abs(advantages).max() < 100
+
+
+@pytest.mark.parametrize("name", SCHEMES)
+def test_an_action_that_was_cut_off_and_never_carried_out_is_credited(name: str) -> None:
+    group = random_batch(4)[0]
+    first = group.trajectories[0]
+    last = replace(first.turns[-1], action_key=None, next_state_key=None, finish_reason=FinishReason.LENGTH)
+    cut_off = replace(first, turns=(*first.turns[:-1], last), truncated=True)
+    [row] = assign_credit(
+        load_credit({"scheme": name}), [replace(group, trajectories=(cut_off, *group.trajectories[1:]))]
+    )
+    assert row[0].keep_T.all()
+    assert np.isfinite(row[0].advantages_T).all()
+
+
+NOT_A_NUMBER = {
+    "turn_gae": "values", "bilevel_gae": "values", "token_residual": "values", "distill": "teacher_logprobs",
+    "hindsight": "hindsight_logprobs", "entropy_modulated": "entropies", "info_gain": "answer_logprob", "judge": "score",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "field"), NOT_A_NUMBER.items())
+def test_a_signal_that_is_no_number_is_named(name: str, field: str) -> None:
+    group = random_batch(5)[0]
+    first = group.trajectories[0]
+    spoilt = (math.nan,) * len(first.turns[0].action_ids) if field in PER_TOKEN else math.nan
+    values: dict[str, Any] = {field: spoilt}
+    turns = (replace(first.turns[0], **values), *first.turns[1:])
+    with pytest.raises(CreditError, match=rf"trajectory {first.trajectory_id}\b"):
+        assign_credit(
+            load_credit({"scheme": name}),
+            [replace(group, trajectories=(replace(first, turns=turns), *group.trajectories[1:]))],
+        )
 
 
 @pytest.mark.parametrize("name", SCHEMES)

@@ -179,6 +179,12 @@ def test_an_action_that_was_cut_off_goes_on_from_the_state_that_it_was_taken_in(
     assert by_turn(GroupGAE(lam=0), cut_off)[0][0] == [-1, 1]
 
 
+def test_an_empty_key_is_a_key() -> None:
+    group = make_group([[1], [-5, 5]], state_keys=[["A"], ["A", ""]])
+    left = changed(group, 0, turns=(replace(group.trajectories[0].turns[0], next_state_key=""),), truncated=True)
+    assert by_turn(GroupGAE(lam=0), left)[0][0] == [6]
+
+
 def test_values_of_another_group_are_not_read() -> None:
     other = make_group([[5], [9]], state_keys=[["A"], ["A"]], group_id="other")
     assert by_turn(GroupGAE(), F1, other) == by_turn(GroupGAE(), F1) + by_turn(GroupGAE(), other)

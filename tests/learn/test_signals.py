@@ -3,6 +3,7 @@
 import asyncio
 import copy
 import math
+import shutil
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -17,9 +18,10 @@ import torch
 
 from agentrl import load_credit
 from agentrl.chat import ChatMLRenderer, Renderer
+from agentrl.cli import main
 from agentrl.config import Recipe
 from agentrl.env import base_env, make_env
-from agentrl.errors import ConfigError, UserError
+from agentrl.errors import ConfigError, EnvironmentFailure, UserError
 from agentrl.learn.model import Policy
 from agentrl.learn.signals import Signals, SignalsConfig
 from agentrl.learn.signals.scoring import answered_at_each_turn, told_the_end
@@ -27,6 +29,7 @@ from agentrl.report.folder import RunFolder
 from agentrl.run import Run
 from agentrl.types import StopReason, Trajectory, TrajectoryGroup, Turn
 from agentrl_envs.calculator import Calculator
+from agentrl_envs.key_door import KeyDoor
 from tests.learn.test_scoring import TOKENIZER, OftenStops, StartsAnew, new_policy, plain_scores, play
 from tests.test_run import recipe
 
@@ -344,10 +347,12 @@ def test_the_critic_learns_returns_under_the_discount_of_the_scheme(
         stop_reason=StopReason.TERMINATED,
     )
     critic = {"epochs": 1, "num_minibatches": 1}
-    signals = new_signals(runner, {"scheme": "turn_gae", "gamma": gamma}, policy=new_policy(), critic=critic)
-    metrics = signals.learn(signals.measure([TrajectoryGroup(group_id="g", trajectories=(trajectory,))]))
-    # Every value is 0 before the first update, so the loss is the mean square of the returns.
-    assert metrics["critic/loss"] == pytest.approx(np.mean(np.square(returns)), rel=1e-6)
+    plain = {"scheme": "turn_gae", "gamma": gamma}
+    for scheme in (plain, {"scheme": "entropy_modulated", "of": plain}):
+        signals = new_signals(runner, scheme, policy=new_policy(), critic=critic)
+        metrics = signals.learn(signals.measure([TrajectoryGroup(group_id="g", trajectories=(trajectory,))]))
+        # Every value is 0 before the first update, so the loss is the mean square of the returns.
+        assert metrics["critic/loss"] == pytest.approx(np.mean(np.square(returns)), rel=1e-6)
 
 
 @pytest.fixture(scope="module")
@@ -436,9 +441,51 @@ class Forgetful(Calculator):
         return None
 
 
-def test_an_answer_that_is_missing_stops_the_run(warm: Path, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"gold_answer\(\) of Forgetful returned None"):
-        trained(with_model(warm, tmp_path, {"scheme": "info_gain"}, env={"id": f"{__name__}:Forgetful"}))
+class Silent(Calculator):
+    """Says that it knows the answer, which is nothing."""
+
+    def gold_answer(self) -> Any:
+        return ""
+
+
+@pytest.mark.parametrize(("env", "words"), [(Forgetful, "None"), (Silent, "''")])
+def test_an_answer_that_is_missing_stops_the_run(env: type[Calculator], words: str, warm: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=rf"gold_answer\(\) of {env.__name__} returned {words}"):
+        trained(with_model(warm, tmp_path, {"scheme": "info_gain"}, env={"id": f"{__name__}:{env.__name__}"}))
+
+
+class Locked(KeyDoor):
+    """Holds what cannot be copied."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.lock = threading.Lock()
+
+
+def test_an_environment_that_cannot_be_forked_is_refused_before_anything_is_written(tmp_path: Path) -> None:
+    with pytest.raises(EnvironmentFailure, match=r"fork\(\) raised TypeError: cannot pickle '_thread\.lock'"):
+        trained(recipe(tmp_path, credit={"scheme": "tree"}, env={"id": f"{__name__}:Locked"}))
+    assert not (tmp_path / "run").exists()
+
+
+def test_what_the_scheme_tells_the_policy_must_fit_its_positions(
+    runner: asyncio.Runner, walks: list[TrajectoryGroup]
+) -> None:
+    policy = new_policy()
+    policy.model.config.max_position_embeddings = 64
+    signals = new_signals(runner, {"scheme": "hindsight"}, policy=policy)
+    with pytest.raises(ConfigError, match=r"makes a context of \d+ tokens, beyond the model's 64 positions"):
+        signals.measure(walks)
+
+
+def test_an_evaluation_misses_neither_critic_nor_teacher(warm: Path, tmp_path: Path) -> None:
+    teacher = tmp_path / "teacher"
+    shutil.copytree(warm, teacher)
+    folder, _, _ = trained(with_model(warm, tmp_path, {"scheme": "distill"}, signals={"teacher": str(teacher)}))
+    shutil.rmtree(teacher)
+    main(["eval", str(folder.path)])
+    folder, _, _ = trained(with_model(warm, tmp_path / "critic", {"scheme": "turn_gae"}))
+    main(["eval", str(folder.path)])
 
 
 @pytest.mark.parametrize(

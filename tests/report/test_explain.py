@@ -1,10 +1,11 @@
 import io
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from rich.console import Console
 
-from agentrl import Credit, TrajectoryGroup, assign_credit, load_credit
+from agentrl import Credit, StopReason, TrajectoryGroup, assign_credit, load_credit
 from agentrl.credit import installed_credit
 from agentrl.errors import CreditError
 from agentrl.report.explain import explain
@@ -56,6 +57,15 @@ def test_each_turn_shows_its_state_action_reward_and_both_advantages(tmp_path: P
         ["2", "B", "<35><36><37>", "1", "+0.875", "+0.125"],
     ]
     assert "oak/0  return 1  terminated" in text
+
+
+def test_an_episode_that_failed_before_its_first_turn_is_an_empty_table(tmp_path: Path) -> None:
+    first, *others = GROUPS[0].trajectories
+    lost = replace(first, trajectory_id="oak/9", turns=(), stop_reason=StopReason.ENV_ERROR, error="no licence")
+    found = recorded([replace(GROUPS[0], trajectories=(first, lost, *others))], tmp_path)
+    text = printed(found, found[:2], "gigpo")
+    assert "oak/9  return 0  env_error" in text
+    assert "+0.750" in text
 
 
 def test_tokens_that_differ_are_shown_with_their_range(tmp_path: Path) -> None:

@@ -124,6 +124,14 @@ def test_numbers_that_are_not_finite_come_back_and_the_file_stays_json(tmp_path:
         (lambda line: line[: len(line) // 2], "Invalid JSON: EOF while parsing"),
         (lambda line: line.replace(b'"seed":0', b'"seed":"x"'), "seed: Input should be a valid integer"),
         (lambda line: line.replace(b'"turns"', b'"moves"'), "turns: Field required"),
+        (
+            lambda line: line.replace(b'"finish_reason":"stop"', b'"finish_reason":"tired"', 1),
+            "turns.0.finish_reason: Input",
+        ),
+        (
+            lambda line: line.replace(b'"keep":[', b'"keep":[true,', 1),
+            "turns.0: Value error, keep has ",
+        ),
         (lambda _: b"\x80\x04\x95", "Invalid JSON"),
         (lambda _: b"", "Invalid JSON"),
     ],

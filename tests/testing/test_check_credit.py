@@ -149,6 +149,17 @@ class HiddenStates(Simple):
         return Credit.uniform(trajectory, advantage * (1 + (trajectory.turns[0].state_key == "A")))
 
 
+class KeysEverywhere(Simple):
+    """Asks each action for its key, though one that was cut off has none."""
+
+    needs: ClassVar[frozenset[Need]] = frozenset({Need.ACTION_KEYS})
+
+    def credit(self, trajectory: Trajectory, advantage: float) -> Credit:
+        if any(turn.action_key is None for turn in trajectory.turns):
+            raise CreditError(f"trajectory {trajectory.trajectory_id}: no action key")
+        return Credit.uniform(trajectory, advantage)
+
+
 class MergesStates(Simple):
     needs: ClassVar[frozenset[Need]] = frozenset({Need.TURN_REWARDS, Need.STATE_KEYS})
 
@@ -224,6 +235,7 @@ class KeepsNeedsBack(TurnReturn):
         (IdleOptions(), {"option bonus changes nothing", "option mode changes nothing", "option label: its type"}),
         (HiddenTurnRewards(), {"which turn was rewarded", "adding a constant", "with one turn each"}),
         (HiddenStates(), {"state keys change the credit"}),
+        (KeysEverywhere(), {"an action that was cut off, and so has no action key, is refused"}),
         (NotANumber(), {"CreditError where credit was expected: credit scheme NotANumber: trajectory oak/0"}),
         (Crashes(), {"KeyError where credit was expected: 'teacher_logprobs'"}),
         (NamelessRefusal(), {"a lone trajectory is refused without naming its group", "option lone changes nothing"}),
