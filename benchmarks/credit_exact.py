@@ -46,7 +46,7 @@ SCHEMES: dict[str, dict[str, Any]] = {
     "uniform, leave-one-out": {"scheme": "uniform", "normalize": "leave_one_out"},
     "uniform, std": {"scheme": "uniform"},
     "turn_return, pool": {"scheme": "turn_return"},
-    "turn_return, state (gigpo step)": {"scheme": "turn_return", "baseline": "state"},
+    "turn_return, state": {"scheme": "turn_return", "baseline": "state"},
     "mt_grpo": {"scheme": "mt_grpo"},
     "gigpo": {"scheme": "gigpo"},
     "hgpo": {"scheme": "hgpo"},

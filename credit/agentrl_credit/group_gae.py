@@ -18,7 +18,8 @@ class GroupGAE(Comparison):
     that nobody else visited. With `leave_one_out`, visits and pool are those of the other trajectories. V is 0 where the
     task ended; a truncated trajectory goes on from the value of the state it was left in.
 
-    lam = 1 without shrinkage is the step term of GiGPO: unbiased and noisy. lam = 0 trusts the values alone: a decision
+    lam = 1 is the whole return less V: unbiased with `leave_one_out`, the step term of GiGPO (biased) without it and without
+    shrinkage, and noisy. lam = 0 trusts the values alone: a decision
     is credited by the step from value to value, so later chance is averaged out, and keys that call different
     situations equal bias it.
     """

@@ -18,8 +18,9 @@ class Redistribute(CreditScheme):
         w = argmin sum_i (R_i - mean R - sum_k w(s_ik, a_ik))^2 + ridge * |w|^2
 
     Source: RUDDER, arXiv 1806.07857, and SPA-RL, 2505.20732, with least squares over pairs of state and action in place
-    of a network; it is fitted over the batch. Each trajectory's r' sum to its return, so `then` estimates the same
-    objective. The fit by itself is no advantage: it says what goes with a high return, not what an action adds to it.
+    of a network; it is fitted over the batch. Each trajectory's r' sum to its return, so that whole returns stay what they
+    were; but what a turn is paid depends on the outcome, so a `then` that credits turns with what followed them is biased
+    where it was not. The fit by itself is no advantage: it says what goes with a high return, not what an action adds.
     """
 
     needs: ClassVar[frozenset[Need]] = frozenset({Need.STATE_KEYS, Need.ACTION_KEYS})

@@ -3,7 +3,7 @@ import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -17,32 +17,18 @@ from agentrl.errors import CreditError
 from agentrl.testing.groups import make_group
 from agentrl_credit.turn_return import TurnReturn
 from agentrl_credit.uniform import Uniform
-
-F1 = make_group(
-    [[0, 1], [0.5, 0, 0], [0, 0], [1]],
-    state_keys=[["A", "B"], ["A", "C", "B"], ["A", "C"], ["A"]],
-    action_lengths=[[2, 3], [1, 2, 2], [3, 1], [4]],
-    group_id="f1",
+from tests.credit.conftest import (
+    F1,
+    GO_REWARDS,
+    LOGITS,
+    STOP_REWARDS,
+    assert_close,
+    batches,
+    by_turn,
+    exact_gradient,
+    spread,
+    stopping_paths,
 )
-
-
-def by_turn(scheme: CreditScheme, *groups: TrajectoryGroup) -> list[list[list[float]]]:
-    """Return the one advantage of each turn, after checking that all tokens of its action have it."""
-    found = []
-    for group, row in zip(groups, assign_credit(scheme, groups), strict=True):
-        trajectories = []
-        for trajectory, credit in zip(group.trajectories, row, strict=True):
-            ends = np.cumsum([len(turn.action_ids) for turn in trajectory.turns])
-            turns = np.split(credit.advantages_T, ends[:-1])
-            assert all(np.ptp(turn) == 0 for turn in turns)
-            trajectories.append([float(turn[0]) for turn in turns])
-        found.append(trajectories)
-    return found
-
-
-def assert_close(found: list[list[float]], expected: list[list[float]], *, rtol: float = 1e-6) -> None:
-    assert [len(row) for row in found] == [len(row) for row in expected]
-    np.testing.assert_allclose(np.concatenate(found), np.concatenate(expected), rtol=rtol, atol=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -105,35 +91,6 @@ def slow_reference(scheme: TurnReturn, batch: Sequence[TrajectoryGroup]) -> list
     return found
 
 
-def spread(values: list[float], ddof: int) -> float:
-    return statistics.stdev(values) if ddof else statistics.pstdev(values)
-
-
-@st.composite
-def batches(draw: st.DrawFn) -> list[TrajectoryGroup]:
-    groups = []
-    for g in range(draw(st.integers(1, 2))):
-        lengths = draw(st.lists(st.integers(1, 15), min_size=1, max_size=16))
-        turns = draw(
-            st.lists(
-                st.tuples(st.integers(-8, 8), st.sampled_from("ABCD"), st.integers(1, 3)),
-                min_size=sum(lengths),
-                max_size=sum(lengths),
-            )
-        )
-        ends = [0, *itertools.accumulate(lengths)]
-        rows = [turns[a:b] for a, b in itertools.pairwise(ends)]
-        groups.append(
-            make_group(
-                [[reward / 4 for reward, _, _ in row] for row in rows],
-                state_keys=[[state for _, state, _ in row] for row in rows],
-                action_lengths=[[length for _, _, length in row] for row in rows],
-                group_id=f"g{g}",
-            )
-        )
-    return groups
-
-
 @settings(max_examples=60, deadline=None)
 @given(
     groups=batches(),
@@ -150,39 +107,6 @@ def test_agrees_with_a_slow_reference(groups: list[TrajectoryGroup], **fields: A
     scheme = TurnReturn(**fields, lone="keep")
     for found, expected in zip(by_turn(scheme, *groups), slow_reference(scheme, groups), strict=True):
         assert_close(found, expected)
-
-
-# At turns 0, 1 and 2 the policy stops with probability sigmoid(logit_k) or goes on; after turn 2
-# it is over either way. Four trajectories are possible, so a group of three is one of 64 and expectations are exact.
-STOP_REWARDS, GO_REWARDS, LOGITS = (1.0, 0.25, 3.0), (-0.5, 0.75, 0.0), (0.4, -0.3, 0.8)
-
-
-class Path(NamedTuple):
-    probability: float
-    rewards: list[float]
-    scores: list[float]
-    """d log pi(a_k) / d logit_k at each turn."""
-
-
-def stopping_paths() -> list[Path]:
-    stops = [1 / (1 + math.exp(-logit)) for logit in LOGITS]
-    paths: list[Path] = []
-    rewards: list[float] = []
-    scores: list[float] = []
-    alive = 1.0
-    for stop, here, onwards in zip(stops, STOP_REWARDS, GO_REWARDS, strict=True):
-        paths.append(Path(alive * stop, [*rewards, here], [*scores, 1 - stop]))
-        alive *= 1 - stop
-        rewards, scores = [*rewards, onwards], [*scores, -stop]
-    return [*paths, Path(alive, rewards, scores)]
-
-
-def exact_gradient() -> npt.NDArray[np.float64]:
-    """Differentiate sum over paths of p(path) R(path): the gradient of p is p times the sum of the scores."""
-    gradient = np.zeros(3)
-    for path in stopping_paths():
-        gradient[: len(path.scores)] += path.probability * sum(path.rewards) * np.array(path.scores)
-    return gradient
 
 
 def expected_gradient(scheme: CreditScheme, *, size: int = 3) -> npt.NDArray[np.float64]:
