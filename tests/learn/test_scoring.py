@@ -22,6 +22,7 @@ from agentrl.learn.model import LocalModelConfig, Policy, make_local_model
 from agentrl.learn.signals.scoring import answered_at_each_turn, score_tokens, told_the_end, with_tokens
 from agentrl.rollout import RolloutConfig, RolloutPool
 from agentrl.types import Message, Trajectory
+from tests.rollout.conftest import OftenStops
 from tests.test_run import TEMPLATE
 
 TOKENIZER = train_tokenizer([], vocab_size=261)
@@ -29,14 +30,6 @@ TINY = LocalModelConfig(
     hidden_size=16, num_layers=2, num_heads=2, num_kv_heads=1, intermediate_size=32, initializer_std=0.3
 )
 CPU = torch.device("cpu")
-
-
-class OftenStops(ChatMLRenderer):
-    """Every fourth token ends a turn: random weights sample the one end token too rarely."""
-
-    @property
-    def stop_token_ids(self) -> tuple[int, ...]:
-        return tuple(sorted({self._end_id, *range(5, 261, 4)}))
 
 
 class StartsAnew(OftenStops):

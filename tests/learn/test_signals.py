@@ -30,7 +30,8 @@ from agentrl.run import Run
 from agentrl.types import StopReason, Trajectory, TrajectoryGroup, Turn
 from agentrl_envs.calculator import Calculator
 from agentrl_envs.key_door import KeyDoor
-from tests.learn.test_scoring import TOKENIZER, OftenStops, StartsAnew, new_policy, plain_scores, play
+from tests.learn.test_scoring import TOKENIZER, StartsAnew, new_policy, plain_scores, play
+from tests.rollout.conftest import OftenStops
 from tests.test_run import recipe
 
 MEASURED: dict[str, Any] = {
