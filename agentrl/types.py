@@ -78,6 +78,9 @@ class Sampling:
     """Divides the logits. 0 takes the most probable token (evaluation only: its log-probabilities are 0)."""
     seed: int = 0
     """Seed of this request's own random numbers: the same prompt, weights and seed give the same tokens."""
+    drawn: int = 0
+    """Number of tokens at the end of the prompt that an interrupted request with the same seed has sampled: this one goes on
+    with the random numbers that came next there."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,9 +2,10 @@
 
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Literal, Protocol
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
-from pydantic import BaseModel, ConfigDict, PositiveInt
+from pydantic import BaseModel, ConfigDict, NonNegativeInt, PositiveFloat, PositiveInt
 
 from agentrl.types import Completion, Sampling
 
@@ -12,20 +13,41 @@ if TYPE_CHECKING:
     import torch
 
 
+class ServerConfig(BaseModel):
+    """A vLLM server that samples in a process, or on a machine, of its own; `agentrl serve RECIPE` starts one."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    url: str = "http://127.0.0.1:8000"
+    """Where it listens."""
+    folder: Path | None = None
+    """A folder that trainer and server both see, in which weights are handed over. None: one in the run's folder."""
+    timeout_s: PositiveFloat = 600.0
+    """Deadline of whatever is no completion: a push of weights, a pause."""
+    max_retries: NonNegativeInt = 3
+    """How often a request that the server did not answer, or answered with an error of its own (5xx), is made again."""
+
+
 class EngineConfig(BaseModel):
     """What samples the rollouts."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    name: Literal["transformers"] = "transformers"
-    """`transformers`: in this process, continuous batching over a key-value cache, on CPU or GPU."""
+    name: Literal["auto", "transformers", "vllm", "vllm_server"] = "auto"
+    """`transformers`: in this process, continuous batching over a key-value cache, on CPU or GPU. `vllm`: vLLM in this
+    process. `vllm_server`: vLLM in another, see `server`. `auto`: `vllm` on a GPU where it is installed, else
+    `transformers`."""
     max_batch_size: PositiveInt = 64
     """Largest number of requests decoded together; each holds one row of the key-value cache."""
     max_prefill_tokens: PositiveInt = 8192
     """Largest number of prompt tokens, padding included, computed at once; a longer prompt is computed alone."""
     lockstep: bool = True
     """Decode only when every live episode waits for tokens, so that batches do not depend on the timing of environments
-    and a run repeats bit for bit. Set to false where environments take longer than a decoding step (milliseconds)."""
+    and a run repeats bit for bit. Set to false where environments take longer than a decoding step (milliseconds). A server
+    decodes whenever there is something to decode."""
+    vllm: dict[str, Any] = {}
+    """Further arguments of vLLM's `EngineArgs`, such as gpu_memory_utilization."""
+    server: ServerConfig = ServerConfig()
 
 
 class Sampler(Protocol):

@@ -3,10 +3,7 @@
 `B` requests of a forward pass, `Q` query positions, `V` vocabulary, `D` hidden size.
 """
 
-import asyncio
-import time
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,25 +12,10 @@ import torch
 
 from agentrl.engine.attention import use_grouped_attention
 from agentrl.engine.base import EngineConfig
+from agentrl.engine.batched import BatchedEngine, Request, check_weight
 from agentrl.engine.ragged_cache import RaggedCache
 from agentrl.errors import ConfigError, EngineError
-from agentrl.types import Completion, FinishReason, Sampling
-
-
-@dataclass(slots=True, kw_only=True, eq=False)
-class _Request:
-    """A request on its way; grows as it is sampled."""
-
-    request_id: str
-    prompt_ids: list[int]
-    sampling: Sampling
-    future: asyncio.Future[Completion]
-    uniforms: list[float]
-    arrived: int
-    """Number of the decoding step before which it came."""
-    token_ids: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    versions: list[int] = field(default_factory=list)
+from agentrl.types import FinishReason
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -45,7 +27,9 @@ class _Row:
     """The conversation that the cached tokens belong to."""
     cached_ids: list[int] = field(default_factory=list)
     """Tokens whose keys and values the row holds."""
-    request: _Request | None = None
+    request: Request | None = None
+    uniforms: list[float] = field(default_factory=list)
+    """The random numbers of the request, one for each token."""
     last_used: int = 0
 
 
@@ -60,7 +44,7 @@ def uniforms(seed: int, start: int, count: int) -> list[float]:
     return drawn
 
 
-class TransformersEngine:
+class TransformersEngine(BatchedEngine):
     """Decodes all running requests together, one token at a time, and refills a row as soon as it is free.
 
     Each row of the batch has its own length, so rows at different turns of different episodes decode together. A
@@ -69,69 +53,13 @@ class TransformersEngine:
 
     def __init__(self, model: Any, config: EngineConfig | None = None, *, version: int = 0) -> None:
         """Take a transformers causal language model, which the engine then owns."""
-        self._config = config or EngineConfig()
+        super().__init__(config or EngineConfig(), version=version)
         _check_attention(model.config)
         self._model = model.eval()
         use_grouped_attention(model)
         self._device: torch.device = model.device
-        self._version = version
         self._rows = [_Row(index=i) for i in range(self._config.max_batch_size)]
         self._cache = RaggedCache(len(self._rows))
-        self._waiting: list[_Request] = []
-        self._inside: dict[str, _Request] = {}
-        self._open: set[str] = set()
-        self._is_paused = False
-        self._is_closed = False
-        self._driver: asyncio.Task[None] | None = None
-        self._step = 0
-        self._busy_s = 0.0
-
-    @property
-    def busy_s(self) -> float:
-        """Seconds spent in forward passes and sampling."""
-        return self._busy_s
-
-    @property
-    def version(self) -> int:
-        """Policy version of the weights in use."""
-        return self._version
-
-    @contextmanager
-    def conversation(self, request_id: str) -> Iterator[None]:
-        """Keep the row of this id between its requests; with `lockstep`, decode only while it waits for tokens."""
-        self._open.add(request_id)
-        try:
-            yield
-        finally:
-            self._open.discard(request_id)
-            for row in self._rows:
-                if row.owner == request_id and row.request is None:
-                    self._release(row)
-            self._kick()
-
-    async def generate(self, prompt_ids: Sequence[int], sampling: Sampling, request_id: str) -> Completion:
-        """Sample after `prompt_ids`; see `Engine.generate`."""
-        if self._is_closed:
-            raise EngineError(f"request {request_id}: the engine is closed")
-        if not prompt_ids or sampling.max_tokens < 1:
-            raise EngineError(f"request {request_id}: needs a prompt and max_tokens of at least 1, got {sampling}")
-        if request_id in self._inside:
-            raise EngineError(f"request {request_id}: the conversation already waits for a completion")
-        request = _Request(
-            request_id=request_id,
-            prompt_ids=list(prompt_ids),
-            sampling=sampling,
-            future=asyncio.get_running_loop().create_future(),
-            uniforms=uniforms(sampling.seed, len(prompt_ids), sampling.max_tokens),
-            arrived=self._step,
-        )
-        self._waiting.append(request)
-        self._inside[request_id] = request
-        self._kick()
-        try:
-            return await request.future
-        finally:
-            self._remove(request)
 
     async def pause(self) -> None:
         """Return running requests as they stand; hold waiting ones."""
@@ -139,11 +67,6 @@ class TransformersEngine:
         for row in self._rows:
             if row.request is not None:
                 self._finish(row, FinishReason.ABORTED)
-
-    async def resume(self) -> None:
-        """Sample again."""
-        self._is_paused = False
-        self._kick()
 
     async def load_weights(self, named_tensors: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
         """Copy weights into the model, by the names of its `state_dict`, and forget every cached key and value."""
@@ -155,55 +78,40 @@ class TransformersEngine:
         own: dict[str, torch.Tensor] = self._model.state_dict()
         with torch.no_grad():
             for name, tensor in named_tensors:
-                if name not in own or own[name].shape != tensor.shape:
-                    expected = tuple(own[name].shape) if name in own else "no such weight"
-                    raise EngineError(f"weight {name!r} of shape {tuple(tensor.shape)}: the engine has {expected}")
+                check_weight(name, tensor, own)
                 own[name].copy_(tensor)
         self._version = version
 
     async def close(self) -> None:
         """Drop the model and the cache."""
-        self._is_closed = True
-        if self._driver is not None:
-            self._driver.cancel()
-        self._fail(EngineError("the engine was closed while the request waited"))
+        await super().close()
         self._model = None
 
-    def _kick(self) -> None:
-        """Start decoding where there is something to do and no reason to wait."""
-        if self._can_step() and (self._driver is None or self._driver.done()):
-            self._driver = asyncio.get_running_loop().create_task(self._drive())
-            self._driver.add_done_callback(self._on_driver_done)
+    @property
+    def _name(self) -> str:
+        return "the transformers engine"
 
-    def _can_step(self) -> bool:
-        held = self._config.lockstep and any(owner not in self._inside for owner in self._open)
-        return bool(self._inside) and not (self._is_paused or self._is_closed or held)
+    async def _advance(self, waiting: list[Request]) -> None:
+        self._admit(waiting)
+        running = [row for row in self._rows if row.request is not None]
+        if running:
+            self._forward(running)
 
-    async def _drive(self) -> None:
-        await asyncio.sleep(0)  # episodes that became ready together are admitted together
-        while self._can_step():
-            begin = time.perf_counter()
-            self._step += 1
-            self._admit()
-            self._decode()
-            self._busy_s += time.perf_counter() - begin
-            await asyncio.sleep(0)
+    def _withdraw(self, request: Request) -> None:
+        for row in self._rows:
+            if row.request is request:
+                row.request = None
+                if request.request_id not in self._open:
+                    self._release(row)
 
-    def _on_driver_done(self, driver: asyncio.Task[None]) -> None:
-        """Hand an error of the model to everyone who waits for it."""
-        error = None if driver.cancelled() else driver.exception()
-        if error is not None:
-            failure = EngineError(f"the transformers engine failed: {type(error).__name__}: {error}")
-            failure.__cause__ = error
-            self._fail(failure)
+    def _end_conversation(self, request_id: str) -> None:
+        for row in self._rows:
+            if row.owner == request_id and row.request is None:
+                self._release(row)
 
     def _fail(self, failure: EngineError) -> None:
         """Let every request fail, and begin afresh: a pass that broke off leaves keys and values half written."""
-        for request in self._inside.values():
-            if not request.future.done():
-                request.future.set_exception(failure)
-        self._inside.clear()
-        self._waiting.clear()
+        super()._fail(failure)
         for row in self._rows:
             row.request = None
         self._forget()
@@ -218,11 +126,10 @@ class TransformersEngine:
     def _release(row: _Row) -> None:
         row.owner, row.cached_ids = None, []
 
-    def _admit(self) -> None:
+    def _admit(self, waiting: list[Request]) -> None:
         """Give waiting requests a row and compute their prompts, as many together as fit the prefill budget."""
         admitted: list[tuple[_Row, int]] = []
-        self._waiting.sort(key=lambda r: (r.arrived, r.request_id))  # order within a step is a matter of timing
-        for request in list(self._waiting):
+        for request in waiting:
             row = self._find_row(request)
             if row is None:
                 break
@@ -230,6 +137,7 @@ class TransformersEngine:
             known = _common_prefix(row.cached_ids, request.prompt_ids) if row.owner == request.request_id else 0
             row.cached_ids = row.cached_ids[: min(known, len(request.prompt_ids) - 1)]
             row.owner, row.request, row.last_used = request.request_id, request, self._step
+            row.uniforms = uniforms(request.sampling.seed, len(request.prompt_ids), request.sampling.max_tokens)
             admitted.append((row, len(request.prompt_ids) - len(row.cached_ids)))
         admitted.sort(key=lambda pair: (pair[1], pair[0].index))
         while admitted:
@@ -237,7 +145,7 @@ class TransformersEngine:
             batch, admitted = [row for row, _ in admitted[-count:]], admitted[:-count]
             self._forward(batch)
 
-    def _find_row(self, request: _Request) -> _Row | None:
+    def _find_row(self, request: Request) -> _Row | None:
         """Return the conversation's own row, else a free one, else the idle one that was used longest ago."""
         idle = [row for row in self._rows if row.request is None]
         for row in idle:
@@ -245,11 +153,6 @@ class TransformersEngine:
                 return row
         # Free rows by number alone: what was sampled before must not decide how later requests are batched.
         return min(idle, key=lambda row: (row.last_used if row.owner else -1, row.index), default=None)
-
-    def _decode(self) -> None:
-        running = [row for row in self._rows if row.request is not None]
-        if running:
-            self._forward(running)
 
     @torch.inference_mode()
     def _forward(self, rows: list[_Row]) -> None:
@@ -274,7 +177,7 @@ class TransformersEngine:
         tokens, logprobs = sample(
             logits_BV,
             temperatures=[r.sampling.temperature for r in requests],
-            uniforms=[r.uniforms[len(r.token_ids)] for r in requests],
+            uniforms=[row.uniforms[len(r.token_ids)] for row, r in zip(rows, requests, strict=True)],
         )
         for row, ids, request, token, logprob in zip(rows, missing, requests, tokens, logprobs, strict=True):
             row.cached_ids.extend(ids)
@@ -290,30 +193,9 @@ class TransformersEngine:
     def _finish(self, row: _Row, reason: FinishReason) -> None:
         request, row.request = row.request, None
         assert request is not None
-        self._inside.pop(request.request_id, None)
         if request.request_id not in self._open:
             self._release(row)
-        if not request.future.done():
-            request.future.set_result(
-                Completion(
-                    token_ids=tuple(request.token_ids),
-                    logprobs=tuple(request.logprobs),
-                    versions=tuple(request.versions),
-                    finish_reason=reason,
-                )
-            )
-
-    def _remove(self, request: _Request) -> None:
-        """Forget a request, wherever it is: its caller has gone."""
-        if self._inside.get(request.request_id) is request:
-            del self._inside[request.request_id]
-        if request in self._waiting:
-            self._waiting.remove(request)
-        for row in self._rows:
-            if row.request is request:
-                row.request = None
-                if request.request_id not in self._open:
-                    self._release(row)
+        self._answered(request, reason)
 
 
 def sample(

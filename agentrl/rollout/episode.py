@@ -282,6 +282,7 @@ class _Episode:
                 stop_token_ids=self._renderer.stop_token_ids,
                 temperature=config.temperature,
                 seed=derive_seed(task.sampling_seed, task.trajectory_id, task.attempt, turn),
+                drawn=len(done.token_ids),
             )
             try:
                 async with asyncio.timeout(config.engine_timeout_s):

@@ -280,7 +280,7 @@ async def _persist(
     parts: list[Completion] = []
     while not parts or parts[-1].finish_reason is FinishReason.ABORTED:
         done = [token for part in parts for token in part.token_ids]
-        rest = replace(sampling, max_tokens=sampling.max_tokens - len(done))
+        rest = replace(sampling, max_tokens=sampling.max_tokens - len(done), drawn=len(done))
         parts.append(await subject.engine.generate([*prompt_ids, *done], rest, request_id))
     return parts
 

