@@ -1,4 +1,4 @@
-"""The command line: `agentrl train | eval | show | envs | credit`."""
+"""The command line: `agentrl train | eval | doctor | show | envs | credit`."""
 
 import argparse
 import datetime as dt
@@ -89,6 +89,13 @@ def _parser() -> argparse.ArgumentParser:
     evaluate.add_argument(
         "target", type=Path, metavar="RECIPE|RUN", help="a recipe (its model untrained), or a run's folder"
     )
+    doctor = add(
+        "doctor",
+        _doctor,
+        f"Say what a recipe's engine is, whether it agrees with the trainer, how fast. {overriding}",
+        overrides=True,
+    )
+    doctor.add_argument("target", type=Path, metavar="RECIPE|RUN", help="a recipe, or a run's folder")
     show = add("show", _show, "Print rollouts, sampled tokens coloured by advantage.")
     _add_rollouts(show, default=1)
     add("envs", _envs, "List installed environments.")
@@ -172,13 +179,7 @@ def _steps_done(folder: "RunFolder") -> int | None:
 
 def _eval(options: argparse.Namespace, rest: list[str]) -> None:
     recipe, run_dir = _load(options.target, rest)
-    # An evaluation credits nothing, so that a teacher or a critic that has gone is not missed.
-    recipe = recipe.model_copy(
-        update={
-            "credit": {"scheme": "uniform", "lone": "keep"},
-            "loss": recipe.loss.model_copy(update={"kl_coefficient": 0.0}),
-        }
-    )
+    recipe = _without_credit(recipe)
     from agentrl.report.folder import RunFolder
     from agentrl.run import Run
 
@@ -195,6 +196,25 @@ def _eval(options: argparse.Namespace, rest: list[str]) -> None:
     for name, value in metrics.items():
         table.add_row(name, f"{value:.4g}")
     Console().print(table)
+
+
+def _without_credit(recipe: "Recipe") -> "Recipe":
+    """Return a recipe for what trains nothing, so that a teacher, a critic or a reference that has gone is not missed."""
+    loss = recipe.loss.model_copy(update={"kl_coefficient": 0.0})
+    return recipe.model_copy(update={"credit": {"scheme": "uniform", "lone": "keep"}, "loss": loss})
+
+
+def _doctor(options: argparse.Namespace, rest: list[str]) -> None:
+    recipe, run_dir = _load(options.target, rest)
+    from agentrl.doctor import examine
+    from agentrl.report.folder import RunFolder
+    from agentrl.run import Run
+
+    folder = RunFolder.open(run_dir) if run_dir else None
+    console = Console(soft_wrap=True)
+    with _closing(Run(_without_credit(recipe), tokenizer_folder=folder.tokenizer if folder else None)) as run:
+        for name, words in examine(run):
+            console.print(f"{name:13} {words}", markup=False, highlight=False)
 
 
 def _show(options: argparse.Namespace, _: list[str]) -> None:

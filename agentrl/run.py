@@ -4,10 +4,10 @@ import asyncio
 import copy
 import json
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from functools import cache, partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 from accelerate import Accelerator
@@ -35,6 +35,7 @@ from agentrl.report.records import records
 from agentrl.rollout import RolloutPool, offer, try_environment
 from agentrl.types import Need, Trajectory
 
+T = TypeVar("T")
 OnProgress = Callable[[Literal["warm-up", "training"], int, int, dict[str, float]], None]
 """Told the phase, its steps done, its steps in all, and the latest metrics."""
 
@@ -173,9 +174,18 @@ class Run:
         finally:
             pool.close()
 
-    def start_untrained(self) -> None:
-        """Hand the model as it is to the engine, for an evaluation without training."""
-        self._trainer.start_engine()
+    def start_untrained(self) -> float:
+        """Hand the model as it is to the engine; return by how much their log-probabilities differ, in nats."""
+        return self._trainer.start_engine()
+
+    def on_loop(self, main: Coroutine[Any, Any, T]) -> T:
+        """Run a coroutine where the engine lives."""
+        return self._runner.run(main)
+
+    @property
+    def engine(self) -> Engine:
+        """What samples."""
+        return self._engine
 
     def close(self) -> None:
         """Release threads, the engine and the event loop."""

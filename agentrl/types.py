@@ -94,6 +94,8 @@ class Completion:
     versions: tuple[int, ...]
     """Policy version that sampled each token."""
     finish_reason: FinishReason
+    num_cached_tokens: int = 0
+    """Tokens of the prompt that the engine had computed before, for another request, and did not compute again."""
 
 
 PER_TOKEN = (

@@ -22,7 +22,7 @@ from transformers import StoppingCriteria, StoppingCriteriaList
 
 from agentrl.chat import train_tokenizer
 from agentrl.config import load_recipe
-from agentrl.engine import EngineConfig
+from agentrl.engine import Engine, EngineConfig
 from agentrl.engine.transformers import TransformersEngine
 from agentrl.learn.model import LocalModelConfig, make_local_model
 from agentrl.run import Run
@@ -48,17 +48,18 @@ def compare(spread: float, repeats: int) -> dict[str, float]:
     """Interleave both ways of sampling; medians."""
     model, lengths = make_model(), ragged_lengths(spread)
     engine = TransformersEngine(make_model(), EngineConfig(max_batch_size=AT_ONCE))
-    difference = check_equality(model, with_engine(engine, lengths))
-    with_generate(model, lengths)
     times: dict[str, list[float]] = {"engine": [], "generate": []}
-    for _ in range(repeats):
-        for name, sample in (
-            ("engine", lambda: with_engine(engine, lengths)),
-            ("generate", lambda: with_generate(model, lengths)),
-        ):
-            begin = time.perf_counter()
-            sample()
-            times[name].append(time.perf_counter() - begin)
+    with asyncio.Runner() as runner:
+        difference = check_equality(model, with_engine(engine, lengths, runner))
+        with_generate(model, lengths)
+        for _ in range(repeats):
+            for name, sample in (
+                ("engine", lambda: with_engine(engine, lengths, runner)),
+                ("generate", lambda: with_generate(model, lengths)),
+            ):
+                begin = time.perf_counter()
+                sample()
+                times[name].append(time.perf_counter() - begin)
     tokens = int(lengths.sum())
     return {
         "spread": spread,
@@ -71,7 +72,9 @@ def compare(spread: float, repeats: int) -> dict[str, float]:
     }
 
 
-def with_engine(engine: TransformersEngine, lengths: np.ndarray[Any, Any]) -> list[tuple[list[int], list[float]]]:
+def with_engine(
+    engine: Engine, lengths: np.ndarray[Any, Any], runner: asyncio.Runner
+) -> list[tuple[list[int], list[float]]]:
     async def converse(index: int) -> tuple[list[int], list[float]]:
         rng = np.random.default_rng(index)
         context, logprobs = rng.integers(5, 250, PROMPT).tolist(), [0.0] * PROMPT
@@ -91,9 +94,9 @@ def with_engine(engine: TransformersEngine, lengths: np.ndarray[Any, Any]) -> li
             async with places:
                 return await converse(index)
 
-        return list(await asyncio.gather(*(in_turn(index) for index in range(NUM))))
+        return list(await asyncio.gather(*(in_turn(index) for index in range(len(lengths)))))
 
-    return asyncio.run(everyone())
+    return runner.run(everyone())
 
 
 class OwnLength(StoppingCriteria):

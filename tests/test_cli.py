@@ -263,6 +263,27 @@ def test_several_processes_are_refused_by_each_of_them(agentrl: Agentrl, tmp_pat
     assert files(tmp_path) == GIVEN
 
 
+def test_the_doctor_says_what_samples_and_that_it_agrees(agentrl: Agentrl, tmp_path: Path) -> None:
+    status, out, err = agentrl("doctor", "tiny.yaml")
+    assert (status, err) == (0, "")
+    found = {line[:13].strip(): line[14:] for line in out.splitlines()}
+    assert list(found) == ["versions", "engine", "agreement", "weight push", "speed", "prefix cache"]
+    assert "torch 2." in found["versions"]
+    assert found["engine"] == "TransformersEngine (engine.name: auto)"
+    difference = float(found["agreement"].split()[6])
+    assert 0 <= difference < 1e-5
+    assert int(found["speed"].split()[0].replace(",", "")) > 0
+    # Prompts of 112, 160 and 208 tokens; all but the last sampled token and the 16 that are new were computed before.
+    assert found["prefix cache"].startswith(f"{(95 + 143 + 191) / (112 + 160 + 208):.0%} of")
+    assert files(tmp_path) == GIVEN
+
+
+def test_the_doctor_finds_an_engine_that_disagrees(agentrl: Agentrl) -> None:
+    status, _, err = agentrl("doctor", "tiny.yaml", "--train.agreement", "1e-12")
+    assert status == 1
+    assert err.startswith("agentrl: the engine's log-probabilities differ from the trainer's by ")
+
+
 def test_a_run_from_beginning_to_end(agentrl: Agentrl, tmp_path: Path) -> None:
     status, out, err = agentrl("train", "tiny.yaml", "--run_dir", "run", "--seed", "3")
     assert (status, err) == (0, "")

@@ -29,6 +29,7 @@ class Request:
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
+    num_cached_tokens: int = 0
 
     def finish(self, reason: FinishReason) -> None:
         """Hand what was sampled to the caller, if there still is one."""
@@ -39,6 +40,7 @@ class Request:
                     logprobs=tuple(self.logprobs),
                     versions=tuple(self.versions),
                     finish_reason=reason,
+                    num_cached_tokens=self.num_cached_tokens,
                 )
             )
 

@@ -136,6 +136,7 @@ class TransformersEngine(BatchedEngine):
             self._waiting.remove(request)
             known = _common_prefix(row.cached_ids, request.prompt_ids) if row.owner == request.request_id else 0
             row.cached_ids = row.cached_ids[: min(known, len(request.prompt_ids) - 1)]
+            request.num_cached_tokens = len(row.cached_ids)
             row.owner, row.request, row.last_used = request.request_id, request, self._step
             row.uniforms = uniforms(request.sampling.seed, len(request.prompt_ids), request.sampling.max_tokens)
             admitted.append((row, len(request.prompt_ids) - len(row.cached_ids)))

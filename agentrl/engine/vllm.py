@@ -163,6 +163,7 @@ class VLLMEngine(BatchedEngine):
         scored = zip(completion.logprobs, completion.token_ids, strict=True)
         request.logprobs = [0.0 if is_greedy else min(0.0, entry[token].logprob) for entry, token in scored]
         request.versions = [self._version] * len(request.token_ids)
+        request.num_cached_tokens = output.num_cached_tokens or 0
         self._answered(request, reason)
 
     async def _call(self, function: Callable[..., _T], *arguments: Any) -> _T:

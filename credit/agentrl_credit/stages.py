@@ -134,7 +134,8 @@ def is_flat(values_N: npt.ArrayLike, cells_N: npt.ArrayLike | None = None) -> Bo
     low, high = np.full(size, np.inf), np.full(size, -np.inf)
     np.minimum.at(low, cells, values)
     np.maximum.at(high, cells, values)
-    return (high - low <= FLAT * np.maximum(np.abs(low), np.abs(high)))[cells]
+    is_flat_C: Bools = high - low <= FLAT * np.maximum(np.abs(low), np.abs(high))
+    return is_flat_C[cells]
 
 
 def center(values_N: npt.ArrayLike, cells_N: npt.ArrayLike | None = None) -> Array:

