@@ -39,6 +39,8 @@ T = TypeVar("T")
 OnProgress = Callable[[Literal["warm-up", "training"], int, int, dict[str, float]], None]
 """Told the phase, its steps done, its steps in all, and the latest metrics."""
 
+_LARGE = 10_000_000
+"""Parameters from which on vLLM outruns the transformers engine on a CPU (benchmarks/vllm_throughput.py)."""
 _TOKENIZER_EPISODES = 256
 """Demonstrations that a local tokenizer is trained on."""
 
@@ -324,12 +326,22 @@ def _accelerator(recipe: Recipe) -> Accelerator:
 def _new_engine(recipe: Recipe, model: Any, device: torch.device) -> Engine:
     """Make the engine that the recipe names; weights are pushed to it when the run begins."""
     dtype = torch.bfloat16 if recipe.train.precision == "bfloat16" else model.dtype
-    name = recipe.engine.name
-    if name == "auto":
-        name = "vllm" if device.type == "cuda" and is_installed() else "transformers"
-    if name == "vllm":
+    if _engine_name(recipe, model, device) == "vllm":
         return VLLMEngine(model, recipe.engine, dtype=dtype, max_tokens=recipe.rollout.max_context_tokens)
     return TransformersEngine(copy.deepcopy(model).to(device, dtype), recipe.engine)
+
+
+def _engine_name(recipe: Recipe, model: Any, device: torch.device) -> str:
+    """Return the recipe's engine; where it leaves the choice, the one that was measured to be faster."""
+    if recipe.engine.name != "auto":
+        return recipe.engine.name
+    if not is_installed():
+        return "transformers"
+    if device.type == "cuda":
+        return "vllm"
+    # Heads of less than 32 are beyond vLLM on a CPU.
+    is_large = sum(parameter.numel() for parameter in model.parameters()) >= _LARGE
+    return "vllm" if is_large and getattr(model.config, "head_dim", 0) >= 32 else "transformers"
 
 
 def _load_teacher(recipe: Recipe, tokenizer: Any) -> Policy:

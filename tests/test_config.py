@@ -49,6 +49,7 @@ def test_the_tree_has_the_sections_of_a_run() -> None:
     top = [
         "chat",
         "engine",
+        "engine.server",
         "env",
         "evaluation",
         "loss",

@@ -6,10 +6,12 @@ from typing import Any
 import pytest
 import torch
 
+from agentrl.chat import train_tokenizer
 from agentrl.config import Recipe
 from agentrl.engine.vllm import VLLMEngine, is_installed
+from agentrl.learn.model import LocalModelConfig, make_local_model
 from agentrl.report.folder import RunFolder
-from agentrl.run import Run
+from agentrl.run import Run, _engine_name
 from tests.test_run import recipe
 
 pytestmark = [
@@ -43,6 +45,23 @@ def trained(settings: Recipe, folder: RunFolder | None = None) -> tuple[RunFolde
 
 def repeatable(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [{name: value for name, value in row.items() if not name.startswith("time/")} for row in rows]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "name"),
+    [
+        ({"hidden_size": 768, "num_layers": 2, "num_heads": 12, "num_kv_heads": 4, "intermediate_size": 2304}, "vllm"),
+        (
+            {"hidden_size": 768, "num_layers": 2, "num_heads": 48, "num_kv_heads": 4, "intermediate_size": 2304},
+            "transformers",
+        ),
+        ({"hidden_size": 64, "num_heads": 2}, "transformers"),
+    ],
+)
+def test_the_faster_engine_is_chosen_where_the_recipe_leaves_it_open(sizes: dict[str, int], name: str) -> None:
+    model = make_local_model(LocalModelConfig.model_validate(sizes), train_tokenizer([], vocab_size=261))
+    assert _engine_name(Recipe(), model, torch.device("cpu")) == name
+    assert _engine_name(Recipe(), model, torch.device("cuda")) == "vllm"
 
 
 def test_a_resumed_run_repeats_bit_for_bit(tmp_path: Path) -> None:
