@@ -1,11 +1,13 @@
-"""The command line: `agentrl train | eval | doctor | show | envs | credit`."""
+"""The command line: `agentrl train | eval | doctor | serve | show | envs | credit`."""
 
 import argparse
 import datetime as dt
 import errno
 import os
 import shlex
+import signal
 import sys
+import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,7 +18,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from agentrl.errors import AgentRLError, ConfigError, CreditError, UserError
+from agentrl.errors import AgentRLError, ConfigError, CreditError, EngineError, UserError
 
 if TYPE_CHECKING:
     from agentrl.config import Recipe
@@ -96,6 +98,11 @@ def _parser() -> argparse.ArgumentParser:
         overrides=True,
     )
     doctor.add_argument("target", type=Path, metavar="RECIPE|RUN", help="a recipe, or a run's folder")
+    serve = add(
+        "serve", _serve, f"Start a vLLM server for a recipe with engine.name: vllm_server. {overriding}", overrides=True
+    )
+    serve.add_argument("target", type=Path, metavar="RECIPE|RUN", help="a recipe, or a run's folder")
+    serve.add_argument("--start-timeout-s", type=float, default=600.0, help="deadline until it answers (default 600)")
     show = add("show", _show, "Print rollouts, sampled tokens coloured by advantage.")
     _add_rollouts(show, default=1)
     add("envs", _envs, "List installed environments.")
@@ -215,6 +222,32 @@ def _doctor(options: argparse.Namespace, rest: list[str]) -> None:
     with _closing(Run(_without_credit(recipe), tokenizer_folder=folder.tokenizer if folder else None)) as run:
         for name, words in examine(run):
             console.print(f"{name:13} {words}", markup=False, highlight=False)
+
+
+def _serve(options: argparse.Namespace, rest: list[str]) -> None:
+    recipe, run_dir = _load(options.target, [*rest, "--engine.name", "vllm_server"])
+    from agentrl.report.folder import RunFolder
+    from agentrl.run import Run
+
+    tokenizer = RunFolder.open(run_dir).tokenizer if run_dir else None
+    console = Console(soft_wrap=True)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that the server ends too
+    with (
+        _closing(Run(_without_credit(recipe), tokenizer_folder=tokenizer)) as run,
+        tempfile.TemporaryDirectory(prefix="agentrl-serve-") as folder,
+        run.serve(Path(folder), timeout_s=options.start_timeout_s) as server,
+    ):
+        console.print(
+            f"serving at {server.url}; log: {folder}/server.log; end with Ctrl-C", markup=False, highlight=False
+        )
+        status = server.process.wait()
+        raise EngineError(
+            f"the server ended with status {status}; the end of its log:\n{_tail(Path(folder) / 'server.log')}"
+        )
+
+
+def _tail(path: Path) -> str:
+    return path.read_text(errors="replace")[-2000:]
 
 
 def _show(options: argparse.Namespace, _: list[str]) -> None:

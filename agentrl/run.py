@@ -4,10 +4,12 @@ import asyncio
 import copy
 import json
 import logging
+import tempfile
 from collections.abc import Callable, Coroutine
 from functools import cache, partial
 from pathlib import Path
 from typing import Any, Literal, TypeVar
+from urllib.parse import urlsplit
 
 import torch
 from accelerate import Accelerator
@@ -22,6 +24,7 @@ from agentrl.credit import load_credit_for
 from agentrl.engine import Engine
 from agentrl.engine.transformers import TransformersEngine
 from agentrl.engine.vllm import VLLMEngine, is_installed
+from agentrl.engine.vllm_server import Server, VLLMServer, start_server
 from agentrl.env import make_env
 from agentrl.errors import ConfigError
 from agentrl.learn.checkpoint import checkpoints, load_checkpoint, save_checkpoint, write_folder
@@ -77,7 +80,8 @@ class Run:
         check_dropout(model.config)
         _check_positions(recipe, model.config)
         self._renderer = load_renderer(self.tokenizer, recipe.chat, name_or_path=recipe.model.name_or_path or "local")
-        self._engine = _new_engine(recipe, model, self._accelerator.device)
+        self._handover = tempfile.TemporaryDirectory(prefix="agentrl-weights-")
+        self._engine = _new_engine(recipe, model, self._accelerator.device, handover=self._handover.name)
         self._pool = self._new_pool(recipe.rollout.temperature, fork=self._forks)
         self._policy = Policy(model)
         self._signals = Signals(
@@ -184,6 +188,26 @@ class Run:
         """Run a coroutine where the engine lives."""
         return self._runner.run(main)
 
+    def serve(self, folder: Path, *, timeout_s: float) -> Server:
+        """Start a vLLM server for this recipe at `engine.server.url`; the model and the server's log go into `folder`."""
+        recipe, url = self.recipe, urlsplit(self.recipe.engine.server.url)
+        folder.mkdir(parents=True, exist_ok=True)
+        write_folder(folder / "model", self._policy.model.save_pretrained)
+        options: dict[str, Any] = {
+            "host": url.hostname,
+            "dtype": recipe.train.precision,
+            "max_model_len": recipe.rollout.max_context_tokens,
+            "max_num_seqs": recipe.engine.max_batch_size,
+            "max_num_batched_tokens": max(recipe.engine.max_prefill_tokens, recipe.rollout.max_context_tokens),
+        }
+        return start_server(
+            folder / "model",
+            port=url.port or 80,
+            log=folder / "server.log",
+            options=options | recipe.engine.vllm,
+            timeout_s=timeout_s,
+        )
+
     @property
     def engine(self) -> Engine:
         """What samples."""
@@ -194,6 +218,7 @@ class Run:
         self._pool.close()
         self._runner.run(self._engine.close())
         self._runner.close()
+        self._handover.cleanup()
 
     def _try_environment(self, renderer: Renderer, max_context_tokens: int) -> None:
         config = self.recipe.rollout.model_copy(update={"max_context_tokens": max_context_tokens})
@@ -323,11 +348,14 @@ def _accelerator(recipe: Recipe) -> Accelerator:
     return accelerator
 
 
-def _new_engine(recipe: Recipe, model: Any, device: torch.device) -> Engine:
+def _new_engine(recipe: Recipe, model: Any, device: torch.device, *, handover: str) -> Engine:
     """Make the engine that the recipe names; weights are pushed to it when the run begins."""
     dtype = torch.bfloat16 if recipe.train.precision == "bfloat16" else model.dtype
-    if _engine_name(recipe, model, device) == "vllm":
+    name = _engine_name(recipe, model, device)
+    if name == "vllm":
         return VLLMEngine(model, recipe.engine, dtype=dtype, max_tokens=recipe.rollout.max_context_tokens)
+    if name == "vllm_server":
+        return VLLMServer(recipe.engine, folder=recipe.engine.server.folder or Path(handover))
     return TransformersEngine(copy.deepcopy(model).to(device, dtype), recipe.engine)
 
 

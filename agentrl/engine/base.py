@@ -21,7 +21,8 @@ class ServerConfig(BaseModel):
     url: str = "http://127.0.0.1:8000"
     """Where it listens."""
     folder: Path | None = None
-    """A folder that trainer and server both see, in which weights are handed over. None: one in the run's folder."""
+    """A folder that trainer and server both see by this path, in which weights are handed over. None: one of this machine's for
+    temporary files."""
     timeout_s: PositiveFloat = 600.0
     """Deadline of whatever is no completion: a push of weights, a pause."""
     max_retries: NonNegativeInt = 3

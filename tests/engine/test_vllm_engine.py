@@ -40,7 +40,7 @@ def run(runner: asyncio.Runner, main: Coroutine[Any, Any, T]) -> T:
 
 @pytest.fixture(scope="module")
 def shared(runner: asyncio.Runner) -> Iterator[VLLMEngine]:
-    engine = VLLMEngine(make_model(), EngineConfig(max_batch_size=8), max_tokens=256)
+    engine = VLLMEngine(make_model(), EngineConfig(max_batch_size=8, max_prefill_tokens=64), max_tokens=256)
     yield engine
     runner.run(engine.close())
 
@@ -119,6 +119,15 @@ def test_episodes_that_wait_for_each_other_repeat_bit_for_bit(engine: VLLMEngine
     assert run(runner, play(random.Random(1))) == first
 
 
+def test_more_prompts_than_are_computed_at_once_are_all_answered(engine: VLLMEngine, runner: asyncio.Runner) -> None:
+    # 20 of 100 tokens, where a pass takes 256, and 8 are decoded together.
+    async def all_of_them() -> list[Completion]:
+        prompts = [[(number * 7 + i) % VOCAB for i in range(100)] for number in range(20)]
+        return await asyncio.gather(*(engine.generate(p, sampling(4), f"e{i}") for i, p in enumerate(prompts)))
+
+    assert [len(done.token_ids) for done in run(runner, all_of_them())] == [4] * 20
+
+
 def test_greedy_sampling_takes_the_most_probable_token(engine: VLLMEngine, runner: asyncio.Runner) -> None:
     done = run(runner, engine.generate([1, 2, 3], sampling(temperature=0), "a"))
     with torch.inference_mode():
@@ -137,6 +146,10 @@ def test_what_vllm_refuses_fails_its_request_alone(engine: VLLMEngine, runner: a
     assert str(refused).startswith("request long: vLLM refused it: ")
     assert "256" in str(refused)
     assert done.finish_reason is FinishReason.LENGTH
+    with pytest.raises(
+        EngineError, match=r"request cold: vLLM refused it: it samples at no temperature between 0 and 0\.01"
+    ):
+        run(runner, engine.generate([1], sampling(temperature=0.005), "cold"))
 
 
 def test_a_push_that_lacks_a_weight_is_refused(engine: VLLMEngine, runner: asyncio.Runner) -> None:

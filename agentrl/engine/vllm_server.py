@@ -1,0 +1,666 @@
+"""The client of vLLM's own HTTP server, and how to start one. Names and paths are those of vLLM 0.32."""
+
+import asyncio
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self, TypeVar
+from uuid import uuid4
+
+import httpx2
+import torch
+from safetensors.torch import save_file
+
+from agentrl.engine.base import EngineConfig, ServerConfig
+from agentrl.engine.batched import check_weight
+from agentrl.engine.vllm import HOW_TO_INSTALL, MIN_TEMPERATURE, is_installed
+from agentrl.engine.vllm_worker import DRAWN, EXTENSION
+from agentrl.errors import ConfigError, EngineError
+from agentrl.types import Completion, FinishReason, Sampling
+
+_T = TypeVar("_T")
+_REASONS = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH, "abort": FinishReason.ABORTED}
+_FIRST_WAIT_S = 0.25
+"""Wait before a request is made again; doubles each time."""
+_ABORT_S = 10.0
+"""How long the server may take to hear that a request is not wanted any more."""
+_MAX_WORDS = 1000
+"""How many characters of an answer go into an error."""
+_BUCKET_BYTES = 2**31
+"""Size of a file of weights, and of the copy in memory that it is written from."""
+_NO_LOGPROB = -9999.0
+"""What the server sends where a log-probability is not a number."""
+
+
+class VLLMServer:
+    """Asks a vLLM server for completions and hands it weights through a folder that both see.
+
+    The server keeps what it has computed of a conversation by itself. A push goes to all that use the server, so
+    let it serve one engine at a time.
+    """
+
+    def __init__(self, config: EngineConfig, *, folder: Path, version: int = 0) -> None:
+        """Begin idle; nothing is sent before the first request.
+
+        Args:
+            config: `server` tells where it listens, and how patient to be.
+            folder: where weights are handed over, by the same path on both sides.
+            version: policy version of the server's weights, unless it was told one before.
+        """
+        self._config = config.server
+        self._http = _Http(config.server)
+        self._folder = folder
+        self._version = version
+        self._model: _Model | None = None
+        self._meeting: asyncio.Task[_Model] | None = None
+        self._inside: dict[str, asyncio.Task[Completion]] = {}
+        """All requests without an answer, by id."""
+        self._out: set[str] = set()
+        """Those that the server has, by the id it was given."""
+        self._is_idle = asyncio.Event()
+        self._aborts: set[asyncio.Task[None]] = set()
+        self._may_send = asyncio.Event()
+        self._may_send.set()
+        self._is_paused = False
+        self._is_loading = False
+        self._is_half_loaded = False
+        self._is_closed = False
+        self._busy_s = 0.0
+        self._busy_since = 0.0
+
+    @property
+    def busy_s(self) -> float:
+        """Seconds in which at least one request was out."""
+        return self._busy_s + (time.perf_counter() - self._busy_since if self._out else 0.0)
+
+    @property
+    def version(self) -> int:
+        """Policy version of the weights in use."""
+        return self._version
+
+    @contextmanager
+    def conversation(self, request_id: str) -> Iterator[None]:  # noqa: ARG002
+        """Keep nothing: the server's cache forgets what was used longest ago."""
+        yield
+
+    async def generate(self, prompt_ids: Sequence[int], sampling: Sampling, request_id: str) -> Completion:
+        """Sample after `prompt_ids`; see `Engine.generate`. It waits as long as its caller does."""
+        if self._is_closed:
+            raise EngineError(f"request {request_id}: the engine is closed")
+        if not prompt_ids or sampling.max_tokens < 1:
+            raise EngineError(f"request {request_id}: needs a prompt and max_tokens of at least 1, got {sampling}")
+        if 0 < sampling.temperature < MIN_TEMPERATURE:
+            raise EngineError(
+                f"request {request_id}: vLLM samples at no temperature between 0 and {MIN_TEMPERATURE}, "
+                f"got {sampling.temperature}"
+            )
+        if request_id in self._inside:
+            raise EngineError(f"request {request_id}: the conversation already waits for a completion")
+        task = asyncio.create_task(self._sample(list(prompt_ids), sampling, request_id))
+        self._inside[request_id] = task
+        try:
+            return await task
+        except asyncio.CancelledError:
+            if self._is_closed:
+                raise EngineError("the engine was closed while the request waited") from None
+            raise
+        finally:
+            del self._inside[request_id]
+
+    async def pause(self) -> None:
+        """Return running requests as they stand; hold those of which no token was sampled yet."""
+        self._is_paused = True
+        self._set_gate()
+        async with self._deadline("pause"):
+            await self._http.ask("a pause", "POST", "/pause?mode=abort&clear_cache=false")
+            while self._out:
+                # What comes to the server after it was paused waits there: it must be told by name.
+                with suppress(TimeoutError):
+                    await asyncio.wait_for(self._is_idle.wait(), 0.1)
+                if self._out:
+                    await self._http.ask("an abort", "POST", "/abort_requests", _names(self._out))
+
+    async def resume(self) -> None:
+        """Sample again."""
+        async with self._deadline("resume"):
+            await self._http.ask("an end of the pause", "POST", "/resume")
+        self._is_paused = False
+        self._set_gate()
+
+    async def load_weights(self, named_tensors: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
+        """Replace all weights, by the names of transformers' `state_dict`, and forget every cached key and value.
+
+        Names and shapes are compared on this side, before the server hears of them: a server that has refused weights
+        itself fails at the next request, whatever is pushed to it.
+        """
+        if self._is_closed:
+            raise EngineError("load_weights: the engine is closed")
+        if self._out:
+            raise EngineError("load_weights needs a paused or idle engine: call pause() first")
+        self._is_loading = True
+        self._set_gate()
+        folder = (self._folder / f"version-{version}-{uuid4().hex[:8]}").resolve()
+        try:
+            async with self._deadline("load_weights"):
+                model = await self._meet()
+                folder.mkdir(parents=True)
+                await _write(folder, named_tensors, model.shapes)
+                await self._replace(folder, version)
+        except OSError as error:
+            raise EngineError(f"load_weights: cannot write to engine.server.folder: {error}") from error
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+            self._is_loading = False
+            self._set_gate()
+
+    async def close(self) -> None:
+        """Stop all requests, and let go of the server, which runs on."""
+        self._is_closed = True
+        tasks = list(self._inside.values())
+        if self._meeting is not None:
+            tasks.append(self._meeting)  # type: ignore[arg-type]  # what it returns does not matter here
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await asyncio.gather(*self._aborts)
+        await self._http.close()
+
+    def _set_gate(self) -> None:
+        if self._is_paused or self._is_loading:
+            self._may_send.clear()
+        else:
+            self._may_send.set()
+
+    @asynccontextmanager
+    async def _deadline(self, what: str) -> AsyncIterator[None]:
+        try:
+            async with asyncio.timeout(self._config.timeout_s):
+                yield
+        except TimeoutError:
+            raise EngineError(
+                f"vLLM's server at {self._config.url} did not finish {what} within engine.server.timeout_s: "
+                f"{self._config.timeout_s:g}"
+            ) from None
+
+    async def _meet(self) -> "_Model":
+        """Get to know the server, once for all who wait for it."""
+        if self._model is None:
+            if self._meeting is None or self._meeting.done():
+                self._meeting = asyncio.create_task(self._get_to_know())
+            self._model = await asyncio.shield(self._meeting)
+        return self._model
+
+    async def _get_to_know(self) -> "_Model":
+        async with self._deadline("its first answers"):
+            config = await self._http.ask("its configuration", "GET", _SERVER_INFO, parse=_model_config)
+            if config["logprobs_mode"] != "processed_logprobs":
+                raise EngineError(
+                    f"vLLM's server at {self._config.url} reports {config['logprobs_mode']}: training needs the "
+                    "log-probabilities of what is sampled; start it with --logprobs-mode processed_logprobs"
+                )
+            model = await asyncio.to_thread(_read_model, str(config["model"]))
+            known = await self._http.ask("its version", "GET", "/weight_info", parse=lambda a: a["weight_version"])
+            if str(known).isdecimal():
+                self._version = int(known)
+            else:  # nobody has used it yet
+                await self._extend("draw_where_left_off")
+                await self._tell_version(self._version)
+            if not self._is_paused:  # one that was left while it was paused would let all requests wait
+                await self._http.ask("an end of the pause", "POST", "/resume")
+        return model
+
+    async def _extend(self, method: str) -> None:
+        """Call a method of our extension of its workers, where the server was started with it."""
+
+        async def call() -> None:
+            try:
+                await self._http.once("POST", "/collective_rpc", {"method": method})
+            except _Fault as fault:
+                if "no attribute" not in str(fault):
+                    raise
+
+        await self._http.retried(f"{method} of its workers", call)
+
+    async def _tell_version(self, version: int) -> None:
+        """Let the server say by which version each token was sampled; one that was started again does not know any."""
+        await self._http.ask("a version", "POST", "/update_weight_version", {"new_version": str(version)})
+
+    async def _sample(self, prompt_ids: list[int], sampling: Sampling, request_id: str) -> Completion:
+        what = f"request {request_id}"
+        while True:
+            done = await self._http.retried(what, lambda: self._send(prompt_ids, sampling, request_id))
+            if done.token_ids:  # one that was interrupted before it had begun waits for the end of the pause
+                return done
+
+    async def _send(self, prompt_ids: list[int], sampling: Sampling, request_id: str) -> Completion:
+        """Make a request, once, under an id of its own."""
+        model = await self._meet()
+        if (worst := max(prompt_ids)) >= model.vocab_size:  # it would end a server without a tokenizer
+            raise EngineError(f"request {request_id}: token {worst} is outside the vocabulary of {model.vocab_size}")
+        while not self._may_send.is_set():
+            await self._may_send.wait()
+        if self._is_half_loaded:
+            raise EngineError(f"request {request_id}: the last push of weights failed half-way: push again")
+        server_id = f"{request_id}.{uuid4().hex}"
+        body = {"token_ids": prompt_ids, "request_id": server_id, "sampling_params": _params(sampling)}
+        self._begin(server_id)
+        try:
+            return await self._http.once("POST", _GENERATE, body, parse=lambda answer: self._read(answer, sampling))
+        except (asyncio.CancelledError, _Fault):
+            task = asyncio.create_task(self._abort(server_id))
+            self._aborts.add(task)
+            task.add_done_callback(self._aborts.discard)
+            raise
+        finally:
+            self._end(server_id)
+
+    def _begin(self, server_id: str) -> None:
+        if not self._out:
+            self._busy_since = time.perf_counter()
+        self._out.add(server_id)
+        self._is_idle.clear()
+
+    def _end(self, server_id: str) -> None:
+        self._out.discard(server_id)
+        if not self._out:
+            self._busy_s += time.perf_counter() - self._busy_since
+            self._is_idle.set()
+
+    async def _abort(self, server_id: str) -> None:
+        """Tell the server that nobody waits for a request any more; one that cannot be told samples nothing."""
+        with suppress(_Fault, EngineError, TimeoutError):
+            await asyncio.wait_for(self._http.once("POST", "/abort_requests", _names([server_id])), _ABORT_S)
+
+    def _read(self, answer: Any, sampling: Sampling) -> Completion:
+        (choice,) = answer["choices"]
+        token_ids = [int(token) for token in choice["token_ids"]]
+        scored = choice["logprobs"]["content"] if token_ids else []
+        logprobs = [float(entry["logprob"]) for entry in scored]
+        reason = _REASONS[choice["finish_reason"]]
+        if len(logprobs) != len(token_ids) or not (token_ids or reason is FinishReason.ABORTED):
+            raise ValueError(f"{len(token_ids)} tokens with {len(logprobs)} log-probabilities")
+        if min(logprobs, default=0.0) <= _NO_LOGPROB:
+            raise EngineError("vLLM's server sampled from a distribution that is not one: its weights are not finite")
+        details = answer["usage"].get("prompt_tokens_details") or {}
+        is_greedy = sampling.temperature == 0
+        return Completion(
+            token_ids=tuple(token_ids),
+            logprobs=tuple(0.0 if is_greedy else min(0.0, logprob) for logprob in logprobs),
+            versions=self._versions(choice.get("weight_versions") or [], len(token_ids)),
+            finish_reason=reason,
+            num_cached_tokens=details.get("cached_tokens") or 0,
+        )
+
+    def _versions(self, spans: list[dict[str, Any]], num_tokens: int) -> tuple[int, ...]:
+        versions = [self._version] * num_tokens
+        for span in spans:
+            name, start, end = str(span["version"]), int(span["start"]), int(span["end"])
+            if name.isdecimal():
+                versions[start:end] = [int(name)] * (end - start)
+            else:
+                raise EngineError(
+                    f"vLLM's server at {self._config.url} samples with weights of version {name!r} and not with those "
+                    "that were pushed: it was started again. Start the run again too; it goes on where it was"
+                )
+        if len(versions) != num_tokens:
+            raise ValueError(f"versions of {len(versions)} tokens, not {num_tokens}")
+        return tuple(versions)
+
+    async def _replace(self, folder: Path, version: int) -> None:
+        """Let the server read the weights; until that is done it stays paused, and every request is refused."""
+        self._is_half_loaded = True
+        await self._http.ask("a pause", "POST", "/pause?mode=abort&clear_cache=false")
+        await self._extend("forget_kernels")
+        reload = {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}}
+        await self._http.ask(f"reading the weights in {folder}", "POST", "/collective_rpc", reload)
+        reset = "/reset_prefix_cache?reset_running_requests=true&reset_external=true"
+        await self._http.ask("forgetting its cache", "POST", reset, parse=_check_success)
+        await self._tell_version(version)
+        self._version = version
+        if not self._is_paused:
+            await self._http.ask("an end of the pause", "POST", "/resume")
+        self._is_half_loaded = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Model:
+    """What the client must know of the model that the server runs."""
+
+    shapes: Mapping[str, torch.Tensor]
+    """Its `state_dict`, without values."""
+    vocab_size: int
+
+
+class _Fault(Exception):  # noqa: N818  # it becomes an error when it has come too often
+    """What may go better the next time: no answer, half of one, or an error of the server's own."""
+
+
+class _Http:
+    """Makes requests, again where that may help, and says what came of them."""
+
+    def __init__(self, config: ServerConfig) -> None:
+        self._config = config
+        self._client: httpx2.AsyncClient | None = None
+
+    async def ask(
+        self,
+        what: str,
+        method: str,
+        path: str,
+        body: Any = None,
+        *,
+        parse: Callable[[Any], _T] = lambda answer: answer,
+    ) -> _T:
+        """Return what `parse` makes of the answer to a request, which is made again after a fault."""
+        return await self.retried(what, lambda: self.once(method, path, body, parse=parse))
+
+    async def retried(self, what: str, attempt: Callable[[], Awaitable[_T]]) -> _T:
+        """Return what an attempt returns; after a fault wait and make another.
+
+        Raises:
+            EngineError: when there were too many faults, with the last one's words.
+        """
+        wait_s, num = _FIRST_WAIT_S, 1 + self._config.max_retries
+        for remaining in reversed(range(num)):
+            try:
+                return await attempt()
+            except _Fault as fault:
+                if not remaining:
+                    raise EngineError(
+                        f"vLLM's server at {self._config.url}, asked {num} times for {what}, did not answer as it "
+                        f"should; the last time: {fault}. Is it running? `agentrl serve RECIPE` starts it"
+                    ) from fault
+            await asyncio.sleep(wait_s)
+            wait_s *= 2
+        raise AssertionError("unreachable")
+
+    async def once(
+        self,
+        method: str,
+        path: str,
+        body: Any = None,
+        *,
+        parse: Callable[[Any], _T] = lambda answer: answer,
+    ) -> _T:
+        """Make a request.
+
+        Raises:
+            _Fault: when another attempt may help.
+            EngineError: when the server refuses the request (4xx).
+        """
+        try:
+            response = await self._connected().request(method, path, json=body)
+        except (httpx2.RequestError, httpx2.InvalidURL) as error:
+            raise _Fault(f"{type(error).__name__}: {error}") from error
+        if response.status_code >= 500:
+            raise _Fault(f"HTTP {response.status_code}: {_words(response)}")
+        if response.status_code >= 300:
+            raise EngineError(
+                f"vLLM's server at {self._config.url} refused {method} {path}: HTTP {response.status_code}: "
+                + _words(response)
+                + (_NO_ROUTE if response.status_code == 404 else "")
+            )
+        try:
+            return parse(response.json())
+        except (ValueError, LookupError, TypeError, AttributeError) as error:
+            raise _Fault(
+                f"an answer that is none ({type(error).__name__}: {error}): {response.text[:_MAX_WORDS]!r}"
+            ) from error
+
+    async def close(self) -> None:
+        if self._client is not None:
+            await self._client.aclose()
+
+    def _connected(self) -> httpx2.AsyncClient:
+        """Make the client where the event loop runs. Whoever waits for an answer sets the deadline."""
+        if self._client is None:
+            self._client = httpx2.AsyncClient(
+                base_url=self._config.url,
+                timeout=httpx2.Timeout(None, connect=min(10.0, self._config.timeout_s)),
+                # The server drops a connection that was idle for 5 s; one that is dropped as it is used is a fault.
+                limits=httpx2.Limits(max_connections=None, keepalive_expiry=2.0),
+                trust_env=False,  # a proxy for the Internet is none for a server beside us
+            )
+        return self._client
+
+
+_GENERATE = "/inference/v1/generate"
+_SERVER_INFO = "/server_info?config_format=json"
+_NO_ROUTE = ". Start it by `agentrl serve RECIPE`, or with --enable-scale-out and VLLM_SERVER_DEV_MODE=1"
+
+
+def _words(response: httpx2.Response) -> str:
+    """Return what the server says of an error, without what is around it."""
+    try:
+        found = response.json()
+    except ValueError:
+        found = response.text
+    for key in ("error", "detail", "message"):
+        if isinstance(found, dict):
+            found = found.get(key, found)
+    return str(found)[:_MAX_WORDS]
+
+
+def _names(server_ids: Iterable[str]) -> dict[str, list[str]]:
+    """Name requests as the server does."""
+    return {"request_ids": [f"generate-tokens-{server_id}" for server_id in server_ids]}
+
+
+def _model_config(answer: Any) -> dict[str, Any]:
+    config = answer["vllm_config"]["model_config"]
+    return {key: config[key] for key in ("model", "logprobs_mode")}
+
+
+def _check_success(answer: Any) -> None:
+    if answer["success"] is not True:
+        raise ValueError("something still holds parts of the cache")
+
+
+def _read_model(name: str) -> _Model:
+    """Read the configuration of the server's model, and what weights such a model has."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    try:
+        config = AutoConfig.from_pretrained(name)
+    except (OSError, ValueError) as error:
+        raise EngineError(
+            f"cannot read here the configuration of {name!r}, the model of vLLM's server: {error}. Start the server with "
+            "a name on the hub, or with the whole path of a folder that both see"
+        ) from error
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    return _Model(shapes=model.state_dict(), vocab_size=config.get_text_config().vocab_size)
+
+
+async def _write(
+    folder: Path, named_tensors: Iterable[tuple[str, torch.Tensor]], shapes: Mapping[str, torch.Tensor]
+) -> None:
+    """Write weights as files that vLLM's loader reads, one bucket after the other.
+
+    Raises:
+        EngineError: when names or shapes are not the model's. vLLM keeps what is not pushed, and of tied embeddings it
+            keeps a packed copy, which would go stale: so all must be there.
+    """
+    missing, num = set(shapes), 0
+    bucket: dict[str, torch.Tensor] = {}
+    for name, tensor in named_tensors:
+        check_weight(name, tensor, shapes)
+        missing.discard(name)
+        bucket[name] = tensor.detach().to("cpu", copy=True).contiguous()  # tied weights share their storage
+        if sum(part.nbytes for part in bucket.values()) >= _BUCKET_BYTES:
+            await _write_file(folder / f"model-{num:05}.safetensors", bucket)
+            bucket, num = {}, num + 1
+    if missing:
+        raise EngineError(f"load_weights needs every weight of the model; {min(missing)!r} is missing")
+    await _write_file(folder / f"model-{num:05}.safetensors", bucket)
+
+
+async def _write_file(path: Path, tensors: dict[str, torch.Tensor]) -> None:
+    await asyncio.to_thread(save_file, tensors, path)
+    path.chmod(0o644)  # the server may run under another user
+
+
+def _params(sampling: Sampling) -> dict[str, Any]:
+    """Set every parameter, so that no default of vLLM's or of the model's slips in."""
+    return {
+        "n": 1,
+        "max_tokens": sampling.max_tokens,
+        "min_tokens": 0,
+        "temperature": sampling.temperature,
+        "top_p": 1.0,
+        "top_k": 0,
+        "min_p": 0.0,
+        "presence_penalty": 0.0,
+        "frequency_penalty": 0.0,
+        "repetition_penalty": 1.0,
+        "seed": sampling.seed,
+        "stop_token_ids": list(sampling.stop_token_ids),
+        "ignore_eos": True,
+        "logprobs": 0,
+        "detokenize": False,
+        "extra_args": {DRAWN: sampling.drawn},
+    }
+
+
+@dataclass(slots=True, kw_only=True)
+class Server:
+    """A running vLLM server; close it, or use it as a context manager."""
+
+    url: str
+    process: "subprocess.Popen[bytes]"
+
+    def close(self) -> None:
+        """End the server and every process it has started."""
+        with suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGTERM)
+        with suppress(subprocess.TimeoutExpired):
+            self.process.wait(5.0)
+        with suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def start_server(model: Path, *, port: int, log: Path, options: Mapping[str, Any], timeout_s: float) -> Server:
+    """Start vLLM's server in a process group of its own, and wait until it answers.
+
+    Whoever reaches the port can run code: it listens on this machine alone, unless `options` has a `host`.
+
+    Args:
+        model: folder of a transformers model.
+        port: where to listen.
+        log: file for what the server prints.
+        options: further arguments by the names of vLLM's `EngineArgs`, such as max_model_len; they come before ours.
+        timeout_s: deadline.
+
+    Raises:
+        ConfigError: when vLLM is not installed, or the port is taken.
+        EngineError: when the server ends, or does not answer in time; with the end of its log.
+    """
+    if not is_installed():
+        raise ConfigError(f"engine.name: vLLM is not installed; {HOW_TO_INSTALL}")
+    arguments = _arguments(model, port) | dict(options)
+    _check_port(str(arguments["host"]), port)
+    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *_command_line(arguments)]
+    host = "127.0.0.1" if arguments["host"] == "0.0.0.0" else arguments["host"]
+    with log.open("wb") as file:
+        process = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            env=_environment() | os.environ | {"VLLM_SERVER_DEV_MODE": "1"},
+            start_new_session=True,
+        )
+    server = Server(url=f"http://{host}:{port}", process=process)
+    try:
+        _wait(server, log, timeout_s)
+    except BaseException:
+        server.close()
+        raise
+    return server
+
+
+def _arguments(model: Path, port: int) -> dict[str, Any]:
+    arguments: dict[str, Any] = {
+        "model": str(model.resolve()),
+        "host": "127.0.0.1",
+        "port": port,
+        "enable_scale_out": True,
+        "skip_tokenizer_init": True,
+        "enable_prefix_caching": True,
+        "enable_prompt_tokens_details": True,  # how much was found in the cache
+        "logprobs_mode": "processed_logprobs",
+        "generation_config": "vllm",
+        "worker_extension_cls": EXTENSION,
+        "disable_uvicorn_access_log": True,
+    }
+    if not torch.cuda.is_available():
+        arguments |= {"dtype": "float32", "enforce_eager": True, "kv_cache_memory_bytes": 2**30}
+        # Blocks of 128, the default on a CPU, find half as much of a prompt in the cache. A request with a seed ends
+        # vLLM on a CPU when its prompt is computed in parts ("CPU Generator does not use offset").
+        arguments |= {"block_size": 32, "enable_chunked_prefill": False}
+    return arguments
+
+
+def _environment() -> dict[str, str]:
+    """Return what holds where the user has set nothing."""
+    environment = {"VLLM_NO_USAGE_STATS": "1"}
+    if not torch.cuda.is_available():
+        # Threads that spin on cores which others use as well slow everything down; compiling takes 18 s.
+        environment |= {"TORCHDYNAMO_DISABLE": "1", "OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+    return environment
+
+
+def _command_line(arguments: Mapping[str, Any]) -> list[str]:
+    """Write arguments as vLLM's command line takes them; None leaves one out."""
+    line: list[str] = []
+    for name, value in arguments.items():
+        option = name.replace("_", "-")
+        if isinstance(value, bool):
+            line.append(f"--{option}" if value else f"--no-{option}")
+        elif value is not None:
+            line += [f"--{option}", json.dumps(value) if isinstance(value, dict | list | tuple) else str(value)]
+    return line
+
+
+def _check_port(host: str, port: int) -> None:
+    """Refuse a port that another process has: its answers would be taken for the server's."""
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            raise ConfigError(f"engine.server.url: cannot listen on {host}:{port}: {error}") from error
+
+
+def _wait(server: Server, log: Path, timeout_s: float) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not _is_healthy(server.url):
+        status = server.process.poll()
+        if status is not None or time.monotonic() > deadline:
+            end = log.read_text(errors="replace")[-4 * _MAX_WORDS :]
+            what = f"was not up within {timeout_s:g} s" if status is None else f"ended with status {status}"
+            raise EngineError(f"vLLM's server {what}; the end of {log}:\n{end}")
+        time.sleep(0.1)
+
+
+def _is_healthy(url: str) -> bool:
+    try:
+        return httpx2.get(f"{url}/health", timeout=5.0, trust_env=False).is_success
+    except httpx2.RequestError:
+        return False

