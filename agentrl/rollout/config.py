@@ -51,6 +51,9 @@ class RolloutConfig(BaseModel):
     other live episodes: leave it well above `env_timeout_s`."""
     max_retries: NonNegativeInt = 2
     """How often an episode is begun again, with a fresh environment, after its environment or its engine failed."""
+    dynamic_sampling: NonNegativeInt = 0
+    """Most groups of a step that are replaced by new tasks because all of their episodes earned the same, which teaches
+    nothing to a scheme that compares siblings (DAPO, arXiv 2503.14476); beyond that many, such groups are kept."""
     branches: BranchConfig = BranchConfig()
     """Forked rollouts, for credit schemes that read them."""
     max_consecutive_failures: PositiveInt = 16

@@ -39,10 +39,12 @@ class RolloutPool:
         self._next_group = 0
         self._threads: list[EnvThread] = []
         self._failures_in_a_row = 0
-        self.counts = {"retries": 0, "failed_episodes": 0, "replaced_groups": 0, "lost_threads": 0}
+        self.counts = {"retries": 0, "failed_episodes": 0, "replaced_groups": 0, "alike_groups": 0, "lost_threads": 0}
 
     async def collect(self, num_groups: int | None = None) -> list[TrajectoryGroup]:
         """Return the next groups of the training stream, in its order; as many as the recipe says by default.
+
+        Groups with too many failures, and with `dynamic_sampling` those that teach nothing, give way to later ones.
 
         Raises:
             EnvironmentFailure: when episodes fail one after the other, or groups are replaced one after the other, with
@@ -50,7 +52,7 @@ class RolloutPool:
         """
         num_groups = self._config.num_groups if num_groups is None else num_groups
         groups: list[TrajectoryGroup] = []
-        replaced_in_a_row = 0
+        replaced_in_a_row, replaceable = 0, self._config.dynamic_sampling
         while missing := num_groups - len(groups):
             indices = range(self._next_group, self._next_group + missing)
             self._next_group += missing
@@ -59,8 +61,12 @@ class RolloutPool:
             needed = min(2, self._config.group_size)
             for group in played:
                 if len(group.valid) >= needed:
-                    groups.append(group)
                     replaced_in_a_row = 0
+                    if replaceable and len(group.valid) > 1 and _earned_alike(group):
+                        replaceable -= 1
+                        self.counts["alike_groups"] += 1
+                    else:
+                        groups.append(group)
                     continue
                 self.counts["replaced_groups"] += 1
                 replaced_in_a_row += 1
@@ -105,7 +111,7 @@ class RolloutPool:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from `state_dict`."""
-        self._next_group, self.counts = state["next_group"], dict(state["counts"])
+        self._next_group, self.counts = state["next_group"], self.counts | state["counts"]
 
     def close(self) -> None:
         """Let the environments' threads end."""
@@ -159,6 +165,12 @@ class RolloutPool:
         thread.close()
         self.counts["lost_threads"] += 1
         return EnvThread()
+
+
+def _earned_alike(group: TrajectoryGroup) -> bool:
+    """Tell whether all returns are the same but for rounding."""
+    returns = [trajectory.reward for trajectory in group.valid]
+    return max(returns) - min(returns) <= 1e-12 * max(map(abs, returns))
 
 
 def _by_index(trajectories: Sequence[Trajectory]) -> tuple[Trajectory, ...]:

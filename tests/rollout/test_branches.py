@@ -495,4 +495,10 @@ def test_a_pool_goes_on_with_a_fresh_thread_after_a_branch_that_hangs(new_pool: 
     (group,) = collect(pool, 1)
     assert [t.failed for t in group.trajectories] == [False] * 3
     assert [t.metrics["branches"] for t in group.trajectories] == [1, 10, 10]
-    assert pool.counts == {"retries": 0, "failed_episodes": 0, "replaced_groups": 0, "lost_threads": 1}
+    assert pool.counts == {
+        "retries": 0,
+        "failed_episodes": 0,
+        "replaced_groups": 0,
+        "alike_groups": 0,
+        "lost_threads": 1,
+    }

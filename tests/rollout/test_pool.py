@@ -172,7 +172,13 @@ def test_a_failed_episode_is_begun_again_in_a_fresh_environment(new_pool: NewPoo
     assert len(group.valid) == 3
     assert Counter(env.member for env in made) == {0: 1, 1: 3, 2: 1}
     assert len({id(env) for env in made}) == 5
-    assert pool.counts == {"retries": 2, "failed_episodes": 0, "replaced_groups": 0, "lost_threads": 0}
+    assert pool.counts == {
+        "retries": 2,
+        "failed_episodes": 0,
+        "replaced_groups": 0,
+        "alike_groups": 0,
+        "lost_threads": 0,
+    }
 
 
 def test_an_episode_that_goes_on_failing_leaves_its_group(new_pool: NewPool) -> None:
@@ -184,7 +190,13 @@ def test_an_episode_that_goes_on_failing_leaves_its_group(new_pool: NewPool) -> 
         failed = group.trajectories[1]
         assert failed.stop_reason is StopReason.ENV_ERROR
         assert failed.error == "environment Talk: step() raised RuntimeError: the lamp of member 1 is out"
-    assert pool.counts == {"retries": 2, "failed_episodes": 2, "replaced_groups": 0, "lost_threads": 0}
+    assert pool.counts == {
+        "retries": 2,
+        "failed_episodes": 2,
+        "replaced_groups": 0,
+        "alike_groups": 0,
+        "lost_threads": 0,
+    }
 
 
 def test_failed_episodes_change_neither_the_tokens_of_the_others_nor_the_tasks(new_pool: NewPool) -> None:
@@ -207,6 +219,37 @@ def test_a_group_with_too_few_usable_episodes_is_replaced_by_the_next_task(new_p
     assert [group.group_id for group in groups] == ["train/000000", "train/000002", "train/000003"]
     assert pool.counts["replaced_groups"] == 1
     assert collect(pool, 1)[0].group_id == "train/000004"
+
+
+class Dull(Talk):
+    """One turn; members of a task with an even seed earn .3 alike, but for rounding, those of the others their number."""
+
+    def step(self, action: str | Message) -> tuple[tuple[Message, ...], float, bool, bool, dict[str, Any]]:
+        alike = 0.1 + 0.2 if self.member else 0.3
+        return (), float(self.member) if self.seed % 2 else alike, True, False, {}
+
+
+def test_groups_that_teach_nothing_are_replaced_within_a_budget(new_pool: NewPool) -> None:
+    tasks = [(f"train/{i:06d}", task_seed(5, i) % 2) for i in range(40)]
+    assert [is_odd for _, is_odd in tasks[:6]].count(0) >= 2  # else the test would show nothing
+    for budget in (0, 1, 100):
+        pool = new_pool(Dull, dynamic_sampling=budget)
+        expected, used = [], 0
+        for name, is_odd in tasks:
+            if not is_odd and used < budget:
+                used += 1
+            else:
+                expected.append(name)
+        found = [group.group_id for group in collect(pool, 6)]
+        assert found == expected[:6]
+        last = [name for name, _ in tasks].index(found[-1])
+        assert pool.counts["alike_groups"] == sum(name not in found for name, _ in tasks[: last + 1])
+    # The budget is for each step, and a group of one is not compared with anybody.
+    pool = new_pool(Dull, dynamic_sampling=1)
+    assert len(collect(pool, 6, 6)) == 12
+    assert pool.counts["alike_groups"] == 2
+    pool = new_pool(Dull, dynamic_sampling=100, group_size=1)
+    assert [group.group_id for group in collect(pool, 3)] == [name for name, _ in tasks[:3]]
 
 
 def test_a_group_of_one_is_replaced_only_when_it_failed(new_pool: NewPool) -> None:
@@ -249,7 +292,13 @@ def test_a_backend_that_is_down_for_a_moment_does_not_stop_the_run(new_pool: New
     pool = new_pool(logged(log), max_consecutive_failures=2, max_retries=1)
     groups = collect(pool, 4)
     assert [len(group.valid) for group in groups] == [3, 3, 3, 3]
-    assert pool.counts == {"retries": 12, "failed_episodes": 0, "replaced_groups": 0, "lost_threads": 0}
+    assert pool.counts == {
+        "retries": 12,
+        "failed_episodes": 0,
+        "replaced_groups": 0,
+        "alike_groups": 0,
+        "lost_threads": 0,
+    }
 
 
 def test_an_environment_that_always_hangs_stops_the_run_at_its_deadlines(new_pool: NewPool) -> None:
@@ -316,7 +365,13 @@ def test_hanging_environments_lose_their_thread_and_the_others_go_on(new_pool: N
     pool = new_pool(logged(log), env_timeout_s=0.1, max_retries=1)
     groups = collect(pool, 2)
     assert [[t.failed for t in group.trajectories] for group in groups] == [[False, True, False]] * 2
-    assert pool.counts == {"retries": 2, "failed_episodes": 2, "replaced_groups": 0, "lost_threads": 4}
+    assert pool.counts == {
+        "retries": 2,
+        "failed_episodes": 2,
+        "replaced_groups": 0,
+        "alike_groups": 0,
+        "lost_threads": 4,
+    }
     released.set()
 
 
