@@ -1,13 +1,15 @@
 """Episodes, and the pool that keeps many of them going."""
 
 from agentrl.rollout.config import BranchConfig, RolloutConfig
-from agentrl.rollout.episode import Task, run_episode
+from agentrl.rollout.episode import Episode, LiveEpisode, Task
 from agentrl.rollout.pool import RolloutPool
 from agentrl.rollout.seeds import derive_seed, held_out_seed, task_seed
 from agentrl.rollout.trial import Offer, offer, try_environment
 
 __all__ = [
     "BranchConfig",
+    "Episode",
+    "LiveEpisode",
     "Offer",
     "RolloutConfig",
     "RolloutPool",
@@ -15,7 +17,6 @@ __all__ = [
     "derive_seed",
     "held_out_seed",
     "offer",
-    "run_episode",
     "task_seed",
     "try_environment",
 ]

@@ -49,6 +49,17 @@ class Task:
         return f"{self.group_id}/{self.rollout_index}"
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LiveEpisode:
+    """An episode under way: all that is needed to go on with it elsewhere, but for the environment, which is played again."""
+
+    task: Task
+    turns: tuple[Turn, ...] = ()
+    """What was played to the end of a step of the environment."""
+    partial: Completion | None = None
+    """What was sampled of the next action, whole or in part."""
+
+
 class EnvError(AgentRLError):
     """The environment raised, hung or broke its contract."""
 
@@ -80,47 +91,36 @@ class _Position:
     extends: bool = True
 
 
-async def run_episode(
-    task: Task,
-    *,
-    make_env: MakeEnv,
-    engine: Sampler,
-    renderer: Renderer,
-    config: RolloutConfig,
-    thread: EnvThread,
-    fork: bool = False,
-) -> Trajectory:
-    """Play one episode; a failure of the environment or the engine is returned as data.
-
-    With `fork`, rollouts are forked from its turns as `config.branches` says, and their rewards recorded with the turns.
-
-    Raises:
-        UserError: for what no retry can mend, such as a first prompt longer than the context limit.
-    """
-    episode = _Episode(task, engine, renderer, config, thread, fork=fork)
-    try:
-        return await episode.play(make_env)
-    except EnvError as error:
-        return episode.result(StopReason.ENV_ERROR, error=str(error))
-    except EngineError as error:
-        return episode.result(StopReason.ENGINE_ERROR, error=str(error))
-
-
-class _Episode:
-    """A live episode; grows by one turn at a time."""
+class Episode:
+    """An episode; grows by one turn at a time."""
 
     def __init__(
         self,
         task: Task,
+        *,
         engine: Sampler,
         renderer: Renderer,
         config: RolloutConfig,
         thread: EnvThread,
-        *,
         fork: bool = False,
+        recorded: LiveEpisode | None = None,
     ) -> None:
+        """Begin before the first turn.
+
+        Args:
+            task: what fixes the episode.
+            engine: samples the actions.
+            renderer: of messages and tokens.
+            config: limits and deadlines.
+            thread: of the environment.
+            fork: fork rollouts from its turns as `config.branches` says, and record their rewards with the turns.
+            recorded: the same episode, interrupted: its actions are taken again, and what the environment makes of them is
+                compared with what was recorded, before it goes on.
+        """
         self._task, self._engine, self._renderer = task, engine, renderer
         self._config, self._thread, self._fork = config, thread, fork
+        self._recorded = recorded or LiveEpisode(task=task)
+        self._partial: Completion | None = None
         self._request_id = f"{task.trajectory_id}#{task.attempt}"
         self._turns: list[Turn] = []
         self._forks: dict[int, _Position] = {}
@@ -130,6 +130,26 @@ class _Episode:
         self._gold_answer: str | None = None
 
     async def play(self, make_env: MakeEnv) -> Trajectory:
+        """Play to the end; a failure of the environment or the engine is returned as data.
+
+        Raises:
+            UserError: for what no retry can mend, such as a first prompt longer than the context limit.
+        """
+        try:
+            return await self._with_forks(make_env)
+        except EnvError as error:
+            return self.result(StopReason.ENV_ERROR, error=str(error))
+        except EngineError as error:
+            return self.result(StopReason.ENGINE_ERROR, error=str(error))
+
+    def live(self) -> LiveEpisode:
+        """Return where the episode stands."""
+        played, recorded = len(self._turns), self._recorded
+        if played < len(recorded.turns) or (played == len(recorded.turns) and self._partial is None):
+            return recorded  # still being played again
+        return LiveEpisode(task=self._task, turns=tuple(self._turns), partial=self._partial)
+
+    async def _with_forks(self, make_env: MakeEnv) -> Trajectory:
         try:
             # No await between two conversations: in lockstep, the engine goes on without who has none.
             with self._engine.conversation(self._request_id):
@@ -206,13 +226,13 @@ class _Episode:
                 message=message,
             )
             if completion.finish_reason is not FinishReason.STOP:  # an unfinished action is never carried out
-                self._turns.append(turn)
+                self._add(turn)
                 is_full = room <= min(config.max_turn_tokens, budget)
                 reason = StopReason.CONTEXT_OVERFLOW if is_full else StopReason.MAX_TOKENS
                 return self.result(reason, truncated=True)
             moment = await self._on_thread("step()", partial(_step, env, base, message))
             self._final_info = moment.info
-            self._turns.append(
+            self._add(
                 replace(
                     turn,
                     reward=moment.reward,
@@ -237,6 +257,21 @@ class _Episode:
                 extends=added is not None,
             )
 
+    def _add(self, turn: Turn) -> None:
+        """Add a turn; one that was recorded must have come out again as it was."""
+        number = len(self._turns)
+        if number < len(self._recorded.turns):
+            recorded = self._recorded.turns[number]
+            for name in _REPLAYED:
+                found, expected = getattr(turn, name), getattr(recorded, name)
+                if found != expected:
+                    raise EnvError(
+                        f"environment {self._env_id}: played again, turn {number} has another {name}: {_shape(found)}, and "
+                        f"was recorded with {_shape(expected)}; make it depend on its seed and the actions alone"
+                    )
+        self._turns.append(turn)
+        self._partial = None
+
     async def _with_branches(self, trajectory: Trajectory) -> Trajectory:
         """Play the forks, one rollout a turn, then a second, within the budget; record what each turn of them earned."""
         forks = {k: position for k, position in self._forks.items() if k < len(trajectory.turns)}
@@ -260,7 +295,7 @@ class _Episode:
         name = f"{self._request_id}/{turn}/{number}"
         seed = derive_seed(self._task.sampling_seed, "branch", name)
         task = replace(self._task, sampling_seed=seed)
-        episode = _Episode(task, self._engine, self._renderer, self._config, self._thread)
+        episode = Episode(task, engine=self._engine, renderer=self._renderer, config=self._config, thread=self._thread)
         episode._env_id, episode._request_id = self._env_id, name
         with self._engine.conversation(name):
             try:
@@ -274,8 +309,13 @@ class _Episode:
 
     async def _sample(self, prompt_ids: tuple[int, ...], max_tokens: int) -> Completion:
         """Sample one action; where the engine was paused, go on from what there is."""
-        config, task, turn = self._config, self._task, len(self._turns)
+        config, task, turn, recorded = self._config, self._task, len(self._turns), self._recorded
         done = Completion(token_ids=(), logprobs=(), versions=(), finish_reason=FinishReason.ABORTED)
+        if turn < len(recorded.turns):
+            return _completion(recorded.turns[turn])
+        if turn == len(recorded.turns) and recorded.partial is not None:
+            done = recorded.partial
+        self._partial = done
         while done.finish_reason is FinishReason.ABORTED:
             sampling = Sampling(
                 max_tokens=max_tokens - len(done.token_ids),
@@ -297,6 +337,7 @@ class _Episode:
                 versions=done.versions + part.versions,
                 finish_reason=part.finish_reason,
             )
+            self._partial = done
         return done
 
     async def _on_thread(self, what: str, function: Callable[[], Any]) -> Any:
@@ -315,6 +356,7 @@ class _Episode:
             self._env_s += time.perf_counter() - begin
 
     def result(self, reason: StopReason, *, truncated: bool = False, error: str | None = None) -> Trajectory:
+        """Return what was played so far as a trajectory that ended."""
         metrics = {key: float(value) for key, value in self._final_info.items() if _is_number(value)}
         errors = [turn.extras.get("tool_errors", 0) for turn in self._turns]
         return Trajectory(
@@ -329,6 +371,20 @@ class _Episode:
             error=error,
             gold_answer=self._gold_answer,
         )
+
+
+_REPLAYED = ("observation", "observation_ids", "extends", "reward", "state_key", "next_state_key", "action_key")
+"""What a turn that is played again must have in common with the recorded one, beside the action."""
+
+
+def _completion(turn: Turn) -> Completion:
+    """Return what was sampled for a turn."""
+    return Completion(
+        token_ids=turn.action_ids,
+        logprobs=turn.behavior_logprobs,
+        versions=turn.versions,
+        finish_reason=turn.finish_reason,
+    )
 
 
 def _copy(env: Env, *, seed: int | None = None) -> Env:

@@ -11,7 +11,7 @@ from agentrl.engine import Sampler
 from agentrl.errors import EngineError, EnvironmentFailure
 from agentrl.rollout.config import RolloutConfig
 from agentrl.rollout.env_thread import EnvThread
-from agentrl.rollout.episode import MakeEnv, Task, run_episode
+from agentrl.rollout.episode import Episode, MakeEnv, Task
 from agentrl.rollout.seeds import derive_seed, task_seed
 from agentrl.types import StopReason, Trajectory, TrajectoryGroup
 
@@ -141,15 +141,15 @@ class RolloutPool:
                 self._threads.append(thread)
 
     async def _play_one(self, task: Task, thread: EnvThread) -> Trajectory:
-        return await run_episode(
+        episode = Episode(
             task,
-            make_env=self._make_env,
             engine=self._engine,
             renderer=self._renderer,
             config=self._config,
             thread=thread,
             fork=self._fork,
         )
+        return await episode.play(self._make_env)
 
     def _break_off_after_failures(self, trajectory: Trajectory) -> None:
         """Raise where one episode after the other failed for good; an attempt that is made again does not count."""

@@ -9,7 +9,7 @@ from agentrl.env import base_env
 from agentrl.errors import EnvironmentFailure, UserError
 from agentrl.rollout.config import RolloutConfig
 from agentrl.rollout.env_thread import EnvThread
-from agentrl.rollout.episode import MakeEnv, Task, run_episode
+from agentrl.rollout.episode import Episode, MakeEnv, Task
 from agentrl.types import Completion, FinishReason, Need, Sampling
 
 
@@ -79,9 +79,8 @@ async def try_environment(
     thread = EnvThread()
     task = Task(group_id="trial", rollout_index=0, seed=seed, sampling_seed=seed)
     try:
-        trajectory = await run_episode(
-            task, make_env=make_env, engine=_Silence(), renderer=renderer, config=config, thread=thread, fork=fork
-        )
+        episode = Episode(task, engine=_Silence(), renderer=renderer, config=config, thread=thread, fork=fork)
+        trajectory = await episode.play(make_env)
     finally:
         thread.close()
     if trajectory.failed:

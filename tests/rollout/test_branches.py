@@ -18,7 +18,7 @@ from agentrl.chat import Renderer
 from agentrl.engine.transformers import TransformersEngine
 from agentrl.env import MessageEnv
 from agentrl.errors import EngineError
-from agentrl.rollout import RolloutConfig, RolloutPool, Task, run_episode
+from agentrl.rollout import Episode, RolloutConfig, RolloutPool, Task
 from agentrl.rollout.env_thread import EnvThread
 from agentrl.rollout.episode import MakeEnv
 from agentrl.types import Completion, Message, Sampling, StopReason, Trajectory, TrajectoryGroup
@@ -126,15 +126,15 @@ def play(
     async def played() -> Trajectory:
         thread = EnvThread()
         try:
-            return await run_episode(
+            episode = Episode(
                 task,
-                make_env=make_env,
                 engine=engine,
                 renderer=renderer,
                 config=RolloutConfig.model_validate(settings),
                 thread=thread,
                 fork=fork,
             )
+            return await episode.play(make_env)
         finally:
             thread.close()
 

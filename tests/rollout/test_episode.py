@@ -13,7 +13,7 @@ from agentrl.engine.transformers import TransformersEngine
 from agentrl.env import MessageEnv, make_env
 from agentrl.errors import ConfigError
 from agentrl.learn.batch import rows_of
-from agentrl.rollout import RolloutConfig, Task, run_episode
+from agentrl.rollout import Episode, RolloutConfig, Task
 from agentrl.rollout.env_thread import EnvThread
 from agentrl.rollout.episode import MakeEnv
 from agentrl.types import Completion, FinishReason, Message, Sampling, StopReason, Trajectory
@@ -82,14 +82,14 @@ async def played(
     settings = {"max_turns": 8, "max_turn_tokens": 64, "max_context_tokens": 2048, **config}
     thread = EnvThread()
     try:
-        return await run_episode(
+        episode = Episode(
             task,
-            make_env=make_env,
             engine=engine,
             renderer=renderer,
             config=RolloutConfig.model_validate(settings),
             thread=thread,
         )
+        return await episode.play(make_env)
     finally:
         thread.close()
 

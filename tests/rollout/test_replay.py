@@ -1,0 +1,162 @@
+"""An episode that was interrupted anywhere and goes on elsewhere is the one that was not."""
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from agentrl.chat import Renderer
+from agentrl.engine.transformers import TransformersEngine
+from agentrl.rollout import Episode, LiveEpisode, RolloutConfig
+from agentrl.rollout.env_thread import EnvThread
+from agentrl.rollout.episode import MakeEnv
+from agentrl.types import Completion, FinishReason, StopReason, Trajectory, Turn
+from tests.rollout.test_branches import TASK, Dice
+
+NewEngine = Callable[..., TransformersEngine]
+CONFIG = RolloutConfig(
+    max_turns=8, max_turn_tokens=64, max_context_tokens=2048, env_timeout_s=5.0, branches={"num": 1, "every": 2}
+)
+
+
+class Table:
+    """Where episodes are played: an engine, and a thread for each."""
+
+    def __init__(self, engine: TransformersEngine, renderer: Renderer, *, fork: bool = False) -> None:
+        self.engine, self.renderer, self.fork = engine, renderer, fork
+
+    def episode(self, recorded: LiveEpisode | None = None) -> tuple[Episode, EnvThread]:
+        thread = EnvThread()
+        parts: dict[str, Any] = {"engine": self.engine, "renderer": self.renderer, "config": CONFIG, "thread": thread}
+        return Episode(TASK, **parts, fork=self.fork, recorded=recorded), thread
+
+    def play(self, recorded: LiveEpisode | None = None, *, make_env: MakeEnv = Dice) -> Trajectory:
+        async def played() -> Trajectory:
+            episode, thread = self.episode(recorded)
+            try:
+                async with asyncio.timeout(20):
+                    return await episode.play(make_env)
+            finally:
+                thread.close()
+
+        return asyncio.run(played())
+
+
+def timeless(trajectory: Trajectory) -> Trajectory:
+    return replace(trajectory, metrics={k: v for k, v in trajectory.metrics.items() if k != "env_s"})
+
+
+def sampled(turn: Turn, num: int) -> Completion:
+    """The first tokens of a turn's action, as a pause returns them."""
+    is_whole = num == len(turn.action_ids)
+    return Completion(
+        token_ids=turn.action_ids[:num],
+        logprobs=turn.behavior_logprobs[:num],
+        versions=turn.versions[:num],
+        finish_reason=turn.finish_reason if is_whole else FinishReason.ABORTED,
+    )
+
+
+@pytest.mark.parametrize("fork", [False, True])
+def test_wherever_it_was_interrupted_it_ends_as_the_uninterrupted_one(
+    fork: bool, new_engine: NewEngine, renderer: Renderer
+) -> None:
+    whole = Table(new_engine(), renderer, fork=fork).play()
+    assert len(whole.turns) == 5
+    assert max(len(turn.action_ids) for turn in whole.turns) > 2
+    states = [LiveEpisode(task=TASK, turns=whole.turns[:k]) for k in range(6)]
+    for k, turn in enumerate(whole.turns):
+        lengths = {1, len(turn.action_ids) // 2, len(turn.action_ids)} - {0}
+        states += [LiveEpisode(task=TASK, turns=whole.turns[:k], partial=sampled(turn, num)) for num in sorted(lengths)]
+    for state in states:
+        # What is recorded is without what forks earned, which is played again.
+        turns = tuple(replace(turn, branch_rewards=None) for turn in state.turns)
+        found = Table(new_engine(), renderer, fork=fork).play(replace(state, turns=turns))
+        for turn, expected in zip(found.turns, whole.turns, strict=True):
+            # Prompts are computed at once where they were decoded token by token: float32 rounds otherwise.
+            assert turn.behavior_logprobs == pytest.approx(expected.behavior_logprobs, rel=1e-5, abs=1e-5)
+            assert replace(turn, behavior_logprobs=expected.behavior_logprobs) == expected
+        assert replace(timeless(found), turns=()) == replace(timeless(whole), turns=())
+
+
+def test_what_was_recorded_is_not_sampled_again(new_engine: NewEngine, renderer: Renderer) -> None:
+    whole = Table(new_engine(), renderer).play()
+    made_up = [
+        replace(t, behavior_logprobs=(-9.0,) * len(t.action_ids), versions=(7,) * len(t.action_ids))
+        for t in whole.turns
+    ]
+    partial = sampled(made_up[3], 1)
+    found = Table(new_engine(), renderer).play(LiveEpisode(task=TASK, turns=tuple(made_up[:3]), partial=partial))
+    assert [turn.behavior_logprobs for turn in found.turns[:3]] == [turn.behavior_logprobs for turn in made_up[:3]]
+    assert [turn.versions for turn in found.turns[:3]] == [turn.versions for turn in made_up[:3]]
+    assert found.turns[3].behavior_logprobs[0] == -9.0
+    assert -9.0 not in found.turns[3].behavior_logprobs[1:]
+    assert found.turns[3].versions[0] == 7
+    assert set(found.turns[3].versions[1:]) <= {0}
+    assert found.turns[3].action_ids == whole.turns[3].action_ids
+
+
+def test_a_live_episode_tells_where_it_stands_at_every_pause(new_engine: NewEngine, renderer: Renderer) -> None:
+    whole = Table(new_engine(), renderer).play()
+
+    async def interrupted() -> list[LiveEpisode]:
+        table = Table(new_engine(), renderer)
+        episode, thread = table.episode()
+        assert episode.live() == LiveEpisode(task=TASK)
+        task = asyncio.create_task(episode.play(Dice))
+        found = []
+        while not task.done():
+            busy_s = table.engine.busy_s
+            while table.engine.busy_s == busy_s and not task.done():  # until a token or more was sampled
+                await asyncio.sleep(0)
+            await table.engine.pause()
+            await asyncio.sleep(0)
+            await asyncio.sleep(0)
+            found.append(episode.live())
+            await table.engine.resume()
+        assert timeless(await task).turns[-1].action_ids == whole.turns[-1].action_ids
+        thread.close()
+        return found
+
+    states = asyncio.run(interrupted())
+    assert any(state.partial and state.partial.finish_reason is FinishReason.ABORTED for state in states)
+    assert len({len(state.turns) for state in states}) >= 3
+    for state in states[:: max(1, len(states) // 6)]:
+        found = Table(new_engine(), renderer).play(state)
+        assert [turn.action_ids for turn in found.turns] == [turn.action_ids for turn in whole.turns]
+        # One that is still being played again stands where it was recorded.
+        assert Table(new_engine(), renderer).episode(state)[0].live() == state
+
+
+class Forgetful(Dice):
+    """Pays otherwise than it did."""
+
+    def draw(self) -> float:
+        return super().draw() / 2 if len(self.drawn) == 1 else super().draw()
+
+
+class Renamed(Dice):
+    """Has other keys than it had."""
+
+    def state_key(self) -> str:
+        return f"{len(self.drawn) + 1}"
+
+
+@pytest.mark.parametrize(
+    ("env", "words"),
+    [
+        (Forgetful, "environment Forgetful: played again, turn 1 has another reward: float 0."),
+        (Renamed, "environment Renamed: played again, turn 0 has another state_key: str '1', and was recorded with "),
+    ],
+)
+def test_an_environment_that_goes_another_way_fails_its_episode_in_so_many_words(
+    env: MakeEnv, words: str, new_engine: NewEngine, renderer: Renderer
+) -> None:
+    whole = Table(new_engine(), renderer).play()
+    found = Table(new_engine(), renderer).play(LiveEpisode(task=TASK, turns=whole.turns[:3]), make_env=env)
+    assert found.stop_reason is StopReason.ENV_ERROR
+    assert found.error is not None
+    assert found.error.startswith(words)
+    assert found.error.endswith("; make it depend on its seed and the actions alone")
