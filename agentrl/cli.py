@@ -205,6 +205,12 @@ def _eval(options: argparse.Namespace, rest: list[str]) -> None:
     Console().print(table)
 
 
+def _tokenizer(run_dir: Path | None) -> Path | None:
+    """Return the folder of a run's tokenizer, where there is one yet."""
+    folder = run_dir / "tokenizer" if run_dir else None
+    return folder if folder and folder.is_dir() else None
+
+
 def _without_credit(recipe: "Recipe") -> "Recipe":
     """Return a recipe for what trains nothing, so that a teacher, a critic or a reference that has gone is not missed."""
     loss = recipe.loss.model_copy(update={"kl_coefficient": 0.0})
@@ -214,24 +220,23 @@ def _without_credit(recipe: "Recipe") -> "Recipe":
 def _doctor(options: argparse.Namespace, rest: list[str]) -> None:
     recipe, run_dir = _load(options.target, rest)
     from agentrl.doctor import examine
-    from agentrl.report.folder import RunFolder
     from agentrl.run import Run
 
-    folder = RunFolder.open(run_dir) if run_dir else None
     console = Console(soft_wrap=True)
-    with _closing(Run(_without_credit(recipe), tokenizer_folder=folder.tokenizer if folder else None)) as run:
+    with _closing(Run(_without_credit(recipe), tokenizer_folder=_tokenizer(run_dir))) as run:
         for name, words in examine(run):
             console.print(f"{name:13} {words}", markup=False, highlight=False)
 
 
 def _serve(options: argparse.Namespace, rest: list[str]) -> None:
-    recipe, run_dir = _load(options.target, [*rest, "--engine.name", "vllm_server"])
-    from agentrl.report.folder import RunFolder
+    # The model is only written down here: the server has the GPU to itself.
+    recipe, run_dir = _load(options.target, [*rest, "--engine.name", "vllm_server", "--train.device", "cpu"])
     from agentrl.run import Run
 
-    tokenizer = RunFolder.open(run_dir).tokenizer if run_dir else None
+    tokenizer = _tokenizer(run_dir)
     console = Console(soft_wrap=True)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that the server ends too
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, lambda number, _: sys.exit(128 + number))  # so that the server ends too
     with (
         _closing(Run(_without_credit(recipe), tokenizer_folder=tokenizer)) as run,
         tempfile.TemporaryDirectory(prefix="agentrl-serve-") as folder,

@@ -36,22 +36,33 @@ def examine(run: Run) -> Iterator[tuple[str, str]]:
     bound = run.recipe.train.agreement_bound()
     yield "agreement", f"log-probabilities differ from the trainer's by {difference:.1e} nats (bound {bound:g})"
     yield "weight push", "perturbed weights showed in the samples, and went with the next push"
-    load = run.on_loop(converse(run.engine, vocab_size=len(run.tokenizer), temperature=run.recipe.rollout.temperature))
+    rollout = run.recipe.rollout
+    load = run.on_loop(
+        converse(
+            run.engine,
+            vocab_size=len(run.tokenizer),
+            temperature=rollout.temperature,
+            max_tokens=rollout.max_context_tokens,
+        )
+    )
     yield "speed", f"{load.tokens_per_s:,.0f} sampled tokens/s ({_CONVERSATIONS} conversations of {_TURNS} turns)"
     yield "prefix cache", f"{load.cached:.0%} of the prompts' tokens after the first turn were found in it"
 
 
-async def converse(engine: Engine, *, vocab_size: int, temperature: float) -> Load:
-    """Hold made-up conversations, all at once."""
+async def converse(engine: Engine, *, vocab_size: int, temperature: float, max_tokens: int) -> Load:
+    """Hold made-up conversations, all at once, none longer than `max_tokens`."""
     counts = {"sampled": 0, "prompt": 0, "cached": 0}
 
     async def one(number: int) -> None:
         rng = np.random.default_rng(number)
-        context: list[int] = rng.integers(vocab_size, size=_PROMPT).tolist()
+        context: list[int] = rng.integers(vocab_size, size=min(_PROMPT, max_tokens // 2)).tolist()
         name = f"doctor-{number}"
         with engine.conversation(name):
             for turn in range(_TURNS):
-                sampling = Sampling(max_tokens=_ACTION, stop_token_ids=(), temperature=temperature, seed=turn)
+                room = min(_ACTION, max_tokens - len(context))
+                if room < 1:
+                    return
+                sampling = Sampling(max_tokens=room, stop_token_ids=(), temperature=temperature, seed=turn)
                 done = await engine.generate(context, sampling, name)
                 counts["sampled"] += len(done.token_ids)
                 if turn > 0:
@@ -61,7 +72,7 @@ async def converse(engine: Engine, *, vocab_size: int, temperature: float) -> Lo
 
     begin = time.perf_counter()
     await asyncio.gather(*map(one, range(_CONVERSATIONS)))
-    return Load(counts["sampled"] / (time.perf_counter() - begin), counts["cached"] / counts["prompt"])
+    return Load(counts["sampled"] / (time.perf_counter() - begin), counts["cached"] / max(1, counts["prompt"]))
 
 
 def _versions() -> Iterator[str]:

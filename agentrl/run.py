@@ -352,6 +352,10 @@ def _new_engine(recipe: Recipe, model: Any, device: torch.device, *, handover: s
     """Make the engine that the recipe names; weights are pushed to it when the run begins."""
     dtype = torch.bfloat16 if recipe.train.precision == "bfloat16" else model.dtype
     name = _engine_name(recipe, model, device)
+    if name != "vllm" and recipe.engine.name != "vllm_server" and recipe.engine.vllm:
+        raise ConfigError(
+            f"engine.vllm: {sorted(recipe.engine.vllm)} are of no use to engine.name: {name}; remove them"
+        )
     if name == "vllm":
         return VLLMEngine(model, recipe.engine, dtype=dtype, max_tokens=recipe.rollout.max_context_tokens)
     if name == "vllm_server":

@@ -278,6 +278,28 @@ def test_the_doctor_says_what_samples_and_that_it_agrees(agentrl: Agentrl, tmp_p
     assert files(tmp_path) == GIVEN
 
 
+def test_the_doctor_speaks_briefly_where_contexts_are_short(agentrl: Agentrl) -> None:
+    for num in ("40", "100"):
+        status, out, err = agentrl(
+            "doctor", "tiny.yaml", "--rollout.max_context_tokens", num, "--model.local.max_positions", num
+        )
+        assert (status, err) == (0, "")
+        assert "sampled tokens/s" in out
+
+
+def test_options_of_vllm_are_refused_where_it_does_not_sample(agentrl: Agentrl, tmp_path: Path) -> None:
+    status, _, err = agentrl("train", "tiny.yaml", "--engine.vllm", '{"no_such": 32}')
+    words = "engine.vllm: ['no_such'] are of no use to engine.name: transformers; remove them"
+    assert (status, err) == (2, f"agentrl: {words}\n")
+    assert files(tmp_path) == GIVEN
+
+
+@pytest.mark.parametrize("url", ["127.0.0.1:8000", "http://127.0.0.1:abc", "http://127.0.0.1", "ftp://a:1"])
+def test_an_address_that_is_none_is_refused(url: str, agentrl: Agentrl) -> None:
+    status, _, err = agentrl("doctor", "tiny.yaml", "--engine.server.url", url)
+    assert (status, err) == (2, f"agentrl: engine.server.url: expected http://HOST:PORT, got {url!r}\n")
+
+
 def test_the_doctor_finds_an_engine_that_disagrees(agentrl: Agentrl) -> None:
     status, _, err = agentrl("doctor", "tiny.yaml", "--train.agreement", "1e-12")
     assert status == 1

@@ -3,9 +3,10 @@
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol, Self
+from urllib.parse import urlsplit
 
-from pydantic import BaseModel, ConfigDict, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import BaseModel, ConfigDict, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
 from agentrl.types import Completion, Sampling
 
@@ -14,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class ServerConfig(BaseModel):
-    """A vLLM server that samples in a process, or on a machine, of its own; `agentrl serve RECIPE` starts one."""
+    """A vLLM server that samples in a process of its own, or on another machine; `agentrl serve RECIPE` starts one on this."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -27,6 +28,17 @@ class ServerConfig(BaseModel):
     """Deadline of whatever is no completion: a push of weights, a pause."""
     max_retries: NonNegativeInt = 3
     """How often a request that the server did not answer, or answered with an error of its own (5xx), is made again."""
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        try:
+            parts = urlsplit(self.url)
+            is_whole = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port is not None
+        except ValueError:
+            is_whole = False
+        if not is_whole:
+            raise ValueError(f"url: expected http://HOST:PORT, got {self.url!r}")
+        return self
 
 
 class EngineConfig(BaseModel):

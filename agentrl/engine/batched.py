@@ -118,6 +118,13 @@ class BatchedEngine(ABC):
         finally:
             self._drop(request)
 
+    def _check_loadable(self) -> None:
+        """Refuse a push of weights where a request is being decoded, or is handed over to be."""
+        if self._is_closed:
+            raise EngineError("load_weights: the engine is closed")
+        if len(self._inside) > len(self._waiting):
+            raise EngineError("load_weights needs a paused or idle engine: call pause() first")
+
     @abstractmethod
     async def pause(self) -> None:
         """Return running requests as they stand; hold waiting ones."""
@@ -204,5 +211,5 @@ class BatchedEngine(ABC):
             del self._inside[request.request_id]
         if request in self._waiting:
             self._waiting.remove(request)
-        else:
+        elif not request.future.done() or request.future.cancelled():
             self._withdraw(request)

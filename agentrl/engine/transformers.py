@@ -70,10 +70,7 @@ class TransformersEngine(BatchedEngine):
 
     async def load_weights(self, named_tensors: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
         """Copy weights into the model, by the names of its `state_dict`, and forget every cached key and value."""
-        if any(row.request for row in self._rows):
-            raise EngineError("load_weights needs a paused or idle engine: call pause() first")
-        if self._is_closed:
-            raise EngineError("load_weights: the engine is closed")
+        self._check_loadable()
         self._forget()  # first, because weights that are refused half-way have changed the model too
         own: dict[str, torch.Tensor] = self._model.state_dict()
         with torch.no_grad():

@@ -2,10 +2,11 @@
 
 import asyncio
 import copy
+import math
 import os
 import random
 import tempfile
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from importlib.util import find_spec
@@ -18,7 +19,7 @@ from agentrl.engine.base import EngineConfig
 from agentrl.engine.batched import BatchedEngine, Request, check_weight
 from agentrl.engine.vllm_worker import DRAWN, EXTENSION
 from agentrl.errors import ConfigError, EngineError
-from agentrl.types import FinishReason, Sampling
+from agentrl.types import Completion, FinishReason, Sampling
 
 HOW_TO_INSTALL = "pip install 'agentrl[vllm]' with a GPU; without one see docs/engines.md"
 MIN_TEMPERATURE = 0.01
@@ -44,8 +45,8 @@ def is_installed() -> bool:
 class _Step(NamedTuple):
     """What a step of vLLM answered."""
 
-    outputs: list[tuple[str, Any]]
-    """vLLM's request id and output of each request that ended."""
+    outputs: list[tuple[Request, Any]]
+    """Each request that ended, and what vLLM says of it."""
     refused: list[tuple[Request, Exception]]
 
 
@@ -80,35 +81,44 @@ class VLLMEngine(BatchedEngine):
         super().__init__(config or EngineConfig(), version=version)
         self._shapes = {name: tensor.to("meta") for name, tensor in model.state_dict().items()}
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="agentrl-vllm")
+        self._vocab_size = model.config.get_text_config().vocab_size
+        self._is_half_loaded = False
+        # Of the thread alone:
         self._running: dict[str, Request] = {}
         """Requests that vLLM has, by the id that it gave them."""
-        self._ended: list[tuple[str, Any]] = []
+        self._ended: list[tuple[Request, Any]] = []
         self._number = 0
         self._llm = self._executor.submit(self._build, model, dtype or model.dtype, max_tokens).result()
 
+    async def generate(self, prompt_ids: Sequence[int], sampling: Sampling, request_id: str) -> Completion:
+        """Sample after `prompt_ids`; see `Engine.generate`."""
+        if self._is_half_loaded:
+            raise EngineError(f"request {request_id}: the last push of weights failed half-way: push again")
+        return await super().generate(prompt_ids, sampling, request_id)
+
     async def pause(self) -> None:
         """Return running requests as they stand; hold those of which no token was sampled yet."""
+        if self._is_closed:
+            raise EngineError("pause: the engine is closed")
         self._is_paused = True
-        for vllm_id, output in await self._call(self._abort_all):
-            self._settle(vllm_id, output)
+        for request, output in await self._call(self._abort_all):
+            self._settle(request, output)
 
     async def load_weights(self, named_tensors: "Iterable[tuple[str, torch.Tensor]]", version: int) -> None:
         """Replace all weights, by the names of transformers' `state_dict`, and forget every cached key and value."""
-        if self._is_closed:
-            raise EngineError("load_weights: the engine is closed")
-        if self._running:
-            raise EngineError("load_weights needs a paused or idle engine: call pause() first")
+        self._check_loadable()
         weights = dict(named_tensors)
         for name, tensor in weights.items():
             check_weight(name, tensor, self._shapes)
         # vLLM keeps what is not pushed: of tied embeddings it keeps a packed copy, which would go stale.
         if missing := self._shapes.keys() - weights.keys():
             raise EngineError(f"load_weights needs every weight of the model; {sorted(missing)[0]!r} is missing")
+        self._is_half_loaded = True
         try:
             await self._call(self._reload, weights, version)
         except Exception as error:
             raise EngineError(f"vLLM could not load the weights: {type(error).__name__}: {error}") from error
-        self._version = version
+        self._is_half_loaded, self._version = False, version
 
     async def close(self) -> None:
         """Release the model and the cache."""
@@ -129,8 +139,8 @@ class VLLMEngine(BatchedEngine):
             self._inside.pop(request.request_id, None)
             if not request.future.done():
                 request.future.set_exception(EngineError(f"request {request.request_id}: vLLM refused it: {error}"))
-        for vllm_id, output in step.outputs:
-            self._settle(vllm_id, output)
+        for request, output in step.outputs:
+            self._settle(request, output)
 
     def _withdraw(self, request: Request) -> None:
         if not self._is_closed:
@@ -141,30 +151,29 @@ class VLLMEngine(BatchedEngine):
         super()._fail(failure)
         if not self._is_closed:
             self._executor.submit(self._abort_all)
-        self._running.clear()
 
     def _end_conversation(self, request_id: str) -> None:
         """Keep nothing: vLLM's cache forgets what was used longest ago."""
 
-    def _settle(self, vllm_id: str, output: Any) -> None:
+    def _settle(self, request: Request, output: Any) -> None:
         """Answer a request, or hold it where it was interrupted before its first token."""
-        request = self._running.pop(vllm_id, None)
-        if request is None or self._inside.get(request.request_id) is not request:
+        if self._inside.get(request.request_id) is not request:
             return  # withdrawn
         completion = output.outputs[0]
         reason = _REASONS.get(completion.finish_reason)
         if reason is FinishReason.ABORTED and not completion.token_ids:
             self._waiting.append(request)
             return
-        if reason is None:
-            error = EngineError(f"request {request.request_id}: vLLM ended it by {completion.finish_reason!r}")
+        logprobs = [e[token].logprob for e, token in zip(completion.logprobs, completion.token_ids, strict=True)]
+        if reason is None or not all(map(math.isfinite, logprobs)):
+            words = "it sampled from a distribution that is not one: its weights are not finite"
+            words = f"it ended by {completion.finish_reason!r}" if reason is None else words
             self._inside.pop(request.request_id)
-            request.future.set_exception(error)
+            request.future.set_exception(EngineError(f"request {request.request_id}: vLLM failed: {words}"))
             return
         request.token_ids = list(completion.token_ids)
         is_greedy = request.sampling.temperature == 0
-        scored = zip(completion.logprobs, completion.token_ids, strict=True)
-        request.logprobs = [0.0 if is_greedy else min(0.0, entry[token].logprob) for entry, token in scored]
+        request.logprobs = [0.0 if is_greedy else min(0.0, logprob) for logprob in logprobs]
         request.versions = [self._version] * len(request.token_ids)
         request.num_cached_tokens = output.num_cached_tokens or 0
         self._answered(request, reason)
@@ -182,9 +191,11 @@ class VLLMEngine(BatchedEngine):
             is_cpu = not torch.cuda.is_available()
             for name, value in (_ENVIRONMENT | (_CPU_ENVIRONMENT if is_cpu else {})).items():
                 os.environ.setdefault(name, value)
-            from vllm.engine.arg_utils import EngineArgs
-            from vllm.v1.engine.llm_engine import LLMEngine
-
+            try:
+                from vllm.engine.arg_utils import EngineArgs
+                from vllm.v1.engine.llm_engine import LLMEngine
+            except ImportError as error:
+                raise ConfigError(f"engine.name: vLLM is installed but cannot be imported: {error}") from error
             config = copy.deepcopy(model.config)
             config.architectures = [type(model).__name__]  # a model that was made, not loaded, has none
             config.save_pretrained(folder)
@@ -207,6 +218,8 @@ class VLLMEngine(BatchedEngine):
                 # Blocks of 128, the default on a CPU, find half as much of a prompt in the cache. A request with a seed ends
                 # vLLM on a CPU when its prompt is computed in parts ("CPU Generator does not use offset").
                 arguments |= {"block_size": 32, "enable_chunked_prefill": False}
+            else:
+                arguments |= {"gpu_memory_utilization": 0.4}  # the rest is the trainer's
             try:
                 llm = LLMEngine.from_engine_args(EngineArgs(**arguments | self._config.vllm))
                 llm.collective_rpc("draw_where_left_off")
@@ -230,23 +243,29 @@ class VLLMEngine(BatchedEngine):
 
         if 0 < request.sampling.temperature < MIN_TEMPERATURE:
             raise ValueError(f"it samples at no temperature between 0 and {MIN_TEMPERATURE}")
+        if (worst := max(request.prompt_ids)) >= self._vocab_size:  # it would fail all requests of the step
+            raise ValueError(f"token {worst} is outside the vocabulary of {self._vocab_size}")
         self._number += 1
         prompt = TokensPrompt(prompt_token_ids=request.prompt_ids)
         vllm_id = self._llm.add_request(f"{request.request_id}:{self._number}", prompt, _params(request.sampling))
         self._running[vllm_id] = request
         # A state without a queue says nothing when its request is aborted.
-        self._llm.output_processor.request_states[vllm_id].queue = _Mailbox(vllm_id, self._ended)
+        self._llm.output_processor.request_states[vllm_id].queue = _Mailbox(vllm_id, self._put)
+
+    def _put(self, vllm_id: str, output: Any) -> None:
+        if vllm_id in self._running:
+            self._ended.append((self._running.pop(vllm_id), output))
 
     def _abort(self, request: Request) -> None:
         for vllm_id in [key for key, running in self._running.items() if running is request]:
             del self._running[vllm_id]
             self._llm.abort_request([vllm_id], internal=True)
 
-    def _abort_all(self) -> list[tuple[str, Any]]:
+    def _abort_all(self) -> list[tuple[Request, Any]]:
         self._llm.abort_request(list(self._llm.output_processor.request_states), internal=True)
         return self._take_ended()
 
-    def _take_ended(self) -> list[tuple[str, Any]]:
+    def _take_ended(self) -> list[tuple[Request, Any]]:
         ended, self._ended[:] = list(self._ended), []
         return ended
 
@@ -265,10 +284,10 @@ class _Mailbox(NamedTuple):
     """Takes a request's last output, whether it ended by itself or was aborted."""
 
     vllm_id: str
-    ended: list[tuple[str, Any]]
+    deliver: Callable[[str, Any], None]
 
     def put(self, output: Any) -> None:
-        self.ended.append((self.vllm_id, output))
+        self.deliver(self.vllm_id, output)
 
 
 def _params(sampling: Sampling) -> Any:
@@ -301,11 +320,11 @@ def _params(sampling: Sampling) -> Any:
 def _as_it_was() -> Iterator[None]:
     """Undo what building a vLLM engine does to the process: it seeds every generator, and takes `set_num_threads` away."""
     set_num_threads = torch.set_num_threads
-    states = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    states = random.getstate(), np.random.get_state()
     try:
-        yield
+        with torch.random.fork_rng():
+            yield
     finally:
         torch.set_num_threads = set_num_threads
         random.setstate(states[0])
         np.random.set_state(states[1])
-        torch.set_rng_state(states[2])

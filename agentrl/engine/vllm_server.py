@@ -319,6 +319,7 @@ class VLLMServer:
         """Let the server read the weights; until that is done it stays paused, and every request is refused."""
         self._is_half_loaded = True
         await self._http.ask("a pause", "POST", "/pause?mode=abort&clear_cache=false")
+        await self._extend("draw_where_left_off")  # a server that was started again does not know how yet
         await self._extend("forget_kernels")
         reload = {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}}
         await self._http.ask(f"reading the weights in {folder}", "POST", "/collective_rpc", reload)
@@ -586,7 +587,7 @@ def start_server(model: Path, *, port: int, log: Path, options: Mapping[str, Any
             env=_environment() | os.environ | {"VLLM_SERVER_DEV_MODE": "1"},
             start_new_session=True,
         )
-    server = Server(url=f"http://{host}:{port}", process=process)
+    server = Server(url=f"http://{f'[{host}]' if ':' in host else host}:{port}", process=process)
     try:
         _wait(server, log, timeout_s)
     except BaseException:

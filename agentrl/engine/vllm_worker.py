@@ -23,7 +23,7 @@ class WorkerExtension:
         draws by seed and position, and needs nothing. Asked twice, it is done once.
         """
         runner = self.model_runner
-        if not hasattr(runner, "_update_states") or hasattr(runner, "agentrl_skips"):
+        if runner.device.type != "cpu" or hasattr(runner, "agentrl_skips"):
             return
         runner.agentrl_skips = True
         update_states = runner._update_states
@@ -41,6 +41,8 @@ class WorkerExtension:
 
     def forget_kernels(self) -> None:
         """Drop what experts' layers on a CPU have packed, before a reload: it would be packed again from packed weights."""
+        if self.model_runner.device.type != "cpu":
+            return
         for module in self.model_runner.model.modules():
             method: Any = getattr(module, "quant_method", None)
             if hasattr(method, "moe_kernel"):

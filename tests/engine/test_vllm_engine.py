@@ -150,6 +150,8 @@ def test_what_vllm_refuses_fails_its_request_alone(engine: VLLMEngine, runner: a
         EngineError, match=r"request cold: vLLM refused it: it samples at no temperature between 0 and 0\.01"
     ):
         run(runner, engine.generate([1], sampling(temperature=0.005), "cold"))
+    with pytest.raises(EngineError, match=r"request odd: vLLM refused it: token 61 is outside the vocabulary of 61"):
+        run(runner, engine.generate([1, VOCAB], sampling(), "odd"))
 
 
 def test_a_push_that_lacks_a_weight_is_refused(engine: VLLMEngine, runner: asyncio.Runner) -> None:
@@ -158,6 +160,57 @@ def test_a_push_that_lacks_a_weight_is_refused(engine: VLLMEngine, runner: async
     with pytest.raises(EngineError, match=r"needs every weight of the model; 'lm_head\.weight' is missing"):
         run(runner, engine.load_weights(weights.items(), 1))
     assert engine.version == 0
+
+
+def test_cancelling_stops_sampling_and_lets_weights_be_pushed_at_once(
+    engine: VLLMEngine, runner: asyncio.Runner
+) -> None:
+    async def cancelled(rounds: int) -> None:
+        task = asyncio.create_task(engine.generate([1, 2], sampling(200), "a"))
+        for _ in range(rounds):
+            await asyncio.sleep(0.001)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        await engine.load_weights(make_model(1).state_dict().items(), 1)
+
+    for rounds in (0, 1, 5, 20):
+        run(runner, cancelled(rounds))
+        assert not engine._executor.submit(engine._llm.has_unfinished_requests).result()
+        assert engine._running == {}
+
+
+def test_weights_are_not_pushed_under_a_request_that_was_handed_over(
+    engine: VLLMEngine, runner: asyncio.Runner
+) -> None:
+    async def push_beside() -> None:
+        task = asyncio.create_task(engine.generate([1, 2], sampling(20), "a"))
+        for _ in range(5):  # the first step is on its way
+            await asyncio.sleep(0)
+            if not engine._waiting and engine._inside:
+                break
+        with pytest.raises(EngineError, match="needs a paused or idle engine"):
+            await engine.load_weights(make_model(1).state_dict().items(), 1)
+        assert set((await task).versions) == {0}
+
+    run(runner, push_beside())
+
+
+def test_after_a_push_that_failed_half_way_nothing_is_sampled_until_one_succeeds(
+    engine: VLLMEngine, runner: asyncio.Runner
+) -> None:
+    reset = engine._llm.reset_prefix_cache
+
+    def broken(**_: Any) -> bool:
+        raise RuntimeError("blocks are held")
+
+    engine._llm.reset_prefix_cache = broken
+    with pytest.raises(EngineError, match=r"vLLM could not load the weights: RuntimeError: blocks are held"):
+        run(runner, engine.load_weights(make_model(1).state_dict().items(), 1))
+    with pytest.raises(EngineError, match="the last push of weights failed half-way: push again"):
+        run(runner, engine.generate([1, 2], sampling(), "a"))
+    engine._llm.reset_prefix_cache = reset
+    run(runner, engine.load_weights(make_model(1).state_dict().items(), 1))
+    assert run(runner, engine.generate([1, 2], sampling(), "a")).versions == (1,) * 8
 
 
 def test_a_failure_of_vllm_fails_what_waits_and_not_what_comes(engine: VLLMEngine, runner: asyncio.Runner) -> None:
@@ -198,12 +251,20 @@ def test_engines_in_turn_leave_the_process_as_it_was(runner: asyncio.Runner) -> 
             assert done.logprobs == pytest.approx(
                 plain_logprobs(model, [1, 2, 3], done.token_ids, 1.0), rel=0, abs=1e-4
             )
+        # Last, because what was computed from no numbers stays in the cache's memory and spoils later requests.
+        spoilt = {name: torch.full_like(weight, float("nan")) for name, weight in models[0].state_dict().items()}
+        run(runner, engine.load_weights(spoilt.items(), 4))
+        with pytest.raises(
+            EngineError, match="sampled from a distribution that is not one: its weights are not finite"
+        ):
+            run(runner, engine.generate([1, 2], sampling(), "a"))
         waiting = runner.get_loop().create_task(engine.generate([1], sampling(10_000), "b"))
         run(runner, engine.close())
         with pytest.raises(EngineError, match="closed"):
             run(runner, _await(waiting))
-        with pytest.raises(EngineError, match="closed"):
-            run(runner, engine.generate([1], sampling(), "a"))
+        for late in (engine.generate([1], sampling(), "a"), engine.pause(), engine.load_weights([], 9)):
+            with pytest.raises(EngineError, match="closed"):
+                run(runner, late)
     assert {t for t in set(threading.enumerate()) - threads if t.name.startswith("agentrl-vllm")} == set()
 
 

@@ -697,11 +697,11 @@ def test_a_push_is_a_folder_of_all_weights_then_no_cache_then_the_version(model_
             num = len(server.seen)
             await engine.load_weights(weights(1), 2)
             assert engine.version == 2
-            expected = ["/pause", RPC, RPC, "/reset_prefix_cache", "/update_weight_version", "/resume"]
+            expected = ["/pause", RPC, RPC, RPC, "/reset_prefix_cache", "/update_weight_version", "/resume"]
             assert [path for path, _ in server.seen[num:]] == expected
             await engine.pause()
             await engine.load_weights(weights(1), 3)
-            assert [path for path, _ in server.seen[num + 6 :]] == ["/pause", *expected[:-1]]
+            assert [path for path, _ in server.seen[num + 7 :]] == ["/pause", *expected[:-1]]
         listener.close()
 
     run(main())
@@ -747,7 +747,11 @@ def test_after_a_push_that_failed_half_way_nothing_is_sampled_until_one_succeeds
     async def main() -> None:
         async with fake_and_client(model_folder, tmp_path, max_retries=0) as (server, engine):
             await engine.generate(prompt(1), sampling(), "e")
-            server.script[RPC] = [reply({"results": []}), reply({"error": {"message": "no space left"}}, 500)]
+            server.script[RPC] = [
+                reply({"results": []}),
+                reply({"results": []}),
+                reply({"error": {"message": "no space left"}}, 500),
+            ]
             with pytest.raises(EngineError, match=r"for reading the weights in .*version-1.*: no space left"):
                 await engine.load_weights(weights(0), 1)
             assert engine.version == 0
