@@ -175,10 +175,13 @@ class Run:
     def evaluate(self) -> Evaluation:
         """Play the held-out tasks with the weights in the engine; nothing of the training state is touched."""
         pool = self._new_pool(self.recipe.evaluation.temperature)
+        self._runner.run(self._engine.resume())  # episodes that a step interrupted go on meanwhile
         try:
             return self._runner.run(evaluate(pool, self.recipe.evaluation, seed=self.recipe.seed))
         finally:
             pool.close()
+            if self.recipe.rollout.mode == "partial":
+                self._runner.run(self._pool.hold())
 
     def start_untrained(self) -> float:
         """Hand the model as it is to the engine; return by how much their log-probabilities differ, in nats."""
@@ -215,6 +218,7 @@ class Run:
 
     def close(self) -> None:
         """Release threads, the engine and the event loop."""
+        self._runner.run(self._pool.stop())
         self._pool.close()
         self._runner.run(self._engine.close())
         self._runner.close()

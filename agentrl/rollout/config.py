@@ -24,8 +24,12 @@ class RolloutConfig(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    mode: Literal["sync"] = "sync"
-    """`sync`: every episode of a step is awaited before its update."""
+    mode: Literal["sync", "partial"] = "sync"
+    """`sync`: every episode of a step is awaited before its update. `partial`: a step takes the groups that are complete first;
+    the other episodes are interrupted, and go on under the next weights."""
+    max_staleness: PositiveInt = 2
+    """`partial`: a step waits for every group that was begun this many updates ago, so that no token is older and no long
+    episode is put off for ever; and groups are begun for at most this many steps ahead."""
     num_groups: PositiveInt = 8
     """Tasks for each step."""
     group_size: PositiveInt = 8
