@@ -72,3 +72,13 @@ def test_a_resumed_run_repeats_bit_for_bit(tmp_path: Path) -> None:
     assert all(row["grad_norm"] > 0 and row["episode/turns"] > 2 for row in rows[1:])
     for one, other in zip(whole._policy.parameters(), resumed._policy.parameters(), strict=True):
         assert torch.equal(one, other)
+
+
+def test_episodes_that_a_step_interrupted_go_on_under_the_next_weights(tmp_path: Path) -> None:
+    sync = settings(tmp_path, 5)
+    rollout = sync.rollout.model_copy(update={"mode": "partial", "max_live_episodes": 6})
+    loss = sync.loss.model_copy(update={"unit": "version", "anchor": "behavior"})
+    _, rows, _ = trained(sync.model_copy(update={"rollout": rollout, "loss": loss}))
+    assert [row["step"] for row in rows] == list(range(6))
+    assert 0 < max(row["staleness/max"] for row in rows[1:]) <= 2
+    assert all(row["episode/turns"] > 2 for row in rows[1:])

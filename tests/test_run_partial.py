@@ -1,0 +1,59 @@
+"""A run whose episodes outlive a step: trained, interrupted, gone on with."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from agentrl.config import Recipe
+from agentrl.report.folder import RunFolder
+from agentrl.report.records import read_records
+from agentrl.run import Run
+from tests.test_run import recipe
+
+
+def settings(folder: Path, steps: int) -> Recipe:
+    return recipe(
+        folder,
+        rollout={"mode": "partial", "max_live_episodes": 3, "max_turns": 6, "max_turn_tokens": 24},
+        train={"steps": steps, "checkpoint_every": 2},
+        evaluation={"every": 2, "num_tasks": 2},
+        loss={"unit": "version", "anchor": "behavior"},
+    )
+
+
+def train(settings: Recipe, folder: RunFolder | None = None, *, killed_at: int | None = None) -> list[dict[str, float]]:
+    run = Run(settings, tokenizer_folder=None if folder is None else folder.tokenizer)
+
+    def on_progress(phase: str, step: int, _: int, metrics: dict[str, Any]) -> None:
+        if phase == "training" and step == killed_at:
+            raise KeyboardInterrupt
+
+    try:
+        return run.train(folder, on_progress=on_progress)[1]
+    finally:
+        run.close()
+
+
+def trained_on(folder: RunFolder) -> list[str]:
+    return [record.trajectory_id for path in folder.rollouts() for record in read_records(path)]
+
+
+def test_no_episode_is_lost_or_trained_on_twice_whenever_the_run_is_interrupted(tmp_path: Path) -> None:
+    steps = 8
+    folder: RunFolder | None = None
+    for killed_at in (3, 4, 5, 7):
+        with pytest.raises(KeyboardInterrupt):
+            train(settings(tmp_path, steps), folder, killed_at=killed_at)
+        folder = RunFolder.open(tmp_path / "run")
+    rows = train(settings(tmp_path, steps), folder)
+    assert folder is not None
+    assert [row["step"] for row in rows] == list(range(steps + 1))
+    ids = trained_on(folder)
+    assert len(ids) == len(set(ids)) == steps * 4
+    groups = sorted({int(name.split("/")[1]) for name in ids})
+    # Those that were overtaken are under way: two steps' groups at the most are begun ahead.
+    assert groups[-1] < (steps + 2) * 2
+    assert all(0 <= row["staleness/max"] <= 2 for row in rows[1:])
+    assert max(row["staleness/max"] for row in rows[1:]) > 0
+    assert all("eval/reward" in row for row in rows[2::2])
