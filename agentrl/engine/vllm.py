@@ -223,7 +223,7 @@ class VLLMEngine(BatchedEngine):
             try:
                 llm = LLMEngine.from_engine_args(EngineArgs(**arguments | self._config.vllm))
                 llm.collective_rpc("draw_where_left_off")
-            except (TypeError, ValueError, RuntimeError, NotImplementedError) as error:
+            except (TypeError, ValueError, RuntimeError) as error:
                 raise ConfigError(f"engine.name: 'vllm' cannot run this model: {error}") from error
         return llm
 
