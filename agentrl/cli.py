@@ -169,7 +169,10 @@ def _train(options: argparse.Namespace, rest: list[str]) -> None:
     with _closing(
         Run(recipe, tokenizer_folder=folder.tokenizer if folder and folder.tokenizer.is_dir() else None)
     ) as run:
-        for warning in run.warnings:
+        warnings = list(run.warnings)
+        if folder and run.has_changed(folder):
+            warnings.append("the recipe has changed: what was sampled since the last checkpoint is sampled again")
+        for warning in warnings:
             console.print(f"warning: {warning}", style="yellow", markup=False)
         with _progress(console) as on_progress:
             folder, _ = run.train(folder, on_progress=on_progress)

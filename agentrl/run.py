@@ -35,7 +35,7 @@ from agentrl.learn.trainer import StepResult, Trainer
 from agentrl.learn.warmup import demonstrations, warm_up
 from agentrl.report.folder import RunFolder
 from agentrl.report.records import records
-from agentrl.rollout import RolloutPool, offer, try_environment
+from agentrl.rollout import Journal, RolloutPool, offer, try_environment
 from agentrl.types import Need, Trajectory
 
 T = TypeVar("T")
@@ -94,7 +94,6 @@ class Run:
             temperature=recipe.rollout.temperature,
             max_tokens=recipe.train.max_tokens_per_micro_batch,
             seed=recipe.seed,
-            runner=self._runner,
             autocast=self._accelerator.autocast,
         )
         self._needs_reference = recipe.loss.kl_coefficient > 0 or self._signals.needs_reference
@@ -107,7 +106,7 @@ class Run:
             signals=self._signals,
             loss=recipe.loss,
             config=recipe.train,
-            temperature=recipe.rollout.temperature,
+            rollout=recipe.rollout,
             seed=recipe.seed,
             runner=self._runner,
         )
@@ -125,6 +124,8 @@ class Run:
         examples: list[Trajectory] = []
         if folder is not None and is_resumed:
             self.load(folder)
+            if not self._repeats:
+                self._pool.recover(Journal(folder.journal), ignore=self.has_changed(folder))
         else:
             self._try_environment(self._renderer, recipe.rollout.max_context_tokens)
             trainer.start_engine()
@@ -132,6 +133,8 @@ class Run:
         if folder is None:
             assert recipe.run_dir is not None, "the command line names the folder"
             folder = RunFolder.create(recipe.run_dir, config)
+        if not (is_resumed or self._repeats):
+            self._pool.record(Journal(folder.journal))
         folder.write_config(config)
         if not folder.tokenizer.is_dir():
             write_folder(folder.tokenizer, self.tokenizer.save_pretrained)
@@ -175,12 +178,12 @@ class Run:
     def evaluate(self) -> Evaluation:
         """Play the held-out tasks with the weights in the engine; nothing of the training state is touched."""
         pool = self._new_pool(self.recipe.evaluation.temperature)
-        self._runner.run(self._engine.resume())  # episodes that a step interrupted go on meanwhile
+        self._runner.run(self._pool.go_on())  # episodes that a step interrupted go on meanwhile
         try:
             return self._runner.run(evaluate(pool, self.recipe.evaluation, seed=self.recipe.seed))
         finally:
             pool.close()
-            if self.recipe.rollout.mode == "partial":
+            if self.recipe.rollout.mode != "async":
                 self._runner.run(self._pool.hold())
 
     def start_untrained(self) -> float:
@@ -298,7 +301,21 @@ class Run:
             write_folder(folder.reference, lambda path: save_model(self._policy, str(path / "model.safetensors")))
         self._trainer.start_engine()
         self._write(folder, {"step": 0, **self._evaluation_metrics()})
-        save_checkpoint(self._trainer, folder.checkpoints, keep_last=recipe.train.keep_last)
+        self._save(folder)
+
+    def _save(self, folder: RunFolder) -> None:
+        save_checkpoint(self._trainer, folder.checkpoints, keep_last=self.recipe.train.keep_last)
+        self._pool.forget()
+
+    def has_changed(self, folder: RunFolder) -> bool:
+        """Tell whether the recipe samples or trains otherwise than the one that a run went by until now."""
+        return _fixed(self.recipe) != _fixed(Recipe.model_validate(folder.config()))
+
+    @property
+    def _repeats(self) -> bool:
+        """True where what is sampled again after a kill is what was sampled before, so that nothing need be written down."""
+        engine = self.recipe.engine
+        return self.recipe.rollout.mode == "sync" and engine.lockstep and engine.name != "vllm_server"
 
     def _after_step(self, folder: RunFolder, result: StepResult, on_progress: OnProgress) -> None:
         """Write down what a step did, then checkpoint: a checkpoint never promises what is not on disk."""
@@ -316,7 +333,7 @@ class Run:
             folder.add_rollouts(step, records(result.groups, result.credits, step=step, piece=piece))
         self._write(folder, row)
         if is_last or step % recipe.train.checkpoint_every == 0:
-            save_checkpoint(self._trainer, folder.checkpoints, keep_last=recipe.train.keep_last)
+            self._save(folder)
         on_progress("training", step, recipe.train.steps, row)
 
     def _write(self, folder: RunFolder, row: dict[str, float]) -> None:
@@ -378,6 +395,14 @@ def _engine_name(recipe: Recipe, model: Any, device: torch.device) -> str:
     # Heads of less than 32 are beyond vLLM on a CPU.
     is_large = sum(parameter.numel() for parameter in model.parameters()) >= _LARGE
     return "vllm" if is_large and getattr(model.config, "head_dim", 0) >= 32 else "transformers"
+
+
+def _fixed(recipe: Recipe) -> dict[str, Any]:
+    """Return what decides which weights come out of recorded episodes, and which episodes are recorded."""
+    fixed = recipe.model_dump(mode="json", exclude={"run_dir", "engine", "evaluation", "report"})
+    for name in ("checkpoint_every", "keep_last", *(["steps"] if recipe.train.schedule == "constant" else [])):
+        del fixed["train"][name]
+    return fixed
 
 
 def _load_teacher(recipe: Recipe, tokenizer: Any) -> Policy:

@@ -45,7 +45,7 @@ def finish(process: subprocess.Popen[bytes]) -> None:
 
 def rows(folder: Path) -> list[dict[str, float]]:
     lines = (folder / "metrics.jsonl").read_text().splitlines()
-    return [{k: v for k, v in json.loads(line).items() if not k.startswith("time/")} for line in lines]
+    return [{k: v for k, v in json.loads(line).items() if not k.startswith(("time/", "process/"))} for line in lines]
 
 
 def rollouts(folder: Path) -> dict[str, list[dict[str, object]]]:

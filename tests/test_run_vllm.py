@@ -44,7 +44,7 @@ def trained(settings: Recipe, folder: RunFolder | None = None) -> tuple[RunFolde
 
 
 def repeatable(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    return [{name: value for name, value in row.items() if not name.startswith("time/")} for row in rows]
+    return [{name: value for name, value in row.items() if not name.startswith(("time/", "process/"))} for row in rows]
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,7 @@
-"""What a step reports. Names are `what` or `theme/what`; those under `time/` depend on the machine, all others repeat exactly.
+"""What a step reports.
 
+Names are `what` or `theme/what`; those under `time/` and `process/` depend on the machine, all others repeat exactly in
+lockstep.
 `T` trained tokens of a minibatch, `U` ratio units.
 """
 
@@ -9,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import psutil
 from torch import Tensor
 
 from agentrl.credit import Credit
@@ -113,6 +116,18 @@ def rollout_metrics(groups: Sequence[TrajectoryGroup], credits: Sequence[Sequenc
     }
     metrics = {f"episode/{name}": value for name, value in reported_means(trajectories).items()} | metrics
     return metrics | {f"stop/{reason}": _mean([t.stop_reason is reason for t in everyone]) for reason in StopReason}
+
+
+def process_metrics() -> dict[str, float]:
+    """Describe this process: an environment that leaks shows here."""
+    process = psutil.Process()
+    with process.oneshot():
+        return {
+            "process/memory_bytes": float(process.memory_info().rss),
+            "process/threads": float(process.num_threads()),
+            "process/open_files": float(process.num_fds()),
+            "process/children": float(len(process.children(recursive=True))),
+        }
 
 
 def _units(tally: Tally) -> dict[str, Array]:

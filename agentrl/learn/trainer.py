@@ -8,8 +8,9 @@ import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -23,11 +24,12 @@ from agentrl.engine import Engine
 from agentrl.errors import ConfigError, EngineError, TrainingError
 from agentrl.learn.batch import MicroBatch, make_batch, micro_batches
 from agentrl.learn.loss import LossConfig, kl_loss, mismatch_weights, policy_loss
-from agentrl.learn.metrics import Tally, first_metrics, rollout_metrics, update_metrics
+from agentrl.learn.metrics import Tally, first_metrics, process_metrics, rollout_metrics, update_metrics
 from agentrl.learn.model import Policy
 from agentrl.learn.signals import Signals
-from agentrl.rollout import RolloutPool, derive_seed
-from agentrl.types import Sampling, Trajectory, TrajectoryGroup
+from agentrl.learn.staleness import mask_stale, share_too_old
+from agentrl.rollout import RolloutConfig, RolloutPool, derive_seed
+from agentrl.types import Completion, Sampling, Trajectory, TrajectoryGroup
 
 _CRITIC = "critic.pt"
 
@@ -74,6 +76,12 @@ class TrainConfig(BaseModel):
         return self.agreement or {"float32": 1e-3, "bfloat16": 0.05}[self.precision]
 
 
+class _Learned(NamedTuple):
+    groups: list[TrajectoryGroup]
+    credits: list[list[Credit]]
+    metrics: dict[str, float]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepResult:
     """What one step did."""
@@ -102,7 +110,7 @@ class Trainer:
         signals: Signals | None = None,
         loss: LossConfig,
         config: TrainConfig,
-        temperature: float,
+        rollout: RolloutConfig,
         seed: int,
         runner: asyncio.Runner,
     ) -> None:
@@ -117,14 +125,14 @@ class Trainer:
             signals: measures what `credit` reads beyond rewards and keys. None: it reads nothing more.
             loss: ratio, clip and aggregation.
             config: optimizer and budgets.
-            temperature: the rollouts' sampling temperature.
+            rollout: how the pool plays.
             seed: order of trajectories over minibatches.
             runner: event loop on which pool and engine live.
         """
         self._accelerator, self._engine, self._pool = accelerator, engine, pool
         self._credit, self._signals, self._loss, self._config = credit, signals, loss, config
         self._critic = None if signals is None else signals.critic
-        self._temperature, self._seed, self._runner = temperature, seed, runner
+        self._rollout, self._temperature, self._seed, self._runner = rollout, rollout.temperature, seed, runner
         optimizer = torch.optim.AdamW(
             policy.parameters(),
             lr=config.learning_rate,
@@ -168,9 +176,9 @@ class Trainer:
         """
         bound = self._config.agreement_bound()
         moved = [(name, tensor * 1.1 if tensor.is_floating_point() else tensor) for name, tensor in self._weights()]
-        self._runner.run(self._engine.load_weights(moved, self.finished_steps))
+        self._push(moved)
         perturbed = self._disagreement()
-        self._push_weights()
+        self._push(self._weights())
         found = self._disagreement()
         if not perturbed > bound:
             raise EngineError(
@@ -183,35 +191,56 @@ class Trainer:
     def step(self) -> StepResult:
         """Collect, credit, update and push once."""
         begin, busy_s = time.perf_counter(), self._engine.busy_s
+        is_async, is_replaying = self._rollout.mode == "async", self._pool.is_replaying
         groups = self._runner.run(self._pool.collect())
-        sampling_s = self._engine.busy_s - busy_s
         collected = time.perf_counter()
-        if self._signals is not None:
-            groups = self._signals.measure(groups)
-        measured = time.perf_counter()
-        credits = assign_credit(self._credit, groups)
-        credited = time.perf_counter()
-        metrics = self._update(groups, credits)
-        if self._signals is not None:
-            metrics |= self._signals.learn(groups)
+        learn = partial(self._learn, groups, is_replaying=is_replaying)
+        # On another thread, the episodes go on meanwhile.
+        groups, credits, metrics = self._runner.run(asyncio.to_thread(learn)) if is_async else learn()
         self.finished_steps += 1
-        self._push_weights()
+        learned = time.perf_counter()
+        self._push(self._weights())
+        if self._rollout.mode != "sync":  # else the first minibatch of the next step proves it
+            self._check_agreement(self._disagreement())
+        sampling_s = self._engine.busy_s - busy_s
         done = time.perf_counter()
+        sampled_s = (done if is_async else collected) - begin
         everyone = [t for group in groups for t in group.trajectories]
         sampled = sum(t.num_action_tokens + t.metrics.get("branch_tokens", 0.0) for t in everyone)
         metrics |= rollout_metrics(groups, credits)
         metrics |= {f"pool/{name}": float(count) for name, count in self._pool.counts.items()}
         metrics |= {
+            "time/collect_s": collected - begin,
             "time/sampling_s": sampling_s,
-            "time/environment_s": collected - begin - sampling_s,
-            "time/signals_s": measured - collected,
-            "time/credit_s": credited - measured,
-            "time/update_s": done - credited,
+            "time/environment_s": max(0.0, collected - begin - sampling_s),
+            "time/push_s": done - learned,
             "time/step_s": done - begin,
-            "time/sampled_tokens_per_s": sampled / (collected - begin),
+            "time/loop_lag_s": self._pool.loop_lag_s,
+            "time/sampled_tokens_per_s": sampled / sampled_s,
             "time/tokens_per_s": sampled / (done - begin),
         }
-        return StepResult(step=self.finished_steps, metrics=metrics, groups=groups, credits=credits)
+        return StepResult(step=self.finished_steps, metrics=metrics | process_metrics(), groups=groups, credits=credits)
+
+    def _learn(self, groups: list[TrajectoryGroup], *, is_replaying: bool) -> _Learned:
+        """Measure, credit and update."""
+        begin, version, rollout = time.perf_counter(), self.finished_steps, self._rollout
+        if self._signals is not None:
+            groups = self._signals.measure(groups)
+        measured = time.perf_counter()
+        credits = assign_credit(self._credit, groups)
+        metrics = {"staleness/too_old": share_too_old(groups, oldest=version - rollout.max_staleness)}
+        if rollout.stale == "mask":
+            credits = mask_stale(groups, credits, oldest=version - rollout.max_staleness)
+        credited = time.perf_counter()
+        metrics |= self._update(groups, credits, is_replaying=is_replaying)
+        if self._signals is not None:
+            metrics |= self._signals.learn(groups)
+        metrics |= {
+            "time/signals_s": measured - begin,
+            "time/credit_s": credited - measured,
+            "time/update_s": time.perf_counter() - credited,
+        }
+        return _Learned(groups, credits, metrics)
 
     def save(self, folder: Path) -> None:
         """Write weights, optimizer, schedule and random states into `folder`."""
@@ -253,16 +282,30 @@ class Trainer:
         model = self._accelerator.unwrap_model(self._policy).model
         return [(name, tensor.detach()) for name, tensor in model.state_dict().items()]
 
-    def _push_weights(self) -> None:
-        self._runner.run(self._engine.load_weights(self._weights(), self.finished_steps))
+    def _push(self, weights: list[tuple[str, Tensor]]) -> None:
+        """Hand weights to the engine, which is paused meanwhile."""
+
+        async def push() -> None:
+            await self._pool.hold()
+            await self._engine.load_weights(weights, self.finished_steps)
+
+        self._runner.run(push())
 
     def _disagreement(self) -> float:
         """Sample a few tokens; return the mean difference of engine and trainer over them, in nats."""
         vocab_size = self._accelerator.unwrap_model(self._policy).model.config.vocab_size
         prompt = np.random.default_rng(self._seed).integers(vocab_size, size=16).tolist()
         sampling = Sampling(max_tokens=16, stop_token_ids=(), temperature=self._temperature, seed=self._seed)
-        with self._engine.conversation("self-proof"):
-            completion = self._runner.run(self._engine.generate(prompt, sampling, "self-proof"))
+
+        async def sample() -> Completion:
+            await self._pool.go_on()
+            with self._engine.conversation("self-proof"):
+                completion = await self._engine.generate(prompt, sampling, "self-proof")
+            if self._rollout.mode != "async":
+                await self._pool.hold()
+            return completion
+
+        completion = self._runner.run(sample())
         device, num = self._accelerator.device, len(completion.token_ids)
         ids_BL = torch.tensor([[*prompt, *completion.token_ids]], device=device)
         with torch.no_grad():
@@ -284,7 +327,9 @@ class Trainer:
                 "engine runs another model than the trainer"
             )
 
-    def _update(self, groups: Sequence[TrajectoryGroup], credits: list[list[Credit]]) -> dict[str, float]:
+    def _update(
+        self, groups: Sequence[TrajectoryGroup], credits: list[list[Credit]], *, is_replaying: bool = False
+    ) -> dict[str, float]:
         """Go once over the step's trajectories, in minibatches drawn at random."""
         pairs = [
             (trajectory, credit)
@@ -313,7 +358,8 @@ class Trainer:
                 self._accelerator.clip_grad_norm_(self._policy.parameters(), self._config.max_grad_norm)
             )
             tally.learning_rate = self._schedule.get_last_lr()[0]
-            if index == 0 and not (self.finished_steps - tally.column("version_T")).any():
+            is_current = not (self.finished_steps - tally.column("version_T")).any()
+            if index == 0 and is_current and not is_replaying:
                 # Sampled by these very weights: each step proves the last push.
                 self._check_agreement(float(np.abs(tally.column("engine_difference_T")).mean()))
             if not math.isfinite(tally.grad_norm):

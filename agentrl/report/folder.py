@@ -1,4 +1,4 @@
-"""A run's folder: config.yaml, metrics.jsonl, rollouts/, checkpoints/, tokenizer/, reference/."""
+"""A run's folder: config.yaml, metrics.jsonl, rollouts/, checkpoints/, journal/, tokenizer/, reference/."""
 
 import json
 import shutil
@@ -32,6 +32,8 @@ class RunFolder:
         self.checkpoints = path / "checkpoints"
         self.tokenizer = path / "tokenizer"
         self.reference = path / "reference"
+        self.journal = path / "journal"
+        """What happened to episodes since the newest checkpoint; the pool's."""
         self._metrics = path / "metrics.jsonl"
         self._rollouts = path / "rollouts"
 
@@ -73,6 +75,11 @@ class RunFolder:
     def config_file(self) -> Path:
         """The resolved recipe."""
         return self.path / "config.yaml"
+
+    def config(self) -> dict[str, Any]:
+        """Read the resolved recipe."""
+        found: dict[str, Any] = yaml.safe_load(self.config_file.read_text(encoding="utf-8"))
+        return found
 
     def write_config(self, config: Mapping[str, Any]) -> None:
         """Write the resolved recipe; going on with other settings replaces it."""

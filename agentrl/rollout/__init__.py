@@ -2,6 +2,7 @@
 
 from agentrl.rollout.config import BranchConfig, RolloutConfig
 from agentrl.rollout.episode import Episode, LiveEpisode, Task
+from agentrl.rollout.journal import Journal
 from agentrl.rollout.pool import RolloutPool
 from agentrl.rollout.seeds import derive_seed, held_out_seed, task_seed
 from agentrl.rollout.trial import Offer, offer, try_environment
@@ -9,6 +10,7 @@ from agentrl.rollout.trial import Offer, offer, try_environment
 __all__ = [
     "BranchConfig",
     "Episode",
+    "Journal",
     "LiveEpisode",
     "Offer",
     "RolloutConfig",

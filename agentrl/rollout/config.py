@@ -24,12 +24,16 @@ class RolloutConfig(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    mode: Literal["sync", "partial"] = "sync"
+    mode: Literal["sync", "partial", "async"] = "sync"
     """`sync`: every episode of a step is awaited before its update. `partial`: a step takes the groups that are complete first;
-    the other episodes are interrupted, and go on under the next weights."""
+    the other episodes are interrupted, and go on under the next weights. `async`: the same, but sampling goes on during the
+    update, and is interrupted only while weights are replaced."""
     max_staleness: PositiveInt = 2
-    """`partial`: a step waits for every group that was begun this many updates ago, so that no token is older and no long
-    episode is put off for ever; and groups are begun for at most this many steps ahead."""
+    """`partial`, `async`: groups are begun for at most this many steps ahead, and `stale` says what becomes of tokens that were
+    sampled more updates ago than this."""
+    stale: Literal["wait", "mask", "keep"] = "wait"
+    """`wait`: a step waits for the groups that would become too old, so that no token is. `mask`: nobody is waited for; tokens
+    that are too old leave the loss. `keep`: they are trained on. Either way they are counted (`staleness/too_old`)."""
     num_groups: PositiveInt = 8
     """Tasks for each step."""
     group_size: PositiveInt = 8
@@ -70,6 +74,10 @@ class RolloutConfig(BaseModel):
             raise ValueError(
                 f"top_p: {self.top_p} cuts the support off, so importance ratios would be wrong; "
                 "train with top_p: 1 and lower the temperature instead"
+            )
+        if self.mode == "sync" and self.stale != "wait":
+            raise ValueError(
+                f"stale: {self.stale} has nothing to act on with mode: sync; remove it, or set mode: partial"
             )
         if self.max_turn_tokens > self.max_episode_tokens:
             raise ValueError(

@@ -19,7 +19,13 @@ class EnvThread:
     def __init__(self) -> None:
         self._calls: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self.is_lost = False
-        threading.Thread(target=self._run, name="agentrl-env", daemon=True).start()
+        self._thread = threading.Thread(target=self._run, name="agentrl-env", daemon=True)
+        self._thread.start()
+
+    @property
+    def is_alive(self) -> bool:
+        """True until it has ended, after `close` and the last call."""
+        return self._thread.is_alive()
 
     async def call(self, function: Callable[[], R], *, timeout_s: float) -> R:
         """Run `function` on the thread.

@@ -21,6 +21,7 @@ from agentrl.env import MessageEnv, base_env
 from agentrl.env.spaces import is_message
 from agentrl.errors import AgentRLError, ConfigError, EngineError
 from agentrl.rollout.config import RolloutConfig
+from agentrl.rollout.deadline import EngineClock
 from agentrl.rollout.env_thread import EnvThread
 from agentrl.rollout.seeds import derive_seed
 from agentrl.types import Completion, FinishReason, Message, Sampling, StopReason, Trajectory, Turn
@@ -104,6 +105,8 @@ class Episode:
         thread: EnvThread,
         fork: bool = False,
         recorded: LiveEpisode | None = None,
+        clock: EngineClock | None = None,
+        on_turn: Callable[[Turn], object] | None = None,
     ) -> None:
         """Begin before the first turn.
 
@@ -116,10 +119,13 @@ class Episode:
             fork: fork rollouts from its turns as `config.branches` says, and record their rewards with the turns.
             recorded: the same episode, interrupted: its actions are taken again, and what the environment makes of them is
                 compared with what was recorded, before it goes on.
+            clock: of the engine's deadlines. None: one that never stands still.
+            on_turn: told of each turn that was not recorded before.
         """
         self._task, self._engine, self._renderer = task, engine, renderer
         self._config, self._thread, self._fork = config, thread, fork
         self._recorded = recorded or LiveEpisode(task=task)
+        self._clock, self._on_turn = clock or EngineClock(), on_turn
         self._partial: Completion | None = None
         self._request_id = f"{task.trajectory_id}#{task.attempt}"
         self._turns: list[Turn] = []
@@ -269,6 +275,8 @@ class Episode:
                         f"environment {self._env_id}: played again, turn {number} has another {name}: {_shape(found)}, and "
                         f"was recorded with {_shape(expected)}; make it depend on its seed and the actions alone"
                     )
+        elif self._on_turn is not None:
+            self._on_turn(turn)
         self._turns.append(turn)
         self._partial = None
 
@@ -295,7 +303,14 @@ class Episode:
         name = f"{self._request_id}/{turn}/{number}"
         seed = derive_seed(self._task.sampling_seed, "branch", name)
         task = replace(self._task, sampling_seed=seed)
-        episode = Episode(task, engine=self._engine, renderer=self._renderer, config=self._config, thread=self._thread)
+        episode = Episode(
+            task,
+            engine=self._engine,
+            renderer=self._renderer,
+            config=self._config,
+            thread=self._thread,
+            clock=self._clock,
+        )
         episode._env_id, episode._request_id = self._env_id, name
         with self._engine.conversation(name):
             try:
@@ -325,7 +340,7 @@ class Episode:
                 drawn=len(done.token_ids),
             )
             try:
-                async with asyncio.timeout(config.engine_timeout_s):
+                async with self._clock.timeout(config.engine_timeout_s):
                     part = await self._engine.generate(prompt_ids + done.token_ids, sampling, self._request_id)
             except TimeoutError:
                 raise EngineError(

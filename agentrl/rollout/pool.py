@@ -2,31 +2,29 @@
 
 import asyncio
 from collections import deque
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import AsyncIterator, Iterable, Mapping
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
-
-from pydantic import TypeAdapter
 
 from agentrl.chat import Renderer
 from agentrl.engine import Engine
 from agentrl.errors import EngineError, EnvironmentFailure
 from agentrl.rollout.config import RolloutConfig
+from agentrl.rollout.deadline import EngineClock
 from agentrl.rollout.env_thread import EnvThread
 from agentrl.rollout.episode import Episode, LiveEpisode, MakeEnv, Task
-from agentrl.rollout.seeds import derive_seed, task_seed
+from agentrl.rollout.journal import Journal
+from agentrl.rollout.stream import TaskStream, group_of
 from agentrl.types import StopReason, Trajectory, TrajectoryGroup
 
-
-@dataclass(slots=True, kw_only=True)
-class _Group:
-    """A task of the training stream that was begun and not handed out yet."""
-
-    began: int
-    """Policy version when it was begun."""
-    waiting: list[LiveEpisode]
-    """Episodes that nobody plays at the moment."""
-    done: list[Trajectory] = field(default_factory=list)
+_FIRST_WAIT_S = 1.0
+"""Wait before an episode's second retry; doubles each time. The first is made at once."""
+_MAX_LOST = 4
+"""Threads that hang in environments, for each episode that is played at once, beyond which a run stops."""
+_TICK_S = 0.02
+"""How often the event loop's lag is measured."""
 
 
 @dataclass(slots=True)
@@ -36,16 +34,14 @@ class _Place:
     thread: EnvThread
 
 
-_GROUPS = TypeAdapter(dict[str, _Group])
-
-
 class RolloutPool:
     """Keeps up to `max_live_episodes` episodes going, each environment on a thread of its own.
 
-    With `mode: partial` episodes outlive a call of `collect`: between calls the engine is paused, and they wait.
+    Between two calls of `collect` the engine is paused, and unfinished episodes wait; with `mode: async` they go on.
 
-    A failed episode is begun again with a fresh environment; one that goes on failing is returned as such, and a group
-    with fewer than two usable episodes is replaced by a new task. Everything is counted in `counts`.
+    An episode whose environment failed is begun again with a fresh one, and one whose engine failed goes on from where it
+    stood; one that goes on failing is returned as such, and a group with fewer than two usable episodes is replaced by a
+    new task. Everything is counted in `counts`.
     """
 
     def __init__(
@@ -60,65 +56,76 @@ class RolloutPool:
     ) -> None:
         """Take the parts; with `fork`, rollouts are forked from every episode's turns (see `RolloutConfig.branches`)."""
         self._make_env, self._engine, self._renderer, self._config = make_env, engine, renderer, config
-        self._seed, self._fork = seed, fork
-        self._next_group = 0
+        self._fork = fork
+        self._stream = TaskStream(config, seed=seed)
+        self._clock = EngineClock()
+        self._is_held = False
         self._threads: list[EnvThread] = []
-        self._failures_in_a_row = self._replaced_in_a_row = self._replaceable = 0
-        self._groups: dict[str, _Group] = {}
-        """Groups of the training stream under way, oldest first (`mode: partial`)."""
+        self._lost: list[EnvThread] = []
+        self._failures_in_a_row = 0
         self._live: dict[str, Episode] = {}
-        """Episodes that are being played, by their names."""
+        """Episodes of the stream that are being played, by their names."""
         self._runners: set[asyncio.Task[None]] = set()
         self._changed = asyncio.Event()
         self._failure: BaseException | None = None
-        self.counts = {"retries": 0, "failed_episodes": 0, "replaced_groups": 0, "alike_groups": 0, "lost_threads": 0}
+        self.loop_lag_s = 0.0
+        """Longest time by which the event loop was late during the last `collect`."""
+
+    @property
+    def counts(self) -> Mapping[str, int]:
+        """What went wrong so far, and was mended."""
+        return self._stream.counts
+
+    @property
+    def is_replaying(self) -> bool:
+        """True while `collect` returns what was handed out before the run was killed."""
+        return self._stream.is_replaying
 
     async def collect(self, num_groups: int | None = None) -> list[TrajectoryGroup]:
-        """Return the next groups of the training stream, in its order; as many as the recipe says by default.
+        """Return the next groups of the training stream; as many as the recipe says by default.
 
-        Groups with too many failures, and with `dynamic_sampling` those that teach nothing, give way to later ones.
+        They are the oldest of the groups that are complete, as soon as there are enough and the others can be returned
+        before any is too old (`max_staleness`); with `mode: sync` that is when all are complete. Groups with too many
+        failures, and with `dynamic_sampling` those that teach nothing, give way to later ones.
 
         Raises:
             EnvironmentFailure: when episodes fail one after the other, or groups are replaced one after the other, with
                 the last error's words.
+            EngineError: when episodes fail one after the other because the engine does.
         """
-        num_groups = self._config.num_groups if num_groups is None else num_groups
-        self._replaced_in_a_row, self._replaceable = 0, self._config.dynamic_sampling
-        if self._config.mode == "partial":
-            return await self._collect_first(num_groups)
-        groups: list[TrajectoryGroup] = []
-        while missing := num_groups - len(groups):
-            indices = range(self._next_group, self._next_group + missing)
-            self._next_group += missing
-            tasks = [(_name(i), task_seed(self._seed, i)) for i in indices]
-            played = await self.play(tasks, group_size=self._config.group_size)
-            groups += [group for group in played if self._is_of_use(group)]
+        if self._stream.is_replaying:
+            return self._stream.hand_out_again()
+        self._stream.begin_step(num_groups)
+        await self.go_on()
+        try:
+            async with self._lag_measured():
+                groups = await self._complete()
+            if self._config.mode != "async":
+                await self.hold()
+        except BaseException as error:
+            if not isinstance(error, EngineError):  # one that fails need not be asked for what it has
+                with suppress(EngineError):
+                    await self.hold()
+            await self.stop()
+            raise
         return groups
 
-    async def _collect_first(self, num_groups: int) -> list[TrajectoryGroup]:
-        """Return the oldest of the groups that are complete, once there are enough and none that is begun is too old."""
+    async def go_on(self) -> None:
+        """Let the engine sample."""
         await self._engine.resume()
-        try:
-            while (found := self._complete(num_groups)) is None:
-                while len(self._runners) < self._config.max_live_episodes and self._has_next():
-                    runner = asyncio.create_task(self._run_stream())
-                    self._runners.add(runner)
-                    runner.add_done_callback(self._on_runner_done)
-                    await asyncio.sleep(0)  # it takes its episode, before the next place is offered
-                await self._changed.wait()
-                self._changed.clear()
-                if self._failure is not None:
-                    failure, self._failure = self._failure, None
-                    raise failure
-            return found
-        finally:
-            await self.hold()
+        self._clock.start()
+        self._is_held = False
 
     async def hold(self) -> None:
         """Pause the engine, and let every episode take what was sampled of its action."""
+        if self._is_held:
+            return
+        self._clock.stop()
         await self._engine.pause()
+        self._is_held = True
         for _ in range(3):  # a completion to the request, to the caller, to the episode
             await asyncio.sleep(0)
+        self._stream.hold(episode.live() for episode in self._live.values())
 
     async def stop(self) -> None:
         """Give up the episodes that are under way."""
@@ -127,85 +134,10 @@ class RolloutPool:
             runner.cancel()
         await asyncio.gather(*runners, return_exceptions=True)
 
-    def _complete(self, num_groups: int) -> list[TrajectoryGroup] | None:
-        size, oldest = self._config.group_size, self._engine.version - self._config.max_staleness
-        names = [name for name, group in self._groups.items() if len(group.done) == size]
-        if len(names) < num_groups or any(g.began <= oldest and len(g.done) < size for g in self._groups.values()):
-            return None
-        return [
-            TrajectoryGroup(group_id=name, trajectories=_by_index(self._groups.pop(name).done))
-            for name in names[:num_groups]
-        ]
-
-    def _has_next(self) -> bool:
-        ahead = self._config.num_groups * (1 + self._config.max_staleness)
-        return len(self._groups) < ahead or any(group.waiting for group in self._groups.values())
-
-    def _next(self) -> LiveEpisode | None:
-        """Take the next episode: of the oldest group that has one left, else of a new one."""
-        if not self._has_next():
-            return None
-        for group in self._groups.values():
-            if group.waiting:
-                return group.waiting.pop(0)
-        name, seed = _name(self._next_group), task_seed(self._seed, self._next_group)
-        self._next_group += 1
-        tasks = self._tasks(name, seed, self._config.group_size)
-        group = _Group(began=self._engine.version, waiting=[LiveEpisode(task=task) for task in tasks])
-        self._groups[name] = group
-        return group.waiting.pop(0)
-
-    async def _run_stream(self) -> None:
-        """Play one episode of the training stream after the other."""
-        place = self._new_place()
-        try:
-            while (episode := self._next()) is not None:
-                self._take(await self._finish(episode, place))
-        finally:
-            self._leave(place)
-
-    def _on_runner_done(self, runner: "asyncio.Task[None]") -> None:
-        self._runners.discard(runner)
-        if not runner.cancelled() and runner.exception() is not None:
-            self._failure = runner.exception()
-        self._changed.set()
-
-    def _take(self, trajectory: Trajectory) -> None:
-        """Put a finished episode to its group; a complete one that is of no use gives way to a later one."""
-        group = self._groups[trajectory.group_id]
-        group.done.append(trajectory)
-        if len(group.done) == self._config.group_size:
-            whole = TrajectoryGroup(group_id=trajectory.group_id, trajectories=_by_index(group.done))
-            if not self._is_of_use(whole):
-                del self._groups[trajectory.group_id]
-        self._changed.set()
-
-    def _is_of_use(self, group: TrajectoryGroup) -> bool:
-        """Tell whether a complete group can be trained on; count it where not.
-
-        Raises:
-            EnvironmentFailure: after too many in a row with too many failures.
-        """
-        if len(group.valid) >= min(2, self._config.group_size):
-            self._replaced_in_a_row = 0
-            if self._replaceable and len(group.valid) > 1 and _earned_alike(group):
-                self._replaceable -= 1
-                self.counts["alike_groups"] += 1
-                return False
-            return True
-        self.counts["replaced_groups"] += 1
-        self._replaced_in_a_row += 1
-        if self._replaced_in_a_row >= self._config.max_consecutive_failures:
-            last = [t.error for t in group.trajectories if t.failed][-1]
-            raise EnvironmentFailure(
-                f"{self._replaced_in_a_row} groups in a row had too many failures; the last: {last}"
-            )
-        return False
-
     async def play(self, tasks: Iterable[tuple[str, int]], *, group_size: int) -> list[TrajectoryGroup]:
         """Play `group_size` episodes of each task (group id, environment seed), every one exactly once."""
         tasks = list(tasks)
-        queue = deque(task for group_id, seed in tasks for task in self._tasks(group_id, seed, group_size))
+        queue = deque(task for group_id, seed in tasks for task in self._stream.tasks(group_id, seed, group_size))
         done: dict[str, list[Trajectory]] = {group_id: [] for group_id, _ in tasks}
         runners = [
             asyncio.create_task(self._run(queue, done)) for _ in range(min(len(queue), self._config.max_live_episodes))
@@ -216,39 +148,83 @@ class RolloutPool:
             for runner in runners:
                 runner.cancel()
             await asyncio.gather(*runners, return_exceptions=True)
-        return [
-            TrajectoryGroup(group_id=group_id, trajectories=_by_index(trajectories))
-            for group_id, trajectories in done.items()
-        ]
+        return [group_of(group_id, trajectories) for group_id, trajectories in done.items()]
+
+    def record(self, journal: Journal) -> None:
+        """Write down what happens from the next `state_dict` on."""
+        self._stream.record(journal)
+
+    def recover(self, journal: Journal, *, ignore: bool = False) -> None:
+        """Take over what a run that was killed has written down since the state that was loaded, and go on with it.
+
+        Args:
+            journal: of that run.
+            ignore: drop it instead, because it does not fit what is played now.
+        """
+        self._stream.recover(journal, ignore=ignore)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return where the stream of training tasks stands, with every episode of it that is under way or done."""
-        groups = {}
-        for name, group in self._groups.items():
-            live = [episode.live() for key, episode in self._live.items() if key.rpartition("/")[0] == name]
-            groups[name] = replace(group, waiting=sorted([*live, *group.waiting], key=lambda e: e.task.rollout_index))
-        return {
-            "next_group": self._next_group,
-            "counts": dict(self.counts),
-            "groups": _GROUPS.dump_python(groups, mode="json", fallback=str),
-        }
+        """Return where the stream of training tasks stands, with every episode of it that is under way or done.
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+        What happens from now on goes into a new file of the journal.
+        """
+        return self._stream.state_dict([episode.live() for episode in self._live.values()])
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from `state_dict`; nothing may be under way."""
-        self._next_group, self.counts = state["next_group"], self.counts | state["counts"]
-        self._groups = _GROUPS.validate_python(state.get("groups", {}))
+        self._stream.load_state_dict(state)
+
+    def forget(self) -> None:
+        """Drop what was written down before the last `state_dict`, which is safe now."""
+        self._stream.forget()
 
     def close(self) -> None:
-        """Let the environments' threads end."""
+        """Let the environments' threads end, and the journal."""
         while self._threads:
             self._threads.pop().close()
+        self._stream.close()
 
-    def _tasks(self, group_id: str, seed: int, group_size: int) -> list[Task]:
-        sampling_seed = derive_seed(self._seed, "sampling")
-        return [
-            Task(group_id=group_id, rollout_index=index, seed=seed, sampling_seed=sampling_seed)
-            for index in range(group_size)
-        ]
+    async def _complete(self) -> list[TrajectoryGroup]:
+        """Play until there are groups to hand out."""
+        self._changed = asyncio.Event()
+        while (groups := self._stream.hand_out(version=self._engine.version)) is None:
+            if self._failure is not None:
+                failure, self._failure = self._failure, None
+                raise failure
+            self._fill_places()
+            await self._changed.wait()
+            self._changed.clear()
+        return groups
+
+    def _fill_places(self) -> None:
+        """Begin as many episodes as there are free places.
+
+        All at once: in lockstep, the engine would go on without one that came later.
+        """
+        while len(self._runners) < self._config.max_live_episodes:
+            episode = self._stream.next(version=self._engine.version)
+            if episode is None:
+                return
+            runner = asyncio.create_task(self._run_stream(episode))
+            self._runners.add(runner)
+            runner.add_done_callback(self._on_runner_done)
+
+    async def _run_stream(self, episode: LiveEpisode | None) -> None:
+        """Play one episode of the training stream after the other."""
+        place = self._new_place()
+        try:
+            while episode is not None:
+                self._stream.take(await self._finish(episode, place, live=self._live))
+                self._changed.set()
+                episode = self._stream.next(version=self._engine.version)
+        finally:
+            self._leave(place)
+
+    def _on_runner_done(self, runner: "asyncio.Task[None]") -> None:
+        self._runners.discard(runner)
+        if not runner.cancelled():
+            self._failure = self._failure or runner.exception()
+        self._changed.set()
 
     async def _run(self, queue: deque[Task], done: dict[str, list[Trajectory]]) -> None:
         """Play one episode after the other: a free place is refilled at once."""
@@ -260,21 +236,32 @@ class RolloutPool:
         finally:
             self._leave(place)
 
-    async def _finish(self, start: LiveEpisode, place: _Place) -> Trajectory:
-        """Play an episode to its end; one that failed is begun again."""
-        trajectory = await self._play_one(start, place)
-        while trajectory.failed and start.task.attempt < self._config.max_retries:
-            start = LiveEpisode(task=replace(start.task, attempt=start.task.attempt + 1))
-            self.counts["retries"] += 1
-            trajectory = await self._play_one(start, place)
-        self.counts["failed_episodes"] += trajectory.failed
+    async def _finish(self, start: LiveEpisode, place: _Place, *, live: dict[str, Episode] | None = None) -> Trajectory:
+        """Play an episode to its end, listed in `live` meanwhile; one that failed is tried again."""
+        trajectory, reached = await self._play_one(start, place, live)
+        for retry in range(self._config.max_retries):
+            if not trajectory.failed:
+                break
+            self._stream.counts["retries"] += 1
+            if retry:
+                await asyncio.sleep(_FIRST_WAIT_S * 2 ** (retry - 1))
+            if trajectory.stop_reason is StopReason.ENGINE_ERROR:
+                start = reached
+            else:
+                start = LiveEpisode(task=replace(start.task, attempt=start.task.attempt + 1))
+            trajectory, reached = await self._play_one(start, place, live)
+        self._stream.counts["failed_episodes"] += trajectory.failed
         self._break_off_after_failures(trajectory)
         return trajectory
 
-    async def _play_one(self, start: LiveEpisode, place: _Place) -> Trajectory:
+    async def _play_one(
+        self, start: LiveEpisode, place: _Place, live: dict[str, Episode] | None
+    ) -> tuple[Trajectory, LiveEpisode]:
+        """Play an episode; return it, and where it stood at its end."""
         if place.thread.is_lost:
             self._lose(place.thread)
             place.thread = EnvThread()
+        on_turn = partial(self._stream.add_turn, start.task)
         episode = Episode(
             start.task,
             engine=self._engine,
@@ -283,12 +270,16 @@ class RolloutPool:
             thread=place.thread,
             fork=self._fork,
             recorded=start,
+            clock=self._clock,
+            on_turn=None if live is None else on_turn,
         )
-        self._live[start.task.trajectory_id] = episode
+        if live is None:
+            return await episode.play(self._make_env), start
+        live[start.task.trajectory_id] = episode
         try:
-            return await episode.play(self._make_env)
+            return await episode.play(self._make_env), episode.live()
         finally:
-            del self._live[start.task.trajectory_id]
+            del live[start.task.trajectory_id]
 
     def _new_place(self) -> _Place:
         return _Place(self._threads.pop() if self._threads else EnvThread())
@@ -300,9 +291,20 @@ class RolloutPool:
             self._threads.append(place.thread)
 
     def _lose(self, thread: EnvThread) -> None:
-        """Let a thread go that hangs in an environment."""
+        """Let a thread go that hangs in an environment.
+
+        Raises:
+            EnvironmentFailure: when too many of them hang.
+        """
         thread.close()
-        self.counts["lost_threads"] += 1
+        self._stream.counts["lost_threads"] += 1
+        self._lost = [lost for lost in [*self._lost, thread] if lost.is_alive]
+        if len(self._lost) > _MAX_LOST * self._config.max_live_episodes:
+            raise EnvironmentFailure(
+                f"{len(self._lost)} threads hang in calls of environments that missed rollout.env_timeout_s: "
+                f"{self._config.env_timeout_s:g} s and never came back. Give what may hang a deadline of its own, or a "
+                "subprocess"
+            )
 
     def _break_off_after_failures(self, trajectory: Trajectory) -> None:
         """Raise where one episode after the other failed for good; an attempt that is made again does not count."""
@@ -311,17 +313,20 @@ class RolloutPool:
             words = f"{self._failures_in_a_row} episodes failed in a row; the last one: {trajectory.error}"
             raise (EngineError if trajectory.stop_reason is StopReason.ENGINE_ERROR else EnvironmentFailure)(words)
 
+    @asynccontextmanager
+    async def _lag_measured(self) -> AsyncIterator[None]:
+        """Measure by how much the event loop is late."""
 
-def _name(index: int) -> str:
-    """Return the name of the training stream's `index`-th group."""
-    return f"train/{index:06d}"
+        async def measure() -> None:
+            loop = asyncio.get_running_loop()
+            while True:
+                due = loop.time() + _TICK_S
+                await asyncio.sleep(_TICK_S)
+                self.loop_lag_s = max(self.loop_lag_s, loop.time() - due)
 
-
-def _earned_alike(group: TrajectoryGroup) -> bool:
-    """Tell whether all returns are the same but for rounding."""
-    returns = [trajectory.reward for trajectory in group.valid]
-    return max(returns) - min(returns) <= 1e-12 * max(map(abs, returns))
-
-
-def _by_index(trajectories: Sequence[Trajectory]) -> tuple[Trajectory, ...]:
-    return tuple(sorted(trajectories, key=lambda t: int(t.trajectory_id.rsplit("/", 1)[1])))
+        self.loop_lag_s = 0.0
+        watch = asyncio.create_task(measure())
+        try:
+            yield
+        finally:
+            watch.cancel()

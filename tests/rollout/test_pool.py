@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from agentrl.chat import Renderer
+from agentrl.engine.batched import Request
 from agentrl.engine.transformers import TransformersEngine
 from agentrl.env import MessageEnv
 from agentrl.errors import ConfigError, EngineError, EnvironmentFailure
@@ -327,14 +328,17 @@ def test_one_member_that_always_fails_cannot_make_the_run_go_on_for_ever(new_poo
     )
 
 
-def test_an_engine_that_always_fails_is_no_fault_of_the_environment(new_pool: NewPool, new_engine: NewEngine) -> None:
-    async def run() -> None:
-        engine = new_engine()
-        await engine.pause()
-        await new_pool(engine=engine, engine_timeout_s=0.05, max_consecutive_failures=3).collect(1)
+class Hangs(TransformersEngine):
+    """Decodes nothing."""
 
+    async def _advance(self, waiting: list[Request]) -> None:
+        await asyncio.sleep(30)
+
+
+def test_an_engine_that_hangs_is_no_fault_of_the_environment(new_pool: NewPool, new_engine: NewEngine) -> None:
+    pool = new_pool(engine=new_engine(Hangs), engine_timeout_s=0.05, max_consecutive_failures=3, max_retries=1)
     with pytest.raises(EngineError, match=r"3 episodes failed in a row; .* rollout\.engine_timeout_s: 0\.05"):
-        asyncio.run(run())
+        collect(pool, 1)
 
 
 def test_a_mistake_in_the_recipe_is_not_tried_again(new_pool: NewPool) -> None:

@@ -36,7 +36,6 @@ class Signals:
         temperature: float,
         max_tokens: int,
         seed: int,
-        runner: asyncio.Runner,
         autocast: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
         """Make what the scheme asks for.
@@ -52,13 +51,12 @@ class Signals:
             temperature: the rollouts'; all log-probabilities and entropies are at it.
             max_tokens: budget of a micro-batch.
             seed: of the critic.
-            runner: event loop for the judge.
 
         Raises:
             ConfigError: for no such judge.
         """
         self._needs, self._config, self._policy = scheme.requirements(), config, policy
-        self._renderer, self._tools, self._runner = renderer, tools, runner
+        self._renderer, self._tools = renderer, tools
         self._temperature, self._max_tokens = temperature, max_tokens
         self._autocast = autocast
         self._device = next(policy.parameters()).device
@@ -123,7 +121,7 @@ class Signals:
                 num_threads=num_threads,
                 max_retries=self._config.judge_retries,
             )
-            trajectories = self._runner.run(scoring)
+            trajectories = asyncio.run(scoring)
         if self.critic is not None:
             trajectories = self.critic.measure(trajectories)
         return trajectories

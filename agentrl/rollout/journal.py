@@ -1,0 +1,152 @@
+"""What happened to the episodes since the last checkpoint, so that a run that is killed loses none of them."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal, TextIO
+
+from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
+
+from agentrl.errors import ConfigError
+from agentrl.rollout.episode import Task
+from agentrl.types import Completion, Trajectory, Turn
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Begun:
+    """A task of the training stream was begun."""
+
+    kind: Literal["begun"] = "begun"
+    index: int
+    """Its number in the stream."""
+    version: int
+    """Policy version at that time."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Played:
+    """An episode came to the end of a turn."""
+
+    kind: Literal["played"] = "played"
+    task: Task
+    turn: Turn
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Held:
+    """The engine was paused."""
+
+    kind: Literal["held"] = "held"
+    partials: dict[str, Completion]
+    """What was sampled so far of each episode's next action."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ended:
+    """An episode ended."""
+
+    kind: Literal["ended"] = "ended"
+    trajectory: Trajectory
+    """Without turns, where they are those that were played."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Dropped:
+    """A group was of no use, and gave way to a later one."""
+
+    kind: Literal["dropped"] = "dropped"
+    group: str
+    counts: dict[str, int]
+    """The pool's counts at that time."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HandedOut:
+    """Groups were handed out, to be trained on."""
+
+    kind: Literal["handed_out"] = "handed_out"
+    groups: tuple[str, ...]
+    counts: dict[str, int]
+    """The pool's counts at that time."""
+
+
+Event = Begun | Played | Held | Ended | Dropped | HandedOut
+_EVENT: TypeAdapter[Event] = TypeAdapter(
+    Annotated[Event, Field(discriminator="kind")], config=ConfigDict(ser_json_inf_nan="constants")
+)
+
+
+class Journal:
+    """A folder of numbered files, one event a line. A line is handed to the operating system before the run goes on.
+
+    A checkpoint begins a new file and names it: state of the checkpoint and events from that file on are the whole.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._file: TextIO | None = None
+        self.number = 0
+        """Of the file that is written into."""
+
+    def begin(self, number: int | None = None) -> int:
+        """Write into a new file from now on; return its number, by default the one after the last."""
+        self.close()
+        self._folder.mkdir(parents=True, exist_ok=True)
+        if number is None:
+            number = 1 + max(self._numbers(), default=0)
+        self.number = number
+        self._file = self._path(number).open("x", encoding="utf-8", buffering=1)  # by lines
+        return number
+
+    def write(self, event: Event) -> None:
+        """Append an event; nothing is written before `begin`."""
+        if self._file is not None:
+            text = _EVENT.dump_json(event, exclude_defaults=True, fallback=plain).decode()
+            self._file.write(f'{{"kind":"{event.kind}",{text[1:]}\n')
+
+    def read(self, since: int) -> Iterator[Event]:
+        """Yield the events from file `since` on. What a kill cut short at the end of a file has not happened.
+
+        Raises:
+            ConfigError: for a line that is no event.
+        """
+        numbers = [number for number in self._numbers() if number >= since]
+        if since not in numbers:
+            return
+        for number in numbers:
+            with self._path(number).open(encoding="utf-8") as file:
+                for count, line in enumerate(file, start=1):
+                    if not line.endswith("\n"):
+                        break
+                    try:
+                        event = _EVENT.validate_json(line)
+                    except ValidationError as error:
+                        raise ConfigError(
+                            f"line {count} of {file.name} cannot be read: {error}. Without {self._folder}, what was sampled "
+                            "since the last checkpoint is sampled again"
+                        ) from error
+                    yield event
+
+    def drop(self, *, before: int | None = None) -> None:
+        """Delete the files before a number; by default all."""
+        for number in self._numbers():
+            if before is None or number < before:
+                self._path(number).unlink()
+
+    def close(self) -> None:
+        """Write no more."""
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+    def _numbers(self) -> list[int]:
+        return sorted(int(path.stem) for path in self._folder.glob("*.jsonl"))
+
+    def _path(self, number: int) -> Path:
+        return self._folder / f"{number:06d}.jsonl"
+
+
+def plain(value: Any) -> Any:
+    """Return what an environment left in an `info` as JSON knows it: numpy's numbers as numbers, the rest as text."""
+    item = getattr(value, "item", None)
+    return item() if callable(item) and getattr(value, "size", None) == 1 else str(value)

@@ -1,0 +1,289 @@
+"""The stream of training tasks: which episodes are begun, which groups are handed out, what is remembered of both."""
+
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from pydantic import TypeAdapter
+
+from agentrl.errors import EnvironmentFailure
+from agentrl.rollout.config import RolloutConfig
+from agentrl.rollout.episode import LiveEpisode, Task
+from agentrl.rollout.journal import Begun, Dropped, Ended, Event, HandedOut, Held, Journal, Played, plain
+from agentrl.rollout.seeds import derive_seed, task_seed
+from agentrl.types import Completion, Trajectory, TrajectoryGroup, Turn
+
+
+@dataclass(slots=True, kw_only=True)
+class _Group:
+    """A task that was begun and not handed out yet."""
+
+    began: int
+    """Policy version when it was begun."""
+    waiting: list[LiveEpisode]
+    """Episodes that nobody plays at the moment."""
+    done: list[Trajectory] = field(default_factory=list)
+    is_of_use: bool = False
+    """It is complete, and was found to be fit to train on."""
+
+
+@dataclass(slots=True, kw_only=True)
+class _HandedOut:
+    """Groups that were handed out before the run was killed, and of which the weights know nothing."""
+
+    groups: list[TrajectoryGroup]
+    counts: dict[str, int]
+
+
+@dataclass(slots=True, kw_only=True)
+class _State:
+    """Where the stream stands."""
+
+    next_group: int
+    counts: dict[str, int]
+    groups: dict[str, _Group] = field(default_factory=dict)
+    handed_out: list[_HandedOut] = field(default_factory=list)
+    journal: int | None = None
+    """Number of the journal's file that goes on from here."""
+
+
+_STATE = TypeAdapter(_State)
+
+
+class TaskStream:
+    """Begins groups in their order, for a bounded number of steps ahead, and hands each out once.
+
+    Everything that happens is written to a journal, where there is one: a state and the events after it are the stream.
+    """
+
+    def __init__(self, config: RolloutConfig, *, seed: int) -> None:
+        """Begin with the first task."""
+        self._config, self._seed = config, seed
+        self._num_groups = config.num_groups
+        self._max_staleness = 0 if config.mode == "sync" else config.max_staleness
+        self._next_group = self._replaced_in_a_row = self._replaceable = 0
+        self._groups: dict[str, _Group] = {}
+        """Groups under way, oldest first."""
+        self._handed_out: deque[_HandedOut] = deque()
+        self._journal: Journal | None = None
+        self._journaled_since: int | None = None
+        self.counts = {"retries": 0, "failed_episodes": 0, "replaced_groups": 0, "alike_groups": 0, "lost_threads": 0}
+
+    @property
+    def is_replaying(self) -> bool:
+        """True while there are groups that were handed out before the run was killed."""
+        return bool(self._handed_out)
+
+    def hand_out_again(self) -> list[TrajectoryGroup]:
+        """Return what a step was given before the run was killed."""
+        recorded = self._handed_out.popleft()
+        self.counts = dict(recorded.counts)
+        return recorded.groups
+
+    def begin_step(self, num_groups: int | None) -> None:
+        """Prepare to hand out so many groups; None: as the recipe says."""
+        self._num_groups = self._config.num_groups if num_groups is None else num_groups
+        self._replaced_in_a_row, self._replaceable = 0, self._config.dynamic_sampling
+
+    def next(self, *, version: int) -> LiveEpisode | None:
+        """Take the next episode: of the oldest group that has one left, else of a new one, as far as one may be begun."""
+        for group in self._groups.values():
+            if group.waiting:
+                return group.waiting.pop(0)
+        if len(self._groups) >= self._num_groups * (1 + self._max_staleness):
+            return None
+        begun = Begun(index=self._next_group, version=version)
+        self._note(begun)
+        return self._begin(begun).waiting.pop(0)
+
+    def add_turn(self, task: Task, turn: Turn) -> None:
+        """Note that an episode came to the end of a turn."""
+        self._note(Played(task=task, turn=turn))
+
+    def hold(self, live: Iterable[LiveEpisode]) -> None:
+        """Note what was sampled of the next actions."""
+        self._note(Held(partials={e.task.trajectory_id: e.partial for e in live if e.partial is not None}))
+
+    def take(self, trajectory: Trajectory) -> None:
+        """Put a finished episode to its group."""
+        if not trajectory.failed:
+            is_forked = any(turn.branch_rewards is not None for turn in trajectory.turns)
+            self._note(Ended(trajectory=trajectory if is_forked else replace(trajectory, turns=())))
+        self._groups[trajectory.group_id].done.append(trajectory)
+
+    def hand_out(self, *, version: int) -> list[TrajectoryGroup] | None:
+        """Return the oldest groups that are complete; None: there are too few, or another would become too old.
+
+        Complete groups that are of no use are dropped, so that others can be begun.
+
+        Raises:
+            EnvironmentFailure: after too many groups in a row with too many failures.
+        """
+        if self._config.mode == "sync" and not all(map(self._is_complete, self._groups.values())):
+            return None  # groups are dropped in their order, so that a run repeats
+        for name, group in list(self._groups.items()):
+            if self._is_complete(group) and not group.is_of_use:
+                group.is_of_use = self._is_of_use(group_of(name, group.done))
+                if not group.is_of_use:
+                    del self._groups[name]
+                    self._note(Dropped(group=name, counts=dict(self.counts)))
+        num = self._num_groups
+        names = [name for name, group in self._groups.items() if group.is_of_use][:num]
+        if len(names) < num:
+            return None
+        left = [group for name, group in self._groups.items() if name not in names]
+        if self._config.stale == "wait" and not all(map(self._is_complete, left)):
+            # The next step takes the first `num` of those that are left, the one after it as many.
+            ages = (version + 1 + rank // num - group.began for rank, group in enumerate(left))
+            if any(age > self._max_staleness for age in ages):
+                return None
+        groups = [group_of(name, self._groups.pop(name).done) for name in names]
+        for failed in (t for group in groups for t in group.trajectories if t.failed):
+            self._note(Ended(trajectory=failed))  # until now, a run that was begun again would have tried again
+        self._note(HandedOut(groups=tuple(names), counts=dict(self.counts)))
+        return groups
+
+    def record(self, journal: Journal) -> None:
+        """Write down what happens from the next `state_dict` on."""
+        self._journal = journal
+        journal.drop()
+
+    def recover(self, journal: Journal, *, ignore: bool) -> None:
+        """Take over what a run that was killed has written down since the state that was loaded, and go on with it.
+
+        Args:
+            journal: of that run.
+            ignore: drop it instead, because it does not fit what is played now.
+        """
+        self._journal, since = journal, self._journaled_since
+        if since is None or ignore:
+            journal.drop()
+        if since is not None:
+            for event in journal.read(since):
+                self._apply(event)
+            journal.begin(since if ignore else None)
+
+    def state_dict(self, live: Sequence[LiveEpisode]) -> dict[str, Any]:
+        """Return where the stream stands, given the episodes that are played; what follows goes into a new file."""
+        groups = {}
+        for name, group in self._groups.items():
+            played = [episode for episode in live if episode.task.group_id == name]
+            waiting = sorted([*played, *group.waiting], key=lambda episode: episode.task.rollout_index)
+            groups[name] = replace(group, waiting=waiting)
+        state = _State(
+            next_group=self._next_group,
+            counts=self.counts,
+            groups=groups,
+            handed_out=list(self._handed_out),
+            journal=None if self._journal is None else self._journal.begin(),
+        )
+        dumped: dict[str, Any] = _STATE.dump_python(state, mode="json", fallback=plain)
+        return dumped
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from `state_dict`; nothing may be under way."""
+        loaded = _STATE.validate_python(state)
+        self._next_group, self._groups = loaded.next_group, loaded.groups
+        self.counts |= loaded.counts
+        self._handed_out, self._journaled_since = deque(loaded.handed_out), loaded.journal
+
+    def forget(self) -> None:
+        """Drop what was written before the last `state_dict`, which is safe now."""
+        if self._journal is not None:
+            self._journal.drop(before=self._journal.number)
+
+    def close(self) -> None:
+        """Write no more."""
+        if self._journal is not None:
+            self._journal.close()
+
+    def tasks(self, group_id: str, seed: int, group_size: int) -> list[Task]:
+        """Return the tasks of a group's episodes."""
+        sampling_seed = derive_seed(self._seed, "sampling")
+        return [
+            Task(group_id=group_id, rollout_index=index, seed=seed, sampling_seed=sampling_seed)
+            for index in range(group_size)
+        ]
+
+    def _begin(self, begun: Begun) -> _Group:
+        name = f"train/{begun.index:06d}"
+        tasks = self.tasks(name, task_seed(self._seed, begun.index), self._config.group_size)
+        group = _Group(began=begun.version, waiting=[LiveEpisode(task=task) for task in tasks])
+        self._groups[name], self._next_group = group, begun.index + 1
+        return group
+
+    def _is_complete(self, group: _Group) -> bool:
+        return len(group.done) == self._config.group_size
+
+    def _is_of_use(self, group: TrajectoryGroup) -> bool:
+        """Tell whether a complete group can be trained on; count it where not."""
+        if len(group.valid) >= min(2, self._config.group_size):
+            self._replaced_in_a_row = 0
+            if self._replaceable and len(group.valid) > 1 and _earned_alike(group):
+                self._replaceable -= 1
+                self.counts["alike_groups"] += 1
+                return False
+            return True
+        self.counts["replaced_groups"] += 1
+        self._replaced_in_a_row += 1
+        if self._replaced_in_a_row >= self._config.max_consecutive_failures:
+            last = [t.error for t in group.trajectories if t.failed][-1]
+            raise EnvironmentFailure(
+                f"{self._replaced_in_a_row} groups in a row had too many failures; the last: {last}"
+            )
+        return False
+
+    def _note(self, event: Event) -> None:
+        if self._journal is not None:
+            self._journal.write(event)
+
+    def _apply(self, event: Event) -> None:
+        """Do again what happened before the run was killed."""
+        match event:
+            case Begun():
+                self._begin(event)
+            case Played(task=task, turn=turn):
+                before = self._waiting(task.trajectory_id)
+                played = before.turns if before.task.attempt == task.attempt else ()
+                self._replace(before, LiveEpisode(task=task, turns=(*played, turn)))
+            case Held(partials=partials):
+                for name, completion in partials.items():
+                    self._hold_again(name, completion)
+            case Ended(trajectory=trajectory):
+                episode = self._waiting(trajectory.trajectory_id)
+                group = self._groups[trajectory.group_id]
+                group.waiting.remove(episode)
+                is_whole = trajectory.failed or trajectory.turns
+                group.done.append(trajectory if is_whole else replace(trajectory, turns=episode.turns))
+            case Dropped(group=name, counts=counts):
+                del self._groups[name]
+                self.counts |= counts
+            case HandedOut(groups=names, counts=counts):
+                groups = [group_of(name, self._groups.pop(name).done) for name in names]
+                self._handed_out.append(_HandedOut(groups=groups, counts=counts))
+                self.counts |= counts
+
+    def _hold_again(self, trajectory_id: str, completion: Completion) -> None:
+        before = self._waiting(trajectory_id)
+        self._replace(before, replace(before, partial=completion))
+
+    def _waiting(self, trajectory_id: str) -> LiveEpisode:
+        waiting = self._groups[trajectory_id.rpartition("/")[0]].waiting
+        return next(episode for episode in waiting if episode.task.trajectory_id == trajectory_id)
+
+    def _replace(self, before: LiveEpisode, after: LiveEpisode) -> None:
+        waiting = self._groups[before.task.group_id].waiting
+        waiting[waiting.index(before)] = after
+
+
+def group_of(name: str, trajectories: Iterable[Trajectory]) -> TrajectoryGroup:
+    """Return a group of trajectories in their order, in whatever order they ended."""
+    ordered = sorted(trajectories, key=lambda t: int(t.trajectory_id.rpartition("/")[2]))
+    return TrajectoryGroup(group_id=name, trajectories=tuple(ordered))
+
+
+def _earned_alike(group: TrajectoryGroup) -> bool:
+    """Tell whether all returns are the same but for rounding."""
+    returns = [trajectory.reward for trajectory in group.valid]
+    return max(returns) - min(returns) <= 1e-12 * max(map(abs, returns))
