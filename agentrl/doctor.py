@@ -9,6 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 from agentrl.engine import Engine
+from agentrl.errors import EngineError
 from agentrl.run import Run
 from agentrl.types import Sampling
 
@@ -43,14 +44,19 @@ def examine(run: Run) -> Iterator[tuple[str, str]]:
             vocab_size=len(run.tokenizer),
             temperature=rollout.temperature,
             max_tokens=rollout.max_context_tokens,
+            timeout_s=rollout.engine_timeout_s,
         )
     )
     yield "speed", f"{load.tokens_per_s:,.0f} sampled tokens/s ({_CONVERSATIONS} conversations of {_TURNS} turns)"
     yield "prefix cache", f"{load.cached:.0%} of the prompts' tokens after the first turn were found in it"
 
 
-async def converse(engine: Engine, *, vocab_size: int, temperature: float, max_tokens: int) -> Load:
-    """Hold made-up conversations, all at once, none longer than `max_tokens`."""
+async def converse(engine: Engine, *, vocab_size: int, temperature: float, max_tokens: int, timeout_s: float) -> Load:
+    """Hold made-up conversations, all at once, none longer than `max_tokens`.
+
+    Raises:
+        EngineError: when they do not end within `timeout_s`.
+    """
     counts = {"sampled": 0, "prompt": 0, "cached": 0}
 
     async def one(number: int) -> None:
@@ -70,8 +76,15 @@ async def converse(engine: Engine, *, vocab_size: int, temperature: float, max_t
                     counts["cached"] += done.num_cached_tokens
                 context += [*done.token_ids, *rng.integers(vocab_size, size=_OBSERVATION).tolist()]
 
+    await engine.resume()
     begin = time.perf_counter()
-    await asyncio.gather(*map(one, range(_CONVERSATIONS)))
+    try:
+        async with asyncio.timeout(timeout_s):
+            await asyncio.gather(*map(one, range(_CONVERSATIONS)))
+    except TimeoutError:
+        raise EngineError(
+            f"{_CONVERSATIONS} made-up conversations did not end within rollout.engine_timeout_s: {timeout_s:g}"
+        ) from None
     return Load(counts["sampled"] / (time.perf_counter() - begin), counts["cached"] / max(1, counts["prompt"]))
 
 
