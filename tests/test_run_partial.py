@@ -12,10 +12,10 @@ from agentrl.run import Run
 from tests.test_run import recipe
 
 
-def settings(folder: Path, steps: int) -> Recipe:
+def settings(folder: Path, mode: str, steps: int) -> Recipe:
     return recipe(
         folder,
-        rollout={"mode": "partial", "max_live_episodes": 3, "max_turns": 6, "max_turn_tokens": 24},
+        rollout={"mode": mode, "max_live_episodes": 3, "max_turns": 6, "max_turn_tokens": 24},
         train={"steps": steps, "checkpoint_every": 2},
         evaluation={"every": 2, "num_tasks": 2},
         loss={"unit": "version", "anchor": "behavior"},
@@ -39,14 +39,15 @@ def trained_on(folder: RunFolder) -> list[str]:
     return [record.trajectory_id for path in folder.rollouts() for record in read_records(path)]
 
 
-def test_no_episode_is_lost_or_trained_on_twice_whenever_the_run_is_interrupted(tmp_path: Path) -> None:
+@pytest.mark.parametrize("mode", ["partial", "async"])
+def test_no_episode_is_lost_or_trained_on_twice_whenever_the_run_is_interrupted(mode: str, tmp_path: Path) -> None:
     steps = 8
     folder: RunFolder | None = None
     for killed_at in (3, 4, 5, 7):
         with pytest.raises(KeyboardInterrupt):
-            train(settings(tmp_path, steps), folder, killed_at=killed_at)
+            train(settings(tmp_path, mode, steps), folder, killed_at=killed_at)
         folder = RunFolder.open(tmp_path / "run")
-    rows = train(settings(tmp_path, steps), folder)
+    rows = train(settings(tmp_path, mode, steps), folder)
     assert folder is not None
     assert [row["step"] for row in rows] == list(range(steps + 1))
     ids = trained_on(folder)

@@ -122,8 +122,8 @@ class Journal:
                         event = _EVENT.validate_json(line)
                     except ValidationError as error:
                         raise ConfigError(
-                            f"line {count} of {file.name} cannot be read: {error}. Without {self._folder}, what was sampled "
-                            "since the last checkpoint is sampled again"
+                            f"line {count} of {file.name} cannot be read: {error.errors()[0]['msg']}. If {self._folder} is "
+                            "deleted, what was sampled since the last checkpoint is sampled again"
                         ) from error
                     yield event
 

@@ -29,21 +29,14 @@ class _Group:
 
 
 @dataclass(slots=True, kw_only=True)
-class _HandedOut:
-    """Groups that were handed out before the run was killed, and of which the weights know nothing."""
-
-    groups: list[TrajectoryGroup]
-    counts: dict[str, int]
-
-
-@dataclass(slots=True, kw_only=True)
 class _State:
     """Where the stream stands."""
 
     next_group: int
     counts: dict[str, int]
     groups: dict[str, _Group] = field(default_factory=dict)
-    handed_out: list[_HandedOut] = field(default_factory=list)
+    handed_out: list[list[TrajectoryGroup]] = field(default_factory=list)
+    """What steps were given before the run was killed, and of which the weights know nothing."""
     journal: int | None = None
     """Number of the journal's file that goes on from here."""
 
@@ -65,7 +58,7 @@ class TaskStream:
         self._next_group = self._replaced_in_a_row = self._replaceable = 0
         self._groups: dict[str, _Group] = {}
         """Groups under way, oldest first."""
-        self._handed_out: deque[_HandedOut] = deque()
+        self._handed_out: deque[list[TrajectoryGroup]] = deque()
         self._journal: Journal | None = None
         self._journaled_since: int | None = None
         self.counts = {"retries": 0, "failed_episodes": 0, "replaced_groups": 0, "alike_groups": 0, "lost_threads": 0}
@@ -77,9 +70,7 @@ class TaskStream:
 
     def hand_out_again(self) -> list[TrajectoryGroup]:
         """Return what a step was given before the run was killed."""
-        recorded = self._handed_out.popleft()
-        self.counts = dict(recorded.counts)
-        return recorded.groups
+        return self._handed_out.popleft()
 
     def begin_step(self, num_groups: int | None) -> None:
         """Prepare to hand out so many groups; None: as the recipe says."""
@@ -260,8 +251,7 @@ class TaskStream:
                 del self._groups[name]
                 self.counts |= counts
             case HandedOut(groups=names, counts=counts):
-                groups = [group_of(name, self._groups.pop(name).done) for name in names]
-                self._handed_out.append(_HandedOut(groups=groups, counts=counts))
+                self._handed_out.append([group_of(name, self._groups.pop(name).done) for name in names])
                 self.counts |= counts
 
     def _hold_again(self, trajectory_id: str, completion: Completion) -> None:

@@ -1,0 +1,111 @@
+"""What is on the disk of a run that was killed, and what must come of it."""
+
+import json
+import shutil
+import signal
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from agentrl.config import load_recipe
+from agentrl.learn.checkpoint import checkpoints
+from agentrl.report.folder import RunFolder
+from agentrl.report.records import read_records
+from agentrl.rollout import Journal
+from agentrl.rollout.stream import TaskStream
+
+Sampled = list[tuple[tuple[int, ...], tuple[float, ...], tuple[int, ...]]]
+"""Tokens, log-probabilities and versions of each turn."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OnDisk:
+    """What a killed run has written."""
+
+    episodes: dict[str, Sampled]
+    """Every episode that is trained on, finished or under way, as far as it was sampled."""
+    rows: dict[int, dict[str, float]]
+    """Metrics of every step, without what depends on the machine or was not recorded."""
+    num_live: int
+    num_partial: int
+    """Episodes under way, and those of them in the middle of a turn."""
+
+
+def start(target: Path, *options: str, **arguments: Any) -> "subprocess.Popen[str]":
+    command = [sys.executable, "-m", "agentrl", "train", str(target), *options]
+    return subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, **arguments)
+
+
+def kill(process: "subprocess.Popen[str]") -> None:
+    process.send_signal(signal.SIGKILL)
+    process.communicate()
+
+
+def look(run: Path) -> OnDisk | None:
+    """Read what there is of a run; None: nothing that it would go on from."""
+    folder = RunFolder(run)
+    if not checkpoints(folder.checkpoints):
+        return None
+    episodes: dict[str, Sampled] = {}
+    num_live = num_partial = 0
+    state = json.loads((checkpoints(folder.checkpoints)[-1] / "agentrl.json").read_text())
+    stream = TaskStream(load_recipe(folder.config_file).rollout, seed=0)
+    stream.load_state_dict(state["pool"])
+    with TemporaryDirectory() as scratch:
+        shutil.copytree(folder.journal, scratch, dirs_exist_ok=True)
+        stream.recover(Journal(Path(scratch)), ignore=False)
+        handed_out = [group for step in stream._handed_out for group in step]
+        done = [t for group in stream._groups.values() for t in group.done]
+        for trajectory in [*done, *(t for group in handed_out for t in group.trajectories)]:
+            episodes[trajectory.trajectory_id] = [
+                (turn.action_ids, turn.behavior_logprobs, turn.versions) for turn in trajectory.turns
+            ]
+        for episode in (e for group in stream._groups.values() for e in group.waiting):
+            sampled = [(turn.action_ids, turn.behavior_logprobs, turn.versions) for turn in episode.turns]
+            if (partial := episode.partial) is not None:
+                sampled.append((partial.token_ids, partial.logprobs, partial.versions))
+                num_partial += bool(partial.token_ids)
+            num_live += bool(sampled)
+            episodes[episode.task.trajectory_id] = sampled
+        stream.close()
+    for path in folder.rollouts():
+        if int(path.stem.removeprefix("step-")) <= state["finished_steps"]:
+            for record in read_records(path):
+                assert record.trajectory_id not in episodes, "trained on, and to be trained on again"
+                episodes[record.trajectory_id] = [
+                    (tuple(turn.action_ids), tuple(turn.behavior_logprobs), tuple(turn.versions))
+                    for turn in record.turns
+                ]
+    rows = {int(row["step"]): {k: v for k, v in row.items() if _repeats(k)} for row in folder.metrics()}
+    return OnDisk(episodes=episodes, rows=rows, num_live=num_live, num_partial=num_partial)
+
+
+def check_nothing_lost(snapshots: list[OnDisk], run: Path) -> None:
+    """Check what a run made of what was there each time it was killed."""
+    end = look(run)
+    assert end is not None
+    ids = [record.trajectory_id for path in RunFolder(run).rollouts() for record in read_records(path)]
+    assert len(ids) == len(set(ids)), "trained on twice"
+    for number, snapshot in enumerate(snapshots):
+        for name, sampled in snapshot.episodes.items():
+            assert _begins_with(end.episodes[name], sampled), f"kill {number}: {name} was sampled again"
+        for step, row in snapshot.rows.items():
+            assert end.rows[step] == row, f"kill {number}: step {step} came out otherwise"
+    begun = {int(name.split("/")[1]) for name in end.episodes}
+    assert begun == set(range(max(begun) + 1)), "a group was passed over"
+
+
+def _begins_with(whole: Sampled, part: Sampled) -> bool:
+    if not part:
+        return True
+    *turns, last = part
+    if whole[: len(turns)] != turns or len(whole) < len(part):
+        return False
+    return all(column[: len(begun)] == begun for column, begun in zip(whole[len(turns)], last, strict=True))
+
+
+def _repeats(name: str) -> bool:
+    return not name.startswith(("time/", "process/", "pool/", "eval/"))

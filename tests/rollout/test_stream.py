@@ -1,0 +1,252 @@
+"""The stream of tasks: handed out once, in time, and the same after a kill, whatever ends in which order."""
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, Literal
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from agentrl.errors import ConfigError
+from agentrl.rollout import LiveEpisode, RolloutConfig
+from agentrl.rollout.journal import Journal
+from agentrl.rollout.stream import TaskStream
+from agentrl.types import Completion, FinishReason, StopReason, Trajectory, TrajectoryGroup, Turn
+
+GROUPS, SIZE = 2, 2
+Choose = Callable[[int], int]
+
+
+def stream(
+    mode: Literal["sync", "partial", "async"] = "partial", *, max_staleness: int = 2, **config: Any
+) -> TaskStream:
+    return TaskStream(
+        RolloutConfig(mode=mode, max_staleness=max_staleness, num_groups=GROUPS, group_size=SIZE, **config), seed=3
+    )
+
+
+def turn(number: int, *, reward: float) -> Turn:
+    return Turn(
+        observation_ids=(number,),
+        action_ids=(5, number),
+        behavior_logprobs=(-0.1 * number, float(np.float32(-1 / 3))),
+        versions=(0, number),
+        reward=reward,
+        finish_reason=FinishReason.STOP,
+        observation=({"role": "user", "content": "é\n"},),
+        message={"role": "assistant", "content": ""},
+        extras={"score": np.float32(0.5), "nothing": float("inf")},
+    )
+
+
+def partial(number: int) -> Completion:
+    return Completion(
+        token_ids=(7,) * number,
+        logprobs=(-1.5,) * number,
+        versions=(2,) * number,
+        finish_reason=FinishReason.ABORTED,
+    )
+
+
+class Driver:
+    """Plays a stream: what the pool and the trainer do to it, one thing at a time."""
+
+    def __init__(self, subject: TaskStream, folder: Path, choose: Choose) -> None:
+        self.stream, self.folder, self.choose = subject, folder, choose
+        self.version = 0
+        self.live: dict[str, LiveEpisode] = {}
+        self.ages: list[int] = []
+        self.handed_out: list[str] = []
+        self.stream.record(Journal(folder))
+        self.state = json.dumps(self.stream.state_dict([]))
+        self.stream.begin_step(None)
+
+    def begin(self) -> bool:
+        episode = self.stream.next(version=self.version)
+        if episode is not None:
+            self.live[episode.task.trajectory_id] = episode
+        return episode is not None
+
+    def play(self) -> None:
+        if self.live:
+            name = sorted(self.live)[self.choose(len(self.live))]
+            episode = self.live[name]
+            new = turn(len(episode.turns), reward=float(self.choose(2)))
+            self.stream.add_turn(episode.task, new)
+            self.live[name] = LiveEpisode(task=episode.task, turns=(*episode.turns, new))
+
+    def begin_again(self) -> None:
+        if self.live:
+            name = sorted(self.live)[self.choose(len(self.live))]
+            task = self.live[name].task
+            self.live[name] = LiveEpisode(task=replace(task, attempt=task.attempt + 1))
+            # Until it has played a turn, the earlier attempt is what is remembered: nothing is lost by a kill.
+            new = turn(0, reward=1.0)
+            self.stream.add_turn(self.live[name].task, new)
+            self.live[name] = replace(self.live[name], turns=(new,))
+
+    def end(self) -> None:
+        if self.live:
+            episode = self.live.pop(sorted(self.live)[self.choose(len(self.live))])
+            task, reason = episode.task, StopReason.TERMINATED
+            self.stream.take(
+                Trajectory(
+                    group_id=task.group_id,
+                    trajectory_id=task.trajectory_id,
+                    env_id="made up",
+                    seed=task.seed,
+                    turns=episode.turns,
+                    stop_reason=reason,
+                    metrics={"success": float("nan")},
+                )
+            )
+
+    def hold(self) -> None:
+        self.live = {k: replace(e, partial=partial(1 + self.choose(3))) for k, e in self.live.items()}
+        self.stream.hold(self.live.values())
+
+    def step(self) -> list[TrajectoryGroup] | None:
+        groups = self.stream.hand_out(version=self.version)
+        if groups is not None:
+            self.handed_out += [group.group_id for group in groups]
+            self.ages += [self.version - min(self.began[group.group_id] for group in groups)]
+            self.version += 1
+            self.stream.begin_step(None)
+        return groups
+
+    @property
+    def began(self) -> dict[str, int]:
+        events = [event for event in Journal(self.folder).read(1) if event.kind == "begun"]
+        return {f"train/{event.index:06d}": event.version for event in events}
+
+    def seen(self) -> dict[str, Any]:
+        state = self.stream.state_dict(list(self.live.values()))
+        return json.loads(json.dumps({**state, "journal": None}))  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("mode", ["sync", "partial", "async"])
+@settings(max_examples=60, deadline=None)
+@given(seed=st.integers(0, 2**32 - 1), staleness=st.integers(1, 3))
+def test_every_group_is_handed_out_once_and_none_too_old(
+    mode: Literal["sync", "partial", "async"], seed: int, staleness: int
+) -> None:
+    rng = np.random.default_rng(seed)
+    slow = set(rng.choice(60, size=20, replace=False).tolist())
+    with TemporaryDirectory() as folder:
+        driver = Driver(stream(mode, max_staleness=staleness), Path(folder), lambda num: int(rng.integers(num)))
+        for _ in range(12):
+            while (groups := driver.step()) is None:
+                while len(driver.live) < 5 and driver.begin():
+                    pass
+                quick = [n for n in driver.live if int(n.split("/")[1]) not in slow or rng.random() < 0.05]
+                assert driver.live, "nothing can be waited for"
+                if quick:
+                    kept = {n: driver.live.pop(n) for n in list(driver.live) if n != quick[0]}
+                    driver.end()
+                    driver.live |= kept
+            assert len(groups) == GROUPS
+        assert len(set(driver.handed_out)) == len(driver.handed_out)
+        assert max(driver.ages) <= (0 if mode == "sync" else staleness)
+        names = sorted(driver.began)
+        assert names == [f"train/{i:06d}" for i in range(len(names))]
+        assert len(set(names) - set(driver.handed_out)) <= GROUPS * (1 + staleness)
+
+
+def test_what_would_become_too_old_is_waited_for_unless_the_recipe_says_otherwise(tmp_path: Path) -> None:
+    for rule in ("wait", "mask", "keep"):
+        driver = Driver(stream(max_staleness=1, stale=rule), tmp_path / rule, lambda _: 0)
+        while driver.begin():
+            pass
+        slow = {name: driver.live.pop(name) for name in list(driver.live) if name < "train/000001"}
+        while driver.live:
+            driver.end()
+        assert [group.group_id for group in driver.step() or []] == ["train/000001", "train/000002"]
+        while driver.begin():
+            pass
+        while driver.live:
+            driver.end()
+        # One of four is left that was begun under version 0; the others are complete.
+        groups = driver.step()
+        if rule == "wait":
+            assert groups is None
+            driver.live = slow
+            while driver.live:
+                driver.end()
+            assert [group.group_id for group in driver.step() or []] == ["train/000000", "train/000003"]
+        else:
+            assert [group.group_id for group in groups or []] == ["train/000003", "train/000004"]
+
+
+@settings(max_examples=150, deadline=None)
+@given(seed=st.integers(0, 2**32 - 1))
+def test_killed_anywhere_it_is_what_it_was(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    with TemporaryDirectory() as folder:
+        driver = Driver(stream(dynamic_sampling=2), Path(folder), lambda num: int(rng.integers(num)))
+        state, steps = driver.state, 0
+        actions = [driver.begin, driver.begin, driver.play, driver.play, driver.end, driver.hold, driver.begin_again]
+        for _ in range(int(rng.integers(80))):
+            actions[int(rng.integers(len(actions)))]()
+            steps += driver.step() is not None
+            if rng.random() < 0.05:
+                state, steps = json.dumps(driver.stream.state_dict(list(driver.live.values()))), 0
+        if rng.random() < 0.5:  # killed in the middle of a line
+            last = sorted(Path(folder).iterdir())[-1]
+            last.write_bytes(last.read_bytes() + b'{"kind":"begun","ind')
+        killed = stream(dynamic_sampling=2)
+        killed.load_state_dict(json.loads(state))
+        killed.recover(Journal(Path(folder)), ignore=False)
+        assert killed.is_replaying == (steps > 0)
+        handed = [[group.group_id for group in killed.hand_out_again()] for _ in range(steps)]
+        assert [name for names in handed for name in names] == driver.handed_out[len(driver.handed_out) - 2 * steps :]
+        found, expected = json.loads(json.dumps(killed.state_dict([]))), driver.seen()
+        for group in (*found["groups"].values(), *expected["groups"].values()):
+            group["is_of_use"] = None  # is found out again
+        assert {**found, "journal": None} == expected
+
+
+def test_a_second_kill_before_the_next_checkpoint_loses_nothing_either(tmp_path: Path) -> None:
+    driver = Driver(stream(), tmp_path, lambda _: 0)
+    for _ in range(3):
+        driver.begin()
+        driver.play()
+    for _ in range(2):
+        subject = stream()
+        subject.load_state_dict(json.loads(driver.state))
+        subject.recover(Journal(tmp_path), ignore=False)
+        driver.stream, before = subject, driver.live
+        assert [subject.next(version=0) for _ in range(3)] == [before[name] for name in sorted(before)]
+        driver.play()
+    assert len(list(tmp_path.iterdir())) == 3
+
+
+def test_a_journal_that_does_not_fit_the_recipe_is_dropped(tmp_path: Path) -> None:
+    driver = Driver(stream(), tmp_path, lambda _: 0)
+    state = json.dumps(driver.stream.state_dict([]))
+    driver.begin()
+    driver.play()
+    subject = stream()
+    subject.load_state_dict(json.loads(state))
+    subject.recover(Journal(tmp_path), ignore=True)
+    assert subject.next(version=4) == stream().next(version=4)
+    again = stream()
+    again.load_state_dict(json.loads(state))
+    again.recover(Journal(tmp_path), ignore=False)
+    group = again.state_dict([])["groups"]["train/000000"]
+    assert (group["began"], group["waiting"][0]["turns"]) == (4, [])
+
+
+def test_a_journal_that_cannot_be_read_says_where(tmp_path: Path) -> None:
+    driver = Driver(stream(), tmp_path, lambda _: 0)
+    driver.begin()
+    (path,) = tmp_path.iterdir()
+    path.write_text(path.read_text() + '{"kind": "ended"}\n')
+    subject = stream()
+    subject.load_state_dict(json.loads(driver.state))
+    with pytest.raises(ConfigError, match=r"line 2 of .*000001\.jsonl cannot be read: Field required"):
+        subject.recover(Journal(tmp_path), ignore=False)

@@ -1,0 +1,63 @@
+"""A run whose episodes outlive its steps, killed at ten random moments in a row (invariant 13)."""
+
+import random
+import time
+from pathlib import Path
+
+import pytest
+import yaml
+
+from tests.killing import check_nothing_lost, kill, look, start
+
+RECIPE = {
+    "env": {"id": "key_door"},
+    "model": {
+        "local": {"hidden_size": 16, "num_layers": 1, "num_heads": 2, "num_kv_heads": 1, "intermediate_size": 32}
+    },
+    "engine": {"name": "transformers", "lockstep": False},
+    "rollout": {
+        "mode": "async",
+        "num_groups": 2,
+        "group_size": 3,
+        "max_live_episodes": 8,
+        "max_turns": 8,
+        "max_turn_tokens": 128,
+        "max_episode_tokens": 512,
+        "max_context_tokens": 1024,
+    },
+    "warmup": {"steps": 20, "num_demonstrations": 32, "skill": 0.5},
+    "loss": {"unit": "version", "anchor": "behavior"},
+    "train": {"steps": 10_000, "checkpoint_every": 7, "device": "cpu"},
+    "evaluation": {"every": 10, "num_tasks": 2},
+    "report": {"rollouts_every": 1},
+}
+
+
+@pytest.mark.timeout(300)
+def test_ten_kills_lose_no_episode_and_train_on_none_twice(tmp_path: Path) -> None:
+    run, recipe = tmp_path / "run", tmp_path / "recipe.yaml"
+    recipe.write_text(yaml.safe_dump(RECIPE))
+    seed = random.SystemRandom().randrange(10**6)
+    print(f"moments drawn with seed {seed}")
+    rng = random.Random(seed)
+    process = start(recipe, "--run_dir", str(run))
+    while look(run) is None:
+        assert process.poll() is None
+        time.sleep(0.05)
+    snapshots = []
+    for _ in range(10):
+        time.sleep(8 * rng.random())  # starting, taking up where it was, training again, sampling
+        assert process.poll() is None, process.communicate()
+        kill(process)
+        found = look(run)
+        assert found is not None
+        snapshots.append(found)
+        process = start(run)
+    kill(process)
+    steps = max(snapshots[-1].rows) + 10
+    process = start(run, "--train.steps", str(steps))
+    _, errors = process.communicate(timeout=200)
+    assert process.returncode == 0, errors
+    check_nothing_lost(snapshots, run)
+    assert max(snapshot.num_live for snapshot in snapshots) > 1
+    assert max(snapshot.num_partial for snapshot in snapshots) > 0
