@@ -8,6 +8,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import yaml
+
+from tests.killing import check_nothing_lost, look
 
 RECIPE = """
 env: {id: key_door}
@@ -67,3 +70,31 @@ def test_a_full_disk_ends_in_one_message_and_the_run_goes_on_with_more(
     finished = train(run)
     assert (finished.returncode, finished.stderr) == (0, "")
     assert steps(run) == list(range(7))
+
+
+@pytest.mark.timeout(200)
+def test_a_disk_that_the_journal_fills_loses_no_episode(disk: tuple[Path, Resize], tmp_path: Path) -> None:
+    folder, resize = disk
+    resize(4096)
+    recipe, run = tmp_path / "recipe.yaml", folder / "run"
+    lasting = {"mode": "partial", "num_groups": 2, "group_size": 2, "max_turns": 4, "max_turn_tokens": 16}
+    settings = yaml.safe_load(RECIPE) | {
+        "rollout": {**lasting, "max_context_tokens": 512},
+        "report": {"rollouts_every": 1},
+    }
+    settings["train"] |= {"checkpoint_every": 100, "steps": 1}
+    recipe.write_text(yaml.safe_dump(settings))
+    assert train(recipe, "--run_dir", str(run)).returncode == 0
+    used = int(subprocess.run(["du", "-sk", str(folder)], capture_output=True, text=True, check=True).stdout.split()[0])
+    resize(used + 40)
+    stopped = train(run, "--train.steps", "80", "--report.rollouts_every", "0")
+    assert stopped.returncode == 2
+    assert "No space left on device" in stopped.stderr
+    assert "Traceback" not in stopped.stderr
+    found = look(run)
+    assert found is not None
+    resize(8192)
+    finished = train(run, "--train.steps", str(max(found.rows) + 3), "--report.rollouts_every", "1")
+    assert (finished.returncode, finished.stderr) == (0, "")
+    check_nothing_lost([found], run)
+    assert len(found.episodes) > 40

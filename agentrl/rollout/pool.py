@@ -222,8 +222,8 @@ class RolloutPool:
 
     def _on_runner_done(self, runner: "asyncio.Task[None]") -> None:
         self._runners.discard(runner)
-        if not runner.cancelled():
-            self._failure = self._failure or runner.exception()
+        error = None if runner.cancelled() else runner.exception()
+        self._failure = self._failure or error  # the first one says most
         self._changed.set()
 
     async def _run(self, queue: deque[Task], done: dict[str, list[Trajectory]]) -> None:

@@ -136,7 +136,7 @@ def test_environments_that_hang_for_ever_now_and_then_stop_the_run_before_thread
         EnvironmentFailure, match=r"\d+ threads hang in calls of environments.*rollout\.env_timeout_s: 0\.05"
     ):
         collect(pool, 12)
-    assert 9 <= pool.counts["lost_threads"] <= 10  # the other place may have been hanging too
+    assert pool.counts["lost_threads"] >= 9
     released.set()
 
 
