@@ -1,6 +1,6 @@
 """What partial and async rollouts cost in learning: the default recipe in each mode, with equal numbers of trajectories.
 
-    python -m benchmarks.partial_learning [--seeds 0 1 2 3 4] [--modes sync partial async]
+    python -m benchmarks.partial_learning [--seeds 0 1 2 3 4] [--modes sync partial async] [--train.steps 80]
 
 Warm-up, tasks, steps and trajectories for each step are the same; modes other than sync train on episodes that were
 sampled under up to `max_staleness` earlier versions of the weights. Prints the share of held-out tasks solved before and
@@ -36,6 +36,7 @@ def train(recipe: Path, seed: int, mode: str, options: list[str]) -> dict[str, f
         "staleness": statistics.fmean(row["staleness/mean"] for row in steps),
         "oldest": max(row["staleness/max"] for row in steps),
         "clipped": statistics.fmean(row["clip/tokens"] for row in steps),
+        "steps_per_s": len(steps) / sum(row["time/step_s"] for row in steps),
     }
 
 
@@ -46,13 +47,15 @@ def main() -> None:
     parser.add_argument("--modes", nargs="+", default=["sync", "partial", "async"])
     options, rest = parser.parse_known_args()
     figures: dict[str, dict[int, dict[str, float]]] = {mode: {} for mode in options.modes}
-    print(f"{'seed':>4} {'mode':8} {'before':>7} {'after':>7} {'staleness':>10} {'oldest':>7} {'clipped':>8}")
+    print(
+        f"{'seed':>4} {'mode':8} {'before':>7} {'after':>7} {'staleness':>10} {'oldest':>7} {'clipped':>8} {'steps/s':>8}"
+    )
     for seed in options.seeds:
         for mode in options.modes:
             found = figures[mode][seed] = train(options.recipe, seed, mode, rest)
             print(
                 f"{seed:>4} {mode:8} {found['before']:>7.1%} {found['after']:>7.1%} {found['staleness']:>10.2f} "
-                f"{found['oldest']:>7.0f} {found['clipped']:>8.1%}",
+                f"{found['oldest']:>7.0f} {found['clipped']:>8.1%} {found['steps_per_s']:>8.2f}",
                 flush=True,
             )
     for mode in options.modes[1:]:

@@ -74,9 +74,10 @@ def test_a_resumed_run_repeats_bit_for_bit(tmp_path: Path) -> None:
         assert torch.equal(one, other)
 
 
-def test_episodes_that_a_step_interrupted_go_on_under_the_next_weights(tmp_path: Path) -> None:
+@pytest.mark.parametrize("mode", ["partial", "async"])
+def test_episodes_that_a_step_interrupted_go_on_under_the_next_weights(mode: str, tmp_path: Path) -> None:
     sync = settings(tmp_path, 5)
-    rollout = sync.rollout.model_copy(update={"mode": "partial", "max_live_episodes": 6})
+    rollout = sync.rollout.model_copy(update={"mode": mode, "max_live_episodes": 6})
     loss = sync.loss.model_copy(update={"unit": "version", "anchor": "behavior"})
     _, rows, _ = trained(sync.model_copy(update={"rollout": rollout, "loss": loss}))
     assert [row["step"] for row in rows] == list(range(6))

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pytest
@@ -237,6 +237,25 @@ def test_an_engine_that_runs_other_weights_is_found_out_at_the_start(
 ) -> None:
     with pytest.raises(EngineError, match=words):
         make_trainer(runner, engine_class=engine_class)
+
+
+class TiredEngine(TransformersEngine):
+    """Takes the weights of the start and of the first two steps, and then goes on with its own."""
+
+    async def load_weights(self, named_tensors: Any, version: int) -> None:
+        await super().load_weights(named_tensors if version < 3 else [], version)
+
+
+@pytest.mark.parametrize(("mode", "step"), [("sync", 4), ("partial", 3), ("async", 3)])
+def test_an_engine_that_misses_a_later_push_is_found_out_at_once(
+    runner: asyncio.Runner, mode: Literal["sync", "partial", "async"], step: int
+) -> None:
+    trainer = make_trainer(runner, rollout=ROLLOUT.model_copy(update={"mode": mode}), engine_class=TiredEngine)
+    for _ in range(step - 1):
+        trainer.step()
+    with pytest.raises(EngineError, match=r"train\.agreement: 0\.001"):  # before another token is trained on
+        trainer.step()
+    runner.run(trainer._pool.stop())
 
 
 def test_the_learning_rate_rises_over_its_warm_up_whatever_the_schedule(runner: asyncio.Runner) -> None:
