@@ -17,7 +17,7 @@ from agentrl.learn.batch import make_batch, micro_batches
 from agentrl.learn.model import Policy
 from agentrl.rollout import derive_seed, task_seed
 from agentrl.rollout.env_thread import EnvThread
-from agentrl.rollout.episode import MakeEnv
+from agentrl.rollout.moment import MakeEnv
 from agentrl.types import Message, StopReason, Trajectory, Turn
 
 

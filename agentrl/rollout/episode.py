@@ -1,33 +1,37 @@
 """One episode: messages to tokens, tokens to an action, an action to messages, until something ends it."""
 
 import asyncio
-import copy
-import math
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import product
-from numbers import Real
-from typing import Any, NamedTuple
-
-import gymnasium as gym
-import numpy as np
+from itertools import pairwise, product
+from typing import Any
 
 from agentrl.chat import Renderer
 from agentrl.engine import Sampler
-from agentrl.env import MessageEnv, base_env
-from agentrl.env.spaces import is_message
+from agentrl.env import base_env
 from agentrl.errors import AgentRLError, ConfigError, EngineError
 from agentrl.rollout.config import RolloutConfig
 from agentrl.rollout.deadline import EngineClock
 from agentrl.rollout.env_thread import EnvThread
+from agentrl.rollout.moment import (
+    Env,
+    EnvError,
+    MakeEnv,
+    Moment,
+    construct,
+    copy_env,
+    is_number,
+    look,
+    reset,
+    restore,
+    shape,
+    step,
+)
 from agentrl.rollout.seeds import derive_seed
 from agentrl.types import Completion, FinishReason, Message, Sampling, StopReason, Trajectory, Turn
-
-Env = gym.Env[tuple[Message, ...], str | Message]
-MakeEnv = Callable[[], Env]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,25 +61,12 @@ class LiveEpisode:
     task: Task
     turns: tuple[Turn, ...] = ()
     """What was played to the end of a step of the environment."""
+    observation: tuple[Message, ...] | None = None
+    """What the environment said last. None: not known."""
+    snapshot: str | None = None
+    """The environment after the last turn, pickled, in base64. None: it is played again."""
     partial: Completion | None = None
     """What was sampled of the next action, whole or in part."""
-
-
-class EnvError(AgentRLError):
-    """The environment raised, hung or broke its contract."""
-
-
-class _Moment(NamedTuple):
-    """What the environment said last."""
-
-    messages: tuple[Message, ...]
-    state_key: str | None
-    gold_answer: str | None = None
-    action_key: str | None = None
-    reward: float = 0.0
-    terminated: bool = False
-    truncated: bool = False
-    info: dict[str, Any] = {}  # noqa: RUF012 - never written to
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,7 +74,7 @@ class _Position:
     """Where an episode stands before an action."""
 
     env: Env
-    moment: _Moment
+    moment: Moment
     turns: tuple[Turn, ...] = ()
     history: tuple[Message, ...]
     context_ids: tuple[int, ...]
@@ -106,7 +97,7 @@ class Episode:
         fork: bool = False,
         recorded: LiveEpisode | None = None,
         clock: EngineClock | None = None,
-        on_turn: Callable[[Turn], object] | None = None,
+        on_turn: Callable[[LiveEpisode], object] | None = None,
     ) -> None:
         """Begin before the first turn.
 
@@ -120,13 +111,14 @@ class Episode:
             recorded: the same episode, interrupted: its actions are taken again, and what the environment makes of them is
                 compared with what was recorded, before it goes on.
             clock: of the engine's deadlines. None: one that never stands still.
-            on_turn: told of each turn that was not recorded before.
+            on_turn: told where the episode stands after each turn that was not recorded before.
         """
         self._task, self._engine, self._renderer = task, engine, renderer
         self._config, self._thread, self._fork = config, thread, fork
         self._recorded = recorded or LiveEpisode(task=task)
         self._clock, self._on_turn = clock or EngineClock(), on_turn
         self._partial: Completion | None = None
+        self._moment: Moment | None = None
         self._request_id = f"{task.trajectory_id}#{task.attempt}"
         self._turns: list[Turn] = []
         self._forks: dict[int, _Position] = {}
@@ -153,7 +145,16 @@ class Episode:
         played, recorded = len(self._turns), self._recorded
         if played < len(recorded.turns) or (played == len(recorded.turns) and self._partial is None):
             return recorded  # still being played again
-        return LiveEpisode(task=self._task, turns=tuple(self._turns), partial=self._partial)
+        return self._stands(self._moment, partial=self._partial)
+
+    def _stands(self, moment: Moment | None, *, partial: Completion | None = None) -> LiveEpisode:
+        return LiveEpisode(
+            task=self._task,
+            turns=tuple(self._turns),
+            observation=None if moment is None else moment.messages,
+            snapshot=None if moment is None else moment.snapshot,
+            partial=partial,
+        )
 
     async def _with_forks(self, make_env: MakeEnv) -> Trajectory:
         try:
@@ -166,10 +167,14 @@ class Episode:
                 self._thread.call_unattended(position.env.close)
 
     async def _play(self, make_env: MakeEnv) -> Trajectory:
-        env = await self._on_thread("construction", partial(_construct, make_env))
+        snapshot = None if self._fork else self._recorded.snapshot  # forks are made of every moment
+        if snapshot is None:
+            env = await self._on_thread("construction", partial(construct, make_env))
+        else:
+            env = await self._on_thread("its snapshot", partial(restore, snapshot))
         self._env_id = env.spec.id if env.spec else type(base_env(env)).__name__
         async with self._closing(env):
-            return await self._go_on(await self._begin(env))
+            return await self._go_on(await (self._begin(env) if snapshot is None else self._take_up(env)))
 
     @asynccontextmanager
     async def _closing(self, env: Env) -> AsyncIterator[None]:
@@ -186,7 +191,9 @@ class Episode:
 
     async def _begin(self, env: Env) -> _Position:
         base = base_env(env)
-        moment = await self._on_thread("reset()", lambda: _reset(env, base, self._task))
+        task = self._task
+        beginning = partial(reset, env, base, seed=task.seed, rollout_index=task.rollout_index)
+        moment = await self._on_thread("reset()", beginning)
         self._gold_answer = moment.gold_answer
         observation_ids = self._renderer.start(moment.messages, base.tools)
         if len(observation_ids) >= self._config.max_context_tokens:
@@ -202,21 +209,66 @@ class Episode:
             observation_ids=observation_ids,
         )
 
+    async def _take_up(self, env: Env) -> _Position:
+        """Go on with an environment that was restored: what was said before is known."""
+        base, recorded = base_env(env), self._recorded
+        *_, last = turns = recorded.turns
+        known = Moment(
+            messages=recorded.observation or (),
+            state_key=last.next_state_key,
+            info=dict(last.extras),
+            snapshot=recorded.snapshot,
+        )
+        moment = await self._on_thread("its snapshot", partial(look, base, known))
+        self._gold_answer, self._final_info = moment.gold_answer, moment.info
+        history, context_ids = turns[0].observation, turns[0].observation_ids
+        for turn, following in pairwise(turns):
+            history = (*history, turn.message, *following.observation)
+            kept = context_ids + turn.action_ids if following.extends else ()
+            context_ids = kept + following.observation_ids
+        position = _Position(
+            env=env,
+            moment=moment,
+            turns=turns,
+            history=history,
+            context_ids=context_ids,
+            observation_ids=last.observation_ids,
+        )
+        return self._after(position, last, moment)
+
+    def _after(self, position: _Position, turn: Turn, moment: Moment) -> _Position:
+        """Return where the episode stands after a turn, given what the environment said to it."""
+        before = position.context_ids
+        history = (*position.history, turn.message, *moment.messages)
+        added = self._renderer.extend(before, turn.action_ids, moment.messages)
+        observation_ids = added if added is not None else self._renderer.start(history, base_env(position.env).tools)
+        return _Position(
+            env=position.env,
+            moment=moment,
+            turns=position.turns,
+            history=history,
+            context_ids=observation_ids if added is None else before + turn.action_ids + added,
+            observation_ids=observation_ids,
+            extends=added is not None,
+        )
+
     async def _go_on(self, position: _Position) -> Trajectory:
         """Play from a position to the end."""
         config, env, base = self._config, position.env, base_env(position.env)
         self._turns = list(position.turns)
         while True:
             if self._fork and len(self._turns) % config.branches.every == 0:
-                copied = await self._on_thread("fork()", partial(_copy, env))
+                copied = await self._on_thread("fork()", partial(copy_env, env))
                 self._forks[len(self._turns)] = replace(position, env=copied, turns=tuple(self._turns))
             before, moment = position.context_ids, position.moment
+            self._moment = moment
             room = config.max_context_tokens - len(before)
             budget = config.max_episode_tokens - sum(len(turn.action_ids) for turn in self._turns)
             if room < 1:
                 return self.result(StopReason.CONTEXT_OVERFLOW, truncated=True)
             if budget < 1:
                 return self.result(StopReason.MAX_TOKENS, truncated=True)
+            self._check_observation(moment)
             completion = await self._sample(before, min(config.max_turn_tokens, budget, room))
             message = self._renderer.parse(completion.token_ids)
             turn = Turn(
@@ -232,38 +284,38 @@ class Episode:
                 message=message,
             )
             if completion.finish_reason is not FinishReason.STOP:  # an unfinished action is never carried out
-                self._add(turn)
+                self._add(turn, moment)
                 is_full = room <= min(config.max_turn_tokens, budget)
                 reason = StopReason.CONTEXT_OVERFLOW if is_full else StopReason.MAX_TOKENS
                 return self.result(reason, truncated=True)
-            moment = await self._on_thread("step()", partial(_step, env, base, message))
+            moment = await self._on_thread("step()", partial(step, env, base, message))
             self._final_info = moment.info
-            self._add(
-                replace(
-                    turn,
-                    reward=moment.reward,
-                    next_state_key=moment.state_key,
-                    action_key=moment.action_key,
-                    extras=moment.info,
-                )
+            turn = replace(
+                turn,
+                reward=moment.reward,
+                next_state_key=moment.state_key,
+                action_key=moment.action_key,
+                extras=moment.info,
             )
+            self._add(turn, moment)
             if moment.terminated or moment.truncated:
                 return self.result(StopReason.TERMINATED, truncated=not moment.terminated)
             if len(self._turns) >= config.max_turns:
                 return self.result(StopReason.MAX_TURNS, truncated=True)
-            history = (*position.history, message, *moment.messages)
-            added = self._renderer.extend(before, completion.token_ids, moment.messages)
-            observation_ids = added if added is not None else self._renderer.start(history, base.tools)
-            position = _Position(
-                env=env,
-                moment=moment,
-                history=history,
-                context_ids=observation_ids if added is None else before + completion.token_ids + added,
-                observation_ids=observation_ids,
-                extends=added is not None,
+            position = self._after(position, turn, moment)
+
+    def _check_observation(self, moment: Moment) -> None:
+        """Refuse to go on with an action that was begun after other words."""
+        recorded = self._recorded
+        if recorded.partial is None or len(self._turns) != len(recorded.turns):
+            return
+        if recorded.observation is not None and moment.messages != recorded.observation:
+            raise EnvError(
+                f"environment {self._env_id}: played again, it says before turn {len(self._turns)} {shape(moment.messages)}, "
+                f"and was recorded with {shape(recorded.observation)}; {_DEPEND}"
             )
 
-    def _add(self, turn: Turn) -> None:
+    def _add(self, turn: Turn, moment: Moment) -> None:
         """Add a turn; one that was recorded must have come out again as it was."""
         number = len(self._turns)
         if number < len(self._recorded.turns):
@@ -272,13 +324,13 @@ class Episode:
                 found, expected = getattr(turn, name), getattr(recorded, name)
                 if found != expected:
                     raise EnvError(
-                        f"environment {self._env_id}: played again, turn {number} has another {name}: {_shape(found)}, and "
-                        f"was recorded with {_shape(expected)}; make it depend on its seed and the actions alone"
+                        f"environment {self._env_id}: played again, turn {number} has another {name}: {shape(found)}, and "
+                        f"was recorded with {shape(expected)}; {_DEPEND}"
                     )
-        elif self._on_turn is not None:
-            self._on_turn(turn)
         self._turns.append(turn)
-        self._partial = None
+        self._partial, self._moment = None, moment
+        if number >= len(self._recorded.turns) and self._on_turn is not None:
+            self._on_turn(self._stands(moment))
 
     async def _with_branches(self, trajectory: Trajectory) -> Trajectory:
         """Play the forks, one rollout a turn, then a second, within the budget; record what each turn of them earned."""
@@ -314,7 +366,7 @@ class Episode:
         episode._env_id, episode._request_id = self._env_id, name
         with self._engine.conversation(name):
             try:
-                env = await episode._on_thread("fork()", partial(_copy, position.env, seed=seed))
+                env = await episode._on_thread("fork()", partial(copy_env, position.env, seed=seed))
                 async with episode._closing(env):
                     return await episode._go_on(replace(position, env=env))
             except EnvError as error:
@@ -372,7 +424,7 @@ class Episode:
 
     def result(self, reason: StopReason, *, truncated: bool = False, error: str | None = None) -> Trajectory:
         """Return what was played so far as a trajectory that ended."""
-        metrics = {key: float(value) for key, value in self._final_info.items() if _is_number(value)}
+        metrics = {key: float(value) for key, value in self._final_info.items() if is_number(value)}
         errors = [turn.extras.get("tool_errors", 0) for turn in self._turns]
         return Trajectory(
             group_id=self._task.group_id,
@@ -388,6 +440,7 @@ class Episode:
         )
 
 
+_DEPEND = "make it depend on its seed and the actions alone, or set can_snapshot"
 _REPLAYED = ("observation", "observation_ids", "extends", "reward", "state_key", "next_state_key", "action_key")
 """What a turn that is played again must have in common with the recorded one, beside the action."""
 
@@ -400,95 +453,3 @@ def _completion(turn: Turn) -> Completion:
         versions=turn.versions,
         finish_reason=turn.finish_reason,
     )
-
-
-def _copy(env: Env, *, seed: int | None = None) -> Env:
-    """Copy an environment with its wrappers, by its own `fork()`; with a seed, what chance brings next is new."""
-    base = base_env(env)
-    forked = base.fork()
-    if seed is not None:
-        forked.np_random = np.random.default_rng(seed)
-    return copy.deepcopy(env, {id(base): forked})
-
-
-def _construct(make_env: MakeEnv) -> Env:
-    """Make the environment; what its constructor raises is a failure like any other.
-
-    `agentrl.env.make_env` blames the recipe for it. When a run begins that is right; in an episode, the same recipe has
-    made environments before.
-    """
-    try:
-        return make_env()
-    except AgentRLError as error:
-        cause = error.__cause__ or error
-        raise EnvError(f"environment: construction raised {type(cause).__name__}: {cause}") from error
-
-
-def _reset(env: gym.Env[Any, Any], base: MessageEnv, task: Task) -> _Moment:
-    result = env.reset(seed=task.seed, options={"rollout_index": task.rollout_index})
-    if not (isinstance(result, tuple) and len(result) == 2):
-        raise EnvError(f"reset() of {type(base).__name__} must return (messages, info), got {_shape(result)}")
-    _check_info(result[1], base, "reset()")
-    return _Moment(
-        messages=_checked_messages(result[0], base, "reset()"),
-        state_key=_checked_key(base.state_key(), base, "state_key()"),
-        gold_answer=_checked_key(base.gold_answer(), base, "gold_answer()"),
-    )
-
-
-def _step(env: gym.Env[Any, Any], base: MessageEnv, action: Message) -> _Moment:
-    action_key = _checked_key(base.action_key(action), base, "action_key()")
-    result: Any = env.step(action)
-    name = type(base).__name__
-    if not (isinstance(result, tuple) and len(result) == 5):
-        raise EnvError(
-            f"step() of {name} must return (messages, reward, terminated, truncated, info), got {_shape(result)}"
-        )
-    messages, reward, terminated, truncated, info = result
-    if not _is_number(reward) or not math.isfinite(reward):
-        raise EnvError(f"step() of {name} returned the reward {reward!r}; it must be a finite number")
-    _check_info(info, base, "step()")
-    messages = _checked_messages(messages, base, "step()")
-    return _Moment(
-        messages=messages,
-        state_key=_checked_key(base.state_key(), base, "state_key()"),
-        action_key=action_key,
-        reward=float(reward),
-        terminated=bool(terminated),
-        truncated=bool(truncated),
-        info=dict(info),
-    )
-
-
-def _checked_messages(messages: object, base: MessageEnv, method: str) -> tuple[Message, ...]:
-    if not isinstance(messages, Sequence) or isinstance(messages, str) or not all(map(is_message, messages)):
-        raise EnvError(
-            f"{method} of {type(base).__name__} must return a tuple of messages like "
-            f"{{'role': 'user', 'content': '...'}}, got {_shape(messages)}"
-        )
-    return tuple(messages)
-
-
-def _checked_key(key: object, base: MessageEnv, method: str) -> str | None:
-    if key is not None and not isinstance(key, str):
-        raise EnvError(f"{method} of {type(base).__name__} must return a string or None, got {_shape(key)}")
-    return key
-
-
-def _check_info(info: object, base: MessageEnv, method: str) -> None:
-    name = type(base).__name__
-    if not isinstance(info, dict):
-        raise EnvError(f"{method} of {name} returned info of type {type(info).__name__}; it must be a dict")
-    for key in info:
-        if not isinstance(key, str):
-            raise EnvError(f"{method} of {name} returned info with the key {_shape(key)}; its keys must be strings")
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, Real | np.bool_)
-
-
-def _shape(value: object) -> str:
-    """Describe a value in a few words."""
-    text = repr(value)
-    return f"{type(value).__name__} {text[:80]}{'...' if len(text) > 80 else ''}"

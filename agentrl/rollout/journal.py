@@ -10,7 +10,7 @@ from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
 from agentrl.errors import ConfigError
 from agentrl.rollout.episode import Task
-from agentrl.types import Completion, Trajectory, Turn
+from agentrl.types import Completion, Message, Trajectory, Turn
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,15 +31,22 @@ class Played:
     kind: Literal["played"] = "played"
     task: Task
     turn: Turn
+    observation: tuple[Message, ...] | None
+    """What the environment said to it."""
+    snapshot: str | None = None
+    """The environment after it (`LiveEpisode.snapshot`)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Held:
-    """The engine was paused."""
+    """An episode was interrupted."""
 
     kind: Literal["held"] = "held"
-    partials: dict[str, Completion]
-    """What was sampled so far of each episode's next action."""
+    trajectory_id: str
+    observation: tuple[Message, ...] | None
+    """What the environment said last."""
+    partial: Completion
+    """What was sampled so far of the next action."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,7 +5,6 @@ from collections import deque
 from collections.abc import AsyncIterator, Iterable, Mapping
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 from agentrl.chat import Renderer
@@ -14,8 +13,9 @@ from agentrl.errors import EngineError, EnvironmentFailure
 from agentrl.rollout.config import RolloutConfig
 from agentrl.rollout.deadline import EngineClock
 from agentrl.rollout.env_thread import EnvThread
-from agentrl.rollout.episode import Episode, LiveEpisode, MakeEnv, Task
+from agentrl.rollout.episode import Episode, LiveEpisode, Task
 from agentrl.rollout.journal import Journal
+from agentrl.rollout.moment import MakeEnv
 from agentrl.rollout.stream import TaskStream, group_of
 from agentrl.types import StopReason, Trajectory, TrajectoryGroup
 
@@ -261,7 +261,6 @@ class RolloutPool:
         if place.thread.is_lost:
             self._lose(place.thread)
             place.thread = EnvThread()
-        on_turn = partial(self._stream.add_turn, start.task)
         episode = Episode(
             start.task,
             engine=self._engine,
@@ -271,7 +270,7 @@ class RolloutPool:
             fork=self._fork,
             recorded=start,
             clock=self._clock,
-            on_turn=None if live is None else on_turn,
+            on_turn=None if live is None else self._stream.add_turn,
         )
         if live is None:
             return await episode.play(self._make_env), start

@@ -12,7 +12,7 @@ from agentrl.rollout.config import RolloutConfig
 from agentrl.rollout.episode import LiveEpisode, Task
 from agentrl.rollout.journal import Begun, Dropped, Ended, Event, HandedOut, Held, Journal, Played, plain
 from agentrl.rollout.seeds import derive_seed, task_seed
-from agentrl.types import Completion, Trajectory, TrajectoryGroup, Turn
+from agentrl.types import Trajectory, TrajectoryGroup
 
 
 @dataclass(slots=True, kw_only=True)
@@ -88,13 +88,16 @@ class TaskStream:
         self._note(begun)
         return self._begin(begun).waiting.pop(0)
 
-    def add_turn(self, task: Task, turn: Turn) -> None:
+    def add_turn(self, live: LiveEpisode) -> None:
         """Note that an episode came to the end of a turn."""
-        self._note(Played(task=task, turn=turn))
+        turn = live.turns[-1]
+        self._note(Played(task=live.task, turn=turn, observation=live.observation, snapshot=live.snapshot))
 
     def hold(self, live: Iterable[LiveEpisode]) -> None:
         """Note what was sampled of the next actions."""
-        self._note(Held(partials={e.task.trajectory_id: e.partial for e in live if e.partial is not None}))
+        for e in live:
+            if e.partial is not None and e.partial.token_ids:
+                self._note(Held(trajectory_id=e.task.trajectory_id, observation=e.observation, partial=e.partial))
 
     def take(self, trajectory: Trajectory) -> None:
         """Put a finished episode to its group."""
@@ -234,13 +237,14 @@ class TaskStream:
         match event:
             case Begun():
                 self._begin(event)
-            case Played(task=task, turn=turn):
+            case Played(task=task, turn=turn, observation=observation, snapshot=snapshot):
                 before = self._waiting(task.trajectory_id)
-                played = before.turns if before.task.attempt == task.attempt else ()
-                self._replace(before, LiveEpisode(task=task, turns=(*played, turn)))
-            case Held(partials=partials):
-                for name, completion in partials.items():
-                    self._hold_again(name, completion)
+                turns = (*(before.turns if before.task.attempt == task.attempt else ()), turn)
+                after = LiveEpisode(task=task, turns=turns, observation=observation, snapshot=snapshot)
+                self._replace(before, after)
+            case Held(trajectory_id=name, observation=observation, partial=partial):
+                before = self._waiting(name)
+                self._replace(before, replace(before, observation=observation, partial=partial))
             case Ended(trajectory=trajectory):
                 episode = self._waiting(trajectory.trajectory_id)
                 group = self._groups[trajectory.group_id]
@@ -253,10 +257,6 @@ class TaskStream:
             case HandedOut(groups=names, counts=counts):
                 self._handed_out.append([group_of(name, self._groups.pop(name).done) for name in names])
                 self.counts |= counts
-
-    def _hold_again(self, trajectory_id: str, completion: Completion) -> None:
-        before = self._waiting(trajectory_id)
-        self._replace(before, replace(before, partial=completion))
 
     def _waiting(self, trajectory_id: str) -> LiveEpisode:
         waiting = self._groups[trajectory_id.rpartition("/")[0]].waiting

@@ -9,7 +9,8 @@ from agentrl.env import base_env
 from agentrl.errors import EnvironmentFailure, UserError
 from agentrl.rollout.config import RolloutConfig
 from agentrl.rollout.env_thread import EnvThread
-from agentrl.rollout.episode import Episode, MakeEnv, Task
+from agentrl.rollout.episode import Episode, Task
+from agentrl.rollout.moment import MakeEnv
 from agentrl.types import Completion, FinishReason, Need, Sampling
 
 

@@ -20,7 +20,7 @@ from agentrl.env import MessageEnv
 from agentrl.errors import EngineError
 from agentrl.rollout import Episode, RolloutConfig, RolloutPool, Task
 from agentrl.rollout.env_thread import EnvThread
-from agentrl.rollout.episode import MakeEnv
+from agentrl.rollout.moment import MakeEnv
 from agentrl.types import Completion, Message, Sampling, StopReason, Trajectory, TrajectoryGroup
 
 NewEngine = Callable[..., TransformersEngine]

@@ -15,7 +15,7 @@ from agentrl.errors import ConfigError
 from agentrl.learn.batch import rows_of
 from agentrl.rollout import Episode, RolloutConfig, Task
 from agentrl.rollout.env_thread import EnvThread
-from agentrl.rollout.episode import MakeEnv
+from agentrl.rollout.moment import MakeEnv
 from agentrl.types import Completion, FinishReason, Message, Sampling, StopReason, Trajectory
 
 NewEngine = Callable[..., TransformersEngine]

@@ -16,7 +16,7 @@ from agentrl.engine.transformers import TransformersEngine
 from agentrl.env import MessageEnv
 from agentrl.errors import ConfigError, EngineError, EnvironmentFailure
 from agentrl.rollout import RolloutConfig, RolloutPool, task_seed
-from agentrl.rollout.episode import MakeEnv
+from agentrl.rollout.moment import MakeEnv
 from agentrl.types import Message, StopReason, Trajectory, TrajectoryGroup
 
 NewEngine = Callable[..., TransformersEngine]

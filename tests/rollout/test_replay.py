@@ -1,17 +1,19 @@
 """An episode that was interrupted anywhere and goes on elsewhere is the one that was not."""
 
 import asyncio
+import os
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import pytest
+from pydantic import TypeAdapter
 
 from agentrl.chat import Renderer
 from agentrl.engine.transformers import TransformersEngine
 from agentrl.rollout import Episode, LiveEpisode, RolloutConfig
 from agentrl.rollout.env_thread import EnvThread
-from agentrl.rollout.episode import MakeEnv
+from agentrl.rollout.moment import MakeEnv
 from agentrl.types import Completion, FinishReason, StopReason, Trajectory, Turn
 from tests.rollout.test_branches import TASK, Dice
 
@@ -27,10 +29,12 @@ class Table:
     def __init__(self, engine: TransformersEngine, renderer: Renderer, *, fork: bool = False) -> None:
         self.engine, self.renderer, self.fork = engine, renderer, fork
 
-    def episode(self, recorded: LiveEpisode | None = None) -> tuple[Episode, EnvThread]:
+    def episode(
+        self, recorded: LiveEpisode | None = None, *, on_turn: Callable[[LiveEpisode], None] | None = None
+    ) -> tuple[Episode, EnvThread]:
         thread = EnvThread()
         parts: dict[str, Any] = {"engine": self.engine, "renderer": self.renderer, "config": CONFIG, "thread": thread}
-        return Episode(TASK, **parts, fork=self.fork, recorded=recorded), thread
+        return Episode(TASK, **parts, fork=self.fork, recorded=recorded, on_turn=on_turn), thread
 
     def play(self, recorded: LiveEpisode | None = None, *, make_env: MakeEnv = Dice) -> Trajectory:
         async def played() -> Trajectory:
@@ -79,6 +83,107 @@ def test_wherever_it_was_interrupted_it_ends_as_the_uninterrupted_one(
             assert turn.behavior_logprobs == pytest.approx(expected.behavior_logprobs, rel=1e-5, abs=1e-5)
             assert replace(turn, behavior_logprobs=expected.behavior_logprobs) == expected
         assert replace(timeless(found), turns=()) == replace(timeless(whole), turns=())
+
+
+class Chancy(Dice):
+    """Does not follow from its seed: another process would draw other numbers."""
+
+    resets = 0
+
+    def reset(self, **settings: Any) -> Any:
+        type(self).resets += 1
+        super().reset(**settings)
+        self.secret = int.from_bytes(os.urandom(4))
+        return ({"role": "user", "content": f"secret {self.secret}"},), {}
+
+    def draw(self) -> float:
+        return int.from_bytes(os.urandom(4)) / 2**32
+
+    def state_key(self) -> str:
+        return f"{self.secret}: {self.drawn}"
+
+
+class Saved(Chancy):
+    """Is pickled after every step."""
+
+    can_snapshot = True
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in self.__dict__.items() if name != "log"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state, log=lambda _what, _env: None)
+
+
+class Patchy(Saved):
+    """Loses what it drew when it is pickled."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        return super().__getstate__() | {"drawn": []}
+
+
+def stations(table: Table, make_env: MakeEnv) -> tuple[Trajectory, list[LiveEpisode]]:
+    """Play an episode; return it, and where it stood after each turn."""
+    found: list[LiveEpisode] = []
+
+    async def played() -> Trajectory:
+        episode, thread = table.episode(on_turn=found.append)
+        try:
+            return await episode.play(make_env)
+        finally:
+            thread.close()
+
+    return asyncio.run(played()), found
+
+
+@pytest.mark.parametrize("anew", [False, True])
+def test_an_environment_that_saves_itself_goes_on_from_its_snapshot(
+    anew: bool, new_engine: NewEngine, renderer: Renderer, forking_renderer: Renderer
+) -> None:
+    class Rewrites(Saved):
+        def step(self, action: Any) -> Any:
+            (said,), *rest = super().step(action)
+            return ({**said, "content": f"anew {said['content']}"},), *rest
+
+    table = Table(new_engine(), forking_renderer if anew else renderer)
+    globals()["Rewrites"] = Rewrites  # pickled by its name
+    Rewrites.__qualname__ = "Rewrites"
+    whole, found = stations(table, Rewrites if anew else Saved)
+    assert [turn.extends for turn in whole.turns[1:]] == [not anew] * 4
+    for k, state in enumerate(found[:-1], start=1):
+        before = (Saved.resets, Rewrites.resets)
+        kept = TypeAdapter(LiveEpisode).validate_json(TypeAdapter(LiveEpisode).dump_json(state))
+        partial = sampled(whole.turns[k], 1)
+        ended = table.play(replace(kept, partial=partial))
+        assert (Saved.resets, Rewrites.resets) == before
+        assert ended.turns[:k] == whole.turns[:k]
+        # The same words before the next action, and so the same action; then chance goes its own way.
+        assert ended.turns[k].observation_ids == whole.turns[k].observation_ids
+        assert ended.turns[k].action_ids == whole.turns[k].action_ids
+        assert ended.turns[k].state_key == whole.turns[k].state_key
+        assert len(ended.turns) == 5
+        assert not ended.failed
+
+
+def test_an_environment_that_neither_repeats_nor_saves_itself_fails_in_so_many_words(
+    new_engine: NewEngine, renderer: Renderer
+) -> None:
+    table = Table(new_engine(), renderer)
+    whole, found = stations(table, Chancy)
+    assert found[1].snapshot is None
+    ended = table.play(found[1], make_env=Chancy)
+    assert ended.error is not None
+    assert ended.error.startswith("environment Chancy: played again, turn 0 has another observation")
+    # Even where nothing but a part of the first action was recorded.
+    first = LiveEpisode(task=TASK, observation=whole.turns[0].observation, partial=sampled(whole.turns[0], 1))
+    ended = table.play(first, make_env=Chancy)
+    assert ended.error is not None
+    assert ended.error.startswith("environment Chancy: played again, it says before turn 0 ")
+    _, found = stations(table, Patchy)
+    ended = table.play(found[1], make_env=Patchy)
+    assert ended.error is not None
+    assert "its snapshot has the state_key" in ended.error
+    assert ended.error.endswith("let pickling keep all of its state")
 
 
 def test_what_was_recorded_is_not_sampled_again(new_engine: NewEngine, renderer: Renderer) -> None:
@@ -159,4 +264,4 @@ def test_an_environment_that_goes_another_way_fails_its_episode_in_so_many_words
     assert found.stop_reason is StopReason.ENV_ERROR
     assert found.error is not None
     assert found.error.startswith(words)
-    assert found.error.endswith("; make it depend on its seed and the actions alone")
+    assert found.error.endswith("; make it depend on its seed and the actions alone, or set can_snapshot")

@@ -77,8 +77,11 @@ class Driver:
             name = sorted(self.live)[self.choose(len(self.live))]
             episode = self.live[name]
             new = turn(len(episode.turns), reward=float(self.choose(2)))
-            self.stream.add_turn(episode.task, new)
-            self.live[name] = LiveEpisode(task=episode.task, turns=(*episode.turns, new))
+            snapshot = "bmV3" if self.choose(2) else None
+            self.live[name] = played = LiveEpisode(
+                task=episode.task, turns=(*episode.turns, new), observation=new.observation, snapshot=snapshot
+            )
+            self.stream.add_turn(played)
 
     def begin_again(self) -> None:
         if self.live:
@@ -86,9 +89,8 @@ class Driver:
             task = self.live[name].task
             self.live[name] = LiveEpisode(task=replace(task, attempt=task.attempt + 1))
             # Until it has played a turn, the earlier attempt is what is remembered: nothing is lost by a kill.
-            new = turn(0, reward=1.0)
-            self.stream.add_turn(self.live[name].task, new)
-            self.live[name] = replace(self.live[name], turns=(new,))
+            self.live[name] = replace(self.live[name], turns=(turn(0, reward=1.0),), observation=())
+            self.stream.add_turn(self.live[name])
 
     def end(self) -> None:
         if self.live:
@@ -107,7 +109,11 @@ class Driver:
             )
 
     def hold(self) -> None:
-        self.live = {k: replace(e, partial=partial(1 + self.choose(3))) for k, e in self.live.items()}
+        said = ({"role": "user", "content": "and?"},)
+        self.live = {
+            name: replace(episode, partial=partial(1 + self.choose(3)), observation=episode.observation or said)
+            for name, episode in self.live.items()
+        }
         self.stream.hold(self.live.values())
 
     def step(self) -> list[TrajectoryGroup] | None:
