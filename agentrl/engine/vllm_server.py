@@ -576,12 +576,20 @@ def start_server(model: Path, *, port: int, log: Path, options: Mapping[str, Any
         raise ConfigError(f"engine.name: vLLM is not installed; {HOW_TO_INSTALL}")
     arguments = _arguments(model, port) | dict(options)
     _check_port(str(arguments["host"]), port)
-    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *_command_line(arguments)]
+    guard = str(Path(__file__).with_name("guard.py"))  # so that no server outlives us, even where we are killed
+    command = [
+        sys.executable,
+        guard,
+        sys.executable,
+        "-m",
+        "vllm.entrypoints.openai.api_server",
+        *_command_line(arguments),
+    ]
     host = "127.0.0.1" if arguments["host"] == "0.0.0.0" else arguments["host"]
     with log.open("wb") as file:
         process = subprocess.Popen(
             command,
-            stdin=subprocess.DEVNULL,
+            stdin=subprocess.PIPE,  # is never written to: its end tells of ours
             stdout=file,
             stderr=subprocess.STDOUT,
             env=_environment() | os.environ | {"VLLM_SERVER_DEV_MODE": "1"},

@@ -56,6 +56,7 @@ class TaskStream:
         self._num_groups = config.num_groups
         self._max_staleness = 0 if config.mode == "sync" else config.max_staleness
         self._next_group = self._replaced_in_a_row = self._replaceable = 0
+        self._is_waited_for = False
         self._groups: dict[str, _Group] = {}
         """Groups under way, oldest first."""
         self._handed_out: deque[list[TrajectoryGroup]] = deque()
@@ -76,13 +77,15 @@ class TaskStream:
         """Prepare to hand out so many groups; None: as the recipe says."""
         self._num_groups = self._config.num_groups if num_groups is None else num_groups
         self._replaced_in_a_row, self._replaceable = 0, self._config.dynamic_sampling
+        self._is_waited_for = True
 
     def next(self, *, version: int) -> LiveEpisode | None:
         """Take the next episode: of the oldest group that has one left, else of a new one, as far as one may be begun."""
         for group in self._groups.values():
             if group.waiting:
                 return group.waiting.pop(0)
-        if len(self._groups) >= self._num_groups * (1 + self._max_staleness):
+        # A new one is handed out after all of these: at this version if a step waits for groups, else at the next or later.
+        if len(self._groups) >= self._num_groups * (self._max_staleness + self._is_waited_for):
             return None
         begun = Begun(index=self._next_group, version=version)
         self._note(begun)
@@ -132,6 +135,7 @@ class TaskStream:
             ages = (version + 1 + rank // num - group.began for rank, group in enumerate(left))
             if any(age > self._max_staleness for age in ages):
                 return None
+        self._is_waited_for = False
         groups = [group_of(name, self._groups.pop(name).done) for name in names]
         for failed in (t for group in groups for t in group.trajectories if t.failed):
             self._note(Ended(trajectory=failed))  # until now, a run that was begun again would have tried again

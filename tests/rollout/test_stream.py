@@ -121,6 +121,8 @@ class Driver:
         if groups is not None:
             self.handed_out += [group.group_id for group in groups]
             self.ages += [self.version - min(self.began[group.group_id] for group in groups)]
+            while self.choose(3) and self.begin():  # while the step is trained on
+                pass
             self.version += 1
             self.stream.begin_step(None)
         return groups
