@@ -315,7 +315,7 @@ class Run:
     def _repeats(self) -> bool:
         """True where what is sampled again after a kill is what was sampled before, so that nothing need be written down."""
         engine = self.recipe.engine
-        return self.recipe.rollout.mode == "sync" and engine.lockstep and engine.name != "vllm_server"
+        return self.recipe.rollout.mode == "sync" and engine.lockstep is not False and engine.name != "vllm_server"
 
     def _after_step(self, folder: RunFolder, result: StepResult, on_progress: OnProgress) -> None:
         """Write down what a step did, then checkpoint: a checkpoint never promises what is not on disk."""
@@ -373,15 +373,18 @@ def _new_engine(recipe: Recipe, model: Any, device: torch.device, *, handover: s
     """Make the engine that the recipe names; weights are pushed to it when the run begins."""
     dtype = torch.bfloat16 if recipe.train.precision == "bfloat16" else model.dtype
     name = _engine_name(recipe, model, device)
+    config = recipe.engine
+    if config.lockstep is None:
+        config = config.model_copy(update={"lockstep": recipe.rollout.mode == "sync"})
     if name != "vllm" and recipe.engine.name != "vllm_server" and recipe.engine.vllm:
         raise ConfigError(
             f"engine.vllm: {sorted(recipe.engine.vllm)} are of no use to engine.name: {name}; remove them"
         )
     if name == "vllm":
-        return VLLMEngine(model, recipe.engine, dtype=dtype, max_tokens=recipe.rollout.max_context_tokens)
+        return VLLMEngine(model, config, dtype=dtype, max_tokens=recipe.rollout.max_context_tokens)
     if name == "vllm_server":
-        return VLLMServer(recipe.engine, folder=recipe.engine.server.folder or Path(handover))
-    return TransformersEngine(copy.deepcopy(model).to(device, dtype), recipe.engine)
+        return VLLMServer(config, folder=recipe.engine.server.folder or Path(handover))
+    return TransformersEngine(copy.deepcopy(model).to(device, dtype), config)
 
 
 def _engine_name(recipe: Recipe, model: Any, device: torch.device) -> str:

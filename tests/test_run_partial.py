@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from agentrl.config import Recipe
+from agentrl.engine.transformers import TransformersEngine
 from agentrl.report.folder import RunFolder
 from agentrl.report.records import read_records
 from agentrl.run import Run
@@ -58,3 +59,15 @@ def test_no_episode_is_lost_or_trained_on_twice_whenever_the_run_is_interrupted(
     assert all(0 <= row["staleness/max"] <= 2 for row in rows[1:])
     assert max(row["staleness/max"] for row in rows[1:]) > 0
     assert all("eval/reward" in row for row in rows[2::2])
+
+
+@pytest.mark.parametrize(
+    ("mode", "given", "expected"), [("sync", None, True), ("async", None, False), ("partial", True, True)]
+)
+def test_lockstep_is_for_runs_that_can_repeat(mode: str, given: bool | None, expected: bool, tmp_path: Path) -> None:
+    run = Run(recipe(tmp_path, rollout={"mode": mode}, engine={"name": "transformers", "lockstep": given}))
+    try:
+        assert isinstance(run.engine, TransformersEngine)
+        assert run.engine._config.lockstep is expected
+    finally:
+        run.close()

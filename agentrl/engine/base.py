@@ -54,10 +54,10 @@ class EngineConfig(BaseModel):
     """Largest number of requests decoded together; each holds one row of the key-value cache."""
     max_prefill_tokens: PositiveInt = 8192
     """Largest number of prompt tokens, padding included, computed at once; a longer prompt is computed alone."""
-    lockstep: bool = True
+    lockstep: bool | None = None
     """Decode only when every live episode waits for tokens, so that batches do not depend on the timing of environments
-    and a run repeats bit for bit. Set to false where environments take longer than a decoding step (milliseconds). A server
-    decodes whenever there is something to decode."""
+    and a run repeats bit for bit. None: where `rollout.mode` is sync, the only one that can repeat. Set to false where
+    environments take longer than a decoding step (milliseconds). A server decodes whenever there is something to decode."""
     vllm: dict[str, Any] = {}
     """Further arguments of vLLM's `EngineArgs`, such as gpu_memory_utilization."""
     server: ServerConfig = ServerConfig()

@@ -167,7 +167,7 @@ class BatchedEngine(ABC):
             self._driver.add_done_callback(self._on_driver_done)
 
     def _can_step(self) -> bool:
-        held = self._config.lockstep and any(owner not in self._inside for owner in self._open)
+        held = self._config.lockstep is not False and any(owner not in self._inside for owner in self._open)
         return bool(self._inside) and not (self._is_paused or self._is_closed or held)
 
     async def _drive(self) -> None:
