@@ -153,10 +153,15 @@ class MicroBatch:
     """Ratio units, numbered from 0 within the micro-batch."""
 
 
-def micro_batches(batch: Batch, *, max_tokens: int, device: torch.device | str = "cpu") -> Iterator[MicroBatch]:
+def micro_batches(
+    batch: Batch, *, max_tokens: int, device: torch.device | str = "cpu", skip_idle: bool = False
+) -> Iterator[MicroBatch]:
     """Split a batch under a budget of tokens (padding included), shortest first; a trajectory is never split.
 
     A trajectory that exceeds the budget by itself is a micro-batch of its own. Rows end where nothing more is read.
+
+    With `skip_idle`, trajectories whose advantages are all zero are left out, where others remain: the policy's loss has
+    no gradient in them, and their share of the denominators is in the weights of the others already.
     """
     num = batch.num_trajectories
     needed_R = np.zeros(len(batch.rows), dtype=np.int64)
@@ -166,6 +171,9 @@ def micro_batches(batch: Batch, *, max_tokens: int, device: torch.device | str =
         members[trajectory].append(row)
     lengths = [max((int(needed_R[row]) for row in rows), default=0) for rows in members]
     order = sorted((i for i in range(num) if lengths[i]), key=lambda i: (lengths[i], i))
+    if skip_idle:
+        active = np.bincount(batch.trajectory_T, weights=batch.advantage_T != 0, minlength=num) > 0
+        order = [i for i in order if active[i]] or order[:1]  # one keeps the optimizer's step what it was
     chosen: list[int] = []
     num_rows = 0
     for index in order:

@@ -384,7 +384,8 @@ class Trainer:
             constant_length=loss.constant_length,
         )
         budget = self._config.max_tokens_per_micro_batch
-        return list(micro_batches(batch, max_tokens=budget, device=self._accelerator.device))
+        skip_idle = self._loss.kl_coefficient == 0
+        return list(micro_batches(batch, max_tokens=budget, device=self._accelerator.device, skip_idle=skip_idle))
 
     def _recompute(self, plans: list[list[MicroBatch]]) -> list[list[Tensor | None]]:
         """Return log-probabilities before the first update, by the same plan and precision as the training pass.

@@ -95,11 +95,13 @@ def loss_of(micro: MicroBatch, policy: Policy) -> Tensor:
     return result.loss
 
 
-def loss_and_gradient(batch: Batch, *, max_tokens: int = 10**9, extra_columns: int = 0) -> tuple[float, Tensor]:
+def loss_and_gradient(
+    batch: Batch, *, max_tokens: int = 10**9, extra_columns: int = 0, skip_idle: bool = False
+) -> tuple[float, Tensor]:
     """Return the loss and its gradient, added up over micro-batches; with `extra_columns` of padding on the right."""
     policy = copy.deepcopy(POLICY)
     total = 0.0
-    for micro in micro_batches(batch, max_tokens=max_tokens):
+    for micro in micro_batches(batch, max_tokens=max_tokens, skip_idle=skip_idle):
         padding = torch.full((len(micro.input_ids_BL), extra_columns), 7)
         loss = loss_of(replace(micro, input_ids_BL=torch.cat([micro.input_ids_BL, padding], 1)), policy)
         loss.backward()
@@ -315,3 +317,19 @@ def test_rewards_keys_and_messages_are_no_part_of_a_batch() -> None:
     one, other = batch_of(trajectories, credits), batch_of(told, credits)
     for field in fields(Batch):
         np.testing.assert_equal(getattr(other, field.name), getattr(one, field.name))
+
+
+@pytest.mark.parametrize("aggregation", ["trajectory-mean", "turn-mean", "token-mean"])
+def test_trajectories_without_an_advantage_are_not_computed_and_count_in_the_denominators(
+    aggregation: Aggregation,
+) -> None:
+    trajectories, credits = some(6)
+    for index in (1, 2, 4):
+        credits[index] = replace(credits[index], advantages_T=np.zeros_like(credits[index].advantages_T))
+    batch = batch_of(trajectories, credits, aggregation=aggregation)
+    assert_same(loss_and_gradient(batch), loss_and_gradient(batch, skip_idle=True))
+    computed = [micro.token_T for micro in micro_batches(batch, max_tokens=30, skip_idle=True)]
+    assert set(batch.trajectory_T[np.concatenate(computed)].tolist()) == {0, 3, 5}
+    idle = batch_of(trajectories[1:3], credits[1:3], aggregation=aggregation)
+    (micro,) = micro_batches(idle, max_tokens=10**9, skip_idle=True)
+    assert len(set(idle.trajectory_T[micro.token_T].tolist())) == 1
