@@ -97,7 +97,7 @@ class Episode:
         fork: bool = False,
         recorded: LiveEpisode | None = None,
         clock: EngineClock | None = None,
-        on_turn: Callable[[LiveEpisode], object] | None = None,
+        on_change: Callable[[LiveEpisode], object] | None = None,
     ) -> None:
         """Begin before the first turn.
 
@@ -111,14 +111,16 @@ class Episode:
             recorded: the same episode, interrupted: its actions are taken again, and what the environment makes of them is
                 compared with what was recorded, before it goes on.
             clock: of the engine's deadlines. None: one that never stands still.
-            on_turn: told where the episode stands after each turn that was not recorded before.
+            on_change: told where the episode stands after each turn that was not recorded before; before the end, its last
+                action is still under way.
         """
         self._task, self._engine, self._renderer = task, engine, renderer
         self._config, self._thread, self._fork = config, thread, fork
         self._recorded = recorded or LiveEpisode(task=task)
-        self._clock, self._on_turn = clock or EngineClock(), on_turn
+        self._clock, self._on_change = clock or EngineClock(), on_change
         self._partial: Completion | None = None
         self._moment: Moment | None = None
+        self._before_end: LiveEpisode | None = None
         self._request_id = f"{task.trajectory_id}#{task.attempt}"
         self._turns: list[Turn] = []
         self._forks: dict[int, _Position] = {}
@@ -142,18 +144,17 @@ class Episode:
 
     def live(self) -> LiveEpisode:
         """Return where the episode stands."""
+        if self._before_end is not None:
+            return self._before_end
         played, recorded = len(self._turns), self._recorded
         if played < len(recorded.turns) or (played == len(recorded.turns) and self._partial is None):
             return recorded  # still being played again
-        return self._stands(self._moment, partial=self._partial)
-
-    def _stands(self, moment: Moment | None, *, partial: Completion | None = None) -> LiveEpisode:
         return LiveEpisode(
             task=self._task,
             turns=tuple(self._turns),
-            observation=None if moment is None else moment.messages,
-            snapshot=None if moment is None else moment.snapshot,
-            partial=partial,
+            observation=None if self._moment is None else self._moment.messages,
+            snapshot=None if self._moment is None else self._moment.snapshot,
+            partial=self._partial,
         )
 
     async def _with_forks(self, make_env: MakeEnv) -> Trajectory:
@@ -284,7 +285,7 @@ class Episode:
                 message=message,
             )
             if completion.finish_reason is not FinishReason.STOP:  # an unfinished action is never carried out
-                self._add(turn, moment)
+                self._add(turn, moment, is_last=True)
                 is_full = room <= min(config.max_turn_tokens, budget)
                 reason = StopReason.CONTEXT_OVERFLOW if is_full else StopReason.MAX_TOKENS
                 return self.result(reason, truncated=True)
@@ -297,8 +298,9 @@ class Episode:
                 action_key=moment.action_key,
                 extras=moment.info,
             )
-            self._add(turn, moment)
-            if moment.terminated or moment.truncated:
+            is_over = moment.terminated or moment.truncated
+            self._add(turn, moment, is_last=is_over or len(self._turns) + 1 >= config.max_turns)
+            if is_over:
                 return self.result(StopReason.TERMINATED, truncated=not moment.terminated)
             if len(self._turns) >= config.max_turns:
                 return self.result(StopReason.MAX_TURNS, truncated=True)
@@ -315,10 +317,11 @@ class Episode:
                 f"and was recorded with {shape(recorded.observation)}; {_DEPEND}"
             )
 
-    def _add(self, turn: Turn, moment: Moment) -> None:
-        """Add a turn; one that was recorded must have come out again as it was."""
+    def _add(self, turn: Turn, moment: Moment, *, is_last: bool) -> None:
+        """Add a turn, after which the environment says this; one that was recorded must have come out again as it was."""
         number = len(self._turns)
-        if number < len(self._recorded.turns):
+        is_new = number >= len(self._recorded.turns)
+        if not is_new:
             recorded = self._recorded.turns[number]
             for name in _REPLAYED:
                 found, expected = getattr(turn, name), getattr(recorded, name)
@@ -327,10 +330,14 @@ class Episode:
                         f"environment {self._env_id}: played again, turn {number} has another {name}: {shape(found)}, and "
                         f"was recorded with {shape(expected)}; {_DEPEND}"
                     )
+        if is_last:
+            self._before_end = (
+                self.live()
+            )  # until it is closed; from there, the environment takes its last action again
         self._turns.append(turn)
         self._partial, self._moment = None, moment
-        if number >= len(self._recorded.turns) and self._on_turn is not None:
-            self._on_turn(self._stands(moment))
+        if is_new and self._on_change is not None:
+            self._on_change(self.live())
 
     async def _with_branches(self, trajectory: Trajectory) -> Trajectory:
         """Play the forks, one rollout a turn, then a second, within the budget; record what each turn of them earned."""

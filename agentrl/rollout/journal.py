@@ -39,10 +39,10 @@ class Played:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Held:
-    """An episode was interrupted."""
+    """An episode was interrupted, or has sampled its last action."""
 
     kind: Literal["held"] = "held"
-    trajectory_id: str
+    task: Task
     observation: tuple[Message, ...] | None
     """What the environment said last."""
     partial: Completion
@@ -55,7 +55,9 @@ class Ended:
 
     kind: Literal["ended"] = "ended"
     trajectory: Trajectory
-    """Without turns, where they are those that were played."""
+    """Without its first `played` turns."""
+    played: int
+    """Number of its turns that were noted as played."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

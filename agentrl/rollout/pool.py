@@ -125,7 +125,9 @@ class RolloutPool:
         self._is_held = True
         for _ in range(3):  # a completion to the request, to the caller, to the episode
             await asyncio.sleep(0)
-        self._stream.hold(episode.live() for episode in self._live.values())
+        for live in [episode.live() for episode in self._live.values()]:
+            if live.partial is not None:
+                self._stream.note(live)
 
     async def stop(self) -> None:
         """Give up the episodes that are under way."""
@@ -270,7 +272,7 @@ class RolloutPool:
             fork=self._fork,
             recorded=start,
             clock=self._clock,
-            on_turn=None if live is None else self._stream.add_turn,
+            on_change=None if live is None else self._stream.note,
         )
         if live is None:
             return await episode.play(self._make_env), start

@@ -59,6 +59,8 @@ class TaskStream:
         self._is_waited_for = False
         self._groups: dict[str, _Group] = {}
         """Groups under way, oldest first."""
+        self._noted: dict[str, int] = {}
+        """How many turns of each episode that is played were written down, or are in the state that was loaded."""
         self._handed_out: deque[list[TrajectoryGroup]] = deque()
         self._journal: Journal | None = None
         self._journaled_since: int | None = None
@@ -83,30 +85,31 @@ class TaskStream:
         """Take the next episode: of the oldest group that has one left, else of a new one, as far as one may be begun."""
         for group in self._groups.values():
             if group.waiting:
-                return group.waiting.pop(0)
+                return self._give(group)
         # A new one is handed out after all of these: at this version if a step waits for groups, else at the next or later.
         if len(self._groups) >= self._num_groups * (self._max_staleness + self._is_waited_for):
             return None
         begun = Begun(index=self._next_group, version=version)
-        self._note(begun)
-        return self._begin(begun).waiting.pop(0)
+        self._write(begun)
+        return self._give(self._begin(begun))
 
-    def add_turn(self, live: LiveEpisode) -> None:
-        """Note that an episode came to the end of a turn."""
-        turn = live.turns[-1]
-        self._note(Played(task=live.task, turn=turn, observation=live.observation, snapshot=live.snapshot))
-
-    def hold(self, live: Iterable[LiveEpisode]) -> None:
-        """Note what was sampled of the next actions."""
-        for e in live:
-            if e.partial is not None and e.partial.token_ids:
-                self._note(Held(trajectory_id=e.task.trajectory_id, observation=e.observation, partial=e.partial))
+    def note(self, live: LiveEpisode) -> None:
+        """Remember that an episode was played to the end of a turn, or what was sampled of its next action."""
+        task, observation = live.task, live.observation
+        if live.partial is None:
+            self._write(Played(task=task, turn=live.turns[-1], observation=observation, snapshot=live.snapshot))
+        elif live.partial.token_ids:
+            self._write(Held(task=task, observation=observation, partial=live.partial))
+        self._noted[task.trajectory_id] = len(live.turns)
 
     def take(self, trajectory: Trajectory) -> None:
         """Put a finished episode to its group."""
+        played = self._noted.pop(trajectory.trajectory_id)
+        if any(turn.branch_rewards is not None for turn in trajectory.turns):
+            played = 0  # what forks have earned was not known then
         if not trajectory.failed:
-            is_forked = any(turn.branch_rewards is not None for turn in trajectory.turns)
-            self._note(Ended(trajectory=trajectory if is_forked else replace(trajectory, turns=())))
+            rest = replace(trajectory, turns=trajectory.turns[played:])
+            self._write(Ended(trajectory=rest, played=played))
         self._groups[trajectory.group_id].done.append(trajectory)
 
     def hand_out(self, *, version: int) -> list[TrajectoryGroup] | None:
@@ -124,7 +127,7 @@ class TaskStream:
                 group.is_of_use = self._is_of_use(group_of(name, group.done))
                 if not group.is_of_use:
                     del self._groups[name]
-                    self._note(Dropped(group=name, counts=dict(self.counts)))
+                    self._write(Dropped(group=name, counts=dict(self.counts)))
         num = self._num_groups
         names = [name for name, group in self._groups.items() if group.is_of_use][:num]
         if len(names) < num:
@@ -138,8 +141,10 @@ class TaskStream:
         self._is_waited_for = False
         groups = [group_of(name, self._groups.pop(name).done) for name in names]
         for failed in (t for group in groups for t in group.trajectories if t.failed):
-            self._note(Ended(trajectory=failed))  # until now, a run that was begun again would have tried again
-        self._note(HandedOut(groups=tuple(names), counts=dict(self.counts)))
+            self._write(
+                Ended(trajectory=failed, played=0)
+            )  # until now, a run that was begun again would have tried again
+        self._write(HandedOut(groups=tuple(names), counts=dict(self.counts)))
         return groups
 
     def record(self, journal: Journal) -> None:
@@ -204,6 +209,11 @@ class TaskStream:
             for index in range(group_size)
         ]
 
+    def _give(self, group: _Group) -> LiveEpisode:
+        episode = group.waiting.pop(0)
+        self._noted[episode.task.trajectory_id] = len(episode.turns)
+        return episode
+
     def _begin(self, begun: Begun) -> _Group:
         name = f"train/{begun.index:06d}"
         tasks = self.tasks(name, task_seed(self._seed, begun.index), self._config.group_size)
@@ -232,7 +242,7 @@ class TaskStream:
             )
         return False
 
-    def _note(self, event: Event) -> None:
+    def _write(self, event: Event) -> None:
         if self._journal is not None:
             self._journal.write(event)
 
@@ -246,15 +256,15 @@ class TaskStream:
                 turns = (*(before.turns if before.task.attempt == task.attempt else ()), turn)
                 after = LiveEpisode(task=task, turns=turns, observation=observation, snapshot=snapshot)
                 self._replace(before, after)
-            case Held(trajectory_id=name, observation=observation, partial=partial):
-                before = self._waiting(name)
-                self._replace(before, replace(before, observation=observation, partial=partial))
-            case Ended(trajectory=trajectory):
-                episode = self._waiting(trajectory.trajectory_id)
-                group = self._groups[trajectory.group_id]
+            case Held(task=task, observation=observation, partial=partial):
+                before = self._waiting(task.trajectory_id)
+                after = before if before.task.attempt == task.attempt else LiveEpisode(task=task)
+                self._replace(before, replace(after, observation=observation, partial=partial))
+            case Ended(trajectory=rest, played=played):
+                episode = self._waiting(rest.trajectory_id)
+                group = self._groups[rest.group_id]
                 group.waiting.remove(episode)
-                is_whole = trajectory.failed or trajectory.turns
-                group.done.append(trajectory if is_whole else replace(trajectory, turns=episode.turns))
+                group.done.append(replace(rest, turns=(*episode.turns[:played], *rest.turns)))
             case Dropped(group=name, counts=counts):
                 del self._groups[name]
                 self.counts |= counts

@@ -220,6 +220,9 @@ def test_a_branch_begins_in_the_context_of_its_turn_with_the_state_of_that_momen
         ]
         assert env.heard[: own[0]] == main.heard[: own[0]]
     # What was kept to fork from stands where it stood.
+    deadline = time.monotonic() + 5  # it is closed when nobody waits any more
+    while len(closed) < 16 and time.monotonic() < deadline:
+        time.sleep(0.01)
     kept = sorted(len(env.drawn) for env in closed if env.generation == 1)
     assert kept == [0, 1, 2, 3, 4]
 

@@ -104,7 +104,7 @@ class Slow(TransformersEngine):
     """Takes a while for each token."""
 
     async def _advance(self, waiting: list[Request]) -> None:
-        await asyncio.sleep(0.005)
+        time.sleep(0.005)
         await super()._advance(waiting)
 
 

@@ -30,11 +30,11 @@ class Table:
         self.engine, self.renderer, self.fork = engine, renderer, fork
 
     def episode(
-        self, recorded: LiveEpisode | None = None, *, on_turn: Callable[[LiveEpisode], None] | None = None
+        self, recorded: LiveEpisode | None = None, *, on_change: Callable[[LiveEpisode], None] | None = None
     ) -> tuple[Episode, EnvThread]:
         thread = EnvThread()
         parts: dict[str, Any] = {"engine": self.engine, "renderer": self.renderer, "config": CONFIG, "thread": thread}
-        return Episode(TASK, **parts, fork=self.fork, recorded=recorded, on_turn=on_turn), thread
+        return Episode(TASK, **parts, fork=self.fork, recorded=recorded, on_change=on_change), thread
 
     def play(self, recorded: LiveEpisode | None = None, *, make_env: MakeEnv = Dice) -> Trajectory:
         async def played() -> Trajectory:
@@ -123,11 +123,11 @@ class Patchy(Saved):
 
 
 def stations(table: Table, make_env: MakeEnv) -> tuple[Trajectory, list[LiveEpisode]]:
-    """Play an episode; return it, and where it stood after each turn."""
+    """Play an episode; return it, and where it stood after each turn, and before it took its last action."""
     found: list[LiveEpisode] = []
 
     async def played() -> Trajectory:
-        episode, thread = table.episode(on_turn=found.append)
+        episode, thread = table.episode(on_change=found.append)
         try:
             return await episode.play(make_env)
         finally:
@@ -150,6 +150,7 @@ def test_an_environment_that_saves_itself_goes_on_from_its_snapshot(
     Rewrites.__qualname__ = "Rewrites"
     whole, found = stations(table, Rewrites if anew else Saved)
     assert [turn.extends for turn in whole.turns[1:]] == [not anew] * 4
+    assert [len(state.turns) for state in found] == [1, 2, 3, 4, 4]
     for k, state in enumerate(found[:-1], start=1):
         before = (Saved.resets, Rewrites.resets)
         kept = TypeAdapter(LiveEpisode).validate_json(TypeAdapter(LiveEpisode).dump_json(state))
@@ -163,6 +164,11 @@ def test_an_environment_that_saves_itself_goes_on_from_its_snapshot(
         assert ended.turns[k].state_key == whole.turns[k].state_key
         assert len(ended.turns) == 5
         assert not ended.failed
+    last = found[-1]
+    assert last.partial is not None
+    assert last.partial.token_ids == whole.turns[4].action_ids
+    assert table.play(last).turns[4].action_ids == whole.turns[4].action_ids
+    assert (Saved.resets, Rewrites.resets) == before
 
 
 def test_an_environment_that_neither_repeats_nor_saves_itself_fails_in_so_many_words(

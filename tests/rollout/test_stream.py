@@ -81,29 +81,36 @@ class Driver:
             self.live[name] = played = LiveEpisode(
                 task=episode.task, turns=(*episode.turns, new), observation=new.observation, snapshot=snapshot
             )
-            self.stream.add_turn(played)
+            self.stream.note(played)
 
     def begin_again(self) -> None:
         if self.live:
             name = sorted(self.live)[self.choose(len(self.live))]
-            task = self.live[name].task
-            self.live[name] = LiveEpisode(task=replace(task, attempt=task.attempt + 1))
-            # Until it has played a turn, the earlier attempt is what is remembered: nothing is lost by a kill.
-            self.live[name] = replace(self.live[name], turns=(turn(0, reward=1.0),), observation=())
-            self.stream.add_turn(self.live[name])
+            task = replace(self.live[name].task, attempt=self.live[name].task.attempt + 1)
+            # Until it has sampled anything, the earlier attempt is what is remembered: nothing is lost by a kill.
+            self.live[name] = LiveEpisode(task=task, observation=())
+            if self.choose(2):
+                self.live[name] = replace(self.live[name], turns=(turn(0, reward=1.0),))
+            else:
+                self.live[name] = replace(self.live[name], partial=partial(2))
+            self.stream.note(self.live[name])
 
     def end(self) -> None:
         if self.live:
             episode = self.live.pop(sorted(self.live)[self.choose(len(self.live))])
-            task, reason = episode.task, StopReason.TERMINATED
+            task, turns = episode.task, episode.turns
+            if not turns or self.choose(2):  # else it ends for want of room, after a turn like any other
+                self.stream.note(replace(episode, partial=partial(2)))
+                turns = (*turns, turn(9, reward=float(self.choose(2))))
+            forks = self.choose(5) == 0
             self.stream.take(
                 Trajectory(
                     group_id=task.group_id,
                     trajectory_id=task.trajectory_id,
                     env_id="made up",
                     seed=task.seed,
-                    turns=episode.turns,
-                    stop_reason=reason,
+                    turns=tuple(replace(t, branch_rewards=((1.0,),)) for t in turns) if forks else turns,
+                    stop_reason=StopReason.TERMINATED,
                     metrics={"success": float("nan")},
                 )
             )
@@ -114,7 +121,8 @@ class Driver:
             name: replace(episode, partial=partial(1 + self.choose(3)), observation=episode.observation or said)
             for name, episode in self.live.items()
         }
-        self.stream.hold(self.live.values())
+        for episode in self.live.values():
+            self.stream.note(episode)
 
     def step(self) -> list[TrajectoryGroup] | None:
         groups = self.stream.hand_out(version=self.version)
