@@ -60,7 +60,7 @@ class TaskStream:
         self._groups: dict[str, _Group] = {}
         """Groups under way, oldest first."""
         self._noted: dict[str, int] = {}
-        """How many turns of each episode that is played were written down, or are in the state that was loaded."""
+        """How many turns of each episode that is played had been played when it was last written down."""
         self._handed_out: deque[list[TrajectoryGroup]] = deque()
         self._journal: Journal | None = None
         self._journaled_since: int | None = None
@@ -85,13 +85,13 @@ class TaskStream:
         """Take the next episode: of the oldest group that has one left, else of a new one, as far as one may be begun."""
         for group in self._groups.values():
             if group.waiting:
-                return self._give(group)
+                return group.waiting.pop(0)
         # A new one is handed out after all of these: at this version if a step waits for groups, else at the next or later.
         if len(self._groups) >= self._num_groups * (self._max_staleness + self._is_waited_for):
             return None
         begun = Begun(index=self._next_group, version=version)
         self._write(begun)
-        return self._give(self._begin(begun))
+        return self._begin(begun).waiting.pop(0)
 
     def note(self, live: LiveEpisode) -> None:
         """Remember that an episode was played to the end of a turn, or what was sampled of its next action."""
@@ -104,7 +104,7 @@ class TaskStream:
 
     def take(self, trajectory: Trajectory) -> None:
         """Put a finished episode to its group."""
-        played = self._noted.pop(trajectory.trajectory_id)
+        played = self._noted.pop(trajectory.trajectory_id, 0)
         if any(turn.branch_rewards is not None for turn in trajectory.turns):
             played = 0  # what forks have earned was not known then
         if not trajectory.failed:
@@ -208,11 +208,6 @@ class TaskStream:
             Task(group_id=group_id, rollout_index=index, seed=seed, sampling_seed=sampling_seed)
             for index in range(group_size)
         ]
-
-    def _give(self, group: _Group) -> LiveEpisode:
-        episode = group.waiting.pop(0)
-        self._noted[episode.task.trajectory_id] = len(episode.turns)
-        return episode
 
     def _begin(self, begun: Begun) -> _Group:
         name = f"train/{begun.index:06d}"
