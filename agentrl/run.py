@@ -304,6 +304,7 @@ class Run:
         self._save(folder)
 
     def _save(self, folder: RunFolder) -> None:
+        self._runner.run(self._pool.hold())  # no deadline shall pass while the loop stands still
         save_checkpoint(self._trainer, folder.checkpoints, keep_last=self.recipe.train.keep_last)
         self._pool.forget()
 

@@ -25,8 +25,8 @@ from agentrl.rollout import RolloutConfig, RolloutPool
 from agentrl.types import Message
 
 SHORT, LONG, GROUPS, SIZE = 2, 20, 8, 8
-LATENCIES_S = (0.0, 0.02, 0.1)
-"""Seconds that an environment takes for a step: a calculation, a local tool, a request to a service."""
+LATENCIES_S = (0.0, 0.02, 0.1, 0.3)
+"""Seconds that an environment takes for a step: a calculation, a local tool, a request to a service, a slower one."""
 TOKENIZER = train_tokenizer([], vocab_size=261)
 
 

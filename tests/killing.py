@@ -56,7 +56,7 @@ def look(run: Path) -> OnDisk | None:
     stream.load_state_dict(state["pool"])
     with TemporaryDirectory() as scratch:
         shutil.copytree(folder.journal, scratch, dirs_exist_ok=True)
-        stream.recover(Journal(Path(scratch)), ignore=False)
+        stream.recover(Journal(Path(scratch)), ignore=False, version=0)
         handed_out = [group for step in stream._handed_out for group in step]
         done = [t for group in stream._groups.values() for t in group.done]
         for trajectory in [*done, *(t for group in handed_out for t in group.trajectories)]:

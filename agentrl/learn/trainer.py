@@ -6,7 +6,7 @@
 import asyncio
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -150,6 +150,7 @@ class Trainer:
         )
         accelerator.register_for_checkpointing(self._schedule)
         self._reference: Policy | None = None
+        self._is_given_up = False
         self.finished_steps = 0
 
     @property
@@ -195,8 +196,7 @@ class Trainer:
         groups = self._runner.run(self._pool.collect())
         collected = time.perf_counter()
         learn = partial(self._learn, groups, is_replaying=is_replaying)
-        # On another thread, the episodes go on meanwhile.
-        groups, credits, metrics = self._runner.run(asyncio.to_thread(learn)) if is_async else learn()
+        groups, credits, metrics = self._meanwhile(learn) if is_async else learn()
         self.finished_steps += 1
         learned = time.perf_counter()
         self._push(self._weights())
@@ -220,6 +220,14 @@ class Trainer:
             "time/tokens_per_s": sampled / (done - begin),
         }
         return StepResult(step=self.finished_steps, metrics=metrics | process_metrics(), groups=groups, credits=credits)
+
+    def _meanwhile(self, learn: Callable[[], _Learned]) -> _Learned:
+        """Learn on another thread; the episodes go on meanwhile."""
+        try:
+            return self._runner.run(asyncio.to_thread(learn))
+        except BaseException:
+            self._is_given_up = True  # an interrupt leaves the thread behind, and the process would wait for its end
+            raise
 
     def _learn(self, groups: list[TrajectoryGroup], *, is_replaying: bool) -> _Learned:
         """Measure, credit and update."""
@@ -298,9 +306,16 @@ class Trainer:
         sampling = Sampling(max_tokens=16, stop_token_ids=(), temperature=self._temperature, seed=self._seed)
 
         async def sample() -> Completion:
+            timeout_s = self._rollout.engine_timeout_s
             await self._pool.go_on()
-            with self._engine.conversation("self-proof"):
-                completion = await self._engine.generate(prompt, sampling, "self-proof")
+            try:
+                async with asyncio.timeout(timeout_s):
+                    with self._engine.conversation("self-proof"):
+                        completion = await self._engine.generate(prompt, sampling, "self-proof")
+            except TimeoutError:
+                raise EngineError(
+                    f"the engine did not answer its self-proof within rollout.engine_timeout_s: {timeout_s:g}"
+                ) from None
             if self._rollout.mode != "async":
                 await self._pool.hold()
             return completion
@@ -351,6 +366,8 @@ class Trainer:
         for index, plan in enumerate(plans):
             tally = Tally()
             for number, micro in enumerate(plan):
+                if self._is_given_up:
+                    raise TrainingError("the update was interrupted")
                 proximal_T = None if anchors is None else anchors[index][number]
                 loss = self._loss_of(micro, proximal_T, tally=tally)
                 self._accelerator.backward(loss)

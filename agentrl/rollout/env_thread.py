@@ -54,9 +54,11 @@ class EnvThread:
         try:
             async with asyncio.timeout(timeout_s):
                 result, error = await future
-        except (TimeoutError, asyncio.CancelledError):
+        except (TimeoutError, asyncio.CancelledError) as stop:
             self.is_lost = not future.done() or future.cancelled()
-            raise
+            if self.is_lost or isinstance(stop, asyncio.CancelledError):
+                raise
+            result, error = future.result()  # it had come in time, and the loop stood still
         if error is not None:
             raise error
         returned: R = result

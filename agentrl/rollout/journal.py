@@ -1,15 +1,17 @@
 """What happened to the episodes since the last checkpoint, so that a run that is killed loses none of them."""
 
+import json
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal, TextIO
+from typing import Annotated, Literal, TextIO
 
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
 from agentrl.errors import ConfigError
 from agentrl.rollout.episode import Task
+from agentrl.rollout.moment import plain
 from agentrl.types import Completion, Message, Trajectory, Turn
 
 
@@ -80,7 +82,16 @@ class HandedOut:
     """The pool's counts at that time."""
 
 
-Event = Begun | Played | Held | Ended | Dropped | HandedOut
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Restarted:
+    """Every group that was begun and not trained on was begun anew, under another recipe."""
+
+    kind: Literal["restarted"] = "restarted"
+    version: int
+    """Policy version at that time."""
+
+
+Event = Begun | Played | Held | Ended | Dropped | HandedOut | Restarted
 _EVENT: TypeAdapter[Event] = TypeAdapter(
     Annotated[Event, Field(discriminator="kind")], config=ConfigDict(ser_json_inf_nan="constants")
 )
@@ -98,21 +109,28 @@ class Journal:
         self.number = 0
         """Of the file that is written into."""
 
-    def begin(self, number: int | None = None) -> int:
-        """Write into a new file from now on; return its number, by default the one after the last."""
+    def begin(self, *, at_least: int = 1) -> int:
+        """Write into a new file from now on; return its number: the one after the last, or `at_least`."""
         self.close()
         self._folder.mkdir(parents=True, exist_ok=True)
-        if number is None:
-            number = 1 + max(self._numbers(), default=0)
+        number = max([at_least, *(1 + number for number in self._numbers())])
         self.number = number
         self._file = self._path(number).open("x", encoding="utf-8", buffering=1)  # by lines
         return number
 
     def write(self, event: Event) -> None:
-        """Append an event; nothing is written before `begin`."""
+        """Append an event; nothing is written before `begin`.
+
+        Raises:
+            OSError: when the disk takes no more; nothing is written after that, for it would follow half a line.
+        """
         if self._file is not None:
-            text = _EVENT.dump_json(event, exclude_defaults=True, fallback=plain).decode()
-            self._file.write(f'{{"kind":"{event.kind}",{text[1:]}\n')
+            data = _EVENT.dump_python(event, mode="json", exclude_defaults=True, fallback=plain)
+            try:
+                self._file.write(json.dumps({"kind": event.kind, **data}) + "\n")
+            except OSError:
+                self.close()
+                raise
 
     def read(self, since: int) -> Iterator[Event]:
         """Yield the events from file `since` on. What a kill cut short at the end of a file has not happened.
@@ -124,18 +142,17 @@ class Journal:
         if since not in numbers:
             return
         for number in numbers:
-            with self._path(number).open(encoding="utf-8") as file:
-                for count, line in enumerate(file, start=1):
-                    if not line.endswith("\n"):
-                        break
-                    try:
-                        event = _EVENT.validate_json(line)
-                    except ValidationError as error:
-                        raise ConfigError(
-                            f"line {count} of {file.name} cannot be read: {error.errors()[0]['msg']}. If {self._folder} is "
-                            "deleted, what was sampled since the last checkpoint is sampled again"
-                        ) from error
-                    yield event
+            *lines, _ = self._path(number).read_bytes().split(b"\n")
+            for count, line in enumerate(lines, start=1):
+                try:
+                    event = _EVENT.validate_python(json.loads(line))
+                except ValueError as error:
+                    words = error.errors()[0]["msg"] if isinstance(error, ValidationError) else error
+                    raise ConfigError(
+                        f"line {count} of {self._path(number)} cannot be read: {words}. If {self._folder} is deleted, what "
+                        "was sampled since the last checkpoint is sampled again"
+                    ) from error
+                yield event
 
     def drop(self, *, before: int | None = None) -> None:
         """Delete the files before a number; by default all."""
@@ -155,9 +172,3 @@ class Journal:
 
     def _path(self, number: int) -> Path:
         return self._folder / f"{number:06d}.jsonl"
-
-
-def plain(value: Any) -> Any:
-    """Return what an environment left in an `info` as JSON knows it: numpy's numbers as numbers, the rest as text."""
-    item = getattr(value, "item", None)
-    return item() if callable(item) and getattr(value, "size", None) == 1 else str(value)

@@ -2,6 +2,7 @@
 
 import base64
 import copy
+import json
 import math
 import pickle
 from collections.abc import Callable, Sequence
@@ -112,7 +113,7 @@ def step(env: Env, base: MessageEnv, action: Message) -> Moment:
         reward=float(reward),
         terminated=bool(terminated),
         truncated=bool(truncated),
-        info=dict(info),
+        info=json.loads(json.dumps(info, default=plain)),  # as it comes out of a journal or a checkpoint
         snapshot=base64.b64encode(pickle.dumps(env)).decode() if base.can_snapshot else None,
     )
 
@@ -150,3 +151,9 @@ def shape(value: object) -> str:
     """Describe a value in a few words."""
     text = repr(value)
     return f"{type(value).__name__} {text[:80]}{'...' if len(text) > 80 else ''}"
+
+
+def plain(value: Any) -> Any:
+    """Return what JSON does not know as what it knows: numpy's numbers as numbers, the rest as text."""
+    item = getattr(value, "item", None)
+    return item() if callable(item) and getattr(value, "size", None) == 1 else str(value)

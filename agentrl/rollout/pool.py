@@ -17,7 +17,7 @@ from agentrl.rollout.episode import Episode, LiveEpisode, Task
 from agentrl.rollout.journal import Journal
 from agentrl.rollout.moment import MakeEnv
 from agentrl.rollout.stream import TaskStream, group_of
-from agentrl.types import StopReason, Trajectory, TrajectoryGroup
+from agentrl.types import Sampling, StopReason, Trajectory, TrajectoryGroup
 
 _FIRST_WAIT_S = 1.0
 """Wait before an episode's second retry; doubles each time. The first is made at once."""
@@ -100,7 +100,9 @@ class RolloutPool:
         try:
             async with self._lag_measured():
                 groups = await self._complete()
-            if self._config.mode != "async":
+            if self._config.mode == "async":
+                self._fill_places()  # for the time of the update
+            else:
                 await self.hold()
         except BaseException as error:
             if not isinstance(error, EngineError):  # one that fails need not be asked for what it has
@@ -161,16 +163,16 @@ class RolloutPool:
 
         Args:
             journal: of that run.
-            ignore: drop it instead, because it does not fit what is played now.
+            ignore: drop it, and begin every group anew that is not trained on, because the recipe is another.
         """
-        self._stream.recover(journal, ignore=ignore)
+        self._stream.recover(journal, ignore=ignore, version=self._engine.version)
 
     def state_dict(self) -> dict[str, Any]:
         """Return where the stream of training tasks stands, with every episode of it that is under way or done.
 
         What happens from now on goes into a new file of the journal.
         """
-        return self._stream.state_dict([episode.live() for episode in self._live.values()])
+        return self._stream.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from `state_dict`; nothing may be under way."""
@@ -189,14 +191,37 @@ class RolloutPool:
     async def _complete(self) -> list[TrajectoryGroup]:
         """Play until there are groups to hand out."""
         self._changed = asyncio.Event()
-        while (groups := self._stream.hand_out(version=self._engine.version)) is None:
+        while True:
             if self._failure is not None:
                 failure, self._failure = self._failure, None
                 raise failure
+            if (groups := self._stream.hand_out(version=self._engine.version)) is not None:
+                return groups
             self._fill_places()
-            await self._changed.wait()
-            self._changed.clear()
-        return groups
+            if self._runners:
+                await self._changed.wait()
+                self._changed.clear()
+            elif self._stream.has_suspects:
+                await self._ask_engine()
+                self._stream.give_up()
+            else:
+                raise RuntimeError("nothing is played, nothing can be begun, and no group can be handed out")
+
+    async def _ask_engine(self) -> None:
+        """Sample a token.
+
+        Raises:
+            EngineError: when the engine does not answer: then it was no episode's fault that it failed.
+        """
+        sampling = Sampling(max_tokens=1, stop_token_ids=(), temperature=self._config.temperature)
+        try:
+            async with self._clock.timeout(self._config.engine_timeout_s):
+                with self._engine.conversation("ask"):
+                    await self._engine.generate(self._renderer.stop_token_ids[:1], sampling, "ask")
+        except TimeoutError:
+            raise EngineError(
+                f"no completion within rollout.engine_timeout_s: {self._config.engine_timeout_s:g}"
+            ) from None
 
     def _fill_places(self) -> None:
         """Begin as many episodes as there are free places.
@@ -246,7 +271,8 @@ class RolloutPool:
                 break
             self._stream.counts["retries"] += 1
             if retry:
-                await asyncio.sleep(_FIRST_WAIT_S * 2 ** (retry - 1))
+                with self._engine.conversation(f"{start.task.trajectory_id} waits"):  # in lockstep, so do all others
+                    await asyncio.sleep(_FIRST_WAIT_S * 2 ** (retry - 1))
             if trajectory.stop_reason is StopReason.ENGINE_ERROR:
                 start = reached
             else:

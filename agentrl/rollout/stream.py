@@ -1,7 +1,7 @@
 """The stream of training tasks: which episodes are begun, which groups are handed out, what is remembered of both."""
 
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -10,9 +10,10 @@ from pydantic import TypeAdapter
 from agentrl.errors import EnvironmentFailure
 from agentrl.rollout.config import RolloutConfig
 from agentrl.rollout.episode import LiveEpisode, Task
-from agentrl.rollout.journal import Begun, Dropped, Ended, Event, HandedOut, Held, Journal, Played, plain
+from agentrl.rollout.journal import Begun, Dropped, Ended, Event, HandedOut, Held, Journal, Played, Restarted
+from agentrl.rollout.moment import plain
 from agentrl.rollout.seeds import derive_seed, task_seed
-from agentrl.types import Trajectory, TrajectoryGroup
+from agentrl.types import StopReason, Trajectory, TrajectoryGroup
 
 
 @dataclass(slots=True, kw_only=True)
@@ -59,8 +60,10 @@ class TaskStream:
         self._is_waited_for = False
         self._groups: dict[str, _Group] = {}
         """Groups under way, oldest first."""
-        self._noted: dict[str, int] = {}
-        """How many turns of each episode that is played had been played when it was last written down."""
+        self._playing: dict[str, LiveEpisode] = {}
+        """Episodes that were taken out to be played, as they stood when that was last noted."""
+        self._suspects: list[Trajectory] = []
+        """Episodes that the engine failed: given up only once it is known that it was not down."""
         self._handed_out: deque[list[TrajectoryGroup]] = deque()
         self._journal: Journal | None = None
         self._journaled_since: int | None = None
@@ -85,13 +88,13 @@ class TaskStream:
         """Take the next episode: of the oldest group that has one left, else of a new one, as far as one may be begun."""
         for group in self._groups.values():
             if group.waiting:
-                return group.waiting.pop(0)
+                return self._take_out(group)
         # A new one is handed out after all of these: at this version if a step waits for groups, else at the next or later.
         if len(self._groups) >= self._num_groups * (self._max_staleness + self._is_waited_for):
             return None
         begun = Begun(index=self._next_group, version=version)
         self._write(begun)
-        return self._begin(begun).waiting.pop(0)
+        return self._take_out(self._begin(begun))
 
     def note(self, live: LiveEpisode) -> None:
         """Remember that an episode was played to the end of a turn, or what was sampled of its next action."""
@@ -100,11 +103,28 @@ class TaskStream:
             self._write(Played(task=task, turn=live.turns[-1], observation=observation, snapshot=live.snapshot))
         elif live.partial.token_ids:
             self._write(Held(task=task, observation=observation, partial=live.partial))
-        self._noted[task.trajectory_id] = len(live.turns)
+        self._playing[task.trajectory_id] = live
+
+    @property
+    def has_suspects(self) -> bool:
+        """True where the engine has failed episodes that are not given up yet."""
+        return bool(self._suspects)
 
     def take(self, trajectory: Trajectory) -> None:
-        """Put a finished episode to its group."""
-        played = self._noted.pop(trajectory.trajectory_id, 0)
+        """Put a finished episode to its group; one that the engine failed waits for `give_up`."""
+        if trajectory.stop_reason is StopReason.ENGINE_ERROR:
+            self._suspects.append(trajectory)
+        else:
+            self._put(trajectory)
+
+    def give_up(self) -> None:
+        """Put the episodes that the engine failed to their groups: it was their own fault."""
+        suspects, self._suspects = self._suspects, []
+        for trajectory in suspects:
+            self._put(trajectory)
+
+    def _put(self, trajectory: Trajectory) -> None:
+        played = len(self._playing.pop(trajectory.trajectory_id).turns)
         if any(turn.branch_rewards is not None for turn in trajectory.turns):
             played = 0  # what forks have earned was not known then
         if not trajectory.failed:
@@ -152,12 +172,13 @@ class TaskStream:
         self._journal = journal
         journal.drop()
 
-    def recover(self, journal: Journal, *, ignore: bool) -> None:
+    def recover(self, journal: Journal, *, ignore: bool, version: int) -> None:
         """Take over what a run that was killed has written down since the state that was loaded, and go on with it.
 
         Args:
             journal: of that run.
-            ignore: drop it instead, because it does not fit what is played now.
+            ignore: drop it, and begin every group anew that is not trained on, because the recipe is another.
+            version: present policy version.
         """
         self._journal, since = journal, self._journaled_since
         if since is None or ignore:
@@ -165,14 +186,18 @@ class TaskStream:
         if since is not None:
             for event in journal.read(since):
                 self._apply(event)
-            journal.begin(since if ignore else None)
+            journal.begin(at_least=since)
+        if ignore:
+            restarted = Restarted(version=version)
+            self._apply(restarted)
+            self._write(restarted)
 
-    def state_dict(self, live: Sequence[LiveEpisode]) -> dict[str, Any]:
-        """Return where the stream stands, given the episodes that are played; what follows goes into a new file."""
+    def state_dict(self) -> dict[str, Any]:
+        """Return where the stream stands; what follows goes into a new file."""
         groups = {}
         for name, group in self._groups.items():
-            played = [episode for episode in live if episode.task.group_id == name]
-            waiting = sorted([*played, *group.waiting], key=lambda episode: episode.task.rollout_index)
+            playing = [episode for episode in self._playing.values() if episode.task.group_id == name]
+            waiting = sorted([*playing, *group.waiting], key=lambda episode: episode.task.rollout_index)
             groups[name] = replace(group, waiting=waiting)
         state = _State(
             next_group=self._next_group,
@@ -208,6 +233,11 @@ class TaskStream:
             Task(group_id=group_id, rollout_index=index, seed=seed, sampling_seed=sampling_seed)
             for index in range(group_size)
         ]
+
+    def _take_out(self, group: _Group) -> LiveEpisode:
+        episode = group.waiting.pop(0)
+        self._playing[episode.task.trajectory_id] = episode
+        return episode
 
     def _begin(self, begun: Begun) -> _Group:
         name = f"train/{begun.index:06d}"
@@ -256,8 +286,10 @@ class TaskStream:
                 after = before if before.task.attempt == task.attempt else LiveEpisode(task=task)
                 self._replace(before, replace(after, observation=observation, partial=partial))
             case Ended(trajectory=rest, played=played):
-                episode = self._waiting(rest.trajectory_id)
                 group = self._groups[rest.group_id]
+                if any(t.trajectory_id == rest.trajectory_id for t in group.done):
+                    return  # it failed, was in the checkpoint, and was written down when its group was handed out
+                episode = self._waiting(rest.trajectory_id)
                 group.waiting.remove(episode)
                 group.done.append(replace(rest, turns=(*episode.turns[:played], *rest.turns)))
             case Dropped(group=name, counts=counts):
@@ -266,6 +298,14 @@ class TaskStream:
             case HandedOut(groups=names, counts=counts):
                 self._handed_out.append([group_of(name, self._groups.pop(name).done) for name in names])
                 self.counts |= counts
+            case Restarted(version=version):
+                begun, next_group = {*self._groups}, self._next_group
+                begun |= {group.group_id for step in self._handed_out for group in step}
+                self._groups = {}
+                self._handed_out.clear()
+                for name in sorted(begun):
+                    self._begin(Begun(index=int(name.rpartition("/")[2]), version=version))
+                self._next_group = next_group
 
     def _waiting(self, trajectory_id: str) -> LiveEpisode:
         waiting = self._groups[trajectory_id.rpartition("/")[0]].waiting

@@ -16,6 +16,7 @@ from accelerate import Accelerator
 from agentrl import Credit, CreditScheme, StopReason, Trajectory, TrajectoryGroup
 from agentrl.chat import ChatMLRenderer, train_tokenizer
 from agentrl.engine import EngineConfig
+from agentrl.engine.batched import Request
 from agentrl.engine.transformers import TransformersEngine
 from agentrl.env import make_env
 from agentrl.errors import EngineError, TrainingError
@@ -256,6 +257,39 @@ def test_an_engine_that_misses_a_later_push_is_found_out_at_once(
     with pytest.raises(EngineError, match=r"train\.agreement: 0\.001"):  # before another token is trained on
         trainer.step()
     runner.run(trainer._pool.stop())
+
+
+class StuckEngine(TransformersEngine):
+    """Decodes nothing more from the second version on."""
+
+    async def _advance(self, waiting: list[Request]) -> None:
+        if self.version >= 2:
+            await asyncio.sleep(60)
+        await super()._advance(waiting)
+
+
+def test_an_engine_that_hangs_after_a_push_has_a_deadline(runner: asyncio.Runner) -> None:
+    rollout = ROLLOUT.model_copy(update={"mode": "partial", "engine_timeout_s": 1.0})
+    trainer = make_trainer(runner, rollout=rollout, engine_class=StuckEngine)
+    trainer.step()
+    with pytest.raises(EngineError, match=r"did not answer its self-proof within rollout\.engine_timeout_s: 1"):
+        trainer.step()
+    runner.run(trainer._pool.stop())
+
+
+def test_an_update_that_is_given_up_ends_soon(runner: asyncio.Runner) -> None:
+    trainer = make_trainer(runner)
+    groups = runner.run(trainer._pool.collect())
+
+    def broken() -> Any:
+        raise RuntimeError("broken off")
+
+    with pytest.raises(RuntimeError, match="broken off"):
+        trainer._meanwhile(broken)
+    before = weights(trainer)
+    with pytest.raises(TrainingError, match="the update was interrupted"):
+        trainer._learn(groups, is_replaying=False)
+    assert torch.equal(weights(trainer), before)
 
 
 def test_the_learning_rate_rises_over_its_warm_up_whatever_the_schedule(runner: asyncio.Runner) -> None:

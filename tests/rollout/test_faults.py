@@ -1,10 +1,13 @@
 """What goes wrong while episodes are played: each thing under a deadline, mended where it can be, and nothing lost."""
 
 import asyncio
+import json
+import random
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +16,7 @@ from agentrl.chat import Renderer
 from agentrl.engine.batched import Request
 from agentrl.engine.transformers import TransformersEngine
 from agentrl.errors import EngineError, EnvironmentFailure
-from agentrl.rollout import RolloutConfig, RolloutPool
+from agentrl.rollout import Journal, RolloutConfig, RolloutPool
 from agentrl.types import Completion, Message, Sampling, Trajectory
 from tests.rollout.test_pool import Talk, collect, episodes, logged
 
@@ -171,3 +174,175 @@ def test_a_consumer_that_is_slow_is_not_run_away_from(new_pool: NewPool) -> None
             await pool.stop()
 
     asyncio.run(main())
+
+
+def test_a_call_that_came_back_while_the_loop_stood_still_is_in_time(new_pool: NewPool) -> None:
+    pool = new_pool(
+        logged(lambda what, _: time.sleep(0.05) if what == "step" else None), mode="partial", env_timeout_s=0.5
+    )
+
+    async def main() -> None:
+        async with asyncio.timeout(60):
+            for _ in range(3):
+                await pool.collect(1)
+                time.sleep(0.7)  # an update, or a checkpoint that is written
+            await pool.stop()
+
+    asyncio.run(main())
+    assert pool.counts["retries"] == 0
+
+
+def test_no_episode_is_missing_from_a_state_whatever_happens_to_it(new_pool: NewPool) -> None:
+    failed: Counter[tuple[int, int]] = Counter()
+
+    def log(what: str, env: Talk) -> None:
+        if what == "step" and env.member == 1:
+            failed[env.seed, env.member] += 1
+            if failed[env.seed, env.member] <= 2:  # so that there is a wait before the second retry
+                raise ConnectionError("the backend is down")
+
+    pool = new_pool(logged(log), mode="partial", num_groups=1, max_retries=2)
+
+    async def main() -> None:
+        async with asyncio.timeout(60):
+            for _ in range(5):
+                await pool.collect()
+                for group in pool.state_dict()["groups"].values():
+                    assert len(group["waiting"]) + len(group["done"]) == 3
+            await pool.stop()
+
+    asyncio.run(main())
+    assert pool.counts["retries"] > 4
+
+
+class Dies(TransformersEngine):
+    """Answers sixty requests, and no more."""
+
+    answered = 0
+
+    async def generate(self, prompt_ids: Sequence[int], sampling: Sampling, request_id: str) -> Completion:
+        self.answered += 1
+        if self.answered > 60:
+            raise EngineError("connection refused")
+        return await super().generate(prompt_ids, sampling, request_id)
+
+
+def test_an_engine_that_dies_takes_no_episode_with_it(new_pool: NewPool, new_engine: NewEngine) -> None:
+    settings: dict[str, Any] = {"mode": "partial", "num_groups": 4, "max_live_episodes": 8, "max_retries": 0}
+    expected = episodes(collect(new_pool(num_groups=12), 12))
+    pool = new_pool(engine=new_engine(Dies, lockstep=False), max_consecutive_failures=16, **settings)
+    handed_out: dict[str, Trajectory] = {}
+
+    async def until_it_dies() -> None:
+        async with asyncio.timeout(60):
+            while True:
+                handed_out.update(episodes(await pool.collect()))
+
+    with pytest.raises(EngineError, match="connection refused"):
+        asyncio.run(until_it_dies())
+    state = json.loads(json.dumps(pool.state_dict()))
+    assert sum(len(group["waiting"]) for group in state["groups"].values()) >= 16
+    alive = new_pool(**settings)
+    alive.load_state_dict(state)
+
+    async def until_they_are_there() -> None:
+        async with asyncio.timeout(60):
+            while not expected.keys() <= handed_out.keys():
+                handed_out.update(episodes(await alive.collect()))
+            await alive.stop()
+
+    asyncio.run(until_they_are_there())
+    assert {name: sampled(handed_out)[name] for name in sampled(expected)} == sampled(expected)
+
+
+class Refuses(TransformersEngine):
+    """Has something against one episode."""
+
+    async def generate(self, prompt_ids: Sequence[int], sampling: Sampling, request_id: str) -> Completion:
+        if request_id.startswith("train/000001/2"):
+            raise EngineError("HTTP 400: too long")
+        return await super().generate(prompt_ids, sampling, request_id)
+
+
+@pytest.mark.parametrize("mode", ["sync", "partial"])
+def test_an_episode_that_the_engine_refuses_is_given_up(mode: str, new_pool: NewPool, new_engine: NewEngine) -> None:
+    pool = new_pool(engine=new_engine(Refuses), mode=mode, num_groups=3, max_retries=1, max_staleness=1)
+    found: dict[str, Trajectory] = {}
+
+    async def main() -> None:
+        async with asyncio.timeout(60):
+            while "train/000001/2" not in found:
+                found.update(episodes(await pool.collect()))
+                await pool._engine.load_weights([], pool._engine.version + 1)
+            await pool.stop()
+
+    asyncio.run(main())
+    assert found["train/000001/2"].error == "HTTP 400: too long"
+    assert [name for name, trajectory in found.items() if trajectory.failed] == ["train/000001/2"]
+    assert pool.counts["failed_episodes"] == 1
+
+
+def test_in_async_mode_groups_are_begun_during_the_update(new_pool: NewPool) -> None:
+    pool = new_pool(mode="async", num_groups=1, max_staleness=2)
+
+    async def main() -> None:
+        async with asyncio.timeout(30):
+            await pool.collect()
+            await pool.hold()
+            begun = pool.state_dict()["next_group"]
+            assert begun >= 2
+            await pool.go_on()
+            await asyncio.sleep(0.5)
+            groups = pool.state_dict()["groups"]
+            assert len(groups) == 2  # for the next step, and for the one after it
+            assert all(len(group["done"]) == 3 for group in groups.values())
+            await pool.stop()
+
+    asyncio.run(main())
+
+
+def test_in_lockstep_a_run_whose_episodes_are_tried_again_repeats_bit_for_bit(
+    new_pool: NewPool, new_engine: NewEngine
+) -> None:
+    def played() -> dict[str, Trajectory]:
+        failed: Counter[int] = Counter()
+
+        def log(what: str, env: Talk) -> None:
+            time.sleep(random.random() * 0.003)
+            if what == "step" and env.member == 1:
+                failed[env.seed] += 1
+                if failed[env.seed] <= 2:
+                    raise ConnectionError("the backend is down")
+
+        return episodes(collect(new_pool(logged(log), engine=new_engine(), max_retries=2), 2, 2))
+
+    first, second = played(), played()
+    assert {k: t.turns for k, t in first.items()} == {k: t.turns for k, t in second.items()}
+
+
+class Films(Talk):
+    """Leaves in its `info` what JSON does not know."""
+
+    def step(self, action: str | Message) -> tuple[tuple[Message, ...], float, bool, bool, dict[str, Any]]:
+        said, reward, *over = super().step(action)[:4]
+        return (
+            said,
+            reward,
+            bool(over[0]),
+            False,
+            {"frame": b"\xff\xd8", "at": {"x": (1, 2)}, "odd": "\ud800", "set": {1}},
+        )
+
+
+def test_an_info_that_json_does_not_know_is_kept_as_text(new_pool: NewPool, tmp_path: Path) -> None:
+    pool = new_pool(Films, mode="partial", num_groups=1)
+    pool.record(Journal(tmp_path))
+    state = pool.state_dict()
+    (group,) = collect(pool, 1)
+    extras = group.trajectories[0].turns[0].extras
+    assert extras == {"frame": r"b'\xff\xd8'", "at": {"x": [1, 2]}, "odd": "\ud800", "set": "{1}"}
+    json.dumps(pool.state_dict())
+    again = new_pool(Films, mode="partial", num_groups=1)
+    again.load_state_dict(state)
+    again.recover(Journal(tmp_path))
+    assert collect(again, 1) == [group]

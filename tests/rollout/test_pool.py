@@ -313,7 +313,7 @@ def test_an_environment_that_always_hangs_stops_the_run_at_its_deadlines(new_poo
     pool = new_pool(logged(log), max_consecutive_failures=8, env_timeout_s=0.1)
     with pytest.raises(EnvironmentFailure, match=r"step\(\) did not return within rollout\.env_timeout_s: 0\.1 s"):
         collect(pool, 4)
-    assert time.perf_counter() - begin < 5
+    assert time.perf_counter() - begin < 20
     released.set()
 
 

@@ -1,6 +1,9 @@
 """The stream of tasks: handed out once, in time, and the same after a kill, whatever ends in which order."""
 
 import json
+import resource
+import shutil
+import signal
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -14,11 +17,11 @@ from hypothesis import strategies as st
 
 from agentrl.errors import ConfigError
 from agentrl.rollout import LiveEpisode, RolloutConfig
-from agentrl.rollout.journal import Journal
+from agentrl.rollout.journal import Begun, Journal
 from agentrl.rollout.stream import TaskStream
 from agentrl.types import Completion, FinishReason, StopReason, Trajectory, TrajectoryGroup, Turn
 
-GROUPS, SIZE = 2, 2
+GROUPS, SIZE = 2, 3
 Choose = Callable[[int], int]
 
 
@@ -56,14 +59,14 @@ def partial(number: int) -> Completion:
 class Driver:
     """Plays a stream: what the pool and the trainer do to it, one thing at a time."""
 
-    def __init__(self, subject: TaskStream, folder: Path, choose: Choose) -> None:
-        self.stream, self.folder, self.choose = subject, folder, choose
+    def __init__(self, subject: TaskStream, folder: Path, choose: Choose, *, fails: bool = False) -> None:
+        self.stream, self.folder, self.choose, self.fails = subject, folder, choose, fails
         self.version = 0
         self.live: dict[str, LiveEpisode] = {}
         self.ages: list[int] = []
         self.handed_out: list[str] = []
         self.stream.record(Journal(folder))
-        self.state = json.dumps(self.stream.state_dict([]))
+        self.state = json.dumps(self.stream.state_dict())
         self.stream.begin_step(None)
 
     def begin(self) -> bool:
@@ -102,7 +105,9 @@ class Driver:
             if not turns or self.choose(2):  # else it ends for want of room, after a turn like any other
                 self.stream.note(replace(episode, partial=partial(2)))
                 turns = (*turns, turn(9, reward=float(self.choose(2))))
-            forks = self.choose(5) == 0
+            forks, reason = self.choose(5) == 0, StopReason.TERMINATED
+            if self.fails and self.choose(8) == 7:
+                reason = StopReason.ENGINE_ERROR if self.choose(2) else StopReason.ENV_ERROR
             self.stream.take(
                 Trajectory(
                     group_id=task.group_id,
@@ -110,10 +115,14 @@ class Driver:
                     env_id="made up",
                     seed=task.seed,
                     turns=tuple(replace(t, branch_rewards=((1.0,),)) for t in turns) if forks else turns,
-                    stop_reason=StopReason.TERMINATED,
+                    stop_reason=reason,
                     metrics={"success": float("nan")},
                 )
             )
+
+    def give_up(self) -> None:
+        if self.choose(5) == 0:
+            self.stream.give_up()
 
     def hold(self) -> None:
         said = ({"role": "user", "content": "and?"},)
@@ -141,7 +150,7 @@ class Driver:
         return {f"train/{event.index:06d}": event.version for event in events}
 
     def seen(self) -> dict[str, Any]:
-        state = self.stream.state_dict(list(self.live.values()))
+        state = self.stream.state_dict()
         return json.loads(json.dumps({**state, "journal": None}))  # type: ignore[no-any-return]
 
 
@@ -203,26 +212,33 @@ def test_what_would_become_too_old_is_waited_for_unless_the_recipe_says_otherwis
 def test_killed_anywhere_it_is_what_it_was(seed: int) -> None:
     rng = np.random.default_rng(seed)
     with TemporaryDirectory() as folder:
-        driver = Driver(stream(dynamic_sampling=2), Path(folder), lambda num: int(rng.integers(num)))
+        driver = Driver(stream(dynamic_sampling=2), Path(folder), lambda num: int(rng.integers(num)), fails=True)
         state, steps = driver.state, 0
-        actions = [driver.begin, driver.begin, driver.play, driver.play, driver.end, driver.hold, driver.begin_again]
-        for _ in range(int(rng.integers(80))):
+        actions = [driver.begin, driver.play, driver.end, driver.end, driver.hold, driver.begin_again, driver.give_up]
+        for _ in range(int(rng.integers(200))):
             actions[int(rng.integers(len(actions)))]()
             steps += driver.step() is not None
             if rng.random() < 0.05:
-                state, steps = json.dumps(driver.stream.state_dict(list(driver.live.values()))), 0
+                state, steps = json.dumps(driver.stream.state_dict()), 0
         if rng.random() < 0.5:  # killed in the middle of a line
             last = sorted(Path(folder).iterdir())[-1]
             last.write_bytes(last.read_bytes() + b'{"kind":"begun","ind')
         killed = stream(dynamic_sampling=2)
         killed.load_state_dict(json.loads(state))
-        killed.recover(Journal(Path(folder)), ignore=False)
+        killed.recover(Journal(Path(folder)), ignore=False, version=0)
         assert killed.is_replaying == (steps > 0)
         handed = [[group.group_id for group in killed.hand_out_again()] for _ in range(steps)]
         assert [name for names in handed for name in names] == driver.handed_out[len(driver.handed_out) - 2 * steps :]
-        found, expected = json.loads(json.dumps(killed.state_dict([]))), driver.seen()
-        for group in (*found["groups"].values(), *expected["groups"].values()):
-            group["is_of_use"] = None  # is found out again
+        found, expected = json.loads(json.dumps(killed.state_dict())), driver.seen()
+        assert list(found["groups"]) == list(expected["groups"])
+        for name, group in expected["groups"].items():
+            # Those that had failed are tried again: until their group is handed out, nobody has said that they are given up.
+            failed = {t["trajectory_id"] for t in group["done"] if t["stop_reason"].endswith("error")}
+            for one in (group, found["groups"][name]):
+                assert len(one["waiting"]) + len(one["done"]) == SIZE
+                one["waiting"] = [e for e in one["waiting"] if f"{name}/{e['task']['rollout_index']}" not in failed]
+                one["done"] = [t for t in one["done"] if t["trajectory_id"] not in failed]
+                one["is_of_use"] = None  # is found out again
         assert {**found, "journal": None} == expected
 
 
@@ -234,7 +250,7 @@ def test_a_second_kill_before_the_next_checkpoint_loses_nothing_either(tmp_path:
     for _ in range(2):
         subject = stream()
         subject.load_state_dict(json.loads(driver.state))
-        subject.recover(Journal(tmp_path), ignore=False)
+        subject.recover(Journal(tmp_path), ignore=False, version=0)
         driver.stream, before = subject, driver.live
         assert [subject.next(version=0) for _ in range(3)] == [before[name] for name in sorted(before)]
         driver.play()
@@ -243,17 +259,17 @@ def test_a_second_kill_before_the_next_checkpoint_loses_nothing_either(tmp_path:
 
 def test_a_journal_that_does_not_fit_the_recipe_is_dropped(tmp_path: Path) -> None:
     driver = Driver(stream(), tmp_path, lambda _: 0)
-    state = json.dumps(driver.stream.state_dict([]))
+    state = json.dumps(driver.stream.state_dict())
     driver.begin()
     driver.play()
     subject = stream()
     subject.load_state_dict(json.loads(state))
-    subject.recover(Journal(tmp_path), ignore=True)
+    subject.recover(Journal(tmp_path), ignore=True, version=4)
     assert subject.next(version=4) == stream().next(version=4)
     again = stream()
     again.load_state_dict(json.loads(state))
-    again.recover(Journal(tmp_path), ignore=False)
-    group = again.state_dict([])["groups"]["train/000000"]
+    again.recover(Journal(tmp_path), ignore=False, version=0)
+    group = again.state_dict()["groups"]["train/000000"]
     assert (group["began"], group["waiting"][0]["turns"]) == (4, [])
 
 
@@ -265,4 +281,72 @@ def test_a_journal_that_cannot_be_read_says_where(tmp_path: Path) -> None:
     subject = stream()
     subject.load_state_dict(json.loads(driver.state))
     with pytest.raises(ConfigError, match=r"line 2 of .*000001\.jsonl cannot be read: Field required"):
-        subject.recover(Journal(tmp_path), ignore=False)
+        subject.recover(Journal(tmp_path), ignore=False, version=0)
+
+
+def test_what_was_cut_off_is_left_out_even_within_a_letter(tmp_path: Path) -> None:
+    driver = Driver(stream(), tmp_path, lambda _: 0)
+    driver.begin()
+    driver.play()
+    (path,) = tmp_path.iterdir()
+    whole = path.read_bytes()
+    path.write_bytes(whole + '{"kind": "played", "task": "é'.encode()[:-1])
+    assert [event.kind for event in Journal(tmp_path).read(1)] == ["begun", "played"]
+
+
+def test_nothing_is_written_after_half_a_line(tmp_path: Path) -> None:
+    journal = Journal(tmp_path)
+    journal.begin()
+    journal.write(Begun(index=0, version=0))
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    size = next(tmp_path.iterdir()).stat().st_size
+    heard = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (size + 10, limits[1]))
+        with pytest.raises(OSError, match="File too large"):
+            journal.write(Begun(index=1, version=0))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        signal.signal(signal.SIGXFSZ, heard)
+    journal.write(Begun(index=2, version=0))
+    journal.close()
+    assert list(Journal(tmp_path).read(1)) == [Begun(index=0, version=0)]
+
+
+def test_a_journal_that_was_deleted_is_begun_where_the_checkpoint_looks_for_it(tmp_path: Path) -> None:
+    driver = Driver(stream(), tmp_path, lambda _: 0)
+    driver.stream.state_dict()
+    state = json.dumps(driver.stream.state_dict())
+    shutil.rmtree(tmp_path)
+    for num_turns in range(2):
+        subject = stream()
+        subject.load_state_dict(json.loads(state))
+        subject.recover(Journal(tmp_path), ignore=False, version=0)
+        driver.stream = subject
+        episode = subject.next(version=0)
+        assert episode is not None
+        assert len(episode.turns) == num_turns
+        driver.live = {episode.task.trajectory_id: episode}
+        driver.play()
+
+
+def test_under_another_recipe_what_was_begun_is_begun_anew(tmp_path: Path) -> None:
+    driver = Driver(stream(), tmp_path, lambda _: 0)
+    while driver.begin():
+        driver.play()
+    for _ in range(8):
+        driver.end()
+    assert driver.step() is not None
+    begun = list(driver.began)
+    state = json.dumps(driver.stream.state_dict())
+    config = RolloutConfig(mode="partial", num_groups=1, group_size=5)
+    for number in range(2):  # and again, when that is killed
+        subject = TaskStream(config, seed=3)
+        subject.load_state_dict(json.loads(state))
+        subject.recover(Journal(tmp_path), ignore=number == 0, version=7)
+        seen = subject.state_dict()["groups"]
+        assert sorted([*seen, *driver.handed_out]) == begun
+        for group in seen.values():
+            assert (group["began"], group["done"]) == (7, [])
+            assert [e["task"]["rollout_index"] for e in group["waiting"]] == [0, 1, 2, 3, 4]
+            assert all(not e["turns"] for e in group["waiting"])
