@@ -1,0 +1,292 @@
+"""Attention of each token of a tree to itself and its ancestors.
+
+`N` tokens of the tree, `H` query heads, `G` key-value heads, `R = H / G` query heads that share one,
+`D` head size of queries and keys, `E` of values; `Q` queries and `K` keys of one block.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from itertools import islice
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.nn.functional import pad
+
+from agentrl.learn.tree import TokenTree
+
+__all__ = ["TreeLayout", "tree_attention"]
+
+
+class TreeLayout:
+    """What attention needs to know of a tree, on one device: made once for a forward pass, used by all its layers.
+
+    Neighbouring subtrees of up to `max_masked` tokens in all are one block under a mask: the calls saved cost more than
+    the pairs wasted.
+    """
+
+    def __init__(self, tree: TokenTree, *, device: torch.device | str = "cpu", max_masked: int = 64) -> None:
+        subtree_stop_N = torch.from_numpy(tree.subtree_stop_S.repeat(tree.stop_S - tree.start_S))
+        self.num_tokens = tree.num_tokens
+        self.subtree_stop_N = subtree_stop_N.to(device)
+        """One past the last descendant of each token."""
+        self.depth_N = torch.from_numpy(tree.depth_N).to(device)
+        """Position of each token in its rows."""
+        self._tree, self._max_masked = tree, max_masked
+        self._blocks: dict[int | None, list[_Block]] = {}
+        self._flex_masks: dict[int | None, Any] = {}
+
+    def visible(self, queries: slice, keys: slice, window: int | None) -> Tensor:
+        """Return which of a range of keys each of a range of queries attends to: boolean (Q, K)."""
+        query_Q1 = torch.arange(queries.start, queries.stop, device=self.depth_N.device)[:, None]
+        key_K = torch.arange(keys.start, keys.stop, device=self.depth_N.device)
+        visible_QK: Tensor = (key_K <= query_Q1) & (query_Q1 < self.subtree_stop_N[keys])
+        if window is not None:
+            visible_QK &= self.depth_N[queries, None] - self.depth_N[keys] < window
+        return visible_QK
+
+    def blocks(self, window: int | None) -> "list[_Block]":
+        """Return the blocks that hold all visible pairs once, those in which queries meet themselves first."""
+        if window not in self._blocks:
+            blocks = list(_plan_blocks(self._tree, window, self._max_masked))
+            self._blocks[window] = sorted(blocks, key=lambda block: block.queries.start != block.keys.start)
+        return self._blocks[window]
+
+    def flex_mask(self, window: int | None) -> Any:
+        """Return the block mask for FlexAttention."""
+        from torch.nn.attention.flex_attention import create_block_mask
+
+        def visible(_batch: Tensor, _head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+            is_visible = (key <= query) & (query < self.subtree_stop_N[key])
+            return is_visible if window is None else is_visible & (self.depth_N[query] - self.depth_N[key] < window)
+
+        if window not in self._flex_masks:
+            size, device = self.num_tokens, self.depth_N.device
+            self._flex_masks[window] = create_block_mask(visible, None, None, size, size, device=str(device))
+        return self._flex_masks[window]
+
+
+def tree_attention(
+    query_HND: Tensor,
+    key_GND: Tensor,
+    value_GND: Tensor,
+    layout: TreeLayout,
+    *,
+    scale: float,
+    window: int | None = None,
+) -> Tensor:
+    """Return the attention of each token to itself and its ancestors.
+
+        out_i = sum_j softmax_j(scale query_i . key_j) value_j,    j <= i < subtree_stop_j,  depth_i - depth_j < window
+
+    On a CPU: causal flash attention within each segment and dense flash attention of its descendants to it, merged by
+    their log-sum-exps l,
+
+        out = sum_b exp(l_b - l) out_b,    l = logsumexp_b l_b
+
+    The weight of a pair, exp(scale query_i . key_j - l_i), and its gradient (arXiv 2205.14135, appendix B.2) need the
+    final out and l alone, so that the flash backward of each block under these is exact. Blocks that a window cuts,
+    and small subtrees, carry a mask, which lives as long as its block is computed. Query head h reads key-value head
+    h // (H / G) in place. Half-precision blocks are merged, and their gradients added, in float32.
+
+    Elsewhere: FlexAttention, compiled, under a block mask of the same visibility. No GPU has run this path yet.
+
+    Shapes: query `(H, N, D)`, key `(G, N, D)`, value `(G, N, E)` with H a multiple of G; result `(H, N, E)`, laid out
+    as (N, H, E). All of one dtype: float64, float32, bfloat16 or float16. Differentiable in query, key and value, once.
+
+    Raises:
+        ValueError: for a wrong rank, dtype or length, or a window below 1.
+    """
+    _check(query_HND, key_GND, value_GND, layout, window)
+    size, value_size = query_HND.shape[-1], value_GND.shape[-1]
+    if query_HND.device.type != "cpu":
+        return _flex_attention(query_HND, key_GND, value_GND, layout, scale=scale, window=window)
+    if size != value_size:  # the kernel knows one head size; zeros add nothing to a product
+        width = max(size, value_size)
+        query_HND, key_GND = pad(query_HND, (0, width - size)), pad(key_GND, (0, width - size))
+        value_GND = pad(value_GND, (0, width - value_size))
+    out = _TreeAttention.apply(query_HND, key_GND, value_GND, layout, scale, window)
+    return cast("Tensor", out)[..., :value_size]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Block:
+    """A range of queries on a range of keys."""
+
+    queries: slice
+    keys: slice
+    causal: bool = False
+    """Queries and keys are the same chain of tokens."""
+    masked: bool = False
+    """Not all pairs are visible, and not by causality alone."""
+
+
+def _plan_blocks(tree: TokenTree, window: int | None, max_masked: int) -> Iterator[_Block]:
+    """Yield blocks: small subtrees under a mask, else each link on itself and what descends from it on it."""
+    done = 0
+    links = _links(tree, window)
+    for number, (start, stop, subtree_stop) in enumerate(links):
+        if start < done:
+            continue
+        done = max(stop, _small_subtrees_stop(links, number, max_masked))
+        own = slice(start, done)
+        yield _Block(queries=own, keys=own, causal=done == stop, masked=done != stop)
+        if done >= subtree_stop:
+            continue
+        depth_Q, first, last = tree.depth_N[stop:subtree_stop], tree.depth_N[start], tree.depth_N[stop - 1]
+        if window is None or depth_Q.max() - first < window:
+            yield _Block(queries=slice(stop, subtree_stop), keys=own)
+        elif len(reach := (depth_Q - last < window).nonzero()[0]):
+            yield _Block(queries=slice(stop + int(reach[0]), stop + int(reach[-1]) + 1), keys=own, masked=True)
+
+
+def _small_subtrees_stop(links: list[tuple[int, int, int]], number: int, max_masked: int) -> int:
+    """Return where the longest run of whole subtrees from a link on stops that is small in all, or where it starts."""
+    start = stop = links[number][0]
+    for first, _, subtree_stop in islice(links, number, None):
+        if first == stop:
+            if subtree_stop - start > max_masked:
+                break
+            stop = subtree_stop
+    return stop
+
+
+def _links(tree: TokenTree, window: int | None) -> list[tuple[int, int, int]]:
+    """Return (start, stop, subtree stop) of each segment, or of its parts where the window would cut it."""
+    segments = zip(tree.start_S.tolist(), tree.stop_S.tolist(), tree.subtree_stop_S.tolist(), strict=True)
+    return [
+        (part, min(part + (window or stop), stop), subtree_stop)
+        for start, stop, subtree_stop in segments
+        for part in range(start, stop, window or stop - start)
+    ]
+
+
+class _TreeAttention(torch.autograd.Function):
+    """Flash attention block by block; heads that share keys read them through a view of stride 0."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        query_HND: Tensor,
+        key_GND: Tensor,
+        value_GND: Tensor,
+        layout: TreeLayout,
+        scale: float,
+        window: int | None,
+    ) -> Tensor:
+        dtype = torch.promote_types(query_HND.dtype, torch.float32)
+        query_GRND, key_GRND, value_GRND = _by_group(query_HND, key_GND, value_GND)
+        out_GRND = _zeros_NHD(query_HND, dtype).unflatten(0, (len(key_GND), -1))
+        lse_GRN = out_GRND.new_empty(out_GRND.shape[:3])
+        for block in layout.blocks(window):
+            mask_QK = _additive_mask(block, layout, window, query_HND.dtype)
+            part_GRQD, part_GRQ = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+                query_GRND[:, :, block.queries],
+                key_GRND[:, :, block.keys],
+                value_GRND[:, :, block.keys],
+                0.0,
+                block.causal,
+                attn_mask=mask_QK,
+                scale=scale,
+            )
+            if mask_QK is not None:  # the kernel gives queries that see no key a log-sum-exp of 0
+                part_GRQ.masked_fill_(mask_QK.isneginf().all(1), -torch.inf)
+            out_GRQD, lse_GRQ = out_GRND[:, :, block.queries], lse_GRN[:, :, block.queries]
+            if block.queries.start == block.keys.start:
+                out_GRQD.copy_(part_GRQD)
+                lse_GRQ.copy_(part_GRQ)
+            else:
+                out_GRQD.lerp_(part_GRQD.to(dtype), torch.sigmoid(part_GRQ - lse_GRQ)[..., None])
+                lse_GRQ.copy_(torch.logaddexp(lse_GRQ, part_GRQ))
+        out_HND: Tensor = out_GRND.flatten(0, 1).to(query_HND.dtype)
+        ctx.save_for_backward(query_HND, key_GND, value_GND, out_HND, lse_GRN)
+        ctx.layout, ctx.scale, ctx.window = layout, scale, window
+        return out_HND
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_HND: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None, None]:
+        query_HND, key_GND, value_GND, out_HND, lse_GRN = ctx.saved_tensors
+        query_GRND, key_GRND, value_GRND = _by_group(query_HND, key_GND, value_GND)
+        grad_GRND, out_GRND = (tensor.unflatten(0, (len(key_GND), -1)) for tensor in (grad_HND, out_HND))
+        sums = [_zeros_NHD(tensor, lse_GRN.dtype) for tensor in (query_HND, key_GND, value_GND)]
+        for block in ctx.layout.blocks(ctx.window):
+            parts = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+                grad_GRND[:, :, block.queries],
+                query_GRND[:, :, block.queries],
+                key_GRND[:, :, block.keys],
+                value_GRND[:, :, block.keys],
+                out_GRND[:, :, block.queries],
+                lse_GRN[:, :, block.queries],
+                0.0,
+                block.causal,
+                attn_mask=_additive_mask(block, ctx.layout, ctx.window, query_HND.dtype),
+                scale=ctx.scale,
+            )
+            sums[0].unflatten(0, (len(key_GND), -1))[:, :, block.queries].add_(parts[0])
+            for total_GND, part_GRKD in zip(sums[1:], parts[1:], strict=True):
+                total_GND[:, block.keys] += part_GRKD.sum(1, dtype=total_GND.dtype)
+        grad_query_HND, grad_key_GND, grad_value_GND = (total.to(query_HND.dtype) for total in sums)
+        return grad_query_HND, grad_key_GND, grad_value_GND, None, None, None
+
+
+def _by_group(query_HND: Tensor, key_GND: Tensor, value_GND: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    query_GRND = query_HND.unflatten(0, (len(key_GND), -1))
+    key_GRND, value_GRND = (tensor[:, None].expand(-1, query_GRND.shape[1], -1, -1) for tensor in (key_GND, value_GND))
+    return query_GRND, key_GRND, value_GRND
+
+
+def _zeros_NHD(like_HND: Tensor, dtype: torch.dtype) -> Tensor:  # noqa: N802
+    """Return zeros of a shape (H, N, D) that lie in memory as (N, H, D), as transformers wants them."""
+    heads, num_tokens, size = like_HND.shape
+    return like_HND.new_zeros(num_tokens, heads, size, dtype=dtype).transpose(0, 1)
+
+
+def _additive_mask(block: _Block, layout: TreeLayout, window: int | None, dtype: torch.dtype) -> Tensor | None:
+    """Return 0 where a query sees a key and -inf where not; in the dtype of the queries, which the kernel relies on."""
+    if not block.masked:
+        return None
+    visible_QK = layout.visible(block.queries, block.keys, window)
+    return torch.zeros_like(visible_QK, dtype=dtype).masked_fill_(~visible_QK, -torch.inf)
+
+
+def _flex_attention(
+    query_HND: Tensor, key_GND: Tensor, value_GND: Tensor, layout: TreeLayout, *, scale: float, window: int | None
+) -> Tensor:
+    """Attend by FlexAttention, for GPUs."""
+    out_1HND = _compiled_flex_attention()(
+        query_HND[None],
+        key_GND[None],
+        value_GND[None],
+        block_mask=layout.flex_mask(window),
+        scale=scale,
+        enable_gqa=len(query_HND) != len(key_GND),
+    )
+    return cast("Tensor", out_1HND)[0]
+
+
+@cache
+def _compiled_flex_attention() -> Any:
+    from torch.nn.attention.flex_attention import flex_attention
+
+    return torch.compile(flex_attention)
+
+
+def _check(query_HND: Tensor, key_GND: Tensor, value_GND: Tensor, layout: TreeLayout, window: int | None) -> None:
+    """Check ranks, dtypes, lengths and the window."""
+    shapes = [tuple(tensor.shape) for tensor in (query_HND, key_GND, value_GND)]
+    if any(len(shape) != 3 or shape[1] != layout.num_tokens for shape in shapes):
+        raise ValueError(f"expected three tensors of shape (heads, {layout.num_tokens}, size), got {shapes}")
+    (heads, _, size), (shared, _, key_size), (value_heads, _, _) = shapes
+    if not shared or heads % shared or value_heads != shared or size != key_size:
+        raise ValueError(
+            f"expected query (H, N, D), key (G, N, D) and value (G, N, E), H a multiple of G, got {shapes}"
+        )
+    if not (query_HND.dtype == key_GND.dtype == value_GND.dtype and query_HND.is_floating_point()):
+        raise ValueError(
+            f"expected one floating-point dtype, got {query_HND.dtype}, {key_GND.dtype} and {value_GND.dtype}"
+        )
+    if window is not None and window < 1:
+        raise ValueError(f"expected a window of at least 1 token, got {window}; None sees all ancestors")

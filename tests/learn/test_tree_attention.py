@@ -1,0 +1,209 @@
+"""Tree attention against softmax attention under a dense mask."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from agentrl.learn import tree_attention as module
+from agentrl.learn.tree import TokenTree, plan_tree
+from agentrl.learn.tree_attention import TreeLayout, tree_attention
+
+SCALE = 0.3
+
+
+def planned(rows: list[list[int]]) -> TokenTree:
+    return plan_tree([np.array(row, dtype=np.int64) for row in rows])
+
+
+def branching(lengths: list[int], forks: list[int]) -> TokenTree:
+    """Rows of given lengths, each of which leaves the first one at a given depth."""
+    rng = np.random.default_rng(0)
+    rows = [rng.integers(0, 50, size=length) for length in lengths]
+    for row, fork in zip(rows, forks, strict=True):
+        row[:fork] = rows[0][:fork]
+    return plan_tree(rows)
+
+
+def states(tree: TokenTree, *, heads: int, shared: int, size: int = 8, value_size: int = 8) -> list[Tensor]:
+    """Query, key and value in float64, laid out as transformers lays them out."""
+    generator = torch.Generator().manual_seed(0)
+    return [
+        torch.randn(tree.num_tokens, *shape, dtype=torch.float64, generator=generator).transpose(0, 1).requires_grad_()
+        for shape in ((heads, size), (shared, size), (shared, value_size))
+    ]
+
+
+def dense(tree: TokenTree, query: Tensor, key: Tensor, value: Tensor, *, window: int | None = None) -> Tensor:
+    """Attention with keys and values copied for each head, masked by walks from each token to its root."""
+    parent = {}
+    for segment, (start, stop) in enumerate(zip(tree.start_S.tolist(), tree.stop_S.tolist(), strict=True)):
+        above = tree.parent_S[segment]
+        parent.update({i: i - 1 for i in range(start + 1, stop)})
+        parent[start] = -1 if above < 0 else int(tree.stop_S[above]) - 1
+    mask = torch.zeros(tree.num_tokens, tree.num_tokens, dtype=torch.bool)
+    for i in range(tree.num_tokens):
+        j, distance = i, 0
+        while j >= 0 and (window is None or distance < window):
+            mask[i, j] = True
+            j, distance = parent[j], distance + 1
+    copies = query.shape[0] // key.shape[0]
+    scores = SCALE * query @ key.repeat_interleave(copies, 0).transpose(1, 2)
+    return scores.masked_fill(~mask, -torch.inf).softmax(-1) @ value.repeat_interleave(copies, 0)
+
+
+def attend(inputs: list[Tensor], layout: TreeLayout, *, window: int | None = None) -> Tensor:
+    query, key, value = inputs
+    return tree_attention(query, key, value, layout, scale=SCALE, window=window)
+
+
+def with_gradients(output: Tensor, inputs: list[Tensor]) -> list[Tensor]:
+    """The output, and gradients of a sum with random weights."""
+    weights = torch.randn(output.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    return [output, *torch.autograd.grad(output, inputs, weights.to(output.dtype))]
+
+
+def largest_errors(got: list[Tensor], expected: list[Tensor]) -> list[float]:
+    """Largest difference of each pair of tensors, over the largest entry of the expected one."""
+    pairs = [(a.detach().double(), b.detach()) for a, b in zip(got, expected, strict=True)]
+    return [float((a - b).abs().max() / b.abs().max()) for a, b in pairs]
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    rows=st.lists(st.lists(st.integers(0, 1), min_size=1, max_size=12), min_size=1, max_size=6),
+    heads=st.sampled_from([(4, 2), (3, 3), (4, 1)]),
+    window=st.sampled_from([None, 1, 2, 5, 100]),
+    max_masked=st.sampled_from([0, 6, 64]),
+)
+@example(rows=[[0] * 12, [0] * 6 + [1] * 6], heads=(4, 2), window=4, max_masked=0)
+def test_output_and_gradients_equal_dense_masked_attention(
+    rows: list[list[int]], heads: tuple[int, int], window: int | None, max_masked: int
+) -> None:
+    tree = planned(rows)
+    inputs = states(tree, heads=heads[0], shared=heads[1])
+    layout = TreeLayout(tree, max_masked=max_masked)
+    got = with_gradients(attend(inputs, layout, window=window), inputs)
+    for a, b in zip(got, with_gradients(dense(tree, *inputs, window=window), inputs), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("window", [None, 40, 90, 170, 1000])
+def test_long_segments_equal_dense_masked_attention(window: int | None) -> None:
+    # Segments of 90 to 200 tokens, forks of forks, a small subtree behind a long one, and a second root.
+    tree = branching([300, 280, 290, 260, 204, 203, 70, 30], [300, 100, 200, 100, 200, 201, 0, 0])
+    inputs = states(tree, heads=4, shared=2)
+    got = with_gradients(attend(inputs, TreeLayout(tree), window=window), inputs)
+    expected = with_gradients(dense(tree, *inputs, window=window), inputs)
+    assert max(largest_errors(got, expected)) < 1e-9
+    halves = [(torch.float32, 1e-5), (torch.bfloat16, 2e-2), (torch.float16, 2e-3)]  # a few roundings of 4e-3 and 5e-4
+    for dtype, bound in halves:
+        cast = [tensor.detach().to(dtype).requires_grad_() for tensor in inputs]
+        output = attend(cast, TreeLayout(tree), window=window)
+        assert output.dtype == dtype
+        assert max(largest_errors(with_gradients(output, cast), expected)) < bound
+
+
+def test_every_visible_pair_is_in_one_block() -> None:
+    tree = branching([300, 280, 290, 260, 204, 203, 70, 30], [300, 100, 200, 100, 200, 201, 0, 0])
+    for window in (None, 1, 40, 170, 1000):
+        layout = TreeLayout(tree)
+        whole = slice(0, tree.num_tokens)
+        counted = torch.zeros(tree.num_tokens, tree.num_tokens, dtype=torch.int64)
+        for block in layout.blocks(window):
+            pairs = layout.visible(block.queries, block.keys, window)
+            if not block.masked:  # what the kernel computes without a mask is what is visible
+                assert torch.equal(pairs, torch.ones_like(pairs).tril() if block.causal else torch.ones_like(pairs))
+            counted[block.queries, block.keys] += pairs
+        assert torch.equal(counted, layout.visible(whole, whole, window).long())
+
+
+def test_shared_tokens_are_computed_once() -> None:
+    # By hand: a trunk of 100 tokens, 3 leaves of 200. Causal squares 100^2 + 3 200^2, and 600 queries on 100 keys.
+    tree = branching([300, 300, 300], [300, 100, 100])
+    blocks = TreeLayout(tree).blocks(None)
+    pairs = [(b.queries.stop - b.queries.start) * (b.keys.stop - b.keys.start) for b in blocks]
+    assert sum(pairs) == 100**2 + 3 * 200**2 + 600 * 100
+    assert len(blocks) == 5
+
+
+def test_many_tiny_branches_are_few_blocks() -> None:
+    tree = planned([[0, *divmod(number, 16)] for number in range(200)])
+    assert tree.num_tokens == 1 + 13 + 200
+    # A root on itself and under 213 tokens; 13 nodes, each on itself and under its leaves; the leaves.
+    assert len(TreeLayout(tree, max_masked=0).blocks(None)) == 2 + 2 * 13 + 200
+    # The root, as before; 12 subtrees of 17 tokens, three to 64, of which the last three leave room for one of 9.
+    assert len(TreeLayout(tree, max_masked=64).blocks(None)) == 2 + 4
+
+
+def test_a_gradient_without_memory_of_its_own_is_read_right() -> None:
+    tree = branching([150, 120], [150, 70])
+    inputs = states(tree, heads=4, shared=2)
+    got = torch.autograd.grad(attend(inputs, TreeLayout(tree)).sum(), inputs)
+    expected = torch.autograd.grad(dense(tree, *inputs).sum(), inputs)
+    assert max(largest_errors(list(got), list(expected))) < 1e-9
+
+
+@pytest.mark.parametrize(("size", "value_size"), [(8, 6), (6, 8)])
+def test_values_may_have_a_size_of_their_own(size: int, value_size: int) -> None:
+    tree = branching([150, 120], [150, 70])
+    inputs = states(tree, heads=4, shared=2, size=size, value_size=value_size)
+    got = with_gradients(attend(inputs, TreeLayout(tree)), inputs)
+    assert max(largest_errors(got, with_gradients(dense(tree, *inputs), inputs))) < 1e-9
+
+
+def test_large_scores_do_not_overflow() -> None:
+    tree = branching([150, 120], [150, 70])
+    inputs = [tensor.detach().float().mul(40).requires_grad_() for tensor in states(tree, heads=4, shared=2)]
+    got = with_gradients(attend(inputs, TreeLayout(tree)), inputs)
+    doubles = [tensor.detach().double().requires_grad_() for tensor in inputs]
+    expected = with_gradients(dense(tree, *doubles), doubles)
+    # Scores near 2,000 are known to 1e-4 in float32, and so are the weights that they give.
+    assert max(largest_errors(got, expected)) < 1e-3
+
+
+def test_an_empty_tree_gives_an_empty_output() -> None:
+    tree = planned([])
+    inputs = states(tree, heads=4, shared=2)
+    output = attend(inputs, TreeLayout(tree))
+    assert output.shape == (4, 0, 8)
+    output.sum().backward()
+    assert inputs[1].grad is not None
+    assert inputs[1].grad.shape == (2, 0, 8)
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+@pytest.mark.parametrize("window", [None, 40])
+def test_the_mask_for_gpus_shows_the_same_pairs(window: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    # On a CPU FlexAttention has no backward pass, and is not compiled here.
+    from torch.nn.attention.flex_attention import flex_attention
+
+    monkeypatch.setattr(module, "_compiled_flex_attention", lambda: flex_attention)
+    tree = branching([150, 140, 130], [150, 70, 100])
+    query, key, value = (tensor.detach() for tensor in states(tree, heads=4, shared=2))
+    flex: Any = module._flex_attention
+    got = flex(query, key, value, TreeLayout(tree), scale=SCALE, window=window)
+    torch.testing.assert_close(got, dense(tree, query, key, value, window=window), rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("shapes", "dtypes", "window", "words"),
+    [
+        ([(4, 3, 8), (2, 4, 8), (2, 4, 8)], "fff", None, r"shape \(heads, 4, size\), got \[\(4, 3, 8\)"),
+        ([(1, 4, 4, 8), (2, 4, 8), (2, 4, 8)], "fff", None, r"shape \(heads, 4, size\)"),
+        ([(3, 4, 8), (2, 4, 8), (2, 4, 8)], "fff", None, "H a multiple of G"),
+        ([(4, 4, 8), (2, 4, 6), (2, 4, 8)], "fff", None, "H a multiple of G"),
+        ([(4, 4, 8), (2, 4, 8), (1, 4, 8)], "fff", None, "H a multiple of G"),
+        ([(4, 4, 8), (2, 4, 8), (2, 4, 8)], "ffb", None, "one floating-point dtype"),
+        ([(4, 4, 8), (2, 4, 8), (2, 4, 8)], "fff", 0, "a window of at least 1 token, got 0"),
+    ],
+)
+def test_wrong_inputs_are_refused(shapes: list[tuple[int, ...]], dtypes: str, window: int | None, words: str) -> None:
+    kinds = {"f": torch.float32, "b": torch.bfloat16}
+    tensors = [torch.zeros(shape, dtype=kinds[kind]) for shape, kind in zip(shapes, dtypes, strict=True)]
+    with pytest.raises(ValueError, match=words):
+        attend(tensors, TreeLayout(planned([[1, 2, 3], [1, 4]])), window=window)
