@@ -3,13 +3,14 @@
 import random
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
 
 from tests.killing import check_nothing_lost, kill, look, start
 
-RECIPE = {
+RECIPE: dict[str, Any] = {
     "env": {"id": "key_door"},
     "model": {
         "local": {"hidden_size": 16, "num_layers": 1, "num_heads": 2, "num_kv_heads": 1, "intermediate_size": 32}

@@ -14,6 +14,7 @@ import yaml
 
 from agentrl.engine.vllm import is_installed
 from tests.killing import OnDisk, check_nothing_lost, kill, look, start
+from tests.test_kill import RECIPE
 from tests.test_serve_vllm import free_port
 
 pytestmark = [
@@ -23,29 +24,13 @@ pytestmark = [
 
 
 def recipe(port: int) -> dict[str, Any]:
-    return {
-        "env": {"id": "key_door"},
+    return RECIPE | {
         "model": {"local": {"hidden_size": 64, "num_layers": 1, "num_heads": 2, "num_kv_heads": 1}},
-        "warmup": {"steps": 20, "num_demonstrations": 32, "skill": 0.5},
         "engine": {
             "name": "vllm_server",
             "server": {"url": f"http://127.0.0.1:{port}", "max_retries": 1, "timeout_s": 60},
         },
-        "rollout": {
-            "mode": "partial",
-            "num_groups": 2,
-            "group_size": 3,
-            "max_live_episodes": 8,
-            "max_turns": 8,
-            "max_turn_tokens": 128,
-            "max_episode_tokens": 512,
-            "max_context_tokens": 1024,
-            "max_retries": 1,
-        },
-        "loss": {"unit": "version", "anchor": "behavior"},
-        "train": {"steps": 10_000, "checkpoint_every": 7, "device": "cpu"},
-        "evaluation": {"every": 10, "num_tasks": 2},
-        "report": {"rollouts_every": 1},
+        "rollout": RECIPE["rollout"] | {"mode": "partial", "max_retries": 1},
     }
 
 
