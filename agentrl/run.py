@@ -8,7 +8,7 @@ import tempfile
 from collections.abc import Callable, Coroutine
 from functools import cache, partial
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, TextIO, TypeVar
 from urllib.parse import urlsplit
 
 import torch
@@ -24,7 +24,8 @@ from agentrl.credit import load_credit_for
 from agentrl.engine import Engine
 from agentrl.engine.transformers import TransformersEngine
 from agentrl.engine.vllm import VLLMEngine, is_installed
-from agentrl.engine.vllm_server import Server, VLLMServer, start_server
+from agentrl.engine.vllm_launch import Server, start_server
+from agentrl.engine.vllm_server import VLLMServer
 from agentrl.env import make_env
 from agentrl.errors import ConfigError
 from agentrl.learn.checkpoint import checkpoints, load_checkpoint, save_checkpoint, write_folder
@@ -66,6 +67,7 @@ class Run:
         self._accelerator = _accelerator(recipe)
         set_seed(recipe.seed)
         self._runner = asyncio.Runner()
+        self._lock: TextIO | None = None
         self._make_env = partial(make_env, recipe.env.id, recipe.env.options)
         offered = self._runner.run(offer(self._make_env, timeout_s=recipe.rollout.env_timeout_s))
         provided = offered.needs | recipe.signals.provides()
@@ -122,10 +124,12 @@ class Run:
         config = recipe.model_dump(mode="json")
         is_resumed = folder is not None and bool(checkpoints(folder.checkpoints))
         examples: list[Trajectory] = []
+        if folder is not None:
+            self._lock = folder.lock()
         if folder is not None and is_resumed:
             self.load(folder)
-            if not self._repeats:
-                self._pool.recover(Journal(folder.journal), ignore=self.has_changed(folder))
+            journal = None if self._repeats else Journal(folder.journal)
+            self._pool.recover(journal, ignore=self.has_changed(folder))
         else:
             self._try_environment(self._renderer, recipe.rollout.max_context_tokens)
             trainer.start_engine()
@@ -133,6 +137,7 @@ class Run:
         if folder is None:
             assert recipe.run_dir is not None, "the command line names the folder"
             folder = RunFolder.create(recipe.run_dir, config)
+            self._lock = folder.lock()
         if not (is_resumed or self._repeats):
             self._pool.record(Journal(folder.journal))
         folder.write_config(config)
@@ -226,6 +231,8 @@ class Run:
         self._runner.run(self._engine.close())
         self._runner.close()
         self._handover.cleanup()
+        if self._lock is not None:
+            self._lock.close()
 
     def _try_environment(self, renderer: Renderer, max_context_tokens: int) -> None:
         config = self.recipe.rollout.model_copy(update={"max_context_tokens": max_context_tokens})

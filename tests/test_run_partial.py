@@ -7,6 +7,7 @@ import pytest
 
 from agentrl.config import Recipe
 from agentrl.engine.transformers import TransformersEngine
+from agentrl.errors import ConfigError
 from agentrl.report.folder import RunFolder
 from agentrl.report.records import read_records
 from agentrl.run import Run
@@ -71,3 +72,24 @@ def test_lockstep_is_for_runs_that_can_repeat(mode: str, given: bool | None, exp
         assert run.engine._config.lockstep is expected
     finally:
         run.close()
+
+
+def test_a_run_goes_on_under_another_recipe_in_another_mode(tmp_path: Path) -> None:
+    with pytest.raises(KeyboardInterrupt):
+        train(settings(tmp_path, "partial", 6), killed_at=3)
+    folder = RunFolder.open(tmp_path / "run")
+    other = {"num_groups": 1, "group_size": 3, "max_turns": 6, "max_turn_tokens": 24}
+    rows = train(
+        recipe(tmp_path, rollout=other, train={"steps": 8, "checkpoint_every": 2}, loss={"unit": "turn"}), folder
+    )
+    assert [row["step"] for row in rows] == list(range(9))
+    ids = trained_on(folder)
+    assert len(ids) == len(set(ids)) == 2 * 4 + 6 * 3  # two steps were in the checkpoint
+
+
+def test_one_process_at_a_time_trains_a_run(tmp_path: Path) -> None:
+    train(settings(tmp_path, "partial", 2))
+    folder = RunFolder.open(tmp_path / "run")
+    with folder.lock(), pytest.raises(ConfigError, match="another process is training this run; end it, or wait"):
+        train(settings(tmp_path, "partial", 4), folder)
+    assert len(train(settings(tmp_path, "partial", 4), folder)) == 5

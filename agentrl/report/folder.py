@@ -1,10 +1,11 @@
 """A run's folder: config.yaml, metrics.jsonl, rollouts/, checkpoints/, journal/, tokenizer/, reference/."""
 
+import fcntl
 import json
 import shutil
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import yaml
 from pydantic import BaseModel, ConfigDict, NonNegativeInt
@@ -70,6 +71,22 @@ class RunFolder:
         if not (path / "config.yaml").is_file():
             raise ConfigError(f"{path} is not the folder of a run: it has no config.yaml")
         return cls(path)
+
+    def lock(self) -> TextIO:
+        """Keep other processes from training in this folder until the file that is returned is closed, or this process ends.
+
+        Raises:
+            ConfigError: when another one does.
+        """
+        file = (self.path / ".lock").open("w", encoding="utf-8")
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            file.close()
+            raise ConfigError(
+                f"{self.path}: another process is training this run; end it, or wait for its end"
+            ) from error
+        return file
 
     @property
     def config_file(self) -> Path:

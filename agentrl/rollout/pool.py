@@ -158,11 +158,11 @@ class RolloutPool:
         """Write down what happens from the next `state_dict` on."""
         self._stream.record(journal)
 
-    def recover(self, journal: Journal, *, ignore: bool = False) -> None:
+    def recover(self, journal: Journal | None, *, ignore: bool = False) -> None:
         """Take over what a run that was killed has written down since the state that was loaded, and go on with it.
 
         Args:
-            journal: of that run.
+            journal: of that run. None: this one needs none.
             ignore: drop it, and begin every group anew that is not trained on, because the recipe is another.
         """
         self._stream.recover(journal, ignore=ignore, version=self._engine.version)

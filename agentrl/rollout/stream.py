@@ -172,21 +172,22 @@ class TaskStream:
         self._journal = journal
         journal.drop()
 
-    def recover(self, journal: Journal, *, ignore: bool, version: int) -> None:
+    def recover(self, journal: Journal | None, *, ignore: bool, version: int) -> None:
         """Take over what a run that was killed has written down since the state that was loaded, and go on with it.
 
         Args:
-            journal: of that run.
+            journal: of that run. None: this one needs none.
             ignore: drop it, and begin every group anew that is not trained on, because the recipe is another.
             version: present policy version.
         """
         self._journal, since = journal, self._journaled_since
-        if since is None or ignore:
-            journal.drop()
-        if since is not None:
-            for event in journal.read(since):
-                self._apply(event)
-            journal.begin(at_least=since)
+        if journal is not None:
+            if since is None or ignore:
+                journal.drop()
+            if since is not None:
+                for event in journal.read(since):
+                    self._apply(event)
+                journal.begin(at_least=since)
         if ignore:
             restarted = Restarted(version=version)
             self._apply(restarted)

@@ -20,7 +20,8 @@ import torch
 from agentrl.engine import EngineConfig
 from agentrl.engine.base import ServerConfig
 from agentrl.engine.vllm import is_installed
-from agentrl.engine.vllm_server import Server, VLLMServer, start_server
+from agentrl.engine.vllm_launch import Server, start_server
+from agentrl.engine.vllm_server import VLLMServer
 from agentrl.errors import ConfigError, EngineError
 from agentrl.testing import check_engine
 from agentrl.types import Completion, FinishReason, Sampling
