@@ -30,6 +30,8 @@ class Server:
 
     url: str
     process: "subprocess.Popen[bytes]"
+    guard: "subprocess.Popen[bytes]"
+    """Ends the server where this process is killed and cannot."""
 
     def close(self) -> None:
         """End the server and every process it has started."""
@@ -40,6 +42,8 @@ class Server:
         with suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
+        self.guard.kill()
+        self.guard.communicate()
 
     def __enter__(self) -> Self:
         return self
@@ -68,26 +72,23 @@ def start_server(model: Path, *, port: int, log: Path, options: Mapping[str, Any
         raise ConfigError(f"engine.name: vLLM is not installed; {HOW_TO_INSTALL}")
     arguments = _arguments(model, port) | dict(options)
     _check_port(str(arguments["host"]), port)
-    guard = str(Path(__file__).with_name("guard.py"))  # so that no server outlives us, even where we are killed
-    command = [
-        sys.executable,
-        guard,
-        sys.executable,
-        "-m",
-        "vllm.entrypoints.openai.api_server",
-        *_command_line(arguments),
-    ]
+    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *_command_line(arguments)]
     host = "127.0.0.1" if arguments["host"] == "0.0.0.0" else arguments["host"]
     with log.open("wb") as file:
         process = subprocess.Popen(
             command,
-            stdin=subprocess.PIPE,  # is never written to: its end tells of ours
+            stdin=subprocess.DEVNULL,
             stdout=file,
             stderr=subprocess.STDOUT,
             env=_environment() | os.environ | {"VLLM_SERVER_DEV_MODE": "1"},
             start_new_session=True,
         )
-    server = Server(url=f"http://{f'[{host}]' if ':' in host else host}:{port}", process=process)
+    guard = subprocess.Popen(  # so that no server outlives us, even where we are killed
+        [sys.executable, str(Path(__file__).with_name("guard.py")), str(process.pid)],
+        stdin=subprocess.PIPE,  # is never written to: its end tells of ours
+        start_new_session=True,
+    )
+    server = Server(url=f"http://{f'[{host}]' if ':' in host else host}:{port}", process=process, guard=guard)
     try:
         _wait(server, log, timeout_s)
     except BaseException:
