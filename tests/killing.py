@@ -1,10 +1,12 @@
 """What is on the disk of a run that was killed, and what must come of it."""
 
 import json
+import random
 import shutil
 import signal
 import subprocess
 import sys
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -37,6 +39,19 @@ class OnDisk:
 def start(target: Path, *options: str, **arguments: Any) -> "subprocess.Popen[str]":
     command = [sys.executable, "-m", "agentrl", "train", str(target), *options]
     return subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, **arguments)
+
+
+def wait_for_a_moment(
+    run: Path, process: "subprocess.Popen[str]", begun: float, number: int, rng: random.Random
+) -> None:
+    """Let a run that was started at `begun` go on for a while: every other time, until its episodes are being played."""
+    deadline = time.time() + 60
+    while number % 2 and not any(p.stat().st_mtime > begun and p.stat().st_size for p in (run / "journal").iterdir()):
+        assert process.poll() is None, process.communicate()
+        assert time.time() < deadline
+        time.sleep(0.02)
+    time.sleep((2 if number % 2 else 8) * rng.random())
+    assert process.poll() is None, process.communicate()
 
 
 def kill(process: "subprocess.Popen[str]") -> None:
