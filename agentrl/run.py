@@ -408,11 +408,21 @@ def _engine_name(recipe: Recipe, model: Any, device: torch.device) -> str:
     return "vllm" if is_large and getattr(model.config, "head_dim", 0) >= 32 else "transformers"
 
 
+_OPERATIONAL = {
+    "rollout": {"max_live_episodes", "env_timeout_s", "engine_timeout_s", "max_retries", "max_consecutive_failures"},
+    "signals": {"judge_timeout_s", "judge_retries", "judge_threads"},
+    "train": {"checkpoint_every", "keep_last", "agreement", "max_tokens_per_micro_batch"},
+}
+"""What one changes to get over a fault: deadlines, bounds and budgets, by which nothing but rounding comes out otherwise."""
+
+
 def _fixed(recipe: Recipe) -> dict[str, Any]:
     """Return what decides which weights come out of recorded episodes, and which episodes are recorded."""
     fixed = recipe.model_dump(mode="json", exclude={"run_dir", "engine", "evaluation", "report"})
-    for name in ("checkpoint_every", "keep_last", *(["steps"] if recipe.train.schedule == "constant" else [])):
-        del fixed["train"][name]
+    steps = {"steps"} if recipe.train.schedule == "constant" else set()
+    for section, names in (*_OPERATIONAL.items(), ("train", steps)):
+        for name in names:
+            del fixed[section][name]
     return fixed
 
 

@@ -93,3 +93,27 @@ def test_one_process_at_a_time_trains_a_run(tmp_path: Path) -> None:
     with folder.lock(), pytest.raises(ConfigError, match="another process is training this run; end it, or wait"):
         train(settings(tmp_path, "partial", 4), folder)
     assert len(train(settings(tmp_path, "partial", 4), folder)) == 5
+
+
+@pytest.mark.parametrize(
+    ("section", "name", "value", "changes"),
+    [
+        ("rollout", "env_timeout_s", 7.0, False),
+        ("rollout", "max_retries", 5, False),
+        ("rollout", "max_turns", 7, True),
+        ("train", "max_tokens_per_micro_batch", 512, False),
+        ("train", "steps", 9, False),
+        ("train", "learning_rate", 1e-5, True),
+    ],
+)
+def test_what_gets_a_run_over_a_fault_throws_nothing_away(
+    section: str, name: str, value: float, changes: bool, tmp_path: Path
+) -> None:
+    before = settings(tmp_path, "partial", 2)
+    folder = RunFolder.create(tmp_path / "run", before.model_dump(mode="json"))
+    part = getattr(before, section).model_copy(update={name: value})
+    run = Run(before.model_copy(update={section: part}))
+    try:
+        assert run.has_changed(folder) is changes
+    finally:
+        run.close()

@@ -6,13 +6,15 @@ python guard.py GROUP with a pipe as standard input, which ends when its other s
 import os
 import signal
 import sys
+from contextlib import suppress
 
 
 def main() -> None:
     """Wait for the end of the pipe."""
     while os.read(sys.stdin.fileno(), 1):
         pass
-    os.killpg(int(sys.argv[1]), signal.SIGKILL)
+    with suppress(ProcessLookupError):
+        os.killpg(int(sys.argv[1]), signal.SIGKILL)
 
 
 if __name__ == "__main__":

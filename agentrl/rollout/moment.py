@@ -113,7 +113,7 @@ def step(env: Env, base: MessageEnv, action: Message) -> Moment:
         reward=float(reward),
         terminated=bool(terminated),
         truncated=bool(truncated),
-        info=json.loads(json.dumps(info, default=plain)),  # as it comes out of a journal or a checkpoint
+        info=_kept_info(info, base),
         snapshot=base64.b64encode(pickle.dumps(env)).decode() if base.can_snapshot else None,
     )
 
@@ -140,6 +140,15 @@ def _check_info(info: object, base: MessageEnv, method: str) -> None:
     for key in info:
         if not isinstance(key, str):
             raise EnvError(f"{method} of {name} returned info with the key {shape(key)}; its keys must be strings")
+
+
+def _kept_info(info: dict[str, Any], base: MessageEnv) -> dict[str, Any]:
+    """Return an `info` as it comes out of a journal or a checkpoint."""
+    try:
+        kept: dict[str, Any] = json.loads(json.dumps(info, default=plain))
+    except (TypeError, ValueError, RecursionError) as error:
+        raise EnvError(f"step() of {type(base).__name__} returned info that JSON cannot hold: {error}") from error
+    return kept
 
 
 def is_number(value: object) -> bool:

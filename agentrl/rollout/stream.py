@@ -160,10 +160,9 @@ class TaskStream:
                 return None
         self._is_waited_for = False
         groups = [group_of(name, self._groups.pop(name).done) for name in names]
+        # Until now, a run that was begun again would have tried those again that failed.
         for failed in (t for group in groups for t in group.trajectories if t.failed):
-            self._write(
-                Ended(trajectory=failed, played=0)
-            )  # until now, a run that was begun again would have tried again
+            self._write(Ended(trajectory=failed, played=0))
         self._write(HandedOut(groups=tuple(names), counts=dict(self.counts)))
         return groups
 

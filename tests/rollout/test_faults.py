@@ -346,3 +346,18 @@ def test_an_info_that_json_does_not_know_is_kept_as_text(new_pool: NewPool, tmp_
     again.load_state_dict(state)
     again.recover(Journal(tmp_path))
     assert collect(again, 1) == [group]
+
+
+class Maps(Talk):
+    """Leaves in its `info` what JSON can hold in no form."""
+
+    def step(self, action: str | Message) -> tuple[tuple[Message, ...], float, bool, bool, dict[str, Any]]:
+        return (*super().step(action)[:4], {"grid": {(0, 1): "wall"}})
+
+
+def test_an_info_that_json_cannot_hold_is_an_error_that_says_so(new_pool: NewPool) -> None:
+    pool = new_pool(Maps, max_retries=0, max_consecutive_failures=3)
+    with pytest.raises(
+        EnvironmentFailure, match=r"step\(\) of Maps returned info that JSON cannot hold: keys must be str"
+    ):
+        collect(pool, 1)
