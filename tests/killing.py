@@ -108,7 +108,8 @@ def check_nothing_lost(snapshots: list[OnDisk], run: Path) -> None:
         for name, sampled in snapshot.episodes.items():
             assert _begins_with(end.episodes[name], sampled), f"kill {number}: {name} was sampled again"
         for step, row in snapshot.rows.items():
-            assert end.rows[step] == row, f"kill {number}: step {step} came out otherwise"
+            otherwise = {k: (row.get(k), v) for k, v in end.rows[step].items() if row.get(k) != v}
+            assert end.rows[step] == row, f"kill {number}: step {step} came out otherwise: {otherwise}"
     begun = {int(name.split("/")[1]) for name in end.episodes}
     assert begun == set(range(max(begun) + 1)), "a group was passed over"
 

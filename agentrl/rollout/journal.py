@@ -106,6 +106,8 @@ class Journal:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._file: TextIO | None = None
+        self._failure: OSError | None = None
+        """Of the first write that the disk did not take."""
         self.number = 0
         """Of the file that is written into."""
 
@@ -122,13 +124,17 @@ class Journal:
         """Append an event; nothing is written before `begin`.
 
         Raises:
-            OSError: when the disk takes no more; nothing is written after that, for it would follow half a line.
+            OSError: when the disk takes no more, and at every event after that: it would follow half a line, and nobody may
+                go on as if it had been noted.
         """
+        if self._failure is not None:
+            raise self._failure
         if self._file is not None:
             data = _EVENT.dump_python(event, mode="json", exclude_defaults=True, fallback=plain)
             try:
                 self._file.write(json.dumps({"kind": event.kind, **data}) + "\n")
-            except OSError:
+            except OSError as error:
+                self._failure = error
                 self.close()
                 raise
 
