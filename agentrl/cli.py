@@ -1,4 +1,4 @@
-"""The command line: `agentrl train | eval | doctor | serve | show | envs | credit`."""
+"""The command line: `agentrl train | launch | eval | doctor | serve | show | envs | credit`."""
 
 import argparse
 import datetime as dt
@@ -18,6 +18,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from agentrl import launch
 from agentrl.errors import AgentRLError, ConfigError, CreditError, EngineError, UserError
 
 if TYPE_CHECKING:
@@ -26,6 +27,10 @@ if TYPE_CHECKING:
     from agentrl.report.records import TrajectoryRecord
 
 _USER_MISTAKE, _FAILURE, _INTERRUPTED = 2, 1, 130
+
+# Set by launchers of several processes.
+_PROCESS, _NUM_PROCESSES = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+_NAME = f"agentrl, process {_PROCESS} of {_NUM_PROCESSES}" if _NUM_PROCESSES > 1 else "agentrl"
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -38,20 +43,20 @@ def main(arguments: Sequence[str] | None = None) -> None:
             raise ConfigError(f"agentrl {options.command} does not take {' '.join(rest)}")
         options.run(options, rest)
     except UserError as error:
-        console.print(f"agentrl: {error}", style="red", markup=False, highlight=False)
+        console.print(f"{_NAME}: {error}", style="red", markup=False, highlight=False)
         sys.exit(_USER_MISTAKE)
     except AgentRLError as error:
-        console.print(f"agentrl: {error}", style="red", markup=False, highlight=False)
+        console.print(f"{_NAME}: {error}", style="red", markup=False, highlight=False)
         sys.exit(_FAILURE)
     except OSError as error:
         if not (words := _disk_words(error, go_on=_go_on(options))):
             raise
-        console.print(f"agentrl: {words}", style="red", markup=False, highlight=False)
+        console.print(f"{_NAME}: {words}", style="red", markup=False, highlight=False)
         sys.exit(_USER_MISTAKE)
     except KeyboardInterrupt:
         go_on = _go_on(options)
         words = f"interrupted. Go on from the last checkpoint with {go_on}" if go_on else "interrupted"
-        console.print(f"agentrl: {words}", markup=False, highlight=False)
+        console.print(f"{_NAME}: {words}", markup=False, highlight=False)
         sys.exit(_INTERRUPTED)
 
 
@@ -87,6 +92,9 @@ def _parser() -> argparse.ArgumentParser:
     train.add_argument(
         "target", type=Path, metavar="RECIPE|RUN", help="a YAML recipe, or the folder of a run to go on with"
     )
+    launched = add("launch", _launch, f"Train as several processes. {overriding}", overrides=True)
+    launch.add_options(launched)
+    launched.add_argument("target", type=Path, metavar="RECIPE|RUN", help="as for `agentrl train`")
     evaluate = add("eval", _eval, f"Evaluate on held-out tasks. {overriding}", overrides=True)
     evaluate.add_argument(
         "target", type=Path, metavar="RECIPE|RUN", help="a recipe (its model untrained), or a run's folder"
@@ -138,8 +146,14 @@ def _load(target: Path, rest: list[str]) -> "tuple[Recipe, Path | None]":
     return load_recipe(target, rest), None
 
 
+def _launch(options: argparse.Namespace, rest: list[str]) -> None:
+    recipe, _ = _load(options.target, rest)  # so that a mistake is told once
+    launch.share_of(recipe, 0, options.processes)
+    sys.exit(launch.launch(options, rest))
+
+
 def _train(options: argparse.Namespace, rest: list[str]) -> None:
-    console = Console(soft_wrap=True)
+    console = Console(soft_wrap=True, quiet=_PROCESS > 0)
     recipe, run_dir = _load(options.target, rest)
     from agentrl.config import plan
     from agentrl.report.folder import RunFolder
@@ -158,7 +172,7 @@ def _train(options: argparse.Namespace, rest: list[str]) -> None:
     if recipe.run_dir is None:
         stamp = dt.datetime.now().strftime("%Y%m%d-%H%M%S")  # local time: a name for a person
         recipe = recipe.model_copy(update={"run_dir": Path("runs") / f"{options.target.stem}-{stamp}"})
-    elif folder is None:
+    elif folder is None and _PROCESS == 0:
         RunFolder.check_free(recipe.run_dir)  # before the work of building a model
     table = Table(title=f"{recipe.env.id}, seed {recipe.seed}", title_justify="left", show_header=False, box=None)
     for name, value in plan(recipe).items():
@@ -169,6 +183,8 @@ def _train(options: argparse.Namespace, rest: list[str]) -> None:
     with _closing(
         Run(recipe, tokenizer_folder=folder.tokenizer if folder and folder.tokenizer.is_dir() else None)
     ) as run:
+        recipe = run.recipe  # the first process named the folder
+        options.folder = recipe.run_dir
         warnings = list(run.warnings)
         if folder and run.has_changed(folder):
             warnings.append("the recipe has changed: what was sampled since the last checkpoint is sampled again")

@@ -18,10 +18,10 @@ from agentrl.engine import EngineConfig
 from agentrl.env.config import EnvConfig
 from agentrl.errors import ConfigError, UserError
 from agentrl.learn.evaluate import EvaluationConfig
+from agentrl.learn.learner import TrainConfig
 from agentrl.learn.loss import LossConfig
 from agentrl.learn.model import ModelConfig
 from agentrl.learn.signals import SignalsConfig
-from agentrl.learn.trainer import TrainConfig
 from agentrl.learn.warmup import WarmupConfig
 from agentrl.registry import suggest
 from agentrl.report.folder import ReportConfig
@@ -113,7 +113,7 @@ def plan(recipe: Recipe) -> dict[str, str]:
         "episodes per step": f"{rollout.num_groups * rollout.group_size} ({rollout.num_groups} groups of {rollout.group_size})",
         "turns per episode": f"at most {rollout.max_turns}, of at most {rollout.max_turn_tokens} tokens each",
         "updates per step": f"{updates}, on about {rollout.num_groups * rollout.group_size // updates} trajectories each",
-        "tokens per micro-batch": f"at most {train.max_tokens_per_micro_batch}, padding included",
+        "tokens per micro-batch": f"at most {train.max_tokens_per_micro_batch}, shared ones once",
         "steps": f"{train.steps} ({train.steps * updates} updates)",
         "credit": ", ".join(f"{key} {value}" for key, value in recipe.credit.items()),
         "ratio": f"one for each {recipe.loss.unit}, clipped to 1 - {low:g} .. 1 + {high:g}",

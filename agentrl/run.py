@@ -6,6 +6,7 @@ import json
 import logging
 import tempfile
 from collections.abc import Callable, Coroutine
+from datetime import timedelta
 from functools import cache, partial
 from pathlib import Path
 from typing import Any, Literal, TextIO, TypeVar
@@ -14,29 +15,33 @@ from urllib.parse import urlsplit
 import torch
 from accelerate import Accelerator
 from accelerate.tracking import LOGGER_TYPE_TO_CLASS, get_available_trackers
-from accelerate.utils import set_seed
-from safetensors.torch import load_model, save_model
+from accelerate.utils import InitProcessGroupKwargs, set_seed
 from transformers import AutoTokenizer
 
 from agentrl.chat import ChatMLRenderer, Renderer, load_renderer, train_tokenizer
 from agentrl.config import Recipe
 from agentrl.credit import load_credit_for
 from agentrl.engine import Engine
+from agentrl.engine.idle import IdleEngine
 from agentrl.engine.transformers import TransformersEngine
 from agentrl.engine.vllm import VLLMEngine, is_installed
 from agentrl.engine.vllm_launch import Server, start_server
 from agentrl.engine.vllm_server import VLLMServer
 from agentrl.env import make_env
 from agentrl.errors import ConfigError
+from agentrl.launch import share_of
 from agentrl.learn.checkpoint import checkpoints, load_checkpoint, save_checkpoint, write_folder
-from agentrl.learn.evaluate import Evaluation, evaluate
+from agentrl.learn.evaluate import Evaluation, evaluated, play_held_out
+from agentrl.learn.layout import choose_layout
+from agentrl.learn.learner import Learner
 from agentrl.learn.model import Policy, check_dropout, load_pretrained, make_local_model
+from agentrl.learn.processes import gathered, is_main, meet, num_processes, process_index, set_deadline
 from agentrl.learn.signals import Signals
 from agentrl.learn.trainer import StepResult, Trainer
 from agentrl.learn.warmup import demonstrations, warm_up
 from agentrl.report.folder import RunFolder
 from agentrl.report.records import records
-from agentrl.rollout import Journal, RolloutPool, offer, try_environment
+from agentrl.rollout import Journal, RolloutConfig, RolloutPool, offer, try_environment
 from agentrl.types import Need, Trajectory
 
 T = TypeVar("T")
@@ -50,7 +55,7 @@ _TOKENIZER_EPISODES = 256
 
 
 class Run:
-    """The parts of a run, wired together on one process."""
+    """The parts of a run, wired together: in each of its processes."""
 
     def __init__(self, recipe: Recipe, *, tokenizer_folder: Path | None = None) -> None:
         """Build everything, and touch no file.
@@ -62,9 +67,12 @@ class Run:
         Raises:
             UserError: for whatever in the recipe cannot be carried out.
         """
-        self.recipe = recipe
         self.warnings = recipe.loss.warnings()
         self._accelerator = _accelerator(recipe)
+        # The time of day may be in its name.
+        recipe = recipe.model_copy(update={"run_dir": gathered([recipe.run_dir])[0]})
+        self.recipe = recipe
+        self._share = share_of(recipe, process_index(), num_processes())
         set_seed(recipe.seed)
         self._runner = asyncio.Runner()
         self._lock: TextIO | None = None
@@ -83,13 +91,16 @@ class Run:
         _check_positions(recipe, model.config)
         self._renderer = load_renderer(self.tokenizer, recipe.chat, name_or_path=recipe.model.name_or_path or "local")
         self._handover = tempfile.TemporaryDirectory(prefix="agentrl-weights-")
-        self._engine = _new_engine(recipe, model, self._accelerator.device, handover=self._handover.name)
+        self._engine = self._new_engine(model)
         self._pool = self._new_pool(recipe.rollout.temperature, fork=self._forks)
-        self._policy = Policy(model)
+        model.to(self._accelerator.device)
+        layout, warning = choose_layout(model, recipe.train.layout, max_tokens=recipe.rollout.max_context_tokens)
+        self.warnings += [warning] if warning else []
+        self._policy = Policy(model, layout=layout)
         self._signals = Signals(
             credit,
             recipe.signals,
-            policy=self._policy.to(self._accelerator.device),
+            policy=self._policy,
             load_teacher=partial(_load_teacher, recipe, self.tokenizer),
             renderer=self._renderer,
             tools=offered.tools,
@@ -98,17 +109,28 @@ class Run:
             seed=recipe.seed,
             autocast=self._accelerator.autocast,
         )
-        self._needs_reference = recipe.loss.kl_coefficient > 0 or self._signals.needs_reference
-        self._trainer = Trainer(
+        needs_reference = recipe.loss.kl_coefficient > 0 or self._signals.needs_reference
+        reference = copy.deepcopy(self._policy) if needs_reference else None
+        self._signals.reference = reference
+        if self._signals.critic is not None and recipe.train.sharding == "full":
+            raise ConfigError("train.sharding: full leaves the critic no whole policy to read; set it to none")
+        self._learner = Learner(
             accelerator=self._accelerator,
             policy=self._policy,
+            loss=recipe.loss,
+            config=recipe.train,
+            temperature=recipe.rollout.temperature,
+            seed=recipe.seed,
+            reference=reference,
+        )
+        self._trainer = Trainer(
+            learner=self._learner,
             engine=self._engine,
             pool=self._pool,
             credit=credit,
             signals=self._signals,
-            loss=recipe.loss,
-            config=recipe.train,
-            rollout=recipe.rollout,
+            agreement=recipe.train.agreement_bound(),
+            rollout=self._rollout,
             seed=recipe.seed,
             runner=self._runner,
         )
@@ -124,11 +146,11 @@ class Run:
         config = recipe.model_dump(mode="json")
         is_resumed = folder is not None and bool(checkpoints(folder.checkpoints))
         examples: list[Trajectory] = []
-        if folder is not None:
+        if folder is not None and is_main():
             self._lock = folder.lock()
         if folder is not None and is_resumed:
             self.load(folder)
-            journal = None if self._repeats else Journal(folder.journal)
+            journal = None if self._repeats else self._journal(folder)
             self._pool.recover(journal, ignore=self.has_changed(folder))
         else:
             self._try_environment(self._renderer, recipe.rollout.max_context_tokens)
@@ -136,14 +158,18 @@ class Run:
             examples = self._examples()
         if folder is None:
             assert recipe.run_dir is not None, "the command line names the folder"
-            folder = RunFolder.create(recipe.run_dir, config)
-            self._lock = folder.lock()
+            folder = RunFolder(recipe.run_dir)
+            if is_main():
+                folder = RunFolder.create(recipe.run_dir, config)
+                self._lock = folder.lock()
+        meet()  # all have read the old settings, and there is a folder
         if not (is_resumed or self._repeats):
-            self._pool.record(Journal(folder.journal))
-        folder.write_config(config)
+            self._pool.record(self._journal(folder))
+        if is_main():
+            folder.write_config(config)
+            folder.rewind(trainer.finished_steps if is_resumed else -1)
         if not folder.tokenizer.is_dir():
-            write_folder(folder.tokenizer, self.tokenizer.save_pretrained)
-        folder.rewind(trainer.finished_steps if is_resumed else -1)
+            write_folder(folder.tokenizer, lambda path: is_main() and self.tokenizer.save_pretrained(path))
         if recipe.report.trackers:
             self._accelerator.init_trackers("agentrl", config={"run": str(folder.path), "recipe": json.dumps(config)})
         try:
@@ -165,7 +191,7 @@ class Run:
         newest = checkpoints(folder.checkpoints)
         if not newest:
             raise ConfigError(f"{folder.path} has no checkpoint yet; go on with the run: agentrl train {folder.path}")
-        if self._needs_reference:
+        if self._learner.reference is not None:
             if not folder.reference.is_dir():
                 asking = f"loss.kl_coefficient: {self.recipe.loss.kl_coefficient:g}"
                 if self._signals.needs_reference:
@@ -174,22 +200,28 @@ class Run:
                     f"{asking} needs the policy with which {folder.path} began, and that run kept none; begin a new run with "
                     "it"
                 )
-            reference = copy.deepcopy(self._policy)
-            load_model(reference, folder.reference / "model.safetensors")
-            self._trainer.reference = reference
+            self._learner.load_reference(folder.reference)
         load_checkpoint(self._trainer, newest[-1])
         self._trainer.start_engine()
 
     def evaluate(self) -> Evaluation:
         """Play the held-out tasks with the weights in the engine; nothing of the training state is touched."""
-        pool = self._new_pool(self.recipe.evaluation.temperature)
+        config, share = self.recipe.evaluation, self._share
+        pool = self._new_pool(config.temperature)
         self._runner.run(self._pool.go_on())  # episodes that a step interrupted go on meanwhile
         try:
-            return self._runner.run(evaluate(pool, self.recipe.evaluation, seed=self.recipe.seed))
+            groups = (
+                self._runner.run(
+                    play_held_out(pool, config, seed=self.recipe.seed, first=share.first, stride=share.stride)
+                )
+                if share.num_groups
+                else []
+            )
         finally:
             pool.close()
             if self.recipe.rollout.mode != "async":
                 self._runner.run(self._pool.hold())
+        return evaluated(gathered(groups), config)
 
     def start_untrained(self) -> float:
         """Hand the model as it is to the engine; return by how much their log-probabilities differ, in nats."""
@@ -201,7 +233,7 @@ class Run:
 
     def serve(self, folder: Path, *, timeout_s: float) -> Server:
         """Start a vLLM server for this recipe at `engine.server.url`; the model and the server's log go into `folder`."""
-        recipe, url = self.recipe, urlsplit(self.recipe.engine.server.url)
+        recipe, url = self.recipe, urlsplit(self.recipe.engine.server.urls[0])
         folder.mkdir(parents=True, exist_ok=True)
         write_folder(folder / "model", self._policy.model.save_pretrained)
         options: dict[str, Any] = {
@@ -233,6 +265,31 @@ class Run:
         self._handover.cleanup()
         if self._lock is not None:
             self._lock.close()
+
+    def _new_engine(self, model: Any) -> Engine:
+        """Make the engine that the recipe names; weights are pushed to it when the run begins."""
+        recipe, device = self.recipe, self._accelerator.device
+        dtype = torch.bfloat16 if recipe.train.precision == "bfloat16" else model.dtype
+        name = _engine_name(recipe, model, device)
+        config = recipe.engine
+        if config.lockstep is None:
+            config = config.model_copy(update={"lockstep": recipe.rollout.mode == "sync"})
+        if name not in ("vllm", "vllm_server") and config.vllm:
+            raise ConfigError(f"engine.vllm: {sorted(config.vllm)} are of no use to engine.name: {name}; remove them")
+        if not self._share.num_groups:
+            return IdleEngine()
+        if name == "vllm":
+            if num_processes() > 1:
+                raise ConfigError(
+                    "engine.name: vllm runs within one process only; with several start a server for each, or for some of "
+                    "them, and set engine.name: vllm_server and engine.server.url"
+                )
+            return VLLMEngine(model, config, dtype=dtype, max_tokens=recipe.rollout.max_context_tokens)
+        if name == "vllm_server":
+            server = config.server.model_copy(update={"url": config.server.urls[self._share.first]})
+            config = config.model_copy(update={"server": server})
+            return VLLMServer(config, folder=server.folder or Path(self._handover.name))
+        return TransformersEngine(copy.deepcopy(model).to(device, dtype), config)
 
     def _try_environment(self, renderer: Renderer, max_context_tokens: int) -> None:
         config = self.recipe.rollout.model_copy(update={"max_context_tokens": max_context_tokens})
@@ -285,10 +342,21 @@ class Run:
             make_env=self._make_env,
             engine=self._engine,
             renderer=self._renderer,
-            config=self.recipe.rollout.model_copy(update={"temperature": temperature}),
+            config=self._rollout.model_copy(update={"temperature": temperature}),
             seed=self.recipe.seed,
             fork=fork,
+            first=self._share.first,
+            stride=self._share.stride,
         )
+
+    @property
+    def _rollout(self) -> RolloutConfig:
+        """What this process collects."""
+        return self.recipe.rollout.model_copy(update={"num_groups": self._share.num_groups})
+
+    def _journal(self, folder: RunFolder) -> Journal:
+        """Return the journal of this process."""
+        return Journal(folder.journal if is_main() else folder.journal / f"process-{process_index()}")
 
     def _begin(self, folder: RunFolder, examples: list[Trajectory], on_progress: OnProgress) -> None:
         """Warm up; what comes out of it is the policy to train, and the KL target."""
@@ -303,9 +371,9 @@ class Run:
                 on_step=lambda step, loss: on_progress("warm-up", step, recipe.warmup.steps, {"loss": loss}),
             )
         self._signals.begin()
-        if self._needs_reference:
-            self._trainer.reference = copy.deepcopy(self._policy)
-            write_folder(folder.reference, lambda path: save_model(self._policy, str(path / "model.safetensors")))
+        if self._learner.reference is not None:
+            self._learner.keep_reference()
+            write_folder(folder.reference, self._learner.save_reference)
         self._trainer.start_engine()
         self._write(folder, {"step": 0, **self._evaluation_metrics()})
         self._save(folder)
@@ -336,7 +404,7 @@ class Run:
         if is_last or (every and step % every == 0):
             row |= self._evaluation_metrics()
         every = recipe.report.rollouts_every
-        if every and (step == 1 or step % every == 0):
+        if is_main() and every and (step == 1 or step % every == 0):
             piece = cache(lambda token: str(self.tokenizer.decode([token])))
             folder.add_rollouts(step, records(result.groups, result.credits, step=step, piece=piece))
         self._write(folder, row)
@@ -345,7 +413,8 @@ class Run:
         on_progress("training", step, recipe.train.steps, row)
 
     def _write(self, folder: RunFolder, row: dict[str, float]) -> None:
-        folder.add_metrics(row)
+        if is_main():
+            folder.add_metrics(row)
         if self.recipe.report.trackers:
             self._accelerator.log(row, step=int(row["step"]))
 
@@ -364,35 +433,15 @@ def _accelerator(recipe: Recipe) -> Accelerator:
             raise ConfigError(
                 f"report.trackers: {name!r} is not installed (pip install {name}), or none of accelerate's: {known}"
             )
-    accelerator = Accelerator(
+    timeout_s = recipe.train.process_timeout_s
+    set_deadline(timeout_s)
+    return Accelerator(
         cpu=recipe.train.device == "cpu",
         mixed_precision="bf16" if recipe.train.precision == "bfloat16" else "no",
         log_with=trackers or None,
         project_dir=None if recipe.run_dir is None else str(recipe.run_dir),
+        kwargs_handlers=[InitProcessGroupKwargs(timeout=timedelta(seconds=timeout_s))],
     )
-    if accelerator.num_processes > 1:
-        raise ConfigError(
-            f"started as {accelerator.num_processes} processes: agentrl trains on one; start it without a launcher"
-        )
-    return accelerator
-
-
-def _new_engine(recipe: Recipe, model: Any, device: torch.device, *, handover: str) -> Engine:
-    """Make the engine that the recipe names; weights are pushed to it when the run begins."""
-    dtype = torch.bfloat16 if recipe.train.precision == "bfloat16" else model.dtype
-    name = _engine_name(recipe, model, device)
-    config = recipe.engine
-    if config.lockstep is None:
-        config = config.model_copy(update={"lockstep": recipe.rollout.mode == "sync"})
-    if name != "vllm" and recipe.engine.name != "vllm_server" and recipe.engine.vllm:
-        raise ConfigError(
-            f"engine.vllm: {sorted(recipe.engine.vllm)} are of no use to engine.name: {name}; remove them"
-        )
-    if name == "vllm":
-        return VLLMEngine(model, config, dtype=dtype, max_tokens=recipe.rollout.max_context_tokens)
-    if name == "vllm_server":
-        return VLLMServer(config, folder=recipe.engine.server.folder or Path(handover))
-    return TransformersEngine(copy.deepcopy(model).to(device, dtype), config)
 
 
 def _engine_name(recipe: Recipe, model: Any, device: torch.device) -> str:
@@ -411,7 +460,15 @@ def _engine_name(recipe: Recipe, model: Any, device: torch.device) -> str:
 _OPERATIONAL = {
     "rollout": {"max_live_episodes", "env_timeout_s", "engine_timeout_s", "max_retries", "max_consecutive_failures"},
     "signals": {"judge_timeout_s", "judge_retries", "judge_threads"},
-    "train": {"checkpoint_every", "keep_last", "agreement", "max_tokens_per_micro_batch"},
+    "train": {
+        "checkpoint_every",
+        "keep_last",
+        "agreement",
+        "max_tokens_per_micro_batch",
+        "layout",
+        "process_timeout_s",
+        "sharding",
+    },
 }
 """What one changes to get over a fault: deadlines, bounds and budgets, by which nothing but rounding comes out otherwise."""
 
@@ -433,9 +490,10 @@ def _load_teacher(recipe: Recipe, tokenizer: Any) -> Policy:
     if other.get_vocab() != tokenizer.get_vocab():
         raise ConfigError(f"{field}: the tokenizer of {name!r} is not the policy's, so its tokens mean something else")
     _check_positions(recipe, model.config, whose=f"{field}: the teacher's")
+    layout, _ = choose_layout(model, "auto", max_tokens=recipe.rollout.max_context_tokens)
     if recipe.train.precision == "bfloat16":
         model = model.to(torch.bfloat16)
-    return Policy(model, field=field)
+    return Policy(model, layout=layout, field=field)
 
 
 def _check_positions(recipe: Recipe, config: Any, *, whose: str = "the model's") -> None:

@@ -10,7 +10,7 @@ in float32, or under bfloat16 autocast. Losses and gradients are compared first;
 import argparse
 import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import chain
 from statistics import median
 from typing import Any
@@ -19,11 +19,12 @@ import numpy as np
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
+from agentrl.learn.layout import Layout, hidden_states, lay_out
 from agentrl.learn.logprobs import fused_logprobs
 from agentrl.learn.tree import IntArray, plan_tree
-from agentrl.learn.tree_model import tree_hidden
 
 VOCAB_SIZE = 2048
+LAYOUTS: tuple[Layout, ...] = ("padded", "tree")
 
 
 def make_model() -> Any:
@@ -57,25 +58,16 @@ def trained(rows: Sequence[IntArray], shared: int) -> tuple[IntArray, IntArray, 
     return row_T, position_T, torch.from_numpy(target_T), weight_T / len(target_T)
 
 
-def padded_loss(model: Any, rows: Sequence[IntArray], shared: int) -> torch.Tensor:
+def loss_of(model: Any, rows: Sequence[IntArray], shared: int, layout: Layout) -> torch.Tensor:
     row_T, position_T, target_T, weight_T = trained(rows, shared)
-    hidden_BLD = model.base_model(input_ids=torch.from_numpy(np.stack(rows)), use_cache=False).last_hidden_state
-    return loss_of(model, hidden_BLD[row_T, position_T], target_T, weight_T)
-
-
-def tree_loss(model: Any, rows: Sequence[IntArray], shared: int) -> torch.Tensor:
-    row_T, position_T, target_T, weight_T = trained(rows, shared)
-    tree = plan_tree(rows)
-    return loss_of(model, tree_hidden(model, tree)[tree.index(row_T, position_T)], target_T, weight_T)
-
-
-def loss_of(model: Any, hidden_TD: torch.Tensor, target_T: torch.Tensor, weight_T: torch.Tensor) -> torch.Tensor:
+    inputs, index = lay_out(rows, layout)
+    hidden_TD = hidden_states(model, inputs)[index(row_T, position_T)]
     logprobs_T, _ = fused_logprobs(hidden_TD, model.get_output_embeddings().weight, target_T)
     return -(weight_T * logprobs_T).sum()
 
 
 def step(
-    loss: Callable[..., torch.Tensor], model: Any, passes: Sequence[list[IntArray]], shared: int, *, autocast: bool
+    layout: Layout, model: Any, passes: Sequence[list[IntArray]], shared: int, *, autocast: bool
 ) -> tuple[float, torch.Tensor, float]:
     """Return loss, gradient and seconds of one forward and backward pass over all rows."""
     model.zero_grad()
@@ -83,7 +75,7 @@ def step(
     begin = time.perf_counter()
     for rows in passes:
         with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
-            part = loss(model, rows, shared)
+            part = loss_of(model, rows, shared, layout)
         part.backward()
         total += float(part.detach())
     seconds = time.perf_counter() - begin
@@ -110,7 +102,7 @@ def main() -> None:
         size = options.groups_per_pass
         passes = [list(chain(*groups[first : first + size])) for first in range(0, len(groups), size)]
         runs = [
-            [step(loss, model, passes, shared, autocast=options.autocast) for loss in (padded_loss, tree_loss)]
+            [step(layout, model, passes, shared, autocast=options.autocast) for layout in LAYOUTS]
             for _ in range(options.repeats + 1)
         ]
         (padded, padded_grad, _), (tree, tree_grad, _) = runs[0]

@@ -330,7 +330,7 @@ evaluation: {num_tasks: 20, samples: 2}
         "episodes per step": "12 (3 groups of 4)",
         "turns per episode": "at most 5, of at most 32 tokens each",
         "updates per step": "2, on about 6 trajectories each",
-        "tokens per micro-batch": "at most 900, padding included",
+        "tokens per micro-batch": "at most 900, shared ones once",
         "steps": "10 (20 updates)",
         "credit": "scheme turn_return, gamma 0.5",
         "ratio": "one for each turn, clipped to 1 - 0.003 .. 1 + 0.01",

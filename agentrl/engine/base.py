@@ -19,8 +19,9 @@ class ServerConfig(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    url: str = "http://127.0.0.1:8000"
-    """Where it listens."""
+    url: str | tuple[str, ...] = "http://127.0.0.1:8000"
+    """Where it listens. Of several servers each serves one training process: the first, the second, ...; processes beyond
+    them only train."""
     folder: Path | None = None
     """A folder that trainer and server both see by this path, in which weights are handed over. None: one of this machine's for
     temporary files."""
@@ -31,14 +32,22 @@ class ServerConfig(BaseModel):
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
-        try:
-            parts = urlsplit(self.url)
-            is_whole = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port is not None
-        except ValueError:
-            is_whole = False
-        if not is_whole:
-            raise ValueError(f"url: expected http://HOST:PORT, got {self.url!r}")
+        if not self.urls:
+            raise ValueError("url: expected at least one")
+        for url in self.urls:
+            try:
+                parts = urlsplit(url)
+                is_whole = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port is not None
+            except ValueError:
+                is_whole = False
+            if not is_whole:
+                raise ValueError(f"url: expected http://HOST:PORT, got {url!r}")
         return self
+
+    @property
+    def urls(self) -> tuple[str, ...]:
+        """`url` as a list."""
+        return (self.url,) if isinstance(self.url, str) else self.url
 
 
 class EngineConfig(BaseModel):

@@ -181,7 +181,7 @@ class VLLMServer:
                 yield
         except TimeoutError:
             raise EngineError(
-                f"vLLM's server at {self._config.url} did not finish {what} within engine.server.timeout_s: "
+                f"vLLM's server at {self._config.urls[0]} did not finish {what} within engine.server.timeout_s: "
                 f"{self._config.timeout_s:g}"
             ) from None
 
@@ -198,7 +198,7 @@ class VLLMServer:
             config = await self._http.ask("its configuration", "GET", _SERVER_INFO, parse=_model_config)
             if config["logprobs_mode"] != "processed_logprobs":
                 raise EngineError(
-                    f"vLLM's server at {self._config.url} reports {config['logprobs_mode']}: training needs the "
+                    f"vLLM's server at {self._config.urls[0]} reports {config['logprobs_mode']}: training needs the "
                     "log-probabilities of what is sampled; start it with --logprobs-mode processed_logprobs"
                 )
             model = await asyncio.to_thread(_read_model, str(config["model"]))
@@ -302,7 +302,7 @@ class VLLMServer:
                 versions[start:end] = [int(name)] * (end - start)
             else:
                 raise EngineError(
-                    f"vLLM's server at {self._config.url} samples with weights of version {name!r} and not with those "
+                    f"vLLM's server at {self._config.urls[0]} samples with weights of version {name!r} and not with those "
                     "that were pushed: it was started again. Start the run again too; it goes on where it was"
                 )
         if len(versions) != num_tokens:
@@ -371,7 +371,7 @@ class _Http:
             except _Fault as fault:
                 if not remaining:
                     raise EngineError(
-                        f"vLLM's server at {self._config.url}, asked {num} times for {what}, did not answer as it "
+                        f"vLLM's server at {self._config.urls[0]}, asked {num} times for {what}, did not answer as it "
                         f"should; the last time: {fault}. Is it running? `agentrl serve RECIPE` starts it"
                     ) from fault
             await asyncio.sleep(wait_s)
@@ -400,7 +400,7 @@ class _Http:
             raise _Fault(f"HTTP {response.status_code}: {_words(response)}")
         if response.status_code >= 300:
             raise EngineError(
-                f"vLLM's server at {self._config.url} refused {method} {path}: HTTP {response.status_code}: "
+                f"vLLM's server at {self._config.urls[0]} refused {method} {path}: HTTP {response.status_code}: "
                 + _words(response)
                 + (_NO_ROUTE if response.status_code == 404 else "")
             )
@@ -419,7 +419,7 @@ class _Http:
         """Make the client where the event loop runs. Whoever waits for an answer sets the deadline."""
         if self._client is None:
             self._client = httpx2.AsyncClient(
-                base_url=self._config.url,
+                base_url=self._config.urls[0],
                 timeout=httpx2.Timeout(None, connect=min(10.0, self._config.timeout_s)),
                 # The server drops a connection that was idle for 5 s; one that is dropped as it is used is a fault.
                 limits=httpx2.Limits(max_connections=None, keepalive_expiry=2.0),

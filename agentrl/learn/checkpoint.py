@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from agentrl.errors import ConfigError
+from agentrl.learn.processes import is_main, meet, process_index
 from agentrl.learn.trainer import Trainer
 
 _STATE = "agentrl.json"
@@ -21,23 +22,26 @@ def save_checkpoint(trainer: Trainer, folder: Path, *, keep_last: int) -> Path:
 
     def write(partial: Path) -> None:
         trainer.save(partial)
-        (partial / _STATE).write_text(json.dumps(trainer.state_dict()), encoding="utf-8")
+        (partial / _state_file()).write_text(json.dumps(trainer.state_dict()), encoding="utf-8")
 
     write_folder(target, write)
-    for old in checkpoints(folder)[:-keep_last]:
-        shutil.rmtree(old)
+    if is_main():
+        for old in checkpoints(folder)[:-keep_last]:
+            shutil.rmtree(old)
     return target
 
 
 def write_folder(target: Path, write: Callable[[Path], object]) -> None:
-    """Let `write` fill a folder that appears whole or not at all.
+    """Let `write` fill a folder that appears whole or not at all: on every process, into the same folder.
 
     Raises:
         OSError: of a full disk, in whatever words the library that met it put it.
     """
     partial = target.with_name(f".{target.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
+    if is_main():
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+    meet()
     try:
         write(partial)
     except Exception as error:  # torch, safetensors and tokenizers each raise a kind of their own
@@ -46,8 +50,11 @@ def write_folder(target: Path, write: Callable[[Path], object]) -> None:
         if is_full and not isinstance(error, OSError):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(target)) from error
         raise
-    shutil.rmtree(target, ignore_errors=True)
-    partial.rename(target)
+    meet()
+    if is_main():
+        shutil.rmtree(target, ignore_errors=True)
+        partial.rename(target)
+    meet()
 
 
 def checkpoints(folder: Path) -> list[Path]:
@@ -63,6 +70,11 @@ def load_checkpoint(trainer: Trainer, path: Path) -> None:
     """
     try:
         trainer.load(path)
-        trainer.load_state_dict(json.loads((path / _STATE).read_text(encoding="utf-8")))
+        trainer.load_state_dict(json.loads((path / _state_file()).read_text(encoding="utf-8")))
     except (RuntimeError, KeyError, ValueError) as error:
         raise ConfigError(f"the checkpoint {path} does not fit this recipe: {error}") from error
+
+
+def _state_file() -> str:
+    """Return the name of this process's own file in a checkpoint."""
+    return _STATE if is_main() else f"agentrl-{process_index()}.json"

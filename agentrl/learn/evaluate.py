@@ -1,6 +1,6 @@
 """Evaluation on held-out tasks."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from math import comb
 from typing import Self
@@ -49,10 +49,17 @@ class Evaluation:
     groups: list[TrajectoryGroup]
 
 
-async def evaluate(pool: RolloutPool, config: EvaluationConfig, *, seed: int) -> Evaluation:
-    """Play the held-out tasks. Failed episodes leave every mean and are counted in `failed`."""
-    tasks = [(f"eval/{i:06d}", held_out_seed(seed, i)) for i in range(config.num_tasks)]
-    groups = await pool.play(tasks, group_size=config.samples)
+async def play_held_out(
+    pool: RolloutPool, config: EvaluationConfig, *, seed: int, first: int = 0, stride: int = 1
+) -> list[TrajectoryGroup]:
+    """Play the held-out tasks from `first` on, every `stride`-th."""
+    tasks = [(f"eval/{i:06d}", held_out_seed(seed, i)) for i in range(first, config.num_tasks, stride)]
+    return await pool.play(tasks, group_size=config.samples)
+
+
+def evaluated(groups: Iterable[TrajectoryGroup], config: EvaluationConfig) -> Evaluation:
+    """Describe the held-out tasks as they were played. Failed episodes leave every mean and are counted in `failed`."""
+    groups = sorted(groups, key=lambda group: group.group_id)
     trajectories = [t for group in groups for t in group.valid]
     metrics = {
         "episodes": float(len(trajectories)),

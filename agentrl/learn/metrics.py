@@ -36,6 +36,13 @@ class Tally:
         for name, tensor in tensors.items():
             self.columns.setdefault(name, []).append(tensor.detach().double().cpu().numpy())
 
+    @classmethod
+    def joined(cls, parts: "Sequence[Tally]") -> "Tally":
+        """Return what parts of one minibatch showed together."""
+        names = dict.fromkeys(name for part in parts for name in part.columns)
+        columns = {name: [array for part in parts for array in part.columns.get(name, [])] for name in names}
+        return cls(columns=columns, loss=sum(part.loss for part in parts))
+
     def column(self, name: str) -> Array:
         """Return all observations of a name."""
         return np.concatenate([np.empty(0), *self.columns.get(name, [])])

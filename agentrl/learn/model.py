@@ -1,6 +1,6 @@
 """The policy: a transformers causal language model, given by name or made on the spot.
 
-`B` rows, `L` positions of a row, `T` trained tokens, `V` vocabulary, `D` hidden size.
+`P` places of a pass, `T` trained tokens, `D` hidden size.
 """
 
 from pathlib import Path
@@ -11,6 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, m
 from torch import Tensor, nn
 
 from agentrl.errors import ConfigError
+from agentrl.learn.layout import Inputs, Layout, hidden_states
 from agentrl.learn.logprobs import fused_logprobs
 
 
@@ -141,23 +142,18 @@ def check_dropout(config: Any) -> None:
 class Policy(nn.Module):
     """The model as the trainer sees it: tokens in, log-probabilities of the trained ones out.
 
-    One module, so that accelerate's wrappers see one forward pass.
+    One module, so that wrappers of several processes see one forward pass.
     """
 
-    def __init__(self, model: Any, *, field: str = "model.name_or_path") -> None:
+    def __init__(self, model: Any, *, layout: Layout = "padded", field: str = "model.name_or_path") -> None:
         super().__init__()
         check_head(model.config, field=field)
         self.model = model
+        self.layout = layout
+        """How rows are to be laid out for it (`choose_layout`)."""
 
-    def forward(
-        self, input_ids_BL: Tensor, row_T: Tensor, position_T: Tensor, targets_T: Tensor, temperature: float
-    ) -> tuple[Tensor, Tensor]:
-        """Return log-probability and entropy [T] of each target, read at `(row, position)` of its predecessor.
-
-        Rows are padded on the right: under causal attention nothing that is read can see the padding.
-        """
-        hidden_BLD = self.model.base_model(input_ids=input_ids_BL, use_cache=False).last_hidden_state
+    def forward(self, inputs: Inputs, place_T: Tensor, targets_T: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+        """Return log-probability and entropy [T] of each target, read at the place of its predecessor."""
+        hidden_PD = hidden_states(self.model, inputs)
         head = self.model.get_output_embeddings()
-        return fused_logprobs(
-            hidden_BLD[row_T, position_T], head.weight, targets_T, bias_V=head.bias, temperature=temperature
-        )
+        return fused_logprobs(hidden_PD[place_T], head.weight, targets_T, bias_V=head.bias, temperature=temperature)

@@ -13,8 +13,10 @@ from agentrl.chat import Renderer
 from agentrl.credit import Credit
 from agentrl.env import base_env
 from agentrl.errors import AgentRLError, ConfigError, EnvironmentFailure
-from agentrl.learn.batch import make_batch, micro_batches
+from agentrl.learn.batch import make_batch
+from agentrl.learn.layout import attending
 from agentrl.learn.model import Policy
+from agentrl.learn.plan import micro_batches
 from agentrl.rollout import derive_seed, task_seed
 from agentrl.rollout.env_thread import EnvThread
 from agentrl.rollout.moment import MakeEnv
@@ -160,10 +162,11 @@ def warm_up(
         chosen, order = [examples[i] for i in order[: config.batch_size]], order[config.batch_size :]
         batch = make_batch(chosen, [Credit.uniform(t, 1.0) for t in chosen], unit="token", aggregation="token-mean")
         loss_value = 0.0
-        for micro in micro_batches(batch, max_tokens=max_tokens, device=device):
-            logprobs_T, _ = policy(micro.input_ids_BL, micro.row_T, micro.position_T, micro.target_T, 1.0)
-            loss: Any = -(micro.weight_T * logprobs_T).sum()
-            loss.backward()
+        for micro in micro_batches(batch, max_tokens=max_tokens, layout=policy.layout, device=device):
+            with attending(policy.model, policy.layout):
+                logprobs_T, _ = policy(micro.inputs, micro.place_T, micro.target_T, 1.0)
+                loss: Any = -(micro.weight_T * logprobs_T).sum()
+                loss.backward()
             loss_value += loss.item()
         torch.nn.utils.clip_grad_norm_(policy.parameters(), 1.0)
         optimizer.step()

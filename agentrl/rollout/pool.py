@@ -53,11 +53,24 @@ class RolloutPool:
         config: RolloutConfig,
         seed: int,
         fork: bool = False,
+        first: int = 0,
+        stride: int = 1,
     ) -> None:
-        """Take the parts; with `fork`, rollouts are forked from every episode's turns (see `RolloutConfig.branches`)."""
+        """Take the parts.
+
+        Args:
+            make_env: makes the environment of one episode.
+            engine: samples.
+            renderer: messages to tokens.
+            config: how episodes are played.
+            seed: of tasks and samples.
+            fork: rollouts are forked from every episode's turns (see `RolloutConfig.branches`).
+            first: number of the first training task.
+            stride: from one training task to the next; those in between are other processes'.
+        """
         self._make_env, self._engine, self._renderer, self._config = make_env, engine, renderer, config
         self._fork = fork
-        self._stream = TaskStream(config, seed=seed)
+        self._stream = TaskStream(config, seed=seed, first=first, stride=stride)
         self._clock = EngineClock()
         self._is_held = False
         self._threads: list[EnvThread] = []

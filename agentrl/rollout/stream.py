@@ -51,12 +51,13 @@ class TaskStream:
     Everything that happens is written to a journal, where there is one: a state and the events after it are the stream.
     """
 
-    def __init__(self, config: RolloutConfig, *, seed: int) -> None:
-        """Begin with the first task."""
-        self._config, self._seed = config, seed
+    def __init__(self, config: RolloutConfig, *, seed: int, first: int = 0, stride: int = 1) -> None:
+        """Begin with a task, by number, and go on with every `stride`-th: the others belong to other processes."""
+        self._config, self._seed, self._stride = config, seed, stride
         self._num_groups = config.num_groups
         self._max_staleness = 0 if config.mode == "sync" else config.max_staleness
-        self._next_group = self._replaced_in_a_row = self._replaceable = 0
+        self._next_group = first
+        self._replaced_in_a_row = self._replaceable = 0
         self._is_waited_for = False
         self._groups: dict[str, _Group] = {}
         """Groups under way, oldest first."""
@@ -243,7 +244,7 @@ class TaskStream:
         name = f"train/{begun.index:06d}"
         tasks = self.tasks(name, task_seed(self._seed, begun.index), self._config.group_size)
         group = _Group(began=begun.version, waiting=[LiveEpisode(task=task) for task in tasks])
-        self._groups[name], self._next_group = group, begun.index + 1
+        self._groups[name], self._next_group = group, begun.index + self._stride
         return group
 
     def _is_complete(self, group: _Group) -> bool:

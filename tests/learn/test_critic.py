@@ -3,6 +3,7 @@
 import copy
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any, Literal
 
@@ -15,7 +16,7 @@ from agentrl.learn.model import LocalModelConfig, Policy
 from agentrl.learn.signals import CriticConfig
 from agentrl.learn.signals.critic import Critic
 from agentrl.types import StopReason, Trajectory, Turn
-from tests.learn.test_scoring import TINY, contexts, new_policy, play
+from tests.learn.test_scoring import LAYOUTS, TINY, contexts, new_policy, play
 
 Kind = Literal["head", "separate"]
 KINDS: tuple[Kind, ...] = ("head", "separate")
@@ -147,20 +148,22 @@ def test_the_target_of_each_token_is_its_turns_discounted_return(
     assert metrics["critic/explained_variance"] == 0
 
 
-def test_the_loss_is_a_mean_over_tokens_whatever_the_micro_batches(played: list[Trajectory]) -> None:
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_loss_is_a_mean_over_tokens_whatever_the_micro_batches(kind: Kind, played: list[Trajectory]) -> None:
     found = {}
-    for max_tokens in (1, 700, 10**9):
-        critic = new_critic(new_policy(), max_tokens=max_tokens, epochs=3, num_minibatches=1)
+    for max_tokens, layout in product((1, 700, 10**9), LAYOUTS):
+        critic = new_critic(new_policy(layout=layout), model=kind, max_tokens=max_tokens, epochs=3, num_minibatches=1)
         metrics = critic.learn(critic.measure(with_returns(played)))
-        found[max_tokens] = [metrics["critic/loss"], *values_of(critic.measure(played)[0])]
+        found[max_tokens, layout] = [metrics["critic/loss"], *values_of(critic.measure(played)[0])]
     targets_T = np.concatenate([np.full(t.num_action_tokens, t.reward) for t in with_returns(played)])
     alone = new_critic(new_policy(), epochs=1, num_minibatches=1)
     assert alone.learn(alone.measure(with_returns(played)))["critic/loss"] == pytest.approx(
         np.mean(targets_T**2), rel=1e-6
     )
-    for max_tokens in (1, 700):
+    whole = found[10**9, "padded"]
+    for split in found.values():
         # Three updates of Adam, whose steps are near the sign of a gradient, spread the rounding of float32.
-        np.testing.assert_allclose(found[max_tokens], found[10**9], rtol=1e-4, atol=1e-5)
+        np.testing.assert_allclose(split, whole, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize(

@@ -8,10 +8,18 @@ import pytest
 from agentrl.chat import ChatMLRenderer, train_tokenizer
 from agentrl.engine.transformers import TransformersEngine
 from agentrl.env import MessageEnv
-from agentrl.learn.evaluate import Evaluation, EvaluationConfig, evaluate, is_success, pass_at_k, reported_means
+from agentrl.learn.evaluate import (
+    Evaluation,
+    EvaluationConfig,
+    evaluated,
+    is_success,
+    pass_at_k,
+    play_held_out,
+    reported_means,
+)
 from agentrl.learn.model import LocalModelConfig, make_local_model
 from agentrl.rollout import RolloutConfig, RolloutPool, held_out_seed, task_seed
-from agentrl.types import Message, StopReason, Trajectory
+from agentrl.types import Message, StopReason, Trajectory, TrajectoryGroup
 
 
 class OneTurn(MessageEnv):
@@ -47,7 +55,9 @@ class EndsAtOnce(ChatMLRenderer):
         return tuple(range(261))
 
 
-def played(env: type[OneTurn], config: EvaluationConfig, *, seed: int = 3, max_retries: int = 0) -> Evaluation:
+def played(
+    env: type[OneTurn], config: EvaluationConfig, *, seed: int = 3, max_retries: int = 0, num_processes: int = 1
+) -> Evaluation:
     tokenizer = train_tokenizer([], vocab_size=261)
     sizes = LocalModelConfig(hidden_size=16, num_layers=1, num_heads=2, num_kv_heads=1, intermediate_size=32)
     env.played = []
@@ -58,8 +68,16 @@ def played(env: type[OneTurn], config: EvaluationConfig, *, seed: int = 3, max_r
         config=RolloutConfig(max_retries=max_retries, max_consecutive_failures=1000),
         seed=seed,
     )
+
+    async def play() -> list[TrajectoryGroup]:
+        shares = [
+            await play_held_out(pool, config, seed=seed, first=process, stride=num_processes)
+            for process in range(num_processes)
+        ]
+        return [group for share in shares for group in share]
+
     try:
-        return asyncio.run(evaluate(pool, config, seed=seed))
+        return evaluated(asyncio.run(play()), config)
     finally:
         pool.close()
 
@@ -73,8 +91,9 @@ def test_pass_at_k_is_the_share_of_choices_with_one_that_is_right(num_samples: i
             assert pass_at_k(num_samples, num_right, k) == pytest.approx(sum(chosen) / len(chosen), rel=1e-12)
 
 
-def test_each_held_out_task_is_played_as_often_as_asked() -> None:
-    evaluation = played(OneTurn, EvaluationConfig(num_tasks=7, samples=3))
+@pytest.mark.parametrize("num_processes", [1, 2, 3])
+def test_each_held_out_task_is_played_as_often_as_asked(num_processes: int) -> None:
+    evaluation = played(OneTurn, EvaluationConfig(num_tasks=7, samples=3), num_processes=num_processes)
     seeds = [held_out_seed(3, i) for i in range(7)]
     assert sorted(OneTurn.played) == sorted((seed, member) for seed in seeds for member in range(3))
     assert [group.group_id for group in evaluation.groups] == [f"eval/{i:06d}" for i in range(7)]

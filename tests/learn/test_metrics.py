@@ -1,11 +1,38 @@
-"""What a step reports of the process it runs in."""
+"""What a step reports of its trajectories, its minibatches and the process it runs in."""
 
 import subprocess
 import sys
 import threading
+from dataclasses import replace
 from pathlib import Path
 
-from agentrl.learn.metrics import process_metrics
+import pytest
+import torch
+
+from agentrl.credit import Credit
+from agentrl.learn.metrics import Tally, process_metrics, rollout_metrics
+from agentrl.testing import make_group
+from agentrl.types import StopReason
+
+
+def test_parts_of_a_minibatch_join_to_the_whole() -> None:
+    whole, parts = Tally(), [Tally(), Tally()]
+    for part, values in zip(parts, ([1.0, 2.0], [3.0]), strict=True):
+        for tally in (whole, part):
+            tally.add(ratio_U=torch.tensor(values))
+            tally.loss += sum(values)
+    joined = Tally.joined([*parts, Tally()])  # the last had nothing to do
+    assert joined.column("ratio_U").tolist() == whole.column("ratio_U").tolist() == [1.0, 2.0, 3.0]
+    assert joined.loss == whole.loss == 6.0
+
+
+def test_the_share_without_an_advantage_counts_what_is_excluded_and_nothing_that_failed() -> None:
+    group = make_group([[0.0]] * 5)
+    lost = replace(group.trajectories[4], stop_reason=StopReason.ENV_ERROR)
+    group = replace(group, trajectories=(*group.trajectories[:4], lost))
+    credits = [Credit.uniform(t, advantage) for t, advantage in zip(group.trajectories, (1, 0, -1, 1, 0), strict=True)]
+    credits[3] = Credit.excluded(group.trajectories[3])
+    assert rollout_metrics([group], [credits])["credit/zero_advantage"] == pytest.approx(2 / 4)
 
 
 def test_what_an_environment_leaks_shows(tmp_path: Path) -> None:

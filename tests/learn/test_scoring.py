@@ -5,7 +5,7 @@ import copy
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import pytest
@@ -17,8 +17,9 @@ from torch import Tensor
 from agentrl.chat import ChatConfig, ChatMLRenderer, Renderer, load_renderer, train_tokenizer
 from agentrl.engine.transformers import TransformersEngine
 from agentrl.env import base_env, make_env
-from agentrl.learn.batch import MicroBatch
+from agentrl.learn.layout import Layout
 from agentrl.learn.model import LocalModelConfig, Policy, make_local_model
+from agentrl.learn.plan import MicroBatch
 from agentrl.learn.signals.scoring import answered_at_each_turn, score_tokens, told_the_end, with_tokens
 from agentrl.rollout import RolloutConfig, RolloutPool
 from agentrl.types import Message, Trajectory
@@ -43,9 +44,9 @@ class StartsAnew(OftenStops):
         return super().extend(context_ids, action_ids, messages)
 
 
-def new_policy(seed: int = 0, *, sizes: LocalModelConfig = TINY) -> Policy:
+def new_policy(seed: int = 0, *, sizes: LocalModelConfig = TINY, layout: Layout = "tree") -> Policy:
     torch.manual_seed(seed)
-    return Policy(make_local_model(sizes, TOKENIZER))
+    return Policy(make_local_model(sizes, TOKENIZER), layout=layout)
 
 
 def play(
@@ -100,16 +101,18 @@ def plain_scores(
 
 
 def logprobs_of(policy: Policy, micro: MicroBatch, *, temperature: float = 1.0) -> Tensor:
-    found: Tensor = policy(micro.input_ids_BL, micro.row_T, micro.position_T, micro.target_T, temperature)[0]
+    found: Tensor = policy(micro.inputs, micro.place_T, micro.target_T, temperature)[0]
     return found
 
 
 def entropies_of(policy: Policy, micro: MicroBatch, *, temperature: float = 1.0) -> Tensor:
-    found: Tensor = policy(micro.input_ids_BL, micro.row_T, micro.position_T, micro.target_T, temperature)[1]
+    found: Tensor = policy(micro.inputs, micro.place_T, micro.target_T, temperature)[1]
     return found
 
 
 POLICY = new_policy().double()
+LAYOUTS: tuple[Layout, ...] = get_args(Layout)
+on_a_tree = partial(score_tokens, layout="tree", device=CPU)
 
 
 @pytest.fixture(scope="module")
@@ -125,49 +128,55 @@ def test_the_trajectories_at_hand_are_ragged_and_some_begin_anew(played: list[Tr
     assert len({len(turn.action_ids) for t in played for turn in t.turns}) > 4
 
 
+@pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("temperature", [0.6, 1.0, 1.5])
 def test_each_token_is_scored_as_in_a_plain_pass_over_its_own_context(
-    temperature: float, played: list[Trajectory]
+    temperature: float, layout: Layout, played: list[Trajectory]
 ) -> None:
     expected = [plain_scores(POLICY, t, temperature=temperature) for t in played]
     for index, score in enumerate((logprobs_of, entropies_of)):
-        columns = score_tokens(partial(score, POLICY, temperature=temperature), played, max_tokens=400, device=CPU)
+        columns = score_tokens(
+            partial(score, POLICY, temperature=temperature), played, layout=layout, max_tokens=400, device=CPU
+        )
         assert len(columns) == len(played)
         for column_T, scores in zip(columns, expected, strict=True):
             np.testing.assert_allclose(column_T, scores[index], rtol=1e-9)
 
 
 def test_scores_under_the_weights_that_sampled_are_the_behaviors(played: list[Trajectory]) -> None:
-    columns = score_tokens(partial(logprobs_of, POLICY), played, max_tokens=400, device=CPU)
+    columns = on_a_tree(partial(logprobs_of, POLICY), played, max_tokens=400)
     for column_T, trajectory in zip(columns, played, strict=True):
         behavior = [logprob for turn in trajectory.turns for logprob in turn.behavior_logprobs]
         np.testing.assert_allclose(column_T, behavior, rtol=1e-5, atol=1e-5)  # the engine ran in float32
 
 
 @settings(max_examples=15, deadline=None)
-@given(order=st.permutations(range(6)), max_tokens=st.integers(min_value=1, max_value=2000))
-def test_any_order_and_any_budget_give_the_same_scores(
-    order: list[int], max_tokens: int, played: list[Trajectory]
+@given(
+    order=st.permutations(range(6)),
+    max_tokens=st.integers(min_value=1, max_value=2000),
+    layout=st.sampled_from(LAYOUTS),
+)
+def test_any_order_budget_and_layout_give_the_same_scores(
+    order: list[int], max_tokens: int, layout: Layout, played: list[Trajectory]
 ) -> None:
     score = partial(logprobs_of, POLICY)
-    whole = score_tokens(score, played, max_tokens=10**9, device=CPU)
-    shuffled = score_tokens(score, [played[i] for i in order], max_tokens=max_tokens, device=CPU)
+    whole = on_a_tree(score, played, max_tokens=10**9)
+    shuffled = score_tokens(score, [played[i] for i in order], layout=layout, max_tokens=max_tokens, device=CPU)
     for i, column_T in zip(order, shuffled, strict=True):
         np.testing.assert_allclose(column_T, whole[i], rtol=1e-9)
 
 
 def test_scoring_keeps_no_graph_and_stays_within_its_budget(played: list[Trajectory]) -> None:
-    seen: list[tuple[bool, int, int]] = []
+    seen: list[tuple[bool, int]] = []
 
     def score(micro: MicroBatch) -> Tensor:
         found = logprobs_of(POLICY, micro)
-        seen.append((found.requires_grad, *micro.input_ids_BL.shape))
+        seen.append((found.requires_grad, micro.inputs.ids_BL.numel()))
         return found
 
-    score_tokens(score, played, max_tokens=1000, device=CPU)
+    on_a_tree(score, played, max_tokens=1000)
     assert len(seen) > 1
-    assert all(not requires_grad for requires_grad, *_ in seen)
-    assert all(rows * length <= 1000 for _, rows, length in seen)
+    assert all(not requires_grad and num_tokens <= 1000 for requires_grad, num_tokens in seen)
     assert {parameter.grad for parameter in POLICY.parameters()} == {None}
 
 
@@ -250,7 +259,7 @@ def test_a_template_that_renders_every_turn_anew_tells_the_hint_once_in_each() -
         hint = "\n(In hindsight: the total reward was 0.)"
         assert text.count(hint) == 1
         assert text.replace(hint, "") == TOKENIZER.decode(list(original.observation_ids))
-    scored = score_tokens(partial(logprobs_of, POLICY), [told], max_tokens=10**9, device=CPU)
+    scored = on_a_tree(partial(logprobs_of, POLICY), [told], max_tokens=10**9)
     np.testing.assert_allclose(scored[0], plain_scores(POLICY, told)[0], rtol=1e-9)
     assert np.abs(scored[0] - plain_scores(POLICY, trajectory)[0]).max() > 1e-3  # the hint is read
 
@@ -290,7 +299,7 @@ def test_the_stop_token_of_a_template_is_left_out_of_the_answer_too(played: list
 def test_the_score_of_an_answer_is_that_of_a_plain_pass(played: list[Trajectory]) -> None:
     trajectory = replace(played[0], gold_answer="1234")
     answered = answered_at_each_turn(trajectory, ChatMLRenderer(TOKENIZER))
-    columns = score_tokens(partial(logprobs_of, POLICY), answered, max_tokens=500, device=CPU)
+    columns = on_a_tree(partial(logprobs_of, POLICY), answered, max_tokens=500)
     answer_ids = TOKENIZER.encode("1234", add_special_tokens=False)
     assert len(answer_ids) == 4
     means = []

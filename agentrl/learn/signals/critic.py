@@ -14,8 +14,10 @@ import torch
 from torch import Tensor, nn
 
 from agentrl.credit import Credit
-from agentrl.learn.batch import FloatArray, MicroBatch, make_batch, micro_batches
+from agentrl.learn.batch import FloatArray, make_batch
+from agentrl.learn.layout import attending, hidden_states
 from agentrl.learn.model import Policy
+from agentrl.learn.plan import MicroBatch, micro_batches
 from agentrl.learn.signals.config import CriticConfig
 from agentrl.learn.signals.scoring import score_tokens, with_tokens
 from agentrl.rollout import derive_seed
@@ -72,7 +74,9 @@ class Critic:
         """Return the trajectories with `values` at every turn and `final_value`, the value after the last token."""
         # A made-up token after the end: its value is read where the last sampled token stands.
         longer = [replace(t, turns=(*t.turns, _END)) for t in trajectories]
-        values = score_tokens(self._value, longer, max_tokens=self._max_tokens, device=self._device)
+        values = score_tokens(
+            self._value, longer, layout=self._policy.layout, max_tokens=self._max_tokens, device=self._device
+        )
         return [
             replace(with_tokens(t, "values", values_T[:-1]), final_value=float(values_T[-1]))
             for t, values_T in zip(trajectories, values, strict=True)
@@ -130,8 +134,8 @@ class Critic:
     def _value(self, micro: MicroBatch) -> Tensor:
         """Return the value of each token's context: (T,)."""
         with self._autocast(), torch.set_grad_enabled(self._is_separate and torch.is_grad_enabled()):
-            hidden_BLD = self._body(input_ids=micro.input_ids_BL, use_cache=False).last_hidden_state
-        values: Tensor = self._head(hidden_BLD[micro.row_T, micro.position_T].float())[:, 0]
+            hidden_PD = hidden_states(self._body, micro.inputs)
+        values: Tensor = self._head(hidden_PD[micro.place_T].float())[:, 0]
         return values
 
     def _targets(self, trajectory: Trajectory) -> FloatArray:
@@ -148,9 +152,11 @@ class Critic:
         credits = [Credit.from_tokens(t, targets_T) for t, targets_T in zip(trajectories, targets, strict=True)]
         batch = make_batch(trajectories, credits, unit="trajectory", aggregation="token-mean")
         loss_value = 0.0
-        for micro in micro_batches(batch, max_tokens=self._max_tokens, device=self._device):
-            loss: Any = (micro.weight_T * (self._value(micro) - micro.advantage_T) ** 2).sum()
-            loss.backward()
+        passes = micro_batches(batch, max_tokens=self._max_tokens, layout=self._policy.layout, device=self._device)
+        for micro in passes:
+            with attending(self._body, self._policy.layout):
+                loss: Any = (micro.weight_T * (self._value(micro) - micro.advantage_T) ** 2).sum()
+                loss.backward()
             loss_value += loss.item()
         torch.nn.utils.clip_grad_norm_(self._parameters(), 1.0)
         self._optimizer.step()

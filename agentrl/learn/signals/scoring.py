@@ -13,7 +13,10 @@ from torch import Tensor
 
 from agentrl.chat import Renderer
 from agentrl.credit import Credit
-from agentrl.learn.batch import FloatArray, MicroBatch, make_batch, micro_batches
+from agentrl.learn.batch import FloatArray, make_batch
+from agentrl.learn.layout import Layout
+from agentrl.learn.plan import MicroBatch, micro_batches
+from agentrl.learn.processes import gathered, num_processes, process_index
 from agentrl.types import Message, Trajectory, Turn
 
 Score = Callable[[MicroBatch], Tensor]
@@ -22,14 +25,21 @@ Score = Callable[[MicroBatch], Tensor]
 
 @torch.no_grad()
 def score_tokens(
-    score: Score, trajectories: Sequence[Trajectory], *, max_tokens: int, device: torch.device
+    score: Score, trajectories: Sequence[Trajectory], *, layout: Layout, max_tokens: int, device: torch.device
 ) -> list[FloatArray]:
-    """Score every action token of each trajectory, in the context in which it was sampled: (T,) each."""
+    """Score every action token of each trajectory, in the context in which it was sampled: (T,) each.
+
+    Every process scores its share, and gets all scores.
+    """
     credits = [Credit.uniform(t, 0.0) for t in trajectories]
     batch = make_batch(trajectories, credits, unit="trajectory", aggregation="token-mean")
     found_T = np.empty(len(batch.target_T))
-    for micro in micro_batches(batch, max_tokens=max_tokens, device=device):
-        found_T[micro.token_T] = score(micro).double().cpu().numpy()
+    process, count = process_index(), num_processes()
+    passes = micro_batches(
+        batch, max_tokens=max_tokens, layout=layout, device=device, process=process, num_processes=count
+    )
+    for token_T, scores_T in gathered([(micro.token_T, score(micro).double().cpu().numpy()) for micro in passes]):
+        found_T[token_T] = scores_T
     return np.split(found_T, np.cumsum([t.num_action_tokens for t in trajectories])[:-1])
 
 

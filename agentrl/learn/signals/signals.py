@@ -12,12 +12,14 @@ from torch import Tensor
 from agentrl.chat import Renderer
 from agentrl.credit import CreditScheme
 from agentrl.errors import ConfigError
-from agentrl.learn.batch import MicroBatch
+from agentrl.learn.batch import FloatArray
 from agentrl.learn.model import Policy
+from agentrl.learn.plan import MicroBatch
+from agentrl.learn.processes import gathered, num_processes, process_index
 from agentrl.learn.signals.config import SignalsConfig
 from agentrl.learn.signals.critic import Critic
 from agentrl.learn.signals.judge import load_judge, score_turns
-from agentrl.learn.signals.scoring import Score, answered_at_each_turn, score_tokens, told_the_end, with_tokens
+from agentrl.learn.signals.scoring import answered_at_each_turn, score_tokens, told_the_end, with_tokens
 from agentrl.types import Need, Trajectory, TrajectoryGroup
 
 
@@ -102,35 +104,36 @@ class Signals:
         if Need.HINDSIGHT_LOGPROBS in needs:
             told = [told_the_end(t, self._renderer, self._tools) for t in trajectories]
             self._check_lengths(told)
-            trajectories = self._with(trajectories, "hindsight_logprobs", self._logprobs(policy), read=told)
+            trajectories = self._with(trajectories, "hindsight_logprobs", policy, read=told)
         if Need.ENTROPIES in needs:
-            trajectories = self._with(trajectories, "entropies", lambda micro: self._forward(policy, micro)[1])
+            trajectories = self._with(trajectories, "entropies", policy)
         if Need.REFERENCE_LOGPROBS in needs:
             assert self.reference is not None, "set when the run begins"
-            trajectories = self._with(trajectories, "reference_logprobs", self._logprobs(self.reference))
+            trajectories = self._with(trajectories, "reference_logprobs", self.reference)
         if self._teacher is not None:
-            trajectories = self._with(trajectories, "teacher_logprobs", self._logprobs(self._teacher))
+            trajectories = self._with(trajectories, "teacher_logprobs", self._teacher)
         if Need.ANSWER_LOGPROBS in needs:
             trajectories = self._with_answers(trajectories)
         if self._judge is not None:
             timeout_s, num_threads = self._config.judge_timeout_s, self._config.judge_threads
             scoring = score_turns(
                 self._judge,
-                trajectories,
+                trajectories[process_index() :: num_processes()],
                 timeout_s=timeout_s,
                 num_threads=num_threads,
                 max_retries=self._config.judge_retries,
             )
-            trajectories = asyncio.run(scoring)
+            scored = {t.trajectory_id: t for t in gathered(asyncio.run(scoring))}
+            trajectories = [scored[t.trajectory_id] for t in trajectories]
         if self.critic is not None:
             trajectories = self.critic.measure(trajectories)
         return trajectories
 
     def _with(
-        self, trajectories: list[Trajectory], name: str, score: Score, *, read: list[Trajectory] | None = None
+        self, trajectories: list[Trajectory], name: str, policy: Policy, *, read: list[Trajectory] | None = None
     ) -> list[Trajectory]:
         """Return the trajectories with a column of tokens, scored in their own contexts or in those of `read`."""
-        columns = score_tokens(score, read or trajectories, max_tokens=self._max_tokens, device=self._device)
+        columns = self._score(policy, read or trajectories, entropies=name == "entropies")
         return [with_tokens(t, name, column_T) for t, column_T in zip(trajectories, columns, strict=True)]
 
     def _with_answers(self, trajectories: list[Trajectory]) -> list[Trajectory]:
@@ -143,21 +146,24 @@ class Signals:
                 )
         answered = [attempt for t in trajectories for attempt in answered_at_each_turn(t, self._renderer)]
         self._check_lengths(answered)
-        columns = score_tokens(self._logprobs(self._policy), answered, max_tokens=self._max_tokens, device=self._device)
+        columns = self._score(self._policy, answered)
         means = iter([float(np.mean(column_T)) for column_T in columns])
         return [
             replace(t, turns=tuple(replace(turn, answer_logprob=next(means)) for turn in t.turns)) for t in trajectories
         ]
 
-    def _logprobs(self, policy: Policy) -> Score:
-        return lambda micro: self._forward(policy, micro)[0]
+    def _score(
+        self, policy: Policy, trajectories: Sequence[Trajectory], *, entropies: bool = False
+    ) -> list[FloatArray]:
+        """Return the log-probability, or the entropy, of every action token of each trajectory."""
 
-    def _forward(self, policy: Policy, micro: MicroBatch) -> tuple[Tensor, Tensor]:
-        with self._autocast():
-            found: tuple[Tensor, Tensor] = policy(
-                micro.input_ids_BL, micro.row_T, micro.position_T, micro.target_T, self._temperature
-            )
-        return found
+        def score(micro: MicroBatch) -> Tensor:
+            with self._autocast():
+                found: tuple[Tensor, Tensor] = policy(micro.inputs, micro.place_T, micro.target_T, self._temperature)
+            return found[entropies]
+
+        layout, max_tokens, device = policy.layout, self._max_tokens, self._device
+        return score_tokens(score, trajectories, layout=layout, max_tokens=max_tokens, device=device)
 
     def _check_lengths(self, trajectories: Sequence[Trajectory]) -> None:
         """Stop where what was put into a context makes it longer than the model has positions."""

@@ -1,0 +1,69 @@
+"""A run as several processes: what each collects, and `agentrl launch`, which starts them with accelerate's launcher."""
+
+import argparse
+import subprocess
+import sys
+from typing import TYPE_CHECKING, NamedTuple
+
+from agentrl.errors import ConfigError
+
+if TYPE_CHECKING:
+    from agentrl.config import Recipe
+
+
+class Share(NamedTuple):
+    """What one process collects."""
+
+    num_groups: int
+    """Of a step. 0: it only trains."""
+    first: int = 0
+    """Its first task."""
+    stride: int = 1
+    """From one of its tasks to the next."""
+
+
+def share_of(recipe: "Recipe", process: int, count: int) -> Share:
+    """Deal the tasks out to the processes that have an engine.
+
+    Raises:
+        ConfigError: where they cannot be dealt out.
+    """
+    num_groups = recipe.rollout.num_groups
+    if recipe.engine.name == "vllm_server":
+        urls = len(recipe.engine.server.urls)
+        if urls > count:
+            raise ConfigError(f"engine.server.url: {urls} servers for {count} training processes; each serves one")
+        count = urls
+    if num_groups % count:
+        raise ConfigError(
+            f"rollout.num_groups: {num_groups} cannot be dealt out to {count} processes; set it to a multiple of {count}"
+        )
+    return Share(num_groups // count, process, count) if process < count else Share(0)
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add what says how many processes there are, and where."""
+    parser.add_argument("--processes", type=int, required=True, metavar="N", help="processes in all: one for each GPU")
+    parser.add_argument("--machines", type=int, default=1, metavar="N", help="machines (default 1)")
+    parser.add_argument("--machine", type=int, default=0, metavar="N", help="number of this machine, from 0")
+    parser.add_argument("--host", default="127.0.0.1", help="address of machine 0, as the others see it")
+    parser.add_argument("--port", type=int, default=0, help="a free port there (default, on one machine: any)")
+
+
+def command(options: argparse.Namespace, rest: list[str]) -> list[str]:
+    """Return what starts this machine's processes: `accelerate launch ... --module agentrl train TARGET ...`."""
+    return [
+        *(sys.executable, "-m", "accelerate.commands.launch"),
+        # Which means torch's launcher, on a CPU as well; what accelerate calls multi-CPU takes MPI.
+        *(["--multi_gpu"] if options.processes > 1 else []),
+        *("--num_processes", str(options.processes), "--num_machines", str(options.machines)),
+        *("--machine_rank", str(options.machine)),
+        *("--main_process_ip", options.host, "--main_process_port", str(options.port)),
+        *("--mixed_precision", "no", "--dynamo_backend", "no"),  # the recipe says; without, accelerate warns
+        *("--module", "agentrl", "train", str(options.target), *rest),
+    ]
+
+
+def launch(options: argparse.Namespace, rest: list[str]) -> int:
+    """Run the processes to their end; return the exit status."""
+    return subprocess.run(command(options, rest), check=False).returncode

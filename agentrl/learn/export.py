@@ -1,0 +1,56 @@
+"""A policy as a plain Hugging Face folder, which `AutoModelForCausalLM` and vLLM load."""
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from agentrl.errors import ConfigError
+from agentrl.learn.checkpoint import write_folder
+from agentrl.learn.lora import merged_weights
+from agentrl.learn.processes import is_main
+
+__all__ = ["export_model"]
+
+
+def export_model(model: Any, tokenizer: Any, folder: Path, *, dtype: torch.dtype | None = None) -> None:
+    """Write a transformers model, adapters merged into its weights, and its tokenizer; the folder appears whole or not at all.
+
+    Called on every process, and the first writes.
+
+    Args:
+        model: is left as it is.
+        tokenizer: with the chat template that the model was trained on.
+        folder: to make, with its parents.
+        dtype: of the weights in the folder. None: as they are.
+
+    Raises:
+        ConfigError: where the folder exists and is not empty.
+        OSError: of a full disk.
+    """
+    folder = folder.resolve()
+    if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
+        raise ConfigError(f"{folder} exists already; name another folder")
+    plain = _plain(model, dtype)
+
+    def write(partial: Path) -> None:
+        if is_main():
+            plain.save_pretrained(partial)
+            tokenizer.save_pretrained(partial)
+
+    write_folder(folder, write)
+
+
+def _plain(model: Any, dtype: torch.dtype | None) -> Any:
+    """Return a model of the same class without adapters; what need not be converted is shared with the original."""
+    with torch.device("meta"):
+        plain = type(model)(copy.deepcopy(model.config))
+    weights = {
+        name: weight.to(dtype) if dtype is not None and weight.is_floating_point() else weight
+        for name, weight in merged_weights(model)
+    }
+    plain.load_state_dict(weights, assign=True)
+    plain.tie_weights()  # so that what is one tensor here is written once
+    plain.generation_config = model.generation_config
+    return plain

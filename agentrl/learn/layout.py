@@ -1,0 +1,198 @@
+"""How rows of tokens are laid out for one pass through a model: as a token tree, behind one another, or padded.
+
+`B` rows of a pass, `L` positions of a row, `P = B * L` places, `D` hidden size, `Q` places that are asked for.
+"""
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from math import inf, isnan
+from typing import Any, Literal, cast, get_args
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from agentrl.errors import ConfigError
+from agentrl.learn.logprobs import fused_logprobs
+from agentrl.learn.tree import IntArray, plan_tree
+from agentrl.learn.tree_attention import TreeLayout
+from agentrl.learn.tree_model import NAME, TreeError, tree_attention_of
+
+Layout = Literal["tree", "packed", "padded"]
+"""`tree`: what rows share is computed once. `packed`: short rows stand behind one another. `padded`: one below the other."""
+
+_SMALL = 2**20
+"""Entries of a weight whose gradient a machine has room for beside the model: of norms and adapters at least."""
+_LARGEST_GAP = 1e-4
+"""Between a layout and separate rows, in nats and relative to the gradient, in float32: more is no rounding."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Inputs:
+    """The tokens of one pass, each in its place."""
+
+    ids_BL: Tensor
+    positions_BL: Tensor | None = None
+    """Position of each token within its row. None: that of its column."""
+    tree: TreeLayout | None = None
+    """Who sees whom. None: the tokens before it in its row."""
+
+
+Index = Callable[[IntArray, IntArray], IntArray]
+"""Returns the places of (row, position) pairs: `(Q,)` and `(Q,)` to `(Q,)`."""
+
+
+def lay_out(rows: Sequence[IntArray], layout: Layout, *, device: torch.device | str = "cpu") -> tuple[Inputs, Index]:
+    """Return the inputs of a pass over rows of token ids, and where each of their tokens is in it."""
+    if layout == "tree":
+        tree = plan_tree(rows)
+        ids_1P, depth_1P = (torch.from_numpy(column_P).to(device)[None] for column_P in (tree.ids_N, tree.depth_N))
+        return Inputs(ids_BL=ids_1P, positions_BL=depth_1P, tree=TreeLayout(tree, device=device)), tree.index
+    lengths = [len(row) for row in rows]
+    lines = pack(lengths) if layout == "packed" else [[number] for number in range(len(rows))]
+    width = max(lengths)
+    # Padding is on the right, a row of its own: nothing that is read can see it.
+    ids_BL, positions_BL = np.zeros((2, len(lines), width), dtype=np.int64)
+    start_R = np.zeros(len(rows), dtype=np.int64)
+    for line, members in enumerate(lines):
+        place = 0
+        for number in members:
+            start_R[number], stop = line * width + place, place + lengths[number]
+            ids_BL[line, place:stop], positions_BL[line, place:stop] = rows[number], np.arange(lengths[number])
+            place = stop
+        positions_BL[line, place:] = np.arange(width - place)
+    return (
+        Inputs(
+            ids_BL=torch.from_numpy(ids_BL).to(device),
+            positions_BL=torch.from_numpy(positions_BL).to(device) if layout == "packed" else None,
+        ),
+        lambda row_Q, position_Q: start_R[row_Q] + position_Q,
+    )
+
+
+def pack(lengths: Sequence[int]) -> list[list[int]]:
+    """Return which rows stand behind one another so that none is wider than the longest (first fit, longest first)."""
+    lines: list[list[int]] = []
+    left: list[int] = []
+    for number in sorted(range(len(lengths)), key=lambda number: -lengths[number]):
+        line = next((line for line, free in enumerate(left) if free >= lengths[number]), len(lines))
+        if line == len(lines):
+            lines.append([])
+            left.append(max(lengths))
+        lines[line].append(number)
+        left[line] -= lengths[number]
+    return lines
+
+
+def hidden_states(model: Any, inputs: Inputs) -> Tensor:
+    """Return the hidden states (P, D) of a causal language model at each place: those of its rows one by one.
+
+    Under gradient checkpointing layers run again in the backward pass, which must then lie within `attending` as well.
+
+    Raises:
+        TreeError: for a tree and a model that cannot run on one, or for gradient checkpointing outside of `attending`.
+    """
+    arguments: dict[str, Any] = {"input_ids": inputs.ids_BL, "use_cache": False}
+    if inputs.positions_BL is not None:
+        arguments["position_ids"] = inputs.positions_BL
+    if inputs.tree is None:
+        return cast("Tensor", model.base_model(**arguments).last_hidden_state).flatten(0, 1)
+    runs_again = model.training and torch.is_grad_enabled() and getattr(model, "is_gradient_checkpointing", False)
+    if runs_again and model.config._attn_implementation != NAME:
+        raise TreeError(
+            "gradient checkpointing runs layers again in the backward pass, with the attention that is set then; "
+            "put forward and backward into `with attending(model, layout):`"
+        )
+    with tree_attention_of(model):
+        return cast("Tensor", model.base_model(**arguments, agentrl_tree=inputs.tree).last_hidden_state)[0]
+
+
+def attending(model: Any, layout: Layout) -> AbstractContextManager[None]:
+    """Return a context for forward and backward together: gradient checkpointing runs layers again in the latter."""
+    return tree_attention_of(model) if layout == "tree" else nullcontext()
+
+
+def choose_layout(model: Any, wanted: Literal["auto"] | Layout, *, max_tokens: int = 8192) -> tuple[Layout, str | None]:
+    """Return the layout that a model runs on, and a message where `auto` had to pass over a better one.
+
+    Raises:
+        ConfigError: where the layout that is wanted is not exact for the model.
+    """
+    if wanted == "padded":
+        return wanted, None
+    passed_over = []
+    for layout in get_args(Layout)[:2] if wanted == "auto" else (wanted,):
+        gap, why = probe_layout(model, layout, max_tokens=max_tokens)
+        if gap <= _LARGEST_GAP:
+            break
+        passed_over.append(f"{layout}: {why}")
+    else:
+        layout = "padded"
+    if passed_over and wanted != "auto":
+        raise ConfigError(f"train.layout: {passed_over[0]}; set it to auto")
+    return layout, f"train.layout: rows are {layout}, since not {'; nor '.join(passed_over)}" if passed_over else None
+
+
+def probe_layout(model: Any, layout: Layout, *, max_tokens: int = 8192, seed: int = 0) -> tuple[float, str]:
+    """Return by how much a layout differs from the same rows run one by one, and in what.
+
+    Random rows, of which some branch and some are short, without dropout and autocast: the largest difference of their
+    log-probabilities, and that of the gradient of all small weights over its largest entry, whichever is more. The rows
+    are longer than the sliding window of the configuration where that cuts rows of at most `max_tokens` tokens. In
+    float32 up to 1e-4 is rounding; weights of half precision add their own. Infinite for models that cannot run on the
+    layout or give NaN.
+    """
+    device = model.get_input_embeddings().weight.device
+    was_training = model.training
+    model.eval()
+    try:
+        rows = _probe_rows(model.config.get_text_config(), max_tokens, seed)
+        with torch.autocast(device.type, enabled=False):
+            together, alone = (_probe(model, rows, how, device) for how in (layout, None))
+    except (TreeError, RuntimeError) as error:  # what a kernel raises that the model or the machine does not fit
+        return inf, f"{type(model).__name__} does not run so: {error}"
+    finally:
+        model.train(was_training)
+    gaps = [float((found - expected).abs().max()) for found, expected in zip(together, alone, strict=True)]
+    gaps[1:] = [gap / (float(expected.abs().max()) or 1.0) for gap, expected in zip(gaps[1:], alone[1:], strict=True)]
+    worst = inf if any(map(isnan, gaps)) else max(gaps)
+    return worst, f"{type(model).__name__} gives other log-probabilities or gradients so (by {worst:.1e})"
+
+
+def _probe(model: Any, rows: list[IntArray], layout: Layout | None, device: torch.device) -> list[Tensor]:
+    """Return the log-probabilities of rows, and gradients where there are some; layout None: one by one."""
+    head = model.get_output_embeddings()
+    passes = [rows] if layout is not None else [[row] for row in rows]
+    logprobs = []
+    small = [p for p in model.parameters() if p.requires_grad and p.numel() <= _SMALL]
+    with torch.set_grad_enabled(bool(small)):
+        for group in passes:
+            inputs, index = lay_out(group, layout or "padded", device=device)
+            hidden_PD = hidden_states(model, inputs)
+            for number, ids_L in enumerate(group):
+                place_L = index(np.full(len(ids_L) - 1, number), np.arange(len(ids_L) - 1))
+                targets_L = torch.from_numpy(ids_L[1:]).to(device)
+                logprobs.append(fused_logprobs(hidden_PD[place_L], head.weight, targets_L, bias_V=head.bias)[0])
+        found_T = torch.cat(logprobs)
+        if not small:
+            return [found_T]
+        weight_T = torch.linspace(-1, 1, len(found_T), device=device)
+        found = torch.autograd.grad((found_T * weight_T).sum(), small, allow_unused=True, materialize_grads=True)
+        return [found_T.detach(), torch.cat([gradient.flatten() for gradient in found])]
+
+
+def _probe_rows(config: Any, max_tokens: int, seed: int) -> list[IntArray]:
+    """Return three rows, of which one leaves the others after a third, these part after two thirds, and two short ones."""
+    window = getattr(config, "sliding_window", None) or 0
+    length = 48 if window >= max_tokens else max(48, window + 24)
+    length = min(length, getattr(config, "max_position_embeddings", None) or length)
+    rng = np.random.default_rng(seed)
+    ids_L = rng.integers(config.vocab_size, size=length)
+    rows = [ids_L]
+    for fork in (length // 3, 2 * length // 3):
+        branch_L = rng.integers(config.vocab_size, size=length - 5)
+        branch_L[:fork] = ids_L[:fork]
+        branch_L[fork] = (ids_L[fork] + 1) % config.vocab_size
+        rows.append(branch_L)
+    return [*rows, *rng.integers(config.vocab_size, size=(2, length // 3))]

@@ -1,0 +1,382 @@
+"""Updates of the policy from credited trajectories, on one process or several.
+
+`T` trained tokens of a minibatch, `U` ratio units.
+"""
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import numpy as np
+import torch
+from accelerate import Accelerator
+from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from transformers import get_scheduler
+
+from agentrl.credit import Credit
+from agentrl.errors import ConfigError, TrainingError
+from agentrl.learn.batch import make_batch
+from agentrl.learn.layout import Layout, attending, lay_out
+from agentrl.learn.loss import LossConfig, kl_loss, mismatch_weights, policy_loss
+from agentrl.learn.metrics import Tally, first_metrics, update_metrics
+from agentrl.learn.model import Policy
+from agentrl.learn.plan import MicroBatch, micro_batches
+from agentrl.learn.processes import gathered, is_main, num_processes
+from agentrl.learn.sharding import load_shards, load_whole, save_shards, shard, whole
+from agentrl.rollout import derive_seed
+from agentrl.types import Trajectory, TrajectoryGroup
+
+_REFERENCE, _SHARDS = "model.safetensors", "shards"
+
+Beta = Annotated[float, Field(ge=0, lt=1)]
+
+
+class TrainConfig(BaseModel):
+    """The optimizer and what it is fed."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    steps: PositiveInt = 100
+    """Rounds of collecting and updating."""
+    num_minibatches: PositiveInt = 4
+    """Optimizer updates for each step's rollouts (the GSPO paper's four)."""
+    max_tokens_per_micro_batch: PositiveInt = 16_384
+    """Most tokens in one forward and backward pass, padding included; a token that rows share counts once."""
+    layout: Literal["auto"] | Layout = "auto"
+    """How rows are laid out: `tree` computes what they share once, `packed` puts short ones behind one another, `padded` below
+    one another. `auto`: the first of these that is proven exact for the model when the run begins."""
+    learning_rate: PositiveFloat = 3e-4
+    """Step size of AdamW."""
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """Course of the learning rate after its warm-up."""
+    warmup_updates: NonNegativeInt = 0
+    """Updates over which the learning rate rises from 0."""
+    betas: tuple[Beta, Beta] = (0.9, 0.95)
+    """Decay of Adam's running means of the gradient and of its square."""
+    weight_decay: NonNegativeFloat = 0.0
+    """Decoupled weight decay of AdamW."""
+    max_grad_norm: PositiveFloat = 1.0
+    """Gradients are scaled down to this norm."""
+    precision: Literal["float32", "bfloat16"] = "float32"
+    """`bfloat16`: autocast over float32 weights."""
+    sharding: Literal["none", "full"] = "none"
+    """Where several processes train. `none`: each holds all weights (DDP). `full`: weights, gradients and the optimizer's
+    state are shared out among them (FSDP2)."""
+    process_timeout_s: PositiveFloat = 1800.0
+    """How long a process waits for the others."""
+    device: Literal["auto", "cpu"] = "auto"
+    """`auto`: a GPU where there is one."""
+    checkpoint_every: PositiveInt = 20
+    """Steps between checkpoints; the last step always has one."""
+    keep_last: PositiveInt = 2
+    """Checkpoints kept."""
+    agreement: PositiveFloat | None = None
+    """Largest mean difference allowed between the engine's log-probabilities and the trainer's under the same weights, in
+    nats. None: follows the precision (float32 1e-3, bfloat16 0.05)."""
+
+    def agreement_bound(self) -> float:
+        """Return `agreement`, the precision's default where it is None."""
+        return self.agreement or {"float32": 1e-3, "bfloat16": 0.05}[self.precision]
+
+
+class Learner:
+    """The policy, its optimizer, and how a step's credited groups update it.
+
+    Several processes hold the same groups and credits; each computes its share of every minibatch, and all end with the
+    same weights, which are those of one process but for the order of sums.
+    """
+
+    def __init__(
+        self,
+        *,
+        accelerator: Accelerator,
+        policy: Policy,
+        loss: LossConfig,
+        config: TrainConfig,
+        temperature: float,
+        seed: int,
+        reference: Policy | None = None,
+    ) -> None:
+        """Take the parts.
+
+        Args:
+            accelerator: prepared with the recipe's precision and device.
+            policy: the weights to train.
+            reference: a copy of it, which stays as it is until `keep_reference`: the KL target.
+            loss: ratio, clip and aggregation.
+            config: optimizer and budgets.
+            temperature: of the rollouts.
+            seed: order of groups over minibatches.
+        """
+        self._accelerator, self._loss, self._config = accelerator, loss, config
+        self._temperature, self._seed = temperature, seed
+        self._layout = policy.layout
+        self._is_sharded = config.sharding == "full" and num_processes() > 1
+        self.reference = None if reference is None else reference.eval().requires_grad_(False)
+        """The policy with which the run began. Not trained."""
+        if self._is_sharded:  # not by accelerate, which knows no FSDP2 on a CPU
+            for module in filter(None, (policy, self.reference)):
+                shard(module, self.device)
+        optimizer = torch.optim.AdamW(
+            policy.parameters(),
+            lr=config.learning_rate,
+            betas=config.betas,
+            weight_decay=config.weight_decay,
+            fused=True,
+        )
+        self._wrapped: Any = policy
+        self._optimizer: Any = optimizer
+        if not self._is_sharded:
+            self._wrapped, self._optimizer = accelerator.prepare(policy, optimizer)
+        # Not prepared: accelerate would advance it once for each process.
+        self._schedule = get_scheduler(
+            "constant_with_warmup" if config.schedule == "constant" else config.schedule,
+            self._optimizer,
+            num_warmup_steps=config.warmup_updates,
+            num_training_steps=config.steps * config.num_minibatches,
+        )
+        accelerator.register_for_checkpointing(self._schedule)
+        is_double = next(policy.parameters()).dtype == torch.float64
+        self._dtype = torch.float64 if is_double else torch.float32
+        self._pairs_per_token = 6 * policy.model.config.get_text_config().hidden_size
+        self.is_given_up = False
+        """Set from another thread: the update ends at the next micro-batch."""
+
+    @property
+    def policy(self) -> Policy:
+        """The policy without what accelerate wraps around it."""
+        policy: Policy = self._accelerator.unwrap_model(self._wrapped)
+        return policy
+
+    @property
+    def device(self) -> torch.device:
+        """Where the policy is."""
+        device: torch.device = self._accelerator.device
+        return device
+
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield the model's weights by their names in a Hugging Face folder, one whole at a time; called on every process."""
+        return whole(self.policy.model)
+
+    def keep_reference(self) -> None:
+        """Make the reference what the policy is now."""
+        if self.reference is not None:
+            with torch.no_grad():
+                for kept, present in zip(self.reference.parameters(), self.policy.parameters(), strict=True):
+                    kept.copy_(present)
+
+    def save_reference(self, folder: Path) -> None:
+        """Write the reference; called on every process, and the first writes."""
+        assert self.reference is not None
+        state = {name: tensor.cpu().clone() for name, tensor in whole(self.reference) if is_main()}
+        if is_main():
+            save_file(state, folder / _REFERENCE)
+
+    def load_reference(self, folder: Path) -> None:
+        """Read what `save_reference` wrote."""
+        assert self.reference is not None
+        load_whole(self.reference, load_file(folder / _REFERENCE))
+
+    def logprobs(self, prompt_ids: Sequence[int], action_ids: Sequence[int]) -> Tensor:
+        """Return the log-probability of each token of an action after a prompt, under the present weights: (T,)."""
+        row = np.array([*prompt_ids, *action_ids])
+        inputs, index = lay_out([row[:-1]], self._layout, device=self.device)
+        position_T = np.arange(len(prompt_ids) - 1, len(row) - 1)
+        place_T = torch.from_numpy(index(np.zeros_like(position_T), position_T)).to(self.device)
+        target_T = torch.tensor(action_ids, device=self.device)
+        with torch.no_grad(), self._accelerator.autocast():
+            logprobs_T: Tensor = self._wrapped(inputs, place_T, target_T, self._temperature)[0]
+        return logprobs_T
+
+    def save(self, folder: Path) -> None:
+        """Write weights, optimizer, schedule and random states into `folder`; called on every process."""
+        self._accelerator.save_state(str(folder))
+        if self._is_sharded:
+            save_shards(self.policy, self._optimizer, folder / _SHARDS)
+
+    def load(self, folder: Path) -> None:
+        """Read what `save` wrote. Rates and betas are those of the recipe.
+
+        Raises:
+            ConfigError: where the weights were laid out among processes otherwise.
+        """
+        if (folder / _SHARDS).is_dir() != self._is_sharded:
+            raise ConfigError(f"train.sharding: {folder} was written under another; go on as the run began")
+        self._accelerator.load_state(str(folder))
+        if self._is_sharded:
+            load_shards(self.policy, self._optimizer, folder / _SHARDS)
+        config, schedule = self._config, self._schedule
+        schedule.base_lrs = [config.learning_rate for _ in schedule.base_lrs]
+        for group, factor in zip(self._optimizer.param_groups, schedule.lr_lambdas, strict=True):
+            group["initial_lr"] = config.learning_rate
+            group["lr"] = config.learning_rate * factor(schedule.last_epoch)
+            group["betas"], group["weight_decay"] = config.betas, config.weight_decay
+        schedule._last_lr = [group["lr"] for group in self._optimizer.param_groups]
+
+    def update(
+        self,
+        groups: Sequence[TrajectoryGroup],
+        credits: Sequence[Sequence[Credit]],
+        *,
+        version: int,
+        check_agreement: Callable[[float], None] | None = None,
+    ) -> dict[str, float]:
+        """Go once over a step's trajectories, in minibatches drawn at random; return metrics.
+
+        Args:
+            groups: of the step, on every process the same.
+            credits: of each trajectory of each group.
+            version: of the policy before.
+            check_agreement: told the mean |policy - behavior| log-probability in nats of the first minibatch, where its
+                tokens were sampled by these very weights.
+
+        Raises:
+            TrainingError: where the gradient is not finite, or the update was given up.
+        """
+        minibatches = self._draw(groups, credits, version)
+        plans = [
+            plan for minibatch in minibatches if (plan := self._plan(minibatch))
+        ]  # credit may keep no token of one
+        anchors = self._recompute(plans) if self._loss.anchor == "recomputed" else None
+        self._wrapped.train()
+        tallies = []
+        for index, plan in enumerate(plans):
+            tally = Tally()
+            for number, micro in enumerate(plan):
+                if self.is_given_up:
+                    raise TrainingError("the update was interrupted")
+                proximal_T = None if anchors is None else anchors[index][number]
+                with self._accumulating(is_last=number == len(plan) - 1), attending(self.policy.model, self._layout):
+                    loss = self._loss_of(micro, proximal_T, tally=tally)
+                    # Processes average their gradients; the loss is a sum over all of them.
+                    self._accelerator.backward(loss * self._accelerator.num_processes)
+            tally = Tally.joined(gathered([tally]))
+            norm = self._accelerator.clip_grad_norm_(self._wrapped.parameters(), self._config.max_grad_norm)
+            tally.grad_norm = float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+            tally.learning_rate = self._schedule.get_last_lr()[0]
+            is_current = not (version - tally.column("version_T")).any()
+            if index == 0 and is_current and check_agreement is not None:
+                check_agreement(float(np.abs(tally.column("engine_difference_T")).mean()))
+            if not math.isfinite(tally.grad_norm):
+                raise TrainingError(
+                    f"step {version + 1}: the gradient is not finite. The last checkpoint is whole: lower "
+                    "train.learning_rate and go on from it"
+                )
+            self._optimizer.step()
+            self._schedule.step()
+            self._optimizer.zero_grad()
+            tallies.append(tally)
+        tallies = tallies or [Tally()]
+        return update_metrics(tallies) | first_metrics(tallies[0], current_version=version)
+
+    def _draw(
+        self, groups: Sequence[TrajectoryGroup], credits: Sequence[Sequence[Credit]], version: int
+    ) -> list[list[tuple[Trajectory, Credit]]]:
+        """Return the minibatches: equal numbers of trajectories, of groups in random order, whole where they fit."""
+        rng = np.random.default_rng(derive_seed(self._seed, "minibatches", version))
+        pairs: list[tuple[Trajectory, Credit]] = []
+        for number in rng.permutation(len(groups)):
+            of_group = [
+                pair for pair in zip(groups[number].trajectories, credits[number], strict=True) if not pair[0].failed
+            ]
+            pairs += [of_group[i] for i in rng.permutation(len(of_group))]
+        parts = np.array_split(np.arange(len(pairs)), self._config.num_minibatches)
+        return [[pairs[i] for i in part] for part in parts if len(part)]
+
+    def _plan(self, minibatch: Sequence[tuple[Trajectory, Credit]]) -> list[MicroBatch]:
+        loss = self._loss
+        batch = make_batch(
+            [trajectory for trajectory, _ in minibatch],
+            [credit for _, credit in minibatch],
+            unit=loss.unit,
+            aggregation=loss.aggregation,
+            constant_length=loss.constant_length,
+        )
+        return list(
+            micro_batches(
+                batch,
+                max_tokens=self._config.max_tokens_per_micro_batch,
+                layout=self._layout,
+                device=self.device,
+                process=self._accelerator.process_index,
+                num_processes=self._accelerator.num_processes,
+                skip_idle=loss.kl_coefficient == 0,
+                pairs_per_token=self._pairs_per_token,
+                dtype=self._dtype,
+            )
+        )
+
+    def _accumulating(self, *, is_last: bool) -> AbstractContextManager[Any]:
+        """Return a context in which gradients are added up on this process, and with the others' at the last.
+
+        Shards are added up over processes every time: a process has no room for all gradients.
+        """
+        return nullcontext() if is_last or self._is_sharded else self._accelerator.no_sync(self._wrapped)
+
+    def _recompute(self, plans: list[list[MicroBatch]]) -> list[list[Tensor | None]]:
+        """Return log-probabilities before the first update, by the same plan and precision as the training pass.
+
+        None for the first minibatch: there the policy itself is the anchor, exactly, whatever the noise of a second pass.
+        """
+        self._wrapped.train()
+        anchors: list[list[Tensor | None]] = [[None for _ in plan] for plan in plans[:1]]
+        with torch.no_grad():
+            anchors.extend([self._forward(self._wrapped, micro)[0] for micro in plan] for plan in plans[1:])
+        return anchors
+
+    def _forward(self, policy: Any, micro: MicroBatch) -> tuple[Tensor, Tensor]:
+        with self._accelerator.autocast():
+            logprobs_T, entropy_T = policy(micro.inputs, micro.place_T, micro.target_T, self._temperature)
+        return logprobs_T, entropy_T
+
+    def _loss_of(self, micro: MicroBatch, proximal_T: Tensor | None, *, tally: Tally) -> Tensor:
+        """Return the micro-batch's share of the loss; `proximal_T` are recomputed log-probabilities, the anchor if given."""
+        settings = self._loss
+        logprobs_T, entropy_T = self._forward(self._wrapped, micro)
+        weight_T = micro.weight_T
+        anchor_T = micro.behavior_T
+        if settings.anchor == "recomputed":
+            anchor_T = logprobs_T.detach() if proximal_T is None else proximal_T
+        if settings.mismatch != "off":
+            mismatch = mismatch_weights(
+                anchor_T, micro.behavior_T, micro.unit_T, mode=settings.mismatch, limit=settings.mismatch_limit
+            )
+            weight_T = weight_T * mismatch.weight_T
+            tally.add(mismatch_U=mismatch.raw_U, limited_U=mismatch.limited_U)
+        clip_low, clip_high = settings.clip_range()
+        result = policy_loss(
+            logprobs_T,
+            anchor_logprobs_T=anchor_T,
+            advantages_T=micro.advantage_T,
+            unit_T=micro.unit_T,
+            weight_T=weight_T,
+            clip_low=clip_low,
+            clip_high=clip_high,
+        )
+        loss = result.loss
+        if self.reference is not None and settings.kl_coefficient > 0:
+            with torch.no_grad():
+                reference_T, _ = self._forward(self.reference, micro)
+            loss = loss + kl_loss(
+                logprobs_T,
+                reference_logprobs_T=reference_T,
+                weight_T=micro.weight_T,
+                coefficient=settings.kl_coefficient,
+            )
+            tally.add(reference_kl_T=logprobs_T - reference_T)
+        tally.add(
+            ratio_U=result.ratio_U,
+            clipped_T=result.clipped_T,
+            advantage_T=micro.advantage_T,
+            unit_T=micro.unit_T,
+            entropy_T=entropy_T,
+            engine_difference_T=logprobs_T - micro.behavior_T,
+            version_T=micro.version_T,
+        )
+        tally.loss += float(loss.detach())
+        return loss

@@ -1,0 +1,179 @@
+"""Low-rank adapters: add them through peft, read them merged into the weights, save and load them in peft's format.
+
+    W' = W + alpha / rank * B A
+
+(LoRA, arXiv 2106.09685, section 4.1), where W stays as it is, and A and B, at first 0, are trained. `R` rank, `I` inputs and
+`O` outputs of a layer.
+"""
+
+import json
+from collections.abc import Iterator
+from importlib import import_module
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, PositiveInt
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from agentrl.errors import ConfigError
+from agentrl.learn.processes import is_main
+from agentrl.registry import suggest
+
+__all__ = ["LoraSettings", "adapter_state", "add_lora", "load_adapter", "merged_weights", "save_adapter"]
+
+_ADAPTER = "default"
+_WEIGHTS, _CONFIG = "adapter_model.safetensors", "adapter_config.json"
+_SCALE = ("r", "lora_alpha", "use_rslora", "alpha_pattern")
+"""Fields of peft's configuration that decide how much adapters weigh; what else differs shows in names or shapes."""
+
+
+class LoraSettings(BaseModel):
+    """Low-rank adapters, which are trained in place of the model's own weights.
+
+    There is no dropout: it would make importance ratios random.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    rank: PositiveInt = 16
+    """Rank of what is added to each weight."""
+    alpha: PositiveInt = 32
+    """What is added is scaled by `alpha / rank`."""
+    target_modules: Literal["all-linear"] | tuple[str, ...] = "all-linear"
+    """Linear layers to adapt, by the ends of their names: `[q_proj, v_proj]`. `all-linear`: all but the head. The experts
+    and routers of a mixture are no linear layers, and stay as they are."""
+
+
+def add_lora(model: Any, settings: LoraSettings) -> None:
+    """Add adapters to a transformers model, in place; freeze all else. The model computes what it did before.
+
+    It stays of its class. Its linear layers gain children, so that the names in its `state_dict` are others:
+    `merged_weights` has those of before. Adapters are in float32, whatever the model is in; A is drawn from torch's
+    global generator.
+
+    Raises:
+        ConfigError: where peft is not installed, or for target modules that do not exist or cannot be adapted; the model
+            may be unusable after the latter.
+    """
+    peft = _peft()
+    layers = _find_layers(model, settings.target_modules)
+    config = peft.LoraConfig(
+        task_type="CAUSAL_LM",
+        base_model_name_or_path=model.config.name_or_path or None,
+        r=settings.rank,
+        lora_alpha=settings.alpha,
+        target_modules=layers,
+    )
+    peft.inject_adapter_in_model(config, model, adapter_name=_ADAPTER)
+    if set(_adapted(model)) != set(layers):
+        # By their names peft takes dense layers of a mixture for its experts, here and where it loads what was saved.
+        raise ConfigError(
+            f"model.lora.target_modules: peft cannot tell all linear layers of {type(model).__name__} from its experts; "
+            "set it to those of its attention: [q_proj, k_proj, v_proj, o_proj]"
+        )
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.data = parameter.data.float()
+
+
+def merged_weights(model: Any) -> Iterator[tuple[str, Tensor]]:
+    """Yield each weight with its adapter merged into it, by its name in the model without adapters.
+
+    In the order of that model's `state_dict` and in the dtype of the weight; the sum is computed in float32 and rounded
+    once. What processes share out is put together, one weight at a time, and every process must go through all of them.
+    The model is left as it is. Without adapters these are the entries of its `state_dict`.
+    """
+    layers, state = _adapted(model), model.state_dict()
+    for name, tensor in state.items():
+        if name.partition(".lora_")[0] in layers:
+            continue
+        layer, _, kind = name.rpartition(".base_layer.")
+        weight = _whole(tensor)
+        if layer not in layers:
+            yield name, weight
+            continue
+        if kind == "weight":
+            lora_a_RI, lora_b_OR = (_whole(state[f"{layer}.lora_{matrix}.{_ADAPTER}.weight"]) for matrix in "AB")
+            change_OI = lora_b_OR @ lora_a_RI * layers[layer].scaling[_ADAPTER]
+            change = change_OI.T if layers[layer].fan_in_fan_out else change_OI  # GPT-2 keeps its weights as (in, out)
+            weight = (weight + change).to(weight.dtype)
+        yield f"{layer}.{kind}", weight
+
+
+def adapter_state(model: Any) -> dict[str, Tensor]:
+    """Return the weights of the adapters by their names in peft's files; they are the model's own, not copies."""
+    state = _peft().get_peft_model_state_dict(model, adapter_name=_ADAPTER, save_embedding_layers=False)
+    return {f"base_model.model.{name}": tensor for name, tensor in state.items()}
+
+
+def save_adapter(model: Any, folder: Path) -> None:
+    """Write the adapters into a folder that `peft.PeftModel.from_pretrained(base_model, folder)` loads.
+
+    Called on every process, and the first writes.
+    """
+    state = {name: _whole(tensor).contiguous() for name, tensor in adapter_state(model).items()}
+    if is_main():
+        save_file(state, folder / _WEIGHTS)
+        model.peft_config[_ADAPTER].save_pretrained(str(folder))
+
+
+def load_adapter(model: Any, folder: Path) -> None:
+    """Read what `save_adapter`, or peft, wrote into a model that `add_lora` prepared, before its weights are shared out.
+
+    Raises:
+        ConfigError: where the folder holds no adapters, or others than the model's in place, size or scale.
+    """
+    if not ((folder / _WEIGHTS).is_file() and (folder / _CONFIG).is_file()):
+        raise ConfigError(f"no adapter in {folder}: it lacks {_WEIGHTS} or {_CONFIG}")
+    saved, own = load_file(folder / _WEIGHTS), adapter_state(model)
+    found = _describe(json.loads((folder / _CONFIG).read_text(encoding="utf-8")), saved)
+    expected = _describe(model.peft_config[_ADAPTER].to_dict(), own)
+    if differing := sorted(key for key in found | expected if found.get(key) != expected.get(key)):
+        key = differing[0]
+        raise ConfigError(
+            f"the adapter in {folder} does not fit model.lora: {key} is {found.get(key)}, expected {expected.get(key)}"
+        )
+    for name, tensor in own.items():
+        tensor.copy_(saved[name])
+
+
+def _find_layers(model: Any, targets: Literal["all-linear"] | tuple[str, ...]) -> list[str]:
+    """Return the names of the linear layers to adapt."""
+    from transformers.pytorch_utils import Conv1D
+
+    head = model.get_output_embeddings()
+    modules = model.named_modules()
+    known = [name for name, module in modules if isinstance(module, nn.Linear | Conv1D) and module is not head]
+    if targets == "all-linear":
+        return known
+    for target in targets:
+        if not any(f".{name}".endswith(f".{target}") for name in known):
+            endings = {name.rpartition(".")[2] for name in known}
+            raise ConfigError(
+                f"model.lora.target_modules: {type(model).__name__} has no linear layer {target!r} that can be adapted (its "
+                f"head and its embeddings cannot).{suggest(target, endings)}"
+            )
+    return [name for name in known if any(f".{name}".endswith(f".{target}") for target in targets)]
+
+
+def _whole(tensor: Tensor) -> Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.detach()
+
+
+def _describe(config: dict[str, Any], state: dict[str, Tensor]) -> dict[str, Any]:
+    """Return what must be alike for one adapter to take the place of another; what is off is None."""
+    return {key: config.get(key) or None for key in _SCALE} | {name: tuple(t.shape) for name, t in state.items()}
+
+
+def _adapted(model: Any) -> dict[str, Any]:
+    """Return the layers that have an adapter, by name; told by what peft adds, for it may not be installed."""
+    return {name: module for name, module in model.named_modules() if hasattr(module, "get_delta_weight")}
+
+
+def _peft() -> Any:
+    try:
+        return import_module("peft")
+    except ImportError as error:
+        raise ConfigError(f"model.lora: needs peft ({error}); pip install 'agentrl[lora]'") from error

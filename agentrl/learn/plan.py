@@ -1,0 +1,201 @@
+"""Which trajectories go into which pass of which process, and the tensors of a pass.
+
+`R` rows and `T` trained tokens of a batch or a pass.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from agentrl.learn.batch import Batch
+from agentrl.learn.layout import Inputs, Layout, lay_out, pack
+from agentrl.learn.tree import IntArray, plan_tree
+
+_EMPTY = np.zeros(1, dtype=np.int64)
+"""The row of a pass without a trajectory."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class MicroBatch:
+    """Whole trajectories, as tensors for one forward and backward pass."""
+
+    token_T: IntArray
+    """Index of each token in the batch."""
+    inputs: Inputs
+    place_T: Tensor
+    """Where in the pass each token's distribution is read: at its predecessor."""
+    target_T: Tensor
+    version_T: Tensor
+    behavior_T: Tensor
+    advantage_T: Tensor
+    weight_T: Tensor
+    unit_T: Tensor
+    """Ratio units, numbered from 0 within the micro-batch."""
+
+
+def micro_batches(
+    batch: Batch,
+    *,
+    max_tokens: int,
+    layout: Layout = "padded",
+    device: torch.device | str = "cpu",
+    process: int = 0,
+    num_processes: int = 1,
+    skip_idle: bool = False,
+    pairs_per_token: int = 1024,
+    dtype: torch.dtype = torch.float32,
+) -> Iterator[MicroBatch]:
+    """Yield a process's share of a batch, split under a budget of tokens; a trajectory is never split.
+
+    The budget counts the tokens that are computed: what a tree shares once, padding too. A trajectory that exceeds it
+    by itself is a micro-batch of its own. Rows end where nothing more is read. On a tree, trajectories of a group stay
+    together, for they share most, as long as the budget allows it; else shortest first.
+
+    Every process gets as many micro-batches, which hold no token at the end of a short share: what synchronises
+    processes then happens equally often on each. The shares are balanced by cost, largest first (LPT, Graham 1969):
+    visible pairs of tokens, and `pairs_per_token` for what else a token costs.
+
+    Numbers are in `dtype`, that of the policy's log-probabilities.
+
+    With `skip_idle`, trajectories whose advantages are all zero are left out, where others remain: the policy's loss has
+    no gradient in them, and their share of the denominators is in the weights of the others already.
+    """
+    plan = _Plan(batch, layout, max_tokens, pairs_per_token)
+    shares = plan.shares(plan.active(skip_idle=skip_idle), num_processes)
+    for number in range(max(map(len, shares))):
+        members = shares[process][number] if number < len(shares[process]) else []
+        yield _micro_batch(batch, plan, members, layout, device, dtype)
+
+
+class _Plan:
+    """Trajectories, their rows up to what is read of them, and what they cost."""
+
+    def __init__(self, batch: Batch, layout: Layout, max_tokens: int, pairs_per_token: int) -> None:
+        self._batch, self._layout, self._max_tokens = batch, layout, max_tokens
+        self._pairs_per_token = pairs_per_token
+        needed_R = np.zeros(len(batch.rows), dtype=np.int64)
+        np.maximum.at(needed_R, batch.row_T, batch.position_T + 1)
+        self.rows = [row[:needed] for row, needed in zip(batch.rows, needed_R, strict=True)]
+        self.members: list[list[int]] = [[] for _ in range(batch.num_trajectories)]
+        """Rows of each trajectory of which something is read."""
+        for row, trajectory in sorted(set(zip(batch.row_T.tolist(), batch.trajectory_T.tolist(), strict=True))):
+            self.members[trajectory].append(row)
+
+    def active(self, *, skip_idle: bool) -> list[int]:
+        """Return the trajectories to compute."""
+        batch = self._batch
+        everyone = [i for i in range(batch.num_trajectories) if self.members[i]]
+        if not skip_idle:
+            return everyone
+        has_advantage = np.bincount(batch.trajectory_T, weights=batch.advantage_T != 0, minlength=len(self.members)) > 0
+        return [i for i in everyone if has_advantage[i]] or everyone[:1]  # one keeps the optimizer's step what it was
+
+    def shares(self, trajectories: list[int], num_processes: int) -> list[list[list[int]]]:
+        """Return the passes of each process, as trajectories."""
+        parts = self._parts(trajectories)
+        if num_processes == 1:
+            return [self._fill(parts)]
+        cost = [self._cost(part) for part in parts]
+        loads = [0.0] * num_processes
+        owner = [0] * len(parts)
+        for number in sorted(range(len(parts)), key=lambda number: -cost[number]):
+            owner[number] = min(range(num_processes), key=loads.__getitem__)
+            loads[owner[number]] += cost[number]
+        owned = [[part for part, of in zip(parts, owner, strict=True) if of == rank] for rank in range(num_processes)]
+        return [self._fill(part) for part in owned]
+
+    def _parts(self, trajectories: list[int]) -> list[list[int]]:
+        """Return what stays together, in an order in which neighbours fit together."""
+        if self._layout != "tree":
+            return [[i] for i in sorted(trajectories, key=lambda i: (self._longest([i]), i))]
+        # By their first tokens, so that groups with a system prompt in common are neighbours.
+        key = {i: self.rows[self.members[i][0]].astype(">u4").tobytes() for i in trajectories}
+        first: dict[int, bytes] = {}
+        for i in trajectories:
+            group = self._batch.groups[i]
+            first[group] = min(first.get(group, key[i]), key[i])
+        ordered = sorted(trajectories, key=lambda i: (first[self._batch.groups[i]], self._batch.groups[i], key[i], i))
+        parts = []
+        for _, group_members in groupby(ordered, key=lambda i: self._batch.groups[i]):
+            parts += self._fill([[i] for i in group_members])
+        return parts
+
+    def _fill(self, parts: Sequence[list[int]]) -> list[list[int]]:
+        """Join neighbouring parts as long as they fit into the budget together."""
+        passes: list[list[int]] = []
+        filled = 0  # no less than the size of the last
+        for part in parts:
+            own = self._size(part)
+            if passes:
+                both = filled + own
+                if (
+                    self._layout != "tree" or both > self._max_tokens
+                ):  # less where they share, more where they are padded
+                    both = self._size([*passes[-1], *part])
+                if both <= self._max_tokens:
+                    passes[-1] += part
+                    filled = both
+                    continue
+            passes.append(list(part))
+            filled = own
+        return passes
+
+    def _rows_of(self, trajectories: Sequence[int]) -> list[IntArray]:
+        return [self.rows[row] for i in trajectories for row in self.members[i]]
+
+    def _longest(self, trajectories: Sequence[int]) -> int:
+        return max(map(len, self._rows_of(trajectories)))
+
+    def _size(self, trajectories: Sequence[int]) -> int:
+        """Return the tokens that a pass computes."""
+        rows = self._rows_of(trajectories)
+        match self._layout:
+            case "tree":
+                return plan_tree(rows).num_tokens
+            case "packed":
+                return len(pack([len(row) for row in rows])) * self._longest(trajectories)
+            case "padded":
+                return len(rows) * self._longest(trajectories)
+
+    def _cost(self, trajectories: Sequence[int]) -> float:
+        rows = self._rows_of(trajectories)
+        if self._layout == "tree":
+            tree = plan_tree(rows)
+            return tree.attention_cost + self._pairs_per_token * tree.num_tokens
+        return sum(len(row) * ((len(row) + 1) / 2 + self._pairs_per_token) for row in rows)
+
+
+def _micro_batch(
+    batch: Batch,
+    plan: _Plan,
+    trajectories: list[int],
+    layout: Layout,
+    device: torch.device | str,
+    dtype: torch.dtype,
+) -> MicroBatch:
+    chosen = [row for i in trajectories for row in plan.members[i]]
+    inputs, index = lay_out([plan.rows[row] for row in chosen] or [_EMPTY], layout, device=device)
+    local_R = np.full(len(batch.rows), -1, dtype=np.int64)
+    local_R[chosen] = np.arange(len(chosen))
+    token_T = np.flatnonzero(local_R[batch.row_T] >= 0)
+
+    def tensor(array: npt.NDArray[np.generic]) -> Tensor:
+        kind = dtype if array.dtype.kind == "f" else torch.int64
+        return torch.from_numpy(np.ascontiguousarray(array)).to(device=device, dtype=kind)
+
+    return MicroBatch(
+        token_T=token_T,
+        inputs=inputs,
+        place_T=tensor(index(local_R[batch.row_T[token_T]], batch.position_T[token_T])),
+        target_T=tensor(batch.target_T[token_T]),
+        version_T=tensor(batch.version_T[token_T]),
+        behavior_T=tensor(batch.behavior_T[token_T]),
+        advantage_T=tensor(batch.advantage_T[token_T]),
+        weight_T=tensor(batch.weight_T[token_T]),
+        unit_T=tensor(np.unique(batch.unit_T[token_T], return_inverse=True)[1]),
+    )

@@ -1,0 +1,119 @@
+"""What several processes of one run tell each other."""
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from functools import cache
+from itertools import count
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+from torch.distributed.distributed_c10d import PrefixStore
+
+from agentrl.errors import TrainingError
+
+T = TypeVar("T")
+
+_GRACE_S = 3.0
+"""Between the news that a process is missing and the last of the others to hear it."""
+_deadline = timedelta(minutes=30)
+_meetings = count()
+
+
+def set_deadline(timeout_s: float) -> None:
+    """Set how long a process waits for the others before it gives up."""
+    global _deadline
+    _deadline = timedelta(seconds=timeout_s)
+
+
+def num_processes() -> int:
+    """Return how many processes train this run together."""
+    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+
+
+def process_index() -> int:
+    """Return the number of this process among them, from 0."""
+    return dist.get_rank() if num_processes() > 1 else 0
+
+
+def is_main() -> bool:
+    """Tell whether this is the process that writes the run's folder and talks to the user."""
+    return process_index() == 0
+
+
+def meet() -> None:
+    """Wait until every process is here; each must call it as often as the others.
+
+    Raises:
+        TrainingError: naming the processes that do not come within the deadline, or have ended.
+    """
+    if num_processes() == 1:
+        return
+    number = next(_meetings)
+    try:
+        _store().set(f"{number}/{process_index()}", "here")
+        dist.monitored_barrier(_gloo(), timeout=_deadline, wait_all_ranks=True)
+        _store().delete_key(f"{number}/{process_index()}")
+    except RuntimeError as error:
+        raise TrainingError(
+            f"process {', '.join(map(str, _missing(number)))} of {num_processes()} has ended, or did not answer within "
+            f"train.process_timeout_s: {_deadline.total_seconds():g}; see what it said. The last checkpoint is whole"
+        ) from error
+
+
+def _missing(number: int) -> list[int]:
+    """Return the processes that did not come to a meeting, where others may be about to."""
+    others = [index for index in range(num_processes()) if index != process_index()]
+    end = time.monotonic() + _GRACE_S
+    missing = []
+    for index in others:
+        try:
+            _store().wait([f"{number}/{index}"], timedelta(seconds=max(0.1, end - time.monotonic())))
+        except dist.DistStoreError:
+            missing.append(index)
+        except RuntimeError:
+            return [0]  # which keeps the store
+    return missing or others
+
+
+@contextmanager
+def naming_the_missing() -> Iterator[None]:
+    """Turn the failure of a collective call into the name of the process that failed it.
+
+    Raises:
+        TrainingError: as `meet`.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        if num_processes() > 1 and (isinstance(error, dist.DistError) or "gloo" in str(error)):
+            meet()
+        raise
+
+
+def gathered(values: list[T]) -> list[T]:
+    """Return what all processes have, in their order; each must call it as often as the others.
+
+    Raises:
+        TrainingError: as `meet`.
+    """
+    if num_processes() == 1:
+        return values
+    meet()
+    parts: list[Any] = [None] * num_processes()
+    dist.all_gather_object(parts, values, group=_gloo())
+    return [value for part in parts for value in part]
+
+
+@cache
+def _store() -> Any:
+    """Return what processes leave word in that have gone since."""
+    return PrefixStore("agentrl", distributed_c10d._get_default_store())
+
+
+@cache
+def _gloo() -> Any:
+    """Return a group that can say who is missing, which NCCL cannot."""
+    return dist.new_group(backend="gloo", timeout=timedelta(days=1))

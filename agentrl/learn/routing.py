@@ -1,0 +1,219 @@
+"""Experts of a mixture-of-experts model: recorded, replayed and compared.
+
+`R` routers of a model, `P` places of a pass, `K` experts chosen at a place, `E` experts to choose from, `Q` places that
+are asked for.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import wraps
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from agentrl.errors import TrainingError
+
+__all__ = ["Router", "changed_share", "recording", "replaying", "routers_of"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Router:
+    """The part of a sparse layer that chooses among its experts."""
+
+    name: str
+    """Of the module within the model."""
+    module: nn.Module
+    num_experts: int
+    """Experts to choose from (E)."""
+
+
+def routers_of(model: Any) -> list[Router]:
+    """Return the routers of a transformers model in the order of its layers; none of a dense one.
+
+    A router is the module `gate` or `router` that stands beside `experts`, as in Mixtral, OLMoE, GPT-OSS and Granite,
+    and in the models of Qwen, DeepSeek and GLM.
+
+    Raises:
+        TrainingError: for experts without such a router.
+    """
+    routers = []
+    for layer_name, layer in model.named_modules():
+        children = dict(layer.named_children())
+        if "experts" not in children:
+            continue
+        name = next((name for name in ("gate", "router") if name in children), None)
+        num_experts = getattr(children["experts"], "num_experts", None)
+        if name is None or num_experts is None:
+            raise TrainingError(
+                f"{type(model).__name__}: {layer_name} ({type(layer).__name__}) has experts, but no `gate` or `router` "
+                "beside them, or not their number; its routing can be neither recorded nor replayed"
+            )
+        routers.append(Router(name=f"{layer_name}.{name}", module=children[name], num_experts=num_experts))
+    return routers
+
+
+def recording(model: Any) -> AbstractContextManager[list[Tensor]]:
+    """Note the experts that the routers choose.
+
+    The context gives a list that gains one int16 tensor `(R, P, K)` with each forward pass of the model: of each router
+    (as in `routers_of`) and place, the experts in the router's own order. Layers that gradient checkpointing runs again
+    add nothing. A dense model leaves the list empty.
+
+    Raises:
+        TrainingError: after a pass in which a router did not choose once, by one `torch.topk` over all of its experts.
+    """
+    return _routing(model, None)
+
+
+def replaying(model: Any, experts_RPK: Tensor) -> AbstractContextManager[list[Tensor]]:
+    """Let the routers take the given experts instead of their own choice, in each pass and whenever a layer runs again.
+
+        g_k = norm(score(x W^T)[e_k]),  output = sum_k g_k expert_{e_k}(x),  e = the given experts of the place
+
+    Routing Replay (arXiv 2507.18071, section 5.3) where the experts are those of the weights before the first update;
+    arXiv 2510.11370, section 4, replays those of the engine instead. Scores, their norm and their gradient, also in the
+    weights W of the router, are the model's own, under the present weights: the `torch.topk` that chooses among all
+    experts is all that is replaced.
+
+    The context gives what `recording` gives: the experts that the routers would have chosen themselves. Under gradient
+    checkpointing the backward pass must lie within the context as well.
+
+    Shape: integers `(R, P, K)`, as `recording` gives them for a pass over the same places; on any device.
+
+    Raises:
+        TrainingError: for a model whose routing cannot be replayed, or experts of another number of routers, places or
+            experts at a place.
+    """
+    return _routing(model, experts_RPK)
+
+
+def changed_share(before_RPK: Tensor, after_RPK: Tensor, *, places_Q: Tensor | None = None) -> Tensor:
+    """Return of each place the share of its experts that are others than before, in the mean over routers: (Q,).
+
+        changed_p = mean over routers r of 1 - |before_rp ∩ after_rp| / K
+
+    Measured after one update it is what arXiv 2507.18071 (section 5.3) puts at about 10 % for Qwen3-30B-A3B. The order of
+    a place's experts does not count. `places_Q` are indices into P; None: all.
+
+    Raises:
+        ValueError: for recordings of different shape.
+    """
+    if before_RPK.shape != after_RPK.shape or before_RPK.ndim != 3:
+        raise ValueError(
+            f"expected two recordings (R, P, K) of the same places, got {tuple(before_RPK.shape)} and "
+            f"{tuple(after_RPK.shape)}"
+        )
+    if places_Q is not None:
+        before_RPK, after_RPK = before_RPK[:, places_Q], after_RPK[:, places_Q]
+    kept_RQK = (before_RPK[..., :, None] == after_RPK[..., None, :]).any(-1)
+    return 1 - kept_RQK.double().mean((0, 2))
+
+
+class _Choosing(TorchFunctionMode):
+    """While a router runs: notes which experts it chooses among all, and puts those to be replayed in their place."""
+
+    def __init__(self, router: Router, experts_PK: Tensor | None) -> None:
+        super().__init__()
+        self.router, self.experts_PK = router, experts_PK
+        self.own: list[Tensor] = []
+        """The router's own choices since the pass began, (P, K) each."""
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        # Routers that first choose among groups of experts do so by narrower or 3-dimensional scores.
+        if func not in (torch.topk, Tensor.topk) or args[0].shape[1:] != (self.router.num_experts,):
+            return result
+        scores_PE, own_PK = args[0], result.indices
+        self.own.append(own_PK)
+        if self.experts_PK is None:
+            return result
+        if self.experts_PK.shape != own_PK.shape:
+            raise TrainingError(
+                f"{self.router.name} chooses experts (places, experts) {tuple(own_PK.shape)}, got "
+                f"{tuple(self.experts_PK.shape)} to replay; replay each pass with the experts recorded on the same inputs"
+            )
+        experts_PK = self.experts_PK.to(own_PK)
+        return torch.return_types.topk((scores_PE.gather(1, experts_PK), experts_PK))
+
+
+@contextmanager
+def _routing(model: Any, experts_RPK: Tensor | None) -> Iterator[list[Tensor]]:
+    """Record, and replay where there are experts to replay."""
+    routers = routers_of(model)
+    if experts_RPK is not None:
+        _check_replay(model, routers, experts_RPK)
+    modes = [_Choosing(router, None if experts_RPK is None else experts_RPK[r]) for r, router in enumerate(routers)]
+    passes: list[Tensor] = []
+
+    def begin(*_: Any) -> None:
+        for mode in modes:
+            mode.own.clear()
+
+    def end(*_: Any) -> None:
+        passes.append(_chosen(model, modes))
+
+    with ExitStack() as stack:
+        if modes:
+            stack.enter_context(model.base_model.register_forward_pre_hook(begin))
+            stack.enter_context(model.base_model.register_forward_hook(end))
+        for mode in modes:
+            stack.enter_context(_running_in(mode, mode.router.module))
+        yield passes
+
+
+@contextmanager
+def _running_in(mode: TorchFunctionMode, module: nn.Module) -> Iterator[None]:
+    """Let a module run in a mode, on whatever thread it is called."""
+    forward, before = module.forward, vars(module).get("forward")
+
+    @wraps(forward)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with mode:
+            return forward(*args, **kwargs)
+
+    module.forward = run
+    try:
+        yield
+    finally:
+        if before is None:
+            del module.forward
+        else:
+            module.forward = before
+
+
+def _chosen(model: Any, modes: list[_Choosing]) -> Tensor:
+    """Return the experts (R, P, K) of the pass that ends."""
+    for mode in modes:
+        if len(mode.own) != 1:
+            name, module = mode.router.name, mode.router.module
+            raise TrainingError(
+                f"{type(model).__name__}: {name} ({type(module).__name__}) chose {len(mode.own)} times in one pass, "
+                f"expected once, by one torch.topk over its {mode.router.num_experts} experts; its routing can be "
+                "neither recorded nor replayed"
+            )
+    if len(shapes := {tuple(mode.own[0].shape) for mode in modes}) > 1:
+        raise TrainingError(
+            f"{type(model).__name__}: its routers chose experts of different shape (places, experts) in one pass, "
+            f"{sorted(shapes)}; its routing can be neither recorded nor replayed"
+        )
+    return torch.stack([mode.own[0].to(torch.int16) for mode in modes])  # small: a step keeps them of all its passes
+
+
+def _check_replay(model: Any, routers: list[Router], experts_RPK: Tensor) -> None:
+    """Check what can be told before a pass."""
+    if experts_RPK.ndim != 3 or experts_RPK.is_floating_point():
+        raise TrainingError(f"expected integer experts (R, P, K), got {experts_RPK.dtype} {tuple(experts_RPK.shape)}")
+    if len(experts_RPK) != len(routers):
+        raise TrainingError(f"{type(model).__name__} has {len(routers)} routers, got experts of {len(experts_RPK)}")
+    for router in routers:
+        # DeepSeek-V2: experts outside the groups that are best now would get weight 0.
+        if getattr(router.module, "topk_method", None) == "group_limited_greedy":
+            raise TrainingError(
+                f"{type(model).__name__}: {router.name} chooses among scores from which it has struck groups of experts "
+                "(topk_method: group_limited_greedy); its routing cannot be replayed"
+            )

@@ -1,0 +1,61 @@
+"""Weights that are shared out among processes (FSDP2)."""
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_state_dict,
+    set_model_state_dict,
+    set_state_dict,
+)
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+
+from agentrl.learn.model import Policy
+from agentrl.learn.processes import num_processes
+
+
+def shard(policy: Policy, device: torch.device) -> None:
+    """Share a policy's weights out, layer by layer; what is left over belongs to the whole policy."""
+    mesh = init_device_mesh(device.type, (num_processes(),))
+    layers = set(policy.model._no_split_modules or ())
+    for module in list(policy.modules()):
+        if type(module).__name__ in layers:
+            fully_shard(module, mesh=mesh)
+    # By default the outermost stays whole after a pass without a backward one, and an optimizer made then trains a copy.
+    fully_shard(policy, mesh=mesh, reshard_after_forward=True)
+
+
+def whole(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yield the weights of a module by name, put together one at a time; every process must go through all of them."""
+    for name, tensor in module.state_dict().items():
+        yield name, tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.detach()
+
+
+def load_whole(module: nn.Module, weights: Mapping[str, Tensor]) -> None:
+    """Replace the weights of a module, shared out or not; a head that is tied to the embedding may be left out."""
+    set_model_state_dict(module, dict(weights), options=StateDictOptions(full_state_dict=True, strict=False))
+
+
+def save_shards(policy: Policy, optimizer: torch.optim.Optimizer, folder: Path) -> None:
+    """Write weights and optimizer, each process its own part."""
+    save(_state(policy, optimizer), checkpoint_id=folder)
+
+
+def load_shards(policy: Policy, optimizer: torch.optim.Optimizer, folder: Path) -> None:
+    """Read what `save_shards` wrote."""
+    state = _state(policy, optimizer)
+    load(state, checkpoint_id=folder)
+    set_state_dict(policy, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+
+
+def _state(policy: Policy, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    model, of_optimizer = get_state_dict(policy, optimizer)
+    return {"model": model, "optimizer": of_optimizer}

@@ -1,0 +1,371 @@
+"""Rows laid out together against the same rows one by one; which layout is exact for which model. `P` places."""
+
+from collections.abc import Callable
+from itertools import combinations
+from typing import Any, get_args
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from agentrl.errors import ConfigError
+from agentrl.learn import tree_model
+from agentrl.learn.layout import (
+    Layout,
+    _probe_rows,
+    attending,
+    choose_layout,
+    hidden_states,
+    lay_out,
+    pack,
+    probe_layout,
+)
+from agentrl.learn.tree import IntArray, plan_tree
+from agentrl.learn.tree_attention import tree_attention
+from agentrl.learn.tree_model import NAME, TreeError, why_not
+from tests.learn.test_tree_model import MODELS, SIZES, branching_rows, in_float64, made, tiny
+
+LAYOUTS: tuple[Layout, ...] = get_args(Layout)
+GEMMA2: dict[str, Any] = {
+    **SIZES,
+    "head_dim": 8,
+    "sliding_window": 20,
+    "attn_logit_softcapping": 1.0,
+    "initializer_range": 0.2,
+    "attn_implementation": "eager",
+}
+LFM2: dict[str, Any] = {**SIZES, "layer_types": ["conv", "full_attention"], "initializer_range": 0.08}
+MAMBA2 = {"vocab_size": 97, "hidden_size": 32, "num_hidden_layers": 1, "num_heads": 8, "head_dim": 8}
+HYBRID = {**SIZES, "head_dim": 8, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+
+
+def paths(rows: list[IntArray], index: Callable[[IntArray, IntArray], IntArray]) -> list[IntArray]:
+    """Places of the tokens of each row."""
+    return [index(np.full(len(ids), r), np.arange(len(ids))) for r, ids in enumerate(rows)]
+
+
+def next_logprobs(model: Any, hidden_LD: Tensor, ids_L: IntArray) -> Tensor:
+    logprobs_LV: Tensor = model.get_output_embeddings()(hidden_LD[:-1]).log_softmax(-1)
+    return logprobs_LV.gather(1, torch.from_numpy(ids_L[1:])[:, None])[:, 0]
+
+
+def logprobs(model: Any, rows: list[IntArray], layout: Layout) -> list[Tensor]:
+    inputs, index = lay_out(rows, layout)
+    hidden_PD = hidden_states(model, inputs)
+    return [next_logprobs(model, hidden_PD[path], ids) for path, ids in zip(paths(rows, index), rows, strict=True)]
+
+
+def row_logprobs(model: Any, rows: list[IntArray]) -> list[Tensor]:
+    states = [model.base_model(input_ids=torch.from_numpy(ids)[None], use_cache=False) for ids in rows]
+    return [next_logprobs(model, state.last_hidden_state[0], ids) for state, ids in zip(states, rows, strict=True)]
+
+
+def with_gradients(model: Any, logprobs: list[Tensor]) -> dict[str, Tensor]:
+    """Log-probabilities, and gradients of a sum of them with random weights."""
+    values = torch.cat(logprobs)
+    weights = torch.randn(len(values), generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    parameters = dict(model.named_parameters())
+    gradients = torch.autograd.grad((values * weights.to(values)).sum(), list(parameters.values()))
+    return {"logprobs": values.detach(), **dict(zip(parameters, gradients, strict=True))}
+
+
+def largest_error(got: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
+    """Largest difference within a tensor, over the largest entry of the expected one."""
+    return max(float((got[name] - expected[name]).abs().max() / expected[name].abs().max()) for name in expected)
+
+
+@given(rows=st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=9), min_size=1, max_size=6))
+def test_every_token_of_a_row_is_found_at_its_place_with_its_position(rows: list[list[int]]) -> None:
+    for layout in LAYOUTS:
+        inputs, index = lay_out([np.array(row) for row in rows], layout)
+        columns_BL = torch.arange(inputs.ids_BL.shape[1]).expand(inputs.ids_BL.shape)
+        positions_BL = columns_BL if inputs.positions_BL is None else inputs.positions_BL
+        for row, path in zip(rows, paths([np.array(row) for row in rows], index), strict=True):
+            assert inputs.ids_BL.flatten()[path].tolist() == row
+            assert positions_BL.flatten()[path].tolist() == list(range(len(row)))
+
+
+@pytest.mark.parametrize(
+    ("layout", "ids", "positions"),
+    [
+        ("tree", [[1, 2, 3, 4, 5, 6, 7]], [[0, 1, 2, 2, 3, 4, 0]]),
+        ("packed", [[1, 2, 4, 5, 6], [1, 2, 3, 7, 0]], [[0, 1, 2, 3, 4], [0, 1, 2, 0, 0]]),
+        ("padded", [[1, 2, 3, 0, 0], [1, 2, 4, 5, 6], [7, 0, 0, 0, 0]], None),
+    ],
+)
+def test_three_rows_laid_out_by_hand(layout: Layout, ids: list[list[int]], positions: list[list[int]] | None) -> None:
+    inputs, _ = lay_out([np.array([1, 2, 3]), np.array([1, 2, 4, 5, 6]), np.array([7])], layout)
+    assert inputs.ids_BL.tolist() == ids
+    assert (None if inputs.positions_BL is None else inputs.positions_BL.tolist()) == positions
+
+
+@given(lengths=st.lists(st.integers(1, 20), min_size=1, max_size=12))
+def test_packed_lines_are_no_wider_than_the_longest_row_and_no_two_of_them_fit_into_one(lengths: list[int]) -> None:
+    lines = pack(lengths)
+    widths = [sum(lengths[number] for number in line) for line in lines]
+    assert sorted(number for line in lines for number in line) == list(range(len(lengths)))
+    assert max(widths) == max(lengths)
+    assert all(one + other > max(lengths) for one, other in combinations(widths, 2))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("name", MODELS)
+def test_logprobs_and_gradients_equal_those_of_separate_rows(name: str, layout: Layout) -> None:
+    model, rows = tiny(name), branching_rows()
+    got = with_gradients(model, logprobs(model, rows, layout))
+    assert largest_error(got, with_gradients(model, row_logprobs(model, rows))) < 1e-5
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("name", ["qwen3", "llama", "mistral", "gpt2"])
+def test_in_float64_they_are_equal_to_rounding(name: str, layout: Layout) -> None:
+    # Not so the routers of Qwen3-MoE and the norms of Gemma 3, which compute in float32 whatever they are given.
+    model, rows = in_float64(tiny(name)), branching_rows()
+    got = with_gradients(model, logprobs(model, rows, layout))
+    assert got["logprobs"].dtype == torch.float64
+    assert largest_error(got, with_gradients(model, row_logprobs(model, rows))) < 1e-9
+
+
+def test_packed_rows_are_exact_where_scores_are_capped() -> None:
+    model, rows = made("Gemma2", **GEMMA2), branching_rows()
+    expected = with_gradients(model, row_logprobs(model, rows))
+    assert largest_error(with_gradients(model, logprobs(model, rows, "packed")), expected) < 1e-5
+    uncapped = made("Gemma2", **GEMMA2 | {"attn_logit_softcapping": None})
+    assert largest_error(with_gradients(uncapped, row_logprobs(uncapped, rows)), expected) > 1e-2
+
+
+@pytest.mark.parametrize("layout", ["tree", "packed"])
+@pytest.mark.parametrize("name", ["qwen3", "gpt2"])
+def test_under_autocast_the_difference_is_rounding_to_bfloat16(name: str, layout: Layout) -> None:
+    model, rows = tiny(name, init=0.05), branching_rows()
+    exact = with_gradients(model, row_logprobs(model, rows))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        together = with_gradients(model, logprobs(model, rows, layout))
+        by_row = with_gradients(model, row_logprobs(model, rows))
+    assert 0 < largest_error(together, exact) < 1.5 * largest_error(by_row, exact) < 0.1
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_gradient_checkpointing_runs_layers_again_as_they_ran_before(layout: Layout) -> None:
+    model, rows = tiny("qwen3"), branching_rows()
+    expected = with_gradients(model, logprobs(model, rows, layout))
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    model.train()
+    with attending(model, layout):
+        assert largest_error(with_gradients(model, logprobs(model, rows, layout)), expected) < 1e-5
+    with torch.no_grad():  # nothing will run again
+        torch.testing.assert_close(torch.cat(logprobs(model, rows, layout)), expected["logprobs"])
+
+
+def test_gradient_checkpointing_of_a_tree_outside_of_its_attention_is_refused() -> None:
+    model = tiny("qwen3")
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    model.train()
+    with pytest.raises(TreeError, match=r"put forward and backward into `with attending\(model, layout\):`"):
+        logprobs(model, branching_rows(), "tree")
+
+
+@pytest.mark.parametrize(("layout", "attention"), [("tree", NAME), ("packed", "sdpa"), ("padded", "sdpa")])
+def test_only_a_tree_needs_an_attention_of_its_own(layout: Layout, attention: str) -> None:
+    model = tiny("qwen3")
+    with attending(model, layout):
+        assert model.config._attn_implementation == attention
+    assert model.config._attn_implementation == "sdpa"
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("name", MODELS)
+def test_a_pass_of_which_nothing_is_read_gives_every_weight_a_gradient_of_zero(name: str, layout: Layout) -> None:
+    model = tiny(name)
+    hidden_PD = hidden_states(model, lay_out([np.zeros(1, dtype=np.int64)], layout)[0])
+    model.get_output_embeddings()(hidden_PD[:0]).sum().backward()
+    for weight, parameter in model.named_parameters():
+        assert parameter.grad is not None, weight  # of experts, too, to which no token went
+        assert not parameter.grad.any(), weight
+
+
+@pytest.mark.parametrize("layout", ["packed", "padded"])
+def test_what_stands_in_the_padding_changes_nothing(layout: Layout) -> None:
+    model, rows = tiny("qwen3"), branching_rows()
+    inputs, index = lay_out(rows, layout)
+    before_PD = hidden_states(model, inputs)
+    places = np.concatenate(paths(rows, index))
+    padding = np.setdiff1d(np.arange(len(before_PD)), places)
+    assert len(padding) > 0
+    inputs.ids_BL.flatten()[padding] = 7
+    after_PD = hidden_states(model, inputs)
+    assert torch.equal(after_PD[places], before_PD[places])
+    assert not torch.equal(after_PD[padding], before_PD[padding])
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_tree_is_chosen_wherever_it_is_exact(name: str) -> None:
+    assert choose_layout(tiny(name), "auto") == ("tree", None)
+
+
+def test_rows_are_packed_where_a_tree_lacks_what_the_model_needs() -> None:
+    assert choose_layout(made("Gemma2", **GEMMA2), "auto") == (
+        "packed",
+        "train.layout: rows are packed, since not tree: Gemma2ForCausalLM does not run so: Gemma2Attention needs softcap, "
+        "which attention along a tree lacks",
+    )
+
+
+RECURRENT = pytest.mark.parametrize(
+    ("family", "sizes", "words"), [("Mamba2", MAMBA2, "is recurrent"), ("Lfm2", LFM2, "has layers of type conv")]
+)
+
+
+@RECURRENT
+def test_rows_are_padded_where_they_would_leak_into_one_another(family: str, sizes: dict[str, Any], words: str) -> None:
+    layout, message = choose_layout(made(family, **sizes), "auto")
+    assert layout == "padded"
+    assert message is not None
+    tree, packed = message.split("; nor ")
+    assert tree.startswith(f"train.layout: rows are padded, since not tree: {family}ForCausalLM")
+    assert words in tree
+    assert packed.startswith(f"packed: {family}ForCausalLM gives other log-probabilities or gradients so (by ")
+
+
+@RECURRENT
+@pytest.mark.parametrize("layout", ["tree", "packed"])
+def test_a_wanted_layout_that_is_not_exact_is_refused_with_the_reason(
+    family: str, sizes: dict[str, Any], words: str, layout: Layout
+) -> None:
+    reason = words if layout == "tree" else "gives other log-probabilities"
+    with pytest.raises(
+        ConfigError, match=rf"^train\.layout: {layout}: {family}ForCausalLM .*{reason}.*set it to auto$"
+    ):
+        choose_layout(made(family, **sizes), layout)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_wanted_layout_that_is_exact_is_taken(layout: Layout) -> None:
+    assert choose_layout(tiny("qwen3"), layout) == (layout, None)
+
+
+def test_padded_rows_need_no_proof() -> None:
+    assert choose_layout(None, "padded") == ("padded", None)
+
+
+@pytest.mark.parametrize("init", [0.02, 0.2])
+@pytest.mark.parametrize("name", MODELS)
+def test_the_probe_accepts_what_is_exact_and_leaves_no_trace(name: str, init: float) -> None:
+    model = tiny(name, init=init).train()
+    for layout in LAYOUTS:
+        assert probe_layout(model, layout)[0] < 1e-5
+    assert model.training
+    assert model.config._attn_implementation == "sdpa"
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("wrong", [None, 21])
+def test_the_probe_sees_a_wrong_window(wrong: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    def attend(*args: Any, window: int | None, **kwargs: Any) -> Tensor:
+        assert window == 20
+        return tree_attention(*args, window=wrong, **kwargs)
+
+    monkeypatch.setattr(tree_model, "tree_attention", attend)
+    assert probe_layout(tiny("mistral", init=0.02), "tree")[0] > 1e-2
+
+
+def doubled_gradient(number: int) -> Callable[..., Tensor]:
+    """Attention that is right but for the gradient in the query (0), the key (1) or the value (2)."""
+
+    def attend(*args: Any, **kwargs: Any) -> Tensor:
+        states = list(args)
+        states[number] = 2 * states[number] - states[number].detach()
+        return tree_attention(*states, **kwargs)
+
+    return attend
+
+
+@pytest.mark.parametrize("number", [0, 1, 2])
+@pytest.mark.parametrize("name", ["qwen3", "llama", "gpt2"])
+def test_the_probe_sees_a_wrong_gradient(name: str, number: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tree_model, "tree_attention", doubled_gradient(number))
+    model = tiny(name)
+    assert probe_layout(model, "tree")[0] > 1e-2
+    assert choose_layout(model, "auto")[0] == "packed"
+    assert probe_layout(model.requires_grad_(False), "tree")[0] < 1e-5  # log-probabilities are right
+
+
+@pytest.mark.parametrize("number", [1, 2])
+def test_the_probe_sees_a_wrong_gradient_in_a_model_of_one_layer(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tree_model, "tree_attention", doubled_gradient(number))
+    assert probe_layout(tiny("qwen3", num_hidden_layers=1), "tree")[0] > 1e-2
+
+
+def test_the_probe_sees_a_wrong_gradient_where_only_matrices_are_trained(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tree_model, "tree_attention", doubled_gradient(2))
+    model = tiny("qwen3")
+    for parameter in model.parameters():
+        parameter.requires_grad_(parameter.ndim == 2)  # as adapters are
+    assert probe_layout(model, "tree")[0] > 1e-2
+
+
+def test_the_probe_does_not_take_nan_for_agreement(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tree_model, "tree_attention", lambda *args, **kwargs: args[0] * torch.nan)
+    assert probe_layout(tiny("qwen3"), "tree")[0] == float("inf")
+
+
+def test_a_kernel_that_fails_is_passed_over_and_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def attend(*args: Any, **kwargs: Any) -> Tensor:
+        raise RuntimeError("out of shared memory")
+
+    monkeypatch.setattr(tree_model, "tree_attention", attend)
+    model = tiny("qwen3").train()
+    assert probe_layout(model, "tree") == (float("inf"), "Qwen3ForCausalLM does not run so: out of shared memory")
+    layout, message = choose_layout(model, "auto")
+    assert layout == "packed"
+    assert message is not None
+    assert message.endswith("since not tree: Qwen3ForCausalLM does not run so: out of shared memory")
+    assert model.training
+    assert model.config._attn_implementation == "sdpa"
+
+
+def test_rows_of_the_probe_are_longer_than_a_window_that_cuts_rows() -> None:
+    lengths = []
+    for window, max_tokens in ((None, 8192), (20, 8192), (100, 8192), (100, 101), (100, 100), (1000, 8192)):
+        config = tiny("mistral", sliding_window=window).config
+        lengths.append([len(row) for row in _probe_rows(config, max_tokens, 0)])
+    assert [row[0] for row in lengths] == [48, 48, 124, 124, 48, 256]  # the model has 256 positions
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_the_probe_branches_at_two_depths_and_packs_two_rows_into_one(seed: int) -> None:
+    rows = _probe_rows(transformers.Qwen3Config(vocab_size=2), 8192, seed)
+    assert pack([len(row) for row in rows]) == [[0], [1], [2], [3, 4]]
+    tree = plan_tree(rows[:3])
+    assert sorted((tree.stop_S - tree.start_S).tolist()) == [11, 16, 16, 16, 27]
+    assert sorted(tree.depth_N[tree.start_S].tolist()) == [0, 16, 16, 32, 32]
+
+
+@pytest.mark.parametrize(
+    ("family", "sizes", "words"),
+    [
+        ("Mamba2", MAMBA2, "is recurrent"),
+        ("Qwen3Next", {**HYBRID, "shared_expert_intermediate_size": 16}, "is recurrent"),
+        ("Lfm2", LFM2, "has layers of type conv"),
+        ("Bloom", {"vocab_size": 97, "hidden_size": 32, "n_layer": 1, "n_head": 4}, "has an attention of its own"),
+        ("Gemma2", GEMMA2, "needs softcap"),
+    ],
+)
+def test_the_probe_refuses_models_that_cannot_take_a_tree(family: str, sizes: dict[str, Any], words: str) -> None:
+    model = made(family, **sizes)
+    before = model.config._attn_implementation
+    gap, why = probe_layout(model, "tree")
+    assert gap == float("inf")
+    assert words in why
+    assert model.config._attn_implementation == before
+
+
+def test_a_recurrent_model_that_hides_it_differs(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = made("Lfm2", **LFM2)
+    assert why_not(model) is not None
+    monkeypatch.setattr(tree_model, "why_not", lambda model: None)
+    assert probe_layout(model, "tree")[0] > 1e-2

@@ -1,0 +1,234 @@
+"""Updates of the policy from credited groups, on a tiny model. `T` action tokens."""
+
+import copy
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import chain, groupby
+from pathlib import Path
+from typing import Any, get_args
+
+import numpy as np
+import pytest
+import torch
+from accelerate import Accelerator
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from agentrl import Credit, StopReason, TrajectoryGroup
+from agentrl.chat import train_tokenizer
+from agentrl.errors import TrainingError
+from agentrl.learn.layout import Layout
+from agentrl.learn.learner import Learner, TrainConfig
+from agentrl.learn.loss import LossConfig
+from agentrl.learn.metrics import Tally, first_metrics, update_metrics
+from agentrl.learn.model import LocalModelConfig, Policy, make_local_model
+from agentrl.learn.plan import micro_batches
+from tests.learn.test_batch import batch_of, some_groups
+from tests.learn.test_tree_model import in_float64
+
+TOKENIZER = train_tokenizer([], vocab_size=261)
+TINY = LocalModelConfig(hidden_size=16, num_layers=1, num_heads=2, num_kv_heads=1, intermediate_size=32)
+LAYOUTS: tuple[Layout, ...] = get_args(Layout)
+GROUPS = some_groups([4, 4, 4])
+RNG = np.random.default_rng(0)
+CREDITS = [[Credit.from_tokens(t, RNG.normal(size=t.num_action_tokens)) for t in g.trajectories] for g in GROUPS]
+
+
+def make_learner(
+    *,
+    loss: LossConfig | None = None,
+    layout: Layout = "tree",
+    has_reference: bool = False,
+    is_double: bool = False,
+    **train: Any,
+) -> Learner:
+    torch.manual_seed(0)
+    model = make_local_model(TINY, TOKENIZER)
+    policy = Policy(in_float64(model) if is_double else model, layout=layout)
+    return Learner(
+        accelerator=Accelerator(cpu=True),
+        policy=policy,
+        reference=copy.deepcopy(policy) if has_reference else None,
+        loss=loss or LossConfig(),
+        config=TrainConfig(device="cpu", **{"learning_rate": 1e-2, **train}),
+        temperature=1.0,
+        seed=1,
+    )
+
+
+def weights(learner: Learner) -> torch.Tensor:
+    return torch.cat([tensor.flatten() for _, tensor in learner.weights()])
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_an_update_equals_a_plain_loop_over_trajectories(layout: Layout) -> None:
+    settings = LossConfig(unit="turn", clip_low=0.1, clip_high=0.1)
+    learner = make_learner(loss=settings, layout=layout, num_minibatches=1, max_tokens_per_micro_batch=300)
+    model = copy.deepcopy(learner.policy.model)
+    metrics = learner.update(GROUPS, CREDITS, version=1)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, betas=(0.9, 0.95), weight_decay=0.0)
+    low, high = settings.clip_range()
+    loss = torch.zeros(())
+    for trajectory, credit in zip((t for group in GROUPS for t in group.trajectories), chain(*CREDITS), strict=True):
+        ids: list[int] = []
+        advantages = iter(credit.advantages_T.tolist())
+        for turn in trajectory.turns:
+            ids = [*(ids if turn.extends else ()), *turn.observation_ids]
+            start = len(ids)
+            ids += turn.action_ids
+            table = model(torch.tensor([ids])).logits[0].log_softmax(-1)
+            logprobs = torch.stack([table[start + j - 1, token] for j, token in enumerate(turn.action_ids)])
+            log_ratio = (logprobs - torch.tensor(turn.behavior_logprobs)).mean().detach()
+            for logprob in logprobs:
+                advantage = next(advantages)
+                ratio = log_ratio.exp() * (logprob - logprob.detach()).exp()
+                term = torch.minimum(ratio * advantage, ratio.clamp(1 - low, 1 + high) * advantage)
+                loss = loss - term / (12 * trajectory.num_action_tokens)
+    loss.backward()
+    grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+    expected = torch.cat([tensor.flatten() for tensor in model.state_dict().values()])
+    # Adam's first step is lr * sign(gradient) but for tiny gradients, so float32 noise shows where those cross zero.
+    moved = (weights(learner) - expected).abs()
+    assert 0 < metrics["clip/tokens"] < 1
+    assert metrics["loss"] == pytest.approx(loss.item(), rel=1e-5, abs=1e-7)
+    assert metrics["grad_norm"] == pytest.approx(float(grad_norm), rel=1e-5)
+    assert (moved < 1e-5).double().mean() > 0.999
+
+
+def test_layers_that_run_again_in_the_backward_pass_change_nothing() -> None:
+    once, again = make_learner(), make_learner()
+    again.policy.model.gradient_checkpointing_enable({"use_reentrant": False})
+    assert again.update(GROUPS, CREDITS, version=1) == pytest.approx(once.update(GROUPS, CREDITS, version=1), rel=1e-5)
+    torch.testing.assert_close(weights(again), weights(once), rtol=1e-5, atol=1e-5)
+
+
+def test_a_failed_episode_changes_neither_loss_nor_weights() -> None:
+    with_failure, without = make_learner(), make_learner()
+    lost = replace(GROUPS[0].trajectories[0], trajectory_id="lost", stop_reason=StopReason.ENV_ERROR)
+    group = replace(GROUPS[0], trajectories=(*GROUPS[0].trajectories, lost))
+    expected = without.update(GROUPS, CREDITS, version=1)
+    credits = [[*CREDITS[0], Credit.uniform(lost, 1.0)], *CREDITS[1:]]
+    got = with_failure.update([group, *GROUPS[1:]], credits, version=1)
+    assert got == expected
+    assert torch.equal(weights(with_failure), weights(without))
+
+
+def failing(groups: Sequence[TrajectoryGroup], failed: set[int]) -> list[TrajectoryGroup]:
+    """The groups, in which the trajectories of these numbers failed."""
+    number, found = 0, []
+    for group in groups:
+        members = []
+        for trajectory in group.trajectories:
+            members.append(replace(trajectory, stop_reason=StopReason.ENV_ERROR) if number in failed else trajectory)
+            number += 1
+        found.append(replace(group, trajectories=tuple(members)))
+    return found
+
+
+@settings(max_examples=50, deadline=None)
+@given(
+    sizes=st.lists(st.integers(1, 4), min_size=1, max_size=5),
+    failed=st.sets(st.integers(0, 9)),
+    num_minibatches=st.integers(1, 5),
+)
+def test_minibatches_are_equal_and_cut_a_group_only_where_they_end(
+    sizes: list[int], failed: set[int], num_minibatches: int
+) -> None:
+    groups = failing(some_groups(sizes), failed)
+    everyone = [t for group in groups for t in group.trajectories]
+    credit_of = {t.trajectory_id: Credit.uniform(t, 1.0) for t in everyone}
+    credits = [[credit_of[t.trajectory_id] for t in group.trajectories] for group in groups]
+    minibatches = make_learner(num_minibatches=num_minibatches)._draw(groups, credits, version=0)
+    drawn = [pair for minibatch in minibatches for pair in minibatch]
+    assert all(credit is credit_of[t.trajectory_id] for t, credit in drawn)
+    assert sorted(t.trajectory_id for t, _ in drawn) == sorted(t.trajectory_id for t in everyone if not t.failed)
+    assert max(map(len, minibatches), default=0) - min(map(len, minibatches), default=0) <= 1
+    assert len(minibatches) == min(num_minibatches, len(drawn))
+    runs = [group_id for group_id, _ in groupby(t.group_id for t, _ in drawn)]
+    assert len(runs) == len(set(runs))
+
+
+def test_groups_are_drawn_anew_for_every_version() -> None:
+    learner = make_learner(num_minibatches=3)
+
+    def order(version: int) -> list[str]:
+        return [t.trajectory_id for minibatch in learner._draw(GROUPS, CREDITS, version) for t, _ in minibatch]
+
+    assert order(1) == order(1)
+    assert len({tuple(order(version)) for version in range(5)}) == 5
+    whole = [{t.group_id for t, _ in minibatch} for minibatch in learner._draw(GROUPS, CREDITS, 1)]
+    assert sorted(map(list, whole)) == [["g0"], ["g1"], ["g2"]]  # three groups in three minibatches: none is cut
+
+
+LOSSES = [
+    LossConfig(),
+    LossConfig(anchor="recomputed", mismatch="truncate"),
+    LossConfig(anchor="recomputed", mismatch="mask"),
+    LossConfig(kl_coefficient=0.1),
+]
+
+
+@pytest.mark.parametrize("loss", LOSSES, ids=repr)
+def test_a_pass_without_a_trajectory_adds_nothing_to_loss_gradient_or_metrics(loss: LossConfig) -> None:
+    learner = make_learner(loss=loss, has_reference=True)
+    trajectories = GROUPS[0].trajectories[:1]
+    batch = batch_of(trajectories, [Credit.uniform(t, 1.0) for t in trajectories])
+    full, empty = (
+        next(micro_batches(batch, max_tokens=1000, layout="tree", process=process, num_processes=2))
+        for process in (0, 1)
+    )
+    tallies = [Tally(), Tally()]
+    learner._loss_of(full, None, tally=tallies[0])
+    for proximal_T in (None, torch.empty(0)):
+        found: Any = learner._loss_of(empty, proximal_T, tally=tallies[1])
+        found.backward()
+        assert found.item() == 0
+    for parameter in learner.policy.parameters():
+        assert parameter.grad is not None
+        assert not parameter.grad.any()
+    alone, joined = (
+        {**update_metrics([tally]), **first_metrics(tally, current_version=1)}
+        for tally in (tallies[0], Tally.joined(tallies))
+    )
+    assert joined == alone
+
+
+def test_the_learning_rate_rises_over_its_warm_up_whatever_the_schedule() -> None:
+    learner = make_learner(warmup_updates=8, num_minibatches=4)
+    rates = [learner.update(GROUPS, CREDITS, version=version)["learning_rate"] for version in range(3)]
+    assert rates == pytest.approx([3 / 8e2, 7 / 8e2, 1e-2])
+
+
+def test_going_on_takes_the_recipes_rates_and_not_the_checkpoints(tmp_path: Path) -> None:
+    early = make_learner()
+    early.update(GROUPS, CREDITS, version=0)
+    early.save(tmp_path)
+    late = make_learner(learning_rate=1e-3, betas=(0.5, 0.6), weight_decay=0.25)
+    late.load(tmp_path)
+    assert torch.equal(weights(late), weights(early))
+    (group,) = late._optimizer.param_groups
+    for version in (1, 2):
+        assert (group["lr"], group["betas"], group["weight_decay"]) == (1e-3, (0.5, 0.6), 0.25)
+        assert late.update(GROUPS, CREDITS, version=version)["learning_rate"] == 1e-3
+
+
+def test_minibatches_without_a_kept_token_are_passed_over() -> None:
+    learner = make_learner(num_minibatches=12)
+    before = weights(learner)
+    excluded = [[Credit.excluded(t) for t in group.trajectories] for group in GROUPS]
+    learner.update(GROUPS, [CREDITS[0], *excluded[1:]], version=0)
+    assert learner._schedule.last_epoch == 4  # the four trajectories of the first group
+    assert not torch.equal(weights(learner), before)
+    before = weights(learner)
+    assert learner.update(GROUPS, excluded, version=1)["grad_norm"] == 0
+    assert torch.equal(weights(learner), before)
+
+
+def test_a_gradient_that_is_not_finite_is_never_applied() -> None:
+    learner = make_learner(loss=LossConfig(aggregation="constant", constant_length=1))
+    before = weights(learner)
+    huge = [[Credit.uniform(t, 1e38) for t in group.trajectories] for group in GROUPS]  # its square is not finite
+    with pytest.raises(TrainingError, match=r"step 1: the gradient is not finite.*train\.learning_rate"):
+        learner.update(GROUPS, huge, version=0)
+    assert torch.equal(weights(learner), before)

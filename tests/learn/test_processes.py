@@ -1,0 +1,258 @@
+"""Several real processes on one machine (gloo): what they compute together is what one computes."""
+
+import multiprocessing
+import os
+import pickle
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from torch.distributed import TCPStore  # type: ignore[attr-defined]  # it does say so, at run time
+from torch.multiprocessing.spawn import start_processes
+
+from agentrl import Credit, TrajectoryGroup
+from agentrl.errors import ConfigError, TrainingError
+from agentrl.learn.layout import Layout
+from agentrl.learn.learner import Learner
+from agentrl.learn.loss import LossConfig
+from agentrl.learn.processes import gathered, naming_the_missing, process_index, set_deadline
+from agentrl.learn.sharding import whole
+from agentrl.learn.signals.scoring import score_tokens
+from tests.learn.test_batch import some_groups
+from tests.learn.test_learner import make_learner
+
+Sharding = Literal["none", "full"]
+
+# Imports take seconds: once for all processes.
+multiprocessing.set_forkserver_preload([__name__, "accelerate", "torch.distributed.fsdp"])
+
+
+def together(num_processes: int, folder: Path, work: Callable[..., Any], *arguments: Any) -> list[Any]:
+    """Do the same in several processes; return what each returned, None where it was killed."""
+    # As torch's launcher does it: what the processes leave word in outlives each of them.
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    results = folder / f"results-{store.port}"
+    results.mkdir()
+    context = start_processes(
+        _enter,
+        (num_processes, store.port, results, work, arguments),
+        num_processes,
+        join=False,
+        start_method="forkserver",
+    )
+    for process in context.processes:
+        process.join(timeout=100)
+        assert process.exitcode in (0, -signal.SIGKILL), process.exitcode
+    files = [results / str(index) for index in range(num_processes)]
+    return [pickle.loads(file.read_bytes()) if file.is_file() else None for file in files]
+
+
+def _enter(
+    index: int, num_processes: int, port: int, results: Path, work: Callable[..., Any], arguments: tuple[Any, ...]
+) -> None:
+    where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "TORCHELASTIC_USE_AGENT_STORE": True}
+    who = {"WORLD_SIZE": num_processes, "RANK": index, "LOCAL_RANK": index}
+    os.environ.update({name: str(value) for name, value in {**where, **who}.items()})
+    torch.set_num_threads(1)
+    (results / str(index)).write_bytes(pickle.dumps(work(*arguments)))
+
+
+def credited(sizes: list[int], idle: tuple[int, ...] = ()) -> tuple[list[TrajectoryGroup], list[list[Credit]]]:
+    """Groups of these sizes, some of which have no advantage anywhere."""
+    groups, rng = some_groups(sizes), np.random.default_rng(1)
+    credits = [
+        [Credit.from_tokens(t, rng.normal(size=t.num_action_tokens) * (number not in idle)) for t in group.trajectories]
+        for number, group in enumerate(groups)
+    ]
+    return groups, credits
+
+
+def gradients(learner: Learner, groups: list[TrajectoryGroup], credits: list[list[Credit]]) -> tuple[Any, list[Tensor]]:
+    """Update once, in float64; return the metrics, and the gradient of each weight before the optimizer took it."""
+    found = []
+
+    def keep() -> None:
+        grads = [p.grad for p in learner.policy.parameters()]
+        found.extend([g.full_tensor() if hasattr(g, "full_tensor") else g.clone() for g in grads if g is not None])
+
+    optimizer = getattr(learner._optimizer, "optimizer", learner._optimizer)  # out of what accelerate wraps around it
+    optimizer.register_step_pre_hook(lambda *_: keep())
+    return learner.update(groups, credits, version=1), found
+
+
+def update(
+    sharding: Sharding, layout: Layout, sizes: list[int], idle: tuple[int, ...], loss: LossConfig
+) -> tuple[Any, list[Tensor]]:
+    learner = make_learner(
+        loss=loss,
+        layout=layout,
+        has_reference=loss.kl_coefficient > 0,
+        is_double=True,
+        num_minibatches=1,
+        max_tokens_per_micro_batch=60,
+        max_grad_norm=1e9,
+        sharding=sharding,
+    )
+    return gradients(learner, *credited(sizes, idle))
+
+
+SOME = LossConfig(clip_low=0.1, clip_high=0.1)
+CASES = [
+    pytest.param([4, 3, 1, 2], (), SOME, id="uneven work"),
+    pytest.param([4], (), SOME, id="less to share out than processes"),
+    pytest.param([3, 3, 3], (0, 1, 2), SOME, id="no advantage anywhere"),
+    pytest.param(
+        [2, 4, 2], (1,), SOME.model_copy(update={"unit": "turn", "aggregation": "token-mean"}), id="idle group"
+    ),
+    pytest.param([4, 2], (), SOME.model_copy(update={"kl_coefficient": 0.1}), id="with a reference"),
+]
+
+
+@pytest.mark.parametrize(("sizes", "idle", "loss"), CASES)
+@pytest.mark.parametrize(("num_processes", "sharding", "layout"), [(2, "none", "tree"), (2, "full", "tree")])
+def test_metrics_and_gradients_are_those_of_one_process(
+    num_processes: int,
+    sharding: Sharding,
+    layout: Layout,
+    sizes: list[int],
+    idle: Any,
+    loss: LossConfig,
+    tmp_path: Path,
+) -> None:
+    metrics, expected = update("none", layout, sizes, idle, loss)
+    largest = max(float(gradient.abs().max()) for gradient in expected)
+    assert (largest > 1e-3) == (idle != (0, 1, 2))
+    for found_metrics, found in together(num_processes, tmp_path, update, sharding, layout, sizes, idle, loss):
+        assert found_metrics == pytest.approx(metrics, rel=1e-9, abs=1e-12)
+        for one, other in zip(found, expected, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-9 * largest)
+
+
+@pytest.mark.parametrize(("sharding", "layout"), [("none", "packed"), ("full", "padded")])
+def test_three_processes_and_other_layouts(sharding: Sharding, layout: Layout, tmp_path: Path) -> None:
+    test_metrics_and_gradients_are_those_of_one_process(3, sharding, layout, [4, 3, 1, 2], (), SOME, tmp_path)
+
+
+def trained(sharding: Sharding, folder: Path, steps: list[int], goes_on: bool) -> tuple[list[Any], dict[str, Tensor]]:
+    learner = make_learner(sharding=sharding, schedule="cosine", num_minibatches=2, max_tokens_per_micro_batch=60)
+    if goes_on:
+        learner.load(folder)
+    metrics = [learner.update(*credited([4, 3, 2]), version=step) for step in steps]
+    if not goes_on:
+        folder.mkdir(exist_ok=True)
+        learner.save(folder)
+    return metrics, {name: tensor.clone() for name, tensor in learner.weights()}
+
+
+@pytest.mark.parametrize("sharding", ["none", "full"])
+def test_saved_and_loaded_equals_uninterrupted_bit_for_bit(sharding: Sharding, tmp_path: Path) -> None:
+    whole = together(2, tmp_path, trained, sharding, tmp_path / "whole", [0, 1, 2, 3], False)
+    early = together(2, tmp_path, trained, sharding, tmp_path / "early", [0, 1], False)
+    late = together(2, tmp_path, trained, sharding, tmp_path / "early", [2, 3], True)
+    for (metrics, weights), (before, _), (after, found) in zip(whole, early, late, strict=True):
+        assert [*before, *after] == metrics
+        assert all(torch.equal(found[name], weights[name]) for name in weights)
+    for name, tensor in whole[0][1].items():  # the same on all, to the last bit
+        assert torch.equal(tensor, whole[1][1][name])
+
+
+def loaded_otherwise(folder: Path) -> str:
+    make_learner(sharding="none").save(folder)
+    with pytest.raises(ConfigError) as caught:
+        make_learner(sharding="full").load(folder)
+    return str(caught.value)
+
+
+def test_a_checkpoint_of_another_sharding_is_refused(tmp_path: Path) -> None:
+    for words in together(2, tmp_path, loaded_otherwise, tmp_path):
+        assert words == f"train.sharding: {tmp_path} was written under another; go on as the run began"
+
+
+def reference_kept(folder: Path) -> tuple[bool, bool]:
+    """Whether a kept reference is the policy as it was, and whether it comes back from a file."""
+    learner = make_learner(sharding="full", has_reference=True, num_minibatches=1, loss=LossConfig(kl_coefficient=0.1))
+    learner.update(*credited([4, 3]), version=0)
+    learner.keep_reference()
+    before = dict(learner.weights())
+    learner.save_reference(folder)
+    learner.update(*credited([4, 3]), version=1)
+    gathered([0])
+    other = make_learner(sharding="full", has_reference=True)
+    other.load_reference(folder)
+
+    def is_before(subject: Learner) -> bool:
+        assert subject.reference is not None
+        kept = {n.removeprefix("model."): tensor for n, tensor in whole(subject.reference)}
+        return all(torch.equal(kept[name], before[name]) for name in kept)
+
+    return is_before(learner), is_before(other)
+
+
+def test_the_reference_of_shared_out_weights_stays_and_comes_back(tmp_path: Path) -> None:
+    assert together(2, tmp_path, reference_kept, tmp_path) == [(True, True)] * 2
+
+
+def scores(sharding: Sharding) -> list[Any]:
+    learner = make_learner(sharding=sharding, is_double=True)
+    policy = learner.policy
+    trajectories = [t for group in some_groups([3, 1, 2]) for t in group.trajectories]
+    return score_tokens(
+        lambda micro: policy(micro.inputs, micro.place_T, micro.target_T, 1.0)[0],
+        trajectories,
+        layout="tree",
+        max_tokens=60,
+        device=learner.device,
+    )
+
+
+@pytest.mark.parametrize("sharding", ["none", "full"])
+def test_scores_are_shared_out_and_put_together(sharding: Sharding, tmp_path: Path) -> None:
+    expected = scores("none")
+    for found in together(2, tmp_path, scores, sharding):
+        for one, other in zip(found, expected, strict=True):
+            np.testing.assert_allclose(one, other, rtol=1e-9)
+
+
+def without_one(how: str, missing: int) -> tuple[float, str]:
+    """What a process is told while one hangs, is killed in an update, or ended long ago."""
+    set_deadline(3)
+    learner = make_learner(num_minibatches=1, max_tokens_per_micro_batch=60)
+    gathered([0])
+    begin = time.monotonic()
+    if process_index() == missing:
+        if how == "hangs":
+            time.sleep(6)
+            return 0.0, ""
+        if how == "is killed":
+            os.kill(os.getpid(), signal.SIGKILL)
+    try:
+        with naming_the_missing():
+            for version in range(1000):
+                learner.update(*credited([4, 3]), version=version)
+                if how == "is killed in an update" and process_index() == missing and version == 2:
+                    os.kill(os.getpid(), signal.SIGKILL)
+    except TrainingError as error:
+        return time.monotonic() - begin, str(error)
+    return 0.0, "nothing"
+
+
+@pytest.mark.parametrize(
+    ("how", "missing"), [("hangs", 0), ("hangs", 2), ("is killed", 0), ("is killed in an update", 2)]
+)
+def test_a_process_that_is_missing_is_named_within_the_deadline(how: str, missing: int, tmp_path: Path) -> None:
+    told = together(3, tmp_path, without_one, how, missing)
+    for index, answer in enumerate(told):
+        if index == missing:
+            continue
+        took_s, words = answer
+        assert took_s < 25  # 6 until the one that hangs ends, 3 for the deadline, 3 to hear of the others
+        assert words == (
+            f"process {missing} of 3 has ended, or did not answer within train.process_timeout_s: 3; see what it said. "
+            "The last checkpoint is whole"
+        )

@@ -1,0 +1,155 @@
+"""A run of two processes, started as a user starts it."""
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import yaml
+
+from tests.killing import look
+from tests.test_resume import rollouts, rows
+
+RECIPE: dict[str, Any] = {
+    "env": {"id": "key_door"},
+    "model": {
+        "local": {"hidden_size": 16, "num_layers": 1, "num_heads": 2, "num_kv_heads": 1, "intermediate_size": 32}
+    },
+    "warmup": {"steps": 8, "num_demonstrations": 32, "skill": 0.5},
+    "rollout": {
+        "num_groups": 4,
+        "group_size": 3,
+        "max_turns": 6,
+        "max_turn_tokens": 16,
+        "max_episode_tokens": 64,
+        "max_context_tokens": 512,
+    },
+    "credit": {"scheme": "tests.learn.test_trainer:Noise"},
+    "loss": {"kl_coefficient": 0.01},
+    "train": {"steps": 40, "checkpoint_every": 4, "learning_rate": 3e-3, "device": "cpu", "process_timeout_s": 60},
+    "evaluation": {"every": 7, "num_tasks": 5},
+    "report": {"rollouts_every": 1},
+}
+
+
+def written(tmp_path: Path, **changes: dict[str, Any]) -> Path:
+    path = tmp_path / "recipe.yaml"
+    path.write_text(yaml.safe_dump({**RECIPE, **{name: {**RECIPE[name], **new} for name, new in changes.items()}}))
+    return path
+
+
+def start(*arguments: object) -> "subprocess.Popen[str]":
+    command = [sys.executable, "-m", "agentrl", *map(str, arguments)]
+    return subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+
+
+def launch(*arguments: object) -> "subprocess.Popen[str]":
+    return start("launch", "--processes", 2, *arguments)
+
+
+def finish(process: "subprocess.Popen[str]") -> str:
+    _, errors = process.communicate(timeout=120)
+    assert process.returncode == 0, errors
+    return errors
+
+
+def member(process: "subprocess.Popen[str]", index: int) -> psutil.Process:
+    """One of the processes that a launcher has started, by its number."""
+    for child in psutil.Process(process.pid).children(recursive=True):
+        if child.environ().get("RANK") == str(index):
+            return child
+    raise AssertionError(f"no process {index}")
+
+
+def wait_for_step(run: Path, step: int, process: "subprocess.Popen[str]") -> None:
+    deadline = time.monotonic() + 60
+    while not (run / "metrics.jsonl").is_file() or len(rows(run)) <= step:
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+@pytest.mark.timeout(300)
+def test_two_processes_begin_as_one_and_go_on_bit_for_bit_after_a_kill(tmp_path: Path) -> None:
+    recipe = written(tmp_path)
+    alone, whole, killed = tmp_path / "alone", tmp_path / "whole", tmp_path / "killed"
+    finish(start("train", recipe, "--run_dir", alone, "--train.steps", 1))
+    finish(launch(recipe, "--run_dir", whole))
+    one, two = rows(alone), rows(whole)
+    assert [row["step"] for row in two] == list(range(41))
+    assert one[0] == two[0]  # the evaluation before the first step
+    assert one[1]["grad_norm"] > 1e-3
+    for name in ("loss", "grad_norm", "ratio/spread", "clip/tokens", "entropy", "kl/reference", "reward/mean"):
+        assert two[1][name] == pytest.approx(one[1][name], rel=1e-3, abs=1e-6), name
+    assert ids(whole)["step-000001.jsonl"] == ids(alone)["step-000001.jsonl"]
+
+    process = launch(recipe, "--run_dir", killed)
+    wait_for_step(killed, 6, process)
+    member(process, 1).send_signal(signal.SIGKILL)
+    begin = time.monotonic()
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 1
+    assert time.monotonic() - begin < 50
+    assert "agentrl, process 0 of 2: process 1 of 2 has ended" in errors or "rank      : 1 (local_rank: 1)" in errors
+    finish(launch(killed))
+    assert rows(killed) == two
+    assert rollouts(killed) == rollouts(whole)
+
+
+def ids(run: Path) -> dict[str, list[list[int]]]:
+    """Tokens of every trajectory of every recorded step."""
+    return {
+        path.name: [
+            [token for turn in record["turns"] for token in turn["action_ids"]]
+            for record in map(json.loads, path.read_text().splitlines())
+        ]
+        for path in sorted((run / "rollouts").iterdir())
+    }
+
+
+@pytest.mark.timeout(300)
+def test_episodes_under_way_in_each_process_survive_and_weights_may_be_shared_out(tmp_path: Path) -> None:
+    recipe = written(tmp_path, rollout={"mode": "partial", "max_live_episodes": 6}, train={"sharding": "full"})
+    run = tmp_path / "run"
+    process = launch(recipe, "--run_dir", run)
+    wait_for_step(run, 6, process)
+    for index in (1, 0):
+        member(process, index).send_signal(signal.SIGKILL)
+    process.communicate(timeout=60)
+    before = rows(run)
+    assert len(list((run / "journal").rglob("*.jsonl"))) >= 2
+    finish(launch(run))
+    after = rows(run)
+    assert [row["step"] for row in after] == list(range(41))
+    lasting = [{k: v for k, v in row.items() if not k.startswith(("pool/", "eval/"))} for row in after]
+    assert [{k: v for k, v in row.items() if not k.startswith(("pool/", "eval/"))} for row in before] == lasting[
+        : len(before)
+    ]
+    found = look(run)
+    assert found is not None
+    trained = [record for path in sorted((run / "rollouts").iterdir()) for record in path.read_text().splitlines()]
+    names = [json.loads(record)["trajectory_id"] for record in trained]
+    assert len(names) == len(set(names)) == 40 * 12
+
+
+def test_mistakes_are_told_once_and_before_anything_is_started(tmp_path: Path) -> None:
+    recipe = written(tmp_path)
+    process = start("launch", "--processes", 3, recipe)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 2
+    assert errors == ("agentrl: rollout.num_groups: 4 cannot be dealt out to 3 processes; set it to a multiple of 3\n")
+
+
+@pytest.mark.timeout(300)
+def test_a_run_goes_on_with_as_many_processes_as_it_began_with(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    finish(start("train", written(tmp_path), "--run_dir", run, "--train.steps", 1))
+    process = launch(run, "--train.steps", 2)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 1
+    assert "the run was trained by 1 processes, not 2; go on with as many" in errors
