@@ -3,11 +3,12 @@
 `T` trained tokens of a minibatch, `U` ratio units.
 """
 
+import logging
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -27,9 +28,12 @@ from agentrl.learn.metrics import Tally, first_metrics, update_metrics
 from agentrl.learn.model import Policy
 from agentrl.learn.plan import MicroBatch, micro_batches
 from agentrl.learn.processes import gathered, is_main, num_processes
+from agentrl.learn.routing import changed_share, recording, replaying, routers_of
 from agentrl.learn.sharding import load_shards, load_whole, save_shards, shard, whole
 from agentrl.rollout import derive_seed
 from agentrl.types import Trajectory, TrajectoryGroup
+
+log = logging.getLogger(__name__)
 
 _REFERENCE, _SHARDS = "model.safetensors", "shards"
 
@@ -84,6 +88,14 @@ class TrainConfig(BaseModel):
         return self.agreement or {"float32": 1e-3, "bfloat16": 0.05}[self.precision]
 
 
+class _Before(NamedTuple):
+    """What a pass gave before the first update, where that is needed."""
+
+    logprobs_T: Tensor | None = None
+    experts_RPK: Tensor | None = None
+    """Of the model's R routers at each place, in a mixture of experts."""
+
+
 class Learner:
     """The policy, its optimizer, and how a step's credited groups update it.
 
@@ -116,6 +128,7 @@ class Learner:
         self._accelerator, self._loss, self._config = accelerator, loss, config
         self._temperature, self._seed = temperature, seed
         self._layout = policy.layout
+        self._is_routed = _is_routed(policy.model, must_be=loss.routing_replay)
         self._is_sharded = config.sharding == "full" and num_processes() > 1
         self.reference = None if reference is None else reference.eval().requires_grad_(False)
         """The policy with which the run began. Not trained."""
@@ -239,22 +252,28 @@ class Learner:
             TrainingError: where the gradient is not finite, or the update was given up.
         """
         minibatches = self._draw(groups, credits, version)
-        plans = [
-            plan for minibatch in minibatches if (plan := self._plan(minibatch))
-        ]  # credit may keep no token of one
-        anchors = self._recompute(plans) if self._loss.anchor == "recomputed" else None
+        # Credit may keep no token of one.
+        plans = [plan for minibatch in minibatches if (plan := self._plan(minibatch))]
+        befores = self._before(plans)
         self._wrapped.train()
         tallies = []
+        of_experts: dict[str, float] = {}
         for index, plan in enumerate(plans):
             tally = Tally()
             for number, micro in enumerate(plan):
                 if self.is_given_up:
                     raise TrainingError("the update was interrupted")
-                proximal_T = None if anchors is None else anchors[index][number]
-                with self._accumulating(is_last=number == len(plan) - 1), attending(self.policy.model, self._layout):
-                    loss = self._loss_of(micro, proximal_T, tally=tally)
+                before, is_last = befores[index][number], number == len(plan) - 1
+                with (
+                    self._accumulating(is_last=is_last),
+                    attending(self.policy.model, self._layout),
+                    self._routing(before) as experts,
+                ):
+                    loss = self._loss_of(micro, before.logprobs_T, tally=tally)
                     # Processes average their gradients; the loss is a sum over all of them.
                     self._accelerator.backward(loss * self._accelerator.num_processes)
+                if index == number == 0:
+                    first_experts = experts
             tally = Tally.joined(gathered([tally]))
             norm = self._accelerator.clip_grad_norm_(self._wrapped.parameters(), self._config.max_grad_norm)
             tally.grad_norm = float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
@@ -271,8 +290,10 @@ class Learner:
             self._schedule.step()
             self._optimizer.zero_grad()
             tallies.append(tally)
+            if index == 0 and self._is_routed:
+                of_experts = self._changed_experts(first_experts[0], plan[0])
         tallies = tallies or [Tally()]
-        return update_metrics(tallies) | first_metrics(tallies[0], current_version=version)
+        return update_metrics(tallies) | first_metrics(tallies[0], current_version=version) | of_experts
 
     def _draw(
         self, groups: Sequence[TrajectoryGroup], credits: Sequence[Sequence[Credit]], version: int
@@ -318,16 +339,39 @@ class Learner:
         """
         return nullcontext() if is_last or self._is_sharded else self._accelerator.no_sync(self._wrapped)
 
-    def _recompute(self, plans: list[list[MicroBatch]]) -> list[list[Tensor | None]]:
-        """Return log-probabilities before the first update, by the same plan and precision as the training pass.
+    def _before(self, plans: list[list[MicroBatch]]) -> list[list[_Before]]:
+        """Return what each pass gives before the first update, by the same plan and precision as in training.
 
-        None for the first minibatch: there the policy itself is the anchor, exactly, whatever the noise of a second pass.
+        Nothing for the first minibatch: there the policy itself is the anchor, exactly, whatever the noise of a second pass.
         """
+        nothing = [[_Before() for _ in plan] for plan in plans]
+        if self._loss.anchor == "behavior":
+            return nothing
         self._wrapped.train()
-        anchors: list[list[Tensor | None]] = [[None for _ in plan] for plan in plans[:1]]
-        with torch.no_grad():
-            anchors.extend([self._forward(self._wrapped, micro)[0] for micro in plan] for plan in plans[1:])
-        return anchors
+        later = []
+        for plan in plans[1:]:
+            found = []
+            for micro in plan:
+                with torch.no_grad(), self._routing(_Before()) as experts:
+                    logprobs_T = self._forward(self._wrapped, micro)[0]
+                found.append(_Before(logprobs_T, experts[0].cpu() if self._loss.routing_replay else None))
+            later.append(found)
+        return nothing[:1] + later
+
+    def _routing(self, before: _Before) -> AbstractContextManager[list[Tensor]]:
+        """Return a context in which the experts of each pass are noted, and are those of before where these are known."""
+        if not self._is_routed:
+            return nullcontext([])
+        if before.experts_RPK is None:
+            return recording(self.policy.model)
+        return replaying(self.policy.model, before.experts_RPK)
+
+    def _changed_experts(self, before_RPK: Tensor, micro: MicroBatch) -> dict[str, float]:
+        """Return the share of experts that an update has changed, at the places where trained tokens are read."""
+        with torch.no_grad(), recording(self.policy.model) as after:
+            self._forward(self._wrapped, micro)
+        changed_T = changed_share(before_RPK, after[0], places_Q=micro.place_T)
+        return {"moe/changed_experts": float(np.concatenate(gathered([changed_T.cpu().numpy()])).mean())}
 
     def _forward(self, policy: Any, micro: MicroBatch) -> tuple[Tensor, Tensor]:
         with self._accelerator.autocast():
@@ -375,8 +419,32 @@ class Learner:
             advantage_T=micro.advantage_T,
             unit_T=micro.unit_T,
             entropy_T=entropy_T,
+            log_ratio_T=result.log_ratio_T,
             engine_difference_T=logprobs_T - micro.behavior_T,
             version_T=micro.version_T,
         )
         tally.loss += float(loss.detach())
         return loss
+
+
+def _is_routed(model: Any, *, must_be: bool) -> bool:
+    """Tell whether the experts of a model can be noted; a model without any has none.
+
+    Raises:
+        ConfigError: where they must be.
+    """
+    ids_12 = torch.zeros(1, 2, dtype=torch.long, device=model.get_input_embeddings().weight.device)
+    try:
+        with torch.no_grad(), recording(model) as experts:
+            if is_routed := bool(routers_of(model)):
+                model.base_model(input_ids=ids_12, use_cache=False)
+                with replaying(model, experts[0]) if must_be else nullcontext():
+                    pass
+    except TrainingError as error:
+        if must_be:
+            raise ConfigError(f"loss.routing_replay: {error}") from error
+        log.info("the experts of this model are not reported: %s", error)
+        return False
+    if must_be and not is_routed:
+        raise ConfigError(f"loss.routing_replay: {type(model).__name__} is no mixture of experts; set it to false")
+    return is_routed

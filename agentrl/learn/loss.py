@@ -77,6 +77,9 @@ class LossConfig(BaseModel):
     """Largest weight (and, for `mask`, one over the smallest)."""
     kl_coefficient: float = Field(default=0.0, ge=0)
     """Weight of the KL divergence to the reference policy. 0: no reference policy is loaded."""
+    routing_replay: bool = False
+    """Updates of a mixture of experts take the experts that its weights before the first update choose (Routing Replay,
+    GSPO paper, section 5.3): ratios of `unit: token` need it, those of whole trajectories do not."""
 
     @model_validator(mode="after")
     def _check_constant_length(self) -> Self:
@@ -95,6 +98,15 @@ class LossConfig(BaseModel):
             raise ValueError(
                 f"mismatch: {self.mismatch} corrects what anchor: behavior has in its ratio already; "
                 "set anchor: recomputed, or mismatch: off"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _check_replay(self) -> Self:
+        if self.routing_replay and self.anchor == "behavior":
+            raise ValueError(
+                "routing_replay: true sets the trainer's experts, and anchor: behavior compares with the engine's; set "
+                "anchor: recomputed"
             )
         return self
 

@@ -71,12 +71,15 @@ def update_metrics(tallies: Sequence[Tally]) -> dict[str, float]:
         return np.concatenate([tally.column(name) for tally in tallies])
 
     ratio_U, clipped_T, advantage_T = column("ratio_U"), column("clipped_T"), column("advantage_T")
+    log_ratio_T = column("log_ratio_T")
     units = [_units(tally) for tally in tallies]
     clipped_U, mixed_U = (np.concatenate([unit[name] for unit in units]) for name in ("clipped", "mixed"))
     metrics = {
         "loss": _mean([tally.loss for tally in tallies]),
         "ratio/mean": _mean(ratio_U),
         "ratio/spread": float(ratio_U.std()) if len(ratio_U) else 0.0,
+        # Of the ratios that single tokens would have: what the unit averages out.
+        "ratio/token_spread": float(np.exp(log_ratio_T).std()) if len(log_ratio_T) else 0.0,
         "clip/tokens": _mean(clipped_T),
         "clip/tokens_positive": _mean(clipped_T * (advantage_T > 0)),
         "clip/tokens_negative": _mean(clipped_T * (advantage_T < 0)),

@@ -13,10 +13,13 @@ import torch
 from accelerate import Accelerator
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from agentrl import Credit, StopReason, TrajectoryGroup
 from agentrl.chat import train_tokenizer
-from agentrl.errors import TrainingError
+from agentrl.errors import ConfigError, TrainingError
+from agentrl.learn import learner as learner_module
+from agentrl.learn import routing
 from agentrl.learn.layout import Layout
 from agentrl.learn.learner import Learner, TrainConfig
 from agentrl.learn.loss import LossConfig
@@ -232,3 +235,68 @@ def test_a_gradient_that_is_not_finite_is_never_applied() -> None:
     with pytest.raises(TrainingError, match=r"step 1: the gradient is not finite.*train\.learning_rate"):
         learner.update(GROUPS, huge, version=0)
     assert torch.equal(weights(learner), before)
+
+
+def make_moe_learner(**loss: Any) -> Learner:
+    torch.manual_seed(0)
+    config = Qwen3MoeConfig(
+        vocab_size=261,
+        hidden_size=16,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        intermediate_size=32,
+        moe_intermediate_size=16,
+        num_experts=8,
+        num_experts_per_tok=2,
+        norm_topk_prob=True,
+        initializer_range=0.2,
+    )
+    return Learner(
+        accelerator=Accelerator(cpu=True),
+        policy=Policy(Qwen3MoeForCausalLM(config), layout="tree"),
+        loss=LossConfig(**{"clip_low": 0.5, "clip_high": 0.5, "anchor": "recomputed", **loss}),
+        config=TrainConfig(device="cpu", learning_rate=1e-2, num_minibatches=3),
+        temperature=1.0,
+        seed=1,
+    )
+
+
+@pytest.mark.parametrize("anchor", ["behavior", "recomputed"])
+def test_a_mixture_of_experts_is_trained_and_tells_how_many_experts_an_update_changes(anchor: str) -> None:
+    learner = make_moe_learner(anchor=anchor)
+    metrics = learner.update(GROUPS, CREDITS, version=1)
+    assert 0.01 < metrics["moe/changed_experts"] < 0.9
+    assert metrics["ratio/token_spread"] > 1.5 * metrics["ratio/spread"] > 0
+    assert "moe/changed_experts" not in make_learner().update(GROUPS, CREDITS, version=1)
+
+
+def test_routing_replay_takes_the_experts_of_the_weights_before_the_first_update(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    given: list[torch.Tensor] = []
+
+    def replaying(model: Any, experts_RPK: torch.Tensor) -> Any:
+        given.append(experts_RPK)
+        return routing.replaying(model, experts_RPK)
+
+    learner = make_moe_learner(unit="token", routing_replay=True)
+    plans = [learner._plan(minibatch) for minibatch in learner._draw(GROUPS, CREDITS, 1)]
+    expected = []
+    for plan in plans[1:]:  # the first is computed with those weights themselves
+        for micro in plan:
+            with torch.no_grad(), routing.recording(learner.policy.model) as experts:
+                learner._forward(learner.policy, micro)
+            expected.append(experts[0])
+    monkeypatch.setattr(learner_module, "replaying", replaying)
+    metrics = learner.update(GROUPS, CREDITS, version=1)
+    assert metrics["first/ratio_deviation"] == 0
+    assert len(given) == len(expected) > 1
+    assert all(torch.equal(one, other) for one, other in zip(given, expected, strict=True))
+
+
+def test_routing_replay_takes_a_mixture_of_experts_and_the_trainers_own_anchor() -> None:
+    with pytest.raises(ConfigError, match="Qwen3ForCausalLM is no mixture of experts; set it to false"):
+        make_learner(loss=LossConfig(anchor="recomputed", routing_replay=True))
+    with pytest.raises(ValueError, match="routing_replay: true sets the trainer's experts, and anchor: behavior"):
+        LossConfig(routing_replay=True)
