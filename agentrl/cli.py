@@ -1,4 +1,4 @@
-"""The command line: `agentrl train | launch | eval | doctor | serve | show | envs | credit`."""
+"""The command line: `agentrl train | launch | eval | export | doctor | serve | show | envs | credit`."""
 
 import argparse
 import datetime as dt
@@ -99,6 +99,13 @@ def _parser() -> argparse.ArgumentParser:
     evaluate.add_argument(
         "target", type=Path, metavar="RECIPE|RUN", help="a recipe (its model untrained), or a run's folder"
     )
+    export = add("export", _export, "Write a run's newest weights as a Hugging Face folder, adapters merged.")
+    export.add_argument("target", type=Path, metavar="RUN", help="a run's folder")
+    export.add_argument("into", type=Path, metavar="FOLDER", help="to make")
+    export.add_argument(
+        "--dtype", choices=["float32", "bfloat16", "float16"], help="of the weights (default: as trained)"
+    )
+    export.add_argument("--adapter", action="store_true", help="only the adapters of model.lora, in peft's format")
     doctor = add(
         "doctor",
         _doctor,
@@ -214,14 +221,34 @@ def _eval(options: argparse.Namespace, rest: list[str]) -> None:
         Run(recipe, tokenizer_folder=folder.tokenizer if folder and folder.tokenizer.is_dir() else None)
     ) as run:
         if folder:
-            run.load(folder)
-        else:
-            run.start_untrained()
+            run.load_weights(folder)
+        run.start_engine()
         metrics = run.evaluate().metrics
     table = Table("metric", "value", title=f"{recipe.env.id}: {recipe.evaluation.num_tasks} held-out tasks")
     for name, value in metrics.items():
         table.add_row(name, f"{value:.4g}")
     Console().print(table)
+
+
+def _export(options: argparse.Namespace, _: list[str]) -> None:
+    from agentrl.report.folder import RunFolder
+
+    folder = RunFolder.open(options.target)
+    recipe, _folder = _load(options.target, [])
+    import torch
+
+    from agentrl.engine import EngineConfig
+    from agentrl.run import Run
+
+    # Nothing is sampled, and nothing trained.
+    train = recipe.train.model_copy(update={"device": "cpu", "sharding": "none"})
+    recipe = recipe.model_copy(update={"engine": EngineConfig(name="transformers"), "train": train})
+
+    dtype = None if options.dtype is None else getattr(torch, options.dtype)
+    with _closing(Run(_without_credit(recipe), tokenizer_folder=_tokenizer(options.target))) as run:
+        run.load_weights(folder)
+        run.export(options.into, dtype=dtype, only_adapter=options.adapter)
+    Console(soft_wrap=True).print(f"written: {options.into}", markup=False, highlight=False)
 
 
 def _tokenizer(run_dir: Path | None) -> Path | None:

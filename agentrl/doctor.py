@@ -33,7 +33,7 @@ def examine(run: Run) -> Iterator[tuple[str, str]]:
     """
     yield "versions", ", ".join(_versions())
     yield "engine", f"{type(run.engine).__name__} (engine.name: {run.recipe.engine.name})"
-    difference = run.start_untrained()
+    difference = run.start_engine()
     bound = run.recipe.train.agreement_bound()
     yield "agreement", f"log-probabilities differ from the trainer's by {difference:.1e} nats (bound {bound:g})"
     yield "weight push", "perturbed weights showed in the samples, and went with the next push"

@@ -30,10 +30,12 @@ from agentrl.engine.vllm_server import VLLMServer
 from agentrl.env import make_env
 from agentrl.errors import ConfigError
 from agentrl.launch import share_of
-from agentrl.learn.checkpoint import checkpoints, load_checkpoint, save_checkpoint, write_folder
+from agentrl.learn.checkpoint import checkpoints, load_checkpoint, refusing_others, save_checkpoint, write_folder
 from agentrl.learn.evaluate import Evaluation, evaluated, play_held_out
+from agentrl.learn.export import export_model
 from agentrl.learn.layout import choose_layout
 from agentrl.learn.learner import Learner
+from agentrl.learn.lora import add_lora, save_adapter
 from agentrl.learn.model import Policy, check_dropout, load_pretrained, make_local_model
 from agentrl.learn.processes import gathered, is_main, meet, num_processes, process_index, set_deadline
 from agentrl.learn.signals import Signals
@@ -94,6 +96,10 @@ class Run:
         self._engine = self._new_engine(model)
         self._pool = self._new_pool(recipe.rollout.temperature, fork=self._forks)
         model.to(self._accelerator.device)
+        if recipe.model.lora is not None:
+            add_lora(model, recipe.model.lora)
+        if recipe.train.gradient_checkpointing:
+            model.gradient_checkpointing_enable({"use_reentrant": False})
         layout, warning = choose_layout(model, recipe.train.layout, max_tokens=recipe.rollout.max_context_tokens)
         self.warnings += [warning] if warning else []
         self._policy = Policy(model, layout=layout)
@@ -188,9 +194,7 @@ class Run:
         Raises:
             ConfigError: when it has none, or none that fits the recipe.
         """
-        newest = checkpoints(folder.checkpoints)
-        if not newest:
-            raise ConfigError(f"{folder.path} has no checkpoint yet; go on with the run: agentrl train {folder.path}")
+        newest = _newest(folder)
         if self._learner.reference is not None:
             if not folder.reference.is_dir():
                 asking = f"loss.kl_coefficient: {self.recipe.loss.kl_coefficient:g}"
@@ -201,8 +205,27 @@ class Run:
                     "it"
                 )
             self._learner.load_reference(folder.reference)
-        load_checkpoint(self._trainer, newest[-1])
+        load_checkpoint(self._trainer, newest)
         self._trainer.start_engine()
+
+    def load_weights(self, folder: RunFolder) -> None:
+        """Bring the policy alone to the newest checkpoint of a run.
+
+        Raises:
+            ConfigError: when it has none, or none that fits the recipe.
+        """
+        newest = _newest(folder)
+        with refusing_others(newest):
+            self._learner.load_weights(newest)
+
+    def export(self, folder: Path, *, dtype: torch.dtype | None = None, only_adapter: bool = False) -> None:
+        """Write the policy as a Hugging Face folder, or its adapters as a folder of peft's."""
+        if not only_adapter:
+            export_model(self._policy.model, self.tokenizer, folder, dtype=dtype)
+        elif self.recipe.model.lora is None:
+            raise ConfigError("this run trains no adapter (model.lora)")
+        else:
+            write_folder(folder, partial(save_adapter, self._policy.model))
 
     def evaluate(self) -> Evaluation:
         """Play the held-out tasks with the weights in the engine; nothing of the training state is touched."""
@@ -223,7 +246,7 @@ class Run:
                 self._runner.run(self._pool.hold())
         return evaluated(gathered(groups), config)
 
-    def start_untrained(self) -> float:
+    def start_engine(self) -> float:
         """Hand the model as it is to the engine; return by how much their log-probabilities differ, in nats."""
         return self._trainer.start_engine()
 
@@ -235,7 +258,7 @@ class Run:
         """Start a vLLM server for this recipe at `engine.server.url`; the model and the server's log go into `folder`."""
         recipe, url = self.recipe, urlsplit(self.recipe.engine.server.urls[0])
         folder.mkdir(parents=True, exist_ok=True)
-        write_folder(folder / "model", self._policy.model.save_pretrained)
+        export_model(self._policy.model, self.tokenizer, folder / "model")
         options: dict[str, Any] = {
             "host": url.hostname,
             "dtype": recipe.train.precision,
@@ -420,6 +443,12 @@ class Run:
 
     def _evaluation_metrics(self) -> dict[str, float]:
         return {f"eval/{name}": value for name, value in self.evaluate().metrics.items()}
+
+
+def _newest(folder: RunFolder) -> Path:
+    if not (found := checkpoints(folder.checkpoints)):
+        raise ConfigError(f"{folder.path} has no checkpoint yet; go on with the run: agentrl train {folder.path}")
+    return found[-1]
 
 
 def _accelerator(recipe: Recipe) -> Accelerator:

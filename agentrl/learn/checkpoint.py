@@ -4,7 +4,8 @@ import errno
 import json
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from agentrl.errors import ConfigError
@@ -68,9 +69,16 @@ def load_checkpoint(trainer: Trainer, path: Path) -> None:
     Raises:
         ConfigError: when the checkpoint does not fit the recipe's model.
     """
-    try:
+    with refusing_others(path):
         trainer.load(path)
         trainer.load_state_dict(json.loads((path / _state_file()).read_text(encoding="utf-8")))
+
+
+@contextmanager
+def refusing_others(path: Path) -> Iterator[None]:
+    """Turn what a checkpoint that does not fit the recipe's model raises into a ConfigError."""
+    try:
+        yield
     except (RuntimeError, KeyError, ValueError) as error:
         raise ConfigError(f"the checkpoint {path} does not fit this recipe: {error}") from error
 

@@ -23,9 +23,11 @@ from agentrl.credit import Credit
 from agentrl.errors import ConfigError, TrainingError
 from agentrl.learn.batch import make_batch
 from agentrl.learn.layout import Layout, attending, lay_out
+from agentrl.learn.lora import merged_weights
 from agentrl.learn.loss import LossConfig, kl_loss, mismatch_weights, policy_loss
 from agentrl.learn.metrics import Tally, first_metrics, update_metrics
 from agentrl.learn.model import Policy
+from agentrl.learn.optimizer import OptimizerName, make_optimizer
 from agentrl.learn.plan import MicroBatch, micro_batches
 from agentrl.learn.processes import gathered, is_main, num_processes
 from agentrl.learn.routing import changed_share, recording, replaying, routers_of
@@ -60,6 +62,10 @@ class TrainConfig(BaseModel):
     """Course of the learning rate after its warm-up."""
     warmup_updates: NonNegativeInt = 0
     """Updates over which the learning rate rises from 0."""
+    optimizer: OptimizerName = "adamw"
+    """`adamw`: torch's. `adamw_8bit`, `paged_adamw`, `paged_adamw_8bit`: of bitsandbytes, for less memory."""
+    gradient_checkpointing: bool = False
+    """Keep what enters each layer and compute the rest again in the backward pass: slower, for less memory."""
     betas: tuple[Beta, Beta] = (0.9, 0.95)
     """Decay of Adam's running means of the gradient and of its square."""
     weight_decay: NonNegativeFloat = 0.0
@@ -135,12 +141,12 @@ class Learner:
         if self._is_sharded:  # not by accelerate, which knows no FSDP2 on a CPU
             for module in filter(None, (policy, self.reference)):
                 shard(module, self.device)
-        optimizer = torch.optim.AdamW(
+        optimizer = make_optimizer(
+            config.optimizer,
             policy.parameters(),
-            lr=config.learning_rate,
+            learning_rate=config.learning_rate,
             betas=config.betas,
             weight_decay=config.weight_decay,
-            fused=True,
         )
         self._wrapped: Any = policy
         self._optimizer: Any = optimizer
@@ -173,8 +179,8 @@ class Learner:
         return device
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield the model's weights by their names in a Hugging Face folder, one whole at a time; called on every process."""
-        return whole(self.policy.model)
+        """Yield the model's weights, adapters merged into them, one whole at a time; called on every process."""
+        return merged_weights(self.policy.model)
 
     def keep_reference(self) -> None:
         """Make the reference what the policy is now."""
@@ -211,6 +217,13 @@ class Learner:
         self._accelerator.save_state(str(folder))
         if self._is_sharded:
             save_shards(self.policy, self._optimizer, folder / _SHARDS)
+
+    def load_weights(self, folder: Path) -> None:
+        """Read the weights alone of what `save` wrote, by however many processes."""
+        if (folder / _SHARDS).is_dir():
+            load_shards(self.policy, None, folder / _SHARDS)
+        else:
+            self._accelerator.load_state(str(folder))
 
     def load(self, folder: Path) -> None:
         """Read what `save` wrote. Rates and betas are those of the recipe.

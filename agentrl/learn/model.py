@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from agentrl.errors import ConfigError
 from agentrl.learn.layout import Inputs, Layout, hidden_states
 from agentrl.learn.logprobs import fused_logprobs
+from agentrl.learn.lora import LoraSettings
 
 
 class LocalModelConfig(BaseModel):
@@ -68,6 +69,8 @@ class ModelConfig(BaseModel):
     """The model to make where `name_or_path` is None."""
     attention: Literal["sdpa", "eager"] = "sdpa"
     """Attention implementation of transformers."""
+    lora: LoraSettings | None = None
+    """Train low-rank adapters in place of the weights. None: train the weights. An empty section: adapters of default size."""
 
 
 def make_local_model(config: LocalModelConfig, tokenizer: Any, *, attention: str = "sdpa") -> Any:

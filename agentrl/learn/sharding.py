@@ -49,13 +49,16 @@ def save_shards(policy: Policy, optimizer: torch.optim.Optimizer, folder: Path) 
     save(_state(policy, optimizer), checkpoint_id=folder)
 
 
-def load_shards(policy: Policy, optimizer: torch.optim.Optimizer, folder: Path) -> None:
-    """Read what `save_shards` wrote."""
+def load_shards(policy: Policy, optimizer: torch.optim.Optimizer | None, folder: Path) -> None:
+    """Read what `save_shards` wrote, by however many processes; without an optimizer the weights alone."""
     state = _state(policy, optimizer)
-    load(state, checkpoint_id=folder)
-    set_state_dict(policy, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+    load(state, checkpoint_id=folder, no_dist=num_processes() == 1)
+    if optimizer is None:
+        set_model_state_dict(policy, state["model"])
+    else:
+        set_state_dict(policy, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
 
 
-def _state(policy: Policy, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    model, of_optimizer = get_state_dict(policy, optimizer)
-    return {"model": model, "optimizer": of_optimizer}
+def _state(policy: Policy, optimizer: torch.optim.Optimizer | None) -> dict[str, Any]:
+    model, of_optimizer = get_state_dict(policy, optimizer or [])
+    return {"model": model} if optimizer is None else {"model": model, "optimizer": of_optimizer}
