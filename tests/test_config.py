@@ -55,6 +55,7 @@ def test_the_tree_has_the_sections_of_a_run() -> None:
         "loss",
         "model",
         "model.local",
+        "model.lora",
         "report",
         "rollout",
         "rollout.branches",
