@@ -155,7 +155,9 @@ def _load(target: Path, rest: list[str]) -> "tuple[Recipe, Path | None]":
 
 def _launch(options: argparse.Namespace, rest: list[str]) -> None:
     recipe, _ = _load(options.target, rest)  # so that a mistake is told once
-    launch.share_of(recipe, 0, options.processes)
+    from agentrl.sampling import share_of
+
+    share_of(recipe, 0, options.processes)
     sys.exit(launch.launch(options, rest))
 
 

@@ -1,44 +1,8 @@
-"""A run as several processes: what each collects, and `agentrl launch`, which starts them with accelerate's launcher."""
+"""`agentrl launch`: a run as several processes, through accelerate's launcher."""
 
 import argparse
 import subprocess
 import sys
-from typing import TYPE_CHECKING, NamedTuple
-
-from agentrl.errors import ConfigError
-
-if TYPE_CHECKING:
-    from agentrl.config import Recipe
-
-
-class Share(NamedTuple):
-    """What one process collects."""
-
-    num_groups: int
-    """Of a step. 0: it only trains."""
-    first: int = 0
-    """Its first task."""
-    stride: int = 1
-    """From one of its tasks to the next."""
-
-
-def share_of(recipe: "Recipe", process: int, count: int) -> Share:
-    """Deal the tasks out to the processes that have an engine.
-
-    Raises:
-        ConfigError: where they cannot be dealt out.
-    """
-    num_groups = recipe.rollout.num_groups
-    if recipe.engine.name == "vllm_server":
-        urls = len(recipe.engine.server.urls)
-        if urls > count:
-            raise ConfigError(f"engine.server.url: {urls} servers for {count} training processes; each serves one")
-        count = urls
-    if num_groups % count:
-        raise ConfigError(
-            f"rollout.num_groups: {num_groups} cannot be dealt out to {count} processes; set it to a multiple of {count}"
-        )
-    return Share(num_groups // count, process, count) if process < count else Share(0)
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:

@@ -22,14 +22,9 @@ from agentrl.chat import ChatMLRenderer, Renderer, load_renderer, train_tokenize
 from agentrl.config import Recipe
 from agentrl.credit import load_credit_for
 from agentrl.engine import Engine
-from agentrl.engine.idle import IdleEngine
-from agentrl.engine.transformers import TransformersEngine
-from agentrl.engine.vllm import VLLMEngine, is_installed
 from agentrl.engine.vllm_launch import Server, start_server
-from agentrl.engine.vllm_server import VLLMServer
 from agentrl.env import make_env
 from agentrl.errors import ConfigError
-from agentrl.launch import share_of
 from agentrl.learn.checkpoint import checkpoints, load_checkpoint, refusing_others, save_checkpoint, write_folder
 from agentrl.learn.evaluate import Evaluation, evaluated, play_held_out
 from agentrl.learn.export import export_model
@@ -44,14 +39,13 @@ from agentrl.learn.warmup import demonstrations, warm_up
 from agentrl.report.folder import RunFolder
 from agentrl.report.records import records
 from agentrl.rollout import Journal, RolloutConfig, RolloutPool, offer, try_environment
+from agentrl.sampling import new_engine, share_of
 from agentrl.types import Need, Trajectory
 
 T = TypeVar("T")
 OnProgress = Callable[[Literal["warm-up", "training"], int, int, dict[str, float]], None]
 """Told the phase, its steps done, its steps in all, and the latest metrics."""
 
-_LARGE = 10_000_000
-"""Parameters from which on vLLM outruns the transformers engine on a CPU (benchmarks/vllm_throughput.py)."""
 _TOKENIZER_EPISODES = 256
 """Demonstrations that a local tokenizer is trained on."""
 
@@ -93,7 +87,9 @@ class Run:
         _check_positions(recipe, model.config)
         self._renderer = load_renderer(self.tokenizer, recipe.chat, name_or_path=recipe.model.name_or_path or "local")
         self._handover = tempfile.TemporaryDirectory(prefix="agentrl-weights-")
-        self._engine = self._new_engine(model)
+        self._engine = new_engine(
+            recipe, self._share, model, self._accelerator.device, handover=Path(self._handover.name)
+        )
         self._pool = self._new_pool(recipe.rollout.temperature, fork=self._forks)
         model.to(self._accelerator.device)
         if recipe.model.lora is not None:
@@ -289,31 +285,6 @@ class Run:
         if self._lock is not None:
             self._lock.close()
 
-    def _new_engine(self, model: Any) -> Engine:
-        """Make the engine that the recipe names; weights are pushed to it when the run begins."""
-        recipe, device = self.recipe, self._accelerator.device
-        dtype = torch.bfloat16 if recipe.train.precision == "bfloat16" else model.dtype
-        name = _engine_name(recipe, model, device)
-        config = recipe.engine
-        if config.lockstep is None:
-            config = config.model_copy(update={"lockstep": recipe.rollout.mode == "sync"})
-        if name not in ("vllm", "vllm_server") and config.vllm:
-            raise ConfigError(f"engine.vllm: {sorted(config.vllm)} are of no use to engine.name: {name}; remove them")
-        if not self._share.num_groups:
-            return IdleEngine()
-        if name == "vllm":
-            if num_processes() > 1:
-                raise ConfigError(
-                    "engine.name: vllm runs within one process only; with several start a server for each, or for some of "
-                    "them, and set engine.name: vllm_server and engine.server.url"
-                )
-            return VLLMEngine(model, config, dtype=dtype, max_tokens=recipe.rollout.max_context_tokens)
-        if name == "vllm_server":
-            server = config.server.model_copy(update={"url": config.server.urls[self._share.first]})
-            config = config.model_copy(update={"server": server})
-            return VLLMServer(config, folder=server.folder or Path(self._handover.name))
-        return TransformersEngine(copy.deepcopy(model).to(device, dtype), config)
-
     def _try_environment(self, renderer: Renderer, max_context_tokens: int) -> None:
         config = self.recipe.rollout.model_copy(update={"max_context_tokens": max_context_tokens})
         seed = self.recipe.seed
@@ -471,19 +442,6 @@ def _accelerator(recipe: Recipe) -> Accelerator:
         project_dir=None if recipe.run_dir is None else str(recipe.run_dir),
         kwargs_handlers=[InitProcessGroupKwargs(timeout=timedelta(seconds=timeout_s))],
     )
-
-
-def _engine_name(recipe: Recipe, model: Any, device: torch.device) -> str:
-    """Return the recipe's engine; where it leaves the choice, the one that was measured to be faster."""
-    if recipe.engine.name != "auto":
-        return recipe.engine.name
-    if not is_installed():
-        return "transformers"
-    if device.type == "cuda":
-        return "vllm"
-    # Heads of less than 32 are beyond vLLM on a CPU.
-    is_large = sum(parameter.numel() for parameter in model.parameters()) >= _LARGE
-    return "vllm" if is_large and getattr(model.config, "head_dim", 0) >= 32 else "transformers"
 
 
 _OPERATIONAL = {

