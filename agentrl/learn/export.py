@@ -1,6 +1,7 @@
 """A policy as a plain Hugging Face folder, which `AutoModelForCausalLM` and vLLM load."""
 
 import copy
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -8,10 +9,10 @@ import torch
 
 from agentrl.errors import ConfigError
 from agentrl.learn.checkpoint import write_folder
-from agentrl.learn.lora import merged_weights
+from agentrl.learn.lora import merged_weights, save_adapter
 from agentrl.learn.processes import is_main
 
-__all__ = ["export_model"]
+__all__ = ["export_adapter", "export_model"]
 
 
 def export_model(model: Any, tokenizer: Any, folder: Path, *, dtype: torch.dtype | None = None) -> None:
@@ -29,17 +30,35 @@ def export_model(model: Any, tokenizer: Any, folder: Path, *, dtype: torch.dtype
         ConfigError: where the folder exists and is not empty.
         OSError: of a full disk.
     """
+    folder = _free(folder)
+    plain = _plain(model, dtype)
+
+    def write(path: Path) -> None:
+        if is_main():
+            plain.save_pretrained(path)
+            tokenizer.save_pretrained(path)
+
+    write_folder(folder, write)
+
+
+def export_adapter(model: Any, folder: Path) -> None:
+    """Write the adapters of a model alone, as `save_adapter` does; the folder appears whole or not at all.
+
+    Called on every process, and the first writes.
+
+    Raises:
+        ConfigError: where the folder exists and is not empty.
+        OSError: of a full disk.
+    """
+    write_folder(_free(folder), partial(save_adapter, model))
+
+
+def _free(folder: Path) -> Path:
+    """Return the whole path of a folder that writing may replace."""
     folder = folder.resolve()
     if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
         raise ConfigError(f"{folder} exists already; name another folder")
-    plain = _plain(model, dtype)
-
-    def write(partial: Path) -> None:
-        if is_main():
-            plain.save_pretrained(partial)
-            tokenizer.save_pretrained(partial)
-
-    write_folder(folder, write)
+    return folder
 
 
 def _plain(model: Any, dtype: torch.dtype | None) -> Any:

@@ -311,14 +311,18 @@ class Learner:
     def _draw(
         self, groups: Sequence[TrajectoryGroup], credits: Sequence[Sequence[Credit]], version: int
     ) -> list[list[tuple[Trajectory, Credit]]]:
-        """Return the minibatches: equal numbers of trajectories, of groups in random order, whole where they fit."""
+        """Return the minibatches: equal numbers of trajectories, of groups in random order, cut only where one ends."""
         rng = np.random.default_rng(derive_seed(self._seed, "minibatches", version))
-        pairs: list[tuple[Trajectory, Credit]] = []
-        for number in rng.permutation(len(groups)):
-            of_group = [
-                pair for pair in zip(groups[number].trajectories, credits[number], strict=True) if not pair[0].failed
-            ]
-            pairs += [of_group[i] for i in rng.permutation(len(of_group))]
+        valid = [
+            [pair for pair in zip(group.trajectories, of_group, strict=True) if not pair[0].failed]
+            for group, of_group in zip(groups, credits, strict=True)
+        ]
+        valid = [of_group for of_group in valid if of_group]
+        pairs = [
+            of_group[i]
+            for of_group in map(valid.__getitem__, rng.permutation(len(valid)))
+            for i in rng.permutation(len(of_group))
+        ]
         parts = np.array_split(np.arange(len(pairs)), self._config.num_minibatches)
         return [[pairs[i] for i in part] for part in parts if len(part)]
 

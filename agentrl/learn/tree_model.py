@@ -82,7 +82,7 @@ def _attend(
     if extra:
         raise TreeError(f"{type(module).__name__} needs {', '.join(extra)}, which attention along a tree lacks")
     if agentrl_tree is None:
-        raise TreeError(f"{type(module).__name__} was called without a tree; run the model through tree_hidden")
+        raise TreeError(f"{type(module).__name__} was called without a tree; run the model through hidden_states")
     window = kwargs.get("sliding_window", getattr(module, "sliding_window", None))
     out_HND = tree_attention(
         query_1HND[0].to(value_1GND.dtype),  # norms of queries and keys leave autocast in float32

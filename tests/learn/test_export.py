@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from agentrl.chat import train_tokenizer
 from agentrl.errors import ConfigError
-from agentrl.learn.export import export_model
+from agentrl.learn.export import export_adapter, export_model
 from agentrl.learn.lora import LoraSettings, adapter_state, add_lora
 
 SIZES = {
@@ -64,6 +64,14 @@ def test_adapters_are_merged(tmp_path: Path) -> None:
     assert not torch.allclose(loaded(IDS_1L).logits, tiny()(IDS_1L).logits, rtol=0.1, atol=0.1)
 
 
+def test_peft_loads_adapters_that_are_written_alone(tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft", reason="adapters are peft's: pip install 'agentrl[lora]'")
+    model = adapted(tiny())
+    export_adapter(model, tmp_path / "out" / "adapter")
+    loaded = peft.PeftModel.from_pretrained(tiny(), tmp_path / "out" / "adapter").eval()
+    assert torch.equal(loaded(IDS_1L).logits, model(IDS_1L).logits)
+
+
 def test_experts_are_written_one_by_one_as_the_hub_has_them(tmp_path: Path) -> None:
     changes = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
     model = adapted(tiny("Qwen3Moe", **changes))
@@ -109,6 +117,8 @@ def test_a_folder_that_holds_something_is_never_replaced(tmp_path: Path) -> None
         export_model(tiny(), TOKENIZER, tmp_path)
     with pytest.raises(ConfigError, match="exists already; name another folder"):
         export_model(tiny(), TOKENIZER, tmp_path / "notes.txt")
+    with pytest.raises(ConfigError, match="exists already; name another folder"):
+        export_adapter(adapted(tiny()), tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]
 
 
