@@ -235,6 +235,8 @@ def _eval(options: argparse.Namespace, rest: list[str]) -> None:
 def _export(options: argparse.Namespace, _: list[str]) -> None:
     from agentrl.report.folder import RunFolder
 
+    if options.adapter and options.dtype:
+        raise ConfigError("--dtype: adapters are written as they were trained; leave it out")
     folder = RunFolder.open(options.target)
     recipe, _folder = _load(options.target, [])
     import torch

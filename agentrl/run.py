@@ -27,10 +27,10 @@ from agentrl.env import make_env
 from agentrl.errors import ConfigError
 from agentrl.learn.checkpoint import checkpoints, load_checkpoint, refusing_others, save_checkpoint, write_folder
 from agentrl.learn.evaluate import Evaluation, evaluated, play_held_out
-from agentrl.learn.export import export_model
+from agentrl.learn.export import export_adapter, export_model
 from agentrl.learn.layout import choose_layout
 from agentrl.learn.learner import Learner
-from agentrl.learn.lora import add_lora, save_adapter
+from agentrl.learn.lora import add_lora
 from agentrl.learn.model import Policy, check_dropout, load_pretrained, make_local_model
 from agentrl.learn.processes import gathered, is_main, meet, num_processes, process_index, set_deadline
 from agentrl.learn.signals import Signals
@@ -112,7 +112,9 @@ class Run:
             autocast=self._accelerator.autocast,
         )
         needs_reference = recipe.loss.kl_coefficient > 0 or self._signals.needs_reference
-        reference = copy.deepcopy(self._policy) if needs_reference else None
+        # It shares what is not trained; but shards have one owner.
+        frozen = [p for p in model.parameters() if not p.requires_grad and recipe.train.sharding == "none"]
+        reference = copy.deepcopy(self._policy, {id(p): p for p in frozen}) if needs_reference else None
         self._signals.reference = reference
         if self._signals.critic is not None and recipe.train.sharding == "full":
             raise ConfigError("train.sharding: full leaves the critic no whole policy to read; set it to none")
@@ -221,7 +223,7 @@ class Run:
         elif self.recipe.model.lora is None:
             raise ConfigError("this run trains no adapter (model.lora)")
         else:
-            write_folder(folder, partial(save_adapter, self._policy.model))
+            export_adapter(self._policy.model, folder)
 
     def evaluate(self) -> Evaluation:
         """Play the held-out tasks with the weights in the engine; nothing of the training state is touched."""
@@ -454,6 +456,7 @@ _OPERATIONAL = {
         "max_tokens_per_micro_batch",
         "layout",
         "process_timeout_s",
+        "gradient_checkpointing",
         "sharding",
     },
 }

@@ -8,12 +8,21 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple, Self
 
 import numpy as np
 import torch
 from accelerate import Accelerator
-from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    model_validator,
+)
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.distributed.tensor import DTensor
@@ -88,6 +97,12 @@ class TrainConfig(BaseModel):
     agreement: PositiveFloat | None = None
     """Largest mean difference allowed between the engine's log-probabilities and the trainer's under the same weights, in
     nats. None: follows the precision (float32 1e-3, bfloat16 0.05)."""
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        if self.sharding == "full" and self.optimizer != "adamw":
+            raise ValueError(f"optimizer: {self.optimizer} cannot be shared out (sharding: full); set it to adamw")
+        return self
 
     def agreement_bound(self) -> float:
         """Return `agreement`, the precision's default where it is None."""

@@ -60,5 +60,9 @@ def load_shards(policy: Policy, optimizer: torch.optim.Optimizer | None, folder:
 
 
 def _state(policy: Policy, optimizer: torch.optim.Optimizer | None) -> dict[str, Any]:
+    is_fresh = optimizer is not None and not optimizer.state
     model, of_optimizer = get_state_dict(policy, optimizer or [])
+    if optimizer is not None and is_fresh:  # its state was made up by a step without gradients, which Adam counts
+        for state in optimizer.state.values():
+            state["step"].zero_()
     return {"model": model} if optimizer is None else {"model": model, "optimizer": of_optimizer}

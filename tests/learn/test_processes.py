@@ -143,6 +143,8 @@ def trained(sharding: Sharding, folder: Path, steps: list[int], goes_on: bool) -
     learner = make_learner(sharding=sharding, schedule="cosine", num_minibatches=2, max_tokens_per_micro_batch=60)
     if goes_on:
         learner.load(folder)
+    else:
+        learner.save(folder.with_name("fresh"))  # which must not count as a step
     metrics = [learner.update(*credited([4, 3, 2]), version=step) for step in steps]
     if not goes_on:
         folder.mkdir(exist_ok=True)
@@ -160,6 +162,9 @@ def test_saved_and_loaded_equals_uninterrupted_bit_for_bit(sharding: Sharding, t
         assert all(torch.equal(found[name], weights[name]) for name in weights)
     for name, tensor in whole[0][1].items():  # the same on all, to the last bit
         assert torch.equal(tensor, whole[1][1][name])
+    alone, _ = trained("none", tmp_path / "alone", [0, 1, 2, 3], False)
+    for found, expected in zip(whole[0][0], alone, strict=True):
+        assert found == pytest.approx(expected, rel=1e-3, abs=1e-5)
 
 
 def loaded_otherwise(folder: Path) -> str:
