@@ -83,7 +83,8 @@ class _Plan:
         self.rows = [row[:needed] for row, needed in zip(batch.rows, needed_R, strict=True)]
         self.members: list[list[int]] = [[] for _ in range(batch.num_trajectories)]
         """Rows of each trajectory of which something is read."""
-        for row, trajectory in sorted(set(zip(batch.row_T.tolist(), batch.trajectory_T.tolist(), strict=True))):
+        used, first = np.unique(batch.row_T, return_index=True)
+        for row, trajectory in zip(used.tolist(), batch.trajectory_T[first].tolist(), strict=True):
             self.members[trajectory].append(row)
 
     def active(self, *, skip_idle: bool) -> list[int]:
