@@ -64,7 +64,8 @@ def _go_on(options: argparse.Namespace) -> str | None:
     """Return the command that goes on with the run under way; None: none has begun."""
     if options.folder is None or not (options.folder / "config.yaml").is_file():
         return None
-    return f"`agentrl train {shlex.quote(str(options.folder))}`"
+    how = "train" if _NUM_PROCESSES == 1 else f"launch --processes {_NUM_PROCESSES}"
+    return f"`agentrl {how} {shlex.quote(str(options.folder))}`"
 
 
 def _disk_words(error: OSError, *, go_on: str | None) -> str | None:
@@ -117,6 +118,7 @@ def _parser() -> argparse.ArgumentParser:
         "serve", _serve, f"Start a vLLM server for a recipe with engine.name: vllm_server. {overriding}", overrides=True
     )
     serve.add_argument("target", type=Path, metavar="RECIPE|RUN", help="a recipe, or a run's folder")
+    serve.add_argument("--server", type=int, default=0, help="which of several in engine.server.url, from 0")
     serve.add_argument("--start-timeout-s", type=float, default=600.0, help="deadline until it answers (default 600)")
     show = add("show", _show, "Print rollouts, sampled tokens coloured by advantage.")
     _add_rollouts(show, default=1)
@@ -154,11 +156,21 @@ def _load(target: Path, rest: list[str]) -> "tuple[Recipe, Path | None]":
 
 
 def _launch(options: argparse.Namespace, rest: list[str]) -> None:
-    recipe, _ = _load(options.target, rest)  # so that a mistake is told once
+    # What can be checked now is told once, and with the exit status of a mistake.
+    launch.check(options)
+    recipe, run_dir = _load(options.target, rest)
+    from agentrl.learn.checkpoint import check_processes, checkpoints
+    from agentrl.report.folder import RunFolder
     from agentrl.sampling import share_of
 
     share_of(recipe, 0, options.processes)
-    sys.exit(launch.launch(options, rest))
+    if run_dir is not None:
+        for newest in checkpoints(RunFolder.open(run_dir).checkpoints)[-1:]:
+            check_processes(newest, options.processes)
+    elif recipe.run_dir is not None and options.machine == 0:
+        RunFolder.check_free(recipe.run_dir)
+    sys.stdout.flush()
+    launch.launch(options, rest)
 
 
 def _train(options: argparse.Namespace, rest: list[str]) -> None:
@@ -245,7 +257,7 @@ def _export(options: argparse.Namespace, _: list[str]) -> None:
     from agentrl.run import Run
 
     # Nothing is sampled, and nothing trained.
-    train = recipe.train.model_copy(update={"device": "cpu", "sharding": "none"})
+    train = recipe.train.model_copy(update={"device": "cpu"})
     recipe = recipe.model_copy(update={"engine": EngineConfig(name="transformers"), "train": train})
 
     dtype = None if options.dtype is None else getattr(torch, options.dtype)
@@ -261,10 +273,17 @@ def _tokenizer(run_dir: Path | None) -> Path | None:
     return folder if folder and folder.is_dir() else None
 
 
-def _without_credit(recipe: "Recipe") -> "Recipe":
-    """Return a recipe for what trains nothing, so that a teacher, a critic or a reference that has gone is not missed."""
-    loss = recipe.loss.model_copy(update={"kl_coefficient": 0.0})
-    return recipe.model_copy(update={"credit": {"scheme": "uniform", "lone": "keep"}, "loss": loss})
+def _without_credit(recipe: "Recipe", *, server: int = 0) -> "Recipe":
+    """Return a recipe for what trains nothing and has one server, so that nothing is missed that only training reads."""
+    loss = recipe.loss.model_copy(update={"kl_coefficient": 0.0, "routing_replay": False})
+    train = recipe.train.model_copy(update={"optimizer": "adamw", "sharding": "none"})
+    urls = recipe.engine.server.urls
+    if not 0 <= server < len(urls):
+        raise ConfigError(f"--server: expected 0 to {len(urls) - 1}, the numbers of engine.server.url, got {server}")
+    of_one = recipe.engine.server.model_copy(update={"url": urls[server]})
+    engine = recipe.engine.model_copy(update={"server": of_one})
+    credit = {"scheme": "uniform", "lone": "keep"}
+    return recipe.model_copy(update={"credit": credit, "loss": loss, "train": train, "engine": engine})
 
 
 def _doctor(options: argparse.Namespace, rest: list[str]) -> None:
@@ -288,7 +307,7 @@ def _serve(options: argparse.Namespace, rest: list[str]) -> None:
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, lambda number, _: sys.exit(128 + number))  # so that the server ends too
     with (
-        _closing(Run(_without_credit(recipe), tokenizer_folder=tokenizer)) as run,
+        _closing(Run(_without_credit(recipe, server=options.server), tokenizer_folder=tokenizer)) as run,
         tempfile.TemporaryDirectory(prefix="agentrl-serve-") as folder,
         run.serve(Path(folder), timeout_s=options.start_timeout_s) as server,
     ):

@@ -1,8 +1,11 @@
 """`agentrl launch`: a run as several processes, through accelerate's launcher."""
 
 import argparse
-import subprocess
+import os
 import sys
+from typing import NoReturn
+
+from agentrl.errors import ConfigError
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -28,6 +31,20 @@ def command(options: argparse.Namespace, rest: list[str]) -> list[str]:
     ]
 
 
-def launch(options: argparse.Namespace, rest: list[str]) -> int:
-    """Run the processes to their end; return the exit status."""
-    return subprocess.run(command(options, rest), check=False).returncode
+def launch(options: argparse.Namespace, rest: list[str]) -> NoReturn:
+    """Become the launcher, so that what ends this process ends all of them."""
+    os.execv(sys.executable, command(options, rest))
+
+
+def check(options: argparse.Namespace) -> None:
+    """Check the numbers of processes and machines.
+
+    Raises:
+        ConfigError: where there cannot be so many.
+    """
+    if min(options.processes, options.machines) < 1 or options.processes % options.machines:
+        raise ConfigError(
+            f"--processes: expected a positive multiple of --machines: {options.machines}, got {options.processes}"
+        )
+    if options.machines > 1 and not options.port:
+        raise ConfigError("--port: several machines need one; name a port that is free on --host")

@@ -32,7 +32,7 @@ from agentrl.learn.layout import choose_layout
 from agentrl.learn.learner import Learner
 from agentrl.learn.lora import add_lora
 from agentrl.learn.model import Policy, check_dropout, load_pretrained, make_local_model
-from agentrl.learn.processes import gathered, is_main, meet, num_processes, process_index, set_deadline
+from agentrl.learn.processes import from_main, gathered, is_main, meet, num_processes, process_index, set_deadline
 from agentrl.learn.signals import Signals
 from agentrl.learn.trainer import StepResult, Trainer
 from agentrl.learn.warmup import demonstrations, warm_up
@@ -65,8 +65,8 @@ class Run:
         """
         self.warnings = recipe.loss.warnings()
         self._accelerator = _accelerator(recipe)
-        # The time of day may be in its name.
-        recipe = recipe.model_copy(update={"run_dir": gathered([recipe.run_dir])[0]})
+        given = recipe
+        recipe = from_main(lambda: given)  # with the time of day in the name of its folder
         self.recipe = recipe
         self._share = share_of(recipe, process_index(), num_processes())
         set_seed(recipe.seed)
@@ -96,7 +96,9 @@ class Run:
             add_lora(model, recipe.model.lora)
         if recipe.train.gradient_checkpointing:
             model.gradient_checkpointing_enable({"use_reentrant": False})
-        layout, warning = choose_layout(model, recipe.train.layout, max_tokens=recipe.rollout.max_context_tokens)
+        layout, warning = from_main(
+            lambda: choose_layout(model, recipe.train.layout, max_tokens=recipe.rollout.max_context_tokens)
+        )
         self.warnings += [warning] if warning else []
         self._policy = Policy(model, layout=layout)
         self._signals = Signals(
@@ -167,6 +169,8 @@ class Run:
                 folder = RunFolder.create(recipe.run_dir, config)
                 self._lock = folder.lock()
         meet()  # all have read the old settings, and there is a folder
+        if not folder.config_file.is_file():
+            raise ConfigError(f"run_dir: process {process_index()} does not see {folder.path}; use a disk that all see")
         if not (is_resumed or self._repeats):
             self._pool.record(self._journal(folder))
         if is_main():
@@ -240,9 +244,13 @@ class Run:
             )
         finally:
             pool.close()
-            if self.recipe.rollout.mode != "async":
+            is_async = self.recipe.rollout.mode == "async"
+            if not is_async or num_processes() > 1:  # no deadline shall pass while others are waited for
                 self._runner.run(self._pool.hold())
-        return evaluated(gathered(groups), config)
+        groups = gathered(groups)
+        if is_async and num_processes() > 1:
+            self._runner.run(self._pool.go_on())
+        return evaluated(groups, config)
 
     def start_engine(self) -> float:
         """Hand the model as it is to the engine; return by how much their log-probabilities differ, in nats."""
@@ -317,15 +325,17 @@ class Run:
 
     def _demonstrations(self, renderer: Renderer, *, count: int) -> list[Trajectory]:
         recipe = self.recipe
-        return self._runner.run(
-            demonstrations(
-                self._make_env,
-                renderer,
-                count=count,
-                skill=recipe.warmup.skill,
-                max_turns=recipe.rollout.max_turns,
-                timeout_s=recipe.rollout.env_timeout_s,
-                seed=recipe.seed,
+        return from_main(
+            lambda: self._runner.run(
+                demonstrations(
+                    self._make_env,
+                    renderer,
+                    count=count,
+                    skill=recipe.warmup.skill,
+                    max_turns=recipe.rollout.max_turns,
+                    timeout_s=recipe.rollout.env_timeout_s,
+                    seed=recipe.seed,
+                )
             )
         )
 
@@ -366,6 +376,7 @@ class Run:
                 max_tokens=recipe.train.max_tokens_per_micro_batch,
                 on_step=lambda step, loss: on_progress("warm-up", step, recipe.warmup.steps, {"loss": loss}),
             )
+            self._learner.agree()
         self._signals.begin()
         if self._learner.reference is not None:
             self._learner.keep_reference()
@@ -457,7 +468,6 @@ _OPERATIONAL = {
         "layout",
         "process_timeout_s",
         "gradient_checkpointing",
-        "sharding",
     },
 }
 """What one changes to get over a fault: deadlines, bounds and budgets, by which nothing but rounding comes out otherwise."""
@@ -480,7 +490,7 @@ def _load_teacher(recipe: Recipe, tokenizer: Any) -> Policy:
     if other.get_vocab() != tokenizer.get_vocab():
         raise ConfigError(f"{field}: the tokenizer of {name!r} is not the policy's, so its tokens mean something else")
     _check_positions(recipe, model.config, whose=f"{field}: the teacher's")
-    layout, _ = choose_layout(model, "auto", max_tokens=recipe.rollout.max_context_tokens)
+    layout, _ = from_main(lambda: choose_layout(model, "auto", max_tokens=recipe.rollout.max_context_tokens))
     if recipe.train.precision == "bfloat16":
         model = model.to(torch.bfloat16)
     return Policy(model, layout=layout, field=field)

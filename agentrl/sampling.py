@@ -62,7 +62,8 @@ def new_engine(recipe: Recipe, share: Share, model: Any, device: torch.device, *
         ConfigError: where it cannot be had.
     """
     dtype = torch.bfloat16 if recipe.train.precision == "bfloat16" else model.dtype
-    name, config = engine_name(recipe, model, device), recipe.engine
+    is_auto_of_many = recipe.engine.name == "auto" and share.stride > 1  # where vLLM cannot be
+    name, config = "transformers" if is_auto_of_many else engine_name(recipe, model, device), recipe.engine
     if config.lockstep is None:
         config = config.model_copy(update={"lockstep": recipe.rollout.mode == "sync"})
     if name not in ("vllm", "vllm_server") and config.vllm:

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from agentrl.errors import ConfigError
-from agentrl.learn.processes import is_main, meet, process_index
+from agentrl.learn.processes import is_main, meet, num_processes, process_index
 from agentrl.learn.trainer import Trainer
 
 _STATE = "agentrl.json"
@@ -46,7 +46,7 @@ def write_folder(target: Path, write: Callable[[Path], object]) -> None:
     try:
         write(partial)
     except Exception as error:  # torch, safetensors and tokenizers each raise a kind of their own
-        is_full = shutil.disk_usage(partial).free < _NO_SPACE
+        is_full = shutil.disk_usage(partial.parent).free < _NO_SPACE
         shutil.rmtree(partial, ignore_errors=True)
         if is_full and not isinstance(error, OSError):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(target)) from error
@@ -70,8 +70,21 @@ def load_checkpoint(trainer: Trainer, path: Path) -> None:
         ConfigError: when the checkpoint does not fit the recipe's model.
     """
     with refusing_others(path):
+        check_processes(path, num_processes())
         trainer.load(path)
         trainer.load_state_dict(json.loads((path / _state_file()).read_text(encoding="utf-8")))
+
+
+def check_processes(path: Path, count: int) -> None:
+    """Check that a run goes on with as many processes as wrote a checkpoint.
+
+    Raises:
+        ConfigError: saying how many.
+    """
+    found = json.loads((path / _STATE).read_text(encoding="utf-8")).get("num_processes", 1)
+    if found != count:
+        how = "`agentrl train`" if found == 1 else f"`agentrl launch --processes {found}`"
+        raise ConfigError(f"the run was trained by {found} processes, not {count}; go on with {how}")
 
 
 @contextmanager

@@ -38,7 +38,7 @@ from agentrl.learn.metrics import Tally, first_metrics, update_metrics
 from agentrl.learn.model import Policy
 from agentrl.learn.optimizer import OptimizerName, make_optimizer
 from agentrl.learn.plan import MicroBatch, micro_batches
-from agentrl.learn.processes import gathered, is_main, num_processes
+from agentrl.learn.processes import broadcast, gathered, is_main, num_processes
 from agentrl.learn.routing import changed_share, recording, replaying, routers_of
 from agentrl.learn.sharding import load_shards, load_whole, save_shards, shard, whole
 from agentrl.rollout import derive_seed
@@ -197,6 +197,12 @@ class Learner:
         """Yield the model's weights, adapters merged into them, one whole at a time; called on every process."""
         return merged_weights(self.policy.model)
 
+    def agree(self) -> None:
+        """Make the weights on all processes those of the first: they were made on each, to rounding the same."""
+        if not self._is_sharded:
+            with torch.no_grad():
+                broadcast(parameter.data for parameter in self.policy.parameters())
+
     def keep_reference(self) -> None:
         """Make the reference what the policy is now."""
         if self.reference is not None:
@@ -238,7 +244,8 @@ class Learner:
         if (folder / _SHARDS).is_dir():
             load_shards(self.policy, None, folder / _SHARDS)
         else:
-            self._accelerator.load_state(str(folder))
+            files = sorted(folder.glob("model*.safetensors"))
+            load_whole(self.policy, {name: t for file in files for name, t in load_file(file).items()})
 
     def load(self, folder: Path) -> None:
         """Read what `save` wrote. Rates and betas are those of the recipe.

@@ -1,7 +1,7 @@
 """What several processes of one run tell each other."""
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import cache
@@ -9,6 +9,7 @@ from itertools import count
 from typing import Any, TypeVar
 
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed import distributed_c10d
 from torch.distributed.distributed_c10d import PrefixStore
 
@@ -105,6 +106,18 @@ def gathered(values: list[T]) -> list[T]:
     parts: list[Any] = [None] * num_processes()
     dist.all_gather_object(parts, values, group=_gloo())
     return [value for part in parts for value in part]
+
+
+def from_main(make: Callable[[], T]) -> T:
+    """Return what the first process makes, on all: whatever depends on order, hash seeds or the machine is decided once."""
+    return gathered([make()] if is_main() else [])[0]
+
+
+def broadcast(tensors: Iterable[Tensor]) -> None:
+    """Make tensors on all processes what they are on the first."""
+    if num_processes() > 1:
+        for tensor in tensors:
+            dist.broadcast(tensor, src=0)
 
 
 @cache

@@ -39,9 +39,18 @@ def whole(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
         yield name, tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.detach()
 
 
-def load_whole(module: nn.Module, weights: Mapping[str, Tensor]) -> None:
-    """Replace the weights of a module, shared out or not; a head that is tied to the embedding may be left out."""
-    set_model_state_dict(module, dict(weights), options=StateDictOptions(full_state_dict=True, strict=False))
+def load_whole(policy: Policy, weights: Mapping[str, Tensor]) -> None:
+    """Replace the weights of a policy, shared out or not; a head that is tied to the embedding may be left out.
+
+    Raises:
+        RuntimeError: for other names or shapes.
+    """
+    options = StateDictOptions(full_state_dict=True, strict=False)
+    result = set_model_state_dict(policy, dict(weights), options=options)
+    tied = {id(policy.model.get_output_embeddings().weight)} & {id(policy.model.get_input_embeddings().weight)}
+    missing = [name for name in result.missing_keys if not (tied and name.endswith("lm_head.weight"))]
+    if wrong := [*missing, *result.unexpected_keys]:
+        raise RuntimeError(f"the weight {wrong[0]} is missing, or not the model's")
 
 
 def save_shards(policy: Policy, optimizer: torch.optim.Optimizer, folder: Path) -> None:

@@ -17,7 +17,7 @@ from agentrl.engine import Engine
 from agentrl.errors import ConfigError, EngineError
 from agentrl.learn.learner import Learner
 from agentrl.learn.metrics import process_metrics, rollout_metrics
-from agentrl.learn.processes import gathered, is_main, naming_the_missing, num_processes
+from agentrl.learn.processes import from_main, gathered, is_main, naming_the_missing, num_processes
 from agentrl.learn.signals import Signals
 from agentrl.learn.staleness import mask_stale, share_too_old
 from agentrl.rollout import RolloutConfig, RolloutPool
@@ -158,6 +158,8 @@ class Trainer:
 
     def _learn(self, share: list[TrajectoryGroup], *, is_replaying: bool) -> _Learned:
         """Put together what the processes collected; measure, credit and update."""
+        if self._learner.device.type == "cuda":
+            torch.cuda.set_device(self._learner.device)  # which each thread has of its own
         parts = gathered([(share, is_replaying, dict(self._pool.counts))])
         groups = sorted((group for part, *_ in parts for group in part), key=lambda group: group.group_id)
         is_replaying = any(replaying for _, replaying, _ in parts)
@@ -166,7 +168,7 @@ class Trainer:
         if self._signals is not None:
             groups = self._signals.measure(groups)
         measured = time.perf_counter()
-        credits = assign_credit(self._credit, groups)
+        credits = from_main(lambda: assign_credit(self._credit, groups))  # all plan the same passes by them
         metrics = {"staleness/too_old": share_too_old(groups, oldest=version - rollout.max_staleness)}
         if rollout.stale == "mask":
             credits = mask_stale(groups, credits, oldest=version - rollout.max_staleness)
@@ -212,13 +214,7 @@ class Trainer:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from `state_dict`.
-
-        Raises:
-            ConfigError: for that of another number of processes.
-        """
-        if (count := state.get("num_processes", 1)) != num_processes():
-            raise ConfigError(f"the run was trained by {count} processes, not {num_processes()}; go on with as many")
+        """Go on from `state_dict`."""
         self.finished_steps = state["finished_steps"]
         self._pool.load_state_dict(state["pool"])
 
@@ -248,7 +244,9 @@ class Trainer:
                 raise EngineError(
                     f"the engine did not answer its self-proof within rollout.engine_timeout_s: {timeout_s:g}"
                 ) from None
-            if self._rollout.mode != "async":
+            if (
+                self._rollout.mode != "async" or num_processes() > 1
+            ):  # no deadline shall pass while others are waited for
                 await self._pool.hold()
             return completion
 
@@ -256,6 +254,8 @@ class Trainer:
         for completion in gathered([self._runner.run(sample())] if self._rollout.num_groups else []):
             logprobs_T = self._learner.logprobs(prompt, completion.token_ids)
             found.append(float((logprobs_T.cpu() - torch.tensor(completion.logprobs)).abs().mean()))
+        if self._rollout.mode == "async" and num_processes() > 1:
+            self._runner.run(self._pool.go_on())
         return found
 
     def _check_agreement(self, found: float) -> None:

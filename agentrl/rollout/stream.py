@@ -7,7 +7,7 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
-from agentrl.errors import EnvironmentFailure
+from agentrl.errors import ConfigError, EnvironmentFailure
 from agentrl.rollout.config import RolloutConfig
 from agentrl.rollout.episode import LiveEpisode, Task
 from agentrl.rollout.journal import Begun, Dropped, Ended, Event, HandedOut, Held, Journal, Played, Restarted
@@ -40,6 +40,8 @@ class _State:
     """What steps were given before the run was killed, and of which the weights know nothing."""
     journal: int | None = None
     """Number of the journal's file that goes on from here."""
+    share: tuple[int, int] = (0, 1)
+    """First task, and from one task to the next."""
 
 
 _STATE = TypeAdapter(_State)
@@ -53,10 +55,10 @@ class TaskStream:
 
     def __init__(self, config: RolloutConfig, *, seed: int, first: int = 0, stride: int = 1) -> None:
         """Begin with a task, by number, and go on with every `stride`-th: the others belong to other processes."""
-        self._config, self._seed, self._stride = config, seed, stride
+        self._config, self._seed = config, seed
         self._num_groups = config.num_groups
         self._max_staleness = 0 if config.mode == "sync" else config.max_staleness
-        self._next_group = first
+        self._next_group, self._share = first, (first, stride)
         self._replaced_in_a_row = self._replaceable = 0
         self._is_waited_for = False
         self._groups: dict[str, _Group] = {}
@@ -206,13 +208,22 @@ class TaskStream:
             groups=groups,
             handed_out=list(self._handed_out),
             journal=None if self._journal is None else self._journal.begin(),
+            share=self._share,
         )
         dumped: dict[str, Any] = _STATE.dump_python(state, mode="json", fallback=plain)
         return dumped
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from `state_dict`; nothing may be under way."""
+        """Go on from `state_dict`; nothing may be under way.
+
+        Raises:
+            ConfigError: for tasks that were dealt out to processes otherwise.
+        """
         loaded = _STATE.validate_python(state)
+        if loaded.share != self._share:
+            raise ConfigError(
+                "this run's tasks were dealt out to other engines; go on with as many (engine.server.url)"
+            )
         self._next_group, self._groups = loaded.next_group, loaded.groups
         self.counts |= loaded.counts
         self._handed_out, self._journaled_since = deque(loaded.handed_out), loaded.journal
@@ -244,7 +255,7 @@ class TaskStream:
         name = f"train/{begun.index:06d}"
         tasks = self.tasks(name, task_seed(self._seed, begun.index), self._config.group_size)
         group = _Group(began=begun.version, waiting=[LiveEpisode(task=task) for task in tasks])
-        self._groups[name], self._next_group = group, begun.index + self._stride
+        self._groups[name], self._next_group = group, begun.index + self._share[1]
         return group
 
     def _is_complete(self, group: _Group) -> bool:
