@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from accelerate.state import AcceleratorState
+from safetensors.torch import load_file
 
 from agentrl import MessageEnv
 from agentrl.chat import train_tokenizer
@@ -91,6 +92,26 @@ def test_the_same_recipe_trains_a_hugging_face_model(tmp_path: Path) -> None:
     assert [row["step"] for row in rows] == [0, 1, 2]
     assert all(row["first/ratio_deviation"] < 1e-4 for row in rows[1:])
     assert all(turn.extends for r in read_records(folder.rollouts()[0]) for turn in r.turns)
+
+
+def test_a_run_of_adapters_goes_on_and_is_exported_as_a_whole_model(tmp_path: Path) -> None:
+    pytest.importorskip("peft", reason="adapters are peft's: pip install 'agentrl[lora]'")
+    base = hugging_face_folder(tmp_path / "model", rewrites=False)
+    settings: dict[str, Any] = {
+        "model": {"name_or_path": base, "lora": {"rank": 2}},
+        "warmup": {"steps": 2, "num_demonstrations": 4},
+        "loss": {"kl_coefficient": 0.1},
+    }
+    folder, _ = train(recipe(tmp_path, **settings))
+    assert not list(folder.path.rglob("model*.safetensors"))  # what is frozen is the base model's
+    run = Run(recipe(tmp_path, **settings, train={"steps": 3}), tokenizer_folder=folder.tokenizer)
+    _, rows = run.train(folder, on_progress=lambda *_: None)
+    run.export(tmp_path / "exported")
+    run.close()
+    assert [row["step"] for row in rows] == [0, 1, 2, 3]
+    before, after = (load_file(path / "model.safetensors") for path in (Path(base), tmp_path / "exported"))
+    assert before.keys() == after.keys()
+    assert not all(torch.equal(before[name], after[name]) for name in before)
 
 
 def test_a_template_that_rewrites_history_is_refused_or_trained_turn_by_turn(tmp_path: Path) -> None:

@@ -32,7 +32,7 @@ from agentrl.credit import Credit
 from agentrl.errors import ConfigError, TrainingError
 from agentrl.learn.batch import make_batch
 from agentrl.learn.layout import Layout, attending, lay_out
-from agentrl.learn.lora import merged_weights
+from agentrl.learn.lora import has_adapters, holds_adapters, load_adapter, merged_weights, save_adapter
 from agentrl.learn.loss import LossConfig, kl_loss, mismatch_weights, policy_loss
 from agentrl.learn.metrics import Tally, first_metrics, update_metrics
 from agentrl.learn.model import Policy
@@ -163,6 +163,10 @@ class Learner:
             betas=config.betas,
             weight_decay=config.weight_decay,
         )
+        self._is_adapted = has_adapters(policy.model)
+        if self._is_adapted:  # what is frozen stays out of checkpoints
+            accelerator.register_save_state_pre_hook(lambda _models, weights, _folder: weights.clear())
+            accelerator.register_load_state_pre_hook(lambda models, _folder: models.clear())
         self._wrapped: Any = policy
         self._optimizer: Any = optimizer
         if not self._is_sharded:
@@ -213,6 +217,9 @@ class Learner:
     def save_reference(self, folder: Path) -> None:
         """Write the reference; called on every process, and the first writes."""
         assert self.reference is not None
+        if self._is_adapted:
+            save_adapter(self.reference.model, folder)
+            return
         state = {name: tensor.cpu().clone() for name, tensor in whole(self.reference) if is_main()}
         if is_main():
             save_file(state, folder / _REFERENCE)
@@ -220,7 +227,10 @@ class Learner:
     def load_reference(self, folder: Path) -> None:
         """Read what `save_reference` wrote."""
         assert self.reference is not None
-        load_whole(self.reference, load_file(folder / _REFERENCE))
+        if self._is_adapted:
+            load_adapter(self.reference.model, folder)
+        else:
+            load_whole(self.reference, load_file(folder / _REFERENCE))
 
     def logprobs(self, prompt_ids: Sequence[int], action_ids: Sequence[int]) -> Tensor:
         """Return the log-probability of each token of an action after a prompt, under the present weights: (T,)."""
@@ -234,14 +244,26 @@ class Learner:
         return logprobs_T
 
     def save(self, folder: Path) -> None:
-        """Write weights, optimizer, schedule and random states into `folder`; called on every process."""
+        """Write what is trained, optimizer, schedule and random states into `folder`; called on every process.
+
+        Weights that adapters are added to are not: they are those of `model.name_or_path`.
+        """
         self._accelerator.save_state(str(folder))
+        if self._is_adapted:
+            save_adapter(self.policy.model, folder)
         if self._is_sharded:
             save_shards(self.policy, self._optimizer, folder / _SHARDS)
 
     def load_weights(self, folder: Path) -> None:
-        """Read the weights alone of what `save` wrote, by however many processes."""
-        if (folder / _SHARDS).is_dir():
+        """Read the weights alone of what `save` wrote, by however many processes.
+
+        Raises:
+            ConfigError: where adapters were trained and are not now, or the other way round.
+        """
+        self._check_adapters(folder)
+        if self._is_adapted:
+            load_adapter(self.policy.model, folder)
+        elif (folder / _SHARDS).is_dir():
             load_shards(self.policy, None, folder / _SHARDS)
         else:
             files = sorted(folder.glob("model*.safetensors"))
@@ -251,13 +273,16 @@ class Learner:
         """Read what `save` wrote. Rates and betas are those of the recipe.
 
         Raises:
-            ConfigError: where the weights were laid out among processes otherwise.
+            ConfigError: where the weights were laid out among processes otherwise, or adapters were trained and are not now.
         """
+        self._check_adapters(folder)
         if (folder / _SHARDS).is_dir() != self._is_sharded:
             raise ConfigError(f"train.sharding: {folder} was written under another; go on as the run began")
         self._accelerator.load_state(str(folder))
         if self._is_sharded:
             load_shards(self.policy, self._optimizer, folder / _SHARDS)
+        elif self._is_adapted:
+            load_adapter(self.policy.model, folder)
         config, schedule = self._config, self._schedule
         schedule.base_lrs = [config.learning_rate for _ in schedule.base_lrs]
         for group, factor in zip(self._optimizer.param_groups, schedule.lr_lambdas, strict=True):
@@ -329,6 +354,11 @@ class Learner:
                 of_experts = self._changed_experts(first_experts[0], plan[0])
         tallies = tallies or [Tally()]
         return update_metrics(tallies) | first_metrics(tallies[0], current_version=version) | of_experts
+
+    def _check_adapters(self, folder: Path) -> None:
+        if holds_adapters(folder) != self._is_adapted:
+            how = "without" if self._is_adapted else "with"
+            raise ConfigError(f"model.lora: {folder} was trained {how} adapters; go on as the run began")
 
     def _draw(
         self, groups: Sequence[TrajectoryGroup], credits: Sequence[Sequence[Credit]], version: int

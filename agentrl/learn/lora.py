@@ -15,13 +15,22 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, PositiveInt
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from agentrl.errors import ConfigError
 from agentrl.learn.processes import is_main
 from agentrl.registry import suggest
 
-__all__ = ["LoraSettings", "adapter_state", "add_lora", "load_adapter", "merged_weights", "save_adapter"]
+__all__ = [
+    "LoraSettings",
+    "adapter_state",
+    "add_lora",
+    "has_adapters",
+    "holds_adapters",
+    "load_adapter",
+    "merged_weights",
+    "save_adapter",
+]
 
 _ADAPTER = "default"
 _WEIGHTS, _CONFIG = "adapter_model.safetensors", "adapter_config.json"
@@ -119,13 +128,23 @@ def save_adapter(model: Any, folder: Path) -> None:
         model.peft_config[_ADAPTER].save_pretrained(str(folder))
 
 
+def has_adapters(model: Any) -> bool:
+    """Tell whether `add_lora` prepared a model."""
+    return bool(_adapted(model))
+
+
+def holds_adapters(folder: Path) -> bool:
+    """Tell whether `save_adapter`, or peft, wrote into a folder."""
+    return (folder / _WEIGHTS).is_file() and (folder / _CONFIG).is_file()
+
+
 def load_adapter(model: Any, folder: Path) -> None:
-    """Read what `save_adapter`, or peft, wrote into a model that `add_lora` prepared, before its weights are shared out.
+    """Read what `save_adapter`, or peft, wrote into a model that `add_lora` prepared; called on every process.
 
     Raises:
         ConfigError: where the folder holds no adapters, or others than the model's in place, size or scale.
     """
-    if not ((folder / _WEIGHTS).is_file() and (folder / _CONFIG).is_file()):
+    if not holds_adapters(folder):
         raise ConfigError(f"no adapter in {folder}: it lacks {_WEIGHTS} or {_CONFIG}")
     saved, own = load_file(folder / _WEIGHTS), adapter_state(model)
     found = _describe(json.loads((folder / _CONFIG).read_text(encoding="utf-8")), saved)
@@ -136,7 +155,10 @@ def load_adapter(model: Any, folder: Path) -> None:
             f"the adapter in {folder} does not fit model.lora: {key} is {found.get(key)}, expected {expected.get(key)}"
         )
     for name, tensor in own.items():
-        tensor.copy_(saved[name])
+        new = saved[name]
+        tensor.copy_(
+            distribute_tensor(new, tensor.device_mesh, tensor.placements) if isinstance(tensor, DTensor) else new
+        )
 
 
 def _find_layers(model: Any, targets: Literal["all-linear"] | tuple[str, ...]) -> list[str]:

@@ -72,6 +72,14 @@ class ModelConfig(BaseModel):
     lora: LoraSettings | None = None
     """Train low-rank adapters in place of the weights. None: train the weights. An empty section: adapters of default size."""
 
+    @model_validator(mode="after")
+    def _has_weights_to_adapt(self) -> Self:
+        if self.lora is not None and self.name_or_path is None:
+            raise ValueError(
+                "lora: a model with random weights has nothing to adapt; set model.name_or_path, or leave lora out"
+            )
+        return self
+
 
 def make_local_model(config: LocalModelConfig, tokenizer: Any, *, attention: str = "sdpa") -> Any:
     """Return a Qwen3 with random weights (from torch's global generator) for a tokenizer."""

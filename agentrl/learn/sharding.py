@@ -21,6 +21,8 @@ from torch.distributed.tensor import DTensor
 from agentrl.learn.model import Policy
 from agentrl.learn.processes import num_processes
 
+_WITHOUT_FROZEN = StateDictOptions(strict=False)
+
 
 def shard(policy: Policy, device: torch.device) -> None:
     """Share a policy's weights out, layer by layer; what is left over belongs to the whole policy."""
@@ -54,7 +56,7 @@ def load_whole(policy: Policy, weights: Mapping[str, Tensor]) -> None:
 
 
 def save_shards(policy: Policy, optimizer: torch.optim.Optimizer, folder: Path) -> None:
-    """Write weights and optimizer, each process its own part."""
+    """Write trained weights and optimizer, each process its own part."""
     save(_state(policy, optimizer), checkpoint_id=folder)
 
 
@@ -63,14 +65,23 @@ def load_shards(policy: Policy, optimizer: torch.optim.Optimizer | None, folder:
     state = _state(policy, optimizer)
     load(state, checkpoint_id=folder, no_dist=num_processes() == 1)
     if optimizer is None:
-        set_model_state_dict(policy, state["model"])
+        set_model_state_dict(policy, state["model"], options=_WITHOUT_FROZEN)
     else:
-        set_state_dict(policy, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+        set_state_dict(
+            policy,
+            optimizer,
+            model_state_dict=state["model"],
+            optim_state_dict=state["optimizer"],
+            options=_WITHOUT_FROZEN,
+        )
 
 
 def _state(policy: Policy, optimizer: torch.optim.Optimizer | None) -> dict[str, Any]:
     is_fresh = optimizer is not None and not optimizer.state
     model, of_optimizer = get_state_dict(policy, optimizer or [])
+    # Not by the option `ignore_frozen_params`, which keeps a head that is tied to the embedding.
+    frozen = {name for name, weight in policy.named_parameters(remove_duplicate=False) if not weight.requires_grad}
+    model = {name: weight for name, weight in model.items() if name not in frozen}
     if optimizer is not None and is_fresh:  # its state was made up by a step without gradients, which Adam counts
         for state in optimizer.state.values():
             state["step"].zero_()

@@ -1,7 +1,7 @@
 """Updates of the policy from credited groups, on a tiny model. `T` action tokens."""
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import chain, groupby
 from pathlib import Path
@@ -13,6 +13,7 @@ import torch
 from accelerate import Accelerator
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from safetensors.torch import load_file
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from agentrl import Credit, StopReason, TrajectoryGroup
@@ -22,6 +23,7 @@ from agentrl.learn import learner as learner_module
 from agentrl.learn import routing
 from agentrl.learn.layout import Layout
 from agentrl.learn.learner import Learner, TrainConfig
+from agentrl.learn.lora import LoraSettings, add_lora
 from agentrl.learn.loss import LossConfig
 from agentrl.learn.metrics import Tally, first_metrics, update_metrics
 from agentrl.learn.model import LocalModelConfig, Policy, make_local_model
@@ -43,10 +45,13 @@ def make_learner(
     layout: Layout = "tree",
     has_reference: bool = False,
     is_double: bool = False,
+    lora: LoraSettings | None = None,
     **train: Any,
 ) -> Learner:
     torch.manual_seed(0)
     model = make_local_model(TINY, TOKENIZER)
+    if lora is not None:
+        add_lora(model, lora)
     policy = Policy(in_float64(model) if is_double else model, layout=layout)
     return Learner(
         accelerator=Accelerator(cpu=True),
@@ -214,6 +219,45 @@ def test_going_on_takes_the_recipes_rates_and_not_the_checkpoints(tmp_path: Path
     for version in (1, 2):
         assert (group["lr"], group["betas"], group["weight_decay"]) == (1e-3, (0.5, 0.6), 0.25)
         assert late.update(GROUPS, CREDITS, version=version)["learning_rate"] == 1e-3
+
+
+def test_a_checkpoint_of_adapters_leaves_out_what_is_frozen_and_goes_on_bit_for_bit(tmp_path: Path) -> None:
+    pytest.importorskip("peft", reason="adapters are peft's: pip install 'agentrl[lora]'")
+    settings = LossConfig(kl_coefficient=0.1)
+    whole, late, evaluated = (
+        make_learner(loss=settings, has_reference=True, lora=LoraSettings(rank=2)) for _ in range(3)
+    )
+    before = weights(whole)
+    whole.update(GROUPS, CREDITS, version=0)
+    whole.keep_reference()
+    (tmp_path / "reference").mkdir()
+    whole.save_reference(tmp_path / "reference")
+    whole.update(GROUPS, CREDITS, version=1)
+    whole.save(tmp_path / "checkpoint")
+    assert not torch.equal(weights(whole), before)
+    saved = {name for file in tmp_path.rglob("*.safetensors") for name in load_file(file)}
+    assert saved
+    assert all(".lora_" in name for name in saved)
+    evaluated.load_weights(tmp_path / "checkpoint")
+    assert torch.equal(weights(evaluated), weights(whole))
+    late.load_reference(tmp_path / "reference")
+    late.load(tmp_path / "checkpoint")
+    assert late.update(GROUPS, CREDITS, version=2) == whole.update(GROUPS, CREDITS, version=2)
+    assert torch.equal(weights(late), weights(whole))
+
+
+@pytest.mark.parametrize("loads", [Learner.load, Learner.load_weights])
+def test_a_run_does_not_go_on_with_adapters_where_it_had_none_or_the_other_way_round(
+    loads: Callable[[Learner, Path], None], tmp_path: Path
+) -> None:
+    pytest.importorskip("peft", reason="adapters are peft's: pip install 'agentrl[lora]'")
+    plain, adapted = make_learner(), make_learner(lora=LoraSettings())
+    plain.save(tmp_path / "plain")
+    adapted.save(tmp_path / "adapted")
+    for learner, name, how in ((adapted, "plain", "without"), (plain, "adapted", "with")):
+        with pytest.raises(ConfigError) as caught:
+            loads(learner, tmp_path / name)
+        assert str(caught.value) == f"model.lora: {tmp_path / name} was trained {how} adapters; go on as the run began"
 
 
 def test_minibatches_without_a_kept_token_are_passed_over() -> None:

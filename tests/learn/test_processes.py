@@ -14,12 +14,14 @@ import pytest
 import torch
 from torch import Tensor
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # it does say so, at run time
+from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.multiprocessing.spawn import start_processes
 
 from agentrl import Credit, TrajectoryGroup
 from agentrl.errors import ConfigError, TrainingError
 from agentrl.learn.layout import Layout
 from agentrl.learn.learner import Learner
+from agentrl.learn.lora import LoraSettings
 from agentrl.learn.loss import LossConfig
 from agentrl.learn.processes import gathered, naming_the_missing, process_index, set_deadline
 from agentrl.learn.sharding import whole
@@ -139,8 +141,11 @@ def test_three_processes_and_other_layouts(sharding: Sharding, layout: Layout, t
     test_metrics_and_gradients_are_those_of_one_process(3, sharding, layout, [4, 3, 1, 2], (), SOME, tmp_path)
 
 
-def trained(sharding: Sharding, folder: Path, steps: list[int], goes_on: bool) -> tuple[list[Any], dict[str, Tensor]]:
-    learner = make_learner(sharding=sharding, schedule="cosine", num_minibatches=2, max_tokens_per_micro_batch=60)
+def trained(
+    sharding: Sharding, lora: LoraSettings | None, folder: Path, steps: list[int], goes_on: bool
+) -> tuple[list[Any], dict[str, Tensor]]:
+    train: dict[str, Any] = {"schedule": "cosine", "num_minibatches": 2, "max_tokens_per_micro_batch": 60}
+    learner = make_learner(sharding=sharding, lora=lora, **train)
     if goes_on:
         learner.load(folder)
     else:
@@ -152,17 +157,26 @@ def trained(sharding: Sharding, folder: Path, steps: list[int], goes_on: bool) -
     return metrics, {name: tensor.clone() for name, tensor in learner.weights()}
 
 
-@pytest.mark.parametrize("sharding", ["none", "full"])
-def test_saved_and_loaded_equals_uninterrupted_bit_for_bit(sharding: Sharding, tmp_path: Path) -> None:
-    whole = together(2, tmp_path, trained, sharding, tmp_path / "whole", [0, 1, 2, 3], False)
-    early = together(2, tmp_path, trained, sharding, tmp_path / "early", [0, 1], False)
-    late = together(2, tmp_path, trained, sharding, tmp_path / "early", [2, 3], True)
+@pytest.mark.parametrize(
+    ("sharding", "lora"), [("none", None), ("full", None), ("full", LoraSettings(rank=2))], ids=str
+)
+def test_saved_and_loaded_equals_uninterrupted_bit_for_bit(
+    sharding: Sharding, lora: LoraSettings | None, tmp_path: Path
+) -> None:
+    if lora is not None:
+        pytest.importorskip("peft", reason="adapters are peft's: pip install 'agentrl[lora]'")
+    whole = together(2, tmp_path, trained, sharding, lora, tmp_path / "whole", [0, 1, 2, 3], False)
+    early = together(2, tmp_path, trained, sharding, lora, tmp_path / "early", [0, 1], False)
+    late = together(2, tmp_path, trained, sharding, lora, tmp_path / "early", [2, 3], True)
+    if lora is not None:  # what is frozen stays out
+        names = FileSystemReader(tmp_path / "early" / "shards").read_metadata().state_dict_metadata
+        assert all(".lora_" in name for name in names if name.startswith("model."))
     for (metrics, weights), (before, _), (after, found) in zip(whole, early, late, strict=True):
         assert [*before, *after] == metrics
         assert all(torch.equal(found[name], weights[name]) for name in weights)
     for name, tensor in whole[0][1].items():  # the same on all, to the last bit
         assert torch.equal(tensor, whole[1][1][name])
-    alone, _ = trained("none", tmp_path / "alone", [0, 1, 2, 3], False)
+    alone, _ = trained("none", lora, tmp_path / "alone", [0, 1, 2, 3], False)
     for found, expected in zip(whole[0][0], alone, strict=True):
         assert found == pytest.approx(expected, rel=1e-3, abs=1e-5)
 
