@@ -68,6 +68,10 @@ def new_engine(recipe: Recipe, share: Share, model: Any, device: torch.device, *
         config = config.model_copy(update={"lockstep": recipe.rollout.mode == "sync"})
     if name not in ("vllm", "vllm_server") and config.vllm:
         raise ConfigError(f"engine.vllm: {sorted(config.vllm)} are of no use to engine.name: {name}; remove them")
+    if name != "vllm" and config.sleep:
+        raise ConfigError(
+            f"engine.sleep: only vLLM in the trainer's process sleeps, not engine.name: {name}; set it to false"
+        )
     if not share.num_groups:
         return IdleEngine()
     if name == "vllm_server":

@@ -287,9 +287,23 @@ def test_the_doctor_speaks_briefly_where_contexts_are_short(agentrl: Agentrl) ->
         assert "sampled tokens/s" in out
 
 
-def test_options_of_vllm_are_refused_where_it_does_not_sample(agentrl: Agentrl, tmp_path: Path) -> None:
-    status, _, err = agentrl("train", "tiny.yaml", "--engine.vllm", '{"no_such": 32}')
-    words = "engine.vllm: ['no_such'] are of no use to engine.name: transformers; remove them"
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (
+            ["--engine.vllm", '{"no_such": 32}'],
+            "engine.vllm: ['no_such'] are of no use to engine.name: transformers; remove them",
+        ),
+        (
+            ["--engine.sleep", "true"],
+            "engine.sleep: only vLLM in the trainer's process sleeps, not engine.name: transformers; set it to false",
+        ),
+    ],
+)
+def test_options_of_vllm_are_refused_where_it_does_not_sample(
+    options: list[str], words: str, agentrl: Agentrl, tmp_path: Path
+) -> None:
+    status, _, err = agentrl("train", "tiny.yaml", *options)
     assert (status, err) == (2, f"agentrl: {words}\n")
     assert files(tmp_path) == GIVEN
 

@@ -67,6 +67,9 @@ class EngineConfig(BaseModel):
     """Decode only when every live episode waits for tokens, so that batches do not depend on the timing of environments
     and a run repeats bit for bit. None: where `rollout.mode` is sync, the only one that can repeat. Set to false where
     environments take longer than a decoding step (milliseconds). A server decodes whenever there is something to decode."""
+    sleep: bool = False
+    """Give a GPU's memory back while the policy is updated (`name: vllm`): weights go to the host and back, keys and values
+    are forgotten. Of no use with `rollout.mode: async`, which samples meanwhile."""
     vllm: dict[str, Any] = {}
     """Further arguments of vLLM's `EngineArgs`, such as gpu_memory_utilization."""
     server: ServerConfig = ServerConfig()

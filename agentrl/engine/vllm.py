@@ -84,6 +84,7 @@ class VLLMEngine(BatchedEngine):
         self._vocab_size = model.config.get_text_config().vocab_size
         self._is_half_loaded = False
         # Of the thread alone:
+        self._is_asleep = False
         self._running: dict[str, Request] = {}
         """Requests that vLLM has, by the id that it gave them."""
         self._ended: list[tuple[Request, Any]] = []
@@ -103,6 +104,14 @@ class VLLMEngine(BatchedEngine):
         self._is_paused = True
         for request, output in await self._call(self._abort_all):
             self._settle(request, output)
+        if self._config.sleep:
+            await self._call(self._fall_asleep)
+
+    async def resume(self) -> None:
+        """Sample again."""
+        if self._config.sleep:
+            await self._call(self._wake_up)
+        await super().resume()
 
     async def load_weights(self, named_tensors: "Iterable[tuple[str, torch.Tensor]]", version: int) -> None:
         """Replace all weights, by the names of transformers' `state_dict`, and forget every cached key and value."""
@@ -220,6 +229,7 @@ class VLLMEngine(BatchedEngine):
                 arguments |= {"block_size": 32, "enable_chunked_prefill": False}
             else:
                 arguments |= {"gpu_memory_utilization": 0.4}  # the rest is the trainer's
+                arguments |= {"enable_sleep_mode": self._config.sleep}  # a CPU would refuse it
             try:
                 llm = LLMEngine.from_engine_args(EngineArgs(**arguments | self._config.vllm))
                 llm.collective_rpc("draw_where_left_off")
@@ -269,7 +279,19 @@ class VLLMEngine(BatchedEngine):
         ended, self._ended[:] = list(self._ended), []
         return ended
 
+    def _fall_asleep(self) -> None:
+        if not self._is_asleep:
+            self._llm.sleep(level=1)
+            self._is_asleep = True
+
+    def _wake_up(self) -> None:
+        if self._is_asleep:
+            self._llm.wake_up()
+            self._is_asleep = False
+
     def _reload(self, weights: dict[str, torch.Tensor], version: int) -> None:
+        if self._is_asleep:
+            self._llm.wake_up(["weights"])
         self._llm.collective_rpc("forget_kernels")
         self._llm.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(weights.items())})
         self._llm.reset_prefix_cache(reset_running_requests=True)

@@ -32,9 +32,9 @@ def fused_logprobs(
     Logits exist one tile of at most `chunk_elements` at a time (and one more tile of scratch) and are computed again in
     the backward pass, unless one tile holds them all. The gradient of the weight is added up in one float32 buffer of
     its shape. Half-precision inputs are multiplied with float32 accumulation and float32 logits; float64 stays float64.
-    Autocast changes nothing: its rounding of logits to half precision is what this avoids. On a GPU the dtype of
-    `hidden` decides the multiplication: in bfloat16 the weight is rounded to it, tile by tile, and tensor cores are
-    used (gradients of logits are then rounded to bfloat16 as well).
+    Autocast changes nothing: its rounding of logits to half precision is what this avoids. The dtype of `hidden` decides
+    the multiplication. In bfloat16 a GPU gets the weight rounded to it, tile by tile, and uses its tensor cores; in the
+    backward pass the weight and the gradients of logits are rounded to it everywhere, and on a CPU each tile's product.
 
     Shapes: hidden `(T, D)`, weight `(V, D)`, targets int64 `(T,)`, bias `(V,)`. Both results are `(T,)`, float32
     (float64 for float64 inputs). The log-probabilities are differentiable in hidden, weight and bias, once; the entropy
@@ -133,9 +133,9 @@ class _FusedLogprobs(torch.autograd.Function):
                 if grad_bias_V is not None:
                     grad_bias_V[columns] += grad_RC.sum(0)
                 if grad_hidden_TD is not None:
-                    _add_product(grad_hidden_TD[rows], grad_RC, weight_VD[columns], operand=tiles.operand)
+                    _add_product(grad_hidden_TD[rows], grad_RC, weight_VD[columns], operand=hidden_TD.dtype)
                 if grad_weight_VD is not None:
-                    _add_product(grad_weight_VD[columns], grad_RC.T, hidden_TD[rows], operand=tiles.operand)
+                    _add_product(grad_weight_VD[columns], grad_RC.T, hidden_TD[rows], operand=hidden_TD.dtype)
         return (
             None if grad_hidden_TD is None else grad_hidden_TD.to(hidden_TD.dtype),
             None if grad_weight_VD is None else grad_weight_VD.to(weight_VD.dtype),
@@ -196,11 +196,13 @@ def _product(left: Tensor, right: Tensor, *, operand: torch.dtype, out: Tensor) 
 
 
 def _add_product(total: Tensor, grad: Tensor, factor: Tensor, *, operand: torch.dtype) -> None:
-    """Add grad @ factor to `total`, accumulated in its dtype."""
-    if operand == torch.bfloat16:
-        total += torch.mm(grad.to(operand), factor.to(operand), out_dtype=total.dtype)
-    else:  # float16 included, in which small gradients would vanish; bfloat16 has the range of float32
+    """Add grad @ factor to `total`."""
+    if operand != torch.bfloat16:  # float16 included, in which small gradients would vanish
         total.addmm_(grad, factor.to(total.dtype))
+    elif total.is_cuda:
+        total += torch.mm(grad.to(operand), factor.to(operand), out_dtype=total.dtype)
+    else:
+        total += grad.to(operand) @ factor.to(operand)
 
 
 def _accumulator(hidden_TD: Tensor, weight_VD: Tensor) -> torch.dtype:

@@ -165,6 +165,8 @@ class Policy(nn.Module):
 
     def forward(self, inputs: Inputs, place_T: Tensor, targets_T: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
         """Return log-probability and entropy [T] of each target, read at the place of its predecessor."""
-        hidden_PD = hidden_states(self.model, inputs)
+        hidden_TD = hidden_states(self.model, inputs)[place_T]
+        if torch.is_autocast_enabled(hidden_TD.device.type):  # as the head would read them
+            hidden_TD = hidden_TD.to(torch.get_autocast_dtype(hidden_TD.device.type))
         head = self.model.get_output_embeddings()
-        return fused_logprobs(hidden_PD[place_T], head.weight, targets_T, bias_V=head.bias, temperature=temperature)
+        return fused_logprobs(hidden_TD, head.weight, targets_T, bias_V=head.bias, temperature=temperature)

@@ -130,8 +130,7 @@ def test_bfloat16_inputs_are_accumulated_in_float32(weight_dtype: torch.dtype, a
     for leaf, reference in zip((hidden_TD, weight_VD, bias_V), exact, strict=True):
         assert leaf.grad is not None
         assert leaf.grad.dtype == leaf.dtype
-        # Added up in float32 and rounded once at the end: half a unit of bfloat16's 8 bits.
-        assert relative_error(leaf.grad, reference.grad) < (2**-8 if leaf.dtype == torch.bfloat16 else 1e-6)
+        assert relative_error(leaf.grad, reference.grad) < 2**-8  # half a unit of bfloat16's 8 bits
 
 
 def test_autocast_does_not_round_the_logits() -> None:

@@ -1,5 +1,6 @@
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from pydantic import ValidationError
@@ -7,7 +8,9 @@ from pydantic import ValidationError
 from agentrl.chat import train_tokenizer
 from agentrl.config import load_recipe
 from agentrl.errors import ConfigError
-from agentrl.learn.model import LocalModelConfig, make_local_model
+from agentrl.learn.layout import hidden_states, lay_out
+from agentrl.learn.logprobs import fused_logprobs
+from agentrl.learn.model import LocalModelConfig, Policy, make_local_model
 
 
 @pytest.mark.parametrize(
@@ -58,3 +61,16 @@ def test_what_is_accepted_runs() -> None:
     # Derived by hand: multiples of 2 * heads up to 16, times the divisors of heads among 1, 2, 3.
     # heads 1: 8 * 1; heads 2: 4 * 2; heads 3: 2 * 2; heads 4: 2 * 2.
     assert len(accepted) == 8 + 8 + 4 + 4
+
+
+def test_under_autocast_the_head_reads_hidden_states_in_bfloat16_and_its_logits_are_not_rounded() -> None:
+    torch.manual_seed(0)
+    model = make_local_model(LocalModelConfig(), train_tokenizer([], vocab_size=261))
+    inputs, _ = lay_out([np.arange(40)], "padded")
+    place_T, target_T = torch.arange(39), torch.arange(1, 40)
+    with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
+        got_T, _ = Policy(model)(inputs, place_T, target_T, 1.0)
+        hidden_TD = hidden_states(model, inputs)[place_T]
+    assert hidden_TD.dtype == torch.float32  # the last norm's weights are
+    expected_T, _ = fused_logprobs(hidden_TD.bfloat16().float(), model.lm_head.weight, target_T)
+    torch.testing.assert_close(got_T, expected_T.detach(), rtol=1e-6, atol=1e-6)
