@@ -18,10 +18,10 @@ from agentrl.engine import EngineConfig
 from agentrl.env.config import EnvConfig
 from agentrl.errors import ConfigError, UserError
 from agentrl.learn.evaluate import EvaluationConfig
-from agentrl.learn.learner import TrainConfig
 from agentrl.learn.loss import LossConfig
 from agentrl.learn.model import ModelConfig
 from agentrl.learn.signals import SignalsConfig
+from agentrl.learn.train_config import TrainConfig
 from agentrl.learn.warmup import WarmupConfig
 from agentrl.registry import suggest
 from agentrl.report.folder import ReportConfig

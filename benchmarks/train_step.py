@@ -46,10 +46,11 @@ from agentrl.chat import train_tokenizer
 from agentrl.credit import Credit
 from agentrl.learn.batch import rows_of
 from agentrl.learn.layout import choose_layout
-from agentrl.learn.learner import Learner, TrainConfig
+from agentrl.learn.learner import Learner
 from agentrl.learn.loss import LossConfig
 from agentrl.learn.model import Policy
 from agentrl.learn.plan import MicroBatch
+from agentrl.learn.train_config import TrainConfig
 from agentrl.learn.tree import plan_tree
 from agentrl.types import StopReason, Trajectory, TrajectoryGroup, Turn
 

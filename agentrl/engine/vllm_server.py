@@ -3,32 +3,29 @@
 import asyncio
 import shutil
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 from uuid import uuid4
 
-import httpx2
 import torch
 from safetensors.torch import save_file
 
-from agentrl.engine.base import EngineConfig, ServerConfig
+from agentrl.engine.base import EngineConfig
 from agentrl.engine.batched import check_weight
 from agentrl.engine.vllm import MIN_TEMPERATURE
+from agentrl.engine.vllm_http import Fault, Http
 from agentrl.engine.vllm_worker import DRAWN
 from agentrl.errors import EngineError
 from agentrl.types import Completion, FinishReason, Sampling
 
-_T = TypeVar("_T")
 _REASONS = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH, "abort": FinishReason.ABORTED}
-_FIRST_WAIT_S = 0.25
-"""Wait before a request is made again; doubles each time."""
+_GENERATE = "/inference/v1/generate"
+_SERVER_INFO = "/server_info?config_format=json"
 _ABORT_S = 10.0
 """How long the server may take to hear that a request is not wanted any more."""
-_MAX_WORDS = 1000
-"""How many characters of an answer go into an error."""
 _BUCKET_BYTES = 2**31
 """Size of a file of weights, and of the copy in memory that it is written from."""
 _NO_LOGPROB = -9999.0
@@ -51,7 +48,7 @@ class VLLMServer:
             version: policy version of the server's weights, unless it was told one before.
         """
         self._config = config.server
-        self._http = _Http(config.server)
+        self._http = Http(config.server)
         self._folder = folder
         self._version = version
         self._model: _Model | None = None
@@ -218,7 +215,7 @@ class VLLMServer:
         async def call() -> None:
             try:
                 await self._http.once("POST", "/collective_rpc", {"method": method})
-            except _Fault as fault:
+            except Fault as fault:
                 if "no attribute" not in str(fault):
                     raise
 
@@ -249,7 +246,7 @@ class VLLMServer:
         self._begin(server_id)
         try:
             return await self._http.once("POST", _GENERATE, body, parse=lambda answer: self._read(answer, sampling))
-        except (asyncio.CancelledError, _Fault):
+        except (asyncio.CancelledError, Fault):
             task = asyncio.create_task(self._abort(server_id))
             self._aborts.add(task)
             task.add_done_callback(self._aborts.discard)
@@ -271,7 +268,7 @@ class VLLMServer:
 
     async def _abort(self, server_id: str) -> None:
         """Tell the server that nobody waits for a request any more; one that cannot be told samples nothing."""
-        with suppress(_Fault, EngineError, TimeoutError):
+        with suppress(Fault, EngineError, TimeoutError):
             await asyncio.wait_for(self._http.once("POST", "/abort_requests", _names([server_id])), _ABORT_S)
 
     def _read(self, answer: Any, sampling: Sampling) -> Completion:
@@ -333,116 +330,6 @@ class _Model:
     shapes: Mapping[str, torch.Tensor]
     """Its `state_dict`, without values."""
     vocab_size: int
-
-
-class _Fault(Exception):  # noqa: N818  # it becomes an error when it has come too often
-    """What may go better the next time: no answer, half of one, or an error of the server's own."""
-
-
-class _Http:
-    """Makes requests, again where that may help, and says what came of them."""
-
-    def __init__(self, config: ServerConfig) -> None:
-        self._config = config
-        self._client: httpx2.AsyncClient | None = None
-
-    async def ask(
-        self,
-        what: str,
-        method: str,
-        path: str,
-        body: Any = None,
-        *,
-        parse: Callable[[Any], _T] = lambda answer: answer,
-    ) -> _T:
-        """Return what `parse` makes of the answer to a request, which is made again after a fault."""
-        return await self.retried(what, lambda: self.once(method, path, body, parse=parse))
-
-    async def retried(self, what: str, attempt: Callable[[], Awaitable[_T]]) -> _T:
-        """Return what an attempt returns; after a fault wait and make another.
-
-        Raises:
-            EngineError: when there were too many faults, with the last one's words.
-        """
-        wait_s, num = _FIRST_WAIT_S, 1 + self._config.max_retries
-        for remaining in reversed(range(num)):
-            try:
-                return await attempt()
-            except _Fault as fault:
-                if not remaining:
-                    raise EngineError(
-                        f"vLLM's server at {self._config.urls[0]}, asked {num} times for {what}, did not answer as it "
-                        f"should; the last time: {fault}. Is it running? `agentrl serve RECIPE` starts it"
-                    ) from fault
-            await asyncio.sleep(wait_s)
-            wait_s *= 2
-        raise AssertionError("unreachable")
-
-    async def once(
-        self,
-        method: str,
-        path: str,
-        body: Any = None,
-        *,
-        parse: Callable[[Any], _T] = lambda answer: answer,
-    ) -> _T:
-        """Make a request.
-
-        Raises:
-            _Fault: when another attempt may help.
-            EngineError: when the server refuses the request (4xx).
-        """
-        try:
-            response = await self._connected().request(method, path, json=body)
-        except (httpx2.RequestError, httpx2.InvalidURL) as error:
-            raise _Fault(f"{type(error).__name__}: {error}") from error
-        if response.status_code >= 500:
-            raise _Fault(f"HTTP {response.status_code}: {_words(response)}")
-        if response.status_code >= 300:
-            raise EngineError(
-                f"vLLM's server at {self._config.urls[0]} refused {method} {path}: HTTP {response.status_code}: "
-                + _words(response)
-                + (_NO_ROUTE if response.status_code == 404 else "")
-            )
-        try:
-            return parse(response.json())
-        except (ValueError, LookupError, TypeError, AttributeError) as error:
-            raise _Fault(
-                f"an answer that is none ({type(error).__name__}: {error}): {response.text[:_MAX_WORDS]!r}"
-            ) from error
-
-    async def close(self) -> None:
-        if self._client is not None:
-            await self._client.aclose()
-
-    def _connected(self) -> httpx2.AsyncClient:
-        """Make the client where the event loop runs. Whoever waits for an answer sets the deadline."""
-        if self._client is None:
-            self._client = httpx2.AsyncClient(
-                base_url=self._config.urls[0],
-                timeout=httpx2.Timeout(None, connect=min(10.0, self._config.timeout_s)),
-                # The server drops a connection that was idle for 5 s; one that is dropped as it is used is a fault.
-                limits=httpx2.Limits(max_connections=None, keepalive_expiry=2.0),
-                trust_env=False,  # a proxy for the Internet is none for a server beside us
-            )
-        return self._client
-
-
-_GENERATE = "/inference/v1/generate"
-_SERVER_INFO = "/server_info?config_format=json"
-_NO_ROUTE = ". Start it by `agentrl serve RECIPE`, or with --enable-scale-out and VLLM_SERVER_DEV_MODE=1"
-
-
-def _words(response: httpx2.Response) -> str:
-    """Return what the server says of an error, without what is around it."""
-    try:
-        found = response.json()
-    except ValueError:
-        found = response.text
-    for key in ("error", "detail", "message"):
-        if isinstance(found, dict):
-            found = found.get(key, found)
-    return str(found)[:_MAX_WORDS]
 
 
 def _names(server_ids: Iterable[str]) -> dict[str, list[str]]:

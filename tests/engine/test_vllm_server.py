@@ -26,6 +26,7 @@ from agentrl.errors import ConfigError, EngineError
 from agentrl.testing import check_engine
 from agentrl.types import Completion, FinishReason, Sampling
 from tests.engine.vllm_models import VOCAB, make_model, plain_logprobs
+from tests.ports import free_port
 
 pytestmark = pytest.mark.timeout(240)
 needs_vllm = pytest.mark.skipif(
@@ -63,13 +64,6 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("model")
     make_model(max_position_embeddings=LONG + 100).save_pretrained(folder)
     return folder
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-    return port
 
 
 @asynccontextmanager

@@ -22,12 +22,13 @@ from agentrl.errors import ConfigError, TrainingError
 from agentrl.learn import learner as learner_module
 from agentrl.learn import routing
 from agentrl.learn.layout import Layout
-from agentrl.learn.learner import Learner, TrainConfig
+from agentrl.learn.learner import Learner
 from agentrl.learn.lora import LoraSettings, add_lora
 from agentrl.learn.loss import LossConfig
 from agentrl.learn.metrics import Tally, first_metrics, update_metrics
 from agentrl.learn.model import LocalModelConfig, Policy, make_local_model
 from agentrl.learn.plan import micro_batches
+from agentrl.learn.train_config import TrainConfig
 from tests.learn.test_batch import batch_of, some_groups
 from tests.learn.test_tree_model import in_float64
 

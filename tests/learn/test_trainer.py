@@ -19,8 +19,8 @@ from agentrl.engine.batched import Request
 from agentrl.engine.transformers import TransformersEngine
 from agentrl.env import make_env
 from agentrl.errors import EngineError, TrainingError
-from agentrl.learn.learner import TrainConfig
 from agentrl.learn.loss import LossConfig
+from agentrl.learn.train_config import TrainConfig
 from agentrl.learn.trainer import Trainer
 from agentrl.rollout import RolloutConfig, RolloutPool, derive_seed
 from tests.learn import test_learner

@@ -1,0 +1,124 @@
+"""Requests to vLLM's HTTP server: made again where that may help, with the server's words where it does not."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any, TypeVar
+
+import httpx2
+
+from agentrl.engine.base import ServerConfig
+from agentrl.errors import EngineError
+
+_T = TypeVar("_T")
+_FIRST_WAIT_S = 0.25
+"""Wait before a request is made again; doubles each time."""
+_MAX_WORDS = 1000
+"""How many characters of an answer go into an error."""
+_NO_ROUTE = ". Start it by `agentrl serve RECIPE`, or with --enable-scale-out and VLLM_SERVER_DEV_MODE=1"
+
+
+class Fault(Exception):  # noqa: N818  # it becomes an error when it has come too often
+    """What may go better the next time: no answer, half of one, or an error of the server's own."""
+
+
+class Http:
+    """Makes requests, again where that may help, and says what came of them."""
+
+    def __init__(self, config: ServerConfig) -> None:
+        """Connect at the first request."""
+        self._config = config
+        self._client: httpx2.AsyncClient | None = None
+
+    async def ask(
+        self,
+        what: str,
+        method: str,
+        path: str,
+        body: Any = None,
+        *,
+        parse: Callable[[Any], _T] = lambda answer: answer,
+    ) -> _T:
+        """Return what `parse` makes of the answer to a request, which is made again after a fault."""
+        return await self.retried(what, lambda: self.once(method, path, body, parse=parse))
+
+    async def retried(self, what: str, attempt: Callable[[], Awaitable[_T]]) -> _T:
+        """Return what an attempt returns; after a fault wait and make another.
+
+        Raises:
+            EngineError: when there were too many faults, with the last one's words.
+        """
+        wait_s, num = _FIRST_WAIT_S, 1 + self._config.max_retries
+        for remaining in reversed(range(num)):
+            try:
+                return await attempt()
+            except Fault as fault:
+                if not remaining:
+                    raise EngineError(
+                        f"vLLM's server at {self._config.urls[0]}, asked {num} times for {what}, did not answer as it "
+                        f"should; the last time: {fault}. Is it running? `agentrl serve RECIPE` starts it"
+                    ) from fault
+            await asyncio.sleep(wait_s)
+            wait_s *= 2
+        raise AssertionError("unreachable")
+
+    async def once(
+        self,
+        method: str,
+        path: str,
+        body: Any = None,
+        *,
+        parse: Callable[[Any], _T] = lambda answer: answer,
+    ) -> _T:
+        """Make a request.
+
+        Raises:
+            Fault: when another attempt may help.
+            EngineError: when the server refuses the request (4xx).
+        """
+        try:
+            response = await self._connected().request(method, path, json=body)
+        except (httpx2.RequestError, httpx2.InvalidURL) as error:
+            raise Fault(f"{type(error).__name__}: {error}") from error
+        if response.status_code >= 500:
+            raise Fault(f"HTTP {response.status_code}: {_words(response)}")
+        if response.status_code >= 300:
+            raise EngineError(
+                f"vLLM's server at {self._config.urls[0]} refused {method} {path}: HTTP {response.status_code}: "
+                + _words(response)
+                + (_NO_ROUTE if response.status_code == 404 else "")
+            )
+        try:
+            return parse(response.json())
+        except (ValueError, LookupError, TypeError, AttributeError) as error:
+            raise Fault(
+                f"an answer that is none ({type(error).__name__}: {error}): {response.text[:_MAX_WORDS]!r}"
+            ) from error
+
+    async def close(self) -> None:
+        """Close the connections."""
+        if self._client is not None:
+            await self._client.aclose()
+
+    def _connected(self) -> httpx2.AsyncClient:
+        """Make the client where the event loop runs. Whoever waits for an answer sets the deadline."""
+        if self._client is None:
+            self._client = httpx2.AsyncClient(
+                base_url=self._config.urls[0],
+                timeout=httpx2.Timeout(None, connect=min(10.0, self._config.timeout_s)),
+                # The server drops a connection that was idle for 5 s; one that is dropped as it is used is a fault.
+                limits=httpx2.Limits(max_connections=None, keepalive_expiry=2.0),
+                trust_env=False,  # a proxy for the Internet is none for a server beside us
+            )
+        return self._client
+
+
+def _words(response: httpx2.Response) -> str:
+    """Return what the server says of an error, without what is around it."""
+    try:
+        found = response.json()
+    except ValueError:
+        found = response.text
+    for key in ("error", "detail", "message"):
+        if isinstance(found, dict):
+            found = found.get(key, found)
+    return str(found)[:_MAX_WORDS]

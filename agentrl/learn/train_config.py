@@ -1,0 +1,77 @@
+"""The recipe's section `train`."""
+
+from typing import Annotated, Literal, Self
+
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    model_validator,
+)
+
+from agentrl.learn.layout import Layout
+from agentrl.learn.optimizer import OptimizerName
+
+Beta = Annotated[float, Field(ge=0, lt=1)]
+
+
+class TrainConfig(BaseModel):
+    """The optimizer and what it is fed."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    steps: PositiveInt = 100
+    """Rounds of collecting and updating."""
+    num_minibatches: PositiveInt = 4
+    """Optimizer updates for each step's rollouts (the GSPO paper's four)."""
+    max_tokens_per_micro_batch: PositiveInt = 16_384
+    """Most tokens in one forward and backward pass, padding included; a token that rows share counts once."""
+    layout: Literal["auto"] | Layout = "auto"
+    """How rows are laid out: `tree` computes what they share once, `packed` puts short ones behind one another, `padded` below
+    one another. `auto`: the first of these that is proven exact for the model when the run begins."""
+    learning_rate: PositiveFloat = 3e-4
+    """Step size of AdamW."""
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """Course of the learning rate after its warm-up."""
+    warmup_updates: NonNegativeInt = 0
+    """Updates over which the learning rate rises from 0."""
+    optimizer: OptimizerName = "adamw"
+    """`adamw`: torch's. `adamw_8bit`, `paged_adamw`, `paged_adamw_8bit`: of bitsandbytes, for less memory."""
+    gradient_checkpointing: bool = False
+    """Keep what enters each layer and compute the rest again in the backward pass: slower, for less memory."""
+    betas: tuple[Beta, Beta] = (0.9, 0.95)
+    """Decay of Adam's running means of the gradient and of its square."""
+    weight_decay: NonNegativeFloat = 0.0
+    """Decoupled weight decay of AdamW."""
+    max_grad_norm: PositiveFloat = 1.0
+    """Gradients are scaled down to this norm."""
+    precision: Literal["float32", "bfloat16"] = "float32"
+    """`bfloat16`: autocast over float32 weights."""
+    sharding: Literal["none", "full"] = "none"
+    """Where several processes train. `none`: each holds all weights (DDP). `full`: weights, gradients and the optimizer's
+    state are shared out among them (FSDP2)."""
+    process_timeout_s: PositiveFloat = 1800.0
+    """How long a process waits for the others."""
+    device: Literal["auto", "cpu"] = "auto"
+    """`auto`: a GPU where there is one."""
+    checkpoint_every: PositiveInt = 20
+    """Steps between checkpoints; the last step always has one."""
+    keep_last: PositiveInt = 2
+    """Checkpoints kept."""
+    agreement: PositiveFloat | None = None
+    """Largest mean difference allowed between the engine's log-probabilities and the trainer's under the same weights, in
+    nats. None: follows the precision (float32 1e-3, bfloat16 0.05)."""
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        if self.sharding == "full" and self.optimizer != "adamw":
+            raise ValueError(f"optimizer: {self.optimizer} cannot be shared out (sharding: full); set it to adamw")
+        return self
+
+    def agreement_bound(self) -> float:
+        """Return `agreement`, the precision's default where it is None."""
+        return self.agreement or {"float32": 1e-3, "bfloat16": 0.05}[self.precision]
