@@ -72,6 +72,10 @@ def new_engine(recipe: Recipe, share: Share, model: Any, device: torch.device, *
         raise ConfigError(
             f"engine.sleep: only vLLM in the trainer's process sleeps, not engine.name: {name}; set it to false"
         )
+    if config.sleep and recipe.rollout.mode == "async":
+        raise ConfigError(
+            "engine.sleep: rollout.mode: async samples while the policy is updated; set engine.sleep to false"
+        )
     if not share.num_groups:
         return IdleEngine()
     if name == "vllm_server":

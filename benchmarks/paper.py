@@ -75,6 +75,7 @@ TRAINED = {kind: [*methods, "GSPO, GRPO's range"] for kind, methods in COMPARED.
 SCALES = (0.25, 1.0, 4.0)
 """Clip ranges that are looked at beside the paper's, in units of it."""
 SYMBOLS = 32
+NUM_MINIBATCHES = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -180,7 +181,7 @@ def new_learner(start: Path, method: str, learning_rate: float) -> WatchedLearne
         accelerator=Accelerator(cpu=True),
         policy=Policy(load(start), layout="tree"),
         loss=LossConfig(**METHODS[method]),
-        config=TrainConfig(num_minibatches=4, learning_rate=learning_rate, device="cpu"),
+        config=TrainConfig(num_minibatches=NUM_MINIBATCHES, learning_rate=learning_rate, device="cpu"),
         temperature=1.0,
         seed=0,
     )
@@ -222,10 +223,10 @@ class Ratios:
     """Number of each token's trajectory."""
 
     @classmethod
-    def of(cls, tallies: Sequence[Tally], by_trajectory: Sequence[Tally]) -> "Ratios":
-        """Put minibatches together; `by_trajectory`: tallies of the same ones by a method of that unit."""
+    def of(cls, tallies: Sequence[Tally], by_trajectory: Sequence[Tally] | None = None) -> "Ratios":
+        """Put minibatches together; `by_trajectory`: the same by a method of that unit, where theirs is another."""
         units: list[IntArray] = []
-        for unit_T in (column for tally in by_trajectory for column in tally.columns["unit_T"]):
+        for unit_T in (column for tally in by_trajectory or tallies for column in tally.columns["unit_T"]):
             units.append(unit_T.astype(np.int64) + (1 + units[-1].max() if units else 0))
         log_ratio_T, advantage_T = (
             np.concatenate([tally.column(name) for tally in tallies]) for name in ("log_ratio_T", "advantage_T")
@@ -348,7 +349,8 @@ def matching(rows: list[Figures]) -> Figures | None:
 
         length = (token spread where GRPO clips the paper's share / sequence spread where GSPO does) ** 2
 
-    Interpolated between rates. The length holds for independent tokens that do not drift. None: out of reach.
+    Interpolated between rates; shares are of all minibatches, spreads of the second. The length holds for independent tokens
+    that do not drift. None: out of reach.
     """
     found: Figures = {}
     for method, name in (("GSPO", "sequence_spread"), ("GRPO", "token_spread")):
@@ -430,12 +432,13 @@ def respond(start: Path, prompt: tuple[int, ...], size: Size, count: int) -> lis
 def measure_length(start: Path, prompt: tuple[int, ...], size: Size) -> Figures:
     """Update by GSPO; show of each length what its ratios are and what either method clips at these very weights."""
     filling, *measured = respond(start, prompt, size, 1 + size.long_batches)
-    figures: Figures = {"responses": 3 * size.responses * size.long_batches // 4, "rates": []}
+    later_share = (NUM_MINIBATCHES - 1) / NUM_MINIBATCHES
+    figures: Figures = {"responses": int(later_share * size.responses * size.long_batches), "rates": []}
     with tempfile.TemporaryDirectory() as folder:
         write_moments(start, [filling], Path(folder))
         for rate in size.long_rates:
             later = [update(start, Path(folder), batch, "GSPO", rate).tallies[1:] for batch in measured]
-            ratios = Ratios.of(*[[tally for tallies in later for tally in tallies]] * 2)
+            ratios = Ratios.of([tally for tallies in later for tally in tallies])
             rows = [
                 {"length": length, **part.spreads(), "GSPO": part.clipped("GSPO"), "GRPO": part.clipped("GRPO")}
                 for length in size.lengths
@@ -478,6 +481,7 @@ def train(start: Path, method: str, seed: int, size: Size) -> Figures:
     names = {"clipped": "clip/tokens", "grad_norm": "grad_norm", "changed_experts": "moe/changed_experts"}
     means = {name: statistics.mean(row[key] for row in steps) for name, key in names.items() if key in steps[0]}
     rewards = [row["reward/mean"] for row in steps]
+    # It is missing where no episode came to its end.
     success = {"before": first.get("eval/success", 0.0), "after": steps[-1].get("eval/success", 0.0)}
     return {"seed": seed, **success, **means, "reward": statistics.mean(rewards), "rewards": rewards}
 
@@ -504,9 +508,7 @@ def show_clipped(kind: str, figures: Figures) -> None:
     for row in figures["rates"]:
         rate = {"learning rate": f"{row['learning_rate']:.0e}"}
         shares = {method: row[method]["clipped"] for method in COMPARED[kind]}
-        spread = {
-            method: f"{share(x)} ({share(np.std(row[method]['clipped_by_batch']))})" for method, x in shares.items()
-        }
+        spread = {method: f"{share(x)} ({deviation(row[method]['clipped_by_batch'])})" for method, x in shares.items()}
         factor = f"{shares['GSPO'] / shares['GRPO']:.0f}" if shares["GRPO"] else "-"
         changed = {"experts changed": share(row["changed_experts"])} if "changed_experts" in row else {}
         clipped.append(rate | spread | {"GSPO / GRPO": factor} | changed)
@@ -552,10 +554,15 @@ def show_learning(kind: str, figures: dict[str, list[Figures]]) -> None:
             name: statistics.mean(run[name] for run in runs) for name in runs[0] if name not in ("seed", "rewards")
         }
         row = {"method": method, **{name: f"{means[name]:.3f}" for name in ("before", "after", "reward")}}
+        row["after"] += " (" + ", ".join(f"{run['after']:.2f}" for run in runs) + ")"
         for name in ("after", "reward"):
             row[f"{name}, against GSPO"] = "-" if method == "GSPO" else against(runs, figures["GSPO"], name)
         rows.append(row | {name: share(means[name]) for name in ("clipped", "changed_experts") if name in means})
     table(f"{kind}, learning: means over {len(runs)} seeds, differences seed by seed", rows)
+
+
+def deviation(values: Sequence[float]) -> str:
+    return share(statistics.stdev(values)) if len(values) > 1 else "-"
 
 
 def share(value: float) -> str:

@@ -298,6 +298,10 @@ def test_the_doctor_speaks_briefly_where_contexts_are_short(agentrl: Agentrl) ->
             ["--engine.sleep", "true"],
             "engine.sleep: only vLLM in the trainer's process sleeps, not engine.name: transformers; set it to false",
         ),
+        (
+            ["--engine.sleep", "true", "--engine.name", "vllm", "--rollout.mode", "async"],
+            "engine.sleep: rollout.mode: async samples while the policy is updated; set engine.sleep to false",
+        ),
     ],
 )
 def test_options_of_vllm_are_refused_where_it_does_not_sample(

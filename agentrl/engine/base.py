@@ -69,7 +69,7 @@ class EngineConfig(BaseModel):
     environments take longer than a decoding step (milliseconds). A server decodes whenever there is something to decode."""
     sleep: bool = False
     """Give a GPU's memory back while the policy is updated (`name: vllm`): weights go to the host and back, keys and values
-    are forgotten. Of no use with `rollout.mode: async`, which samples meanwhile."""
+    are forgotten."""
     vllm: dict[str, Any] = {}
     """Further arguments of vLLM's `EngineArgs`, such as gpu_memory_utilization."""
     server: ServerConfig = ServerConfig()

@@ -298,6 +298,7 @@ class VLLMEngine(BatchedEngine):
         self._llm.set_weight_version(str(version))
 
     def _shut_down(self) -> None:
+        self._wake_up()  # what sleeps is not freed as what is awake
         llm, self._llm = self._llm, None
         llm.engine_core.shutdown()
 

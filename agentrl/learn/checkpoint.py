@@ -92,6 +92,8 @@ def refusing_others(path: Path) -> Iterator[None]:
     """Turn what a checkpoint that does not fit the recipe's model raises into a ConfigError."""
     try:
         yield
+    except ConfigError:
+        raise
     except (RuntimeError, KeyError, ValueError) as error:
         raise ConfigError(f"the checkpoint {path} does not fit this recipe: {error}") from error
 

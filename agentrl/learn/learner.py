@@ -156,8 +156,13 @@ class Learner:
             save_file(state, folder / _REFERENCE)
 
     def load_reference(self, folder: Path) -> None:
-        """Read what `save_reference` wrote."""
+        """Read what `save_reference` wrote.
+
+        Raises:
+            ConfigError: where adapters were trained and are not now, or the other way round.
+        """
         assert self.reference is not None
+        self._check_adapters(folder)
         if self._is_adapted:
             load_adapter(self.reference.model, folder)
         else:
@@ -204,7 +209,8 @@ class Learner:
         """Read what `save` wrote. Rates and betas are those of the recipe.
 
         Raises:
-            ConfigError: where the weights were laid out among processes otherwise, or adapters were trained and are not now.
+            ConfigError: where the weights were laid out among processes otherwise, or adapters were trained and are not now, or the
+                other way round.
         """
         self._check_adapters(folder)
         if (folder / _SHARDS).is_dir() != self._is_sharded:

@@ -82,6 +82,7 @@ def test_an_engine_that_sleeps_while_it_is_paused_keeps_to_the_contract_too(runn
     run(runner, engine.pause())
     assert engine._llm.is_sleeping()
     run(runner, engine.load_weights(make_model().state_dict().items(), 0))
+    assert engine._llm.engine_core.engine_core.model_executor.sleeping_tags == {"kv_cache"}
     run(runner, engine.resume())
     assert not engine._llm.is_sleeping()
     test_it_keeps_to_the_contract_of_engines(engine, runner)

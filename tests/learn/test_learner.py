@@ -247,12 +247,12 @@ def test_a_checkpoint_of_adapters_leaves_out_what_is_frozen_and_goes_on_bit_for_
     assert torch.equal(weights(late), weights(whole))
 
 
-@pytest.mark.parametrize("loads", [Learner.load, Learner.load_weights])
+@pytest.mark.parametrize("loads", [Learner.load, Learner.load_weights, Learner.load_reference])
 def test_a_run_does_not_go_on_with_adapters_where_it_had_none_or_the_other_way_round(
     loads: Callable[[Learner, Path], None], tmp_path: Path
 ) -> None:
     pytest.importorskip("peft", reason="adapters are peft's: pip install 'agentrl[lora]'")
-    plain, adapted = make_learner(), make_learner(lora=LoraSettings())
+    plain, adapted = make_learner(has_reference=True), make_learner(has_reference=True, lora=LoraSettings())
     plain.save(tmp_path / "plain")
     adapted.save(tmp_path / "adapted")
     for learner, name, how in ((adapted, "plain", "without"), (plain, "adapted", "with")):

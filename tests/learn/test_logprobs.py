@@ -115,7 +115,9 @@ def test_float32_agrees_with_float64() -> None:
 
 @pytest.mark.parametrize("weight_dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("autocast", [False, True])
-def test_bfloat16_inputs_are_accumulated_in_float32(weight_dtype: torch.dtype, autocast: bool) -> None:
+def test_bfloat16_inputs_give_logprobs_in_float32_and_gradients_to_the_precision_of_bfloat16(
+    weight_dtype: torch.dtype, autocast: bool
+) -> None:
     hidden_TD, weight_VD, bias_V, targets_T = make_inputs(200, 300, 32, dtype=torch.bfloat16)
     weight_VD = weight_VD.detach().to(weight_dtype).requires_grad_()
     with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
@@ -130,7 +132,9 @@ def test_bfloat16_inputs_are_accumulated_in_float32(weight_dtype: torch.dtype, a
     for leaf, reference in zip((hidden_TD, weight_VD, bias_V), exact, strict=True):
         assert leaf.grad is not None
         assert leaf.grad.dtype == leaf.dtype
-        assert relative_error(leaf.grad, reference.grad) < 2**-8  # half a unit of bfloat16's 8 bits
+        assert (
+            relative_error(leaf.grad, reference.grad) < 2**-8
+        )  # factors, and each tile's product, are rounded to 8 bits
 
 
 def test_autocast_does_not_round_the_logits() -> None:

@@ -43,6 +43,15 @@ def test_heads_that_do_not_fit_are_refused_when_the_recipe_is_read(sizes: str, w
     assert str(caught.value) == f"model.local.{words}"
 
 
+def test_adapters_need_a_model_to_adapt(tmp_path: Path) -> None:
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text("model: {lora: {rank: 2}}")
+    with pytest.raises(ConfigError) as caught:
+        load_recipe(recipe)
+    words = "random weights are not worth adapting; set model.name_or_path, or leave lora out"
+    assert str(caught.value) == f"model.lora: {words}"
+
+
 def test_what_is_accepted_runs() -> None:
     tokenizer = train_tokenizer([], vocab_size=261)
     accepted = []

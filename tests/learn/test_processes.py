@@ -21,10 +21,9 @@ from agentrl import Credit, TrajectoryGroup
 from agentrl.errors import ConfigError, TrainingError
 from agentrl.learn.layout import Layout
 from agentrl.learn.learner import Learner
-from agentrl.learn.lora import LoraSettings
+from agentrl.learn.lora import LoraSettings, merged_weights
 from agentrl.learn.loss import LossConfig
 from agentrl.learn.processes import gathered, naming_the_missing, process_index, set_deadline
-from agentrl.learn.sharding import whole
 from agentrl.learn.signals.scoring import score_tokens
 from tests.learn.test_batch import some_groups
 from tests.learn.test_learner import make_learner
@@ -170,7 +169,9 @@ def test_saved_and_loaded_equals_uninterrupted_bit_for_bit(
     late = together(2, tmp_path, trained, sharding, lora, tmp_path / "early", [2, 3], True)
     if lora is not None:  # what is frozen stays out
         names = FileSystemReader(tmp_path / "early" / "shards").read_metadata().state_dict_metadata
-        assert all(".lora_" in name for name in names if name.startswith("model."))
+        saved = [name for name in names if name.startswith("model.")]
+        assert saved
+        assert all(".lora_" in name for name in saved)
     for (metrics, weights), (before, _), (after, found) in zip(whole, early, late, strict=True):
         assert [*before, *after] == metrics
         assert all(torch.equal(found[name], weights[name]) for name in weights)
@@ -193,28 +194,32 @@ def test_a_checkpoint_of_another_sharding_is_refused(tmp_path: Path) -> None:
         assert words == f"train.sharding: {tmp_path} was written under another; go on as the run began"
 
 
-def reference_kept(folder: Path) -> tuple[bool, bool]:
+def reference_kept(lora: LoraSettings | None, folder: Path) -> tuple[bool, bool]:
     """Whether a kept reference is the policy as it was, and whether it comes back from a file."""
-    learner = make_learner(sharding="full", has_reference=True, num_minibatches=1, loss=LossConfig(kl_coefficient=0.1))
+    settings: dict[str, Any] = {"sharding": "full", "has_reference": True, "lora": lora}
+    learner = make_learner(**settings, num_minibatches=1, loss=LossConfig(kl_coefficient=0.1))
     learner.update(*credited([4, 3]), version=0)
     learner.keep_reference()
     before = dict(learner.weights())
     learner.save_reference(folder)
     learner.update(*credited([4, 3]), version=1)
     gathered([0])
-    other = make_learner(sharding="full", has_reference=True)
+    other = make_learner(**settings)
     other.load_reference(folder)
 
     def is_before(subject: Learner) -> bool:
         assert subject.reference is not None
-        kept = {n.removeprefix("model."): tensor for n, tensor in whole(subject.reference)}
+        kept = dict(merged_weights(subject.reference.model))
         return all(torch.equal(kept[name], before[name]) for name in kept)
 
     return is_before(learner), is_before(other)
 
 
-def test_the_reference_of_shared_out_weights_stays_and_comes_back(tmp_path: Path) -> None:
-    assert together(2, tmp_path, reference_kept, tmp_path) == [(True, True)] * 2
+@pytest.mark.parametrize("lora", [None, LoraSettings(rank=2)], ids=str)
+def test_the_reference_of_shared_out_weights_stays_and_comes_back(lora: LoraSettings | None, tmp_path: Path) -> None:
+    if lora is not None:
+        pytest.importorskip("peft", reason="adapters are peft's: pip install 'agentrl[lora]'")
+    assert together(2, tmp_path, reference_kept, lora, tmp_path) == [(True, True)] * 2
 
 
 def scores(sharding: Sharding) -> list[Any]:
