@@ -209,8 +209,8 @@ class Learner:
         """Read what `save` wrote. Rates and betas are those of the recipe.
 
         Raises:
-            ConfigError: where the weights were laid out among processes otherwise, or adapters were trained and are not now, or the
-                other way round.
+            ConfigError: where the weights were laid out among processes otherwise, or adapters were trained and are not now, or
+                the other way round.
         """
         self._check_adapters(folder)
         if (folder / _SHARDS).is_dir() != self._is_sharded:

@@ -48,7 +48,7 @@ def test_adapters_need_a_model_to_adapt(tmp_path: Path) -> None:
     recipe.write_text("model: {lora: {rank: 2}}")
     with pytest.raises(ConfigError) as caught:
         load_recipe(recipe)
-    words = "random weights are not worth adapting; set model.name_or_path, or leave lora out"
+    words = "a model with random weights has nothing to adapt; set model.name_or_path, or leave lora out"
     assert str(caught.value) == f"model.lora: {words}"
 
 
