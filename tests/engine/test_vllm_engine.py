@@ -76,32 +76,6 @@ async def converse(engine: VLLMEngine, number: int, temperature: float) -> list[
     return turns
 
 
-def test_an_engine_that_sleeps_while_it_is_paused_keeps_to_the_contract_too(runner: asyncio.Runner) -> None:
-    """On a CPU vLLM gives no memory back, but pauses its scheduler and counts what sleeps as on a GPU."""
-    engine = VLLMEngine(make_model(), EngineConfig(max_batch_size=8, max_prefill_tokens=64, sleep=True), max_tokens=256)
-    run(runner, engine.pause())
-    assert engine._llm.is_sleeping()
-    run(runner, engine.load_weights(make_model().state_dict().items(), 0))
-    assert engine._llm.engine_core.engine_core.model_executor.sleeping_tags == {"kv_cache"}
-    run(runner, engine.resume())
-    assert not engine._llm.is_sleeping()
-    test_it_keeps_to_the_contract_of_engines(engine, runner)
-    run(runner, engine.pause())
-    run(runner, engine.close())
-
-
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-def test_sleep_gives_a_gpus_memory_back(runner: asyncio.Runner) -> None:
-    config = EngineConfig(max_batch_size=8, sleep=True, vllm={"gpu_memory_utilization": 0.2})
-    engine = VLLMEngine(make_model(), config, max_tokens=256)
-    free, total = torch.cuda.mem_get_info()
-    run(runner, engine.pause())
-    assert torch.cuda.mem_get_info()[0] > free + 0.1 * total
-    run(runner, engine.resume())
-    assert torch.cuda.mem_get_info()[0] < free + 0.05 * total
-    run(runner, engine.close())
-
-
 @pytest.mark.parametrize("temperature", [0.6, 1.0, 1.5])
 def test_logprobs_over_four_turns_are_those_of_plain_passes_before_and_after_pushes(
     temperature: float, engine: VLLMEngine, runner: asyncio.Runner
@@ -303,3 +277,29 @@ def test_a_model_that_vllm_cannot_run_is_refused(runner: asyncio.Runner) -> None
         VLLMEngine(make_model(), EngineConfig(vllm={"quantization": "no such"}), max_tokens=64)
     with pytest.raises(ConfigError, match=r"unexpected keyword argument 'block_sise'"):
         VLLMEngine(make_model(), EngineConfig(vllm={"block_sise": 32}), max_tokens=64)
+
+
+def test_an_engine_that_sleeps_while_it_is_paused_keeps_to_the_contract_too(runner: asyncio.Runner) -> None:
+    """On a CPU vLLM gives no memory back, but pauses its scheduler and counts what sleeps as on a GPU."""
+    engine = VLLMEngine(make_model(), EngineConfig(max_batch_size=8, max_prefill_tokens=64, sleep=True), max_tokens=256)
+    run(runner, engine.pause())
+    assert engine._llm.is_sleeping()
+    run(runner, engine.load_weights(make_model().state_dict().items(), 0))
+    assert engine._llm.engine_core.engine_core.model_executor.sleeping_tags == {"kv_cache"}
+    run(runner, engine.resume())
+    assert not engine._llm.is_sleeping()
+    test_it_keeps_to_the_contract_of_engines(engine, runner)
+    run(runner, engine.pause())
+    run(runner, engine.close())
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_sleep_gives_a_gpus_memory_back(runner: asyncio.Runner) -> None:
+    config = EngineConfig(max_batch_size=8, sleep=True, vllm={"gpu_memory_utilization": 0.2})
+    engine = VLLMEngine(make_model(), config, max_tokens=256)
+    free, total = torch.cuda.mem_get_info()
+    run(runner, engine.pause())
+    assert torch.cuda.mem_get_info()[0] > free + 0.1 * total
+    run(runner, engine.resume())
+    assert torch.cuda.mem_get_info()[0] < free + 0.05 * total
+    run(runner, engine.close())

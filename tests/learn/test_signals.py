@@ -577,7 +577,7 @@ def test_a_scheme_that_reads_the_reference_cannot_be_added_to_a_run_that_kept_no
 
 def test_a_critic_cannot_be_added_to_a_run_that_had_none(warm: Path, tmp_path: Path) -> None:
     folder, _, _ = trained(with_model(warm, tmp_path, {"scheme": "uniform"}, train={"steps": 1}))
-    with pytest.raises(ConfigError, match="does not fit this recipe"):
+    with pytest.raises(ConfigError, match="the credit scheme reads a critic, and this run trained none"):
         trained(with_model(warm, tmp_path, {"scheme": "turn_gae"}), folder)
 
 
