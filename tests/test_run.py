@@ -95,7 +95,6 @@ def test_the_same_recipe_trains_a_hugging_face_model(tmp_path: Path) -> None:
 
 
 def test_a_run_of_adapters_goes_on_and_is_exported_as_a_whole_model(tmp_path: Path) -> None:
-    pytest.importorskip("peft", reason="adapters are peft's: pip install 'agentrl[lora]'")
     base = hugging_face_folder(tmp_path / "model", rewrites=False)
     settings: dict[str, Any] = {
         "model": {"name_or_path": base, "lora": {"rank": 2}},

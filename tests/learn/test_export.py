@@ -2,6 +2,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import peft
 import pytest
 import torch
 import transformers
@@ -36,7 +37,6 @@ def tiny(family: str = "Qwen3", **changes: Any) -> Any:
 
 
 def adapted(model: Any) -> Any:
-    pytest.importorskip("peft", reason="adapters are peft's: pip install 'agentrl[lora]'")
     add_lora(model, LoraSettings(rank=3))
     for tensor in adapter_state(model).values():
         torch.nn.init.normal_(tensor, std=0.1)
@@ -65,7 +65,6 @@ def test_adapters_are_merged(tmp_path: Path) -> None:
 
 
 def test_peft_loads_adapters_that_are_written_alone(tmp_path: Path) -> None:
-    peft = pytest.importorskip("peft", reason="adapters are peft's: pip install 'agentrl[lora]'")
     model = adapted(tiny())
     export_adapter(model, tmp_path / "out" / "adapter")
     loaded = peft.PeftModel.from_pretrained(tiny(), tmp_path / "out" / "adapter").eval()

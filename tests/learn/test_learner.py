@@ -223,7 +223,6 @@ def test_going_on_takes_the_recipes_rates_and_not_the_checkpoints(tmp_path: Path
 
 
 def test_a_checkpoint_of_adapters_leaves_out_what_is_frozen_and_goes_on_bit_for_bit(tmp_path: Path) -> None:
-    pytest.importorskip("peft", reason="adapters are peft's: pip install 'agentrl[lora]'")
     settings = LossConfig(kl_coefficient=0.1)
     whole, late, evaluated = (
         make_learner(loss=settings, has_reference=True, lora=LoraSettings(rank=2)) for _ in range(3)
@@ -251,7 +250,6 @@ def test_a_checkpoint_of_adapters_leaves_out_what_is_frozen_and_goes_on_bit_for_
 def test_a_run_does_not_go_on_with_adapters_where_it_had_none_or_the_other_way_round(
     loads: Callable[[Learner, Path], None], tmp_path: Path
 ) -> None:
-    pytest.importorskip("peft", reason="adapters are peft's: pip install 'agentrl[lora]'")
     plain, adapted = make_learner(has_reference=True), make_learner(has_reference=True, lora=LoraSettings())
     plain.save(tmp_path / "plain")
     adapted.save(tmp_path / "adapted")

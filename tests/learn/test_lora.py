@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import peft
 import pytest
 import torch
 import transformers
@@ -16,8 +17,6 @@ from agentrl.errors import ConfigError
 from agentrl.learn.layout import Layout, attending, hidden_states, lay_out
 from agentrl.learn.lora import LoraSettings, adapter_state, add_lora, load_adapter, merged_weights, save_adapter
 from agentrl.learn.model import Policy
-
-peft = pytest.importorskip("peft", reason="adapters are peft's: pip install 'agentrl[lora]'")
 
 SIZES = {
     "vocab_size": 97,

@@ -18,9 +18,7 @@ BETAS = (0.9, 0.95)
 
 @pytest.fixture(params=NAMES)
 def name(request: pytest.FixtureRequest) -> Iterator[str]:
-    """Each optimizer that is installed."""
-    if request.param != "adamw":
-        pytest.importorskip("bitsandbytes", reason=f"{request.param} is of bitsandbytes")
+    """Each optimizer."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Paged optimizers are not supported on CPU")  # nor needed: same numbers
         yield request.param

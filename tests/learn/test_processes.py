@@ -162,8 +162,6 @@ def trained(
 def test_saved_and_loaded_equals_uninterrupted_bit_for_bit(
     sharding: Sharding, lora: LoraSettings | None, tmp_path: Path
 ) -> None:
-    if lora is not None:
-        pytest.importorskip("peft", reason="adapters are peft's: pip install 'agentrl[lora]'")
     whole = together(2, tmp_path, trained, sharding, lora, tmp_path / "whole", [0, 1, 2, 3], False)
     early = together(2, tmp_path, trained, sharding, lora, tmp_path / "early", [0, 1], False)
     late = together(2, tmp_path, trained, sharding, lora, tmp_path / "early", [2, 3], True)
@@ -217,8 +215,6 @@ def reference_kept(lora: LoraSettings | None, folder: Path) -> tuple[bool, bool]
 
 @pytest.mark.parametrize("lora", [None, LoraSettings(rank=2)], ids=str)
 def test_the_reference_of_shared_out_weights_stays_and_comes_back(lora: LoraSettings | None, tmp_path: Path) -> None:
-    if lora is not None:
-        pytest.importorskip("peft", reason="adapters are peft's: pip install 'agentrl[lora]'")
     assert together(2, tmp_path, reference_kept, lora, tmp_path) == [(True, True)] * 2
 
 
