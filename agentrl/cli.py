@@ -3,6 +3,7 @@
 import argparse
 import datetime as dt
 import errno
+import logging
 import os
 import shlex
 import signal
@@ -36,6 +37,8 @@ _NAME = f"agentrl, process {_PROCESS} of {_NUM_PROCESSES}" if _NUM_PROCESSES > 1
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run a command; exit with 0, 2 for the user's mistakes, 1 for failures of agentrl or the machine."""
     sys.path.insert(0, os.getcwd())  # `module:Class` means a file of the working directory, as with `python -m`
+    # transformers imports peft, which imports bitsandbytes, which warns of a 4-bit kernel that nothing here calls.
+    logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
     options, rest = _parser().parse_known_args(arguments)
     console = Console(stderr=True, soft_wrap=True)
     try:
