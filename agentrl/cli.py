@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from agentrl.report.folder import RunFolder
     from agentrl.report.records import TrajectoryRecord
 
-_USER_MISTAKE, _FAILURE, _INTERRUPTED = 2, 1, 130
+_FAILURE, _INTERRUPTED = 1, 130
 
 # Set by launchers of several processes.
 _PROCESS, _NUM_PROCESSES = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
@@ -47,7 +47,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         options.run(options, rest)
     except UserError as error:
         console.print(f"{_NAME}: {error}", style="red", markup=False, highlight=False)
-        sys.exit(_USER_MISTAKE)
+        sys.exit(launch.USER_MISTAKE)
     except AgentRLError as error:
         console.print(f"{_NAME}: {error}", style="red", markup=False, highlight=False)
         sys.exit(_FAILURE)
@@ -55,7 +55,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if not (words := _disk_words(error, go_on=_go_on(options))):
             raise
         console.print(f"{_NAME}: {words}", style="red", markup=False, highlight=False)
-        sys.exit(_USER_MISTAKE)
+        sys.exit(launch.USER_MISTAKE)
     except KeyboardInterrupt:
         go_on = _go_on(options)
         words = f"interrupted. Go on from the last checkpoint with {go_on}" if go_on else "interrupted"
@@ -172,6 +172,9 @@ def _launch(options: argparse.Namespace, rest: list[str]) -> None:
             check_processes(newest, options.processes)
     elif recipe.run_dir is not None and options.machine == 0:
         RunFolder.check_free(recipe.run_dir)
+    if options.processes == 1:
+        _train(options, rest)
+        return
     sys.stdout.flush()
     launch.launch(options, rest)
 

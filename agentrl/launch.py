@@ -1,11 +1,13 @@
 """`agentrl launch`: a run as several processes, through accelerate's launcher."""
 
 import argparse
-import os
+import logging
 import sys
-from typing import NoReturn
 
-from agentrl.errors import ConfigError
+from agentrl.errors import ConfigError, TrainingError
+
+USER_MISTAKE = 2
+"""Exit status of a command that the user's mistake ended."""
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -17,23 +19,51 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--port", type=int, default=0, help="a free port there (default, on one machine: any)")
 
 
-def command(options: argparse.Namespace, rest: list[str]) -> list[str]:
-    """Return what starts this machine's processes: `accelerate launch ... --module agentrl train TARGET ...`."""
+def launch(options: argparse.Namespace, rest: list[str]) -> None:
+    """Run this machine's processes, as `accelerate launch` does; what ends this one ends them all.
+
+    Raises:
+        ConfigError: where something else listens on that port.
+        TrainingError: when a process has ended before the run has.
+        SystemExit: with 2 for a mistake, which the process that met it has told; when interrupted.
+    """
+    from accelerate.commands.launch import launch_command, launch_command_parser
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+    # It reports at length what is said below.
+    report = logging.getLogger("torch.distributed.elastic")
+    report.addHandler(logging.NullHandler())
+    report.propagate = False
+    try:
+        launch_command(launch_command_parser().parse_args(_arguments(options, rest)))
+    except ChildFailedError as error:
+        # In the order in which they ended; those after the first were most often ended by the launcher.
+        failures = list(error.failures.items())
+        if any(failure.exitcode == USER_MISTAKE for _, failure in failures):
+            sys.exit(USER_MISTAKE)
+        process, failure = failures[0]
+        how = f"exit status {failure.exitcode}" if failure.exitcode > 0 else failure.signal_name()
+        raise TrainingError(
+            f"process {process} of {options.processes} ended with {how}, and the run with it; "
+            f"go on from its last checkpoint with `agentrl launch --processes {options.processes} RUN_FOLDER`"
+        ) from error
+    except SignalException as error:
+        sys.exit(128 + error.sigval)
+    except ConnectionError as error:
+        raise ConfigError(f"--port: something else listens on {options.port}; name a port that is free") from error
+
+
+def _arguments(options: argparse.Namespace, rest: list[str]) -> list[str]:
     return [
-        *(sys.executable, "-m", "accelerate.commands.launch"),
         # Which means torch's launcher, on a CPU as well; what accelerate calls multi-CPU takes MPI.
-        *(["--multi_gpu"] if options.processes > 1 else []),
+        "--multi_gpu",
         *("--num_processes", str(options.processes), "--num_machines", str(options.machines)),
         *("--machine_rank", str(options.machine)),
         *("--main_process_ip", options.host, "--main_process_port", str(options.port)),
         *("--mixed_precision", "no", "--dynamo_backend", "no"),  # the recipe says; without, accelerate warns
         *("--module", "agentrl", "train", str(options.target), *rest),
     ]
-
-
-def launch(options: argparse.Namespace, rest: list[str]) -> NoReturn:
-    """Become the launcher, so that what ends this process ends all of them."""
-    os.execv(sys.executable, command(options, rest))
 
 
 def check(options: argparse.Namespace) -> None:

@@ -346,7 +346,8 @@ async def _busy(subject: _Subject) -> AsyncIterator[str]:
             await subject.wait(subject.engine.load_weights(subject.weights[0].items(), subject.engine.version + 1))
         except EngineError:
             is_refused = True
-        was_running &= not task.done()
+        # One that had ended by then proves nothing; its task may not have been told yet.
+        was_running &= not (await asyncio.wait({task}, timeout=0.1 * whole_s))[0]
         await task
         if is_refused:
             return
