@@ -262,9 +262,9 @@ def _export(options: argparse.Namespace, _: list[str]) -> None:
     from agentrl.engine import EngineConfig
     from agentrl.run import Run
 
-    # Nothing is sampled, and nothing trained.
+    # Nothing is sampled, and nothing trained: a server is asked for nothing before a run begins.
     train = recipe.train.model_copy(update={"device": "cpu"})
-    recipe = recipe.model_copy(update={"engine": EngineConfig(name="transformers"), "train": train})
+    recipe = recipe.model_copy(update={"engine": EngineConfig(name="vllm_server"), "train": train})
 
     dtype = None if options.dtype is None else getattr(torch, options.dtype)
     with _closing(Run(_without_credit(recipe), tokenizer_folder=_tokenizer(options.target))) as run:

@@ -92,7 +92,7 @@ def new_engine(recipe: Recipe, share: Share, model: Any, device: torch.device, *
 
 
 def engine_name(recipe: Recipe, model: Any, device: torch.device) -> str:
-    """Return the recipe's engine; where it leaves the choice, the one that was measured to be faster."""
+    """Return the recipe's engine; where it leaves the choice, vLLM on a GPU, and on a CPU what was measured to be faster."""
     if recipe.engine.name != "auto":
         return recipe.engine.name
     if not is_installed():
@@ -101,4 +101,5 @@ def engine_name(recipe: Recipe, model: Any, device: torch.device) -> str:
         return "vllm"
     # Heads of less than 32 are beyond vLLM on a CPU.
     is_large = sum(parameter.numel() for parameter in model.parameters()) >= _LARGE
-    return "vllm" if is_large and getattr(model.config, "head_dim", 0) >= 32 else "transformers"
+    head_dim = getattr(model.config, "head_dim", None) or model.config.hidden_size // model.config.num_attention_heads
+    return "vllm" if is_large and head_dim >= 32 else "transformers"

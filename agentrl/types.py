@@ -227,6 +227,12 @@ class TrajectoryGroup:
         """The trajectories that did not fail: the only ones that enter a statistic or the loss."""
         return tuple(t for t in self.trajectories if not t.failed)
 
+    @property
+    def earned_alike(self) -> bool:
+        """Whether all that did not fail have the same return, but for rounding."""
+        returns = [t.reward for t in self.valid]
+        return not returns or max(returns) - min(returns) <= 1e-12 * max(map(abs, returns))
+
 
 def valid_trajectories(groups: Sequence[TrajectoryGroup]) -> list[Trajectory]:
     """List the trajectories of all groups that did not fail."""

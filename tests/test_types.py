@@ -83,3 +83,12 @@ def test_only_failures_of_the_machinery_leave_the_statistics() -> None:
     assert [t.stop_reason for t in group.valid] == [reason for reason in StopReason if not reason.failed]
     assert valid_trajectories([group, group]) == [*group.valid, *group.valid]
     assert [t.failed for t in members] == [reason.failed for reason in StopReason]
+
+
+@pytest.mark.parametrize(
+    ("rewards", "alike"), [([], True), ([0, 0], True), ([0.1 + 0.2, 0.3], True), ([-1, 1], False), ([1, 1.001], False)]
+)
+def test_a_group_earned_alike_but_for_rounding_and_failures(rewards: list[float], alike: bool) -> None:
+    members = tuple(trajectory(turn(1, reward=reward)) for reward in rewards)
+    failed = trajectory(turn(1, reward=7), stop_reason=StopReason.ENV_ERROR)
+    assert TrajectoryGroup(group_id="g", trajectories=(*members, failed)).earned_alike == alike

@@ -57,8 +57,8 @@ class EngineConfig(BaseModel):
 
     name: Literal["auto", "transformers", "vllm", "vllm_server"] = "auto"
     """`transformers`: in this process, continuous batching over a key-value cache, on CPU or GPU. `vllm`: vLLM in this
-    process. `vllm_server`: vLLM in another, see `server`. `auto`: `vllm` where it is installed and was measured to be
-    faster, on a GPU and for models of 10 million parameters and more; else `transformers`."""
+    process. `vllm_server`: vLLM in another, see `server`. `auto`: `vllm` where it is installed and there is one training
+    process, on a GPU (expected to be faster) and on a CPU from 10 million parameters on (measured); else `transformers`."""
     max_batch_size: PositiveInt = 64
     """Largest number of requests decoded together; each holds one row of the key-value cache."""
     max_prefill_tokens: PositiveInt = 8192

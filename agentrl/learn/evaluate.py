@@ -45,7 +45,7 @@ class Evaluation:
     """What an evaluation found."""
 
     metrics: dict[str, float]
-    """`success` (share of episodes, where the environment reports it), `reward`, `pass@k`, `failed`, and so on."""
+    """`reward`, `failed`, and so on; `success` (share of episodes) and `pass@k` where any episode came to report success."""
     groups: list[TrajectoryGroup]
 
 
@@ -78,7 +78,7 @@ def evaluated(groups: Iterable[TrajectoryGroup], config: EvaluationConfig) -> Ev
 
 
 def is_success(trajectory: Trajectory) -> bool:
-    """Tell whether the environment called the episode a success; one that a limit cut off is none."""
+    """Tell whether the environment called the episode a success; one cut off before it said so is none."""
     return trajectory.metrics.get("success", 0.0) > 0
 
 

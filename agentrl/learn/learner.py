@@ -290,7 +290,7 @@ class Learner:
             if index == 0 and self._is_routed:
                 of_experts = self._changed_experts(first_experts[0], plan[0])
         tallies = tallies or [Tally()]
-        return update_metrics(tallies) | first_metrics(tallies[0], current_version=version) | of_experts
+        return update_metrics(tallies, current_version=version) | first_metrics(tallies[0]) | of_experts
 
     def _check_adapters(self, folder: Path) -> None:
         if holds_adapters(folder) != self._is_adapted:

@@ -2,8 +2,8 @@
 
     W' = W + alpha / rank * B A
 
-(LoRA, arXiv 2106.09685, section 4.1), where W stays as it is, and A and B, at first 0, are trained. `R` rank, `I` inputs and
-`O` outputs of a layer.
+(LoRA, arXiv 2106.09685, section 4.1), where W stays as it is, and A and B are trained; B is 0 at first. `R` rank, `I` inputs
+and `O` outputs of a layer.
 """
 
 import json

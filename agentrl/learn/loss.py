@@ -38,6 +38,8 @@ Aggregation = Literal["trajectory-mean", "turn-mean", "token-mean", "constant"]
 IntArray = npt.NDArray[np.int64]
 FloatArray = npt.NDArray[np.float64]
 
+_LARGEST_LOG_RATIO = 80.0
+"""float32 ends at e^88."""
 DEFAULT_CLIP: dict[RatioUnit, tuple[float, float]] = {
     "trajectory": (3e-4, 4e-4),
     "turn": (3e-3, 4e-3),
@@ -76,7 +78,7 @@ class LossConfig(BaseModel):
     mismatch_limit: float = Field(default=2.0, gt=1)
     """Largest weight (and, for `mask`, one over the smallest)."""
     kl_coefficient: float = Field(default=0.0, ge=0)
-    """Weight of the KL divergence to the reference policy. 0: no reference policy is loaded."""
+    """Weight of the KL divergence to the reference policy. 0: none is kept, but for a credit scheme that reads it."""
     routing_replay: bool = False
     """Updates of a mixture of experts take the experts that its weights before the first update choose (Routing Replay,
     GSPO paper, section 5.3): ratios of `unit: token` need it, those of whole trajectories do not."""
@@ -159,7 +161,7 @@ def policy_loss(
 ) -> PolicyLoss:
     """Clipped surrogate with one stop-gradient importance ratio for each unit.
 
-        log s_u = mean over the tokens t of unit u of (policy_logprob_t - anchor_logprob_t)
+        log s_u = mean over the tokens t of unit u of (policy_logprob_t - anchor_logprob_t), within -80..80
         s_t     = sg(s_u(t)) * exp(policy_logprob_t - sg(policy_logprob_t))
         loss    = -sum_t weight_t * min(s_t A_t, clip(s_t, 1 - clip_low, 1 + clip_high) A_t)
 
@@ -182,7 +184,8 @@ def policy_loss(
 
     # Detached: whatever a caller's graph holds, the only gradient is that of policy_logprobs_T in s_t.
     log_ratio_T = (policy_logprobs_T - anchor_logprobs_T).detach()
-    ratio_U = _unit_mean(log_ratio_T, unit_T, counts_U).exp()
+    # An infinite ratio would make 0 * inf of the gradient of a clipped token, or of an advantage of 0.
+    ratio_U = _unit_mean(log_ratio_T, unit_T, counts_U).clamp(-_LARGEST_LOG_RATIO, _LARGEST_LOG_RATIO).exp()
     ratio_T = ratio_U[unit_T]
     advantages_T = advantages_T.detach()
     low, high = 1 - clip_low, 1 + clip_high

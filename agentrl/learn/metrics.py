@@ -48,34 +48,36 @@ class Tally:
         return np.concatenate([np.empty(0), *self.columns.get(name, [])])
 
 
-def first_metrics(tally: Tally, *, current_version: int) -> dict[str, float]:
+def first_metrics(tally: Tally) -> dict[str, float]:
     """Describe the first minibatch, whose weights are still those that sampled, where nothing was stale.
 
     `first/ratio_deviation` is the largest |ratio - 1|, and `first/engine_difference` the mean |policy - behavior|
     log-probability: with engine log-probabilities as anchors, the noise floor under the clipped share.
     """
-    staleness_T = current_version - tally.column("version_T")
     return {
         "first/ratio_deviation": _peak(np.abs(tally.column("ratio_U") - 1)),
         "first/clipped_tokens": _mean(tally.column("clipped_T")),
         "first/engine_difference": _mean(np.abs(tally.column("engine_difference_T"))),
-        "staleness/mean": _mean(staleness_T),
-        "staleness/max": _peak(staleness_T),
     }
 
 
-def update_metrics(tallies: Sequence[Tally]) -> dict[str, float]:
-    """Describe all minibatches of a step."""
+def update_metrics(tallies: Sequence[Tally], *, current_version: int) -> dict[str, float]:
+    """Describe all minibatches of a step.
+
+    `staleness` is by how many updates older the weights that sampled a token are than those the step began with.
+    """
 
     def column(name: str) -> Array:
         return np.concatenate([tally.column(name) for tally in tallies])
 
     ratio_U, clipped_T, advantage_T = column("ratio_U"), column("clipped_T"), column("advantage_T")
-    log_ratio_T = column("log_ratio_T")
+    log_ratio_T, staleness_T = column("log_ratio_T"), current_version - column("version_T")
     units = [_units(tally) for tally in tallies]
     clipped_U, mixed_U = (np.concatenate([unit[name] for unit in units]) for name in ("clipped", "mixed"))
     metrics = {
         "loss": _mean([tally.loss for tally in tallies]),
+        "staleness/mean": _mean(staleness_T),
+        "staleness/max": _peak(staleness_T),
         "ratio/mean": _mean(ratio_U),
         "ratio/spread": float(ratio_U.std()) if len(ratio_U) else 0.0,
         # Of the ratios that single tokens would have: what the unit averages out.
@@ -114,7 +116,7 @@ def rollout_metrics(groups: Sequence[TrajectoryGroup], credits: Sequence[Sequenc
         "episode/observation_tokens": _mean([sum(len(turn.observation_ids) for turn in t.turns) for t in trajectories]),
         "episode/truncated": _mean([t.truncated for t in trajectories]),
         "turn/action_tokens": _mean([len(turn.action_ids) for t in trajectories for turn in t.turns]),
-        "groups/zero_spread": _mean([len({t.reward for t in g.valid}) < 2 for g in groups]),
+        "groups/zero_spread": _mean([g.earned_alike for g in groups]),
         "credit/zero_advantage": _mean(
             [
                 not credit.advantages_T.any()

@@ -29,7 +29,8 @@ class TrainConfig(BaseModel):
     num_minibatches: PositiveInt = 4
     """Optimizer updates for each step's rollouts (the GSPO paper's four)."""
     max_tokens_per_micro_batch: PositiveInt = 16_384
-    """Most tokens in one forward and backward pass, padding included; a token that rows share counts once."""
+    """Most tokens in one forward and backward pass, padding included; a token that rows share counts once. A longer
+    trajectory is a pass of its own."""
     layout: Literal["auto"] | Layout = "auto"
     """How rows are laid out: `tree` computes what they share once, `packed` puts short ones behind one another, `padded` below
     one another. `auto`: the first of these that is proven exact for the model when the run begins."""

@@ -25,7 +25,7 @@ class RolloutConfig(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     mode: Literal["sync", "partial", "async"] = "sync"
-    """`sync`: every episode of a step is awaited before its update. `partial`: a step takes the groups that are complete first;
+    """`sync`: every episode of a step is awaited before its update. `partial`: a step takes complete groups, those begun first;
     the other episodes are interrupted, and go on under the next weights. `async`: the same, but sampling goes on during the
     update, and is interrupted only while weights are replaced."""
     max_staleness: PositiveInt = 2
@@ -58,7 +58,8 @@ class RolloutConfig(BaseModel):
     """Deadline of each completion, in seconds. With `engine.lockstep` it includes waiting for the environments of the
     other live episodes: leave it well above `env_timeout_s`."""
     max_retries: NonNegativeInt = 2
-    """How often an episode is begun again, with a fresh environment, after its environment or its engine failed."""
+    """How often an episode is begun again, with a fresh environment, after its environment failed, or goes on from where it
+    stood after its engine did."""
     dynamic_sampling: NonNegativeInt = 0
     """Most groups of a step that are replaced by new tasks because all of their episodes earned the same, which teaches
     nothing to a scheme that compares siblings (DAPO, arXiv 2503.14476); beyond that many, such groups are kept."""

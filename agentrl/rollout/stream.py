@@ -265,7 +265,7 @@ class TaskStream:
         """Tell whether a complete group can be trained on; count it where not."""
         if len(group.valid) >= min(2, self._config.group_size):
             self._replaced_in_a_row = 0
-            if self._replaceable and len(group.valid) > 1 and _earned_alike(group):
+            if self._replaceable and len(group.valid) > 1 and group.earned_alike:
                 self._replaceable -= 1
                 self.counts["alike_groups"] += 1
                 return False
@@ -332,9 +332,3 @@ def group_of(name: str, trajectories: Iterable[Trajectory]) -> TrajectoryGroup:
     """Return a group of trajectories in their order, in whatever order they ended."""
     ordered = sorted(trajectories, key=lambda t: int(t.trajectory_id.rpartition("/")[2]))
     return TrajectoryGroup(group_id=name, trajectories=tuple(ordered))
-
-
-def _earned_alike(group: TrajectoryGroup) -> bool:
-    """Tell whether all returns are the same but for rounding."""
-    returns = [trajectory.reward for trajectory in group.valid]
-    return max(returns) - min(returns) <= 1e-12 * max(map(abs, returns))

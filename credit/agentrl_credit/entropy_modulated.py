@@ -7,7 +7,7 @@ import numpy as np
 from pydantic import Field
 
 from agentrl import Credit, CreditScheme, Need, Trajectory, TrajectoryGroup, load_credit
-from agentrl_credit.stages import Array, broadcast_turns
+from agentrl_credit.stages import Array, broadcast_turns, is_flat
 from agentrl_credit.turns import Spec, Turns, credit_each, token_column, turn_lengths, turn_means
 
 
@@ -76,6 +76,5 @@ class EntropyModulated(CreditScheme):
 
 
 def _scaled(values_N: Array) -> Array:
-    """Map the smallest to 0 and the largest to 1; all to 0 where they are equal."""
-    spread = np.ptp(values_N) if values_N.size else 0.0
-    return (values_N - values_N.min()) / spread if spread > 0 else np.zeros_like(values_N)
+    """Map the smallest to 0 and the largest to 1; all to 0 where they are equal but for rounding."""
+    return np.zeros_like(values_N) if is_flat(values_N).all() else (values_N - values_N.min()) / np.ptp(values_N)

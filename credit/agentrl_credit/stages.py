@@ -181,8 +181,12 @@ def leave_one_out(
 
 
 def batch_normalize(advantages_N: npt.ArrayLike, *, ddof: int, eps: float) -> Array:
-    """Divide by the standard deviation over the whole batch, plus eps; the mean is not moved. Shapes: (N,) -> (N,)."""
-    return _vector(advantages_N) / (standard_deviation(advantages_N, ddof=ddof) + eps)
+    """Divide by the standard deviation over the whole batch, plus eps; the mean is not moved.
+
+    Advantages that are all equal have no spread to divide by, and stay as they are. Shapes: (N,) -> (N,).
+    """
+    spread_N = standard_deviation(advantages_N, ddof=ddof)
+    return _vector(advantages_N) / np.where(spread_N > 0, spread_N + eps, 1.0)
 
 
 def _sums(values_N: npt.NDArray[np.generic], cells_N: Ints) -> Array:

@@ -149,6 +149,11 @@ def test_entropies_are_scaled_over_the_batch() -> None:
     assert_close(alone, [[0.5 / mean([1, math.exp(-1)])], [-0.5 * math.exp(-1) / mean([1, math.exp(-1)])]])
 
 
+def test_entropies_that_differ_by_rounding_alone_are_equal() -> None:
+    group = make_group([[1], [0]], entropies=[[0.1 + 0.2], [0.3]])
+    assert_close(by_turn(EntropyModulated(of=PLAIN, zeta=0), group)[0], [[0.5], [-0.5]])
+
+
 def test_what_the_weighted_scheme_leaves_out_of_the_loss_stays_out() -> None:
     single = make_group([[1, 2]], entropies=[[1, 2]], group_id="single")
     scheme = EntropyModulated(of=PLAIN | {"lone": "drop"})

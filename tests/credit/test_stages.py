@@ -134,6 +134,11 @@ def test_batch_normalize_does_not_move_the_mean() -> None:
     np.testing.assert_allclose(batch_normalize([1, 3], ddof=0, eps=1), [0.5, 1.5], rtol=1e-12)
 
 
+@pytest.mark.parametrize("values", [[1.0, 1.0], [0.1 + 0.2, 0.3], [2.0], []])
+def test_a_batch_without_a_spread_is_not_divided(values: list[float]) -> None:
+    assert batch_normalize(values, ddof=1, eps=1e-6).tolist() == values
+
+
 @settings(max_examples=100, deadline=None)
 @given(
     rows=st.lists(

@@ -188,6 +188,11 @@ def test_the_explained_variance_is_that_of_the_values_before_the_update(
     assert metrics["critic/explained_variance"] == pytest.approx(explained, rel=1e-9, abs=1e-9)
 
 
+def test_returns_that_differ_by_rounding_alone_have_no_variance_to_explain() -> None:
+    alike = [trajectory_of(replace(turn(1, reward), values=(5.0 * reward,))) for reward in (0.1 + 0.2, 0.3)]
+    assert new_critic(new_policy(), gamma=1.0).learn(alike)["critic/explained_variance"] == 0
+
+
 # A head reads what random weights made of the prompt: it takes a wide model to find the box there.
 @pytest.mark.parametrize(
     ("kind", "sizes", "learning_rate"), [("head", LocalModelConfig(), 3e-3), ("separate", TINY, 3e-3)]

@@ -197,7 +197,7 @@ def test_a_pass_without_a_trajectory_adds_nothing_to_loss_gradient_or_metrics(lo
         assert parameter.grad is not None
         assert not parameter.grad.any()
     alone, joined = (
-        {**update_metrics([tally]), **first_metrics(tally, current_version=1)}
+        {**update_metrics([tally], current_version=1), **first_metrics(tally)}
         for tally in (tallies[0], Tally.joined(tallies))
     )
     assert joined == alone
@@ -343,3 +343,12 @@ def test_routing_replay_takes_a_mixture_of_experts_and_the_trainers_own_anchor()
         make_learner(loss=LossConfig(anchor="recomputed", routing_replay=True))
     with pytest.raises(ValueError, match="routing_replay: true sets the trainer's experts, and anchor: behavior"):
         LossConfig(routing_replay=True)
+
+
+def test_staleness_is_that_of_all_minibatches() -> None:
+    old, new = Tally(), Tally()
+    old.add(version_T=torch.tensor([2.0, 4.0]))
+    new.add(version_T=torch.tensor([5.0]))
+    for tallies in ([old, new], [new, old]):
+        metrics = update_metrics(tallies, current_version=5)
+        assert (metrics["staleness/mean"], metrics["staleness/max"]) == (4 / 3, 3)

@@ -783,3 +783,22 @@ def test_contradictions_and_unknown_fields_are_errors(fields: dict[str, object],
 
 def test_a_constant_length_goes_with_its_aggregation() -> None:
     assert LossConfig(aggregation="constant", constant_length=100).constant_length == 100
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_ratios_beyond_the_range_of_numbers_leave_loss_and_gradient_finite(dtype: torch.dtype) -> None:
+    policy_T = torch.tensor([-0.1, -0.1, -950.0, -0.5], dtype=dtype, requires_grad=True)
+    result = policy_loss(
+        policy_T,
+        anchor_logprobs_T=torch.tensor([-95.0, -950.0, -0.1, -0.5], dtype=dtype),
+        advantages_T=torch.tensor([1.0, 0.0, 1.0, 1.0], dtype=dtype),
+        unit_T=torch.arange(4),
+        weight_T=torch.full((4,), 0.25, dtype=dtype),
+        clip_low=0.2,
+        clip_high=0.25,
+    )
+    result.loss.backward()
+    assert result.clipped_T.tolist() == [True, False, False, False]
+    assert result.loss.item() == pytest.approx(-(1.25 + 0 + 0 + 1) / 4)
+    assert policy_T.grad is not None
+    assert policy_T.grad.tolist() == pytest.approx([0, 0, 0, -0.25])

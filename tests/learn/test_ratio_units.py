@@ -89,7 +89,7 @@ def test_one_sided_clipping_is_counted_by_unit() -> None:
     # Unit 0: mixed and clipped. Unit 1: mixed, not clipped. Unit 2: clipped whole. Unit 3 of another micro-batch: neither.
     first = tally([0, 0, 1, 1, 2, 2], [1, 0, 0, 0, 1, 1], [1, -0.5, 1, -1, 2, 2])
     first.add(unit_T=f64(0, 0), clipped_T=f64(0, 0), advantage_T=f64(1, 0))
-    metrics = update_metrics([first])
+    metrics = update_metrics([first], current_version=0)
     assert metrics["clip/units"] == 2 / 4
     assert metrics["credit/mixed_sign_units"] == 2 / 4
     assert metrics["clip/units_one_sided"] == 1 / 4

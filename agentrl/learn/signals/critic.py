@@ -85,13 +85,14 @@ class Critic:
     def learn(self, trajectories: Sequence[Trajectory]) -> dict[str, float]:
         """Fit measured trajectories; return the loss and how much of the returns' variance the values explained before.
 
-        `critic/explained_variance` is 1 - var(G - V) / var(G): 1 is perfect, 0 a constant, below 0 worse than that.
+        `critic/explained_variance` is 1 - var(G - V) / var(G): 1 is perfect, 0 a constant, below 0 worse than that;
+        0 where all G are equal but for rounding.
         """
         targets = [self._targets(t) for t in trajectories]
         values_T = np.concatenate([turn.values or () for t in trajectories for turn in t.turns])
         targets_T = np.concatenate(targets)
-        variance = float(targets_T.var())
-        explained = 1 - float((targets_T - values_T).var()) / variance if variance > 0 else 0.0
+        is_flat = np.ptp(targets_T) <= 1e-12 * np.abs(targets_T).max()
+        explained = 0.0 if is_flat else 1 - float((targets_T - values_T).var() / targets_T.var())
         losses: list[float] = []
         for _ in range(self._config.epochs):
             rng = np.random.default_rng(derive_seed(self._seed, "critic order", self._num_updates))
