@@ -35,7 +35,7 @@ _NAME = f"agentrl, process {_PROCESS} of {_NUM_PROCESSES}" if _NUM_PROCESSES > 1
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run a command; exit with 0, 2 for the user's mistakes, 1 for failures of agentrl or the machine."""
+    """Run a command; exit with 0, 2 for what the user can mend (a mistake, a full disk), 1 for failures, 130 if interrupted."""
     sys.path.insert(0, os.getcwd())  # `module:Class` means a file of the working directory, as with `python -m`
     # transformers imports peft, which imports bitsandbytes, which warns of a 4-bit kernel that nothing here calls.
     logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)

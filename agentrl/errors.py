@@ -6,7 +6,7 @@ method at fault and the fix, and the command line ends with exit status 2 and th
 
 
 class AgentRLError(Exception):
-    """Base of every exception that agentrl raises on purpose."""
+    """Base of the exceptions that end a command with a message; misuse of a function is a ValueError or TypeError."""
 
 
 class UserError(AgentRLError, ValueError):
