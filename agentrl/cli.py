@@ -74,8 +74,10 @@ def _go_on(options: argparse.Namespace) -> str | None:
 def _disk_words(error: OSError, *, go_on: str | None) -> str | None:
     """Return what to say about a disk that is full or closed to us; None: the error is another one."""
     file = error.filename or "the run folder"
-    if error.errno in (errno.EACCES, errno.EROFS):
+    if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
         return f"no permission for {file}: {error.strerror}"
+    if error.errno == errno.ENOTDIR:
+        return f"cannot write {file}: a part of this path is a file"
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         lost = f". Nothing finished is lost: free the disk and go on with {go_on}" if go_on else "; free the disk"
         return f"cannot write {file}: {error.strerror}{lost}"

@@ -8,6 +8,7 @@ from abc import abstractmethod
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from traceback import extract_tb
 from typing import Any, ClassVar, Literal, Self
 
 import numpy as np
@@ -235,15 +236,21 @@ def assign_credit(scheme: CreditScheme, groups: Sequence[TrajectoryGroup]) -> li
 
     Raises:
         CreditError: naming the trajectory, for a reward that is not finite, a turn without a token, or an id that is
-            there twice; naming the scheme and the trajectory, when what the scheme returned does not fit.
+            there twice; naming the scheme and the trajectory, when what the scheme returned does not fit; naming the
+            scheme and the line, for whatever else it raised.
     """
     _check_groups(groups)
     valid = [replace(group, trajectories=group.valid) for group in groups]
     present = [group for group in valid if group.trajectories]
+    name = type(scheme).__name__
     try:
         found = _match(scheme.assign(present), present)
     except CreditError as error:
-        raise CreditError(f"credit scheme {type(scheme).__name__}: {error}") from error
+        raise CreditError(f"credit scheme {name}: {error}") from error
+    except Exception as error:
+        place = extract_tb(error.__traceback__)[-1]
+        words = f"{type(error).__name__}: {error} ({place.filename}, line {place.lineno})"
+        raise CreditError(f"credit scheme {name} raised {words}") from error
     return [
         [found.get((group.group_id, t.trajectory_id)) or Credit.excluded(t) for t in group.trajectories]
         for group in groups

@@ -154,6 +154,11 @@ class Run:
         examples: list[Trajectory] = []
         if folder is not None and is_main():
             self._lock = folder.lock()
+            if not is_resumed and (lost := [row["step"] for row in folder.metrics() if row["step"] > 0]):
+                raise ConfigError(
+                    f"{folder.path} has metrics up to step {lost[-1]:.0f}, but no checkpoint to go on from; begin anew: "
+                    f"agentrl train {folder.config_file} --run_dir ANOTHER_FOLDER"
+                )
         if folder is not None and is_resumed:
             self.load(folder)
             journal = None if self._repeats else self._journal(folder)

@@ -456,6 +456,8 @@ def test_a_run_that_had_not_begun_cannot_be_gone_on_with(agentrl: Agentrl, monke
         ),
         (errno.ENOSPC, False, "cannot write run/metrics.jsonl: it said no; free the disk"),
         (errno.EACCES, True, "no permission for run/metrics.jsonl: it said no"),
+        (errno.EPERM, True, "no permission for run/metrics.jsonl: it said no"),
+        (errno.ENOTDIR, True, "cannot write run/metrics.jsonl: a part of this path is a file"),
         (errno.EROFS, False, "no permission for run/metrics.jsonl: it said no"),
     ],
 )

@@ -1,5 +1,6 @@
 """Runs built from recipes: other models, templates, credit and environments than the defaults."""
 
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from agentrl import MessageEnv
 from agentrl.chat import train_tokenizer
 from agentrl.config import Recipe
 from agentrl.errors import ConfigError, EngineError, EnvironmentFailure, RendererError
+from agentrl.learn.checkpoint import checkpoints
 from agentrl.learn.model import LocalModelConfig, make_local_model
 from agentrl.report.folder import RunFolder
 from agentrl.report.records import read_records
@@ -225,3 +227,40 @@ def test_a_model_of_other_sizes_cannot_go_on_with_a_run(tmp_path: Path) -> None:
         run.train(folder, on_progress=lambda *_: None)
     run.close()
     assert (folder.config_file.read_text(), folder.metrics()) == (before, rows)
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "optimizer.bin", "agentrl.json"])
+def test_a_damaged_checkpoint_is_named_with_the_one_before_it(name: str, tmp_path: Path) -> None:
+    folder, _ = train(recipe(tmp_path))
+    newest = checkpoints(folder.checkpoints)[-1]
+    (newest / name).unlink() if name == "optimizer.bin" else (newest / name).write_text("x")
+    run = Run(recipe(tmp_path, train={"steps": 3}), tokenizer_folder=folder.tokenizer)
+    with pytest.raises(ConfigError, match=rf"{newest} is damaged .*delete it, and the run goes on from step-000001"):
+        run.train(folder, on_progress=lambda *_: None)
+    run.close()
+
+
+def test_rows_of_metrics_are_never_dropped_for_a_line_that_is_broken(tmp_path: Path) -> None:
+    folder, rows = train(recipe(tmp_path))
+    file = folder.path / "metrics.jsonl"
+    first, *others = file.read_text().splitlines()
+    file.write_text("\n".join([first, "garbage", *others]))
+    run = Run(recipe(tmp_path, train={"steps": 3}), tokenizer_folder=folder.tokenizer)
+    with pytest.raises(ConfigError, match=r"metrics\.jsonl, line 2: .*mend that line, or delete it"):
+        run.train(folder, on_progress=lambda *_: None)
+    run.close()
+    assert len(file.read_text().splitlines()) == len(rows) + 1
+    file.write_text("\n".join([first, *others, '{"step": 7, "re']))  # as a kill leaves it
+    assert folder.metrics() == rows
+
+
+def test_a_run_that_has_lost_its_checkpoints_is_not_begun_again_in_silence(tmp_path: Path) -> None:
+    folder, rows = train(recipe(tmp_path))
+    shutil.rmtree(folder.checkpoints)
+    run = Run(recipe(tmp_path, train={"steps": 3}), tokenizer_folder=folder.tokenizer)
+    with pytest.raises(
+        ConfigError, match=r"metrics up to step 2, but no checkpoint to go on from; begin anew: agentrl train"
+    ):
+        run.train(folder, on_progress=lambda *_: None)
+    run.close()
+    assert folder.metrics() == rows

@@ -91,7 +91,8 @@ def _check_options(
     known = [p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)] + list(also)
     for name in options:
         if name not in known:
-            raise ConfigError(f"{_OPTIONS}.{name}: {spec!r} has no such option.{suggest(name, known)}")
+            hint = suggest(name, known) if known else " Options are arguments of its __init__, and it has none."
+            raise ConfigError(f"{_OPTIONS}.{name}: {spec!r} has no such option.{hint}")
 
 
 def _import(module: str, spec: str) -> None:

@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 from agentrl.env.background import run_in_background
 from agentrl.env.message_env import MessageEnv, as_message
 from agentrl.env.tools import ToolCallError, ToolSpec, tool_specs
+from agentrl.errors import EnvironmentFailure
 from agentrl.types import Message
 
 
@@ -15,9 +16,9 @@ class ToolEnv(MessageEnv):
 
     Whatever call the model writes, it gets an answer: an unknown tool, malformed JSON, wrong arguments, an exception in
     the tool or a coroutine tool's timeout becomes a tool message that begins with `Error:`, and a count in
-    `info["tool_errors"]`. What `answer` raises leaves `step`: it is a fault of the environment, and fails the episode.
-    So does a tool that is no coroutine and hangs: nothing in here can stop it, and the episode's deadline
-    (`rollout.env_timeout_s`) does.
+    `info["tool_errors"]`. What `answer` raises leaves `step`, and so does a reward that is no number: it is a fault of the
+    environment, and fails the episode. So does a tool that is no coroutine and hangs: nothing in here can stop it, and the
+    episode's deadline (`rollout.env_timeout_s`) does.
     """
 
     tool_timeout_s: ClassVar[float] = 10.0
@@ -56,7 +57,13 @@ class ToolEnv(MessageEnv):
         raise NotImplementedError(f"{type(self).__name__} must define answer(text)")
 
     def reward(self, amount: float, part: str = "reward") -> None:
-        """Add to this turn's reward; `part` names the share in `info["reward_components"]`."""
+        """Add to this turn's reward; `part` names the share in `info["reward_components"]`.
+
+        Raises:
+            EnvironmentFailure: for what is not a number. It fails the episode, in a tool too: the model did nothing wrong.
+        """
+        if not hasattr(amount, "__float__"):
+            raise EnvironmentFailure(f"reward() takes a number, got {amount!r}")
         self._components[part] = self._components.get(part, 0.0) + float(amount)
 
     def finish(self, *, success: bool | None = None, score: float | None = None) -> None:
@@ -105,6 +112,8 @@ class ToolEnv(MessageEnv):
         name = str(function.get("name") or "")
         try:
             content = self._run(name, function.get("arguments", {}))
+        except EnvironmentFailure:
+            raise
         except Exception as error:  # noqa: BLE001 - the tool boundary: what a call raises is an answer to the model
             self._info["tool_errors"] += 1
             words = str(error) if isinstance(error, ToolCallError) else f"{type(error).__name__}: {error}"

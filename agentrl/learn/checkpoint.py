@@ -6,7 +6,11 @@ import os
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from json import JSONDecodeError
 from pathlib import Path
+from pickle import UnpicklingError
+
+from safetensors import SafetensorError
 
 from agentrl.errors import ConfigError
 from agentrl.learn.processes import is_main, meet, num_processes, process_index
@@ -89,11 +93,15 @@ def check_processes(path: Path, count: int) -> None:
 
 @contextmanager
 def refusing_others(path: Path) -> Iterator[None]:
-    """Turn what a checkpoint that does not fit the recipe's model raises into a ConfigError."""
+    """Turn what a checkpoint raises that is damaged, or does not fit the recipe's model, into a ConfigError."""
     try:
         yield
     except ConfigError:
         raise
+    except (SafetensorError, UnpicklingError, JSONDecodeError, EOFError, FileNotFoundError) as error:
+        older = [other.name for other in checkpoints(path.parent) if other.name < path.name]
+        words = f"delete it, and the run goes on from {older[-1]}" if older else "there is no older one"
+        raise ConfigError(f"the checkpoint {path} is damaged ({error}): {words}") from error
     except (RuntimeError, KeyError, ValueError) as error:
         raise ConfigError(f"the checkpoint {path} does not fit this recipe: {error}") from error
 

@@ -108,14 +108,21 @@ class RunFolder:
             file.write(json.dumps(dict(row)) + "\n")
 
     def metrics(self) -> list[dict[str, float]]:
-        """Return the rows so far; a line that a kill cut short is left out."""
+        """Return the rows so far; a last line that a kill cut short is left out.
+
+        Raises:
+            ConfigError: for any other line that is none of JSON.
+        """
         rows = []
-        if self._metrics.is_file():
-            for line in self._metrics.read_text(encoding="utf-8").splitlines():
-                try:
-                    rows.append(json.loads(line))
-                except json.JSONDecodeError:
-                    break
+        lines = self._metrics.read_text(encoding="utf-8").splitlines() if self._metrics.is_file() else []
+        for number, line in enumerate(lines, start=1):
+            try:
+                rows.append(json.loads(line))
+            except json.JSONDecodeError as error:
+                if number < len(lines):
+                    raise ConfigError(
+                        f"{self._metrics}, line {number}: {error}; mend that line, or delete it"
+                    ) from error
         return rows
 
     def add_rollouts(self, step: int, trajectories: Iterable[TrajectoryRecord]) -> None:

@@ -220,3 +220,11 @@ def test_make_group_fills_any_other_field_of_a_turn() -> None:
     assert (first.score, second.score) == (0.5, None)
     with pytest.raises(ValueError, match=r"^scores: a turn has no such field. Did you mean 'score'"):
         make_group([[0]], scores=[[1]])
+
+
+def test_what_a_scheme_raises_is_told_in_its_name_with_the_line() -> None:
+    scheme = scheme_of(lambda groups: {"a": 1}[groups[0].group_id])
+    with pytest.raises(
+        CreditError, match=r"^credit scheme Stranger raised KeyError: '.*' \(.*test_credit\.py, line \d+\)$"
+    ):
+        assign_credit(scheme, [GROUP])

@@ -9,6 +9,7 @@ import pytest
 
 from agentrl.env import MessageEnv, ToolEnv, tool, tool_call
 from agentrl.env.background import run_in_background
+from agentrl.errors import EnvironmentFailure
 from agentrl.types import Message, Need
 
 
@@ -268,3 +269,24 @@ def test_a_missing_oracle_says_what_to_do(desk: Desk) -> None:
 def test_tools_of_a_tool_environment_are_its_methods() -> None:
     with pytest.raises(TypeError, match=r"Listed.tools: the tools of a ToolEnv are its methods marked with @tool"):
         type("Listed", (Desk,), {"tools": []})
+
+
+@pytest.mark.parametrize("amount", [None, "1.0"])
+def test_a_reward_that_is_no_number_is_the_environments_fault_and_no_answer_to_the_model(amount: Any) -> None:
+    class Pays(ToolEnv):
+        def start(self, options: dict[str, Any]) -> str:
+            return "go"
+
+        @tool
+        def pay(self) -> str:
+            """Pay."""
+            self.reward(amount)
+            return "paid"
+
+        def answer(self, text: str) -> str:
+            return text
+
+    env = Pays()
+    env.reset(seed=0)
+    with pytest.raises(EnvironmentFailure, match=rf"reward\(\) takes a number, got {amount!r}"):
+        env.step(tool_call("pay"))
