@@ -186,7 +186,8 @@ def batch_normalize(advantages_N: npt.ArrayLike, *, ddof: int, eps: float) -> Ar
     Advantages that are all equal have no spread to divide by, and stay as they are. Shapes: (N,) -> (N,).
     """
     spread_N = standard_deviation(advantages_N, ddof=ddof)
-    return _vector(advantages_N) / np.where(spread_N > 0, spread_N + eps, 1.0)
+    divisor_N: Array = np.where(spread_N > 0, spread_N + eps, 1.0)
+    return _vector(advantages_N) / divisor_N
 
 
 def _sums(values_N: npt.NDArray[np.generic], cells_N: Ints) -> Array:
