@@ -164,14 +164,15 @@ def _launch(options: argparse.Namespace, rest: list[str]) -> None:
     # What can be checked now is told once, and with the exit status of a mistake.
     launch.check(options)
     recipe, run_dir = _load(options.target, rest)
-    from agentrl.learn.checkpoint import check_processes, checkpoints
+    from agentrl.learn.checkpoint import check_processes, checkpoints, refusing_others
     from agentrl.report.folder import RunFolder
     from agentrl.sampling import share_of
 
     share_of(recipe, 0, options.processes)
     if run_dir is not None:
         for newest in checkpoints(RunFolder.open(run_dir).checkpoints)[-1:]:
-            check_processes(newest, options.processes)
+            with refusing_others(newest):
+                check_processes(newest, options.processes)
     elif recipe.run_dir is not None and options.machine == 0:
         RunFolder.check_free(recipe.run_dir)
     if options.processes == 1:

@@ -247,7 +247,7 @@ def assign_credit(scheme: CreditScheme, groups: Sequence[TrajectoryGroup]) -> li
         found = _match(scheme.assign(present), present)
     except CreditError as error:
         raise CreditError(f"credit scheme {name}: {error}") from error
-    except Exception as error:
+    except Exception as error:  # a stranger's scheme may raise anything
         place = extract_tb(error.__traceback__)[-1]
         words = f"{type(error).__name__}: {error} ({place.filename}, line {place.lineno})"
         raise CreditError(f"credit scheme {name} raised {words}") from error
