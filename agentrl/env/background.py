@@ -1,42 +1,156 @@
 """One event loop on a daemon thread, shared by all coroutine tools of a process."""
 
 import asyncio
+import concurrent.futures
+import logging
 import os
+import sys
 import threading
+import traceback
 from collections.abc import Coroutine
-from functools import cache
 from typing import Any
+
+from agentrl.errors import EnvironmentFailure
+
+log = logging.getLogger(__name__)
 
 _GRACE_S = 2.0
 """How long a cancelled coroutine may take to give way, in seconds."""
+_MAX_BLOCKED = 8
+"""Loops that are blocked at the same time, beyond which coroutine tools fail their episodes."""
 
 
-@cache
-def background_loop() -> asyncio.AbstractEventLoop:
-    """Return the loop, started at the first call."""
-    loop = asyncio.new_event_loop()
-    threading.Thread(target=loop.run_forever, name="agentrl-tools", daemon=True).start()
-    if hasattr(os, "register_at_fork"):  # a forked process has the loop but not its thread: it needs one of its own
-        os.register_at_fork(after_in_child=background_loop.cache_clear)
-    return loop
+class BlockedLoopError(TimeoutError):
+    """The event loop of coroutine tools is blocked by one of them."""
+
+
+class _Loop:
+    """An event loop on a thread of its own, until `abandon`: then it ends as soon as nothing blocks it."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._end = self._loop.create_future()
+        self._waiting: set[concurrent.futures.Future[Any]] = set()
+        self.is_abandoned = False
+        self.thread = threading.Thread(target=self._run, name="agentrl-tools", daemon=True)
+        self.thread.start()
+
+    def submit(self, coroutine: Coroutine[Any, Any, Any]) -> "concurrent.futures.Future[Any]":
+        future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+        self._waiting.add(future)
+        future.add_done_callback(self._waiting.discard)
+        return future
+
+    def is_blocked(self) -> bool:
+        """Tell whether it runs nothing for a while."""
+        runs = threading.Event()
+        self._loop.call_soon_threadsafe(runs.set)
+        return not runs.wait(_GRACE_S)
+
+    def abandon(self) -> None:
+        """Cancel whatever runs on the loop, and close it: at once for who waits, on the loop once it is free."""
+        self.is_abandoned = True
+        for future in list(self._waiting):
+            future.cancel()
+        self._loop.call_soon_threadsafe(self._end.set_result, None)
+
+    def where(self) -> str:
+        """Return the line that the loop's thread is at."""
+        frame = sys._current_frames().get(self.thread.ident or 0)
+        line = traceback.extract_stack(frame)[-1] if frame is not None else None
+        return "an unknown line" if line is None else f"{line.filename}:{line.lineno}: {line.line}"
+
+    def _run(self) -> None:
+        with asyncio.Runner(loop_factory=lambda: self._loop) as runner:  # cancels what is left, and closes the loop
+            runner.run(self._until_abandoned())
+
+    async def _until_abandoned(self) -> None:
+        await self._end
+
+
+class _Shared:
+    """The loop in use, and those that were abandoned."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._current: _Loop | None = None
+        self._blocked: list[_Loop] = []
+
+    def submit(self, coroutine: Coroutine[Any, Any, Any]) -> "tuple[_Loop, concurrent.futures.Future[Any]]":
+        with self._lock:  # nothing is submitted to a loop that has been abandoned
+            if self._current is None:
+                self._current = _Loop()
+            return self._current, self._current.submit(coroutine)
+
+    def abandon(self, loop: _Loop) -> None:
+        """Let the next call begin another loop; whichever waiter finds this one blocked first does it for all.
+
+        Raises:
+            EnvironmentFailure: when too many are blocked.
+        """
+        with self._lock:
+            if self._current is not loop:
+                return
+            self._current = None
+            self._blocked = [lost for lost in [*self._blocked, loop] if lost.thread.is_alive()]
+            where, num_blocked = loop.where(), len(self._blocked)
+            loop.abandon()
+        log.warning(
+            "a coroutine tool blocks the event loop that all of them share, at %s; write the tool as `def`, or await "
+            "asyncio.to_thread(...)",
+            where,
+        )
+        if num_blocked > _MAX_BLOCKED:
+            raise EnvironmentFailure(
+                f"{num_blocked} coroutine tools block their event loops, the last one at {where}; write them as `def`"
+            )
+
+
+_shared = _Shared()
+
+
+def _begin_again() -> None:
+    """Forget the loop: a forked process has it, but not its thread."""
+    global _shared
+    _shared = _Shared()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_begin_again)
 
 
 def run_in_background(coroutine: Coroutine[Any, Any, Any], *, timeout_s: float) -> Any:
     """Run a coroutine on the background loop and wait for its result.
 
     Raises:
-        TimeoutError: after `timeout_s` seconds; the coroutine is cancelled. One that blocks the loop is left behind
-            with it, and the next call starts another loop.
+        TimeoutError: after `timeout_s` seconds; the coroutine is cancelled. A BlockedLoopError where a coroutine blocks the
+            loop: whoever waits on that loop gets one at once, and the next call begins another loop. The blocked one is
+            closed as soon as it is free.
+        EnvironmentFailure: when too many loops are blocked.
     """
+    has_begun = is_given_up = False
 
     async def bounded() -> Any:
-        return await asyncio.wait_for(coroutine, timeout_s)
+        nonlocal has_begun
+        if is_given_up:
+            return None
+        has_begun = True
+        try:
+            async with asyncio.timeout(timeout_s):
+                return await coroutine
+        except (SystemExit, KeyboardInterrupt) as stop:  # it would end the loop of all others
+            raise RuntimeError(f"{type(stop).__name__}: {stop}") from stop
 
-    future = asyncio.run_coroutine_threadsafe(bounded(), background_loop())
+    loop, future = _shared.submit(bounded())
     try:
         return future.result(timeout_s + _GRACE_S)
-    except TimeoutError:
-        if not future.done():
-            future.cancel()
-            background_loop.cache_clear()
+    except (TimeoutError, concurrent.futures.CancelledError):
+        if loop.is_abandoned or (not future.done() and loop.is_blocked()):
+            _shared.abandon(loop)
+            raise BlockedLoopError("a coroutine tool blocks the event loop that all of them share") from None
+        future.cancel()  # one that does not give way is left behind
         raise
+    finally:
+        is_given_up = True
+        if not has_begun:
+            coroutine.close()

@@ -4,7 +4,7 @@ from abc import abstractmethod
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
-from agentrl.env.background import run_in_background
+from agentrl.env.background import BlockedLoopError, run_in_background
 from agentrl.env.message_env import MessageEnv, as_message
 from agentrl.env.tools import ToolCallError, ToolSpec, tool_specs
 from agentrl.errors import EnvironmentFailure
@@ -132,8 +132,9 @@ class ToolEnv(MessageEnv):
         if spec.is_coroutine:
             try:
                 result = run_in_background(result, timeout_s=self.tool_timeout_s)
-            except TimeoutError:
-                raise ToolCallError(f"{name} timed out") from None
+            except TimeoutError as error:
+                why = f": {error}" if isinstance(error, BlockedLoopError) else ""
+                raise ToolCallError(f"{name} timed out{why}") from None
         return _bounded("" if result is None else str(result), self.max_tool_chars)
 
 

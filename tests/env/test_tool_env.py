@@ -1,14 +1,18 @@
 import asyncio
+import contextlib
 import multiprocessing
+import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, cast
 
+import psutil
 import pytest
 
 from agentrl.env import MessageEnv, ToolEnv, tool, tool_call
-from agentrl.env.background import run_in_background
+from agentrl.env.background import BlockedLoopError, run_in_background
 from agentrl.errors import EnvironmentFailure
 from agentrl.types import Message, Need
 
@@ -195,20 +199,91 @@ def test_an_instance_may_offer_fewer_tools(desk: Desk) -> None:
     assert len(Desk.tools) == 7
 
 
-def test_a_coroutine_that_blocks_the_loop_is_left_behind(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("agentrl.env.background._GRACE_S", 0.1)
+def test_a_coroutine_that_blocks_the_loop_is_replaced_once_and_leaks_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("agentrl.env.background._GRACE_S", 0.2)
+    free = threading.Event()
+    process = psutil.Process()
 
     async def block() -> None:
-        time.sleep(3)
+        free.wait()
 
     async def answer() -> int:
         return 7
 
-    begun = time.monotonic()
-    with pytest.raises(TimeoutError):
-        run_in_background(block(), timeout_s=0.1)
-    assert run_in_background(answer(), timeout_s=2) == 7
-    assert time.monotonic() - begun < 2
+    def outcome(coroutine: Coroutine[Any, Any, Any]) -> Any:
+        try:
+            return run_in_background(coroutine, timeout_s=0.2)
+        except BlockedLoopError as error:
+            return str(error)
+
+    def used() -> tuple[int, int]:
+        loops = [thread for thread in threading.enumerate() if thread.name == "agentrl-tools"]
+        return len(loops), process.num_fds()
+
+    with ThreadPoolExecutor(40) as waiters:
+        assert set(waiters.map(lambda _: outcome(answer()), range(40))) == {7}
+        loops, descriptors = used()
+        for event in range(1, 4):
+            blocking = waiters.submit(outcome, block())
+            time.sleep(0.05)  # until the loop is blocked: the others wait on it
+            others = [waiters.submit(outcome, answer()) for _ in range(39)]
+            assert all("blocks the event loop" in future.result() for future in [blocking, *others])
+            assert outcome(answer()) == 7
+            assert used()[0] == loops + event  # one for each time that it is blocked, whoever waits
+        free.set()
+        deadline = time.monotonic() + 30
+        while used() != (loops, descriptors):
+            assert time.monotonic() < deadline, (used(), loops, descriptors)
+            time.sleep(0.01)
+        assert outcome(answer()) == 7
+
+
+def test_a_coroutine_that_is_not_to_be_cancelled_blocks_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("agentrl.env.background._GRACE_S", 0.2)
+    over = threading.Event()
+
+    async def stubborn() -> None:
+        while not over.is_set():
+            with contextlib.suppress(asyncio.CancelledError):
+                await asyncio.sleep(0.01)
+
+    async def loop() -> asyncio.AbstractEventLoop:
+        return asyncio.get_running_loop()
+
+    before = run_in_background(loop(), timeout_s=5)
+    with pytest.raises(TimeoutError) as caught:
+        run_in_background(stubborn(), timeout_s=0.05)
+    over.set()
+    assert not isinstance(caught.value, BlockedLoopError)
+    assert run_in_background(loop(), timeout_s=5) is before
+
+
+def test_a_coroutine_that_exits_ends_no_loop() -> None:
+    async def leave() -> None:
+        sys.exit("enough")
+
+    async def answer() -> int:
+        return 7
+
+    with pytest.raises(RuntimeError, match="SystemExit: enough"):
+        run_in_background(leave(), timeout_s=5)
+    assert run_in_background(answer(), timeout_s=5) == 7
+
+
+def test_loops_that_stay_blocked_end_in_a_failure_that_names_the_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("agentrl.env.background._GRACE_S", 0.05)
+    monkeypatch.setattr("agentrl.env.background._MAX_BLOCKED", 1)
+    free = threading.Event()
+
+    async def block() -> None:
+        while not free.is_set():
+            time.sleep(0.01)
+
+    with pytest.raises(BlockedLoopError):
+        run_in_background(block(), timeout_s=0.05)
+    with pytest.raises(EnvironmentFailure, match=r"2 coroutine tools block their event loops, .*test_tool_env\.py:\d+"):
+        run_in_background(block(), timeout_s=0.05)
+    free.set()
 
 
 def _call_in_child(queue: Any) -> None:
