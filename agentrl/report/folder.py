@@ -1,17 +1,22 @@
 """A run's folder: config.yaml, metrics.jsonl, rollouts/, checkpoints/, journal/, tokenizer/, reference/."""
 
-import fcntl
 import json
+import math
+import os
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TextIO
 
 import yaml
-from pydantic import BaseModel, ConfigDict, NonNegativeInt
+from pydantic import BaseModel, ConfigDict, NonNegativeInt, TypeAdapter
 
 from agentrl.errors import ConfigError
+from agentrl.files import numbered, parse, read_bytes, write_whole
 from agentrl.report.records import TrajectoryRecord
+
+_ROLLOUTS = "step-{}.jsonl"
+_ROW = TypeAdapter(dict[str, float], config=ConfigDict(strict=True))
 
 
 class ReportConfig(BaseModel):
@@ -78,6 +83,13 @@ class RunFolder:
         Raises:
             ConfigError: when another one does.
         """
+        try:
+            import fcntl
+        except ImportError:
+            raise ConfigError(
+                "this system has no file locks (fcntl), without which two processes could train one run: train on Linux or "
+                "macOS, on Windows in WSL"
+            ) from None
         file = (self.path / ".lock").open("w", encoding="utf-8")
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -106,52 +118,46 @@ class RunFolder:
         """Append one row; it is in the file when this returns."""
         with self._metrics.open("a", encoding="utf-8") as file:
             file.write(json.dumps(dict(row)) + "\n")
+            file.flush()
+            os.fsync(file.fileno())  # before the checkpoint that counts on it
 
     def metrics(self) -> list[dict[str, float]]:
         """Return the rows so far; a last line that a kill cut short is left out.
 
         Raises:
-            ConfigError: for any other line that is none of JSON.
+            ConfigError: for any other line that is no row of numbers with a step.
         """
-        rows = []
-        lines = self._metrics.read_text(encoding="utf-8").splitlines() if self._metrics.is_file() else []
+        return [row for row, _ in self._rows()]
+
+    def _rows(self) -> Iterator[tuple[dict[str, float], bytes]]:
+        """Yield each row with its line."""
+        fix = "mend that line, or delete it"
+        data = read_bytes(self._metrics, fix=fix) if self._metrics.is_file() else b""
+        *lines, last = data.split(b"\n")
+        if last.endswith(b"}"):  # whole but for its end, or saved by an editor
+            lines.append(last)
         for number, line in enumerate(lines, start=1):
-            try:
-                rows.append(json.loads(line))
-            except json.JSONDecodeError as error:
-                if number < len(lines):
-                    raise ConfigError(
-                        f"{self._metrics}, line {number}: {error}; mend that line, or delete it"
-                    ) from error
-        return rows
+            where = f"{self._metrics}, line {number}"
+            row = parse(line, _ROW, where=where, fix=fix)
+            if not math.isfinite(row.get("step", math.nan)):
+                raise ConfigError(f"{where}: it has no step; {fix}")
+            yield row, line
 
     def add_rollouts(self, step: int, trajectories: Iterable[TrajectoryRecord]) -> None:
         """Write the rollouts of a step."""
         self._rollouts.mkdir(exist_ok=True)
-        text = "".join(record.model_dump_json(exclude_defaults=True) + "\n" for record in trajectories)
-        write_whole(self._rollouts / f"step-{step:06d}.jsonl", text)
+        lines = (record.model_dump_json(exclude_defaults=True).encode() + b"\n" for record in trajectories)
+        write_whole(self._rollouts / _ROLLOUTS.format(f"{step:06d}"), lines)
 
     def rollouts(self) -> list[Path]:
         """List the rollout files, oldest first."""
-        return sorted(self._rollouts.glob("step-*.jsonl"))
+        return [path for _, path in numbered(self._rollouts, _ROLLOUTS)]
 
     def rewind(self, step: int) -> None:
         """Drop what was written after `step`: it is going to be done again. -1 drops everything."""
-        rows = [row for row in self.metrics() if row["step"] <= step]
-        write_whole(self._metrics, "".join(json.dumps(row) + "\n" for row in rows))
-        for path in self.rollouts():
-            if int(path.stem.removeprefix("step-")) > step:
+        write_whole(self._metrics, [line + b"\n" for row, line in self._rows() if row["step"] <= step])
+        for number, path in numbered(self._rollouts, _ROLLOUTS):
+            if number > step:
                 path.unlink()
         for partial in self.checkpoints.glob(".*.partial"):
             shutil.rmtree(partial)
-
-
-def write_whole(path: Path, text: str) -> None:
-    """Write a file so that it is there whole or not at all."""
-    partial = path.with_name(f".{path.name}.partial")
-    try:
-        partial.write_text(text, encoding="utf-8")
-    except OSError:
-        partial.unlink(missing_ok=True)  # on a full disk it takes what little room there is
-        raise
-    partial.rename(path)

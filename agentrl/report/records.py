@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import Any, Self
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, TypeAdapter, model_validator
 
 from agentrl.credit import Credit
-from agentrl.errors import UserError
+from agentrl.files import parse, read_bytes
 from agentrl.types import PER_TOKEN, FinishReason, Message, StopReason, Trajectory, TrajectoryGroup, Turn
 
 MEASURED = tuple(
@@ -82,6 +82,9 @@ class TrajectoryRecord(BaseModel):
     final_value: float | None = None
 
 
+_RECORD = TypeAdapter(TrajectoryRecord)
+
+
 def records(
     groups: Sequence[TrajectoryGroup],
     credits: Sequence[Sequence[Credit]],
@@ -141,14 +144,9 @@ def read_records(path: Path) -> Iterator[TrajectoryRecord]:
     Raises:
         UserError: naming the file and the line that is no record.
     """
-    with path.open("rb") as lines:
-        for number, line in enumerate(lines, 1):
-            try:
-                yield TrajectoryRecord.model_validate_json(line)
-            except ValidationError as error:
-                first = error.errors()[0]
-                words = ": ".join(filter(None, [".".join(map(str, first["loc"])), first["msg"]]))
-                raise UserError(f"{path}, line {number} is not a rollout record: {words}") from error
+    fix = "mend that line, or delete it"
+    for number, line in enumerate(read_bytes(path, fix=fix).splitlines(), 1):
+        yield parse(line, _RECORD, where=f"{path}, line {number}", fix=fix)
 
 
 def groups_of(records: Iterable[TrajectoryRecord]) -> list[TrajectoryGroup]:

@@ -1,15 +1,16 @@
 """What happened to the episodes since the last checkpoint, so that a run that is killed loses none of them."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal, TextIO
 
-from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic import ConfigDict, Field, TypeAdapter
 
 from agentrl.errors import ConfigError
+from agentrl.files import numbered, parse, read_bytes, sealed, unsealed
 from agentrl.rollout.episode import Task
 from agentrl.rollout.moment import plain
 from agentrl.types import Completion, Message, Trajectory, Turn
@@ -91,6 +92,8 @@ class Restarted:
     """Policy version at that time."""
 
 
+_NAME = "{}.jsonl"
+
 Event = Begun | Played | Held | Ended | Dropped | HandedOut | Restarted
 _EVENT: TypeAdapter[Event] = TypeAdapter(
     Annotated[Event, Field(discriminator="kind")], config=ConfigDict(ser_json_inf_nan="constants")
@@ -115,9 +118,9 @@ class Journal:
         """Write into a new file from now on; return its number: the one after the last, or `at_least`."""
         self.close()
         self._folder.mkdir(parents=True, exist_ok=True)
-        number = max([at_least, *(1 + number for number in self._numbers())])
+        number = max([at_least, *(1 + number for number, _ in numbered(self._folder, _NAME))])
         self.number = number
-        self._file = self._path(number).open("x", encoding="utf-8", buffering=1)  # by lines
+        self._file = (self._folder / _NAME.format(f"{number:06d}")).open("x", encoding="utf-8", buffering=1)  # by lines
         return number
 
     def write(self, event: Event) -> None:
@@ -132,7 +135,7 @@ class Journal:
         if self._file is not None:
             data = _EVENT.dump_python(event, mode="json", exclude_defaults=True, fallback=plain)
             try:
-                self._file.write(json.dumps({"kind": event.kind, **data}) + "\n")
+                self._file.write(sealed(json.dumps({"kind": event.kind, **data})) + "\n")
             except OSError as error:
                 self._failure = error
                 self.close()
@@ -144,27 +147,41 @@ class Journal:
         Raises:
             ConfigError: for a line that is no event.
         """
-        numbers = [number for number in self._numbers() if number >= since]
-        if since not in numbers:
-            return
-        for number in numbers:
-            *lines, _ = self._path(number).read_bytes().split(b"\n")
-            for count, line in enumerate(lines, start=1):
-                try:
-                    event = _EVENT.validate_python(json.loads(line))
-                except ValueError as error:
-                    words = error.errors()[0]["msg"] if isinstance(error, ValidationError) else error
-                    raise ConfigError(
-                        f"line {count} of {self._path(number)} cannot be read: {words}. If {self._folder} is deleted, what "
-                        "was sampled since the last checkpoint is sampled again"
-                    ) from error
-                yield event
+        for _, event in self._read(since):
+            yield event
+
+    def replay(self, since: int, apply: Callable[[Event], object]) -> None:
+        """Apply the events from file `since` on.
+
+        Raises:
+            ConfigError: for a line that is no event, or none that can follow on those before it.
+        """
+        for where, event in self._read(since):
+            try:
+                apply(event)
+            except (LookupError, ValueError) as error:
+                raise ConfigError(
+                    f"{where}: it does not follow on what was noted before ({error}); {self._fix}"
+                ) from error
+
+    def _read(self, since: int) -> Iterator[tuple[str, Event]]:
+        """Yield file and line with each event."""
+        paths = {number: path for number, path in numbered(self._folder, _NAME) if number >= since}
+        for path in paths.values() if since in paths else ():
+            for count, line in enumerate(read_bytes(path, fix=self._fix).split(b"\n")[:-1], start=1):
+                where = f"{path}, line {count}"
+                content = unsealed(line, where=where, fix=self._fix)
+                yield where, parse(content, _EVENT, where=where, fix=self._fix)
+
+    @property
+    def _fix(self) -> str:
+        return f"if {self._folder} is deleted, what was sampled since the last checkpoint is sampled again"
 
     def drop(self, *, before: int | None = None) -> None:
         """Delete the files before a number; by default all."""
-        for number in self._numbers():
+        for number, path in numbered(self._folder, _NAME):
             if before is None or number < before:
-                self._path(number).unlink()
+                path.unlink()
 
     def close(self) -> None:
         """Write no more."""
@@ -172,9 +189,3 @@ class Journal:
             with suppress(OSError):  # of what a full disk has not taken yet
                 self._file.close()
             self._file = None
-
-    def _numbers(self) -> list[int]:
-        return sorted(int(path.stem) for path in self._folder.glob("*.jsonl"))
-
-    def _path(self, number: int) -> Path:
-        return self._folder / f"{number:06d}.jsonl"

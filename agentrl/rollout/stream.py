@@ -187,8 +187,7 @@ class TaskStream:
             if since is None or ignore:
                 journal.drop()
             if since is not None:
-                for event in journal.read(since):
-                    self._apply(event)
+                journal.replay(since, self._apply)
                 journal.begin(at_least=since)
         if ignore:
             restarted = Restarted(version=version)
@@ -321,7 +320,7 @@ class TaskStream:
 
     def _waiting(self, trajectory_id: str) -> LiveEpisode:
         waiting = self._groups[trajectory_id.rpartition("/")[0]].waiting
-        return next(episode for episode in waiting if episode.task.trajectory_id == trajectory_id)
+        return {episode.task.trajectory_id: episode for episode in waiting}[trajectory_id]
 
     def _replace(self, before: LiveEpisode, after: LiveEpisode) -> None:
         waiting = self._groups[before.task.group_id].waiting

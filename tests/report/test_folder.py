@@ -1,3 +1,4 @@
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -5,7 +6,8 @@ import pytest
 import yaml
 
 from agentrl.errors import ConfigError
-from agentrl.report.folder import RunFolder, write_whole
+from agentrl.files import write_whole
+from agentrl.report.folder import RunFolder
 from agentrl.report.records import TrajectoryRecord
 from agentrl.types import StopReason
 
@@ -73,6 +75,65 @@ def test_metrics_are_in_the_file_as_soon_as_they_are_added(folder: RunFolder) ->
     folder.add_metrics({"step": 0, "reward": 0.1 + 0.2})
     folder.add_metrics({"step": 1, "reward": 1e-30})
     assert RunFolder.open(folder.path).metrics() == [{"step": 0, "reward": 0.1 + 0.2}, {"step": 1, "reward": 1e-30}]
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        (b"[1, 2]", "Input should be a valid dictionary"),
+        (b'{"step": 1, "loss": "low"}', "loss: Input should be a valid number"),
+        (b'{"loss": 1}', "it has no step"),
+        (b"\xff\xfe{", "it is not UTF-8"),
+        (b"[" * 3000, "it nests deeper than 200"),
+        (b'{"step": ' + b"9" * 5000 + b"}", "Exceeds the limit"),
+    ],
+)
+def test_a_line_of_metrics_that_is_no_row_is_named_and_nothing_is_dropped(
+    folder: RunFolder, line: bytes, words: str
+) -> None:
+    path = folder.path / "metrics.jsonl"
+    path.write_bytes(b'{"step": 0}\n' + line + b"\n")
+    for reading in (folder.metrics, lambda: folder.rewind(-1)):
+        told = message(reading)
+        assert told.startswith(f"{path}, line 2: {words}")
+        assert told.endswith("; mend that line, or delete it")
+    assert path.read_bytes().count(b"\n") == 2
+
+
+def test_a_last_line_without_its_end_is_kept_where_it_is_whole(folder: RunFolder) -> None:
+    (folder.path / "metrics.jsonl").write_text('{"step": 0}\n{"step": 1}')
+    folder.rewind(1)
+    assert [row["step"] for row in folder.metrics()] == [0, 1]
+
+
+def test_a_stray_file_among_rollouts_and_checkpoints_is_left_alone(folder: RunFolder) -> None:
+    folder.add_rollouts(1, [record(1)])
+    stray = [folder.path / "rollouts" / name for name in ("step-last.jsonl", "step-000001.jsonl.bak", "step-1.jsonl")]
+    for path in stray:
+        path.write_text("notes")
+    assert [path.name for path in folder.rollouts()] == ["step-000001.jsonl"]
+    folder.rewind(-1)
+    assert all(path.is_file() for path in stray)
+
+
+def test_what_is_written_whole_is_on_the_disk_before_it_has_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[str] = []
+    sync, rename = os.fsync, Path.replace
+
+    def synced(descriptor: int) -> None:
+        calls.append(Path(f"/proc/self/fd/{descriptor}").readlink().name)
+        sync(descriptor)
+
+    def renamed(path: Path, target: Path) -> Path:
+        calls.append("rename")
+        return rename(path, target)
+
+    monkeypatch.setattr(os, "fsync", synced)
+    monkeypatch.setattr(Path, "replace", renamed)
+    write_whole(tmp_path / "config.yaml", "whole")
+    assert calls == [".config.yaml.partial", "rename", tmp_path.name]
 
 
 @pytest.mark.parametrize("cut", ['{"step": 2, "rew', '{"step": 2', "{", ""])

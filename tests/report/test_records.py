@@ -121,7 +121,7 @@ def test_numbers_that_are_not_finite_come_back_and_the_file_stays_json(tmp_path:
 @pytest.mark.parametrize(
     ("spoil", "words"),
     [
-        (lambda line: line[: len(line) // 2], "Invalid JSON: EOF while parsing"),
+        (lambda line: line[: len(line) // 2], "it is not JSON (Expecting "),
         (lambda line: line.replace(b'"seed":0', b'"seed":"x"'), "seed: Input should be a valid integer"),
         (lambda line: line.replace(b'"turns"', b'"moves"'), "turns: Field required"),
         (
@@ -132,8 +132,8 @@ def test_numbers_that_are_not_finite_come_back_and_the_file_stays_json(tmp_path:
             lambda line: line.replace(b'"keep":[', b'"keep":[true,', 1),
             "turns.0: Value error, keep has ",
         ),
-        (lambda _: b"\x80\x04\x95", "Invalid JSON"),
-        (lambda _: b"", "Invalid JSON"),
+        (lambda _: b"\x80\x04\x95", "it is not UTF-8"),
+        (lambda _: b"", "it is not JSON"),
     ],
 )
 def test_a_broken_line_is_named(tmp_path: Path, spoil: Any, words: str) -> None:
@@ -144,4 +144,4 @@ def test_a_broken_line_is_named(tmp_path: Path, spoil: Any, words: str) -> None:
     assert next(lines).trajectory_id == "g/0"
     with pytest.raises(UserError) as caught:
         next(lines)
-    assert str(caught.value).startswith(f"{path}, line 2 is not a rollout record: {words}")
+    assert str(caught.value).startswith(f"{path}, line 2: {words}")

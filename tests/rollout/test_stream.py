@@ -16,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from agentrl.errors import ConfigError
+from agentrl.files import sealed
 from agentrl.rollout import LiveEpisode, RolloutConfig
 from agentrl.rollout.journal import Begun, Journal
 from agentrl.rollout.stream import TaskStream
@@ -277,11 +278,20 @@ def test_a_journal_that_cannot_be_read_says_where(tmp_path: Path) -> None:
     driver = Driver(stream(), tmp_path, lambda _: 0)
     driver.begin()
     (path,) = tmp_path.iterdir()
-    path.write_text(path.read_text() + '{"kind": "ended"}\n')
-    subject = stream()
-    subject.load_state_dict(json.loads(driver.state))
-    with pytest.raises(ConfigError, match=r"line 2 of .*000001\.jsonl cannot be read: Field required"):
-        subject.recover(Journal(tmp_path), ignore=False, version=0)
+    whole = path.read_text()
+    (tmp_path / "notes.jsonl").write_text("of a user, and no file of the journal")
+    for line, words in (
+        (sealed('{"kind": "ended"}'), "ended.trajectory: Field required"),
+        (sealed('{"kind": "begun", "index": 1, "version": "x"}').replace("x", "0"), "it is damaged"),
+        (sealed('{"kind": "dropped", "group": "train/000009", "counts": {}}'), "it does not follow on what was noted"),
+        (sealed("[" * 3000), "it nests deeper than 200"),
+        ("\udcff", "it is damaged"),
+    ):
+        path.write_bytes((whole + line + "\n").encode(errors="surrogateescape"))
+        subject = stream()
+        subject.load_state_dict(json.loads(driver.state))
+        with pytest.raises(ConfigError, match=rf"000001\.jsonl, line 2: {words}.*; if {tmp_path} is deleted"):
+            subject.recover(Journal(tmp_path), ignore=False, version=0)
 
 
 def test_what_was_cut_off_is_left_out_even_within_a_letter(tmp_path: Path) -> None:

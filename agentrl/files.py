@@ -1,0 +1,152 @@
+"""Files that a run or its user left: each is read with one line about what is wrong with it, and written whole.
+
+A reader ends in data of the type that it was asked for, or in a ConfigError that says `FILE, line N: what; what to do`.
+"""
+
+import json
+import os
+import re
+import zlib
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import TypeVar
+
+from pydantic import TypeAdapter, ValidationError
+
+from agentrl.errors import ConfigError
+
+T = TypeVar("T")
+
+MAX_DEPTH = 200
+"""Of lists and mappings within one another, in a file: pydantic writes no more than 255."""
+
+
+def parse(data: bytes | str, kind: TypeAdapter[T], *, where: str, fix: str) -> T:
+    """Return what JSON says, as data of a type.
+
+    Args:
+        data: one value, as JSON.
+        kind: the type.
+        where: file and line, for the message.
+        fix: what the user can do about it.
+
+    Raises:
+        ConfigError: where it is no text, no JSON, nested too deep, or of another type.
+    """
+    try:
+        value = json.loads(data)
+        if nests_deeper(value, MAX_DEPTH):
+            raise ValueError(f"it nests deeper than {MAX_DEPTH}")
+        return kind.validate_python(value)
+    except ValidationError as error:
+        first = error.errors()[0]
+        words = ": ".join(filter(None, [".".join(map(str, first["loc"])), first["msg"]]))
+    except json.JSONDecodeError as error:
+        words = f"it is not JSON ({error.msg} at character {error.pos})"
+    except UnicodeDecodeError:
+        words = "it is not UTF-8"
+    except RecursionError:
+        words = f"it nests deeper than {MAX_DEPTH}"
+    except ValueError as error:
+        words = str(error)
+    raise ConfigError(f"{where}: {words}; {fix}")
+
+
+def read_json(path: Path, kind: TypeAdapter[T], *, fix: str) -> T:
+    """Read a file of one JSON value.
+
+    Raises:
+        ConfigError: as `parse`, and where it cannot be read.
+    """
+    return parse(read_bytes(path, fix=fix), kind, where=str(path), fix=fix)
+
+
+def read_bytes(path: Path, *, fix: str) -> bytes:
+    """Read a file.
+
+    Raises:
+        ConfigError: where it cannot be read.
+    """
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise ConfigError(f"{path}: {error.strerror}; {fix}") from error
+
+
+def sealed(line: str) -> str:
+    """Return a line behind its checksum, so that no damage to it passes for something else."""
+    return f"{zlib.crc32(line.encode()):08x} {line}"
+
+
+def unsealed(line: bytes, *, where: str, fix: str) -> bytes:
+    """Return what was sealed.
+
+    Raises:
+        ConfigError: where it is something else by now.
+    """
+    checksum, _, rest = line.partition(b" ")
+    if checksum != b"%08x" % zlib.crc32(rest):
+        raise ConfigError(f"{where}: it is damaged (its checksum is another); {fix}")
+    return rest
+
+
+def nests_deeper(value: object, limit: int) -> bool:
+    """Tell whether lists and mappings stand within one another deeper than a limit."""
+    level = [value]
+    for _ in range(limit):
+        within = (v.values() if isinstance(v, dict) else v for v in level if isinstance(v, dict | list))
+        level = [child for children in within for child in children]
+        if not level:
+            return False
+    return True
+
+
+def numbered(folder: Path, pattern: str) -> Iterator[tuple[int, Path]]:
+    """Yield the number and path of what stands in a folder under a name of a pattern, by number; all else is ignored.
+
+    Args:
+        folder: to look into; there need be none.
+        pattern: `step-{}.jsonl`, where `{}` stands for six digits, or more from a million on.
+    """
+    before, after = map(re.escape, pattern.split("{}"))
+    name = re.compile(rf"{before}(\d{{6}}|[1-9]\d{{6,17}}){after}", re.ASCII)
+    paths = folder.iterdir() if folder.is_dir() else ()
+    found = ((name.fullmatch(path.name), path) for path in paths)
+    yield from sorted((int(match[1]), path) for match, path in found if match)
+
+
+def write_whole(path: Path, data: str | bytes | Iterable[bytes]) -> None:
+    """Write a file so that it is there whole or not at all, after a power cut too."""
+    partial = path.with_name(f".{path.name}.partial")
+    pieces = [data.encode()] if isinstance(data, str) else [data] if isinstance(data, bytes) else data
+    try:
+        with partial.open("wb") as file:
+            file.writelines(pieces)
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError:
+        partial.unlink(missing_ok=True)  # on a full disk it takes what little room there is
+        raise
+    rename(partial, path)
+
+
+def rename(partial: Path, target: Path) -> None:
+    """Give what was written its name, and wait until the disk has it."""
+    partial.replace(target)
+    _sync(target.parent)
+
+
+def sync_folder(folder: Path) -> None:
+    """Wait until the disk has all that stands in a folder."""
+    for path in [*folder.rglob("*"), folder]:
+        _sync(path)
+
+
+def _sync(path: Path) -> None:
+    with suppress(PermissionError):  # Windows opens no folder
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
