@@ -182,7 +182,7 @@ class Trajectory:
     metrics: Mapping[str, float] = field(default_factory=dict)
     """Numbers about the whole episode: `success` where the environment reports it, counts of errors, seconds."""
     error: str | None = None
-    """What went wrong, where `stop_reason.failed`."""
+    """What went wrong, where it `failed`."""
     gold_answer: str | None = None
     """The task's known answer, where the environment tells one."""
     final_value: float | None = None
@@ -191,8 +191,8 @@ class Trajectory:
 
     @property
     def failed(self) -> bool:
-        """True where the episode must leave the loss and every baseline."""
-        return self.stop_reason.failed
+        """True where the episode must leave the loss and every baseline: it broke off, or the policy never had a turn."""
+        return self.stop_reason.failed or not self.turns
 
     @property
     def reward(self) -> float:

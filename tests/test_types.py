@@ -75,11 +75,15 @@ def test_segments_hold_every_turn_once_in_order(extends: list[bool]) -> None:
     assert all(later.extends for segment in segments for later in segment[1:])
 
 
-def test_only_failures_of_the_machinery_leave_the_statistics() -> None:
+def test_only_failures_of_the_machinery_and_episodes_without_a_turn_leave_the_statistics() -> None:
     failed = {reason for reason in StopReason if reason.failed}
     assert failed == {StopReason.ENV_ERROR, StopReason.ENGINE_ERROR, StopReason.STALE}
-    members = tuple(trajectory(trajectory_id=f"g/{i}", stop_reason=reason) for i, reason in enumerate(StopReason))
-    group = TrajectoryGroup(group_id="g", trajectories=members)
+    members = tuple(
+        trajectory(turn(1), trajectory_id=f"g/{i}", stop_reason=reason) for i, reason in enumerate(StopReason)
+    )
+    first_prompt_too_long = trajectory(trajectory_id="g/99", stop_reason=StopReason.CONTEXT_OVERFLOW)
+    assert first_prompt_too_long.failed
+    group = TrajectoryGroup(group_id="g", trajectories=(*members, first_prompt_too_long))
     assert [t.stop_reason for t in group.valid] == [reason for reason in StopReason if not reason.failed]
     assert valid_trajectories([group, group]) == [*group.valid, *group.valid]
     assert [t.failed for t in members] == [reason.failed for reason in StopReason]

@@ -7,11 +7,12 @@ from typing import Any, TypeVar
 import httpx2
 
 from agentrl.engine.base import ServerConfig
+from agentrl.engine.retry import retry_wait_s
 from agentrl.errors import EngineError
 
 _T = TypeVar("_T")
 _FIRST_WAIT_S = 0.25
-"""Wait before a request is made again; doubles each time."""
+"""Wait before a request is made again; doubles each time, up to a minute."""
 _MAX_WORDS = 1000
 """How many characters of an answer go into an error."""
 _NO_ROUTE = ". Start it by `agentrl serve RECIPE`, or with --enable-scale-out and VLLM_SERVER_DEV_MODE=1"
@@ -47,7 +48,7 @@ class Http:
         Raises:
             EngineError: when there were too many faults, with the last one's words.
         """
-        wait_s, num = _FIRST_WAIT_S, 1 + self._config.max_retries
+        num = 1 + self._config.max_retries
         for remaining in reversed(range(num)):
             try:
                 return await attempt()
@@ -57,8 +58,7 @@ class Http:
                         f"vLLM's server at {self._config.urls[0]}, asked {num} times for {what}, did not answer as it "
                         f"should; the last time: {fault}. Is it running? `agentrl serve RECIPE` starts it"
                     ) from fault
-            await asyncio.sleep(wait_s)
-            wait_s *= 2
+            await asyncio.sleep(retry_wait_s(num - 1 - remaining, first_s=_FIRST_WAIT_S))
         raise AssertionError("unreachable")
 
     async def once(

@@ -12,7 +12,7 @@ from typing import Any
 from agentrl.chat import Renderer
 from agentrl.engine import Sampler
 from agentrl.env import base_env
-from agentrl.errors import AgentRLError, ConfigError, EngineError
+from agentrl.errors import AgentRLError, EngineError
 from agentrl.rollout.config import RolloutConfig
 from agentrl.rollout.deadline import EngineClock
 from agentrl.rollout.env_thread import EnvThread
@@ -132,8 +132,7 @@ class Episode:
     async def play(self, make_env: MakeEnv) -> Trajectory:
         """Play to the end; a failure of the environment or the engine is returned as data.
 
-        Raises:
-            UserError: for what no retry can mend, such as a first prompt longer than the context limit.
+        So is a first prompt that fills the context: a trajectory without turns.
         """
         try:
             return await self._with_forks(make_env)
@@ -197,11 +196,6 @@ class Episode:
         moment = await self._on_thread("reset()", beginning)
         self._gold_answer = moment.gold_answer
         observation_ids = self._renderer.start(moment.messages, base.tools)
-        if len(observation_ids) >= self._config.max_context_tokens:
-            raise ConfigError(
-                f"rollout.max_context_tokens: {self._config.max_context_tokens} leaves no room after the first prompt of "
-                f"{len(observation_ids)} tokens; raise it"
-            )
         return _Position(
             env=env,
             moment=moment,
@@ -266,7 +260,13 @@ class Episode:
             room = config.max_context_tokens - len(before)
             budget = config.max_episode_tokens - sum(len(turn.action_ids) for turn in self._turns)
             if room < 1:
-                return self.result(StopReason.CONTEXT_OVERFLOW, truncated=True)
+                words = None
+                if not self._turns:
+                    words = (
+                        f"rollout.max_context_tokens: {config.max_context_tokens} leaves no room after the first prompt of "
+                        f"{len(before)} tokens; raise it"
+                    )
+                return self.result(StopReason.CONTEXT_OVERFLOW, truncated=True, error=words)
             if budget < 1:
                 return self.result(StopReason.MAX_TOKENS, truncated=True)
             self._check_observation(moment)

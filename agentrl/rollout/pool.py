@@ -9,6 +9,7 @@ from typing import Any
 
 from agentrl.chat import Renderer
 from agentrl.engine import Engine
+from agentrl.engine.retry import retry_wait_s
 from agentrl.errors import EngineError, EnvironmentFailure
 from agentrl.rollout.config import RolloutConfig
 from agentrl.rollout.deadline import EngineClock
@@ -20,7 +21,7 @@ from agentrl.rollout.stream import TaskStream, group_of
 from agentrl.types import Sampling, StopReason, Trajectory, TrajectoryGroup
 
 _FIRST_WAIT_S = 1.0
-"""Wait before an episode's second retry; doubles each time. The first is made at once."""
+"""Wait before an episode's second retry; doubles each time, up to a minute. The first retry is made at once."""
 _MAX_LOST = 4
 """Threads that hang in environments, for each episode that is played at once, beyond which a run stops."""
 _TICK_S = 0.02
@@ -280,12 +281,12 @@ class RolloutPool:
         """Play an episode to its end, listed in `live` meanwhile; one that failed is tried again."""
         trajectory, reached = await self._play_one(start, place, live)
         for retry in range(self._config.max_retries):
-            if not trajectory.failed:
-                break
+            if not trajectory.stop_reason.failed:
+                break  # a first prompt that is too long stays so
             self._stream.counts["retries"] += 1
             if retry:
                 with self._engine.conversation(f"{start.task.trajectory_id} waits"):  # in lockstep, so do all others
-                    await asyncio.sleep(_FIRST_WAIT_S * 2 ** (retry - 1))
+                    await asyncio.sleep(retry_wait_s(retry - 1, first_s=_FIRST_WAIT_S))
             if trajectory.stop_reason is StopReason.ENGINE_ERROR:
                 start = reached
             else:
@@ -347,7 +348,12 @@ class RolloutPool:
             )
 
     def _break_off_after_failures(self, trajectory: Trajectory) -> None:
-        """Raise where one episode after the other failed for good; an attempt that is made again does not count."""
+        """Raise where one episode after the other failed for good; an attempt that is made again does not count.
+
+        Nor does a first prompt that is too long: all episodes of its group have it, and the group is replaced.
+        """
+        if trajectory.failed and not trajectory.stop_reason.failed:
+            return
         self._failures_in_a_row = self._failures_in_a_row + 1 if trajectory.failed else 0
         if self._failures_in_a_row >= self._config.max_consecutive_failures:
             words = f"{self._failures_in_a_row} episodes failed in a row; the last one: {trajectory.error}"

@@ -291,11 +291,11 @@ def test_an_action_ends_where_the_context_is_full(new_engine: NewEngine, rarely_
     assert [len(turn.action_ids) for turn in trajectory.turns] == [5]
 
 
-def test_a_first_prompt_that_fills_the_context_is_the_users_mistake(new_engine: NewEngine, renderer: Renderer) -> None:
+def test_a_first_prompt_that_fills_the_context_leaves_the_loss(new_engine: NewEngine, renderer: Renderer) -> None:
     num_tokens = len(renderer.start(user("seed 11, number {'rollout_index': 3}"), []))
-    with pytest.raises(ConfigError) as caught:
-        play(Talk, new_engine(), renderer, max_context_tokens=num_tokens, max_turn_tokens=8)
-    assert str(caught.value) == (
+    trajectory = play(Talk, new_engine(), renderer, max_context_tokens=num_tokens, max_turn_tokens=8)
+    assert (trajectory.stop_reason, trajectory.turns, trajectory.failed) == (StopReason.CONTEXT_OVERFLOW, (), True)
+    assert trajectory.error == (
         f"rollout.max_context_tokens: {num_tokens} leaves no room after the first prompt of {num_tokens} tokens; raise it"
     )
     trajectory = play(Talk, new_engine(), renderer, max_context_tokens=num_tokens + 1, max_turn_tokens=8)

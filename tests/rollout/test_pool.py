@@ -14,7 +14,7 @@ from agentrl.chat import Renderer
 from agentrl.engine.batched import Request
 from agentrl.engine.transformers import TransformersEngine
 from agentrl.env import MessageEnv
-from agentrl.errors import ConfigError, EngineError, EnvironmentFailure
+from agentrl.errors import EngineError, EnvironmentFailure
 from agentrl.rollout import RolloutConfig, RolloutPool, task_seed
 from agentrl.rollout.moment import MakeEnv
 from agentrl.types import Message, StopReason, Trajectory, TrajectoryGroup
@@ -341,22 +341,37 @@ def test_an_engine_that_hangs_is_no_fault_of_the_environment(new_pool: NewPool, 
         collect(pool, 1)
 
 
-def test_a_mistake_in_the_recipe_is_not_tried_again(new_pool: NewPool) -> None:
-    made: list[str] = []
+def too_long(*, when: Callable[[int], bool], made: list[int]) -> MakeEnv:
+    """A task whose first prompt fills a context of 65 tokens."""
 
     class Long(Talk):
-        def reset(self, **kwargs: Any) -> Any:
-            super().reset(**kwargs)
-            return ({"role": "user", "content": "x" * 100},), {}
+        def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> Any:
+            said, info = super().reset(seed=seed, options=options)
+            made.append(self.seed)
+            return (({"role": "user", "content": "x" * 100},) if when(self.seed) else said), info
 
-    pool = new_pool(lambda: Long(lambda what, _: made.append(what)), max_context_tokens=65)
-    with pytest.raises(ConfigError, match=r"rollout\.max_context_tokens: 65"):
+    return Long
+
+
+def test_a_task_whose_first_prompt_is_too_long_is_replaced_by_another(new_pool: NewPool) -> None:
+    made: list[int] = []
+    long = task_seed(5, 1)
+    pool = new_pool(
+        too_long(when=lambda seed: seed == long, made=made), max_context_tokens=65, max_consecutive_failures=2
+    )
+    groups = collect(pool, 3)
+    assert [group.group_id for group in groups] == ["train/000000", "train/000002", "train/000003"]
+    assert made.count(long) == 3  # the same prompt is not tried again
+    assert (pool.counts["replaced_groups"], pool.counts["failed_episodes"], pool.counts["retries"]) == (1, 3, 0)
+
+
+def test_a_run_in_which_every_first_prompt_is_too_long_ends(new_pool: NewPool) -> None:
+    pool = new_pool(too_long(when=lambda _: True, made=[]), max_context_tokens=65, max_consecutive_failures=2)
+    with pytest.raises(
+        EnvironmentFailure,
+        match=r"2 groups in a row had too many failures; the last: rollout\.max_context_tokens: 65 leaves no room",
+    ):
         collect(pool, 1)
-    deadline = time.monotonic() + 5  # the siblings were cut off, perhaps within a call
-    while made.count("made") + made.count("reset") > 3 + made.count("close") and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert made.count("made") == 3
-    assert made.count("reset") == made.count("close")
 
 
 def test_hanging_environments_lose_their_thread_and_the_others_go_on(new_pool: NewPool) -> None:
