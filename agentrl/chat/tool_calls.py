@@ -3,11 +3,14 @@
 import json
 import re
 
+from agentrl.plain_data import MAX_DEPTH, plain_data
 from agentrl.types import Message
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 _CALL = re.compile(rf"{OPEN}(.*?)(?:{CLOSE}|\Z)", re.DOTALL)
 _THINK, _END_THINK = "<think>", "</think>"
+_MAX_DEPTH = MAX_DEPTH // 2
+"""Of a call: an environment may quote it in data of its own."""
 _MARKUP = re.compile(rf"<(?={OPEN[1:]}|{CLOSE[1:]}|{_END_THINK[1:]})")
 
 
@@ -33,7 +36,8 @@ def parse_assistant(text: str) -> Message:
 
     Text before and after calls is kept as `content`, text up to `</think>` as `reasoning_content`. A malformed call is
     data: it becomes a call with an empty name whose `arguments` are the text as sampled, which an environment answers
-    with an error message. So is one with what JSON or UTF-8 cannot carry further: NaN, infinity, half a surrogate pair.
+    with an error message. So is one with what no file can carry further: NaN, infinity, half a surrogate pair, an integer
+    beyond a float's range, arguments that nest too deep.
     """
     message: Message = {"role": "assistant"}
     thinking, has_ended, answer = text.partition(_END_THINK)
@@ -51,9 +55,9 @@ def _parse_call(body: str) -> dict[str, object]:
     malformed: dict[str, object] = {"name": "", "arguments": body}
     try:
         call = json.loads(body)
-        json.dumps(call, ensure_ascii=False, allow_nan=False).encode()
-    except (ValueError, RecursionError):  # ValueError: not JSON, a number of too many digits, or not UTF-8
+        is_plain = plain_data(call, "the call", max_depth=_MAX_DEPTH) == call
+    except (ValueError, RecursionError):  # ValueError: not JSON, a number of too many digits, or no plain data
         return malformed
-    if not (isinstance(call, dict) and isinstance(call.get("name"), str) and call["name"]):
+    if not (is_plain and isinstance(call, dict) and isinstance(call.get("name"), str) and call["name"]):
         return malformed
     return {"name": call["name"], "arguments": call.get("arguments", {})}

@@ -63,6 +63,8 @@ def test_any_text_becomes_a_message_that_can_be_written_down(text: str) -> None:
         '{"name": "a", "arguments": NaN}',
         '{"name": "a", "arguments": 1e999}',
         '{"name": "a", "arguments": {"text": "\\ud800"}}',
+        '{"name": "a", "arguments": {"n": ' + "7" * 400 + "}}",
+        '{"name": "a", "arguments": ' + "[" * 300 + "]" * 300 + "}",
         '<tool_call>{"name": "a"}',
     ],
 )
