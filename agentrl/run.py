@@ -38,7 +38,7 @@ from agentrl.learn.trainer import StepResult, Trainer
 from agentrl.learn.warmup import demonstrations, warm_up
 from agentrl.report.folder import RunFolder
 from agentrl.report.records import records
-from agentrl.rollout import Journal, RolloutConfig, RolloutPool, offer, try_environment
+from agentrl.rollout import Journal, RolloutConfig, RolloutPool, check_limits, offer, try_environment
 from agentrl.sampling import new_engine, share_of
 from agentrl.types import Need, Trajectory
 
@@ -69,6 +69,7 @@ class Run:
         recipe = from_main(lambda: given)  # with the time of day in the name of its folder
         self.recipe = recipe
         self._share = share_of(recipe, process_index(), num_processes())
+        self.warnings += check_limits(recipe.rollout.max_live_episodes)
         set_seed(recipe.seed)
         self._runner = asyncio.Runner()
         self._lock: TextIO | None = None

@@ -29,6 +29,9 @@ class ServerConfig(BaseModel):
     """Deadline of whatever is no completion: a push of weights, a pause."""
     max_retries: NonNegativeInt = 3
     """How often a request that the server did not answer, or answered with an error of its own (5xx), is made again."""
+    max_connections: PositiveInt = 512
+    """Completions that are asked for at the same time; others wait in line. Each takes an open file here and one at the server:
+    many servers may open 1,024."""
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:

@@ -1,6 +1,7 @@
 """Requests to vLLM's HTTP server: made again where that may help, with the server's words where it does not."""
 
 import asyncio
+import errno
 from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
 
@@ -18,8 +19,24 @@ _MAX_WORDS = 1000
 _NO_ROUTE = ". Start it by `agentrl serve RECIPE`, or with --enable-scale-out and VLLM_SERVER_DEV_MODE=1"
 
 
+_START = "Is it running? `agentrl serve RECIPE` starts it"
+_OUT_OF_FILES = (
+    "This process has no room for another connection: raise its limit of open files (`ulimit -n`), or lower "
+    "engine.server.max_connections or rollout.max_live_episodes"
+)
+_NOT_ACCEPTED = (
+    "It is down, out of reach, too busy or out of open files: raise that limit where it runs (`ulimit -n`), or lower "
+    "engine.server.max_connections"
+)
+_OTHERS = 16
+"""Connections for what is no completion: a pause need not wait until completions are done."""
+
+
 class Fault(Exception):  # noqa: N818  # it becomes an error when it has come too often
     """What may go better the next time: no answer, half of one, or an error of the server's own."""
+
+    fix = _START
+    """What to do about it."""
 
 
 class Http:
@@ -56,7 +73,7 @@ class Http:
                 if not remaining:
                     raise EngineError(
                         f"vLLM's server at {self._config.urls[0]}, asked {num} times for {what}, did not answer as it "
-                        f"should; the last time: {fault}. Is it running? `agentrl serve RECIPE` starts it"
+                        f"should; the last time: {fault}. {fault.fix}"
                     ) from fault
             await asyncio.sleep(retry_wait_s(num - 1 - remaining, first_s=_FIRST_WAIT_S))
         raise AssertionError("unreachable")
@@ -78,7 +95,7 @@ class Http:
         try:
             response = await self._connected().request(method, path, json=body)
         except (httpx2.RequestError, httpx2.InvalidURL) as error:
-            raise Fault(f"{type(error).__name__}: {error}") from error
+            raise _fault(error) from error
         if response.status_code >= 500:
             raise Fault(f"HTTP {response.status_code}: {_words(response)}")
         if response.status_code >= 300:
@@ -106,10 +123,24 @@ class Http:
                 base_url=self._config.urls[0],
                 timeout=httpx2.Timeout(None, connect=min(10.0, self._config.timeout_s)),
                 # The server drops a connection that was idle for 5 s; one that is dropped as it is used is a fault.
-                limits=httpx2.Limits(max_connections=None, keepalive_expiry=2.0),
+                limits=httpx2.Limits(max_connections=self._config.max_connections + _OTHERS, keepalive_expiry=2.0),
                 trust_env=False,  # a proxy for the Internet is none for a server beside us
             )
         return self._client
+
+
+def _fault(error: Exception) -> Fault:
+    """Return what a request has failed of: the first cause says most."""
+    fault = Fault(f"{type(error).__name__}: {error}")
+    if isinstance(error, httpx2.ConnectTimeout):
+        fault.fix = _NOT_ACCEPTED
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, OSError) and cause.errno in (errno.EMFILE, errno.ENFILE):
+            fault = Fault(str(cause))
+            fault.fix = _OUT_OF_FILES
+        cause = cause.__cause__ or cause.__context__
+    return fault
 
 
 def _words(response: httpx2.Response) -> str:

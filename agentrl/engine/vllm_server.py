@@ -57,6 +57,7 @@ class VLLMServer:
         """All requests without an answer, by id."""
         self._out: set[str] = set()
         """Those that the server has, by the id it was given."""
+        self._lines = asyncio.Semaphore(config.server.max_connections)
         self._is_idle = asyncio.Event()
         self._aborts: set[asyncio.Task[None]] = set()
         self._may_send = asyncio.Event()
@@ -233,26 +234,27 @@ class VLLMServer:
                 return done
 
     async def _send(self, prompt_ids: list[int], sampling: Sampling, request_id: str) -> Completion:
-        """Make a request, once, under an id of its own."""
+        """Make a request, once, under an id of its own, as soon as fewer than `max_connections` are out."""
         model = await self._meet()
         if (worst := max(prompt_ids)) >= model.vocab_size:  # it would end a server without a tokenizer
             raise EngineError(f"request {request_id}: token {worst} is outside the vocabulary of {model.vocab_size}")
-        while not self._may_send.is_set():
-            await self._may_send.wait()
-        if self._is_half_loaded:
-            raise EngineError(f"request {request_id}: the last push of weights failed half-way: push again")
-        server_id = f"{request_id}.{uuid4().hex}"
-        body = {"token_ids": prompt_ids, "request_id": server_id, "sampling_params": _params(sampling)}
-        self._begin(server_id)
-        try:
-            return await self._http.once("POST", _GENERATE, body, parse=lambda answer: self._read(answer, sampling))
-        except (asyncio.CancelledError, Fault):
-            task = asyncio.create_task(self._abort(server_id))
-            self._aborts.add(task)
-            task.add_done_callback(self._aborts.discard)
-            raise
-        finally:
-            self._end(server_id)
+        async with self._lines:
+            while not self._may_send.is_set():
+                await self._may_send.wait()
+            if self._is_half_loaded:
+                raise EngineError(f"request {request_id}: the last push of weights failed half-way: push again")
+            server_id = f"{request_id}.{uuid4().hex}"
+            body = {"token_ids": prompt_ids, "request_id": server_id, "sampling_params": _params(sampling)}
+            self._begin(server_id)
+            try:
+                return await self._http.once("POST", _GENERATE, body, parse=lambda answer: self._read(answer, sampling))
+            except (asyncio.CancelledError, Fault):
+                task = asyncio.create_task(self._abort(server_id))
+                self._aborts.add(task)
+                task.add_done_callback(self._aborts.discard)
+                raise
+            finally:
+                self._end(server_id)
 
     def _begin(self, server_id: str) -> None:
         if not self._out:

@@ -3,6 +3,7 @@
 from agentrl.rollout.config import BranchConfig, RolloutConfig
 from agentrl.rollout.episode import Episode, LiveEpisode, Task
 from agentrl.rollout.journal import Journal
+from agentrl.rollout.limits import check_limits
 from agentrl.rollout.pool import RolloutPool
 from agentrl.rollout.seeds import derive_seed, held_out_seed, task_seed
 from agentrl.rollout.trial import Offer, offer, try_environment
@@ -16,6 +17,7 @@ __all__ = [
     "RolloutConfig",
     "RolloutPool",
     "Task",
+    "check_limits",
     "derive_seed",
     "held_out_seed",
     "offer",

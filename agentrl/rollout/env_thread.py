@@ -7,6 +7,8 @@ from contextlib import suppress
 from queue import SimpleQueue
 from typing import Any, TypeVar
 
+from agentrl.errors import EnvironmentFailure
+
 R = TypeVar("R")
 
 
@@ -20,7 +22,13 @@ class EnvThread:
         self._calls: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self.is_lost = False
         self._thread = threading.Thread(target=self._run, name="agentrl-env", daemon=True)
-        self._thread.start()
+        try:
+            self._thread.start()
+        except RuntimeError as error:
+            raise EnvironmentFailure(
+                f"no other thread for an environment can be started, beside {threading.active_count()} of this process: lower "
+                "rollout.max_live_episodes, or raise the limit of threads (`ulimit -u`, or the container's)"
+            ) from error
 
     @property
     def is_alive(self) -> bool:

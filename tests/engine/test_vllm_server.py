@@ -3,13 +3,15 @@
 import asyncio
 import json
 import os
+import resource
 import signal
 import socket
 import threading
 import time
 from collections import defaultdict
 from collections.abc import AsyncIterator, Coroutine, Iterator
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager, contextmanager, suppress
+from itertools import count, islice
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -20,6 +22,7 @@ import torch
 from agentrl.engine import EngineConfig
 from agentrl.engine.base import ServerConfig
 from agentrl.engine.vllm import is_installed
+from agentrl.engine.vllm_http import Http
 from agentrl.engine.vllm_launch import Server, start_server
 from agentrl.engine.vllm_server import VLLMServer
 from agentrl.errors import ConfigError, EngineError
@@ -508,6 +511,66 @@ def test_nobody_listens(tmp_path: Path) -> None:
     begin = time.perf_counter()
     run(main())
     assert time.perf_counter() - begin < 10  # they wait together
+
+
+@contextmanager
+def open_files(more: int) -> Iterator[None]:
+    """Let this process open so many files more than it has."""
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    used = {int(name) for name in os.listdir("/proc/self/fd")}
+    free = islice((number for number in count() if number not in used), more)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(free) + 1, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+
+
+def test_many_requests_at_once_wait_in_line_for_connections(model_folder: Path, tmp_path: Path) -> None:
+    async def main() -> None:
+        async with fake_and_client(model_folder, tmp_path, max_connections=4, max_retries=0) as (server, engine):
+            with open_files(80):  # 2 for each of the 4 + 16 connections, both ends being ours
+                done = await asyncio.gather(*(engine.generate(prompt(n), sampling(), f"e{n}") for n in range(300)))
+            assert {completion.token_ids for completion in done} == {(5, 6)}
+            assert len(server.bodies(GENERATE)) == 300
+
+    run(main())
+
+
+def test_what_is_no_completion_does_not_wait_for_completions(model_folder: Path, tmp_path: Path) -> None:
+    async def main() -> None:
+        async with fake_and_client(model_folder, tmp_path, max_connections=2) as (server, engine):
+            server.script[GENERATE] = [NEVER] * 2
+            waiting = [asyncio.create_task(engine.generate(prompt(n), sampling(), f"e{n}")) for n in range(5)]
+            await server.until_seen(GENERATE, 2)
+            paused = asyncio.create_task(engine.pause())
+            await server.until_seen("/pause")
+            await server.until_seen("/abort_requests")
+            assert len(server.bodies(GENERATE)) == 2  # the others are in line
+            for task in [*waiting, paused]:
+                task.cancel()
+            await asyncio.gather(*waiting, paused, return_exceptions=True)
+
+    run(main())
+
+
+def test_too_many_open_files_are_not_taken_for_a_server_that_is_down() -> None:
+    async def main() -> None:
+        with socket.create_server(("127.0.0.1", 0), backlog=1000) as listener:  # connections are made, and never served
+            http = Http(ServerConfig(url=f"http://127.0.0.1:{listener.getsockname()[1]}", max_retries=1))
+            with open_files(30):
+                asked: list[asyncio.Task[Any]] = [
+                    asyncio.create_task(http.ask(f"number {n}", "GET", "/")) for n in range(100)
+                ]
+                with pytest.raises(EngineError, match=r"Too many open files. This process has .*`ulimit -n`") as caught:
+                    await asyncio.gather(*asked)
+            assert "Is it running" not in str(caught.value)
+            for task in asked:
+                task.cancel()
+            await asyncio.gather(*asked, return_exceptions=True)
+            await http.close()
+
+    run(main())
 
 
 def test_a_server_without_the_endpoints_or_with_raw_logprobs_is_refused(model_folder: Path, tmp_path: Path) -> None:
