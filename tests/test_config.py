@@ -96,9 +96,9 @@ def test_unknown_names_read_well(file: Path) -> None:
         "--group_size: no such option. Did you mean '--rollout.group_size'?\n"
         "--sed: no such option. Did you mean '--seed'?"
     )
-    assert message(file, "chat: {zzz: 4}") == "chat.zzz: no such field. Known: renderer, rewritten_history."
-    assert message(file, "{}", "--chat.qqqq", "4") == (
-        "--chat.qqqq: no such option. Known: --chat.renderer, --chat.rewritten_history."
+    assert message(file, "chat: {zzz: 4}") == "chat.zzz: no such field. Known: date, renderer, rewritten_history."
+    assert message(file, "{}", "--chat.qqqqqqqq", "4") == (
+        "--chat.qqqqqqqq: no such option. Known: --chat.date, --chat.renderer, --chat.rewritten_history."
     )
     assert message(file, "{}", "stray") == "command line: unrecognized arguments: stray"
 

@@ -1,5 +1,6 @@
 """The seam between messages and tokens."""
 
+import datetime as dt
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol
@@ -50,6 +51,9 @@ class ChatConfig(BaseModel):
     rewritten_history: Literal["error", "restart"] = "error"
     """What to do with a chat template that changes earlier turns. `error`: refuse it. `restart`: render the whole
     dialogue anew at each turn; every turn is then trained in the context in which it was sampled, as a row of its own."""
+    date: dt.date = dt.date(2026, 1, 1)
+    """What a chat template that asks for the time (`strftime_now`) is told: midnight of this day. Fixed, so that a dialogue
+    is the same tokens on every day of a run, after a restart, and in the next run of the recipe."""
 
 
 def load_renderer(
@@ -64,5 +68,7 @@ def load_renderer(
     from agentrl.chat.template import TemplateRenderer
 
     if config.renderer == "template" or (config.renderer == "auto" and tokenizer.chat_template):
-        return TemplateRenderer(tokenizer, rewritten_history=config.rewritten_history, name=str(name_or_path))
+        return TemplateRenderer(
+            tokenizer, rewritten_history=config.rewritten_history, date=config.date, name=str(name_or_path)
+        )
     return ChatMLRenderer(tokenizer)

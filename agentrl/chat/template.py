@@ -1,15 +1,17 @@
 """Any Hugging Face chat template that leaves earlier turns alone."""
 
 from collections.abc import Sequence
+from datetime import date, datetime, time
 from typing import Any, Literal
 
 from jinja2 import TemplateError
 
-from agentrl.chat.renderer import Tools
+from agentrl.chat.renderer import ChatConfig, Tools
 from agentrl.chat.tool_calls import format_tool_call, parse_assistant
 from agentrl.errors import RendererError
 from agentrl.types import Message
 
+_DEFAULT = ChatConfig()
 _SENTINEL = "agentrl\u2063sentinel"
 _USER: Message = {"role": "user", "content": "Hello."}
 
@@ -27,7 +29,12 @@ class TemplateRenderer:
     """
 
     def __init__(
-        self, tokenizer: Any, *, rewritten_history: Literal["error", "restart"] = "error", name: str = ""
+        self,
+        tokenizer: Any,
+        *,
+        rewritten_history: Literal["error", "restart"] = _DEFAULT.rewritten_history,
+        date: date = _DEFAULT.date,
+        name: str = "",
     ) -> None:
         if not tokenizer.chat_template:
             raise RendererError(
@@ -36,6 +43,7 @@ class TemplateRenderer:
             )
         self._tokenizer = tokenizer
         self._name = name
+        self._clock = datetime.combine(date, time())
         self._tail = self._close()
         tail_ids = self._encode(self._tail)
         self._stop_ids = tuple(dict.fromkeys(i for i in (*tail_ids[:1], tokenizer.eos_token_id) if i is not None))
@@ -100,6 +108,7 @@ class TemplateRenderer:
                 tools=list(tools) or None,
                 tokenize=False,
                 add_generation_prompt=prompt,
+                strftime_now=self._clock.strftime,  # in place of the clock that transformers gives to templates
             )
         except (TemplateError, TypeError, KeyError, ValueError) as error:
             raise RendererError(

@@ -195,7 +195,8 @@ class Episode:
         beginning = partial(reset, env, base, seed=task.seed, rollout_index=task.rollout_index)
         moment = await self._on_thread("reset()", beginning)
         self._gold_answer = moment.gold_answer
-        observation_ids = self._renderer.start(moment.messages, base.tools)
+        recorded = self._recorded.turns
+        observation_ids = recorded[0].observation_ids if recorded else self._renderer.start(moment.messages, base.tools)
         return _Position(
             env=env,
             moment=moment,
@@ -215,7 +216,7 @@ class Episode:
             snapshot=recorded.snapshot,
         )
         moment = await self._on_thread("its snapshot", partial(look, base, known))
-        self._gold_answer, self._final_info = moment.gold_answer, moment.info
+        self._gold_answer, self._final_info, self._turns = moment.gold_answer, moment.info, list(turns)
         history, context_ids = turns[0].observation, turns[0].observation_ids
         for turn, following in pairwise(turns):
             history = (*history, turn.message, *following.observation)
@@ -232,19 +233,26 @@ class Episode:
         return self._after(position, last, moment)
 
     def _after(self, position: _Position, turn: Turn, moment: Moment) -> _Position:
-        """Return where the episode stands after a turn, given what the environment said to it."""
+        """Return where the episode stands after a turn, given what the environment said to it.
+
+        The tokens of a turn that is played again are those recorded, whatever the renderer would make of it today.
+        """
         before = position.context_ids
         history = (*position.history, turn.message, *moment.messages)
-        added = self._renderer.extend(before, turn.action_ids, moment.messages)
-        observation_ids = added if added is not None else self._renderer.start(history, base_env(position.env).tools)
+        if following := self._recorded.turns[len(self._turns) :]:
+            observation_ids, extends = following[0].observation_ids, following[0].extends
+        else:
+            added = self._renderer.extend(before, turn.action_ids, moment.messages)
+            extends = added is not None
+            observation_ids = self._renderer.start(history, base_env(position.env).tools) if added is None else added
         return _Position(
             env=position.env,
             moment=moment,
             turns=position.turns,
             history=history,
-            context_ids=observation_ids if added is None else before + turn.action_ids + added,
+            context_ids=before + turn.action_ids + observation_ids if extends else observation_ids,
             observation_ids=observation_ids,
-            extends=added is not None,
+            extends=extends,
         )
 
     async def _go_on(self, position: _Position) -> Trajectory:
@@ -448,7 +456,7 @@ class Episode:
 
 
 _DEPEND = "make it depend on its seed and the actions alone, or set can_snapshot"
-_REPLAYED = ("observation", "observation_ids", "extends", "reward", "state_key", "next_state_key", "action_key")
+_REPLAYED = ("observation", "reward", "state_key", "next_state_key", "action_key")
 """What a turn that is played again must have in common with the recorded one, beside the action."""
 
 

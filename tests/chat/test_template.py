@@ -194,6 +194,17 @@ def test_a_call_that_is_none_is_text_to_a_template_that_looks_into_arguments(bod
         assert context(sampled) == f"{opening}{rendered}{replied}<|im_start|>assistant\n"
 
 
+def test_a_template_with_a_clock_says_the_same_at_any_time() -> None:
+    clock = "{{- '<|im_start|>system\n' + strftime_now('%Y-%m-%d %H:%M:%S %f') + '<|im_end|>\n' }}"
+    made = tokenizer(clock + QWEN)
+    renderer = load_renderer(made, ChatConfig())
+    ids = renderer.start([USER], [])
+    assert "2026-01-01 00:00:00 000000" in made.decode(ids, skip_special_tokens=False)
+    assert load_renderer(made, ChatConfig()).start([USER], []) == renderer.start([USER], []) == ids
+    later = load_renderer(made, ChatConfig.model_validate({"date": "2031-05-17"}))
+    assert "2031-05-17 00:00:00 000000" in made.decode(later.start([USER], []), skip_special_tokens=False)
+
+
 def test_chatml_can_be_asked_for_in_place_of_the_template() -> None:
     renderer = load_renderer(tokenizer(REWRITING), ChatConfig(renderer="chatml"))
     assert renderer.extend((), (65, END), [USER]) is not None

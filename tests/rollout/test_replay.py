@@ -2,7 +2,7 @@
 
 import asyncio
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -10,11 +10,13 @@ import pytest
 from pydantic import TypeAdapter
 
 from agentrl.chat import Renderer
+from agentrl.chat.renderer import Tools
 from agentrl.engine.transformers import TransformersEngine
 from agentrl.rollout import Episode, LiveEpisode, RolloutConfig
 from agentrl.rollout.env_thread import EnvThread
 from agentrl.rollout.moment import MakeEnv
-from agentrl.types import Completion, FinishReason, StopReason, Trajectory, Turn
+from agentrl.types import Completion, FinishReason, Message, StopReason, Trajectory, Turn
+from tests.rollout.conftest import OftenStops
 from tests.rollout.test_branches import TASK, Dice
 
 NewEngine = Callable[..., TransformersEngine]
@@ -207,6 +209,23 @@ def test_what_was_recorded_is_not_sampled_again(new_engine: NewEngine, renderer:
     assert found.turns[3].versions[0] == 7
     assert set(found.turns[3].versions[1:]) <= {0}
     assert found.turns[3].action_ids == whole.turns[3].action_ids
+
+
+class Tomorrow(OftenStops):
+    """Opens every dialogue with another date."""
+
+    def start(self, messages: Sequence[Message], tools: Tools) -> tuple[int, ...]:
+        return super().start([{"role": "system", "content": "Tomorrow."}, *messages], tools)
+
+
+def test_what_was_recorded_is_not_rendered_again(new_engine: NewEngine, renderer: Renderer, tokenizer: Any) -> None:
+    whole, states = stations(Table(new_engine(), renderer), Dice)
+    for state in states:
+        found = Table(new_engine(), Tomorrow(tokenizer)).play(state)
+        assert (found.stop_reason, found.error) == (whole.stop_reason, None)
+        assert [(t.observation_ids, t.action_ids) for t in found.turns] == [
+            (t.observation_ids, t.action_ids) for t in whole.turns
+        ]
 
 
 def test_a_live_episode_tells_where_it_stands_at_every_pause(new_engine: NewEngine, renderer: Renderer) -> None:
