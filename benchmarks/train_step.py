@@ -196,7 +196,7 @@ class TimedLearner(Learner):
 
     planning_s = 0.0
 
-    def _plan(self, minibatch: Sequence[tuple[Trajectory, Credit]]) -> list[MicroBatch]:
+    def _plan(self, minibatch: Any) -> list[MicroBatch]:
         begin = time.perf_counter()
         plan = super()._plan(minibatch)
         self.planning_s += time.perf_counter() - begin

@@ -5,6 +5,7 @@
 
 import logging
 import math
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -25,6 +26,7 @@ from agentrl.learn.layout import attending, lay_out
 from agentrl.learn.lora import has_adapters, holds_adapters, load_adapter, merged_weights, save_adapter
 from agentrl.learn.loss import LossConfig, kl_loss, mismatch_weights, policy_loss
 from agentrl.learn.metrics import Tally, first_metrics, update_metrics
+from agentrl.learn.minibatches import draw_minibatches
 from agentrl.learn.model import Policy
 from agentrl.learn.optimizer import make_optimizer
 from agentrl.learn.plan import MicroBatch, micro_batches
@@ -46,6 +48,14 @@ class _Before(NamedTuple):
     logprobs_T: Tensor | None = None
     experts_RPK: Tensor | None = None
     """Of the model's R routers at each place, in a mixture of experts."""
+
+
+class _Minibatch(NamedTuple):
+    """Trajectories of one optimizer step, and their credit."""
+
+    pairs: list[tuple[Trajectory, Credit]]
+    num_computed: int
+    """The first ones. The others have no gradient, and count in the denominators."""
 
 
 class Learner:
@@ -75,7 +85,7 @@ class Learner:
             loss: ratio, clip and aggregation.
             config: optimizer and budgets.
             temperature: of the rollouts.
-            seed: order of groups over minibatches.
+            seed: of the drawing of minibatches.
         """
         self._accelerator, self._loss, self._config = accelerator, loss, config
         self._temperature, self._seed = temperature, seed
@@ -238,6 +248,8 @@ class Learner:
     ) -> dict[str, float]:
         """Go once over a step's trajectories, in minibatches drawn at random; return metrics.
 
+        A minibatch without any gradient moves neither weights nor the optimizer's state, and is counted.
+
         Args:
             groups: of the step, on every process the same.
             credits: of each trajectory of each group.
@@ -248,49 +260,62 @@ class Learner:
         Raises:
             TrainingError: where the gradient is not finite, or the update was given up.
         """
-        minibatches = self._draw(groups, credits, version)
-        # Credit may keep no token of one.
-        plans = [plan for minibatch in minibatches if (plan := self._plan(minibatch))]
+        plans = [self._plan(minibatch) for minibatch in self._draw(groups, credits, version)]
         befores = self._before(plans)
         self._wrapped.train()
-        tallies = []
+        tallies: list[Tally] = []
+        num_updates = 0
         of_experts: dict[str, float] = {}
         for index, plan in enumerate(plans):
-            tally = Tally()
-            for number, micro in enumerate(plan):
-                if self.is_given_up:
-                    raise TrainingError("the update was interrupted")
-                before, is_last = befores[index][number], number == len(plan) - 1
-                with (
-                    self._accumulating(is_last=is_last),
-                    attending(self.policy.model, self._layout),
-                    self._routing(before) as experts,
-                ):
-                    loss = self._loss_of(micro, before.logprobs_T, tally=tally)
-                    # Processes average their gradients; the loss is a sum over all of them.
-                    self._accelerator.backward(loss * self._accelerator.num_processes)
-                if index == number == 0:
-                    first_experts = experts
-            tally = Tally.joined(gathered([tally]))
-            norm = self._accelerator.clip_grad_norm_(self._wrapped.parameters(), self._config.max_grad_norm)
-            tally.grad_norm = float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
-            tally.learning_rate = self._schedule.get_last_lr()[0]
-            is_current = not (version - tally.column("version_T")).any()
-            if index == 0 and is_current and check_agreement is not None:
-                check_agreement(float(np.abs(tally.column("engine_difference_T")).mean()))
-            if not math.isfinite(tally.grad_norm):
-                raise TrainingError(
-                    f"step {version + 1}: the gradient is not finite. The last checkpoint is whole: lower "
-                    "train.learning_rate and go on from it"
-                )
-            self._optimizer.step()
-            self._schedule.step()
-            self._optimizer.zero_grad()
-            tallies.append(tally)
-            if index == 0 and self._is_routed:
-                of_experts = self._changed_experts(first_experts[0], plan[0])
+            if plan:
+                tally, first_experts = self._add_gradients(plan, befores[index])
+                is_current = not (version - tally.column("version_T")).any()
+                if index == 0 and is_current and check_agreement is not None:
+                    check_agreement(float(np.abs(tally.column("engine_difference_T")).mean()))
+                if not math.isfinite(tally.grad_norm):
+                    raise TrainingError(
+                        f"step {version + 1}: the gradient is not finite. The last checkpoint is whole: lower "
+                        "train.learning_rate and go on from it"
+                    )
+                if tally.grad_norm > 0:  # else AdamW would move by momentum alone, and forget how large gradients are
+                    self._optimizer.step()
+                    num_updates += 1
+                self._optimizer.zero_grad()
+                tallies.append(tally)
+                if index == 0 and self._is_routed:
+                    of_experts = self._changed_experts(first_experts[0], plan[0])
+            self._advance_schedule()
         tallies = tallies or [Tally()]
-        return update_metrics(tallies, current_version=version) | first_metrics(tallies[0]) | of_experts
+        skipped = {"skipped_minibatches": float(len(plans) - num_updates)}
+        return update_metrics(tallies, current_version=version) | first_metrics(tallies[0]) | skipped | of_experts
+
+    def _add_gradients(self, plan: Sequence[MicroBatch], befores: Sequence[_Before]) -> tuple[Tally, list[Tensor]]:
+        """Add up a minibatch's gradient and clip it; return what it showed, and the experts of its first pass."""
+        tally = Tally()
+        first_experts: list[Tensor] = []
+        for number, (micro, before) in enumerate(zip(plan, befores, strict=True)):
+            if self.is_given_up:
+                raise TrainingError("the update was interrupted")
+            with (
+                self._accumulating(is_last=number == len(plan) - 1),
+                attending(self.policy.model, self._layout),
+                self._routing(before) as experts,
+            ):
+                loss = self._loss_of(micro, before.logprobs_T, tally=tally)
+                # Processes average their gradients; the loss is a sum over all of them.
+                self._accelerator.backward(loss * self._accelerator.num_processes)
+            first_experts = first_experts or experts
+        tally = Tally.joined(gathered([tally]))
+        norm = self._accelerator.clip_grad_norm_(self._wrapped.parameters(), self._config.max_grad_norm)
+        tally.grad_norm = float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+        tally.learning_rate = self._schedule.get_last_lr()[0]
+        return tally, first_experts
+
+    def _advance_schedule(self) -> None:
+        """Count a minibatch, skipped or not: a schedule then ends with the run, and a step begins at the same place in any."""
+        with warnings.catch_warnings():  # torch expects each of its steps to follow one of the optimizer
+            warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step")
+            self._schedule.step()
 
     def _check_adapters(self, folder: Path) -> None:
         if holds_adapters(folder) != self._is_adapted:
@@ -299,27 +324,30 @@ class Learner:
 
     def _draw(
         self, groups: Sequence[TrajectoryGroup], credits: Sequence[Sequence[Credit]], version: int
-    ) -> list[list[tuple[Trajectory, Credit]]]:
-        """Return the minibatches: equal numbers of trajectories, of groups in random order, cut only where one ends."""
-        rng = np.random.default_rng(derive_seed(self._seed, "minibatches", version))
-        valid = [
-            [pair for pair in zip(group.trajectories, of_group, strict=True) if not pair[0].failed]
-            for group, of_group in zip(groups, credits, strict=True)
+    ) -> list[_Minibatch]:
+        """Return the minibatches. Of those that failed and those of which credit keeps no token, nothing is in any."""
+        trained = [
+            (number, trajectory, credit)
+            for number, (group, of_group) in enumerate(zip(groups, credits, strict=True))
+            for trajectory, credit in zip(group.trajectories, of_group, strict=True)
+            if not trajectory.failed and credit.keep_T.any()
         ]
-        valid = [of_group for of_group in valid if of_group]
-        pairs = [
-            of_group[i]
-            for of_group in map(valid.__getitem__, rng.permutation(len(valid)))
-            for i in rng.permutation(len(of_group))
+        has_kl = self._loss.kl_coefficient > 0
+        drawn = draw_minibatches(
+            [number for number, _, _ in trained],
+            has_gradient_I=[has_kl or bool(credit.advantages_T[credit.keep_T].any()) for _, _, credit in trained],
+            num_minibatches=self._config.num_minibatches,
+            rng=np.random.default_rng(derive_seed(self._seed, "minibatches", version)),
+        )
+        return [
+            _Minibatch([trained[i][1:] for i in (*computed, *counted)], len(computed)) for computed, counted in drawn
         ]
-        parts = np.array_split(np.arange(len(pairs)), self._config.num_minibatches)
-        return [[pairs[i] for i in part] for part in parts if len(part)]
 
-    def _plan(self, minibatch: Sequence[tuple[Trajectory, Credit]]) -> list[MicroBatch]:
+    def _plan(self, minibatch: _Minibatch) -> list[MicroBatch]:
         loss = self._loss
         batch = make_batch(
-            [trajectory for trajectory, _ in minibatch],
-            [credit for _, credit in minibatch],
+            [trajectory for trajectory, _ in minibatch.pairs],
+            [credit for _, credit in minibatch.pairs],
             unit=loss.unit,
             aggregation=loss.aggregation,
             constant_length=loss.constant_length,
@@ -332,7 +360,7 @@ class Learner:
                 device=self.device,
                 process=self._accelerator.process_index,
                 num_processes=self._accelerator.num_processes,
-                skip_idle=loss.kl_coefficient == 0,
+                trajectories=range(minibatch.num_computed),
                 pairs_per_token=self._pairs_per_token,
                 dtype=self._dtype,
             )

@@ -46,7 +46,7 @@ def micro_batches(
     device: torch.device | str = "cpu",
     process: int = 0,
     num_processes: int = 1,
-    skip_idle: bool = False,
+    trajectories: Sequence[int] | None = None,
     pairs_per_token: int = 1024,
     dtype: torch.dtype = torch.float32,
 ) -> Iterator[MicroBatch]:
@@ -62,11 +62,12 @@ def micro_batches(
 
     Numbers are in `dtype`, that of the policy's log-probabilities.
 
-    With `skip_idle`, trajectories whose advantages are all zero are left out, where others remain: the policy's loss has
-    no gradient in them, and their share of the denominators is in the weights of the others already.
+    `trajectories` are those to compute (None: all). The others have their share of the denominators in the weights of these
+    already.
     """
     plan = _Plan(batch, layout, max_tokens, pairs_per_token)
-    shares = plan.shares(plan.active(skip_idle=skip_idle), num_processes)
+    chosen = range(batch.num_trajectories) if trajectories is None else trajectories
+    shares = plan.shares([i for i in chosen if plan.members[i]], num_processes)
     for number in range(max(map(len, shares))):
         members = shares[process][number] if number < len(shares[process]) else []
         yield _micro_batch(batch, plan, members, layout, device, dtype)
@@ -86,15 +87,6 @@ class _Plan:
         used, first = np.unique(batch.row_T, return_index=True)
         for row, trajectory in zip(used.tolist(), batch.trajectory_T[first].tolist(), strict=True):
             self.members[trajectory].append(row)
-
-    def active(self, *, skip_idle: bool) -> list[int]:
-        """Return the trajectories to compute."""
-        batch = self._batch
-        everyone = [i for i in range(batch.num_trajectories) if self.members[i]]
-        if not skip_idle:
-            return everyone
-        has_advantage = np.bincount(batch.trajectory_T, weights=batch.advantage_T != 0, minlength=len(self.members)) > 0
-        return [i for i in everyone if has_advantage[i]] or everyone[:1]  # one keeps the optimizer's step what it was
 
     def shares(self, trajectories: list[int], num_processes: int) -> list[list[list[int]]]:
         """Return the passes of each process, as trajectories."""

@@ -27,7 +27,8 @@ class TrainConfig(BaseModel):
     steps: PositiveInt = 100
     """Rounds of collecting and updating."""
     num_minibatches: PositiveInt = 4
-    """Optimizer updates for each step's rollouts (the GSPO paper's four)."""
+    """Parts into which each step's rollouts are drawn (the GSPO paper's four): an optimizer update for each, but where one has
+    no gradient."""
     max_tokens_per_micro_batch: PositiveInt = 16_384
     """Most tokens in one forward and backward pass, padding included; a token that rows share counts once. A longer
     trajectory is a pass of its own."""
@@ -39,7 +40,7 @@ class TrainConfig(BaseModel):
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     """Course of the learning rate after its warm-up."""
     warmup_updates: NonNegativeInt = 0
-    """Updates over which the learning rate rises from 0."""
+    """Minibatches over which the learning rate rises from 0. Those without a gradient count, here and in the schedule."""
     optimizer: OptimizerName = "adamw"
     """`adamw`: torch's. `adamw_8bit`, `paged_adamw`, `paged_adamw_8bit`: of bitsandbytes, for less memory."""
     gradient_checkpointing: bool = False

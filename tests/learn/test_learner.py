@@ -3,7 +3,7 @@
 import copy
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from itertools import chain, groupby
+from itertools import chain
 from pathlib import Path
 from typing import Any, get_args
 
@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from agentrl import Credit, StopReason, TrajectoryGroup
+from agentrl import Credit, StopReason, TrajectoryGroup, Turn
 from agentrl.chat import train_tokenizer
 from agentrl.errors import ConfigError, TrainingError
 from agentrl.learn import learner as learner_module
@@ -27,7 +27,7 @@ from agentrl.learn.lora import LoraSettings, add_lora
 from agentrl.learn.loss import LossConfig
 from agentrl.learn.metrics import Tally, first_metrics, update_metrics
 from agentrl.learn.model import LocalModelConfig, Policy, make_local_model
-from agentrl.learn.plan import micro_batches
+from agentrl.learn.plan import MicroBatch, micro_batches
 from agentrl.learn.train_config import TrainConfig
 from tests.learn.test_batch import batch_of, some_groups
 from tests.learn.test_tree_model import in_float64
@@ -47,6 +47,7 @@ def make_learner(
     has_reference: bool = False,
     is_double: bool = False,
     lora: LoraSettings | None = None,
+    learner_class: type[Learner] = Learner,
     **train: Any,
 ) -> Learner:
     torch.manual_seed(0)
@@ -54,7 +55,7 @@ def make_learner(
     if lora is not None:
         add_lora(model, lora)
     policy = Policy(in_float64(model) if is_double else model, layout=layout)
-    return Learner(
+    return learner_class(
         accelerator=Accelerator(cpu=True),
         policy=policy,
         reference=copy.deepcopy(policy) if has_reference else None,
@@ -135,39 +136,73 @@ def failing(groups: Sequence[TrajectoryGroup], failed: set[int]) -> list[Traject
     return found
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)  # a model each
 @given(
     sizes=st.lists(st.integers(1, 4), min_size=1, max_size=5),
     failed=st.sets(st.integers(0, 9)),
-    num_minibatches=st.integers(1, 5),
+    zero=st.sets(st.integers(0, 9)),
+    excluded=st.sets(st.integers(0, 9)),
+    kl_coefficient=st.sampled_from([0.0, 0.1]),
 )
-def test_minibatches_are_equal_and_cut_a_group_only_where_they_end(
-    sizes: list[int], failed: set[int], num_minibatches: int
+def test_minibatches_compute_what_has_a_gradient_and_count_what_else_is_kept(
+    sizes: list[int], failed: set[int], zero: set[int], excluded: set[int], kl_coefficient: float
 ) -> None:
     groups = failing(some_groups(sizes), failed)
     everyone = [t for group in groups for t in group.trajectories]
-    credit_of = {t.trajectory_id: Credit.uniform(t, 1.0) for t in everyone}
+    credit_of = {t.trajectory_id: Credit.uniform(t, float(number not in zero)) for number, t in enumerate(everyone)}
+    credit_of |= {t.trajectory_id: Credit.excluded(t) for number, t in enumerate(everyone) if number in excluded}
     credits = [[credit_of[t.trajectory_id] for t in group.trajectories] for group in groups]
-    minibatches = make_learner(num_minibatches=num_minibatches)._draw(groups, credits, version=0)
-    drawn = [pair for minibatch in minibatches for pair in minibatch]
+    learner = make_learner(num_minibatches=3, loss=LossConfig(kl_coefficient=kl_coefficient))
+    minibatches = learner._draw(groups, credits, version=0)
+    drawn = [pair for minibatch in minibatches for pair in minibatch.pairs]
     assert all(credit is credit_of[t.trajectory_id] for t, credit in drawn)
-    assert sorted(t.trajectory_id for t, _ in drawn) == sorted(t.trajectory_id for t in everyone if not t.failed)
-    assert max(map(len, minibatches), default=0) - min(map(len, minibatches), default=0) <= 1
-    assert len(minibatches) == min(num_minibatches, len(drawn))
-    runs = [group_id for group_id, _ in groupby(t.group_id for t, _ in drawn)]
-    assert len(runs) == len(set(runs))
+    kept = {t.trajectory_id for number, t in enumerate(everyone) if number not in failed | excluded}
+    assert sorted(t.trajectory_id for t, _ in drawn) == sorted(kept)
+    computed = [t.trajectory_id for m in minibatches for t, _ in m.pairs[: m.num_computed]]
+    with_gradient = {name for name in kept if kl_coefficient or credit_of[name].advantages_T.any()}
+    if with_gradient:
+        assert sorted(computed) == sorted(with_gradient)
+    else:
+        assert len(computed) == min(1, len(kept))
 
 
-def test_groups_are_drawn_anew_for_every_version() -> None:
+def test_minibatches_are_drawn_anew_for_every_version() -> None:
     learner = make_learner(num_minibatches=3)
 
     def order(version: int) -> list[str]:
-        return [t.trajectory_id for minibatch in learner._draw(GROUPS, CREDITS, version) for t, _ in minibatch]
+        return [t.trajectory_id for minibatch in learner._draw(GROUPS, CREDITS, version) for t, _ in minibatch.pairs]
 
     assert order(1) == order(1)
     assert len({tuple(order(version)) for version in range(5)}) == 5
-    whole = [{t.group_id for t, _ in minibatch} for minibatch in learner._draw(GROUPS, CREDITS, 1)]
-    assert sorted(map(list, whole)) == [["g0"], ["g1"], ["g2"]]  # three groups in three minibatches: none is cut
+
+
+class ComputesAll(Learner):
+    """Lays out what has no advantage as well."""
+
+    def _plan(self, minibatch: Any) -> list[MicroBatch]:
+        return super()._plan(minibatch._replace(num_computed=len(minibatch.pairs)))
+
+
+@pytest.mark.parametrize("aggregation", ["trajectory-mean", "turn-mean", "token-mean"])
+def test_trajectories_without_an_advantage_are_not_computed_and_change_no_loss(aggregation: Any) -> None:
+    zero = {("g0", 1), ("g0", 3), ("g2", 0), ("g2", 1), ("g2", 2), ("g2", 3)}
+    credits = [
+        [
+            Credit.uniform(t, 0.0) if (t.group_id, i) in zero else credit
+            for i, (t, credit) in enumerate(zip(g, c, strict=True))
+        ]
+        for g, c in zip([group.trajectories for group in GROUPS], CREDITS, strict=True)
+    ]
+    settings: dict[str, Any] = {"loss": LossConfig(aggregation=aggregation), "is_double": True, "num_minibatches": 2}
+    learners = [make_learner(**settings), make_learner(**settings, learner_class=ComputesAll)]
+    few, all_of_them = (learner.update(GROUPS, credits, version=1) for learner in learners)
+    for name in ("loss", "grad_norm"):
+        assert few[name] == pytest.approx(all_of_them[name], rel=1e-9)
+    torch.testing.assert_close(weights(learners[0]), weights(learners[1]), rtol=1e-9, atol=1e-9)
+    for minibatch in learners[0]._draw(GROUPS, credits, 1):
+        assert minibatch.num_computed < len(minibatch.pairs)
+        laid_out = sum(len(micro.token_T) for micro in learners[0]._plan(minibatch))
+        assert laid_out == sum(t.num_action_tokens for t, _ in minibatch.pairs[: minibatch.num_computed])
 
 
 LOSSES = [
@@ -259,16 +294,74 @@ def test_a_run_does_not_go_on_with_adapters_where_it_had_none_or_the_other_way_r
         assert str(caught.value) == f"model.lora: {tmp_path / name} was trained {how} adapters; go on as the run began"
 
 
-def test_minibatches_without_a_kept_token_are_passed_over() -> None:
-    learner = make_learner(num_minibatches=12)
-    before = weights(learner)
-    excluded = [[Credit.excluded(t) for t in group.trajectories] for group in GROUPS]
-    learner.update(GROUPS, [CREDITS[0], *excluded[1:]], version=0)
-    assert learner._schedule.last_epoch == 4  # the four trajectories of the first group
-    assert not torch.equal(weights(learner), before)
-    before = weights(learner)
-    assert learner.update(GROUPS, excluded, version=1)["grad_norm"] == 0
-    assert torch.equal(weights(learner), before)
+def excluded_all(groups: Sequence[TrajectoryGroup]) -> list[list[Credit]]:
+    return [[Credit.excluded(t) for t in group.trajectories] for group in groups]
+
+
+def uniform_all(groups: Sequence[TrajectoryGroup], advantage: float) -> list[list[Credit]]:
+    return [[Credit.uniform(t, advantage) for t in group.trajectories] for group in groups]
+
+
+def lowered(turn: Turn) -> Turn:
+    return replace(turn, behavior_logprobs=(-20.0,) * len(turn.action_ids))
+
+
+def current(turn: Turn) -> Turn:
+    return replace(turn, versions=(1,) * len(turn.action_ids))
+
+
+LIKELIER = [
+    replace(g, trajectories=tuple(replace(t, turns=tuple(map(lowered, t.turns))) for t in g.trajectories))
+    for g in GROUPS
+]
+"""So much likelier by now than when they were sampled that an advantage above 0 pushes no token."""
+
+
+@pytest.mark.parametrize(
+    ("groups", "credits"),
+    [
+        pytest.param(GROUPS, uniform_all(GROUPS, 0.0), id="no advantage"),
+        pytest.param(GROUPS, excluded_all(GROUPS), id="no token kept"),
+        pytest.param(LIKELIER, uniform_all(GROUPS, 1.0), id="all clipped"),
+        pytest.param([], [], id="no trajectory"),
+    ],
+)
+def test_a_minibatch_without_a_gradient_moves_neither_weights_nor_the_optimizers_state(
+    groups: list[TrajectoryGroup], credits: list[list[Credit]]
+) -> None:
+    learner = make_learner(num_minibatches=3, weight_decay=0.1)
+    assert learner.update(GROUPS, CREDITS, version=0)["skipped_minibatches"] == 0
+    before = copy.deepcopy((weights(learner), learner._optimizer.state_dict()["state"]))
+    metrics = learner.update(groups, credits, version=1)
+    assert (metrics["skipped_minibatches"], metrics["grad_norm"]) == (3, 0)
+    assert torch.equal(weights(learner), before[0])
+    torch.testing.assert_close(learner._optimizer.state_dict()["state"], before[1], rtol=0, atol=0)
+    learner.update(GROUPS, CREDITS, version=2)
+    assert not torch.equal(weights(learner), before[0])
+
+
+@pytest.mark.filterwarnings("error")
+def test_skipped_minibatches_count_in_the_schedule() -> None:
+    learner = make_learner(warmup_updates=9, num_minibatches=3)
+    assert learner.update(GROUPS, excluded_all(GROUPS), version=0)["skipped_minibatches"] == 3
+    assert learner.update(GROUPS, uniform_all(GROUPS, 0.0), version=1)["skipped_minibatches"] == 3
+    metrics = learner.update(GROUPS, [CREDITS[0], *excluded_all(GROUPS[1:])], version=2)
+    assert metrics["skipped_minibatches"] == 0
+    assert metrics["learning_rate"] == pytest.approx(8 / 9e2)
+
+
+def test_one_trajectory_is_compared_with_the_engine_where_none_has_an_advantage() -> None:
+    told: list[float] = []
+    groups = [
+        replace(g, trajectories=tuple(replace(t, turns=tuple(map(current, t.turns))) for t in g.trajectories))
+        for g in GROUPS
+    ]
+    metrics = make_learner(num_minibatches=3).update(
+        groups, uniform_all(groups, 0.0), version=1, check_agreement=told.append
+    )
+    assert told == [metrics["first/engine_difference"]]
+    assert told[0] > 1e-3
+    assert metrics["entropy"] > 0
 
 
 def test_a_gradient_that_is_not_finite_is_never_applied() -> None:

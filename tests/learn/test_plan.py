@@ -429,16 +429,15 @@ def test_tokens_after_the_last_trained_one_and_tokens_of_the_excluded_change_not
 
 @pytest.mark.parametrize("num_processes", [1, 2])
 @pytest.mark.parametrize("aggregation", AGGREGATIONS)
-def test_trajectories_without_an_advantage_are_not_computed_and_count_in_the_denominators(
+def test_trajectories_that_are_not_computed_count_in_the_denominators(
     aggregation: Aggregation, num_processes: int
 ) -> None:
     trajectories, credits = some(6)
     for index in (1, 2, 4):
         credits[index] = replace(credits[index], advantages_T=np.zeros_like(credits[index].advantages_T))
     batch = batch_of(trajectories, credits, aggregation=aggregation)
-    plan: dict[str, Any] = {"num_processes": num_processes, "skip_idle": True}
+    plan: dict[str, Any] = {"num_processes": num_processes, "trajectories": [0, 3, 5]}
     assert_same(loss_and_gradient(batch), loss_and_gradient(batch, **plan))
     computed = [owner for share in owners_of(batch, max_tokens=30, **plan) for owner in share]
     assert set().union(*computed) == {0, 3, 5}
-    idle = batch_of(trajectories[1:3], credits[1:3], aggregation=aggregation)
-    assert owners_of(idle, **plan) == [[{0}], [set()]][:num_processes]
+    assert owners_of(batch, num_processes=num_processes, trajectories=[]) == [[]] * num_processes
