@@ -1,11 +1,27 @@
-"""How many examples property-based tests try: `HYPOTHESIS_PROFILE=nightly` for the long run."""
+"""What all tests share: how many examples property-based tests try, and that threads end with the test that began them.
+
+`HYPOTHESIS_PROFILE=nightly` for the long run.
+"""
 
 import os
+from collections.abc import Iterator
 
+import pytest
 from hypothesis import HealthCheck, settings
+
+from tests.threads import Guard
 
 settings.register_profile(
     "ci", max_examples=200, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow]
 )
 settings.register_profile("nightly", settings.get_profile("ci"), max_examples=3000, derandomize=False)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
+
+
+@pytest.fixture(autouse=True)
+def no_thread_is_left() -> Iterator[None]:
+    """Fail a test that leaves a thread behind."""
+    guard = Guard()
+    yield
+    left = guard.left(timeout_s=20)
+    assert not left, f"the test has left threads behind: {left}"

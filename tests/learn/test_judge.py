@@ -16,8 +16,8 @@ import pytest
 from agentrl.errors import ConfigError, UserError
 from agentrl.learn.signals.judge import load_judge, score_turns
 from agentrl.types import StopReason, Trajectory, Turn
+from tests.threads import hang, wait_until
 
-NEVER = threading.Event()
 NOT_CALLABLE = [0.5]
 
 
@@ -82,7 +82,7 @@ def test_as_many_calls_as_threads_run_at_once_and_no_more() -> None:
         with lock:
             running += 1
             peak = max(peak, running)
-        barrier.wait(timeout=10)  # broken, and so raising, unless four are inside together
+        barrier.wait(timeout=60)  # broken, and so raising, unless four are inside together
         with lock:
             running -= 1
         return by_hand(given)
@@ -109,10 +109,7 @@ def test_threads_end_with_the_scoring(is_well: bool) -> None:
     else:
         with pytest.raises(UserError):
             scored(judge, [trajectory(number) for number in range(6)])
-    deadline = time.monotonic() + 5
-    while threads() - before and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert threads() - before == set()
+    wait_until(lambda: threads() == before)
 
 
 def raises(given: Trajectory) -> list[float]:
@@ -163,14 +160,12 @@ def test_a_bad_judge_is_one_error_that_names_the_trajectory_and_what_it_did(
 def test_a_judge_that_hangs_is_given_up_at_its_deadline() -> None:
     def second_hangs(given: Trajectory) -> list[float]:
         if given.seed == 1:
-            NEVER.wait(5)
+            hang()
         return by_hand(given)
 
-    begin = time.perf_counter()
     with pytest.raises(UserError) as caught:
-        scored(second_hangs, [trajectory(number) for number in range(3)], timeout_s=0.2)
-    assert str(caught.value) == "signals.judge, trajectory g/1: no score within signals.judge_timeout_s: 0.2 s"
-    assert time.perf_counter() - begin < 3
+        scored(second_hangs, [trajectory(number) for number in range(3)], timeout_s=0.5)
+    assert str(caught.value) == "signals.judge, trajectory g/1: no score within signals.judge_timeout_s: 0.5 s"
 
 
 def test_a_judge_that_fails_now_and_then_is_asked_again() -> None:
@@ -181,16 +176,16 @@ def test_a_judge_that_fails_now_and_then_is_asked_again() -> None:
         if asked[given.seed] == 1 and given.seed % 2:
             raise ConnectionError("429")
         if asked[given.seed] == 2 and given.seed == 3:
-            NEVER.wait(5)
+            hang()
         return by_hand(given)
 
     trajectories = [trajectory(number) for number in range(5)]
-    found = scored(moody, trajectories, timeout_s=0.2, max_retries=2)
+    found = scored(moody, trajectories, timeout_s=0.5, max_retries=2)
     assert [[turn.score for turn in t.turns] for t in found] == [by_hand(t) for t in trajectories]
     assert asked == {0: 1, 1: 2, 2: 1, 3: 3, 4: 1}
     asked.clear()
     with pytest.raises(UserError, match=r"trajectory g/3: no score within"):
-        scored(moody, trajectories, timeout_s=0.2, max_retries=1)
+        scored(moody, trajectories, timeout_s=0.5, max_retries=1)
 
 
 def test_a_judge_is_asked_no_more_once_it_has_failed() -> None:

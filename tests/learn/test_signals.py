@@ -71,7 +71,7 @@ class Meeting:
         with self.lock:
             self.inside += 1
             self.peak = max(self.peak, self.inside)
-        self.barrier.wait(timeout=10)
+        self.barrier.wait(timeout=60)
         with self.lock:
             self.inside -= 1
         return length_judge(trajectory)

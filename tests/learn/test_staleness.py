@@ -1,7 +1,7 @@
 """Tokens that are too old: masked or kept, and counted either way."""
 
-import asyncio
 from collections.abc import Iterator
+from contextlib import closing
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -14,12 +14,12 @@ from agentrl.learn.staleness import mask_stale, share_too_old
 from agentrl.rollout import RolloutConfig
 from agentrl.testing import make_group
 from agentrl.types import StopReason, TrajectoryGroup
-from tests.learn.test_trainer import make_trainer
+from tests.learn.test_trainer import Loop, make_trainer
 
 
 @pytest.fixture
-def runner() -> Iterator[asyncio.Runner]:
-    with asyncio.Runner() as runner:
+def runner() -> Iterator[Loop]:
+    with closing(Loop()) as runner:
         yield runner
 
 
@@ -50,7 +50,7 @@ def test_tokens_of_older_versions_leave_the_loss_and_are_counted() -> None:
 
 @pytest.mark.parametrize("rule", ["wait", "mask", "keep"])
 def test_the_recipe_says_what_becomes_of_tokens_that_are_too_old(
-    rule: Literal["wait", "mask", "keep"], runner: asyncio.Runner
+    rule: Literal["wait", "mask", "keep"], runner: Loop
 ) -> None:
     rollout = RolloutConfig(
         mode="partial",
@@ -82,7 +82,6 @@ def test_the_recipe_says_what_becomes_of_tokens_that_are_too_old(
     else:
         assert kept.all()
         assert metrics["staleness/max"] > 1
-    runner.run(trainer._pool.stop())
 
 
 def test_in_sync_mode_there_is_nothing_to_mask() -> None:

@@ -3,6 +3,7 @@
 import asyncio
 import copy
 from collections.abc import Iterator, Sequence
+from contextlib import closing
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -42,14 +43,28 @@ class Noise(CreditScheme):
         return Credit.from_tokens(trajectory, rng.normal(size=trajectory.num_action_tokens))
 
 
+class Loop(asyncio.Runner):
+    """Where trainers live; their pools are closed with it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pools: list[RolloutPool] = []
+
+    def close(self) -> None:
+        for pool in self.pools:
+            self.run(pool.stop())
+            pool.close()
+        super().close()
+
+
 @pytest.fixture
-def runner() -> Iterator[asyncio.Runner]:
-    with asyncio.Runner() as runner:
+def runner() -> Iterator[Loop]:
+    with closing(Loop()) as runner:
         yield runner
 
 
 def make_trainer(
-    runner: asyncio.Runner,
+    runner: Loop,
     *,
     rollout: RolloutConfig = ROLLOUT,
     loss: LossConfig | None = None,
@@ -67,6 +82,7 @@ def make_trainer(
         config=rollout,
         seed=1,
     )
+    runner.pools.append(pool)
     trainer = Trainer(
         learner=learner,
         engine=engine,
@@ -90,9 +106,7 @@ def repeatable(metrics: dict[str, float]) -> dict[str, float]:
 
 
 @pytest.mark.parametrize("anchor", ["behavior", "recomputed"])
-def test_first_minibatch_of_an_on_policy_batch_has_ratio_one_and_clips_nothing(
-    runner: asyncio.Runner, anchor: Any
-) -> None:
+def test_first_minibatch_of_an_on_policy_batch_has_ratio_one_and_clips_nothing(runner: Loop, anchor: Any) -> None:
     trainer = make_trainer(runner, loss=LossConfig(anchor=anchor), num_minibatches=3)
     for _ in range(3):
         metrics = trainer.step().metrics
@@ -104,14 +118,14 @@ def test_first_minibatch_of_an_on_policy_batch_has_ratio_one_and_clips_nothing(
         assert metrics["ratio/spread"] > 1e-4
 
 
-def test_two_trainers_with_one_seed_repeat_bit_for_bit(runner: asyncio.Runner) -> None:
+def test_two_trainers_with_one_seed_repeat_bit_for_bit(runner: Loop) -> None:
     first, second = make_trainer(runner), make_trainer(runner)
     for _ in range(3):
         assert repeatable(first.step().metrics) == repeatable(second.step().metrics)
     assert torch.equal(weights(first), weights(second))
 
 
-def test_saved_and_loaded_equals_uninterrupted_bit_for_bit(runner: asyncio.Runner, tmp_path: Path) -> None:
+def test_saved_and_loaded_equals_uninterrupted_bit_for_bit(runner: Loop, tmp_path: Path) -> None:
     train: dict[str, Any] = {"schedule": "cosine", "steps": 4, "weight_decay": 0.1}
     whole = make_trainer(runner, **train)
     expected = [repeatable(whole.step().metrics) for _ in range(4)]
@@ -127,7 +141,7 @@ def test_saved_and_loaded_equals_uninterrupted_bit_for_bit(runner: asyncio.Runne
     assert torch.equal(weights(late), weights(whole))
 
 
-def test_the_kl_term_pulls_towards_the_reference(runner: asyncio.Runner) -> None:
+def test_the_kl_term_pulls_towards_the_reference(runner: Loop) -> None:
     distance = {}
     for coefficient in (1e-9, 100.0):
         trainer = make_trainer(runner, loss=LossConfig(kl_coefficient=coefficient), has_reference=True)
@@ -140,7 +154,7 @@ def test_the_kl_term_pulls_towards_the_reference(runner: asyncio.Runner) -> None
     assert distance[100.0] < 0.3 * distance[1e-9]
 
 
-def test_mismatch_weights_are_logged_and_used(runner: asyncio.Runner) -> None:
+def test_mismatch_weights_are_logged_and_used(runner: Loop) -> None:
     plain = make_trainer(runner, loss=LossConfig(anchor="recomputed"))
     corrected = make_trainer(runner, loss=LossConfig(anchor="recomputed", mismatch="truncate"))
     groups = runner.run(plain._pool.collect())
@@ -174,7 +188,7 @@ class CoarseEngine(TransformersEngine):
     ("engine_class", "words"), [(DeafEngine, "do not reach its samples"), (CoarseEngine, r"train\.agreement: 0\.001")]
 )
 def test_an_engine_that_runs_other_weights_is_found_out_at_the_start(
-    runner: asyncio.Runner, engine_class: type[TransformersEngine], words: str
+    runner: Loop, engine_class: type[TransformersEngine], words: str
 ) -> None:
     with pytest.raises(EngineError, match=words):
         make_trainer(runner, engine_class=engine_class)
@@ -189,14 +203,13 @@ class TiredEngine(TransformersEngine):
 
 @pytest.mark.parametrize(("mode", "step"), [("sync", 4), ("partial", 3), ("async", 3)])
 def test_an_engine_that_misses_a_later_push_is_found_out_at_once(
-    runner: asyncio.Runner, mode: Literal["sync", "partial", "async"], step: int
+    runner: Loop, mode: Literal["sync", "partial", "async"], step: int
 ) -> None:
     trainer = make_trainer(runner, rollout=ROLLOUT.model_copy(update={"mode": mode}), engine_class=TiredEngine)
     for _ in range(step - 1):
         trainer.step()
     with pytest.raises(EngineError, match=r"train\.agreement: 0\.001"):  # before another token is trained on
         trainer.step()
-    runner.run(trainer._pool.stop())
 
 
 class StuckEngine(TransformersEngine):
@@ -208,16 +221,15 @@ class StuckEngine(TransformersEngine):
         await super()._advance(waiting)
 
 
-def test_an_engine_that_hangs_after_a_push_has_a_deadline(runner: asyncio.Runner) -> None:
+def test_an_engine_that_hangs_after_a_push_has_a_deadline(runner: Loop) -> None:
     rollout = ROLLOUT.model_copy(update={"mode": "partial", "engine_timeout_s": 1.0})
     trainer = make_trainer(runner, rollout=rollout, engine_class=StuckEngine)
     trainer.step()
     with pytest.raises(EngineError, match=r"did not answer its self-proof within rollout\.engine_timeout_s: 1"):
         trainer.step()
-    runner.run(trainer._pool.stop())
 
 
-def test_an_update_that_is_given_up_ends_soon(runner: asyncio.Runner) -> None:
+def test_an_update_that_is_given_up_ends_soon(runner: Loop) -> None:
     trainer = make_trainer(runner)
     groups = runner.run(trainer._pool.collect())
 

@@ -1,7 +1,8 @@
 """A tiny Qwen3 with random weights behind the real engine, and a renderer under which it ends its turns."""
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, closing
 from typing import Any
 
 import pytest
@@ -11,9 +12,11 @@ from agentrl.chat import ChatMLRenderer, train_tokenizer
 from agentrl.engine import EngineConfig
 from agentrl.engine.transformers import TransformersEngine
 from agentrl.learn.model import LocalModelConfig, make_local_model
+from agentrl.rollout import RolloutPool
 from agentrl.types import Message
 
 NewEngine = Callable[..., TransformersEngine]
+Opened = Callable[[RolloutPool], RolloutPool]
 
 
 class OftenStops(ChatMLRenderer):
@@ -70,3 +73,10 @@ def new_engine(model: Any) -> NewEngine:
         return kind(copy.deepcopy(model), EngineConfig(**config))
 
     return make
+
+
+@pytest.fixture
+def opened() -> Iterator[Opened]:
+    """Close the pools that are given to it at the end of the test."""
+    with ExitStack() as stack:
+        yield lambda pool: stack.enter_context(closing(pool))

@@ -2,7 +2,6 @@
 
 import asyncio
 import random
-import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -22,10 +21,10 @@ from agentrl.rollout import Episode, RolloutConfig, RolloutPool, Task
 from agentrl.rollout.env_thread import EnvThread
 from agentrl.rollout.moment import MakeEnv
 from agentrl.types import Completion, Message, Sampling, StopReason, Trajectory, TrajectoryGroup
+from tests.threads import hang, wait_until
 
 NewEngine = Callable[..., TransformersEngine]
 Log = Callable[[str, "Dice"], None]
-NEVER = threading.Event()
 TASK = Task(group_id="train/000000", rollout_index=3, seed=11, sampling_seed=1)
 
 
@@ -220,9 +219,7 @@ def test_a_branch_begins_in_the_context_of_its_turn_with_the_state_of_that_momen
         ]
         assert env.heard[: own[0]] == main.heard[: own[0]]
     # What was kept to fork from stands where it stood.
-    deadline = time.monotonic() + 5  # it is closed when nobody waits any more
-    while len(closed) < 16 and time.monotonic() < deadline:
-        time.sleep(0.01)
+    wait_until(lambda: len(closed) == 16)  # it is closed when nobody waits any more
     kept = sorted(len(env.drawn) for env in closed if env.generation == 1)
     assert kept == [0, 1, 2, 3, 4]
 
@@ -281,10 +278,6 @@ def raises() -> None:
     raise KeyError("lever")
 
 
-def hangs() -> None:
-    NEVER.wait(5)
-
-
 def breaks(how: Callable[[], None], *, what: str, when: Callable[[Dice], bool]) -> MakeEnv:
     def log(happened: str, env: Dice) -> None:
         if happened == what and when(env):
@@ -312,8 +305,8 @@ def test_a_branch_whose_environment_raises_is_dropped_and_counted(
 
 
 def test_a_branch_that_hangs_is_the_last_one_and_the_episode_stands(new_engine: NewEngine, renderer: Renderer) -> None:
-    make_env = breaks(hangs, what="step", when=lambda env: env.generation == 2 and len(env.drawn) == 4)
-    trajectory = play(make_env, new_engine(), renderer, env_timeout_s=0.2)
+    make_env = breaks(hang, what="step", when=lambda env: env.generation == 2 and len(env.drawn) == 4)
+    trajectory = play(make_env, new_engine(), renderer, env_timeout_s=0.5)
     assert rewards_of(trajectory) == [()] * 5
     assert (trajectory.metrics["branches"], trajectory.metrics["failed_branches"]) == (1, 1)
     assert without_branches(trajectory) == without_branches(play(Dice, new_engine(), renderer, fork=False))
@@ -337,13 +330,13 @@ def test_a_branch_whose_engine_fails_is_dropped_and_counted(new_engine: NewEngin
 
 @pytest.mark.parametrize(
     ("how", "words"),
-    [(raises, "raised KeyError: 'lever'"), (hangs, "did not return within rollout.env_timeout_s: 0.2 s")],
+    [(raises, "raised KeyError: 'lever'"), (hang, "did not return within rollout.env_timeout_s: 0.5 s")],
 )
 def test_an_environment_that_cannot_be_forked_fails_its_episode_in_its_words(
     how: Callable[[], None], words: str, new_engine: NewEngine, renderer: Renderer
 ) -> None:
     make_env = breaks(how, what="fork", when=lambda env: env.generation == 0 and len(env.drawn) == 2)
-    trajectory = play(make_env, new_engine(), renderer, env_timeout_s=0.2)
+    trajectory = play(make_env, new_engine(), renderer, env_timeout_s=0.5)
     assert trajectory.stop_reason is StopReason.ENV_ERROR
     assert trajectory.error == f"environment Dice: fork() {words}"
     assert len(trajectory.turns) == 2
@@ -405,9 +398,8 @@ def test_every_environment_that_was_made_or_forked_is_closed_once(new_engine: Ne
                     raise RuntimeError("broken")
 
             trajectory = play(partial(Dice, log), new_engine(), renderer)
-            deadline = time.monotonic() + 5  # nobody waits for the last closings
-            while len(closed) < len(born) and time.monotonic() < deadline:
-                time.sleep(0.005)
+            # Nobody else waits for the last of them.
+            wait_until(lambda: len(closed) == len(born))  # noqa: B023 - called at once
             assert closed == Counter({id(env): 1 for env in born})
             assert trajectory.failed == (generation == 0 and what != "nothing")
             assert len(born) == (1 + 3 if trajectory.failed and what == "step" else len(born))
@@ -491,10 +483,10 @@ def test_a_pool_goes_on_with_a_fresh_thread_after_a_branch_that_hangs(new_pool: 
     def hangs_once() -> None:
         if not hung:
             hung.append(True)
-            NEVER.wait(5)
+            hang()
 
     make_env = breaks(hangs_once, what="step", when=lambda env: env.generation == 2)
-    pool = new_pool(make_env, env_timeout_s=0.3, max_live_episodes=1)
+    pool = new_pool(make_env, env_timeout_s=0.5, max_live_episodes=1)
     (group,) = collect(pool, 1)
     assert [t.failed for t in group.trajectories] == [False] * 3
     assert [t.metrics["branches"] for t in group.trajectories] == [1, 10, 10]

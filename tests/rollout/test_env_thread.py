@@ -3,18 +3,20 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Coroutine
+from typing import Any, TypeVar
 
 import pytest
 
 from agentrl.rollout.env_thread import EnvThread
 
+R = TypeVar("R")
 
-def call(function: Callable[[], Any], *, timeout_s: float = 5.0) -> Any:
+
+def on_a_thread(run: Callable[[EnvThread], Coroutine[Any, Any, R]]) -> R:
     thread = EnvThread()
     try:
-        return asyncio.run(thread.call(function, timeout_s=timeout_s))
+        return asyncio.run(run(thread))
     finally:
         thread.close()
 
@@ -32,8 +34,7 @@ def time_out() -> None:
 
 
 def test_calls_run_one_after_the_other_on_one_thread() -> None:
-    async def run() -> list[Any]:
-        thread = EnvThread()
+    async def run(thread: EnvThread) -> list[Any]:
         running: list[int] = []
 
         def work(number: int) -> tuple[int, int | None, int]:
@@ -44,22 +45,22 @@ def test_calls_run_one_after_the_other_on_one_thread() -> None:
 
         return await asyncio.gather(*(thread.call(lambda n=n: work(n), timeout_s=5) for n in range(4)))  # type: ignore[misc]
 
-    results = asyncio.run(run())
+    results = on_a_thread(run)
     assert [number for number, _, _ in results] == [0, 1, 2, 3]
     assert len({ident for _, ident, _ in results} - {threading.current_thread().ident}) == 1
     assert [left for _, _, left in results] == [0, 0, 0, 0]
 
 
 def test_the_event_loop_goes_on_while_an_environment_blocks() -> None:
-    async def run() -> int:
-        thread, ticks = EnvThread(), 0
+    async def run(thread: EnvThread) -> int:
+        ticks = 0
         blocking = asyncio.create_task(thread.call(lambda: time.sleep(0.2), timeout_s=5))
         while not blocking.done():
             await asyncio.sleep(0.01)
             ticks += 1
         return ticks
 
-    assert asyncio.run(run()) >= 5
+    assert on_a_thread(run) >= 5
 
 
 @pytest.mark.parametrize(
@@ -76,31 +77,30 @@ def test_whatever_a_call_raises_comes_back_at_once(
     function: Callable[[], Any], kind: type[Exception], words: str
 ) -> None:
     with pytest.raises(kind, match=words):
-        call(function)
+        on_a_thread(lambda thread: thread.call(function, timeout_s=5))
 
 
 def test_a_thread_goes_on_after_a_call_that_raised() -> None:
-    async def run() -> tuple[bool, int]:
-        thread = EnvThread()
+    async def run(thread: EnvThread) -> tuple[bool, int]:
         for function in (leave, time_out):
             with pytest.raises((RuntimeError, TimeoutError)):
                 await thread.call(function, timeout_s=5)
         return thread.is_lost, await thread.call(lambda: 7, timeout_s=5)
 
-    assert asyncio.run(run()) == (False, 7)
+    assert on_a_thread(run) == (False, 7)
 
 
 def test_a_call_that_misses_its_deadline_loses_the_thread() -> None:
     released = threading.Event()
 
-    async def run() -> tuple[float, bool]:
-        thread, begin = EnvThread(), time.perf_counter()
+    async def run(thread: EnvThread) -> tuple[float, bool]:
+        begin = time.perf_counter()
         with pytest.raises(TimeoutError):
-            await thread.call(lambda: released.wait(10), timeout_s=0.05)
+            await thread.call(released.wait, timeout_s=0.05)
         return time.perf_counter() - begin, thread.is_lost
 
-    waited_s, is_lost = asyncio.run(run())
-    assert 0.05 <= waited_s < 2
+    waited_s, is_lost = on_a_thread(run)
+    assert waited_s >= 0.05
     assert is_lost
     released.set()  # the call comes back after its event loop was closed: nobody is told, nothing is raised
 
@@ -108,18 +108,16 @@ def test_a_call_that_misses_its_deadline_loses_the_thread() -> None:
 def test_a_lost_thread_still_does_what_is_left_to_do_when_its_call_returns() -> None:
     released, closed = threading.Event(), threading.Event()
 
-    async def run() -> None:
-        thread = EnvThread()
+    async def run(thread: EnvThread) -> None:
         with pytest.raises(TimeoutError):
-            await thread.call(lambda: released.wait(10), timeout_s=0.05)
+            await thread.call(released.wait, timeout_s=0.05)
         thread.call_unattended(lambda: 1 // 0)
         thread.call_unattended(closed.set)
-        thread.close()
 
-    asyncio.run(run())
+    on_a_thread(run)
     assert not closed.is_set()
     released.set()
-    assert closed.wait(5)
+    assert closed.wait(60)
 
 
 def test_a_hanging_environment_does_not_hold_up_the_end_of_the_process() -> None:

@@ -1,6 +1,5 @@
 import asyncio
 import json
-import threading
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -17,9 +16,9 @@ from agentrl.rollout import Episode, RolloutConfig, Task
 from agentrl.rollout.env_thread import EnvThread
 from agentrl.rollout.moment import MakeEnv
 from agentrl.types import Completion, FinishReason, Message, Sampling, StopReason, Trajectory
+from tests.threads import hang
 
 NewEngine = Callable[..., TransformersEngine]
-NEVER = threading.Event()
 
 
 def user(text: str) -> tuple[Message, ...]:
@@ -306,10 +305,6 @@ def raises() -> None:
     raise KeyError("door")
 
 
-def hangs() -> None:
-    NEVER.wait(5)
-
-
 def breaks(method: str, how: Callable[[], None], *, at_call: int = 1) -> MakeEnv:
     """Make an environment that does `how` at the given call of a method."""
 
@@ -346,9 +341,9 @@ def test_an_environment_that_raises_or_hangs_is_an_error_in_its_words(
     raised = play(breaks(method, raises), new_engine(), renderer, max_turns=2)
     assert (raised.stop_reason, raised.truncated) == (StopReason.ENV_ERROR, False)
     assert raised.error == f"{where} raised KeyError: 'door'"
-    hung = play(breaks(method, hangs), new_engine(), renderer, max_turns=2, env_timeout_s=0.1)
+    hung = play(breaks(method, hang), new_engine(), renderer, max_turns=2, env_timeout_s=0.5)
     assert hung.stop_reason is StopReason.ENV_ERROR
-    assert hung.error == f"{where} did not return within rollout.env_timeout_s: 0.1 s"
+    assert hung.error == f"{where} did not return within rollout.env_timeout_s: 0.5 s"
     assert len(raised.turns) == len(hung.turns) == num_turns
 
 

@@ -3,7 +3,6 @@
 import asyncio
 import json
 import random
-import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -19,21 +18,25 @@ from agentrl.errors import EngineError, EnvironmentFailure
 from agentrl.rollout import Journal, RolloutConfig, RolloutPool
 from agentrl.types import Completion, Message, Sampling, Trajectory
 from tests.rollout.test_pool import Talk, collect, episodes, logged
+from tests.threads import hang
 
 NewEngine = Callable[..., TransformersEngine]
+Opened = Callable[[RolloutPool], RolloutPool]
 NewPool = Callable[..., RolloutPool]
 
 
 @pytest.fixture
-def new_pool(new_engine: NewEngine, renderer: Renderer) -> NewPool:
+def new_pool(new_engine: NewEngine, renderer: Renderer, opened: Opened) -> NewPool:
     def make(make_env: Any = Talk, *, engine: TransformersEngine | None = None, **config: Any) -> RolloutPool:
         settings = {"group_size": 3, "max_turn_tokens": 64, "max_live_episodes": 8, "env_timeout_s": 5.0, **config}
-        return RolloutPool(
-            make_env=make_env,
-            engine=engine or new_engine(lockstep=False),
-            renderer=renderer,
-            config=RolloutConfig.model_validate(settings),
-            seed=5,
+        return opened(
+            RolloutPool(
+                make_env=make_env,
+                engine=engine or new_engine(lockstep=False),
+                renderer=renderer,
+                config=RolloutConfig.model_validate(settings),
+                seed=5,
+            )
         )
 
     return make
@@ -130,11 +133,9 @@ def test_what_blocks_the_event_loop_shows_in_its_lag(new_pool: NewPool, new_engi
 
 
 def test_environments_that_hang_for_ever_now_and_then_stop_the_run_before_threads_pile_up(new_pool: NewPool) -> None:
-    released = threading.Event()
-
     def log(what: str, env: Talk) -> None:
         if what == "step" and env.member == 1:
-            released.wait(60)
+            hang()
 
     pool = new_pool(logged(log), env_timeout_s=0.05, max_retries=0, max_live_episodes=2)
     with pytest.raises(
@@ -142,7 +143,6 @@ def test_environments_that_hang_for_ever_now_and_then_stop_the_run_before_thread
     ):
         collect(pool, 12)
     assert pool.counts["lost_threads"] >= 9
-    released.set()
 
 
 class Endless(Talk):

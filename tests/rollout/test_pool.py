@@ -18,8 +18,10 @@ from agentrl.errors import EngineError, EnvironmentFailure
 from agentrl.rollout import RolloutConfig, RolloutPool, task_seed
 from agentrl.rollout.moment import MakeEnv
 from agentrl.types import Message, StopReason, Trajectory, TrajectoryGroup
+from tests.threads import hang, wait_until
 
 NewEngine = Callable[..., TransformersEngine]
+Opened = Callable[[RolloutPool], RolloutPool]
 NewPool = Callable[..., RolloutPool]
 
 
@@ -52,17 +54,19 @@ class Talk(MessageEnv):
 
 
 @pytest.fixture
-def new_pool(new_engine: NewEngine, renderer: Renderer) -> NewPool:
+def new_pool(new_engine: NewEngine, renderer: Renderer, opened: Opened) -> NewPool:
     def make(
         make_env: MakeEnv = Talk, *, seed: int = 5, engine: TransformersEngine | None = None, **config: Any
     ) -> RolloutPool:
         settings = {"group_size": 3, "max_turn_tokens": 64, "max_live_episodes": 8, "env_timeout_s": 5.0, **config}
-        return RolloutPool(
-            make_env=make_env,
-            engine=engine or new_engine(),
-            renderer=renderer,
-            config=RolloutConfig.model_validate(settings),
-            seed=seed,
+        return opened(
+            RolloutPool(
+                make_env=make_env,
+                engine=engine or new_engine(),
+                renderer=renderer,
+                config=RolloutConfig.model_validate(settings),
+                seed=seed,
+            )
         )
 
     return make
@@ -270,14 +274,12 @@ def test_an_environment_that_always_fails_stops_the_run_with_its_words(where: st
         if what == where:
             raise RuntimeError("the lamp is out")
 
-    begin = time.perf_counter()
     with pytest.raises(EnvironmentFailure) as caught:
         collect(new_pool(logged(log), max_consecutive_failures=6, max_retries=1), 4)
     method = {"made": "environment: construction"}.get(where, f"environment Talk: {where}()")
     assert str(caught.value) == (
         f"6 episodes failed in a row; the last one: {method} raised RuntimeError: the lamp is out"
     )
-    assert time.perf_counter() - begin < 5
     assert len(made) <= (6 + 8) * 2  # the 6, and what was alive beside them, each with its retry
 
 
@@ -303,18 +305,13 @@ def test_a_backend_that_is_down_for_a_moment_does_not_stop_the_run(new_pool: New
 
 
 def test_an_environment_that_always_hangs_stops_the_run_at_its_deadlines(new_pool: NewPool) -> None:
-    released = threading.Event()
-
     def log(what: str, _: Talk) -> None:
         if what == "step":
-            released.wait(30)
+            hang()
 
-    begin = time.perf_counter()
     pool = new_pool(logged(log), max_consecutive_failures=8, env_timeout_s=0.1)
     with pytest.raises(EnvironmentFailure, match=r"step\(\) did not return within rollout\.env_timeout_s: 0\.1 s"):
         collect(pool, 4)
-    assert time.perf_counter() - begin < 20
-    released.set()
 
 
 def test_one_member_that_always_fails_cannot_make_the_run_go_on_for_ever(new_pool: NewPool) -> None:
@@ -375,13 +372,11 @@ def test_a_run_in_which_every_first_prompt_is_too_long_ends(new_pool: NewPool) -
 
 
 def test_hanging_environments_lose_their_thread_and_the_others_go_on(new_pool: NewPool) -> None:
-    released = threading.Event()
-
     def log(what: str, env: Talk) -> None:
         if what == "step" and env.member == 1:
-            released.wait(30)
+            hang()
 
-    pool = new_pool(logged(log), env_timeout_s=0.1, max_retries=1)
+    pool = new_pool(logged(log), env_timeout_s=0.5, max_retries=1)
     groups = collect(pool, 2)
     assert [[t.failed for t in group.trajectories] for group in groups] == [[False, True, False]] * 2
     assert pool.counts == {
@@ -391,7 +386,6 @@ def test_hanging_environments_lose_their_thread_and_the_others_go_on(new_pool: N
         "alike_groups": 0,
         "lost_threads": 4,
     }
-    released.set()
 
 
 def test_threads_end_when_the_pool_is_closed(new_pool: NewPool) -> None:
@@ -403,10 +397,7 @@ def test_threads_end_when_the_pool_is_closed(new_pool: NewPool) -> None:
     collect(pool, 3, 3)
     assert len(alive() - before) == 4  # kept from one step to the next
     pool.close()
-    deadline = time.monotonic() + 5
-    while alive() - before and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert alive() - before == set()
+    wait_until(lambda: alive() == before)
 
 
 def test_the_stream_of_tasks_goes_on_from_a_saved_state(new_pool: NewPool) -> None:

@@ -246,8 +246,8 @@ def test_a_live_episode_tells_where_it_stands_at_every_pause(new_engine: NewEngi
             await asyncio.sleep(0)
             found.append(episode.live())
             await table.engine.resume()
-        assert timeless(await task).turns[-1].action_ids == whole.turns[-1].action_ids
         thread.close()
+        assert timeless(await task).turns[-1].action_ids == whole.turns[-1].action_ids
         return found
 
     states = asyncio.run(interrupted())
@@ -257,7 +257,9 @@ def test_a_live_episode_tells_where_it_stands_at_every_pause(new_engine: NewEngi
         found = Table(new_engine(), renderer).play(state)
         assert [turn.action_ids for turn in found.turns] == [turn.action_ids for turn in whole.turns]
         # One that is still being played again stands where it was recorded.
-        assert Table(new_engine(), renderer).episode(state)[0].live() == state
+        episode, thread = Table(new_engine(), renderer).episode(state)
+        assert episode.live() == state
+        thread.close()
 
 
 class Forgetful(Dice):

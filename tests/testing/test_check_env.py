@@ -14,6 +14,7 @@ from agentrl.env import MessageEnv, ToolEnv, tool, tool_call
 from agentrl.errors import CheckError
 from agentrl.testing.check_env import check_env
 from agentrl.types import Message
+from tests.threads import hang, wait_until
 
 
 class Sound(ToolEnv):
@@ -111,10 +112,7 @@ def test_the_global_random_numbers_are_left_as_they_were() -> None:
 def test_no_thread_is_left() -> None:
     before = threading.active_count()
     check_env(Sound)
-    deadline = time.monotonic() + 5
-    while threading.active_count() > before and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert threading.active_count() == before
+    wait_until(lambda: threading.active_count() == before)
 
 
 # What cannot be made
@@ -616,26 +614,24 @@ class Hangs(Sound):
         super().__init__()
         self.where = where
         if where == "__init__":
-            time.sleep(3)
+            hang()
 
     def start(self, options: dict[str, Any]) -> Any:
         if self.where == "reset":
-            time.sleep(3)
+            hang()
         return super().start(options)
 
     def answer(self, text: str) -> Any:
         if self.where == "step":
-            time.sleep(3)
+            hang()
         return super().answer(text)
 
 
 @pytest.mark.parametrize("where", ["__init__", "reset", "step"])
 def test_a_call_that_hangs_ends_the_check_with_what_was_found(where: str) -> None:
-    begun = time.monotonic()
-    assert problems(Hangs, where=where, timeout_s=0.3)[-1] == (
-        f"{where}() did not return within 0.3 s; give whatever can block a deadline of its own"
+    assert problems(Hangs, where=where, timeout_s=0.5)[-1] == (
+        f"{where}() did not return within 0.5 s; give whatever can block a deadline of its own"
     )
-    assert time.monotonic() - begun < 2
 
 
 def test_everything_wrong_is_listed_at_once() -> None:
