@@ -43,18 +43,19 @@ class Noise(CreditScheme):
         return Credit.from_tokens(trajectory, rng.normal(size=trajectory.num_action_tokens))
 
 
-class Loop(asyncio.Runner):
+class Loop:
     """Where trainers live; their pools are closed with it."""
 
     def __init__(self) -> None:
-        super().__init__()
+        self.runner = asyncio.Runner()
+        self.run = self.runner.run
         self.pools: list[RolloutPool] = []
 
     def close(self) -> None:
         for pool in self.pools:
             self.run(pool.stop())
             pool.close()
-        super().close()
+        self.runner.close()
 
 
 @pytest.fixture
@@ -91,7 +92,7 @@ def make_trainer(
         agreement=TrainConfig().agreement_bound(),
         rollout=rollout,
         seed=1,
-        runner=runner,
+        runner=runner.runner,
     )
     trainer.start_engine()
     return trainer
