@@ -9,7 +9,8 @@ answer. `final` is success on the held-out tasks after the last step, `area` its
 began. `shuffled` deals the advantages of `group_gae` out to random turns: what is left of them on the wrong turn.
 
 Results are appended to FILE as JSON lines; what is in it already, under the same settings, is not run again (take another
-file after a change of code). The settings were chosen on seeds 0 to 3, so the seeds reported begin at 10.
+file after a change of code). So a run that was stopped goes on with the same command, and `--jobs 0` only shows what is there.
+The settings were chosen on seeds 0 to 3, so the seeds reported begin at 10.
 """
 
 import argparse
@@ -92,8 +93,10 @@ def make_recipe(env: str, scheme: str, seed: int, run_dir: Path | None = None, *
 
 @cache
 def fingerprint(env: str, scheme: str, seed: int) -> str:
-    """Name the settings of a result."""
-    return hashlib.sha256(make_recipe(env, scheme, seed).model_dump_json().encode()).hexdigest()[:16]
+    """Name the settings of a result: what is written down, so that a recipe's further field changes nothing."""
+    recipe = (ROOT / "examples" / "calculator.yaml").read_text(encoding="utf-8")
+    settings = [recipe, COMMON.split(), SETTINGS[env].split(), SCHEMES[env][scheme], seed]
+    return hashlib.sha256(json.dumps(settings).encode()).hexdigest()[:16]
 
 
 def train(recipe: Recipe, folder: RunFolder | None) -> list[dict[str, float]]:
@@ -184,9 +187,9 @@ def print_table(env: str, table: dict[str, dict[str, Any]]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="results, one JSON line each; appended to")
-    parser.add_argument("--jobs", type=int, default=2, help="processes, of one thread each")
+    parser.add_argument("--jobs", type=int, default=2, help="processes, of one thread each; 0: run nothing")
     parser.add_argument("--envs", nargs="+", choices=list(SETTINGS), default=list(SETTINGS))
-    parser.add_argument("--seeds", type=int, nargs="+", default=[10, 11, 12, 13, 14])
+    parser.add_argument("--seeds", type=int, nargs="+", default=list(range(10, 18)))
     parser.add_argument("--schemes", nargs="+", choices=list(SCHEMES["key_door"]), default=list(SCHEMES["key_door"]))
     options = parser.parse_args()
     sys.path.insert(0, str(ROOT))  # for benchmarks.shuffled_credit, here and in the processes started below
@@ -198,9 +201,9 @@ def main() -> None:
     known = read_results(options.out, wanted)
     options.out.parent.mkdir(parents=True, exist_ok=True)
     context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(options.jobs, mp_context=context, max_tasks_per_child=1) as pool:
+    with ProcessPoolExecutor(options.jobs or 1, mp_context=context, max_tasks_per_child=1) as pool:
         begun = []
-        for env, seed in dict.fromkeys((env, seed) for env, _, seed in wanted):
+        for env, seed in dict.fromkeys((env, seed) for env, _, seed in wanted) if options.jobs else ():
             if missing := [scheme for scheme in rows if (env, scheme, seed) not in known]:
                 begun.append(pool.submit(train_all, env, seed, missing, options.out))
         for future in as_completed(begun):
@@ -208,9 +211,13 @@ def main() -> None:
     known = read_results(options.out, wanted)
     summary: dict[str, Any] = {}
     for env in options.envs:
-        found = {scheme: {s: known[env, scheme, s] for s in options.seeds} for scheme in rows}
+        found = {
+            scheme: of_seed
+            for scheme in rows
+            if (of_seed := {s: known[env, scheme, s] for s in options.seeds if (env, scheme, s) in known})
+        }
         for seed in options.seeds:
-            if len({of_seed[seed]["start"] for of_seed in found.values()}) > 1:
+            if len({of_seed[seed]["start"] for of_seed in found.values() if seed in of_seed}) > 1:
                 print(f"{env}, seed {seed}: not all began with the same success, so not with the same weights")
         summary[env] = {name: compare(of_seed, found.get("uniform", {})) for name, of_seed in found.items()}
         print_table(env, summary[env])
