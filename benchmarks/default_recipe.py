@@ -31,6 +31,7 @@ def train(recipe: Path, seed: int) -> dict[str, float]:
         "success_after": rows[-1].get("eval/success", 0.0),
         "minutes": (time.perf_counter() - begin) / 60,
         "first_ratio_deviation": max(row["first/ratio_deviation"] for row in rows[1:]),
+        "skipped_minibatches": sum(row["skipped_minibatches"] for row in rows[1:]),
         "first_clipped_tokens": max(row["first/clipped_tokens"] for row in rows[1:]),
     }
 
@@ -47,7 +48,9 @@ def main() -> None:
     options = parser.parse_args()
     figures: dict[str, object] = {"threads": torch.get_num_threads()}
     for recipe in options.recipes:
-        print(f"{recipe.stem:14} {'seed':>4} {'score':>16} {'success':>16} {'minutes':>8} {'first ratio off by':>19}")
+        print(
+            f"{recipe.stem:14} {'seed':>4} {'score':>16} {'success':>16} {'minutes':>8} {'skipped':>8} {'first ratio off by':>19}"
+        )
         results = []
         for seed in options.seeds:
             found = train(recipe, seed)
@@ -55,7 +58,7 @@ def main() -> None:
             print(
                 f"{'':14} {seed:>4} {found['score_before']:>7.1%} ->{found['score_after']:>6.1%} "
                 f"{found['success_before']:>7.1%} ->{found['success_after']:>6.1%} {found['minutes']:>8.1f} "
-                f"{found['first_ratio_deviation']:>19.1e}",
+                f"{found['skipped_minibatches']:>8.0f} {found['first_ratio_deviation']:>19.1e}",
                 flush=True,
             )
         figures[recipe.stem] = results
