@@ -49,7 +49,8 @@ def main() -> None:
     figures: dict[str, object] = {"threads": torch.get_num_threads()}
     for recipe in options.recipes:
         print(
-            f"{recipe.stem:14} {'seed':>4} {'score':>16} {'success':>16} {'minutes':>8} {'skipped':>8} {'first ratio off by':>19}"
+            f"{recipe.stem:14} {'seed':>4} {'score':>16} {'success':>16} {'minutes':>8} {'skipped':>8} "
+            f"{'first ratio off by':>19}"
         )
         results = []
         for seed in options.seeds:
