@@ -2,7 +2,7 @@
 
     python benchmarks/minibatches.py time [--repeats 5]
     python benchmarks/minibatches.py table [--seeds 128]
-    python benchmarks/minibatches.py rooms --out FILE [--seeds 10 11 ...] [--variants before whole 8]
+    python benchmarks/minibatches.py rooms --out FILE [--seeds 10 11 ...] [--variants before whole 4]
 
 `draw_minibatches` cuts groups into parts as far as a minibatch needs for having trajectories of `min_groups` groups. 1 keeps
 groups whole; `before` is what was done at c6e7780: whole groups, trajectories without advantage among them, and an update
@@ -320,7 +320,7 @@ def main() -> None:
     parser.add_argument("part", choices=["time", "table", "rooms"])
     parser.add_argument("--repeats", type=int, default=5, help="of `time`")
     parser.add_argument("--seeds", type=int, nargs="+", help="`table`: how many (128); `rooms`: which (10 to 17)")
-    parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=["before", "whole", "8"], help="of `rooms`")
+    parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=["before", "whole", "4"], help="of `rooms`")
     parser.add_argument("--out", type=Path, help="results of `rooms`")
     options = parser.parse_args()
     sys.path.insert(0, str(ROOT))

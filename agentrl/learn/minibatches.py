@@ -8,8 +8,8 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-MIN_GROUPS = 8
-"""Groups that a minibatch has trajectories of, where the step has as many."""
+MIN_GROUPS = 4
+"""Groups that a minibatch has trajectories of, where the step has as many (measured: benchmarks/minibatches.py)."""
 
 
 class Minibatch(NamedTuple):
