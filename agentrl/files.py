@@ -12,14 +12,35 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TypeVar
 
-from pydantic import TypeAdapter, ValidationError
+from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
 
 from agentrl.errors import ConfigError
 
 T = TypeVar("T")
 
+_LIST = "files.json"
+_TENSORS = (".safetensors", ".pt")
+
 MAX_DEPTH = 200
 """Of lists and mappings within one another, in a file: pydantic writes no more than 255."""
+
+
+class _Entry(BaseModel):
+    """A file of a folder that was sealed."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    size: int
+    crc32: int | None
+    """None: of tensors."""
+
+    @classmethod
+    def of(cls, path: Path) -> "_Entry":
+        crc32 = None if path.suffix in _TENSORS else zlib.crc32(path.read_bytes())
+        return cls(size=path.stat().st_size, crc32=crc32)
+
+
+_ENTRIES = TypeAdapter(dict[str, _Entry])
 
 
 def parse(data: bytes | str, kind: TypeAdapter[T], *, where: str, fix: str) -> T:
@@ -129,6 +150,29 @@ def write_whole(path: Path, data: str | bytes | Iterable[bytes]) -> None:
         partial.unlink(missing_ok=True)  # on a full disk it takes what little room there is
         raise
     rename(partial, path)
+
+
+def seal(folder: Path) -> None:
+    """List the files of a folder, in one of it: with their sizes, and with checksums but for tensors, which are too large."""
+    files = {str(path.relative_to(folder)): _Entry.of(path) for path in sorted(folder.rglob("*")) if path.is_file()}
+    (folder / _LIST).write_bytes(_ENTRIES.dump_json(files))
+
+
+def damage(folder: Path) -> str | None:
+    """Return what is wrong with a folder that was sealed. None: all is there that was; what was added is not looked at."""
+    try:
+        files = read_json(folder / _LIST, _ENTRIES, fix="")
+    except ConfigError as error:
+        return str(error).removesuffix("; ")
+    for name, entry in files.items():
+        path = folder / name
+        if not path.is_file():
+            return f"{path} is missing"
+        if (size := path.stat().st_size) != entry.size:
+            return f"{path} has {size} bytes of {entry.size}"
+        if entry.crc32 is not None and _Entry.of(path) != entry:
+            return f"the checksum of {path} is another"
+    return None
 
 
 def rename(partial: Path, target: Path) -> None:

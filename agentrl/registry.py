@@ -5,6 +5,7 @@ import importlib
 from collections.abc import Iterable
 from functools import cache
 from importlib.metadata import EntryPoint, entry_points
+from types import ModuleType
 from typing import Any, Literal
 
 from agentrl.errors import ConfigError
@@ -44,10 +45,35 @@ def resolve(spec: str, *, group: Group, field: str) -> Any:
         )
     try:
         return points[spec].load()
-    except Exception as error:  # a stranger's package may raise anything while it is imported
+    except (Exception, SystemExit) as error:  # a stranger's package may raise anything while it is imported
         raise ConfigError(
             f"{field}: the installed {spec!r} ({points[spec].value}) could not be loaded: {type(error).__name__}: {error}"
         ) from error
+
+
+def import_named(name: str, *, spec: str, field: str) -> ModuleType:
+    """Return a module.
+
+    Args:
+        name: of the module.
+        spec: what names it, for error messages.
+        field: of the recipe, for error messages.
+
+    Raises:
+        ModuleNotFoundError: where there is none.
+        ConfigError: naming `field`, for whatever else it ends in.
+    """
+    try:
+        return importlib.import_module(name)
+    except (Exception, SystemExit) as error:  # a stranger's module may raise anything while it is imported
+        if isinstance(error, ModuleNotFoundError) and error.name and f"{name}.".startswith(f"{error.name}."):
+            raise
+        words = (
+            f"ended in sys.exit({error})"
+            if isinstance(error, SystemExit)
+            else f"raised {type(error).__name__}: {error}"
+        )
+        raise ConfigError(f"{field}: importing {name!r} of {spec!r} {words}") from error
 
 
 def import_attribute(spec: str, *, field: str, kind: str = "Class") -> Any:
@@ -65,13 +91,11 @@ def import_attribute(spec: str, *, field: str, kind: str = "Class") -> Any:
     if not name or not attribute:
         raise ConfigError(f"{field}: {spec!r} lacks its {'attribute' if name else 'module'}; write 'module:{kind}'")
     try:
-        module = importlib.import_module(name)
-    except Exception as error:  # a stranger's module may raise anything while it is imported
-        if isinstance(error, ModuleNotFoundError) and error.name and f"{name}.".startswith(f"{error.name}."):
-            raise ConfigError(
-                f"{field}: cannot import {name!r} of {spec!r} ({error}). Run from the folder that holds it, or install it."
-            ) from error
-        raise ConfigError(f"{field}: importing {name!r} of {spec!r} raised {type(error).__name__}: {error}") from error
+        module = import_named(name, spec=spec, field=field)
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            f"{field}: cannot import {name!r} of {spec!r} ({error}). Run from the folder that holds it, or install it."
+        ) from error
     try:
         return getattr(module, attribute)
     except AttributeError:

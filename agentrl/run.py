@@ -16,15 +16,15 @@ import torch
 from accelerate import Accelerator
 from accelerate.tracking import LOGGER_TYPE_TO_CLASS, get_available_trackers
 from accelerate.utils import InitProcessGroupKwargs, set_seed
-from transformers import AutoTokenizer
 
-from agentrl.chat import ChatMLRenderer, Renderer, load_renderer, train_tokenizer
+from agentrl.chat import ChatMLRenderer, Renderer, load_renderer, load_tokenizer, train_tokenizer
 from agentrl.config import Recipe
 from agentrl.credit import load_credit_for
 from agentrl.engine import Engine
 from agentrl.engine.vllm_launch import Server, start_server
 from agentrl.env import make_env
 from agentrl.errors import ConfigError
+from agentrl.files import damage
 from agentrl.learn.checkpoint import checkpoints, load_checkpoint, refusing_others, save_checkpoint, write_folder
 from agentrl.learn.evaluate import Evaluation, evaluated, play_held_out
 from agentrl.learn.export import export_adapter, export_model
@@ -183,7 +183,9 @@ class Run:
             folder.write_config(config)
             folder.rewind(trainer.finished_steps if is_resumed else -1)
         if not folder.tokenizer.is_dir():
-            write_folder(folder.tokenizer, lambda path: is_main() and self.tokenizer.save_pretrained(path))
+            write_folder(
+                folder.tokenizer, lambda path: is_main() and self.tokenizer.save_pretrained(path), is_sealed=True
+            )
         if recipe.report.trackers:
             self._accelerator.init_trackers("agentrl", config={"run": str(folder.path), "recipe": json.dumps(config)})
         try:
@@ -212,6 +214,8 @@ class Run:
                     f"{asking} needs the policy with which {folder.path} began, and that run kept none; begin a new run with "
                     "it"
                 )
+            if what := damage(folder.reference):
+                raise ConfigError(f"the policy with which this run began is damaged ({what}); begin a new run")
             self._learner.load_reference(folder.reference)
         load_checkpoint(self._trainer, newest)
         self._trainer.start_engine()
@@ -312,9 +316,7 @@ class Run:
         settings = self.recipe.model
         if settings.name_or_path is not None:
             return load_pretrained(settings.name_or_path, attention=settings.attention)
-        tokenizer = (
-            self._train_tokenizer() if tokenizer_folder is None else AutoTokenizer.from_pretrained(tokenizer_folder)
-        )
+        tokenizer = self._train_tokenizer() if tokenizer_folder is None else load_tokenizer(tokenizer_folder)
         return make_local_model(settings.local, tokenizer, attention=settings.attention), tokenizer
 
     def _train_tokenizer(self) -> Any:
@@ -386,7 +388,7 @@ class Run:
         self._signals.begin()
         if self._learner.reference is not None:
             self._learner.keep_reference()
-            write_folder(folder.reference, self._learner.save_reference)
+            write_folder(folder.reference, self._learner.save_reference, is_sealed=True)
         self._trainer.start_engine()
         self._write(folder, {"step": 0, **self._evaluation_metrics()})
         self._save(folder)

@@ -229,13 +229,18 @@ def test_a_model_of_other_sizes_cannot_go_on_with_a_run(tmp_path: Path) -> None:
     assert (folder.config_file.read_text(), folder.metrics()) == (before, rows)
 
 
-@pytest.mark.parametrize("name", ["model.safetensors", "optimizer.bin", "agentrl.json"])
+@pytest.mark.parametrize("name", ["model.safetensors", "optimizer.pt", "agentrl.json", "learner-0.json", "files.json"])
 def test_a_damaged_checkpoint_is_named_with_the_one_before_it(name: str, tmp_path: Path) -> None:
     folder, _ = train(recipe(tmp_path))
     newest = checkpoints(folder.checkpoints)[-1]
-    (newest / name).unlink() if name == "optimizer.bin" else (newest / name).write_text("x")
+    content = (newest / name).read_bytes()
+    (newest / name).write_bytes(content[: len(content) // 2] if name == "optimizer.pt" else b"[]")
+    (folder.checkpoints / "step-000004-backup").mkdir()  # of the user: no checkpoint
+    (folder.checkpoints / "step-000009").write_text("notes")
     run = Run(recipe(tmp_path, train={"steps": 3}), tokenizer_folder=folder.tokenizer)
-    with pytest.raises(ConfigError, match=rf"{newest} is damaged .*delete it, and the run goes on from step-000001"):
+    with pytest.raises(
+        ConfigError, match=rf"{newest} is damaged, .*{name}.*delete it, and the run goes on from step-000001"
+    ):
         run.train(folder, on_progress=lambda *_: None)
     run.close()
 

@@ -3,7 +3,7 @@
 from agentrl.chat.chatml import ChatMLRenderer
 from agentrl.chat.renderer import ChatConfig, Renderer, load_renderer
 from agentrl.chat.template import TemplateRenderer
-from agentrl.chat.tokenizer import train_tokenizer
+from agentrl.chat.tokenizer import load_tokenizer, train_tokenizer
 from agentrl.chat.tool_calls import format_tool_call, parse_assistant
 
 __all__ = [
@@ -13,6 +13,7 @@ __all__ = [
     "TemplateRenderer",
     "format_tool_call",
     "load_renderer",
+    "load_tokenizer",
     "parse_assistant",
     "train_tokenizer",
 ]

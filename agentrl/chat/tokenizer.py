@@ -1,6 +1,7 @@
 """A tokenizer made on the spot from the texts that a local model will see."""
 
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -8,9 +9,26 @@ from transformers import PreTrainedTokenizerFast
 
 from agentrl.chat.chatml import END, START
 from agentrl.chat.tool_calls import CLOSE, OPEN
+from agentrl.errors import ConfigError
+from agentrl.files import damage
 
 PAD = "<|endoftext|>"
 SPECIAL_TOKENS = (PAD, START, END, OPEN, CLOSE)
+
+
+def load_tokenizer(folder: Path) -> Any:
+    """Read a tokenizer that was trained here, from the folder of its run.
+
+    Raises:
+        ConfigError: where it is not what was written.
+    """
+    what = damage(folder)
+    try:
+        if what is None:
+            return PreTrainedTokenizerFast.from_pretrained(folder)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        what = f"{type(error).__name__}: {error}"
+    raise ConfigError(f"the tokenizer of this run is damaged, or of an earlier version ({what}); begin a new run")
 
 
 def train_tokenizer(texts: Iterable[str], *, vocab_size: int) -> Any:

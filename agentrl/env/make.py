@@ -1,18 +1,17 @@
 """What a recipe's `env` section names, built."""
 
-import importlib
 import inspect
 import re
 from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import entry_points
-from typing import Any
+from typing import Any, get_origin, get_type_hints
 
 import gymnasium as gym
 from gymnasium.envs.registration import load_env_creator
 
 from agentrl.env.message_env import MessageEnv
 from agentrl.errors import ConfigError
-from agentrl.registry import resolve, suggest
+from agentrl.registry import import_named, resolve, suggest
 from agentrl.types import Message
 
 _FIELD, _OPTIONS = "env.id", "env.options"
@@ -23,9 +22,11 @@ def make_env(spec: str, options: Mapping[str, Any] | None = None) -> gym.Env[tup
     """Build the environment that `spec` names.
 
     Args:
-        spec: a name that an installed package registered (`calculator`), `module:Class`, or a Gymnasium id
+        spec: a name that an installed package registered (`calculator`), `module:Class`, `module:function` where the
+            function says that it returns an environment (`-> gymnasium.Env`, or a class of it), or a Gymnasium id
             (`agentrl/KeyDoor-v0`; `module:id` imports the module that registers it first). A Gymnasium id comes with
-            the wrappers that it was registered with; anything else comes bare.
+            the wrappers that it was registered with; anything else comes bare. Nothing else is called, because a recipe
+            may come from someone else.
         options: keyword arguments of its constructor; with a Gymnasium id also `max_episode_steps`.
 
     Raises:
@@ -37,7 +38,7 @@ def make_env(spec: str, options: Mapping[str, Any] | None = None) -> gym.Env[tup
     create = _from_gymnasium(spec, options) if _GYMNASIUM_ID.search(spec) else _from_registry(spec, options)
     try:
         env = create(**options)
-    except Exception as error:  # a stranger's constructor may raise anything
+    except (Exception, SystemExit) as error:  # a stranger's constructor may raise anything
         # The first two are what arguments are refused with: their words are about an option and need no type.
         words = str(error) if isinstance(error, TypeError | ValueError) else f"{type(error).__name__}: {error}"
         raise ConfigError(f"{_OPTIONS}: {spec!r} could not be made: {words}") from error
@@ -48,7 +49,13 @@ def make_env(spec: str, options: Mapping[str, Any] | None = None) -> gym.Env[tup
 
 def _from_registry(spec: str, options: Mapping[str, Any]) -> Callable[..., Any]:
     target: Any = resolve(spec, group="agentrl.envs", field=_FIELD)
-    if not callable(target) or (isinstance(target, type) and not issubclass(target, gym.Env)):
+    if inspect.isfunction(target):
+        if not _is_env_class(_returned(target)):
+            raise ConfigError(
+                f"{_FIELD}: {spec!r} is a function that does not say that it makes environments, and is not called; write "
+                f"`def {target.__name__}(...) -> gymnasium.Env`"
+            )
+    elif not _is_env_class(target):
         raise _no_message_env(spec, target)
     _check_options(spec, target, options)
     create: Callable[..., Any] = target
@@ -62,10 +69,10 @@ def _from_gymnasium(spec: str, options: Mapping[str, Any]) -> Callable[..., Any]
         modules = [point.module.partition(".")[0] for point in entry_points(group="agentrl.envs")]
     try:
         for name in modules:
-            _import(name, spec)
+            import_named(name, spec=spec, field=_FIELD)
         creator: Any = gym.spec(env_id).entry_point
         if isinstance(creator, str):
-            _import(creator.partition(":")[0], spec)
+            import_named(creator.partition(":")[0], spec=spec, field=_FIELD)
             creator = load_env_creator(creator)
     except (gym.error.Error, ModuleNotFoundError) as error:
         raise ConfigError(
@@ -82,6 +89,19 @@ def _from_gymnasium(spec: str, options: Mapping[str, Any]) -> Callable[..., Any]
     return create
 
 
+def _is_env_class(value: object) -> bool:
+    return isinstance(value, type) and issubclass(value, gym.Env)
+
+
+def _returned(function: Callable[..., Any]) -> object:
+    """Return the class that a function says that it returns."""
+    try:
+        returned = get_type_hints(function).get("return")
+    except (NameError, TypeError):  # of names that only a type checker imports
+        return None
+    return get_origin(returned) or returned
+
+
 def _check_options(
     spec: str, create: Callable[..., Any], options: Mapping[str, Any], *, also: Sequence[str] = ()
 ) -> None:
@@ -93,17 +113,6 @@ def _check_options(
         if name not in known:
             hint = suggest(name, known) if known else " Options are arguments of its __init__, and it has none."
             raise ConfigError(f"{_OPTIONS}.{name}: {spec!r} has no such option.{hint}")
-
-
-def _import(module: str, spec: str) -> None:
-    try:
-        importlib.import_module(module)
-    except ModuleNotFoundError:
-        raise
-    except Exception as error:  # a stranger's module may raise anything while it is imported
-        raise ConfigError(
-            f"{_FIELD}: importing {module!r} for {spec!r} raised {type(error).__name__}: {error}"
-        ) from error
 
 
 def _no_message_env(spec: str, got: object) -> ConfigError:

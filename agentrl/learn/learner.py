@@ -14,13 +14,15 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from accelerate import Accelerator
-from safetensors.torch import load_file, save_file
+from pydantic import BaseModel, ConfigDict, NonNegativeInt, TypeAdapter
+from safetensors.torch import load_file
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from transformers import get_scheduler
 
 from agentrl.credit import Credit
 from agentrl.errors import ConfigError, TrainingError
+from agentrl.files import read_json, write_whole
 from agentrl.learn.batch import make_batch
 from agentrl.learn.layout import attending, lay_out
 from agentrl.learn.lora import has_adapters, holds_adapters, load_adapter, merged_weights, save_adapter
@@ -30,16 +32,17 @@ from agentrl.learn.minibatches import draw_minibatches
 from agentrl.learn.model import Policy
 from agentrl.learn.optimizer import make_optimizer
 from agentrl.learn.plan import MicroBatch, micro_batches
-from agentrl.learn.processes import broadcast, gathered, is_main, num_processes
+from agentrl.learn.processes import broadcast, gathered, is_main, num_processes, process_index
+from agentrl.learn.random_state import RandomState
 from agentrl.learn.routing import changed_share, recording, replaying, routers_of
-from agentrl.learn.sharding import load_shards, load_whole, save_shards, shard, whole
+from agentrl.learn.sharding import load_shards, load_whole, save_shards, save_whole, shard
 from agentrl.learn.train_config import TrainConfig
 from agentrl.rollout import derive_seed
 from agentrl.types import Trajectory, TrajectoryGroup
 
 log = logging.getLogger(__name__)
 
-_REFERENCE, _SHARDS = "model.safetensors", "shards"
+_WEIGHTS, _SHARDS, _OPTIMIZER = "model.safetensors", "shards", "optimizer.pt"
 
 
 class _Before(NamedTuple):
@@ -56,6 +59,16 @@ class _Minibatch(NamedTuple):
     pairs: list[tuple[Trajectory, Credit]]
     num_computed: int
     """The first ones. The others have no gradient, and count in the denominators."""
+
+
+class _State(BaseModel):
+    """What a checkpoint holds beside weights and moments."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    updates: NonNegativeInt
+    """Made so far: where the schedule stands."""
+    random: RandomState
 
 
 class Learner:
@@ -105,9 +118,6 @@ class Learner:
             weight_decay=config.weight_decay,
         )
         self._is_adapted = has_adapters(policy.model)
-        if self._is_adapted:  # what is frozen stays out of checkpoints
-            accelerator.register_save_state_pre_hook(lambda _models, weights, _folder: weights.clear())
-            accelerator.register_load_state_pre_hook(lambda models, _folder: models.clear())
         self._wrapped: Any = policy
         self._optimizer: Any = optimizer
         if not self._is_sharded:
@@ -119,7 +129,6 @@ class Learner:
             num_warmup_steps=config.warmup_updates,
             num_training_steps=config.steps * config.num_minibatches,
         )
-        accelerator.register_for_checkpointing(self._schedule)
         is_double = next(policy.parameters()).dtype == torch.float64
         self._dtype = torch.float64 if is_double else torch.float32
         self._pairs_per_token = 6 * policy.model.config.get_text_config().hidden_size
@@ -161,9 +170,7 @@ class Learner:
         if self._is_adapted:
             save_adapter(self.reference.model, folder)
             return
-        state = {name: tensor.cpu().clone() for name, tensor in whole(self.reference) if is_main()}
-        if is_main():
-            save_file(state, folder / _REFERENCE)
+        save_whole(self.reference, folder / _WEIGHTS)
 
     def load_reference(self, folder: Path) -> None:
         """Read what `save_reference` wrote.
@@ -172,11 +179,11 @@ class Learner:
             ConfigError: where adapters were trained and are not now, or the other way round.
         """
         assert self.reference is not None
-        self._check_adapters(folder)
+        _check_adapters(self.reference, folder)
         if self._is_adapted:
             load_adapter(self.reference.model, folder)
         else:
-            load_whole(self.reference, load_file(folder / _REFERENCE))
+            load_whole(self.reference, load_file(folder / _WEIGHTS))
 
     def logprobs(self, prompt_ids: Sequence[int], action_ids: Sequence[int]) -> Tensor:
         """Return the log-probability of each token of an action after a prompt, under the present weights: (T,)."""
@@ -192,13 +199,20 @@ class Learner:
     def save(self, folder: Path) -> None:
         """Write what is trained, optimizer, schedule and random states into `folder`; called on every process.
 
-        Weights that adapters are added to are not: they are those of `model.name_or_path`.
+        Weights that adapters are added to are not: they are those of `model.name_or_path`. Nothing of it runs code when it is
+        read: accelerate's own way does.
         """
-        self._accelerator.save_state(str(folder))
+        folder.mkdir(parents=True, exist_ok=True)
         if self._is_adapted:
             save_adapter(self.policy.model, folder)
         if self._is_sharded:
             save_shards(self.policy, self._optimizer, folder / _SHARDS)
+        elif not self._is_adapted:
+            save_whole(self.policy, folder / _WEIGHTS)
+        if is_main() and not self._is_sharded:
+            torch.save(self._optimizer.state_dict(), folder / _OPTIMIZER)
+        state = _State(updates=self._schedule.last_epoch, random=RandomState.now())
+        write_whole(folder / _state_file(), state.model_dump_json())
 
     def load_weights(self, folder: Path) -> None:
         """Read the weights alone of what `save` wrote, by however many processes.
@@ -206,14 +220,7 @@ class Learner:
         Raises:
             ConfigError: where adapters were trained and are not now, or the other way round.
         """
-        self._check_adapters(folder)
-        if self._is_adapted:
-            load_adapter(self.policy.model, folder)
-        elif (folder / _SHARDS).is_dir():
-            load_shards(self.policy, None, folder / _SHARDS)
-        else:
-            files = sorted(folder.glob("model*.safetensors"))
-            load_whole(self.policy, {name: t for file in files for name, t in load_file(file).items()})
+        load_weights(self.policy, folder)
 
     def load(self, folder: Path) -> None:
         """Read what `save` wrote. Rates and betas are those of the recipe.
@@ -222,15 +229,18 @@ class Learner:
             ConfigError: where the weights were laid out among processes otherwise, or adapters were trained and are not now, or
                 the other way round.
         """
-        self._check_adapters(folder)
+        _check_adapters(self.policy, folder)
         if (folder / _SHARDS).is_dir() != self._is_sharded:
             raise ConfigError(f"train.sharding: {folder} was written under another; go on as the run began")
-        self._accelerator.load_state(str(folder))
+        state = read_json(folder / _state_file(), TypeAdapter(_State), fix="go on from an older checkpoint")
         if self._is_sharded:
             load_shards(self.policy, self._optimizer, folder / _SHARDS)
-        elif self._is_adapted:
-            load_adapter(self.policy.model, folder)
+        else:
+            load_weights(self.policy, folder)
+            self._optimizer.load_state_dict(torch.load(folder / _OPTIMIZER, map_location="cpu", weights_only=True))
+        state.random.restore()
         config, schedule = self._config, self._schedule
+        schedule.last_epoch, schedule._step_count = state.updates, state.updates + 1
         schedule.base_lrs = [config.learning_rate for _ in schedule.base_lrs]
         for group, factor in zip(self._optimizer.param_groups, schedule.lr_lambdas, strict=True):
             group["initial_lr"] = config.learning_rate
@@ -316,11 +326,6 @@ class Learner:
         with warnings.catch_warnings():  # torch expects each of its steps to follow one of the optimizer
             warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step")
             self._schedule.step()
-
-    def _check_adapters(self, folder: Path) -> None:
-        if holds_adapters(folder) != self._is_adapted:
-            how = "without" if self._is_adapted else "with"
-            raise ConfigError(f"model.lora: {folder} was trained {how} adapters; go on as the run began")
 
     def _draw(
         self, groups: Sequence[TrajectoryGroup], credits: Sequence[Sequence[Credit]], version: int
@@ -459,6 +464,32 @@ class Learner:
         )
         tally.loss += float(loss.detach())
         return loss
+
+
+def load_weights(policy: Policy, folder: Path) -> None:
+    """Read the weights of a checkpoint, or of adapters to them, by however many processes it was written.
+
+    Raises:
+        ConfigError: where adapters were trained and are not now, or the other way round.
+    """
+    _check_adapters(policy, folder)
+    if has_adapters(policy.model):
+        load_adapter(policy.model, folder)
+    elif (folder / _SHARDS).is_dir():
+        load_shards(policy, None, folder / _SHARDS)
+    else:
+        load_whole(policy, load_file(folder / _WEIGHTS))
+
+
+def _check_adapters(policy: Policy, folder: Path) -> None:
+    if holds_adapters(folder) != has_adapters(policy.model):
+        how = "with" if holds_adapters(folder) else "without"
+        raise ConfigError(f"model.lora: {folder} was trained {how} adapters; go on as the run began")
+
+
+def _state_file() -> str:
+    """Return the name of this process's own file in a checkpoint."""
+    return f"learner-{process_index()}.json"
 
 
 def _is_routed(model: Any, *, must_be: bool) -> bool:

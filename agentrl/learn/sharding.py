@@ -5,7 +5,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import save_file
 from torch import Tensor, nn
+from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceStorageWriter
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_state_dict,
@@ -19,7 +22,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from agentrl.learn.model import Policy
-from agentrl.learn.processes import num_processes
+from agentrl.learn.processes import is_main, num_processes
 
 _WITHOUT_FROZEN = StateDictOptions(strict=False)
 
@@ -41,6 +44,14 @@ def whole(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
         yield name, tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.detach()
 
 
+def save_whole(policy: Policy, file: Path) -> None:
+    """Write the weights of a policy, each once; called on every process, and the first writes."""
+    tied = _tied(policy)
+    state = {name: tensor.cpu().contiguous() for name, tensor in whole(policy) if is_main() and name not in tied}
+    if is_main():
+        save_file(state, file)
+
+
 def load_whole(policy: Policy, weights: Mapping[str, Tensor]) -> None:
     """Replace the weights of a policy, shared out or not; a head that is tied to the embedding may be left out.
 
@@ -56,14 +67,29 @@ def load_whole(policy: Policy, weights: Mapping[str, Tensor]) -> None:
 
 
 def save_shards(policy: Policy, optimizer: torch.optim.Optimizer, folder: Path) -> None:
-    """Write trained weights and optimizer, each process its own part."""
-    save(_state(policy, optimizer), checkpoint_id=folder)
+    """Write trained weights and the optimizer's moments, each process its own part.
+
+    As safetensors: what torch writes otherwise is unpickled when it is read.
+    """
+    save(
+        _tensors(policy, _state(policy, optimizer)),
+        storage_writer=HuggingFaceStorageWriter(str(folder), save_distributed=True),
+    )
 
 
 def load_shards(policy: Policy, optimizer: torch.optim.Optimizer | None, folder: Path) -> None:
-    """Read what `save_shards` wrote, by however many processes; without an optimizer the weights alone."""
+    """Read what `save_shards` wrote, by however many processes; without an optimizer the weights alone.
+
+    Raises:
+        RuntimeError: where it is not what it was, or of another model.
+    """
     state = _state(policy, optimizer)
-    load(state, checkpoint_id=folder, no_dist=num_processes() == 1)
+    reader = HuggingFaceStorageReader(str(folder))
+    try:
+        load(_tensors(policy, state), storage_reader=reader, no_dist=num_processes() == 1)
+    except CheckpointException as error:  # which is no Exception
+        (cause, _), *_ = error.failures.values()
+        raise RuntimeError(f"{type(cause).__name__}: {cause}") from error
     if optimizer is None:
         set_model_state_dict(policy, state["model"], options=_WITHOUT_FROZEN)
     else:
@@ -74,6 +100,22 @@ def load_shards(policy: Policy, optimizer: torch.optim.Optimizer | None, folder:
             optim_state_dict=state["optimizer"],
             options=_WITHOUT_FROZEN,
         )
+
+
+def _tied(policy: Policy) -> set[str]:
+    """Return the names of weights that are others as well."""
+    return {name for name, _ in policy.named_parameters(remove_duplicate=False)} - dict(
+        policy.named_parameters()
+    ).keys()
+
+
+def _tensors(policy: Policy, state: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Return the tensors of a state, each once, by where they belong; the optimizer's settings are the recipe's."""
+    tied = _tied(policy)
+    found = {f"model.{name}": weight for name, weight in state["model"].items() if name not in tied}
+    for name, moments in state.get("optimizer", {}).get("state", {}).items():
+        found |= {f"optimizer.{name}.{key}": moment for key, moment in moments.items()}
+    return found
 
 
 def _state(policy: Policy, optimizer: torch.optim.Optimizer | None) -> dict[str, Any]:

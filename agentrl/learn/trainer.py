@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from pydantic import BaseModel, ConfigDict, NonNegativeInt, PositiveInt
 from torch import Tensor
 
 from agentrl.credit import Credit, CreditScheme, assign_credit
@@ -32,6 +33,18 @@ class _Learned(NamedTuple):
     counts: dict[str, int]
     """Of the pools of all processes."""
     metrics: dict[str, float]
+
+
+class TrainerState(BaseModel):
+    """Where training stands, beside weights and moments."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, ser_json_inf_nan="constants")
+
+    finished_steps: NonNegativeInt
+    num_processes: PositiveInt
+    """That train the run together."""
+    pool: dict[str, Any]
+    """State of this process's stream of tasks."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -203,20 +216,20 @@ class Trainer:
                 raise ConfigError(
                     "the credit scheme reads a critic, and this run trained none; begin a new run with it"
                 )
-            self._critic.load_state_dict(torch.load(folder / _CRITIC, map_location=self._learner.device))
+            self._critic.load_state_dict(
+                torch.load(folder / _CRITIC, map_location=self._learner.device, weights_only=True)
+            )
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> TrainerState:
         """Return the counters that belong to a checkpoint, those of this process."""
-        return {
-            "finished_steps": self.finished_steps,
-            "num_processes": num_processes(),
-            "pool": self._pool.state_dict(),
-        }
+        return TrainerState(
+            finished_steps=self.finished_steps, num_processes=num_processes(), pool=self._pool.state_dict()
+        )
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: TrainerState) -> None:
         """Go on from `state_dict`."""
-        self.finished_steps = state["finished_steps"]
-        self._pool.load_state_dict(state["pool"])
+        self.finished_steps = state.finished_steps
+        self._pool.load_state_dict(state.pool)
 
     def _push(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         """Hand weights to the engine, which is paused meanwhile."""

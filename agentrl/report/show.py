@@ -43,8 +43,9 @@ def legend() -> Text:
 
 def _turn(turn: TurnRecord, number: int, scale: float) -> Iterator[Text]:
     for message in turn.observation:
-        style = _ROLE_STYLES.get(message["role"], "white")
-        yield Text.assemble((f"{message['role']}: ", f"bold {style}"), (str(message.get("content") or ""), style))
+        role = str(message.get("role"))
+        style = _ROLE_STYLES.get(role, "white")
+        yield Text.assemble((f"{role}: ", f"bold {style}"), (str(message.get("content") or ""), style))
     line = Text.assemble(("assistant: ", "bold"))
     for piece, advantage, is_kept in zip(turn.action_pieces, turn.advantages, turn.keep, strict=True):
         line.append(piece, advantage_style(advantage, scale) if is_kept else Style(strike=True, dim=True))

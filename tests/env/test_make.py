@@ -1,3 +1,5 @@
+import sys
+from pathlib import Path
 from typing import Any
 
 import gymnasium as gym
@@ -56,6 +58,52 @@ def test_a_function_that_makes_environments_will_do() -> None:
     env = make_env(f"{HERE}:make_small", {"num_distractors": 1})
     assert isinstance(env, MessageEnv)
     assert vars(env)["num_boxes"] == 2
+
+
+def make_unsaid(**kwargs: Any):  # type: ignore[no-untyped-def]
+    return KeyDoor(**kwargs)
+
+
+def make_later() -> "no_such_name":  # type: ignore[name-defined]  # noqa: F821
+    return KeyDoor()
+
+
+@pytest.mark.parametrize(
+    ("spec", "options"),
+    [
+        ("os:system", {"command": "touch {}"}),
+        ("subprocess:run", {"args": ["touch", "{}"]}),
+        ("subprocess:Popen", {"args": ["touch", "{}"]}),
+        ("pathlib:Path.touch", {}),
+        ("builtins:exec", {"source": "open('{}', 'w')"}),
+        (f"{HERE}:make_unsaid", {}),
+        (f"{HERE}:make_later", {}),
+        (f"{HERE}:pytest", {}),
+    ],
+)
+def test_what_does_not_say_that_it_is_an_environment_is_never_called(
+    spec: str, options: dict[str, Any], tmp_path: Path
+) -> None:
+    file = tmp_path / "made"
+    filled = {
+        name: [word.format(file) for word in value] if isinstance(value, list) else value.format(file)
+        for name, value in options.items()
+    }
+    assert message(spec, filled).startswith("env.id: ")
+    assert not file.exists()
+
+
+def test_a_function_is_told_what_it_must_say() -> None:
+    assert message(f"{HERE}:make_unsaid").endswith("write `def make_unsaid(...) -> gymnasium.Env`")
+
+
+class Quits(KeyDoor):
+    def __init__(self) -> None:
+        sys.exit("no licence")
+
+
+def test_a_constructor_that_exits_is_named() -> None:
+    assert message(f"{HERE}:Quits") == f"env.options: '{HERE}:Quits' could not be made: SystemExit: no licence"
 
 
 @pytest.mark.parametrize("spec", ["key_door", "agentrl_envs.key_door:KeyDoor", "agentrl/KeyDoor-v0"])

@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # it does say so, at run time
-from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint import HuggingFaceStorageReader
 from torch.multiprocessing.spawn import start_processes
 
 from agentrl import Credit, TrajectoryGroup
@@ -169,7 +169,7 @@ def test_saved_and_loaded_equals_uninterrupted_bit_for_bit(
     early = together(2, tmp_path, trained, sharding, lora, tmp_path / "early", [0, 1], False)
     late = together(2, tmp_path, trained, sharding, lora, tmp_path / "early", [2, 3], True)
     if lora is not None:  # what is frozen stays out
-        names = FileSystemReader(tmp_path / "early" / "shards").read_metadata().state_dict_metadata
+        names = HuggingFaceStorageReader(str(tmp_path / "early" / "shards")).read_metadata().state_dict_metadata
         saved = [name for name in names if name.startswith("model.")]
         assert saved
         assert all(".lora_" in name for name in saved)

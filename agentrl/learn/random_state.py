@@ -1,0 +1,49 @@
+"""The states of a process's random generators, as a file can hold them that runs no code."""
+
+import random
+from typing import Self
+
+import numpy as np
+import torch
+from pydantic import BaseModel, ConfigDict
+
+
+class RandomState(BaseModel):
+    """Where Python's, numpy's and torch's own generators stand. Nothing of ours draws from them once a run has begun."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    python: tuple[int, tuple[int, ...], float | None]
+    numpy: tuple[str, list[int], int, int, float]
+    torch: str
+    """In hexadecimal digits, as the next."""
+    cuda: list[str]
+
+    @classmethod
+    def now(cls) -> Self:
+        """Return the states at this moment."""
+        name, keys, *rest = np.random.get_state(legacy=True)
+        return cls.model_validate(
+            {
+                "python": random.getstate(),
+                "numpy": (name, np.asarray(keys).tolist(), *rest),
+                "torch": _digits(torch.get_rng_state()),
+                "cuda": [_digits(state) for state in torch.cuda.get_rng_state_all()],
+            }
+        )
+
+    def restore(self) -> None:
+        """Bring the generators back; as many GPUs as there are now."""
+        random.setstate(self.python)
+        np.random.set_state(self.numpy)
+        torch.set_rng_state(_bytes(self.torch))
+        for device in range(min(torch.cuda.device_count(), len(self.cuda))):
+            torch.cuda.set_rng_state(_bytes(self.cuda[device]), device)
+
+
+def _digits(state: torch.Tensor) -> str:
+    return state.numpy().tobytes().hex()
+
+
+def _bytes(digits: str) -> torch.Tensor:
+    return torch.frombuffer(bytearray.fromhex(digits), dtype=torch.uint8)

@@ -1,0 +1,30 @@
+"""The one place where text goes to the terminal: what models, tools, environments and files say cannot steer it."""
+
+from collections.abc import Iterable
+from itertools import chain
+
+from rich import console
+from rich.segment import Segment
+
+_CONTROL = chain(
+    (code for code in range(0x20) if code not in (0x09, 0x0A)),  # C0, but for tabs and ends of lines
+    range(0x7F, 0xA0),  # DEL and C1
+    (0x061C, 0x200E, 0x200F, *range(0x202A, 0x202F), *range(0x2066, 0x206A)),  # which turn the direction of writing
+)
+_PRINTABLE = dict.fromkeys(_CONTROL) | dict.fromkeys(range(0xD800, 0xE000), "\ufffd")  # half a letter, as JSON may hold
+
+
+def printable(text: str) -> str:
+    """Return a text without control characters, of which terminals take some for commands."""
+    return text.translate(_PRINTABLE)
+
+
+class Console(console.Console):
+    """Prints no control characters but its own."""
+
+    def render(
+        self, renderable: console.RenderableType, options: console.ConsoleOptions | None = None
+    ) -> Iterable[Segment]:
+        """Yield the pieces of what is printed."""
+        for segment in super().render(renderable, options):
+            yield segment if segment.control else segment._replace(text=printable(segment.text))
