@@ -14,13 +14,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import yaml
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from agentrl import launch
 from agentrl.errors import AgentRLError, ConfigError, CreditError, EngineError, UserError
+from agentrl.files import parse_yaml
+from agentrl.report.terminal import Console
 
 if TYPE_CHECKING:
     from agentrl.config import Recipe
@@ -36,31 +36,42 @@ _NAME = f"agentrl, process {_PROCESS} of {_NUM_PROCESSES}" if _NUM_PROCESSES > 1
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run a command; exit with 0, 2 for what the user can mend (a mistake, a full disk), 1 for failures, 130 if interrupted."""
-    sys.path.insert(0, os.getcwd())  # `module:Class` means a file of the working directory, as with `python -m`
     # transformers imports peft, which imports bitsandbytes, which warns of a 4-bit kernel that nothing here calls.
     logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
     options, rest = _parser().parse_known_args(arguments)
     console = Console(stderr=True, soft_wrap=True)
     try:
+        _look_for_modules_here(options)
         if rest and not options.takes_overrides:
             raise ConfigError(f"agentrl {options.command} does not take {' '.join(rest)}")
         options.run(options, rest)
     except UserError as error:
-        console.print(f"{_NAME}: {error}", style="red", markup=False, highlight=False)
+        console.print(f"{_NAME}: {error}", style="red")
         sys.exit(launch.USER_MISTAKE)
     except AgentRLError as error:
-        console.print(f"{_NAME}: {error}", style="red", markup=False, highlight=False)
+        console.print(f"{_NAME}: {error}", style="red")
         sys.exit(_FAILURE)
     except OSError as error:
         if not (words := _disk_words(error, go_on=_go_on(options))):
             raise
-        console.print(f"{_NAME}: {words}", style="red", markup=False, highlight=False)
+        console.print(f"{_NAME}: {words}", style="red")
         sys.exit(launch.USER_MISTAKE)
     except KeyboardInterrupt:
         go_on = _go_on(options)
         words = f"interrupted. Go on from the last checkpoint with {go_on}" if go_on else "interrupted"
-        console.print(f"{_NAME}: {words}", markup=False, highlight=False)
+        console.print(f"{_NAME}: {words}")
         sys.exit(_INTERRUPTED)
+
+
+def _look_for_modules_here(options: argparse.Namespace) -> None:
+    """Let `module:Class` mean a file of the working directory, as with `python -m`; not where that is a run's, of anyone."""
+    try:
+        here = Path.cwd()
+    except FileNotFoundError:
+        raise UserError("the working directory is gone; go to one that is there") from None
+    run = getattr(options, "target", None)
+    if not (run and run.is_dir() and here.is_relative_to(run.resolve())):
+        sys.path.insert(0, str(here))
 
 
 def _go_on(options: argparse.Namespace) -> str | None:
@@ -78,6 +89,8 @@ def _disk_words(error: OSError, *, go_on: str | None) -> str | None:
         return f"no permission for {file}: {error.strerror}"
     if error.errno == errno.ENOTDIR:
         return f"cannot write {file}: a part of this path is a file"
+    if error.errno in (errno.ENOENT, errno.EISDIR, errno.ENAMETOOLONG, errno.ELOOP, errno.EIO) and error.filename:
+        return f"cannot read or write {file}: {error.strerror}"
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         lost = f". Nothing finished is lost: free the disk and go on with {go_on}" if go_on else "; free the disk"
         return f"cannot write {file}: {error.strerror}{lost}"
@@ -156,7 +169,9 @@ def _load(target: Path, rest: list[str]) -> "tuple[Recipe, Path | None]":
     from agentrl.report.folder import RunFolder
 
     if target.is_dir():
-        return load_recipe(RunFolder.open(target).config_file, [*rest, "--run_dir", str(target)]), target
+        if any(option.partition("=")[0] == "--run_dir" for option in rest):
+            raise ConfigError(f"--run_dir: the run stays in {target}; leave it out, or copy the folder")
+        return load_recipe(RunFolder.open(target).config_file, [*rest, f"--run_dir={target}"]), target
     return load_recipe(target, rest), None
 
 
@@ -197,7 +212,7 @@ def _train(options: argparse.Namespace, rest: list[str]) -> None:
         )
     if folder and steps_done == recipe.train.steps:
         _print_end(console, folder, recipe)
-        console.print(f"all {recipe.train.steps} steps are done; go on with a larger --train.steps", highlight=False)
+        console.print(f"all {recipe.train.steps} steps are done; go on with a larger --train.steps")
         return
     if recipe.run_dir is None:
         stamp = dt.datetime.now().strftime("%Y%m%d-%H%M%S")  # local time: a name for a person
@@ -208,7 +223,7 @@ def _train(options: argparse.Namespace, rest: list[str]) -> None:
     for name, value in plan(recipe).items():
         table.add_row(name, value)
     console.print(table)
-    console.print(f"run folder: {recipe.run_dir}", markup=False, highlight=False)
+    console.print(f"run folder: {recipe.run_dir}")
     options.folder = recipe.run_dir
     with _closing(
         Run(recipe, tokenizer_folder=folder.tokenizer if folder and folder.tokenizer.is_dir() else None)
@@ -219,7 +234,7 @@ def _train(options: argparse.Namespace, rest: list[str]) -> None:
         if folder and run.has_changed(folder):
             warnings.append("the recipe has changed: what was sampled since the last checkpoint is sampled again")
         for warning in warnings:
-            console.print(f"warning: {warning}", style="yellow", markup=False)
+            console.print(f"warning: {warning}", style="yellow")
         with _progress(console) as on_progress:
             folder, _ = run.train(folder, on_progress=on_progress)
     _print_end(console, folder, recipe)
@@ -227,10 +242,9 @@ def _train(options: argparse.Namespace, rest: list[str]) -> None:
 
 def _steps_done(folder: "RunFolder") -> int | None:
     """Return the step of a run's newest checkpoint, where it would go on; None: it has none yet."""
-    from agentrl.learn.checkpoint import checkpoints
+    from agentrl.learn.checkpoint import newest_step
 
-    names = [path.name for path in checkpoints(folder.checkpoints)]
-    return int(names[-1].removeprefix("step-")) if names else None
+    return newest_step(folder.checkpoints)
 
 
 def _eval(options: argparse.Namespace, rest: list[str]) -> None:
@@ -262,18 +276,11 @@ def _export(options: argparse.Namespace, _: list[str]) -> None:
     recipe, _folder = _load(options.target, [])
     import torch
 
-    from agentrl.engine import EngineConfig
-    from agentrl.run import Run
-
-    # Nothing is sampled, and nothing trained: a server is asked for nothing before a run begins.
-    train = recipe.train.model_copy(update={"device": "cpu"})
-    recipe = recipe.model_copy(update={"engine": EngineConfig(name="vllm_server"), "train": train})
+    from agentrl.run import export
 
     dtype = None if options.dtype is None else getattr(torch, options.dtype)
-    with _closing(Run(_without_credit(recipe), tokenizer_folder=_tokenizer(options.target))) as run:
-        run.load_weights(folder)
-        run.export(options.into, dtype=dtype, only_adapter=options.adapter)
-    Console(soft_wrap=True).print(f"written: {options.into}", markup=False, highlight=False)
+    export(recipe, folder, options.into, dtype=dtype, only_adapter=options.adapter)
+    Console(soft_wrap=True).print(f"written: {options.into}")
 
 
 def _tokenizer(run_dir: Path | None) -> Path | None:
@@ -303,7 +310,7 @@ def _doctor(options: argparse.Namespace, rest: list[str]) -> None:
     console = Console(soft_wrap=True)
     with _closing(Run(_without_credit(recipe), tokenizer_folder=_tokenizer(run_dir))) as run:
         for name, words in examine(run):
-            console.print(f"{name:13} {words}", markup=False, highlight=False)
+            console.print(f"{name:13} {words}")
 
 
 def _serve(options: argparse.Namespace, rest: list[str]) -> None:
@@ -320,9 +327,7 @@ def _serve(options: argparse.Namespace, rest: list[str]) -> None:
         tempfile.TemporaryDirectory(prefix="agentrl-serve-") as folder,
         run.serve(Path(folder), timeout_s=options.start_timeout_s) as server,
     ):
-        console.print(
-            f"serving at {server.url}; log: {folder}/server.log; end with Ctrl-C", markup=False, highlight=False
-        )
+        console.print(f"serving at {server.url}; log: {folder}/server.log; end with Ctrl-C")
         status = server.process.wait()
         raise EngineError(
             f"the server ended with status {status}; the end of its log:\n{_tail(Path(folder) / 'server.log')}"
@@ -371,10 +376,8 @@ def _fields(arguments: list[str]) -> dict[str, Any]:
             raise ConfigError(f"expected --FIELD VALUE, a field of the scheme, got {name!r}")
         if not has_value and not rest:
             raise ConfigError(f"{name}: needs a value")
-        try:
-            found[name.removeprefix("--")] = yaml.safe_load(value if has_value else rest.pop(0))
-        except yaml.YAMLError as error:
-            raise ConfigError(f"{name}: {value!r} is not valid YAML") from error
+        value = value if has_value else rest.pop(0)
+        found[name.removeprefix("--")] = parse_yaml(value, where=f"{name}: {value[:80]!r}")
     return found
 
 
@@ -444,8 +447,8 @@ def _first_line(documented: Any) -> str:
 
 
 def _print_end(console: Console, folder: "RunFolder", recipe: "Recipe") -> None:
-    console.print(_summary(folder.metrics(), recipe.evaluation.num_tasks), markup=False, highlight=False)
-    console.print(f"run folder: {folder.path}", markup=False, highlight=False)
+    console.print(_summary(folder.metrics(), recipe.evaluation.num_tasks))
+    console.print(f"run folder: {folder.path}")
 
 
 def _summary(rows: list[dict[str, float]], num_tasks: int) -> str:
@@ -499,7 +502,7 @@ def _progress(console: Console) -> Iterator[Any]:
                 bars[phase] = progress.add_task(phase, total=total, note="")
             progress.update(bars[phase], completed=step, note=note)
             if not console.is_terminal and (step == total or step % max(1, total // 20) == 0):
-                console.print(f"{phase} {step}/{total}  {note}", markup=False, highlight=False)
+                console.print(f"{phase} {step}/{total}  {note}")
 
         yield on_progress
 

@@ -8,8 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self, get_args
 
-import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 from pydantic_settings import BaseSettings, CliSettingsSource, SettingsConfigDict, SettingsError
 
 from agentrl.chat import ChatConfig
@@ -17,6 +16,7 @@ from agentrl.credit import load_credit, load_fallback
 from agentrl.engine import EngineConfig
 from agentrl.env.config import EnvConfig
 from agentrl.errors import ConfigError, UserError
+from agentrl.files import parse_yaml
 from agentrl.learn.evaluate import EvaluationConfig
 from agentrl.learn.loss import LossConfig
 from agentrl.learn.model import ModelConfig
@@ -26,6 +26,9 @@ from agentrl.learn.warmup import WarmupConfig
 from agentrl.registry import suggest
 from agentrl.report.folder import ReportConfig
 from agentrl.rollout import RolloutConfig
+
+_MAX_EPISODES = 1_000_000
+"""Of a step, or of an evaluation."""
 
 
 class Recipe(BaseModel):
@@ -51,12 +54,26 @@ class Recipe(BaseModel):
     evaluation: EvaluationConfig = EvaluationConfig()
     report: ReportConfig = ReportConfig()
 
+    @field_validator("run_dir")
+    @classmethod
+    def _of_home(cls, path: Path | None) -> Path | None:
+        if path is not None and "\0" in str(path):
+            raise ConfigError("run_dir: no path holds a null byte")
+        try:
+            return path and path.expanduser()
+        except RuntimeError as error:
+            raise ConfigError(f"run_dir: {path}: {error}; write the whole path") from error
+
     @model_validator(mode="after")
     def _consistent(self) -> Self:
         for name, value in _numbers(self):
             if not math.isfinite(value):
                 raise ValueError(f"{name}: must be a finite number (got {value})")
         rollout, episodes = self.rollout, self.rollout.num_groups * self.rollout.group_size
+        held_out = self.evaluation.num_tasks * self.evaluation.samples
+        for what, number in (("rollout.group_size", episodes), ("evaluation.samples", held_out)):
+            if number > _MAX_EPISODES:
+                raise ValueError(f"{what}: makes {number} episodes, more than {_MAX_EPISODES}; lower it")
         if self.train.num_minibatches > episodes:
             raise ValueError(
                 f"train.num_minibatches: {self.train.num_minibatches} is more than the {episodes} episodes of a step "
@@ -86,11 +103,10 @@ def load_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
         ConfigError: naming each field at fault, with the nearest name for one that does not exist.
     """
     try:
-        data = yaml.load(path.read_text(encoding="utf-8"), _Loader)
+        text = path.read_bytes()
     except OSError as error:
         raise ConfigError(f"cannot read the recipe {path}: {error.strerror}") from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ConfigError(f"the recipe {path} is not valid YAML: {error}") from error
+    data = parse_yaml(text, where=f"the recipe {path}")
     if not isinstance(data, dict):
         raise ConfigError(f"the recipe {path} must be a mapping of sections, got {type(data).__name__}")
     changed = _parse_overrides(overrides)
@@ -151,10 +167,7 @@ def _open_mappings(arguments: Sequence[str]) -> list[str]:
             if not rest:
                 raise ConfigError(f"{name}: needs a value")
             value = rest.pop(0)
-        try:
-            nested: Any = yaml.safe_load(value)
-        except yaml.YAMLError as error:
-            raise ConfigError(f"{name}: {value!r} is not valid YAML") from error
+        nested: Any = parse_yaml(value, where=f"{name}: {value[:80]!r}")
         for key in reversed(name.removeprefix(prefix).split(".")):
             nested = {key: nested}
         mappings[prefix] = _merged(mappings.get(prefix, {}), nested)
@@ -182,19 +195,6 @@ def _nearest_option(option: str) -> str:
     if difflib.get_close_matches(option, known):
         return suggest(option, known)
     return suggest(option, [name for name in known if name.rpartition(".")[0] == option.rpartition(".")[0]] or known)
-
-
-class _Loader(yaml.SafeLoader):
-    """Refuses a key that stands twice in one mapping, of which YAML would silently drop the first."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        seen = set()
-        for key, _ in node.value:
-            if isinstance(key, yaml.ScalarNode):
-                if key.value in seen:
-                    raise yaml.constructor.ConstructorError(None, None, f"{key.value!r} is there twice", key.start_mark)
-                seen.add(key.value)
-        return super().construct_mapping(node, deep=deep)
 
 
 def _numbers(model: BaseModel, prefix: str = "") -> Iterator[tuple[str, float]]:
@@ -235,9 +235,14 @@ def _explain(error: ValidationError) -> Iterator[str]:
             is_named = isinstance(cause, UserError) or not where
             yield words if is_named else f"{where}.{words}"
         elif entry["type"] == "model_type":
-            yield f"{where}: expected a mapping of fields (got {entry['input']!r})"
+            yield f"{where}: expected a mapping of fields (got {_short(entry['input'])})"
         else:
-            yield f"{where}: {entry['msg']} (got {entry['input']!r})"
+            yield f"{where}: {entry['msg']} (got {_short(entry['input'])})"
+
+
+def _short(value: object) -> str:
+    text = repr(value)
+    return f"{text[:200]}{'...' if len(text) > 200 else ''}"
 
 
 def _nested(data: Any, *path: str) -> Any:

@@ -4,14 +4,16 @@ A reader ends in data of the type that it was asked for, or in a ConfigError tha
 """
 
 import json
+import math
 import os
 import re
 import zlib
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
+import yaml
 from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
 
 from agentrl.errors import ConfigError
@@ -21,8 +23,34 @@ T = TypeVar("T")
 _LIST = "files.json"
 _TENSORS = (".safetensors", ".pt")
 
+_MAX_VALUES = 100_000
+"""At one depth of a YAML file, whose aliases can make billions out of a page."""
+_FLOAT = re.compile(r"[-+]?(\d[\d_]*\.?[\d_]*|\.\d[\d_]*)[eE][-+]?\d+\Z")
+"""YAML 1.2's numbers that PyYAML, which knows 1.1, takes for text: `1e-3`."""
+
 MAX_DEPTH = 200
 """Of lists and mappings within one another, in a file: pydantic writes no more than 255."""
+
+
+class _Loader(yaml.SafeLoader):
+    """Refuses a key that stands twice in one mapping, of which YAML would silently drop the first."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen = set()
+        for key, _ in node.value:
+            if isinstance(key, yaml.ScalarNode):
+                if key.value in seen:
+                    raise yaml.constructor.ConstructorError(None, None, f"{key.value!r} is there twice", key.start_mark)
+                seen.add(key.value)
+        return super().construct_mapping(node, deep=deep)
+
+
+class _Dumper(yaml.SafeDumper):
+    """Writes text that looks like a number in quotes."""
+
+
+for _of_yaml in (_Loader, _Dumper):
+    _of_yaml.add_implicit_resolver("tag:yaml.org,2002:float", _FLOAT, list("-+.0123456789"))
 
 
 class _Entry(BaseModel):
@@ -83,6 +111,34 @@ def read_json(path: Path, kind: TypeAdapter[T], *, fix: str) -> T:
     return parse(read_bytes(path, fix=fix), kind, where=str(path), fix=fix)
 
 
+def parse_yaml(text: bytes | str, *, where: str) -> Any:
+    """Return what YAML says; `1e-3` is a number, and a key stands once in a mapping.
+
+    Raises:
+        ConfigError: where it is no text, no YAML, nested too deep, or repeats itself into more than anyone writes.
+    """
+    try:
+        value = yaml.load(text.decode() if isinstance(text, bytes) else text, _Loader)
+        is_too_deep = nests_deeper(value, MAX_DEPTH, max_values=_MAX_VALUES)
+    except RecursionError:
+        is_too_deep = True
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark
+        words = f"{error.problem}{'' if mark is None else f' (line {mark.line + 1}, column {mark.column + 1})'}"
+        raise ConfigError(f"{where} is not valid YAML: {words}") from error
+    except (yaml.YAMLError, ValueError, TypeError, LookupError, AttributeError) as error:  # of odd characters and tags
+        words = " ".join(str(error).split())  # some stand on several lines
+        raise ConfigError(f"{where} is not valid YAML: {words}") from error
+    if is_too_deep:
+        raise ConfigError(f"{where} nests deeper than {MAX_DEPTH}, or repeats itself too often; write it out flat")
+    return value
+
+
+def dump_yaml(value: Any) -> str:
+    """Return a value as YAML that `parse_yaml` reads as the same."""
+    return yaml.dump(value, Dumper=_Dumper, sort_keys=False)
+
+
 def read_bytes(path: Path, *, fix: str) -> bytes:
     """Read a file.
 
@@ -112,11 +168,13 @@ def unsealed(line: bytes, *, where: str, fix: str) -> bytes:
     return rest
 
 
-def nests_deeper(value: object, limit: int) -> bool:
-    """Tell whether lists and mappings stand within one another deeper than a limit."""
+def nests_deeper(value: object, limit: int, *, max_values: float = math.inf) -> bool:
+    """Tell whether lists and mappings stand within one another deeper than a limit, or hold more at one depth."""
     level = [value]
     for _ in range(limit):
-        within = (v.values() if isinstance(v, dict) else v for v in level if isinstance(v, dict | list))
+        within = [v.values() if isinstance(v, dict) else v for v in level if isinstance(v, dict | list)]
+        if sum(map(len, within)) > max_values:
+            return True
         level = [child for children in within for child in children]
         if not level:
             return False

@@ -29,7 +29,7 @@ from agentrl.learn.checkpoint import checkpoints, load_checkpoint, refusing_othe
 from agentrl.learn.evaluate import Evaluation, evaluated, play_held_out
 from agentrl.learn.export import export_adapter, export_model
 from agentrl.learn.layout import choose_layout
-from agentrl.learn.learner import Learner
+from agentrl.learn.learner import Learner, load_weights
 from agentrl.learn.lora import add_lora
 from agentrl.learn.model import Policy, check_dropout, load_pretrained, make_local_model
 from agentrl.learn.processes import from_main, gathered, is_main, meet, num_processes, process_index, set_deadline
@@ -230,15 +230,6 @@ class Run:
         with refusing_others(newest):
             self._learner.load_weights(newest)
 
-    def export(self, folder: Path, *, dtype: torch.dtype | None = None, only_adapter: bool = False) -> None:
-        """Write the policy as a Hugging Face folder, or its adapters as a folder of peft's."""
-        if not only_adapter:
-            export_model(self._policy.model, self.tokenizer, folder, dtype=dtype)
-        elif self.recipe.model.lora is None:
-            raise ConfigError("this run trains no adapter (model.lora)")
-        else:
-            export_adapter(self._policy.model, folder)
-
     def evaluate(self) -> Evaluation:
         """Play the held-out tasks with the weights in the engine; nothing of the training state is touched."""
         config, share = self.recipe.evaluation, self._share
@@ -435,6 +426,34 @@ class Run:
 
     def _evaluation_metrics(self) -> dict[str, float]:
         return {f"eval/{name}": value for name, value in self.evaluate().metrics.items()}
+
+
+def export(
+    recipe: Recipe, run: RunFolder, folder: Path, *, dtype: torch.dtype | None = None, only_adapter: bool = False
+) -> None:
+    """Write a run's newest policy as a Hugging Face folder, or its adapters as a folder of peft's.
+
+    Neither environment nor engine is built.
+
+    Raises:
+        ConfigError: when the run has no checkpoint, or none that fits the recipe, or trains no adapter to write.
+    """
+    newest = _newest(run)
+    if recipe.model.name_or_path is not None:
+        model, tokenizer = load_pretrained(recipe.model.name_or_path, attention=recipe.model.attention)
+    else:
+        tokenizer = load_tokenizer(run.tokenizer)
+        model = make_local_model(recipe.model.local, tokenizer, attention=recipe.model.attention)
+    if recipe.model.lora is not None:
+        add_lora(model, recipe.model.lora)
+    elif only_adapter:
+        raise ConfigError("this run trains no adapter (model.lora)")
+    with refusing_others(newest):
+        load_weights(Policy(model), newest)
+    if only_adapter:
+        export_adapter(model, folder)
+    else:
+        export_model(model, tokenizer, folder, dtype=dtype)
 
 
 def _newest(folder: RunFolder) -> Path:

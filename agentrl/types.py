@@ -6,8 +6,15 @@ Tokens are tuples of Python ints exactly as they were sampled. Nothing here is e
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any
+from typing import Annotated, Any
 
+from pydantic import Field
+
+Count = Annotated[int, Field(gt=0, le=1_000_000)]
+"""Of what a recipe has made or kept at the same time: with more, a run would stand still before it could say why."""
+AmountOrZero = Annotated[int, Field(ge=0, le=1_000_000_000)]
+Amount = Annotated[int, Field(gt=0, le=1_000_000_000)]
+"""Of tokens, steps and whatever else is only counted."""
 Message = dict[str, Any]
 """One chat message, OpenAI style: role, content, and where they apply tool_calls, tool_call_id, name."""
 

@@ -200,8 +200,7 @@ def test_a_process_ends_with_status_2_and_one_message(tmp_path: Path) -> None:
         ),
         (
             ["tiny.yaml", "--env.id", "shop_of_errors:Shop-v0"],
-            "env.id: importing 'shop_of_errors' for 'shop_of_errors:Shop-v0' raised ZeroDivisionError: "
-            "division by zero",
+            "env.id: importing 'shop_of_errors' of 'shop_of_errors:Shop-v0' raised ZeroDivisionError: division by zero",
         ),
         (
             ["tiny.yaml", "--env.options.num_boxs", "3"],

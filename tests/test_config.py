@@ -286,7 +286,10 @@ def test_an_option_without_a_value_is_named(option: str, file: Path) -> None:
 
 
 def test_a_value_that_cannot_be_read_is_named(file: Path) -> None:
-    assert message(file, "{}", "--credit.gamma=[") == "--credit.gamma: '[' is not valid YAML"
+    assert (
+        message(file, "{}", "--credit.gamma=[")
+        == "--credit.gamma: '[' is not valid YAML: expected the node content, but found '<stream end>' (line 1, column 2)"
+    )
     assert message(file, "{}", "--rollout.group_size", "four") == (
         "rollout.group_size: Input should be a valid integer, unable to parse string as an integer (got 'four')"
     )
@@ -351,9 +354,7 @@ def test_a_file_that_is_no_recipe_is_named(tmp_path: Path) -> None:
     file.write_bytes(b"\xff\xfe\x00")
     assert words(file).startswith(f"the recipe {file} is not valid YAML: 'utf-8' codec can't decode")
     assert message(file, "train: [") == (
-        f"the recipe {file} is not valid YAML: while parsing a flow node\n"
-        "expected the node content, but found '<stream end>'\n"
-        '  in "<unicode string>", line 1, column 9:\n    train: [\n            ^'
+        f"the recipe {file} is not valid YAML: expected the node content, but found '<stream end>' (line 1, column 9)"
     )
     assert message(file, "- train") == f"the recipe {file} must be a mapping of sections, got list"
     assert message(file, "# nothing yet") == f"the recipe {file} must be a mapping of sections, got NoneType"
@@ -361,8 +362,7 @@ def test_a_file_that_is_no_recipe_is_named(tmp_path: Path) -> None:
 
 def test_a_key_that_stands_twice_is_refused_because_yaml_would_drop_one(file: Path) -> None:
     words = message(file, "train: {steps: 1}\nseed: 2\ntrain: {num_minibatches: 1}")
-    assert words.startswith(f"the recipe {file} is not valid YAML: 'train' is there twice\n")
-    assert "line 3, column 1" in words
+    assert words.startswith(f"the recipe {file} is not valid YAML: 'train' is there twice (line 3, column 1)")
     merged = load(file, "env: {options: &base {a: 1, b: 2}}\nrollout: {max_turns: 3}")
     assert merged.env.options == {"a": 1, "b": 2}
     assert load(file, "env: {options: {<<: {a: 1, b: 2}, b: 3}}").env.options == {"a": 1, "b": 3}

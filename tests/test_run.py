@@ -18,7 +18,7 @@ from agentrl.learn.checkpoint import checkpoints
 from agentrl.learn.model import LocalModelConfig, make_local_model
 from agentrl.report.folder import RunFolder
 from agentrl.report.records import read_records
-from agentrl.run import Run
+from agentrl.run import Run, export
 from agentrl.testing import check_env
 
 TEMPLATE = """{%- if tools %}{{- '<|im_start|>system\n' }}{%- for tool in tools %}{{- tool.function.name + '\n' }}{%- endfor %}
@@ -107,8 +107,8 @@ def test_a_run_of_adapters_goes_on_and_is_exported_as_a_whole_model(tmp_path: Pa
     assert not list(folder.path.rglob("model*.safetensors"))  # what is frozen is the base model's
     run = Run(recipe(tmp_path, **settings, train={"steps": 3}), tokenizer_folder=folder.tokenizer)
     _, rows = run.train(folder, on_progress=lambda *_: None)
-    run.export(tmp_path / "exported")
     run.close()
+    export(run.recipe, folder, tmp_path / "exported")
     assert [row["step"] for row in rows] == [0, 1, 2, 3]
     before, after = (load_file(path / "model.safetensors") for path in (Path(base), tmp_path / "exported"))
     assert before.keys() == after.keys()

@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol, Self
 from urllib.parse import urlsplit
 
-from pydantic import BaseModel, ConfigDict, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
+from pydantic import BaseModel, ConfigDict, PositiveFloat, model_validator
 
-from agentrl.types import Completion, Sampling
+from agentrl.types import Amount, AmountOrZero, Completion, Count, Sampling
 
 if TYPE_CHECKING:
     import torch
@@ -27,9 +27,9 @@ class ServerConfig(BaseModel):
     temporary files."""
     timeout_s: PositiveFloat = 600.0
     """Deadline of whatever is no completion: a push of weights, a pause."""
-    max_retries: NonNegativeInt = 3
+    max_retries: AmountOrZero = 3
     """How often a request that the server did not answer, or answered with an error of its own (5xx), is made again."""
-    max_connections: PositiveInt = 512
+    max_connections: Count = 512
     """Completions that are asked for at the same time; others wait in line. Each takes an open file here and one at the server:
     many servers may open 1,024."""
 
@@ -62,9 +62,9 @@ class EngineConfig(BaseModel):
     """`transformers`: in this process, continuous batching over a key-value cache, on CPU or GPU. `vllm`: vLLM in this
     process. `vllm_server`: vLLM in another, see `server`. `auto`: `vllm` where it is installed and there is one training
     process, on a GPU (expected to be faster) and on a CPU from 10 million parameters on (measured); else `transformers`."""
-    max_batch_size: PositiveInt = 64
+    max_batch_size: Count = 64
     """Largest number of requests decoded together; each holds one row of the key-value cache."""
-    max_prefill_tokens: PositiveInt = 8192
+    max_prefill_tokens: Amount = 8192
     """Largest number of prompt tokens, padding included, computed at once; a longer prompt is computed alone."""
     lockstep: bool | None = None
     """Decode only when every live episode waits for tokens, so that batches do not depend on the timing of environments

@@ -6,10 +6,10 @@ from math import comb
 from typing import Self
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict, NonNegativeFloat, NonNegativeInt, PositiveInt, model_validator
+from pydantic import BaseModel, ConfigDict, NonNegativeFloat, PositiveInt, model_validator
 
 from agentrl.rollout import RolloutPool, held_out_seed
-from agentrl.types import Trajectory, TrajectoryGroup
+from agentrl.types import AmountOrZero, Count, Trajectory, TrajectoryGroup
 
 
 class EvaluationConfig(BaseModel):
@@ -17,11 +17,11 @@ class EvaluationConfig(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    every: NonNegativeInt = 0
+    every: AmountOrZero = 0
     """Steps between evaluations; 0: only before the first step and after the last."""
-    num_tasks: PositiveInt = 128
+    num_tasks: Count = 128
     """Held-out tasks, each evaluated exactly once (`samples` episodes each)."""
-    samples: PositiveInt = 1
+    samples: Count = 1
     """Episodes for each task."""
     pass_at: tuple[PositiveInt, ...] = (1,)
     """The k of pass@k, each at most `samples`."""

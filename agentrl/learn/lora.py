@@ -12,7 +12,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, PositiveInt
+from pydantic import BaseModel, ConfigDict
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from agentrl.errors import ConfigError
 from agentrl.learn.processes import is_main
 from agentrl.registry import suggest
+from agentrl.types import Amount, Count
 
 __all__ = [
     "LoraSettings",
@@ -46,9 +47,9 @@ class LoraSettings(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    rank: PositiveInt = 16
+    rank: Count = 16
     """Rank of what is added to each weight."""
-    alpha: PositiveInt = 32
+    alpha: Amount = 32
     """What is added is scaled by `alpha / rank`."""
     target_modules: Literal["all-linear"] | tuple[str, ...] = "all-linear"
     """Linear layers to adapt, by the ends of their names: `[q_proj, v_proj]`. `all-linear`: all but the head. The experts

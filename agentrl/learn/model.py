@@ -7,13 +7,14 @@ from pathlib import Path
 from typing import Any, Literal, Self
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, model_validator
+from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, model_validator
 from torch import Tensor, nn
 
 from agentrl.errors import ConfigError
 from agentrl.learn.layout import Inputs, Layout, hidden_states
 from agentrl.learn.logprobs import fused_logprobs
 from agentrl.learn.lora import LoraSettings
+from agentrl.types import Amount, Count
 
 
 class LocalModelConfig(BaseModel):
@@ -21,21 +22,21 @@ class LocalModelConfig(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    hidden_size: PositiveInt = 128
+    hidden_size: Count = 128
     """Width of the hidden states: an even number for each of `num_heads`."""
-    num_layers: PositiveInt = 2
+    num_layers: Count = 2
     """Transformer blocks."""
-    num_heads: PositiveInt = 4
+    num_heads: Count = 4
     """Query heads of each attention layer."""
-    num_kv_heads: PositiveInt = 2
+    num_kv_heads: Count = 2
     """Key and value heads, each shared by `num_heads / num_kv_heads` query heads."""
-    intermediate_size: PositiveInt = 384
+    intermediate_size: Count = 384
     """Width of the feed-forward layers."""
-    max_positions: PositiveInt = 4096
+    max_positions: Amount = 4096
     """Longest row the model takes, in tokens; `rollout.max_context_tokens` must fit."""
     initializer_std: PositiveFloat = 0.08
     """Standard deviation of the initial weights."""
-    vocab_size: int = Field(default=448, ge=261)
+    vocab_size: int = Field(default=448, ge=261, le=1_000_000)
     """Largest number of tokenizer entries: 256 bytes, 5 control tokens, and what is merged from them."""
 
     @model_validator(mode="after")
@@ -119,9 +120,11 @@ def load_pretrained(
     if looks_like_path and not (folder / "config.json").is_file():
         raise ConfigError(f"{field}: no model in {name_or_path!r}: {folder / 'config.json'} does not exist")
     try:
-        tokenizer = AutoTokenizer.from_pretrained(folder if looks_like_path else name_or_path)
+        where = folder if looks_like_path else name_or_path
+        # Said outright: by default transformers asks at the terminal whether to run a model's own code.
+        tokenizer = AutoTokenizer.from_pretrained(where, trust_remote_code=False)
         model = AutoModelForCausalLM.from_pretrained(
-            folder if looks_like_path else name_or_path, dtype=torch.float32, attn_implementation=attention
+            where, dtype=torch.float32, attn_implementation=attention, trust_remote_code=False
         )
     except (OSError, ValueError) as error:
         raise ConfigError(f"{field}: cannot load {name_or_path!r}: {error}") from error

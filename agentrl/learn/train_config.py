@@ -7,14 +7,13 @@ from pydantic import (
     ConfigDict,
     Field,
     NonNegativeFloat,
-    NonNegativeInt,
     PositiveFloat,
-    PositiveInt,
     model_validator,
 )
 
 from agentrl.learn.layout import Layout
 from agentrl.learn.optimizer import OptimizerName
+from agentrl.types import Amount, AmountOrZero, Count
 
 Beta = Annotated[float, Field(ge=0, lt=1)]
 
@@ -24,12 +23,12 @@ class TrainConfig(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    steps: PositiveInt = 100
+    steps: Amount = 100
     """Rounds of collecting and updating."""
-    num_minibatches: PositiveInt = 4
+    num_minibatches: Count = 4
     """Parts into which each step's rollouts are drawn (the GSPO paper's four): an optimizer update for each, but where one has
     no gradient."""
-    max_tokens_per_micro_batch: PositiveInt = 16_384
+    max_tokens_per_micro_batch: Amount = 16_384
     """Most tokens in one forward and backward pass, padding included; a token that rows share counts once. A longer
     trajectory is a pass of its own."""
     layout: Literal["auto"] | Layout = "auto"
@@ -39,7 +38,7 @@ class TrainConfig(BaseModel):
     """Step size of AdamW."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     """Course of the learning rate after its warm-up."""
-    warmup_updates: NonNegativeInt = 0
+    warmup_updates: AmountOrZero = 0
     """Minibatches over which the learning rate rises from 0. Those without a gradient count, here and in the schedule."""
     optimizer: OptimizerName = "adamw"
     """`adamw`: torch's. `adamw_8bit`, `paged_adamw`, `paged_adamw_8bit`: of bitsandbytes, for less memory."""
@@ -60,9 +59,9 @@ class TrainConfig(BaseModel):
     """How long a process waits for the others."""
     device: Literal["auto", "cpu"] = "auto"
     """`auto`: a GPU where there is one."""
-    checkpoint_every: PositiveInt = 20
+    checkpoint_every: Amount = 20
     """Steps between checkpoints; the last step always has one."""
-    keep_last: PositiveInt = 2
+    keep_last: Amount = 2
     """Checkpoints kept."""
     agreement: PositiveFloat | None = None
     """Largest mean difference allowed between the engine's log-probabilities and the trainer's under the same weights, in

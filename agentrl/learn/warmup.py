@@ -7,7 +7,7 @@ from typing import Any
 import gymnasium as gym
 import numpy as np
 import torch
-from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import BaseModel, ConfigDict, Field, PositiveFloat
 
 from agentrl.chat import Renderer
 from agentrl.credit import Credit
@@ -20,7 +20,7 @@ from agentrl.learn.plan import micro_batches
 from agentrl.rollout import derive_seed, task_seed
 from agentrl.rollout.env_thread import EnvThread
 from agentrl.rollout.moment import MakeEnv
-from agentrl.types import Message, StopReason, Trajectory, Turn
+from agentrl.types import AmountOrZero, Count, Message, StopReason, Trajectory, Turn
 
 
 class WarmupConfig(BaseModel):
@@ -28,11 +28,11 @@ class WarmupConfig(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    steps: NonNegativeInt = 0
+    steps: AmountOrZero = 0
     """Optimizer steps; 0: no warm-up."""
-    batch_size: PositiveInt = 16
+    batch_size: Count = 16
     """Demonstrations for each step."""
-    num_demonstrations: PositiveInt = 2048
+    num_demonstrations: Count = 2048
     """Demonstrations made; they are gone through again when they run out."""
     learning_rate: PositiveFloat = 1e-3
     """Step size of AdamW; rises over 20 steps, falls over the last 50."""

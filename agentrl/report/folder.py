@@ -8,12 +8,12 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TextIO
 
-import yaml
-from pydantic import BaseModel, ConfigDict, NonNegativeInt, TypeAdapter
+from pydantic import BaseModel, ConfigDict, TypeAdapter
 
 from agentrl.errors import ConfigError
-from agentrl.files import numbered, parse, read_bytes, write_whole
+from agentrl.files import dump_yaml, numbered, parse, parse_yaml, read_bytes, write_whole
 from agentrl.report.records import TrajectoryRecord
+from agentrl.types import AmountOrZero
 
 _ROLLOUTS = "step-{}.jsonl"
 _ROW = TypeAdapter(dict[str, float], config=ConfigDict(strict=True))
@@ -24,7 +24,7 @@ class ReportConfig(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    rollouts_every: NonNegativeInt = 10
+    rollouts_every: AmountOrZero = 10
     """Steps between recorded rollout files (the first step always has one); 0: none."""
     trackers: tuple[str, ...] = ()
     """Trackers of accelerate, by name: tensorboard, wandb, trackio, ..."""
@@ -107,12 +107,13 @@ class RunFolder:
 
     def config(self) -> dict[str, Any]:
         """Read the resolved recipe."""
-        found: dict[str, Any] = yaml.safe_load(self.config_file.read_text(encoding="utf-8"))
+        data = read_bytes(self.config_file, fix="put it back, or begin a new run")
+        found: dict[str, Any] = parse_yaml(data, where=str(self.config_file))
         return found
 
     def write_config(self, config: Mapping[str, Any]) -> None:
         """Write the resolved recipe; going on with other settings replaces it."""
-        write_whole(self.config_file, yaml.safe_dump(dict(config), sort_keys=False))
+        write_whole(self.config_file, dump_yaml(dict(config)))
 
     def add_metrics(self, row: Mapping[str, float]) -> None:
         """Append one row; it is in the file when this returns."""

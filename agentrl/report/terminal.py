@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable
 from itertools import chain
+from typing import Any
 
 from rich import console
 from rich.segment import Segment
@@ -20,7 +21,10 @@ def printable(text: str) -> str:
 
 
 class Console(console.Console):
-    """Prints no control characters but its own."""
+    """Prints text as it is: no control characters but its own, and no brackets or colons that mean something."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(markup=False, emoji=False, highlight=False, **options)
 
     def render(
         self, renderable: console.RenderableType, options: console.ConsoleOptions | None = None

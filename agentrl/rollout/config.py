@@ -2,7 +2,9 @@
 
 from typing import Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
+from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, model_validator
+
+from agentrl.types import Amount, AmountOrZero, Count
 
 
 class BranchConfig(BaseModel):
@@ -10,11 +12,11 @@ class BranchConfig(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    num: PositiveInt = 4
+    num: Count = 4
     """Rollouts for each turn that is forked."""
-    every: PositiveInt = 1
+    every: Amount = 1
     """Fork every so many turns, beginning with the first."""
-    budget_tokens: PositiveInt = 4096
+    budget_tokens: Amount = 4096
     """Tokens sampled for one episode's forks after which no other rollout is begun. One rollout a turn, then a second, and so
     on."""
 
@@ -28,44 +30,44 @@ class RolloutConfig(BaseModel):
     """`sync`: every episode of a step is awaited before its update. `partial`: a step takes complete groups, those begun first;
     the other episodes are interrupted, and go on under the next weights. `async`: the same, but sampling goes on during the
     update, and is interrupted only while weights are replaced."""
-    max_staleness: PositiveInt = 2
+    max_staleness: Amount = 2
     """`partial`, `async`: groups are begun for at most this many steps ahead, and `stale` says what becomes of tokens that were
     sampled more updates ago than this."""
     stale: Literal["wait", "mask", "keep"] = "wait"
     """`wait`: a step waits for the groups that would become too old, so that no token is. `mask`: nobody is waited for; tokens
     that are too old leave the loss. `keep`: they are trained on. Either way they are counted (`staleness/too_old`)."""
-    num_groups: PositiveInt = 8
+    num_groups: Count = 8
     """Tasks for each step."""
-    group_size: PositiveInt = 8
+    group_size: Count = 8
     """Episodes that start from the same task."""
     temperature: PositiveFloat = 1.0
     """Sampling temperature; log-probabilities are those of the tempered distribution, in rollouts and in training."""
     top_p: float = Field(default=1.0, gt=0, le=1)
     """Must stay 1: a truncated support makes the importance ratio of the tokens cut off undefined."""
-    max_turns: PositiveInt = 8
+    max_turns: Amount = 8
     """Largest number of actions of an episode."""
-    max_turn_tokens: PositiveInt = 256
+    max_turn_tokens: Amount = 256
     """Largest number of tokens sampled for one action."""
-    max_episode_tokens: PositiveInt = 2048
+    max_episode_tokens: Amount = 2048
     """Largest number of tokens sampled in an episode."""
-    max_context_tokens: PositiveInt = 4096
+    max_context_tokens: Amount = 4096
     """Largest number of tokens in a context, prompt and actions together."""
-    max_live_episodes: PositiveInt = 64
+    max_live_episodes: Count = 64
     """Episodes that are kept going at the same time, each environment on a thread of its own."""
     env_timeout_s: PositiveFloat = 60.0
     """Deadline of each reset and each step of an environment, in seconds."""
     engine_timeout_s: PositiveFloat = 600.0
     """Deadline of each completion, in seconds. With `engine.lockstep` it includes waiting for the environments of the
     other live episodes: leave it well above `env_timeout_s`."""
-    max_retries: NonNegativeInt = 2
+    max_retries: AmountOrZero = 2
     """How often an episode is begun again, with a fresh environment, after its environment failed, or goes on from where it
     stood after its engine did."""
-    dynamic_sampling: NonNegativeInt = 0
+    dynamic_sampling: AmountOrZero = 0
     """Most groups of a step that are replaced by new tasks because all of their episodes earned the same, which teaches
     nothing to a scheme that compares siblings (DAPO, arXiv 2503.14476); beyond that many, such groups are kept."""
     branches: BranchConfig = BranchConfig()
     """Forked rollouts, for credit schemes that read them."""
-    max_consecutive_failures: PositiveInt = 16
+    max_consecutive_failures: Amount = 16
     """After so many episodes in a row that failed in spite of their retries, or so many groups in a row that had to be
     replaced, the run stops with the last error."""
 

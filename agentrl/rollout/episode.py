@@ -167,11 +167,14 @@ class Episode:
                 self._thread.call_unattended(position.env.close)
 
     async def _play(self, make_env: MakeEnv) -> Trajectory:
+        env = await self._on_thread("construction", partial(construct, make_env))
         snapshot = None if self._fork else self._recorded.snapshot  # forks are made of every moment
-        if snapshot is None:
-            env = await self._on_thread("construction", partial(construct, make_env))
-        else:
-            env = await self._on_thread("its snapshot", partial(restore, snapshot))
+        if snapshot is not None and not base_env(env).can_snapshot:
+            snapshot = None  # unpickling runs code, which a file cannot ask for: the environment is played again
+        if snapshot is not None:
+            async with self._closing(env):
+                restored = await self._on_thread("its snapshot", partial(restore, snapshot))
+            env = restored
         self._env_id = env.spec.id if env.spec else type(base_env(env)).__name__
         async with self._closing(env):
             return await self._go_on(await (self._begin(env) if snapshot is None else self._take_up(env)))

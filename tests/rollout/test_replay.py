@@ -1,9 +1,12 @@
 """An episode that was interrupted anywhere and goes on elsewhere is the one that was not."""
 
 import asyncio
+import base64
 import os
+import pickle
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -150,14 +153,15 @@ def test_an_environment_that_saves_itself_goes_on_from_its_snapshot(
     table = Table(new_engine(), forking_renderer if anew else renderer)
     globals()["Rewrites"] = Rewrites  # pickled by its name
     Rewrites.__qualname__ = "Rewrites"
-    whole, found = stations(table, Rewrites if anew else Saved)
+    make_env: MakeEnv = Rewrites if anew else Saved
+    whole, found = stations(table, make_env)
     assert [turn.extends for turn in whole.turns[1:]] == [not anew] * 4
     assert [len(state.turns) for state in found] == [1, 2, 3, 4, 4]
     for k, state in enumerate(found[:-1], start=1):
         before = (Saved.resets, Rewrites.resets)
         kept = TypeAdapter(LiveEpisode).validate_json(TypeAdapter(LiveEpisode).dump_json(state))
         partial = sampled(whole.turns[k], 1)
-        ended = table.play(replace(kept, partial=partial))
+        ended = table.play(replace(kept, partial=partial), make_env=make_env)
         assert (Saved.resets, Rewrites.resets) == before
         assert ended.turns[:k] == whole.turns[:k]
         # The same words before the next action, and so the same action; then chance goes its own way.
@@ -169,8 +173,31 @@ def test_an_environment_that_saves_itself_goes_on_from_its_snapshot(
     last = found[-1]
     assert last.partial is not None
     assert last.partial.token_ids == whole.turns[4].action_ids
-    assert table.play(last).turns[4].action_ids == whole.turns[4].action_ids
+    assert table.play(last, make_env=make_env).turns[4].action_ids == whole.turns[4].action_ids
     assert (Saved.resets, Rewrites.resets) == before
+
+
+class Intruder:
+    """Whose pickle runs a command."""
+
+    def __init__(self, file: Path) -> None:
+        self.file = file
+
+    def __reduce__(self) -> Any:
+        return os.system, (f"touch {self.file}",)
+
+
+def test_a_snapshot_is_unpickled_only_where_the_recipes_environment_says_so(
+    tmp_path: Path, new_engine: NewEngine, renderer: Renderer
+) -> None:
+    table = Table(new_engine(), renderer)
+    whole, found = stations(table, Dice)
+    snapshot = base64.b64encode(pickle.dumps(Intruder(tmp_path / "made"))).decode()
+    ended = table.play(replace(found[1], snapshot=snapshot))
+    assert [(t.observation_ids, t.action_ids) for t in ended.turns] == [
+        (t.observation_ids, t.action_ids) for t in whole.turns
+    ]
+    assert not (tmp_path / "made").exists()
 
 
 def test_an_environment_that_neither_repeats_nor_saves_itself_fails_in_so_many_words(

@@ -2,9 +2,9 @@
 
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import BaseModel, ConfigDict, PositiveFloat
 
-from agentrl.types import Need
+from agentrl.types import Amount, AmountOrZero, Count, Need
 
 
 class CriticConfig(BaseModel):
@@ -17,9 +17,9 @@ class CriticConfig(BaseModel):
     it begins, trained as a whole."""
     learning_rate: PositiveFloat = 1e-3
     """Step size of AdamW."""
-    epochs: PositiveInt = 2
+    epochs: Amount = 2
     """Passes over each step's trajectories."""
-    num_minibatches: PositiveInt = 4
+    num_minibatches: Count = 4
     """Optimizer updates for each pass."""
 
 
@@ -36,9 +36,9 @@ class SignalsConfig(BaseModel):
     """`module:function` that is given a trajectory and returns one score for each of its turns. Called on threads."""
     judge_timeout_s: PositiveFloat = 60.0
     """Deadline of each call of the judge, in seconds."""
-    judge_retries: NonNegativeInt = 2
+    judge_retries: AmountOrZero = 2
     """How often a call of the judge that raised or hung is made again before the run stops."""
-    judge_threads: PositiveInt = 8
+    judge_threads: Count = 8
     """Calls of the judge at the same time."""
 
     def provides(self) -> frozenset[Need]:
