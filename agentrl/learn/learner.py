@@ -66,8 +66,8 @@ class _State(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    updates: NonNegativeInt
-    """Made so far: where the schedule stands."""
+    num_minibatches: NonNegativeInt
+    """So far: where the schedule stands."""
     random: RandomState
 
 
@@ -211,7 +211,7 @@ class Learner:
             save_whole(self.policy, folder / _WEIGHTS)
         if is_main() and not self._is_sharded:
             torch.save(self._optimizer.state_dict(), folder / _OPTIMIZER)
-        state = _State(updates=self._schedule.last_epoch, random=RandomState.now())
+        state = _State(num_minibatches=self._schedule.last_epoch, random=RandomState.now())
         write_whole(folder / _state_file(), state.model_dump_json())
 
     def load_weights(self, folder: Path) -> None:
@@ -240,7 +240,7 @@ class Learner:
             self._optimizer.load_state_dict(torch.load(folder / _OPTIMIZER, map_location="cpu", weights_only=True))
         state.random.restore()
         config, schedule = self._config, self._schedule
-        schedule.last_epoch, schedule._step_count = state.updates, state.updates + 1
+        schedule.last_epoch, schedule._step_count = state.num_minibatches, state.num_minibatches + 1
         schedule.base_lrs = [config.learning_rate for _ in schedule.base_lrs]
         for group, factor in zip(self._optimizer.param_groups, schedule.lr_lambdas, strict=True):
             group["initial_lr"] = config.learning_rate

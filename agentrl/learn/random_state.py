@@ -35,7 +35,8 @@ class RandomState(BaseModel):
     def restore(self) -> None:
         """Bring the generators back; as many GPUs as there are now."""
         random.setstate(self.python)
-        np.random.set_state(self.numpy)
+        name, keys, position, has_gauss, gauss = self.numpy
+        np.random.set_state((name, np.array(keys, dtype=np.uint32), position, has_gauss, gauss))
         torch.set_rng_state(_bytes(self.torch))
         for device in range(min(torch.cuda.device_count(), len(self.cuda))):
             torch.cuda.set_rng_state(_bytes(self.cuda[device]), device)

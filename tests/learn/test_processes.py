@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # it does say so, at run time
-from torch.distributed.checkpoint import HuggingFaceStorageReader
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 from torch.multiprocessing.spawn import start_processes
 
 from agentrl import Credit, TrajectoryGroup
