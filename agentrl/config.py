@@ -139,6 +139,8 @@ def plan(recipe: Recipe) -> dict[str, str]:
 
 def _parse_overrides(arguments: Sequence[str]) -> dict[str, Any]:
     """Parse command-line options with pydantic-settings; return only what was given."""
+    if not arguments:
+        return {}
 
     class CommandLine(Recipe, BaseSettings):
         model_config = SettingsConfigDict(extra="forbid", frozen=True)
