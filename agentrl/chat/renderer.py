@@ -50,7 +50,8 @@ class ChatConfig(BaseModel):
     `auto`: `template` where the tokenizer has one, else `chatml`."""
     rewritten_history: Literal["error", "restart"] = "error"
     """What to do with a chat template that changes earlier turns. `error`: refuse it. `restart`: render the whole
-    dialogue anew at each turn; every turn is then trained in the context in which it was sampled, as a row of its own."""
+    dialogue again at each turn; every turn is then trained in the context in which it was sampled, as a row of its own.
+    A template that drops thoughts only when a user speaks (Qwen3's) is rendered again only there."""
     date: dt.date = dt.date(2026, 1, 1)
     """What a chat template that asks for the time (`strftime_now`) is told: midnight of this day. Fixed, so that a dialogue
     is the same tokens on every day of a run, after a restart, and in the next run of the recipe."""

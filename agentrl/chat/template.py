@@ -7,7 +7,7 @@ from typing import Any, Literal
 from jinja2 import TemplateError
 
 from agentrl.chat.renderer import ChatConfig, Tools
-from agentrl.chat.tool_calls import format_tool_call, parse_assistant
+from agentrl.chat.tool_calls import END_THINK, THINK, format_reasoning, format_tool_call, parse_assistant
 from agentrl.errors import RendererError
 from agentrl.types import Message
 
@@ -19,13 +19,14 @@ _USER: Message = {"role": "user", "content": "Hello."}
 class TemplateRenderer:
     """Renders new messages with the tokenizer's own template, behind a stand-in dialogue, and keeps what they added.
 
-    At construction the template is probed: over six turns with tool results each context must begin with the one before
-    it, and the tokens that `extend` appends must be those of the template itself. `rewritten_history: restart` does
-    without these two, and refuses whatever rendering anew cannot mend. As with the template itself, text that spells a
-    control token becomes one, whoever wrote it.
+    At construction the template is probed: over ten turns with thoughts and tool results each context must begin with the
+    one before it, and the tokens that `extend` appends must be those of the template itself. `rewritten_history: restart`
+    does without these two, and refuses whatever rendering anew cannot mend. A template that rewrites only when a user
+    speaks, as Qwen3's does with thoughts, is extended by tool results all the same. As with the template itself, text that
+    spells a control token becomes one, whoever wrote it.
 
     A malformed call, or one whose arguments are no object, is rendered as text within the message: templates may look
-    into the arguments of a call.
+    into the arguments of a call. So are thoughts where the template does not write `reasoning_content`.
     """
 
     def __init__(
@@ -44,6 +45,9 @@ class TemplateRenderer:
         self._tokenizer = tokenizer
         self._name = name
         self._clock = datetime.combine(date, time())
+        self._keeps_thoughts = True  # so that the next line asks the template itself
+        self._keeps_thoughts = self._writes_a_thought()
+        self._is_thinking = self._prompts_a_thought()
         self._tail = self._close()
         tail_ids = self._encode(self._tail)
         self._stop_ids = tuple(dict.fromkeys(i for i in (*tail_ids[:1], tokenizer.eos_token_id) if i is not None))
@@ -55,10 +59,12 @@ class TemplateRenderer:
             )
         if rewriting and rewritten_history == "error":
             raise RendererError(
-                f"chat.renderer: the chat template of {name!r} cannot extend a dialogue: {rewriting}. Set "
+                f"chat.renderer: the chat template of {name!r} cannot extend a dialogue: "
+                f"{next(iter(rewriting.values()))}. Set "
                 "chat.rewritten_history: restart to render every turn anew, or use a template that leaves earlier turns alone"
             )
         self._extends = not rewriting
+        self._extends_by_tools = self._keeps_thoughts and "tool" not in rewriting
 
     @property
     def stop_token_ids(self) -> tuple[int, ...]:
@@ -76,7 +82,7 @@ class TemplateRenderer:
         messages: Sequence[Message],
     ) -> tuple[int, ...] | None:
         """Return the tokens to append, or None where the template rewrites history."""
-        if not self._extends:
+        if not self._extends and not (self._extends_by_tools and all(m["role"] == "tool" for m in messages)):
             return None
         ids = self._encode(self._extension(messages))
         is_closed = bool(action_ids) and ids[:1] == tuple(action_ids[-1:])
@@ -86,7 +92,7 @@ class TemplateRenderer:
         """Return the assistant message of sampled tokens."""
         ids = action_ids[:-1] if action_ids and action_ids[-1] in self._stop_ids else action_ids
         text = self._tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)
-        return parse_assistant(text)
+        return parse_assistant(text, is_thinking=self._is_thinking)
 
     def encode(self, message: Message) -> tuple[int, ...]:
         """Return an assistant message as an action."""
@@ -104,7 +110,7 @@ class TemplateRenderer:
     def _render(self, messages: Sequence[Message], *, tools: Tools = (), prompt: bool = False) -> str:
         try:
             text: str = self._tokenizer.apply_chat_template(
-                [_renderable(m) for m in messages],
+                [self._renderable(m) for m in messages],
                 tools=list(tools) or None,
                 tokenize=False,
                 add_generation_prompt=prompt,
@@ -125,39 +131,78 @@ class TemplateRenderer:
             raise RendererError(f"chat.renderer: the chat template of {self._name!r} does not close assistant turns")
         return tail
 
+    def _writes_a_thought(self) -> bool:
+        """Tell whether the template writes what was thought in the last turn, in the form in which it is read."""
+        message: Message = {"role": "assistant", "content": _SENTINEL, "reasoning_content": "A thought."}
+        text = self._render([_USER, message]).removeprefix(self._render([_USER]))
+        return bool(parse_assistant(text).get("reasoning_content") == message["reasoning_content"])
+
+    def _prompts_a_thought(self) -> bool:
+        """Tell whether the generation prompt ends within a thought."""
+        prompt = self._render([_USER], prompt=True).removeprefix(self._render([_USER]))
+        return prompt.rfind(THINK) > prompt.rfind(END_THINK)
+
+    def _renderable(self, message: Message) -> Message:
+        """Return the message with each thought and call that the template might stumble over as text, as it was sampled."""
+        thought = None if self._keeps_thoughts else message.get("reasoning_content")
+        calls = message.get("tool_calls") or []
+        odd = [call["function"] for call in calls if not _is_regular(call)]
+        if not (thought or odd):
+            return message
+        texts = [format_tool_call(function.get("name") or "", function.get("arguments", {})) for function in odd]
+        thoughts = [format_reasoning(thought)] if thought else []
+        replaced = ("tool_calls", "reasoning_content") if thought else ("tool_calls",)
+        plain = {key: value for key, value in message.items() if key not in replaced}
+        plain["content"] = "\n".join(filter(None, [*thoughts, message.get("content"), *texts]))
+        regular = [call for call in calls if _is_regular(call)]
+        return plain | ({"tool_calls": regular} if regular else {})
+
     def _extension(self, messages: Sequence[Message]) -> str:
         """Return what the template adds after an assistant's text: its close, the messages and the prompt."""
         stand_in = [_USER, {"role": "assistant", "content": _SENTINEL}]
         return self._render([*stand_in, *messages], prompt=True).partition(_SENTINEL)[2]
 
-    def _probe(self) -> tuple[str | None, str | None]:
-        """Return why the template cannot be used at all, and why it cannot extend: a dialogue of six turns tells."""
+    def _probe(self) -> tuple[str | None, dict[str, str]]:
+        """Return why the template cannot be used at all, and why it cannot extend a dialogue, by the role that it hears."""
         tools = [_tool("look"), _tool("take")]
         messages: list[Message] = [_USER]
         opening, context = self._render(messages, tools=tools), self._render(messages, tools=tools, prompt=True)
         if not all(tool["function"]["name"] in context for tool in tools):
-            return "it leaves out the tools", None
-        rewriting: str | None = None
-        for turn in range(6):
-            message, replies = _probe_turn(turn)
+            return "it leaves out the tools", {}
+        rewriting: dict[str, str] = {}
+        for turn in range(10):
+            message, replies = self._probe_turn(turn)
             messages += [message, *replies]
             # Without the generation prompt, which may end some reasoning, and the tools, which may come with examples.
             if unusable := _left_out(self._render(messages, tools=tools).removeprefix(opening), message, replies):
-                return unusable, None
+                return unusable, {}
             whole = self._render(messages, tools=tools, prompt=True)
-            rewriting = rewriting or self._rewriting(context, whole, turn)
+            if reason := self._rewriting(context, whole, turn):
+                rewriting.setdefault(replies[0]["role"], reason)
             context = whole
         return None, rewriting
 
+    def _probe_turn(self, turn: int) -> tuple[Message, list[Message]]:
+        """Return a turn; three of them begin with a thought, one of each kind.
+
+        Where a thought is a part of the text, only plain turns have one: many templates drop text beside calls.
+        """
+        message, replies = _probe_turn(turn)
+        if 6 <= turn < 9 and (self._keeps_thoughts or not message.get("tool_calls")):
+            message["reasoning_content"] = f"Thought {turn}."
+        return message, replies
+
     def _rewriting(self, context: str, whole: str, turn: int) -> str | None:
         """Return how the context after a turn differs from the one before it with the turn appended."""
-        message, replies = _probe_turn(turn)
+        message, replies = self._probe_turn(turn)
         if not whole.startswith(context):
             return f"turn {turn + 1} changes the text of the turns before it"
         added, extension = whole[len(context) :], self._extension(replies)
         if not added.endswith(extension):
             return f"after turn {turn + 1} the text of a new message depends on the messages before it"
-        parsed = parse_assistant(added[: len(added) - len(extension)])
+        parsed = parse_assistant(added[: len(added) - len(extension)], is_thinking=self._is_thinking)
+        if parsed.get("reasoning_content") != message.get("reasoning_content"):
+            return f"turn {turn + 1} drops what the assistant thought in it"
         if _functions(parsed) != _functions(message) or parsed["content"] != message["content"]:
             return f"turn {turn + 1} changes what the assistant said in it"
         return None
@@ -171,19 +216,6 @@ def _left_out(text: str, message: Message, replies: Sequence[Message]) -> str | 
     if calls and _functions(parse_assistant(text))[-len(calls) :] != calls:
         return "it does not write tool calls in the form of Hermes and Qwen (<tool_call>{...}</tool_call>)"
     return None if message["content"] in text else "it leaves out what the assistant said"
-
-
-def _renderable(message: Message) -> Message:
-    """Return the message with every call that a template might stumble over as text, as it was sampled."""
-    calls = message.get("tool_calls") or []
-    odd = [call["function"] for call in calls if not _is_regular(call)]
-    if not odd:
-        return message
-    texts = [format_tool_call(function.get("name") or "", function.get("arguments", {})) for function in odd]
-    plain = {key: value for key, value in message.items() if key != "tool_calls"}
-    plain["content"] = "\n".join(filter(None, [message.get("content"), *texts]))
-    regular = [call for call in calls if _is_regular(call)]
-    return plain | ({"tool_calls": regular} if regular else {})
 
 
 def _is_regular(call: Any) -> bool:

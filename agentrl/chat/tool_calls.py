@@ -1,4 +1,4 @@
-"""Tool calls as text, in the form of Hermes and Qwen models."""
+"""Tool calls and thoughts as text, in the form of Hermes and Qwen models."""
 
 import json
 import re
@@ -7,11 +7,13 @@ from agentrl.plain_data import MAX_DEPTH, plain_data
 from agentrl.types import Message
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
-_CALL = re.compile(rf"{OPEN}(.*?)(?:{CLOSE}|\Z)", re.DOTALL)
-_THINK, _END_THINK = "<think>", "</think>"
+THINK, END_THINK = "<think>", "</think>"
+_BEGIN = re.compile(f"{OPEN}|{THINK}|{END_THINK}")
+_MARKUP = re.compile(rf"<(?={OPEN[1:]}|{CLOSE[1:]}|{END_THINK[1:]})")
+_BODY = re.compile(rf'((?:[^"<\\]++|"(?:[^"\\]++|\\.)*+")*+)(?:{CLOSE}|\Z)', re.DOTALL)
+"""The body of a call, up to the first closing tag outside of its strings: JSON has no `<` or backslash elsewhere."""
 _MAX_DEPTH = MAX_DEPTH // 2
 """Of a call: an environment may quote it in data of its own."""
-_MARKUP = re.compile(rf"<(?={OPEN[1:]}|{CLOSE[1:]}|{_END_THINK[1:]})")
 
 
 def format_tool_call(name: str, arguments: object) -> str:
@@ -28,36 +30,71 @@ def format_tool_call(name: str, arguments: object) -> str:
 
 def format_reasoning(text: str) -> str:
     """Return the text of what was thought before an answer."""
-    return f"{_THINK}\n{text}\n{_END_THINK}\n"
+    return f"{THINK}\n{text}\n{END_THINK}\n"
 
 
-def parse_assistant(text: str) -> Message:
+def parse_assistant(text: str, *, is_thinking: bool = False) -> Message:
     """Return the assistant message that a sampled text stands for; never raises.
 
-    Text before and after calls is kept as `content`, text up to `</think>` as `reasoning_content`. A malformed call is
-    data: it becomes a call with an empty name whose `arguments` are the text as sampled, which an environment answers
-    with an error message. So is one with what no file can carry further: NaN, infinity, half a surrogate pair, an integer
-    beyond a float's range, arguments that nest too deep.
+    A tag within a call or a thought is part of it: a call may speak of `</think>`, and what is drafted in a thought is
+    not carried out. Thoughts are kept as `reasoning_content`: what stands between `<think>` and `</think>`, after a
+    `<think>` that is never closed, and before a first `</think>` that nothing opened (a prompt may have). The rest
+    around the calls is `content`.
+
+    A malformed call is data: it becomes a call with an empty name whose `arguments` are the text as sampled, which an
+    environment answers with an error message. So is one with what no file can carry further: NaN, infinity, half a
+    surrogate pair, an integer beyond a float's range, arguments that nest too deep.
+
+    Args:
+        text: what was sampled.
+        is_thinking: the prompt ends within a thought.
     """
+    text = text.encode(errors="replace").decode()  # half a surrogate pair has no bytes
+    if is_thinking:
+        text = THINK + text.lstrip().removeprefix(THINK)
+    content, thoughts, calls, position = list[str](), list[str](), list[dict[str, object]](), 0
+    while begin := _BEGIN.search(text, position):
+        content.append(text[position : begin.start()])
+        if begin[0] == OPEN:
+            call, position = _parse_call(text, begin.end())
+            calls.append(call)
+        elif begin[0] == THINK:
+            end, position = _find(END_THINK, text, begin.end())
+            thoughts.append(text[begin.end() : end])
+        else:
+            position = begin.end()
+            if calls or thoughts:
+                content.append(END_THINK)
+            else:
+                thoughts, content = ["".join(content)], []
+    content.append(text[position:])
     message: Message = {"role": "assistant"}
-    thinking, has_ended, answer = text.partition(_END_THINK)
-    if has_ended:
-        message["reasoning_content"] = thinking.strip().removeprefix(_THINK).strip()
-        text = answer
-    calls = [_parse_call(match[1].strip()) for match in _CALL.finditer(text)]
-    message["content"] = _CALL.sub("", text).strip()
+    if reasoning := "\n".join(filter(None, map(str.strip, thoughts))):
+        message["reasoning_content"] = reasoning
+    message["content"] = "".join(content).strip()
     if calls:
         message["tool_calls"] = [{"id": f"call_{i}", "type": "function", "function": f} for i, f in enumerate(calls)]
     return message
 
 
-def _parse_call(body: str) -> dict[str, object]:
-    malformed: dict[str, object] = {"name": "", "arguments": body}
+def _parse_call(text: str, start: int) -> tuple[dict[str, object], int]:
+    """Return the call whose body begins at `start`, and the position after its closing tag."""
+    end, position = _find(CLOSE, text, start)
+    malformed: dict[str, object] = {"name": "", "arguments": text[start:end].strip()}
+    body = _BODY.match(text, start)
+    if body is None:
+        return malformed, position
     try:
-        call = json.loads(body)
+        call = json.loads(body[1].strip())
         is_plain = plain_data(call, "the call", max_depth=_MAX_DEPTH) == call
     except (ValueError, RecursionError):  # ValueError: not JSON, a number of too many digits, or no plain data
-        return malformed
+        return malformed, position
     if not (is_plain and isinstance(call, dict) and isinstance(call.get("name"), str) and call["name"]):
-        return malformed
-    return {"name": call["name"], "arguments": call.get("arguments", {})}
+        return malformed, position
+    return {"name": call["name"], "arguments": call.get("arguments", {})}, body.end()
+
+
+def _find(tag: str, text: str, start: int) -> tuple[int, int]:
+    """Return where a tag begins and ends; without one, the end of the text."""
+    position = text.find(tag, start)
+    return (len(text), len(text)) if position < 0 else (position, position + len(tag))

@@ -41,11 +41,11 @@ _BAD_BODIES = (
 def check_renderer(renderer: "Renderer", *, tools: Sequence[dict[str, Any]] = TOOLS) -> None:
     """Raise with all that is wrong with a renderer; return where nothing is.
 
-    It plays an episode of six turns (plain ones, ones with one call and ones with two) whose actions are written in the
-    renderer's own words, in other tokens than those words are encoded to, and without the stop token: what `extend`
-    appends must be the same each time, after the stop token where it is missing. Every message must be heard in the
-    context, `parse` must take any tokens, and give back what `encode` wrote. A renderer that cannot extend (None) is held
-    to the rest.
+    It plays an episode of ten turns (plain ones, ones with one call and ones with two, three of them with a thought) whose
+    actions are written in the renderer's own words, in other tokens than those words are encoded to, and without the stop
+    token: what `extend` appends must be the same each time, after the stop token where it is missing. Every message must
+    be heard in the context, `parse` must take any tokens, and give back what `encode` wrote; what is drafted in a thought
+    is no call. A renderer that cannot extend (None) is held to the rest.
 
     Args:
         renderer: what to check.
@@ -56,7 +56,16 @@ def check_renderer(renderer: "Renderer", *, tools: Sequence[dict[str, Any]] = TO
     """
     episode = _Episode(renderer, list(tools))
     problems: list[str] = []
-    for check in (_stop_tokens, _context, _extension, _round_trip, _random_tokens, _cut_calls, _malformed_calls):
+    for check in (
+        _stop_tokens,
+        _context,
+        _extension,
+        _round_trip,
+        _random_tokens,
+        _cut_calls,
+        _malformed_calls,
+        _drafted_calls,
+    ):
         try:
             problems.extend(check(episode))
         except Exception as error:  # noqa: BLE001 - whatever a stranger's renderer raises belongs in the list
@@ -68,7 +77,7 @@ def check_renderer(renderer: "Renderer", *, tools: Sequence[dict[str, Any]] = TO
 
 @dataclass(frozen=True, slots=True)
 class _Episode:
-    """The renderer under test, and six turns to render."""
+    """The renderer under test, and ten turns to render."""
 
     renderer: "Renderer"
     tools: list[dict[str, Any]]
@@ -81,16 +90,16 @@ class _Episode:
 
     def turns(self) -> Iterator[tuple[Message, list[Message]]]:
         """Yield what the assistant says and what it hears: plain turns, turns with one call, turns with two."""
-        for turn in range(6):
-            if turn % 3 == 0:
-                yield _says(f"Text-{turn}"), [{"role": "user", "content": f"Go on, {turn}."}]
-                continue
+        for turn in range(10):
             names = [tool["function"]["name"] for tool in self.tools[: turn % 3]]
+            message = _says("" if names else f"Text-{turn}", *((name, {"n": turn}) for name in names))
+            if 6 <= turn < 9:
+                message["reasoning_content"] = f"Thought-{turn}"
             replies = [
                 {"role": "tool", "name": name, "tool_call_id": f"call_{i}", "content": f"result {turn} of {name}"}
                 for i, name in enumerate(names)
             ]
-            yield _says("", *((name, {"n": turn}) for name in names)), replies
+            yield message, replies or [{"role": "user", "content": f"Go on, {turn}."}]
 
     def start(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]]) -> tuple[int, ...]:
         ids = self.renderer.start(messages, tools)
@@ -225,6 +234,8 @@ def _round_trip(episode: _Episode) -> Iterator[str]:
         "text and a call": _says("I look first.", (first, {"n": 1})),
         "nested arguments": _says("", (first, {"a": [1, 2.5, None, True], "b": {"c": "d"}})),
         "arguments with quotes and lines": _says("", (first, {"text": 'say "é"\n\\ {}'})),
+        "arguments with tags": _says("", (first, {"text": "<tool_call> </tool_call> <think> </think>"})),
+        "what follows a thought": _says("Yes.", (first, {"n": 1})) | {"reasoning_content": "Hm."},
     }
     for what, message in messages.items():
         if not _same(parsed := episode.renderer.parse(episode.encode(message)), message):
@@ -308,3 +319,15 @@ def _malformed_calls(episode: _Episode) -> Iterator[str]:
 
 def _is_malformed(function: dict[str, Any]) -> bool:
     return function.get("name") == "" and isinstance(function.get("arguments"), str)
+
+
+def _drafted_calls(episode: _Episode) -> Iterator[str]:
+    """Calls in a thought that does not end, for renderers that read thoughts."""
+    thought = _says("Yes.") | {"reasoning_content": "Hm."}
+    if episode.renderer.parse(episode.encode(thought)).get("reasoning_content") != "Hm.":
+        return
+    drafted = '<think>\nI could\n<tool_call>\n{"name": "look", "arguments": {}}\n</tool_call>'
+    message, problems = _parsed(episode, "a thought that does not end", episode.encode(_says(drafted)))
+    yield from problems
+    if _functions(message):
+        yield "parse() gives calls of a thought that does not end: it is thought, not said"

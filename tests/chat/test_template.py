@@ -6,6 +6,7 @@ import pytest
 
 from agentrl.chat import ChatConfig, TemplateRenderer, load_renderer, train_tokenizer
 from agentrl.errors import RendererError
+from agentrl.testing import check_renderer
 
 CALL = """{{- '<tool_call>\n{"name": "' + call.function.name + '", "arguments": ' }}
 {{- call.function.arguments | tojson + '}\n</tool_call>' }}"""
@@ -29,6 +30,21 @@ QWEN = (
 )
 USER = {"role": "user", "content": "Hello."}
 END = 2
+
+
+THINKS = (
+    "{%- for message in messages %}",
+    """{%- set last = namespace(user=-1) %}
+{%- for message in messages %}{%- if message.role == 'user' %}{%- set last.user = loop.index0 %}{%- endif %}{%- endfor %}
+{%- for message in messages %}""",
+)
+"""As Qwen3's template: thoughts are kept through the results of tools, and dropped when a user speaks again."""
+THOUGHT = (
+    "assistant\n' + message.content }}",
+    """assistant\n' }}{%- if (message.reasoning_content or loop.last) and loop.index0 > last.user %}
+{{- '<think>\n' + (message.reasoning_content or '') + '\n</think>\n\n' }}{%- endif %}{{- message.content }}""",
+)
+PROMPTS_THOUGHT = ("prompt %}{{- '<|im_start|>assistant\n'", "prompt %}{{- '<|im_start|>assistant\n<think>\n'")
 
 
 def tokenizer(template: str | None) -> Any:
@@ -144,6 +160,67 @@ def test_rendering_anew_cannot_make_up_for_what_a_rewriting_template_leaves_out(
         TemplateRenderer(made, rewritten_history="restart", name="org/model")
     assert problem in str(caught.value)
     assert "restart" not in str(caught.value)
+
+
+def test_a_template_that_drops_thoughts_when_a_user_speaks_is_refused_or_begins_again_there() -> None:
+    made = tokenizer(changed(THINKS, THOUGHT))
+    with pytest.raises(
+        RendererError, match=r"turn 7 drops what the assistant thought in it\. Set chat\.rewritten_history"
+    ):
+        load_renderer(made, ChatConfig())
+    renderer = load_renderer(made, ChatConfig(rewritten_history="restart"))
+    check_renderer(renderer)
+    call = {"type": "function", "function": {"name": "look", "arguments": {}}}
+    message = {"role": "assistant", "reasoning_content": "Hm.", "content": "", "tool_calls": [{"id": "call_0", **call}]}
+    result = {"role": "tool", "content": "empty"}
+    start, action = renderer.start([USER], []), renderer.encode(message)
+    assert renderer.parse(action) == message
+    added = renderer.extend(start, action, [result])
+    assert added is not None
+    assert start + action + added == renderer.start([USER, message, result], [])
+    assert renderer.extend(start, action, [USER]) is None
+    assert renderer.extend(start, action, [result, USER]) is None
+    assert "Hm." not in made.decode(renderer.start([USER, message, result, USER], []))
+
+
+@pytest.mark.parametrize("condition", ["false", "loop.last"])
+def test_a_template_that_drops_thoughts_before_the_results_of_tools_begins_again_each_turn(condition: str) -> None:
+    made = tokenizer(changed(THINKS, (THOUGHT[0], THOUGHT[1].replace("loop.index0 > last.user", condition))))
+    if condition == "false":  # it knows no thoughts: they are a part of the text
+        check_renderer(load_renderer(made, ChatConfig()))
+        return
+    renderer = load_renderer(made, ChatConfig(rewritten_history="restart"))
+    check_renderer(renderer)
+    assert renderer.extend((), (65, END), [{"role": "tool", "content": "empty"}]) is None
+
+
+def test_a_template_that_cuts_thoughts_out_of_the_text_begins_again_each_turn() -> None:
+    cuts = (THOUGHT[0], THOUGHT[0].replace("message.content", "message.content.split('</think>')[-1]"))
+    with pytest.raises(RendererError, match="turn 7 drops what the assistant thought in it"):
+        load_renderer(tokenizer(changed(cuts)), ChatConfig())
+    renderer = load_renderer(tokenizer(changed(cuts)), ChatConfig(rewritten_history="restart"))
+    assert renderer.extend((), (65, END), [{"role": "tool", "content": "empty"}]) is None
+
+
+def test_thoughts_are_text_to_a_template_that_knows_none() -> None:
+    renderer = TemplateRenderer(tokenizer(QWEN))
+    message = {"role": "assistant", "reasoning_content": "Hm.", "content": "Yes."}
+    assert renderer.parse(renderer.encode(message)) == message
+
+
+def test_where_the_prompt_begins_a_thought_nothing_is_carried_out_before_it_ends() -> None:
+    made = tokenizer(changed(THINKS, THOUGHT, PROMPTS_THOUGHT))
+    renderer = TemplateRenderer(made, rewritten_history="restart")
+    call = '<tool_call>\n{"name": "look", "arguments": {}}\n</tool_call>'
+
+    def parsed(sampled: str) -> Any:
+        return renderer.parse((*made.encode(sampled, add_special_tokens=False), END))
+
+    assert parsed(f"Shall I {call}") == {"role": "assistant", "reasoning_content": f"Shall I {call}", "content": ""}
+    message = parsed(f"Shall I {call}\n</think>\n\nYes. {call}")
+    assert (message["reasoning_content"], message["content"]) == (f"Shall I {call}", "Yes.")
+    assert len(message["tool_calls"]) == 1
+    assert renderer.parse(renderer.encode(message)) == message
 
 
 def test_a_template_that_rewrites_history_can_be_rendered_anew_each_turn() -> None:

@@ -85,13 +85,51 @@ def test_text_around_calls_is_content_and_calls_are_numbered() -> None:
     assert [c["id"] for c in message["tool_calls"]] == ["call_0", "call_1"]
 
 
+@pytest.mark.parametrize("tag", ["<tool_call>", "</tool_call>", "<think>", "</think>"])
+def test_a_call_may_hold_tags_that_are_not_escaped(tag: str) -> None:
+    arguments = {"text": f"a{tag}b"}
+    written = json.dumps({"name": "write", "arguments": arguments})
+    message = parse_assistant(f"<think>hm</think>Now {call(written)}{call('{')}")
+    assert (message["reasoning_content"], message["content"]) == ("hm", "Now")
+    found = [c["function"] for c in message["tool_calls"]]
+    assert found == [{"name": "write", "arguments": arguments}, {"name": "", "arguments": "{"}]
+    assert functions(f"<tool_call>{written}") == functions(call(written)) == found[:1]
+
+
+@pytest.mark.parametrize(
+    ("text", "reasoning", "content"),
+    [
+        (f"<think>I could {call('{}')}", f"I could {call('{}')}", ""),
+        (f"Well. <think>I could {call('{}')}", f"I could {call('{}')}", "Well."),
+        (f"<think>I could {call('{}')}</think>No.", f"I could {call('{}')}", "No."),
+        ("<think>one</think>two<think>three</think>four", "one\nthree", "twofour"),
+        ("one</think>two</think>three", "one", "two</think>three"),
+        ("<think>\n\n</think>\n\nYes.", None, "Yes."),
+        ("<think>", None, ""),
+    ],
+)
+def test_what_is_drafted_in_a_thought_is_not_carried_out(text: str, reasoning: str | None, content: str) -> None:
+    expected = {"role": "assistant", "content": content}
+    assert parse_assistant(text) == (expected if reasoning is None else expected | {"reasoning_content": reasoning})
+
+
+def test_after_a_prompt_that_begins_a_thought_everything_is_thought_up_to_its_end() -> None:
+    drafted = f"I could {call('{}')}"
+    for text in (drafted, f"\n<think>{drafted}"):
+        expected = {"role": "assistant", "reasoning_content": drafted, "content": ""}
+        assert parse_assistant(text, is_thinking=True) == expected
+        assert parse_assistant(f"{text}</think> No.", is_thinking=True) == expected | {"content": "No."}
+
+
 @pytest.mark.parametrize("text", ["<think>\nhm\n</think>\n\nyes", "hm</think>yes", " <think>hm</think> yes "])
 def test_text_up_to_the_end_of_thinking_is_reasoning(text: str) -> None:
     assert parse_assistant(text) == {"role": "assistant", "reasoning_content": "hm", "content": "yes"}
 
 
 def test_parsing_takes_time_in_proportion_to_the_text() -> None:
-    begin = time.perf_counter()
-    for text in (" " * 10**6, "<think>" * 10**5, "<tool_call>" * 10**5, "\n<think>\n" * 10**5):
-        parse_assistant(text)
-    assert time.perf_counter() - begin < 2  # quadratic: minutes
+    tags = ("<think>", "<tool_call>", "\n<think>\n", "<think></think>", "</think>", "<tool_call>[")
+    bodies = ("[", '"', '\\"', '["', '["</tool_call>"')
+    begin = time.process_time()
+    for piece in (" " * 20, *tags, *map(call, bodies)):
+        parse_assistant(piece * 30_000)
+    assert time.process_time() - begin < 20  # takes one or two; quadratic: minutes

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from agentrl.chat import ChatMLRenderer, TemplateRenderer, train_tokenizer
+from agentrl.chat import ChatMLRenderer, TemplateRenderer, parse_assistant, train_tokenizer
 from agentrl.chat.renderer import Tools
 from agentrl.errors import CheckError
 from agentrl.testing import check_renderer
@@ -112,6 +112,19 @@ class RewritesHistory(ChatMLRenderer):
         return super().start([*said, *messages], tools)
 
 
+class DropsThoughts(ChatMLRenderer):
+    def start(self, messages: Sequence[Message], tools: Tools) -> tuple[int, ...]:
+        users = [k for k, m in enumerate(messages) if m["role"] == "user"]
+        kept = [m if k > users[-1] else m | {"reasoning_content": None} for k, m in enumerate(messages)]
+        return super().start(kept, tools)
+
+
+class ActsOnDrafts(ChatMLRenderer):
+    def parse(self, action_ids: Sequence[int]) -> Message:
+        text = text_of(action_ids).removesuffix("<|im_end|>")
+        return parse_assistant(text if "</think>" in text else text.replace("<think>", ""))
+
+
 class CannotStartAgain(ChatMLRenderer):
     def start(self, messages: Sequence[Message], tools: Tools) -> tuple[int, ...]:
         if any(m["role"] == "assistant" for m in messages):
@@ -180,6 +193,8 @@ class EncodesWithoutStop(ChatMLRenderer):
         (KeepsTheLastReply, "turn 3 (tool, tool): extend() leaves out messages of the role 'tool'"),
         (DropsSchemas, "start() leaves out the tools"),
         (RewritesHistory, "start() of the whole history changes what was said before"),
+        (DropsThoughts, "turn 10 (user): start() of the whole history changes what was said before"),
+        (ActsOnDrafts, "parse() gives calls of a thought that does not end"),
         (CannotStartAgain, "KeyError in the check of extension"),
         (RaisesOnBadCalls, "parse() of the tool call '{' raises ValueError: it must never raise (not a call)"),
         (RaisesOnBadCalls, "parse() of an unfinished tool call raises ValueError"),
