@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from datetime import date, time, timedelta
 from decimal import Decimal
 from enum import Enum
+from itertools import islice
 from numbers import Integral, Real
 from pathlib import PurePath
 from types import EllipsisType
@@ -29,7 +30,21 @@ MAX_WORDS = 2_000
 _AS_TEXT = (date, time, timedelta, Decimal, Enum, PurePath, UUID)
 """Types whose values have one text."""
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
-_REPR = reprlib.Repr()
+
+
+class _Repr(reprlib.Repr):
+    """Bounds the repr of whatever holds much, or itself; dicts keep their order."""
+
+    def repr_dict(self, value: dict[Any, Any], level: int) -> str:
+        if level <= 0:
+            return "{...}"
+        items = [
+            f"{self.repr1(k, level - 1)}: {self.repr1(v, level - 1)}" for k, v in islice(value.items(), self.maxdict)
+        ]
+        return f"{{{', '.join(items + ['...'] * (len(value) > self.maxdict))}}}"
+
+
+_REPR = _Repr()
 _REPR.maxstring = _REPR.maxother = 80
 
 

@@ -5,7 +5,7 @@ from agentrl.env.make import make_env
 from agentrl.env.message_env import MessageEnv, as_message, base_env
 from agentrl.env.spaces import ActionSpace, MessagesSpace
 from agentrl.env.tool_env import ToolEnv
-from agentrl.env.tools import tool, tool_call
+from agentrl.env.tools import tool, tool_call, tool_schemas
 
 __all__ = [
     "ActionSpace",
@@ -18,4 +18,5 @@ __all__ = [
     "run_command",
     "tool",
     "tool_call",
+    "tool_schemas",
 ]

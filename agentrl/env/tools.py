@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 from docstring_parser import parse
 from pydantic import TypeAdapter, ValidationError
 
+from agentrl.plain_data import PlainDataError, abbreviated, plain_data
 from agentrl.types import Message
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -38,6 +39,40 @@ def tool_call(name: str, /, **arguments: Any) -> Message:
 
 class ToolCallError(Exception):
     """What the model wrote cannot be called; the message is for the model."""
+
+
+def tool_schemas(tools: object) -> list[dict[str, Any]]:
+    """Return what an environment offers as `tools`, as plain data in which every property has a schema that is a dict.
+
+    Raises:
+        PlainDataError: naming the entry that is no OpenAI-style schema.
+    """
+    schemas = plain_data(tools, "tools")
+    if not isinstance(schemas, list):
+        raise PlainDataError(f"tools is {abbreviated(tools)}; give a list of JSON schemas, OpenAI style")
+    for number, schema in enumerate(schemas):
+        function = schema.get("function") if isinstance(schema, dict) else None
+        if not (isinstance(function, dict) and isinstance(function.get("name"), str) and function["name"]):
+            raise PlainDataError(
+                f"tools[{number}] is {abbreviated(schema)}, which is no OpenAI-style schema; give "
+                "{'type': 'function', 'function': {'name': ..., 'description': ..., 'parameters': ...}}"
+            )
+        place, parameters = f"tools[{number}], {abbreviated(function['name'])}", function.get("parameters", {})
+        if not isinstance(parameters, dict):
+            raise PlainDataError(
+                f"{place}: parameters is {abbreviated(parameters)}; give a JSON schema of type 'object'"
+            )
+        properties = parameters.get("properties", {})
+        if not isinstance(properties, dict):
+            raise PlainDataError(f"{place}: properties is {abbreviated(properties)}; map names to JSON schemas")
+        for name, declared in properties.items():
+            if isinstance(declared, bool):  # JSON schema's short form of anything, and of nothing
+                properties[name] = {} if declared else {"not": {}}
+            elif not isinstance(declared, dict) or not isinstance(declared.get("enum", []), list):
+                raise PlainDataError(
+                    f"{place}: property {abbreviated(name)} is {abbreviated(declared)}, no JSON schema"
+                )
+    return schemas
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,6 +8,7 @@ from queue import SimpleQueue
 from typing import Any, TypeVar
 
 from agentrl.errors import EnvironmentFailure
+from agentrl.plain_data import words_of
 
 R = TypeVar("R")
 
@@ -54,7 +55,7 @@ class EnvThread:
             try:
                 result = function()
             except BaseException as raised:  # noqa: BLE001 - carried over to the episode, which makes it data
-                error = raised if isinstance(raised, Exception) else RuntimeError(f"{type(raised).__name__}: {raised}")
+                error = raised if isinstance(raised, Exception) else RuntimeError(words_of(raised))
             if not loop.is_closed():  # closed: a hanging call came back after the run had ended
                 loop.call_soon_threadsafe(settle, result, error)
 

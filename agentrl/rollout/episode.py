@@ -2,17 +2,18 @@
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise, product
-from typing import Any
+from typing import Any, TypeVar
 
 from agentrl.chat import Renderer
 from agentrl.engine import Sampler
 from agentrl.env import base_env
 from agentrl.errors import AgentRLError, EngineError
+from agentrl.plain_data import abbreviated, printable, words_of
 from agentrl.rollout.config import RolloutConfig
 from agentrl.rollout.deadline import EngineClock
 from agentrl.rollout.env_thread import EnvThread
@@ -23,15 +24,17 @@ from agentrl.rollout.moment import (
     Moment,
     construct,
     copy_env,
+    env_id,
     is_number,
     look,
     reset,
     restore,
-    shape,
     step,
 )
 from agentrl.rollout.seeds import derive_seed
 from agentrl.types import Completion, FinishReason, Message, Sampling, StopReason, Trajectory, Turn
+
+R = TypeVar("R")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,6 +131,7 @@ class Episode:
         self._env_s = 0.0
         self._final_info: dict[str, Any] = {}
         self._gold_answer: str | None = None
+        self._tools: Sequence[dict[str, Any]] = ()
 
     async def play(self, make_env: MakeEnv) -> Trajectory:
         """Play to the end; a failure of the environment or the engine is returned as data.
@@ -164,7 +168,7 @@ class Episode:
             return await self._with_branches(trajectory) if self._forks else trajectory
         finally:
             for position in self._forks.values():
-                self._thread.call_unattended(position.env.close)
+                self._thread.call_unattended(partial(_close, position.env))
 
     async def _play(self, make_env: MakeEnv) -> Trajectory:
         env = await self._on_thread("construction", partial(construct, make_env))
@@ -175,8 +179,8 @@ class Episode:
             async with self._closing(env):
                 restored = await self._on_thread("its snapshot", partial(restore, snapshot))
             env = restored
-        self._env_id = env.spec.id if env.spec else type(base_env(env)).__name__
         async with self._closing(env):
+            self._env_id = await self._on_thread("construction", partial(env_id, env))
             return await self._go_on(await (self._begin(env) if snapshot is None else self._take_up(env)))
 
     @asynccontextmanager
@@ -185,21 +189,23 @@ class Episode:
             yield
         except BaseException:
             if self._thread.is_lost:  # hanging, or cancelled within a call
-                self._thread.call_unattended(env.close)
+                self._thread.call_unattended(partial(_close, env))
             else:
                 with suppress(EnvError):  # what went wrong first says more
-                    await self._on_thread("close()", env.close)
+                    await self._on_thread("close()", partial(_close, env))
             raise
-        await self._on_thread("close()", env.close)
+        await self._on_thread("close()", partial(_close, env))
 
     async def _begin(self, env: Env) -> _Position:
         base = base_env(env)
         task = self._task
         beginning = partial(reset, env, base, seed=task.seed, rollout_index=task.rollout_index)
         moment = await self._on_thread("reset()", beginning)
-        self._gold_answer = moment.gold_answer
-        recorded = self._recorded.turns
-        observation_ids = recorded[0].observation_ids if recorded else self._renderer.start(moment.messages, base.tools)
+        self._gold_answer, self._tools = moment.gold_answer, moment.tools
+        if recorded := self._recorded.turns:
+            observation_ids = recorded[0].observation_ids
+        else:
+            observation_ids = self._rendered(lambda: self._renderer.start(moment.messages, self._tools))
         return _Position(
             env=env,
             moment=moment,
@@ -219,7 +225,8 @@ class Episode:
             snapshot=recorded.snapshot,
         )
         moment = await self._on_thread("its snapshot", partial(look, base, known))
-        self._gold_answer, self._final_info, self._turns = moment.gold_answer, moment.info, list(turns)
+        self._gold_answer, self._tools = moment.gold_answer, moment.tools
+        self._final_info, self._turns = moment.info, list(turns)
         history, context_ids = turns[0].observation, turns[0].observation_ids
         for turn, following in pairwise(turns):
             history = (*history, turn.message, *following.observation)
@@ -242,12 +249,15 @@ class Episode:
         """
         before = position.context_ids
         history = (*position.history, turn.message, *moment.messages)
-        if following := self._recorded.turns[len(self._turns) :]:
-            observation_ids, extends = following[0].observation_ids, following[0].extends
-        else:
+
+        def render() -> tuple[bool, tuple[int, ...]]:
             added = self._renderer.extend(before, turn.action_ids, moment.messages)
-            extends = added is not None
-            observation_ids = self._renderer.start(history, base_env(position.env).tools) if added is None else added
+            return (True, added) if added is not None else (False, self._renderer.start(history, self._tools))
+
+        if following := self._recorded.turns[len(self._turns) :]:
+            extends, observation_ids = following[0].extends, following[0].observation_ids
+        else:
+            extends, observation_ids = self._rendered(render)
         return _Position(
             env=position.env,
             moment=moment,
@@ -257,6 +267,14 @@ class Episode:
             observation_ids=observation_ids,
             extends=extends,
         )
+
+    def _rendered(self, render: Callable[[], R]) -> R:
+        """Render what the environment said; what a chat template cannot make of it is the environment's fault."""
+        try:
+            return render()
+        except Exception as error:
+            words = error if isinstance(error, AgentRLError) else words_of(error)
+            raise EnvError(f"environment {self._env_id}: its messages cannot be rendered: {words}") from error
 
     async def _go_on(self, position: _Position) -> Trajectory:
         """Play from a position to the end."""
@@ -324,8 +342,8 @@ class Episode:
             return
         if recorded.observation is not None and moment.messages != recorded.observation:
             raise EnvError(
-                f"environment {self._env_id}: played again, it says before turn {len(self._turns)} {shape(moment.messages)}, "
-                f"and was recorded with {shape(recorded.observation)}; {_DEPEND}"
+                f"environment {self._env_id}: played again, it says before turn {len(self._turns)} "
+                f"{abbreviated(moment.messages)}, and was recorded with {abbreviated(recorded.observation)}; {_DEPEND}"
             )
 
     def _add(self, turn: Turn, moment: Moment, *, is_last: bool) -> None:
@@ -338,8 +356,8 @@ class Episode:
                 found, expected = getattr(turn, name), getattr(recorded, name)
                 if found != expected:
                     raise EnvError(
-                        f"environment {self._env_id}: played again, turn {number} has another {name}: {shape(found)}, and "
-                        f"was recorded with {shape(expected)}; {_DEPEND}"
+                        f"environment {self._env_id}: played again, turn {number} has another {name}: "
+                        f"{abbreviated(found)}, and was recorded with {abbreviated(expected)}; {_DEPEND}"
                     )
         if is_last:
             self._before_end = (
@@ -381,7 +399,7 @@ class Episode:
             thread=self._thread,
             clock=self._clock,
         )
-        episode._env_id, episode._request_id = self._env_id, name
+        episode._env_id, episode._tools, episode._request_id = self._env_id, self._tools, name
         with self._engine.conversation(name):
             try:
                 env = await episode._on_thread("fork()", partial(copy_env, position.env, seed=seed))
@@ -431,19 +449,20 @@ class Episode:
         where = f"environment {self._env_id}: {what}" if self._env_id else f"environment: {what}"
         try:
             return await self._thread.call(function, timeout_s=timeout_s)
-        except (AgentRLError, asyncio.CancelledError):
+        except (EnvError, asyncio.CancelledError):
             raise
         except Exception as error:
             if self._thread.is_lost:
                 raise EnvError(f"{where} did not return within rollout.env_timeout_s: {timeout_s:g} s") from error
-            raise EnvError(f"{where} raised {type(error).__name__}: {error}") from error
+            raise EnvError(f"{where} raised {words_of(error)}") from error
         finally:
             self._env_s += time.perf_counter() - begin
 
     def result(self, reason: StopReason, *, truncated: bool = False, error: str | None = None) -> Trajectory:
         """Return what was played so far as a trajectory that ended."""
         metrics = {key: float(value) for key, value in self._final_info.items() if is_number(value)}
-        errors = [turn.extras.get("tool_errors", 0) for turn in self._turns]
+        errors = [turn.extras.get("tool_errors") for turn in self._turns]
+        num_errors = sum(float(count) for count in errors if is_number(count))
         return Trajectory(
             group_id=self._task.group_id,
             trajectory_id=self._task.trajectory_id,
@@ -452,8 +471,8 @@ class Episode:
             turns=tuple(self._turns),
             stop_reason=reason,
             truncated=truncated,
-            metrics=metrics | {"tool_errors": float(sum(errors)), "env_s": self._env_s},
-            error=error,
+            metrics=metrics | {"tool_errors": num_errors, "env_s": self._env_s},
+            error=None if error is None else printable(error),
             gold_answer=self._gold_answer,
         )
 
@@ -461,6 +480,10 @@ class Episode:
 _DEPEND = "make it depend on its seed and the actions alone, or set can_snapshot"
 _REPLAYED = ("observation", "reward", "state_key", "next_state_key", "action_key")
 """What a turn that is played again must have in common with the recorded one, beside the action."""
+
+
+def _close(env: Env) -> None:
+    env.close()
 
 
 def _completion(turn: Turn) -> Completion:

@@ -12,7 +12,6 @@ from pydantic import ConfigDict, Field, TypeAdapter
 from agentrl.errors import ConfigError
 from agentrl.files import numbered, parse, read_bytes, sealed, unsealed
 from agentrl.rollout.episode import Task
-from agentrl.rollout.moment import plain
 from agentrl.types import Completion, Message, Trajectory, Turn
 
 
@@ -133,7 +132,7 @@ class Journal:
         if self._failure is not None:
             raise self._failure
         if self._file is not None:
-            data = _EVENT.dump_python(event, mode="json", exclude_defaults=True, fallback=plain)
+            data = _EVENT.dump_python(event, mode="json", exclude_defaults=True)
             try:
                 self._file.write(sealed(json.dumps({"kind": event.kind, **data})) + "\n")
             except OSError as error:

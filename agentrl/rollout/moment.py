@@ -2,23 +2,25 @@
 
 import base64
 import copy
-import json
-import math
 import pickle
-from collections.abc import Callable, Sequence
-from numbers import Real
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeGuard
 
 import gymnasium as gym
 import numpy as np
 
-from agentrl.env import MessageEnv, base_env
+from agentrl.env import MessageEnv, base_env, tool_schemas
 from agentrl.env.spaces import is_message
 from agentrl.errors import AgentRLError
+from agentrl.plain_data import PlainDataError, abbreviated, plain_data, printable, words_of
 from agentrl.types import Message
 
 Env = gym.Env[tuple[Message, ...], str | Message]
 MakeEnv = Callable[[], Env]
+
+
+_MAX_REWARD = 1e15
+"""Advantages and gradients are float32, and gradients are squared."""
 
 
 class EnvError(AgentRLError):
@@ -26,7 +28,7 @@ class EnvError(AgentRLError):
 
 
 class Moment(NamedTuple):
-    """What an environment said last."""
+    """What an environment said last, as plain data of its own."""
 
     messages: tuple[Message, ...]
     state_key: str | None
@@ -38,12 +40,16 @@ class Moment(NamedTuple):
     info: dict[str, Any] = {}  # noqa: RUF012 - never written to
     snapshot: str | None = None
     """The environment itself, pickled, in base64, where it `can_snapshot`."""
+    tools: tuple[dict[str, Any], ...] = ()
+    """JSON schemas of its tools; said once, when the episode begins or resumes."""
 
 
 def copy_env(env: Env, *, seed: int | None = None) -> Env:
     """Copy an environment with its wrappers, by its own `fork()`; with a seed, what chance brings next is new."""
     base = base_env(env)
-    forked = base.fork()
+    forked: object = base.fork()
+    if not isinstance(forked, MessageEnv):
+        raise EnvError(f"fork() of {type(base).__name__} must return a copy, got {abbreviated(forked)}")
     if seed is not None:
         forked.np_random = np.random.default_rng(seed)
     return copy.deepcopy(env, {id(base): forked})
@@ -59,19 +65,25 @@ def construct(make_env: MakeEnv) -> Env:
         return make_env()
     except AgentRLError as error:
         cause = error.__cause__ or error
-        raise EnvError(f"environment: construction raised {type(cause).__name__}: {cause}") from error
+        raise EnvError(f"environment: construction raised {words_of(cause)}") from error
+
+
+def env_id(env: Env) -> str:
+    """Return the name under which an environment's trajectories are kept."""
+    return printable(env.spec.id if env.spec else type(base_env(env)).__name__)
 
 
 def reset(env: Env, base: MessageEnv, *, seed: int, rollout_index: int) -> Moment:
     """Begin a task."""
     result: Any = env.reset(seed=seed, options={"rollout_index": rollout_index})
     if not (isinstance(result, tuple) and len(result) == 2):
-        raise EnvError(f"reset() of {type(base).__name__} must return (messages, info), got {shape(result)}")
-    _check_info(result[1], base, "reset()")
+        raise EnvError(f"reset() of {type(base).__name__} must return (messages, info), got {abbreviated(result)}")
+    _info(result[1], base, "reset()")
     return Moment(
-        messages=_checked_messages(result[0], base, "reset()"),
-        state_key=_checked_key(base.state_key(), base, "state_key()"),
-        gold_answer=_checked_key(base.gold_answer(), base, "gold_answer()"),
+        messages=_messages(result[0], base, "reset()"),
+        state_key=_key(base.state_key(), base, "state_key()"),
+        gold_answer=_key(base.gold_answer(), base, "gold_answer()"),
+        tools=_tools(base),
     )
 
 
@@ -83,86 +95,88 @@ def restore(snapshot: str) -> Env:
 
 def look(base: MessageEnv, recorded: Moment) -> Moment:
     """Return the moment of an environment that was restored, which must be the one that was recorded."""
-    state_key = _checked_key(base.state_key(), base, "state_key()")
+    state_key = _key(base.state_key(), base, "state_key()")
     if state_key != recorded.state_key:
         raise EnvError(
-            f"environment {type(base).__name__}: its snapshot has the state_key {shape(state_key)}, and was recorded with "
-            f"{shape(recorded.state_key)}; let pickling keep all of its state"
+            f"environment {type(base).__name__}: its snapshot has the state_key {abbreviated(state_key)}, and was recorded "
+            f"with {abbreviated(recorded.state_key)}; let pickling keep all of its state"
         )
-    return recorded._replace(gold_answer=_checked_key(base.gold_answer(), base, "gold_answer()"))
+    return recorded._replace(gold_answer=_key(base.gold_answer(), base, "gold_answer()"), tools=_tools(base))
 
 
 def step(env: Env, base: MessageEnv, action: Message) -> Moment:
-    """Carry out an action."""
-    action_key = _checked_key(base.action_key(action), base, "action_key()")
+    """Carry out an action, of which the environment gets a copy."""
+    action = copy.deepcopy(action)
+    action_key = _key(base.action_key(action), base, "action_key()")
     result: Any = env.step(action)
-    name = type(base).__name__
     if not (isinstance(result, tuple) and len(result) == 5):
         raise EnvError(
-            f"step() of {name} must return (messages, reward, terminated, truncated, info), got {shape(result)}"
+            f"step() of {type(base).__name__} must return (messages, reward, terminated, truncated, info), got "
+            f"{abbreviated(result)}"
         )
     messages, reward, terminated, truncated, info = result
-    if not is_number(reward) or not math.isfinite(reward):
-        raise EnvError(f"step() of {name} returned the reward {reward!r}; it must be a finite number")
-    _check_info(info, base, "step()")
-    messages = _checked_messages(messages, base, "step()")
     return Moment(
-        messages=messages,
-        state_key=_checked_key(base.state_key(), base, "state_key()"),
-        action_key=action_key,
-        reward=float(reward),
+        messages=_messages(messages, base, "step()"),
+        reward=_reward(reward, base),
         terminated=bool(terminated),
         truncated=bool(truncated),
-        info=_kept_info(info, base),
+        info=_info(info, base, "step()"),
+        state_key=_key(base.state_key(), base, "state_key()"),
+        action_key=action_key,
         snapshot=base64.b64encode(pickle.dumps(env)).decode() if base.can_snapshot else None,
     )
 
 
-def _checked_messages(messages: object, base: MessageEnv, method: str) -> tuple[Message, ...]:
-    if not isinstance(messages, Sequence) or isinstance(messages, str) or not all(map(is_message, messages)):
+def is_number(value: object) -> TypeGuard[int | float]:
+    """Tell whether a value of plain data is a number."""
+    return isinstance(value, int | float)
+
+
+def _messages(messages: object, base: MessageEnv, method: str) -> tuple[Message, ...]:
+    plain = _plain(messages, f"{method} of {type(base).__name__}: messages")
+    if not isinstance(plain, list) or not all(map(is_message, plain)):
         raise EnvError(
             f"{method} of {type(base).__name__} must return a tuple of messages like "
-            f"{{'role': 'user', 'content': '...'}}, got {shape(messages)}"
+            f"{{'role': 'user', 'content': '...'}}, got {abbreviated(messages)}"
         )
-    return tuple(messages)
+    return tuple(plain)
 
 
-def _checked_key(key: object, base: MessageEnv, method: str) -> str | None:
-    if key is not None and not isinstance(key, str):
-        raise EnvError(f"{method} of {type(base).__name__} must return a string or None, got {shape(key)}")
-    return key
+def _reward(reward: object, base: MessageEnv) -> float:
+    number = _plain(reward, f"step() of {type(base).__name__}: the reward")
+    if not is_number(number) or abs(number) > _MAX_REWARD:
+        raise EnvError(
+            f"step() of {type(base).__name__} returned the reward {abbreviated(reward)}; it must be a finite number, "
+            f"at most {_MAX_REWARD:g} in size"
+        )
+    return float(number)
 
 
-def _check_info(info: object, base: MessageEnv, method: str) -> None:
-    name = type(base).__name__
+def _info(info: object, base: MessageEnv, method: str) -> dict[str, Any]:
     if not isinstance(info, dict):
-        raise EnvError(f"{method} of {name} returned info of type {type(info).__name__}; it must be a dict")
-    for key in info:
-        if not isinstance(key, str):
-            raise EnvError(f"{method} of {name} returned info with the key {shape(key)}; its keys must be strings")
+        raise EnvError(
+            f"{method} of {type(base).__name__} returned info of type {type(info).__name__}; it must be a dict"
+        )
+    plain: dict[str, Any] = _plain(info, f"{method} of {type(base).__name__}: info")
+    return plain
 
 
-def _kept_info(info: dict[str, Any], base: MessageEnv) -> dict[str, Any]:
-    """Return an `info` as it comes out of a journal or a checkpoint."""
+def _key(key: object, base: MessageEnv, method: str) -> str | None:
+    if key is not None and not isinstance(key, str):
+        raise EnvError(f"{method} of {type(base).__name__} must return a string or None, got {abbreviated(key)}")
+    plain: str | None = _plain(key, f"{method} of {type(base).__name__}: the key")
+    return plain
+
+
+def _tools(base: MessageEnv) -> tuple[dict[str, Any], ...]:
     try:
-        kept: dict[str, Any] = json.loads(json.dumps(info, default=plain))
-    except (TypeError, ValueError, RecursionError) as error:
-        raise EnvError(f"step() of {type(base).__name__} returned info that JSON cannot hold: {error}") from error
-    return kept
+        return tuple(tool_schemas(base.tools))
+    except PlainDataError as error:
+        raise EnvError(f"environment {type(base).__name__}: {error}") from error
 
 
-def is_number(value: object) -> bool:
-    """Tell whether a value is a number, Python's or numpy's."""
-    return isinstance(value, Real | np.bool_)
-
-
-def shape(value: object) -> str:
-    """Describe a value in a few words."""
-    text = repr(value)
-    return f"{type(value).__name__} {text[:80]}{'...' if len(text) > 80 else ''}"
-
-
-def plain(value: Any) -> Any:
-    """Return what JSON does not know as what it knows: numpy's numbers as numbers, the rest as text."""
-    item = getattr(value, "item", None)
-    return item() if callable(item) and getattr(value, "size", None) == 1 else str(value)
+def _plain(value: object, place: str) -> Any:
+    try:
+        return plain_data(value, place)
+    except PlainDataError as error:
+        raise EnvError(str(error)) from error

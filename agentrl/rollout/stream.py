@@ -11,7 +11,6 @@ from agentrl.errors import ConfigError, EnvironmentFailure
 from agentrl.rollout.config import RolloutConfig
 from agentrl.rollout.episode import LiveEpisode, Task
 from agentrl.rollout.journal import Begun, Dropped, Ended, Event, HandedOut, Held, Journal, Played, Restarted
-from agentrl.rollout.moment import plain
 from agentrl.rollout.seeds import derive_seed, task_seed
 from agentrl.types import StopReason, Trajectory, TrajectoryGroup
 
@@ -209,7 +208,7 @@ class TaskStream:
             journal=None if self._journal is None else self._journal.begin(),
             share=self._share,
         )
-        dumped: dict[str, Any] = _STATE.dump_python(state, mode="json", fallback=plain)
+        dumped: dict[str, Any] = _STATE.dump_python(state, mode="json")
         return dumped
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

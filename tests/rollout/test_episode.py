@@ -374,6 +374,7 @@ def returns(method: str, value: Any) -> MakeEnv:
 
 
 SAID = user("hm")
+FINITE = "it must be a finite number, at most 1e+15 in size"
 
 
 @pytest.mark.parametrize(
@@ -403,29 +404,29 @@ SAID = user("hm")
             "step() of Odd must return a tuple of messages like {'role': 'user', 'content': '...'}, "
             "got dict {'role': 'user', 'content': 'hm'}",
         ),
-        ("step", (SAID, "1", False, False, {}), "step() of Odd returned the reward '1'; it must be a finite number"),
-        ("step", (SAID, None, False, False, {}), "step() of Odd returned the reward None; it must be a finite number"),
+        ("step", (SAID, "1", False, False, {}), f"step() of Odd returned the reward str '1'; {FINITE}"),
+        ("step", (SAID, None, False, False, {}), f"step() of Odd returned the reward NoneType None; {FINITE}"),
         (
             "step",
             (SAID, float("nan"), False, False, {}),
-            "step() of Odd returned the reward nan; it must be a finite number",
+            f"step() of Odd returned the reward float nan; {FINITE}",
         ),
         (
             "step",
             (SAID, float("-inf"), False, False, {}),
-            "step() of Odd returned the reward -inf; it must be a finite number",
+            f"step() of Odd returned the reward float -inf; {FINITE}",
         ),
         ("step", (SAID, 0.0, False, False, None), "step() of Odd returned info of type NoneType; it must be a dict"),
         (
             "step",
-            (SAID, 0.0, False, False, {"steps": 2, 3: 1.5}),
-            "step() of Odd returned info with the key int 3; its keys must be strings",
+            (SAID, 0.0, False, False, {"steps": {(0, 1): 2}}),
+            "step() of Odd: info['steps'] has the key tuple (0, 1); its keys must be strings",
         ),
         ("reset", (SAID, None), "reset() of Odd returned info of type NoneType; it must be a dict"),
         (
             "reset",
             (SAID, {None: 0}),
-            "reset() of Odd returned info with the key NoneType None; its keys must be strings",
+            "reset() of Odd: info has the key NoneType None; its keys must be strings",
         ),
         ("state_key", 7, "state_key() of Odd must return a string or None, got int 7"),
         ("action_key", ("go", 1), "action_key() of Odd must return a string or None, got tuple ('go', 1)"),

@@ -2,13 +2,16 @@
 
 import asyncio
 import json
+import math
 import random
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from datetime import date
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from agentrl.chat import Renderer
@@ -321,43 +324,45 @@ def test_in_lockstep_a_run_whose_episodes_are_tried_again_repeats_bit_for_bit(
 
 
 class Films(Talk):
-    """Leaves in its `info` what JSON does not know."""
+    """Leaves in its `info` and its messages what JSON does not know."""
 
     def step(self, action: str | Message) -> tuple[tuple[Message, ...], float, bool, bool, dict[str, Any]]:
         said, reward, *over = super().step(action)[:4]
-        return (
-            said,
-            reward,
-            bool(over[0]),
-            False,
-            {"frame": b"\xff\xd8", "at": {"x": (1, 2)}, "odd": "\ud800", "set": {1}},
-        )
+        odd = {
+            "at": {"x": (1, np.float32(0.5))},
+            "odd": "\ud800",
+            "set": {1},
+            "day": date(2026, 11, 22),
+            "loss": math.nan,
+        }
+        return ({**said[0], **odd},), reward, bool(over[0]), False, odd
 
 
-def test_an_info_that_json_does_not_know_is_kept_as_text(new_pool: NewPool, tmp_path: Path) -> None:
+def test_what_json_does_not_know_is_the_same_before_a_kill_and_after_it(new_pool: NewPool, tmp_path: Path) -> None:
     pool = new_pool(Films, mode="partial", num_groups=1)
     pool.record(Journal(tmp_path))
     state = pool.state_dict()
     (group,) = collect(pool, 1)
-    extras = group.trajectories[0].turns[0].extras
-    assert extras == {"frame": r"b'\xff\xd8'", "at": {"x": [1, 2]}, "odd": "\ud800", "set": "{1}"}
-    json.dumps(pool.state_dict())
+    turns = group.trajectories[0].turns
+    plain = {"at": {"x": [1, 0.5]}, "odd": "?", "set": [1], "day": "2026-11-22", "loss": "NaN"}
+    assert turns[0].extras == plain
+    assert turns[1].observation[0].items() >= plain.items()
+    json.dumps(pool.state_dict(), allow_nan=False)
     again = new_pool(Films, mode="partial", num_groups=1)
     again.load_state_dict(state)
     again.recover(Journal(tmp_path))
     assert collect(again, 1) == [group]
+    assert again.counts["retries"] == 0
 
 
 class Maps(Talk):
-    """Leaves in its `info` what JSON can hold in no form."""
+    """Leaves in its `info` what is no data."""
 
     def step(self, action: str | Message) -> tuple[tuple[Message, ...], float, bool, bool, dict[str, Any]]:
         return (*super().step(action)[:4], {"grid": {(0, 1): "wall"}})
 
 
-def test_an_info_that_json_cannot_hold_is_an_error_that_says_so(new_pool: NewPool) -> None:
+def test_an_info_that_is_no_data_is_an_error_that_says_where(new_pool: NewPool) -> None:
     pool = new_pool(Maps, max_retries=0, max_consecutive_failures=3)
-    with pytest.raises(
-        EnvironmentFailure, match=r"step\(\) of Maps returned info that JSON cannot hold: keys must be str"
-    ):
+    with pytest.raises(EnvironmentFailure, match=r"step\(\) of Maps: info\['grid'\] has the key tuple \(0, 1\)"):
         collect(pool, 1)

@@ -44,7 +44,7 @@ def turn(number: int, *, reward: float) -> Turn:
         finish_reason=FinishReason.STOP,
         observation=({"role": "user", "content": "é\n"},),
         message={"role": "assistant", "content": ""},
-        extras={"score": np.float32(0.5), "nothing": float("inf")},
+        extras={"score": 0.5, "nothing": None},
     )
 
 
