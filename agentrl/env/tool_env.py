@@ -1,5 +1,6 @@
 """An environment as most people write it: a few tools, a start and an answer."""
 
+import math
 from abc import abstractmethod
 from collections.abc import Sequence
 from typing import Any, ClassVar
@@ -8,6 +9,7 @@ from agentrl.env.background import BlockedLoopError, run_in_background
 from agentrl.env.message_env import MessageEnv, as_message
 from agentrl.env.tools import ToolCallError, ToolSpec, tool_specs
 from agentrl.errors import EnvironmentFailure
+from agentrl.plain_data import abbreviated, words_of
 from agentrl.types import Message
 
 
@@ -60,11 +62,15 @@ class ToolEnv(MessageEnv):
         """Add to this turn's reward; `part` names the share in `info["reward_components"]`.
 
         Raises:
-            EnvironmentFailure: for what is not a number. It fails the episode, in a tool too: the model did nothing wrong.
+            EnvironmentFailure: for what is no finite number. It fails the episode, in a tool too: the model did nothing wrong.
         """
-        if not hasattr(amount, "__float__"):
-            raise EnvironmentFailure(f"reward() takes a number, got {amount!r}")
-        self._components[part] = self._components.get(part, 0.0) + float(amount)
+        try:
+            number = math.nan if isinstance(amount, str) else float(amount)
+        except Exception:  # noqa: BLE001 - whatever is no number may raise anything
+            number = math.nan
+        if not math.isfinite(number):
+            raise EnvironmentFailure(f"reward() takes a finite number, got {abbreviated(amount)}")
+        self._components[part] = self._components.get(part, 0.0) + number
 
     def finish(self, *, success: bool | None = None, score: float | None = None) -> None:
         """End the task with this turn.
@@ -116,7 +122,7 @@ class ToolEnv(MessageEnv):
             raise
         except Exception as error:  # noqa: BLE001 - the tool boundary: what a call raises is an answer to the model
             self._info["tool_errors"] += 1
-            words = str(error) if isinstance(error, ToolCallError) else f"{type(error).__name__}: {error}"
+            words = str(error) if isinstance(error, ToolCallError) else words_of(error)
             content = _bounded(f"Error: {words}", self.max_error_chars)
         reply = {"role": "tool", "name": name, "content": content}
         return reply | ({"tool_call_id": call["id"]} if "id" in call else {})
