@@ -10,11 +10,14 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
+from agentrl.columns import Floats, Integers, Runs
+
 Count = Annotated[int, Field(gt=0, le=1_000_000)]
 """Of what a recipe has made or kept at the same time: with more, a run would stand still before it could say why."""
 AmountOrZero = Annotated[int, Field(ge=0, le=1_000_000_000)]
 Amount = Annotated[int, Field(gt=0, le=1_000_000_000)]
 """Of tokens, steps and whatever else is only counted."""
+
 Message = dict[str, Any]
 """One chat message, OpenAI style: role, content, and where they apply tool_calls, tool_call_id, name."""
 
@@ -94,11 +97,11 @@ class Sampling:
 class Completion:
     """What an engine sampled for one request."""
 
-    token_ids: tuple[int, ...]
+    token_ids: Integers
     """The sampled tokens, the stop token included."""
-    logprobs: tuple[float, ...]
+    logprobs: Floats
     """Natural-log probability of each token under the distribution that sampled it (temperature applied)."""
-    versions: tuple[int, ...]
+    versions: Runs
     """Policy version that sampled each token."""
     finish_reason: FinishReason
     num_cached_tokens: int = 0
@@ -121,15 +124,15 @@ PER_TOKEN = (
 class Turn:
     """One action of the policy, with what the environment said before it and what it gave for it."""
 
-    observation_ids: tuple[int, ...]
+    observation_ids: Integers
     """Tokens that the environment's messages added before the action, the generation prompt included."""
     extends: bool = True
     """False: the history was rewritten, and `observation_ids` is the whole new context."""
-    action_ids: tuple[int, ...]
+    action_ids: Integers
     """Every sampled token, the stop token included."""
-    behavior_logprobs: tuple[float, ...]
+    behavior_logprobs: Floats
     """One natural-log probability for each action token, under the distribution that sampled it."""
-    versions: tuple[int, ...]
+    versions: Runs
     """Policy version that sampled each action token."""
     reward: float
     """Reward of this turn alone."""
@@ -146,16 +149,16 @@ class Turn:
     """The assistant message parsed from the action."""
     extras: Mapping[str, Any] = field(default_factory=dict)
     """What the environment reported in `info` about this turn, for records and metrics."""
-    values: tuple[float, ...] | None = None
+    values: Floats | None = None
     """A critic's value of the context before each action token, in units of reward. This and what follows is None
     unless the credit scheme asks for it."""
-    entropies: tuple[float, ...] | None = None
+    entropies: Floats | None = None
     """Entropy of the policy's distribution at each action token, in nats."""
-    reference_logprobs: tuple[float, ...] | None = None
+    reference_logprobs: Floats | None = None
     """Log-probability of each action token under the policy with which the run began."""
-    teacher_logprobs: tuple[float, ...] | None = None
+    teacher_logprobs: Floats | None = None
     """Log-probability of each action token under another model."""
-    hindsight_logprobs: tuple[float, ...] | None = None
+    hindsight_logprobs: Floats | None = None
     """Log-probability of each action token under the policy itself, told beforehand how the episode will end."""
     answer_logprob: float | None = None
     """Mean log-probability of the tokens of the task's known answer, had it been given in place of this turn's action."""

@@ -3,6 +3,7 @@
 from collections import deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from itertools import islice
 from typing import Any
 
 from pydantic import TypeAdapter
@@ -62,6 +63,12 @@ class TaskStream:
         self._is_waited_for = False
         self._groups: dict[str, _Group] = {}
         """Groups under way, oldest first."""
+        self._open: deque[_Group] = deque()
+        """Groups that may have episodes that nobody plays yet, oldest first."""
+        self._to_judge: list[str] = []
+        """Groups that are complete, and of which nobody knows yet whether they are of use."""
+        self._may_hand_out = True
+        """False where nothing has changed since there was nothing to hand out."""
         self._playing: dict[str, LiveEpisode] = {}
         """Episodes that were taken out to be played, as they stood when that was last noted."""
         self._suspects: list[Trajectory] = []
@@ -84,13 +91,14 @@ class TaskStream:
         """Prepare to hand out so many groups; None: as the recipe says."""
         self._num_groups = self._config.num_groups if num_groups is None else num_groups
         self._replaced_in_a_row, self._replaceable = 0, self._config.dynamic_sampling
-        self._is_waited_for = True
+        self._is_waited_for = self._may_hand_out = True
 
     def next(self, *, version: int) -> LiveEpisode | None:
         """Take the next episode: of the oldest group that has one left, else of a new one, as far as one may be begun."""
-        for group in self._groups.values():
-            if group.waiting:
-                return self._take_out(group)
+        while self._open:
+            if self._open[0].waiting:
+                return self._take_out(self._open[0])
+            self._open.popleft()
         # A new one is handed out after all of these: at this version if a step waits for groups, else at the next or later.
         if len(self._groups) >= self._num_groups * (self._max_staleness + self._is_waited_for):
             return None
@@ -132,7 +140,11 @@ class TaskStream:
         if not trajectory.failed:
             rest = replace(trajectory, turns=trajectory.turns[played:])
             self._write(Ended(trajectory=rest, played=played))
-        self._groups[trajectory.group_id].done.append(trajectory)
+        group = self._groups[trajectory.group_id]
+        group.done.append(trajectory)
+        if self._is_complete(group):
+            self._to_judge.append(trajectory.group_id)
+            self._may_hand_out = True
 
     def hand_out(self, *, version: int) -> list[TrajectoryGroup] | None:
         """Return the oldest groups that are complete; None: there are too few, or another would become too old.
@@ -142,23 +154,28 @@ class TaskStream:
         Raises:
             EnvironmentFailure: after too many groups in a row with too many failures.
         """
+        if not self._may_hand_out:
+            return None
+        self._may_hand_out = False
         if self._config.mode == "sync" and not all(map(self._is_complete, self._groups.values())):
             return None  # groups are dropped in their order, so that a run repeats
-        for name, group in list(self._groups.items()):
-            if self._is_complete(group) and not group.is_of_use:
-                group.is_of_use = self._is_of_use(group_of(name, group.done))
-                if not group.is_of_use:
-                    del self._groups[name]
-                    self._write(Dropped(group=name, counts=dict(self.counts)))
+        to_judge, self._to_judge = sorted(self._to_judge, key=_index), []
+        for name in to_judge:
+            group = self._groups[name]
+            group.is_of_use = self._is_of_use(group_of(name, group.done))
+            if not group.is_of_use:
+                del self._groups[name]
+                self._write(Dropped(group=name, counts=dict(self.counts)))
         num = self._num_groups
-        names = [name for name, group in self._groups.items() if group.is_of_use][:num]
+        names = list(islice((name for name, group in self._groups.items() if group.is_of_use), num))
         if len(names) < num:
             return None
-        left = [group for name, group in self._groups.items() if name not in names]
-        if self._config.stale == "wait" and not all(map(self._is_complete, left)):
+        if self._config.stale == "wait":
+            given = set(names)
+            left = [group for name, group in self._groups.items() if name not in given]
             # The next step takes the first `num` of those that are left, the one after it as many.
             ages = (version + 1 + rank // num - group.began for rank, group in enumerate(left))
-            if any(age > self._max_staleness for age in ages):
+            if any(age > self._max_staleness for age in ages) and not all(map(self._is_complete, left)):
                 return None
         self._is_waited_for = False
         groups = [group_of(name, self._groups.pop(name).done) for name in names]
@@ -192,14 +209,16 @@ class TaskStream:
             restarted = Restarted(version=version)
             self._apply(restarted)
             self._write(restarted)
+        self._index_groups()
 
     def state_dict(self) -> dict[str, Any]:
         """Return where the stream stands; what follows goes into a new file."""
-        groups = {}
-        for name, group in self._groups.items():
-            playing = [episode for episode in self._playing.values() if episode.task.group_id == name]
-            waiting = sorted([*playing, *group.waiting], key=lambda episode: episode.task.rollout_index)
-            groups[name] = replace(group, waiting=waiting)
+        waiting = {name: [*group.waiting] for name, group in self._groups.items()}
+        for episode in self._playing.values():
+            waiting[episode.task.group_id].append(episode)
+        for episodes in waiting.values():
+            episodes.sort(key=lambda episode: episode.task.rollout_index)
+        groups = {name: replace(group, waiting=waiting[name]) for name, group in self._groups.items()}
         state = _State(
             next_group=self._next_group,
             counts=self.counts,
@@ -225,6 +244,7 @@ class TaskStream:
         self._next_group, self._groups = loaded.next_group, loaded.groups
         self.counts |= loaded.counts
         self._handed_out, self._journaled_since = deque(loaded.handed_out), loaded.journal
+        self._index_groups()
 
     def forget(self) -> None:
         """Drop what was written before the last `state_dict`, which is safe now."""
@@ -254,7 +274,14 @@ class TaskStream:
         tasks = self.tasks(name, task_seed(self._seed, begun.index), self._config.group_size)
         group = _Group(began=begun.version, waiting=[LiveEpisode(task=task) for task in tasks])
         self._groups[name], self._next_group = group, begun.index + self._share[1]
+        self._open.append(group)
         return group
+
+    def _index_groups(self) -> None:
+        """Find out which groups have episodes left to play, and which are complete."""
+        self._may_hand_out = True
+        self._open = deque(self._groups.values())
+        self._to_judge = [name for name, g in self._groups.items() if self._is_complete(g) and not g.is_of_use]
 
     def _is_complete(self, group: _Group) -> bool:
         return len(group.done) == self._config.group_size
@@ -314,7 +341,7 @@ class TaskStream:
                 self._groups = {}
                 self._handed_out.clear()
                 for name in sorted(begun):
-                    self._begin(Begun(index=int(name.rpartition("/")[2]), version=version))
+                    self._begin(Begun(index=_index(name), version=version))
                 self._next_group = next_group
 
     def _waiting(self, trajectory_id: str) -> LiveEpisode:
@@ -324,6 +351,11 @@ class TaskStream:
     def _replace(self, before: LiveEpisode, after: LiveEpisode) -> None:
         waiting = self._groups[before.task.group_id].waiting
         waiting[waiting.index(before)] = after
+
+
+def _index(name: str) -> int:
+    """Return a group's number in the stream."""
+    return int(name.rpartition("/")[2])
 
 
 def group_of(name: str, trajectories: Iterable[Trajectory]) -> TrajectoryGroup:

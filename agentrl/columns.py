@@ -1,0 +1,85 @@
+"""Columns of numbers, one for each token, as short text: how journals and checkpoints hold them, exactly."""
+
+import base64
+import struct
+from collections.abc import Sequence
+from itertools import groupby
+from typing import Annotated
+
+from pydantic import BeforeValidator, PlainSerializer
+
+_INTEGERS = {"H": (0, 2**16 - 1), "i": (-(2**31), 2**31 - 1), "q": (-(2**63), 2**63 - 1)}
+"""Forms of `struct` with what they hold, shortest first; always little-endian."""
+
+
+def pack_integers(column: Sequence[int]) -> str:
+    """Return integers as text: the letter of a form of `struct`, and base64."""
+    least, most = min(column, default=0), max(column, default=0)
+    form = next((form for form, (low, high) in _INTEGERS.items() if low <= least and most <= high), "q")
+    return _pack(form, column)
+
+
+def pack_floats(column: Sequence[float]) -> str:
+    """Return numbers as text: in single precision where that is exact, as for log-probabilities that an engine computed so."""
+    try:
+        packed = struct.pack(f"<{len(column)}f", *column)
+    except OverflowError:
+        return _pack("d", column)
+    is_exact = struct.unpack(f"<{len(column)}f", packed) == tuple(column)  # NaN is not equal to itself
+    return _pack("f" if is_exact else "d", column)
+
+
+def pack_runs(column: Sequence[int]) -> str:
+    """Return runs of equal integers as text: `3x120 4x7`."""
+    return " ".join(f"{value}x{len(list(run))}" for value, run in groupby(column))
+
+
+def unpack(text: object) -> object:
+    """Return the numbers of a packed column; what is no text is returned as it is.
+
+    Raises:
+        ValueError: for text that is no column.
+    """
+    if not isinstance(text, str):
+        return text
+    form, content = text[:1], text[1:]
+    if form not in "Hiqfd" or not form:
+        raise ValueError(f"not a column of numbers: {text[:20]!r}")
+    data = base64.b64decode(content, validate=True)
+    size = struct.calcsize(f"<{form}")
+    if len(data) % size:
+        raise ValueError(f"a column of {len(data)} bytes is none of numbers of {size} bytes")
+    return struct.unpack(f"<{len(data) // size}{form}", data)
+
+
+def unpack_runs(text: object) -> object:
+    """Return the integers of `pack_runs`; what is no text is returned as it is.
+
+    Raises:
+        ValueError: for text that is no runs.
+    """
+    if not isinstance(text, str):
+        return text
+    found: list[int] = []
+    for run in text.split():
+        value, _, count = run.partition("x")
+        if not 0 < int(count) < _MAX_RUN:
+            raise ValueError(f"not a run of equal numbers: {run[:20]!r}")
+        found += [int(value)] * int(count)
+    return found
+
+
+_MAX_RUN = 2**24
+"""Longer than any context: a damaged number must not fill the memory."""
+
+
+def _pack(form: str, column: Sequence[float]) -> str:
+    return form + base64.b64encode(struct.pack(f"<{len(column)}{form}", *column)).decode()
+
+
+Integers = Annotated[tuple[int, ...], BeforeValidator(unpack), PlainSerializer(pack_integers, when_used="json")]
+"""Integers of all sizes, such as token ids."""
+Runs = Annotated[tuple[int, ...], BeforeValidator(unpack_runs), PlainSerializer(pack_runs, when_used="json")]
+"""Integers that stay the same for long, such as policy versions."""
+Floats = Annotated[tuple[float, ...], BeforeValidator(unpack), PlainSerializer(pack_floats, when_used="json")]
+"""Finite numbers, infinities and NaN."""
