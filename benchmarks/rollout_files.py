@@ -59,7 +59,9 @@ def played(episode: LiveEpisode, new: Turn) -> LiveEpisode:
 
 
 def new_stream(live: int, folder: Path) -> TaskStream:
-    config = RolloutConfig(mode="partial", num_groups=-(-live // 24), group_size=8, max_live_episodes=live, max_staleness=2)
+    config = RolloutConfig(
+        mode="partial", num_groups=-(-live // 24), group_size=8, max_live_episodes=live, max_staleness=2
+    )
     stream = TaskStream(config, seed=0)
     stream.record(Journal(folder))
     stream.state_dict()
