@@ -3,20 +3,19 @@
 import base64
 import struct
 from collections.abc import Sequence
+from contextlib import suppress
 from itertools import groupby
 from typing import Annotated
 
 from pydantic import BeforeValidator, PlainSerializer
 
-_INTEGERS = {"H": (0, 2**16 - 1), "i": (-(2**31), 2**31 - 1), "q": (-(2**63), 2**63 - 1)}
-"""Forms of `struct` with what they hold, shortest first; always little-endian."""
-
 
 def pack_integers(column: Sequence[int]) -> str:
     """Return integers as text: the letter of a form of `struct`, and base64."""
-    least, most = min(column, default=0), max(column, default=0)
-    form = next((form for form, (low, high) in _INTEGERS.items() if low <= least and most <= high), "q")
-    return _pack(form, column)
+    for form in "Hi":  # of 2 and 4 bytes
+        with suppress(struct.error):  # out of range
+            return _pack(form, column)
+    return _pack("q", column)
 
 
 def pack_floats(column: Sequence[float]) -> str:
