@@ -138,7 +138,8 @@ class Driver:
         groups = self.stream.hand_out(version=self.version)
         if groups is not None:
             self.handed_out += [group.group_id for group in groups]
-            self.ages += [self.version - min(self.began[group.group_id] for group in groups)]
+            began = self.began
+            self.ages += [self.version - min(began[group.group_id] for group in groups)]
             while self.choose(3) and self.begin():  # while the step is trained on
                 pass
             self.version += 1
