@@ -140,7 +140,18 @@ def _parser() -> argparse.ArgumentParser:
     serve.add_argument("--start-timeout-s", type=float, default=600.0, help="deadline until it answers (default 600)")
     show = add("show", _show, "Print rollouts, sampled tokens coloured by advantage.")
     _add_rollouts(show, default=1)
-    add("envs", _envs, "List installed environments.")
+    show.add_argument("--faults", action="store_true", help="those whose environment failed, each kind (RUN/faults)")
+    envs = add("envs", _envs, "List installed environments, or play a recorded episode again.")
+    again = envs.add_subparsers(dest="action").add_parser(
+        "replay",
+        help="play an episode of a run again, with the traceback where its environment raises",
+        description="Make the environment of a run's recipe, reset it as for a recorded episode, take the recorded actions "
+        "again and print the dialogue; where the environment raises, print the traceback and exit with 1.",
+        allow_abbrev=False,
+    )
+    again.set_defaults(run=_replay)
+    again.add_argument("target", type=Path, metavar="RUN", help="a run's folder")
+    again.add_argument("episode", metavar="EPISODE", help="its name, such as train/000012/3")
     credit = add("credit", _credit, "List installed credit schemes, or explain what one does to recorded rollouts.")
     explain = credit.add_subparsers(dest="action").add_parser(
         "explain",
@@ -225,9 +236,12 @@ def _train(options: argparse.Namespace, rest: list[str]) -> None:
     console.print(table)
     console.print(f"run folder: {recipe.run_dir}")
     options.folder = recipe.run_dir
-    with _closing(
-        Run(recipe, tokenizer_folder=folder.tokenizer if folder and folder.tokenizer.is_dir() else None)
-    ) as run:
+    teller = console if _PROCESS == 0 else Console(soft_wrap=True)  # what one process alone has found, it tells
+
+    def warn(words: str) -> None:
+        teller.print(f"warning: {words}", style="yellow")
+
+    with _closing(Run(recipe, tokenizer_folder=_tokenizer(run_dir), on_warning=warn)) as run:
         recipe = run.recipe  # the first process named the folder
         options.folder = recipe.run_dir
         warnings = list(run.warnings)
@@ -389,6 +403,11 @@ def _read_rollouts(options: argparse.Namespace) -> "tuple[list[TrajectoryRecord]
     path = options.target
     if options.number < 1:
         raise ConfigError(f"--number: at least 1, got {options.number}")
+    if getattr(options, "faults", False):
+        everyone = [record for file in RunFolder.open(path).kept_faults() for record in read_records(file)]
+        if not everyone:
+            raise ConfigError(f"{path} has no episode whose environment failed")
+        return everyone, _chosen(everyone, options, path)
     if path.is_dir():
         files = RunFolder.open(path).rollouts()
         if not files:
@@ -397,11 +416,38 @@ def _read_rollouts(options: argparse.Namespace) -> "tuple[list[TrajectoryRecord]
     if not path.is_file():
         raise ConfigError(f"there is no {path}")
     everyone = list(read_records(path))
-    chosen = [r for r in everyone if options.trajectory in (None, r.trajectory_id)][: options.number]
+    return everyone, _chosen(everyone, options, path)
+
+
+def _chosen(records: "list[TrajectoryRecord]", options: argparse.Namespace, path: Path) -> "list[TrajectoryRecord]":
+    chosen = [r for r in records if options.trajectory in (None, r.trajectory_id)][: options.number]
     if not chosen:
         which = "no rollouts" if options.trajectory is None else f"no trajectory {options.trajectory!r}"
         raise ConfigError(f"{path} has {which}")
-    return everyone, chosen
+    return chosen
+
+
+def _replay(options: argparse.Namespace, _: list[str]) -> None:
+    recipe, _folder = _load(options.target, [])
+    from agentrl.env import make_env
+    from agentrl.plain_data import words_of
+    from agentrl.report.replay import find, replay
+    from agentrl.rollout.fault import fault_of
+
+    record = find(options.target, options.episode)
+    env = make_env(recipe.env.id, recipe.env.options)
+    console = Console(soft_wrap=True)
+    try:
+        for line in replay(env, record):
+            console.print(line)
+    except (Exception, KeyboardInterrupt) as error:
+        console.print(Text(fault_of(error).traceback or words_of(error), "red"))
+        if isinstance(error, KeyboardInterrupt):  # it hung
+            raise
+        sys.exit(_FAILURE)
+    finally:
+        env.close()
+    console.print(Text(f"It was recorded to end like this: {record.stop_reason} {record.error or ''}", "dim"))
 
 
 def _envs(_: argparse.Namespace, __: list[str]) -> None:
@@ -508,7 +554,8 @@ def _progress(console: Console) -> Iterator[Any]:
 
 
 def _note(metrics: dict[str, float]) -> str:
+    faults = f"  faults {metrics['pool/faults']:.0f}" if metrics.get("pool/faults") else ""
     shown = {"loss": "loss", "reward/mean": "reward", "episode/score": "score", "clip/tokens": "clipped"}
     if "reward/mean" in metrics:
         del shown["loss"]
-    return "  ".join(f"{word} {metrics[name]:.3f}" for name, word in shown.items() if name in metrics)
+    return "  ".join(f"{word} {metrics[name]:.3f}" for name, word in shown.items() if name in metrics) + faults

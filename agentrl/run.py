@@ -36,6 +36,7 @@ from agentrl.learn.processes import from_main, gathered, is_main, meet, num_proc
 from agentrl.learn.signals import Signals
 from agentrl.learn.trainer import StepResult, Trainer
 from agentrl.learn.warmup import demonstrations, warm_up
+from agentrl.report.faults import FaultLog
 from agentrl.report.folder import RunFolder
 from agentrl.report.records import records
 from agentrl.rollout import Journal, RolloutConfig, RolloutPool, check_limits, offer, try_environment
@@ -53,17 +54,24 @@ _TOKENIZER_EPISODES = 256
 class Run:
     """The parts of a run, wired together: in each of its processes."""
 
-    def __init__(self, recipe: Recipe, *, tokenizer_folder: Path | None = None) -> None:
+    def __init__(
+        self,
+        recipe: Recipe,
+        *,
+        tokenizer_folder: Path | None = None,
+        on_warning: Callable[[str], object] = lambda _: None,
+    ) -> None:
         """Build everything, and touch no file.
 
         Args:
             recipe: what to run.
             tokenizer_folder: the tokenizer of a run that goes on; None: the model's own, or one is trained.
+            on_warning: told, in a few lines, what goes wrong while it trains.
 
         Raises:
             UserError: for whatever in the recipe cannot be carried out.
         """
-        self.warnings = recipe.loss.warnings()
+        self.warnings, self._on_warning = recipe.loss.warnings(), on_warning
         self._accelerator = _accelerator(recipe)
         given = recipe
         recipe = from_main(lambda: given)  # with the time of day in the name of its folder
@@ -73,6 +81,7 @@ class Run:
         set_seed(recipe.seed)
         self._runner = asyncio.Runner()
         self._lock: TextIO | None = None
+        self._faults: FaultLog | None = None
         self._make_env = partial(make_env, recipe.env.id, recipe.env.options)
         offered = self._runner.run(offer(self._make_env, timeout_s=recipe.rollout.env_timeout_s))
         provided = offered.needs | recipe.signals.provides()
@@ -87,6 +96,7 @@ class Run:
         check_dropout(model.config)
         _check_positions(recipe, model.config)
         self._renderer = load_renderer(self.tokenizer, recipe.chat, name_or_path=recipe.model.name_or_path or "local")
+        self._piece = cache(lambda token: str(self.tokenizer.decode([token])))
         self._handover = tempfile.TemporaryDirectory(prefix="agentrl-weights-")
         self._engine = new_engine(
             recipe, self._share, model, self._accelerator.device, handover=Path(self._handover.name)
@@ -174,6 +184,7 @@ class Run:
             if is_main():
                 folder = RunFolder.create(recipe.run_dir, config)
                 self._lock = folder.lock()
+        self._faults = FaultLog(folder, piece=self._piece)
         meet()  # all have read the old settings, and there is a folder
         if not folder.config_file.is_file():
             raise ConfigError(f"run_dir: process {process_index()} does not see {folder.path}; use a disk that all see")
@@ -352,7 +363,13 @@ class Run:
             fork=fork,
             first=self._share.first,
             stride=self._share.stride,
+            on_fault=self._note_fault,
         )
+
+    def _note_fault(self, trajectory: Trajectory) -> None:
+        """Keep what an environment did wrong, and tell it once."""
+        if self._faults is not None and (words := self._faults.add(trajectory, step=self._trainer.finished_steps + 1)):
+            self._on_warning(words)
 
     @property
     def _rollout(self) -> RolloutConfig:
@@ -411,8 +428,7 @@ class Run:
             row |= self._evaluation_metrics()
         every = recipe.report.rollouts_every
         if is_main() and every and (step == 1 or step % every == 0):
-            piece = cache(lambda token: str(self.tokenizer.decode([token])))
-            folder.add_rollouts(step, records(result.groups, result.credits, step=step, piece=piece))
+            folder.add_rollouts(step, records(result.groups, result.credits, step=step, piece=self._piece))
         self._write(folder, row)
         if is_last or step % recipe.train.checkpoint_every == 0:
             self._save(folder)

@@ -177,6 +177,16 @@ class Turn:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Fault:
+    """Where an environment failed."""
+
+    kind: str
+    """Type of the exception and the line that raised it, `KeyError at desk.py:40`: faults of one kind have one cause."""
+    traceback: str = ""
+    """The environment's own frames, bounded in length; empty where it raised nothing."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Trajectory:
     """One finished episode."""
 
@@ -193,6 +203,8 @@ class Trajectory:
     """Numbers about the whole episode: `success` where the environment reports it, counts of errors, seconds."""
     error: str | None = None
     """What went wrong, where it `failed`."""
+    fault: Fault | None = None
+    """Where, if the environment failed. The action that it failed at is the last turn's."""
     gold_answer: str | None = None
     """The task's known answer, where the environment tells one."""
     final_value: float | None = None

@@ -71,6 +71,20 @@ class RaisesWhenMade(Shop):
         raise RuntimeError("no licence for a shop")
 
 
+class SellsFewThings(Shop):
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.wanted = int(self.np_random.integers(10))
+        return ({"role": "user", "content": f"Give me {self.wanted}."},), {}
+
+    def step(self, action):
+        return (), float({n: 0 for n in range(6)}[self.wanted]), True, False, {}
+
+    def oracle(self, *, skill=1.0, rng=None):
+        self.wanted = 0
+        return {"role": "assistant", "content": "."}
+
+
 class NoShop:
     pass
 """
@@ -230,7 +244,10 @@ def test_a_recipe_that_cannot_be_carried_out_is_refused_and_leaves_no_trace(
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("RaisesInReset", "environment RaisesInReset: reset() raised RuntimeError: the shop is closed"),
+        (
+            "RaisesInReset",
+            "environment RaisesInReset: reset() raised RuntimeError: the shop is closed (shop_of_faults.py:18)",
+        ),
         ("Hangs", "environment Hangs: reset() did not return within rollout.env_timeout_s: 0.2 s"),
         ("HangsInStep", "environment HangsInStep: step() did not return within rollout.env_timeout_s: 0.2 s"),
         (
@@ -503,3 +520,46 @@ def test_a_finished_run_whose_every_held_out_episode_failed_says_so(agentrl: Age
     status, out, err = agentrl("train", "run")
     assert (status, err) == (0, "")
     assert out.splitlines()[0] == "no result on 4 held-out tasks: every held-out episode failed"
+
+
+def test_a_fault_of_the_environment_is_told_once_kept_shown_and_played_again(agentrl: Agentrl, tmp_path: Path) -> None:
+    how = ["--env.id", "shop_of_faults:SellsFewThings", "--rollout.max_retries", "0", "--report.rollouts_every", "0"]
+    how += ["--warmup.steps", "60", "--warmup.learning_rate", "2e-2"]
+    sizes = ("--train.steps", "4", "--rollout.num_groups", "4", "--evaluation.num_tasks", "12", "--seed", "1")
+    status, out, err = agentrl("train", "tiny.yaml", *how, *sizes, "--run_dir", "run")
+    assert (status, err) == (0, "")
+    kept = RunFolder(tmp_path / "run").kept_faults()
+    record = next(read_records(kept[0]))
+    number = SHOP[: SHOP.index("range(6)")].count("\n") + 1
+    asked = record.turns[0].observation[0]["content"]
+    error = f"KeyError: {asked[len('Give me ')]}"
+    assert record.error == f"environment SellsFewThings: step() raised {error} (shop_of_faults.py:{number})"
+    assert out.count("warning: environment SellsFewThings: step() raised KeyError") == 1
+    assert out.count("most recent call last") == 1
+    count = RunFolder(tmp_path / "run").metrics()[-1]["pool/faults"]
+    assert count > 1
+    assert f"faults {count:.0f}\n" in out
+
+    status, shown, _ = agentrl("show", "run", "--faults", "--trajectory", record.trajectory_id)
+    assert status == 0
+    for piece in (f"user: {asked}", f"line {number}, in step", error):
+        assert piece in shown
+
+    status, played, _ = agentrl("envs", "replay", "run", record.trajectory_id)
+    assert status == 1
+    assert f"user: {asked}" in played
+    assert f'shop_of_faults.py", line {number}, in step' in played
+    assert "agentrl/cli.py" not in played
+    assert agentrl("envs", "replay", "run", "train/999999/0").status == 2
+
+
+def test_a_healthy_recorded_episode_is_played_again(agentrl: Agentrl, tmp_path: Path) -> None:
+    assert agentrl("train", "tiny.yaml", "--run_dir", "run").status == 0
+    record = next(read_records(RunFolder(tmp_path / "run").rollouts()[-1]))
+    status, played, err = agentrl("envs", "replay", "run", record.trajectory_id)
+    assert (status, err) == (0, "")
+    assert record.turns[0].observation[-1]["content"] in played
+    assert "The record has other messages" not in played
+    assert "It was recorded to end like this: " in played
+    status, _, err = agentrl("show", "run", "--faults")
+    assert (status, err) == (2, "agentrl: run has no episode whose environment failed\n")

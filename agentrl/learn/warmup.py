@@ -19,6 +19,7 @@ from agentrl.learn.model import Policy
 from agentrl.learn.plan import micro_batches
 from agentrl.rollout import derive_seed, task_seed
 from agentrl.rollout.env_thread import EnvThread
+from agentrl.rollout.fault import raised_words
 from agentrl.rollout.moment import MakeEnv
 from agentrl.types import AmountOrZero, Count, Message, StopReason, Trajectory, Turn
 
@@ -119,7 +120,7 @@ async def demonstrations(
         if thread.is_lost:
             words = f"did not end within {limit_s:g} s (rollout.env_timeout_s for each of its calls)"
         else:
-            words = f"raised {type(error).__name__}: {error}"
+            words = f"raised {raised_words(error)}"
         raise EnvironmentFailure(f"a demonstration with the environment's oracle() {words}") from error
     finally:
         thread.close()

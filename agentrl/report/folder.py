@@ -1,4 +1,4 @@
-"""A run's folder: config.yaml, metrics.jsonl, rollouts/, checkpoints/, journal/, tokenizer/, reference/."""
+"""A run's folder: config.yaml, metrics.jsonl, rollouts/, faults/, checkpoints/, journal/, tokenizer/, reference/."""
 
 import json
 import math
@@ -40,6 +40,8 @@ class RunFolder:
         self.reference = path / "reference"
         self.journal = path / "journal"
         """What happened to episodes since the newest checkpoint; the pool's."""
+        self.faults = path / "faults"
+        """A folder for each kind of fault of the environment, with a file for each episode of it that was kept."""
         self._metrics = path / "metrics.jsonl"
         self._rollouts = path / "rollouts"
 
@@ -153,6 +155,14 @@ class RunFolder:
     def rollouts(self) -> list[Path]:
         """List the rollout files, oldest first."""
         return [path for _, path in numbered(self._rollouts, _ROLLOUTS)]
+
+    def fault_kinds(self) -> list[Path]:
+        """List the folders of `faults`, in the order of their names."""
+        return sorted(self.faults.iterdir()) if self.faults.is_dir() else []
+
+    def kept_faults(self) -> list[Path]:
+        """List the episodes whose environment failed, kind after kind."""
+        return [path for kind in self.fault_kinds() for path in sorted(kind.glob("*.jsonl"))]
 
     def rewind(self, step: int) -> None:
         """Drop what was written after `step`: it is going to be done again. -1 drops everything."""

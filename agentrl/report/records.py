@@ -10,7 +10,7 @@ from pydantic import BaseModel, ConfigDict, TypeAdapter, model_validator
 
 from agentrl.credit import Credit
 from agentrl.files import parse, read_bytes
-from agentrl.types import PER_TOKEN, FinishReason, Message, StopReason, Trajectory, TrajectoryGroup, Turn
+from agentrl.types import PER_TOKEN, Fault, FinishReason, Message, StopReason, Trajectory, TrajectoryGroup, Turn
 
 MEASURED = tuple(
     f.name for f in fields(Turn) if f.default is None and f.name not in ("state_key", "next_state_key", "action_key")
@@ -77,6 +77,7 @@ class TrajectoryRecord(BaseModel):
     reward: float
     metrics: dict[str, float]
     error: str | None
+    fault: Fault | None = None
     turns: list[TurnRecord]
     gold_answer: str | None = None
     final_value: float | None = None
@@ -132,6 +133,7 @@ def records(
                 reward=trajectory.reward,
                 metrics=dict(trajectory.metrics),
                 error=_plain(trajectory.error),
+                fault=trajectory.fault,
                 turns=turns,
                 gold_answer=_plain(trajectory.gold_answer),
                 final_value=trajectory.final_value,
@@ -158,8 +160,9 @@ def groups_of(records: Iterable[TrajectoryRecord]) -> list[TrajectoryGroup]:
 
 
 def _trajectory(record: TrajectoryRecord) -> Trajectory:
-    own = {f.name for f in fields(Trajectory)} - {"turns"}
-    return Trajectory(**record.model_dump(include=own), turns=tuple(_turn(turn) for turn in record.turns))
+    own = {f.name for f in fields(Trajectory)} - {"turns", "fault"}
+    turns = tuple(_turn(turn) for turn in record.turns)
+    return Trajectory(**record.model_dump(include=own), fault=record.fault, turns=turns)
 
 
 def _turn(record: TurnRecord) -> Turn:

@@ -1,5 +1,6 @@
 """A rollout in the terminal, its sampled tokens coloured by advantage."""
 
+import json
 from collections.abc import Iterator
 
 from rich.console import Group, RenderableType
@@ -8,6 +9,7 @@ from rich.style import Style
 from rich.text import Text
 
 from agentrl.report.records import TrajectoryRecord, TurnRecord
+from agentrl.types import Message
 
 _ROLE_STYLES = {"system": "dim", "user": "cyan", "tool": "magenta", "assistant": "white"}
 
@@ -24,9 +26,13 @@ def advantage_style(advantage: float, scale: float) -> Style:
 def render(record: TrajectoryRecord) -> RenderableType:
     """Return a panel: messages as they came, actions token by token, with the reward and the advantage of each turn."""
     scale = max((abs(a) for turn in record.turns for a in turn.advantages), default=0.0)
-    parts = [part for number, turn in enumerate(record.turns, 1) for part in _turn(turn, number, scale)]
+    parts = [
+        part for number, turn in enumerate(record.turns, 1) for part in _turn(turn, number, scale, record.fault is None)
+    ]
     if record.error:
         parts.append(Text(record.error, style="bold red"))
+    if record.fault and record.fault.traceback:
+        parts.append(Text(record.fault.traceback, style="red"))
     metrics = "  ".join(f"{name} {value:g}" for name, value in record.metrics.items() if name != "env_s")
     title = f"{record.trajectory_id}  reward {record.reward:g}  {record.stop_reason}"
     return Panel(  # as Text, because names may hold brackets, which a str would lose as markup
@@ -41,14 +47,22 @@ def legend() -> Text:
     )
 
 
-def _turn(turn: TurnRecord, number: int, scale: float) -> Iterator[Text]:
-    for message in turn.observation:
-        role = str(message.get("role"))
-        style = _ROLE_STYLES.get(role, "white")
-        yield Text.assemble((f"{role}: ", f"bold {style}"), (str(message.get("content") or ""), style))
+def said(message: Message) -> Text:
+    """Return one message, its tool calls included, in the colour of its role."""
+    role = str(message.get("role"))
+    style = _ROLE_STYLES.get(role, "white")
+    calls = [json.dumps(call, ensure_ascii=False) for call in message.get("tool_calls") or ()]
+    words = [str(message.get("content") or ""), *calls]
+    return Text.assemble((f"{role}: ", f"bold {style}"), (" ".join(filter(None, words)), style))
+
+
+def _turn(turn: TurnRecord, number: int, scale: float, is_trained: bool) -> Iterator[Text]:
+    yield from map(said, turn.observation)
     line = Text.assemble(("assistant: ", "bold"))
     for piece, advantage, is_kept in zip(turn.action_pieces, turn.advantages, turn.keep, strict=True):
-        line.append(piece, advantage_style(advantage, scale) if is_kept else Style(strike=True, dim=True))
+        left_out = Style(strike=True, dim=True) if is_trained else Style()
+        line.append(piece, advantage_style(advantage, scale) if is_kept else left_out)
     mean = sum(turn.advantages) / len(turn.advantages) if turn.advantages else 0.0
-    line.append(f"   [turn {number}: reward {turn.reward:g}, advantage {mean:+.3f}]", "dim")
+    credited = f", advantage {mean:+.3f}" if is_trained else ""
+    line.append(f"   [turn {number}: reward {turn.reward:g}{credited}]", "dim")
     yield line

@@ -5,10 +5,12 @@ import threading
 from collections.abc import Callable
 from contextlib import suppress
 from queue import SimpleQueue
+from traceback import StackSummary
 from typing import Any, TypeVar
 
 from agentrl.errors import EnvironmentFailure
 from agentrl.plain_data import words_of
+from agentrl.rollout.fault import stack_of
 
 R = TypeVar("R")
 
@@ -30,6 +32,11 @@ class EnvThread:
                 f"no other thread for an environment can be started, beside {threading.active_count()} of this process: lower "
                 "rollout.max_live_episodes, or raise the limit of threads (`ulimit -u`, or the container's)"
             ) from error
+
+    @property
+    def stack(self) -> StackSummary | None:
+        """Where it stands. None: it has ended."""
+        return stack_of(self._thread)
 
     @property
     def is_alive(self) -> bool:
@@ -56,6 +63,7 @@ class EnvThread:
                 result = function()
             except BaseException as raised:  # noqa: BLE001 - carried over to the episode, which makes it data
                 error = raised if isinstance(raised, Exception) else RuntimeError(words_of(raised))
+                error.__traceback__ = raised.__traceback__
             if not loop.is_closed():  # closed: a hanging call came back after the run had ended
                 loop.call_soon_threadsafe(settle, result, error)
 

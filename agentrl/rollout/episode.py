@@ -17,6 +17,7 @@ from agentrl.plain_data import abbreviated, printable, words_of
 from agentrl.rollout.config import RolloutConfig
 from agentrl.rollout.deadline import EngineClock
 from agentrl.rollout.env_thread import EnvThread
+from agentrl.rollout.fault import fault_of, raised_words
 from agentrl.rollout.moment import (
     Env,
     EnvError,
@@ -32,7 +33,7 @@ from agentrl.rollout.moment import (
     step,
 )
 from agentrl.rollout.seeds import derive_seed
-from agentrl.types import Completion, FinishReason, Message, Sampling, StopReason, Trajectory, Turn
+from agentrl.types import Completion, Fault, FinishReason, Message, Sampling, StopReason, Trajectory, Turn
 
 R = TypeVar("R")
 
@@ -101,6 +102,7 @@ class Episode:
         recorded: LiveEpisode | None = None,
         clock: EngineClock | None = None,
         on_change: Callable[[LiveEpisode], object] | None = None,
+        on_fault: Callable[[Trajectory], object] = lambda _: None,
     ) -> None:
         """Begin before the first turn.
 
@@ -116,16 +118,19 @@ class Episode:
             clock: of the engine's deadlines. None: one that never stands still.
             on_change: told where the episode stands after each turn that was not recorded before; before the end, its last
                 action is still under way.
+            on_fault: told of this episode, and of each rollout that is forked from it, if its environment fails.
         """
         self._task, self._engine, self._renderer = task, engine, renderer
         self._config, self._thread, self._fork = config, thread, fork
         self._recorded = recorded or LiveEpisode(task=task)
-        self._clock, self._on_change = clock or EngineClock(), on_change
+        self._clock, self._on_change, self._on_fault = clock or EngineClock(), on_change, on_fault
         self._partial: Completion | None = None
         self._moment: Moment | None = None
         self._before_end: LiveEpisode | None = None
         self._request_id = f"{task.trajectory_id}#{task.attempt}"
         self._turns: list[Turn] = []
+        self._acting: Turn | None = None
+        """The turn whose action the environment is carrying out."""
         self._forks: dict[int, _Position] = {}
         self._env_id = ""
         self._env_s = 0.0
@@ -139,11 +144,14 @@ class Episode:
         So is a first prompt that fills the context: a trajectory without turns.
         """
         try:
-            return await self._with_forks(make_env)
+            trajectory = await self._with_forks(make_env)
         except EnvError as error:
-            return self.result(StopReason.ENV_ERROR, error=str(error))
+            trajectory = self._failed(error)
         except EngineError as error:
             return self.result(StopReason.ENGINE_ERROR, error=str(error))
+        if trajectory.failed:
+            self._on_fault(trajectory)
+        return trajectory
 
     def live(self) -> LiveEpisode:
         """Return where the episode stands."""
@@ -289,13 +297,7 @@ class Episode:
             room = config.max_context_tokens - len(before)
             budget = config.max_episode_tokens - sum(len(turn.action_ids) for turn in self._turns)
             if room < 1:
-                words = None
-                if not self._turns:
-                    words = (
-                        f"rollout.max_context_tokens: {config.max_context_tokens} leaves no room after the first prompt of "
-                        f"{len(before)} tokens; raise it"
-                    )
-                return self.result(StopReason.CONTEXT_OVERFLOW, truncated=True, error=words)
+                return self._overflow(len(before))
             if budget < 1:
                 return self.result(StopReason.MAX_TOKENS, truncated=True)
             self._check_observation(moment)
@@ -318,8 +320,9 @@ class Episode:
                 is_full = room <= min(config.max_turn_tokens, budget)
                 reason = StopReason.CONTEXT_OVERFLOW if is_full else StopReason.MAX_TOKENS
                 return self.result(reason, truncated=True)
+            self._acting = turn
             moment = await self._on_thread("step()", partial(step, env, base, message))
-            self._final_info = moment.info
+            self._acting, self._final_info = None, moment.info
             turn = replace(
                 turn,
                 reward=moment.reward,
@@ -334,6 +337,17 @@ class Episode:
             if len(self._turns) >= config.max_turns:
                 return self.result(StopReason.MAX_TURNS, truncated=True)
             position = self._after(position, turn, moment)
+
+    def _overflow(self, num_tokens: int) -> Trajectory:
+        """Return an episode whose context is full; without a turn, that is the task's fault."""
+        if self._turns:
+            return self.result(StopReason.CONTEXT_OVERFLOW, truncated=True)
+        words = (
+            f"rollout.max_context_tokens: {self._config.max_context_tokens} leaves no room after the first prompt of "
+            f"{num_tokens} tokens; raise it"
+        )
+        fault = Fault(kind="the first prompt is too long")
+        return self.result(StopReason.CONTEXT_OVERFLOW, truncated=True, error=words, fault=fault)
 
     def _check_observation(self, moment: Moment) -> None:
         """Refuse to go on with an action that was begun after other words."""
@@ -406,7 +420,9 @@ class Episode:
                 async with episode._closing(env):
                     return await episode._go_on(replace(position, env=env))
             except EnvError as error:
-                return episode.result(StopReason.ENV_ERROR, error=str(error))
+                failed = episode._failed(error)
+                self._on_fault(failed)
+                return failed
             except EngineError as error:
                 return episode.result(StopReason.ENGINE_ERROR, error=str(error))
 
@@ -454,11 +470,21 @@ class Episode:
         except Exception as error:
             if self._thread.is_lost:
                 raise EnvError(f"{where} did not return within rollout.env_timeout_s: {timeout_s:g} s") from error
-            raise EnvError(f"{where} raised {words_of(error)}") from error
+            raise EnvError(f"{where} raised {raised_words(error)}") from error
         finally:
             self._env_s += time.perf_counter() - begin
 
-    def result(self, reason: StopReason, *, truncated: bool = False, error: str | None = None) -> Trajectory:
+    def _failed(self, error: EnvError) -> Trajectory:
+        """Return what was played, with the action at which the environment failed."""
+        if self._acting is not None:
+            self._turns.append(self._acting)
+        hanging = self._thread.stack if self._thread.is_lost else None
+        fault = fault_of(error.__cause__ or error, hanging=hanging)
+        return self.result(StopReason.ENV_ERROR, error=str(error), fault=fault)
+
+    def result(
+        self, reason: StopReason, *, truncated: bool = False, error: str | None = None, fault: Fault | None = None
+    ) -> Trajectory:
         """Return what was played so far as a trajectory that ended."""
         metrics = {key: float(value) for key, value in self._final_info.items() if is_number(value)}
         errors = [turn.extras.get("tool_errors") for turn in self._turns]
@@ -473,6 +499,7 @@ class Episode:
             truncated=truncated,
             metrics=metrics | {"tool_errors": num_errors, "env_s": self._env_s},
             error=None if error is None else printable(error),
+            fault=fault,
             gold_answer=self._gold_answer,
         )
 

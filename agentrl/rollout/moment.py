@@ -12,7 +12,8 @@ import numpy as np
 from agentrl.env import MessageEnv, base_env, tool_schemas
 from agentrl.env.spaces import is_message
 from agentrl.errors import AgentRLError
-from agentrl.plain_data import PlainDataError, abbreviated, plain_data, printable, words_of
+from agentrl.plain_data import PlainDataError, abbreviated, plain_data, printable
+from agentrl.rollout.fault import raised_words
 from agentrl.types import Message
 
 Env = gym.Env[tuple[Message, ...], str | Message]
@@ -65,7 +66,7 @@ def construct(make_env: MakeEnv) -> Env:
         return make_env()
     except AgentRLError as error:
         cause = error.__cause__ or error
-        raise EnvError(f"environment: construction raised {words_of(cause)}") from error
+        raise EnvError(f"environment: construction raised {raised_words(cause)}") from cause
 
 
 def env_id(env: Env) -> str:

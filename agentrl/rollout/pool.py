@@ -2,7 +2,7 @@
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncIterator, Iterable, Mapping
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import Any
@@ -56,6 +56,7 @@ class RolloutPool:
         fork: bool = False,
         first: int = 0,
         stride: int = 1,
+        on_fault: Callable[[Trajectory], object] = lambda _: None,
     ) -> None:
         """Take the parts.
 
@@ -68,9 +69,10 @@ class RolloutPool:
             fork: rollouts are forked from every episode's turns (see `RolloutConfig.branches`).
             first: number of the first training task.
             stride: from one training task to the next; those in between are other processes'.
+            on_fault: told of each episode whose environment failed, at each attempt, at once.
         """
         self._make_env, self._engine, self._renderer, self._config = make_env, engine, renderer, config
-        self._fork = fork
+        self._fork, self._on_fault = fork, on_fault
         self._stream = TaskStream(config, seed=seed, first=first, stride=stride)
         self._clock = EngineClock()
         self._is_held = False
@@ -313,6 +315,7 @@ class RolloutPool:
             recorded=start,
             clock=self._clock,
             on_change=None if live is None else self._stream.note,
+            on_fault=self._note_fault,
         )
         if live is None:
             return await episode.play(self._make_env), start
@@ -321,6 +324,10 @@ class RolloutPool:
             return await episode.play(self._make_env), episode.live()
         finally:
             del live[start.task.trajectory_id]
+
+    def _note_fault(self, trajectory: Trajectory) -> None:
+        self._stream.counts["faults"] += 1
+        self._on_fault(trajectory)
 
     def _new_place(self) -> _Place:
         return _Place(self._threads.pop() if self._threads else EnvThread())

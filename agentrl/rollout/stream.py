@@ -76,7 +76,8 @@ class TaskStream:
         self._handed_out: deque[list[TrajectoryGroup]] = deque()
         self._journal: Journal | None = None
         self._journaled_since: int | None = None
-        self.counts = {"retries": 0, "failed_episodes": 0, "replaced_groups": 0, "alike_groups": 0, "lost_threads": 0}
+        names = ("faults", "retries", "failed_episodes", "replaced_groups", "alike_groups", "lost_threads")
+        self.counts = dict.fromkeys(names, 0)
 
     @property
     def is_replaying(self) -> bool:

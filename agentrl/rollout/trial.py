@@ -10,6 +10,7 @@ from agentrl.errors import EnvironmentFailure, UserError
 from agentrl.rollout.config import RolloutConfig
 from agentrl.rollout.env_thread import EnvThread
 from agentrl.rollout.episode import Episode, Task
+from agentrl.rollout.fault import raised_words
 from agentrl.rollout.moment import MakeEnv
 from agentrl.types import Completion, FinishReason, Need, Sampling
 
@@ -59,9 +60,7 @@ async def offer(make_env: MakeEnv, *, timeout_s: float) -> Offer:
             raise EnvironmentFailure(
                 f"environment: construction did not return within rollout.env_timeout_s: {timeout_s:g} s"
             ) from error
-        raise EnvironmentFailure(
-            f"environment: provides() or close() raised {type(error).__name__}: {error}"
-        ) from error
+        raise EnvironmentFailure(f"environment: provides() or close() raised {raised_words(error)}") from error
     finally:
         thread.close()
 

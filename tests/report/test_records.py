@@ -10,9 +10,9 @@ import pytest
 from agentrl.credit import Credit
 from agentrl.errors import UserError
 from agentrl.report.folder import RunFolder
-from agentrl.report.records import TrajectoryRecord, read_records, records
+from agentrl.report.records import TrajectoryRecord, groups_of, read_records, records
 from agentrl.testing.groups import make_group
-from agentrl.types import StopReason, Trajectory, TrajectoryGroup
+from agentrl.types import Fault, StopReason, Trajectory, TrajectoryGroup
 
 
 def group() -> TrajectoryGroup:
@@ -74,11 +74,13 @@ def test_everything_that_training_saw_comes_back_from_the_file(tmp_path: Path) -
 
 def test_a_failed_trajectory_is_recorded_with_its_error(tmp_path: Path) -> None:
     first, second = group().trajectories
-    failed = replace(second, stop_reason=StopReason.ENV_ERROR, error="step() raised", turns=())
+    fault = Fault(kind="KeyError at desk.py:4", traceback="  File ...\nKeyError: 'answer'")
+    failed = replace(second, stop_reason=StopReason.ENV_ERROR, error="step() raised", fault=fault, turns=())
     path = saved(tmp_path, TrajectoryGroup(group_id="g", trajectories=(first, failed)))
     record = list(read_records(path))[1]
     assert_same(record, failed)
-    assert (record.error, record.turns) == ("step() raised", [])
+    assert (record.error, record.fault, record.turns) == ("step() raised", fault, [])
+    assert groups_of([record])[0].trajectories[0].fault == fault
 
 
 def test_what_json_cannot_hold_is_recorded_as_numbers_lists_and_text(tmp_path: Path) -> None:

@@ -330,7 +330,10 @@ def test_a_branch_whose_engine_fails_is_dropped_and_counted(new_engine: NewEngin
 
 @pytest.mark.parametrize(
     ("how", "words"),
-    [(raises, "raised KeyError: 'lever'"), (hang, "did not return within rollout.env_timeout_s: 0.5 s")],
+    [
+        (raises, f"raised KeyError: 'lever' (test_branches.py:{raises.__code__.co_firstlineno + 1})"),
+        (hang, "did not return within rollout.env_timeout_s: 0.5 s"),
+    ],
 )
 def test_an_environment_that_cannot_be_forked_fails_its_episode_in_its_words(
     how: Callable[[], None], words: str, new_engine: NewEngine, renderer: Renderer
@@ -491,6 +494,7 @@ def test_a_pool_goes_on_with_a_fresh_thread_after_a_branch_that_hangs(new_pool: 
     assert [t.failed for t in group.trajectories] == [False] * 3
     assert [t.metrics["branches"] for t in group.trajectories] == [1, 10, 10]
     assert pool.counts == {
+        "faults": 1,
         "retries": 0,
         "failed_episodes": 0,
         "replaced_groups": 0,

@@ -330,8 +330,8 @@ def breaks(method: str, how: Callable[[], None], *, at_call: int = 1) -> MakeEnv
         ("__init__", "environment: construction", 0),
         ("reset", "environment Broken: reset()", 0),
         ("state_key", "environment Broken: reset()", 0),
-        ("action_key", "environment Broken: step()", 0),
-        ("step", "environment Broken: step()", 0),
+        ("action_key", "environment Broken: step()", 1),  # the turn at which it broke
+        ("step", "environment Broken: step()", 1),
         ("close", "environment Broken: close()", 2),
     ],
 )
@@ -340,16 +340,27 @@ def test_an_environment_that_raises_or_hangs_is_an_error_in_its_words(
 ) -> None:
     raised = play(breaks(method, raises), new_engine(), renderer, max_turns=2)
     assert (raised.stop_reason, raised.truncated) == (StopReason.ENV_ERROR, False)
-    assert raised.error == f"{where} raised KeyError: 'door'"
+    line = raises.__code__.co_firstlineno + 1
+    assert raised.error == f"{where} raised KeyError: 'door' (test_episode.py:{line})"
+    assert raised.fault is not None
+    assert raised.fault.kind == f"KeyError at test_episode.py:{line}"
+    assert 'raise KeyError("door")' in raised.fault.traceback
+    assert "agentrl/rollout" not in raised.fault.traceback
     hung = play(breaks(method, hang), new_engine(), renderer, max_turns=2, env_timeout_s=0.5)
     assert hung.stop_reason is StopReason.ENV_ERROR
     assert hung.error == f"{where} did not return within rollout.env_timeout_s: 0.5 s"
+    assert hung.fault is not None
+    assert ", in hang\n" in hung.fault.traceback
     assert len(raised.turns) == len(hung.turns) == num_turns
 
 
-def test_a_failure_at_a_later_turn_keeps_the_turns_before_it(new_engine: NewEngine, renderer: Renderer) -> None:
+def test_a_failure_at_a_later_turn_keeps_the_action_that_failed_and_the_turns_before_it(
+    new_engine: NewEngine, renderer: Renderer
+) -> None:
     trajectory = play(breaks("step", raises, at_call=3), new_engine(), renderer)
-    assert [turn.reward for turn in trajectory.turns] == [0.5, 1.5]
+    whole = play(Talk, new_engine(), renderer)
+    assert [turn.reward for turn in trajectory.turns] == [0.5, 1.5, 0.0]
+    assert [turn.message for turn in trajectory.turns] == [turn.message for turn in whole.turns[:3]]
     assert trajectory.failed
 
 
@@ -365,7 +376,10 @@ def test_what_went_wrong_first_is_what_is_told(new_engine: NewEngine, renderer: 
             raise RuntimeError("already broken")
 
     trajectory = play(BreaksTwice, new_engine(), renderer)
-    assert trajectory.error == "environment BreaksTwice: step() raised ValueError: no such lever"
+    assert trajectory.error is not None
+    assert trajectory.error.startswith(
+        "environment BreaksTwice: step() raised ValueError: no such lever (test_episode.py:"
+    )
     assert closed == [True]
 
 
@@ -446,7 +460,7 @@ def test_a_state_key_that_breaks_its_contract_later_is_told_too(new_engine: NewE
             return self.turn if self.turn == 2 else None
 
     trajectory = play(Odd, new_engine(), renderer)
-    assert (trajectory.stop_reason, len(trajectory.turns)) == (StopReason.ENV_ERROR, 1)
+    assert (trajectory.stop_reason, len(trajectory.turns)) == (StopReason.ENV_ERROR, 2)
     assert trajectory.error == "state_key() of Odd must return a string or None, got int 2"
     assert trajectory.turns[0].state_key is None
 
@@ -467,7 +481,8 @@ def test_a_constructor_that_fails_in_mid_run_is_a_failed_episode_not_a_mistake_i
     trajectory = play(partial(make_env, f"{__name__}:Flaky"), new_engine(), renderer)
     assert trajectory.stop_reason is StopReason.ENV_ERROR
     assert trajectory.error == (
-        "environment: construction raised JSONDecodeError: Expecting value: line 1 column 10 (char 9)"
+        "environment: construction raised JSONDecodeError: Expecting value: line 1 column 10 (char 9) "
+        f"(test_episode.py:{Flaky.__init__.__code__.co_firstlineno + 2})"
     )
 
 

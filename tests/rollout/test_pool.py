@@ -178,6 +178,7 @@ def test_a_failed_episode_is_begun_again_in_a_fresh_environment(new_pool: NewPoo
     assert Counter(env.member for env in made) == {0: 1, 1: 3, 2: 1}
     assert len({id(env) for env in made}) == 5
     assert pool.counts == {
+        "faults": 2,
         "retries": 2,
         "failed_episodes": 0,
         "replaced_groups": 0,
@@ -194,8 +195,11 @@ def test_an_episode_that_goes_on_failing_leaves_its_group(new_pool: NewPool) -> 
         assert [t.trajectory_id[-1] for t in group.valid] == ["0", "2"]
         failed = group.trajectories[1]
         assert failed.stop_reason is StopReason.ENV_ERROR
-        assert failed.error == "environment Talk: step() raised RuntimeError: the lamp of member 1 is out"
+        assert failed.error is not None
+        words = "environment Talk: step() raised RuntimeError: the lamp of member 1 is out (test_pool.py:"
+        assert failed.error.startswith(words)
     assert pool.counts == {
+        "faults": 4,
         "retries": 2,
         "failed_episodes": 2,
         "replaced_groups": 0,
@@ -277,8 +281,8 @@ def test_an_environment_that_always_fails_stops_the_run_with_its_words(where: st
     with pytest.raises(EnvironmentFailure) as caught:
         collect(new_pool(logged(log), max_consecutive_failures=6, max_retries=1), 4)
     method = {"made": "environment: construction"}.get(where, f"environment Talk: {where}()")
-    assert str(caught.value) == (
-        f"6 episodes failed in a row; the last one: {method} raised RuntimeError: the lamp is out"
+    assert str(caught.value).startswith(
+        f"6 episodes failed in a row; the last one: {method} raised RuntimeError: the lamp is out (test_pool.py:"
     )
     assert len(made) <= (6 + 8) * 2  # the 6, and what was alive beside them, each with its retry
 
@@ -296,6 +300,7 @@ def test_a_backend_that_is_down_for_a_moment_does_not_stop_the_run(new_pool: New
     groups = collect(pool, 4)
     assert [len(group.valid) for group in groups] == [3, 3, 3, 3]
     assert pool.counts == {
+        "faults": 12,
         "retries": 12,
         "failed_episodes": 0,
         "replaced_groups": 0,
@@ -319,9 +324,9 @@ def test_one_member_that_always_fails_cannot_make_the_run_go_on_for_ever(new_poo
     pool = new_pool(make_env, group_size=2, max_retries=0, max_consecutive_failures=5)
     with pytest.raises(EnvironmentFailure) as caught:
         collect(pool, 2)
-    assert str(caught.value) == (
+    assert str(caught.value).startswith(
         "5 groups in a row had too many failures; the last: environment Talk: reset() raised RuntimeError: "
-        "the lamp of member 1 is out"
+        "the lamp of member 1 is out (test_pool.py:"
     )
 
 
@@ -371,6 +376,28 @@ def test_a_run_in_which_every_first_prompt_is_too_long_ends(new_pool: NewPool) -
         collect(pool, 1)
 
 
+def test_every_attempt_at_which_an_environment_fails_is_counted_and_told(
+    new_engine: NewEngine, renderer: Renderer
+) -> None:
+    told: list[Trajectory] = []
+    pool = RolloutPool(
+        make_env=fails(where="step", when=lambda env: (env.seed, env.member) == (task_seed(5, 0), 1)),
+        engine=new_engine(),
+        renderer=renderer,
+        config=RolloutConfig(group_size=3, max_turn_tokens=64, max_live_episodes=8, max_retries=1),
+        seed=5,
+        on_fault=told.append,
+    )
+    groups = collect(pool, 1)
+    assert pool.counts["faults"] == 2
+    assert [t.trajectory_id for t in told] == ["train/000000/1"] * 2
+    assert told[1] == groups[0].trajectories[1]
+    assert [len(t.turns) for t in told] == [1, 1]  # each with the action at which it failed
+    state = json.loads(json.dumps(pool.state_dict()))
+    pool.load_state_dict(state)
+    assert pool.counts["faults"] == 2
+
+
 def test_hanging_environments_lose_their_thread_and_the_others_go_on(new_pool: NewPool) -> None:
     def log(what: str, env: Talk) -> None:
         if what == "step" and env.member == 1:
@@ -380,6 +407,7 @@ def test_hanging_environments_lose_their_thread_and_the_others_go_on(new_pool: N
     groups = collect(pool, 2)
     assert [[t.failed for t in group.trajectories] for group in groups] == [[False, True, False]] * 2
     assert pool.counts == {
+        "faults": 4,
         "retries": 2,
         "failed_episodes": 2,
         "replaced_groups": 0,

@@ -1,0 +1,79 @@
+"""Where an environment failed: the frames of a traceback that are its own."""
+
+import os
+import sys
+import threading
+import traceback
+from collections.abc import Sequence
+from traceback import FrameSummary, StackSummary, TracebackException
+
+import gymnasium as gym
+
+from agentrl.plain_data import printable, words_of
+from agentrl.types import Fault
+
+_MAX_LINES = 60
+"""Lines of a traceback that are kept; its middle gives way."""
+_CALLERS = tuple(f"{os.path.dirname(file)}{os.sep}" for file in (os.path.dirname(__file__), gym.__file__))
+"""Folders of the code that calls environments: agentrl's and gymnasium's."""
+
+
+def fault_of(error: BaseException, *, hanging: StackSummary | None = None) -> Fault:
+    """Describe what an environment raised, or where it hangs.
+
+    Its kind names the last line within the folder of the file that was called: what it called in turn, such as a JSON decoder,
+    has many callers.
+
+    Args:
+        error: raised by the environment, or by agentrl where it broke its contract.
+        hanging: where the environment's thread stands, where it missed a deadline.
+    """
+    raised = TracebackException.from_exception(error)
+    frames = raised.stack if hanging is None else hanging
+    own = _own(frames)
+    text = ""  # of a contract that was broken the message says all, and every frame is agentrl's
+    if hanging is not None:
+        text = f"It hangs here (most recent call last):\n{''.join((own or frames).format())}"
+    elif own:
+        raised.stack[:] = own
+        text = "".join(raised.format())
+    place = _place(own) or (_line(frames[-1]) if frames else "an unknown line")
+    return Fault(kind=printable(f"{type(error).__name__} at {place}"), traceback=_bounded(text))
+
+
+def raised_words(error: BaseException) -> str:
+    """Return what an environment raised, and where: `KeyError: 'answer' (desk.py:40)`."""
+    place = _place(_own(TracebackException.from_exception(error).stack))
+    return f"{words_of(error)} ({place})" if place else words_of(error)
+
+
+def stack_of(thread: threading.Thread) -> StackSummary | None:
+    """Return where a thread stands. None: it has ended."""
+    frame = sys._current_frames().get(thread.ident or 0)
+    return None if frame is None else traceback.extract_stack(frame)
+
+
+def _own(frames: StackSummary) -> StackSummary:
+    """Return the frames from the first one on that is the environment's."""
+    for number, frame in enumerate(frames):
+        if not (frame.filename.startswith(_CALLERS) or frame.filename == threading.__file__):
+            return StackSummary.from_list(frames[number:])
+    return StackSummary()
+
+
+def _place(own: Sequence[FrameSummary]) -> str | None:
+    folders = [os.path.dirname(frame.filename) for frame in own]
+    return (
+        _line([frame for frame, folder in zip(own, folders, strict=True) if folder == folders[0]][-1]) if own else None
+    )
+
+
+def _line(frame: FrameSummary) -> str:
+    return f"{os.path.basename(frame.filename)}:{frame.lineno}"
+
+
+def _bounded(text: str) -> str:
+    lines = [printable(line) for line in text.splitlines()]
+    if len(lines) > _MAX_LINES:
+        lines[_MAX_LINES // 2 : -_MAX_LINES // 2] = ["  ..."]
+    return "\n".join(lines)
