@@ -452,15 +452,15 @@ def _replay(options: argparse.Namespace, _: list[str]) -> None:
 
 def _envs(_: argparse.Namespace, __: list[str]) -> None:
     table = Table("name", "what it is", "tools", "state keys", "turn rewards")
-    from agentrl.env import make_env
+    from agentrl.env import describe, make_env
     from agentrl.registry import names
     from agentrl.types import Need
 
     for name in names("agentrl.envs"):
         base: Any = make_env(name).unwrapped
-        provides = base.provides()
-        keys, rewards = ("yes" if need in provides else "no" for need in (Need.STATE_KEYS, Need.TURN_REWARDS))
-        tools = ", ".join(tool["function"]["name"] for tool in base.tools)
+        described = describe(base)
+        keys, rewards = ("yes" if need in described.needs else "no" for need in (Need.STATE_KEYS, Need.TURN_REWARDS))
+        tools = ", ".join(tool["function"]["name"] for tool in described.tools)
         table.add_row(name, _first_line(type(base)), tools, keys, rewards)
     Console().print(table)
 

@@ -131,7 +131,7 @@ class _Copier:
             return _number(value)
         if len(self._path) >= self._max_depth:
             raise _NotPlain(f"nests more than {self._max_depth} deep")
-        if isinstance(value, list | tuple):
+        if isinstance(value, list | tuple | range):
             return [self._member(index, item) for index, item in enumerate(value)]
         if isinstance(value, dict | Mapping):
             return self._mapping(value)

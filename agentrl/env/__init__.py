@@ -1,19 +1,23 @@
 """Environments: messages in, messages out, plain Gymnasium. An environment never sees a token."""
 
 from agentrl.env.command import run_command
+from agentrl.env.describe import EnvDescription, describe
 from agentrl.env.make import make_env
-from agentrl.env.message_env import MessageEnv, as_message, base_env
+from agentrl.env.message_env import MAX_REWARD, MessageEnv, as_message, base_env
 from agentrl.env.spaces import ActionSpace, MessagesSpace
 from agentrl.env.tool_env import ToolEnv
 from agentrl.env.tools import tool, tool_call, tool_schemas
 
 __all__ = [
+    "MAX_REWARD",
     "ActionSpace",
+    "EnvDescription",
     "MessageEnv",
     "MessagesSpace",
     "ToolEnv",
     "as_message",
     "base_env",
+    "describe",
     "make_env",
     "run_command",
     "tool",

@@ -10,6 +10,9 @@ import numpy as np
 from agentrl.env.spaces import ActionSpace, MessagesSpace
 from agentrl.types import Message, Need
 
+MAX_REWARD = 1e15
+"""Largest reward of a turn, either way: advantages and gradients are float32, and gradients are squared."""
+
 
 def base_env(env: gym.Env[tuple[Message, ...], str | Message]) -> "MessageEnv":
     """Return the environment inside Gymnasium's wrappers."""

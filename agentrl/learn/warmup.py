@@ -11,7 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field, PositiveFloat
 
 from agentrl.chat import Renderer
 from agentrl.credit import Credit
-from agentrl.env import base_env
+from agentrl.env import base_env, describe
 from agentrl.errors import AgentRLError, ConfigError, EnvironmentFailure
 from agentrl.learn.batch import make_batch
 from agentrl.learn.layout import attending
@@ -64,7 +64,8 @@ def _play(
     base = base_env(env)
     rng = np.random.default_rng(derive_seed(seed, "oracle"))
     messages, _ = env.reset(seed=seed)
-    observation_ids = renderer.start(messages, base.tools)
+    tools = describe(base).tools
+    observation_ids = renderer.start(messages, tools)
     context_ids: tuple[int, ...] = ()
     history, extends = list(messages), True
     turns: list[Turn] = []
@@ -89,7 +90,7 @@ def _play(
         context_ids = (context_ids + observation_ids if extends else observation_ids) + action_ids
         added = renderer.extend(context_ids[: -len(action_ids)], action_ids, messages)
         extends = added is not None
-        observation_ids = added if added is not None else renderer.start(history, base.tools)
+        observation_ids = added if added is not None else renderer.start(history, tools)
     return turns
 
 

@@ -1,11 +1,10 @@
 """Rollouts as lines of JSON: one trajectory a line, everything that training saw."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, Self
 
-import numpy as np
 from pydantic import BaseModel, ConfigDict, TypeAdapter, model_validator
 
 from agentrl.credit import Credit
@@ -102,8 +101,8 @@ def records(
                 end = start + len(turn.action_ids)
                 turns.append(
                     TurnRecord(
-                        observation=[_plain(message) for message in turn.observation],
-                        message=_plain(turn.message),
+                        observation=list(turn.observation),
+                        message=turn.message,
                         observation_ids=list(turn.observation_ids),
                         extends=turn.extends,
                         action_ids=list(turn.action_ids),
@@ -117,8 +116,8 @@ def records(
                         next_state_key=turn.next_state_key,
                         action_key=turn.action_key,
                         finish_reason=turn.finish_reason,
-                        extras=_plain(turn.extras),
-                        **{name: _plain(getattr(turn, name)) for name in MEASURED},
+                        extras=dict(turn.extras),
+                        **{name: getattr(turn, name) for name in MEASURED},
                     )
                 )
                 start = end
@@ -132,10 +131,10 @@ def records(
                 truncated=trajectory.truncated,
                 reward=trajectory.reward,
                 metrics=dict(trajectory.metrics),
-                error=_plain(trajectory.error),
+                error=trajectory.error,
                 fault=trajectory.fault,
                 turns=turns,
-                gold_answer=_plain(trajectory.gold_answer),
+                gold_answer=trajectory.gold_answer,
                 final_value=trajectory.final_value,
             )
 
@@ -173,16 +172,3 @@ def _turn(record: TurnRecord) -> Turn:
 
 def _frozen(value: Any) -> Any:
     return tuple(map(_frozen, value)) if isinstance(value, list) else value
-
-
-def _plain(value: Any) -> Any:
-    """Return what an environment reported as JSON can hold it: numpy as numbers and lists, what has no form as text."""
-    if isinstance(value, Mapping):
-        return {str(key): _plain(item) for key, item in value.items()}
-    if isinstance(value, np.generic | np.ndarray):
-        return _plain(value.tolist())
-    if isinstance(value, list | tuple | set | frozenset):
-        return [_plain(item) for item in value]
-    if value is None or isinstance(value, int | float):
-        return value
-    return str(value).encode(errors="replace").decode()  # a lone surrogate is no text that a file can hold

@@ -6,14 +6,13 @@ from agentrl.rollout.journal import Journal
 from agentrl.rollout.limits import check_limits
 from agentrl.rollout.pool import RolloutPool
 from agentrl.rollout.seeds import derive_seed, held_out_seed, task_seed
-from agentrl.rollout.trial import Offer, offer, try_environment
+from agentrl.rollout.trial import offer, try_environment
 
 __all__ = [
     "BranchConfig",
     "Episode",
     "Journal",
     "LiveEpisode",
-    "Offer",
     "RolloutConfig",
     "RolloutPool",
     "Task",

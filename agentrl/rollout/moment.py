@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, TypeGuard
 import gymnasium as gym
 import numpy as np
 
-from agentrl.env import MessageEnv, base_env, tool_schemas
+from agentrl.env import MAX_REWARD, MessageEnv, base_env, tool_schemas
 from agentrl.env.spaces import is_message
 from agentrl.errors import AgentRLError
 from agentrl.plain_data import PlainDataError, abbreviated, plain_data, printable
@@ -18,10 +18,6 @@ from agentrl.types import Message
 
 Env = gym.Env[tuple[Message, ...], str | Message]
 MakeEnv = Callable[[], Env]
-
-
-_MAX_REWARD = 1e15
-"""Advantages and gradients are float32, and gradients are squared."""
 
 
 class EnvError(AgentRLError):
@@ -145,10 +141,10 @@ def _messages(messages: object, base: MessageEnv, method: str) -> tuple[Message,
 
 def _reward(reward: object, base: MessageEnv) -> float:
     number = _plain(reward, f"step() of {type(base).__name__}: the reward")
-    if not is_number(number) or abs(number) > _MAX_REWARD:
+    if not is_number(number) or abs(number) > MAX_REWARD:
         raise EnvError(
             f"step() of {type(base).__name__} returned the reward {abbreviated(reward)}; it must be a finite number, "
-            f"at most {_MAX_REWARD:g} in size"
+            f"at most {MAX_REWARD:g} in size"
         )
     return float(number)
 

@@ -2,17 +2,16 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple
 
 from agentrl.chat import Renderer
-from agentrl.env import base_env
+from agentrl.env import EnvDescription, base_env, describe
 from agentrl.errors import EnvironmentFailure, UserError
 from agentrl.rollout.config import RolloutConfig
 from agentrl.rollout.env_thread import EnvThread
 from agentrl.rollout.episode import Episode, Task
 from agentrl.rollout.fault import raised_words
 from agentrl.rollout.moment import MakeEnv
-from agentrl.types import Completion, FinishReason, Need, Sampling
+from agentrl.types import Completion, FinishReason, Sampling
 
 
 class _Silence:
@@ -27,26 +26,17 @@ class _Silence:
         return Completion(token_ids=stop, logprobs=(0.0,), versions=(0,), finish_reason=FinishReason.STOP)
 
 
-class Offer(NamedTuple):
-    """What an environment says of itself."""
-
-    needs: frozenset[Need]
-    """Data that credit schemes may read from it."""
-    tools: list[dict[str, Any]]
-    """JSON schemas of its tools."""
-
-
-async def offer(make_env: MakeEnv, *, timeout_s: float) -> Offer:
+async def offer(make_env: MakeEnv, *, timeout_s: float) -> EnvDescription:
     """Make the environment for the first time, under a deadline, and return what it offers.
 
     Raises:
         UserError: in the words of what went wrong.
     """
 
-    def look() -> Offer:
+    def look() -> EnvDescription:
         env = make_env()
         try:
-            return Offer(base_env(env).provides(), base_env(env).tools)
+            return describe(base_env(env))
         finally:
             env.close()
 
@@ -60,7 +50,7 @@ async def offer(make_env: MakeEnv, *, timeout_s: float) -> Offer:
             raise EnvironmentFailure(
                 f"environment: construction did not return within rollout.env_timeout_s: {timeout_s:g} s"
             ) from error
-        raise EnvironmentFailure(f"environment: provides() or close() raised {raised_words(error)}") from error
+        raise EnvironmentFailure(f"environment: provides(), tools or close() raised {raised_words(error)}") from error
     finally:
         thread.close()
 

@@ -39,7 +39,7 @@ def likely_arguments(schema: dict[str, Any]) -> dict[str, Any]:
     """Return arguments that a tool may well accept."""
     values = {"integer": 1, "number": 0.5, "string": "a", "boolean": True, "array": [], "object": {}}
     properties: dict[str, Any] = schema["function"]["parameters"].get("properties", {})
-    return {name: (p.get("enum") or [values.get(p.get("type", ""), "a")])[0] for name, p in properties.items()}
+    return {name: (p.get("enum") or [values.get(str(p.get("type")), "a")])[0] for name, p in properties.items()}
 
 
 def call(name: str, arguments: Any) -> Message:

@@ -1,7 +1,6 @@
 """An environment under test: every call has a deadline, and every value it returns is looked at."""
 
 import contextlib
-import json
 import math
 import threading
 from collections.abc import Callable, Iterator
@@ -11,8 +10,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from agentrl.env import MessageEnv
+from agentrl.env import MAX_REWARD, MessageEnv, tool_schemas
 from agentrl.env.spaces import is_message
+from agentrl.plain_data import PlainDataError, abbreviated, plain_data
 from agentrl.types import Message
 
 
@@ -138,6 +138,15 @@ class Session:
         """True where the environment defines an oracle."""
         return type(self.env).oracle is not MessageEnv.oracle
 
+    def tools(self) -> list[dict[str, Any]]:
+        """Return the schemas of the tools, without those that are none."""
+        found: list[dict[str, Any]] = []
+        tools = self.report.call("tools", lambda: self.env.tools)
+        for schema in tools if isinstance(tools, list | tuple) else ():
+            with contextlib.suppress(PlainDataError):
+                found += tool_schemas([schema])
+        return found
+
     def add(self, line: str) -> None:
         """Note something wrong."""
         self.report.add(line)
@@ -152,6 +161,7 @@ class Session:
         result = self.report.call("reset()", lambda: self.env.reset(seed=seed, options=options))
         if not (isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], dict)):
             raise Problem(f"reset() returned {_types(result)}; return (messages, info)")
+        _plain("reset(): info", result[1])
         return self._messages("reset()", result[0])
 
     def step(self, action: str | Message) -> StepResult:
@@ -161,21 +171,24 @@ class Session:
             raise Problem(f"step() returned {_types(result)}; return (messages, reward, terminated, truncated, info)")
         observation, reward, terminated, truncated, info = result
         observation = self._messages("step()", observation)
-        is_number = isinstance(reward, int | float | np.integer | np.floating) and not isinstance(reward, bool)
-        if not is_number or not math.isfinite(reward):
-            raise Problem(f"step() returned the reward {reward!r}; return a finite float")
+        number = _plain("step(): the reward", reward)
+        if not isinstance(number, int | float) or isinstance(number, bool) or abs(number) > MAX_REWARD:
+            raise Problem(
+                f"step() returned the reward {abbreviated(reward)}; return a finite float, at most {MAX_REWARD:g} in size"
+            )
         for name, flag in (("terminated", terminated), ("truncated", truncated)):
             self.add_if(not isinstance(flag, bool | np.bool_), f"step() returned {flag!r} as {name}; return a bool")
         if not isinstance(info, dict):
-            raise Problem(f"step() returned {info!r} as info; return a dict")
-        self._check_info(info, float(reward), is_end=bool(terminated or truncated))
-        return StepResult(observation, float(reward), bool(terminated), bool(truncated), info, self.key())
+            raise Problem(f"step() returned {abbreviated(info)} as info; return a dict")
+        info = _plain("step(): info", info)
+        self._check_info(info, float(number), is_end=bool(terminated or truncated))
+        return StepResult(observation, float(number), bool(terminated), bool(truncated), info, self.key())
 
     def key(self) -> str | None:
         """Return the state key, asked for twice."""
         key, again = self.report.call("state_key()", lambda: (self.env.state_key(), self.env.state_key()))
         if not (key is None or isinstance(key, str)):
-            raise Problem(f"state_key() returned {key!r}; return a str, or None where there are no keys")
+            raise Problem(f"state_key() returned {abbreviated(key)}; return a str, or None where there are no keys")
         self.add_if(
             key != again, f"state_key() returned {key!r} and at once {again!r}; it only looks, it changes nothing"
         )
@@ -215,29 +228,37 @@ class Session:
         if not isinstance(said, list | tuple):
             raise Problem(f"{method} returned {type(said).__name__} as messages; return a tuple of them")
         self.add_if(isinstance(said, list), f"{method} returned a list of messages; return a tuple")
-        for message in said:
+        messages: list[Message] = _plain(f"{method}: messages", said)
+        for message in messages:
             if not is_message(message):
                 raise Problem(
                     f"{method} returned {message!r} as a message; return a dict with role "
                     "(system, user, assistant, tool) and content (a str)"
                 )
-        try:
-            json.dumps(said)
-        except (TypeError, ValueError) as error:
-            self.add(f"{method} returned a message that cannot be written as JSON ({error}); use plain data")
-        return tuple(said)
+        return tuple(messages)
 
     def _check_info(self, info: dict[str, Any], reward: float, *, is_end: bool) -> None:
         parts = info.get("reward_components")
-        if parts is not None and not math.isclose(sum(parts.values()), reward, rel_tol=1e-6, abs_tol=1e-9):
+        if parts is not None and not (
+            isinstance(parts, dict) and all(isinstance(p, int | float) for p in parts.values())
+        ):
+            self.add(f"step() returned reward_components {abbreviated(parts)}; map names to numbers")
+        elif parts is not None and not math.isclose(sum(parts.values()), reward, rel_tol=1e-6, abs_tol=1e-9):
             self.add(f"step() returned the reward {reward} but reward_components {parts}; the parts must add up to it")
         success, score = info.get("success"), info.get("score")
         if success is not None:
-            self.add_if(not isinstance(success, bool | np.bool_), f"info['success'] is {success!r}; give a bool")
+            self.add_if(not isinstance(success, bool), f"info['success'] is {success!r}; give a bool")
             self.add_if(not is_end, "info['success'] is given before the end; give it with the last step alone")
         if score is not None:
-            is_share = isinstance(score, int | float | np.floating) and 0 <= score <= 1
+            is_share = isinstance(score, int | float) and 0 <= score <= 1
             self.add_if(not is_share, f"info['score'] is {score!r}; give a number from 0 to 1")
+
+
+def _plain(place: str, value: object) -> Any:
+    try:
+        return plain_data(value, place)
+    except PlainDataError as error:
+        raise Problem(str(error)) from error
 
 
 def _types(value: object) -> str:

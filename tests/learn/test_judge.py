@@ -133,17 +133,17 @@ SHAPE = "signals.judge, trajectory g/1: return one finite number for each of its
         (raises, "signals.judge, trajectory g/1: LookupError: no rubric for this task"),
         (exits, "signals.judge, trajectory g/1: RuntimeError: SystemExit: 3"),
         (asks_too_long, "signals.judge, trajectory g/1: TimeoutError: the judge's own backend"),
-        (lambda _: [1.0], f"{SHAPE}[1.0]"),
-        (lambda _: [1.0, 2.0, 3.0], f"{SHAPE}[1.0, 2.0, 3.0]"),
-        (lambda _: [[1.0, 2.0]], f"{SHAPE}[[1.0, 2.0]]"),
-        (lambda _: 0.5, f"{SHAPE}0.5"),
-        (lambda _: None, f"{SHAPE}None"),
-        (lambda _: [1.0, math.nan], f"{SHAPE}[1.0, nan]"),
-        (lambda _: [-math.inf, 1.0], f"{SHAPE}[-inf, 1.0]"),
-        (lambda _: [1.0, None], f"{SHAPE}[1.0, None]"),
-        (lambda _: ["good", "bad"], f"{SHAPE}['good', 'bad']"),
-        (lambda _: {"scores": 1}, f"{SHAPE}{{'scores': 1}}"),
-        (lambda _: [[1.0], [1.0, 2.0]], f"{SHAPE}[[1.0], [1.0, 2.0]]"),
+        (lambda _: [1.0], f"{SHAPE}list [1.0]"),
+        (lambda _: [1.0, 2.0, 3.0], f"{SHAPE}list [1.0, 2.0, 3.0]"),
+        (lambda _: [[1.0, 2.0]], f"{SHAPE}list [[1.0, 2.0]]"),
+        (lambda _: 0.5, f"{SHAPE}float 0.5"),
+        (lambda _: None, f"{SHAPE}NoneType None"),
+        (lambda _: [1.0, math.nan], f"{SHAPE}list [1.0, nan]"),
+        (lambda _: [-math.inf, 1.0], f"{SHAPE}list [-inf, 1.0]"),
+        (lambda _: [1.0, None], f"{SHAPE}list [1.0, None]"),
+        (lambda _: ["good", "bad"], f"{SHAPE}list ['good', 'bad']"),
+        (lambda _: {"scores": 1}, f"{SHAPE}dict {{'scores': 1}}"),
+        (lambda _: [[1.0], [1.0, 2.0]], f"{SHAPE}list [[1.0], [1.0, 2.0]]"),
     ],
 )
 def test_a_bad_judge_is_one_error_that_names_the_trajectory_and_what_it_did(
@@ -205,7 +205,9 @@ def generated(given: Trajectory) -> Iterator[float]:
 
 
 def test_a_generator_is_no_list_of_numbers() -> None:
-    with pytest.raises(UserError, match=r"trajectory g/1: return one finite number for each of its 2 turns, got <gen"):
+    with pytest.raises(
+        UserError, match=r"trajectory g/1: return one finite number for each of its 2 turns, got generator"
+    ):
         scored(generated, [trajectory(1)])
 
 

@@ -83,30 +83,6 @@ def test_a_failed_trajectory_is_recorded_with_its_error(tmp_path: Path) -> None:
     assert groups_of([record])[0].trajectories[0].fault == fault
 
 
-def test_what_json_cannot_hold_is_recorded_as_numbers_lists_and_text(tmp_path: Path) -> None:
-    extras = {
-        "score": np.float32(0.5),
-        "success": np.bool_(True),
-        "grid": np.arange(4).reshape(2, 2),
-        "seen": {3},
-        "pair": ("a", None),
-        5: {"where": Path("/shop")},
-        "kind": complex(1, 2),
-        "name": "shop \ud800",
-    }
-    record = next(read_records(saved(tmp_path, with_extras(extras, {"score": 0.5}))))  # type: ignore[arg-type]
-    assert record.turns[0].extras == {
-        "score": 0.5,
-        "success": True,
-        "grid": [[0, 1], [2, 3]],
-        "seen": [3],
-        "pair": ["a", None],
-        "5": {"where": "/shop"},
-        "kind": "(1+2j)",
-        "name": "shop ?",
-    }
-
-
 def test_numbers_that_are_not_finite_come_back_and_the_file_stays_json(tmp_path: Path) -> None:
     path = saved(tmp_path, with_extras({}, {"score": float("nan"), "worst": float("-inf")}))
 

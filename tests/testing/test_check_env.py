@@ -230,8 +230,8 @@ def test_a_message_without_content() -> None:
 
 def test_a_message_that_is_no_plain_data() -> None:
     line = problems(ExtraObject)[0]
-    assert line.startswith("reset() returned a message that cannot be written as JSON (")
-    assert line.endswith("); use plain data")
+    assert line.startswith("reset(): messages[0]['when'] is ")
+    assert line.endswith("; give plain data: text, numbers, lists and dicts")
 
 
 def test_a_seed_that_is_not_used() -> None:
@@ -339,6 +339,24 @@ class WrongTools(TextOnly):
     tools = [{"type": "function", "function": {"name": "press it", "parameters": {"type": "string"}}}, {"name": "look"}]  # noqa: RUF012
 
 
+class OddSchemas(TextOnly):
+    tools = [  # noqa: RUF012
+        {
+            "type": "function",
+            "function": {
+                "name": "press",
+                "description": "Press.",
+                "parameters": {"type": "object", "properties": {"any": True, "either": {"type": ["string", "null"]}}},
+            },
+        }
+    ]
+
+
+class OffersNothing(TextOnly):
+    def provides(self) -> Any:
+        return None
+
+
 class Stuck(Sound):
     is_stuck = False
 
@@ -356,12 +374,16 @@ class Stuck(Sound):
     [
         (0, "More.", "step() returned str as messages; return a tuple of them"),
         (0, ({"content": "More."},), "step() returned {'content': 'More.'} as a message; return a dict with role"),
-        (1, "1", "step() returned the reward '1'; return a finite float"),
-        (1, float("nan"), "step() returned the reward nan; return a finite float"),
-        (1, True, "step() returned the reward True; return a finite float"),
+        (1, "1", "step() returned the reward str '1'; return a finite float, at most 1e+15 in size"),
+        (1, float("nan"), "step() returned the reward float nan; return a finite float, at most 1e+15 in size"),
+        (1, True, "step() returned the reward bool True; return a finite float, at most 1e+15 in size"),
         (2, None, "step() returned None as terminated; return a bool"),
         (3, 0, "step() returned 0 as truncated; return a bool"),
-        (4, None, "step() returned None as info; return a dict"),
+        (4, None, "step() returned NoneType None as info; return a dict"),
+        (1, 10**400, "step(): the reward is an integer beyond what a float can hold"),
+        (4, {"n": 10**400}, "step(): info['n'] is an integer beyond what a float can hold"),
+        (4, {"board": object()}, "step(): info['board'] is object <object"),
+        (4, {"reward_components": 3}, "step() returned reward_components int 3; map names to numbers"),
         (4, {"success": True}, "info['success'] is given before the end; give it with the last step alone"),
         (4, {"success": 1}, "info['success'] is 1; give a bool"),
         (4, {"score": 12.0}, "info['score'] is 12.0; give a number from 0 to 1"),
@@ -438,7 +460,18 @@ def test_wrong_schemas_of_tools() -> None:
     assert "tools: 'press it' is no tool name; use 1 to 64 letters, digits, '_' and '-'" in lines
     assert "tools: 'press it' has no description; the first line of the method's docstring becomes one" in lines
     assert "tools: parameters of 'press it' must be a JSON schema of type 'object'" in lines
-    assert any(line.startswith("tools: {'name': 'look'} is no OpenAI-style schema; give") for line in lines)
+    assert any("tools[1] is dict {'name': 'look'}, which is no OpenAI-style schema; give" in line for line in lines)
+
+
+def test_schemas_that_are_rare_and_right() -> None:
+    check_env(OddSchemas)
+
+
+def test_an_environment_that_does_not_say_what_it_provides() -> None:
+    assert (
+        "environment OffersNothing: provides() returned NoneType None; return a frozenset of agentrl.Need"
+        in problems(OffersNothing)
+    )
 
 
 def test_a_reset_that_does_not_bring_it_back() -> None:
@@ -541,7 +574,7 @@ class SlamsTwice(Sound):
 
 
 def test_a_key_that_is_no_text() -> None:
-    assert "state_key() returned 3; return a str, or None where there are no keys" in problems(IntKey)
+    assert "state_key() returned int 3; return a str, or None where there are no keys" in problems(IntKey)
 
 
 def test_a_key_that_changes_by_asking() -> None:

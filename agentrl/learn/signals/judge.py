@@ -6,9 +6,8 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-import numpy as np
-
 from agentrl.errors import AgentRLError, ConfigError, UserError
+from agentrl.plain_data import PlainDataError, abbreviated, plain_data, words_of
 from agentrl.registry import import_attribute
 from agentrl.rollout.env_thread import EnvThread
 from agentrl.types import Trajectory
@@ -63,7 +62,7 @@ async def score_turns(
                         continue
                     if thread.is_lost:
                         raise UserError(f"{where}: no score within signals.judge_timeout_s: {timeout_s:g} s") from error
-                    raise UserError(f"{where}: {type(error).__name__}: {error}") from error
+                    raise UserError(f"{where}: {words_of(error)}") from error
                 found[index] = _scored(trajectory, scores, where)
         finally:
             thread.close()
@@ -80,12 +79,13 @@ async def score_turns(
 
 def _scored(trajectory: Trajectory, scores: Any, where: str) -> Trajectory:
     try:
-        scores_K = np.asarray(scores, dtype=np.float64)
-    except (TypeError, ValueError):
-        scores_K = np.array(np.nan)
-    if scores_K.shape != (len(trajectory.turns),) or not np.isfinite(scores_K).all():
+        plain = plain_data(scores)
+    except PlainDataError:
+        plain = None
+    turns = trajectory.turns
+    if not (isinstance(plain, list) and len(plain) == len(turns) and all(isinstance(s, int | float) for s in plain)):
         raise UserError(
-            f"{where}: return one finite number for each of its {len(trajectory.turns)} turns, got {scores!r}"
+            f"{where}: return one finite number for each of its {len(turns)} turns, got {abbreviated(scores)}"
         )
-    turns = zip(trajectory.turns, scores_K.tolist(), strict=True)
-    return replace(trajectory, turns=tuple(replace(turn, score=score) for turn, score in turns))
+    scored = (replace(turn, score=float(score)) for turn, score in zip(turns, plain, strict=True))
+    return replace(trajectory, turns=tuple(scored))
