@@ -1,6 +1,6 @@
 """How minibatches are drawn: what it costs in time, and what it brings in learning a step.
 
-    python benchmarks/minibatches.py time [--repeats 5]
+    python benchmarks/minibatches.py time [--repeats 5] [--groups 4 8 ...]
     python benchmarks/minibatches.py table [--seeds 128]
     python benchmarks/minibatches.py rooms --out FILE [--seeds 10 11 ...] [--variants before whole 4]
 
@@ -9,7 +9,7 @@ groups whole; `before` is what was done at c6e7780: whole groups, trajectories w
 of AdamW also where a minibatch has no gradient.
 
 `time`: `Learner.update` with four minibatches of random trajectories, groups of eight that share most of each trajectory:
-tokens that the token tree computes, and seconds, medians of interleaved rounds.
+tokens that the token tree computes, over those of whole groups; seconds likewise, medians of interleaved rounds.
 
 `table`: the task of `six_rooms.py` by a policy without a language model: softmax over the boxes on random features of room
 and named box, fitted to choose right with .75; GRPO with clip range .2/.27, AdamW, four minibatches a step, groups of
@@ -31,6 +31,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -78,17 +79,22 @@ def group_after_group(
     return parts
 
 
+def distinct(num_groups: int) -> list[str]:
+    """Return the variants but those that keep groups of this number whole, and those that ask for more."""
+    return [v for v in VARIANTS if not v.isdigit() or num_groups / NUM_MINIBATCHES < int(v) <= num_groups]
+
+
 # Time
 
 
-def measure_time(repeats: int) -> list[dict[str, Any]]:
+def measure_time(repeats: int, numbers: Sequence[int]) -> list[dict[str, Any]]:
 
     from benchmarks.train_step import Row, make_groups, make_model, shared
 
     torch.set_num_threads(1)
     found = []
-    print(f"{'shared':>6} {'groups':>6} {'drawing':>8} {'tokens':>8} {'seconds':>8} {'over whole groups':>18}")
-    for share, num_groups in ((0.75, 8), (0.75, 16), (0.75, 32), (0.75, 64), (0.9, 32)):
+    print(f"{'shared':>6} {'groups':>6} {'drawing':>8} {'tokens':>8} {'more':>6} {'seconds':>8} {'slower':>6}")
+    for share, num_groups in product((0.5, 0.75, 0.9), numbers):
         row = Row(groups=num_groups, group_size=GROUP_SIZE, turns=shared(share, 128))
         groups, advantages = make_groups(row)
         credits = [
@@ -103,7 +109,7 @@ def measure_time(repeats: int) -> list[dict[str, Any]]:
             temperature=1.0,
             seed=0,
         )
-        variants = [v for v in VARIANTS if v != "before"]
+        variants = distinct(num_groups)[1:]
         seconds: dict[str, list[float]] = {variant: [] for variant in variants}
         tokens = {}
         for number in range(repeats + 1):
@@ -111,19 +117,22 @@ def measure_time(repeats: int) -> list[dict[str, Any]]:
                 with patch.object(learner_module, "draw_minibatches", drawing(variant)):
                     plans = [learner._plan(minibatch) for minibatch in learner._draw(groups, credits, 0)]
                     tokens[variant] = sum(micro.inputs.ids_BL.numel() for plan in plans for micro in plan)
-                    begin = time.perf_counter()
-                    learner.update(groups, credits, version=0)
                     if number:
+                        begin = time.perf_counter()
+                        learner.update(groups, credits, version=0)
                         seconds[variant].append(time.perf_counter() - begin)
         for variant in variants:
-            slower = statistics.median(s / w for s, w in zip(seconds[variant], seconds["whole"], strict=True))
+            more = tokens[variant] / tokens["whole"]
             figures = {"shared": share, "groups": num_groups, "drawing": variant, "tokens": tokens[variant]}
-            figures |= {"seconds": statistics.median(seconds[variant]), "over_whole_groups": slower}
+            times = ""
+            if repeats:
+                figures["seconds"] = statistics.median(seconds[variant])
+                figures["slower"] = statistics.median(
+                    s / w for s, w in zip(seconds[variant], seconds["whole"], strict=True)
+                )
+                times = f"{figures['seconds']:>8.2f} {figures['slower']:>6.2f}"
             found.append(figures)
-            print(
-                f"{share:>6} {num_groups:>6} {variant:>8} {tokens[variant]:>8} {figures['seconds']:>8.2f} {slower:>18.2f}",
-                flush=True,
-            )
+            print(f"{share:>6} {num_groups:>6} {variant:>8} {tokens[variant]:>8} {more:>6.2f} {times}", flush=True)
     return found
 
 
@@ -221,9 +230,7 @@ def measure_table(num_seeds: int) -> list[dict[str, Any]]:
     print(f"{'groups':>6} {'rate':>6} {'drawing':>8} {'final':>16} {'area':>16} {'collapsed':>9}")
     for num_groups in (4, 8, 16, 32):
         for learning_rate in (0.1, 0.3, 0.6):
-            for variant in VARIANTS:
-                if variant.isdigit() and not num_groups / NUM_MINIBATCHES < int(variant) <= num_groups:
-                    continue  # whole groups, or as many as there are
+            for variant in distinct(num_groups):
                 curve = learn_table(variant, num_groups, learning_rate=learning_rate, num_steps=30, num_seeds=num_seeds)
                 figures: dict[str, Any] = {"groups": num_groups, "rate": learning_rate, "drawing": variant}
                 for name, values in (("final", curve[-1]), ("area", curve[1:].mean(0))):
@@ -318,7 +325,8 @@ def measure_rooms(out: Path, seeds: Sequence[int], variants: Sequence[str]) -> d
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("part", choices=["time", "table", "rooms"])
-    parser.add_argument("--repeats", type=int, default=5, help="of `time`")
+    parser.add_argument("--groups", type=int, nargs="+", default=[4, 8, 16, 32], help="of a step, in `time`")
+    parser.add_argument("--repeats", type=int, default=5, help="of `time`; 0: tokens alone")
     parser.add_argument("--seeds", type=int, nargs="+", help="`table`: how many (128); `rooms`: which (10 to 17)")
     parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=["before", "whole", "4"], help="of `rooms`")
     parser.add_argument("--out", type=Path, help="results of `rooms`")
@@ -327,7 +335,7 @@ def main() -> None:
     os.environ["OMP_NUM_THREADS"] = "1"
     found: Any
     if options.part == "time":
-        found = measure_time(options.repeats)
+        found = measure_time(options.repeats, options.groups)
     elif options.part == "table":
         found = measure_table(options.seeds[0] if options.seeds else 128)
     else:
