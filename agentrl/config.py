@@ -16,7 +16,7 @@ from agentrl.credit import load_credit, load_fallback
 from agentrl.engine import EngineConfig
 from agentrl.env.config import EnvConfig
 from agentrl.errors import ConfigError, UserError
-from agentrl.files import parse_yaml
+from agentrl.files import MAX_DEPTH, parse_yaml
 from agentrl.learn.evaluate import EvaluationConfig
 from agentrl.learn.loss import LossConfig
 from agentrl.learn.model import ModelConfig
@@ -147,9 +147,11 @@ def _parse_overrides(arguments: Sequence[str]) -> dict[str, Any]:
 
     try:
         source: Any = CliSettingsSource(CommandLine, cli_parse_args=_open_mappings(arguments), cli_exit_on_error=False)
+        given: dict[str, Any] = source()
     except SettingsError as error:
         raise ConfigError(_wrong_options(str(error))) from error
-    given: dict[str, Any] = source()
+    except RecursionError as error:
+        raise ConfigError(f"command line: a value nests deeper than {MAX_DEPTH}") from error
     return given
 
 
@@ -182,6 +184,8 @@ def _wrong_options(message: str) -> str:
     """Turn argparse's words into ours: each unknown option with the nearest that exists."""
     if lacking := re.search(r"argument (--\S+): expected one argument", message):
         return f"{lacking[1]}: needs a value"
+    if section := re.search(r'error parsing value for field "([^"]+)"', message):
+        return f"--{section[1]}: expected JSON, such as {{}}; a field of it is --{section[1]}.FIELD VALUE"
     message = message.removeprefix("error parsing CLI: ")
     _, _, arguments = message.partition("unrecognized arguments: ")
     unknown = [word.partition("=")[0] for word in arguments.split() if word.startswith("--")]

@@ -33,7 +33,15 @@ MAX_DEPTH = 200
 
 
 class _Loader(yaml.SafeLoader):
-    """Refuses a key that stands twice in one mapping, of which YAML would silently drop the first."""
+    """Refuses a key that stands twice in one mapping, of which YAML would silently drop the first.
+
+    It stops at a depth that nobody writes: PyYAML's time grows with the square of the depth.
+    """
+
+    def fetch_flow_collection_start(self, TokenClass: Any) -> None:
+        if self.flow_level >= MAX_DEPTH:
+            raise RecursionError
+        super().fetch_flow_collection_start(TokenClass)
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen = set()

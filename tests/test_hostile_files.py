@@ -86,14 +86,14 @@ def interrupted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Run,
 def damaged(draw: st.DrawFn, content: bytes, others: list[bytes]) -> bytes:
     """A file's content, with something done to it."""
     at = draw(st.integers(0, len(content)))
-    part = draw(st.binary(max_size=20))
+    part, bit = draw(st.binary(max_size=20)), 1 << draw(st.integers(0, 7))
     return draw(
         st.sampled_from(
             [
                 content[:at],
                 content[:at] + part + content[at:],
                 content[:at] + part + content[at + len(part) :],
-                content[:at] + bytes(255 - byte for byte in content[at : at + 1]) + content[at + 1 :],
+                content[:at] + bytes(byte ^ bit for byte in content[at : at + 1]) + content[at + 1 :],
                 content[:at] + content[at + 1 + len(part) :],
                 content + content[at:],
                 part,
