@@ -21,7 +21,7 @@ from agentrl.cli import main
 from agentrl.config import load_recipe, plan
 from agentrl.errors import ConfigError, UserError
 from agentrl.files import seal
-from agentrl.learn.checkpoint import checkpoints, load_checkpoint
+from agentrl.learn.checkpoint import checkpoints, load_checkpoint, refusing_others
 from agentrl.learn.learner import load_weights
 from agentrl.learn.model import load_pretrained
 from agentrl.learn.trainer import TrainerState
@@ -362,10 +362,15 @@ def test_no_file_of_a_checkpoint_runs_code(name: str, interrupted: tuple[Run, Ru
         (forged / name).write_bytes(form(Intruder(made)))
         seal(forged)
         outcome(lambda: load_checkpoint(ours._trainer, forged))
-        outcome(lambda: load_weights(ours._trainer._learner.policy, forged))
+        outcome(lambda: load_weights_of(forged, ours))
         assert not made.exists()
     pickle.loads(pickle.dumps(Intruder(made)))
     assert made.exists()  # so that none of this is true by chance
+
+
+def load_weights_of(checkpoint: Path, ours: Run) -> None:
+    with refusing_others(checkpoint):
+        load_weights(ours._trainer._learner.policy, checkpoint)
 
 
 def saved_by_torch(value: object) -> bytes:
@@ -440,5 +445,5 @@ def test_without_file_locks_the_package_is_there_and_training_says_what_it_takes
     assert len(folder.metrics()) == 6
     with pytest.raises(ConfigError, match=r"this system has no file locks \(fcntl\).*on Windows in WSL"):
         folder.lock()
-    script = "import sys; sys.modules['fcntl'] = None; import agentrl.cli, agentrl.run"
+    script = "import sys; sys.modules['fcntl'] = None; import agentrl.cli, agentrl.report.folder"
     subprocess.run([sys.executable, "-c", script], check=True, timeout=100)
