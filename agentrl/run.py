@@ -5,7 +5,7 @@ import copy
 import json
 import logging
 import tempfile
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Mapping
 from datetime import timedelta
 from functools import cache, partial
 from pathlib import Path
@@ -23,11 +23,12 @@ from agentrl.credit import load_credit_for
 from agentrl.engine import Engine
 from agentrl.engine.vllm_launch import Server, start_server
 from agentrl.env import make_env
-from agentrl.errors import ConfigError
+from agentrl.errors import ConfigError, EnvironmentFailure, TrainingError
 from agentrl.files import damage
 from agentrl.learn.checkpoint import checkpoints, load_checkpoint, refusing_others, save_checkpoint, write_folder
 from agentrl.learn.evaluate import Evaluation, evaluated, play_held_out
 from agentrl.learn.export import export_adapter, export_model
+from agentrl.learn.health import SIGNS, Sign, cut_demonstrations, first_told, signs
 from agentrl.learn.layout import choose_layout
 from agentrl.learn.learner import Learner, load_weights
 from agentrl.learn.lora import add_lora
@@ -35,9 +36,9 @@ from agentrl.learn.model import Policy, check_dropout, load_pretrained, make_loc
 from agentrl.learn.processes import from_main, gathered, is_main, meet, num_processes, process_index, set_deadline
 from agentrl.learn.signals import Signals
 from agentrl.learn.trainer import StepResult, Trainer
-from agentrl.learn.warmup import demonstrations, warm_up
+from agentrl.learn.warmup import demonstrations, oracle_ends, warm_up
 from agentrl.report.faults import FaultLog
-from agentrl.report.folder import RunFolder
+from agentrl.report.folder import RunFolder, Told
 from agentrl.report.records import records
 from agentrl.rollout import Journal, RolloutConfig, RolloutPool, check_limits, offer, try_environment
 from agentrl.sampling import new_engine, share_of
@@ -82,6 +83,11 @@ class Run:
         self._runner = asyncio.Runner()
         self._lock: TextIO | None = None
         self._faults: FaultLog | None = None
+        self._rows: list[dict[str, float]] = []
+        """Metrics of the finished steps, in the first process."""
+        self._health_before: dict[str, float] = {}
+        self._found_before: dict[str, str] = {}
+        """What was found before the first step: metrics, and what to tell."""
         self._make_env = partial(make_env, recipe.env.id, recipe.env.options)
         offered = self._runner.run(offer(self._make_env, timeout_s=recipe.rollout.env_timeout_s))
         provided = offered.needs | recipe.signals.provides()
@@ -178,6 +184,7 @@ class Run:
             self._try_environment(self._renderer, recipe.rollout.max_context_tokens)
             trainer.start_engine()
             examples = self._examples()
+            self._check_oracle(examples)
         if folder is None:
             assert recipe.run_dir is not None, "the command line names the folder"
             folder = RunFolder(recipe.run_dir)
@@ -193,6 +200,7 @@ class Run:
         if is_main():
             folder.write_config(config)
             folder.rewind(trainer.finished_steps if is_resumed else -1)
+            self._rows = [row for row in folder.metrics() if row["step"] > 0]
         if not folder.tokenizer.is_dir():
             write_folder(
                 folder.tokenizer, lambda path: is_main() and self.tokenizer.save_pretrained(path), is_sealed=True
@@ -398,7 +406,9 @@ class Run:
             self._learner.keep_reference()
             write_folder(folder.reference, self._learner.save_reference, is_sealed=True)
         self._trainer.start_engine()
-        self._write(folder, {"step": 0, **self._evaluation_metrics()})
+        for name, words in self._found_before.items():
+            self._tell(folder, 0, name, words)
+        self._write(folder, {"step": 0, **self._health_before, **self._evaluation_metrics()})
         self._save(folder)
 
     def _save(self, folder: RunFolder) -> None:
@@ -429,10 +439,63 @@ class Run:
         every = recipe.report.rollouts_every
         if is_main() and every and (step == 1 or step % every == 0):
             folder.add_rollouts(step, records(result.groups, result.credits, step=step, piece=self._piece))
+        found, told = from_main(lambda: self._examine(row))
+        row |= {f"health/{sign}": float(sign in found) for sign in SIGNS}
+        self._rows.append(row)
         self._write(folder, row)
+        for sign, words in told.items():
+            self._tell(folder, step, sign, words)
+        if not is_last:
+            self._stop_on(found, folder, step)
         if is_last or step % recipe.train.checkpoint_every == 0:
             self._save(folder)
         on_progress("training", step, recipe.train.steps, row)
+
+    def _examine(self, row: dict[str, float]) -> tuple[dict[Sign, str], dict[Sign, str]]:
+        """Return the signs that a step shows of a run that does not learn, and those to tell."""
+        found = signs([*self._rows, row])
+        return found, first_told(found, self._rows)
+
+    def _stop_on(self, found: Mapping[Sign, str], folder: RunFolder, step: int) -> None:
+        """Raise where the recipe wants the run to end: before a checkpoint, so that earlier ones stay."""
+        for sign in self.recipe.train.stop_on:
+            if sign in found:
+                newest = _newest(folder).name
+                raise TrainingError(
+                    f"step {step}, train.stop_on: {sign}: {found[sign]}. The newest checkpoint is {newest}; go on from there "
+                    f"nevertheless: agentrl train {folder.path} --train.stop_on '[]'"
+                )
+
+    def _check_oracle(self, examples: list[Trajectory]) -> None:
+        """Tell where even the environment's own policy cannot play within the limits."""
+        rollout, seed = self.recipe.rollout, self.recipe.seed
+        trial = partial(oracle_ends, max_turns=rollout.max_turns, timeout_s=rollout.env_timeout_s, seed=seed)
+
+        def ends_and_words() -> tuple[bool | None, str | None]:
+            try:
+                ends = self._runner.run(trial(self._make_env))
+            except EnvironmentFailure as error:  # demonstrations, where they are needed, would have raised it before
+                return None, str(error)
+            words = (
+                f"the environment's oracle() ends no episode within rollout.max_turns: {rollout.max_turns}; raise it"
+            )
+            return ends, words if ends is False else None
+
+        ends, words = from_main(ends_and_words)
+        if ends is not None:
+            self._health_before["health/oracle_ends"] = float(ends)
+        if words is not None:
+            self._found_before["oracle_ends"] = words
+        if examples:
+            share, words = cut_demonstrations(examples, rollout)
+            self._health_before["health/demonstrations_cut_off"] = share
+            if words is not None and ends is not False:
+                self._found_before["demonstrations_cut_off"] = words
+
+    def _tell(self, folder: RunFolder, step: int, name: str, words: str) -> None:
+        if is_main():
+            folder.add_warning(Told(step=step, name=name, words=words))
+            self._on_warning(words)
 
     def _write(self, folder: RunFolder, row: dict[str, float]) -> None:
         if is_main():
@@ -507,6 +570,7 @@ _OPERATIONAL = {
         "checkpoint_every",
         "keep_last",
         "agreement",
+        "stop_on",
         "max_tokens_per_micro_batch",
         "layout",
         "process_timeout_s",

@@ -13,10 +13,10 @@ from safetensors.torch import load_file
 from agentrl import MessageEnv
 from agentrl.chat import train_tokenizer
 from agentrl.config import Recipe
-from agentrl.errors import ConfigError, EngineError, EnvironmentFailure, RendererError
+from agentrl.errors import ConfigError, EngineError, EnvironmentFailure, RendererError, TrainingError
 from agentrl.learn.checkpoint import checkpoints
 from agentrl.learn.model import LocalModelConfig, make_local_model
-from agentrl.report.folder import RunFolder
+from agentrl.report.folder import RunFolder, Told
 from agentrl.report.records import read_records
 from agentrl.run import Run, export
 from agentrl.testing import check_env
@@ -269,3 +269,44 @@ def test_a_run_that_has_lost_its_checkpoints_is_not_begun_again_in_silence(tmp_p
         run.train(folder, on_progress=lambda *_: None)
     run.close()
     assert folder.metrics() == rows
+
+
+def test_a_run_that_learns_nothing_says_so_once_and_ends_where_the_recipe_wants_it(tmp_path: Path) -> None:
+    told: list[str] = []
+
+    def go(folder: RunFolder | None, **train: Any) -> RunFolder:
+        settings = {"steps": 10, "checkpoint_every": 3, "stop_on": ["alike"], **train}
+        run = Run(
+            recipe(tmp_path, env={"id": "tests.test_run:Mute"}, rollout={"max_turn_tokens": 200}, train=settings),
+            on_warning=told.append,
+            tokenizer_folder=None if folder is None else folder.tokenizer,
+        )
+        try:
+            return run.train(folder, on_progress=lambda *_: None)[0]
+        finally:
+            run.close()
+
+    with pytest.raises(
+        TrainingError, match=r"^step 8, train\.stop_on: alike: nothing was learned in 8 steps"
+    ) as caught:
+        go(None)
+    folder = RunFolder(tmp_path / "run")
+    assert f"agentrl train {folder.path} --train.stop_on '[]'" in str(caught.value)
+    assert [row["health/alike"] for row in folder.metrics()[1:]] == [0.0] * 7 + [1.0]
+    assert checkpoints(folder.checkpoints)[-1].name == "step-000006"
+    told.clear()
+    rows = go(folder, stop_on=[]).metrics()
+    assert [row["step"] for row in rows] == list(range(11))
+    assert [words for words in told if "nothing was learned" in words] == told[:1]  # step 8 was done again
+    assert [(warning.step, warning.name) for warning in folder.warnings()] == [(8, "alike")]
+
+
+def test_an_oracle_that_cannot_end_within_the_limits_is_told(tmp_path: Path) -> None:
+    told: list[str] = []
+    run = Run(recipe(tmp_path, rollout={"max_turns": 2}, train={"steps": 1}), on_warning=told.append)
+    folder, rows = run.train(None, on_progress=lambda *_: None)
+    run.close()
+    words = "the environment's oracle() ends no episode within rollout.max_turns: 2; raise it"
+    assert told == [words]
+    assert folder.warnings() == [Told(step=0, name="oracle_ends", words=words)]
+    assert rows[0]["health/oracle_ends"] == 0.0

@@ -11,6 +11,7 @@ from pydantic import (
     model_validator,
 )
 
+from agentrl.learn.health import Sign
 from agentrl.learn.layout import Layout
 from agentrl.learn.optimizer import OptimizerName
 from agentrl.types import Amount, AmountOrZero, Count
@@ -63,6 +64,9 @@ class TrainConfig(BaseModel):
     """Steps between checkpoints; the last step always has one."""
     keep_last: Amount = 2
     """Checkpoints kept."""
+    stop_on: tuple[Sign, ...] = ()
+    """Signs (metrics `health/SIGN`) at which the run ends: `collapse` of reward or entropy, groups that earn `alike` for 8
+    steps, every episode `cut_off`. Each is told once anyway."""
     agreement: PositiveFloat | None = None
     """Largest mean difference allowed between the engine's log-probabilities and the trainer's under the same weights, in
     nats. None: follows the precision (float32 1e-3, bfloat16 0.05)."""

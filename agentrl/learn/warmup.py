@@ -23,6 +23,8 @@ from agentrl.rollout.fault import raised_words
 from agentrl.rollout.moment import MakeEnv
 from agentrl.types import AmountOrZero, Count, Message, StopReason, Trajectory, Turn
 
+_ORACLE_TASKS = 4
+
 
 class WarmupConfig(BaseModel):
     """Supervised training on `oracle()` demonstrations before reinforcement learning."""
@@ -45,7 +47,7 @@ def demonstrate(make_env: MakeEnv, renderer: Renderer, *, seed: int, skill: floa
     """Play one episode with the environment's oracle; its actions are encoded as if they had been sampled."""
     env = make_env()
     try:
-        turns = _play(env, renderer, seed=seed, skill=skill, max_turns=max_turns)
+        turns, is_over = _play(env, renderer, seed=seed, skill=skill, max_turns=max_turns)
     finally:
         env.close()
     return Trajectory(
@@ -54,13 +56,13 @@ def demonstrate(make_env: MakeEnv, renderer: Renderer, *, seed: int, skill: floa
         env_id=type(base_env(env)).__name__,
         seed=seed,
         turns=tuple(turns),
-        stop_reason=StopReason.TERMINATED,
+        stop_reason=StopReason.TERMINATED if is_over else StopReason.MAX_TURNS,
     )
 
 
 def _play(
     env: gym.Env[tuple[Message, ...], str | Message], renderer: Renderer, *, seed: int, skill: float, max_turns: int
-) -> list[Turn]:
+) -> tuple[list[Turn], bool]:
     base = base_env(env)
     rng = np.random.default_rng(derive_seed(seed, "oracle"))
     messages, _ = env.reset(seed=seed)
@@ -91,7 +93,44 @@ def _play(
         added = renderer.extend(context_ids[: -len(action_ids)], action_ids, messages)
         extends = added is not None
         observation_ids = added if added is not None else renderer.start(history, tools)
-    return turns
+    return turns, is_over
+
+
+async def oracle_ends(make_env: MakeEnv, *, max_turns: int, timeout_s: float, seed: int) -> bool | None:
+    """Tell whether the oracle at its best ends an episode within `max_turns`, in the first of a few tasks; None: there is none.
+
+    Raises:
+        EnvironmentFailure: with the words of what an episode raised, or when it hung.
+    """
+
+    def ends(task: int) -> bool:
+        env = make_env()
+        try:
+            base, rng, is_over = base_env(env), np.random.default_rng(task), False
+            env.reset(seed=task)
+            for _ in range(max_turns):
+                _, _, terminated, truncated, _ = env.step(base.oracle(skill=1.0, rng=rng))
+                is_over = terminated or truncated
+                if is_over:
+                    break
+            return is_over
+        finally:
+            env.close()
+
+    tasks = [task_seed(derive_seed(seed, "oracle"), index) for index in range(_ORACLE_TASKS)]
+    thread = EnvThread()
+    try:
+        for task in tasks:
+            if await thread.call(partial(ends, task), timeout_s=timeout_s * (max_turns + 2)):
+                return True
+    except NotImplementedError:
+        return None
+    except Exception as error:
+        words = "did not return" if thread.is_lost else f"raised {raised_words(error)}"
+        raise EnvironmentFailure(f"an episode with the environment's oracle(), task seed {task}, {words}") from error
+    finally:
+        thread.close()
+    return False
 
 
 async def demonstrations(

@@ -1,10 +1,11 @@
-"""A run's folder: config.yaml, metrics.jsonl, rollouts/, faults/, checkpoints/, journal/, tokenizer/, reference/."""
+"""A run's folder: config.yaml, metrics.jsonl, warnings.jsonl, rollouts/, faults/, checkpoints/, journal/, and so on."""
 
 import json
 import math
 import os
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -15,6 +16,18 @@ from agentrl.files import dump_yaml, numbered, parse, parse_yaml, read_bytes, wr
 from agentrl.report.records import TrajectoryRecord
 from agentrl.types import AmountOrZero
 
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Told:
+    """A warning of a step."""
+
+    step: int
+    name: str
+    """The metric `health/NAME` says how long it held."""
+    words: str
+
+
+_WARNING = TypeAdapter(Told)
 _ROLLOUTS = "step-{}.jsonl"
 _ROW = TypeAdapter(dict[str, float], config=ConfigDict(strict=True))
 
@@ -43,6 +56,7 @@ class RunFolder:
         self.faults = path / "faults"
         """A folder for each kind of fault of the environment, with a file for each episode of it that was kept."""
         self._metrics = path / "metrics.jsonl"
+        self._warnings = path / "warnings.jsonl"
         self._rollouts = path / "rollouts"
 
     @classmethod
@@ -164,11 +178,30 @@ class RunFolder:
         """List the episodes whose environment failed, kind after kind."""
         return [path for kind in self.fault_kinds() for path in sorted(kind.glob("*.jsonl"))]
 
+    def add_warning(self, warning: Told) -> None:
+        """Note what was told."""
+        with self._warnings.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(asdict(warning)) + "\n")
+
+    def warnings(self) -> list[Told]:
+        """Return what was told so far.
+
+        Raises:
+            ConfigError: for a line that is no warning.
+        """
+        fix = "mend that line, or delete it"
+        lines = read_bytes(self._warnings, fix=fix).splitlines() if self._warnings.is_file() else []
+        where = f"{self._warnings}, line"
+        return [parse(line, _WARNING, where=f"{where} {number}", fix=fix) for number, line in enumerate(lines, start=1)]
+
     def rewind(self, step: int) -> None:
         """Drop what was written after `step`: it is going to be done again. -1 drops everything."""
         write_whole(self._metrics, [line + b"\n" for row, line in self._rows() if row["step"] <= step])
         for number, path in numbered(self._rollouts, _ROLLOUTS):
             if number > step:
                 path.unlink()
+        if self._warnings.is_file():
+            kept = [warning for warning in self.warnings() if warning.step <= step]
+            write_whole(self._warnings, "".join(json.dumps(asdict(warning)) + "\n" for warning in kept))
         for partial in self.checkpoints.glob(".*.partial"):
             shutil.rmtree(partial)

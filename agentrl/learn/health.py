@@ -1,0 +1,133 @@
+"""Signs that nothing is learned any more, read from the metrics of the steps so far."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain
+from statistics import fmean
+from typing import Literal, get_args
+
+from agentrl.rollout import RolloutConfig
+from agentrl.types import StopReason, Trajectory
+
+Row = Mapping[str, float]
+Sign = Literal["alike", "cut_off", "collapse"]
+SIGNS: tuple[Sign, ...] = get_args(Sign)
+
+_STEPS, _STEPS_ALIKE = 4, 8
+"""Steps in a row for which a sign must hold; small batches of hard tasks earn alike now and then."""
+_FALL, _LEFT = 0.25, 0.4
+"""A reward collapsed where its mean fell by so much of the largest spread there was, and so little of that spread is left."""
+_ENTROPY_LEFT = 0.1
+"""Share of the entropy of the first steps."""
+_LIMITS = {
+    "stop/max_turns": "rollout.max_turns",
+    "stop/max_tokens": "rollout.max_turn_tokens or rollout.max_episode_tokens",
+    "stop/context_overflow": "rollout.max_context_tokens",
+}
+_CUT_TURNS, _CUT_TOKENS = 0.5, 0.1
+"""Shares of demonstrations from which on one tells that a limit cuts them off."""
+_FAILED = ("stop/env_error", "stop/engine_error", "stop/stale")
+
+
+def signs(rows: Sequence[Row]) -> dict[Sign, str]:
+    """Return the signs that the last of some steps shows, each with a sentence for people.
+
+    Args:
+        rows: metrics of the steps from the first one on.
+    """
+    found: dict[Sign, str | None] = {"collapse": _collapse(rows), "alike": _alike(rows), "cut_off": _cut_off(rows)}
+    return {sign: words for sign, words in found.items() if words is not None}
+
+
+def first_told(found: Mapping[Sign, str], rows: Sequence[Row]) -> dict[Sign, str]:
+    """Return what to tell: each sign once in a run, and where a policy collapsed, not what follows from it.
+
+    Args:
+        found: signs of the last step.
+        rows: metrics of the steps before it, with `health/SIGN`.
+    """
+    told = {sign for sign in SIGNS if any(row.get(f"health/{sign}") for row in rows)}
+    if "collapse" in told | found.keys():
+        told |= {"alike", "cut_off"}
+    return {sign: words for sign, words in found.items() if sign not in told}
+
+
+def _collapse(rows: Sequence[Row]) -> str | None:
+    before, last = rows[:-_STEPS], rows[-_STEPS:]
+    if not before or any("reward/mean" not in row for row in rows):
+        return None
+    reward, spread = (fmean(row[name] for row in last) for name in ("reward/mean", "reward/spread"))
+    means = [row["reward/mean"] for row in before]
+    windows = [means[max(0, end - _STEPS) : end] for end in range(1, len(means) + 1)]
+    best, widest = max(map(fmean, windows)), max(row["reward/spread"] for row in before)
+    advice = "lower train.learning_rate or raise rollout.num_groups, and begin again or export an earlier checkpoint"
+    if widest > 0 and reward <= best - _FALL * widest and spread <= _LEFT * widest:
+        return f"the policy has collapsed: its mean reward fell from {best:.3g} to {reward:.3g} for {_STEPS} steps; {advice}"
+    # Where every advantage is 0, nothing is computed, and no entropy is known.
+    measured = [row for row in rows if row["credit/zero_advantage"] < 1]
+    early, late = measured[:_STEPS], measured[_STEPS:][-_STEPS:]
+    if len(late) < _STEPS or last[-1] is not late[-1]:
+        return None
+    entropy, first = (fmean(row["entropy"] for row in part) for part in (late, early))
+    gain = reward - fmean(row["reward/mean"] for row in early)
+    if entropy <= _ENTROPY_LEFT * first and gain < _FALL * widest:
+        return (
+            f"the policy has collapsed: its entropy fell from {first:.2g} to {entropy:.2g} nats a token, and its reward did "
+            f"not rise; {advice}"
+        )
+    return None
+
+
+def _alike(rows: Sequence[Row]) -> str | None:
+    last = rows[-_STEPS_ALIKE:]
+    if len(last) < _STEPS_ALIKE or any(row.get("credit/zero_advantage", 0.0) < 1 for row in last):
+        return None
+    return (
+        f"nothing was learned in {_STEPS_ALIKE} steps: the episodes of every group earned alike (mean reward "
+        f"{last[-1]['reward/mean']:.3g}); make tasks easier or harder (env.options), or raise rollout.group_size"
+    )
+
+
+def _cut_off(rows: Sequence[Row]) -> str | None:
+    last = rows[-_STEPS:]
+    if len(last) < _STEPS:
+        return None
+    for row in last:
+        played = 1.0 - sum(row.get(name, 0.0) for name in _FAILED)
+        if played <= 0 or sum(row.get(name, 0.0) for name in _LIMITS) < played - 1e-9:
+            return None
+    shares = {name: fmean(row.get(name, 0.0) for row in last) for name in _LIMITS}
+    most = max(shares, key=shares.__getitem__)
+    return f"every episode of the last {_STEPS} steps was cut off, {shares[most]:.0%} by {_LIMITS[most]}; raise it"
+
+
+def cut_demonstrations(trajectories: Sequence[Trajectory], config: RolloutConfig) -> tuple[float, str | None]:
+    """Return the share of demonstrations that the limits of rollouts cut off, and a sentence where it matters.
+
+    A poor oracle (`warmup.skill`) takes more turns than there are now and then; what a policy is shown and can never play is
+    a mistake.
+    """
+    found = [tuple(_exceeded(trajectory, config)) for trajectory in trajectories]
+    shares = {name: fmean(name in names for names in found) for name in dict.fromkeys(chain(*found))}
+    share = fmean(bool(names) for names in found)
+    told = [
+        name for name, part in shares.items() if part >= (_CUT_TURNS if name == "rollout.max_turns" else _CUT_TOKENS)
+    ]
+    if not told:
+        return share, None
+    parts = ", ".join(f"{shares[name]:.0%} by {name}" for name in told)
+    return share, f"demonstrations are cut off, {parts}: the policy is shown what it cannot play; raise it"
+
+
+def _exceeded(trajectory: Trajectory, config: RolloutConfig) -> Iterator[str]:
+    """Yield the fields whose limits a demonstration does not keep."""
+    if trajectory.stop_reason is StopReason.MAX_TURNS:
+        yield "rollout.max_turns"
+    if max(len(turn.action_ids) for turn in trajectory.turns) > config.max_turn_tokens:
+        yield "rollout.max_turn_tokens"
+    if trajectory.num_action_tokens > config.max_episode_tokens:
+        yield "rollout.max_episode_tokens"
+    contexts = (
+        sum(len(turn.observation_ids) + len(turn.action_ids) for turn in turns) for turns in trajectory.segments()
+    )
+    if max(contexts) > config.max_context_tokens:
+        yield "rollout.max_context_tokens"

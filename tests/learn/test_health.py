@@ -1,0 +1,134 @@
+"""Rows are those of real runs, shortened: key_door that learned, and that collapsed at a learning rate of 1e-3."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+
+from agentrl.learn.health import SIGNS, Row, cut_demonstrations, first_told, signs
+from agentrl.rollout import RolloutConfig
+from agentrl.testing.groups import make_group
+from agentrl.types import StopReason
+
+LEARNS = [
+    0.25,
+    0.09,
+    0.25,
+    0.34,
+    0.25,
+    0.62,
+    0.28,
+    0.41,
+    0.59,
+    0.47,
+    0.59,
+    0.53,
+    0.38,
+    0.47,
+    0.69,
+    0.47,
+    0.19,
+    0.72,
+    0.81,
+]
+COLLAPSES = [0.25, 0.09, 0.19, 0.31, 0.31, 0.38, 0.25, 0.16, *[0.0] * 12]
+
+
+def row(success: float = 0.5, *, entropy: float = 0.15, **changes: float) -> dict[str, float]:
+    is_alike = float(success in (0, 1))
+    return {
+        "reward/mean": success,
+        "reward/spread": (success * (1 - success)) ** 0.5,
+        "credit/zero_advantage": is_alike,
+        "entropy": entropy,
+        "stop/terminated": 1.0,
+        **{name.replace("__", "/"): value for name, value in changes.items()},
+    }
+
+
+def told(rows: Sequence[dict[str, float]]) -> list[tuple[int, str]]:
+    """Return step and sign of what a run tells."""
+    seen: list[Row] = []
+    found: list[tuple[int, str]] = []
+    for step, of_step in enumerate(rows, start=1):
+        now = signs([*seen, of_step])
+        found += [(step, sign) for sign in first_told(now, seen)]
+        seen.append(of_step | {f"health/{sign}": float(sign in now) for sign in SIGNS})
+    return found
+
+
+def test_a_run_that_learns_is_left_alone() -> None:
+    assert told([row(success) for success in LEARNS]) == []
+    solved = [row(success, entropy=entropy) for success, entropy in ((0.3, 0.3), (0.5, 0.2), (0.9, 0.1), (0.97, 0.02))]
+    assert told([row for row in solved for _ in range(5)]) == []
+
+
+@pytest.mark.parametrize("offset", [0.0, -10.0, 100.0])
+def test_a_reward_that_falls_and_stays_down_is_told_once_and_what_follows_is_not(offset: float) -> None:
+    rows = [row(success) for success in COLLAPSES]
+    for of_step in rows:
+        of_step["reward/mean"] += offset
+    ((step, sign),) = told(rows)
+    assert sign == "collapse"
+    assert step in (11, 12)  # it fell at step 9
+
+
+def test_a_collapse_at_the_first_update_is_told() -> None:
+    assert told([row(0.25), *[row(0.0)] * 12]) == [(5, "collapse")]
+
+
+def test_entropy_that_vanishes_without_a_gain_is_a_collapse() -> None:
+    falling = [row(0.2, entropy=0.2)] * 4 + [row(0.2, entropy=0.01)] * 4
+    assert told(falling) == [(8, "collapse")]
+    assert "entropy fell from 0.2 to 0.01" in signs(falling)["collapse"]
+    gained = [row(0.2, entropy=0.2)] * 4 + [row(0.6, entropy=0.01)] * 4
+    assert told(gained) == []
+
+
+def test_entropy_of_steps_in_which_nothing_was_computed_is_not_known() -> None:
+    assert told([row(0.2, entropy=0.2)] * 4 + [row(1.0, entropy=0.0)] * 6) == []
+
+
+def test_groups_that_earn_alike_for_long_are_told_with_the_field() -> None:
+    never = [row(0.0)] * 8
+    assert told(never) == [(8, "alike")]
+    assert told([*never[:7], row(0.1), *never[:7]]) == []
+    assert "env.options" in signs(never)["alike"]
+
+
+@pytest.mark.parametrize(
+    ("reason", "field"),
+    [
+        ("max_turns", "rollout.max_turns"),
+        ("max_tokens", "rollout.max_turn_tokens"),
+        ("context_overflow", "rollout.max_context_tokens"),
+    ],
+)
+def test_limits_that_cut_every_episode_off_are_named(reason: str, field: str) -> None:
+    changes = {"stop/terminated": 0.0, f"stop/{reason}": 0.75, "stop/env_error": 0.25}
+    rows = [row() | changes] * 4
+    assert told(rows) == [(4, "cut_off")]
+    assert field in signs(rows)["cut_off"]
+    assert told([*rows[:3], row(), *rows[:3]]) == []
+
+
+def test_a_sign_is_told_once_in_a_run_also_when_it_comes_back() -> None:
+    never = [row(0.0)] * 8
+    assert told([*never, row(0.5), *never]) == [(8, "alike"), (13, "collapse")]
+
+
+def test_demonstrations_that_no_policy_could_play_are_told_with_the_limit() -> None:
+    played = [*make_group([[0.0, 1.0]] * 4, action_lengths=[[4, 4]] * 4, observation_lengths=[[8, 8]] * 4).trajectories]
+    wide = RolloutConfig(max_turn_tokens=4, max_episode_tokens=8, max_context_tokens=24)
+    assert cut_demonstrations(played, wide) == (0.0, None)
+    for field, limit in (("max_turn_tokens", 3), ("max_episode_tokens", 7), ("max_context_tokens", 23)):
+        share, words = cut_demonstrations(played, wide.model_copy(update={field: limit}))
+        assert share == 1.0
+        assert words is not None
+        assert f"100% by rollout.{field}" in words
+    cut = [replace(trajectory, stop_reason=StopReason.MAX_TURNS) for trajectory in played]
+    share, words = cut_demonstrations([*cut[:2], *played[:2]], wide)
+    assert share == 0.5
+    assert words is not None
+    assert "50% by rollout.max_turns" in words
+    assert cut_demonstrations([cut[0], *played[:3]], wide) == (0.25, None)  # a poor oracle
