@@ -4,6 +4,8 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 RECIPE ?= examples/calculator.yaml
 ARGS ?=
+# Files of tests run side by side, each in one worker, so that a server or a model is made once for a file.
+WORKERS ?= 2
 
 .PHONY: train test check clean
 
@@ -11,7 +13,7 @@ train: $(VENV)/installed
 	$(BIN)/agentrl train $(RECIPE) $(ARGS)
 
 test: $(VENV)/installed-dev
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder $(ARGS)
 
 check: $(VENV)/installed-dev
 	$(BIN)/ruff check .

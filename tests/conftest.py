@@ -11,6 +11,8 @@ from hypothesis import HealthCheck, settings
 
 from tests.threads import Guard
 
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # tests run side by side; this is read when torch is imported
+
 settings.register_profile(
     "ci", max_examples=200, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow]
 )

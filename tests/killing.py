@@ -3,14 +3,10 @@
 import json
 import random
 import shutil
-import signal
-import subprocess
-import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
 
 from agentrl.config import load_recipe
 from agentrl.learn.checkpoint import checkpoints
@@ -18,6 +14,7 @@ from agentrl.report.folder import RunFolder
 from agentrl.report.records import read_records
 from agentrl.rollout import Journal
 from agentrl.rollout.stream import TaskStream
+from tests.processes import Command
 
 Sampled = list[tuple[tuple[int, ...], tuple[float, ...], tuple[int, ...]]]
 """Tokens, log-probabilities and versions of each turn."""
@@ -36,27 +33,13 @@ class OnDisk:
     """Episodes under way, and those of them in the middle of a turn."""
 
 
-def start(target: Path, *options: str, **arguments: Any) -> "subprocess.Popen[str]":
-    command = [sys.executable, "-m", "agentrl", "train", str(target), *options]
-    return subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, **arguments)
-
-
-def wait_for_a_moment(
-    run: Path, process: "subprocess.Popen[str]", begun: float, number: int, rng: random.Random
-) -> None:
+def wait_for_a_moment(run: Path, process: Command, begun: float, number: int, rng: random.Random) -> None:
     """Let a run that was started at `begun` go on for a while: every other time, until its episodes are being played."""
-    deadline = time.time() + 60
     while number % 2 and not any(p.stat().st_mtime > begun and p.stat().st_size for p in (run / "journal").iterdir()):
-        assert process.poll() is None, process.communicate()
-        assert time.time() < deadline
+        process.check_runs()
         time.sleep(0.02)
     time.sleep((2 if number % 2 else 8) * rng.random())
-    assert process.poll() is None, process.communicate()
-
-
-def kill(process: "subprocess.Popen[str]") -> None:
-    process.send_signal(signal.SIGKILL)
-    process.communicate()
+    process.check_runs()
 
 
 def look(run: Path) -> OnDisk | None:

@@ -20,16 +20,15 @@ TINY = """
 env: {id: key_door}
 model: {local: {hidden_size: 16, num_layers: 1, num_heads: 2, num_kv_heads: 1, intermediate_size: 32, vocab_size: 300}}
 warmup: {steps: 2, batch_size: 4, num_demonstrations: 16}
-rollout: {num_groups: 2, group_size: 2, max_turns: 4, max_turn_tokens: 16, max_context_tokens: 512, env_timeout_s: 0.2}
+rollout: {num_groups: 2, group_size: 2, max_turns: 4, max_turn_tokens: 16, max_context_tokens: 512}
 train: {steps: 2, num_minibatches: 2, device: cpu}
 evaluation: {num_tasks: 4}
 report: {rollouts_every: 1}
 """
 
 SHOP = """
-import time
-
 from agentrl.env import MessageEnv
+from tests.threads import hang
 
 
 class Shop(MessageEnv):
@@ -48,12 +47,12 @@ class RaisesInReset(Shop):
 
 class Hangs(Shop):
     def reset(self, *, seed=None, options=None):
-        time.sleep(30)
+        hang()
 
 
 class HangsInStep(Shop):
     def step(self, action):
-        time.sleep(30)
+        hang()
 
 
 class ReturnsFour(Shop):
@@ -248,8 +247,8 @@ def test_a_recipe_that_cannot_be_carried_out_is_refused_and_leaves_no_trace(
             "RaisesInReset",
             "environment RaisesInReset: reset() raised RuntimeError: the shop is closed (shop_of_faults.py:18)",
         ),
-        ("Hangs", "environment Hangs: reset() did not return within rollout.env_timeout_s: 0.2 s"),
-        ("HangsInStep", "environment HangsInStep: step() did not return within rollout.env_timeout_s: 0.2 s"),
+        ("Hangs", "environment Hangs: reset() did not return within rollout.env_timeout_s: 0.5 s"),
+        ("HangsInStep", "environment HangsInStep: step() did not return within rollout.env_timeout_s: 0.5 s"),
         (
             "ReturnsFour",
             "step() of ReturnsFour must return (messages, reward, terminated, truncated, info), "
@@ -264,7 +263,8 @@ def test_a_recipe_that_cannot_be_carried_out_is_refused_and_leaves_no_trace(
 def test_an_environment_that_fails_ends_the_run_with_its_words_and_leaves_no_trace(
     name: str, words: str, agentrl: Agentrl, tmp_path: Path
 ) -> None:
-    status, _, err = agentrl("train", "tiny.yaml", "--env.id", f"shop_of_faults:{name}", "--run_dir", "run")
+    chosen = ["--env.id", f"shop_of_faults:{name}", "--rollout.env_timeout_s", "0.5"]
+    status, _, err = agentrl("train", "tiny.yaml", *chosen, "--run_dir", "run")
     assert (status, err) == (2, f"agentrl: {words}\n")
     assert files(tmp_path) == GIVEN
 
@@ -272,7 +272,7 @@ def test_an_environment_that_fails_ends_the_run_with_its_words_and_leaves_no_tra
 def test_of_several_processes_one_speaks_and_writes(agentrl: Agentrl, tmp_path: Path) -> None:
     launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "agentrl"]
     arguments = ["train", "tiny.yaml", "--run_dir", "run"]
-    ended = subprocess.run([*launcher, *arguments], capture_output=True, text=True, timeout=100, check=False)
+    ended = subprocess.run([*launcher, *arguments], capture_output=True, text=True, timeout=200, check=False)
     assert ended.returncode == 0, ended.stderr
     assert ended.stdout.count("training 2/2 ") == 1
     lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()

@@ -3,7 +3,6 @@
 import json
 import os
 import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -11,6 +10,7 @@ import pytest
 import yaml
 
 from tests.killing import check_nothing_lost, look
+from tests.processes import Command
 
 RECIPE = """
 env: {id: key_door}
@@ -41,16 +41,17 @@ def disk(tmp_path: Path) -> Iterator[tuple[Path, Resize]]:
         subprocess.run(["umount", str(path)], check=True)
 
 
-def train(target: Path, *options: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "agentrl", "train", str(target), *options]
-    return subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+def train(target: Path, *options: object) -> tuple[int | None, str]:
+    """Return the exit status and what was written to standard error."""
+    command = Command("train", target, *options)
+    errors = command.wait(200)
+    return command.returncode, errors
 
 
 def steps(run: Path) -> list[int]:
     return [json.loads(line)["step"] for line in (run / "metrics.jsonl").read_text().splitlines()]
 
 
-@pytest.mark.timeout(200)
 @pytest.mark.parametrize("kib", [24, 60, 200])  # in the tokenizer, in the first checkpoint, in a later one
 def test_a_full_disk_ends_in_one_message_and_the_run_goes_on_with_more(
     disk: tuple[Path, Resize], tmp_path: Path, kib: int
@@ -59,20 +60,18 @@ def test_a_full_disk_ends_in_one_message_and_the_run_goes_on_with_more(
     resize(kib)
     recipe, run = tmp_path / "recipe.yaml", folder / "run"
     recipe.write_text(RECIPE)
-    stopped = train(recipe, "--run_dir", str(run))
-    assert stopped.returncode == 2
-    (line,) = stopped.stderr.splitlines()
+    status, errors = train(recipe, "--run_dir", run)
+    assert status == 2
+    (line,) = errors.splitlines()
     assert line.startswith("agentrl: cannot write ")
     assert "No space left on device" in line
     assert line.endswith(f"free the disk and go on with `agentrl train {run}`")
     assert not list(run.rglob("*.partial"))
     resize(4096)
-    finished = train(run)
-    assert (finished.returncode, finished.stderr) == (0, "")
+    assert train(run) == (0, "")
     assert steps(run) == list(range(7))
 
 
-@pytest.mark.timeout(200)
 def test_a_disk_that_the_journal_fills_loses_no_episode(disk: tuple[Path, Resize], tmp_path: Path) -> None:
     folder, resize = disk
     resize(4096)
@@ -84,17 +83,16 @@ def test_a_disk_that_the_journal_fills_loses_no_episode(disk: tuple[Path, Resize
     }
     settings["train"] |= {"checkpoint_every": 100, "steps": 1}
     recipe.write_text(yaml.safe_dump(settings))
-    assert train(recipe, "--run_dir", str(run)).returncode == 0
+    assert train(recipe, "--run_dir", run) == (0, "")
     used = int(subprocess.run(["du", "-sk", str(folder)], capture_output=True, text=True, check=True).stdout.split()[0])
     resize(used + 40)
-    stopped = train(run, "--train.steps", "80", "--report.rollouts_every", "0")
-    assert stopped.returncode == 2
-    assert "No space left on device" in stopped.stderr
-    assert "Traceback" not in stopped.stderr
+    status, errors = train(run, "--train.steps", 80, "--report.rollouts_every", 0)
+    assert status == 2
+    assert "No space left on device" in errors
+    assert "Traceback" not in errors
     found = look(run)
     assert found is not None
     resize(8192)
-    finished = train(run, "--train.steps", str(max(found.rows) + 3), "--report.rollouts_every", "1")
-    assert (finished.returncode, finished.stderr) == (0, "")
+    assert train(run, "--train.steps", max(found.rows) + 3, "--report.rollouts_every", 1) == (0, "")
     check_nothing_lost([found], run)
     assert len(found.episodes) > 20

@@ -5,10 +5,10 @@ import time
 from pathlib import Path
 from typing import Any
 
-import pytest
 import yaml
 
-from tests.killing import check_nothing_lost, kill, look, start, wait_for_a_moment
+from tests.killing import check_nothing_lost, look, wait_for_a_moment
+from tests.processes import Command
 
 RECIPE: dict[str, Any] = {
     "env": {"id": "key_door"},
@@ -34,31 +34,28 @@ RECIPE: dict[str, Any] = {
 }
 
 
-@pytest.mark.timeout(300)
 def test_ten_kills_lose_no_episode_and_train_on_none_twice(tmp_path: Path) -> None:
     run, recipe = tmp_path / "run", tmp_path / "recipe.yaml"
     recipe.write_text(yaml.safe_dump(RECIPE))
     seed = random.SystemRandom().randrange(10**6)
     print(f"moments drawn with seed {seed}")
     rng = random.Random(seed)
-    process = start(recipe, "--run_dir", str(run))
+    process = Command("train", recipe, "--run_dir", run)
     while look(run) is None:
-        assert process.poll() is None
+        process.check_runs()
         time.sleep(0.05)
     snapshots = []
     begun = 0.0
     for number in range(10):
         wait_for_a_moment(run, process, begun, number, rng)
-        kill(process)
+        process.kill()
         found = look(run)
         assert found is not None
         snapshots.append(found)
-        begun, process = time.time(), start(run)
-    kill(process)
+        begun, process = time.time(), Command("train", run)
+    process.kill()
     steps = max(snapshots[-1].rows) + 10
-    process = start(run, "--train.steps", str(steps))
-    _, errors = process.communicate(timeout=200)
-    assert process.returncode == 0, errors
+    Command("train", run, "--train.steps", steps).finish()
     check_nothing_lost(snapshots, run)
     assert sum(snapshot.num_live for snapshot in snapshots) > 1
     assert sum(snapshot.num_partial for snapshot in snapshots) > 0

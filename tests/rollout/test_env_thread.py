@@ -52,15 +52,17 @@ def test_calls_run_one_after_the_other_on_one_thread() -> None:
 
 
 def test_the_event_loop_goes_on_while_an_environment_blocks() -> None:
-    async def run(thread: EnvThread) -> int:
-        ticks = 0
-        blocking = asyncio.create_task(thread.call(lambda: time.sleep(0.2), timeout_s=5))
-        while not blocking.done():
-            await asyncio.sleep(0.01)
-            ticks += 1
-        return ticks
+    released = threading.Event()
 
-    assert on_a_thread(run) >= 5
+    async def run(thread: EnvThread) -> bool:
+        blocking = asyncio.create_task(thread.call(released.wait, timeout_s=200))
+        for _ in range(5):
+            await asyncio.sleep(0.01)
+        assert not blocking.done()
+        released.set()
+        return await blocking
+
+    assert on_a_thread(run)
 
 
 @pytest.mark.parametrize(

@@ -57,7 +57,7 @@ class Table:
         return groups
 
     async def _collect(self) -> list[TrajectoryGroup]:
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(200):
             return await self.pool.collect()
 
     def close(self) -> None:

@@ -45,7 +45,7 @@ class Table:
         async def played() -> Trajectory:
             episode, thread = self.episode(recorded)
             try:
-                async with asyncio.timeout(20):
+                async with asyncio.timeout(200):
                     return await episode.play(make_env)
             finally:
                 thread.close()
