@@ -20,6 +20,29 @@ settings.register_profile("nightly", settings.get_profile("ci"), max_examples=30
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 
 
+SLOW_FIRST = (
+    "test_kill_vllm",
+    "test_run_processes",
+    "test_kill",
+    "test_vllm_server",
+    "test_run_vllm",
+    "test_resume",
+    "test_processes",
+    "test_vllm_engine",
+    "test_serve_vllm",
+    "test_signals",
+    "test_run_partial",
+    "test_cli",
+)
+"""Files that take a minute or more: of several workers none is to be left with one of them at the end."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Begin with the files that take longest."""
+    ranks = {name: rank for rank, name in enumerate(SLOW_FIRST)}
+    items.sort(key=lambda item: ranks.get(item.path.stem, len(ranks)))
+
+
 @pytest.fixture(autouse=True)
 def no_thread_is_left() -> Iterator[None]:
     """Fail a test that leaves a thread behind."""
