@@ -245,7 +245,7 @@ def test_a_recipe_that_cannot_be_carried_out_is_refused_and_leaves_no_trace(
     [
         (
             "RaisesInReset",
-            "environment RaisesInReset: reset() raised RuntimeError: the shop is closed (shop_of_faults.py:18)",
+            "environment RaisesInReset: reset() raised RuntimeError: the shop is closed (shop_of_faults.py:17)",
         ),
         ("Hangs", "environment Hangs: reset() did not return within rollout.env_timeout_s: 0.5 s"),
         ("HangsInStep", "environment HangsInStep: step() did not return within rollout.env_timeout_s: 0.5 s"),
