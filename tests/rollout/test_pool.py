@@ -393,16 +393,18 @@ def test_a_run_in_which_every_first_prompt_is_too_long_ends(new_pool: NewPool) -
 
 
 def test_every_attempt_at_which_an_environment_fails_is_counted_and_told(
-    new_engine: NewEngine, renderer: Renderer
+    new_engine: NewEngine, renderer: Renderer, opened: Opened
 ) -> None:
     told: list[Trajectory] = []
-    pool = RolloutPool(
-        make_env=fails(where="step", when=lambda env: (env.seed, env.member) == (task_seed(5, 0), 1)),
-        engine=new_engine(),
-        renderer=renderer,
-        config=RolloutConfig(group_size=3, max_turn_tokens=64, max_live_episodes=8, max_retries=1),
-        seed=5,
-        on_fault=told.append,
+    pool = opened(
+        RolloutPool(
+            make_env=fails(where="step", when=lambda env: (env.seed, env.member) == (task_seed(5, 0), 1)),
+            engine=new_engine(),
+            renderer=renderer,
+            config=RolloutConfig(group_size=3, max_turn_tokens=64, max_live_episodes=8, max_retries=1),
+            seed=5,
+            on_fault=told.append,
+        )
     )
     groups = collect(pool, 1)
     assert pool.counts["faults"] == 2
