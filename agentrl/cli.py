@@ -268,9 +268,12 @@ def _eval(options: argparse.Namespace, rest: list[str]) -> None:
     from agentrl.run import Run
 
     folder = RunFolder.open(run_dir) if run_dir else None
-    with _closing(
-        Run(recipe, tokenizer_folder=folder.tokenizer if folder and folder.tokenizer.is_dir() else None)
-    ) as run:
+    console = Console(soft_wrap=True)
+
+    def warn(words: str) -> None:
+        console.print(f"warning: {words}", style="yellow")
+
+    with _closing(Run(recipe, tokenizer_folder=_tokenizer(run_dir), on_warning=warn)) as run:
         if folder:
             run.load_weights(folder)
         run.start_engine()

@@ -83,6 +83,7 @@ class Run:
         self._runner = asyncio.Runner()
         self._lock: TextIO | None = None
         self._faults: FaultLog | None = None
+        self._told_kinds: set[str] = set()
         self._rows: list[dict[str, float]] = []
         """Metrics of the finished steps, in the first process."""
         self._health_before: dict[str, float] = {}
@@ -375,8 +376,14 @@ class Run:
         )
 
     def _note_fault(self, trajectory: Trajectory) -> None:
-        """Keep what an environment did wrong, and tell it once."""
-        if self._faults is not None and (words := self._faults.add(trajectory, step=self._trainer.finished_steps + 1)):
+        """Keep what an environment did wrong, and tell each kind once; outside of `train`, where nothing is kept, tell it."""
+        fault, words = trajectory.fault, None
+        if self._faults is not None:
+            words = self._faults.add(trajectory, step=self._trainer.finished_steps + 1)
+        elif fault is not None and fault.kind not in self._told_kinds:
+            self._told_kinds.add(fault.kind)
+            words = "\n".join(filter(None, [f"{trajectory.error}; task seed {trajectory.seed}", fault.traceback]))
+        if words is not None:
             self._on_warning(words)
 
     @property

@@ -552,6 +552,10 @@ def test_a_fault_of_the_environment_is_told_once_kept_shown_and_played_again(age
     assert "agentrl/cli.py" not in played
     assert agentrl("envs", "replay", "run", "train/999999/0").status == 2
 
+    status, evaluated, err = agentrl("eval", "run")
+    assert (status, err) == (0, "")
+    assert evaluated.count("warning: environment SellsFewThings: step() raised KeyError") == 1
+
 
 def test_a_healthy_recorded_episode_is_played_again(agentrl: Agentrl, tmp_path: Path) -> None:
     assert agentrl("train", "tiny.yaml", "--run_dir", "run").status == 0
