@@ -85,6 +85,11 @@ def words_of(error: BaseException) -> str:
     return f"{type(error).__name__}: {printable(words)}" if words else type(error).__name__
 
 
+def line_of(error: BaseException) -> str:
+    """Return the type and the words of an exception as one line, for a message that is one."""
+    return " ".join(words_of(error).split())
+
+
 def printable(text: str) -> str:
     """Return text of bounded length, without what a terminal would carry out and without lone surrogates."""
     kept = text if len(text) <= MAX_WORDS else f"{text[:MAX_WORDS]}... ({len(text):,} characters)"

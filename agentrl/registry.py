@@ -9,6 +9,7 @@ from types import ModuleType
 from typing import Any, Literal
 
 from agentrl.errors import ConfigError
+from agentrl.plain_data import line_of
 
 Group = Literal["agentrl.envs", "agentrl.credit"]
 
@@ -68,11 +69,7 @@ def import_named(name: str, *, spec: str, field: str) -> ModuleType:
     except (Exception, SystemExit) as error:  # a stranger's module may raise anything while it is imported
         if isinstance(error, ModuleNotFoundError) and error.name and f"{name}.".startswith(f"{error.name}."):
             raise
-        words = (
-            f"ended in sys.exit({error})"
-            if isinstance(error, SystemExit)
-            else f"raised {type(error).__name__}: {error}"
-        )
+        words = f"ended in sys.exit({error})" if isinstance(error, SystemExit) else f"raised {line_of(error)}"
         raise ConfigError(f"{field}: importing {name!r} of {spec!r} {words}") from error
 
 

@@ -286,6 +286,9 @@ def test_an_option_without_a_value_is_named(option: str, file: Path) -> None:
 
 
 def test_a_value_that_cannot_be_read_is_named(file: Path) -> None:
+    assert message(file, "train: {process_timeout_s: 1.0e+300}").startswith(
+        "train.process_timeout_s: Input should be less"
+    )
     assert (
         message(file, "{}", "--credit.gamma=[")
         == "--credit.gamma: '[' is not valid YAML: expected the node content, but found '<stream end>' (line 1, column 2)"

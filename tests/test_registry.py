@@ -108,3 +108,10 @@ def test_a_suggestion_is_the_nearest_name_or_all_of_them() -> None:
     assert suggest("gama", ["lone", "gamma", "eps"]) == " Did you mean 'gamma'?"
     assert suggest("zzz", ["lone", "gamma", "eps"]) == " Known: eps, gamma, lone."
     assert suggest("zzz", []) == " Known: none."
+
+
+def test_words_of_several_lines_are_told_in_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (tmp_path / "loud_shop.py").write_text(r"raise ValueError('one\ntwo\n\x1b[31mthree')")
+    words = r"importing 'loud_shop' of 'loud_shop:E' raised ValueError: one two \x1b[31mthree"
+    assert message("loud_shop:E") == f"env.id: {words}"

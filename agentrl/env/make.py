@@ -11,7 +11,7 @@ from gymnasium.envs.registration import load_env_creator
 
 from agentrl.env.message_env import MessageEnv
 from agentrl.errors import ConfigError
-from agentrl.plain_data import words_of
+from agentrl.plain_data import line_of
 from agentrl.registry import import_named, resolve, suggest
 from agentrl.types import Message
 
@@ -41,7 +41,7 @@ def make_env(spec: str, options: Mapping[str, Any] | None = None) -> gym.Env[tup
         env = create(**options)
     except (Exception, SystemExit) as error:  # a stranger's constructor may raise anything
         # The first two are what arguments are refused with: their words are about an option and need no type.
-        words = words_of(error)
+        words = line_of(error)
         if isinstance(error, TypeError | ValueError):
             words = words.partition(": ")[2] or words
         raise ConfigError(f"{_OPTIONS}: {spec!r} could not be made: {words}") from error

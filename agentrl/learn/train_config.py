@@ -56,8 +56,8 @@ class TrainConfig(BaseModel):
     sharding: Literal["none", "full"] = "none"
     """Where several processes train. `none`: each holds all weights (DDP). `full`: weights, gradients and the optimizer's
     state are shared out among them (FSDP2)."""
-    process_timeout_s: PositiveFloat = 1800.0
-    """How long a process waits for the others."""
+    process_timeout_s: float = Field(default=1800.0, gt=0, le=31_536_000)
+    """How long a process waits for the others, in seconds; a year at most."""
     device: Literal["auto", "cpu"] = "auto"
     """`auto`: a GPU where there is one."""
     checkpoint_every: Amount = 20

@@ -13,7 +13,7 @@ from agentrl.chat import Renderer
 from agentrl.engine import Sampler
 from agentrl.env import base_env
 from agentrl.errors import AgentRLError, EngineError
-from agentrl.plain_data import abbreviated, printable, words_of
+from agentrl.plain_data import abbreviated, line_of, printable
 from agentrl.rollout.config import RolloutConfig
 from agentrl.rollout.deadline import EngineClock
 from agentrl.rollout.env_thread import EnvThread
@@ -281,7 +281,7 @@ class Episode:
         try:
             return render()
         except Exception as error:
-            words = error if isinstance(error, AgentRLError) else words_of(error)
+            words = error if isinstance(error, AgentRLError) else line_of(error)
             raise EnvError(f"environment {self._env_id}: its messages cannot be rendered: {words}") from error
 
     async def _go_on(self, position: _Position) -> Trajectory:

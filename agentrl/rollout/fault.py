@@ -9,7 +9,7 @@ from traceback import FrameSummary, StackSummary, TracebackException
 
 import gymnasium as gym
 
-from agentrl.plain_data import printable, words_of
+from agentrl.plain_data import line_of, printable
 from agentrl.types import Fault
 
 _MAX_LINES = 60
@@ -42,9 +42,9 @@ def fault_of(error: BaseException, *, hanging: StackSummary | None = None) -> Fa
 
 
 def raised_words(error: BaseException) -> str:
-    """Return what an environment raised, and where: `KeyError: 'answer' (desk.py:40)`."""
+    """Return what an environment raised, and where, in one line: `KeyError: 'answer' (desk.py:40)`."""
     place = _place(_own(TracebackException.from_exception(error).stack))
-    return f"{words_of(error)} ({place})" if place else words_of(error)
+    return f"{line_of(error)} ({place})" if place else line_of(error)
 
 
 def stack_of(thread: threading.Thread) -> StackSummary | None:

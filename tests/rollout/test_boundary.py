@@ -228,3 +228,8 @@ def test_messages_that_a_template_cannot_render_are_that_episodes_fault(tokenize
         Exception, match="environment Says: its messages cannot be rendered: ZeroDivisionError: roles must"
     ):
         collect(pool)
+
+
+def test_a_fault_of_several_lines_is_told_in_one(chatml: ChatMLRenderer) -> None:
+    error = played(Says((USER, {}), ValueError("one\ntwo\x1b[31m")), chatml).error
+    assert str(error).startswith(r"environment Says: step() raised ValueError: one two\x1b[31m (hostile.py:")
