@@ -1,0 +1,1 @@
+"""What `benchmarks.reliability` tries, one file for each kind of harm."""
