@@ -7,6 +7,7 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
+from agentrl.chat.encoder import Encoder
 from agentrl.chat.renderer import Tools
 from agentrl.chat.tool_calls import CLOSE, OPEN, format_reasoning, format_tool_call, parse_assistant
 from agentrl.errors import RendererError
@@ -27,10 +28,7 @@ class ChatMLRenderer:
     def __init__(self, tokenizer: Any) -> None:
         """Take a transformers fast tokenizer that has the two ChatML tokens."""
         self._control: Tokenizer = tokenizer.backend_tokenizer
-        self._plain = Tokenizer.from_str(self._control.to_str())
-        self._plain.encode_special_tokens = True
-        self._plain.no_truncation()
-        self._plain.no_padding()
+        self._encode = Encoder(tokenizer, control=False)
         ids = [self._control.token_to_id(token) for token in (START, END)]
         if None in ids:
             raise RendererError(
@@ -44,6 +42,11 @@ class ChatMLRenderer:
     def stop_token_ids(self) -> tuple[int, ...]:
         """The one token that ends a turn."""
         return (self._end_id,)
+
+    @property
+    def max_token_chars(self) -> int | None:
+        """Longest text that one token stands for."""
+        return self._encode.max_chars
 
     def start(self, messages: Sequence[Message], tools: Tools) -> tuple[int, ...]:
         """Return a whole context; the tools come first, in a system message of their own."""
@@ -84,10 +87,6 @@ class ChatMLRenderer:
                 ids.extend((*self._encode(f"{message['role']}\n{message.get('content') or ''}"), self._end_id))
             ids.extend(self._newline)
         return tuple(ids)
-
-    def _encode(self, text: str) -> tuple[int, ...]:
-        text = text.encode(errors="replace").decode()  # half a surrogate pair, as in some file names, has no bytes
-        return tuple(self._plain.encode(text, add_special_tokens=False).ids)
 
 
 def signature(tool: dict[str, Any]) -> str:

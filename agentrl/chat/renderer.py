@@ -16,11 +16,21 @@ Tools = Sequence[dict[str, Any]]
 
 
 class Renderer(Protocol):
-    """Turns messages into the tokens a model reads, and sampled tokens into a message."""
+    """Turns messages into the tokens a model reads, and sampled tokens into a message.
+
+    `start` and `extend` are called from many threads at once.
+    """
 
     @property
     def stop_token_ids(self) -> tuple[int, ...]:
         """Tokens that end an assistant turn."""
+
+    @property
+    def max_token_chars(self) -> int | None:
+        """Longest text that one token stands for, in characters. None: not known.
+
+        Messages of more text than so many times the limit of a context are refused before they are rendered.
+        """
 
     def start(self, messages: Sequence[Message], tools: Tools) -> tuple[int, ...]:
         """Return a whole context, from the first message to the generation prompt."""

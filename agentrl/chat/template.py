@@ -6,6 +6,7 @@ from typing import Any, Literal
 
 from jinja2 import TemplateError
 
+from agentrl.chat.encoder import Encoder
 from agentrl.chat.renderer import ChatConfig, Tools
 from agentrl.chat.tool_calls import END_THINK, THINK, format_reasoning, format_tool_call, parse_assistant
 from agentrl.errors import RendererError
@@ -42,7 +43,7 @@ class TemplateRenderer:
                 f"chat.renderer: the tokenizer {name!r} has no chat template; set 'chatml' for a model made locally, "
                 "or use the instruction-tuned version of the model"
             )
-        self._tokenizer = tokenizer
+        self._tokenizer, self._encode = tokenizer, Encoder(tokenizer)
         self._name = name
         self._clock = datetime.combine(date, time())
         self._keeps_thoughts = True  # so that the next line asks the template itself
@@ -70,6 +71,11 @@ class TemplateRenderer:
     def stop_token_ids(self) -> tuple[int, ...]:
         """The token with which the template closes an assistant turn, and the tokenizer's end of sequence."""
         return self._stop_ids
+
+    @property
+    def max_token_chars(self) -> int | None:
+        """Longest text that one token stands for."""
+        return self._encode.max_chars
 
     def start(self, messages: Sequence[Message], tools: Tools) -> tuple[int, ...]:
         """Return a whole context."""
@@ -102,10 +108,6 @@ class TemplateRenderer:
             raise RendererError(f"chat.renderer: the template of {self._name!r} cannot write demonstrations")
         text = after[len(before) : len(after) - len(self._tail)]
         return (*self._encode(text), *self._encode(self._tail)[:1])
-
-    def _encode(self, text: str) -> tuple[int, ...]:
-        text = text.encode(errors="replace").decode()  # half a surrogate pair, as in some file names, has no bytes
-        return tuple(self._tokenizer.encode(text, add_special_tokens=False))
 
     def _render(self, messages: Sequence[Message], *, tools: Tools = (), prompt: bool = False) -> str:
         try:

@@ -204,7 +204,7 @@ class Episode:
             raise
         await self._on_thread("close()", partial(_close, env))
 
-    async def _begin(self, env: Env) -> _Position:
+    async def _begin(self, env: Env) -> _Position | None:
         base = base_env(env)
         task = self._task
         beginning = partial(reset, env, base, seed=task.seed, rollout_index=task.rollout_index)
@@ -212,8 +212,10 @@ class Episode:
         self._gold_answer, self._tools = moment.gold_answer, moment.tools
         if recorded := self._recorded.turns:
             observation_ids = recorded[0].observation_ids
+        elif self._cannot_fit(moment):
+            return None
         else:
-            observation_ids = self._rendered(lambda: self._renderer.start(moment.messages, self._tools))
+            observation_ids = await self._rendered(partial(self._renderer.start, moment.messages, self._tools))
         return _Position(
             env=env,
             moment=moment,
@@ -248,9 +250,16 @@ class Episode:
             context_ids=context_ids,
             observation_ids=last.observation_ids,
         )
-        return self._after(position, last, moment)
+        return await self._after(position, last, moment)
 
-    def _after(self, position: _Position, turn: Turn, moment: Moment) -> _Position:
+    def _cannot_fit(self, moment: Moment) -> bool:
+        """Tell whether a context cannot hold what the environment said, whatever its tokens are."""
+        texts = (message.get("content") for message in moment.messages)
+        num_chars = sum(len(text.strip()) for text in texts if isinstance(text, str))  # some templates strip
+        longest = self._renderer.max_token_chars
+        return longest is not None and num_chars > longest * self._config.max_context_tokens
+
+    async def _after(self, position: _Position, turn: Turn, moment: Moment) -> _Position:
         """Return where the episode stands after a turn, given what the environment said to it.
 
         The tokens of a turn that is played again are those recorded, whatever the renderer would make of it today.
@@ -265,7 +274,7 @@ class Episode:
         if following := self._recorded.turns[len(self._turns) :]:
             extends, observation_ids = following[0].extends, following[0].observation_ids
         else:
-            extends, observation_ids = self._rendered(render)
+            extends, observation_ids = await self._rendered(render)
         return _Position(
             env=position.env,
             moment=moment,
@@ -276,16 +285,26 @@ class Episode:
             extends=extends,
         )
 
-    def _rendered(self, render: Callable[[], R]) -> R:
-        """Render what the environment said; what a chat template cannot make of it is the environment's fault."""
-        try:
-            return render()
-        except Exception as error:
-            words = error if isinstance(error, AgentRLError) else line_of(error)
-            raise EnvError(f"environment {self._env_id}: its messages cannot be rendered: {words}") from error
+    async def _rendered(self, render: Callable[[], R]) -> R:
+        """Render what the environment said; what a chat template cannot make of it is the environment's fault.
 
-    async def _go_on(self, position: _Position) -> Trajectory:
-        """Play from a position to the end."""
+        That is done on the environment's thread, beside the event loop, where other episodes go on.
+        """
+
+        def carefully() -> R:
+            try:
+                return render()
+            except Exception as error:
+                words = error if isinstance(error, AgentRLError) else line_of(error)
+                raise EnvError(f"environment {self._env_id}: its messages cannot be rendered: {words}") from error
+
+        rendered: R = await self._on_thread("rendering", carefully)
+        return rendered
+
+    async def _go_on(self, position: _Position | None) -> Trajectory:
+        """Play from a position to the end; None: the first prompt cannot fit into a context."""
+        if position is None:
+            return self._overflow(f"more than {self._config.max_context_tokens}")
         config, env, base = self._config, position.env, base_env(position.env)
         self._turns = list(position.turns)
         while True:
@@ -297,7 +316,7 @@ class Episode:
             room = config.max_context_tokens - len(before)
             budget = config.max_episode_tokens - sum(len(turn.action_ids) for turn in self._turns)
             if room < 1:
-                return self._overflow(len(before))
+                return self._overflow(str(len(before)))
             if budget < 1:
                 return self.result(StopReason.MAX_TOKENS, truncated=True)
             self._check_observation(moment)
@@ -330,21 +349,23 @@ class Episode:
                 action_key=moment.action_key,
                 extras=moment.info,
             )
-            is_over = moment.terminated or moment.truncated
-            self._add(turn, moment, is_last=is_over or len(self._turns) + 1 >= config.max_turns)
+            is_over, is_too_long = moment.terminated or moment.truncated, self._cannot_fit(moment)
+            self._add(turn, moment, is_last=is_over or is_too_long or len(self._turns) + 1 >= config.max_turns)
             if is_over:
                 return self.result(StopReason.TERMINATED, truncated=not moment.terminated)
             if len(self._turns) >= config.max_turns:
                 return self.result(StopReason.MAX_TURNS, truncated=True)
-            position = self._after(position, turn, moment)
+            if is_too_long:
+                return self._overflow(f"more than {config.max_context_tokens}")
+            position = await self._after(position, turn, moment)
 
-    def _overflow(self, num_tokens: int) -> Trajectory:
-        """Return an episode whose context is full; without a turn, that is the task's fault."""
+    def _overflow(self, length: str) -> Trajectory:
+        """Return an episode whose context is full, of this length; without a turn, that is the task's fault."""
         if self._turns:
             return self.result(StopReason.CONTEXT_OVERFLOW, truncated=True)
         words = (
             f"rollout.max_context_tokens: {self._config.max_context_tokens} leaves no room after the first prompt of "
-            f"{num_tokens} tokens; raise it"
+            f"{length} tokens; raise it"
         )
         fault = Fault(kind="the first prompt is too long")
         return self.result(StopReason.CONTEXT_OVERFLOW, truncated=True, error=words, fault=fault)

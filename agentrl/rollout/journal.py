@@ -1,5 +1,6 @@
 """What happened to the episodes since the last checkpoint, so that a run that is killed loses none of them."""
 
+import asyncio
 import json
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -100,7 +101,11 @@ _EVENT: TypeAdapter[Event] = TypeAdapter(
 
 
 class Journal:
-    """A folder of numbered files, one event a line. A line is handed to the operating system before the run goes on.
+    """A folder of numbered files, one event a line.
+
+    Lines are handed to the operating system in their order, all of one round of the event loop at once: a kill loses what
+    that round has noted, and what is left is a state that the run was in. Whoever goes on from an event that must not be
+    lost calls `flush`.
 
     A checkpoint begins a new file and names it: state of the checkpoint and events from that file on are the whole.
     """
@@ -108,6 +113,10 @@ class Journal:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._file: TextIO | None = None
+        self._lines: list[str] = []
+        """What is not written yet."""
+        self._flushed_by: asyncio.AbstractEventLoop | None = None
+        """The loop that is going to write it."""
         self._failure: OSError | None = None
         """Of the first write that the disk did not take."""
         self.number = 0
@@ -115,15 +124,37 @@ class Journal:
 
     def begin(self, *, at_least: int = 1) -> int:
         """Write into a new file from now on; return its number: the one after the last, or `at_least`."""
+        self.flush()
         self.close()
         self._folder.mkdir(parents=True, exist_ok=True)
         number = max([at_least, *(1 + number for number, _ in numbered(self._folder, _NAME))])
         self.number = number
-        self._file = (self._folder / _NAME.format(f"{number:06d}")).open("x", encoding="utf-8", buffering=1)  # by lines
+        self._file = (self._folder / _NAME.format(f"{number:06d}")).open("x", encoding="utf-8")
         return number
 
     def write(self, event: Event) -> None:
         """Append an event; nothing is written before `begin`.
+
+        Raises:
+            OSError: when the disk has taken no more.
+        """
+        if self._failure is not None:
+            raise self._failure
+        if self._file is None:
+            return
+        data = _EVENT.dump_python(event, mode="json", exclude_defaults=True)
+        self._lines.append(sealed(json.dumps({"kind": event.kind, **data})) + "\n")
+        try:
+            loop = asyncio.get_running_loop()
+        except RuntimeError:
+            self.flush()
+            return
+        if self._flushed_by is not loop:
+            self._flushed_by = loop
+            loop.call_soon(self._flush_soon)
+
+    def flush(self) -> None:
+        """Hand all that was noted to the operating system.
 
         Raises:
             OSError: when the disk takes no more, and at every event after that: it would follow half a line, and nobody may
@@ -131,14 +162,20 @@ class Journal:
         """
         if self._failure is not None:
             raise self._failure
-        if self._file is not None:
-            data = _EVENT.dump_python(event, mode="json", exclude_defaults=True)
+        lines, self._lines = self._lines, []
+        if lines and self._file is not None:
             try:
-                self._file.write(sealed(json.dumps({"kind": event.kind, **data})) + "\n")
+                self._file.write("".join(lines))
+                self._file.flush()
             except OSError as error:
                 self._failure = error
                 self.close()
                 raise
+
+    def _flush_soon(self) -> None:
+        self._flushed_by = None
+        with suppress(OSError):  # the next event, or whoever flushes, is told
+            self.flush()
 
     def read(self, since: int) -> Iterator[Event]:
         """Yield the events from file `since` on. What a kill cut short at the end of a file has not happened.
@@ -184,6 +221,9 @@ class Journal:
 
     def close(self) -> None:
         """Write no more."""
+        if self._file is not None:
+            with suppress(OSError):
+                self.flush()
         if self._file is not None:
             with suppress(OSError):  # of what a full disk has not taken yet
                 self._file.close()

@@ -116,6 +116,7 @@ class RolloutPool:
         try:
             async with self._lag_measured():
                 groups = await self._complete()
+            self._stream.flush()  # before they are trained on
             if self._config.mode == "async":
                 self._fill_places()  # for the time of the update
             else:
@@ -146,6 +147,7 @@ class RolloutPool:
         for live in [episode.live() for episode in self._live.values()]:
             if live.partial is not None:
                 self._stream.note(live)
+        self._stream.flush()
 
     async def stop(self) -> None:
         """Give up the episodes that are under way."""

@@ -252,6 +252,11 @@ class TaskStream:
         if self._journal is not None:
             self._journal.drop(before=self._journal.number)
 
+    def flush(self) -> None:
+        """Hand the journal to the operating system, whatever happens next."""
+        if self._journal is not None:
+            self._journal.flush()
+
     def close(self) -> None:
         """Write no more."""
         if self._journal is not None:

@@ -270,7 +270,7 @@ class Impatient:
     def __init__(self, renderer: Renderer) -> None:
         self._renderer = renderer
         self.start, self.extend, self.encode = renderer.start, renderer.extend, renderer.encode
-        self.parse = renderer.parse
+        self.parse, self.max_token_chars = renderer.parse, renderer.max_token_chars
 
     @property
     def stop_token_ids(self) -> tuple[int, ...]:

@@ -1,5 +1,6 @@
 import asyncio
 import json
+import threading
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -7,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from agentrl.chat import Renderer
+from agentrl.chat import ChatMLRenderer, Renderer
 from agentrl.engine.transformers import TransformersEngine
 from agentrl.env import MessageEnv, make_env
 from agentrl.errors import ConfigError
@@ -529,3 +530,65 @@ def test_an_engine_that_does_not_answer_is_an_engine_error(new_engine: NewEngine
     trajectory = asyncio.run(stuck())
     assert (trajectory.stop_reason, trajectory.failed) == (StopReason.ENGINE_ERROR, True)
     assert trajectory.error == "no completion within rollout.engine_timeout_s: 0.1"
+
+
+class Where(ChatMLRenderer):
+    """Tells on which threads it renders, and how long the longest message was."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        super().__init__(tokenizer)
+        self.threads: set[str] = set()
+        self.longest = 0
+
+    @property
+    def stop_token_ids(self) -> tuple[int, ...]:
+        return tuple(range(261))  # an action is one token
+
+    def start(self, messages: Sequence[Message], tools: Any) -> tuple[int, ...]:
+        self._note(messages)
+        return super().start(messages, tools)
+
+    def extend(
+        self, context_ids: Sequence[int], action_ids: Sequence[int], messages: Sequence[Message]
+    ) -> tuple[int, ...]:
+        self._note(messages)
+        return super().extend(context_ids, action_ids, messages)
+
+    def _note(self, messages: Sequence[Message]) -> None:
+        self.threads.add(threading.current_thread().name)
+        self.longest = max([self.longest, *(len(message["content"]) for message in messages)])
+
+
+class Floods(Talk):
+    """Says ten million characters at its third turn, or at once."""
+
+    def __init__(self, *, at_once: bool = False) -> None:
+        super().__init__()
+        self.at_once = at_once
+
+    def reset(self, **kwargs: Any) -> tuple[tuple[Message, ...], dict[str, Any]]:
+        messages, info = super().reset(**kwargs)
+        return (({"role": "user", "content": "x" * 10**7},) if self.at_once else messages), info
+
+    def step(self, action: str | Message) -> tuple[tuple[Message, ...], float, bool, bool, dict[str, Any]]:
+        _, reward, terminated, truncated, info = super().step(action)
+        said = "x" * (10**7 if self.turn == 3 else 10)
+        return ({"role": "user", "content": said},), reward, terminated and self.turn > 3, truncated, info
+
+
+def test_messages_are_rendered_beside_the_event_loop(new_engine: NewEngine, tokenizer: Any) -> None:
+    renderer = Where(tokenizer)
+    play(Talk, new_engine(), renderer, max_turns=4)
+    assert renderer.threads == {"agentrl-env"}
+
+
+def test_what_no_context_can_hold_ends_the_episode_before_it_is_rendered(new_engine: NewEngine, tokenizer: Any) -> None:
+    renderer = Where(tokenizer)
+    trajectory = play(Floods, new_engine(), renderer)
+    assert (trajectory.stop_reason, len(trajectory.turns)) == (StopReason.CONTEXT_OVERFLOW, 3)
+    assert trajectory.truncated
+    assert renderer.longest < 1000
+    trajectory = play(partial(Floods, at_once=True), new_engine(), renderer)
+    assert (trajectory.stop_reason, trajectory.failed) == (StopReason.CONTEXT_OVERFLOW, True)
+    assert "leaves no room after the first prompt of more than 2048 tokens" in str(trajectory.error)
+    assert renderer.longest < 1000

@@ -1,5 +1,6 @@
 """The stream of tasks: handed out once, in time, and the same after a kill, whatever ends in which order."""
 
+import asyncio
 import json
 import resource
 import shutil
@@ -323,6 +324,53 @@ def test_nothing_is_written_after_half_a_line(tmp_path: Path) -> None:
         journal.write(Begun(index=2, version=0))
     journal.close()
     assert list(Journal(tmp_path).read(1)) == [Begun(index=0, version=0)]
+
+
+def test_one_round_of_the_event_loop_is_written_at_once_and_flushed_on_demand(tmp_path: Path) -> None:
+    events = [Begun(index=index, version=0) for index in range(4)]
+    journal = Journal(tmp_path)
+
+    def written() -> list[Any]:
+        return list(Journal(tmp_path).read(1))
+
+    async def main() -> None:
+        journal.write(events[0])
+        journal.write(events[1])
+        assert written() == []
+        await asyncio.sleep(0)
+        assert written() == events[:2]
+        journal.write(events[2])
+        journal.flush()
+        assert written() == events[:3]
+        journal.write(events[3])
+
+    journal.begin()
+    asyncio.run(main())
+    journal.close()
+    assert written() == events
+
+
+def test_a_write_that_failed_between_two_rounds_is_told_to_who_goes_on(tmp_path: Path) -> None:
+    journal = Journal(tmp_path)
+    journal.begin()
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    heard = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+
+    async def main() -> None:
+        journal.write(Begun(index=0, version=0))
+        await asyncio.sleep(0)
+        with pytest.raises(OSError, match="File too large"):
+            journal.flush()
+        with pytest.raises(OSError, match="File too large"):
+            journal.write(Begun(index=1, version=0))
+
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (10, limits[1]))
+        asyncio.run(main())
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        signal.signal(signal.SIGXFSZ, heard)
+    journal.close()
 
 
 def test_a_journal_that_was_deleted_is_begun_where_the_checkpoint_looks_for_it(tmp_path: Path) -> None:
