@@ -445,7 +445,8 @@ class Run:
             row |= self._evaluation_metrics()
         every = recipe.report.rollouts_every
         if is_main() and every and (step == 1 or step % every == 0):
-            folder.add_rollouts(step, records(result.groups, result.credits, step=step, piece=self._piece))
+            trajectories = records(result.groups, result.credits, step=step, piece=self._piece)
+            folder.add_rollouts(step, trajectories, keep=recipe.report.keep_rollouts)
         found, told = from_main(lambda: self._examine(row))
         row |= {f"health/{sign}": float(sign in found) for sign in SIGNS}
         self._rows.append(row)

@@ -4,11 +4,11 @@ Tokens are tuples of Python ints exactly as they were sampled. Nothing here is e
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Annotated, Any
 
-from pydantic import Field
+from pydantic import Field, SerializerFunctionWrapHandler, ValidatorFunctionWrapHandler, WrapSerializer, WrapValidator
 
 from agentrl.columns import Floats, Integers, Runs
 
@@ -186,6 +186,66 @@ class Fault:
     """The environment's own frames, bounded in length; empty where it raised nothing."""
 
 
+def shorten(turn: Turn, before: Sequence[Turn]) -> tuple[Turn, int]:
+    """Return a turn without the tokens with which its context repeats that of the turns before it, and how many they are.
+
+    Only one that rewrote history repeats any: all but the end of a long dialogue.
+    """
+    if turn.extends:
+        return turn, 0
+    context, ids = _context_after(before), turn.observation_ids
+    most = min(len(context), len(ids))
+    shared = next(
+        (start for start in range(0, most, 1024) if context[start : start + 1024] != ids[start : start + 1024]), most
+    )
+    while shared < most and context[shared] == ids[shared]:
+        shared += 1
+    return replace(turn, observation_ids=ids[shared:]), shared
+
+
+def lengthen(turn: Turn, before: Sequence[Turn], shared: int) -> Turn:
+    """Return the turn of which `shorten` made this one.
+
+    Raises:
+        ValueError: where the turns before it have no such context.
+    """
+    if not shared:
+        return turn
+    context = _context_after(before)
+    if turn.extends or not 0 < shared <= len(context):
+        raise ValueError(f"a turn repeats {shared} tokens of a context of {len(context)}")
+    return replace(turn, observation_ids=context[:shared] + turn.observation_ids)
+
+
+def _context_after(turns: Sequence[Turn]) -> tuple[int, ...]:
+    """Return the context after turns, the last action included."""
+    begin = max((index for index, turn in enumerate(turns) if not turn.extends), default=0)
+    return tuple(token for turn in turns[begin:] for token in (*turn.observation_ids, *turn.action_ids))
+
+
+def _dump_turns(turns: tuple[Turn, ...], dump: SerializerFunctionWrapHandler) -> Any:
+    short = [shorten(turn, turns[:index]) for index, turn in enumerate(turns)]
+    rows = dump(tuple(turn for turn, _ in short))
+    return [row | ({"shared": shared} if shared else {}) for row, (_, shared) in zip(rows, short, strict=True)]
+
+
+def _load_turns(rows: Any, load: ValidatorFunctionWrapHandler) -> tuple[Turn, ...]:
+    if not (isinstance(rows, list) and all(isinstance(row, dict) for row in rows)):
+        found: tuple[Turn, ...] = load(rows)
+        return found
+    turns: list[Turn] = []
+    for turn, row in zip(load([{k: v for k, v in row.items() if k != "shared"} for row in rows]), rows, strict=True):
+        shared = row.get("shared", 0)
+        if not isinstance(shared, int):
+            raise ValueError(f"shared: {shared!r} is no number")
+        turns.append(lengthen(turn, turns, shared))
+    return tuple(turns)
+
+
+Turns = Annotated[tuple[Turn, ...], WrapSerializer(_dump_turns, when_used="json"), WrapValidator(_load_turns)]
+"""Turns one after the other; in a file, those that rewrote history leave out what they repeat."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trajectory:
     """One finished episode."""
@@ -195,7 +255,7 @@ class Trajectory:
     env_id: str
     seed: int
     """Seed of the task, shared by the group."""
-    turns: tuple[Turn, ...]
+    turns: Turns
     stop_reason: StopReason
     truncated: bool = False
     """A limit ended the episode, not the task: what would have followed is unknown (value-based schemes bootstrap)."""

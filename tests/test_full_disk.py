@@ -79,13 +79,13 @@ def test_a_disk_that_the_journal_fills_loses_no_episode(disk: tuple[Path, Resize
     lasting = {"mode": "partial", "num_groups": 2, "group_size": 2, "max_turns": 4, "max_turn_tokens": 16}
     settings = yaml.safe_load(RECIPE) | {
         "rollout": {**lasting, "max_context_tokens": 512},
-        "report": {"rollouts_every": 1},
+        "report": {"rollouts_every": 1, "keep_rollouts": 10_000},
     }
     settings["train"] |= {"checkpoint_every": 100, "steps": 1}
     recipe.write_text(yaml.safe_dump(settings))
     assert train(recipe, "--run_dir", run) == (0, "")
     used = int(subprocess.run(["du", "-sk", str(folder)], capture_output=True, text=True, check=True).stdout.split()[0])
-    resize(used + 40)
+    resize(used + 20)
     status, errors = train(run, "--train.steps", 80, "--report.rollouts_every", 0)
     assert status == 2
     assert "No space left on device" in errors

@@ -30,7 +30,7 @@ RECIPE: dict[str, Any] = {
     "loss": {"unit": "version", "anchor": "behavior"},
     "train": {"steps": 10_000, "checkpoint_every": 7, "device": "cpu"},
     "evaluation": {"every": 10, "num_tasks": 2},
-    "report": {"rollouts_every": 1},
+    "report": {"rollouts_every": 1, "keep_rollouts": 10_000},
 }
 
 

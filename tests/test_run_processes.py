@@ -34,7 +34,7 @@ RECIPE: dict[str, Any] = {
     "loss": {"kl_coefficient": 0.01},
     "train": {"steps": 40, "checkpoint_every": 4, "learning_rate": 3e-3, "device": "cpu", "process_timeout_s": 200},
     "evaluation": {"every": 7, "num_tasks": 5},
-    "report": {"rollouts_every": 1},
+    "report": {"rollouts_every": 1, "keep_rollouts": 10_000},
 }
 
 

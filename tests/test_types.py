@@ -1,11 +1,24 @@
+import json
 from dataclasses import FrozenInstanceError, replace
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from pydantic import TypeAdapter, ValidationError
 
-from agentrl.types import PER_TOKEN, StopReason, Trajectory, TrajectoryGroup, Turn, valid_trajectories
+from agentrl.columns import Integers
+from agentrl.types import (
+    PER_TOKEN,
+    StopReason,
+    Trajectory,
+    TrajectoryGroup,
+    Turn,
+    Turns,
+    lengthen,
+    shorten,
+    valid_trajectories,
+)
 
 
 def turn(*action_ids: int, extends: bool = True, reward: float = 0.0) -> Turn:
@@ -96,3 +109,44 @@ def test_a_group_earned_alike_but_for_rounding_and_failures(rewards: list[float]
     members = tuple(trajectory(turn(1, reward=reward)) for reward in rewards)
     failed = trajectory(turn(1, reward=7), stop_reason=StopReason.ENV_ERROR)
     assert TrajectoryGroup(group_id="g", trajectories=(*members, failed)).earned_alike == alike
+
+
+TURNS = TypeAdapter(Turns)
+
+
+@st.composite
+def dialogues(draw: st.DrawFn) -> tuple[Turn, ...]:
+    """Turns of which some rewrite the end of their history, or forget it."""
+    turns: list[Turn] = []
+    context: tuple[int, ...] = ()
+    for extends in draw(st.lists(st.booleans(), max_size=6)):
+        new = draw(st.lists(st.integers(0, 3), min_size=1, max_size=4).map(tuple))
+        kept = 0 if extends else draw(st.integers(0, len(context)))
+        filled = draw(st.sampled_from([(), (7,) * 3000]))  # longer than what is compared at once
+        turns.append(replace(turn(1, 2, extends=extends), observation_ids=context[:kept] + filled + new))
+        context = (context if extends else ()) + turns[-1].observation_ids + (1, 2)
+    return tuple(turns)
+
+
+@given(turns=dialogues())
+def test_turns_come_out_of_a_file_as_they_were(turns: tuple[Turn, ...]) -> None:
+    rows = json.loads(json.dumps(TURNS.dump_python(turns, mode="json")))
+    assert TURNS.validate_python(rows) == turns
+    for index, whole in enumerate(turns):
+        short, shared = shorten(whole, turns[:index])
+        assert lengthen(short, turns[:index], shared) == whole
+
+
+def test_a_turn_that_rewrote_the_end_of_its_history_is_written_without_the_rest() -> None:
+    first = replace(turn(1, 2), observation_ids=tuple(range(5000)))
+    second = replace(turn(3, extends=False), observation_ids=(*range(4990), 8, 9))
+    row = TURNS.dump_python((first, second), mode="json")[1]
+    assert row["shared"] == 4990
+    assert TypeAdapter(Integers).validate_python(row["observation_ids"]) == (8, 9)
+
+
+@pytest.mark.parametrize("shared", [-1, 4, 10**30, "1", None])
+def test_a_turn_that_repeats_what_is_not_there_is_refused(shared: Any) -> None:
+    rows = TURNS.dump_python((turn(1, 2), turn(3, extends=False)), mode="json")
+    with pytest.raises(ValidationError, match=r"a turn repeats|is no number"):
+        TURNS.validate_python([rows[0], rows[1] | {"shared": shared}])

@@ -14,7 +14,7 @@ from pydantic import BaseModel, ConfigDict, TypeAdapter
 from agentrl.errors import ConfigError
 from agentrl.files import dump_yaml, numbered, parse, parse_yaml, read_bytes, write_whole
 from agentrl.report.records import TrajectoryRecord
-from agentrl.types import AmountOrZero
+from agentrl.types import AmountOrZero, Count
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,6 +39,8 @@ class ReportConfig(BaseModel):
 
     rollouts_every: AmountOrZero = 10
     """Steps between recorded rollout files (the first step always has one); 0: none."""
+    keep_rollouts: Count = 100
+    """Rollout files that are kept beside the first step's: the newest ones; older ones are deleted."""
     trackers: tuple[str, ...] = ()
     """Trackers of accelerate, by name: tensorboard, wandb, trackio, ..."""
 
@@ -160,11 +162,13 @@ class RunFolder:
                 raise ConfigError(f"{where}: it has no step; {fix}")
             yield row, line
 
-    def add_rollouts(self, step: int, trajectories: Iterable[TrajectoryRecord]) -> None:
-        """Write the rollouts of a step."""
+    def add_rollouts(self, step: int, trajectories: Iterable[TrajectoryRecord], *, keep: int | None = None) -> None:
+        """Write the rollouts of a step; of all, keep the first step's and the `keep` newest. None: all."""
         self._rollouts.mkdir(exist_ok=True)
         lines = (record.model_dump_json(exclude_defaults=True).encode() + b"\n" for record in trajectories)
         write_whole(self._rollouts / _ROLLOUTS.format(f"{step:06d}"), lines)
+        for path in [] if keep is None else self.rollouts()[1:-keep]:
+            path.unlink()
 
     def rollouts(self) -> list[Path]:
         """List the rollout files, oldest first."""

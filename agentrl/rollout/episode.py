@@ -33,7 +33,7 @@ from agentrl.rollout.moment import (
     step,
 )
 from agentrl.rollout.seeds import derive_seed
-from agentrl.types import Completion, Fault, FinishReason, Message, Sampling, StopReason, Trajectory, Turn
+from agentrl.types import Completion, Fault, FinishReason, Message, Sampling, StopReason, Trajectory, Turn, Turns
 
 R = TypeVar("R")
 
@@ -63,7 +63,7 @@ class LiveEpisode:
     """An episode under way: all that is needed to go on with it elsewhere, but for the environment, which is played again."""
 
     task: Task
-    turns: tuple[Turn, ...] = ()
+    turns: Turns = ()
     """What was played to the end of a step of the environment."""
     observation: tuple[Message, ...] | None = None
     """What the environment said last. None: not known."""

@@ -36,6 +36,8 @@ class Played:
     turn: Turn
     observation: tuple[Message, ...] | None
     """What the environment said to it."""
+    shared: int = 0
+    """How many tokens of its context were left out, because it repeats those before it (`agentrl.types.shorten`)."""
     snapshot: str | None = None
     """The environment after it (`LiveEpisode.snapshot`)."""
 
@@ -61,6 +63,8 @@ class Ended:
     """Without its first `played` turns."""
     played: int
     """Number of its turns that were noted as played."""
+    shared: int = 0
+    """How many tokens were left out of the first turn's context, as with `Played`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,7 +13,7 @@ from agentrl.rollout.config import RolloutConfig
 from agentrl.rollout.episode import LiveEpisode, Task
 from agentrl.rollout.journal import Begun, Dropped, Ended, Event, HandedOut, Held, Journal, Played, Restarted
 from agentrl.rollout.seeds import derive_seed, task_seed
-from agentrl.types import StopReason, Trajectory, TrajectoryGroup
+from agentrl.types import StopReason, Trajectory, TrajectoryGroup, lengthen, shorten
 
 
 @dataclass(slots=True, kw_only=True)
@@ -111,7 +111,9 @@ class TaskStream:
         """Remember that an episode was played to the end of a turn, or what was sampled of its next action."""
         task, observation = live.task, live.observation
         if live.partial is None:
-            self._write(Played(task=task, turn=live.turns[-1], observation=observation, snapshot=live.snapshot))
+            turn, shared = shorten(live.turns[-1], live.turns[:-1])
+            snapshot = live.snapshot
+            self._write(Played(task=task, turn=turn, shared=shared, observation=observation, snapshot=snapshot))
         elif live.partial.token_ids:
             self._write(Held(task=task, observation=observation, partial=live.partial))
         self._playing[task.trajectory_id] = live
@@ -139,8 +141,11 @@ class TaskStream:
         if any(turn.branch_rewards is not None for turn in trajectory.turns):
             played = 0  # what forks have earned was not known then
         if not trajectory.failed:
-            rest = replace(trajectory, turns=trajectory.turns[played:])
-            self._write(Ended(trajectory=rest, played=played))
+            rest, shared = trajectory.turns[played:], 0
+            if rest:
+                first, shared = shorten(rest[0], trajectory.turns[:played])
+                rest = (first, *rest[1:])
+            self._write(Ended(trajectory=replace(trajectory, turns=rest), played=played, shared=shared))
         group = self._groups[trajectory.group_id]
         group.done.append(trajectory)
         if self._is_complete(group):
@@ -319,22 +324,25 @@ class TaskStream:
         match event:
             case Begun():
                 self._begin(event)
-            case Played(task=task, turn=turn, observation=observation, snapshot=snapshot):
+            case Played(task=task, turn=turn, shared=shared, observation=observation, snapshot=snapshot):
                 before = self._waiting(task.trajectory_id)
-                turns = (*(before.turns if before.task.attempt == task.attempt else ()), turn)
+                played = before.turns if before.task.attempt == task.attempt else ()
+                turns = (*played, lengthen(turn, played, shared))
                 after = LiveEpisode(task=task, turns=turns, observation=observation, snapshot=snapshot)
                 self._replace(before, after)
             case Held(task=task, observation=observation, partial=partial):
                 before = self._waiting(task.trajectory_id)
                 after = before if before.task.attempt == task.attempt else LiveEpisode(task=task)
                 self._replace(before, replace(after, observation=observation, partial=partial))
-            case Ended(trajectory=rest, played=played):
+            case Ended(trajectory=rest, played=num_played, shared=shared):
                 group = self._groups[rest.group_id]
                 if any(t.trajectory_id == rest.trajectory_id for t in group.done):
                     return  # it failed, was in the checkpoint, and was written down when its group was handed out
                 episode = self._waiting(rest.trajectory_id)
                 group.waiting.remove(episode)
-                group.done.append(replace(rest, turns=(*episode.turns[:played], *rest.turns)))
+                played = episode.turns[:num_played]
+                first = tuple(lengthen(turn, played, shared) for turn in rest.turns[:1])
+                group.done.append(replace(rest, turns=(*played, *first, *rest.turns[1:])))
             case Dropped(group=name, counts=counts):
                 del self._groups[name]
                 self.counts |= counts

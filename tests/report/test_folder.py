@@ -178,3 +178,10 @@ def test_a_write_that_fails_leaves_the_earlier_file(tmp_path: Path) -> None:
     with pytest.raises(UnicodeEncodeError):
         write_whole(path, "half \ud800")
     assert path.read_text() == "whole"
+
+
+def test_of_rollouts_the_first_and_the_newest_are_kept(folder: RunFolder) -> None:
+    for step in range(1, 9):
+        folder.add_rollouts(step, [record(step)], keep=3)
+        kept = [int(path.stem.removeprefix("step-")) for path in folder.rollouts()]
+        assert kept == [s for s in range(1, step + 1) if s == 1 or s > step - 3]

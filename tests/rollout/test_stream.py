@@ -82,6 +82,9 @@ class Driver:
             name = sorted(self.live)[self.choose(len(self.live))]
             episode = self.live[name]
             new = turn(len(episode.turns), reward=float(self.choose(2)))
+            context = [token for t in episode.turns for token in (*t.observation_ids, *t.action_ids)]
+            if context and self.choose(3) == 0:  # its template rewrites the end of its history
+                new = replace(new, extends=False, observation_ids=(*context[: self.choose(len(context) + 1)], 9))
             snapshot = "bmV3" if self.choose(2) else None
             self.live[name] = played = LiveEpisode(
                 task=episode.task, turns=(*episode.turns, new), observation=new.observation, snapshot=snapshot
