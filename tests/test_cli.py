@@ -164,7 +164,7 @@ def test_a_process_ends_with_status_2_and_one_message(tmp_path: Path) -> None:
         return Outcome(done.returncode, done.stdout, done.stderr)
 
     assert run("show", "nowhere") == (2, "", "agentrl: there is no nowhere\n")
-    assert run("envs", "--all", "3") == (2, "", "agentrl: agentrl envs does not take --all 3\n")
+    assert run("envs", "--all") == (2, "", "agentrl: agentrl envs does not take --all\n")
     status, out, err = run("trian")
     assert (status, out) == (2, "")
     assert "invalid choice: 'trian'" in err
