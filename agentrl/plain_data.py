@@ -73,7 +73,7 @@ def plain_data(value: object, place: str = "the value", *, max_depth: int = MAX_
     except _NotPlain as error:
         raise PlainDataError(f"{place}{copier.where()} {error}") from None
     except Exception as error:
-        raise PlainDataError(f"{place}{copier.where()} cannot be read: {words_of(error)}") from error
+        raise PlainDataError(f"{place}{copier.where()} cannot be read: {_line(words_of(error))}") from error
 
 
 def words_of(error: BaseException) -> str:
@@ -97,11 +97,12 @@ def printable(text: str) -> str:
 
 
 def abbreviated(value: object) -> str:
-    """Describe a value by its type and the beginning of its repr, whatever that does."""
+    """Describe a value in a line by its type and the beginning of its repr, whatever that does."""
     try:
         text = _REPR.repr(value)
     except Exception as error:  # noqa: BLE001 - a value that cannot be shown
         text = f"(its repr raised {type(error).__name__})"
+    text = _line(text)
     return printable(f"{type(value).__name__} {text[:80]}{'...' if len(text) > 80 else ''}")
 
 
@@ -179,6 +180,10 @@ def _number(value: Any) -> int | float | str:
 
 
 _NOT_FINITE = {"nan": "NaN", "inf": "Infinity", "-inf": "-Infinity"}
+
+
+def _line(text: str) -> str:
+    return re.sub(r"\s*\n\s*", " ", text)
 
 
 def _text(text: str) -> str:

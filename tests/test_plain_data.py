@@ -142,3 +142,4 @@ def test_words_of_strangers_fit_a_line_a_file_and_a_terminal() -> None:
     assert abbreviated(["a\ud800\x1b"]) == r"list ['a\ud800\x1b']"
     assert abbreviated(10**5000).startswith("int ")
     assert len(abbreviated("x" * 10**7)) < 100
+    assert abbreviated(np.zeros((2, 2))) == "ndarray array([[0., 0.], [0., 0.]])"

@@ -33,6 +33,8 @@ class MessageEnv(gym.Env[tuple[Message, ...], str | Message]):
     `reset` and `step` follow Gymnasium: `terminated` means that the task ended, `truncated` that a limit was met; the
     reward is this turn's alone. `info["success"]` (bool) and `info["score"]` (0 to 1) at the end are what evaluation
     reports.
+    Messages and `info` hold plain data: text, numbers, lists and dicts. They are copied when they are returned; tuples,
+    sets, numpy and dates take their plain form, and an object or bytes fail the episode.
     `options={"rollout_index": i}` tells a member of a group which one it is: its task follows from `seed` alone, its
     dynamics may differ.
     """
