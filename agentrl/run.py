@@ -5,7 +5,7 @@ import copy
 import json
 import logging
 import tempfile
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine
 from datetime import timedelta
 from functools import cache, partial
 from pathlib import Path
@@ -451,10 +451,14 @@ class Run:
         row |= {f"health/{sign}": float(sign in found) for sign in SIGNS}
         self._rows.append(row)
         self._write(folder, row)
+        stopping = [sign for sign in recipe.train.stop_on if sign in found and not is_last]
         for sign, words in told.items():
-            self._tell(folder, step, sign, words)
-        if not is_last:
-            self._stop_on(found, folder, step)
+            self._tell(folder, step, sign, words, is_said=sign not in stopping)  # the run's last words say it then
+        if stopping:  # before a checkpoint, so that earlier ones stay
+            raise TrainingError(
+                f"step {step}, train.stop_on: {stopping[0]}: {found[stopping[0]]}. The newest checkpoint is "
+                f"{_newest(folder).name}; go on from there nevertheless: agentrl train {folder.path} --train.stop_on '[]'"
+            )
         if is_last or step % recipe.train.checkpoint_every == 0:
             self._save(folder)
         on_progress("training", step, recipe.train.steps, row)
@@ -463,16 +467,6 @@ class Run:
         """Return the signs that a step shows of a run that does not learn, and those to tell."""
         found = signs([*self._rows, row])
         return found, first_told(found, self._rows)
-
-    def _stop_on(self, found: Mapping[Sign, str], folder: RunFolder, step: int) -> None:
-        """Raise where the recipe wants the run to end: before a checkpoint, so that earlier ones stay."""
-        for sign in self.recipe.train.stop_on:
-            if sign in found:
-                newest = _newest(folder).name
-                raise TrainingError(
-                    f"step {step}, train.stop_on: {sign}: {found[sign]}. The newest checkpoint is {newest}; go on from there "
-                    f"nevertheless: agentrl train {folder.path} --train.stop_on '[]'"
-                )
 
     def _check_oracle(self, examples: list[Trajectory]) -> None:
         """Tell where even the environment's own policy cannot play within the limits."""
@@ -500,10 +494,12 @@ class Run:
             if words is not None and ends is not False:
                 self._found_before["demonstrations_cut_off"] = words
 
-    def _tell(self, folder: RunFolder, step: int, name: str, words: str) -> None:
+    def _tell(self, folder: RunFolder, step: int, name: str, words: str, *, is_said: bool = True) -> None:
+        """Write a warning into the folder, and say it."""
         if is_main():
             folder.add_warning(Told(step=step, name=name, words=words))
-            self._on_warning(words)
+            if is_said:
+                self._on_warning(words)
 
     def _write(self, folder: RunFolder, row: dict[str, float]) -> None:
         if is_main():

@@ -290,6 +290,7 @@ def test_a_run_that_learns_nothing_says_so_once_and_ends_where_the_recipe_wants_
         TrainingError, match=r"^step 8, train\.stop_on: alike: nothing was learned in 8 steps"
     ) as caught:
         go(None)
+    assert not [words for words in told if "nothing was learned" in words]  # the error says it
     folder = RunFolder(tmp_path / "run")
     assert f"agentrl train {folder.path} --train.stop_on '[]'" in str(caught.value)
     assert [row["health/alike"] for row in folder.metrics()[1:]] == [0.0] * 7 + [1.0]
