@@ -4,6 +4,7 @@
 positions, `D` head size.
 """
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,7 +26,10 @@ def grouped_attention(
     scaling: float | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Fold the query heads that share a key into query positions: K heads of G * Q positions, one copy of the keys.
+    """Attend with one copy of the keys for the G query heads that share it, and one of the mask for all heads.
+
+    A lone position per row (decoding): the heads of a group become positions, one pass over the keys for all of them.
+    Else one pass for each head of a group, so that the mask is never repeated.
 
     Returns:
         the output [B, Q, H, D] and None.
@@ -44,12 +48,14 @@ def grouped_attention(
     if mask is None and queries > 1:
         mask = torch.ones(queries, key_BKLD.shape[2], dtype=torch.bool, device=query_BHQD.device)
         mask = mask.tril(key_BKLD.shape[2] - queries)[None, None]
-    if mask is not None:
-        mask = mask[:, :, None].expand(-1, -1, group, -1, -1).flatten(2, 3)
-    output = scaled_dot_product_attention(
-        query_BHQD.reshape(rows, shared, group * queries, size), key_BKLD, value_BKLD, attn_mask=mask, scale=scaling
-    )
-    return output.reshape(rows, heads, queries, -1).transpose(1, 2).contiguous(), None
+    attend = partial(scaled_dot_product_attention, key=key_BKLD, value=value_BKLD, scale=scaling)
+    if queries == 1:
+        mask = None if mask is None else mask.expand(-1, -1, group, -1)
+        output_BKGQD = attend(query_BHQD.reshape(rows, shared, group, size), attn_mask=mask)
+    else:
+        query_BKGQD = query_BHQD.reshape(rows, shared, group, queries, size)
+        output_BKGQD = torch.stack([attend(query_BKGQD[:, :, head], attn_mask=mask) for head in range(group)], dim=2)
+    return output_BKGQD.reshape(rows, heads, queries, -1).transpose(1, 2).contiguous(), None
 
 
 def use_grouped_attention(model: Any) -> None:

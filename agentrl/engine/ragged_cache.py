@@ -42,7 +42,7 @@ class RaggedCache(Cache):
         starts_B = torch.tensor(starts, device=device)
         self._positions_BQ = starts_B[:, None] + torch.arange(num_queries, device=device)
         self._length = max(starts) + num_queries
-        self._reserve(self._length)
+        self.reserve(self._length)
         is_hidden_BQL = torch.arange(self._length, device=device) > self._positions_BQ[:, :, None]
         mask_BQL = torch.zeros(is_hidden_BQL.shape, device=device, dtype=dtype)
         mask_BQL.masked_fill_(is_hidden_BQL, torch.finfo(dtype).min)
@@ -69,11 +69,8 @@ class RaggedCache(Cache):
         """Return the number of positions attended to."""
         return self._length
 
-    def _empty(self, like_BHQD: torch.Tensor) -> torch.Tensor:
-        _, heads, _, size = like_BHQD.shape
-        return like_BHQD.new_zeros(self._num_rows, heads, self._capacity, size)
-
-    def _reserve(self, length: int) -> None:
+    def reserve(self, length: int) -> None:
+        """Make room for rows of this length: at once, where it is known that one will be as long."""
         if length <= self._capacity:
             return
         self._capacity = -(-max(length, self._capacity * 3 // 2) // _BLOCK) * _BLOCK
@@ -81,3 +78,7 @@ class RaggedCache(Cache):
             for index, old_SHLD in enumerate(layers):
                 layers[index] = old_SHLD.new_zeros(*old_SHLD.shape[:2], self._capacity, old_SHLD.shape[3])
                 layers[index][:, :, : old_SHLD.shape[2]] = old_SHLD
+
+    def _empty(self, like_BHQD: torch.Tensor) -> torch.Tensor:
+        _, heads, _, size = like_BHQD.shape
+        return like_BHQD.new_zeros(self._num_rows, heads, self._capacity, size)

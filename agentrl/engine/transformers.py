@@ -17,6 +17,9 @@ from agentrl.engine.ragged_cache import RaggedCache
 from agentrl.errors import ConfigError, EngineError
 from agentrl.types import FinishReason
 
+_MAX_MASK = 2**23
+"""Entries of an attention mask, rows x queries x cached positions, for the prompts that are computed together."""
+
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class _Row:
@@ -125,7 +128,7 @@ class TransformersEngine(BatchedEngine):
 
     def _admit(self, waiting: list[Request]) -> None:
         """Give waiting requests a row and compute their prompts, as many together as fit the prefill budget."""
-        admitted: list[tuple[_Row, int]] = []
+        admitted: list[_Row] = []
         for request in waiting:
             row = self._find_row(request)
             if row is None:
@@ -136,12 +139,23 @@ class TransformersEngine(BatchedEngine):
             request.num_cached_tokens = len(row.cached_ids)
             row.owner, row.request, row.last_used = request.request_id, request, self._step
             row.uniforms = uniforms(request.sampling.seed, len(request.prompt_ids), request.sampling.max_tokens)
-            admitted.append((row, len(request.prompt_ids) - len(row.cached_ids)))
-        admitted.sort(key=lambda pair: (pair[1], pair[0].index))
+            admitted.append(row)
+        admitted.sort(key=lambda row: (len(_missing_ids(row)), row.index))
         while admitted:
-            count = max(1, self._config.max_prefill_tokens // admitted[-1][1])
-            batch, admitted = [row for row, _ in admitted[-count:]], admitted[:-count]
+            num_queries, length = len(_missing_ids(admitted[-1])), max(map(_length, admitted))
+            count = min(self._config.max_prefill_tokens // num_queries, _MAX_MASK // (num_queries * length))
+            batch, admitted = admitted[-max(1, count) :], admitted[: -max(1, count)]
+            if count < 1:  # a long prompt, alone
+                self._prefill(*batch)
             self._forward(batch)
+
+    @torch.inference_mode()
+    def _prefill(self, row: _Row) -> None:
+        """Compute a long prompt in chunks, all but the last: the mask of a chunk has at most `_MAX_MASK` entries."""
+        self._cache.reserve(_length(row))
+        num_queries = max(1, _MAX_MASK // _length(row))
+        while len(missing := _missing_ids(row)) > num_queries:
+            self._compute([row], [missing[:num_queries]])
 
     def _find_row(self, request: Request) -> _Row | None:
         """Return the conversation's own row, else a free one, else the idle one that was used longest ago."""
@@ -156,18 +170,7 @@ class TransformersEngine(BatchedEngine):
     def _forward(self, rows: list[_Row]) -> None:
         """Compute the tokens that each row's request has and its cache lacks, and sample one token for each row."""
         missing = [_missing_ids(row) for row in rows]
-        num_queries = max(map(len, missing))
-        inputs_BQ = torch.tensor([ids + [0] * (num_queries - len(ids)) for ids in missing], device=self._device)
-        selection = self._cache.select(
-            [row.index for row in rows],
-            [len(row.cached_ids) for row in rows],
-            num_queries,
-            device=self._device,
-            dtype=self._model.dtype,
-        )
-        hidden_BQD = self._model.base_model(
-            input_ids=inputs_BQ, past_key_values=self._cache, use_cache=True, **selection
-        ).last_hidden_state
+        hidden_BQD = self._compute(rows, missing)
         last_B = torch.tensor([len(ids) - 1 for ids in missing], device=self._device)
         hidden_BD = hidden_BQD[torch.arange(len(rows), device=self._device), last_B]
         logits_BV = self._model.get_output_embeddings()(hidden_BD)
@@ -177,8 +180,7 @@ class TransformersEngine(BatchedEngine):
             temperatures=[r.sampling.temperature for r in requests],
             uniforms=[row.uniforms[len(r.token_ids)] for row, r in zip(rows, requests, strict=True)],
         )
-        for row, ids, request, token, logprob in zip(rows, missing, requests, tokens, logprobs, strict=True):
-            row.cached_ids.extend(ids)
+        for row, request, token, logprob in zip(rows, requests, tokens, logprobs, strict=True):
             row.last_used = self._step
             request.token_ids.append(token)
             request.logprobs.append(logprob)
@@ -187,6 +189,23 @@ class TransformersEngine(BatchedEngine):
                 self._finish(row, FinishReason.STOP)
             elif len(request.token_ids) == request.sampling.max_tokens:
                 self._finish(row, FinishReason.LENGTH)
+
+    def _compute(self, rows: list[_Row], ids: list[list[int]]) -> torch.Tensor:
+        """Append tokens to each row's cache; return their hidden states [B, Q, D]."""
+        num_queries = max(map(len, ids))
+        inputs_BQ = torch.tensor([new + [0] * (num_queries - len(new)) for new in ids], device=self._device)
+        selection = self._cache.select(
+            [row.index for row in rows],
+            [len(row.cached_ids) for row in rows],
+            num_queries,
+            device=self._device,
+            dtype=self._model.dtype,
+        )
+        output = self._model.base_model(input_ids=inputs_BQ, past_key_values=self._cache, use_cache=True, **selection)
+        for row, new in zip(rows, ids, strict=True):
+            row.cached_ids.extend(new)
+        hidden_BQD: torch.Tensor = output.last_hidden_state
+        return hidden_BQD
 
     def _finish(self, row: _Row, reason: FinishReason) -> None:
         request, row.request = row.request, None
@@ -222,6 +241,11 @@ def sample(
     tokens_B = torch.where(is_greedy_B, scaled_BV.argmax(-1), tokens_B)
     logprobs_B = logprobs_BV.gather(1, tokens_B[:, None]).squeeze(1)
     return tokens_B.tolist(), torch.where(is_greedy_B, 0.0, logprobs_B).tolist()
+
+
+def _length(row: _Row) -> int:
+    """Return how many tokens the row's cache will hold."""
+    return len(row.cached_ids) + len(_missing_ids(row))
 
 
 def _missing_ids(row: _Row) -> list[int]:

@@ -6,6 +6,8 @@ from typing import Any, TypeVar
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from transformers import MistralConfig, MistralForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from agentrl.engine import EngineConfig
@@ -264,6 +266,47 @@ def test_prompts_are_computed_together_within_the_budget_longest_first() -> None
     run(play())
     # 50 is beyond the budget and goes alone; 20 and 17 share a pass of 2 x 20; 3 and 2 one of 2 x 3.
     assert counts == [50, 40, 6]
+
+
+class Largest(TorchDispatchMode):
+    """Measures the largest tensor that is made."""
+
+    entries = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = function(*args, **(kwargs or {}))
+        made = [tensor for tensor in tree_leaves(out) if isinstance(tensor, torch.Tensor)]
+        self.entries = max([self.entries, *(tensor.numel() for tensor in made)])
+        return out
+
+
+def test_a_long_prompt_is_computed_in_chunks_whose_mask_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("agentrl.engine.transformers._MAX_MASK", 2**14)
+    model = make_model()
+    counts = counted_tokens(model)
+
+    async def converse() -> None:
+        engine, context = make_engine(model, max_batch_size=1), prompt(1, length=600)
+        with engine.conversation("a"):
+            # 16,384 entries are 27 queries on 600 positions, or 23 on 691; each turn's last token has not been computed.
+            for added, expected in ((0, [27] * 22 + [6]), (90, [23] * 3 + [22])):
+                counts.clear()
+                context += prompt(2, length=added)
+                with Largest() as largest:
+                    done = await engine.generate(context, sampling(1), "a")
+                assert counts == expected
+                assert largest.entries <= 2**14
+                assert done.logprobs == pytest.approx(reference(make_model(), context, done.token_ids, 1.0), abs=5e-6)
+                context += done.token_ids
+
+    async def together() -> None:
+        engine = make_engine(model, max_batch_size=3)
+        await asyncio.gather(*(engine.generate(prompt(n, 80), sampling(1), f"r{n}") for n in range(3)))
+
+    run(converse())
+    counts.clear()
+    run(together())
+    assert counts == [160, 80]  # all three would need a mask of 3 x 80 x 80 entries
 
 
 def test_in_lockstep_nothing_is_decoded_while_a_live_episode_is_elsewhere() -> None:
