@@ -119,7 +119,7 @@ def shrink(means: CellMeans, priors_N: npt.ArrayLike, *, kappa: float) -> Array:
     kappa is the number of values that the prior weighs as much as. Shapes: (N,) each -> (N,).
     """
     priors = _vector(priors_N)
-    weight = np.where(means.count_N > 0, means.count_N / np.maximum(means.count_N + kappa, FLAT), 0.0)
+    weight: Array = means.count_N / np.maximum(means.count_N + kappa, FLAT)
     return priors + weight * (means.mean_N - priors)
 
 

@@ -127,7 +127,7 @@ def test_shrink_weighs_the_prior_as_kappa_values() -> None:
     np.testing.assert_allclose(shrink(means, [5, 5, 5], kappa=2), [3.5, 3.5, 6], rtol=1e-12)
     np.testing.assert_allclose(shrink(means, [5, 5, 5], kappa=0), [2, 2, 8], rtol=1e-12)
     unseen = cell_means([1], counted_N=[False])
-    assert shrink(unseen, [5], kappa=0).tolist() == [5]
+    assert shrink(unseen, [5], kappa=0).tolist() == shrink(unseen, [5], kappa=2).tolist() == [5]
 
 
 def test_batch_normalize_does_not_move_the_mean() -> None:

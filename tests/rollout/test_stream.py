@@ -16,7 +16,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from agentrl.errors import ConfigError
+from agentrl.errors import ConfigError, EnvironmentFailure
 from agentrl.files import sealed
 from agentrl.rollout import LiveEpisode, RolloutConfig
 from agentrl.rollout.journal import Begun, Journal
@@ -413,3 +413,56 @@ def test_under_another_recipe_what_was_begun_is_begun_anew(tmp_path: Path) -> No
             assert (group["began"], group["done"]) == (7, [])
             assert [e["task"]["rollout_index"] for e in group["waiting"]] == [0, 1, 2, 3, 4]
             assert all(not e["turns"] for e in group["waiting"])
+
+
+def ended(subject: TaskStream, *, failed: bool) -> None:
+    """Begin a group, and let its episodes end."""
+    for _ in range(SIZE):
+        episode = subject.next(version=0)
+        assert episode is not None
+        subject.take(
+            Trajectory(
+                group_id=episode.task.group_id,
+                trajectory_id=episode.task.trajectory_id,
+                env_id="made up",
+                seed=episode.task.seed,
+                turns=(turn(0, reward=float(episode.task.rollout_index)),),
+                stop_reason=StopReason.ENV_ERROR if failed else StopReason.TERMINATED,
+                error=f"the lamp of {episode.task.trajectory_id} is out" if failed else None,
+            )
+        )
+
+
+def test_as_many_groups_in_a_row_as_the_recipe_says_may_be_replaced_and_no_more() -> None:
+    subject = stream(max_consecutive_failures=3)
+    subject.begin_step(2)
+    for failed in (True, True, False, True, True):  # one that is fit in between begins the count again
+        ended(subject, failed=failed)
+        assert subject.hand_out(version=0) is None
+    assert subject.counts["replaced_groups"] == 4
+    subject.begin_step(2)  # and so does a step
+    for _ in range(2):
+        ended(subject, failed=True)
+        assert subject.hand_out(version=0) is None
+    ended(subject, failed=True)
+    with pytest.raises(EnvironmentFailure) as caught:
+        subject.hand_out(version=0)
+    assert str(caught.value) == ("3 groups in a row had too many failures; the last: the lamp of train/000007/2 is out")
+    assert subject.counts["replaced_groups"] == 7
+
+
+def test_files_of_a_journal_are_numbered_on_from_the_last_and_dropped_below_a_number(tmp_path: Path) -> None:
+    def files() -> list[str]:
+        return sorted(path.name for path in tmp_path.iterdir())
+
+    journal = Journal(tmp_path)
+    assert [journal.begin(), journal.begin(), journal.begin(at_least=2)] == [1, 2, 3]
+    assert journal.begin(at_least=7) == journal.number == 7
+    assert Journal(tmp_path).begin() == 8
+    assert files() == ["000001.jsonl", "000002.jsonl", "000003.jsonl", "000007.jsonl", "000008.jsonl"]
+    journal.drop(before=7)
+    assert files() == ["000007.jsonl", "000008.jsonl"]
+    journal.drop()
+    assert files() == []
+    assert journal.begin() == 1
+    journal.close()
