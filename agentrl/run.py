@@ -16,6 +16,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.tracking import LOGGER_TYPE_TO_CLASS, get_available_trackers
 from accelerate.utils import InitProcessGroupKwargs, set_seed
+from safetensors import SafetensorError
 
 from agentrl.chat import ChatMLRenderer, Renderer, load_renderer, load_tokenizer, train_tokenizer
 from agentrl.config import Recipe
@@ -37,6 +38,7 @@ from agentrl.learn.processes import from_main, gathered, is_main, meet, num_proc
 from agentrl.learn.signals import Signals
 from agentrl.learn.trainer import StepResult, Trainer
 from agentrl.learn.warmup import demonstrations, oracle_ends, warm_up
+from agentrl.plain_data import line_of
 from agentrl.report.faults import FaultLog
 from agentrl.report.folder import RunFolder, Told
 from agentrl.report.records import records
@@ -172,7 +174,8 @@ class Run:
         examples: list[Trajectory] = []
         if folder is not None and is_main():
             self._lock = folder.lock()
-            if not is_resumed and (lost := [row["step"] for row in folder.metrics() if row["step"] > 0]):
+            rows = folder.metrics()  # before anything is written: rows that cannot be read end it here
+            if not is_resumed and (lost := [row["step"] for row in rows if row["step"] > 0]):
                 raise ConfigError(
                     f"{folder.path} has metrics up to step {lost[-1]:.0f}, but no checkpoint to go on from; begin anew: "
                     f"agentrl train {folder.config_file} --run_dir ANOTHER_FOLDER"
@@ -234,11 +237,26 @@ class Run:
                     f"{asking} needs the policy with which {folder.path} began, and that run kept none; begin a new run with "
                     "it"
                 )
-            if what := damage(folder.reference):
-                raise ConfigError(f"the policy with which this run began is damaged ({what}); begin a new run")
-            self._learner.load_reference(folder.reference)
+            self._load_reference(folder.reference)
         load_checkpoint(self._trainer, newest)
         self._trainer.start_engine()
+
+    def _load_reference(self, folder: Path) -> None:
+        what = damage(folder)
+        if what is None:
+            try:
+                self._learner.load_reference(folder)
+            except ConfigError:
+                raise
+            except (
+                SafetensorError,
+                RuntimeError,
+                KeyError,
+                ValueError,
+            ) as error:  # weights are sealed by their size alone
+                what = line_of(error)
+        if what is not None:
+            raise ConfigError(f"the policy with which this run began is damaged ({what}); begin a new run")
 
     def load_weights(self, folder: RunFolder) -> None:
         """Bring the policy alone to the newest checkpoint of a run.

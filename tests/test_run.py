@@ -259,6 +259,31 @@ def test_rows_of_metrics_are_never_dropped_for_a_line_that_is_broken(tmp_path: P
     assert folder.metrics() == rows
 
 
+@pytest.mark.parametrize("damage", ["metrics", "a folder for metrics", "reference"])
+def test_what_cannot_be_read_is_told_before_anything_is_written(damage: str, tmp_path: Path) -> None:
+    settings: dict[str, Any] = {
+        "rollout": {"mode": "partial"},
+        "loss": {"unit": "version", "anchor": "behavior", "kl_coefficient": 0.1},
+    }
+    folder, _ = train(recipe(tmp_path, **settings))
+    metrics, weights = folder.path / "metrics.jsonl", folder.reference / "model.safetensors"
+    if damage == "reference":
+        data = bytearray(weights.read_bytes())
+        data[10:14] = b"\xff\xfe\xff\xfe"  # within the header, whose size stays
+        weights.write_bytes(data)
+    else:
+        metrics.unlink()
+        metrics.mkdir() if damage == "a folder for metrics" else metrics.write_text("[1]\n")
+    before = {path: path.read_bytes() for path in folder.path.rglob("*") if path.is_file()}
+    run = Run(recipe(tmp_path, **settings, train={"steps": 3}), tokenizer_folder=folder.tokenizer)
+    with pytest.raises(
+        ConfigError, match="the policy with which this run began" if damage == "reference" else "metrics"
+    ):
+        run.train(folder, on_progress=lambda *_: None)
+    run.close()
+    assert {path: path.read_bytes() for path in folder.path.rglob("*") if path.is_file()} == before
+
+
 def test_a_run_that_has_lost_its_checkpoints_is_not_begun_again_in_silence(tmp_path: Path) -> None:
     folder, rows = train(recipe(tmp_path))
     shutil.rmtree(folder.checkpoints)

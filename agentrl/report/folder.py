@@ -151,7 +151,7 @@ class RunFolder:
     def _rows(self) -> Iterator[tuple[dict[str, float], bytes]]:
         """Yield each row with its line."""
         fix = "mend that line, or delete it"
-        data = read_bytes(self._metrics, fix=fix) if self._metrics.is_file() else b""
+        data = read_bytes(self._metrics, fix=fix) if self._metrics.exists() else b""
         *lines, last = data.split(b"\n")
         if last.endswith(b"}"):  # whole but for its end, or saved by an editor
             lines.append(last)
