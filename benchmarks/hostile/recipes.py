@@ -233,7 +233,7 @@ def recipes() -> Iterator[Recipe]:
             may_do = module in ("no_super", "tools_none", "tools_bool")
             text = yaml.safe_dump(_with({"env.id": f"{module}:Env", **timeout}))
             yield Recipe(name=f"env.id: {module}:Env", text=text, expected="either" if may_do else "refused")
-    for module in ("exits", "quits", "raises", "syntax", "nothing", "recurses", "kills"):
+    for module in ("exits", "quits", "raises", "syntax", "nothing", "recurses"):
         yield Recipe(
             name=f"credit: {module}:Scheme", text=yaml.safe_dump(_with({"credit": {"scheme": f"{module}:Scheme"}}))
         )

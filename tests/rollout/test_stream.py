@@ -213,7 +213,6 @@ def test_what_would_become_too_old_is_waited_for_unless_the_recipe_says_otherwis
             assert [group.group_id for group in groups or []] == ["train/000003", "train/000004"]
 
 
-@settings(max_examples=150, deadline=None)
 @given(seed=st.integers(0, 2**32 - 1))
 def test_killed_anywhere_it_is_what_it_was(seed: int) -> None:
     rng = np.random.default_rng(seed)
