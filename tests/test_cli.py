@@ -551,6 +551,9 @@ def test_a_fault_of_the_environment_is_told_once_kept_shown_and_played_again(age
     assert f'shop_of_faults.py", line {number}, in step' in played
     assert "agentrl/cli.py" not in played
     assert agentrl("envs", "replay", "run", "train/999999/0").status == 2
+    assert agentrl("envs", "replay", "run", "nothing").err.startswith(
+        "agentrl: expected the name of an episode, such as"
+    )
 
     status, evaluated, err = agentrl("eval", "run")
     assert (status, err) == (0, "")

@@ -1,45 +1,42 @@
 """A recorded episode, played again in its environment."""
 
-from collections.abc import Iterator, Sequence
+import re
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from rich.text import Text
 
+from agentrl.env import base_env
 from agentrl.errors import ConfigError
-from agentrl.plain_data import plain_data
 from agentrl.report.folder import RunFolder
-from agentrl.report.records import TrajectoryRecord, TurnRecord, read_records
+from agentrl.report.records import TrajectoryRecord, read_records
 from agentrl.report.show import said
-from agentrl.types import FinishReason, Message
+from agentrl.rollout.moment import Env, reset, step
+from agentrl.types import FinishReason
 
 
-def replay(env: Any, record: TrajectoryRecord) -> Iterator[Text]:
+def replay(env: Env, record: TrajectoryRecord) -> Iterator[Text]:
     """Take an episode's recorded actions again; yield the dialogue.
 
     Raises:
-        Exception: whatever the environment raises.
+        Exception: whatever the environment raises, and an EnvError where it breaks its contract.
     """
-    member = int(record.trajectory_id.rpartition("/")[2])
+    base, member = base_env(env), int(record.trajectory_id.rpartition("/")[2])
     yield Text(f"reset(seed={record.seed}, options={{'rollout_index': {member}}})", "dim")
-    messages, _ = env.reset(seed=record.seed, options={"rollout_index": member})
+    moment = reset(env, base, seed=record.seed, rollout_index=member)
     for number, turn in enumerate(record.turns, 1):
-        yield from map(said, messages)
-        yield from _difference(messages, turn)
+        yield from map(said, moment.messages)
+        if list(moment.messages) != turn.observation:
+            yield Text("The record has other messages here, so the episode is another from here on:", "yellow")
+            yield from map(said, turn.observation)
         yield said(turn.message)
         if turn.finish_reason is not FinishReason.STOP:
             yield Text("It was cut off here, and never carried out.", "dim")
             return
-        messages, reward, terminated, truncated, _ = env.step(turn.message)
-        end = "".join(f", {name}" for name, holds in (("terminated", terminated), ("truncated", truncated)) if holds)
-        yield Text(f"[turn {number}: reward {reward}{end}]", "dim")
-    yield from map(said, messages)
-
-
-def _difference(messages: Sequence[Message], turn: TurnRecord) -> Iterator[Text]:
-    if [plain_data(message) for message in messages] != turn.observation:
-        yield Text("The record has other messages here, so the episode is another from here on:", "yellow")
-        yield from map(said, turn.observation)
+        moment = step(env, base, turn.message)
+        end = "".join(f", {name}" for name in ("terminated", "truncated") if getattr(moment, name))
+        yield Text(f"[turn {number}: reward {moment.reward:g}{end}]", "dim")
+    yield from map(said, moment.messages)
 
 
 def find(run: Path, episode: str) -> TrajectoryRecord:
@@ -49,6 +46,8 @@ def find(run: Path, episode: str) -> TrajectoryRecord:
         ConfigError: where the run keeps none.
     """
     folder = RunFolder.open(run)
+    if re.fullmatch(r".+/[0-9]{1,9}", episode) is None:
+        raise ConfigError(f"expected the name of an episode, such as train/000012/3, got {episode!r}")
     failed = folder.kept_faults()
     for path in (*sorted(failed, key=lambda path: path.stat().st_mtime, reverse=True), *reversed(folder.rollouts())):
         for record in read_records(path):
