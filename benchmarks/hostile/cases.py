@@ -8,10 +8,10 @@ import multiprocessing
 import os
 import signal
 import sys
-import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
@@ -97,15 +97,16 @@ def attempt(
     folder.mkdir(parents=True, exist_ok=True)
     child = multiprocessing.get_context("fork").Process(target=_in_child, args=(function, folder, out, err))
     child.start()
-    child.join(kill_after_s or deadline_s or DEADLINE_S)
-    has_hung = child.is_alive() and kill_after_s is None
-    for _ in range(3):  # also what it has begun itself
-        try:
-            os.killpg(child.pid or 0, signal.SIGKILL)
-        except (ProcessLookupError, PermissionError):
-            break
-        time.sleep(0.01)
+    has_ended = bool(wait([child.sentinel], kill_after_s or deadline_s or DEADLINE_S))
+    assert child.pid is not None
+    try:
+        os.killpg(
+            child.pid, signal.SIGKILL
+        )  # and what it has begun itself; until it is joined, nobody else has its number
+    except ProcessLookupError:  # it has no group of its own yet
+        child.kill()
     child.join()
+    has_hung = not has_ended and kill_after_s is None
     return Ended(status=None if has_hung else child.exitcode, out=_text(out), err=_text(err))
 
 
@@ -143,11 +144,10 @@ def warm_up(modules: Sequence[str]) -> None:
         importlib.import_module(name)
 
 
-def contents(folder: Path, *, without: Sequence[str] = ()) -> dict[str, bytes]:
-    """Return the files below a folder by their names, without those of a process that ran there."""
-    skip = {".lock", *without}
+def contents(folder: Path) -> dict[str, bytes]:
+    """Return the files below a folder by their names, without those that any process leaves that ran there."""
     return {
         str(path.relative_to(folder)): path.read_bytes() if path.is_file() else b"(no file)"
         for path in sorted(folder.rglob("*"))
-        if path.name not in skip and "__pycache__" not in path.parts and (path.is_file() or path.is_symlink())
+        if path.name != ".lock" and "__pycache__" not in path.parts and (path.is_file() or path.is_symlink())
     }

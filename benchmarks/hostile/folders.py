@@ -14,7 +14,6 @@ from benchmarks.hostile.cases import Tally, agentrl, attempt, contents
 from benchmarks.hostile.recipes import TINY
 
 Damage = Callable[[Path, random.Random], object]
-SIDE = "rollout", "credit"
 
 
 def _flip(path: Path, rng: random.Random, *, count: int) -> None:
