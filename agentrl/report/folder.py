@@ -29,6 +29,7 @@ class Told:
 
 _WARNING = TypeAdapter(Told)
 _ROLLOUTS = "step-{}.jsonl"
+_FIX = "mend that line, or delete it"
 _ROW = TypeAdapter(dict[str, float], config=ConfigDict(strict=True))
 
 
@@ -150,16 +151,10 @@ class RunFolder:
 
     def _rows(self) -> Iterator[tuple[dict[str, float], bytes]]:
         """Yield each row with its line."""
-        fix = "mend that line, or delete it"
-        data = read_bytes(self._metrics, fix=fix) if self._metrics.exists() else b""
-        *lines, last = data.split(b"\n")
-        if last.endswith(b"}"):  # whole but for its end, or saved by an editor
-            lines.append(last)
-        for number, line in enumerate(lines, start=1):
-            where = f"{self._metrics}, line {number}"
-            row = parse(line, _ROW, where=where, fix=fix)
+        for where, line in _lines(self._metrics):
+            row = parse(line, _ROW, where=where, fix=_FIX)
             if not math.isfinite(row.get("step", math.nan)):
-                raise ConfigError(f"{where}: it has no step; {fix}")
+                raise ConfigError(f"{where}: it has no step; {_FIX}")
             yield row, line
 
     def add_rollouts(self, step: int, trajectories: Iterable[TrajectoryRecord], *, keep: int | None = None) -> None:
@@ -188,15 +183,12 @@ class RunFolder:
             file.write(json.dumps(asdict(warning)) + "\n")
 
     def warnings(self) -> list[Told]:
-        """Return what was told so far.
+        """Return what was told so far; a last line that a kill cut short is left out.
 
         Raises:
-            ConfigError: for a line that is no warning.
+            ConfigError: for any other line that is no warning.
         """
-        fix = "mend that line, or delete it"
-        lines = read_bytes(self._warnings, fix=fix).splitlines() if self._warnings.is_file() else []
-        where = f"{self._warnings}, line"
-        return [parse(line, _WARNING, where=f"{where} {number}", fix=fix) for number, line in enumerate(lines, start=1)]
+        return [parse(line, _WARNING, where=where, fix=_FIX) for where, line in _lines(self._warnings)]
 
     def rewind(self, step: int) -> None:
         """Drop what was written after `step`: it is going to be done again. -1 drops everything."""
@@ -209,3 +201,12 @@ class RunFolder:
             write_whole(self._warnings, "".join(json.dumps(asdict(warning)) + "\n" for warning in kept))
         for partial in self.checkpoints.glob(".*.partial"):
             shutil.rmtree(partial)
+
+
+def _lines(path: Path) -> Iterator[tuple[str, bytes]]:
+    """Yield file and line number with each whole line of a file that grows by lines; there need be none."""
+    *lines, last = (read_bytes(path, fix=_FIX) if path.exists() else b"").split(b"\n")
+    if last.endswith(b"}"):  # whole but for its end, or saved by an editor
+        lines.append(last)
+    for number, line in enumerate(lines, start=1):
+        yield f"{path}, line {number}", line

@@ -7,7 +7,7 @@ import yaml
 
 from agentrl.errors import ConfigError
 from agentrl.files import write_whole
-from agentrl.report.folder import RunFolder
+from agentrl.report.folder import RunFolder, Told
 from agentrl.report.records import TrajectoryRecord
 from agentrl.types import StopReason
 
@@ -185,3 +185,14 @@ def test_of_rollouts_the_first_and_the_newest_are_kept(folder: RunFolder) -> Non
         folder.add_rollouts(step, [record(step)], keep=3)
         kept = [int(path.stem.removeprefix("step-")) for path in folder.rollouts()]
         assert kept == [s for s in range(1, step + 1) if s == 1 or s > step - 3]
+
+
+def test_a_warning_that_a_kill_cut_short_is_left_out(folder: RunFolder) -> None:
+    told = Told(step=1, name="alike", words="nothing was learned")
+    folder.add_warning(told)
+    with (folder.path / "warnings.jsonl").open("a") as file:
+        file.write('{"step": 2, "na')
+    assert folder.warnings() == [told]
+    folder.rewind(2)
+    folder.add_warning(told)
+    assert folder.warnings() == [told, told]
