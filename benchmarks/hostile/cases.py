@@ -15,8 +15,8 @@ from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
-DEADLINE_S = 120.0
-"""After which a case counts as a hang; cases take seconds."""
+DEADLINE_S = 600.0
+"""After which a case counts as a hang: cases take seconds, and minutes where others leave them no processor."""
 _LEFT_BEHIND = ("never retrieved", "was never awaited", "Task was destroyed", "Exception ignored")
 """What Python says of errors that a program lost."""
 

@@ -26,7 +26,7 @@ from benchmarks.hostile.recipes import TINY
 from tests.killing import check_nothing_lost, look
 
 MODES = ("sync", "partial", "async")
-NUM_SIMULATED, NUM_REAL, NUM_FOLDERS = 240, 10, 8
+NUM_SIMULATED, NUM_REAL, NUM_FOLDERS = 96, 10, 4
 """Kills: simulated of each mode and kind of environment, real of each mode; recordings to cut simulated ones from."""
 
 

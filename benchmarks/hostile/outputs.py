@@ -21,7 +21,7 @@ from agentrl.testing import ScriptedEngine
 from agentrl.types import StopReason
 from benchmarks.hostile.cases import Tally, attempt
 
-NUM_SOUPS = 2_000
+NUM_SOUPS = 400
 BATCH = 50
 TEMPLATE = """{%- if tools %}{{- '<|im_start|>system\n' }}{%- for tool in tools %}{{- tool | tojson + '\n' }}{%- endfor %}
 {{- '<|im_end|>\n' }}{%- endif %}{%- for message in messages %}{{- '<|im_start|>' + message.role + '\n' }}
