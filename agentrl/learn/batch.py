@@ -133,4 +133,4 @@ _COLUMNS: dict[str, type[np.generic]] = {
 
 
 def _joined(parts: Sequence[npt.ArrayLike], dtype: type[np.generic]) -> npt.NDArray[Any]:
-    return np.concatenate([np.empty(0, dtype=dtype), *(np.asarray(part, dtype=dtype) for part in parts)])
+    return np.concatenate([np.empty(0, dtype=dtype), *parts])

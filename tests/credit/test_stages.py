@@ -114,6 +114,7 @@ def test_labels_number_equal_keys_alike() -> None:
 
 def test_broadcast_turns_repeats_by_length() -> None:
     assert broadcast_turns([0.5, 2], [1, 3]).tolist() == [0.5, 2, 2, 2]
+    assert broadcast_turns([], []).tolist() == []
 
 
 def test_cell_means_ask_about_a_cell_without_entering_it() -> None:

@@ -5,7 +5,7 @@
 
 import math
 from dataclasses import dataclass
-from typing import get_args
+from typing import Literal, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -571,7 +571,16 @@ def test_masked_mismatch_weights_are_zero_on_both_sides_of_the_range() -> None:
     close(wide.weight_T, f64(math.exp(0.5), 0, math.exp(0.5), 1))
 
 
-def test_mismatch_weights_refuse_other_modes_and_limits() -> None:
+@pytest.mark.parametrize("mode", ["truncate", "mask"])
+def test_a_mismatch_of_exactly_the_limit_is_not_limited(mode: Literal["truncate", "mask"]) -> None:
+    got = mismatch_weights(BEHAVIOR, BEHAVIOR, MISMATCH_UNITS, mode=mode, limit=1)
+    assert got.weight_T.tolist() == [1, 1, 1, 1]
+    assert got.limited_U.tolist() == [False, False, False]
+
+
+def test_mismatch_weights_refuse_other_modes_limits_and_lengths() -> None:
+    with pytest.raises(ValueError, match="behavior_logprobs_T"):
+        mismatch_weights(PROXIMAL, BEHAVIOR[:3], MISMATCH_UNITS, mode="mask", limit=2)
     with pytest.raises(ValueError, match="'truncate' or 'mask', got 'clip'"):
         mismatch_weights(PROXIMAL, BEHAVIOR, MISMATCH_UNITS, mode="clip", limit=2)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"limit >= 1, .* got 0\.5"):
