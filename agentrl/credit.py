@@ -273,8 +273,6 @@ def _check_groups(groups: Sequence[TrajectoryGroup]) -> None:
             seen.add(key)
             if trajectory.failed:
                 continue
-            if not trajectory.turns:
-                raise CreditError(f"{where} has no turns, and did not fail")
             for k, turn in enumerate(trajectory.turns):
                 if not turn.action_ids:
                     raise CreditError(f"{where}, turn {k}: no token was sampled")

@@ -145,12 +145,10 @@ def test_a_reward_that_is_no_number_is_named_before_it_spoils_the_group() -> Non
     assert not second.keep_T.any()
 
 
-def test_a_trajectory_that_did_nothing_and_did_not_fail_is_refused() -> None:
-    with pytest.raises(CreditError, match="trajectory g/1 of group g has no turns, and did not fail"):
-        assign_credit(scheme_of(by_reward), [make_group([[1], []])])
+def test_a_turn_without_a_token_is_refused_and_a_trajectory_without_a_turn_gets_no_credit() -> None:
     with pytest.raises(CreditError, match="trajectory g/1 of group g, turn 0: no token was sampled"):
         assign_credit(scheme_of(by_reward), [make_group([[1], [1]], action_lengths=[[1], [0]])])
-    [[first, second]] = assign_credit(scheme_of(by_reward), [failed(make_group([[1], []]), 1)])
+    [[first, second]] = assign_credit(scheme_of(by_reward), [make_group([[1], []])])
     assert first.keep_T.all()
     assert second.keep_T.size == 0
 
