@@ -49,7 +49,7 @@ def train(target: Path, *options: object) -> tuple[int | None, str]:
 
 
 def steps(run: Path) -> list[int]:
-    return [json.loads(line)["step"] for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [json.loads(line)["step"] for line in (run / "metrics.jsonl").read_bytes().splitlines()]
 
 
 @pytest.mark.parametrize("kib", [24, 60, 200])  # in the tokenizer, in the first checkpoint, in a later one

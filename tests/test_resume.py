@@ -32,14 +32,14 @@ RECIPE = {
 
 
 def rows(folder: Path) -> list[dict[str, float]]:
-    lines = (folder / "metrics.jsonl").read_text().splitlines()
+    lines = (folder / "metrics.jsonl").read_bytes().splitlines()
     return [{k: v for k, v in json.loads(line).items() if not k.startswith(("time/", "process/"))} for line in lines]
 
 
 def rollouts(folder: Path) -> dict[str, list[dict[str, object]]]:
     files = {}
     for path in sorted((folder / "rollouts").iterdir()):
-        files[path.name] = [json.loads(line) for line in path.read_text().splitlines()]
+        files[path.name] = [json.loads(line) for line in path.read_bytes().splitlines()]
         for record in files[path.name]:
             del record["metrics"]["env_s"]  # seconds are a matter of the machine
     return files
@@ -75,5 +75,5 @@ def test_kill_at_random_moments_and_resume_equals_uninterrupted_bit_for_bit(tmp_
     assert rollouts(killed) == rollouts(whole)
 
 
-def rows_so_far(folder: Path) -> list[str]:
-    return (folder / "metrics.jsonl").read_text().splitlines()
+def rows_so_far(folder: Path) -> list[bytes]:
+    return (folder / "metrics.jsonl").read_bytes().splitlines()

@@ -104,7 +104,7 @@ def ids(run: Path) -> dict[str, list[list[int]]]:
     return {
         path.name: [
             [token for turn in record["turns"] for token in turn["action_ids"]]
-            for record in map(json.loads, path.read_text().splitlines())
+            for record in map(json.loads, path.read_bytes().splitlines())
         ]
         for path in sorted((run / "rollouts").iterdir())
     }
@@ -127,7 +127,7 @@ def test_episodes_under_way_in_each_process_survive_and_weights_may_be_shared_ou
     assert [{k: v for k, v in row.items() if not k.startswith(("pool/", "eval/"))} for row in before] == lasting[
         : len(before)
     ]
-    trained = [record for path in sorted((run / "rollouts").iterdir()) for record in path.read_text().splitlines()]
+    trained = [record for path in sorted((run / "rollouts").iterdir()) for record in path.read_bytes().splitlines()]
     names = [json.loads(record)["trajectory_id"] for record in trained]
     assert len(names) == len(set(names)) == 40 * 12
 

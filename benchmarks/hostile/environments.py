@@ -547,7 +547,7 @@ def _try(tally: Tally, counts: dict[str, int], name: str, mode: str, always: boo
     wrong = ended.harm() or (f"resume ended: {' / '.join(ended.lines)[:300]}" if ended.status else None)
     if not wrong:
         counts["resumes"] += 1
-        rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+        rows = [json.loads(line) for line in (run / "metrics.jsonl").read_bytes().splitlines()]
         faults = int(rows[-1]["pool/retries"] + rows[-1]["pool/failed_episodes"])
         counts["faults"] += faults
         if [row["step"] for row in rows] != list(range(STEPS + 1)):

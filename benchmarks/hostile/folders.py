@@ -38,7 +38,7 @@ def _shuffle(path: Path, rng: random.Random) -> None:
 def _other_values(path: Path, rng: random.Random) -> None:
     """Put other values in the place of some of a JSON file's own: null, text, a list, a huge number."""
     try:
-        rows: list[Any] = [json.loads(line) for line in path.read_text().splitlines()]
+        rows: list[Any] = [json.loads(line) for line in path.read_bytes().splitlines()]
     except ValueError:
         return _flip(path, rng, count=64)
     for _ in range(2):

@@ -300,7 +300,7 @@ def _kill_one(here: Path, mode: str, count: int, details: dict[str, Any]) -> str
 
 def rows(run: Path) -> list[dict[str, float]]:
     """Return a run's metrics without what depends on the machine."""
-    lines = (run / "metrics.jsonl").read_text().splitlines()
+    lines = (run / "metrics.jsonl").read_bytes().splitlines()
     machine = ("time/", "process/", "pool/loop_lag_s")
     return [
         {k: v for k, v in json.loads(line).items() if not k.startswith(machine) and not k.endswith("_s")}

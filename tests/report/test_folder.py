@@ -169,7 +169,7 @@ def test_rollout_files_are_listed_by_step(folder: RunFolder) -> None:
     for step in (10, 9, 100):
         folder.add_rollouts(step, [record(step), record(step)])
     assert [path.name for path in folder.rollouts()] == [f"step-{step:06d}.jsonl" for step in (9, 10, 100)]
-    assert [len(path.read_text().splitlines()) for path in folder.rollouts()] == [2, 2, 2]
+    assert [len(path.read_bytes().splitlines()) for path in folder.rollouts()] == [2, 2, 2]
 
 
 def test_a_write_that_fails_leaves_the_earlier_file(tmp_path: Path) -> None:
