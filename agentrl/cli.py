@@ -52,13 +52,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
         console.print(f"{_NAME}: {error}", style="red")
         sys.exit(_FAILURE)
     except OSError as error:
-        if not (words := _disk_words(error, go_on=_go_on(options))):
+        if not (words := _disk_words(error, resume_command=_resume_command(options))):
             raise
         console.print(f"{_NAME}: {words}", style="red")
         sys.exit(launch.USER_MISTAKE)
     except KeyboardInterrupt:
-        go_on = _go_on(options)
-        words = f"interrupted. Go on from the last checkpoint with {go_on}" if go_on else "interrupted"
+        resume_command = _resume_command(options)
+        words = (
+            f"interrupted. Go on from the last checkpoint with {resume_command}" if resume_command else "interrupted"
+        )
         console.print(f"{_NAME}: {words}")
         sys.exit(_INTERRUPTED)
 
@@ -74,7 +76,7 @@ def _look_for_modules_here(options: argparse.Namespace) -> None:
         sys.path.insert(0, str(here))
 
 
-def _go_on(options: argparse.Namespace) -> str | None:
+def _resume_command(options: argparse.Namespace) -> str | None:
     """Return the command that goes on with the run under way; None: none has begun."""
     if options.folder is None or not (options.folder / "config.yaml").is_file():
         return None
@@ -82,7 +84,7 @@ def _go_on(options: argparse.Namespace) -> str | None:
     return f"`agentrl {how} {shlex.quote(str(options.folder))}`"
 
 
-def _disk_words(error: OSError, *, go_on: str | None) -> str | None:
+def _disk_words(error: OSError, *, resume_command: str | None) -> str | None:
     """Return what to say about a disk that is full or closed to us; None: the error is another one."""
     file = error.filename or "the run folder"
     if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
@@ -92,7 +94,11 @@ def _disk_words(error: OSError, *, go_on: str | None) -> str | None:
     if error.errno in (errno.ENOENT, errno.EISDIR, errno.ENAMETOOLONG, errno.ELOOP, errno.EIO) and error.filename:
         return f"cannot read or write {file}: {error.strerror}"
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        lost = f". Nothing finished is lost: free the disk and go on with {go_on}" if go_on else "; free the disk"
+        lost = (
+            f". Nothing finished is lost: free the disk and go on with {resume_command}"
+            if resume_command
+            else "; free the disk"
+        )
         return f"cannot write {file}: {error.strerror}{lost}"
     return None
 
@@ -190,14 +196,15 @@ def _launch(options: argparse.Namespace, rest: list[str]) -> None:
     # What can be checked now is told once, and with the exit status of a mistake.
     launch.check(options)
     recipe, run_dir = _load(options.target, rest)
-    from agentrl.learn.checkpoint import check_processes, checkpoints, refusing_others
+    from agentrl.distributed.checkpoints import checkpoint_errors, checkpoints
+    from agentrl.learn.checkpoint import check_processes
     from agentrl.report.folder import RunFolder
     from agentrl.sampling import share_of
 
     share_of(recipe, 0, options.processes)
     if run_dir is not None:
         for newest in checkpoints(RunFolder.open(run_dir).checkpoints)[-1:]:
-            with refusing_others(newest):
+            with checkpoint_errors(newest):
                 check_processes(newest, options.processes)
     elif recipe.run_dir is not None and options.machine == 0:
         RunFolder.check_free(recipe.run_dir)
@@ -256,7 +263,7 @@ def _train(options: argparse.Namespace, rest: list[str]) -> None:
 
 def _steps_done(folder: "RunFolder") -> int | None:
     """Return the step of a run's newest checkpoint, where it would go on; None: it has none yet."""
-    from agentrl.learn.checkpoint import newest_step
+    from agentrl.distributed.checkpoints import newest_step
 
     return newest_step(folder.checkpoints)
 

@@ -19,10 +19,10 @@ from agentrl.errors import ConfigError, UserError
 from agentrl.files import MAX_DEPTH, parse_yaml
 from agentrl.learn.evaluate import EvaluationConfig
 from agentrl.learn.loss import LossConfig
-from agentrl.learn.model import ModelConfig
 from agentrl.learn.signals import SignalsConfig
 from agentrl.learn.train_config import TrainConfig
 from agentrl.learn.warmup import WarmupConfig
+from agentrl.policy.model import ModelConfig
 from agentrl.registry import suggest
 from agentrl.report.folder import ReportConfig
 from agentrl.rollout import RolloutConfig
@@ -86,7 +86,7 @@ class Recipe(BaseModel):
             )
         scheme = load_credit(self.credit)
         schemes = [scheme, load_fallback(scheme)] if "fallback" in self.credit else [scheme]
-        rules = [getattr(layer, "lone", None) for one in schemes for layer in one.layers()]
+        rules = [getattr(layer, "lone", None) for one in schemes for layer in one.chain()]
         if rollout.group_size == 1 and "error" in rules:
             raise ValueError(
                 "rollout.group_size: 1 gives every trajectory nothing to be compared with; raise it, or set credit.lone"

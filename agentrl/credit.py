@@ -129,16 +129,16 @@ class CreditScheme(BaseModel):
         """Return what this instance reads: `needs`, and what its options add."""
         return self.needs
 
-    def within(self) -> "CreditScheme | None":
+    def inner(self) -> "CreditScheme | None":
         """Return the scheme that this one is built around, where there is one."""
         return None
 
-    def layers(self) -> "Iterator[CreditScheme]":
+    def chain(self) -> "Iterator[CreditScheme]":
         """Yield this scheme, the one within it, and so on."""
         scheme: CreditScheme | None = self
         while scheme is not None:
             yield scheme
-            scheme = scheme.within()
+            scheme = scheme.inner()
 
     @abstractmethod
     def assign(self, groups: Sequence[TrajectoryGroup]) -> list[list[Credit]]:
@@ -227,7 +227,7 @@ def load_credit_for(
 
 def load_fallback(scheme: CreditScheme) -> CreditScheme:
     """Return plain GSPO in place of a scheme, with its rule for a lone trajectory."""
-    lone = next((layer.lone for layer in scheme.layers() if hasattr(layer, "lone")), None)
+    lone = next((layer.lone for layer in scheme.chain() if hasattr(layer, "lone")), None)
     return load_credit({"scheme": "uniform"} | ({} if lone is None else {"lone": lone}))
 
 

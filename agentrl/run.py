@@ -21,28 +21,38 @@ from safetensors import SafetensorError
 from agentrl.chat import ChatMLRenderer, Renderer, load_renderer, load_tokenizer, train_tokenizer
 from agentrl.config import Recipe
 from agentrl.credit import load_credit_for
+from agentrl.distributed.checkpoints import checkpoint_errors, checkpoints, write_folder
+from agentrl.distributed.processes import (
+    all_gather,
+    barrier,
+    from_rank_zero,
+    is_main,
+    num_processes,
+    process_index,
+    set_deadline,
+)
 from agentrl.engine import Engine
 from agentrl.engine.vllm_launch import Server, start_server
 from agentrl.env import make_env
 from agentrl.errors import ConfigError, EnvironmentFailure, TrainingError
 from agentrl.files import damage
-from agentrl.learn.checkpoint import checkpoints, load_checkpoint, refusing_others, save_checkpoint, write_folder
+from agentrl.learn.checkpoint import load_checkpoint, save_checkpoint
 from agentrl.learn.evaluate import Evaluation, evaluated, play_held_out
-from agentrl.learn.export import export_adapter, export_model
 from agentrl.learn.health import SIGNS, Sign, cut_demonstrations, first_told, signs
-from agentrl.learn.layout import choose_layout
 from agentrl.learn.learner import Learner, load_weights
-from agentrl.learn.lora import add_lora
-from agentrl.learn.model import Policy, check_dropout, load_pretrained, make_local_model
-from agentrl.learn.processes import from_main, gathered, is_main, meet, num_processes, process_index, set_deadline
 from agentrl.learn.signals import Signals
 from agentrl.learn.trainer import StepResult, Trainer
-from agentrl.learn.warmup import demonstrations, oracle_ends, warm_up
+from agentrl.learn.warmup import warm_up
 from agentrl.plain_data import line_of
+from agentrl.policy.export import export_adapter, export_model
+from agentrl.policy.layout import choose_layout
+from agentrl.policy.lora import add_lora
+from agentrl.policy.model import Policy, check_dropout, load_pretrained, make_local_model
 from agentrl.report.faults import FaultLog
 from agentrl.report.folder import RunFolder, Told
 from agentrl.report.records import records
-from agentrl.rollout import Journal, RolloutConfig, RolloutPool, check_limits, offer, try_environment
+from agentrl.rollout import Journal, RolloutConfig, RolloutPool, check_limits, describe_env, try_environment
+from agentrl.rollout.demonstrations import demonstrations, oracle_ends
 from agentrl.sampling import new_engine, share_of
 from agentrl.types import Need, Trajectory
 
@@ -77,7 +87,7 @@ class Run:
         self.warnings, self._on_warning = recipe.loss.warnings(), on_warning
         self._accelerator = _accelerator(recipe)
         given = recipe
-        recipe = from_main(lambda: given)  # with the time of day in the name of its folder
+        recipe = from_rank_zero(lambda: given)  # with the time of day in the name of its folder
         self.recipe = recipe
         self._share = share_of(recipe, process_index(), num_processes())
         self.warnings += check_limits(recipe.rollout.max_live_episodes)
@@ -92,7 +102,7 @@ class Run:
         self._found_before: dict[str, str] = {}
         """What was found before the first step: metrics, and what to tell."""
         self._make_env = partial(make_env, recipe.env.id, recipe.env.options)
-        offered = self._runner.run(offer(self._make_env, timeout_s=recipe.rollout.env_timeout_s))
+        offered = self._runner.run(describe_env(self._make_env, timeout_s=recipe.rollout.env_timeout_s))
         provided = offered.needs | recipe.signals.provides()
         credit, warning = load_credit_for(recipe.credit, provided=provided, env_id=recipe.env.id)
         self.warnings += [warning] if warning else []
@@ -116,7 +126,7 @@ class Run:
             add_lora(model, recipe.model.lora)
         if recipe.train.gradient_checkpointing:
             model.gradient_checkpointing_enable({"use_reentrant": False})
-        layout, warning = from_main(
+        layout, warning = from_rank_zero(
             lambda: choose_layout(model, recipe.train.layout, max_tokens=recipe.rollout.max_context_tokens)
         )
         self.warnings += [warning] if warning else []
@@ -196,7 +206,7 @@ class Run:
                 folder = RunFolder.create(recipe.run_dir, config)
                 self._lock = folder.lock()
         self._faults = FaultLog(folder, piece=self._piece)
-        meet()  # all have read the old settings, and there is a folder
+        barrier()  # all have read the old settings, and there is a folder
         if not folder.config_file.is_file():
             raise ConfigError(f"run_dir: process {process_index()} does not see {folder.path}; use a disk that all see")
         if not (is_resumed or self._repeats):
@@ -265,14 +275,14 @@ class Run:
             ConfigError: when it has none, or none that fits the recipe.
         """
         newest = _newest(folder)
-        with refusing_others(newest):
+        with checkpoint_errors(newest):
             self._learner.load_weights(newest)
 
     def evaluate(self) -> Evaluation:
         """Play the held-out tasks with the weights in the engine; nothing of the training state is touched."""
         config, share = self.recipe.evaluation, self._share
         pool = self._new_pool(config.temperature)
-        self._runner.run(self._pool.go_on())  # episodes that a step interrupted go on meanwhile
+        self._runner.run(self._pool.resume())  # episodes that a step interrupted go on meanwhile
         try:
             groups = (
                 self._runner.run(
@@ -283,12 +293,12 @@ class Run:
             )
         finally:
             pool.close()
-            is_async = self.recipe.rollout.mode == "async"
+            is_async = self.recipe.rollout.samples_during_update
             if not is_async or num_processes() > 1:  # no deadline shall pass while others are waited for
-                self._runner.run(self._pool.hold())
-        groups = gathered(groups)
+                self._runner.run(self._pool.pause())
+        groups = all_gather(groups)
         if is_async and num_processes() > 1:
-            self._runner.run(self._pool.go_on())
+            self._runner.run(self._pool.resume())
         return evaluated(groups, config)
 
     def start_engine(self) -> float:
@@ -362,7 +372,7 @@ class Run:
 
     def _demonstrations(self, renderer: Renderer, *, count: int) -> list[Trajectory]:
         recipe = self.recipe
-        return from_main(
+        return from_rank_zero(
             lambda: self._runner.run(
                 demonstrations(
                     self._make_env,
@@ -425,7 +435,7 @@ class Run:
                 max_tokens=recipe.train.max_tokens_per_micro_batch,
                 on_step=lambda step, loss: on_progress("warm-up", step, recipe.warmup.steps, {"loss": loss}),
             )
-            self._learner.agree()
+            self._learner.broadcast_weights()
         self._signals.begin()
         if self._learner.reference is not None:
             self._learner.keep_reference()
@@ -437,7 +447,7 @@ class Run:
         self._save(folder)
 
     def _save(self, folder: RunFolder) -> None:
-        self._runner.run(self._pool.hold())  # no deadline shall pass while the loop stands still
+        self._runner.run(self._pool.pause())  # no deadline shall pass while the loop stands still
         save_checkpoint(self._trainer, folder.checkpoints, keep_last=self.recipe.train.keep_last)
         self._pool.forget()
 
@@ -449,7 +459,7 @@ class Run:
     def _repeats(self) -> bool:
         """True where what is sampled again after a kill is what was sampled before, so that nothing need be written down."""
         engine = self.recipe.engine
-        return self.recipe.rollout.mode == "sync" and engine.lockstep is not False and engine.name != "vllm_server"
+        return self.recipe.rollout.repeats_exactly and engine.lockstep is not False and engine.name != "vllm_server"
 
     def _after_step(self, folder: RunFolder, result: StepResult, on_progress: OnProgress) -> None:
         """Write down what a step did, then checkpoint: a checkpoint never promises what is not on disk."""
@@ -465,7 +475,7 @@ class Run:
         if is_main() and every and (step == 1 or step % every == 0):
             trajectories = records(result.groups, result.credits, step=step, piece=self._piece)
             folder.add_rollouts(step, trajectories, keep=recipe.report.keep_rollouts)
-        found, told = from_main(lambda: self._examine(row))
+        found, told = from_rank_zero(lambda: self._examine(row))
         row |= {f"health/{sign}": float(sign in found) for sign in SIGNS}
         self._rows.append(row)
         self._write(folder, row)
@@ -501,7 +511,7 @@ class Run:
             )
             return ends, words if ends is False else None
 
-        ends, words = from_main(ends_and_words)
+        ends, words = from_rank_zero(ends_and_words)
         if ends is not None:
             self._health_before["health/oracle_ends"] = float(ends)
         if words is not None:
@@ -549,7 +559,7 @@ def export(
         add_lora(model, recipe.model.lora)
     elif only_adapter:
         raise ConfigError("this run trains no adapter (model.lora)")
-    with refusing_others(newest):
+    with checkpoint_errors(newest):
         load_weights(Policy(model), newest)
     if only_adapter:
         export_adapter(model, folder)
@@ -619,7 +629,7 @@ def _load_teacher(recipe: Recipe, tokenizer: Any) -> Policy:
     if other.get_vocab() != tokenizer.get_vocab():
         raise ConfigError(f"{field}: the tokenizer of {name!r} is not the policy's, so its tokens mean something else")
     _check_positions(recipe, model.config, whose=f"{field}: the teacher's")
-    layout, _ = from_main(lambda: choose_layout(model, "auto", max_tokens=recipe.rollout.max_context_tokens))
+    layout, _ = from_rank_zero(lambda: choose_layout(model, "auto", max_tokens=recipe.rollout.max_context_tokens))
     if recipe.train.precision == "bfloat16":
         model = model.to(torch.bfloat16)
     return Policy(model, layout=layout, field=field)

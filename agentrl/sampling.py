@@ -65,14 +65,14 @@ def new_engine(recipe: Recipe, share: Share, model: Any, device: torch.device, *
     is_auto_of_many = recipe.engine.name == "auto" and share.stride > 1  # where vLLM cannot be
     name, config = "transformers" if is_auto_of_many else engine_name(recipe, model, device), recipe.engine
     if config.lockstep is None:
-        config = config.model_copy(update={"lockstep": recipe.rollout.mode == "sync"})
+        config = config.model_copy(update={"lockstep": recipe.rollout.repeats_exactly})
     if name not in ("vllm", "vllm_server") and config.vllm:
         raise ConfigError(f"engine.vllm: {sorted(config.vllm)} are of no use to engine.name: {name}; remove them")
     if name != "vllm" and config.sleep:
         raise ConfigError(
             f"engine.sleep: only vLLM in the trainer's process sleeps, not engine.name: {name}; set it to false"
         )
-    if config.sleep and recipe.rollout.mode == "async":
+    if config.sleep and recipe.rollout.samples_during_update:
         raise ConfigError(
             "engine.sleep: rollout.mode: async samples while the policy is updated; set engine.sleep to false"
         )

@@ -310,7 +310,7 @@ class TrajectoryGroup:
         return tuple(t for t in self.trajectories if not t.failed)
 
     @property
-    def earned_alike(self) -> bool:
+    def zero_spread(self) -> bool:
         """Whether all that did not fail have the same return, but for rounding."""
         returns = [t.reward for t in self.valid]
         return not returns or max(returns) - min(returns) <= 1e-12 * max(map(abs, returns))

@@ -33,7 +33,7 @@ from typing import Any, TypeAlias
 import torch
 
 from agentrl.config import Recipe, load_recipe
-from agentrl.learn.checkpoint import checkpoints
+from agentrl.distributed.checkpoints import checkpoints
 from agentrl.registry import names
 from agentrl.report.folder import RunFolder
 from agentrl.run import Run

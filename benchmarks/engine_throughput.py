@@ -24,7 +24,7 @@ from agentrl.chat import train_tokenizer
 from agentrl.config import load_recipe
 from agentrl.engine import Engine, EngineConfig
 from agentrl.engine.transformers import TransformersEngine
-from agentrl.learn.model import LocalModelConfig, make_local_model
+from agentrl.policy.model import LocalModelConfig, make_local_model
 from agentrl.run import Run
 from agentrl.types import Sampling
 

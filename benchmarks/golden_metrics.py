@@ -3,8 +3,8 @@
     python -m benchmarks.golden_metrics           compare with benchmarks/golden/default_recipe.jsonl; exit 1 where they differ
     python -m benchmarks.golden_metrics --write   keep those of today, after a change that is meant to change them
 
-The recipe is trained as a user does, on one thread, and ended after step 20. Bits depend on the processor and the version of torch, which
-the first line of the file names; on another machine nothing is compared.
+The recipe is trained as a user does, on one thread, and ended after step 20. Bits depend on the processor and the version
+of torch, which the first line of the file names; on another machine nothing is compared.
 """
 
 import argparse

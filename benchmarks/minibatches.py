@@ -43,14 +43,14 @@ from accelerate import Accelerator
 
 from agentrl.config import load_recipe
 from agentrl.credit import Credit
+from agentrl.distributed.checkpoints import checkpoints
 from agentrl.learn import learner as learner_module
-from agentrl.learn.checkpoint import checkpoints
 from agentrl.learn.learner import Learner
 from agentrl.learn.loss import LossConfig
 from agentrl.learn.metrics import Tally
 from agentrl.learn.minibatches import Minibatch, draw_minibatches
-from agentrl.learn.model import Policy
 from agentrl.learn.train_config import TrainConfig
+from agentrl.policy.model import Policy
 from agentrl.report.folder import RunFolder
 
 ROOT = Path(__file__).resolve().parents[1]

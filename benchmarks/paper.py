@@ -42,15 +42,16 @@ from agentrl.credit import Credit, assign_credit, load_credit
 from agentrl.engine import EngineConfig
 from agentrl.engine.transformers import TransformersEngine
 from agentrl.env import make_env
-from agentrl.learn.layout import choose_layout
 from agentrl.learn.learner import Learner
 from agentrl.learn.loss import LossConfig
 from agentrl.learn.metrics import Tally
-from agentrl.learn.model import LocalModelConfig, Policy, make_local_model
 from agentrl.learn.plan import MicroBatch
 from agentrl.learn.train_config import TrainConfig
-from agentrl.learn.warmup import WarmupConfig, demonstrations, warm_up
+from agentrl.learn.warmup import WarmupConfig, warm_up
+from agentrl.policy.layout import choose_layout
+from agentrl.policy.model import LocalModelConfig, Policy, make_local_model
 from agentrl.rollout import RolloutPool
+from agentrl.rollout.demonstrations import demonstrations
 from agentrl.run import Run
 from agentrl.types import Sampling, StopReason, Trajectory, TrajectoryGroup, Turn
 

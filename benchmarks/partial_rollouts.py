@@ -20,7 +20,7 @@ from agentrl.chat import ChatMLRenderer, train_tokenizer
 from agentrl.engine import EngineConfig
 from agentrl.engine.transformers import TransformersEngine
 from agentrl.env import MessageEnv
-from agentrl.learn.model import LocalModelConfig, make_local_model
+from agentrl.policy.model import LocalModelConfig, make_local_model
 from agentrl.rollout import RolloutConfig, RolloutPool
 from agentrl.types import Message
 

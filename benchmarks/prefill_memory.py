@@ -22,7 +22,7 @@ import torch
 from agentrl.chat import train_tokenizer
 from agentrl.engine import EngineConfig
 from agentrl.engine.transformers import TransformersEngine
-from agentrl.learn.model import LocalModelConfig, make_local_model
+from agentrl.policy.model import LocalModelConfig, make_local_model
 from agentrl.types import Sampling
 
 LENGTHS = (2048, 4096, 8192, 16384, 32768)

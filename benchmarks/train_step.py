@@ -45,13 +45,13 @@ from transformers import PrinterCallback, Qwen3Config, Qwen3ForCausalLM, Trainer
 from agentrl.chat import train_tokenizer
 from agentrl.credit import Credit
 from agentrl.learn.batch import rows_of
-from agentrl.learn.layout import choose_layout
 from agentrl.learn.learner import Learner
 from agentrl.learn.loss import LossConfig
-from agentrl.learn.model import Policy
 from agentrl.learn.plan import MicroBatch
 from agentrl.learn.train_config import TrainConfig
-from agentrl.learn.tree import plan_tree
+from agentrl.policy.layout import choose_layout
+from agentrl.policy.model import Policy
+from agentrl.policy.tree import plan_tree
 from agentrl.types import StopReason, Trajectory, TrajectoryGroup, Turn
 
 CLIP_LOW, CLIP_HIGH, LEARNING_RATE, NO_CLIPPING = 3e-4, 4e-4, 1e-6, 1e9
@@ -164,9 +164,9 @@ def make_groups(row: Row) -> tuple[list[TrajectoryGroup], list[list[float]]]:
 @torch.no_grad()
 def model_logprobs(model: Any, ids_L: npt.NDArray[np.int64], is_action_L: npt.NDArray[np.bool_]) -> Any:
     ids_1L = torch.from_numpy(ids_L)[None]
-    place_T = torch.from_numpy(is_action_L.nonzero()[0]) - 1
-    logits_TV = model(input_ids=ids_1L, logits_to_keep=place_T).logits[0]
-    return logits_TV.log_softmax(-1).gather(1, ids_1L[0, place_T + 1, None])[:, 0].double().numpy()
+    slot_T = torch.from_numpy(is_action_L.nonzero()[0]) - 1
+    logits_TV = model(input_ids=ids_1L, logits_to_keep=slot_T).logits[0]
+    return logits_TV.log_softmax(-1).gather(1, ids_1L[0, slot_T + 1, None])[:, 0].double().numpy()
 
 
 def trajectory(group: int, member: int, parts: Sequence[npt.NDArray[np.int64]], behavior_T: Any) -> Trajectory:

@@ -19,9 +19,9 @@ import numpy as np
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from agentrl.learn.layout import Layout, hidden_states, lay_out
-from agentrl.learn.logprobs import fused_logprobs
-from agentrl.learn.tree import IntArray, plan_tree
+from agentrl.policy.layout import Layout, hidden_states, lay_out
+from agentrl.policy.logprobs import fused_logprobs
+from agentrl.policy.tree import IntArray, plan_tree
 
 VOCAB_SIZE = 2048
 LAYOUTS: tuple[Layout, ...] = ("padded", "tree")

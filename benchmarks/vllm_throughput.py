@@ -21,7 +21,7 @@ from agentrl.chat import train_tokenizer
 from agentrl.engine import Engine, EngineConfig
 from agentrl.engine.transformers import TransformersEngine
 from agentrl.engine.vllm import VLLMEngine
-from agentrl.learn.model import LocalModelConfig, make_local_model
+from agentrl.policy.model import LocalModelConfig, make_local_model
 from benchmarks.engine_throughput import AT_ONCE, check_equality, ragged_lengths, with_engine
 
 SIZES: Mapping[str, tuple[LocalModelConfig, int]] = {

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 from hypothesis import HealthCheck, settings
 
-from tests.threads import Guard
+from tests.support.threads import Guard
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # tests run side by side; this is read when torch is imported
 

@@ -28,7 +28,7 @@ report: {rollouts_every: 1}
 
 SHOP = """
 from agentrl.env import MessageEnv
-from tests.threads import hang
+from tests.support.threads import hang
 
 
 class Shop(MessageEnv):

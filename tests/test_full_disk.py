@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tests.killing import check_nothing_lost, look
-from tests.processes import Command
+from tests.support.killing import check_nothing_lost, look
+from tests.support.processes import Command
 
 RECIPE = """
 env: {id: key_door}

@@ -19,12 +19,13 @@ from hypothesis import strategies as st
 
 from agentrl.cli import main
 from agentrl.config import load_recipe, plan
+from agentrl.distributed.checkpoints import checkpoint_errors, checkpoints
 from agentrl.errors import ConfigError, UserError
 from agentrl.files import seal
-from agentrl.learn.checkpoint import checkpoints, load_checkpoint, refusing_others
+from agentrl.learn.checkpoint import load_checkpoint
 from agentrl.learn.learner import load_weights
-from agentrl.learn.model import load_pretrained
 from agentrl.learn.trainer import TrainerState
+from agentrl.policy.model import load_pretrained
 from agentrl.report.folder import RunFolder
 from agentrl.rollout import Journal
 from agentrl.rollout.stream import TaskStream
@@ -369,7 +370,7 @@ def test_no_file_of_a_checkpoint_runs_code(name: str, interrupted: tuple[Run, Ru
 
 
 def load_weights_of(checkpoint: Path, ours: Run) -> None:
-    with refusing_others(checkpoint):
+    with checkpoint_errors(checkpoint):
         load_weights(ours._trainer._learner.policy, checkpoint)
 
 

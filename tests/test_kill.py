@@ -7,8 +7,8 @@ from typing import Any
 
 import yaml
 
-from tests.killing import check_nothing_lost, look, wait_for_a_moment
-from tests.processes import Command
+from tests.support.killing import check_nothing_lost, look, wait_for_a_moment
+from tests.support.processes import Command
 
 RECIPE: dict[str, Any] = {
     "env": {"id": "key_door"},

@@ -13,9 +13,9 @@ import pytest
 import yaml
 
 from agentrl.engine.vllm import is_installed
-from tests.killing import OnDisk, check_nothing_lost, look, wait_for_a_moment
-from tests.ports import free_port
-from tests.processes import Command
+from tests.support.killing import OnDisk, check_nothing_lost, look, wait_for_a_moment
+from tests.support.ports import free_port
+from tests.support.processes import Command
 from tests.test_kill import RECIPE
 
 pytestmark = [

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import yaml
 
-from tests.processes import Command
+from tests.support.processes import Command
 
 RECIPE = {
     "env": {"id": "key_door"},

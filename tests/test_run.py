@@ -13,9 +13,9 @@ from safetensors.torch import load_file
 from agentrl import MessageEnv
 from agentrl.chat import train_tokenizer
 from agentrl.config import Recipe
+from agentrl.distributed.checkpoints import checkpoints
 from agentrl.errors import ConfigError, EngineError, EnvironmentFailure, RendererError, TrainingError
-from agentrl.learn.checkpoint import checkpoints
-from agentrl.learn.model import LocalModelConfig, make_local_model
+from agentrl.policy.model import LocalModelConfig, make_local_model
 from agentrl.report.folder import RunFolder, Told
 from agentrl.report.records import read_records
 from agentrl.run import Run, export

@@ -12,8 +12,8 @@ import psutil
 import pytest
 import yaml
 
-from tests.ports import free_port
-from tests.processes import Command
+from tests.support.ports import free_port
+from tests.support.processes import Command
 from tests.test_resume import rollouts, rows
 
 RECIPE: dict[str, Any] = {

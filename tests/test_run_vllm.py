@@ -12,7 +12,7 @@ from agentrl.chat import train_tokenizer
 from agentrl.cli import main
 from agentrl.config import Recipe
 from agentrl.engine.vllm import VLLMEngine, is_installed
-from agentrl.learn.model import LocalModelConfig, make_local_model
+from agentrl.policy.model import LocalModelConfig, make_local_model
 from agentrl.report.folder import RunFolder
 from agentrl.run import Run
 from agentrl.sampling import engine_name

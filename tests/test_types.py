@@ -108,7 +108,7 @@ def test_only_failures_of_the_machinery_and_episodes_without_a_turn_leave_the_st
 def test_a_group_earned_alike_but_for_rounding_and_failures(rewards: list[float], alike: bool) -> None:
     members = tuple(trajectory(turn(1, reward=reward)) for reward in rewards)
     failed = trajectory(turn(1, reward=7), stop_reason=StopReason.ENV_ERROR)
-    assert TrajectoryGroup(group_id="g", trajectories=(*members, failed)).earned_alike == alike
+    assert TrajectoryGroup(group_id="g", trajectories=(*members, failed)).zero_spread == alike
 
 
 TURNS = TypeAdapter(Turns)

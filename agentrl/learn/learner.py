@@ -21,22 +21,22 @@ from torch.distributed.tensor import DTensor
 from transformers import get_scheduler
 
 from agentrl.credit import Credit
+from agentrl.distributed.processes import all_gather, broadcast, is_main, num_processes, process_index
+from agentrl.distributed.random_state import RandomState
+from agentrl.distributed.sharding import load_shards, load_whole, save_shards, save_whole, shard
 from agentrl.errors import ConfigError, TrainingError
 from agentrl.files import read_json, write_whole
 from agentrl.learn.batch import make_batch
-from agentrl.learn.layout import attending, lay_out
-from agentrl.learn.lora import has_adapters, holds_adapters, load_adapter, merged_weights, save_adapter
 from agentrl.learn.loss import LossConfig, kl_loss, mismatch_weights, policy_loss
 from agentrl.learn.metrics import Tally, first_metrics, update_metrics
 from agentrl.learn.minibatches import draw_minibatches
-from agentrl.learn.model import Policy
 from agentrl.learn.optimizer import make_optimizer
 from agentrl.learn.plan import MicroBatch, micro_batches
-from agentrl.learn.processes import broadcast, gathered, is_main, num_processes, process_index
-from agentrl.learn.random_state import RandomState
-from agentrl.learn.routing import changed_share, recording, replaying, routers_of
-from agentrl.learn.sharding import load_shards, load_whole, save_shards, save_whole, shard
 from agentrl.learn.train_config import TrainConfig
+from agentrl.policy.layout import attending, lay_out
+from agentrl.policy.lora import has_adapters, holds_adapters, load_adapter, merged_weights, save_adapter
+from agentrl.policy.model import Policy
+from agentrl.policy.routing import changed_share, recording, replaying, routers_of
 from agentrl.rollout import derive_seed
 from agentrl.types import Trajectory, TrajectoryGroup
 
@@ -109,7 +109,7 @@ class Learner:
         """The policy with which the run began. Not trained."""
         if self._is_sharded:  # not by accelerate, which knows no FSDP2 on a CPU
             for module in filter(None, (policy, self.reference)):
-                shard(module, self.device)
+                shard(module, policy.model._no_split_modules or (), self.device)
         optimizer = make_optimizer(
             config.optimizer,
             policy.parameters(),
@@ -151,7 +151,7 @@ class Learner:
         """Yield the model's weights, adapters merged into them, one whole at a time; called on every process."""
         return merged_weights(self.policy.model)
 
-    def agree(self) -> None:
+    def broadcast_weights(self) -> None:
         """Make the weights on all processes those of the first: they were made on each, to rounding the same."""
         if not self._is_sharded:
             with torch.no_grad():
@@ -190,10 +190,10 @@ class Learner:
         row = np.array([*prompt_ids, *action_ids])
         inputs, index = lay_out([row[:-1]], self._layout, device=self.device)
         position_T = np.arange(len(prompt_ids) - 1, len(row) - 1)
-        place_T = torch.from_numpy(index(np.zeros_like(position_T), position_T)).to(self.device)
+        slot_T = torch.from_numpy(index(np.zeros_like(position_T), position_T)).to(self.device)
         target_T = torch.tensor(action_ids, device=self.device)
         with torch.no_grad(), self._accelerator.autocast():
-            logprobs_T: Tensor = self._wrapped(inputs, place_T, target_T, self._temperature)[0]
+            logprobs_T: Tensor = self._wrapped(inputs, slot_T, target_T, self._temperature)[0]
         return logprobs_T
 
     def save(self, folder: Path) -> None:
@@ -315,7 +315,7 @@ class Learner:
                 # Processes average their gradients; the loss is a sum over all of them.
                 self._accelerator.backward(loss * self._accelerator.num_processes)
             first_experts = first_experts or experts
-        tally = Tally.joined(gathered([tally]))
+        tally = Tally.joined(all_gather([tally]))
         norm = self._accelerator.clip_grad_norm_(self._wrapped.parameters(), self._config.max_grad_norm)
         tally.grad_norm = float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
         tally.learning_rate = self._schedule.get_last_lr()[0]
@@ -409,12 +409,12 @@ class Learner:
         """Return the share of experts that an update has changed, at the places where trained tokens are read."""
         with torch.no_grad(), recording(self.policy.model) as after:
             self._forward(self._wrapped, micro)
-        changed_T = changed_share(before_RPK, after[0], places_Q=micro.place_T)
-        return {"moe/changed_experts": float(np.concatenate(gathered([changed_T.cpu().numpy()])).mean())}
+        changed_T = changed_share(before_RPK, after[0], slots_Q=micro.slot_T)
+        return {"moe/changed_experts": float(np.concatenate(all_gather([changed_T.cpu().numpy()])).mean())}
 
     def _forward(self, policy: Any, micro: MicroBatch) -> tuple[Tensor, Tensor]:
         with self._accelerator.autocast():
-            logprobs_T, entropy_T = policy(micro.inputs, micro.place_T, micro.target_T, self._temperature)
+            logprobs_T, entropy_T = policy(micro.inputs, micro.slot_T, micro.target_T, self._temperature)
         return logprobs_T, entropy_T
 
     def _loss_of(self, micro: MicroBatch, proximal_T: Tensor | None, *, tally: Tally) -> Tensor:

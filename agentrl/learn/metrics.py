@@ -116,7 +116,7 @@ def rollout_metrics(groups: Sequence[TrajectoryGroup], credits: Sequence[Sequenc
         "episode/observation_tokens": _mean([sum(len(turn.observation_ids) for turn in t.turns) for t in trajectories]),
         "episode/truncated": _mean([t.truncated for t in trajectories]),
         "turn/action_tokens": _mean([len(turn.action_ids) for t in trajectories for turn in t.turns]),
-        "groups/zero_spread": _mean([g.earned_alike for g in groups]),
+        "groups/zero_spread": _mean([g.zero_spread for g in groups]),
         "credit/zero_advantage": _mean(
             [
                 not credit.advantages_T.any()

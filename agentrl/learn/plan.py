@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from agentrl.learn.batch import Batch
-from agentrl.learn.layout import Inputs, Layout, lay_out, pack
-from agentrl.learn.tree import IntArray, plan_tree
+from agentrl.policy.layout import Inputs, Layout, lay_out, pack
+from agentrl.policy.tree import IntArray, plan_tree
 
 _EMPTY = np.zeros(1, dtype=np.int64)
 """The row of a pass without a trajectory."""
@@ -27,7 +27,7 @@ class MicroBatch:
     token_T: IntArray
     """Index of each token in the batch."""
     inputs: Inputs
-    place_T: Tensor
+    slot_T: Tensor
     """Where in the pass each token's distribution is read: at its predecessor."""
     target_T: Tensor
     version_T: Tensor
@@ -184,7 +184,7 @@ def _micro_batch(
     return MicroBatch(
         token_T=token_T,
         inputs=inputs,
-        place_T=tensor(index(local_R[batch.row_T[token_T]], batch.position_T[token_T])),
+        slot_T=tensor(index(local_R[batch.row_T[token_T]], batch.position_T[token_T])),
         target_T=tensor(batch.target_T[token_T]),
         version_T=tensor(batch.version_T[token_T]),
         behavior_T=tensor(batch.behavior_T[token_T]),

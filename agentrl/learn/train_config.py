@@ -12,8 +12,8 @@ from pydantic import (
 )
 
 from agentrl.learn.health import Sign
-from agentrl.learn.layout import Layout
 from agentrl.learn.optimizer import OptimizerName
+from agentrl.policy.layout import Layout
 from agentrl.types import Amount, AmountOrZero, Count
 
 Beta = Annotated[float, Field(ge=0, lt=1)]

@@ -14,11 +14,11 @@ from pydantic import BaseModel, ConfigDict, NonNegativeInt, PositiveInt
 from torch import Tensor
 
 from agentrl.credit import Credit, CreditScheme, assign_credit
+from agentrl.distributed.processes import all_gather, from_rank_zero, is_main, naming_absent_ranks, num_processes
 from agentrl.engine import Engine
 from agentrl.errors import ConfigError, EngineError
 from agentrl.learn.learner import Learner
 from agentrl.learn.metrics import process_metrics, rollout_metrics
-from agentrl.learn.processes import from_main, gathered, is_main, naming_the_missing, num_processes
 from agentrl.learn.signals import Signals
 from agentrl.learn.staleness import mask_stale, share_too_old
 from agentrl.rollout import RolloutConfig, RolloutPool
@@ -126,12 +126,12 @@ class Trainer:
         Raises:
             TrainingError: also where another process has ended or hangs.
         """
-        with naming_the_missing():
+        with naming_absent_ranks():
             return self._step()
 
     def _step(self) -> StepResult:
         begin, busy_s = time.perf_counter(), self._engine.busy_s
-        is_async, is_replaying = self._rollout.mode == "async", self._pool.is_replaying
+        is_async, is_replaying = self._rollout.samples_during_update, self._pool.is_replaying
         share = self._runner.run(self._pool.collect())
         collected = time.perf_counter()
         learn = partial(self._learn, share, is_replaying=is_replaying)
@@ -139,7 +139,7 @@ class Trainer:
         self.finished_steps += 1
         learned = time.perf_counter()
         self._push(self._learner.weights())
-        if self._rollout.mode != "sync":  # else the first minibatch of the next step proves it
+        if not self._rollout.waits_for_all:  # else the first minibatch of the next step proves it
             self._check_agreement(max(self._disagreements()))
         sampling_s = self._engine.busy_s - busy_s
         done = time.perf_counter()
@@ -173,7 +173,7 @@ class Trainer:
         """Put together what the processes collected; measure, credit and update."""
         if self._learner.device.type == "cuda":
             torch.cuda.set_device(self._learner.device)  # which each thread has of its own
-        parts = gathered([(share, is_replaying, dict(self._pool.counts))])
+        parts = all_gather([(share, is_replaying, dict(self._pool.counts))])
         groups = sorted((group for part, *_ in parts for group in part), key=lambda group: group.group_id)
         is_replaying = any(replaying for _, replaying, _ in parts)
         counts = {name: sum(of_part[name] for *_, of_part in parts) for name in self._pool.counts}
@@ -181,10 +181,10 @@ class Trainer:
         if self._signals is not None:
             groups = self._signals.measure(groups)
         measured = time.perf_counter()
-        credits = from_main(lambda: assign_credit(self._credit, groups))  # all plan the same passes by them
-        metrics = {"staleness/too_old": share_too_old(groups, oldest=version - rollout.max_staleness)}
+        credits = from_rank_zero(lambda: assign_credit(self._credit, groups))  # all plan the same passes by them
+        metrics = {"staleness/too_old": share_too_old(groups, oldest=version - rollout.staleness_bound)}
         if rollout.stale == "mask":
-            credits = mask_stale(groups, credits, oldest=version - rollout.max_staleness)
+            credits = mask_stale(groups, credits, oldest=version - rollout.staleness_bound)
         credited = time.perf_counter()
         # Sampled by the very weights that are updated first: each step proves the last push.
         check = None if is_replaying else self._check_agreement
@@ -235,7 +235,7 @@ class Trainer:
         """Hand weights to the engine, which is paused meanwhile."""
 
         async def push() -> None:
-            await self._pool.hold()
+            await self._pool.pause()
             await self._engine.load_weights(weights, self.finished_steps)
 
         self._runner.run(push())
@@ -248,7 +248,7 @@ class Trainer:
 
         async def sample() -> Completion:
             timeout_s = self._rollout.engine_timeout_s
-            await self._pool.go_on()
+            await self._pool.resume()
             try:
                 async with asyncio.timeout(timeout_s):
                     with self._engine.conversation("self-proof"):
@@ -258,17 +258,17 @@ class Trainer:
                     f"the engine did not answer its self-proof within rollout.engine_timeout_s: {timeout_s:g}"
                 ) from None
             if (
-                self._rollout.mode != "async" or num_processes() > 1
+                not self._rollout.samples_during_update or num_processes() > 1
             ):  # no deadline shall pass while others are waited for
-                await self._pool.hold()
+                await self._pool.pause()
             return completion
 
         found = []
-        for completion in gathered([self._runner.run(sample())] if self._rollout.num_groups else []):
+        for completion in all_gather([self._runner.run(sample())] if self._rollout.num_groups else []):
             logprobs_T = self._learner.logprobs(prompt, completion.token_ids)
             found.append(float((logprobs_T.cpu() - torch.tensor(completion.logprobs)).abs().mean()))
-        if self._rollout.mode == "async" and num_processes() > 1:
-            self._runner.run(self._pool.go_on())
+        if self._rollout.samples_during_update and num_processes() > 1:
+            self._runner.run(self._pool.resume())
         return found
 
     def _check_agreement(self, found: float) -> None:

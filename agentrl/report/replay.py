@@ -11,7 +11,7 @@ from agentrl.errors import ConfigError
 from agentrl.report.folder import RunFolder
 from agentrl.report.records import TrajectoryRecord, read_records
 from agentrl.report.show import said
-from agentrl.rollout.moment import Env, reset, step
+from agentrl.rollout.env_calls import Env, reset, step
 from agentrl.types import FinishReason
 
 
@@ -23,20 +23,20 @@ def replay(env: Env, record: TrajectoryRecord) -> Iterator[Text]:
     """
     base, member = base_env(env), int(record.trajectory_id.rpartition("/")[2])
     yield Text(f"reset(seed={record.seed}, options={{'rollout_index': {member}}})", "dim")
-    moment = reset(env, base, seed=record.seed, rollout_index=member)
+    reply = reset(env, base, seed=record.seed, rollout_index=member)
     for number, turn in enumerate(record.turns, 1):
-        yield from map(said, moment.messages)
-        if list(moment.messages) != turn.observation:
+        yield from map(said, reply.messages)
+        if list(reply.messages) != turn.observation:
             yield Text("The record has other messages here, so the episode is another from here on:", "yellow")
             yield from map(said, turn.observation)
         yield said(turn.message)
         if turn.finish_reason is not FinishReason.STOP:
             yield Text("It was cut off here, and never carried out.", "dim")
             return
-        moment = step(env, base, turn.message)
-        end = "".join(f", {name}" for name in ("terminated", "truncated") if getattr(moment, name))
-        yield Text(f"[turn {number}: reward {moment.reward:g}{end}]", "dim")
-    yield from map(said, moment.messages)
+        reply = step(env, base, turn.message)
+        end = "".join(f", {name}" for name in ("terminated", "truncated") if getattr(reply, name))
+        yield Text(f"[turn {number}: reward {reply.reward:g}{end}]", "dim")
+    yield from map(said, reply.messages)
 
 
 def find(run: Path, episode: str) -> TrajectoryRecord:

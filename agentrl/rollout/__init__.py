@@ -6,7 +6,7 @@ from agentrl.rollout.journal import Journal
 from agentrl.rollout.limits import check_limits
 from agentrl.rollout.pool import RolloutPool
 from agentrl.rollout.seeds import derive_seed, held_out_seed, task_seed
-from agentrl.rollout.trial import offer, try_environment
+from agentrl.rollout.trial import describe_env, try_environment
 
 __all__ = [
     "BranchConfig",
@@ -18,8 +18,8 @@ __all__ = [
     "Task",
     "check_limits",
     "derive_seed",
+    "describe_env",
     "held_out_seed",
-    "offer",
     "task_seed",
     "try_environment",
 ]

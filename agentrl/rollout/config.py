@@ -71,6 +71,26 @@ class RolloutConfig(BaseModel):
     """After so many episodes in a row that failed in spite of their retries, or so many groups in a row that had to be
     replaced, the run stops with the last error."""
 
+    @property
+    def waits_for_all(self) -> bool:
+        """True where a step ends no sooner than every episode that it has begun."""
+        return self.mode == "sync"
+
+    @property
+    def samples_during_update(self) -> bool:
+        """True where episodes are continued while the policy is updated."""
+        return self.mode == "async"
+
+    @property
+    def staleness_bound(self) -> int:
+        """Steps ahead for which groups are begun: with `stale: wait`, the most versions by which a trained token is behind."""
+        return 0 if self.waits_for_all else self.max_staleness
+
+    @property
+    def repeats_exactly(self) -> bool:
+        """True where a run can come out bit for bit again: what is sampled does not depend on the timing of environments."""
+        return self.waits_for_all
+
     @model_validator(mode="after")
     def _consistent(self) -> Self:
         if self.top_p != 1:
@@ -78,7 +98,7 @@ class RolloutConfig(BaseModel):
                 f"top_p: {self.top_p} cuts the support off, so importance ratios would be wrong; "
                 "train with top_p: 1 and lower the temperature instead"
             )
-        if self.mode == "sync" and self.stale != "wait":
+        if self.waits_for_all and self.stale != "wait":
             raise ValueError(
                 f"stale: {self.stale} has nothing to act on with mode: sync; remove it, or set mode: partial"
             )

@@ -16,22 +16,22 @@ from agentrl.errors import AgentRLError, EngineError
 from agentrl.plain_data import abbreviated, line_of, printable
 from agentrl.rollout.config import RolloutConfig
 from agentrl.rollout.deadline import EngineClock
-from agentrl.rollout.env_thread import EnvThread
-from agentrl.rollout.fault import fault_of, raised_words
-from agentrl.rollout.moment import (
+from agentrl.rollout.env_calls import (
     Env,
     EnvError,
+    EnvReply,
     MakeEnv,
-    Moment,
+    check_restored,
     construct,
     copy_env,
     env_id,
     is_number,
-    look,
     reset,
     restore,
     step,
 )
+from agentrl.rollout.env_thread import EnvThread
+from agentrl.rollout.fault import fault_of, raised_words
 from agentrl.rollout.seeds import derive_seed
 from agentrl.types import Completion, Fault, FinishReason, Message, Sampling, StopReason, Trajectory, Turn, Turns
 
@@ -78,7 +78,7 @@ class _Position:
     """Where an episode stands before an action."""
 
     env: Env
-    moment: Moment
+    reply: EnvReply
     turns: tuple[Turn, ...] = ()
     history: tuple[Message, ...]
     context_ids: tuple[int, ...]
@@ -125,7 +125,7 @@ class Episode:
         self._recorded = recorded or LiveEpisode(task=task)
         self._clock, self._on_change, self._on_fault = clock or EngineClock(), on_change, on_fault
         self._partial: Completion | None = None
-        self._moment: Moment | None = None
+        self._reply: EnvReply | None = None
         self._before_end: LiveEpisode | None = None
         self._request_id = f"{task.trajectory_id}#{task.attempt}"
         self._turns: list[Turn] = []
@@ -163,8 +163,8 @@ class Episode:
         return LiveEpisode(
             task=self._task,
             turns=tuple(self._turns),
-            observation=None if self._moment is None else self._moment.messages,
-            snapshot=None if self._moment is None else self._moment.snapshot,
+            observation=None if self._reply is None else self._reply.messages,
+            snapshot=None if self._reply is None else self._reply.snapshot,
             partial=self._partial,
         )
 
@@ -180,7 +180,7 @@ class Episode:
 
     async def _play(self, make_env: MakeEnv) -> Trajectory:
         env = await self._on_thread("construction", partial(construct, make_env))
-        snapshot = None if self._fork else self._recorded.snapshot  # forks are made of every moment
+        snapshot = None if self._fork else self._recorded.snapshot  # forks are made of every reply
         if snapshot is not None and not base_env(env).can_snapshot:
             snapshot = None  # unpickling runs code, which a file cannot ask for: the environment is played again
         if snapshot is not None:
@@ -189,7 +189,7 @@ class Episode:
             env = restored
         async with self._closing(env):
             self._env_id = await self._on_thread("construction", partial(env_id, env))
-            return await self._go_on(await (self._begin(env) if snapshot is None else self._take_up(env)))
+            return await self._continue(await (self._begin(env) if snapshot is None else self._take_up(env)))
 
     @asynccontextmanager
     async def _closing(self, env: Env) -> AsyncIterator[None]:
@@ -208,18 +208,18 @@ class Episode:
         base = base_env(env)
         task = self._task
         beginning = partial(reset, env, base, seed=task.seed, rollout_index=task.rollout_index)
-        moment = await self._on_thread("reset()", beginning)
-        self._gold_answer, self._tools = moment.gold_answer, moment.tools
+        reply = await self._on_thread("reset()", beginning)
+        self._gold_answer, self._tools = reply.gold_answer, reply.tools
         if recorded := self._recorded.turns:
             observation_ids = recorded[0].observation_ids
-        elif self._cannot_fit(moment):
+        elif self._cannot_fit(reply):
             return None
         else:
-            observation_ids = await self._rendered(partial(self._renderer.start, moment.messages, self._tools))
+            observation_ids = await self._rendered(partial(self._renderer.start, reply.messages, self._tools))
         return _Position(
             env=env,
-            moment=moment,
-            history=moment.messages,
+            reply=reply,
+            history=reply.messages,
             context_ids=observation_ids,
             observation_ids=observation_ids,
         )
@@ -228,15 +228,15 @@ class Episode:
         """Go on with an environment that was restored: what was said before is known."""
         base, recorded = base_env(env), self._recorded
         *_, last = turns = recorded.turns
-        known = Moment(
+        known = EnvReply(
             messages=recorded.observation or (),
             state_key=last.next_state_key,
             info=dict(last.extras),
             snapshot=recorded.snapshot,
         )
-        moment = await self._on_thread("its snapshot", partial(look, base, known))
-        self._gold_answer, self._tools = moment.gold_answer, moment.tools
-        self._final_info, self._turns = moment.info, list(turns)
+        reply = await self._on_thread("its snapshot", partial(check_restored, base, known))
+        self._gold_answer, self._tools = reply.gold_answer, reply.tools
+        self._final_info, self._turns = reply.info, list(turns)
         history, context_ids = turns[0].observation, turns[0].observation_ids
         for turn, following in pairwise(turns):
             history = (*history, turn.message, *following.observation)
@@ -244,31 +244,31 @@ class Episode:
             context_ids = kept + following.observation_ids
         position = _Position(
             env=env,
-            moment=moment,
+            reply=reply,
             turns=turns,
             history=history,
             context_ids=context_ids,
             observation_ids=last.observation_ids,
         )
-        return await self._after(position, last, moment)
+        return await self._after(position, last, reply)
 
-    def _cannot_fit(self, moment: Moment) -> bool:
+    def _cannot_fit(self, reply: EnvReply) -> bool:
         """Tell whether a context cannot hold what the environment said, whatever its tokens are."""
-        texts = (message.get("content") for message in moment.messages)
+        texts = (message.get("content") for message in reply.messages)
         num_chars = sum(len(text.strip()) for text in texts if isinstance(text, str))  # some templates strip
         longest = self._renderer.max_token_chars
         return longest is not None and num_chars > longest * self._config.max_context_tokens
 
-    async def _after(self, position: _Position, turn: Turn, moment: Moment) -> _Position:
+    async def _after(self, position: _Position, turn: Turn, reply: EnvReply) -> _Position:
         """Return where the episode stands after a turn, given what the environment said to it.
 
         The tokens of a turn that is played again are those recorded, whatever the renderer would make of it today.
         """
         before = position.context_ids
-        history = (*position.history, turn.message, *moment.messages)
+        history = (*position.history, turn.message, *reply.messages)
 
         def render() -> tuple[bool, tuple[int, ...]]:
-            added = self._renderer.extend(before, turn.action_ids, moment.messages)
+            added = self._renderer.extend(before, turn.action_ids, reply.messages)
             return (True, added) if added is not None else (False, self._renderer.start(history, self._tools))
 
         if following := self._recorded.turns[len(self._turns) :]:
@@ -277,7 +277,7 @@ class Episode:
             extends, observation_ids = await self._rendered(render)
         return _Position(
             env=position.env,
-            moment=moment,
+            reply=reply,
             turns=position.turns,
             history=history,
             context_ids=before + turn.action_ids + observation_ids if extends else observation_ids,
@@ -301,7 +301,7 @@ class Episode:
         rendered: R = await self._on_thread("rendering", carefully)
         return rendered
 
-    async def _go_on(self, position: _Position | None) -> Trajectory:
+    async def _continue(self, position: _Position | None) -> Trajectory:
         """Play from a position to the end; None: the first prompt cannot fit into a context."""
         if position is None:
             return self._overflow(f"more than {self._config.max_context_tokens}")
@@ -311,15 +311,15 @@ class Episode:
             if self._fork and len(self._turns) % config.branches.every == 0:
                 copied = await self._on_thread("fork()", partial(copy_env, env))
                 self._forks[len(self._turns)] = replace(position, env=copied, turns=tuple(self._turns))
-            before, moment = position.context_ids, position.moment
-            self._moment = moment
+            before, reply = position.context_ids, position.reply
+            self._reply = reply
             room = config.max_context_tokens - len(before)
             budget = config.max_episode_tokens - sum(len(turn.action_ids) for turn in self._turns)
             if room < 1:
                 return self._overflow(str(len(before)))
             if budget < 1:
                 return self.result(StopReason.MAX_TOKENS, truncated=True)
-            self._check_observation(moment)
+            self._check_observation(reply)
             completion = await self._sample(before, min(config.max_turn_tokens, budget, room))
             message = self._renderer.parse(completion.token_ids)
             turn = Turn(
@@ -329,35 +329,35 @@ class Episode:
                 behavior_logprobs=completion.logprobs,
                 versions=completion.versions,
                 reward=0.0,
-                state_key=moment.state_key,
+                state_key=reply.state_key,
                 finish_reason=completion.finish_reason,
-                observation=moment.messages,
+                observation=reply.messages,
                 message=message,
             )
             if completion.finish_reason is not FinishReason.STOP:  # an unfinished action is never carried out
-                self._add(turn, moment, is_last=True)
+                self._add(turn, reply, is_last=True)
                 is_full = room <= min(config.max_turn_tokens, budget)
                 reason = StopReason.CONTEXT_OVERFLOW if is_full else StopReason.MAX_TOKENS
                 return self.result(reason, truncated=True)
             self._acting = turn
-            moment = await self._on_thread("step()", partial(step, env, base, message))
-            self._acting, self._final_info = None, moment.info
+            reply = await self._on_thread("step()", partial(step, env, base, message))
+            self._acting, self._final_info = None, reply.info
             turn = replace(
                 turn,
-                reward=moment.reward,
-                next_state_key=moment.state_key,
-                action_key=moment.action_key,
-                extras=moment.info,
+                reward=reply.reward,
+                next_state_key=reply.state_key,
+                action_key=reply.action_key,
+                extras=reply.info,
             )
-            is_over, is_too_long = moment.terminated or moment.truncated, self._cannot_fit(moment)
-            self._add(turn, moment, is_last=is_over or is_too_long or len(self._turns) + 1 >= config.max_turns)
+            is_over, is_too_long = reply.terminated or reply.truncated, self._cannot_fit(reply)
+            self._add(turn, reply, is_last=is_over or is_too_long or len(self._turns) + 1 >= config.max_turns)
             if is_over:
-                return self.result(StopReason.TERMINATED, truncated=not moment.terminated)
+                return self.result(StopReason.TERMINATED, truncated=not reply.terminated)
             if len(self._turns) >= config.max_turns:
                 return self.result(StopReason.MAX_TURNS, truncated=True)
             if is_too_long:
                 return self._overflow(f"more than {config.max_context_tokens}")
-            position = await self._after(position, turn, moment)
+            position = await self._after(position, turn, reply)
 
     def _overflow(self, length: str) -> Trajectory:
         """Return an episode whose context is full, of this length; without a turn, that is the task's fault."""
@@ -370,18 +370,18 @@ class Episode:
         fault = Fault(kind="the first prompt is too long")
         return self.result(StopReason.CONTEXT_OVERFLOW, truncated=True, error=words, fault=fault)
 
-    def _check_observation(self, moment: Moment) -> None:
+    def _check_observation(self, reply: EnvReply) -> None:
         """Refuse to go on with an action that was begun after other words."""
         recorded = self._recorded
         if recorded.partial is None or len(self._turns) != len(recorded.turns):
             return
-        if recorded.observation is not None and moment.messages != recorded.observation:
+        if recorded.observation is not None and reply.messages != recorded.observation:
             raise EnvError(
                 f"environment {self._env_id}: played again, it says before turn {len(self._turns)} "
-                f"{abbreviated(moment.messages)}, and was recorded with {abbreviated(recorded.observation)}; {_DEPEND}"
+                f"{abbreviated(reply.messages)}, and was recorded with {abbreviated(recorded.observation)}; {_DEPEND}"
             )
 
-    def _add(self, turn: Turn, moment: Moment, *, is_last: bool) -> None:
+    def _add(self, turn: Turn, reply: EnvReply, *, is_last: bool) -> None:
         """Add a turn, after which the environment says this; one that was recorded must have come out again as it was."""
         number = len(self._turns)
         is_new = number >= len(self._recorded.turns)
@@ -399,7 +399,7 @@ class Episode:
                 self.live()
             )  # until it is closed; from there, the environment takes its last action again
         self._turns.append(turn)
-        self._partial, self._moment = None, moment
+        self._partial, self._reply = None, reply
         if is_new and self._on_change is not None:
             self._on_change(self.live())
 
@@ -439,7 +439,7 @@ class Episode:
             try:
                 env = await episode._on_thread("fork()", partial(copy_env, position.env, seed=seed))
                 async with episode._closing(env):
-                    return await episode._go_on(replace(position, env=env))
+                    return await episode._continue(replace(position, env=env))
             except EnvError as error:
                 failed = episode._failed(error)
                 self._on_fault(failed)

@@ -13,10 +13,10 @@ from agentrl.engine.retry import retry_wait_s
 from agentrl.errors import EngineError, EnvironmentFailure
 from agentrl.rollout.config import RolloutConfig
 from agentrl.rollout.deadline import EngineClock
+from agentrl.rollout.env_calls import MakeEnv
 from agentrl.rollout.env_thread import EnvThread
 from agentrl.rollout.episode import Episode, LiveEpisode, Task
 from agentrl.rollout.journal import Journal
-from agentrl.rollout.moment import MakeEnv
 from agentrl.rollout.stream import TaskStream, group_of
 from agentrl.types import Sampling, StopReason, Trajectory, TrajectoryGroup
 
@@ -75,7 +75,7 @@ class RolloutPool:
         self._fork, self._on_fault = fork, on_fault
         self._stream = TaskStream(config, seed=seed, first=first, stride=stride)
         self._clock = EngineClock()
-        self._is_held = False
+        self._is_paused = False
         self._threads: list[EnvThread] = []
         self._lost: list[EnvThread] = []
         self._failures_in_a_row = 0
@@ -112,36 +112,36 @@ class RolloutPool:
         if self._stream.is_replaying:
             return self._stream.hand_out_again()
         self._stream.begin_step(num_groups)
-        await self.go_on()
+        await self.resume()
         try:
             async with self._lag_measured():
                 groups = await self._complete()
             self._stream.flush()  # before they are trained on
-            if self._config.mode == "async":
+            if self._config.samples_during_update:
                 self._fill_places()  # for the time of the update
             else:
-                await self.hold()
+                await self.pause()
         except BaseException as error:
             if not isinstance(error, EngineError):  # one that fails need not be asked for what it has
                 with suppress(EngineError, OSError):
-                    await self.hold()
+                    await self.pause()
             await self.stop()
             raise
         return groups
 
-    async def go_on(self) -> None:
+    async def resume(self) -> None:
         """Let the engine sample."""
         await self._engine.resume()
         self._clock.start()
-        self._is_held = False
+        self._is_paused = False
 
-    async def hold(self) -> None:
+    async def pause(self) -> None:
         """Pause the engine, and let every episode take what was sampled of its action."""
-        if self._is_held:
+        if self._is_paused:
             return
         self._clock.stop()
         await self._engine.pause()
-        self._is_held = True
+        self._is_paused = True
         for _ in range(3):  # a completion to the request, to the caller, to the episode
             await asyncio.sleep(0)
         for live in [episode.live() for episode in self._live.values()]:
@@ -219,7 +219,7 @@ class RolloutPool:
             if self._runners:
                 await self._changed.wait()
                 self._changed.clear()
-            elif self._stream.has_suspects:
+            elif self._stream.has_engine_failures:
                 await self._ask_engine()
                 self._stream.give_up()
             else:

@@ -25,7 +25,7 @@ class _Group:
     waiting: list[LiveEpisode]
     """Episodes that nobody plays at the moment."""
     done: list[Trajectory] = field(default_factory=list)
-    is_of_use: bool = False
+    is_trainable: bool = False
     """It is complete, and was found to be fit to train on."""
 
 
@@ -57,7 +57,7 @@ class TaskStream:
         """Begin with a task, by number, and go on with every `stride`-th: the others belong to other processes."""
         self._config, self._seed = config, seed
         self._num_groups = config.num_groups
-        self._max_staleness = 0 if config.mode == "sync" else config.max_staleness
+        self._staleness_bound = config.staleness_bound
         self._next_group, self._share = first, (first, stride)
         self._replaced_in_a_row = self._replaceable = 0
         self._is_waited_for = False
@@ -71,7 +71,7 @@ class TaskStream:
         """False where nothing has changed since there was nothing to hand out."""
         self._playing: dict[str, LiveEpisode] = {}
         """Episodes that were taken out to be played, as they stood when that was last noted."""
-        self._suspects: list[Trajectory] = []
+        self._engine_failures: list[Trajectory] = []
         """Episodes that the engine failed: given up only once it is known that it was not down."""
         self._handed_out: deque[list[TrajectoryGroup]] = deque()
         self._journal: Journal | None = None
@@ -101,7 +101,7 @@ class TaskStream:
                 return self._take_out(self._open[0])
             self._open.popleft()
         # A new one is handed out after all of these: at this version if a step waits for groups, else at the next or later.
-        if len(self._groups) >= self._num_groups * (self._max_staleness + self._is_waited_for):
+        if len(self._groups) >= self._num_groups * (self._staleness_bound + self._is_waited_for):
             return None
         begun = Begun(index=self._next_group, version=version)
         self._write(begun)
@@ -119,20 +119,20 @@ class TaskStream:
         self._playing[task.trajectory_id] = live
 
     @property
-    def has_suspects(self) -> bool:
+    def has_engine_failures(self) -> bool:
         """True where the engine has failed episodes that are not given up yet."""
-        return bool(self._suspects)
+        return bool(self._engine_failures)
 
     def take(self, trajectory: Trajectory) -> None:
         """Put a finished episode to its group; one that the engine failed waits for `give_up`."""
         if trajectory.stop_reason is StopReason.ENGINE_ERROR:
-            self._suspects.append(trajectory)
+            self._engine_failures.append(trajectory)
         else:
             self._put(trajectory)
 
     def give_up(self) -> None:
         """Put the episodes that the engine failed to their groups: it was their own fault."""
-        suspects, self._suspects = self._suspects, []
+        suspects, self._engine_failures = self._engine_failures, []
         for trajectory in suspects:
             self._put(trajectory)
 
@@ -163,17 +163,17 @@ class TaskStream:
         if not self._may_hand_out:
             return None
         self._may_hand_out = False
-        if self._config.mode == "sync" and not all(map(self._is_complete, self._groups.values())):
+        if self._config.waits_for_all and not all(map(self._is_complete, self._groups.values())):
             return None  # groups are dropped in their order, so that a run repeats
         to_judge, self._to_judge = sorted(self._to_judge, key=_index), []
         for name in to_judge:
             group = self._groups[name]
-            group.is_of_use = self._is_of_use(group_of(name, group.done))
-            if not group.is_of_use:
+            group.is_trainable = self._is_trainable(group_of(name, group.done))
+            if not group.is_trainable:
                 del self._groups[name]
                 self._write(Dropped(group=name, counts=dict(self.counts)))
         num = self._num_groups
-        names = list(islice((name for name, group in self._groups.items() if group.is_of_use), num))
+        names = list(islice((name for name, group in self._groups.items() if group.is_trainable), num))
         if len(names) < num:
             return None
         if self._config.stale == "wait":
@@ -181,7 +181,7 @@ class TaskStream:
             left = [group for name, group in self._groups.items() if name not in given]
             # The next step takes the first `num` of those that are left, the one after it as many.
             ages = (version + 1 + rank // num - group.began for rank, group in enumerate(left))
-            if any(age > self._max_staleness for age in ages) and not all(map(self._is_complete, left)):
+            if any(age > self._staleness_bound for age in ages) and not all(map(self._is_complete, left)):
                 return None
         self._is_waited_for = False
         groups = [group_of(name, self._groups.pop(name).done) for name in names]
@@ -292,16 +292,16 @@ class TaskStream:
         """Find out which groups have episodes left to play, and which are complete."""
         self._may_hand_out = True
         self._open = deque(self._groups.values())
-        self._to_judge = [name for name, g in self._groups.items() if self._is_complete(g) and not g.is_of_use]
+        self._to_judge = [name for name, g in self._groups.items() if self._is_complete(g) and not g.is_trainable]
 
     def _is_complete(self, group: _Group) -> bool:
         return len(group.done) == self._config.group_size
 
-    def _is_of_use(self, group: TrajectoryGroup) -> bool:
+    def _is_trainable(self, group: TrajectoryGroup) -> bool:
         """Tell whether a complete group can be trained on; count it where not."""
         if len(group.valid) >= min(2, self._config.group_size):
             self._replaced_in_a_row = 0
-            if self._replaceable and len(group.valid) > 1 and group.earned_alike:
+            if self._replaceable and len(group.valid) > 1 and group.zero_spread:
                 self._replaceable -= 1
                 self.counts["alike_groups"] += 1
                 return False

@@ -7,10 +7,10 @@ from agentrl.chat import Renderer
 from agentrl.env import EnvDescription, base_env, describe
 from agentrl.errors import EnvironmentFailure, UserError
 from agentrl.rollout.config import RolloutConfig
+from agentrl.rollout.env_calls import MakeEnv
 from agentrl.rollout.env_thread import EnvThread
 from agentrl.rollout.episode import Episode, Task
 from agentrl.rollout.fault import raised_words
-from agentrl.rollout.moment import MakeEnv
 from agentrl.types import Completion, FinishReason, Sampling
 
 
@@ -26,7 +26,7 @@ class _Silence:
         return Completion(token_ids=stop, logprobs=(0.0,), versions=(0,), finish_reason=FinishReason.STOP)
 
 
-async def offer(make_env: MakeEnv, *, timeout_s: float) -> EnvDescription:
+async def describe_env(make_env: MakeEnv, *, timeout_s: float) -> EnvDescription:
     """Make the environment for the first time, under a deadline, and return what it offers.
 
     Raises:

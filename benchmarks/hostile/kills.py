@@ -23,7 +23,7 @@ from agentrl.testing import ScriptedEngine
 from agentrl.types import Trajectory
 from benchmarks.hostile.cases import Tally, agentrl, attempt
 from benchmarks.hostile.recipes import TINY
-from tests.killing import check_nothing_lost, look
+from tests.support.killing import check_nothing_lost, look
 
 MODES = ("sync", "partial", "async")
 NUM_SIMULATED, NUM_REAL, NUM_FOLDERS = 96, 10, 4
@@ -99,7 +99,7 @@ async def _steps(pool: RolloutPool, count: int, mode: str, first: int = 0) -> li
         if mode == "async":
             for _ in range(20):
                 await asyncio.sleep(0.0005)
-        await pool.hold()
+        await pool.pause()
         await pool._engine.load_weights((), version=step + 1)
     return steps
 

@@ -34,13 +34,13 @@ class EntropyModulated(CreditScheme):
     zeta: float = Field(default=0.05, ge=0, allow_inf_nan=False)
     """Weight of the bonus, in units of advantage."""
 
-    def within(self) -> CreditScheme:
+    def inner(self) -> CreditScheme:
         """Return the scheme whose advantages are weighted."""
         return load_credit(self.of)
 
     def requirements(self) -> frozenset[Need]:
         """Return what the weights read, and what the weighted scheme reads."""
-        return self.needs | self.within().requirements()
+        return self.needs | self.inner().requirements()
 
     def assign(self, groups: Sequence[TrajectoryGroup]) -> list[list[Credit]]:
         """Return one `Credit` for each trajectory of each group, in the order given.
@@ -55,7 +55,7 @@ class EntropyModulated(CreditScheme):
         weights_N /= weights_N.mean() if weights_N.size else 1.0
         bonuses_N = self.zeta * np.exp(-self.bonus_sharpness * entropies_N)
         columns = zip(turns.split(weights_N), turns.split(bonuses_N), strict=True)
-        assigned = self.within().assign(groups)
+        assigned = self.inner().assign(groups)
         credits = (
             c
             for group, row in zip(groups, assigned, strict=True)

@@ -26,13 +26,13 @@ class Judge(CreditScheme):
     score_weight: float = Field(default=1.0, allow_inf_nan=False)
     """Weight of a score beside the environment's reward, in units of reward."""
 
-    def within(self) -> CreditScheme:
+    def inner(self) -> CreditScheme:
         """Return the scheme that credits the rewards."""
         return load_credit(self.then)
 
     def requirements(self) -> frozenset[Need]:
         """Return the scores, and what the scheme after them reads beside turn rewards."""
-        return self.needs | requirements_after(self.within())
+        return self.needs | requirements_after(self.inner())
 
     def assign(self, groups: Sequence[TrajectoryGroup]) -> list[list[Credit]]:
         """Return one `Credit` for each trajectory of each group, in the order given.
@@ -40,7 +40,7 @@ class Judge(CreditScheme):
         Raises:
             CreditError: for a turn without a score, and what the scheme after it raises.
         """
-        return self.within().assign(map_turns(groups, self._rewarded))
+        return self.inner().assign(map_turns(groups, self._rewarded))
 
     def _rewarded(self, trajectory: Trajectory) -> list[Turn]:
         scored = zip(trajectory.turns, needed(trajectory, "score"), strict=True)

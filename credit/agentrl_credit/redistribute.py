@@ -31,13 +31,13 @@ class Redistribute(CreditScheme):
     ridge: float = Field(default=1.0, gt=0, allow_inf_nan=False)
     """Number of observations that the prior w = 0 weighs as much as."""
 
-    def within(self) -> CreditScheme:
+    def inner(self) -> CreditScheme:
         """Return the scheme that credits the rewards."""
         return load_credit(self.then)
 
     def requirements(self) -> frozenset[Need]:
         """Return what the fit reads, and what the scheme after it reads beside turn rewards."""
-        return self.needs | requirements_after(self.within())
+        return self.needs | requirements_after(self.inner())
 
     def assign(self, groups: Sequence[TrajectoryGroup]) -> list[list[Credit]]:
         """Return one `Credit` for each trajectory of each group, in the order given.
@@ -50,7 +50,7 @@ class Redistribute(CreditScheme):
             groups,
             lambda t: [replace(turn, reward=float(r)) for turn, r in zip(t.turns, next(rewards), strict=True)],
         )
-        return self.within().assign(moved)
+        return self.inner().assign(moved)
 
     def _rewards(self, turns: Turns) -> Iterator[Array]:
         """Yield the redistributed rewards of each trajectory."""

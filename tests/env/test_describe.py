@@ -8,7 +8,7 @@ from agentrl.chat import ChatMLRenderer, train_tokenizer
 from agentrl.env import describe
 from agentrl.errors import EnvironmentFailure
 from agentrl.types import Need
-from tests.rollout.hostile import TOOLS, VALUES, Says
+from tests.support.hostile import TOOLS, VALUES, Says
 
 LOOK: dict[str, Any] = {"name": "look", "description": "Look.", "parameters": {"type": "object", "properties": {}}}
 

@@ -12,9 +12,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from agentrl.learn.model import LocalModelConfig, Policy
 from agentrl.learn.signals import CriticConfig
 from agentrl.learn.signals.critic import Critic
+from agentrl.policy.model import LocalModelConfig, Policy
 from agentrl.types import StopReason, Trajectory, Turn
 from tests.learn.test_scoring import LAYOUTS, TINY, contexts, new_policy, play
 

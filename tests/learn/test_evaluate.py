@@ -17,7 +17,7 @@ from agentrl.learn.evaluate import (
     play_held_out,
     reported_means,
 )
-from agentrl.learn.model import LocalModelConfig, make_local_model
+from agentrl.policy.model import LocalModelConfig, make_local_model
 from agentrl.rollout import RolloutConfig, RolloutPool, held_out_seed, task_seed
 from agentrl.types import Message, StopReason, Trajectory, TrajectoryGroup
 

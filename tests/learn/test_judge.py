@@ -16,7 +16,7 @@ import pytest
 from agentrl.errors import ConfigError, UserError
 from agentrl.learn.signals.judge import load_judge, score_turns
 from agentrl.types import StopReason, Trajectory, Turn
-from tests.threads import hang, wait_until
+from tests.support.threads import hang, wait_until
 
 NOT_CALLABLE = [0.5]
 

@@ -20,17 +20,17 @@ from agentrl import Credit, StopReason, TrajectoryGroup, Turn
 from agentrl.chat import train_tokenizer
 from agentrl.errors import ConfigError, TrainingError
 from agentrl.learn import learner as learner_module
-from agentrl.learn import routing
-from agentrl.learn.layout import Layout
 from agentrl.learn.learner import Learner
-from agentrl.learn.lora import LoraSettings, add_lora
 from agentrl.learn.loss import LossConfig
 from agentrl.learn.metrics import Tally, first_metrics, update_metrics
-from agentrl.learn.model import LocalModelConfig, Policy, make_local_model
 from agentrl.learn.plan import MicroBatch, micro_batches
 from agentrl.learn.train_config import TrainConfig
+from agentrl.policy import routing
+from agentrl.policy.layout import Layout
+from agentrl.policy.lora import LoraSettings, add_lora
+from agentrl.policy.model import LocalModelConfig, Policy, make_local_model
 from tests.learn.test_batch import batch_of, some_groups
-from tests.learn.test_tree_model import in_float64
+from tests.policy.test_tree_model import in_float64
 
 TOKENIZER = train_tokenizer([], vocab_size=261)
 TINY = LocalModelConfig(hidden_size=16, num_layers=1, num_heads=2, num_kv_heads=1, intermediate_size=32)

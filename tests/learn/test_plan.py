@@ -19,10 +19,10 @@ from torch import Tensor
 from agentrl.chat import train_tokenizer
 from agentrl.credit import Credit
 from agentrl.learn.batch import Batch, rows_of
-from agentrl.learn.layout import Layout
 from agentrl.learn.loss import Aggregation, RatioUnit, policy_loss
-from agentrl.learn.model import LocalModelConfig, Policy, make_local_model
 from agentrl.learn.plan import MicroBatch, micro_batches
+from agentrl.policy.layout import Layout
+from agentrl.policy.model import LocalModelConfig, Policy, make_local_model
 from agentrl.types import Trajectory, TrajectoryGroup
 from tests.learn.test_batch import (
     FORKED,
@@ -35,7 +35,7 @@ from tests.learn.test_batch import (
     trajectory,
     turn,
 )
-from tests.learn.test_tree_model import in_float64
+from tests.policy.test_tree_model import in_float64
 
 torch.manual_seed(0)
 POLICY = Policy(
@@ -82,7 +82,7 @@ def owners_of(batch: Batch, **plan: Any) -> list[list[set[int]]]:
 
 
 def loss_of(micro: MicroBatch, policy: Policy) -> Tensor:
-    logprobs_T, _ = policy(micro.inputs, micro.place_T, micro.target_T, 1.0)
+    logprobs_T, _ = policy(micro.inputs, micro.slot_T, micro.target_T, 1.0)
     result = policy_loss(
         logprobs_T,
         anchor_logprobs_T=micro.behavior_T.double(),
@@ -167,7 +167,7 @@ def test_a_pass_holds_the_columns_of_its_tokens_and_reads_them_at_their_predeces
     for micro in (micro for share in shares_of(batch, **split) for micro in share):
         chosen = micro.token_T
         np.testing.assert_array_equal(
-            micro.inputs.ids_BL.flatten()[micro.place_T].numpy(),
+            micro.inputs.ids_BL.flatten()[micro.slot_T].numpy(),
             [batch.rows[r][p] for r, p in zip(batch.row_T[chosen], batch.position_T[chosen], strict=True)],
         )
         for name in ("target_T", "version_T"):
@@ -374,7 +374,7 @@ def logprobs_of(batch: Batch, layout: Layout) -> dict[tuple[int, int, int], floa
     found = {}
     for micro in micro_batches(batch, max_tokens=10**9, layout=layout):
         with torch.no_grad():
-            logprobs_T, _ = POLICY(micro.inputs, micro.place_T, micro.target_T, 1.0)
+            logprobs_T, _ = POLICY(micro.inputs, micro.slot_T, micro.target_T, 1.0)
         for token, logprob in zip(micro.token_T, logprobs_T.tolist(), strict=True):
             found[int(batch.row_T[token]), int(batch.position_T[token]), int(batch.target_T[token])] = logprob
     return found

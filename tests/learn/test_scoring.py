@@ -17,10 +17,10 @@ from torch import Tensor
 from agentrl.chat import ChatConfig, ChatMLRenderer, Renderer, load_renderer, train_tokenizer
 from agentrl.engine.transformers import TransformersEngine
 from agentrl.env import base_env, make_env
-from agentrl.learn.layout import Layout
-from agentrl.learn.model import LocalModelConfig, Policy, make_local_model
 from agentrl.learn.plan import MicroBatch
-from agentrl.learn.signals.scoring import answered_at_each_turn, score_tokens, told_the_end, with_tokens
+from agentrl.learn.signals.scoring import answered_at_each_turn, score_tokens, with_hindsight, with_tokens
+from agentrl.policy.layout import Layout
+from agentrl.policy.model import LocalModelConfig, Policy, make_local_model
 from agentrl.rollout import RolloutConfig, RolloutPool
 from agentrl.types import Message, Trajectory
 from tests.rollout.conftest import OftenStops
@@ -101,12 +101,12 @@ def plain_scores(
 
 
 def logprobs_of(policy: Policy, micro: MicroBatch, *, temperature: float = 1.0) -> Tensor:
-    found: Tensor = policy(micro.inputs, micro.place_T, micro.target_T, temperature)[0]
+    found: Tensor = policy(micro.inputs, micro.slot_T, micro.target_T, temperature)[0]
     return found
 
 
 def entropies_of(policy: Policy, micro: MicroBatch, *, temperature: float = 1.0) -> Tensor:
-    found: Tensor = policy(micro.inputs, micro.place_T, micro.target_T, temperature)[1]
+    found: Tensor = policy(micro.inputs, micro.slot_T, micro.target_T, temperature)[1]
     return found
 
 
@@ -211,7 +211,7 @@ def test_the_hint_stands_in_the_first_message_and_wherever_the_history_is_render
     trajectory = played[0]
     paid = [*rewards, *[0.0] * (len(trajectory.turns) - len(rewards))]
     turns = [replace(turn, reward=reward) for turn, reward in zip(trajectory.turns, paid, strict=True)]
-    told = told_the_end(replace(trajectory, turns=tuple(turns)), StartsAnew(TOKENIZER), tools("key_door"))
+    told = with_hindsight(replace(trajectory, turns=tuple(turns)), StartsAnew(TOKENIZER), tools("key_door"))
     asked = trajectory.turns[0].observation[-1]["content"]
     hinted = f"{asked}\n(In hindsight: the total reward was {total}.)"
     assert [turn.extends for turn in told.turns] == [True, True, True, False, True, True]
@@ -222,7 +222,7 @@ def test_the_hint_stands_in_the_first_message_and_wherever_the_history_is_render
 
 def test_being_told_changes_no_action_and_nothing_else_of_a_turn(played: list[Trajectory]) -> None:
     for trajectory in played:
-        told = told_the_end(trajectory, StartsAnew(TOKENIZER), tools("key_door"))
+        told = with_hindsight(trajectory, StartsAnew(TOKENIZER), tools("key_door"))
         restored = [
             replace(turn, observation_ids=original.observation_ids)
             for turn, original in zip(told.turns, trajectory.turns, strict=True)
@@ -240,7 +240,7 @@ def test_the_hint_tells_the_known_answer() -> None:
     trajectories = play(POLICY, env="calculator", renderer=renderer, num=4)
     assert len({t.gold_answer for t in trajectories}) > 1
     for trajectory in trajectories:
-        told = told_the_end(trajectory, renderer, tools("calculator"))
+        told = with_hindsight(trajectory, renderer, tools("calculator"))
         text = TOKENIZER.decode(list(told.turns[0].observation_ids))
         assert f"=?\n(In hindsight: the total reward was 0. The right answer is: {trajectory.gold_answer})" in text
         assert "calc(a: integer" in text  # the tools are still there
@@ -253,7 +253,7 @@ def test_a_template_that_renders_every_turn_anew_tells_the_hint_once_in_each() -
     env = base_env(make_env("key_door"))
     (trajectory,) = play(POLICY, renderer=Impatient(renderer), num=1)
     assert [turn.extends for turn in trajectory.turns] == [True] + [False] * 5
-    told = told_the_end(trajectory, renderer, env.tools)
+    told = with_hindsight(trajectory, renderer, env.tools)
     for turn, original in zip(told.turns, trajectory.turns, strict=True):
         text = TOKENIZER.decode(list(turn.observation_ids))
         hint = "\n(In hindsight: the total reward was 0.)"

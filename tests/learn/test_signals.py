@@ -22,9 +22,9 @@ from agentrl.cli import main
 from agentrl.config import Recipe
 from agentrl.env import base_env, make_env
 from agentrl.errors import ConfigError, EnvironmentFailure, UserError
-from agentrl.learn.model import Policy
 from agentrl.learn.signals import Signals, SignalsConfig
-from agentrl.learn.signals.scoring import answered_at_each_turn, told_the_end
+from agentrl.learn.signals.scoring import answered_at_each_turn, with_hindsight
+from agentrl.policy.model import Policy
 from agentrl.report.folder import RunFolder
 from agentrl.run import Run
 from agentrl.types import StopReason, Trajectory, TrajectoryGroup, Turn
@@ -240,7 +240,7 @@ def test_every_pass_is_at_the_temperature_of_the_rollouts_and_in_its_own_context
     policy, teacher, reference = (new_policy(seed) for seed in (0, 7, 8))
     groups = groups_of(play(policy, num=4, temperature=temperature))
     originals = [t for group in groups for t in group.trajectories]
-    told = [told_the_end(t, StartsAnew(TOKENIZER), base_env(make_env("key_door")).tools) for t in originals]
+    told = [with_hindsight(t, StartsAnew(TOKENIZER), base_env(make_env("key_door")).tools) for t in originals]
     new = partial(new_signals, runner, policy=policy, load_teacher=lambda: teacher, temperature=temperature)
 
     def measured(credit: dict[str, Any], name: str) -> list[list[float]]:

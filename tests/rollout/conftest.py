@@ -11,7 +11,7 @@ import torch
 from agentrl.chat import ChatMLRenderer, train_tokenizer
 from agentrl.engine import EngineConfig
 from agentrl.engine.transformers import TransformersEngine
-from agentrl.learn.model import LocalModelConfig, make_local_model
+from agentrl.policy.model import LocalModelConfig, make_local_model
 from agentrl.rollout import RolloutPool
 from agentrl.types import Message
 

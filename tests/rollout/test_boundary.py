@@ -18,10 +18,10 @@ from agentrl.env import MessageEnv, ToolEnv, tool
 from agentrl.report.records import groups_of, read_records, records
 from agentrl.report.show import render
 from agentrl.rollout import Journal, RolloutConfig, RolloutPool
-from agentrl.rollout.moment import MakeEnv
+from agentrl.rollout.env_calls import MakeEnv
 from agentrl.testing import ScriptedEngine
 from agentrl.types import Message, StopReason, Trajectory, TrajectoryGroup
-from tests.rollout.hostile import KEYS, OBSERVATIONS, RESETS, STEPS, TOOLS, VALUES, Says, SpeechlessError, nested
+from tests.support.hostile import KEYS, OBSERVATIONS, RESETS, STEPS, TOOLS, VALUES, Says, SpeechlessError, nested
 
 USER = ({"role": "user", "content": "Go on."},)
 GOES_ON: Any = (USER, 0.5, False, False, {})

@@ -18,10 +18,10 @@ from agentrl.engine.transformers import TransformersEngine
 from agentrl.env import MessageEnv
 from agentrl.errors import EngineError
 from agentrl.rollout import Episode, RolloutConfig, RolloutPool, Task
+from agentrl.rollout.env_calls import MakeEnv
 from agentrl.rollout.env_thread import EnvThread
-from agentrl.rollout.moment import MakeEnv
 from agentrl.types import Completion, Message, Sampling, StopReason, Trajectory, TrajectoryGroup
-from tests.threads import hang, wait_until
+from tests.support.threads import hang, wait_until
 
 NewEngine = Callable[..., TransformersEngine]
 Log = Callable[[str, "Dice"], None]

@@ -14,10 +14,10 @@ from agentrl.env import MessageEnv, make_env
 from agentrl.errors import ConfigError
 from agentrl.learn.batch import rows_of
 from agentrl.rollout import Episode, RolloutConfig, Task
+from agentrl.rollout.env_calls import MakeEnv
 from agentrl.rollout.env_thread import EnvThread
-from agentrl.rollout.moment import MakeEnv
 from agentrl.types import Completion, FinishReason, Message, Sampling, StopReason, Trajectory
-from tests.threads import hang
+from tests.support.threads import hang
 
 NewEngine = Callable[..., TransformersEngine]
 

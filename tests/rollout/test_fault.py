@@ -2,8 +2,8 @@ import json
 import threading
 from collections.abc import Callable
 
+from agentrl.rollout.env_calls import EnvError
 from agentrl.rollout.fault import fault_of, raised_words, stack_of
-from agentrl.rollout.moment import EnvError
 
 
 def caught(raises: Callable[[], object]) -> Exception:

@@ -21,7 +21,7 @@ from agentrl.errors import EngineError, EnvironmentFailure
 from agentrl.rollout import Journal, RolloutConfig, RolloutPool
 from agentrl.types import Completion, Message, Sampling, Trajectory
 from tests.rollout.test_pool import Talk, collect, episodes, logged
-from tests.threads import hang
+from tests.support.threads import hang
 
 NewEngine = Callable[..., TransformersEngine]
 Opened = Callable[[RolloutPool], RolloutPool]
@@ -182,7 +182,7 @@ def test_a_consumer_that_is_slow_is_not_run_away_from(new_pool: NewPool) -> None
                 await asyncio.sleep(0.3)
             # Two were handed out, and two are begun ahead: one for the next step, one for that after it.
             assert steps <= 4 * 3 * 3
-            await pool.hold()
+            await pool.pause()
             await pool.stop()
 
     asyncio.run(main())
@@ -301,10 +301,10 @@ def test_in_async_mode_groups_are_begun_during_the_update(new_pool: NewPool) -> 
     async def main() -> None:
         async with asyncio.timeout(200):
             await pool.collect()
-            await pool.hold()
+            await pool.pause()
             begun = pool.state_dict()["next_group"]
             assert begun >= 2
-            await pool.go_on()
+            await pool.resume()
             groups = pool.state_dict()["groups"]
             while not all(len(group["done"]) == 3 for group in groups.values()):
                 await asyncio.sleep(0.01)

@@ -16,9 +16,9 @@ from agentrl.engine.transformers import TransformersEngine
 from agentrl.env import MessageEnv
 from agentrl.errors import EngineError, EnvironmentFailure
 from agentrl.rollout import RolloutConfig, RolloutPool, task_seed
-from agentrl.rollout.moment import MakeEnv
+from agentrl.rollout.env_calls import MakeEnv
 from agentrl.types import Message, StopReason, Trajectory, TrajectoryGroup
-from tests.threads import hang, wait_until
+from tests.support.threads import hang, wait_until
 
 NewEngine = Callable[..., TransformersEngine]
 Opened = Callable[[RolloutPool], RolloutPool]

@@ -16,8 +16,8 @@ from agentrl.chat import Renderer
 from agentrl.chat.renderer import Tools
 from agentrl.engine.transformers import TransformersEngine
 from agentrl.rollout import Episode, LiveEpisode, RolloutConfig
+from agentrl.rollout.env_calls import MakeEnv
 from agentrl.rollout.env_thread import EnvThread
-from agentrl.rollout.moment import MakeEnv
 from agentrl.types import Completion, FinishReason, Message, StopReason, Trajectory, Turn
 from tests.rollout.conftest import OftenStops
 from tests.rollout.test_branches import TASK, Dice

@@ -243,7 +243,7 @@ def test_killed_anywhere_it_is_what_it_was(seed: int) -> None:
                 assert len(one["waiting"]) + len(one["done"]) == SIZE
                 one["waiting"] = [e for e in one["waiting"] if f"{name}/{e['task']['rollout_index']}" not in failed]
                 one["done"] = [t for t in one["done"] if t["trajectory_id"] not in failed]
-                one["is_of_use"] = None  # is found out again
+                one["is_trainable"] = None  # is found out again
         assert {**found, "journal": None} == expected
 
 

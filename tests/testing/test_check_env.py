@@ -14,7 +14,7 @@ from agentrl.env import MessageEnv, ToolEnv, tool, tool_call
 from agentrl.errors import CheckError
 from agentrl.testing.check_env import check_env
 from agentrl.types import Message
-from tests.threads import hang, wait_until
+from tests.support.threads import hang, wait_until
 
 
 class Sound(ToolEnv):

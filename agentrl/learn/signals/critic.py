@@ -15,11 +15,11 @@ from torch import Tensor, nn
 
 from agentrl.credit import Credit
 from agentrl.learn.batch import FloatArray, make_batch
-from agentrl.learn.layout import attending, hidden_states
-from agentrl.learn.model import Policy
 from agentrl.learn.plan import MicroBatch, micro_batches
 from agentrl.learn.signals.config import CriticConfig
 from agentrl.learn.signals.scoring import score_tokens, with_tokens
+from agentrl.policy.layout import attending, hidden_states
+from agentrl.policy.model import Policy
 from agentrl.rollout import derive_seed
 from agentrl.types import Trajectory, Turn
 
@@ -136,7 +136,7 @@ class Critic:
         """Return the value of each token's context: (T,)."""
         with self._autocast(), torch.set_grad_enabled(self._is_separate and torch.is_grad_enabled()):
             hidden_PD = hidden_states(self._body, micro.inputs)
-        values: Tensor = self._head(hidden_PD[micro.place_T].float())[:, 0]
+        values: Tensor = self._head(hidden_PD[micro.slot_T].float())[:, 0]
         return values
 
     def _targets(self, trajectory: Trajectory) -> FloatArray:

@@ -13,10 +13,10 @@ from torch import Tensor
 
 from agentrl.chat import Renderer
 from agentrl.credit import Credit
+from agentrl.distributed.processes import all_gather, num_processes, process_index
 from agentrl.learn.batch import FloatArray, make_batch
-from agentrl.learn.layout import Layout
 from agentrl.learn.plan import MicroBatch, micro_batches
-from agentrl.learn.processes import gathered, num_processes, process_index
+from agentrl.policy.layout import Layout
 from agentrl.types import Message, Trajectory, Turn
 
 Score = Callable[[MicroBatch], Tensor]
@@ -38,7 +38,7 @@ def score_tokens(
     passes = micro_batches(
         batch, max_tokens=max_tokens, layout=layout, device=device, process=process, num_processes=count
     )
-    for token_T, scores_T in gathered([(micro.token_T, score(micro).double().cpu().numpy()) for micro in passes]):
+    for token_T, scores_T in all_gather([(micro.token_T, score(micro).double().cpu().numpy()) for micro in passes]):
         found_T[token_T] = scores_T
     return np.split(found_T, np.cumsum([t.num_action_tokens for t in trajectories])[:-1])
 
@@ -51,7 +51,7 @@ def with_tokens(trajectory: Trajectory, name: str, column_T: FloatArray) -> Traj
     return replace(trajectory, turns=tuple(turns))
 
 
-def told_the_end(trajectory: Trajectory, renderer: Renderer, tools: Sequence[dict[str, Any]]) -> Trajectory:
+def with_hindsight(trajectory: Trajectory, renderer: Renderer, tools: Sequence[dict[str, Any]]) -> Trajectory:
     """Return the trajectory as if its first message had said how it ends, and the answer where there is a known one.
 
     Every action stays as it was sampled; each context that was begun anew is rendered with the hint in it.

@@ -11,15 +11,15 @@ from torch import Tensor
 
 from agentrl.chat import Renderer
 from agentrl.credit import CreditScheme
+from agentrl.distributed.processes import all_gather, num_processes, process_index
 from agentrl.errors import ConfigError
 from agentrl.learn.batch import FloatArray
-from agentrl.learn.model import Policy
 from agentrl.learn.plan import MicroBatch
-from agentrl.learn.processes import gathered, num_processes, process_index
 from agentrl.learn.signals.config import SignalsConfig
 from agentrl.learn.signals.critic import Critic
 from agentrl.learn.signals.judge import load_judge, score_turns
-from agentrl.learn.signals.scoring import answered_at_each_turn, score_tokens, told_the_end, with_tokens
+from agentrl.learn.signals.scoring import answered_at_each_turn, score_tokens, with_hindsight, with_tokens
+from agentrl.policy.model import Policy
 from agentrl.types import Need, Trajectory, TrajectoryGroup
 
 
@@ -67,7 +67,7 @@ class Signals:
         self._judge = load_judge(config.judge) if Need.TURN_SCORES in self._needs and config.judge else None
         self.critic: Critic | None = None
         if Need.VALUES in self._needs:
-            gamma = next((layer.gamma for layer in scheme.layers() if hasattr(layer, "gamma")), 1.0)
+            gamma = next((layer.gamma for layer in scheme.chain() if hasattr(layer, "gamma")), 1.0)
             self.critic = Critic(
                 policy, config.critic, gamma=gamma, max_tokens=max_tokens, seed=seed, autocast=self._autocast
             )
@@ -102,7 +102,7 @@ class Signals:
         """Go through the needs; the policy's own passes see the weights that sampled."""
         needs, policy = self._needs, self._policy
         if Need.HINDSIGHT_LOGPROBS in needs:
-            told = [told_the_end(t, self._renderer, self._tools) for t in trajectories]
+            told = [with_hindsight(t, self._renderer, self._tools) for t in trajectories]
             self._check_lengths(told)
             trajectories = self._with(trajectories, "hindsight_logprobs", policy, read=told)
         if Need.ENTROPIES in needs:
@@ -123,7 +123,7 @@ class Signals:
                 num_threads=num_threads,
                 max_retries=self._config.judge_retries,
             )
-            scored = {t.trajectory_id: t for t in gathered(asyncio.run(scoring))}
+            scored = {t.trajectory_id: t for t in all_gather(asyncio.run(scoring))}
             trajectories = [scored[t.trajectory_id] for t in trajectories]
         if self.critic is not None:
             trajectories = self.critic.measure(trajectories)
@@ -159,7 +159,7 @@ class Signals:
 
         def score(micro: MicroBatch) -> Tensor:
             with self._autocast():
-                found: tuple[Tensor, Tensor] = policy(micro.inputs, micro.place_T, micro.target_T, self._temperature)
+                found: tuple[Tensor, Tensor] = policy(micro.inputs, micro.slot_T, micro.target_T, self._temperature)
             return found[entropies]
 
         layout, max_tokens, device = policy.layout, self._max_tokens, self._device

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from agentrl.errors import ConfigError
-from agentrl.learn import tree_model
-from agentrl.learn.layout import (
+from agentrl.policy import tree_model
+from agentrl.policy.layout import (
     Layout,
     _probe_rows,
     attending,
@@ -24,10 +24,10 @@ from agentrl.learn.layout import (
     pack,
     probe_layout,
 )
-from agentrl.learn.tree import IntArray, plan_tree
-from agentrl.learn.tree_attention import tree_attention
-from agentrl.learn.tree_model import NAME, TreeError, why_not
-from tests.learn.test_tree_model import MODELS, SIZES, branching_rows, in_float64, made, tiny
+from agentrl.policy.tree import IntArray, plan_tree
+from agentrl.policy.tree_attention import tree_attention
+from agentrl.policy.tree_model import NAME, TreeError, why_not
+from tests.policy.test_tree_model import MODELS, SIZES, branching_rows, in_float64, made, tiny
 
 LAYOUTS: tuple[Layout, ...] = get_args(Layout)
 GEMMA2: dict[str, Any] = {

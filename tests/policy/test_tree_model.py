@@ -8,11 +8,11 @@ import torch
 import transformers
 from torch import Tensor, nn
 
-from agentrl.learn import tree_model
-from agentrl.learn.layout import hidden_states, lay_out
-from agentrl.learn.tree import IntArray, plan_tree
-from agentrl.learn.tree_attention import TreeLayout, tree_attention
-from agentrl.learn.tree_model import TreeError, tree_attention_of
+from agentrl.policy import tree_model
+from agentrl.policy.layout import hidden_states, lay_out
+from agentrl.policy.tree import IntArray, plan_tree
+from agentrl.policy.tree_attention import TreeLayout, tree_attention
+from agentrl.policy.tree_model import TreeError, tree_attention_of
 
 SIZES = {
     "vocab_size": 97,

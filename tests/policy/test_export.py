@@ -11,8 +11,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from agentrl.chat import train_tokenizer
 from agentrl.errors import ConfigError
-from agentrl.learn.export import export_adapter, export_model
-from agentrl.learn.lora import LoraSettings, adapter_state, add_lora
+from agentrl.policy.export import export_adapter, export_model
+from agentrl.policy.lora import LoraSettings, adapter_state, add_lora
 
 SIZES = {
     "vocab_size": 261,

@@ -9,9 +9,9 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from agentrl.learn import tree_attention as module
-from agentrl.learn.tree import TokenTree, plan_tree
-from agentrl.learn.tree_attention import TreeLayout, tree_attention
+from agentrl.policy import tree_attention as module
+from agentrl.policy.tree import TokenTree, plan_tree
+from agentrl.policy.tree_attention import TreeLayout, tree_attention
 
 SCALE = 0.3
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from agentrl.errors import TrainingError
-from agentrl.learn.tree_attention import TreeLayout, tree_attention
+from agentrl.policy.tree_attention import TreeLayout, tree_attention
 
 __all__ = ["NAME", "TreeError", "tree_attention_of", "why_not"]
 

@@ -8,9 +8,9 @@ from pydantic import ValidationError
 from agentrl.chat import train_tokenizer
 from agentrl.config import load_recipe
 from agentrl.errors import ConfigError
-from agentrl.learn.layout import hidden_states, lay_out
-from agentrl.learn.logprobs import fused_logprobs
-from agentrl.learn.model import LocalModelConfig, Policy, make_local_model
+from agentrl.policy.layout import hidden_states, lay_out
+from agentrl.policy.logprobs import fused_logprobs
+from agentrl.policy.model import LocalModelConfig, Policy, make_local_model
 
 
 @pytest.mark.parametrize(
@@ -76,10 +76,10 @@ def test_under_autocast_the_head_reads_hidden_states_in_bfloat16_and_its_logits_
     torch.manual_seed(0)
     model = make_local_model(LocalModelConfig(), train_tokenizer([], vocab_size=261))
     inputs, _ = lay_out([np.arange(40)], "padded")
-    place_T, target_T = torch.arange(39), torch.arange(1, 40)
+    slot_T, target_T = torch.arange(39), torch.arange(1, 40)
     with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
-        got_T, _ = Policy(model)(inputs, place_T, target_T, 1.0)
-        hidden_TD = hidden_states(model, inputs)[place_T]
+        got_T, _ = Policy(model)(inputs, slot_T, target_T, 1.0)
+        hidden_TD = hidden_states(model, inputs)[slot_T]
     assert hidden_TD.dtype == torch.float32  # the last norm's weights are
     expected_T, _ = fused_logprobs(hidden_TD.bfloat16().float(), model.lm_head.weight, target_T)
     torch.testing.assert_close(got_T, expected_T.detach(), rtol=1e-6, atol=1e-6)

@@ -3,8 +3,8 @@ from pathlib import Path
 
 import pytest
 
+from agentrl.distributed.checkpoints import checkpoints, newest_step, write_folder
 from agentrl.files import damage
-from agentrl.learn.checkpoint import checkpoints, newest_step, write_folder
 
 
 def fill(folder: Path) -> None:

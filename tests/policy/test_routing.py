@@ -14,9 +14,9 @@ from torch import Tensor
 from torch.utils.checkpoint import CheckpointError
 
 from agentrl.errors import TrainingError
-from agentrl.learn.layout import Layout, attending, hidden_states, lay_out
-from agentrl.learn.routing import changed_share, recording, replaying, routers_of
-from agentrl.learn.tree import IntArray
+from agentrl.policy.layout import Layout, attending, hidden_states, lay_out
+from agentrl.policy.routing import changed_share, recording, replaying, routers_of
+from agentrl.policy.tree import IntArray
 
 SIZES = {
     "vocab_size": 97,
@@ -263,17 +263,17 @@ def test_tokens_choose_and_replay_the_same_experts_in_every_layout(layout: Layou
     row_T = np.concatenate([np.full(len(row), number) for number, row in enumerate(rows)])
     position_T = np.concatenate([np.arange(len(row)) for row in rows])
     (padded, padded_index), (inputs, index) = lay_out(rows, "padded"), lay_out(rows, layout)
-    padded_T, place_T = (torch.from_numpy(find(row_T, position_T)) for find in (padded_index, index))
+    padded_T, slot_T = (torch.from_numpy(find(row_T, position_T)) for find in (padded_index, index))
     with torch.no_grad():
         with recording(model) as passes:
             hidden_states(model, padded)
             hidden_states(model, inputs)
-        assert torch.equal(passes[0][:, padded_T], passes[1][:, place_T])
+        assert torch.equal(passes[0][:, padded_T], passes[1][:, slot_T])
         given_RPK = random_experts(num_places=passes[1].shape[1])
         given_padded_RPK = torch.zeros(2, NUM_PLACES, 3, dtype=torch.int64)
-        given_padded_RPK[:, padded_T] = given_RPK[:, place_T]
+        given_padded_RPK[:, padded_T] = given_RPK[:, slot_T]
         with replaying(model, given_RPK):
-            got_TD = hidden_states(model, inputs)[place_T]
+            got_TD = hidden_states(model, inputs)[slot_T]
         with replaying(model, given_padded_RPK):
             expected_TD = hidden_states(model, padded)[padded_T]
     torch.testing.assert_close(got_TD, expected_TD, rtol=1e-5, atol=1e-5)
@@ -284,7 +284,7 @@ def test_the_share_of_changed_experts_by_hand() -> None:
     after_RPK = torch.tensor([[[1, 0], [0, 2], [2, 3]], [[2, 3], [2, 3], [3, 4]]])
     # First place: the same sets. Second: one of two experts of one of two routers. Third: two of two, and one of two.
     assert changed_share(before_RPK, after_RPK).tolist() == [0, 0.25, 0.75]
-    assert changed_share(before_RPK, after_RPK, places_Q=torch.tensor([2, 0, 2])).tolist() == [0.75, 0, 0.75]
+    assert changed_share(before_RPK, after_RPK, slots_Q=torch.tensor([2, 0, 2])).tolist() == [0.75, 0, 0.75]
     assert changed_share(before_RPK, before_RPK.to(torch.int16)).tolist() == [0, 0, 0]
 
 

@@ -1,6 +1,6 @@
 """Weights that are shared out among processes (FSDP2)."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,16 +21,14 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from agentrl.learn.model import Policy
-from agentrl.learn.processes import is_main, num_processes
+from agentrl.distributed.processes import is_main, num_processes
 
 _WITHOUT_FROZEN = StateDictOptions(strict=False)
 
 
-def shard(policy: Policy, device: torch.device) -> None:
-    """Share a policy's weights out, layer by layer; what is left over belongs to the whole policy."""
+def shard(policy: nn.Module, layers: Collection[str], device: torch.device) -> None:
+    """Share a policy's weights out, layer by layer, where `layers` are class names; what is left over belongs to the whole."""
     mesh = init_device_mesh(device.type, (num_processes(),))
-    layers = set(policy.model._no_split_modules or ())
     for module in list(policy.modules()):
         if type(module).__name__ in layers:
             fully_shard(module, mesh=mesh)
@@ -44,7 +42,7 @@ def whole(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
         yield name, tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.detach()
 
 
-def save_whole(policy: Policy, file: Path) -> None:
+def save_whole(policy: nn.Module, file: Path) -> None:
     """Write the weights of a policy, each once; called on every process, and the first writes."""
     tied = _tied(policy)
     state = {name: tensor.cpu().contiguous() for name, tensor in whole(policy) if is_main() and name not in tied}
@@ -52,21 +50,21 @@ def save_whole(policy: Policy, file: Path) -> None:
         save_file(state, file)
 
 
-def load_whole(policy: Policy, weights: Mapping[str, Tensor]) -> None:
-    """Replace the weights of a policy, shared out or not; a head that is tied to the embedding may be left out.
+def load_whole(policy: nn.Module, weights: Mapping[str, Tensor]) -> None:
+    """Replace a policy's weights, shared out or not. Those that are tied to others (a head to the embedding) may be absent.
 
     Raises:
         RuntimeError: for other names or shapes.
     """
     options = StateDictOptions(full_state_dict=True, strict=False)
     result = set_model_state_dict(policy, dict(weights), options=options)
-    tied = {id(policy.model.get_output_embeddings().weight)} & {id(policy.model.get_input_embeddings().weight)}
-    missing = [name for name in result.missing_keys if not (tied and name.endswith("lm_head.weight"))]
+    tied = _tied(policy)
+    missing = [name for name in result.missing_keys if name not in tied]
     if wrong := [*missing, *result.unexpected_keys]:
         raise RuntimeError(f"the weight {wrong[0]} is missing, or not the model's")
 
 
-def save_shards(policy: Policy, optimizer: torch.optim.Optimizer, folder: Path) -> None:
+def save_shards(policy: nn.Module, optimizer: torch.optim.Optimizer, folder: Path) -> None:
     """Write trained weights and the optimizer's moments, each process its own part.
 
     As safetensors: what torch writes otherwise is unpickled when it is read.
@@ -77,7 +75,7 @@ def save_shards(policy: Policy, optimizer: torch.optim.Optimizer, folder: Path) 
     )
 
 
-def load_shards(policy: Policy, optimizer: torch.optim.Optimizer | None, folder: Path) -> None:
+def load_shards(policy: nn.Module, optimizer: torch.optim.Optimizer | None, folder: Path) -> None:
     """Read what `save_shards` wrote, by however many processes; without an optimizer the weights alone.
 
     Raises:
@@ -102,14 +100,14 @@ def load_shards(policy: Policy, optimizer: torch.optim.Optimizer | None, folder:
         )
 
 
-def _tied(policy: Policy) -> set[str]:
+def _tied(policy: nn.Module) -> set[str]:
     """Return the names of weights that are others as well."""
     return {name for name, _ in policy.named_parameters(remove_duplicate=False)} - dict(
         policy.named_parameters()
     ).keys()
 
 
-def _tensors(policy: Policy, state: Mapping[str, Any]) -> dict[str, Tensor]:
+def _tensors(policy: nn.Module, state: Mapping[str, Any]) -> dict[str, Tensor]:
     """Return the tensors of a state, each once, by where they belong; the optimizer's settings are the recipe's."""
     tied = _tied(policy)
     found = {f"model.{name}": weight for name, weight in state["model"].items() if name not in tied}
@@ -118,7 +116,7 @@ def _tensors(policy: Policy, state: Mapping[str, Any]) -> dict[str, Tensor]:
     return found
 
 
-def _state(policy: Policy, optimizer: torch.optim.Optimizer | None) -> dict[str, Any]:
+def _state(policy: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, Any]:
     is_fresh = optimizer is not None and not optimizer.state
     model, of_optimizer = get_state_dict(policy, optimizer or [])
     # Not by the option `ignore_frozen_params`, which keeps a head that is tied to the embedding.

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn.functional import pad
 
-from agentrl.learn.tree import TokenTree
+from agentrl.policy.tree import TokenTree
 
 __all__ = ["TreeLayout", "tree_attention"]
 

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from agentrl.errors import ConfigError
-from agentrl.learn.logprobs import fused_logprobs
-from agentrl.learn.tree import IntArray, plan_tree
-from agentrl.learn.tree_attention import TreeLayout
-from agentrl.learn.tree_model import NAME, TreeError, tree_attention_of
+from agentrl.policy.logprobs import fused_logprobs
+from agentrl.policy.tree import IntArray, plan_tree
+from agentrl.policy.tree_attention import TreeLayout
+from agentrl.policy.tree_model import NAME, TreeError, tree_attention_of
 
 Layout = Literal["tree", "packed", "padded"]
 """`tree`: what rows share is computed once. `packed`: short rows stand behind one another. `padded`: one below the other."""
@@ -171,9 +171,9 @@ def _probe(model: Any, rows: list[IntArray], layout: Layout | None, device: torc
             inputs, index = lay_out(group, layout or "padded", device=device)
             hidden_PD = hidden_states(model, inputs)
             for number, ids_L in enumerate(group):
-                place_L = index(np.full(len(ids_L) - 1, number), np.arange(len(ids_L) - 1))
+                slot_L = index(np.full(len(ids_L) - 1, number), np.arange(len(ids_L) - 1))
                 targets_L = torch.from_numpy(ids_L[1:]).to(device)
-                logprobs.append(fused_logprobs(hidden_PD[place_L], head.weight, targets_L, bias_V=head.bias)[0])
+                logprobs.append(fused_logprobs(hidden_PD[slot_L], head.weight, targets_L, bias_V=head.bias)[0])
         found_T = torch.cat(logprobs)
         if not small:
             return [found_T]

@@ -17,8 +17,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from agentrl.distributed.processes import is_main
 from agentrl.errors import ConfigError
-from agentrl.learn.processes import is_main
 from agentrl.registry import suggest
 from agentrl.types import Amount, Count
 

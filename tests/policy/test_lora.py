@@ -14,9 +14,9 @@ from pydantic import ValidationError
 from torch import Tensor
 
 from agentrl.errors import ConfigError
-from agentrl.learn.layout import Layout, attending, hidden_states, lay_out
-from agentrl.learn.lora import LoraSettings, adapter_state, add_lora, load_adapter, merged_weights, save_adapter
-from agentrl.learn.model import Policy
+from agentrl.policy.layout import Layout, attending, hidden_states, lay_out
+from agentrl.policy.lora import LoraSettings, adapter_state, add_lora, load_adapter, merged_weights, save_adapter
+from agentrl.policy.model import Policy
 
 SIZES = {
     "vocab_size": 97,
@@ -226,11 +226,11 @@ def test_an_update_moves_the_log_probabilities_and_no_frozen_weight() -> None:
     add_lora(model, LoraSettings())
     policy, before = Policy(model), copies(model)
     inputs, _ = lay_out([ROW], "padded")
-    place_T, target_T = torch.arange(len(ROW) - 1), torch.from_numpy(ROW[1:])
+    slot_T, target_T = torch.arange(len(ROW) - 1), torch.from_numpy(ROW[1:])
     optimizer = torch.optim.SGD([p for p in policy.parameters() if p.requires_grad], lr=0.1)
     found = []
     for _ in range(2):
-        logprobs_T, _ = policy(inputs, place_T, target_T, 1.0)
+        logprobs_T, _ = policy(inputs, slot_T, target_T, 1.0)
         found.append(logprobs_T.mean().item())
         (-logprobs_T.mean()).backward()
         optimizer.step()

@@ -24,7 +24,7 @@ class EnvError(AgentRLError):
     """The environment raised, hung or broke its contract."""
 
 
-class Moment(NamedTuple):
+class EnvReply(NamedTuple):
     """What an environment said last, as plain data of its own."""
 
     messages: tuple[Message, ...]
@@ -70,13 +70,13 @@ def env_id(env: Env) -> str:
     return printable(env.spec.id if env.spec else type(base_env(env)).__name__)
 
 
-def reset(env: Env, base: MessageEnv, *, seed: int, rollout_index: int) -> Moment:
+def reset(env: Env, base: MessageEnv, *, seed: int, rollout_index: int) -> EnvReply:
     """Begin a task."""
     result: Any = env.reset(seed=seed, options={"rollout_index": rollout_index})
     if not (isinstance(result, tuple) and len(result) == 2):
         raise EnvError(f"reset() of {type(base).__name__} must return (messages, info), got {abbreviated(result)}")
     _info(result[1], base, "reset()")
-    return Moment(
+    return EnvReply(
         messages=_messages(result[0], base, "reset()"),
         state_key=_key(base.state_key(), base, "state_key()"),
         gold_answer=_key(base.gold_answer(), base, "gold_answer()"),
@@ -90,7 +90,7 @@ def restore(snapshot: str) -> Env:
     return env
 
 
-def look(base: MessageEnv, recorded: Moment) -> Moment:
+def check_restored(base: MessageEnv, recorded: EnvReply) -> EnvReply:
     """Return the moment of an environment that was restored, which must be the one that was recorded."""
     state_key = _key(base.state_key(), base, "state_key()")
     if state_key != recorded.state_key:
@@ -101,7 +101,7 @@ def look(base: MessageEnv, recorded: Moment) -> Moment:
     return recorded._replace(gold_answer=_key(base.gold_answer(), base, "gold_answer()"), tools=_tools(base))
 
 
-def step(env: Env, base: MessageEnv, action: Message) -> Moment:
+def step(env: Env, base: MessageEnv, action: Message) -> EnvReply:
     """Carry out an action, of which the environment gets a copy."""
     action = copy.deepcopy(action)
     action_key = _key(base.action_key(action), base, "action_key()")
@@ -112,7 +112,7 @@ def step(env: Env, base: MessageEnv, action: Message) -> Moment:
             f"{abbreviated(result)}"
         )
     messages, reward, terminated, truncated, info = result
-    return Moment(
+    return EnvReply(
         messages=_messages(messages, base, "step()"),
         reward=_reward(reward, base),
         terminated=bool(terminated),

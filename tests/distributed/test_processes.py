@@ -17,16 +17,16 @@ from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 from torch.multiprocessing.spawn import start_processes
 
 from agentrl import Credit, TrajectoryGroup
+from agentrl.distributed.processes import all_gather, naming_absent_ranks, process_index, set_deadline
 from agentrl.errors import ConfigError, TrainingError
-from agentrl.learn.layout import Layout
 from agentrl.learn.learner import Learner
-from agentrl.learn.lora import LoraSettings, merged_weights
 from agentrl.learn.loss import LossConfig
-from agentrl.learn.processes import gathered, naming_the_missing, process_index, set_deadline
 from agentrl.learn.signals.scoring import score_tokens
+from agentrl.policy.layout import Layout
+from agentrl.policy.lora import LoraSettings, merged_weights
 from tests.learn.test_batch import some_groups
 from tests.learn.test_learner import make_learner
-from tests.processes import START_METHOD
+from tests.support.processes import START_METHOD
 
 Sharding = Literal["none", "full"]
 
@@ -201,7 +201,7 @@ def reference_kept(lora: LoraSettings | None, folder: Path) -> tuple[bool, bool]
     before = dict(learner.weights())
     learner.save_reference(folder)
     learner.update(*credited([4, 3]), version=1)
-    gathered([0])
+    all_gather([0])
     other = make_learner(**settings)
     other.load_reference(folder)
 
@@ -223,7 +223,7 @@ def scores(sharding: Sharding) -> list[Any]:
     policy = learner.policy
     trajectories = [t for group in some_groups([3, 1, 2]) for t in group.trajectories]
     return score_tokens(
-        lambda micro: policy(micro.inputs, micro.place_T, micro.target_T, 1.0)[0],
+        lambda micro: policy(micro.inputs, micro.slot_T, micro.target_T, 1.0)[0],
         trajectories,
         layout="tree",
         max_tokens=60,
@@ -243,7 +243,7 @@ def without_one(how: str, missing: int) -> str:
     """What a process is told while one hangs, is killed in an update, or ended long ago."""
     set_deadline(5)
     learner = make_learner(num_minibatches=1, max_tokens_per_micro_batch=60)
-    gathered([0])
+    all_gather([0])
     if process_index() == missing:
         if how == "hangs":
             time.sleep(10)
@@ -251,7 +251,7 @@ def without_one(how: str, missing: int) -> str:
         if how == "is killed":
             os.kill(os.getpid(), signal.SIGKILL)
     try:
-        with naming_the_missing():
+        with naming_absent_ranks():
             for version in range(1000):
                 learner.update(*credited([4, 3]), version=version)
                 if how == "is killed in an update" and process_index() == missing and version == 2:

@@ -20,7 +20,7 @@ T = TypeVar("T")
 _GRACE_S = 3.0
 """Between the news that a process is missing and the last of the others to hear it."""
 _deadline = timedelta(minutes=30)
-_meetings = count()
+_barriers = count()
 
 
 def set_deadline(timeout_s: float) -> None:
@@ -44,7 +44,7 @@ def is_main() -> bool:
     return process_index() == 0
 
 
-def meet() -> None:
+def barrier() -> None:
     """Wait until every process is here; each must call it as often as the others.
 
     Raises:
@@ -52,7 +52,7 @@ def meet() -> None:
     """
     if num_processes() == 1:
         return
-    number = next(_meetings)
+    number = next(_barriers)
     try:
         _store().set(f"{number}/{process_index()}", "here")
         dist.monitored_barrier(_gloo(), timeout=_deadline, wait_all_ranks=True)
@@ -80,37 +80,37 @@ def _missing(number: int) -> list[int]:
 
 
 @contextmanager
-def naming_the_missing() -> Iterator[None]:
+def naming_absent_ranks() -> Iterator[None]:
     """Turn the failure of a collective call into the name of the process that failed it.
 
     Raises:
-        TrainingError: as `meet`.
+        TrainingError: as `barrier`.
     """
     try:
         yield
     except RuntimeError as error:
         if num_processes() > 1 and (isinstance(error, dist.DistError) or "gloo" in str(error)):
-            meet()
+            barrier()
         raise
 
 
-def gathered(values: list[T]) -> list[T]:
+def all_gather(values: list[T]) -> list[T]:
     """Return what all processes have, in their order; each must call it as often as the others.
 
     Raises:
-        TrainingError: as `meet`.
+        TrainingError: as `barrier`.
     """
     if num_processes() == 1:
         return values
-    meet()
+    barrier()
     parts: list[Any] = [None] * num_processes()
     dist.all_gather_object(parts, values, group=_gloo())
     return [value for part in parts for value in part]
 
 
-def from_main(make: Callable[[], T]) -> T:
+def from_rank_zero(make: Callable[[], T]) -> T:
     """Return what the first process makes, on all: whatever depends on order, hash seeds or the machine is decided once."""
-    return gathered([make()] if is_main() else [])[0]
+    return all_gather([make()] if is_main() else [])[0]
 
 
 def broadcast(tensors: Iterable[Tensor]) -> None:

@@ -9,12 +9,12 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from agentrl.config import load_recipe
-from agentrl.learn.checkpoint import checkpoints
+from agentrl.distributed.checkpoints import checkpoints
 from agentrl.report.folder import RunFolder
 from agentrl.report.records import read_records
 from agentrl.rollout import Journal
 from agentrl.rollout.stream import TaskStream
-from tests.processes import Command
+from tests.support.processes import Command
 
 Sampled = list[tuple[tuple[int, ...], tuple[float, ...], tuple[int, ...]]]
 """Tokens, log-probabilities and versions of each turn."""

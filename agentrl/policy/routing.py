@@ -90,13 +90,13 @@ def replaying(model: Any, experts_RPK: Tensor) -> AbstractContextManager[list[Te
     return _routing(model, experts_RPK)
 
 
-def changed_share(before_RPK: Tensor, after_RPK: Tensor, *, places_Q: Tensor | None = None) -> Tensor:
+def changed_share(before_RPK: Tensor, after_RPK: Tensor, *, slots_Q: Tensor | None = None) -> Tensor:
     """Return of each place the share of its experts that are others than before, in the mean over routers: (Q,).
 
         changed_p = mean over routers r of 1 - |before_rp ∩ after_rp| / K
 
     Measured after one update it is what arXiv 2507.18071 (section 5.3) puts at about 10 % for Qwen3-30B-A3B. The order of
-    a place's experts does not count. `places_Q` are indices into P; None: all.
+    a place's experts does not count. `slots_Q` are indices into P; None: all.
 
     Raises:
         ValueError: for recordings of different shape.
@@ -106,8 +106,8 @@ def changed_share(before_RPK: Tensor, after_RPK: Tensor, *, places_Q: Tensor | N
             f"expected two recordings (R, P, K) of the same places, got {tuple(before_RPK.shape)} and "
             f"{tuple(after_RPK.shape)}"
         )
-    if places_Q is not None:
-        before_RPK, after_RPK = before_RPK[:, places_Q], after_RPK[:, places_Q]
+    if slots_Q is not None:
+        before_RPK, after_RPK = before_RPK[:, slots_Q], after_RPK[:, slots_Q]
     kept_RQK = (before_RPK[..., :, None] == after_RPK[..., None, :]).any(-1)
     return 1 - kept_RQK.double().mean((0, 2))
 

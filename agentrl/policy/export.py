@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 
+from agentrl.distributed.checkpoints import write_folder
+from agentrl.distributed.processes import is_main
 from agentrl.errors import ConfigError
-from agentrl.learn.checkpoint import write_folder
-from agentrl.learn.lora import merged_weights, save_adapter
-from agentrl.learn.processes import is_main
+from agentrl.policy.lora import merged_weights, save_adapter
 
 __all__ = ["export_adapter", "export_model"]
 

@@ -11,9 +11,9 @@ from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, model_validato
 from torch import Tensor, nn
 
 from agentrl.errors import ConfigError
-from agentrl.learn.layout import Inputs, Layout, hidden_states
-from agentrl.learn.logprobs import fused_logprobs
-from agentrl.learn.lora import LoraSettings
+from agentrl.policy.layout import Inputs, Layout, hidden_states
+from agentrl.policy.logprobs import fused_logprobs
+from agentrl.policy.lora import LoraSettings
 from agentrl.types import Amount, Count
 
 
@@ -166,9 +166,9 @@ class Policy(nn.Module):
         self.layout = layout
         """How rows are to be laid out for it (`choose_layout`)."""
 
-    def forward(self, inputs: Inputs, place_T: Tensor, targets_T: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+    def forward(self, inputs: Inputs, slot_T: Tensor, targets_T: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
         """Return log-probability and entropy [T] of each target, read at the place of its predecessor."""
-        hidden_TD = hidden_states(self.model, inputs)[place_T]
+        hidden_TD = hidden_states(self.model, inputs)[slot_T]
         if torch.is_autocast_enabled(hidden_TD.device.type):  # as the head would read them
             hidden_TD = hidden_TD.to(torch.get_autocast_dtype(hidden_TD.device.type))
         head = self.model.get_output_embeddings()

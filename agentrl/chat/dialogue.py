@@ -1,0 +1,66 @@
+"""A conversation, as the messages of which it is made and as the tokens that the policy reads."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Self
+
+from agentrl.chat.renderer import Renderer, Tools
+from agentrl.types import Message
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Dialogue:
+    """A conversation that waits for its next action.
+
+    With `P0` the tokens of the first messages, `A0` an action and `E0` what the replies to it add, the context of the second
+    action is `P0 + A0 + E0`. Where the renderer rewrites history, it is whatever the renderer makes of all messages.
+    """
+
+    history: tuple[Message, ...]
+    """What was said so far, by all."""
+    tools: Tools
+    """JSON schemas of the tools that the policy may call."""
+    context_ids: tuple[int, ...]
+    """The whole context of the next action, the generation prompt included."""
+    observation_ids: tuple[int, ...]
+    """What the last messages added to it; all of it where history was rewritten."""
+    extends: bool = True
+    """False: history was rewritten, and the context does not begin with the one before it."""
+
+    @classmethod
+    def begin(cls, messages: Sequence[Message], tools: Tools, renderer: Renderer) -> Self:
+        """Return the conversation that begins with these messages."""
+        return cls.of_record(messages, tools, renderer.start(messages, tools))
+
+    @classmethod
+    def of_record(cls, messages: Sequence[Message], tools: Tools, observation_ids: tuple[int, ...]) -> Self:
+        """Return the conversation that began with these messages, whose tokens are known."""
+        return cls(history=tuple(messages), tools=tools, context_ids=observation_ids, observation_ids=observation_ids)
+
+    def after(
+        self, action_ids: tuple[int, ...], message: Message, replies: Sequence[Message], renderer: Renderer
+    ) -> Self:
+        """Return the conversation after an action and the replies to it."""
+        added = renderer.extend(self.context_ids, action_ids, replies)
+        if added is not None:
+            return self.after_record(action_ids, message, replies, added)
+        whole = renderer.start((*self.history, message, *replies), self.tools)
+        return self.after_record(action_ids, message, replies, whole, extends=False)
+
+    def after_record(
+        self,
+        action_ids: tuple[int, ...],
+        message: Message,
+        replies: Sequence[Message],
+        observation_ids: tuple[int, ...],
+        *,
+        extends: bool = True,
+    ) -> Self:
+        """Return the conversation after an action and the replies to it, whose tokens are known."""
+        return type(self)(
+            history=(*self.history, message, *replies),
+            tools=self.tools,
+            context_ids=self.context_ids + action_ids + observation_ids if extends else observation_ids,
+            observation_ids=observation_ids,
+            extends=extends,
+        )
