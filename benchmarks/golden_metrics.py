@@ -58,6 +58,7 @@ def main() -> None:
     options = parser.parse_args()
     if options.write:
         lines = [machine(), *train()]
+        GOLDEN.parent.mkdir(exist_ok=True)
         GOLDEN.write_text("".join(f"{json.dumps(line)}\n" for line in lines), encoding="utf-8")
         print(f"written: {GOLDEN}")
         return
