@@ -39,7 +39,8 @@ from agentrl.files import damage
 from agentrl.learn.checkpoint import load_checkpoint, save_checkpoint
 from agentrl.learn.evaluate import Evaluation, evaluated, play_held_out
 from agentrl.learn.health import SIGNS, Sign, cut_demonstrations, first_told, signs
-from agentrl.learn.learner import Learner, load_weights
+from agentrl.learn.learner import Learner
+from agentrl.learn.policy_state import PolicyState, load_weights
 from agentrl.learn.signals import Signals
 from agentrl.learn.trainer import StepResult, Trainer
 from agentrl.learn.warmup import warm_up
@@ -150,17 +151,15 @@ class Run:
         self._signals.reference = reference
         if self._signals.critic is not None and recipe.train.sharding == "full":
             raise ConfigError("train.sharding: full leaves the critic no whole policy to read; set it to none")
-        self._learner = Learner(
-            accelerator=self._accelerator,
-            policy=self._policy,
-            loss=recipe.loss,
-            config=recipe.train,
-            temperature=recipe.rollout.temperature,
-            seed=recipe.seed,
-            reference=reference,
-        )
+        self._state = PolicyState(self._policy, accelerator=self._accelerator, config=recipe.train, reference=reference)
         self._trainer = Trainer(
-            learner=self._learner,
+            learner=Learner(
+                self._state,
+                loss=recipe.loss,
+                config=recipe.train,
+                temperature=recipe.rollout.temperature,
+                seed=recipe.seed,
+            ),
             engine=self._engine,
             pool=self._pool,
             credit=credit,
@@ -238,7 +237,7 @@ class Run:
             ConfigError: when it has none, or none that fits the recipe.
         """
         newest = _newest(folder)
-        if self._learner.reference is not None:
+        if self._state.reference is not None:
             if not folder.reference.is_dir():
                 asking = f"loss.kl_coefficient: {self.recipe.loss.kl_coefficient:g}"
                 if self._signals.needs_reference:
@@ -255,7 +254,7 @@ class Run:
         what = damage(folder)
         if what is None:
             try:
-                self._learner.load_reference(folder)
+                self._state.load_reference(folder)
             except ConfigError:
                 raise
             except (
@@ -276,7 +275,7 @@ class Run:
         """
         newest = _newest(folder)
         with checkpoint_errors(newest):
-            self._learner.load_weights(newest)
+            self._state.load_weights(newest)
 
     def evaluate(self) -> Evaluation:
         """Play the held-out tasks with the weights in the engine; nothing of the training state is touched."""
@@ -435,11 +434,11 @@ class Run:
                 max_tokens=recipe.train.max_tokens_per_micro_batch,
                 on_step=lambda step, loss: on_progress("warm-up", step, recipe.warmup.steps, {"loss": loss}),
             )
-            self._learner.broadcast_weights()
+            self._state.broadcast_weights()
         self._signals.begin()
-        if self._learner.reference is not None:
-            self._learner.keep_reference()
-            write_folder(folder.reference, self._learner.save_reference, is_sealed=True)
+        if self._state.reference is not None:
+            self._state.keep_reference()
+            write_folder(folder.reference, self._state.save_reference, is_sealed=True)
         self._trainer.start_engine()
         for name, words in self._found_before.items():
             self._tell(folder, 0, name, words)

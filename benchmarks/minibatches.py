@@ -49,6 +49,7 @@ from agentrl.learn.learner import Learner
 from agentrl.learn.loss import LossConfig
 from agentrl.learn.metrics import Tally
 from agentrl.learn.minibatches import Minibatch, draw_minibatches
+from agentrl.learn.policy_state import PolicyState
 from agentrl.learn.train_config import TrainConfig
 from agentrl.policy.model import Policy
 from agentrl.report.folder import RunFolder
@@ -101,11 +102,12 @@ def measure_time(repeats: int, numbers: Sequence[int]) -> list[dict[str, Any]]:
             [Credit.uniform(t, advantage) for t, advantage in zip(group.trajectories, of_group, strict=True)]
             for group, of_group in zip(groups, advantages, strict=True)
         ]
+        config = TrainConfig(num_minibatches=NUM_MINIBATCHES, learning_rate=1e-6, device="cpu")
+        policy = Policy(make_model(row), layout="tree")
         learner = Learner(
-            accelerator=Accelerator(cpu=True),
-            policy=Policy(make_model(row), layout="tree"),
+            PolicyState(policy, accelerator=Accelerator(cpu=True), config=config),
             loss=LossConfig(clip_low=0.2, clip_high=0.27),
-            config=TrainConfig(num_minibatches=NUM_MINIBATCHES, learning_rate=1e-6, device="cpu"),
+            config=config,
             temperature=1.0,
             seed=0,
         )

@@ -46,6 +46,7 @@ from agentrl.learn.learner import Learner
 from agentrl.learn.loss import LossConfig
 from agentrl.learn.metrics import Tally
 from agentrl.learn.plan import MicroBatch
+from agentrl.learn.policy_state import PolicyState
 from agentrl.learn.train_config import TrainConfig
 from agentrl.learn.warmup import WarmupConfig, warm_up
 from agentrl.policy.layout import choose_layout
@@ -167,8 +168,8 @@ def write_start(kind: str, tokenizer: Any, examples: list[Trajectory], warmup: W
 class WatchedLearner(Learner):
     """Keeps what each minibatch showed."""
 
-    def __init__(self, **parts: Any) -> None:
-        super().__init__(**parts)
+    def __init__(self, state: PolicyState, **settings: Any) -> None:
+        super().__init__(state, **settings)
         self.tallies: list[Tally] = []
 
     def _loss_of(self, micro: MicroBatch, proximal_T: torch.Tensor | None, *, tally: Tally) -> torch.Tensor:
@@ -178,11 +179,11 @@ class WatchedLearner(Learner):
 
 
 def new_learner(start: Path, method: str, learning_rate: float) -> WatchedLearner:
+    config = TrainConfig(num_minibatches=NUM_MINIBATCHES, learning_rate=learning_rate, device="cpu")
     return WatchedLearner(
-        accelerator=Accelerator(cpu=True),
-        policy=Policy(load(start), layout="tree"),
+        PolicyState(Policy(load(start), layout="tree"), accelerator=Accelerator(cpu=True), config=config),
         loss=LossConfig(**METHODS[method]),
-        config=TrainConfig(num_minibatches=NUM_MINIBATCHES, learning_rate=learning_rate, device="cpu"),
+        config=config,
         temperature=1.0,
         seed=0,
     )
@@ -196,7 +197,7 @@ def write_moments(start: Path, batches: Sequence[Batch], folder: Path) -> None:
     learner = new_learner(start, "GSPO", 1e-12)
     for groups, credits in batches:
         learner.update(groups, credits, version=0)
-    learner.save(folder)
+    learner.state.save(folder)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -210,7 +211,7 @@ class Updated:
 
 def update(start: Path, moments: Path, batch: Batch, method: str, learning_rate: float) -> Updated:
     learner = new_learner(start, method, learning_rate)
-    learner.load(moments)
+    learner.state.load(moments)
     return Updated(metrics=learner.update(*batch, version=0), tallies=learner.tallies)
 
 

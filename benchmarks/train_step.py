@@ -48,6 +48,7 @@ from agentrl.learn.batch import rows_of
 from agentrl.learn.learner import Learner
 from agentrl.learn.loss import LossConfig
 from agentrl.learn.plan import MicroBatch
+from agentrl.learn.policy_state import PolicyState
 from agentrl.learn.train_config import TrainConfig
 from agentrl.policy.layout import choose_layout
 from agentrl.policy.model import Policy
@@ -210,16 +211,16 @@ def agentrl_side(task: Task, pipe: Connection) -> None:
     layout, message = choose_layout(model.to(accelerator.device), "auto")
     if message:
         print(message)
+    config = TrainConfig(
+        num_minibatches=1,
+        max_tokens_per_micro_batch=task.max_tokens,
+        learning_rate=LEARNING_RATE,
+        max_grad_norm=NO_CLIPPING,
+    )
     learner = TimedLearner(
-        accelerator=accelerator,
-        policy=Policy(model, layout=layout),
+        PolicyState(Policy(model, layout=layout), accelerator=accelerator, config=config),
         loss=LossConfig(clip_low=CLIP_LOW, clip_high=CLIP_HIGH),
-        config=TrainConfig(
-            num_minibatches=1,
-            max_tokens_per_micro_batch=task.max_tokens,
-            learning_rate=LEARNING_RATE,
-            max_grad_norm=NO_CLIPPING,
-        ),
+        config=config,
         temperature=1.0,
         seed=0,
     )

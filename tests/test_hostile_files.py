@@ -23,7 +23,7 @@ from agentrl.distributed.checkpoints import checkpoint_errors, checkpoints
 from agentrl.errors import ConfigError, UserError
 from agentrl.files import seal
 from agentrl.learn.checkpoint import load_checkpoint
-from agentrl.learn.learner import load_weights
+from agentrl.learn.policy_state import load_weights
 from agentrl.learn.trainer import TrainerState
 from agentrl.policy.model import load_pretrained
 from agentrl.report.folder import RunFolder
@@ -371,7 +371,7 @@ def test_no_file_of_a_checkpoint_runs_code(name: str, interrupted: tuple[Run, Ru
 
 def load_weights_of(checkpoint: Path, ours: Run) -> None:
     with checkpoint_errors(checkpoint):
-        load_weights(ours._trainer._learner.policy, checkpoint)
+        load_weights(ours._policy, checkpoint)
 
 
 def saved_by_torch(value: object) -> bytes:

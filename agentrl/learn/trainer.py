@@ -1,6 +1,7 @@
 """One step of learning: collect, credit, update, hand the weights back to the engine."""
 
 import asyncio
+import threading
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -90,10 +91,11 @@ class Trainer:
             seed: of the engine's self-proof.
             runner: event loop on which pool and engine live.
         """
-        self._learner, self._engine, self._pool = learner, engine, pool
+        self._learner, self._state, self._engine, self._pool = learner, learner.state, engine, pool
         self._credit, self._signals, self._agreement = credit, signals, agreement
         self._critic = None if signals is None else signals.critic
         self._rollout, self._seed, self._runner = rollout, seed, runner
+        self._cancelled = threading.Event()
         self.finished_steps = 0
 
     def start_engine(self) -> float:
@@ -107,7 +109,7 @@ class Trainer:
         Raises:
             EngineError: with what was found and the bound.
         """
-        bound, weights = self._agreement, self._learner.weights
+        bound, weights = self._agreement, self._state.weights
         self._push((name, tensor * 1.1 if tensor.is_floating_point() else tensor) for name, tensor in weights())
         perturbed = min(self._disagreements())
         self._push(weights())
@@ -138,7 +140,7 @@ class Trainer:
         groups, credits, counts, metrics = self._meanwhile(learn) if is_async else learn()
         self.finished_steps += 1
         learned = time.perf_counter()
-        self._push(self._learner.weights())
+        self._push(self._state.weights())
         if not self._rollout.waits_for_all:  # else the first minibatch of the next step proves it
             self._check_agreement(max(self._disagreements()))
         sampling_s = self._engine.busy_s - busy_s
@@ -166,13 +168,13 @@ class Trainer:
             return self._runner.run(asyncio.to_thread(learn))
         except BaseException:
             # An interrupt leaves the thread behind, and the process would wait for its end.
-            self._learner.is_given_up = True
+            self._cancelled.set()
             raise
 
     def _learn(self, share: list[TrajectoryGroup], *, is_replaying: bool) -> _Learned:
         """Put together what the processes collected; measure, credit and update."""
-        if self._learner.device.type == "cuda":
-            torch.cuda.set_device(self._learner.device)  # which each thread has of its own
+        if self._state.device.type == "cuda":
+            torch.cuda.set_device(self._state.device)  # which each thread has of its own
         parts = all_gather([(share, is_replaying, dict(self._pool.counts))])
         groups = sorted((group for part, *_ in parts for group in part), key=lambda group: group.group_id)
         is_replaying = any(replaying for _, replaying, _ in parts)
@@ -188,7 +190,9 @@ class Trainer:
         credited = time.perf_counter()
         # Sampled by the very weights that are updated first: each step proves the last push.
         check = None if is_replaying else self._check_agreement
-        metrics |= self._learner.update(groups, credits, version=version, check_agreement=check)
+        metrics |= self._learner.update(
+            groups, credits, version=version, check_agreement=check, cancelled=self._cancelled
+        )
         if self._signals is not None:
             metrics |= self._signals.learn(groups)
         metrics |= {
@@ -200,7 +204,7 @@ class Trainer:
 
     def save(self, folder: Path) -> None:
         """Write weights, optimizer, schedule and random states into `folder`; called on every process."""
-        self._learner.save(folder)
+        self._state.save(folder)
         if self._critic is not None and is_main():
             torch.save(self._critic.state_dict(), folder / _CRITIC)
 
@@ -210,14 +214,14 @@ class Trainer:
         Raises:
             ConfigError: for a critic where the run had none.
         """
-        self._learner.load(folder)
+        self._state.load(folder)
         if self._critic is not None:
             if not (folder / _CRITIC).is_file():
                 raise ConfigError(
                     "the credit scheme reads a critic, and this run trained none; begin a new run with it"
                 )
             self._critic.load_state_dict(
-                torch.load(folder / _CRITIC, map_location=self._learner.device, weights_only=True)
+                torch.load(folder / _CRITIC, map_location=self._state.device, weights_only=True)
             )
 
     def state_dict(self) -> TrainerState:
@@ -242,7 +246,7 @@ class Trainer:
 
     def _disagreements(self) -> list[float]:
         """Sample a few tokens from each process's engine; return the mean difference to the trainer over them, in nats."""
-        vocab_size = self._learner.policy.model.config.get_text_config().vocab_size
+        vocab_size = self._state.policy.model.config.get_text_config().vocab_size
         prompt = np.random.default_rng(self._seed).integers(vocab_size, size=16).tolist()
         sampling = Sampling(max_tokens=16, stop_token_ids=(), temperature=self._rollout.temperature, seed=self._seed)
 

@@ -76,10 +76,12 @@ def gradients(learner: Learner, groups: list[TrajectoryGroup], credits: list[lis
     found = []
 
     def keep() -> None:
-        grads = [p.grad for p in learner.policy.parameters()]
+        grads = [p.grad for p in learner.state.policy.parameters()]
         found.extend([g.full_tensor() if hasattr(g, "full_tensor") else g.clone() for g in grads if g is not None])
 
-    optimizer = getattr(learner._optimizer, "optimizer", learner._optimizer)  # out of what accelerate wraps around it
+    optimizer = getattr(
+        learner.state.optimizer, "optimizer", learner.state.optimizer
+    )  # out of what accelerate wraps around it
     optimizer.register_step_pre_hook(lambda *_: keep())
     return learner.update(groups, credits, version=1), found
 
@@ -143,17 +145,17 @@ def trained(
     train: dict[str, Any] = {"schedule": "cosine", "num_minibatches": 2, "max_tokens_per_micro_batch": 60}
     learner = make_learner(sharding=sharding, lora=lora, **train)
     if goes_on:
-        learner.load(folder)
+        learner.state.load(folder)
     else:
-        learner.save(folder.with_name("fresh"))  # which must not count as a step
+        learner.state.save(folder.with_name("fresh"))  # which must not count as a step
     # Nothing to learn from in the second step, and in the second minibatch of the third.
     sizes = {1: ([4, 3, 2], (0, 1, 2)), 2: ([4, 3, 1], (0, 1))}
     metrics = [learner.update(*credited(*sizes.get(step, ([4, 3, 2], ()))), version=step) for step in steps]
     assert [row["skipped_minibatches"] for row in metrics] == [{1: 2, 2: 1}.get(step, 0) for step in steps]
     if not goes_on:
         folder.mkdir(exist_ok=True)
-        learner.save(folder)
-    return metrics, {name: tensor.clone() for name, tensor in learner.weights()}
+        learner.state.save(folder)
+    return metrics, {name: tensor.clone() for name, tensor in learner.state.weights()}
 
 
 @pytest.mark.parametrize(
@@ -181,9 +183,9 @@ def test_saved_and_loaded_equals_uninterrupted_bit_for_bit(
 
 
 def loaded_otherwise(folder: Path) -> str:
-    make_learner(sharding="none").save(folder)
+    make_learner(sharding="none").state.save(folder)
     with pytest.raises(ConfigError) as caught:
-        make_learner(sharding="full").load(folder)
+        make_learner(sharding="full").state.load(folder)
     return str(caught.value)
 
 
@@ -197,17 +199,17 @@ def reference_kept(lora: LoraSettings | None, folder: Path) -> tuple[bool, bool]
     settings: dict[str, Any] = {"sharding": "full", "has_reference": True, "lora": lora}
     learner = make_learner(**settings, num_minibatches=1, loss=LossConfig(kl_coefficient=0.1))
     learner.update(*credited([4, 3]), version=0)
-    learner.keep_reference()
-    before = dict(learner.weights())
-    learner.save_reference(folder)
+    learner.state.keep_reference()
+    before = dict(learner.state.weights())
+    learner.state.save_reference(folder)
     learner.update(*credited([4, 3]), version=1)
     all_gather([0])
     other = make_learner(**settings)
-    other.load_reference(folder)
+    other.state.load_reference(folder)
 
     def is_before(subject: Learner) -> bool:
-        assert subject.reference is not None
-        kept = dict(merged_weights(subject.reference.model))
+        assert subject.state.reference is not None
+        kept = dict(merged_weights(subject.state.reference.model))
         return all(torch.equal(kept[name], before[name]) for name in kept)
 
     return is_before(learner), is_before(other)
@@ -220,14 +222,14 @@ def test_the_reference_of_shared_out_weights_stays_and_comes_back(lora: LoraSett
 
 def scores(sharding: Sharding) -> list[Any]:
     learner = make_learner(sharding=sharding, is_double=True)
-    policy = learner.policy
+    policy = learner.state.policy
     trajectories = [t for group in some_groups([3, 1, 2]) for t in group.trajectories]
     return score_tokens(
         lambda micro: policy(micro.inputs, micro.slot_T, micro.target_T, 1.0)[0],
         trajectories,
         layout="tree",
         max_tokens=60,
-        device=learner.device,
+        device=learner.state.device,
     )
 
 

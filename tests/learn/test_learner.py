@@ -1,6 +1,7 @@
 """Updates of the policy from credited groups, on a tiny model. `T` action tokens."""
 
 import copy
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import chain
@@ -24,6 +25,7 @@ from agentrl.learn.learner import Learner
 from agentrl.learn.loss import LossConfig
 from agentrl.learn.metrics import Tally, first_metrics, update_metrics
 from agentrl.learn.plan import MicroBatch, micro_batches
+from agentrl.learn.policy_state import PolicyState
 from agentrl.learn.train_config import TrainConfig
 from agentrl.policy import routing
 from agentrl.policy.layout import Layout
@@ -55,26 +57,21 @@ def make_learner(
     if lora is not None:
         add_lora(model, lora)
     policy = Policy(in_float64(model) if is_double else model, layout=layout)
-    return learner_class(
-        accelerator=Accelerator(cpu=True),
-        policy=policy,
-        reference=copy.deepcopy(policy) if has_reference else None,
-        loss=loss or LossConfig(),
-        config=TrainConfig(device="cpu", **{"learning_rate": 1e-2, **train}),
-        temperature=1.0,
-        seed=1,
-    )
+    config = TrainConfig(device="cpu", **{"learning_rate": 1e-2, **train})
+    reference = copy.deepcopy(policy) if has_reference else None
+    state = PolicyState(policy, accelerator=Accelerator(cpu=True), config=config, reference=reference)
+    return learner_class(state, loss=loss or LossConfig(), config=config, temperature=1.0, seed=1)
 
 
 def weights(learner: Learner) -> torch.Tensor:
-    return torch.cat([tensor.flatten() for _, tensor in learner.weights()])
+    return torch.cat([tensor.flatten() for _, tensor in learner.state.weights()])
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_an_update_equals_a_plain_loop_over_trajectories(layout: Layout) -> None:
     settings = LossConfig(unit="turn", clip_low=0.1, clip_high=0.1)
     learner = make_learner(loss=settings, layout=layout, num_minibatches=1, max_tokens_per_micro_batch=300)
-    model = copy.deepcopy(learner.policy.model)
+    model = copy.deepcopy(learner.state.policy.model)
     metrics = learner.update(GROUPS, CREDITS, version=1)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, betas=(0.9, 0.95), weight_decay=0.0)
     low, high = settings.clip_range()
@@ -108,7 +105,7 @@ def test_an_update_equals_a_plain_loop_over_trajectories(layout: Layout) -> None
 
 def test_layers_that_run_again_in_the_backward_pass_change_nothing() -> None:
     once, again = make_learner(), make_learner()
-    again.policy.model.gradient_checkpointing_enable({"use_reentrant": False})
+    again.state.policy.model.gradient_checkpointing_enable({"use_reentrant": False})
     assert again.update(GROUPS, CREDITS, version=1) == pytest.approx(once.update(GROUPS, CREDITS, version=1), rel=1e-5)
     torch.testing.assert_close(weights(again), weights(once), rtol=1e-5, atol=1e-5)
 
@@ -228,7 +225,7 @@ def test_a_pass_without_a_trajectory_adds_nothing_to_loss_gradient_or_metrics(lo
         found: Any = learner._loss_of(empty, proximal_T, tally=tallies[1])
         found.backward()
         assert found.item() == 0
-    for parameter in learner.policy.parameters():
+    for parameter in learner.state.policy.parameters():
         assert parameter.grad is not None
         assert not parameter.grad.any()
     alone, joined = (
@@ -247,11 +244,11 @@ def test_the_learning_rate_rises_over_its_warm_up_whatever_the_schedule() -> Non
 def test_going_on_takes_the_recipes_rates_and_not_the_checkpoints(tmp_path: Path) -> None:
     early = make_learner()
     early.update(GROUPS, CREDITS, version=0)
-    early.save(tmp_path)
+    early.state.save(tmp_path)
     late = make_learner(learning_rate=1e-3, betas=(0.5, 0.6), weight_decay=0.25)
-    late.load(tmp_path)
+    late.state.load(tmp_path)
     assert torch.equal(weights(late), weights(early))
-    (group,) = late._optimizer.param_groups
+    (group,) = late.state.optimizer.param_groups
     for version in (1, 2):
         assert (group["lr"], group["betas"], group["weight_decay"]) == (1e-3, (0.5, 0.6), 0.25)
         assert late.update(GROUPS, CREDITS, version=version)["learning_rate"] == 1e-3
@@ -264,33 +261,33 @@ def test_a_checkpoint_of_adapters_leaves_out_what_is_frozen_and_goes_on_bit_for_
     )
     before = weights(whole)
     whole.update(GROUPS, CREDITS, version=0)
-    whole.keep_reference()
+    whole.state.keep_reference()
     (tmp_path / "reference").mkdir()
-    whole.save_reference(tmp_path / "reference")
+    whole.state.save_reference(tmp_path / "reference")
     whole.update(GROUPS, CREDITS, version=1)
-    whole.save(tmp_path / "checkpoint")
+    whole.state.save(tmp_path / "checkpoint")
     assert not torch.equal(weights(whole), before)
     saved = {name for file in tmp_path.rglob("*.safetensors") for name in load_file(file)}
     assert saved
     assert all(".lora_" in name for name in saved)
-    evaluated.load_weights(tmp_path / "checkpoint")
+    evaluated.state.load_weights(tmp_path / "checkpoint")
     assert torch.equal(weights(evaluated), weights(whole))
-    late.load_reference(tmp_path / "reference")
-    late.load(tmp_path / "checkpoint")
+    late.state.load_reference(tmp_path / "reference")
+    late.state.load(tmp_path / "checkpoint")
     assert late.update(GROUPS, CREDITS, version=2) == whole.update(GROUPS, CREDITS, version=2)
     assert torch.equal(weights(late), weights(whole))
 
 
-@pytest.mark.parametrize("loads", [Learner.load, Learner.load_weights, Learner.load_reference])
+@pytest.mark.parametrize("loads", [PolicyState.load, PolicyState.load_weights, PolicyState.load_reference])
 def test_a_run_does_not_go_on_with_adapters_where_it_had_none_or_the_other_way_round(
-    loads: Callable[[Learner, Path], None], tmp_path: Path
+    loads: Callable[[PolicyState, Path], None], tmp_path: Path
 ) -> None:
     plain, adapted = make_learner(has_reference=True), make_learner(has_reference=True, lora=LoraSettings())
-    plain.save(tmp_path / "plain")
-    adapted.save(tmp_path / "adapted")
+    plain.state.save(tmp_path / "plain")
+    adapted.state.save(tmp_path / "adapted")
     for learner, name, how in ((adapted, "plain", "without"), (plain, "adapted", "with")):
         with pytest.raises(ConfigError) as caught:
-            loads(learner, tmp_path / name)
+            loads(learner.state, tmp_path / name)
         assert str(caught.value) == f"model.lora: {tmp_path / name} was trained {how} adapters; go on as the run began"
 
 
@@ -331,11 +328,11 @@ def test_a_minibatch_without_a_gradient_moves_neither_weights_nor_the_optimizers
 ) -> None:
     learner = make_learner(num_minibatches=3, weight_decay=0.1)
     assert learner.update(GROUPS, CREDITS, version=0)["skipped_minibatches"] == 0
-    before = copy.deepcopy((weights(learner), learner._optimizer.state_dict()["state"]))
+    before = copy.deepcopy((weights(learner), learner.state.optimizer.state_dict()["state"]))
     metrics = learner.update(groups, credits, version=1)
     assert (metrics["skipped_minibatches"], metrics["grad_norm"]) == (3, 0)
     assert torch.equal(weights(learner), before[0])
-    torch.testing.assert_close(learner._optimizer.state_dict()["state"], before[1], rtol=0, atol=0)
+    torch.testing.assert_close(learner.state.optimizer.state_dict()["state"], before[1], rtol=0, atol=0)
     learner.update(GROUPS, CREDITS, version=2)
     assert not torch.equal(weights(learner), before[0])
 
@@ -373,6 +370,15 @@ def test_a_gradient_that_is_not_finite_is_never_applied() -> None:
     assert torch.equal(weights(learner), before)
 
 
+def test_an_update_that_is_cancelled_ends_soon_and_changes_no_weight() -> None:
+    learner, cancelled = make_learner(), threading.Event()
+    before = weights(learner)
+    cancelled.set()
+    with pytest.raises(TrainingError, match="the update was interrupted"):
+        learner.update(GROUPS, CREDITS, version=0, cancelled=cancelled)
+    assert torch.equal(weights(learner), before)
+
+
 def make_moe_learner(**loss: Any) -> Learner:
     torch.manual_seed(0)
     config = Qwen3MoeConfig(
@@ -388,11 +394,12 @@ def make_moe_learner(**loss: Any) -> Learner:
         norm_topk_prob=True,
         initializer_range=0.2,
     )
+    train = TrainConfig(device="cpu", learning_rate=1e-2, num_minibatches=3)
+    policy = Policy(Qwen3MoeForCausalLM(config), layout="tree")
     return Learner(
-        accelerator=Accelerator(cpu=True),
-        policy=Policy(Qwen3MoeForCausalLM(config), layout="tree"),
+        PolicyState(policy, accelerator=Accelerator(cpu=True), config=train),
         loss=LossConfig(**{"clip_low": 0.5, "clip_high": 0.5, "anchor": "recomputed", **loss}),
-        config=TrainConfig(device="cpu", learning_rate=1e-2, num_minibatches=3),
+        config=train,
         temperature=1.0,
         seed=1,
     )
@@ -421,8 +428,8 @@ def test_routing_replay_takes_the_experts_of_the_weights_before_the_first_update
     expected = []
     for plan in plans[1:]:  # the first is computed with those weights themselves
         for micro in plan:
-            with torch.no_grad(), routing.recording(learner.policy.model) as experts:
-                learner._forward(learner.policy, micro)
+            with torch.no_grad(), routing.recording(learner.state.policy.model) as experts:
+                learner._forward(learner.state.policy, micro)
             expected.append(experts[0])
     monkeypatch.setattr(learner_module, "replaying", replaying)
     metrics = learner.update(GROUPS, CREDITS, version=1)

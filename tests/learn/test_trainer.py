@@ -75,7 +75,7 @@ def make_trainer(
     **train: Any,
 ) -> Trainer:
     learner = make_learner(loss=loss, has_reference=has_reference, **train)
-    engine = engine_class(copy.deepcopy(learner.policy.model), EngineConfig(max_batch_size=8))
+    engine = engine_class(copy.deepcopy(learner.state.policy.model), EngineConfig(max_batch_size=8))
     pool = RolloutPool(
         make_env=partial(make_env, "key_door"),
         engine=engine,
@@ -146,8 +146,8 @@ def test_the_kl_term_pulls_towards_the_reference(runner: Loop) -> None:
     distance = {}
     for coefficient in (1e-9, 100.0):
         trainer = make_trainer(runner, loss=LossConfig(kl_coefficient=coefficient), has_reference=True)
-        shifted = [(n, t + 0.05 if t.ndim > 1 else t) for n, t in trainer._learner.weights()]
-        trainer._learner.policy.model.load_state_dict(dict(shifted))
+        shifted = [(n, t + 0.05 if t.ndim > 1 else t) for n, t in trainer._learner.state.weights()]
+        trainer._learner.state.policy.model.load_state_dict(dict(shifted))
         trainer.start_engine()
         found = [trainer.step().metrics["kl/reference"] for _ in range(24)]
         assert found[0] > 1e-4  # the policy stands off the reference, under its own samples

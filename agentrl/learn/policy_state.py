@@ -1,0 +1,221 @@
+"""What training changes: the policy's weights, its optimizer and schedule; and the reference, which it leaves alone."""
+
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from pydantic import BaseModel, ConfigDict, NonNegativeInt, TypeAdapter
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers import get_scheduler
+
+from agentrl.distributed.processes import broadcast, is_main, num_processes, process_index
+from agentrl.distributed.random_state import RandomState
+from agentrl.distributed.sharding import load_shards, load_whole, save_shards, save_whole, shard
+from agentrl.errors import ConfigError
+from agentrl.files import read_json, write_whole
+from agentrl.learn.optimizer import make_optimizer
+from agentrl.learn.train_config import TrainConfig
+from agentrl.policy.lora import has_adapters, holds_adapters, load_adapter, merged_weights, save_adapter
+from agentrl.policy.model import Policy
+
+_WEIGHTS, _SHARDS, _OPTIMIZER = "model.safetensors", "shards", "optimizer.pt"
+
+
+class _SavedState(BaseModel):
+    """What a checkpoint holds beside weights and moments."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    num_minibatches: NonNegativeInt
+    """So far: where the schedule stands."""
+    random: RandomState
+
+
+class PolicyState:
+    """The policy in training, on one process or several.
+
+    On several, each process holds all weights, or a shard of them (`train.sharding`).
+    """
+
+    def __init__(
+        self, policy: Policy, *, accelerator: Accelerator, config: TrainConfig, reference: Policy | None = None
+    ) -> None:
+        """Share the weights out, and make an optimizer for them.
+
+        Args:
+            policy: the weights to train.
+            accelerator: prepared with the recipe's precision and device.
+            config: optimizer, schedule and sharding.
+            reference: a copy of the policy, which stays as it is until `keep_reference`: the KL target.
+        """
+        self.accelerator, self._config = accelerator, config
+        self.is_sharded = config.sharding == "full" and num_processes() > 1
+        self.reference = None if reference is None else reference.eval().requires_grad_(False)
+        """The policy with which the run began. Not trained."""
+        if self.is_sharded:  # not by accelerate, which knows no FSDP2 on a CPU
+            for module in filter(None, (policy, self.reference)):
+                shard(module, policy.model._no_split_modules or (), self.device)
+        optimizer = make_optimizer(
+            config.optimizer,
+            policy.parameters(),
+            learning_rate=config.learning_rate,
+            betas=config.betas,
+            weight_decay=config.weight_decay,
+        )
+        self._is_adapted = has_adapters(policy.model)
+        self.wrapped: Any = policy
+        """The policy as a pass of training calls it: gradients are averaged over processes where there are several."""
+        self.optimizer: Any = optimizer
+        if not self.is_sharded:
+            self.wrapped, self.optimizer = accelerator.prepare(policy, optimizer)
+        # Not prepared: accelerate would advance it once for each process.
+        self.schedule = get_scheduler(
+            "constant_with_warmup" if config.schedule == "constant" else config.schedule,
+            self.optimizer,
+            num_warmup_steps=config.warmup_updates,
+            num_training_steps=config.steps * config.num_minibatches,
+        )
+
+    @property
+    def policy(self) -> Policy:
+        """The policy without what accelerate wraps around it."""
+        policy: Policy = self.accelerator.unwrap_model(self.wrapped)
+        return policy
+
+    @property
+    def device(self) -> torch.device:
+        """Where the policy is."""
+        device: torch.device = self.accelerator.device
+        return device
+
+    @property
+    def learning_rate(self) -> float:
+        """The rate of the next update."""
+        rate: float = self.schedule.get_last_lr()[0]
+        return rate
+
+    def advance_schedule(self) -> None:
+        """Count a minibatch, skipped or not: a schedule then ends with the run, and a step begins at the same place in any."""
+        with warnings.catch_warnings():  # torch expects each of its steps to follow one of the optimizer
+            warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step")
+            self.schedule.step()
+
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield the model's weights, adapters merged into them, one whole at a time; called on every process."""
+        return merged_weights(self.policy.model)
+
+    def broadcast_weights(self) -> None:
+        """Make the weights on all processes those of the first: they were made on each, to rounding the same."""
+        if not self.is_sharded:
+            with torch.no_grad():
+                broadcast(parameter.data for parameter in self.policy.parameters())
+
+    def keep_reference(self) -> None:
+        """Make the reference what the policy is now."""
+        if self.reference is not None:
+            with torch.no_grad():
+                for kept, present in zip(self.reference.parameters(), self.policy.parameters(), strict=True):
+                    kept.copy_(present)
+
+    def save_reference(self, folder: Path) -> None:
+        """Write the reference; called on every process, and the first writes."""
+        assert self.reference is not None
+        if self._is_adapted:
+            save_adapter(self.reference.model, folder)
+            return
+        save_whole(self.reference, folder / _WEIGHTS)
+
+    def load_reference(self, folder: Path) -> None:
+        """Read what `save_reference` wrote.
+
+        Raises:
+            ConfigError: where adapters were trained and are not now, or the other way round.
+        """
+        assert self.reference is not None
+        _check_adapters(self.reference, folder)
+        if self._is_adapted:
+            load_adapter(self.reference.model, folder)
+        else:
+            load_whole(self.reference, load_file(folder / _WEIGHTS))
+
+    def save(self, folder: Path) -> None:
+        """Write what is trained, optimizer, schedule and random states into `folder`; called on every process.
+
+        Weights that adapters are added to are not: they are those of `model.name_or_path`. Nothing of it runs code when it is
+        read: accelerate's own way does.
+        """
+        folder.mkdir(parents=True, exist_ok=True)
+        if self._is_adapted:
+            save_adapter(self.policy.model, folder)
+        if self.is_sharded:
+            save_shards(self.policy, self.optimizer, folder / _SHARDS)
+        elif not self._is_adapted:
+            save_whole(self.policy, folder / _WEIGHTS)
+        if is_main() and not self.is_sharded:
+            torch.save(self.optimizer.state_dict(), folder / _OPTIMIZER)
+        state = _SavedState(num_minibatches=self.schedule.last_epoch, random=RandomState.now())
+        write_whole(folder / _state_file(), state.model_dump_json())
+
+    def load(self, folder: Path) -> None:
+        """Read what `save` wrote. Rates and betas are those of the recipe.
+
+        Raises:
+            ConfigError: where the weights were laid out among processes otherwise, or adapters were trained and are not now, or
+                the other way round.
+        """
+        _check_adapters(self.policy, folder)
+        if (folder / _SHARDS).is_dir() != self.is_sharded:
+            raise ConfigError(f"train.sharding: {folder} was written under another; go on as the run began")
+        state = read_json(folder / _state_file(), TypeAdapter(_SavedState), fix="go on from an older checkpoint")
+        if self.is_sharded:
+            load_shards(self.policy, self.optimizer, folder / _SHARDS)
+        else:
+            load_weights(self.policy, folder)
+            self.optimizer.load_state_dict(torch.load(folder / _OPTIMIZER, map_location="cpu", weights_only=True))
+        state.random.restore()
+        config, schedule = self._config, self.schedule
+        schedule.last_epoch, schedule._step_count = state.num_minibatches, state.num_minibatches + 1
+        schedule.base_lrs = [config.learning_rate for _ in schedule.base_lrs]
+        for group, factor in zip(self.optimizer.param_groups, schedule.lr_lambdas, strict=True):
+            group["initial_lr"] = config.learning_rate
+            group["lr"] = config.learning_rate * factor(schedule.last_epoch)
+            group["betas"], group["weight_decay"] = config.betas, config.weight_decay
+        schedule._last_lr = [group["lr"] for group in self.optimizer.param_groups]
+
+    def load_weights(self, folder: Path) -> None:
+        """Read the weights alone of what `save` wrote, by however many processes.
+
+        Raises:
+            ConfigError: where adapters were trained and are not now, or the other way round.
+        """
+        load_weights(self.policy, folder)
+
+
+def load_weights(policy: Policy, folder: Path) -> None:
+    """Read the weights of a checkpoint, or of adapters to them, by however many processes it was written.
+
+    Raises:
+        ConfigError: where adapters were trained and are not now, or the other way round.
+    """
+    _check_adapters(policy, folder)
+    if has_adapters(policy.model):
+        load_adapter(policy.model, folder)
+    elif (folder / _SHARDS).is_dir():
+        load_shards(policy, None, folder / _SHARDS)
+    else:
+        load_whole(policy, load_file(folder / _WEIGHTS))
+
+
+def _check_adapters(policy: Policy, folder: Path) -> None:
+    if holds_adapters(folder) != has_adapters(policy.model):
+        how = "with" if holds_adapters(folder) else "without"
+        raise ConfigError(f"model.lora: {folder} was trained {how} adapters; go on as the run began")
+
+
+def _state_file() -> str:
+    """Return the name of this process's own file in a checkpoint."""
+    return f"learner-{process_index()}.json"
