@@ -6,22 +6,23 @@ import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Self, get_args
+from typing import Any, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, SerializeAsAny, ValidationError, field_validator, model_validator
 from pydantic_settings import BaseSettings, CliSettingsSource, SettingsConfigDict, SettingsError
 
-from agentrl.chat import ChatConfig
+from agentrl.chat import AutoConfig, RendererConfig
 from agentrl.credit import load_credit, load_fallback
 from agentrl.engine import EngineConfig
 from agentrl.env.config import EnvConfig
-from agentrl.errors import ConfigError, UserError
+from agentrl.errors import ConfigError
 from agentrl.files import MAX_DEPTH, parse_yaml
 from agentrl.learn.evaluate import EvaluationConfig
 from agentrl.learn.loss import LossConfig
 from agentrl.learn.signals import SignalsConfig
 from agentrl.learn.train_config import TrainConfig
 from agentrl.learn.warmup import WarmupConfig
+from agentrl.plugin import Plugin, explain, section_of
 from agentrl.policy.model import ModelConfig
 from agentrl.registry import suggest
 from agentrl.report.folder import ReportConfig
@@ -41,7 +42,7 @@ class Recipe(BaseModel):
     run_dir: Path | None = None
     """Folder of the run. None: `runs/<recipe>-<date>`."""
     env: EnvConfig = EnvConfig()
-    chat: ChatConfig = ChatConfig()
+    chat: SerializeAsAny[RendererConfig] = AutoConfig()
     model: ModelConfig = ModelConfig()
     warmup: WarmupConfig = WarmupConfig()
     engine: EngineConfig = EngineConfig()
@@ -94,10 +95,19 @@ class Recipe(BaseModel):
         return self
 
 
+_SEAMS = {
+    name: seam
+    for name, info in Recipe.model_fields.items()
+    if (seam := section_of(info.annotation)) and issubclass(seam, Plugin)
+}
+"""The sections that name a plug-in, and hold whatever fields it has."""
+
+
 def load_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
     """Read a YAML recipe and lay command-line overrides (`--rollout.group_size 4`, `--credit.gamma=0.5`) over it.
 
-    Naming another `env.id` or `credit.scheme` drops the recipe's options for the former one.
+    Naming another `env.id` or `credit.scheme` drops the recipe's options for the former one; naming another plug-in elsewhere
+    (`chat.renderer`) drops those that it does not have.
 
     Raises:
         ConfigError: naming each field at fault, with the nearest name for one that does not exist.
@@ -114,10 +124,14 @@ def load_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
         data["env"] = {}
     if _nested(changed, "credit", "scheme") not in (None, _nested(data, "credit", "scheme")):
         data["credit"] = {}
+    for section, seam in _SEAMS.items():
+        name, former = _nested(changed, section, seam.seam.key), data.get(section)
+        if isinstance(name, str) and isinstance(former, dict):
+            data[section] = {key: value for key, value in former.items() if key in seam.named(name).model_fields}
     try:
         return Recipe.model_validate(_merged(data, changed))
     except ValidationError as error:
-        raise ConfigError("\n".join(_explain(error))) from error
+        raise ConfigError("\n".join(explain(error, Recipe))) from error
 
 
 def plan(recipe: Recipe) -> dict[str, str]:
@@ -159,11 +173,12 @@ def _open_mappings(arguments: Sequence[str]) -> list[str]:
     """Rewrite options below free mappings (`--credit.gamma .5`) as JSON (`--credit {"gamma": 0.5}`), which argparse knows."""
     rewritten: list[str] = []
     mappings: dict[str, dict[str, Any]] = {}
+    prefixes = ("--credit.", "--env.options.", *(f"--{section}." for section in _SEAMS))
     rest = list(arguments)
     while rest:
         option = rest.pop(0)
         name, has_value, value = option.partition("=")
-        prefix = next((p for p in ("--credit.", "--env.options.") if name.startswith(p)), None)
+        prefix = next((p for p in prefixes if name.startswith(p)), None)
         if prefix is None:
             rewritten.append(option)
             continue
@@ -216,39 +231,8 @@ def _numbers(model: BaseModel, prefix: str = "") -> Iterator[tuple[str, float]]:
 def _field_names(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
     for name, info in model.model_fields.items():
         yield prefix + name
-        if section := _section(info.annotation):
+        if section := section_of(info.annotation):
             yield from _field_names(section, f"{prefix}{name}.")
-
-
-def _section(annotation: Any) -> type[BaseModel] | None:
-    for candidate in (annotation, *get_args(annotation)):
-        if isinstance(candidate, type) and issubclass(candidate, BaseModel):
-            return candidate
-    return None
-
-
-def _explain(error: ValidationError) -> Iterator[str]:
-    """Yield one line for each mistake: the field, what is wrong with it, what was given."""
-    for entry in error.errors():
-        where = ".".join(map(str, entry["loc"]))
-        if entry["type"] == "extra_forbidden":
-            section: type[BaseModel] | None = Recipe
-            for part in entry["loc"][:-1]:
-                section = _section(section.model_fields[str(part)].annotation) if section else None
-            yield f"{where}: no such field.{suggest(str(entry['loc'][-1]), section.model_fields if section else ())}"
-        elif entry["type"] == "value_error" and isinstance(cause := entry.get("ctx", {}).get("error"), ValueError):
-            words = str(cause)
-            is_named = isinstance(cause, UserError) or not where
-            yield words if is_named else f"{where}.{words}"
-        elif entry["type"] == "model_type":
-            yield f"{where}: expected a mapping of fields (got {_short(entry['input'])})"
-        else:
-            yield f"{where}: {entry['msg']} (got {_short(entry['input'])})"
-
-
-def _short(value: object) -> str:
-    text = repr(value)
-    return f"{text[:200]}{'...' if len(text) > 200 else ''}"
 
 
 def _nested(data: Any, *path: str) -> Any:

@@ -13,10 +13,11 @@ from typing import Any, ClassVar, Literal, Self
 
 import numpy as np
 import numpy.typing as npt
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict
 
 from agentrl.errors import ConfigError, CreditError
-from agentrl.registry import names, resolve, suggest
+from agentrl.plugin import plugin_class, with_fields
+from agentrl.registry import names
 from agentrl.types import Need, Trajectory, TrajectoryGroup
 
 __all__ = ["Credit", "CreditScheme", "Need", "assign_credit", "load_credit", "load_credit_for"]
@@ -160,17 +161,7 @@ def load_credit(spec: Mapping[str, Any], *, field: str = "credit") -> CreditSche
         raise ConfigError(f"{field}.fallback: the only fallback is 'uniform', got {spec['fallback']!r}")
     if not isinstance(name, str):
         raise ConfigError(f"{field}.scheme: expected the name of a credit scheme, got {name!r}")
-    cls = credit_class(name, field=field)
-    if missing := sorted(cls.__abstractmethods__):
-        raise ConfigError(f"{field}.scheme: {name!r} does not define {', '.join(missing)}")
-    for key in options:
-        if key not in cls.model_fields:
-            raise ConfigError(f"{field}.{key}: {name!r} has no such option.{suggest(str(key), cls.model_fields)}")
-    try:
-        return cls.model_validate(options)
-    except ValidationError as error:
-        lines = [f"{'.'.join([field, *map(str, e['loc'])])}: {e['msg']} (got {e['input']!r})" for e in error.errors()]
-        raise ConfigError("\n".join(lines)) from error
+    return with_fields(credit_class(name, field=field), options, name=name, section=field)
 
 
 def credit_class(name: str, *, field: str = "credit") -> type[CreditScheme]:
@@ -179,9 +170,8 @@ def credit_class(name: str, *, field: str = "credit") -> type[CreditScheme]:
     Raises:
         ConfigError: when there is none, or it is no credit scheme.
     """
-    cls = resolve(name, group="agentrl.credit", field=f"{field}.scheme")
-    if not (isinstance(cls, type) and issubclass(cls, CreditScheme)):
-        raise ConfigError(f"{field}.scheme: {name!r} is {cls!r}, not a subclass of agentrl.CreditScheme")
+    base: Any = CreditScheme  # mypy takes no abstract class for a type
+    cls: type[CreditScheme] = plugin_class(name, base=base, group="agentrl.credit", field=f"{field}.scheme")
     return cls
 
 

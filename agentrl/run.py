@@ -18,7 +18,7 @@ from accelerate.tracking import LOGGER_TYPE_TO_CLASS, get_available_trackers
 from accelerate.utils import InitProcessGroupKwargs, set_seed
 from safetensors import SafetensorError
 
-from agentrl.chat import ChatMLRenderer, Renderer, load_renderer, load_tokenizer, train_tokenizer
+from agentrl.chat import ChatMLRenderer, Renderer, load_tokenizer, train_tokenizer
 from agentrl.config import Recipe
 from agentrl.credit import load_credit_for
 from agentrl.distributed.checkpoints import checkpoint_errors, checkpoints, write_folder
@@ -115,7 +115,7 @@ class Run:
         model, self.tokenizer = self._load_model(tokenizer_folder)
         check_dropout(model.config)
         _check_positions(recipe, model.config)
-        self._renderer = load_renderer(self.tokenizer, recipe.chat, name_or_path=recipe.model.name_or_path or "local")
+        self._renderer = recipe.chat.build(self.tokenizer, name=str(recipe.model.name_or_path or "local"))
         self._piece = cache(lambda token: str(self.tokenizer.decode([token])))
         self._handover = tempfile.TemporaryDirectory(prefix="agentrl-weights-")
         self._engine = new_engine(

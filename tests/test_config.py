@@ -1,12 +1,15 @@
 from collections.abc import Iterator
+from datetime import date
 from pathlib import Path
 from typing import Any, get_args
 
 import pytest
 from pydantic import BaseModel
 
+from agentrl.chat import AutoConfig, ChatMLConfig, RendererConfig, TemplateConfig
 from agentrl.config import Recipe, load_recipe, plan
 from agentrl.errors import ConfigError
+from agentrl.plugin import Plugin
 
 RECIPES = sorted((Path(__file__).parents[1] / "examples").glob("*.yaml"))
 
@@ -30,7 +33,9 @@ def message(file: Path, text: str, *overrides: str) -> str:
 def sections(
     model: type[BaseModel] = Recipe, path: tuple[str, ...] = ()
 ) -> Iterator[tuple[tuple[str, ...], list[str]]]:
-    """Yield the path of each section of the tree, with its fields."""
+    """Yield the path of each section of the tree, with its fields; but for those of plug-ins."""
+    if issubclass(model, Plugin):
+        return
     yield path, list(model.model_fields)
     for name, info in model.model_fields.items():
         for part in (info.annotation, *get_args(info.annotation)):
@@ -47,7 +52,6 @@ def misspelt(name: str) -> str:
 
 def test_the_tree_has_the_sections_of_a_run() -> None:
     top = [
-        "chat",
         "engine",
         "engine.server",
         "env",
@@ -96,9 +100,9 @@ def test_unknown_names_read_well(file: Path) -> None:
         "--group_size: no such option. Did you mean '--rollout.group_size'?\n"
         "--sed: no such option. Did you mean '--seed'?"
     )
-    assert message(file, "chat: {zzz: 4}") == "chat.zzz: no such field. Known: date, renderer, rewritten_history."
-    assert message(file, "{}", "--chat.qqqqqqqq", "4") == (
-        "--chat.qqqqqqqq: no such option. Known: --chat.date, --chat.renderer, --chat.rewritten_history."
+    assert message(file, "env: {zzz: 4}") == "env.zzz: no such field. Known: id, options."
+    assert message(file, "{}", "--env.qqqqqqqq", "4") == (
+        "--env.qqqqqqqq: no such option. Known: --env.id, --env.options."
     )
     assert message(file, "{}", "stray") == "command line: unrecognized arguments: stray"
 
@@ -234,6 +238,9 @@ def test_mistakes_in_credit_are_found_when_the_recipe_is_read(text: str, words: 
         (["--loss.clip_low", "null"], "loss.clip_low", None),
         (["--model.name_or_path", "null"], "model.name_or_path", None),
         (["--run_dir", "there"], "run_dir", Path("there")),
+        (["--chat.rewritten_history", "restart"], "chat.rewritten_history", "restart"),
+        (["--chat.date=2031-05-17"], "chat.date", date(2031, 5, 17)),
+        (["--chat", '{"date": "2031-05-17"}'], "chat.date", date(2031, 5, 17)),
         (["--credit.gamma", "0.5"], "credit.gamma", 0.5),
         (["--credit.gamma=.5"], "credit.gamma", 0.5),
         (["--credit.leave_one_out", "false"], "credit.leave_one_out", False),
@@ -313,6 +320,82 @@ def test_another_credit_scheme_drops_the_options_of_the_former_one(file: Path) -
     assert load(file, text, "--credit.scheme", "uniform").credit == {"scheme": "uniform"}
     kept = load(file, text, "--credit.scheme", "turn_return", "--credit.ddof", "0").credit
     assert kept == {"scheme": "turn_return", "gamma": 0.9, "ddof": 0}
+
+
+class Loud(RendererConfig):
+    """A stranger's renderer."""
+
+    volume: float = 1.0
+    tones: tuple[int, ...] = ()
+
+    def build(self, tokenizer: Any, *, name: str = "") -> Any:
+        raise NotImplementedError
+
+
+LOUD = f"{__name__}:Loud"
+
+
+def test_a_plug_in_brings_the_fields_of_its_section(file: Path) -> None:
+    assert type(load(file, "{}").chat) is AutoConfig
+    assert type(load(file, "chat: {renderer: chatml}").chat) is ChatMLConfig
+    chat = load(file, "chat: {renderer: template, rewritten_history: restart}").chat
+    assert chat == TemplateConfig(rewritten_history="restart")
+    recipe = load(file, f"chat: {{renderer: '{LOUD}', volume: 2}}", "--chat.tones", "[1, 2]")
+    assert recipe.chat == Loud(renderer=LOUD, volume=2, tones=(1, 2))
+    assert load(file, recipe.model_dump_json()) == recipe
+    for spec in ("{rewritten_history: restart}", "{renderer: auto, date: 2031-05-17}"):  # of whichever auto chooses
+        assert type(load(file, f"chat: {spec}").chat) is AutoConfig
+
+
+@pytest.mark.parametrize(
+    ("text", "overrides", "words"),
+    [
+        ("{zzz: 4}", (), "chat.zzz: 'auto' has no such option. Known: date, renderer, rewritten_history."),
+        ("{dat: 2031-05-17}", (), "chat.dat: 'auto' has no such option. Did you mean 'date'?"),
+        ("{renderer: chatml, date: 2031-05-17}", (), "chat.date: 'chatml' has no such option. Known: renderer."),
+        ("{}", ("--chat.dat", "2031-05-17"), "chat.dat: 'auto' has no such option. Did you mean 'date'?"),
+        (
+            "{renderer: chatnl}",
+            (),
+            "chat.renderer: no 'chatnl' is installed. Did you mean 'chatml'? Or give it as 'module:Class'.",
+        ),
+        (
+            "{renderer: 'agentrl.chat:ChatMLRenderer'}",
+            (),
+            "chat.renderer: 'agentrl.chat:ChatMLRenderer' is <class 'agentrl.chat.chatml.ChatMLRenderer'>, not a subclass of "
+            "agentrl.chat.renderer.RendererConfig",
+        ),
+        (
+            "{renderer: 'agentrl.chat:RendererConfig'}",
+            (),
+            "chat.renderer: 'agentrl.chat:RendererConfig' does not define build",
+        ),
+        ("{renderer: 4}", (), "chat.renderer: expected an installed name or 'module:Class', got 4"),
+        (
+            "{rewritten_history: maybe}",
+            (),
+            "chat.rewritten_history: Input should be 'error' or 'restart' (got 'maybe')",
+        ),
+        ("5", (), "chat: expected a mapping of fields (got 5)"),
+        (
+            f"{{renderer: '{LOUD}', volume: much}}",
+            ("--chat.tones.0", "x"),
+            "chat.volume: Input should be a valid number, unable to parse string as a number (got 'much')\n"
+            "chat.tones: Input should be a valid tuple (got {'0': 'x'})",
+        ),
+    ],
+)
+def test_mistakes_in_the_section_of_a_plug_in_are_named(
+    text: str, overrides: tuple[str, ...], words: str, file: Path
+) -> None:
+    assert message(file, f"chat: {text}", *overrides) == words
+
+
+def test_another_plug_in_drops_the_fields_that_it_does_not_have(file: Path) -> None:
+    text = "chat: {renderer: template, rewritten_history: restart}"
+    assert load(file, text, "--chat.renderer", "chatml").chat == ChatMLConfig()
+    assert load(file, text, "--chat.renderer", "auto").chat == AutoConfig(rewritten_history="restart")
+    assert load(file, text, "--chat.renderer=chatml", "--chat.renderer=template").chat == load(file, text).chat
 
 
 def test_there_are_shipped_recipes() -> None:

@@ -18,7 +18,8 @@ def message(spec: str, *, group: Group = "agentrl.envs", field: str = "env.id") 
 def test_the_built_ins_are_installed_by_name() -> None:
     assert {"calculator", "key_door", "service_desk"} <= set(names("agentrl.envs"))
     assert {"uniform", "turn_return"} <= set(names("agentrl.credit"))
-    for group in ("agentrl.envs", "agentrl.credit"):
+    assert {"auto", "chatml", "template"} <= set(names("agentrl.renderers"))
+    for group in ("agentrl.envs", "agentrl.credit", "agentrl.renderers"):
         listed = names(group)
         assert listed == sorted(set(listed))
 

@@ -8,13 +8,23 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from agentrl.chat.encoder import Encoder
-from agentrl.chat.renderer import Tools
+from agentrl.chat.renderer import RendererConfig, Tools
 from agentrl.chat.tool_calls import CLOSE, OPEN, format_reasoning, format_tool_call, parse_assistant
 from agentrl.errors import RendererError
 from agentrl.types import Message
 
 START, END = "<|im_start|>", "<|im_end|>"
 _TAG = re.compile(f"({OPEN}|{CLOSE})")
+
+
+class ChatMLConfig(RendererConfig):
+    """agentrl's small ChatML form, for models made locally."""
+
+    renderer: str = "chatml"
+
+    def build(self, tokenizer: Any, *, name: str = "") -> "ChatMLRenderer":  # noqa: ARG002 - every tokenizer is alike
+        """Return the renderer."""
+        return ChatMLRenderer(tokenizer)
 
 
 class ChatMLRenderer:

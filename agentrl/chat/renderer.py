@@ -1,12 +1,10 @@
 """The seam between messages and tokens."""
 
-import datetime as dt
+from abc import abstractmethod
 from collections.abc import Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
-from pydantic import BaseModel, ConfigDict
-
+from agentrl.plugin import Plugin, Seam
 from agentrl.types import Message
 
 if TYPE_CHECKING:
@@ -50,36 +48,24 @@ class Renderer(Protocol):
         """Return the tokens of an assistant message as an action, its stop token included (for demonstrations)."""
 
 
-class ChatConfig(BaseModel):
-    """How messages become tokens."""
+class RendererConfig(Plugin):
+    """How messages become tokens; the fields of the renderer that it names stand beside the name."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    seam = Seam("agentrl.renderers", "chat", "renderer")
 
-    renderer: Literal["auto", "chatml", "template"] = "auto"
-    """`template`: the tokenizer's own chat template. `chatml`: agentrl's small ChatML form, for models made locally.
-    `auto`: `template` where the tokenizer has one, else `chatml`."""
-    rewritten_history: Literal["error", "restart"] = "error"
-    """What to do with a chat template that changes earlier turns. `error`: refuse it. `restart`: render the whole
-    dialogue again at each turn; every turn is then trained in the context in which it was sampled, as a row of its own.
-    A template that drops thoughts only when a user speaks (Qwen3's) is rendered again only there."""
-    date: dt.date = dt.date(2026, 1, 1)
-    """What a chat template that asks for the time (`strftime_now`) is told: midnight of this day. Fixed, so that a dialogue
-    is the same tokens on every day of a run, after a restart, and in the next run of the recipe."""
+    renderer: str = "auto"
+    """An installed renderer, or `module:Class`. `template`: the tokenizer's own chat template. `chatml`: agentrl's small ChatML
+    form, for models made locally. `auto`: `template` where the tokenizer has one, else `chatml`."""
 
+    @abstractmethod
+    def build(self, tokenizer: "PreTrainedTokenizerBase", *, name: str = "") -> Renderer:
+        """Return the renderer of a tokenizer.
 
-def load_renderer(
-    tokenizer: "PreTrainedTokenizerBase", config: ChatConfig, *, name_or_path: str | Path = ""
-) -> Renderer:
-    """Build the renderer that a recipe asks for, probing a chat template before anything is sampled with it.
+        Args:
+            tokenizer: of the policy.
+            name: of the model, for error messages.
 
-    Raises:
-        RendererError: when the template cannot be used; the message names the field and the fix.
-    """
-    from agentrl.chat.chatml import ChatMLRenderer
-    from agentrl.chat.template import TemplateRenderer
-
-    if config.renderer == "template" or (config.renderer == "auto" and tokenizer.chat_template):
-        return TemplateRenderer(
-            tokenizer, rewritten_history=config.rewritten_history, date=config.date, name=str(name_or_path)
-        )
-    return ChatMLRenderer(tokenizer)
+        Raises:
+            RendererError: when it cannot be used with this tokenizer; the message names the field and the fix.
+        """
+        raise NotImplementedError

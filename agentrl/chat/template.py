@@ -1,20 +1,39 @@
 """Any Hugging Face chat template that leaves earlier turns alone."""
 
+import datetime as dt
 from collections.abc import Sequence
-from datetime import date, datetime, time
 from typing import Any, Literal
 
 from jinja2 import TemplateError
 
 from agentrl.chat.encoder import Encoder
-from agentrl.chat.renderer import ChatConfig, Tools
+from agentrl.chat.renderer import Renderer, RendererConfig, Tools
 from agentrl.chat.tool_calls import END_THINK, THINK, format_reasoning, format_tool_call, parse_assistant
 from agentrl.errors import RendererError
 from agentrl.types import Message
 
-_DEFAULT = ChatConfig()
 _SENTINEL = "agentrl\u2063sentinel"
 _USER: Message = {"role": "user", "content": "Hello."}
+
+
+class TemplateConfig(RendererConfig):
+    """The tokenizer's own chat template."""
+
+    renderer: str = "template"
+    rewritten_history: Literal["error", "restart"] = "error"
+    """What to do with a chat template that changes earlier turns. `error`: refuse it. `restart`: render the whole
+    dialogue again at each turn; every turn is then trained in the context in which it was sampled, as a row of its own.
+    A template that drops thoughts only when a user speaks (Qwen3's) is rendered again only there."""
+    date: dt.date = dt.date(2026, 1, 1)
+    """What a chat template that asks for the time (`strftime_now`) is told: midnight of this day. Fixed, so that a dialogue
+    is the same tokens on every day of a run, after a restart, and in the next run of the recipe."""
+
+    def build(self, tokenizer: Any, *, name: str = "") -> Renderer:
+        """Return the renderer, after probing the template."""
+        return TemplateRenderer(tokenizer, self, name=name)
+
+
+_DEFAULT = TemplateConfig()
 
 
 class TemplateRenderer:
@@ -30,14 +49,7 @@ class TemplateRenderer:
     into the arguments of a call. So are thoughts where the template does not write `reasoning_content`.
     """
 
-    def __init__(
-        self,
-        tokenizer: Any,
-        *,
-        rewritten_history: Literal["error", "restart"] = _DEFAULT.rewritten_history,
-        date: date = _DEFAULT.date,
-        name: str = "",
-    ) -> None:
+    def __init__(self, tokenizer: Any, config: TemplateConfig = _DEFAULT, *, name: str = "") -> None:
         if not tokenizer.chat_template:
             raise RendererError(
                 f"chat.renderer: the tokenizer {name!r} has no chat template; set 'chatml' for a model made locally, "
@@ -45,7 +57,7 @@ class TemplateRenderer:
             )
         self._tokenizer, self._encode = tokenizer, Encoder(tokenizer)
         self._name = name
-        self._clock = datetime.combine(date, time())
+        self._clock = dt.datetime.combine(config.date, dt.time())
         self._keeps_thoughts = True  # so that the next line asks the template itself
         self._keeps_thoughts = self._writes_a_thought()
         self._is_thinking = self._prompts_a_thought()
@@ -58,7 +70,7 @@ class TemplateRenderer:
                 f"chat.renderer: the chat template of {name!r} cannot be used: {unusable}. Use another template, or set "
                 "chat.renderer: chatml"
             )
-        if rewriting and rewritten_history == "error":
+        if rewriting and config.rewritten_history == "error":
             raise RendererError(
                 f"chat.renderer: the chat template of {name!r} cannot extend a dialogue: "
                 f"{next(iter(rewriting.values()))}. Set "

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agentrl.chat import ChatConfig, load_renderer, parse_assistant, train_tokenizer
+from agentrl.chat import AutoConfig, parse_assistant, train_tokenizer
 from agentrl.plain_data import MAX_DEPTH, plain_data
 from tests.chat.test_template import PROMPTS_THOUGHT, QWEN, THINKS, THOUGHT, changed, tokenizer
 
@@ -18,9 +18,7 @@ TOKENIZERS = {
     "drops thoughts": tokenizer(changed(THINKS, THOUGHT)),
     "begins a thought": tokenizer(changed(THINKS, THOUGHT, PROMPTS_THOUGHT)),
 }
-RENDERERS = {
-    name: load_renderer(tokenizer, ChatConfig(rewritten_history="restart")) for name, tokenizer in TOKENIZERS.items()
-}
+RENDERERS = {name: AutoConfig(rewritten_history="restart").build(tokenizer) for name, tokenizer in TOKENIZERS.items()}
 TAGS = ("<tool_call>", "</tool_call>", "<think>", "</think>", "<|im_end|>", "<|im_start|>", "<tool_", "call>", "</")
 JSON = (
     '{"name": "look", "arguments": ',

@@ -4,7 +4,7 @@ import pytest
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
-from agentrl.chat import ChatConfig, ChatMLRenderer, load_renderer, train_tokenizer
+from agentrl.chat import AutoConfig, ChatMLRenderer, train_tokenizer
 from agentrl.errors import RendererError
 
 TOKENIZER = train_tokenizer(["user\nassistant\nsystem\ntool\n"], vocab_size=280)
@@ -93,4 +93,4 @@ def test_a_tokenizer_without_chatml_tokens_is_refused() -> None:
 
 
 def test_auto_takes_chatml_where_there_is_no_template() -> None:
-    assert isinstance(load_renderer(TOKENIZER, ChatConfig()), ChatMLRenderer)
+    assert isinstance(AutoConfig().build(TOKENIZER), ChatMLRenderer)

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from agentrl.chat import ChatConfig, TemplateRenderer, load_renderer, train_tokenizer
+from agentrl.chat import AutoConfig, ChatMLConfig, TemplateConfig, TemplateRenderer, train_tokenizer
 from agentrl.errors import RendererError
 from agentrl.testing import check_renderer
 
@@ -30,6 +30,7 @@ QWEN = (
 )
 USER = {"role": "user", "content": "Hello."}
 END = 2
+RESTART = TemplateConfig(rewritten_history="restart")
 
 
 THINKS = (
@@ -63,7 +64,7 @@ def changed(*pairs: tuple[str, str]) -> str:
 
 def test_a_qwen_like_template_extends_as_it_would_render_the_whole() -> None:
     made = tokenizer(QWEN)
-    renderer = load_renderer(made, ChatConfig())
+    renderer = AutoConfig().build(made)
     assert isinstance(renderer, TemplateRenderer)
     assert renderer.stop_token_ids == (END,)
     message = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "a", "arguments": {"n": 1}}}]}
@@ -136,10 +137,10 @@ def test_a_template_that_cannot_be_used_is_refused(template: str | None, problem
     assert ("chat.rewritten_history: restart" in str(caught.value)) == is_about_history
     made = tokenizer(template)
     if is_about_history:
-        assert TemplateRenderer(made, rewritten_history="restart").extend((), (65, END), [USER]) is None
+        assert TemplateRenderer(made, RESTART).extend((), (65, END), [USER]) is None
     else:
         with pytest.raises(RendererError, match=re.escape(problem)):
-            TemplateRenderer(made, rewritten_history="restart", name="org/model")
+            TemplateRenderer(made, RESTART, name="org/model")
 
 
 @pytest.mark.parametrize(
@@ -157,7 +158,7 @@ def test_rendering_anew_cannot_make_up_for_what_a_rewriting_template_leaves_out(
 ) -> None:
     made = tokenizer(changed(REWRITES, *pairs))
     with pytest.raises(RendererError) as caught:
-        TemplateRenderer(made, rewritten_history="restart", name="org/model")
+        TemplateRenderer(made, RESTART, name="org/model")
     assert problem in str(caught.value)
     assert "restart" not in str(caught.value)
 
@@ -167,8 +168,8 @@ def test_a_template_that_drops_thoughts_when_a_user_speaks_is_refused_or_begins_
     with pytest.raises(
         RendererError, match=r"turn 7 drops what the assistant thought in it\. Set chat\.rewritten_history"
     ):
-        load_renderer(made, ChatConfig())
-    renderer = load_renderer(made, ChatConfig(rewritten_history="restart"))
+        AutoConfig().build(made)
+    renderer = AutoConfig(rewritten_history="restart").build(made)
     check_renderer(renderer)
     call = {"type": "function", "function": {"name": "look", "arguments": {}}}
     message = {"role": "assistant", "reasoning_content": "Hm.", "content": "", "tool_calls": [{"id": "call_0", **call}]}
@@ -187,9 +188,9 @@ def test_a_template_that_drops_thoughts_when_a_user_speaks_is_refused_or_begins_
 def test_a_template_that_drops_thoughts_before_the_results_of_tools_begins_again_each_turn(condition: str) -> None:
     made = tokenizer(changed(THINKS, (THOUGHT[0], THOUGHT[1].replace("loop.index0 > last.user", condition))))
     if condition == "false":  # it knows no thoughts: they are a part of the text
-        check_renderer(load_renderer(made, ChatConfig()))
+        check_renderer(AutoConfig().build(made))
         return
-    renderer = load_renderer(made, ChatConfig(rewritten_history="restart"))
+    renderer = AutoConfig(rewritten_history="restart").build(made)
     check_renderer(renderer)
     assert renderer.extend((), (65, END), [{"role": "tool", "content": "empty"}]) is None
 
@@ -197,8 +198,8 @@ def test_a_template_that_drops_thoughts_before_the_results_of_tools_begins_again
 def test_a_template_that_cuts_thoughts_out_of_the_text_begins_again_each_turn() -> None:
     cuts = (THOUGHT[0], THOUGHT[0].replace("message.content", "message.content.split('</think>')[-1]"))
     with pytest.raises(RendererError, match="turn 7 drops what the assistant thought in it"):
-        load_renderer(tokenizer(changed(cuts)), ChatConfig())
-    renderer = load_renderer(tokenizer(changed(cuts)), ChatConfig(rewritten_history="restart"))
+        AutoConfig().build(tokenizer(changed(cuts)))
+    renderer = AutoConfig(rewritten_history="restart").build(tokenizer(changed(cuts)))
     assert renderer.extend((), (65, END), [{"role": "tool", "content": "empty"}]) is None
 
 
@@ -210,7 +211,7 @@ def test_thoughts_are_text_to_a_template_that_knows_none() -> None:
 
 def test_where_the_prompt_begins_a_thought_nothing_is_carried_out_before_it_ends() -> None:
     made = tokenizer(changed(THINKS, THOUGHT, PROMPTS_THOUGHT))
-    renderer = TemplateRenderer(made, rewritten_history="restart")
+    renderer = TemplateRenderer(made, RESTART)
     call = '<tool_call>\n{"name": "look", "arguments": {}}\n</tool_call>'
 
     def parsed(sampled: str) -> Any:
@@ -224,8 +225,8 @@ def test_where_the_prompt_begins_a_thought_nothing_is_carried_out_before_it_ends
 
 
 def test_a_template_that_rewrites_history_can_be_rendered_anew_each_turn() -> None:
-    config = ChatConfig(rewritten_history="restart")
-    renderer = load_renderer(tokenizer(REWRITING), config, name_or_path="org/model")
+    config = AutoConfig(rewritten_history="restart")
+    renderer = config.build(tokenizer(REWRITING), name="org/model")
     start = renderer.start([USER], [])
     assert renderer.extend(start, (65, END), [USER]) is None
     said = [USER, {"role": "assistant", "content": "Text."}, USER, {"role": "assistant", "content": "More."}, USER]
@@ -247,7 +248,7 @@ def test_a_template_that_rewrites_history_can_be_rendered_anew_each_turn() -> No
 )
 def test_a_call_that_is_none_is_text_to_a_template_that_looks_into_arguments(body: str) -> None:
     made = tokenizer(changed(REWRITES, LOOKS_INTO_ARGUMENTS))
-    renderer = TemplateRenderer(made, rewritten_history="restart")
+    renderer = TemplateRenderer(made, RESTART)
     good = '<tool_call>\n{"name": "take", "arguments": {"n": 7}}\n</tool_call>'
     bad = f"<tool_call>\n{body}\n</tool_call>"
     reply = {"role": "tool", "name": "", "content": "no such call"}
@@ -274,14 +275,14 @@ def test_a_call_that_is_none_is_text_to_a_template_that_looks_into_arguments(bod
 def test_a_template_with_a_clock_says_the_same_at_any_time() -> None:
     clock = "{{- '<|im_start|>system\n' + strftime_now('%Y-%m-%d %H:%M:%S %f') + '<|im_end|>\n' }}"
     made = tokenizer(clock + QWEN)
-    renderer = load_renderer(made, ChatConfig())
+    renderer = AutoConfig().build(made)
     ids = renderer.start([USER], [])
     assert "2026-01-01 00:00:00 000000" in made.decode(ids, skip_special_tokens=False)
-    assert load_renderer(made, ChatConfig()).start([USER], []) == renderer.start([USER], []) == ids
-    later = load_renderer(made, ChatConfig.model_validate({"date": "2031-05-17"}))
+    assert AutoConfig().build(made).start([USER], []) == renderer.start([USER], []) == ids
+    later = AutoConfig.model_validate({"date": "2031-05-17"}).build(made)
     assert "2031-05-17 00:00:00 000000" in made.decode(later.start([USER], []), skip_special_tokens=False)
 
 
 def test_chatml_can_be_asked_for_in_place_of_the_template() -> None:
-    renderer = load_renderer(tokenizer(REWRITING), ChatConfig(renderer="chatml"))
+    renderer = ChatMLConfig().build(tokenizer(REWRITING))
     assert renderer.extend((), (65, END), [USER]) is not None

@@ -172,7 +172,7 @@ def test_load_credit_builds_the_scheme_by_name_and_by_module() -> None:
         ({"scheme": "uniform", "normalize": "sd"}, r"^credit\.normalize: .* \(got 'sd'\)$"),
         ({"scheme": "turn_return", "gamma": 2}, r"^credit\.gamma: .* less than or equal to 1 \(got 2\)$"),
         ({}, r"^credit\.scheme: expected the name of a credit scheme, got None"),
-        ({"scheme": "agentrl.types:Turn"}, r"^credit\.scheme: .*not a subclass of agentrl\.CreditScheme"),
+        ({"scheme": "agentrl.types:Turn"}, r"^credit\.scheme: .*not a subclass of agentrl\.credit\.CreditScheme"),
         ({"scheme": f"{__name__}:Unfinished"}, r"^credit\.scheme: .*:Unfinished' does not define assign$"),
         ({"scheme": "agentrl.credit:CreditSchema"}, r"^credit\.scheme: .* Did you mean 'CreditScheme'\?"),
     ],

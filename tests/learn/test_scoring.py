@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from agentrl.chat import ChatConfig, ChatMLRenderer, Renderer, load_renderer, train_tokenizer
+from agentrl.chat import AutoConfig, ChatMLRenderer, Renderer, train_tokenizer
 from agentrl.engine.transformers import TransformersEngine
 from agentrl.env import base_env, make_env
 from agentrl.learn.plan import MicroBatch
@@ -249,7 +249,7 @@ def test_the_hint_tells_the_known_answer() -> None:
 def test_a_template_that_renders_every_turn_anew_tells_the_hint_once_in_each() -> None:
     tokenizer = train_tokenizer([], vocab_size=261)
     tokenizer.chat_template = TEMPLATE.replace("REWRITTEN", "loop.index < messages | length - 2")
-    renderer = load_renderer(tokenizer, ChatConfig(rewritten_history="restart"))
+    renderer = AutoConfig(rewritten_history="restart").build(tokenizer)
     env = base_env(make_env("key_door"))
     (trajectory,) = play(POLICY, renderer=Impatient(renderer), num=1)
     assert [turn.extends for turn in trajectory.turns] == [True] + [False] * 5
@@ -290,7 +290,7 @@ def test_the_answer_follows_the_very_context_of_each_turn(played: list[Trajector
 def test_the_stop_token_of_a_template_is_left_out_of_the_answer_too(played: list[Trajectory]) -> None:
     tokenizer = train_tokenizer([], vocab_size=261)
     tokenizer.chat_template = TEMPLATE.replace("REWRITTEN", "false")
-    renderer = load_renderer(tokenizer, ChatConfig())
+    renderer = AutoConfig().build(tokenizer)
     assert renderer.encode({"role": "assistant", "content": "42"})[-1] in renderer.stop_token_ids
     (attempt, *_) = answered_at_each_turn(replace(played[0], gold_answer="42"), renderer)
     assert TOKENIZER.decode(list(attempt.turns[0].action_ids)) == "42"

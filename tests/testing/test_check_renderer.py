@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from agentrl.chat import ChatMLRenderer, TemplateRenderer, parse_assistant, train_tokenizer
+from agentrl.chat import ChatMLRenderer, TemplateConfig, TemplateRenderer, parse_assistant, train_tokenizer
 from agentrl.chat.renderer import Tools
 from agentrl.errors import CheckError
 from agentrl.testing import check_renderer
@@ -36,7 +36,7 @@ QWEN = """
 def template_renderer(template: str, **options: Any) -> TemplateRenderer:
     tokenizer = train_tokenizer(TEXTS, vocab_size=300)
     tokenizer.chat_template = template
-    return TemplateRenderer(tokenizer, **options)
+    return TemplateRenderer(tokenizer, TemplateConfig(**options))
 
 
 def test_the_chatml_renderer_passes() -> None:

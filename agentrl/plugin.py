@@ -1,0 +1,124 @@
+"""A section of the recipe that names a plug-in and holds its fields: `chat: {renderer: template, date: 2026-01-01}`."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any, ClassVar, NamedTuple, Self, TypeVar, get_args
+
+from pydantic import BaseModel, ConfigDict, ModelWrapValidatorHandler, ValidationError, model_validator
+
+from agentrl.errors import ConfigError, UserError
+from agentrl.registry import Group, resolve, suggest
+
+M = TypeVar("M", bound=BaseModel)
+
+
+class Seam(NamedTuple):
+    """Where the plug-ins of one kind are found, and where a recipe names one."""
+
+    group: Group
+    """Of the entry points."""
+    section: str
+    """Of the recipe."""
+    key: str
+    """The section's field that names a plug-in: an entry point of the group, or `module:Class`."""
+
+
+class Plugin(BaseModel):
+    """Base of the recipe's sections that name a plug-in.
+
+    A seam subclasses it and sets `seam`; a plug-in subclasses the seam, and its fields may stand in the section. Whatever
+    validates the seam's class gets an instance of the class that the section names.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    seam: ClassVar[Seam]
+
+    @classmethod
+    def named(cls, name: object) -> type[Self]:
+        """Return the plug-in of this seam that has a name.
+
+        Raises:
+            ConfigError: when there is none.
+        """
+        return plugin_class(name, base=cls, group=cls.seam.group, field=f"{cls.seam.section}.{cls.seam.key}")
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def _of_the_class_named(cls, data: Any, handler: ModelWrapValidatorHandler[Self]) -> Self:
+        if "seam" not in vars(cls) or not isinstance(data, Mapping):
+            return handler(data)
+        _, section, key = cls.seam
+        name = data.get(key, cls.model_fields[key].default)
+        return with_fields(cls.named(name), {**data, key: name}, name=name, section=section)
+
+
+def plugin_class(name: object, *, base: type[M], group: Group, field: str) -> type[M]:
+    """Return a class by its entry point's name or `module:Class`.
+
+    Raises:
+        ConfigError: naming `field`, when there is none, or it is no `base`, or is not whole.
+    """
+    if not isinstance(name, str):
+        raise ConfigError(f"{field}: expected an installed name or 'module:Class', got {name!r}")
+    cls = resolve(name, group=group, field=field)
+    if not (isinstance(cls, type) and issubclass(cls, base)):
+        raise ConfigError(f"{field}: {name!r} is {cls!r}, not a subclass of {base.__module__}.{base.__name__}")
+    if missing := sorted(getattr(cls, "__abstractmethods__", ())):
+        raise ConfigError(f"{field}: {name!r} does not define {', '.join(missing)}")
+    return cls
+
+
+def with_fields(cls: type[M], values: Mapping[str, Any], *, name: str, section: str) -> M:
+    """Return a plug-in with the fields that its section of the recipe gives it.
+
+    Raises:
+        ConfigError: a line for each field that is unknown (with the nearest name) or has an impossible value.
+    """
+    if unknown := [key for key in values if key not in cls.model_fields]:
+        raise ConfigError(
+            "\n".join(
+                f"{section}.{key}: {name!r} has no such option.{suggest(str(key), cls.model_fields)}" for key in unknown
+            )
+        )
+    try:
+        return cls.model_validate(values)
+    except ValidationError as error:
+        raise ConfigError("\n".join(explain(error, cls, section))) from error
+
+
+def explain(error: ValidationError, model: type[BaseModel], *path: str) -> Iterator[str]:
+    """Yield one line for each mistake: the field, what is wrong with it, what was given.
+
+    Args:
+        error: of validating `model`.
+        model: a part of the recipe.
+        path: the section of the recipe that it is.
+    """
+    for entry in error.errors():
+        where = ".".join(map(str, (*path, *entry["loc"])))
+        if entry["type"] == "extra_forbidden":
+            section: type[BaseModel] | None = model
+            for part in entry["loc"][:-1]:
+                section = section_of(section.model_fields[str(part)].annotation) if section else None
+            yield f"{where}: no such field.{suggest(str(entry['loc'][-1]), section.model_fields if section else ())}"
+        elif entry["type"] == "value_error" and isinstance(cause := entry.get("ctx", {}).get("error"), ValueError):
+            words = str(cause)
+            is_named = isinstance(cause, UserError) or not where
+            yield words if is_named else f"{where}.{words}"
+        elif entry["type"] == "model_type":
+            yield f"{where}: expected a mapping of fields (got {_short(entry['input'])})"
+        else:
+            yield f"{where}: {entry['msg']} (got {_short(entry['input'])})"
+
+
+def section_of(annotation: Any) -> type[BaseModel] | None:
+    """Return the model that a field holds. None: it is no section."""
+    for candidate in (annotation, *get_args(annotation)):
+        if isinstance(candidate, type) and issubclass(candidate, BaseModel):
+            return candidate
+    return None
+
+
+def _short(value: object) -> str:
+    text = repr(value)
+    return f"{text[:200]}{'...' if len(text) > 200 else ''}"
