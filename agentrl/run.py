@@ -284,9 +284,7 @@ class Run:
         self._runner.run(self._pool.resume())  # episodes that a step interrupted go on meanwhile
         try:
             groups = (
-                self._runner.run(
-                    play_held_out(pool, config, seed=self.recipe.seed, first=share.first, stride=share.stride)
-                )
+                self._runner.run(play_held_out(pool, config, seed=self.recipe.seed, share=share))
                 if share.num_groups
                 else []
             )
@@ -394,11 +392,10 @@ class Run:
             make_env=self._make_env,
             engine=self._engine,
             renderer=self._renderer,
-            config=self._rollout.model_copy(update={"temperature": temperature}),
+            config=self.recipe.rollout.model_copy(update={"temperature": temperature}),
             seed=self.recipe.seed,
             fork=fork,
-            first=self._share.first,
-            stride=self._share.stride,
+            share=self._share,
             on_fault=self._note_fault,
         )
 

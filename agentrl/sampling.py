@@ -2,7 +2,7 @@
 
 import copy
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -13,20 +13,10 @@ from agentrl.engine.transformers import TransformersEngine
 from agentrl.engine.vllm import VLLMEngine, is_installed
 from agentrl.engine.vllm_server import VLLMServer
 from agentrl.errors import ConfigError
+from agentrl.rollout import Share
 
 _LARGE = 10_000_000
 """Parameters from which on vLLM outruns the transformers engine on a CPU (benchmarks/vllm_throughput.py)."""
-
-
-class Share(NamedTuple):
-    """What one process collects."""
-
-    num_groups: int
-    """Of a step. 0: it only trains."""
-    first: int = 0
-    """Its first task."""
-    stride: int = 1
-    """From one of its tasks to the next."""
 
 
 def share_of(recipe: Recipe, process: int, count: int) -> Share:

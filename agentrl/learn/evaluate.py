@@ -8,7 +8,7 @@ from typing import Self
 import numpy as np
 from pydantic import BaseModel, ConfigDict, NonNegativeFloat, PositiveInt, model_validator
 
-from agentrl.rollout import RolloutPool, held_out_seed
+from agentrl.rollout import RolloutPool, Share, held_out_seed
 from agentrl.types import AmountOrZero, Count, Trajectory, TrajectoryGroup
 
 
@@ -50,10 +50,11 @@ class Evaluation:
 
 
 async def play_held_out(
-    pool: RolloutPool, config: EvaluationConfig, *, seed: int, first: int = 0, stride: int = 1
+    pool: RolloutPool, config: EvaluationConfig, *, seed: int, share: Share
 ) -> list[TrajectoryGroup]:
-    """Play the held-out tasks from `first` on, every `stride`-th."""
-    tasks = [(f"eval/{i:06d}", held_out_seed(seed, i)) for i in range(first, config.num_tasks, stride)]
+    """Play the held-out tasks that are dealt out to this process as training tasks are."""
+    indices = range(share.first, config.num_tasks, share.stride)
+    tasks = [(f"eval/{i:06d}", held_out_seed(seed, i)) for i in indices]
     return await pool.play(tasks, group_size=config.samples)
 
 

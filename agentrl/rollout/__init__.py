@@ -6,6 +6,7 @@ from agentrl.rollout.journal import Journal
 from agentrl.rollout.limits import check_limits
 from agentrl.rollout.pool import RolloutPool
 from agentrl.rollout.seeds import derive_seed, held_out_seed, task_seed
+from agentrl.rollout.share import Share
 from agentrl.rollout.trial import describe_env, try_environment
 
 __all__ = [
@@ -15,6 +16,7 @@ __all__ = [
     "LiveEpisode",
     "RolloutConfig",
     "RolloutPool",
+    "Share",
     "Task",
     "check_limits",
     "derive_seed",

@@ -17,6 +17,7 @@ from agentrl.rollout.env_calls import MakeEnv
 from agentrl.rollout.env_thread import EnvThread
 from agentrl.rollout.episode import Episode, LiveEpisode, Task
 from agentrl.rollout.journal import Journal
+from agentrl.rollout.share import Share
 from agentrl.rollout.stream import TaskStream, group_of
 from agentrl.types import Sampling, StopReason, Trajectory, TrajectoryGroup
 
@@ -54,8 +55,7 @@ class RolloutPool:
         config: RolloutConfig,
         seed: int,
         fork: bool = False,
-        first: int = 0,
-        stride: int = 1,
+        share: Share | None = None,
         on_fault: Callable[[Trajectory], object] = lambda _: None,
     ) -> None:
         """Take the parts.
@@ -67,13 +67,12 @@ class RolloutPool:
             config: how episodes are played.
             seed: of tasks and samples.
             fork: rollouts are forked from every episode's turns (see `RolloutConfig.branches`).
-            first: number of the first training task.
-            stride: from one training task to the next; those in between are other processes'.
+            share: the training tasks that are dealt out to this process. None: all.
             on_fault: told of each episode whose environment failed, at each attempt, at once.
         """
         self._make_env, self._engine, self._renderer, self._config = make_env, engine, renderer, config
         self._fork, self._on_fault = fork, on_fault
-        self._stream = TaskStream(config, seed=seed, first=first, stride=stride)
+        self._stream = TaskStream(config, seed=seed, share=share)
         self._clock = EngineClock()
         self._is_paused = False
         self._threads: list[EnvThread] = []
@@ -98,7 +97,7 @@ class RolloutPool:
         return self._stream.is_replaying
 
     async def collect(self, num_groups: int | None = None) -> list[TrajectoryGroup]:
-        """Return the next groups of the training stream; as many as the recipe says by default.
+        """Return the next groups of the training stream; a step's share by default.
 
         They are the oldest of the groups that are complete, as soon as there are enough and the others can be returned
         before any is too old (`max_staleness`); with `mode: sync` that is when all are complete. Groups with too many

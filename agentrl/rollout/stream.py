@@ -13,6 +13,7 @@ from agentrl.rollout.config import RolloutConfig
 from agentrl.rollout.episode import LiveEpisode, Task
 from agentrl.rollout.journal import Begun, Dropped, Ended, Event, HandedOut, Held, Journal, Played, Restarted
 from agentrl.rollout.seeds import derive_seed, task_seed
+from agentrl.rollout.share import Share
 from agentrl.types import StopReason, Trajectory, TrajectoryGroup, lengthen, shorten
 
 
@@ -53,12 +54,19 @@ class TaskStream:
     Everything that happens is written to a journal, where there is one: a state and the events after it are the stream.
     """
 
-    def __init__(self, config: RolloutConfig, *, seed: int, first: int = 0, stride: int = 1) -> None:
-        """Begin with a task, by number, and go on with every `stride`-th: the others belong to other processes."""
+    def __init__(self, config: RolloutConfig, *, seed: int, share: Share | None = None) -> None:
+        """Begin before the first task.
+
+        Args:
+            config: how episodes are played.
+            seed: of tasks and samples.
+            share: the tasks that are dealt out to this process. None: all.
+        """
         self._config, self._seed = config, seed
-        self._num_groups = config.num_groups
+        self._share = share or Share(config.num_groups)
+        self._num_groups = self._share.num_groups
         self._staleness_bound = config.staleness_bound
-        self._next_group, self._share = first, (first, stride)
+        self._next_group = self._share.first
         self._replaced_in_a_row = self._replaceable = 0
         self._is_waited_for = False
         self._groups: dict[str, _Group] = {}
@@ -89,8 +97,8 @@ class TaskStream:
         return self._handed_out.popleft()
 
     def begin_step(self, num_groups: int | None) -> None:
-        """Prepare to hand out so many groups; None: as the recipe says."""
-        self._num_groups = self._config.num_groups if num_groups is None else num_groups
+        """Prepare to hand out so many groups; None: a step's share."""
+        self._num_groups = self._share.num_groups if num_groups is None else num_groups
         self._replaced_in_a_row, self._replaceable = 0, self._config.dynamic_sampling
         self._is_waited_for = self._may_hand_out = True
 
@@ -231,7 +239,7 @@ class TaskStream:
             groups=groups,
             handed_out=list(self._handed_out),
             journal=None if self._journal is None else self._journal.begin(),
-            share=self._share,
+            share=(self._share.first, self._share.stride),
         )
         dumped: dict[str, Any] = _STATE.dump_python(state, mode="json")
         return dumped
@@ -243,7 +251,7 @@ class TaskStream:
             ConfigError: for tasks that were dealt out to processes otherwise.
         """
         loaded = _STATE.validate_python(state)
-        if loaded.share != self._share:
+        if loaded.share != (self._share.first, self._share.stride):
             raise ConfigError(
                 "this run's tasks were dealt out to other engines; go on with as many (engine.server.url)"
             )
@@ -284,7 +292,7 @@ class TaskStream:
         name = f"train/{begun.index:06d}"
         tasks = self.tasks(name, task_seed(self._seed, begun.index), self._config.group_size)
         group = _Group(began=begun.version, waiting=[LiveEpisode(task=task) for task in tasks])
-        self._groups[name], self._next_group = group, begun.index + self._share[1]
+        self._groups[name], self._next_group = group, begun.index + self._share.stride
         self._open.append(group)
         return group
 

@@ -18,7 +18,7 @@ from agentrl.learn.evaluate import (
     reported_means,
 )
 from agentrl.policy.model import LocalModelConfig, make_local_model
-from agentrl.rollout import RolloutConfig, RolloutPool, held_out_seed, task_seed
+from agentrl.rollout import RolloutConfig, RolloutPool, Share, held_out_seed, task_seed
 from agentrl.types import Message, StopReason, Trajectory, TrajectoryGroup
 
 
@@ -71,7 +71,7 @@ def played(
 
     async def play() -> list[TrajectoryGroup]:
         shares = [
-            await play_held_out(pool, config, seed=seed, first=process, stride=num_processes)
+            await play_held_out(pool, config, seed=seed, share=Share(1, process, num_processes))
             for process in range(num_processes)
         ]
         return [group for share in shares for group in share]
