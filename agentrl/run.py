@@ -183,7 +183,8 @@ class Run:
         examples: list[Trajectory] = []
         if folder is not None and is_main():
             self._lock = folder.lock()
-            rows = folder.metrics()  # before anything is written: rows that cannot be read end it here
+            folder.check()
+            rows = folder.metrics()
             if not is_resumed and (lost := [row["step"] for row in rows if row["step"] > 0]):
                 raise ConfigError(
                     f"{folder.path} has metrics up to step {lost[-1]:.0f}, but no checkpoint to go on from; begin anew: "

@@ -259,7 +259,9 @@ def test_rows_of_metrics_are_never_dropped_for_a_line_that_is_broken(tmp_path: P
     assert folder.metrics() == rows
 
 
-@pytest.mark.parametrize("damage", ["metrics", "a folder for metrics", "reference"])
+@pytest.mark.parametrize(
+    "damage", ["metrics", "a folder for metrics", "warnings", "a folder for rollouts", "reference"]
+)
 def test_what_cannot_be_read_is_told_before_anything_is_written(damage: str, tmp_path: Path) -> None:
     settings: dict[str, Any] = {
         "rollout": {"mode": "partial"},
@@ -271,14 +273,17 @@ def test_what_cannot_be_read_is_told_before_anything_is_written(damage: str, tmp
         data = bytearray(weights.read_bytes())
         data[10:14] = b"\xff\xfe\xff\xfe"  # within the header, whose size stays
         weights.write_bytes(data)
+    elif damage == "warnings":
+        (folder.path / "warnings.jsonl").write_text("[1]\n")
+    elif damage == "a folder for rollouts":
+        (folder.path / "rollouts" / "step-000009.jsonl").mkdir(parents=True)
     else:
         metrics.unlink()
         metrics.mkdir() if damage == "a folder for metrics" else metrics.write_text("[1]\n")
     before = {path: path.read_bytes() for path in folder.path.rglob("*") if path.is_file()}
     run = Run(recipe(tmp_path, **settings, train={"steps": 3}), tokenizer_folder=folder.tokenizer)
-    with pytest.raises(
-        ConfigError, match="the policy with which this run began" if damage == "reference" else "metrics"
-    ):
+    words = "the policy with which this run began" if damage == "reference" else damage.removeprefix("a folder for ")
+    with pytest.raises(ConfigError, match=words):
         run.train(folder, on_progress=lambda *_: None)
     run.close()
     assert {path: path.read_bytes() for path in folder.path.rglob("*") if path.is_file()} == before

@@ -190,6 +190,18 @@ class RunFolder:
         """
         return [parse(line, _WARNING, where=where, fix=_FIX) for where, line in _lines(self._warnings)]
 
+    def check(self) -> None:
+        """Read what resuming goes by, before it writes anything.
+
+        Raises:
+            ConfigError: where something of it is damaged.
+        """
+        self.metrics()
+        self.warnings()
+        for path in self.rollouts():
+            if not path.is_file():
+                raise ConfigError(f"{path} is no file; delete it")
+
     def rewind(self, step: int) -> None:
         """Drop what was written after `step`: it is going to be done again. -1 drops everything."""
         write_whole(self._metrics, [line + b"\n" for row, line in self._rows() if row["step"] <= step])
