@@ -22,12 +22,6 @@ from agentrl.types import Need, Trajectory, TrajectoryGroup
 
 __all__ = ["Credit", "CreditScheme", "Need", "assign_credit", "load_credit", "load_credit_for"]
 
-_SOURCES = {
-    Need.TEACHER_LOGPROBS: "signals.teacher to a model",
-    Need.TURN_SCORES: "signals.judge to module:function",
-}
-"""What the recipe must name for a need that no environment provides."""
-
 FloatArray = npt.NDArray[np.float32]
 BoolArray = npt.NDArray[np.bool_]
 
@@ -187,9 +181,16 @@ def installed_credit() -> dict[str, frozenset[Need] | None]:
 
 
 def load_credit_for(
-    spec: Mapping[str, Any], *, provided: frozenset[Need], env_id: str, field: str = "credit"
+    spec: Mapping[str, Any],
+    *,
+    provided: frozenset[Need],
+    hints: Mapping[Need, str],
+    env_id: str,
+    field: str = "credit",
 ) -> tuple[CreditScheme, str | None]:
-    """Build the scheme of a recipe for an environment that provides `provided`.
+    """Build the scheme of a recipe for what its environment and its signals provide.
+
+    `hints` says what the recipe must set for a need that no environment provides.
 
     Returns:
         the scheme and None; or, where the environment cannot serve it and the recipe has `fallback: uniform`, plain GSPO
@@ -202,10 +203,10 @@ def load_credit_for(
     missing = sorted(scheme.requirements() - provided)
     if not missing:
         return scheme, None
-    unset = [f"{need} (set {_SOURCES[need]})" for need in missing if need in _SOURCES]
+    unset = [f"{need} (set {hints[need]})" for need in missing if need in hints]
     lacking = (
         [f"{', '.join(found)}, which the environment {env_id!r} lacks"]
-        if (found := [need for need in missing if need not in _SOURCES])
+        if (found := [need for need in missing if need not in hints])
         else []
     )
     problem = f"{field}.scheme: {spec['scheme']!r} needs {'; and '.join([*unset, *lacking])}"

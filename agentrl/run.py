@@ -41,7 +41,9 @@ from agentrl.learn.evaluate import Evaluation, evaluated, play_held_out
 from agentrl.learn.health import SIGNS, Sign, cut_demonstrations, first_told, signs
 from agentrl.learn.learner import Learner
 from agentrl.learn.policy_state import PolicyState, load_weights
-from agentrl.learn.signals import Signals
+from agentrl.learn.signals import hints, provided_by
+from agentrl.learn.signals.base import SignalContext
+from agentrl.learn.signals.signals import Signals
 from agentrl.learn.trainer import StepResult, Trainer
 from agentrl.learn.warmup import warm_up
 from agentrl.plain_data import line_of
@@ -104,8 +106,8 @@ class Run:
         """What was found before the first step: metrics, and what to tell."""
         self._make_env = partial(make_env, recipe.env.id, recipe.env.options)
         offered = self._runner.run(describe_env(self._make_env, timeout_s=recipe.rollout.env_timeout_s))
-        provided = offered.needs | recipe.signals.provides()
-        credit, warning = load_credit_for(recipe.credit, provided=provided, env_id=recipe.env.id)
+        provided = offered.needs | provided_by(recipe.signals)
+        credit, warning = load_credit_for(recipe.credit, provided=provided, hints=hints(), env_id=recipe.env.id)
         self.warnings += [warning] if warning else []
         self._falls_back = warning is not None
         self._forks = Need.BRANCHES in credit.requirements()
@@ -132,23 +134,26 @@ class Run:
         )
         self.warnings += [warning] if warning else []
         self._policy = Policy(model, layout=layout)
-        self._signals = Signals(
-            credit,
-            recipe.signals,
-            policy=self._policy,
-            load_teacher=partial(_load_teacher, recipe, self.tokenizer),
-            renderer=self._renderer,
-            tools=offered.tools,
-            temperature=recipe.rollout.temperature,
-            max_tokens=recipe.train.max_tokens_per_micro_batch,
-            seed=recipe.seed,
-            autocast=self._accelerator.autocast,
-        )
-        needs_reference = recipe.loss.kl_coefficient > 0 or self._signals.needs_reference
+        self._reads_reference = Need.REFERENCE_LOGPROBS in credit.requirements()
+        needs_reference = recipe.loss.kl_coefficient > 0 or self._reads_reference
         # It shares what is not trained; but shards have one owner.
         frozen = [p for p in model.parameters() if not p.requires_grad and recipe.train.sharding == "none"]
         reference = copy.deepcopy(self._policy, {id(p): p for p in frozen}) if needs_reference else None
-        self._signals.reference = reference
+        self._signals = Signals(
+            SignalContext(
+                scheme=credit,
+                config=recipe.signals,
+                policy=self._policy,
+                reference=reference,
+                load_teacher=partial(_load_teacher, recipe, self.tokenizer),
+                renderer=self._renderer,
+                tools=offered.tools,
+                temperature=recipe.rollout.temperature,
+                max_tokens=recipe.train.max_tokens_per_micro_batch,
+                seed=recipe.seed,
+                autocast=self._accelerator.autocast,
+            )
+        )
         if self._signals.critic is not None and recipe.train.sharding == "full":
             raise ConfigError("train.sharding: full leaves the critic no whole policy to read; set it to none")
         self._state = PolicyState(self._policy, accelerator=self._accelerator, config=recipe.train, reference=reference)
@@ -241,7 +246,7 @@ class Run:
         if self._state.reference is not None:
             if not folder.reference.is_dir():
                 asking = f"loss.kl_coefficient: {self.recipe.loss.kl_coefficient:g}"
-                if self._signals.needs_reference:
+                if self._reads_reference:
                     asking = f"credit.scheme: {self.recipe.credit['scheme']!r}"
                 raise ConfigError(
                     f"{asking} needs the policy with which {folder.path} began, and that run kept none; begin a new run with "

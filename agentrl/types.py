@@ -3,7 +3,7 @@
 Tokens are tuples of Python ints exactly as they were sampled. Nothing here is ever decoded and tokenized again.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Annotated, Any
@@ -108,18 +108,6 @@ class Completion:
     """Tokens of the prompt that the engine had computed before, for another request, and did not compute again."""
 
 
-PER_TOKEN = (
-    "behavior_logprobs",
-    "versions",
-    "values",
-    "entropies",
-    "reference_logprobs",
-    "teacher_logprobs",
-    "hindsight_logprobs",
-)
-"""Fields of a turn that hold one number for each action token."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Turn:
     """One action of the policy, with what the environment said before it and what it gave for it."""
@@ -149,30 +137,19 @@ class Turn:
     """The assistant message parsed from the action."""
     extras: Mapping[str, Any] = field(default_factory=dict)
     """What the environment reported in `info` about this turn, for records and metrics."""
-    values: Floats | None = None
-    """A critic's value of the context before each action token, in units of reward. This and what follows is None
-    unless the credit scheme asks for it."""
-    entropies: Floats | None = None
-    """Entropy of the policy's distribution at each action token, in nats."""
-    reference_logprobs: Floats | None = None
-    """Log-probability of each action token under the policy with which the run began."""
-    teacher_logprobs: Floats | None = None
-    """Log-probability of each action token under another model."""
-    hindsight_logprobs: Floats | None = None
-    """Log-probability of each action token under the policy itself, told beforehand how the episode will end."""
-    answer_logprob: float | None = None
-    """Mean log-probability of the tokens of the task's known answer, had it been given in place of this turn's action."""
-    score: float | None = None
-    """A judge's score of this turn."""
     branch_rewards: tuple[tuple[float, ...], ...] | None = None
-    """For each rollout that was forked before this turn's action: the rewards of its turns from here on."""
+    """For each rollout that was forked before this turn's action: the rewards of its turns from here on. None:
+    the credit scheme does not ask for them."""
+    signals: Mapping[str, Any] = field(default_factory=dict)
+    """What the credit scheme asks for beyond these fields, by the name of its `Need`: a tuple with one number for each action
+    token, or one number for the turn. `agentrl/learn/signals/` has a file for each, with its meaning and unit."""
 
     def __post_init__(self) -> None:
         """Check that what belongs to tokens is aligned with the action."""
         num = len(self.action_ids)
-        for name in PER_TOKEN:
-            column = getattr(self, name)
-            if column is not None and len(column) != num:
+        columns = {"behavior_logprobs": self.behavior_logprobs, "versions": self.versions, **self.signals}
+        for name, column in columns.items():
+            if isinstance(column, Sized) and len(column) != num:
                 raise ValueError(f"a turn of {num} action tokens needs as many {name}, got {len(column)}")
 
 

@@ -208,7 +208,7 @@ def sample(process: KeyDoor, *, seed: int, num_groups: int, group_size: int, num
             state_key=step.state.label(),
             next_state_key=None if step.following is None else step.following.label(),
             action_key=first if step.action == FIRST else second,
-            values=(process.values[step.state],),
+            signals={"values": (process.values[step.state],)},
             branch_rewards=tuple(tuple(s.reward for s in fork) for fork in forks) if forks else None,
         )
 

@@ -38,8 +38,8 @@ def make_batch(group_size: int) -> list[TrajectoryGroup]:
                 entropies=np.abs(numbers).tolist(),
                 teacher_logprobs=(-np.abs(numbers)).tolist(),
                 hindsight_logprobs=(-np.abs(numbers)).tolist(),
-                answer_logprob=(-np.abs(numbers)).tolist(),
-                score=numbers,
+                answer_logprobs=(-np.abs(numbers)).tolist(),
+                turn_scores=numbers,
                 branch_rewards=[[((a,), (0.0, a)) for a in row] for row in numbers],
                 group_id=f"g{g}",
             )

@@ -9,7 +9,6 @@ from pydantic import TypeAdapter, ValidationError
 
 from agentrl.columns import Integers
 from agentrl.types import (
-    PER_TOKEN,
     StopReason,
     Trajectory,
     TrajectoryGroup,
@@ -40,9 +39,9 @@ def trajectory(*turns: Turn, **changes: Any) -> Trajectory:
     return replace(blank, **changes)
 
 
-@pytest.mark.parametrize("field", PER_TOKEN)
+@pytest.mark.parametrize("field", ["behavior_logprobs", "versions", "values"])
 def test_what_belongs_to_tokens_has_one_number_for_each_action_token(field: str) -> None:
-    changes: Any = {field: (0, 0)}
+    changes: Any = {"signals": {"turn_scores": 0.5, field: (0, 0)}} if field == "values" else {field: (0, 0)}
     with pytest.raises(ValueError, match=f"3 action tokens needs as many {field}, got 2"):
         replace(turn(1, 2, 3), **changes)
 

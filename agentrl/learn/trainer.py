@@ -20,7 +20,7 @@ from agentrl.engine import Engine
 from agentrl.errors import ConfigError, EngineError
 from agentrl.learn.learner import Learner
 from agentrl.learn.metrics import process_metrics, rollout_metrics
-from agentrl.learn.signals import Signals
+from agentrl.learn.signals.signals import Signals
 from agentrl.learn.staleness import mask_stale, share_too_old
 from agentrl.rollout import RolloutConfig, RolloutPool
 from agentrl.types import Completion, Sampling, TrajectoryGroup

@@ -9,12 +9,7 @@ from pydantic import BaseModel, ConfigDict, TypeAdapter, model_validator
 
 from agentrl.credit import Credit
 from agentrl.files import parse, read_bytes
-from agentrl.types import PER_TOKEN, Fault, FinishReason, Message, StopReason, Trajectory, TrajectoryGroup, Turn
-
-MEASURED = tuple(
-    f.name for f in fields(Turn) if f.default is None and f.name not in ("state_key", "next_state_key", "action_key")
-)
-"""Fields of a turn that are measured where the credit scheme reads them."""
+from agentrl.types import Fault, FinishReason, Message, Need, StopReason, Trajectory, TrajectoryGroup, Turn
 
 
 class TurnRecord(BaseModel):
@@ -41,23 +36,18 @@ class TurnRecord(BaseModel):
     action_key: str | None
     finish_reason: FinishReason
     extras: dict[str, Any]
-    values: list[float] | None = None
-    """This and what follows stands only where the credit scheme read it."""
-    entropies: list[float] | None = None
-    reference_logprobs: list[float] | None = None
-    teacher_logprobs: list[float] | None = None
-    hindsight_logprobs: list[float] | None = None
-    answer_logprob: float | None = None
-    score: float | None = None
     branch_rewards: list[list[float]] | None = None
+    """This and what follows stands only where the credit scheme read it."""
+    signals: dict[Need, float | list[float]] = {}
+    """One number for each action token, or one for the turn."""
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
         per_token = ("action_pieces", "behavior_logprobs", "versions", "advantages", "keep")
-        measured = [name for name in MEASURED if name in PER_TOKEN and getattr(self, name) is not None]
-        for name in (*per_token, *measured):
-            if (num := len(getattr(self, name))) != len(self.action_ids):
-                raise ValueError(f"{name} has {num} entries for {len(self.action_ids)} action tokens")
+        columns = {name: getattr(self, name) for name in per_token} | dict(self.signals)
+        for name, column in columns.items():
+            if isinstance(column, list) and len(column) != len(self.action_ids):
+                raise ValueError(f"{name} has {len(column)} entries for {len(self.action_ids)} action tokens")
         return self
 
 
@@ -117,7 +107,8 @@ def records(
                         action_key=turn.action_key,
                         finish_reason=turn.finish_reason,
                         extras=dict(turn.extras),
-                        **{name: getattr(turn, name) for name in MEASURED},
+                        branch_rewards=_listed(turn.branch_rewards),
+                        signals={Need(name): _listed(value) for name, value in turn.signals.items()},
                     )
                 )
                 start = end
@@ -167,8 +158,13 @@ def _trajectory(record: TrajectoryRecord) -> Trajectory:
 def _turn(record: TurnRecord) -> Turn:
     own = {f.name for f in fields(Turn)} - {"observation"}
     columns: dict[str, Any] = {name: _frozen(value) for name, value in record.model_dump(include=own).items()}
+    columns["signals"] = {name.value: _frozen(value) for name, value in record.signals.items()}
     return Turn(**columns, observation=tuple(record.observation))
 
 
 def _frozen(value: Any) -> Any:
     return tuple(map(_frozen, value)) if isinstance(value, list) else value
+
+
+def _listed(value: Any) -> Any:
+    return list(map(_listed, value)) if isinstance(value, tuple) else value

@@ -11,9 +11,10 @@ from pydantic import ValidationError
 
 from agentrl.credit import Credit, CreditScheme, Need, assign_credit, load_credit
 from agentrl.errors import CheckError, CreditError
+from agentrl.learn.signals import signal_classes
 from agentrl.testing.credit_layouts import EVEN, LAYOUTS, LONE, LONG, ONE_TURN, Layout
 from agentrl.testing.option_values import is_closed, other_values
-from agentrl.types import FinishReason, StopReason, Trajectory, TrajectoryGroup
+from agentrl.types import FinishReason, StopReason, Trajectory, TrajectoryGroup, Turn
 
 Array = npt.NDArray[np.float64]
 Groups = Sequence[TrajectoryGroup]
@@ -25,15 +26,8 @@ _FIELDS = {
     Need.STATE_KEYS: ("state_key", "next_state_key"),
     Need.ACTION_KEYS: ("action_key",),
     Need.BRANCHES: ("branch_rewards",),
-    Need.VALUES: ("values",),
-    Need.ENTROPIES: ("entropies",),
-    Need.REFERENCE_LOGPROBS: ("reference_logprobs",),
-    Need.TEACHER_LOGPROBS: ("teacher_logprobs",),
-    Need.HINDSIGHT_LOGPROBS: ("hindsight_logprobs",),
-    Need.ANSWER_LOGPROBS: ("answer_logprob",),
-    Need.TURN_SCORES: ("score",),
 }
-"""The fields of a turn that hold what a scheme may need."""
+"""The fields of a turn that hold what the environment provides; `Turn.signals` holds the rest."""
 
 MAX_BASES = 400
 """Most combinations of a scheme's other options under which an option is tried before it is called idle."""
@@ -252,8 +246,8 @@ def _needs(subject: _Subject) -> Iterator[str]:
     needs = subject.scheme.requirements()
     if extra := sorted(type(subject.scheme).needs - needs):
         yield f"requirements() leaves out {', '.join(extra)}, which the class's needs name"
-    for need, fields in _FIELDS.items():
-        words, groups = need.replace("_", " "), [_without(group, fields) for group in subject.groups()]
+    for need in (*_FIELDS, *signal_classes()):
+        words, groups = need.replace("_", " "), [_without(group, need) for group in subject.groups()]
         if need in needs:
             try:
                 subject.credit(groups)
@@ -270,12 +264,14 @@ def _needs(subject: _Subject) -> Iterator[str]:
             yield "which turn was rewarded changes the credit: requirements() must name Need.TURN_REWARDS"
 
 
-def _without(group: TrajectoryGroup, fields: tuple[str, ...]) -> TrajectoryGroup:
-    blank: dict[str, Any] = dict.fromkeys(fields)
-    turns = [tuple(replace(turn, **blank) for turn in t.turns) for t in group.trajectories]
-    return replace(
-        group, trajectories=tuple(replace(t, turns=row) for t, row in zip(group.trajectories, turns, strict=True))
-    )
+def _without(group: TrajectoryGroup, need: Need) -> TrajectoryGroup:
+    """Return the group without what a need names."""
+    blank: dict[str, Any] = dict.fromkeys(_FIELDS.get(need, ()))
+
+    def bare(turn: Turn) -> Turn:
+        return replace(turn, **blank, signals={name: value for name, value in turn.signals.items() if name != need})
+
+    return replace(group, trajectories=tuple(replace(t, turns=tuple(map(bare, t.turns))) for t in group.trajectories))
 
 
 def _places(subject: _Subject) -> Iterator[str]:

@@ -2,9 +2,14 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
+from agentrl.learn.signals import signal_classes
+from agentrl.learn.signals.base import Sample
 from agentrl.testing.groups import make_group
 from agentrl.types import TrajectoryGroup
+
+BEHAVIOR = Sample(start=-0.25, step=-0.25, by_trajectory=1, by_turn=1, period=5)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,34 +39,33 @@ class Layout:
         """
         rewards = self.rewards if rewards is None else rewards
         lengths = lengths or self.lengths or [[1] * len(row) for row in self.rewards]
-        places = [[(i, k) for k in range(len(row))] for i, row in enumerate(self.rewards)]
+        slots = [[(i, k) for k in range(len(row))] for i, row in enumerate(self.rewards)]
 
-        def number(start: float, step: float, a: int, b: int, period: int) -> list[list[float]]:
-            """Return numbers that differ from turn to turn, and in their order from field to field."""
-            return [[start + step * ((a * i + b * k) % period) for i, k in row] for row in places]
+        def numbers(sample: Sample, *, per_token: bool) -> list[list[Any]]:
+            factor = scale if sample.in_rewards else 1.0
+            return [
+                [
+                    [factor * sample.at(i, k, t) for t in range(lengths[i][k])]
+                    if per_token
+                    else factor * sample.at(i, k)
+                    for i, k in row
+                ]
+                for row in slots
+            ]
 
         group = make_group(
             [[scale * reward for reward in row] for row in rewards],
             state_keys=[list(row) for row in self.states],
-            action_keys=[["ab"[(i + k) % 2] for i, k in row] for row in places],
+            action_keys=[["ab"[(i + k) % 2] for i, k in row] for row in slots],
             action_lengths=lengths,
-            observation_lengths=[[observation if k else 3 for _, k in row] for row in places],
-            values=[
-                [[scale * (value + 0.0625 * t) for t in range(num)] for value, num in zip(*rows, strict=True)]
-                for rows in zip(number(0.25, 0.125, 2, 1, 5), lengths, strict=True)
-            ],
+            observation_lengths=[[observation if k else 3 for _, k in row] for row in slots],
             group_id=self.group_id,
-            behavior_logprobs=number(-0.25, -0.25, 1, 1, 5),
-            entropies=number(0.5, 0.1, 1, 2, 7),
-            reference_logprobs=number(-0.3, -0.2, 1, 2, 4),
-            teacher_logprobs=number(-0.2, -0.3, 2, 3, 5),
-            hindsight_logprobs=number(-0.1, -0.4, 3, 1, 4),
-            answer_logprob=number(-2.0, 0.3, 1, 3, 5),
-            score=number(0.0, scale * 0.25, 1, 3, 5),
+            behavior_logprobs=numbers(BEHAVIOR, per_token=True),
             branch_rewards=[
                 [((scale * 0.5 * ((i + k) % 3),), (scale * 0.25, scale * 0.5 * (k % 2))) for i, k in row]
-                for row in places
+                for row in slots
             ],
+            **{need: numbers(s.sample, per_token=s.is_per_token) for need, s in signal_classes().items()},
         )
         return replace(
             group, trajectories=tuple(replace(t, gold_answer="42", final_value=0.3) for t in group.trajectories)

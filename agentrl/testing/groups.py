@@ -4,8 +4,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from agentrl.errors import UserError
+from agentrl.learn.signals import signal_classes
 from agentrl.registry import suggest
-from agentrl.types import PER_TOKEN, StopReason, Trajectory, TrajectoryGroup, Turn
+from agentrl.types import Need, StopReason, Trajectory, TrajectoryGroup, Turn
 
 Nested = Sequence[Sequence[Any]]
 
@@ -17,7 +18,6 @@ def make_group(
     action_keys: Sequence[Sequence[str | None]] | None = None,
     action_lengths: Sequence[Sequence[int]] | None = None,
     observation_lengths: Sequence[Sequence[int]] | None = None,
-    values: Sequence[Sequence[float | Sequence[float]]] | None = None,
     group_id: str | None = None,
     **fields: Nested,
 ) -> TrajectoryGroup:
@@ -32,20 +32,19 @@ def make_group(
         action_keys: key of each turn's action.
         action_lengths: number of sampled tokens of each turn, 1 where not given.
         observation_lengths: number of observation tokens before each turn, 2 where not given.
-        values: a critic's value of each action token; one number stands for all tokens of its turn.
         group_id: "g" where not given.
-        fields: any other field of `Turn`, such as teacher_logprobs; where it holds one number for each action token, one
-            number stands for all of them.
+        fields: any other field of `Turn`, or any signal, such as values; where it holds one number for each
+            action token, one number stands for all of them. None: this turn lacks the signal.
 
     Raises:
         UserError: naming the argument whose shape is not that of `rewards`.
     """
     group_id = "g" if group_id is None else group_id
-    given = {"state_keys": state_keys, "action_keys": action_keys, "values": values}
+    given: dict[str, Nested | None] = {"state_keys": state_keys, "action_keys": action_keys}
     given |= {"action_lengths": action_lengths, "observation_lengths": observation_lengths}
-    if unknown := sorted(fields.keys() - Turn.__dataclass_fields__.keys()):
-        raise UserError(f"{unknown[0]}: a turn has no such field.{suggest(unknown[0], Turn.__dataclass_fields__)}")
-    fields = fields if values is None else {**fields, "values": values}
+    signals, known = signal_classes(), [*Turn.__dataclass_fields__, *map(str, signal_classes())]
+    if unknown := sorted(fields.keys() - set(known)):
+        raise UserError(f"{unknown[0]}: a turn has no such field.{suggest(unknown[0], known)}")
     given |= fields
     for name, nested in given.items():
         if nested is not None and [len(row) for row in nested] != [len(row) for row in rewards]:
@@ -58,18 +57,23 @@ def make_group(
         return default if nested is None or k >= len(nested[i]) else nested[i][k]
 
     def spread(name: str, value: Any, num: int) -> Any:
-        if name not in PER_TOKEN or value is None:
+        is_per_token = (
+            signals[Need(name)].is_per_token if name in signals else name in ("behavior_logprobs", "versions")
+        )
+        if not is_per_token or value is None:
             return value
         return tuple(value) if isinstance(value, Sequence) else (float(value),) * num
 
     def turn(i: int, k: int) -> Turn:
         num_actions, num_observations = at(action_lengths, i, k, 1), at(observation_lengths, i, k, 2)
         first = 0 if k == 0 else 5 * i + 3 * k
+        own = {name: spread(name, nested[i][k], num_actions) for name, nested in fields.items()}
         made_up: dict[str, Any] = {
-            "behavior_logprobs": tuple(-0.25 * (1 + (i + k + t) % 5) for t in range(num_actions))
+            "behavior_logprobs": tuple(-0.25 * (1 + (i + k + t) % 5) for t in range(num_actions)),
+            "signals": {name: value for name, value in own.items() if name in signals and value is not None},
         }
         return Turn(
-            **made_up | {name: spread(name, nested[i][k], num_actions) for name, nested in fields.items()},
+            **made_up | {name: value for name, value in own.items() if name not in signals},
             observation_ids=tuple(4 + (first + t) % 28 for t in range(num_observations)),
             action_ids=tuple(32 + (7 * i + 3 * k + t) % 32 for t in range(num_actions)),
             versions=(0,) * num_actions,

@@ -40,7 +40,7 @@ class InfoGain(Comparison):
 
     def advantages(self, turns: Turns) -> Array:
         """Return the advantage of each turn: (N,)."""
-        potentials = [np.array(needed(t, "answer_logprob"), dtype=np.float64) for t in turns.trajectories]
+        potentials = [np.array(needed(t, "answer_logprobs"), dtype=np.float64) for t in turns.trajectories]
         if self.potential == "probability":
             potentials = [np.exp(potential_K) for potential_K in potentials]
         gains_N = np.concatenate([np.append(np.diff(potential_K), 0.0) for potential_K in potentials])

@@ -43,5 +43,5 @@ class Judge(CreditScheme):
         return self.inner().assign(map_turns(groups, self._rewarded))
 
     def _rewarded(self, trajectory: Trajectory) -> list[Turn]:
-        scored = zip(trajectory.turns, needed(trajectory, "score"), strict=True)
+        scored = zip(trajectory.turns, needed(trajectory, "turn_scores"), strict=True)
         return [replace(turn, reward=turn.reward + self.score_weight * score) for turn, score in scored]

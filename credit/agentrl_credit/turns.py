@@ -154,12 +154,12 @@ class Turns:
 
 
 def needed(trajectory: Trajectory, name: str) -> list[Any]:
-    """Return a field of every turn of a trajectory.
+    """Return a field or a signal of every turn of a trajectory.
 
     Raises:
         CreditError: naming the trajectory and the turn where it was not measured, or is not finite.
     """
-    found = [getattr(turn, name) for turn in trajectory.turns]
+    found = [turn.signals.get(name, getattr(turn, name, None)) for turn in trajectory.turns]
     for k, value in enumerate(found):
         where = f"trajectory {trajectory.trajectory_id}, turn {k}"
         if value is None:
@@ -170,7 +170,7 @@ def needed(trajectory: Trajectory, name: str) -> list[Any]:
 
 
 def token_column(trajectory: Trajectory, name: str) -> Array:
-    """Return a field that holds one number for each action token, all turns in a row: (T,).
+    """Return a field or a signal that holds one number for each action token, all turns in a row: (T,).
 
     Raises:
         CreditError: naming the trajectory where it was not measured, or is not finite.

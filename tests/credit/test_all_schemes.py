@@ -22,7 +22,8 @@ from agentrl import (
 from agentrl.errors import CreditError
 from agentrl.registry import names
 from agentrl.testing.groups import make_group
-from agentrl.types import PER_TOKEN
+from tests.support.credit import PER_TOKEN
+from tests.support.signals import with_signals
 
 SCHEMES = names("agentrl.credit")
 EXPERIMENTAL = {"difference", "hindsight"}
@@ -68,8 +69,8 @@ def random_group(rng: random.Random, group_id: str, *, size: int) -> TrajectoryG
         reference_logprobs=each_token(logprob),
         teacher_logprobs=each_token(logprob),
         hindsight_logprobs=each_token(logprob),
-        answer_logprob=each(logprob),
-        score=each(rng.random),
+        answer_logprobs=each(logprob),
+        turn_scores=each(rng.random),
         branch_rewards=each(lambda: tuple((rng.gauss(0, 1),) * rng.randint(1, 3) for _ in range(rng.randint(0, 3)))),
     )
     return replace(
@@ -211,7 +212,7 @@ def test_an_action_that_was_cut_off_and_never_carried_out_is_credited(name: str)
 
 NOT_A_NUMBER = {
     "turn_gae": "values", "bilevel_gae": "values", "token_residual": "values", "distill": "teacher_logprobs",
-    "hindsight": "hindsight_logprobs", "entropy_modulated": "entropies", "info_gain": "answer_logprob", "judge": "score",
+    "hindsight": "hindsight_logprobs", "entropy_modulated": "entropies", "info_gain": "answer_logprobs", "judge": "turn_scores",
 }  # fmt: skip
 
 
@@ -220,8 +221,7 @@ def test_a_signal_that_is_no_number_is_named(name: str, field: str) -> None:
     group = random_batch(5)[0]
     first = group.trajectories[0]
     spoilt = (math.nan,) * len(first.turns[0].action_ids) if field in PER_TOKEN else math.nan
-    values: dict[str, Any] = {field: spoilt}
-    turns = (replace(first.turns[0], **values), *first.turns[1:])
+    turns = (with_signals(first.turns[0], **{field: spoilt}), *first.turns[1:])
     with pytest.raises(CreditError, match=rf"trajectory {first.trajectory_id}\b"):
         assign_credit(
             load_credit({"scheme": name}),

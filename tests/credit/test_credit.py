@@ -200,7 +200,10 @@ def test_make_group_fills_keys_values_and_ids() -> None:
     assert [(t.state_key, t.next_state_key, t.action_key) for t in first.turns] == [("A", "B", "x"), ("B", None, "y")]
     assert [len(t.action_ids) for t in first.turns] == [2, 3]
     assert [len(t.observation_ids) for t in first.turns] == [4, 0]
-    assert [t.values for t in first.turns] == [(0.1, 0.1), (0.2, 0.2, 0.2)]  # one number stands for all tokens
+    assert [t.signals["values"] for t in first.turns] == [
+        (0.1, 0.1),
+        (0.2, 0.2, 0.2),
+    ]  # one number stands for all tokens
     assert first.turns[0].observation_ids == second.turns[0].observation_ids
     assert all(p < 0 for t in first.turns for p in t.behavior_logprobs)
     assert first.stop_reason is StopReason.TERMINATED
@@ -212,12 +215,12 @@ def test_make_group_names_the_argument_of_another_shape() -> None:
 
 
 def test_make_group_fills_any_other_field_of_a_turn() -> None:
-    group = make_group([[0, 1]], action_lengths=[[2, 1]], teacher_logprobs=[[(-1, -2), -3]], score=[[0.5, None]])
+    group = make_group([[0, 1]], action_lengths=[[2, 1]], teacher_logprobs=[[(-1, -2), -3]], turn_scores=[[0.5, None]])
     first, second = group.trajectories[0].turns
-    assert (first.teacher_logprobs, second.teacher_logprobs) == ((-1, -2), (-3,))
-    assert (first.score, second.score) == (0.5, None)
-    with pytest.raises(ValueError, match=r"^scores: a turn has no such field. Did you mean 'score'"):
-        make_group([[0]], scores=[[1]])
+    assert [turn.signals["teacher_logprobs"] for turn in (first, second)] == [(-1, -2), (-3,)]
+    assert (first.signals["turn_scores"], second.signals.get("turn_scores")) == (0.5, None)
+    with pytest.raises(ValueError, match=r"^turn_score: a turn has no such field. Did you mean 'turn_scores'"):
+        make_group([[0]], turn_score=[[1]])
 
 
 def test_what_a_scheme_raises_is_told_in_its_name_with_the_line() -> None:

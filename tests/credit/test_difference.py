@@ -14,7 +14,7 @@ from agentrl.errors import CreditError
 from agentrl.testing.check_credit import check_credit
 from agentrl.testing.groups import make_group
 from agentrl_credit.difference import Difference
-from tests.credit.conftest import (
+from tests.support.credit import (
     Rows,
     assert_close,
     batches,

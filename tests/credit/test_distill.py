@@ -12,7 +12,7 @@ from agentrl.errors import CreditError
 from agentrl.testing.check_credit import check_credit
 from agentrl.testing.groups import make_group
 from agentrl_credit.distill import Distill
-from tests.credit.conftest import Rows, assert_close, batches, by_token, logprobs, tokens, without
+from tests.support.credit import Rows, assert_close, batches, by_token, logprobs, tokens, without
 
 STUDENT = make_group(
     [[0]], action_lengths=[[3]], behavior_logprobs=[[[-1, -0.5, -2]]], teacher_logprobs=[[[-0.8, -1.5, -2]]]

@@ -12,7 +12,7 @@ from agentrl.errors import ConfigError, CreditError
 from agentrl.testing.check_credit import check_credit
 from agentrl.testing.groups import make_group
 from agentrl_credit.entropy_modulated import EntropyModulated
-from tests.credit.conftest import (
+from tests.support.credit import (
     F1,
     Rows,
     assert_close,
@@ -63,7 +63,7 @@ def test_it_passes_the_conformance_check(of: dict[str, Any], zeta: float) -> Non
 
 
 def slow_reference(scheme: EntropyModulated, groups: list[TrajectoryGroup]) -> list[Rows]:
-    entropies = [[[mean(turn.entropies or ()) for turn in t.turns] for t in g.trajectories] for g in groups]
+    entropies = [[[mean(turn.signals["entropies"]) for turn in t.turns] for t in g.trajectories] for g in groups]
     flat = [h for rows in entropies for row in rows for h in row]
     low, high = min(flat), max(flat)
 

@@ -13,7 +13,7 @@ from agentrl.testing.check_credit import check_credit
 from agentrl.testing.groups import make_group
 from agentrl_credit.gigpo import GiGPO
 from agentrl_credit.uniform import Uniform
-from tests.credit.conftest import (
+from tests.support.credit import (
     F1,
     Rows,
     assert_close,

@@ -10,7 +10,7 @@ from agentrl.errors import CreditError
 from agentrl.testing.check_credit import check_credit
 from agentrl.testing.groups import make_group
 from agentrl_credit.hgpo import HGPO
-from tests.credit.conftest import (
+from tests.support.credit import (
     F1,
     Rows,
     assert_close,

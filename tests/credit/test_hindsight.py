@@ -14,7 +14,7 @@ from agentrl.testing.check_credit import check_credit
 from agentrl.testing.groups import make_group
 from agentrl_credit.hindsight import Hindsight
 from agentrl_credit.uniform import Uniform
-from tests.credit.conftest import (
+from tests.support.credit import (
     Rows,
     assert_close,
     batches,
@@ -26,6 +26,7 @@ from tests.credit.conftest import (
     unflatten,
     without,
 )
+from tests.support.signals import with_signals
 
 HALF, TWICE = math.log(0.5), math.log(2)
 
@@ -38,8 +39,9 @@ def told(
     trajectories = []
     for t in group.trajectories:
         turns = [
-            replace(
-                turn, hindsight_logprobs=tuple(np.add(turn.behavior_logprobs, turn.hindsight_logprobs or ()).tolist())
+            with_signals(
+                turn,
+                hindsight_logprobs=tuple(np.add(turn.behavior_logprobs, turn.signals["hindsight_logprobs"]).tolist()),
             )
             for turn in t.turns
         ]
@@ -82,7 +84,7 @@ def slow_reference(scheme: Hindsight, group: TrajectoryGroup) -> Rows:
     weighted = []
     for trajectory in group.trajectories:
         for turn in trajectory.turns:
-            pairs = zip(turn.hindsight_logprobs or (), turn.behavior_logprobs, strict=True)
+            pairs = zip(turn.signals["hindsight_logprobs"], turn.behavior_logprobs, strict=True)
             ratio = math.exp(mean([told - policy for told, policy in pairs]))
             weighted.append(min(max(ratio, 1 / scheme.max_ratio), scheme.max_ratio) * trajectory.reward)
     steps = unflatten(group, norms([0] * len(weighted), weighted, scheme))

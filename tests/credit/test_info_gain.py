@@ -13,7 +13,7 @@ from agentrl.errors import CreditError
 from agentrl.testing.check_credit import check_credit
 from agentrl.testing.groups import make_group
 from agentrl_credit.info_gain import InfoGain
-from tests.credit.conftest import (
+from tests.support.credit import (
     Rows,
     assert_close,
     batches,
@@ -30,7 +30,7 @@ from tests.credit.conftest import (
 # The answer is believed with probability .25, then .5, then .75; by the second trajectory with .25, then .25.
 SEARCH = make_group(
     [[0, 0, 1], [0.5, 0]],
-    answer_logprob=[[math.log(0.25), math.log(0.5), math.log(0.75)], [math.log(0.25), math.log(0.25)]],
+    answer_logprobs=[[math.log(0.25), math.log(0.5), math.log(0.75)], [math.log(0.25), math.log(0.25)]],
 )
 
 
@@ -82,10 +82,8 @@ def slow_reference(scheme: InfoGain, group: TrajectoryGroup) -> Rows:
     for trajectory in group.trajectories:
         potentials = []
         for turn in trajectory.turns:
-            assert turn.answer_logprob is not None
-            potentials.append(
-                math.exp(turn.answer_logprob) if scheme.potential == "probability" else turn.answer_logprob
-            )
+            logprob = turn.signals["answer_logprobs"]
+            potentials.append(math.exp(logprob) if scheme.potential == "probability" else logprob)
         for k, reward in enumerate(rewards_of(trajectory)):
             is_last = k == len(potentials) - 1
             gain = 0.0 if is_last else potentials[k + 1] - potentials[k]
@@ -98,7 +96,7 @@ def slow_reference(scheme: InfoGain, group: TrajectoryGroup) -> Rows:
 
 @settings(max_examples=40, deadline=None)
 @given(
-    groups=batches(answer_logprob=logprobs),
+    groups=batches(answer_logprobs=logprobs),
     gamma=discounts,
     potential=st.sampled_from(["probability", "log"]),
     info_weight=st.sampled_from([0.0, 1.0, 2.0]),
@@ -114,42 +112,42 @@ def test_agrees_with_a_slow_reference(groups: list[TrajectoryGroup], **fields: A
 
 def test_the_last_turn_has_no_gain() -> None:
     # Belief moves at the last turn of both, one up and one down; nothing was read after it, so it earns its reward alone.
-    group = make_group([[0, 1], [0, 0]], answer_logprob=[[-1, -0.1], [-1, -3]])
+    group = make_group([[0, 1], [0, 0]], answer_logprobs=[[-1, -0.1], [-1, -3]])
     [found] = by_turn(InfoGain(normalize="none", potential="log", gamma=0), group)
     assert_close(found, [[0.9, 1], [-2, 0]])
 
 
 def test_without_discount_the_gains_telescope_whatever_happened_in_between() -> None:
     # log p from -3 to -.5, by way of nothing or of certainty: the first turn is credited 2.5 beside the return of 1
-    direct = make_group([[0, 1], [0]], answer_logprob=[[-3, -0.5], [0]])
-    detour = make_group([[0, 0, 0, 1], [0]], answer_logprob=[[-3, 0, -9, -0.5], [0]])
+    direct = make_group([[0, 1], [0]], answer_logprobs=[[-3, -0.5], [0]])
+    detour = make_group([[0, 0, 0, 1], [0]], answer_logprobs=[[-3, 0, -9, -0.5], [0]])
     for group in (direct, detour):
         [[first, _]] = by_turn(InfoGain(normalize="none", potential="log"), group)
         np.testing.assert_allclose(first[0], 3.5, rtol=1e-6)
 
 
 def test_without_weight_belief_plays_no_part() -> None:
-    group = make_group([[0, 1], [0.5, 0]], answer_logprob=[[-1, -0.1], [-1, -3]])
-    other = make_group([[0, 1], [0.5, 0]], answer_logprob=[[-5, -2], [0, 0]])
+    group = make_group([[0, 1], [0.5, 0]], answer_logprobs=[[-1, -0.1], [-1, -3]])
+    other = make_group([[0, 1], [0.5, 0]], answer_logprobs=[[-5, -2], [0, 0]])
     assert by_turn(InfoGain(info_weight=0), group) == by_turn(InfoGain(info_weight=0), other)
     assert by_turn(InfoGain(), group) != by_turn(InfoGain(), other)
 
 
 def test_a_belief_that_cannot_be_told_from_none_has_a_probability_and_no_gain() -> None:
     # exp(-800) is 0 in float64, and the gain of the step away from it is finite
-    group = make_group([[0, 0], [0, 0]], answer_logprob=[[-800, -0.5], [-1, -1]])
+    group = make_group([[0, 0], [0, 0]], answer_logprobs=[[-800, -0.5], [-1, -1]])
     [found] = by_turn(InfoGain(normalize="none"), group)
     assert_close(found, [[math.exp(-0.5), 0], [0, 0]])
 
 
 def test_groups_are_normalised_apart() -> None:
-    other = make_group([[5, 0], [9]], answer_logprob=[[-1, -2], [-1]], group_id="other")
+    other = make_group([[5, 0], [9]], answer_logprobs=[[-1, -2], [-1]], group_id="other")
     assert by_turn(InfoGain(), SEARCH, other) == by_turn(InfoGain(), SEARCH) + by_turn(InfoGain(), other)
 
 
 def test_a_missing_answer_is_named_by_trajectory_and_turn() -> None:
-    with pytest.raises(CreditError, match=r"trajectory g/1, turn 1: no answer_logprob, which this scheme needs"):
-        assign_credit(InfoGain(), [without(SEARCH, 1, 1, "answer_logprob")])
+    with pytest.raises(CreditError, match=r"trajectory g/1, turn 1: no answer_logprobs, which this scheme needs"):
+        assign_credit(InfoGain(), [without(SEARCH, 1, 1, "answer_logprobs")])
     assert InfoGain().requirements() == {Need.ANSWER_LOGPROBS}
 
 

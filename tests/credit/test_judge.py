@@ -11,9 +11,9 @@ from agentrl.testing.check_credit import check_credit
 from agentrl.testing.groups import make_group
 from agentrl_credit.judge import Judge
 from agentrl_credit.turn_return import TurnReturn
-from tests.credit.conftest import Rows, assert_close, batches, by_token, by_turn, eighths, mean, to_go, without
+from tests.support.credit import Rows, assert_close, batches, by_token, by_turn, eighths, mean, to_go, without
 
-SCORED = make_group([[0, 1], [0.5]], score=[[0.25, -0.5], [1]], state_keys=[["A", "B"], ["A"]])
+SCORED = make_group([[0, 1], [0.5]], turn_scores=[[0.25, -0.5], [1]], state_keys=[["A", "B"], ["A"]])
 
 
 @pytest.mark.parametrize(
@@ -52,7 +52,7 @@ def slow_reference(scheme: Judge, group: TrajectoryGroup) -> Rows:
     """The default scheme on the rewards: G less the mean of G over all turns of the others."""
     returns = []
     for trajectory in group.trajectories:
-        scores = [turn.score or 0.0 for turn in trajectory.turns]
+        scores = [turn.signals["turn_scores"] for turn in trajectory.turns]
         rewards = [turn.reward for turn in trajectory.turns]
         judged = [reward + scheme.score_weight * score for reward, score in zip(rewards, scores, strict=True)]
         returns.append(to_go(judged, 1.0))
@@ -64,7 +64,7 @@ def slow_reference(scheme: Judge, group: TrajectoryGroup) -> Rows:
 
 
 @settings(max_examples=40, deadline=None)
-@given(groups=batches(score=eighths), score_weight=st.sampled_from([-1.0, 0.0, 0.5, 2.0]))
+@given(groups=batches(turn_scores=eighths), score_weight=st.sampled_from([-1.0, 0.0, 0.5, 2.0]))
 def test_agrees_with_a_slow_reference(groups: list[TrajectoryGroup], score_weight: float) -> None:
     scheme = Judge(score_weight=score_weight, then={"scheme": "turn_return", "lone": "keep"})
     for group, found in zip(groups, by_turn(scheme, *groups), strict=True):
@@ -88,7 +88,7 @@ def test_options_of_the_next_scheme_reach_it() -> None:
 
 
 def test_judges_can_be_stacked_on_any_scheme_tokens_and_all() -> None:
-    group = make_group([[0, 1]], score=[[1, 1]], teacher_logprobs=[[[-1, -2], [-3, -4]]], action_lengths=[[2, 2]])
+    group = make_group([[0, 1]], turn_scores=[[1, 1]], teacher_logprobs=[[[-1, -2], [-3, -4]]], action_lengths=[[2, 2]])
     inner = {"scheme": "judge", "then": {"scheme": "distill"}}
     assert by_token(Judge(then=inner), group) == by_token(load_credit({"scheme": "distill"}), group)
 
@@ -121,12 +121,12 @@ def test_requirements_are_the_scores_and_those_of_the_next_scheme_but_for_turn_r
 
 
 def test_a_missing_score_is_named_by_trajectory_and_turn() -> None:
-    with pytest.raises(CreditError, match=r"trajectory g/0, turn 1: no score, which this scheme needs"):
-        assign_credit(Judge(), [without(SCORED, 0, 1, "score")])
+    with pytest.raises(CreditError, match=r"trajectory g/0, turn 1: no turn_scores, which this scheme needs"):
+        assign_credit(Judge(), [without(SCORED, 0, 1, "turn_scores")])
 
 
 def test_a_score_of_zero_is_a_score() -> None:
-    group = make_group([[1], [0]], score=[[0], [0]])
+    group = make_group([[1], [0]], turn_scores=[[0], [0]])
     assert by_turn(Judge(), group) == by_turn(TurnReturn(), group)
 
 

@@ -12,7 +12,7 @@ from agentrl.testing.check_credit import check_credit
 from agentrl.testing.groups import make_group
 from agentrl_credit.mt_grpo import MTGRPO
 from agentrl_credit.uniform import Uniform
-from tests.credit.conftest import F1, Rows, assert_close, batches, by_turn, norms, rewards_of, unflatten
+from tests.support.credit import F1, Rows, assert_close, batches, by_turn, norms, rewards_of, unflatten
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from agentrl.testing.groups import make_group
 from agentrl_credit.redistribute import Redistribute
 from agentrl_credit.turn_return import TurnReturn
 from agentrl_credit.uniform import Uniform
-from tests.credit.conftest import Rows, assert_close, batches, by_turn, mean, rewards_of, without
+from tests.support.credit import Rows, assert_close, batches, by_turn, mean, rewards_of, without
 
 
 class Rewards(CreditScheme):
@@ -173,7 +173,7 @@ def test_a_missing_key_is_named_by_trajectory_and_turn(field: str, words: str) -
 
 
 def test_what_the_next_scheme_refuses_is_refused() -> None:
-    with pytest.raises(CreditError, match=r"trajectory g/0, turn 0: no score"):
+    with pytest.raises(CreditError, match=r"trajectory g/0, turn 0: no turn_scores"):
         assign_credit(Redistribute(then={"scheme": "judge"}), [TWO])
     with pytest.raises(CreditError, match=r"group g has one valid trajectory, g/0"):
         assign_credit(Redistribute(), [replace(TWO, trajectories=TWO.trajectories[:1])])

@@ -12,7 +12,7 @@ from agentrl.testing.check_credit import check_credit
 from agentrl.testing.groups import make_group
 from agentrl_credit.token_residual import TokenResidual
 from agentrl_credit.turn_gae import TurnGAE
-from tests.credit.conftest import (
+from tests.support.credit import (
     Rows,
     assert_close,
     by_token,
@@ -59,7 +59,7 @@ def test_it_passes_the_conformance_check(fields: dict[str, Any]) -> None:
 def slow_reference(scheme: TokenResidual, group: TrajectoryGroup) -> Rows:
     rows = []
     for trajectory in group.trajectories:
-        values = [list(turn.values or ()) for turn in trajectory.turns]
+        values = [list(turn.signals["values"]) for turn in trajectory.turns]
         last = (trajectory.final_value or 0.0) if trajectory.truncated else 0.0
         rewards = rewards_of(trajectory)
         firsts = [inside[0] for inside in values]

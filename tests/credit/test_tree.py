@@ -16,7 +16,7 @@ from agentrl.testing.check_credit import check_credit
 from agentrl.testing.groups import make_group
 from agentrl_credit.tree import Tree
 from agentrl_credit.uniform import Uniform
-from tests.credit.conftest import (
+from tests.support.credit import (
     Rows,
     assert_close,
     batches,

@@ -12,7 +12,7 @@ from agentrl.errors import CreditError
 from agentrl.testing.check_credit import check_credit
 from agentrl.testing.groups import make_group
 from agentrl_credit.turn_gae import TurnGAE
-from tests.credit.conftest import (
+from tests.support.credit import (
     Rows,
     assert_close,
     by_turn,
@@ -26,6 +26,7 @@ from tests.credit.conftest import (
     truncated_batches,
     without,
 )
+from tests.support.signals import with_signals
 
 TWO = make_group([[0, 1]], values=[[[0.5, 7], [0.8, 9]]], action_lengths=[[2, 2]])
 
@@ -49,11 +50,10 @@ def test_reference_numbers(fields: dict[str, Any], expected: list[float]) -> Non
 def ends_high(group: TrajectoryGroup) -> TrajectoryGroup:
     """Double the value at the last token of each action, so that it does not depend on how many tokens there are."""
     for i, trajectory in enumerate(group.trajectories):
-        turns = [
-            replace(turn, values=(*turn.values[:1] * (len(turn.values) - 1), 2 * turn.values[0]))
-            for turn in trajectory.turns
-            if turn.values
-        ]
+        turns = []
+        for turn in trajectory.turns:
+            first, *others = turn.signals["values"]
+            turns.append(with_signals(turn, values=(*[first] * len(others), 2 * first)))
         group = changed(group, i, turns=tuple(turns))
     return group
 
@@ -71,11 +71,7 @@ def test_it_passes_the_conformance_check(read: Any, normalize: Any) -> None:
 def slow_reference(scheme: TurnGAE, group: TrajectoryGroup) -> Rows:
     rows = []
     for trajectory in group.trajectories:
-        values = [
-            turn.values[0 if scheme.read == "first" else len(turn.values) - 1]
-            for turn in trajectory.turns
-            if turn.values
-        ]
+        values = [turn.signals["values"][0 if scheme.read == "first" else -1] for turn in trajectory.turns]
         last = (trajectory.final_value or 0.0) if trajectory.truncated else 0.0
         rows.append(slow_gae(rewards_of(trajectory), values, gamma=scheme.gamma, lam=scheme.lam, final_value=last))
     return rows

@@ -17,7 +17,7 @@ from agentrl.errors import CreditError
 from agentrl.testing.groups import make_group
 from agentrl_credit.turn_return import TurnReturn
 from agentrl_credit.uniform import Uniform
-from tests.credit.conftest import (
+from tests.support.credit import (
     F1,
     GO_REWARDS,
     LOGITS,

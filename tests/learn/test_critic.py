@@ -17,6 +17,7 @@ from agentrl.learn.signals.critic import Critic
 from agentrl.policy.model import LocalModelConfig, Policy
 from agentrl.types import StopReason, Trajectory, Turn
 from tests.learn.test_scoring import LAYOUTS, TINY, contexts, new_policy, play
+from tests.support.signals import with_signals, without_signals
 
 Kind = Literal["head", "separate"]
 KINDS: tuple[Kind, ...] = ("head", "separate")
@@ -43,7 +44,7 @@ def with_returns(trajectories: Sequence[Trajectory]) -> list[Trajectory]:
 
 
 def values_of(trajectory: Trajectory) -> list[float]:
-    return [value for turn in trajectory.turns for value in turn.values or ()]
+    return [value for turn in trajectory.turns for value in turn.signals["values"]]
 
 
 def plain_values(critic: Critic, trajectory: Trajectory) -> list[float]:
@@ -71,8 +72,7 @@ def test_the_first_values_are_zero(kind: Kind, played: list[Trajectory]) -> None
     for trajectory, original in zip(measured, played, strict=True):
         assert values_of(trajectory) == [0.0] * original.num_action_tokens
         assert trajectory.final_value == 0.0
-        restored = [replace(turn, values=None) for turn in trajectory.turns]
-        assert replace(trajectory, turns=tuple(restored), final_value=None) == original
+        assert without_signals(trajectory) == original
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -105,7 +105,7 @@ def turn(num: int, reward: float) -> Turn:
         behavior_logprobs=(-1.0,) * num,
         versions=(0,) * num,
         reward=reward,
-        values=(0.0,) * num,
+        signals={"values": (0.0,) * num},
     )
 
 
@@ -180,16 +180,16 @@ def test_the_explained_variance_is_that_of_the_values_before_the_update(
     values: tuple[float, ...], explained: float
 ) -> None:
     turns = (
-        replace(THREE[0], values=values[:2]),
-        replace(THREE[1], values=values[2:5]),
-        replace(THREE[2], values=values[5:]),
+        with_signals(THREE[0], values=values[:2]),
+        with_signals(THREE[1], values=values[2:5]),
+        with_signals(THREE[2], values=values[5:]),
     )
     metrics = new_critic(new_policy(), gamma=0.5).learn([trajectory_of(*turns)])
     assert metrics["critic/explained_variance"] == pytest.approx(explained, rel=1e-9, abs=1e-9)
 
 
 def test_returns_that_differ_by_rounding_alone_have_no_variance_to_explain() -> None:
-    alike = [trajectory_of(replace(turn(1, reward), values=(5.0 * reward,))) for reward in (0.1 + 0.2, 0.3)]
+    alike = [trajectory_of(with_signals(turn(1, reward), values=(5.0 * reward,))) for reward in (0.1 + 0.2, 0.3)]
     assert new_critic(new_policy(), gamma=1.0).learn(alike)["critic/explained_variance"] == 0
 
 

@@ -14,8 +14,9 @@ import numpy as np
 import pytest
 
 from agentrl.errors import ConfigError, UserError
-from agentrl.learn.signals.judge import load_judge, score_turns
+from agentrl.learn.signals.turn_scores import load_judge, score_turns
 from agentrl.types import StopReason, Trajectory, Turn
+from tests.support.signals import without_signals
 from tests.support.threads import hang, wait_until
 
 NOT_CALLABLE = [0.5]
@@ -58,15 +59,15 @@ def test_each_turn_gets_its_own_score_in_whatever_order_the_judge_ends(num_threa
 
     trajectories = [trajectory(number, num_turns=1 + number % 4) for number in range(9)]
     found = scored(judge, trajectories, num_threads=num_threads)
-    assert [[turn.score for turn in t.turns] for t in found] == [by_hand(t) for t in trajectories]
-    assert [replace(t, turns=tuple(replace(turn, score=None) for turn in t.turns)) for t in found] == trajectories
+    assert [[turn.signals["turn_scores"] for turn in t.turns] for t in found] == [by_hand(t) for t in trajectories]
+    assert [without_signals(t) for t in found] == trajectories
 
 
 @pytest.mark.parametrize("scores", [[1, True], (0.5, np.float32(0.25)), np.array([3, 4]), range(2)])
 def test_numbers_of_any_kind_become_floats(scores: Any) -> None:
     (found,) = scored(lambda _: scores, [trajectory(0)])
-    assert [turn.score for turn in found.turns] == [float(score) for score in scores]
-    assert {type(turn.score) for turn in found.turns} == {float}
+    assert [turn.signals["turn_scores"] for turn in found.turns] == [float(score) for score in scores]
+    assert {type(turn.signals["turn_scores"]) for turn in found.turns} == {float}
 
 
 def test_no_trajectories_need_no_judge() -> None:
@@ -181,7 +182,7 @@ def test_a_judge_that_fails_now_and_then_is_asked_again() -> None:
 
     trajectories = [trajectory(number) for number in range(5)]
     found = scored(moody, trajectories, timeout_s=0.5, max_retries=2)
-    assert [[turn.score for turn in t.turns] for t in found] == [by_hand(t) for t in trajectories]
+    assert [[turn.signals["turn_scores"] for turn in t.turns] for t in found] == [by_hand(t) for t in trajectories]
     assert asked == {0: 1, 1: 2, 2: 1, 3: 3, 4: 1}
     asked.clear()
     with pytest.raises(UserError, match=r"trajectory g/3: no score within"):

@@ -18,12 +18,15 @@ from agentrl.chat import AutoConfig, ChatMLRenderer, Renderer, train_tokenizer
 from agentrl.engine.transformers import TransformersEngine
 from agentrl.env import base_env, make_env
 from agentrl.learn.plan import MicroBatch
-from agentrl.learn.signals.scoring import answered_at_each_turn, score_tokens, with_hindsight, with_tokens
+from agentrl.learn.signals.answer_logprobs import answered_at_each_turn
+from agentrl.learn.signals.hindsight_logprobs import with_hindsight
+from agentrl.learn.signals.scoring import score_tokens, with_tokens
 from agentrl.policy.layout import Layout
 from agentrl.policy.model import LocalModelConfig, Policy, make_local_model
 from agentrl.rollout import RolloutConfig, RolloutPool
 from agentrl.types import Message, Trajectory
 from tests.rollout.conftest import OftenStops
+from tests.support.signals import without_signals
 from tests.test_run import TEMPLATE
 
 TOKENIZER = train_tokenizer([], vocab_size=261)
@@ -183,12 +186,12 @@ def test_scoring_keeps_no_graph_and_stays_within_its_budget(played: list[Traject
 def test_a_column_is_cut_where_the_turns_end(played: list[Trajectory]) -> None:
     trajectory = played[0]
     column_T = np.arange(trajectory.num_action_tokens, dtype=np.float64)
-    found = with_tokens(trajectory, "entropies", column_T)
-    assert [token for turn in found.turns for token in turn.entropies or ()] == column_T.tolist()
-    assert found.turns[1].entropies == tuple(
+    [found] = with_tokens([trajectory], "entropies", [column_T])
+    assert [token for turn in found.turns for token in turn.signals["entropies"]] == column_T.tolist()
+    assert found.turns[1].signals["entropies"] == tuple(
         range(len(trajectory.turns[0].action_ids), sum(len(turn.action_ids) for turn in trajectory.turns[:2]))
     )
-    assert replace(found, turns=tuple(replace(turn, entropies=None) for turn in found.turns)) == trajectory
+    assert without_signals(found) == trajectory
 
 
 def tools(env: str) -> list[dict[str, Any]]:

@@ -22,8 +22,11 @@ from agentrl.cli import main
 from agentrl.config import Recipe
 from agentrl.env import base_env, make_env
 from agentrl.errors import ConfigError, EnvironmentFailure, UserError
-from agentrl.learn.signals import Signals, SignalsConfig
-from agentrl.learn.signals.scoring import answered_at_each_turn, with_hindsight
+from agentrl.learn.signals import SignalsConfig
+from agentrl.learn.signals.answer_logprobs import answered_at_each_turn
+from agentrl.learn.signals.base import SignalContext
+from agentrl.learn.signals.hindsight_logprobs import with_hindsight
+from agentrl.learn.signals.signals import Signals
 from agentrl.policy.model import Policy
 from agentrl.report.folder import RunFolder
 from agentrl.run import Run
@@ -32,18 +35,8 @@ from agentrl_envs.calculator import Calculator
 from agentrl_envs.key_door import KeyDoor
 from tests.learn.test_scoring import TOKENIZER, StartsAnew, new_policy, plain_scores, play
 from tests.rollout.conftest import OftenStops
+from tests.support.signals import without_signals
 from tests.test_run import recipe
-
-MEASURED: dict[str, Any] = {
-    "values": None,
-    "entropies": None,
-    "reference_logprobs": None,
-    "teacher_logprobs": None,
-    "hindsight_logprobs": None,
-    "answer_logprob": None,
-    "score": None,
-}
-"""The fields of a turn that signals fill, as they are before."""
 
 
 def length_judge(trajectory: Trajectory) -> list[float]:
@@ -96,26 +89,27 @@ def new_signals(
     credit: dict[str, Any],
     *,
     policy: Policy,
+    reference: Policy | None = None,
     load_teacher: Callable[[], Policy] = unneeded,
     renderer: Renderer | None = None,
     env: str = "key_door",
     temperature: float = 1.0,
     **config: Any,
 ) -> Signals:
-    signals = Signals(
-        load_credit(credit),
-        SignalsConfig(**config),
-        policy=policy,
-        load_teacher=load_teacher,
-        renderer=renderer or StartsAnew(TOKENIZER),
-        tools=base_env(make_env(env)).tools,
-        temperature=temperature,
-        max_tokens=1000,
-        seed=3,
+    return Signals(
+        SignalContext(
+            scheme=load_credit(credit),
+            config=SignalsConfig(**config),
+            policy=policy,
+            reference=reference,
+            load_teacher=load_teacher,
+            renderer=renderer or StartsAnew(TOKENIZER),
+            tools=base_env(make_env(env)).tools,
+            temperature=temperature,
+            max_tokens=1000,
+            seed=3,
+        )
     )
-    if signals.needs_reference:
-        signals.reference = copy.deepcopy(policy)
-    return signals
 
 
 def groups_of(trajectories: list[Trajectory], *, size: int = 2) -> list[TrajectoryGroup]:
@@ -141,16 +135,12 @@ def sums() -> list[TrajectoryGroup]:
 
 
 def column(trajectory: Trajectory, name: str) -> list[float]:
-    return [value for turn in trajectory.turns for value in getattr(turn, name)]
+    return [value for turn in trajectory.turns for value in turn.signals[name]]
 
 
 def restored(group: TrajectoryGroup) -> TrajectoryGroup:
     """Return a group without what was measured."""
-    trajectories = [
-        replace(t, turns=tuple(replace(turn, **MEASURED) for turn in t.turns), final_value=None)
-        for t in group.trajectories
-    ]
-    return replace(group, trajectories=tuple(trajectories))
+    return replace(group, trajectories=tuple(map(without_signals, group.trajectories)))
 
 
 @pytest.mark.parametrize(
@@ -165,8 +155,8 @@ def restored(group: TrajectoryGroup) -> TrajectoryGroup:
         ({"scheme": "distill", "teacher": "model"}, {"teacher_logprobs"}),
         ({"scheme": "distill", "teacher": "hindsight"}, {"hindsight_logprobs"}),
         ({"scheme": "hindsight"}, {"hindsight_logprobs"}),
-        ({"scheme": "info_gain"}, {"answer_logprob"}),
-        ({"scheme": "judge"}, {"score"}),
+        ({"scheme": "info_gain"}, {"answer_logprobs"}),
+        ({"scheme": "judge"}, {"turn_scores"}),
     ],
 )
 def test_what_a_scheme_asks_for_is_measured_and_nothing_else(
@@ -177,18 +167,18 @@ def test_what_a_scheme_asks_for_is_measured_and_nothing_else(
         runner,
         credit,
         policy=new_policy(),
+        reference=new_policy() if "reference_logprobs" in names else None,
         load_teacher=new_policy if needs_teacher else unneeded,
         renderer=ChatMLRenderer(TOKENIZER),
         env="calculator",
         judge=JUDGE,  # named, and still not asked where no scheme reads its scores
     )
-    assert signals.needs_reference == ("reference_logprobs" in names)
     assert (signals.critic is not None) == ("values" in names)
     measured = signals.measure(sums)
     for group in measured:
         for trajectory in group.trajectories:
             for turn in trajectory.turns:
-                assert {name for name in MEASURED if getattr(turn, name) is not None} == names
+                assert set(turn.signals) == names
             assert (trajectory.final_value is not None) == ("values" in names)
     assert [restored(group) for group in measured] == sums
     load_credit(credit).assign(measured)  # and is enough
@@ -241,12 +231,17 @@ def test_every_pass_is_at_the_temperature_of_the_rollouts_and_in_its_own_context
     groups = groups_of(play(policy, num=4, temperature=temperature))
     originals = [t for group in groups for t in group.trajectories]
     told = [with_hindsight(t, StartsAnew(TOKENIZER), base_env(make_env("key_door")).tools) for t in originals]
-    new = partial(new_signals, runner, policy=policy, load_teacher=lambda: teacher, temperature=temperature)
+    new = partial(
+        new_signals,
+        runner,
+        policy=policy,
+        reference=reference,
+        load_teacher=lambda: teacher,
+        temperature=temperature,
+    )
 
     def measured(credit: dict[str, Any], name: str) -> list[list[float]]:
-        signals = new(credit)
-        signals.reference = reference
-        return [column(t, name) for group in signals.measure(groups) for t in group.trajectories]
+        return [column(t, name) for group in new(credit).measure(groups) for t in group.trajectories]
 
     def check(found: list[list[float]], model: Policy, read: list[Trajectory], index: int) -> None:
         for column_T, trajectory in zip(found, read, strict=True):
@@ -269,8 +264,14 @@ def test_a_teacher_that_is_the_policy_itself_has_nothing_to_teach(temperature: f
     groups = groups_of(play(policy, num=4, temperature=temperature))
 
     def largest_advantage(credit: dict[str, Any], teacher: Policy) -> float:
-        signals = new_signals(runner, credit, policy=policy, load_teacher=lambda: teacher, temperature=temperature)
-        signals.reference = teacher
+        signals = new_signals(
+            runner,
+            credit,
+            policy=policy,
+            reference=teacher,
+            load_teacher=lambda: teacher,
+            temperature=temperature,
+        )
         credits = load_credit(credit).assign(signals.measure(groups))
         return max(float(np.abs(c.advantages_T).max()) for of_group in credits for c in of_group)
 
@@ -300,7 +301,7 @@ def test_the_score_of_the_known_answer_is_that_of_a_plain_pass(
         for original, trajectory in zip(group.trajectories, measured.trajectories, strict=True):
             answered = answered_at_each_turn(original, renderer)
             means = [np.mean(plain_scores(policy, attempt, temperature=0.7)[0]) for attempt in answered]
-            found = [turn.answer_logprob for turn in trajectory.turns]
+            found = [turn.signals["answer_logprobs"] for turn in trajectory.turns]
             np.testing.assert_allclose(np.array(found, dtype=np.float64), means, rtol=1e-5)
 
 
@@ -323,9 +324,9 @@ def test_the_judge_has_the_recipes_deadline_and_threads(runner: asyncio.Runner, 
         MEETING.expect(num_threads)
         measured = new(judge=f"{__name__}:MEETING", judge_threads=num_threads).measure(walks)
         assert MEETING.peak == num_threads
-        assert [[turn.score for turn in t.turns] for group in measured for t in group.trajectories] == [
-            length_judge(t) for group in walks for t in group.trajectories
-        ]
+        assert [
+            [turn.signals["turn_scores"] for turn in t.turns] for group in measured for t in group.trajectories
+        ] == [length_judge(t) for group in walks for t in group.trajectories]
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,39 @@
-"""What credit schemes read beyond rewards and keys: measured once a step, and only where the scheme asks for it."""
+"""What credit schemes read beyond rewards and keys: one file for each signal, which has the name of its `Need`.
 
+Each is measured once a step, and only where the scheme asks for it.
+"""
+
+from functools import cache
+from importlib import import_module
+from pkgutil import iter_modules
+
+from agentrl.learn.signals.base import Signal
 from agentrl.learn.signals.config import CriticConfig, SignalsConfig
-from agentrl.learn.signals.signals import Signals
+from agentrl.types import Need
 
-__all__ = ["CriticConfig", "Signals", "SignalsConfig"]
+__all__ = ["CriticConfig", "Signal", "SignalsConfig", "hints", "provided_by", "signal_classes"]
+
+
+@cache
+def signal_classes() -> dict[Need, type[Signal]]:
+    """Return what each file named after a `Need` declares; the other needs are the environment's to provide."""
+    files = {module.name for module in iter_modules(__path__)}
+    found = {}
+    for need in Need:
+        if need in files:
+            (found[need],) = (
+                value
+                for value in vars(import_module(f"{__name__}.{need}")).values()
+                if isinstance(value, type) and issubclass(value, Signal) and value is not Signal
+            )
+    return found
+
+
+def provided_by(config: SignalsConfig) -> frozenset[Need]:
+    """Return what can be measured under a recipe, whatever its environment."""
+    return frozenset(need for need, signal in signal_classes().items() if signal.is_provided(config))
+
+
+def hints() -> dict[Need, str]:
+    """Return what a recipe must set for a signal that it does not provide."""
+    return {need: signal.hint for need, signal in signal_classes().items() if signal.hint}

@@ -4,7 +4,7 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, PositiveFloat
 
-from agentrl.types import Amount, AmountOrZero, Count, Need
+from agentrl.types import Amount, AmountOrZero, Count
 
 
 class CriticConfig(BaseModel):
@@ -40,10 +40,3 @@ class SignalsConfig(BaseModel):
     """How often a call of the judge that raised or hung is made again before the run stops."""
     judge_threads: Count = 8
     """Calls of the judge at the same time."""
-
-    def provides(self) -> frozenset[Need]:
-        """Return what can be measured, beside what the environment provides."""
-        found = {Need.VALUES, Need.ENTROPIES, Need.REFERENCE_LOGPROBS, Need.HINDSIGHT_LOGPROBS}
-        found |= {Need.TEACHER_LOGPROBS} if self.teacher else set()
-        found |= {Need.TURN_SCORES} if self.judge else set()
-        return frozenset(found)

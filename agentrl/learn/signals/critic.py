@@ -77,10 +77,8 @@ class Critic:
         values = score_tokens(
             self._value, longer, layout=self._policy.layout, max_tokens=self._max_tokens, device=self._device
         )
-        return [
-            replace(with_tokens(t, "values", values_T[:-1]), final_value=float(values_T[-1]))
-            for t, values_T in zip(trajectories, values, strict=True)
-        ]
+        measured = with_tokens(trajectories, "values", [values_T[:-1] for values_T in values])
+        return [replace(t, final_value=float(values_T[-1])) for t, values_T in zip(measured, values, strict=True)]
 
     def learn(self, trajectories: Sequence[Trajectory]) -> dict[str, float]:
         """Fit measured trajectories; return the loss and how much of the returns' variance the values explained before.
@@ -89,7 +87,7 @@ class Critic:
         0 where all G are equal but for rounding.
         """
         targets = [self._targets(t) for t in trajectories]
-        values_T = np.concatenate([turn.values or () for t in trajectories for turn in t.turns])
+        values_T = np.concatenate([turn.signals["values"] for t in trajectories for turn in t.turns])
         targets_T = np.concatenate(targets)
         is_flat = np.ptp(targets_T) <= 1e-12 * np.abs(targets_T).max()
         explained = 0.0 if is_flat else 1 - float((targets_T - values_T).var() / targets_T.var())

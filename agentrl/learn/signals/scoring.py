@@ -5,19 +5,19 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from agentrl.chat import Renderer
 from agentrl.credit import Credit
 from agentrl.distributed.processes import all_gather, num_processes, process_index
 from agentrl.learn.batch import FloatArray, make_batch
 from agentrl.learn.plan import MicroBatch, micro_batches
+from agentrl.learn.signals.base import SignalContext
 from agentrl.policy.layout import Layout
-from agentrl.types import Message, Trajectory, Turn
+from agentrl.policy.model import Policy
+from agentrl.types import Trajectory
 
 Score = Callable[[MicroBatch], Tensor]
 """Returns one number for each action token of a micro-batch."""
@@ -43,58 +43,41 @@ def score_tokens(
     return np.split(found_T, np.cumsum([t.num_action_tokens for t in trajectories])[:-1])
 
 
-def with_tokens(trajectory: Trajectory, name: str, column_T: FloatArray) -> Trajectory:
-    """Return the trajectory with a field that holds one number for each action token."""
-    ends = np.cumsum([len(turn.action_ids) for turn in trajectory.turns])
-    pieces: list[dict[str, Any]] = [{name: tuple(piece.tolist())} for piece in np.split(column_T, ends[:-1])]
-    turns = (replace(turn, **piece) for turn, piece in zip(trajectory.turns, pieces, strict=True))
-    return replace(trajectory, turns=tuple(turns))
+def logprobs(
+    context: SignalContext, trajectories: Sequence[Trajectory], *, policy: Policy | None = None
+) -> list[FloatArray]:
+    """Return the log-probability of every action token under a policy, the one in training where none is given."""
+    return _passed(context, trajectories, policy=policy or context.policy, index=0)
 
 
-def with_hindsight(trajectory: Trajectory, renderer: Renderer, tools: Sequence[dict[str, Any]]) -> Trajectory:
-    """Return the trajectory as if its first message had said how it ends, and the answer where there is a known one.
-
-    Every action stays as it was sampled; each context that was begun anew is rendered with the hint in it.
-    """
-    answer = "" if trajectory.gold_answer is None else f" The right answer is: {trajectory.gold_answer}"
-    hint = f"(In hindsight: the total reward was {trajectory.reward:.3g}.{answer})"
-    history: list[Message] = []
-    turns = []
-    for k, turn in enumerate(trajectory.turns):
-        observation = list(turn.observation)
-        if k == 0 and not observation:
-            observation = [{"role": "user", "content": hint}]
-        elif k == 0:
-            observation[-1] = {**observation[-1], "content": f"{observation[-1].get('content') or ''}\n{hint}"}
-        history += observation
-        if k == 0 or not turn.extends:
-            turn = replace(turn, observation_ids=renderer.start(history, tools))
-        turns.append(turn)
-        history.append(turn.message)
-    return replace(trajectory, turns=tuple(turns))
+def entropies(context: SignalContext, trajectories: Sequence[Trajectory]) -> list[FloatArray]:
+    """Return the entropy of the policy in training at every action token."""
+    return _passed(context, trajectories, policy=context.policy, index=1)
 
 
-def answered_at_each_turn(trajectory: Trajectory, renderer: Renderer) -> list[Trajectory]:
-    """Return one made-up trajectory of a single turn for each turn: its context, then the task's known answer.
+def _passed(
+    context: SignalContext, trajectories: Sequence[Trajectory], *, policy: Policy, index: int
+) -> list[FloatArray]:
+    def score(micro: MicroBatch) -> Tensor:
+        with context.autocast():
+            found: tuple[Tensor, Tensor] = policy(micro.inputs, micro.slot_T, micro.target_T, context.temperature)
+        return found[index]
 
-    The stop token after the answer is left out: it tells nothing of what the policy knows.
-    """
-    assert trajectory.gold_answer is not None
-    answer_ids = renderer.encode({"role": "assistant", "content": trajectory.gold_answer})
-    while answer_ids and answer_ids[-1] in renderer.stop_token_ids:
-        answer_ids = answer_ids[:-1]
-    zeros = (0,) * len(answer_ids)
-    context_ids: tuple[int, ...] = ()
-    answered = []
-    for turn in trajectory.turns:
-        context_ids = context_ids + turn.observation_ids if turn.extends else turn.observation_ids
-        attempt = Turn(
-            observation_ids=context_ids,
-            action_ids=answer_ids,
-            behavior_logprobs=zeros,
-            versions=zeros,
-            reward=0.0,
-        )
-        answered.append(replace(trajectory, turns=(attempt,)))
-        context_ids += turn.action_ids
-    return answered
+    device = next(context.policy.parameters()).device
+    return score_tokens(score, trajectories, layout=policy.layout, max_tokens=context.max_tokens, device=device)
+
+
+def with_tokens(trajectories: Sequence[Trajectory], name: str, columns: Sequence[FloatArray]) -> list[Trajectory]:
+    """Return the trajectories with a signal of one number for each action token."""
+    found = []
+    for trajectory, column_T in zip(trajectories, columns, strict=True):
+        ends = np.cumsum([len(turn.action_ids) for turn in trajectory.turns])
+        pieces = [tuple(piece.tolist()) for piece in np.split(column_T, ends[:-1])]
+        found.append(with_turns(trajectory, name, pieces))
+    return found
+
+
+def with_turns(trajectory: Trajectory, name: str, values_K: Sequence[float | tuple[float, ...]]) -> Trajectory:
+    """Return the trajectory with a signal of one value for each turn."""
+    turns = zip(trajectory.turns, values_K, strict=True)
+    return replace(trajectory, turns=tuple(replace(turn, signals={**turn.signals, name: x}) for turn, x in turns))

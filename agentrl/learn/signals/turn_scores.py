@@ -1,16 +1,56 @@
-"""Scores of turns from a user's own callable."""
+"""A score of each turn from the user's own callable, the judge."""
 
 import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 from agentrl.errors import AgentRLError, ConfigError, UserError
+from agentrl.learn.signals.base import Sample, Signal, SignalContext
+from agentrl.learn.signals.config import SignalsConfig
 from agentrl.plain_data import PlainDataError, abbreviated, plain_data, words_of
 from agentrl.registry import import_attribute
 from agentrl.rollout.env_thread import EnvThread
 from agentrl.types import Trajectory
+
+
+class TurnScores(Signal):
+    """What the callable that `signals.judge` names returns; each process asks it about a share of the trajectories."""
+
+    sample: ClassVar = Sample(start=0.0, step=0.25, by_trajectory=1, by_turn=3, period=5, in_rewards=True)
+    is_per_token: ClassVar = False
+    hint: ClassVar = "signals.judge to module:function"
+
+    def __init__(self, context: SignalContext) -> None:
+        """Import the judge."""
+        super().__init__(context)
+        assert context.config.judge is not None, "a recipe without one provides no scores"
+        self._judge = load_judge(context.config.judge)
+
+    @classmethod
+    def is_provided(cls, config: SignalsConfig) -> bool:
+        """Whether the recipe names a judge."""
+        return bool(config.judge)
+
+    def measure(self, trajectories: list[Trajectory]) -> list[Trajectory]:
+        """Return the trajectories with the judge's scores.
+
+        Raises:
+            UserError: with the judge's own words.
+        """
+        from agentrl.distributed.processes import all_gather, num_processes, process_index
+
+        config = self.context.config
+        scoring = score_turns(
+            self._judge,
+            trajectories[process_index() :: num_processes()],
+            timeout_s=config.judge_timeout_s,
+            num_threads=config.judge_threads,
+            max_retries=config.judge_retries,
+        )
+        scored = {t.trajectory_id: t for t in all_gather(asyncio.run(scoring))}
+        return [scored[t.trajectory_id] for t in trajectories]
 
 
 def load_judge(name: str) -> Callable[[Trajectory], Sequence[float]]:
@@ -34,7 +74,7 @@ async def score_turns(
     num_threads: int,
     max_retries: int,
 ) -> list[Trajectory]:
-    """Return the trajectories with the judge's `score` at every turn.
+    """Return the trajectories with the judge's score at every turn.
 
     Raises:
         UserError: with the judge's own words, when it does not return one finite number for each turn, or still raises or
@@ -87,5 +127,8 @@ def _scored(trajectory: Trajectory, scores: Any, where: str) -> Trajectory:
         raise UserError(
             f"{where}: return one finite number for each of its {len(turns)} turns, got {abbreviated(scores)}"
         )
-    scored = (replace(turn, score=float(score)) for turn, score in zip(turns, plain, strict=True))
+    scored = (
+        replace(turn, signals={**turn.signals, "turn_scores": float(score)})
+        for turn, score in zip(turns, plain, strict=True)
+    )
     return replace(trajectory, turns=tuple(scored))

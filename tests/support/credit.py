@@ -11,9 +11,11 @@ import numpy.typing as npt
 from hypothesis import strategies as st
 
 from agentrl import CreditScheme, FinishReason, Trajectory, TrajectoryGroup, assign_credit
+from agentrl.learn.signals import signal_classes
 from agentrl.testing.groups import make_group
-from agentrl.types import PER_TOKEN
 
+PER_TOKEN = {"behavior_logprobs", *(need.value for need, signal in signal_classes().items() if signal.is_per_token)}
+"""What holds one number for each action token."""
 Rows = list[list[float]]
 """One list for each trajectory of a group: a number for each of its turns, or of its action tokens."""
 
@@ -60,10 +62,11 @@ def changed(group: TrajectoryGroup, index: int, **fields: Any) -> TrajectoryGrou
 
 
 def without(group: TrajectoryGroup, index: int, turn: int, field: str) -> TrajectoryGroup:
-    """Set a field of one turn to None."""
+    """Set a field of one turn to None, or leave out a signal."""
     turns = list(group.trajectories[index].turns)
-    blank: dict[str, Any] = {field: None}
-    turns[turn] = replace(turns[turn], **blank)
+    signals = {name: value for name, value in turns[turn].signals.items() if name != field}
+    blank: dict[str, Any] = {} if field in turns[turn].signals else {field: None}
+    turns[turn] = replace(turns[turn], signals=signals, **blank)
     return changed(group, index, turns=tuple(turns))
 
 
@@ -160,7 +163,7 @@ def batches(draw: st.DrawFn, /, **columns: st.SearchStrategy[Any]) -> list[Traje
         ends = itertools.pairwise(itertools.accumulate(lengths, initial=0))
         rows = [flat[start:end] for start, end in ends]
         nested = {name: [[turn[i] for turn in row] for row in rows] for i, name in enumerate(fields)}
-        for name in nested.keys() & set(PER_TOKEN):
+        for name in nested.keys() & PER_TOKEN:
             nested[name] = [
                 [numbers[:length] for numbers, length in zip(*pair, strict=True)]
                 for pair in zip(nested[name], nested["action_lengths"], strict=True)

@@ -1,0 +1,70 @@
+"""Mean log-probability of the tokens of the task's known answer, had it been given in place of a turn's action."""
+
+from dataclasses import replace
+from typing import ClassVar
+
+import numpy as np
+
+from agentrl.chat import Renderer
+from agentrl.errors import ConfigError
+from agentrl.learn.signals.base import Sample, Signal
+from agentrl.learn.signals.config import SignalsConfig
+from agentrl.types import Trajectory, Turn
+
+
+class AnswerLogprobs(Signal):
+    """One forward pass of the weights that sampled, over each turn's context with the answer after it."""
+
+    sample: ClassVar = Sample(start=-2.0, step=0.3, by_trajectory=1, by_turn=3, period=5)
+    is_per_token: ClassVar = False
+
+    @classmethod
+    def is_provided(cls, config: SignalsConfig) -> bool:
+        """Whether the recipe provides it: never, for the environment's `gold_answer` does."""
+        return False
+
+    def measure(self, trajectories: list[Trajectory]) -> list[Trajectory]:
+        """Return the trajectories with the answer's mean log-probability at every turn.
+
+        Raises:
+            ConfigError: for a task without a known answer.
+        """
+        from agentrl.learn.signals.scoring import logprobs, with_turns
+
+        for trajectory in trajectories:
+            if not trajectory.gold_answer:
+                raise ConfigError(
+                    f"credit.scheme: trajectory {trajectory.trajectory_id}: gold_answer() of {trajectory.env_id} returned "
+                    f"{trajectory.gold_answer!r}, and the scheme scores it after each turn; return the task's answer, or "
+                    "choose another scheme"
+                )
+        answered = [attempt for t in trajectories for attempt in answered_at_each_turn(t, self.context.renderer)]
+        self.context.check_lengths(answered)
+        means = iter([float(np.mean(column_T)) for column_T in logprobs(self.context, answered)])
+        return [with_turns(t, "answer_logprobs", [next(means) for _ in t.turns]) for t in trajectories]
+
+
+def answered_at_each_turn(trajectory: Trajectory, renderer: Renderer) -> list[Trajectory]:
+    """Return one made-up trajectory of a single turn for each turn: its context, then the task's known answer.
+
+    The stop token after the answer is left out: it tells nothing of what the policy knows.
+    """
+    assert trajectory.gold_answer is not None
+    answer_ids = renderer.encode({"role": "assistant", "content": trajectory.gold_answer})
+    while answer_ids and answer_ids[-1] in renderer.stop_token_ids:
+        answer_ids = answer_ids[:-1]
+    zeros = (0,) * len(answer_ids)
+    context_ids: tuple[int, ...] = ()
+    answered = []
+    for turn in trajectory.turns:
+        context_ids = context_ids + turn.observation_ids if turn.extends else turn.observation_ids
+        attempt = Turn(
+            observation_ids=context_ids,
+            action_ids=answer_ids,
+            behavior_logprobs=zeros,
+            versions=zeros,
+            reward=0.0,
+        )
+        answered.append(replace(trajectory, turns=(attempt,)))
+        context_ids += turn.action_ids
+    return answered

@@ -1,0 +1,114 @@
+"""What a signal declares, and what it is measured with.
+
+No file of a signal loads torch until the signal is made: checks of credit schemes read the declarations alone.
+"""
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from agentrl.chat import Renderer
+from agentrl.credit import CreditScheme
+from agentrl.errors import ConfigError
+from agentrl.learn.signals.config import SignalsConfig
+from agentrl.types import Trajectory
+
+if TYPE_CHECKING:
+    from agentrl.policy.model import Policy
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class SignalContext:
+    """What signals are measured with."""
+
+    scheme: CreditScheme
+    """The scheme whose `requirements()` are measured."""
+    config: SignalsConfig
+    policy: "Policy"
+    """The weights in training."""
+    reference: "Policy | None"
+    """The policy with which the run began. None: nothing reads it."""
+    load_teacher: "Callable[[], Policy]"
+    """Called where the scheme reads a teacher's log-probabilities."""
+    renderer: Renderer
+    """That of the rollouts."""
+    tools: Sequence[dict[str, Any]]
+    """Those of the environment, for contexts that are rendered again."""
+    temperature: float
+    """That of the rollouts; all log-probabilities and entropies are at it."""
+    max_tokens: int
+    """Budget of a micro-batch."""
+    seed: int
+    """Seed of the critic."""
+    autocast: Callable[[], AbstractContextManager[None]] = nullcontext
+    """Context in which the policy's forward pass runs, and every other one here."""
+
+    def check_lengths(self, trajectories: Sequence[Trajectory]) -> None:
+        """Stop where what was put into a context makes it longer than the model has positions.
+
+        Raises:
+            ConfigError: naming the trajectory and the field to lower.
+        """
+        limit = getattr(self.policy.model.config, "max_position_embeddings", None)
+        for trajectory in trajectories:
+            longest = max(sum(len(t.observation_ids) + len(t.action_ids) for t in s) for s in trajectory.segments())
+            if limit is not None and longest > limit:
+                raise ConfigError(
+                    f"credit.scheme: trajectory {trajectory.trajectory_id}: what the scheme tells the policy makes a context "
+                    f"of {longest} tokens, beyond the model's {limit} positions; lower rollout.max_context_tokens"
+                )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sample:
+    """Numbers for made-up turns, with which checks ask schemes: they differ from turn to turn.
+
+    `start + step * ((by_trajectory * i + by_turn * k) % period) + by_token * t` for token t of turn k of trajectory i.
+    The four factors put the turns into another order for each signal.
+    """
+
+    start: float
+    step: float
+    by_trajectory: int
+    by_turn: int
+    period: int
+    by_token: float = 0.0
+    in_rewards: bool = False
+    """True for what is in units of reward: twice the rewards come with twice the numbers."""
+
+    def at(self, trajectory: int, turn: int, token: int = 0) -> float:
+        """Return the number of a token, or of a turn."""
+        place = (self.by_trajectory * trajectory + self.by_turn * turn) % self.period
+        return self.start + self.step * place + self.by_token * token
+
+
+class Signal:
+    """One kind of number beside the rewards: `Turn.signals` holds it under the name of its file, which is its `Need`."""
+
+    sample: ClassVar[Sample]
+    """What checks put in its place."""
+    is_per_token: ClassVar[bool] = True
+    """True: one number for each action token. False: one for each turn. Records hold either."""
+    hint: ClassVar[str] = ""
+    """What the recipe must set where `is_provided` is False; empty where only the environment can help."""
+
+    def __init__(self, context: SignalContext) -> None:
+        """Take what it is measured with; load what else it reads."""
+        self.context = context
+
+    @classmethod
+    def is_provided(cls, config: SignalsConfig) -> bool:
+        """Whether a recipe with this section can measure it, whatever the environment."""
+        return True
+
+    def begin(self) -> None:
+        """Start from the policy as it is: called once it is warmed up, and not where a run is resumed."""
+
+    def measure(self, trajectories: list[Trajectory]) -> list[Trajectory]:
+        """Return the trajectories, none of which failed, with the signal in every turn."""
+        raise NotImplementedError
+
+    def learn(self, trajectories: list[Trajectory]) -> dict[str, float]:
+        """Fit what it is measured by to what was measured; return metrics."""
+        return {}
