@@ -48,7 +48,7 @@ def slow_reference(scheme: Distill, group: TrajectoryGroup) -> Rows:
     for trajectory in group.trajectories:
         differences = []
         for turn in trajectory.turns:
-            teacher: Any = getattr(turn, TEACHERS[scheme.teacher][0])
+            teacher = turn.signals[TEACHERS[scheme.teacher][0]]
             differences += [-(p - q) for p, q in zip(turn.behavior_logprobs, teacher, strict=True)]
         rows.append(
             [sum(scheme.discount**j * d for j, d in enumerate(differences[t:])) for t in range(len(differences))]

@@ -22,7 +22,7 @@ from agentrl.cli import main
 from agentrl.config import Recipe
 from agentrl.env import base_env, make_env
 from agentrl.errors import ConfigError, EnvironmentFailure, UserError
-from agentrl.learn.signals import SignalsConfig
+from agentrl.learn.signals import SignalsConfig, hints, provided_by, signal_classes
 from agentrl.learn.signals.answer_logprobs import answered_at_each_turn
 from agentrl.learn.signals.base import SignalContext
 from agentrl.learn.signals.hindsight_logprobs import with_hindsight
@@ -30,7 +30,7 @@ from agentrl.learn.signals.signals import Signals
 from agentrl.policy.model import Policy
 from agentrl.report.folder import RunFolder
 from agentrl.run import Run
-from agentrl.types import StopReason, Trajectory, TrajectoryGroup, Turn
+from agentrl.types import Need, StopReason, Trajectory, TrajectoryGroup, Turn
 from agentrl_envs.calculator import Calculator
 from agentrl_envs.key_door import KeyDoor
 from tests.learn.test_scoring import TOKENIZER, StartsAnew, new_policy, plain_scores, play
@@ -141,6 +141,26 @@ def column(trajectory: Trajectory, name: str) -> list[float]:
 def restored(group: TrajectoryGroup) -> TrajectoryGroup:
     """Return a group without what was measured."""
     return replace(group, trajectories=tuple(map(without_signals, group.trajectories)))
+
+
+def test_every_need_is_the_environments_or_a_file_of_its_own() -> None:
+    class Rich(KeyDoor):
+        """Provides whatever an environment can."""
+
+        def gold_answer(self) -> str:
+            return "42"
+
+    assert Rich().provides() | set(signal_classes()) == set(Need)
+    assert set(hints()) == {Need.TEACHER_LOGPROBS, Need.TURN_SCORES}
+    bare, full = SignalsConfig(), SignalsConfig(teacher="a", judge="b:c")
+    assert provided_by(full) - provided_by(bare) == set(hints())
+    assert set(signal_classes()) - provided_by(full) == {Need.ANSWER_LOGPROBS}
+
+
+def test_the_samples_of_checks_put_the_turns_into_another_order_for_each_signal() -> None:
+    slots = [(i, k) for i in range(4) for k in range(4)]
+    orders = [np.argsort([s.sample.at(i, k) for i, k in slots]).tolist() for s in signal_classes().values()]
+    assert len({tuple(order) for order in orders}) == len(orders)
 
 
 @pytest.mark.parametrize(

@@ -87,7 +87,7 @@ def test_rollouts_that_lack_what_the_scheme_reads_are_refused(tmp_path: Path) ->
     [group] = [layout.build() for layout in LAYOUTS[:1]]
     credits = [[Credit.uniform(t, 0.0) for t in group.trajectories]]
     found = [
-        record.model_copy(update={"turns": [turn.model_copy(update={"values": None}) for turn in record.turns]})
+        record.model_copy(update={"turns": [turn.model_copy(update={"signals": {}}) for turn in record.turns]})
         for record in records([group], credits, step=1, piece=str)
     ]
     with pytest.raises(CreditError, match="trajectory oak/0, turn 0: no values"):

@@ -72,6 +72,29 @@ def test_everything_that_training_saw_comes_back_from_the_file(tmp_path: Path) -
     assert read[0].turns[1].action_pieces == [f"<{token}>" for token in played.trajectories[0].turns[1].action_ids]
 
 
+def test_signals_come_back_as_they_were_credited(tmp_path: Path) -> None:
+    played = make_group(
+        [[0.5, 1.0], [0.25]],
+        action_lengths=[[2, 1], [1]],
+        values=[[(0.5, -0.25), 2], [3]],
+        turn_scores=[[0.125, 1], [None]],
+        branch_rewards=[[((1.0,), (0.0, 0.5)), ()], [None]],
+    )
+    credits = [[Credit.uniform(t, 1.0) for t in played.trajectories]]
+    run = RunFolder.create(tmp_path, {})
+    run.add_rollouts(7, records([played], credits, step=7, piece=str))
+    (path,) = run.rollouts()
+    found = list(read_records(path))
+    assert found[0].turns[0].signals == {"values": [0.5, -0.25], "turn_scores": 0.125}
+    assert [trajectory.turns for trajectory in groups_of(found)[0].trajectories] == [
+        t.turns for t in played.trajectories
+    ]
+    first = path.read_bytes().replace(b'"values":[0.5,', b'"values":[')
+    path.write_bytes(first)
+    with pytest.raises(UserError, match="values has 1 entries for 2 action tokens"):
+        list(read_records(path))
+
+
 def test_a_failed_trajectory_is_recorded_with_its_error(tmp_path: Path) -> None:
     first, second = group().trajectories
     fault = Fault(kind="KeyError at desk.py:4", traceback="  File ...\nKeyError: 'answer'")
