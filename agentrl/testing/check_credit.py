@@ -1,24 +1,19 @@
 """What every credit scheme must keep to, as one call: `check_credit(MyScheme())`."""
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, Self
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
-import numpy.typing as npt
-from pydantic import ValidationError
 
-from agentrl.credit import Credit, CreditScheme, Need, assign_credit, load_credit
+from agentrl.credit import CreditScheme, Need, load_credit
 from agentrl.errors import CheckError, CreditError
 from agentrl.learn.signals import signal_classes
-from agentrl.testing.credit_layouts import EVEN, LAYOUTS, LONE, LONG, ONE_TURN, Layout
-from agentrl.testing.option_values import is_closed, other_values
-from agentrl.types import FinishReason, StopReason, Trajectory, TrajectoryGroup, Turn
-
-Array = npt.NDArray[np.float64]
-Groups = Sequence[TrajectoryGroup]
-Prepare = Callable[[TrajectoryGroup], TrajectoryGroup]
+from agentrl.testing.credit_layouts import EVEN, LAYOUTS, LONE, LONG, ONE_TURN
+from agentrl.testing.credit_options import idle_options
+from agentrl.testing.credit_subject import Prepare, Subject, by_turn, first_of_turns, same
+from agentrl.types import FinishReason, StopReason, TrajectoryGroup, Turn
 
 _TURN_DATA = frozenset({Need.TURN_REWARDS, Need.STATE_KEYS, Need.VALUES, Need.BRANCHES})
 """What tells the turns of a trajectory apart by what they earned or led to."""
@@ -28,9 +23,6 @@ _FIELDS = {
     Need.BRANCHES: ("branch_rewards",),
 }
 """The fields of a turn that hold what the environment provides; `Turn.signals` holds the rest."""
-
-MAX_BASES = 400
-"""Most combinations of a scheme's other options under which an option is tried before it is called idle."""
 
 
 def check_credit(
@@ -77,7 +69,7 @@ def check_credit(
         scale_equivariant = normalize in ("none", "leave_one_out")
     if leave_one_out is None:
         leave_one_out = normalize == "leave_one_out" or (has_loo and normalize in ("none", None))
-    subject = _Subject(
+    subject = Subject(
         scheme=scheme,
         per_turn=scheme.granularity != "token",
         reads_turn_rewards=(
@@ -87,7 +79,7 @@ def check_credit(
         options=options or {},
         prepare=prepare or (lambda group: group),
     )
-    checks = [_fits, _order, _names, _observations, _tokens, _needs, _places, _cut_off, _failures, _lone, _options]
+    checks = [_fits, _order, _names, _observations, _tokens, _needs, _places, _cut_off, _failures, _lone, idle_options]
     checks += [_equal_returns, _shift] if relative else []
     checks += [_one_turn] if (relative if outcome_level is None else outcome_level) else []
     checks += [_scale] if scale_equivariant else []
@@ -113,65 +105,17 @@ def _build(scheme: CreditScheme | type[CreditScheme] | Mapping[str, Any] | str) 
     return load_credit({"scheme": scheme} if isinstance(scheme, str) else scheme)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Subject:
-    """The scheme under test, and how to ask it."""
-
-    scheme: CreditScheme
-    per_turn: bool
-    reads_turn_rewards: bool
-    batch_wide: bool
-    options: Mapping[str, Sequence[Any]]
-    prepare: Prepare
-
-    def groups(self, *layouts: Layout, **changes: Any) -> list[TrajectoryGroup]:
-        return [self.prepare(layout.build(**changes)) for layout in layouts or LAYOUTS]
-
-    def credit(self, groups: Groups) -> dict[str, Credit]:
-        """Credit of each trajectory by its id; the made-up ids are unique over all groups."""
-        assigned = assign_credit(self.scheme, groups)
-        pairs = zip(groups, assigned, strict=True)
-        return {t.trajectory_id: c for group, row in pairs for t, c in zip(group.trajectories, row, strict=True)}
-
-    def undiscounted(self) -> Self:
-        """The same with gamma 1, where rewards of all turns weigh the same."""
-        has = "gamma" in type(self.scheme).model_fields
-        return replace(self, scheme=self.scheme.model_copy(update={"gamma": 1.0})) if has else self
-
-
-def _same(first: Mapping[str, Credit], second: Mapping[str, Credit], *, factor: float = 1.0) -> bool:
-    """Tell whether `factor` times the first is the second, up to float32, for the same trajectories."""
-    return first.keys() == second.keys() and all(
-        np.array_equal(first[key].keep_T, second[key].keep_T)
-        and first[key].advantages_T.shape == second[key].advantages_T.shape
-        and np.allclose(factor * first[key].advantages_T, second[key].advantages_T, rtol=1e-5, atol=1e-6)
-        for key in first
-    )
-
-
-def _turns(trajectory: Trajectory, credit: Credit) -> list[npt.NDArray[np.float32]]:
-    """Split the advantages of a trajectory by turn."""
-    ends = np.cumsum([len(turn.action_ids) for turn in trajectory.turns])
-    return np.split(credit.advantages_T, ends[:-1])
-
-
-def _first(groups: Groups, credit: Mapping[str, Credit]) -> Array:
-    """Concatenate the first action token's advantage of every turn of every trajectory."""
-    found = [_turns(t, credit[t.trajectory_id]) for group in groups for t in group.trajectories]
-    return np.array([advantages[0] for turns in found for advantages in turns], dtype=np.float64)
-
-
-def _fits(subject: _Subject) -> Iterator[str]:
+def _fits(subject: Subject) -> Iterator[str]:
     groups = subject.groups()
-    if not _same(subject.credit(groups), subject.credit(groups)):
+    if not same(subject.credit(groups), subject.credit(groups)):
         yield "the same groups, credited twice, get different credit"
     if not subject.batch_wide:
         apart = {key: credit for group in groups for key, credit in subject.credit([group]).items()}
-        if not _same(subject.credit(groups), apart):
+        if not same(subject.credit(groups), apart):
             yield "a group's credit depends on the other groups in the batch (batch_wide=True where that is meant)"
 
 
-def _order(subject: _Subject) -> Iterator[str]:
+def _order(subject: Subject) -> Iterator[str]:
     groups = subject.groups()
     expected = subject.credit(groups)
     for what, first, step in (("reversed", 0, -1), ("rotated", 1, 1)):
@@ -179,13 +123,13 @@ def _order(subject: _Subject) -> Iterator[str]:
             replace(group, trajectories=(group.trajectories[first:] + group.trajectories[:first])[::step])
             for group in groups
         ]
-        if not _same(expected, subject.credit(moved)):
+        if not same(expected, subject.credit(moved)):
             yield f"trajectories {what} within their group do not take their credit along"
-    if not _same(expected, subject.credit(groups[::-1])):
+    if not same(expected, subject.credit(groups[::-1])):
         yield "groups in another order do not take their credit along"
 
 
-def _names(subject: _Subject) -> Iterator[str]:
+def _names(subject: Subject) -> Iterator[str]:
     groups = subject.groups()
     names = {t.trajectory_id: f"{99 - n}" for n, t in enumerate(t for group in groups for t in group.trajectories)}
     renamed = [
@@ -199,14 +143,14 @@ def _names(subject: _Subject) -> Iterator[str]:
         for g, group in enumerate(groups)
     ]
     expected = {names[key]: credit for key, credit in subject.credit(groups).items()}
-    if not _same(expected, subject.credit(renamed)):
+    if not same(expected, subject.credit(renamed)):
         yield "the names of groups and trajectories change the credit, not only which belong together"
 
 
-def _observations(subject: _Subject) -> Iterator[str]:
+def _observations(subject: Subject) -> Iterator[str]:
     expected = subject.credit(subject.groups())
     for length in (0, 7):
-        if not _same(expected, subject.credit(subject.groups(observation=length))):
+        if not same(expected, subject.credit(subject.groups(observation=length))):
             yield f"the number of observation tokens changes the credit ({length} before each turn but the first)"
     other = [
         replace(
@@ -218,16 +162,16 @@ def _observations(subject: _Subject) -> Iterator[str]:
         )
         for group in subject.groups()
     ]
-    if not _same(expected, subject.credit(other)):
+    if not same(expected, subject.credit(other)):
         yield "the observation tokens change the credit"
 
 
-def _tokens(subject: _Subject) -> Iterator[str]:
+def _tokens(subject: Subject) -> Iterator[str]:
     if not subject.per_turn:
         return
     groups = subject.groups()
     credit = subject.credit(groups)
-    split = [_turns(t, credit[t.trajectory_id]) for group in groups for t in group.trajectories]
+    split = [by_turn(t, credit[t.trajectory_id]) for group in groups for t in group.trajectories]
     if any(np.ptp(advantages) > 1e-6 for turns in split for advantages in turns):
         yield 'the tokens of one action differ in advantage (granularity = "token" where that is meant)'
     for lengths in (lambda k: 1 + k % 3, lambda k: 6 - k % 4):
@@ -237,12 +181,14 @@ def _tokens(subject: _Subject) -> Iterator[str]:
             )
             for x in LAYOUTS
         ]
-        if not np.allclose(_first(groups, credit), _first(other, subject.credit(other)), rtol=1e-5, atol=1e-6):
+        if not np.allclose(
+            first_of_turns(groups, credit), first_of_turns(other, subject.credit(other)), rtol=1e-5, atol=1e-6
+        ):
             yield "the number of tokens of the actions changes the advantages of the turns"
             return
 
 
-def _needs(subject: _Subject) -> Iterator[str]:
+def _needs(subject: Subject) -> Iterator[str]:
     needs = subject.scheme.requirements()
     if extra := sorted(type(subject.scheme).needs - needs):
         yield f"requirements() leaves out {', '.join(extra)}, which the class's needs name"
@@ -256,11 +202,11 @@ def _needs(subject: _Subject) -> Iterator[str]:
                     yield f"turns without {words} are refused without naming the trajectory: {error}"
             else:
                 yield f"turns without {words} are credited all the same: raise CreditError naming trajectory and turn"
-        elif not _same(subject.credit(subject.groups()), subject.credit(groups)):
+        elif not same(subject.credit(subject.groups()), subject.credit(groups)):
             yield f"{words} change the credit: requirements() must name Need.{need.name}"
     if not subject.reads_turn_rewards:
         moved = [x.build(rewards=[row[::-1] for row in x.rewards]) for x in LAYOUTS]
-        if not _same(subject.credit(subject.groups()), subject.credit([subject.prepare(group) for group in moved])):
+        if not same(subject.credit(subject.groups()), subject.credit([subject.prepare(group) for group in moved])):
             yield "which turn was rewarded changes the credit: requirements() must name Need.TURN_REWARDS"
 
 
@@ -274,7 +220,7 @@ def _without(group: TrajectoryGroup, need: Need) -> TrajectoryGroup:
     return replace(group, trajectories=tuple(replace(t, turns=tuple(map(bare, t.turns))) for t in group.trajectories))
 
 
-def _places(subject: _Subject) -> Iterator[str]:
+def _places(subject: Subject) -> Iterator[str]:
     """One more reward at each of twelve turns in its turn, with no observation in between: twelve different answers."""
     if not subject.reads_turn_rewards:
         return
@@ -283,14 +229,14 @@ def _places(subject: _Subject) -> Iterator[str]:
         first = [float(k == place) for k in range(12)]
         groups = subject.groups(LONG, rewards=[first, *LONG.rewards[1:]], observation=0)
         answers.append(subject.credit(groups))
-    if idle := [str(k) for k in range(12) if _same(answers[0], answers[k + 1])]:
+    if idle := [str(k) for k in range(12) if same(answers[0], answers[k + 1])]:
         yield f"a reward at turn {', '.join(idle)} of twelve changes no credit"
     pairs = itertools.combinations(range(12), 2)
-    if merged := [f"{a} and {b}" for a, b in pairs if _same(answers[a + 1], answers[b + 1])]:
+    if merged := [f"{a} and {b}" for a, b in pairs if same(answers[a + 1], answers[b + 1])]:
         yield f"a reward is credited alike at turns {merged[0]} of twelve: turns do not keep their own place"
 
 
-def _cut_off(subject: _Subject) -> Iterator[str]:
+def _cut_off(subject: Subject) -> Iterator[str]:
     """An action that met a token limit was never carried out: it has no key, and its trajectory is truncated."""
     groups = []
     for group in subject.groups():
@@ -304,7 +250,7 @@ def _cut_off(subject: _Subject) -> Iterator[str]:
         yield f"an action that was cut off, and so has no action key, is refused: {error}"
 
 
-def _failures(subject: _Subject) -> Iterator[str]:
+def _failures(subject: Subject) -> Iterator[str]:
     groups = subject.groups()
     expected = subject.credit(groups)
     for stop in (stop for stop in StopReason if stop.failed):
@@ -327,11 +273,11 @@ def _failures(subject: _Subject) -> Iterator[str]:
         }
         if any(found[key].keep_T.any() for key in lost):
             yield "a failed trajectory stays in the loss: give it Credit.excluded(trajectory)"
-        if not _same(expected, {key: credit for key, credit in found.items() if key not in lost}):
+        if not same(expected, {key: credit for key, credit in found.items() if key not in lost}):
             yield "a failed trajectory changes its siblings' credit: take statistics over group.valid"
 
 
-def _lone(subject: _Subject) -> Iterator[str]:
+def _lone(subject: Subject) -> Iterator[str]:
     """A lone trajectory is credited or refused, in so many words; anything else that is raised is reported as such."""
     try:
         subject.credit(subject.groups(LONE))
@@ -340,97 +286,39 @@ def _lone(subject: _Subject) -> Iterator[str]:
             yield f"a lone trajectory is refused without naming its group: {error}"
 
 
-def _equal_returns(subject: _Subject) -> Iterator[str]:
+def _equal_returns(subject: Subject) -> Iterator[str]:
     groups = subject.groups(ONE_TURN, rewards=[[0.1 + 0.2], [0.3], [0.3], [0.3]])
-    if np.abs(_first(groups, subject.credit(groups))).max() > 1e-6:
+    if np.abs(first_of_turns(groups, subject.credit(groups))).max() > 1e-6:
         yield "siblings with equal returns do not get advantage 0 (.1 + .2 and .3 are equal but for rounding)"
 
 
-def _shift(subject: _Subject) -> Iterator[str]:
+def _shift(subject: Subject) -> Iterator[str]:
     subject = subject.undiscounted()
     for layout in (ONE_TURN, EVEN):
         shifted = [[*row[:-1], row[-1] + 2.5] for row in layout.rewards]
-        if not _same(subject.credit(subject.groups(layout)), subject.credit(subject.groups(layout, rewards=shifted))):
+        if not same(subject.credit(subject.groups(layout)), subject.credit(subject.groups(layout, rewards=shifted))):
             yield "adding a constant to every return changes the credit"
             return
 
 
-def _one_turn(subject: _Subject) -> Iterator[str]:
+def _one_turn(subject: Subject) -> Iterator[str]:
     groups = subject.groups(ONE_TURN)
-    advantages_G = _first(groups, subject.credit(groups))
+    advantages_G = first_of_turns(groups, subject.credit(groups))
     deviations_G = np.array(ONE_TURN.rewards)[:, 0] - np.mean(ONE_TURN.rewards)
     factor = float(advantages_G @ deviations_G / (deviations_G @ deviations_G))
     if factor <= 0 or not np.allclose(advantages_G, factor * deviations_G, rtol=1e-5, atol=1e-6):
         yield "with one turn each, the advantages are no positive multiple of return less the group's mean"
 
 
-def _scale(subject: _Subject) -> Iterator[str]:
+def _scale(subject: Subject) -> Iterator[str]:
     expected, doubled = subject.credit(subject.groups()), subject.credit(subject.groups(scale=2.0))
-    if not _same(expected, doubled, factor=2.0):
+    if not same(expected, doubled, factor=2.0):
         yield "twice the rewards do not give twice the advantages"
 
 
-def _own_return(subject: _Subject) -> Iterator[str]:
+def _own_return(subject: Subject) -> Iterator[str]:
     raised = [[row[0] + 3.0 * (i == 0)] for i, row in enumerate(ONE_TURN.rewards)]
     first, second = subject.groups(ONE_TURN), subject.groups(ONE_TURN, rewards=raised)
-    gain = _first(second, subject.credit(second))[0] - _first(first, subject.credit(first))[0]
+    gain = first_of_turns(second, subject.credit(second))[0] - first_of_turns(first, subject.credit(first))[0]
     if abs(gain - 3.0) > 1e-4:
         yield f"the baseline moves with the trajectory's own return: 3 more reward gives {gain:.4g} more advantage"
-
-
-def _options(subject: _Subject) -> Iterator[str]:
-    """Each option, changed by itself, changes the outcome of some batch under some setting of the others."""
-    cls, given = type(subject.scheme), dict(subject.scheme)
-    tries = {
-        name: list(subject.options.get(name, other_values(info.annotation, given[name])))
-        for name, info in cls.model_fields.items()
-    }
-    discrete = {name: values for name, values in tries.items() if is_closed(cls.model_fields[name].annotation)}
-    batches = [subject.groups(), subject.groups(LONE)]
-    for name, values in tries.items():
-        if not values:
-            if not is_closed(cls.model_fields[name].annotation):
-                yield f"option {name}: its type tells no other value to try; give some in options={{{name!r}: [...]}}"
-            continue
-        others = {other: choices for other, choices in discrete.items() if other != name}
-        bases = (given | chosen for chosen in itertools.islice(_combinations(others), MAX_BASES))
-        if not any(_matters(subject, base, name, values, batches) for base in bases):
-            yield f"option {name} changes nothing"
-
-
-def _combinations(choices: Mapping[str, Sequence[Any]]) -> Iterator[dict[str, Any]]:
-    """Yield all ways to choose for some of the names, those that choose for few names first."""
-    for size in range(len(choices) + 1):
-        for chosen in itertools.combinations(choices, size):
-            for values in itertools.product(*(choices[name] for name in chosen)):
-                yield dict(zip(chosen, values, strict=True))
-
-
-def _matters(
-    subject: _Subject, base: Mapping[str, Any], name: str, values: Sequence[Any], batches: Sequence[Groups]
-) -> bool:
-    outcomes = [_outcomes(subject, {**base, name: value}, batches) for value in (base[name], *values)]
-    valid = [outcome for outcome in outcomes if outcome is not None]
-    return any(
-        (a is None) != (b is None) or (a is not None and b is not None and not _same(a, b))
-        for other in valid[1:]
-        for a, b in zip(valid[0], other, strict=True)
-    )
-
-
-def _outcomes(
-    subject: _Subject, fields: Mapping[str, Any], batches: Sequence[Groups]
-) -> list[dict[str, Credit] | None] | None:
-    """Credit each batch, None where it is refused; None for all where the fields make no valid scheme."""
-    try:
-        scheme = type(subject.scheme).model_validate(fields)
-    except ValidationError:
-        return None
-    asked = replace(subject, scheme=scheme)
-    found: list[dict[str, Credit] | None] = []
-    for batch in batches:
-        try:
-            found.append(asked.credit(batch))
-        except CreditError:
-            found.append(None)
-    return found

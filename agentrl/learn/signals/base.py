@@ -65,7 +65,7 @@ class Sample:
     """Numbers for made-up turns, with which checks ask schemes: they differ from turn to turn.
 
     `start + step * ((by_trajectory * i + by_turn * k) % period) + by_token * t` for token t of turn k of trajectory i.
-    The four factors put the turns into another order for each signal.
+    Other factors put the turns into another order.
     """
 
     start: float
