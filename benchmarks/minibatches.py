@@ -117,8 +117,8 @@ def measure_time(repeats: int, numbers: Sequence[int]) -> list[dict[str, Any]]:
         for number in range(repeats + 1):
             for variant in variants:
                 with patch.object(learner_module, "draw_minibatches", drawing(variant)):
-                    plans = [learner._plan(minibatch) for minibatch in learner._draw(groups, credits, 0)]
-                    tokens[variant] = sum(micro.inputs.ids_BL.numel() for plan in plans for micro in plan)
+                    plans = [learner.plan(minibatch) for minibatch in learner.draw(groups, credits, version=0)]
+                    tokens[variant] = sum(micro.inputs.ids_BL.numel() for plan in plans for micro, _ in plan)
                     if number:
                         begin = time.perf_counter()
                         learner.update(groups, credits, version=0)
@@ -261,20 +261,22 @@ ROOMS = """
 """What the task changes in the default recipe."""
 
 
-class AlwaysMoves(Learner):
-    """Makes an update of every minibatch."""
+def always_moving(add_gradients: Callable[..., tuple[Tally, Any]]) -> Callable[..., tuple[Tally, Any]]:
+    """Return `Learner.add_gradients` of a learner that makes an update of every minibatch."""
 
-    def _add_gradients(self, *parts: Any) -> tuple[Tally, list[Any]]:
-        tally, experts = super()._add_gradients(*parts)
+    def add(*parts: Any, **options: Any) -> tuple[Tally, Any]:
+        tally, experts = add_gradients(*parts, **options)
         tally.grad_norm = tally.grad_norm or 1e-300
         return tally, experts
+
+    return add
 
 
 def learns_as(variant: str) -> AbstractContextManager[Any]:
     stack = ExitStack()
     stack.enter_context(patch.object(learner_module, "draw_minibatches", drawing(variant)))
     if variant == "before":
-        stack.enter_context(patch.object(Learner, "_add_gradients", AlwaysMoves._add_gradients))
+        stack.enter_context(patch.object(Learner, "add_gradients", always_moving(Learner.add_gradients)))
     return stack
 
 

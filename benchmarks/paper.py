@@ -45,7 +45,6 @@ from agentrl.env import make_env
 from agentrl.learn.learner import Learner
 from agentrl.learn.loss import LossConfig
 from agentrl.learn.metrics import Tally
-from agentrl.learn.plan import MicroBatch
 from agentrl.learn.policy_state import PolicyState
 from agentrl.learn.train_config import TrainConfig
 from agentrl.learn.warmup import WarmupConfig, warm_up
@@ -172,10 +171,10 @@ class WatchedLearner(Learner):
         super().__init__(state, **settings)
         self.tallies: list[Tally] = []
 
-    def _loss_of(self, micro: MicroBatch, proximal_T: torch.Tensor | None, *, tally: Tally) -> torch.Tensor:
-        if not any(tally is known for known in self.tallies):
-            self.tallies.append(tally)
-        return super()._loss_of(micro, proximal_T, tally=tally)
+    def add_gradients(self, *parts: Any, **options: Any) -> tuple[Tally, list[torch.Tensor]]:
+        tally, experts = super().add_gradients(*parts, **options)
+        self.tallies.append(tally)
+        return tally, experts
 
 
 def new_learner(start: Path, method: str, learning_rate: float) -> WatchedLearner:

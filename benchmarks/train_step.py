@@ -44,11 +44,10 @@ from transformers import PrinterCallback, Qwen3Config, Qwen3ForCausalLM, Trainer
 
 from agentrl.chat import train_tokenizer
 from agentrl.credit import Credit
-from agentrl.learn.batch import rows_of
-from agentrl.learn.learner import Learner
+from agentrl.learn.learner import CreditedMinibatch, Learner, TrainingPass
 from agentrl.learn.loss import LossConfig
-from agentrl.learn.plan import MicroBatch
 from agentrl.learn.policy_state import PolicyState
+from agentrl.learn.tokens import rows_of
 from agentrl.learn.train_config import TrainConfig
 from agentrl.policy.layout import choose_layout
 from agentrl.policy.model import Policy
@@ -197,9 +196,9 @@ class TimedLearner(Learner):
 
     planning_s = 0.0
 
-    def _plan(self, minibatch: Any) -> list[MicroBatch]:
+    def plan(self, minibatch: CreditedMinibatch) -> list[TrainingPass]:
         begin = time.perf_counter()
-        plan = super()._plan(minibatch)
+        plan = super().plan(minibatch)
         self.planning_s += time.perf_counter() - begin
         return plan
 

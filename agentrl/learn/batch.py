@@ -1,75 +1,54 @@
-"""Trajectories to tensors. Loss masks are by construction: a token is trained because it was sampled.
+"""What is trained on: tokens, and beside each what the loss reads. A token is trained because it was sampled.
 
-`R` rows, `L` positions of a row, `T` trained tokens.
+`T` trained tokens.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
+import torch
+from torch import Tensor
 
 from agentrl.credit import Credit
-from agentrl.learn.loss import Aggregation, RatioUnit, aggregation_weights, unit_index
+from agentrl.learn.plan import MicroBatch
+from agentrl.learn.token_weights import Aggregation, RatioUnit, aggregation_weights, unit_index
+from agentrl.learn.tokens import TokenBatch
 from agentrl.types import Trajectory
 
-IntArray = npt.NDArray[np.int64]
-FloatArray = npt.NDArray[np.float64]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Row:
-    """One context of a trajectory, from its first token to its last sampled one."""
+class LossColumns:
+    """What the loss reads of each token, beside the policy's log-probability: `(T,)` each."""
 
-    ids_L: IntArray
-    """All tokens as the engine saw and sampled them."""
-    positions_T: IntArray
-    """Where the sampled tokens stand, in the order in which they were sampled."""
+    advantage_T: Tensor
+    weight_T: Tensor
+    """Share of each token in the loss (see `aggregation_weights`)."""
+    behavior_T: Tensor
+    """Log-probability under which the token was sampled."""
+    unit_T: Tensor
+    """Ratio unit of each token."""
+    version_T: Tensor
+    """Policy version that sampled the token."""
+
+    def of(self, micro: MicroBatch) -> "LossColumns":
+        """Return the columns of a micro-batch's tokens; ratio units are numbered from 0 within it."""
+        unit_T = torch.unique(self.unit_T[micro.token_T], return_inverse=True)[1]
+        return LossColumns(
+            advantage_T=micro.take(self.advantage_T),
+            weight_T=micro.take(self.weight_T),
+            behavior_T=micro.take(self.behavior_T),
+            unit_T=unit_T.to(micro.slot_T.device),
+            version_T=micro.take(self.version_T),
+        )
 
 
-def rows_of(trajectory: Trajectory) -> list[Row]:
-    """Lay a trajectory out as rows: one, and one more for each turn that rewrote the history."""
-    rows = []
-    for segment in trajectory.segments():
-        ids: list[int] = []
-        positions: list[int] = []
-        for turn in segment:
-            ids.extend(turn.observation_ids)
-            positions.extend(range(len(ids), len(ids) + len(turn.action_ids)))
-            ids.extend(turn.action_ids)
-        rows.append(Row(ids_L=np.array(ids, dtype=np.int64), positions_T=np.array(positions, dtype=np.int64)))
-    return rows
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Batch:
+class Batch(NamedTuple):
     """The tokens of one optimizer step, with weights computed over all of it, before any split."""
 
-    rows: list[IntArray]
-    """Token ids of each of the R rows."""
-    row_T: IntArray
-    """Row of each trained token."""
-    position_T: IntArray
-    """Position of each trained token's predecessor: where its distribution is read."""
-    target_T: IntArray
-    """The trained tokens themselves."""
-    trajectory_T: IntArray
-    """Number of the trajectory of each token, 0 to num_trajectories - 1."""
-    turn_T: IntArray
-    """Number of the turn within the trajectory."""
-    version_T: IntArray
-    """Policy version that sampled the token."""
-    behavior_T: FloatArray
-    """Log-probability under which the token was sampled."""
-    advantage_T: FloatArray
-    weight_T: FloatArray
-    """Share of each token in the loss (see `aggregation_weights`)."""
-    unit_T: IntArray
-    """Ratio unit of each token."""
-    num_trajectories: int
-    groups: list[int]
-    """Number of the group of each trajectory."""
+    tokens: TokenBatch
+    columns: LossColumns
 
 
 def make_batch(
@@ -81,56 +60,27 @@ def make_batch(
     constant_length: int | None = None,
 ) -> Batch:
     """Lay out the trajectories of one optimizer step. Tokens that credit does not keep are context only."""
-    rows: list[IntArray] = []
-    columns: dict[str, list[npt.NDArray[Any]]] = {name: [] for name in _COLUMNS}
-    for number, (trajectory, credit) in enumerate(zip(trajectories, credits, strict=True)):
+    for trajectory, credit in zip(trajectories, credits, strict=True):
         credit.check(trajectory)
-        turns = trajectory.turns
-        laid_out = rows_of(trajectory)
-        tokens = {
-            "row": np.repeat(np.arange(len(laid_out)) + len(rows), [len(row.positions_T) for row in laid_out]),
-            "position": _joined([row.positions_T - 1 for row in laid_out], np.int64),
-            "target": _joined([row.ids_L[row.positions_T] for row in laid_out], np.int64),
-            "trajectory": np.full(trajectory.num_action_tokens, number),
-            "turn": np.repeat(np.arange(len(turns)), [len(turn.action_ids) for turn in turns]),
-            "version": _joined([turn.versions for turn in turns], np.int64),
-            "behavior": _joined([turn.behavior_logprobs for turn in turns], np.float64),
-            "advantage": credit.advantages_T.astype(np.float64),
-        }
-        for name, column in tokens.items():
-            columns[name].append(column[credit.keep_T])
-        rows.extend(row.ids_L for row in laid_out)
-    joined = {
-        name: _joined(parts, dtype) for (name, parts), dtype in zip(columns.items(), _COLUMNS.values(), strict=True)
-    }
-    trajectory_T, turn_T = joined["trajectory"], joined["turn"]
-    return Batch(
-        rows=rows,
-        **{f"{name}_T": column for name, column in joined.items()},
-        weight_T=aggregation_weights(
-            aggregation,
-            trajectory_T=trajectory_T,
-            turn_T=turn_T,
-            keep_T=np.ones(len(trajectory_T), dtype=np.bool_),
-            constant_length=constant_length,
-        ),
-        unit_T=unit_index(unit, trajectory_T, turn_T, joined["version"]),
-        num_trajectories=len(trajectories),
-        groups=np.unique([t.group_id for t in trajectories], return_inverse=True)[1].tolist(),
+    turns = [turn for trajectory in trajectories for turn in trajectory.turns]
+    keep_T = np.concatenate([np.empty(0, dtype=np.bool_), *(credit.keep_T for credit in credits)])
+    tokens = TokenBatch.of(trajectories).kept(keep_T)
+    advantage_T = np.concatenate([np.empty(0), *(credit.advantages_T for credit in credits)])[keep_T]
+    behavior_T = np.concatenate([np.empty(0), *(turn.behavior_logprobs for turn in turns)])[keep_T]
+    version_T = np.concatenate([np.empty(0, dtype=np.int64), *(turn.versions for turn in turns)])[keep_T]
+    weight_T = aggregation_weights(
+        aggregation,
+        trajectory_T=tokens.trajectory_T,
+        turn_T=tokens.turn_T,
+        keep_T=np.ones(len(tokens), dtype=np.bool_),
+        constant_length=constant_length,
     )
-
-
-_COLUMNS: dict[str, type[np.generic]] = {
-    "row": np.int64,
-    "position": np.int64,
-    "target": np.int64,
-    "trajectory": np.int64,
-    "turn": np.int64,
-    "version": np.int64,
-    "behavior": np.float64,
-    "advantage": np.float64,
-}
-
-
-def _joined(parts: Sequence[npt.ArrayLike], dtype: type[np.generic]) -> npt.NDArray[Any]:
-    return np.concatenate([np.empty(0, dtype=dtype), *parts])
+    unit_T = unit_index(unit, tokens.trajectory_T, tokens.turn_T, version_T)
+    columns = LossColumns(
+        advantage_T=torch.from_numpy(advantage_T),
+        weight_T=torch.from_numpy(weight_T),
+        behavior_T=torch.from_numpy(behavior_T),
+        unit_T=torch.from_numpy(unit_T),
+        version_T=torch.from_numpy(version_T),
+    )
+    return Batch(tokens, columns)

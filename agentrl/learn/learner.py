@@ -1,6 +1,6 @@
 """Updates of the policy from credited trajectories, on one process or several.
 
-`T` trained tokens of a minibatch, `U` ratio units.
+`T` trained tokens of a pass, `R` routers, `P` places of a pass, `K` experts chosen at a place.
 """
 
 import logging
@@ -18,11 +18,12 @@ from torch.distributed.tensor import DTensor
 from agentrl.credit import Credit
 from agentrl.distributed.processes import all_gather
 from agentrl.errors import ConfigError, TrainingError
-from agentrl.learn.batch import make_batch
-from agentrl.learn.loss import LossConfig, kl_loss, mismatch_weights, policy_loss
+from agentrl.learn.batch import LossColumns, make_batch
+from agentrl.learn.loss import LossConfig
 from agentrl.learn.metrics import Tally, first_metrics, update_metrics
+from agentrl.learn.micro_batch_loss import micro_batch_loss
 from agentrl.learn.minibatches import draw_minibatches
-from agentrl.learn.plan import MicroBatch, micro_batches
+from agentrl.learn.plan import MicroBatch, Planner
 from agentrl.learn.policy_state import PolicyState
 from agentrl.learn.train_config import TrainConfig
 from agentrl.policy.layout import attending, lay_out
@@ -33,20 +34,28 @@ from agentrl.types import Trajectory, TrajectoryGroup
 log = logging.getLogger(__name__)
 
 
-class _Before(NamedTuple):
-    """What a pass gave before the first update, where that is needed."""
-
-    logprobs_T: Tensor | None = None
-    experts_RPK: Tensor | None = None
-    """Of the model's R routers at each place, in a mixture of experts."""
-
-
-class _Minibatch(NamedTuple):
+class CreditedMinibatch(NamedTuple):
     """Trajectories of one optimizer step, and their credit."""
 
     pairs: list[tuple[Trajectory, Credit]]
     num_computed: int
     """The first ones. The others have no gradient, and count in the denominators."""
+
+
+class TrainingPass(NamedTuple):
+    """One forward and backward pass of a process."""
+
+    micro: MicroBatch
+    columns: LossColumns
+    """Of the micro-batch's tokens."""
+
+
+class Before(NamedTuple):
+    """What a pass gave before the first update, where that is needed."""
+
+    logprobs_T: Tensor | None = None
+    experts_RPK: Tensor | None = None
+    """Of the model's R routers at each place, in a mixture of experts."""
 
 
 class Learner:
@@ -74,9 +83,13 @@ class Learner:
         policy = state.policy
         self._layout = policy.layout
         self._is_routed = _is_routed(state, must_be=loss.routing_replay)
-        is_double = next(policy.parameters()).dtype == torch.float64
-        self._dtype = torch.float64 if is_double else torch.float32
-        self._pairs_per_token = 6 * policy.model.config.get_text_config().hidden_size
+        self._planner = Planner(
+            max_tokens=config.max_tokens_per_micro_batch,
+            layout=policy.layout,
+            device=state.device,
+            dtype=torch.float64 if next(policy.parameters()).dtype == torch.float64 else torch.float32,
+            pairs_per_token=6 * policy.model.config.get_text_config().hidden_size,
+        )
 
     def logprobs(self, prompt_ids: Sequence[int], action_ids: Sequence[int]) -> Tensor:
         """Return the log-probability of each token of an action after a prompt, under the present weights: (T,)."""
@@ -113,7 +126,7 @@ class Learner:
         Raises:
             TrainingError: where the gradient is not finite, or the update was cancelled.
         """
-        plans = [self._plan(minibatch) for minibatch in self._draw(groups, credits, version)]
+        plans = [self.plan(minibatch) for minibatch in self.draw(groups, credits, version=version)]
         befores = self._before(plans)
         state = self.state
         state.wrapped.train()
@@ -122,7 +135,7 @@ class Learner:
         of_experts: dict[str, float] = {}
         for index, plan in enumerate(plans):
             if plan:
-                tally, first_experts = self._add_gradients(plan, befores[index], cancelled)
+                tally, first_experts = self.add_gradients(plan, befores[index], cancelled=cancelled)
                 is_current = not (version - tally.column("version_T")).any()
                 if index == 0 and is_current and check_agreement is not None:
                     check_agreement(float(np.abs(tally.column("engine_difference_T")).mean()))
@@ -137,40 +150,16 @@ class Learner:
                 state.optimizer.zero_grad()
                 tallies.append(tally)
                 if index == 0 and self._is_routed:
-                    of_experts = self._changed_experts(first_experts[0], plan[0])
+                    of_experts = self._changed_experts(first_experts[0], plan[0].micro)
             state.advance_schedule()
         tallies = tallies or [Tally()]
         skipped = {"skipped_minibatches": float(len(plans) - num_updates)}
         return update_metrics(tallies, current_version=version) | first_metrics(tallies[0]) | skipped | of_experts
 
-    def _add_gradients(
-        self, plan: Sequence[MicroBatch], befores: Sequence[_Before], cancelled: threading.Event | None
-    ) -> tuple[Tally, list[Tensor]]:
-        """Add up a minibatch's gradient and clip it; return what it showed, and the experts of its first pass."""
-        tally = Tally()
-        first_experts: list[Tensor] = []
-        for number, (micro, before) in enumerate(zip(plan, befores, strict=True)):
-            if cancelled is not None and cancelled.is_set():
-                raise TrainingError("the update was interrupted")
-            with (
-                self._accumulating(is_last=number == len(plan) - 1),
-                attending(self.state.policy.model, self._layout),
-                self._routing(before) as experts,
-            ):
-                loss = self._loss_of(micro, before.logprobs_T, tally=tally)
-                # Processes average their gradients; the loss is a sum over all of them.
-                self._accelerator.backward(loss * self._accelerator.num_processes)
-            first_experts = first_experts or experts
-        tally = Tally.joined(all_gather([tally]))
-        norm = self._accelerator.clip_grad_norm_(self.state.wrapped.parameters(), self._config.max_grad_norm)
-        tally.grad_norm = float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
-        tally.learning_rate = self.state.learning_rate
-        return tally, first_experts
-
-    def _draw(
-        self, groups: Sequence[TrajectoryGroup], credits: Sequence[Sequence[Credit]], version: int
-    ) -> list[_Minibatch]:
-        """Return the minibatches. Of those that failed and those of which credit keeps no token, nothing is in any."""
+    def draw(
+        self, groups: Sequence[TrajectoryGroup], credits: Sequence[Sequence[Credit]], *, version: int
+    ) -> list[CreditedMinibatch]:
+        """Return the minibatches of a step. What failed is in none, nor is what credit keeps no token of."""
         trained = [
             (number, trajectory, credit)
             for number, (group, of_group) in enumerate(zip(groups, credits, strict=True))
@@ -185,31 +174,51 @@ class Learner:
             rng=np.random.default_rng(derive_seed(self._seed, "minibatches", version)),
         )
         return [
-            _Minibatch([trained[i][1:] for i in (*computed, *counted)], len(computed)) for computed, counted in drawn
+            CreditedMinibatch([trained[i][1:] for i in (*computed, *counted)], len(computed))
+            for computed, counted in drawn
         ]
 
-    def _plan(self, minibatch: _Minibatch) -> list[MicroBatch]:
+    def plan(self, minibatch: CreditedMinibatch) -> list[TrainingPass]:
+        """Return this process's passes over a minibatch."""
         loss = self._loss
-        batch = make_batch(
+        tokens, columns = make_batch(
             [trajectory for trajectory, _ in minibatch.pairs],
             [credit for _, credit in minibatch.pairs],
             unit=loss.unit,
             aggregation=loss.aggregation,
             constant_length=loss.constant_length,
         )
-        return list(
-            micro_batches(
-                batch,
-                max_tokens=self._config.max_tokens_per_micro_batch,
-                layout=self._layout,
-                device=self.state.device,
-                process=self._accelerator.process_index,
-                num_processes=self._accelerator.num_processes,
-                trajectories=range(minibatch.num_computed),
-                pairs_per_token=self._pairs_per_token,
-                dtype=self._dtype,
-            )
+        micro_batches = self._planner.micro_batches(
+            tokens,
+            process=self._accelerator.process_index,
+            num_processes=self._accelerator.num_processes,
+            trajectories=range(minibatch.num_computed),
         )
+        return [TrainingPass(micro, columns.of(micro)) for micro in micro_batches]
+
+    def add_gradients(
+        self, plan: Sequence[TrainingPass], befores: Sequence[Before], *, cancelled: threading.Event | None = None
+    ) -> tuple[Tally, list[Tensor]]:
+        """Add up a minibatch's gradient and clip it; return what it showed, and the experts of its first pass."""
+        tally = Tally()
+        first_experts: list[Tensor] = []
+        for number, (training_pass, before) in enumerate(zip(plan, befores, strict=True)):
+            if cancelled is not None and cancelled.is_set():
+                raise TrainingError("the update was interrupted")
+            with (
+                self._accumulating(is_last=number == len(plan) - 1),
+                attending(self.state.policy.model, self._layout),
+                self._routing(before) as experts,
+            ):
+                loss = self._pass_loss(training_pass, before, tally)
+                # Processes average their gradients; the loss is a sum over all of them.
+                self._accelerator.backward(loss * self._accelerator.num_processes)
+            first_experts = first_experts or experts
+        tally = Tally.joined(all_gather([tally]))
+        norm = self._accelerator.clip_grad_norm_(self.state.wrapped.parameters(), self._config.max_grad_norm)
+        tally.grad_norm = float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+        tally.learning_rate = self.state.learning_rate
+        return tally, first_experts
 
     def _accumulating(self, *, is_last: bool) -> AbstractContextManager[Any]:
         """Return a context in which gradients are added up on this process, and with the others' at the last.
@@ -218,26 +227,26 @@ class Learner:
         """
         return nullcontext() if is_last or self.state.is_sharded else self._accelerator.no_sync(self.state.wrapped)
 
-    def _before(self, plans: list[list[MicroBatch]]) -> list[list[_Before]]:
+    def _before(self, plans: list[list[TrainingPass]]) -> list[list[Before]]:
         """Return what each pass gives before the first update, by the same plan and precision as in training.
 
         Nothing for the first minibatch: there the policy itself is the anchor, exactly, whatever the noise of a second pass.
         """
-        nothing = [[_Before() for _ in plan] for plan in plans]
+        nothing = [[Before() for _ in plan] for plan in plans]
         if self._loss.anchor == "behavior":
             return nothing
         self.state.wrapped.train()
         later = []
         for plan in plans[1:]:
             found = []
-            for micro in plan:
-                with torch.no_grad(), self._routing(_Before()) as experts:
+            for micro, _ in plan:
+                with torch.no_grad(), self._routing(Before()) as experts:
                     logprobs_T = self._forward(self.state.wrapped, micro)[0]
-                found.append(_Before(logprobs_T, experts[0].cpu() if self._loss.routing_replay else None))
+                found.append(Before(logprobs_T, experts[0].cpu() if self._loss.routing_replay else None))
             later.append(found)
         return nothing[:1] + later
 
-    def _routing(self, before: _Before) -> AbstractContextManager[list[Tensor]]:
+    def _routing(self, before: Before) -> AbstractContextManager[list[Tensor]]:
         """Return a context in which the experts of each pass are noted, and are those of before where these are known."""
         if not self._is_routed:
             return nullcontext([])
@@ -257,53 +266,22 @@ class Learner:
             logprobs_T, entropy_T = policy(micro.inputs, micro.slot_T, micro.target_T, self._temperature)
         return logprobs_T, entropy_T
 
-    def _loss_of(self, micro: MicroBatch, proximal_T: Tensor | None, *, tally: Tally) -> Tensor:
-        """Return the micro-batch's share of the loss; `proximal_T` are recomputed log-probabilities, the anchor if given."""
-        settings = self._loss
+    def _pass_loss(self, training_pass: TrainingPass, before: Before, tally: Tally) -> Tensor:
+        micro, columns = training_pass
         logprobs_T, entropy_T = self._forward(self.state.wrapped, micro)
-        weight_T = micro.weight_T
-        anchor_T = micro.behavior_T
-        if settings.anchor == "recomputed":
-            anchor_T = logprobs_T.detach() if proximal_T is None else proximal_T
-        if settings.mismatch != "off":
-            mismatch = mismatch_weights(
-                anchor_T, micro.behavior_T, micro.unit_T, mode=settings.mismatch, limit=settings.mismatch_limit
-            )
-            weight_T = weight_T * mismatch.weight_T
-            tally.add(mismatch_U=mismatch.raw_U, limited_U=mismatch.limited_U)
-        clip_low, clip_high = settings.clip_range()
-        result = policy_loss(
-            logprobs_T,
-            anchor_logprobs_T=anchor_T,
-            advantages_T=micro.advantage_T,
-            unit_T=micro.unit_T,
-            weight_T=weight_T,
-            clip_low=clip_low,
-            clip_high=clip_high,
-        )
-        loss = result.loss
-        if self.state.reference is not None and settings.kl_coefficient > 0:
+        tally.add(entropy_T=entropy_T)
+        reference_T = None
+        if self.state.reference is not None and self._loss.kl_coefficient > 0:
             with torch.no_grad():
                 reference_T, _ = self._forward(self.state.reference, micro)
-            loss = loss + kl_loss(
-                logprobs_T,
-                reference_logprobs_T=reference_T,
-                weight_T=micro.weight_T,
-                coefficient=settings.kl_coefficient,
-            )
-            tally.add(reference_kl_T=logprobs_T - reference_T)
-        tally.add(
-            ratio_U=result.ratio_U,
-            clipped_T=result.clipped_T,
-            advantage_T=micro.advantage_T,
-            unit_T=micro.unit_T,
-            entropy_T=entropy_T,
-            log_ratio_T=result.log_ratio_T,
-            engine_difference_T=logprobs_T - micro.behavior_T,
-            version_T=micro.version_T,
+        return micro_batch_loss(
+            logprobs_T,
+            columns,
+            config=self._loss,
+            tally=tally,
+            proximal_logprobs_T=before.logprobs_T,
+            reference_logprobs_T=reference_T,
         )
-        tally.loss += float(loss.detach())
-        return loss
 
 
 def _is_routed(state: PolicyState, *, must_be: bool) -> bool:

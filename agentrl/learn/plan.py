@@ -8,11 +8,10 @@ from dataclasses import dataclass
 from itertools import groupby
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from agentrl.learn.batch import Batch
+from agentrl.learn.tokens import TokenBatch
 from agentrl.policy.layout import Inputs, Layout, lay_out, pack
 from agentrl.policy.tree import IntArray, plan_tree
 
@@ -30,62 +29,69 @@ class MicroBatch:
     slot_T: Tensor
     """Where in the pass each token's distribution is read: at its predecessor."""
     target_T: Tensor
-    version_T: Tensor
-    behavior_T: Tensor
-    advantage_T: Tensor
-    weight_T: Tensor
-    unit_T: Tensor
-    """Ratio units, numbered from 0 within the micro-batch."""
+    dtype: torch.dtype
+    """Of what `take` returns."""
+
+    def take(self, column_T: Tensor) -> Tensor:
+        """Return a column of the batch for the tokens of this pass, on its device: numbers in `dtype`, indices as they are."""
+        dtype = self.dtype if column_T.is_floating_point() else column_T.dtype
+        return column_T[self.token_T].to(device=self.slot_T.device, dtype=dtype)
 
 
-def micro_batches(
-    batch: Batch,
-    *,
-    max_tokens: int,
-    layout: Layout = "padded",
-    device: torch.device | str = "cpu",
-    process: int = 0,
-    num_processes: int = 1,
-    trajectories: Sequence[int] | None = None,
-    pairs_per_token: int = 1024,
-    dtype: torch.dtype = torch.float32,
-) -> Iterator[MicroBatch]:
-    """Yield a process's share of a batch, split under a budget of tokens; a trajectory is never split.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Planner:
+    """Cuts batches into micro-batches, under a budget of tokens; a trajectory is never split.
 
     The budget counts the tokens that are computed: what a tree shares once, padding too. A trajectory that exceeds it
     by itself is a micro-batch of its own. Rows end where nothing more is read. On a tree, trajectories of a group stay
     together, for they share most, as long as the budget allows it; else shortest first.
-
-    Every process gets as many micro-batches, which hold no token at the end of a short share: what synchronises
-    processes then happens equally often on each. The shares are balanced by cost, largest first (LPT, Graham 1969):
-    visible pairs of tokens, and `pairs_per_token` for what else a token costs.
-
-    Numbers are in `dtype`, that of the policy's log-probabilities.
-
-    `trajectories` are those to compute (None: all). The others have their share of the denominators in the weights of these
-    already.
     """
-    plan = _Plan(batch, layout, max_tokens, pairs_per_token)
-    chosen = range(batch.num_trajectories) if trajectories is None else trajectories
-    shares = plan.shares([i for i in chosen if plan.members[i]], num_processes)
-    for number in range(max(map(len, shares))):
-        members = shares[process][number] if number < len(shares[process]) else []
-        yield _micro_batch(batch, plan, members, layout, device, dtype)
+
+    max_tokens: int
+    """Budget of a micro-batch."""
+    layout: Layout = "padded"
+    device: torch.device | str = "cpu"
+    dtype: torch.dtype = torch.float32
+    """Of the columns that are taken for a micro-batch: that of the policy's log-probabilities."""
+    pairs_per_token: int = 1024
+    """What a token costs beside attention, in visible pairs of tokens."""
+
+    def micro_batches(
+        self,
+        tokens: TokenBatch,
+        *,
+        process: int = 0,
+        num_processes: int = 1,
+        trajectories: Sequence[int] | None = None,
+    ) -> Iterator[MicroBatch]:
+        """Yield a process's share of a batch.
+
+        Every process gets as many micro-batches, which hold no token at the end of a short share: what synchronises
+        processes then happens equally often on each. The shares are balanced by cost, largest first (LPT, Graham 1969):
+        visible pairs of tokens, and `pairs_per_token` for what else a token costs.
+
+        `trajectories` are those to compute (None: all). The others have their share of the denominators in the weights of
+        these already.
+        """
+        plan = _Plan(tokens, self)
+        chosen = range(tokens.num_trajectories) if trajectories is None else trajectories
+        shares = plan.shares([i for i in chosen if plan.members[i]], num_processes)
+        for number in range(max(map(len, shares))):
+            yield plan.micro_batch(shares[process][number] if number < len(shares[process]) else [])
 
 
 class _Plan:
     """Trajectories, their rows up to what is read of them, and what they cost."""
 
-    def __init__(self, batch: Batch, layout: Layout, max_tokens: int, pairs_per_token: int) -> None:
-        self._batch, self._layout, self._max_tokens = batch, layout, max_tokens
-        self._pairs_per_token = pairs_per_token
-        needed_R = np.zeros(len(batch.rows), dtype=np.int64)
-        np.maximum.at(needed_R, batch.row_T, batch.position_T + 1)
-        self.rows = [row[:needed] for row, needed in zip(batch.rows, needed_R, strict=True)]
-        self.members: list[list[int]] = [[] for _ in range(batch.num_trajectories)]
+    def __init__(self, tokens: TokenBatch, planner: Planner) -> None:
+        self._tokens, self._planner = tokens, planner
+        needed_R = np.zeros(len(tokens.rows), dtype=np.int64)
+        np.maximum.at(needed_R, tokens.row_T, tokens.position_T + 1)
+        self.rows = [row[:needed] for row, needed in zip(tokens.rows, needed_R, strict=True)]
+        self.members: list[list[int]] = [[] for _ in range(tokens.num_trajectories)]
         """Rows of each trajectory of which something is read."""
-        used, first = np.unique(batch.row_T, return_index=True)
-        for row, trajectory in zip(used.tolist(), batch.trajectory_T[first].tolist(), strict=True):
+        used, first = np.unique(tokens.row_T, return_index=True)
+        for row, trajectory in zip(used.tolist(), tokens.trajectory_T[first].tolist(), strict=True):
             self.members[trajectory].append(row)
 
     def shares(self, trajectories: list[int], num_processes: int) -> list[list[list[int]]]:
@@ -102,19 +108,39 @@ class _Plan:
         owned = [[part for part, of in zip(parts, owner, strict=True) if of == rank] for rank in range(num_processes)]
         return [self._fill(part) for part in owned]
 
+    def micro_batch(self, trajectories: list[int]) -> MicroBatch:
+        """Return the pass over trajectories."""
+        tokens, device = self._tokens, self._planner.device
+        chosen = [row for i in trajectories for row in self.members[i]]
+        inputs, index = lay_out([self.rows[row] for row in chosen] or [_EMPTY], self._planner.layout, device=device)
+        local_R = np.full(len(tokens.rows), -1, dtype=np.int64)
+        local_R[chosen] = np.arange(len(chosen))
+        token_T = np.flatnonzero(local_R[tokens.row_T] >= 0)
+
+        def tensor(array_T: IntArray) -> Tensor:
+            return torch.from_numpy(np.ascontiguousarray(array_T, dtype=np.int64)).to(device)
+
+        return MicroBatch(
+            token_T=token_T,
+            inputs=inputs,
+            slot_T=tensor(index(local_R[tokens.row_T[token_T]], tokens.position_T[token_T])),
+            target_T=tensor(tokens.target_T[token_T]),
+            dtype=self._planner.dtype,
+        )
+
     def _parts(self, trajectories: list[int]) -> list[list[int]]:
         """Return what stays together, in an order in which neighbours fit together."""
-        if self._layout != "tree":
+        if self._planner.layout != "tree":
             return [[i] for i in sorted(trajectories, key=lambda i: (self._longest([i]), i))]
         # By their first tokens, so that groups with a system prompt in common are neighbours.
         key = {i: self.rows[self.members[i][0]].astype(">u4").tobytes() for i in trajectories}
         first: dict[int, bytes] = {}
         for i in trajectories:
-            group = self._batch.groups[i]
+            group = self._tokens.groups[i]
             first[group] = min(first.get(group, key[i]), key[i])
-        ordered = sorted(trajectories, key=lambda i: (first[self._batch.groups[i]], self._batch.groups[i], key[i], i))
+        ordered = sorted(trajectories, key=lambda i: (first[self._tokens.groups[i]], self._tokens.groups[i], key[i], i))
         parts = []
-        for _, group_members in groupby(ordered, key=lambda i: self._batch.groups[i]):
+        for _, group_members in groupby(ordered, key=lambda i: self._tokens.groups[i]):
             parts += self._fill([[i] for i in group_members])
         return parts
 
@@ -126,11 +152,10 @@ class _Plan:
             own = self._size(part)
             if passes:
                 both = filled + own
-                if (
-                    self._layout != "tree" or both > self._max_tokens
-                ):  # less where they share, more where they are padded
+                # Less where they share, more where they are padded.
+                if self._planner.layout != "tree" or both > self._planner.max_tokens:
                     both = self._size([*passes[-1], *part])
-                if both <= self._max_tokens:
+                if both <= self._planner.max_tokens:
                     passes[-1] += part
                     filled = both
                     continue
@@ -147,7 +172,7 @@ class _Plan:
     def _size(self, trajectories: Sequence[int]) -> int:
         """Return the tokens that a pass computes."""
         rows = self._rows_of(trajectories)
-        match self._layout:
+        match self._planner.layout:
             case "tree":
                 return plan_tree(rows).num_tokens
             case "packed":
@@ -157,38 +182,7 @@ class _Plan:
 
     def _cost(self, trajectories: Sequence[int]) -> float:
         rows = self._rows_of(trajectories)
-        if self._layout == "tree":
+        if self._planner.layout == "tree":
             tree = plan_tree(rows)
-            return tree.attention_cost + self._pairs_per_token * tree.num_tokens
-        return sum(len(row) * ((len(row) + 1) / 2 + self._pairs_per_token) for row in rows)
-
-
-def _micro_batch(
-    batch: Batch,
-    plan: _Plan,
-    trajectories: list[int],
-    layout: Layout,
-    device: torch.device | str,
-    dtype: torch.dtype,
-) -> MicroBatch:
-    chosen = [row for i in trajectories for row in plan.members[i]]
-    inputs, index = lay_out([plan.rows[row] for row in chosen] or [_EMPTY], layout, device=device)
-    local_R = np.full(len(batch.rows), -1, dtype=np.int64)
-    local_R[chosen] = np.arange(len(chosen))
-    token_T = np.flatnonzero(local_R[batch.row_T] >= 0)
-
-    def tensor(array: npt.NDArray[np.generic]) -> Tensor:
-        kind = dtype if array.dtype.kind == "f" else torch.int64
-        return torch.from_numpy(np.ascontiguousarray(array)).to(device=device, dtype=kind)
-
-    return MicroBatch(
-        token_T=token_T,
-        inputs=inputs,
-        slot_T=tensor(index(local_R[batch.row_T[token_T]], batch.position_T[token_T])),
-        target_T=tensor(batch.target_T[token_T]),
-        version_T=tensor(batch.version_T[token_T]),
-        behavior_T=tensor(batch.behavior_T[token_T]),
-        advantage_T=tensor(batch.advantage_T[token_T]),
-        weight_T=tensor(batch.weight_T[token_T]),
-        unit_T=tensor(np.unique(batch.unit_T[token_T], return_inverse=True)[1]),
-    )
+            return tree.attention_cost + self._planner.pairs_per_token * tree.num_tokens
+        return sum(len(row) * ((len(row) + 1) / 2 + self._planner.pairs_per_token) for row in rows)

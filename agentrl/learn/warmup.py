@@ -7,9 +7,8 @@ import numpy as np
 import torch
 from pydantic import BaseModel, ConfigDict, Field, PositiveFloat
 
-from agentrl.credit import Credit
-from agentrl.learn.batch import make_batch
-from agentrl.learn.plan import micro_batches
+from agentrl.learn.plan import Planner
+from agentrl.learn.tokens import TokenBatch
 from agentrl.policy.layout import attending
 from agentrl.policy.model import Policy
 from agentrl.rollout import derive_seed
@@ -52,7 +51,7 @@ def warm_up(
         max_tokens: budget of a micro-batch.
         on_step: told the step and its loss.
     """
-    device = next(policy.parameters()).device
+    planner = Planner(max_tokens=max_tokens, layout=policy.layout, device=next(policy.parameters()).device)
     optimizer = torch.optim.AdamW(policy.parameters(), lr=config.learning_rate, betas=(0.9, 0.95), weight_decay=0.0)
     # Full rate for most of the way: copying from the context is learned late and at once, and a rate that falls early
     # stops short of it.
@@ -67,12 +66,13 @@ def warm_up(
         while len(order) < config.batch_size:
             order += rng.permutation(len(examples)).tolist()
         chosen, order = [examples[i] for i in order[: config.batch_size]], order[config.batch_size :]
-        batch = make_batch(chosen, [Credit.uniform(t, 1.0) for t in chosen], unit="token", aggregation="token-mean")
+        tokens = TokenBatch.of(chosen)
+        weight = 1 / len(tokens)
         loss_value = 0.0
-        for micro in micro_batches(batch, max_tokens=max_tokens, layout=policy.layout, device=device):
+        for micro in planner.micro_batches(tokens):
             with attending(policy.model, policy.layout):
                 logprobs_T, _ = policy(micro.inputs, micro.slot_T, micro.target_T, 1.0)
-                loss: Any = -(micro.weight_T * logprobs_T).sum()
+                loss: Any = -(weight * logprobs_T).sum()
                 loss.backward()
             loss_value += loss.item()
         torch.nn.utils.clip_grad_norm_(policy.parameters(), 1.0)

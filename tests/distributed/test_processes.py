@@ -22,11 +22,12 @@ from agentrl.errors import ConfigError, TrainingError
 from agentrl.learn.learner import Learner
 from agentrl.learn.loss import LossConfig
 from agentrl.learn.signals.scoring import score_tokens
+from agentrl.learn.tokens import TokenBatch
 from agentrl.policy.layout import Layout
 from agentrl.policy.lora import LoraSettings, merged_weights
-from tests.learn.test_batch import some_groups
-from tests.learn.test_learner import make_learner
+from tests.support.learners import make_learner
 from tests.support.processes import START_METHOD
+from tests.support.trajectories import some_groups
 
 Sharding = Literal["none", "full"]
 
@@ -226,7 +227,7 @@ def scores(sharding: Sharding) -> list[Any]:
     trajectories = [t for group in some_groups([3, 1, 2]) for t in group.trajectories]
     return score_tokens(
         lambda micro: policy(micro.inputs, micro.slot_T, micro.target_T, 1.0)[0],
-        trajectories,
+        TokenBatch.of(trajectories),
         layout="tree",
         max_tokens=60,
         device=learner.state.device,

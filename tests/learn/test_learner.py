@@ -18,53 +18,25 @@ from safetensors.torch import load_file
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from agentrl import Credit, StopReason, TrajectoryGroup, Turn
-from agentrl.chat import train_tokenizer
 from agentrl.errors import ConfigError, TrainingError
 from agentrl.learn import learner as learner_module
-from agentrl.learn.learner import Learner
+from agentrl.learn.learner import Before, CreditedMinibatch, Learner, TrainingPass
 from agentrl.learn.loss import LossConfig
 from agentrl.learn.metrics import Tally, first_metrics, update_metrics
-from agentrl.learn.plan import MicroBatch, micro_batches
+from agentrl.learn.plan import Planner
 from agentrl.learn.policy_state import PolicyState
 from agentrl.learn.train_config import TrainConfig
 from agentrl.policy import routing
 from agentrl.policy.layout import Layout
-from agentrl.policy.lora import LoraSettings, add_lora
-from agentrl.policy.model import LocalModelConfig, Policy, make_local_model
-from tests.learn.test_batch import batch_of, some_groups
-from tests.policy.test_tree_model import in_float64
+from agentrl.policy.lora import LoraSettings
+from agentrl.policy.model import Policy
+from tests.support.learners import make_learner, weights
+from tests.support.trajectories import batch_of, some_groups
 
-TOKENIZER = train_tokenizer([], vocab_size=261)
-TINY = LocalModelConfig(hidden_size=16, num_layers=1, num_heads=2, num_kv_heads=1, intermediate_size=32)
 LAYOUTS: tuple[Layout, ...] = get_args(Layout)
 GROUPS = some_groups([4, 4, 4])
 RNG = np.random.default_rng(0)
 CREDITS = [[Credit.from_tokens(t, RNG.normal(size=t.num_action_tokens)) for t in g.trajectories] for g in GROUPS]
-
-
-def make_learner(
-    *,
-    loss: LossConfig | None = None,
-    layout: Layout = "tree",
-    has_reference: bool = False,
-    is_double: bool = False,
-    lora: LoraSettings | None = None,
-    learner_class: type[Learner] = Learner,
-    **train: Any,
-) -> Learner:
-    torch.manual_seed(0)
-    model = make_local_model(TINY, TOKENIZER)
-    if lora is not None:
-        add_lora(model, lora)
-    policy = Policy(in_float64(model) if is_double else model, layout=layout)
-    config = TrainConfig(device="cpu", **{"learning_rate": 1e-2, **train})
-    reference = copy.deepcopy(policy) if has_reference else None
-    state = PolicyState(policy, accelerator=Accelerator(cpu=True), config=config, reference=reference)
-    return learner_class(state, loss=loss or LossConfig(), config=config, temperature=1.0, seed=1)
-
-
-def weights(learner: Learner) -> torch.Tensor:
-    return torch.cat([tensor.flatten() for _, tensor in learner.state.weights()])
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -150,7 +122,7 @@ def test_minibatches_compute_what_has_a_gradient_and_count_what_else_is_kept(
     credit_of |= {t.trajectory_id: Credit.excluded(t) for number, t in enumerate(everyone) if number in excluded}
     credits = [[credit_of[t.trajectory_id] for t in group.trajectories] for group in groups]
     learner = make_learner(num_minibatches=3, loss=LossConfig(kl_coefficient=kl_coefficient))
-    minibatches = learner._draw(groups, credits, version=0)
+    minibatches = learner.draw(groups, credits, version=0)
     drawn = [pair for minibatch in minibatches for pair in minibatch.pairs]
     assert all(credit is credit_of[t.trajectory_id] for t, credit in drawn)
     kept = {t.trajectory_id for number, t in enumerate(everyone) if number not in failed | excluded}
@@ -167,7 +139,9 @@ def test_minibatches_are_drawn_anew_for_every_version() -> None:
     learner = make_learner(num_minibatches=3)
 
     def order(version: int) -> list[str]:
-        return [t.trajectory_id for minibatch in learner._draw(GROUPS, CREDITS, version) for t, _ in minibatch.pairs]
+        return [
+            t.trajectory_id for minibatch in learner.draw(GROUPS, CREDITS, version=version) for t, _ in minibatch.pairs
+        ]
 
     assert order(1) == order(1)
     assert len({tuple(order(version)) for version in range(5)}) == 5
@@ -176,8 +150,8 @@ def test_minibatches_are_drawn_anew_for_every_version() -> None:
 class ComputesAll(Learner):
     """Lays out what has no advantage as well."""
 
-    def _plan(self, minibatch: Any) -> list[MicroBatch]:
-        return super()._plan(minibatch._replace(num_computed=len(minibatch.pairs)))
+    def plan(self, minibatch: CreditedMinibatch) -> list[TrainingPass]:
+        return super().plan(minibatch._replace(num_computed=len(minibatch.pairs)))
 
 
 @pytest.mark.parametrize("aggregation", ["trajectory-mean", "turn-mean", "token-mean"])
@@ -196,9 +170,9 @@ def test_trajectories_without_an_advantage_are_not_computed_and_change_no_loss(a
     for name in ("loss", "grad_norm"):
         assert few[name] == pytest.approx(all_of_them[name], rel=1e-9)
     torch.testing.assert_close(weights(learners[0]), weights(learners[1]), rtol=1e-9, atol=1e-9)
-    for minibatch in learners[0]._draw(GROUPS, credits, 1):
+    for minibatch in learners[0].draw(GROUPS, credits, version=1):
         assert minibatch.num_computed < len(minibatch.pairs)
-        laid_out = sum(len(micro.token_T) for micro in learners[0]._plan(minibatch))
+        laid_out = sum(len(micro.token_T) for micro, _ in learners[0].plan(minibatch))
         assert laid_out == sum(t.num_action_tokens for t, _ in minibatch.pairs[: minibatch.num_computed])
 
 
@@ -214,23 +188,23 @@ LOSSES = [
 def test_a_pass_without_a_trajectory_adds_nothing_to_loss_gradient_or_metrics(loss: LossConfig) -> None:
     learner = make_learner(loss=loss, has_reference=True)
     trajectories = GROUPS[0].trajectories[:1]
-    batch = batch_of(trajectories, [Credit.uniform(t, 1.0) for t in trajectories])
+    tokens, columns = batch_of(trajectories, [Credit.uniform(t, 1.0) for t in trajectories])
+    planner = Planner(max_tokens=1000, layout="tree")
     full, empty = (
-        next(micro_batches(batch, max_tokens=1000, layout="tree", process=process, num_processes=2))
-        for process in (0, 1)
+        [TrainingPass(micro, columns.of(micro)) for micro in planner.micro_batches(tokens, process=p, num_processes=2)]
+        for p in (0, 1)
     )
-    tallies = [Tally(), Tally()]
-    learner._loss_of(full, None, tally=tallies[0])
+    tallies = [learner.add_gradients(full, [Before()])[0]]
+    learner.state.wrapped.zero_grad()
     for proximal_T in (None, torch.empty(0)):
-        found: Any = learner._loss_of(empty, proximal_T, tally=tallies[1])
-        found.backward()
-        assert found.item() == 0
+        tallies.append(learner.add_gradients(empty, [Before(proximal_T)])[0])
+        assert tallies[-1].loss == 0
     for parameter in learner.state.policy.parameters():
         assert parameter.grad is not None
         assert not parameter.grad.any()
     alone, joined = (
         {**update_metrics([tally], current_version=1), **first_metrics(tally)}
-        for tally in (tallies[0], Tally.joined(tallies))
+        for tally in (Tally.joined(tallies[:1]), Tally.joined(tallies))
     )
     assert joined == alone
 
@@ -424,12 +398,12 @@ def test_routing_replay_takes_the_experts_of_the_weights_before_the_first_update
         return routing.replaying(model, experts_RPK)
 
     learner = make_moe_learner(unit="token", routing_replay=True)
-    plans = [learner._plan(minibatch) for minibatch in learner._draw(GROUPS, CREDITS, 1)]
+    plans = [learner.plan(minibatch) for minibatch in learner.draw(GROUPS, CREDITS, version=1)]
     expected = []
     for plan in plans[1:]:  # the first is computed with those weights themselves
-        for micro in plan:
+        for micro, _ in plan:
             with torch.no_grad(), routing.recording(learner.state.policy.model) as experts:
-                learner._forward(learner.state.policy, micro)
+                learner.state.policy(micro.inputs, micro.slot_T, micro.target_T, 1.0)
             expected.append(experts[0])
     monkeypatch.setattr(learner_module, "replaying", replaying)
     metrics = learner.update(GROUPS, CREDITS, version=1)

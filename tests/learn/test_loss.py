@@ -16,18 +16,8 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 from torch import Tensor
 
-from agentrl.learn.loss import (
-    DEFAULT_CLIP,
-    Aggregation,
-    LossConfig,
-    PolicyLoss,
-    RatioUnit,
-    aggregation_weights,
-    kl_loss,
-    mismatch_weights,
-    policy_loss,
-    unit_index,
-)
+from agentrl.learn.loss import DEFAULT_CLIP, LossConfig, PolicyLoss, kl_loss, mismatch_weights, policy_loss
+from agentrl.learn.token_weights import Aggregation, RatioUnit, aggregation_weights, unit_index
 
 torch.set_num_threads(1)
 

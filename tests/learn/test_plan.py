@@ -6,6 +6,7 @@
 import copy
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import product
 from typing import Any, get_args
 
@@ -18,13 +19,16 @@ from torch import Tensor
 
 from agentrl.chat import train_tokenizer
 from agentrl.credit import Credit
-from agentrl.learn.batch import Batch, rows_of
-from agentrl.learn.loss import Aggregation, RatioUnit, policy_loss
-from agentrl.learn.plan import MicroBatch, micro_batches
+from agentrl.learn.batch import Batch
+from agentrl.learn.loss import policy_loss
+from agentrl.learn.plan import MicroBatch, Planner
+from agentrl.learn.token_weights import Aggregation, RatioUnit
+from agentrl.learn.tokens import rows_of
 from agentrl.policy.layout import Layout
 from agentrl.policy.model import LocalModelConfig, Policy, make_local_model
 from agentrl.types import Trajectory, TrajectoryGroup
-from tests.learn.test_batch import (
+from tests.support.models import in_float64
+from tests.support.trajectories import (
     FORKED,
     VOCABULARY,
     batch_of,
@@ -35,7 +39,6 @@ from tests.learn.test_batch import (
     trajectory,
     turn,
 )
-from tests.policy.test_tree_model import in_float64
 
 torch.manual_seed(0)
 POLICY = Policy(
@@ -68,27 +71,34 @@ def members_of(groups: Sequence[TrajectoryGroup]) -> list[Trajectory]:
     return [trajectory for group in groups for trajectory in group.trajectories]
 
 
-def shares_of(batch: Batch, *, num_processes: int = 1, max_tokens: int = 10**9, **plan: Any) -> list[list[MicroBatch]]:
+def shares_of(
+    batch: Batch,
+    *,
+    num_processes: int = 1,
+    max_tokens: int = 10**9,
+    trajectories: Sequence[int] | None = None,
+    **plan: Any,
+) -> list[list[MicroBatch]]:
     """The passes of each process."""
-    return [
-        list(micro_batches(batch, max_tokens=max_tokens, process=process, num_processes=num_processes, **plan))
-        for process in range(num_processes)
-    ]
+    planner = Planner(max_tokens=max_tokens, **plan)
+    micro_batches = partial(planner.micro_batches, batch.tokens, num_processes=num_processes, trajectories=trajectories)
+    return [list(micro_batches(process=process)) for process in range(num_processes)]
 
 
 def owners_of(batch: Batch, **plan: Any) -> list[list[set[int]]]:
     """The trajectories in each pass of each process."""
-    return [[set(batch.trajectory_T[m.token_T].tolist()) for m in share] for share in shares_of(batch, **plan)]
+    return [[set(batch.tokens.trajectory_T[m.token_T].tolist()) for m in share] for share in shares_of(batch, **plan)]
 
 
-def loss_of(micro: MicroBatch, policy: Policy) -> Tensor:
+def loss_of(batch: Batch, micro: MicroBatch, policy: Policy) -> Tensor:
     logprobs_T, _ = policy(micro.inputs, micro.slot_T, micro.target_T, 1.0)
+    columns = batch.columns.of(micro)
     result = policy_loss(
         logprobs_T,
-        anchor_logprobs_T=micro.behavior_T.double(),
-        advantages_T=micro.advantage_T.double(),
-        unit_T=micro.unit_T,
-        weight_T=micro.weight_T.double(),
+        anchor_logprobs_T=columns.behavior_T.double(),
+        advantages_T=columns.advantage_T.double(),
+        unit_T=columns.unit_T,
+        weight_T=columns.weight_T.double(),
         clip_low=0.1,
         clip_high=0.1,
     )
@@ -101,7 +111,7 @@ def loss_and_gradient(batch: Batch, **plan: Any) -> tuple[float, Tensor]:
     total = 0.0
     for share in shares_of(batch, **plan):
         for micro in share:
-            loss = loss_of(micro, policy)
+            loss = loss_of(batch, micro, policy)
             loss.backward()
             total += float(loss.detach())
     gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in policy.parameters()]
@@ -150,9 +160,9 @@ def test_processes_hold_every_token_once_in_equally_many_passes_of_whole_traject
     shares = shares_of(batch, **split)
     assert len({len(share) for share in shares}) == 1
     passes = [micro for share in shares for micro in share]
-    assert sorted(token for micro in passes for token in micro.token_T) == list(range(len(batch.target_T)))
-    owners = [set(batch.trajectory_T[micro.token_T].tolist()) for micro in passes]
-    assert sum(map(len, owners)) == len(set(batch.trajectory_T.tolist()))
+    assert sorted(token for micro in passes for token in micro.token_T) == list(range(len(batch.tokens.target_T)))
+    owners = [set(batch.tokens.trajectory_T[micro.token_T].tolist()) for micro in passes]
+    assert sum(map(len, owners)) == len(set(batch.tokens.trajectory_T.tolist()))
     for micro, owner in zip(passes, owners, strict=True):
         assert micro.inputs.ids_BL.numel() <= split["max_tokens"] or len(owner) <= 1
 
@@ -168,14 +178,19 @@ def test_a_pass_holds_the_columns_of_its_tokens_and_reads_them_at_their_predeces
         chosen = micro.token_T
         np.testing.assert_array_equal(
             micro.inputs.ids_BL.flatten()[micro.slot_T].numpy(),
-            [batch.rows[r][p] for r, p in zip(batch.row_T[chosen], batch.position_T[chosen], strict=True)],
+            [
+                batch.tokens.rows[r][p]
+                for r, p in zip(batch.tokens.row_T[chosen], batch.tokens.position_T[chosen], strict=True)
+            ],
         )
-        for name in ("target_T", "version_T"):
-            np.testing.assert_array_equal(getattr(micro, name).numpy(), getattr(batch, name)[chosen])
+        np.testing.assert_array_equal(micro.target_T.numpy(), batch.tokens.target_T[chosen])
+        columns = batch.columns.of(micro)
+        np.testing.assert_array_equal(columns.version_T, batch.columns.version_T[chosen])
         for name in ("behavior_T", "advantage_T", "weight_T"):  # float32 on the device
-            np.testing.assert_allclose(getattr(micro, name).numpy(), getattr(batch, name)[chosen], rtol=1e-7)
-        units = np.unique(batch.unit_T[chosen])  # numbered from 0 within the pass
-        np.testing.assert_array_equal(units[micro.unit_T.numpy()], batch.unit_T[chosen])
+            assert getattr(columns, name).dtype == torch.float32
+            np.testing.assert_allclose(getattr(columns, name), getattr(batch.columns, name)[chosen], rtol=1e-7)
+        units = np.unique(batch.columns.unit_T[chosen])  # numbered from 0 within the pass
+        np.testing.assert_array_equal(units[columns.unit_T], batch.columns.unit_T[chosen])
 
 
 @each_layout
@@ -188,7 +203,7 @@ def test_a_pass_without_a_trajectory_has_no_loss_and_a_gradient_of_zero_everywhe
     assert len(others) == num_processes - 1
     for (micro,) in others:
         policy = copy.deepcopy(POLICY)
-        loss = loss_of(micro, policy)
+        loss = loss_of(batch, micro, policy)
         loss.backward()
         assert loss.item() == 0
         for name, parameter in policy.named_parameters():
@@ -247,7 +262,7 @@ def test_a_group_stays_together_on_a_tree_where_the_budget_allows_it(
     owners = owners_of(batch, layout="tree", max_tokens=max_tokens, num_processes=num_processes)
     passes = [owner for share in owners for owner in share]
     for number, group in enumerate(groups):
-        members = {i for i, of in enumerate(batch.groups) if of == number}
+        members = {i for i, of in enumerate(batch.tokens.groups) if of == number}
         fits = tokens_and_pairs(rows_read(group.trajectories), "tree")[0] <= max_tokens
         assert not fits or [members & owner for owner in passes if members & owner] == [members]
 
@@ -372,11 +387,13 @@ def test_a_forked_trajectory_loses_what_its_parts_would_lose_in_their_own_contex
 def logprobs_of(batch: Batch, layout: Layout) -> dict[tuple[int, int, int], float]:
     """Return the policy's log-probability of each trained token, by row, position and token."""
     found = {}
-    for micro in micro_batches(batch, max_tokens=10**9, layout=layout):
+    for micro in Planner(max_tokens=10**9, layout=layout).micro_batches(batch.tokens):
         with torch.no_grad():
             logprobs_T, _ = POLICY(micro.inputs, micro.slot_T, micro.target_T, 1.0)
         for token, logprob in zip(micro.token_T, logprobs_T.tolist(), strict=True):
-            found[int(batch.row_T[token]), int(batch.position_T[token]), int(batch.target_T[token])] = logprob
+            found[
+                int(batch.tokens.row_T[token]), int(batch.tokens.position_T[token]), int(batch.tokens.target_T[token])
+            ] = logprob
     return found
 
 

@@ -21,6 +21,7 @@ from agentrl.learn.plan import MicroBatch
 from agentrl.learn.signals.answer_logprobs import answered_at_each_turn
 from agentrl.learn.signals.hindsight_logprobs import with_hindsight
 from agentrl.learn.signals.scoring import score_tokens, with_tokens
+from agentrl.learn.tokens import TokenBatch
 from agentrl.policy.layout import Layout
 from agentrl.policy.model import LocalModelConfig, Policy, make_local_model
 from agentrl.rollout import RolloutConfig, RolloutPool
@@ -139,7 +140,11 @@ def test_each_token_is_scored_as_in_a_plain_pass_over_its_own_context(
     expected = [plain_scores(POLICY, t, temperature=temperature) for t in played]
     for index, score in enumerate((logprobs_of, entropies_of)):
         columns = score_tokens(
-            partial(score, POLICY, temperature=temperature), played, layout=layout, max_tokens=400, device=CPU
+            partial(score, POLICY, temperature=temperature),
+            TokenBatch.of(played),
+            layout=layout,
+            max_tokens=400,
+            device=CPU,
         )
         assert len(columns) == len(played)
         for column_T, scores in zip(columns, expected, strict=True):
@@ -147,7 +152,7 @@ def test_each_token_is_scored_as_in_a_plain_pass_over_its_own_context(
 
 
 def test_scores_under_the_weights_that_sampled_are_the_behaviors(played: list[Trajectory]) -> None:
-    columns = on_a_tree(partial(logprobs_of, POLICY), played, max_tokens=400)
+    columns = on_a_tree(partial(logprobs_of, POLICY), TokenBatch.of(played), max_tokens=400)
     for column_T, trajectory in zip(columns, played, strict=True):
         behavior = [logprob for turn in trajectory.turns for logprob in turn.behavior_logprobs]
         np.testing.assert_allclose(column_T, behavior, rtol=1e-5, atol=1e-5)  # the engine ran in float32
@@ -163,8 +168,10 @@ def test_any_order_budget_and_layout_give_the_same_scores(
     order: list[int], max_tokens: int, layout: Layout, played: list[Trajectory]
 ) -> None:
     score = partial(logprobs_of, POLICY)
-    whole = on_a_tree(score, played, max_tokens=10**9)
-    shuffled = score_tokens(score, [played[i] for i in order], layout=layout, max_tokens=max_tokens, device=CPU)
+    whole = on_a_tree(score, TokenBatch.of(played), max_tokens=10**9)
+    shuffled = score_tokens(
+        score, TokenBatch.of([played[i] for i in order]), layout=layout, max_tokens=max_tokens, device=CPU
+    )
     for i, column_T in zip(order, shuffled, strict=True):
         np.testing.assert_allclose(column_T, whole[i], rtol=1e-9)
 
@@ -177,7 +184,7 @@ def test_scoring_keeps_no_graph_and_stays_within_its_budget(played: list[Traject
         seen.append((found.requires_grad, micro.inputs.ids_BL.numel()))
         return found
 
-    on_a_tree(score, played, max_tokens=1000)
+    on_a_tree(score, TokenBatch.of(played), max_tokens=1000)
     assert len(seen) > 1
     assert all(not requires_grad and num_tokens <= 1000 for requires_grad, num_tokens in seen)
     assert {parameter.grad for parameter in POLICY.parameters()} == {None}
@@ -262,7 +269,7 @@ def test_a_template_that_renders_every_turn_anew_tells_the_hint_once_in_each() -
         hint = "\n(In hindsight: the total reward was 0.)"
         assert text.count(hint) == 1
         assert text.replace(hint, "") == TOKENIZER.decode(list(original.observation_ids))
-    scored = on_a_tree(partial(logprobs_of, POLICY), [told], max_tokens=10**9)
+    scored = on_a_tree(partial(logprobs_of, POLICY), TokenBatch.of([told]), max_tokens=10**9)
     np.testing.assert_allclose(scored[0], plain_scores(POLICY, told)[0], rtol=1e-9)
     assert np.abs(scored[0] - plain_scores(POLICY, trajectory)[0]).max() > 1e-3  # the hint is read
 
@@ -302,7 +309,7 @@ def test_the_stop_token_of_a_template_is_left_out_of_the_answer_too(played: list
 def test_the_score_of_an_answer_is_that_of_a_plain_pass(played: list[Trajectory]) -> None:
     trajectory = replace(played[0], gold_answer="1234")
     answered = answered_at_each_turn(trajectory, ChatMLRenderer(TOKENIZER))
-    columns = on_a_tree(partial(logprobs_of, POLICY), answered, max_tokens=500)
+    columns = on_a_tree(partial(logprobs_of, POLICY), TokenBatch.of(answered), max_tokens=500)
     answer_ids = TOKENIZER.encode("1234", add_special_tokens=False)
     assert len(answer_ids) == 4
     means = []

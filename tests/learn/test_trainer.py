@@ -24,8 +24,8 @@ from agentrl.learn.loss import LossConfig
 from agentrl.learn.train_config import TrainConfig
 from agentrl.learn.trainer import Trainer
 from agentrl.rollout import RolloutConfig, RolloutPool, derive_seed
-from tests.learn import test_learner
-from tests.learn.test_learner import TOKENIZER, make_learner
+from tests.support import learners
+from tests.support.learners import TOKENIZER, make_learner
 
 ROLLOUT = RolloutConfig(
     num_groups=3, group_size=4, max_turns=3, max_turn_tokens=8, max_episode_tokens=24, max_context_tokens=512
@@ -99,7 +99,7 @@ def make_trainer(
 
 
 def weights(trainer: Trainer) -> torch.Tensor:
-    return test_learner.weights(trainer._learner)
+    return learners.weights(trainer._learner)
 
 
 def repeatable(metrics: dict[str, float]) -> dict[str, float]:

@@ -12,7 +12,7 @@ from agentrl.chat import ChatMLRenderer, Renderer
 from agentrl.engine.transformers import TransformersEngine
 from agentrl.env import MessageEnv, make_env
 from agentrl.errors import ConfigError
-from agentrl.learn.batch import rows_of
+from agentrl.learn.tokens import rows_of
 from agentrl.rollout import Episode, RolloutConfig, Task
 from agentrl.rollout.env_calls import MakeEnv
 from agentrl.rollout.env_thread import EnvThread

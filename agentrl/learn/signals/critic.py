@@ -13,15 +13,15 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from agentrl.credit import Credit
-from agentrl.learn.batch import FloatArray, make_batch
-from agentrl.learn.plan import MicroBatch, micro_batches
+from agentrl.learn.plan import MicroBatch, Planner
 from agentrl.learn.signals.config import CriticConfig
 from agentrl.learn.signals.scoring import score_tokens, with_tokens
+from agentrl.learn.token_weights import FloatArray
+from agentrl.learn.tokens import TokenBatch, rows_of, with_end
 from agentrl.policy.layout import attending, hidden_states
 from agentrl.policy.model import Policy
 from agentrl.rollout import derive_seed
-from agentrl.types import Trajectory, Turn
+from agentrl.types import Trajectory
 
 
 class Critic:
@@ -72,10 +72,10 @@ class Critic:
 
     def measure(self, trajectories: Sequence[Trajectory]) -> list[Trajectory]:
         """Return the trajectories with `values` at every turn and `final_value`, the value after the last token."""
-        # A made-up token after the end: its value is read where the last sampled token stands.
-        longer = [replace(t, turns=(*t.turns, _END)) for t in trajectories]
+        rows = [with_end(rows_of(t)) for t in trajectories]
+        tokens = TokenBatch.of_rows(rows, group_ids=[t.group_id for t in trajectories])
         values = score_tokens(
-            self._value, longer, layout=self._policy.layout, max_tokens=self._max_tokens, device=self._device
+            self._value, tokens, layout=self._policy.layout, max_tokens=self._max_tokens, device=self._device
         )
         measured = with_tokens(trajectories, "values", [values_T[:-1] for values_T in values])
         return [replace(t, final_value=float(values_T[-1])) for t, values_T in zip(measured, values, strict=True)]
@@ -147,14 +147,13 @@ class Critic:
         return np.array(targets[::-1], dtype=np.float64)
 
     def _update(self, trajectories: list[Trajectory], targets: list[FloatArray]) -> float:
-        # The target rides in the column of advantages.
-        credits = [Credit.from_tokens(t, targets_T) for t, targets_T in zip(trajectories, targets, strict=True)]
-        batch = make_batch(trajectories, credits, unit="trajectory", aggregation="token-mean")
-        loss_value = 0.0
-        passes = micro_batches(batch, max_tokens=self._max_tokens, layout=self._policy.layout, device=self._device)
-        for micro in passes:
+        """Fit the values of all action tokens to their targets by one step of the optimizer; return the mean square."""
+        tokens, targets_T = TokenBatch.of(trajectories), torch.from_numpy(np.concatenate(targets))
+        planner = Planner(max_tokens=self._max_tokens, layout=self._policy.layout, device=self._device)
+        weight, loss_value = 1 / len(tokens), 0.0
+        for micro in planner.micro_batches(tokens):
             with attending(self._body, self._policy.layout):
-                loss: Any = (micro.weight_T * (self._value(micro) - micro.advantage_T) ** 2).sum()
+                loss: Any = (weight * (self._value(micro) - micro.take(targets_T)) ** 2).sum()
                 loss.backward()
             loss_value += loss.item()
         torch.nn.utils.clip_grad_norm_(self._parameters(), 1.0)
@@ -162,6 +161,3 @@ class Critic:
         self._optimizer.zero_grad()
         self._num_updates += 1
         return loss_value
-
-
-_END = Turn(observation_ids=(), action_ids=(0,), behavior_logprobs=(0.0,), versions=(0,), reward=0.0)

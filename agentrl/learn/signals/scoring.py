@@ -10,37 +10,33 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from agentrl.credit import Credit
 from agentrl.distributed.processes import all_gather, num_processes, process_index
-from agentrl.learn.batch import FloatArray, make_batch
-from agentrl.learn.plan import MicroBatch, micro_batches
+from agentrl.learn.plan import MicroBatch, Planner
 from agentrl.learn.signals.base import SignalContext
+from agentrl.learn.token_weights import FloatArray
+from agentrl.learn.tokens import TokenBatch
 from agentrl.policy.layout import Layout
 from agentrl.policy.model import Policy
 from agentrl.types import Trajectory
 
 Score = Callable[[MicroBatch], Tensor]
-"""Returns one number for each action token of a micro-batch."""
+"""Returns one number for each token of a micro-batch."""
 
 
 @torch.no_grad()
 def score_tokens(
-    score: Score, trajectories: Sequence[Trajectory], *, layout: Layout, max_tokens: int, device: torch.device
+    score: Score, tokens: TokenBatch, *, layout: Layout, max_tokens: int, device: torch.device
 ) -> list[FloatArray]:
-    """Score every action token of each trajectory, in the context in which it was sampled: (T,) each.
+    """Score the tokens of each trajectory, each in its own context: (T,) each.
 
     Every process scores its share, and gets all scores.
     """
-    credits = [Credit.uniform(t, 0.0) for t in trajectories]
-    batch = make_batch(trajectories, credits, unit="trajectory", aggregation="token-mean")
-    found_T = np.empty(len(batch.target_T))
-    process, count = process_index(), num_processes()
-    passes = micro_batches(
-        batch, max_tokens=max_tokens, layout=layout, device=device, process=process, num_processes=count
-    )
+    planner = Planner(max_tokens=max_tokens, layout=layout, device=device)
+    passes = planner.micro_batches(tokens, process=process_index(), num_processes=num_processes())
+    found_T = np.empty(len(tokens))
     for token_T, scores_T in all_gather([(micro.token_T, score(micro).double().cpu().numpy()) for micro in passes]):
         found_T[token_T] = scores_T
-    return np.split(found_T, np.cumsum([t.num_action_tokens for t in trajectories])[:-1])
+    return np.split(found_T, np.searchsorted(tokens.trajectory_T, np.arange(1, tokens.num_trajectories)))
 
 
 def logprobs(
@@ -64,7 +60,8 @@ def _passed(
         return found[index]
 
     device = next(context.policy.parameters()).device
-    return score_tokens(score, trajectories, layout=policy.layout, max_tokens=context.max_tokens, device=device)
+    tokens = TokenBatch.of(trajectories)
+    return score_tokens(score, tokens, layout=policy.layout, max_tokens=context.max_tokens, device=device)
 
 
 def with_tokens(trajectories: Sequence[Trajectory], name: str, columns: Sequence[FloatArray]) -> list[Trajectory]:

@@ -1,0 +1,45 @@
+"""Learners of a tiny model."""
+
+import copy
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+
+from agentrl.chat import train_tokenizer
+from agentrl.learn.learner import Learner
+from agentrl.learn.loss import LossConfig
+from agentrl.learn.policy_state import PolicyState
+from agentrl.learn.train_config import TrainConfig
+from agentrl.policy.layout import Layout
+from agentrl.policy.lora import LoraSettings, add_lora
+from agentrl.policy.model import LocalModelConfig, Policy, make_local_model
+from tests.support.models import in_float64
+
+TOKENIZER = train_tokenizer([], vocab_size=261)
+TINY = LocalModelConfig(hidden_size=16, num_layers=1, num_heads=2, num_kv_heads=1, intermediate_size=32)
+
+
+def make_learner(
+    *,
+    loss: LossConfig | None = None,
+    layout: Layout = "tree",
+    has_reference: bool = False,
+    is_double: bool = False,
+    lora: LoraSettings | None = None,
+    learner_class: type[Learner] = Learner,
+    **train: Any,
+) -> Learner:
+    torch.manual_seed(0)
+    model = make_local_model(TINY, TOKENIZER)
+    if lora is not None:
+        add_lora(model, lora)
+    policy = Policy(in_float64(model) if is_double else model, layout=layout)
+    config = TrainConfig(device="cpu", **{"learning_rate": 1e-2, **train})
+    reference = copy.deepcopy(policy) if has_reference else None
+    state = PolicyState(policy, accelerator=Accelerator(cpu=True), config=config, reference=reference)
+    return learner_class(state, loss=loss or LossConfig(), config=config, temperature=1.0, seed=1)
+
+
+def weights(learner: Learner) -> torch.Tensor:
+    return torch.cat([tensor.flatten() for _, tensor in learner.state.weights()])
