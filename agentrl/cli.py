@@ -197,9 +197,9 @@ def _launch(options: argparse.Namespace, rest: list[str]) -> None:
     launch.check(options)
     recipe, run_dir = _load(options.target, rest)
     from agentrl.distributed.checkpoints import checkpoint_errors, checkpoints
-    from agentrl.learn.checkpoint import check_processes
     from agentrl.report.folder import RunFolder
-    from agentrl.sampling import share_of
+    from agentrl.run.engines import share_of
+    from agentrl.run.resume import check_processes
 
     share_of(recipe, 0, options.processes)
     if run_dir is not None:
@@ -220,7 +220,9 @@ def _train(options: argparse.Namespace, rest: list[str]) -> None:
     recipe, run_dir = _load(options.target, rest)
     from agentrl.config import plan
     from agentrl.report.folder import RunFolder
-    from agentrl.run import Run
+    from agentrl.run.build import build
+    from agentrl.run.loop import train
+    from agentrl.run.resume import has_changed
 
     folder = RunFolder.open(run_dir) if run_dir else None
     steps_done = _steps_done(folder) if folder else None
@@ -248,16 +250,16 @@ def _train(options: argparse.Namespace, rest: list[str]) -> None:
     def warn(words: str) -> None:
         teller.print(f"warning: {words}", style="yellow")
 
-    with _closing(Run(recipe, tokenizer_folder=_tokenizer(run_dir), on_warning=warn)) as run:
-        recipe = run.recipe  # the first process named the folder
+    with build(recipe, tokenizer_folder=_tokenizer(run_dir), on_warning=warn) as parts:
+        recipe = parts.recipe  # the first process named the folder
         options.folder = recipe.run_dir
-        warnings = list(run.warnings)
-        if folder and run.has_changed(folder):
+        warnings = list(parts.warnings)
+        if folder and has_changed(recipe, folder):
             warnings.append("the recipe has changed: what was sampled since the last checkpoint is sampled again")
         for warning in warnings:
             console.print(f"warning: {warning}", style="yellow")
         with _progress(console) as on_progress:
-            folder, _ = run.train(folder, on_progress=on_progress)
+            folder, _ = train(parts, folder, on_progress=on_progress)
     _print_end(console, folder, recipe)
 
 
@@ -270,9 +272,11 @@ def _steps_done(folder: "RunFolder") -> int | None:
 
 def _eval(options: argparse.Namespace, rest: list[str]) -> None:
     recipe, run_dir = _load(options.target, rest)
-    recipe = _without_credit(recipe)
+    recipe = _untrained(recipe)
     from agentrl.report.folder import RunFolder
-    from agentrl.run import Run
+    from agentrl.run.build import build
+    from agentrl.run.evaluate import evaluate
+    from agentrl.run.resume import load_weights
 
     folder = RunFolder.open(run_dir) if run_dir else None
     console = Console(soft_wrap=True)
@@ -280,11 +284,11 @@ def _eval(options: argparse.Namespace, rest: list[str]) -> None:
     def warn(words: str) -> None:
         console.print(f"warning: {words}", style="yellow")
 
-    with _closing(Run(recipe, tokenizer_folder=_tokenizer(run_dir), on_warning=warn)) as run:
+    with build(recipe, tokenizer_folder=_tokenizer(run_dir), on_warning=warn) as parts:
         if folder:
-            run.load_weights(folder)
-        run.start_engine()
-        metrics = run.evaluate().metrics
+            load_weights(parts, folder)
+        parts.link.start(0)
+        metrics = evaluate(parts).metrics
     table = Table("metric", "value", title=f"{recipe.env.id}: {recipe.evaluation.num_tasks} held-out tasks")
     for name, value in metrics.items():
         table.add_row(name, f"{value:.4g}")
@@ -300,7 +304,7 @@ def _export(options: argparse.Namespace, _: list[str]) -> None:
     recipe, _folder = _load(options.target, [])
     import torch
 
-    from agentrl.run import export
+    from agentrl.run.export import export
 
     dtype = None if options.dtype is None else getattr(torch, options.dtype)
     export(recipe, folder, options.into, dtype=dtype, only_adapter=options.adapter)
@@ -313,8 +317,8 @@ def _tokenizer(run_dir: Path | None) -> Path | None:
     return folder if folder and folder.is_dir() else None
 
 
-def _without_credit(recipe: "Recipe", *, server: int = 0) -> "Recipe":
-    """Return a recipe for what trains nothing and has one server, so that nothing is missed that only training reads."""
+def _untrained(recipe: "Recipe", *, server: int = 0) -> "Recipe":
+    """Return a recipe for what trains and writes nothing and has one server; what only training reads is not asked for."""
     loss = recipe.loss.model_copy(update={"kl_coefficient": 0.0, "routing_replay": False})
     train = recipe.train.model_copy(update={"optimizer": "adamw", "sharding": "none"})
     urls = recipe.engine.server.urls
@@ -323,33 +327,34 @@ def _without_credit(recipe: "Recipe", *, server: int = 0) -> "Recipe":
     of_one = recipe.engine.server.model_copy(update={"url": urls[server]})
     engine = recipe.engine.model_copy(update={"server": of_one})
     credit = {"scheme": "uniform", "lone": "keep"}
-    return recipe.model_copy(update={"credit": credit, "loss": loss, "train": train, "engine": engine})
+    return recipe.model_copy(update={"run_dir": None, "credit": credit, "loss": loss, "train": train, "engine": engine})
 
 
 def _doctor(options: argparse.Namespace, rest: list[str]) -> None:
     recipe, run_dir = _load(options.target, rest)
     from agentrl.doctor import examine
-    from agentrl.run import Run
+    from agentrl.run.build import build
 
     console = Console(soft_wrap=True)
-    with _closing(Run(_without_credit(recipe), tokenizer_folder=_tokenizer(run_dir))) as run:
-        for name, words in examine(run):
+    with build(_untrained(recipe), tokenizer_folder=_tokenizer(run_dir)) as parts:
+        for name, words in examine(parts):
             console.print(f"{name:13} {words}")
 
 
 def _serve(options: argparse.Namespace, rest: list[str]) -> None:
     # The model is only written down here: the server has the GPU to itself.
     recipe, run_dir = _load(options.target, [*rest, "--engine.name", "vllm_server", "--train.device", "cpu"])
-    from agentrl.run import Run
+    from agentrl.run.build import build
+    from agentrl.run.serve import serve
 
     tokenizer = _tokenizer(run_dir)
     console = Console(soft_wrap=True)
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, lambda number, _: sys.exit(128 + number))  # so that the server ends too
     with (
-        _closing(Run(_without_credit(recipe, server=options.server), tokenizer_folder=tokenizer)) as run,
+        build(_untrained(recipe, server=options.server), tokenizer_folder=tokenizer) as parts,
         tempfile.TemporaryDirectory(prefix="agentrl-serve-") as folder,
-        run.serve(Path(folder), timeout_s=options.start_timeout_s) as server,
+        serve(parts, Path(folder), timeout_s=options.start_timeout_s) as server,
     ):
         console.print(f"serving at {server.url}; log: {folder}/server.log; end with Ctrl-C")
         status = server.process.wait()
@@ -527,14 +532,6 @@ def _summary(rows: list[dict[str, float]], num_tasks: int) -> str:
         return words
     steps = ", ".join(f"{row['step']:.0f}" for row in evaluations if "eval/reward" not in row)
     return f"{words}; left out, because every held-out episode failed: step {steps}"
-
-
-@contextmanager
-def _closing(run: Any) -> Iterator[Any]:
-    try:
-        yield run
-    finally:
-        run.close()
 
 
 @contextmanager

@@ -17,7 +17,6 @@ from agentrl.engine import EngineConfig
 from agentrl.env.config import EnvConfig
 from agentrl.errors import ConfigError
 from agentrl.files import MAX_DEPTH, parse_yaml
-from agentrl.learn.evaluate import EvaluationConfig
 from agentrl.learn.loss import LossConfig
 from agentrl.learn.signals import SignalsConfig
 from agentrl.learn.train_config import TrainConfig
@@ -27,6 +26,7 @@ from agentrl.policy.model import ModelConfig
 from agentrl.registry import suggest
 from agentrl.report.folder import ReportConfig
 from agentrl.rollout import RolloutConfig
+from agentrl.rollout.evaluation import EvaluationConfig
 
 _MAX_EPISODES = 1_000_000
 """Of a step, or of an evaluation."""

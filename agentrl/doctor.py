@@ -10,7 +10,7 @@ import numpy as np
 
 from agentrl.engine import Engine
 from agentrl.errors import EngineError
-from agentrl.run import Run
+from agentrl.run.build import Parts
 from agentrl.types import Sampling
 
 _CONVERSATIONS, _TURNS, _PROMPT, _ACTION, _OBSERVATION = 16, 4, 64, 32, 16
@@ -25,23 +25,23 @@ class Load(NamedTuple):
     """Share of the prompts' tokens after the first turn that was not computed again."""
 
 
-def examine(run: Run) -> Iterator[tuple[str, str]]:
+def examine(parts: Parts) -> Iterator[tuple[str, str]]:
     """Yield the name and words of each finding.
 
     Raises:
         EngineError: where the engine does not sample what is trained.
     """
     yield "versions", ", ".join(_versions())
-    yield "engine", f"{type(run.engine).__name__} (engine.name: {run.recipe.engine.name})"
-    difference = run.start_engine()
-    bound = run.recipe.train.agreement_bound()
+    yield "engine", f"{type(parts.engine).__name__} (engine.name: {parts.recipe.engine.name})"
+    difference = parts.link.start(0)
+    bound = parts.recipe.train.agreement_bound()
     yield "agreement", f"log-probabilities differ from the trainer's by {difference:.1e} nats (bound {bound:g})"
     yield "weight push", "perturbed weights showed in the samples, and went with the next push"
-    rollout = run.recipe.rollout
-    load = run.on_loop(
+    rollout = parts.recipe.rollout
+    load = parts.runner.run(
         converse(
-            run.engine,
-            vocab_size=len(run.tokenizer),
+            parts.engine,
+            vocab_size=len(parts.tokenizer),
             temperature=rollout.temperature,
             max_tokens=rollout.max_context_tokens,
             timeout_s=rollout.engine_timeout_s,

@@ -36,7 +36,8 @@ from agentrl.config import Recipe, load_recipe
 from agentrl.distributed.checkpoints import checkpoints
 from agentrl.registry import names
 from agentrl.report.folder import RunFolder
-from agentrl.run import Run
+from agentrl.run import loop
+from agentrl.run.build import build
 
 ROOT = Path(__file__).resolve().parents[1]
 Result: TypeAlias = dict[str, Any]
@@ -100,11 +101,8 @@ def fingerprint(env: str, scheme: str, seed: int) -> str:
 
 
 def train(recipe: Recipe, folder: RunFolder | None) -> list[dict[str, float]]:
-    run = Run(recipe, tokenizer_folder=None if folder is None else folder.tokenizer)
-    try:
-        return run.train(folder, on_progress=lambda *_: None)[1]
-    finally:
-        run.close()
+    with build(recipe, tokenizer_folder=None if folder is None else folder.tokenizer) as parts:
+        return loop.train(parts, folder)[1]
 
 
 def train_all(env: str, seed: int, wanted: Sequence[str], out: Path) -> None:

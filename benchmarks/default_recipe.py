@@ -12,17 +12,17 @@ from pathlib import Path
 import torch
 
 from agentrl.config import load_recipe
-from agentrl.run import Run
+from agentrl.run import loop
+from agentrl.run.build import build
 
 
 def train(recipe: Path, seed: int) -> dict[str, float]:
-    with tempfile.TemporaryDirectory() as folder:
-        run = Run(load_recipe(recipe, ["--seed", str(seed), "--run_dir", f"{folder}/run"]))
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        build(load_recipe(recipe, ["--seed", str(seed), "--run_dir", f"{folder}/run"])) as parts,
+    ):
         begin = time.perf_counter()
-        try:
-            _, rows = run.train(None, on_progress=lambda *_: None)
-        finally:
-            run.close()
+        _, rows = loop.train(parts)
     return {
         "seed": seed,
         "score_before": rows[0]["eval/score"],

@@ -25,7 +25,8 @@ from agentrl.config import load_recipe
 from agentrl.engine import Engine, EngineConfig
 from agentrl.engine.transformers import TransformersEngine
 from agentrl.policy.model import LocalModelConfig, make_local_model
-from agentrl.run import Run
+from agentrl.run import loop
+from agentrl.run.build import build
 from agentrl.types import Sampling
 
 NUM, AT_ONCE, TURNS, PROMPT, REPLY = 256, 64, 3, 30, 6
@@ -163,11 +164,8 @@ def share_of_step(recipe: Path) -> dict[str, float]:
 
     with tempfile.TemporaryDirectory() as folder:
         options = ["--train.steps", "12", "--evaluation.num_tasks", "8", "--run_dir", f"{folder}/run"]
-        run = Run(load_recipe(recipe, options))
-        try:
-            run.train(None, on_progress=note)
-        finally:
-            run.close()
+        with build(load_recipe(recipe, options)) as parts:
+            loop.train(parts, on_progress=note)
     sampling_s, collect_s, step_s, tokens = (statistics.median(column) for column in zip(*shares, strict=True))
     return {
         "step_sampling_s": sampling_s,

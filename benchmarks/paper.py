@@ -52,7 +52,8 @@ from agentrl.policy.layout import choose_layout
 from agentrl.policy.model import LocalModelConfig, Policy, make_local_model
 from agentrl.rollout import RolloutPool
 from agentrl.rollout.demonstrations import demonstrations
-from agentrl.run import Run
+from agentrl.run import loop
+from agentrl.run.build import build
 from agentrl.types import Sampling, StopReason, Trajectory, TrajectoryGroup, Turn
 
 RECIPE = Path(__file__).resolve().parents[1] / "examples" / "calculator.yaml"
@@ -472,12 +473,11 @@ def train(start: Path, method: str, seed: int, size: Size) -> Figures:
         **{f"loss.{name}": value for name, value in METHODS[method].items()},
     }
     options = [word for name, value in settings.items() for word in (f"--{name}", str(value))]
-    with tempfile.TemporaryDirectory() as folder:
-        run = Run(load_recipe(RECIPE, [*options, "--run_dir", f"{folder}/run"]))
-        try:
-            _, rows = run.train(None, on_progress=lambda *_: None)
-        finally:
-            run.close()
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        build(load_recipe(RECIPE, [*options, "--run_dir", f"{folder}/run"])) as parts,
+    ):
+        _, rows = loop.train(parts)
     first, *steps = rows
     names = {"clipped": "clip/tokens", "grad_norm": "grad_norm", "changed_experts": "moe/changed_experts"}
     means = {name: statistics.mean(row[key] for row in steps) for name, key in names.items() if key in steps[0]}

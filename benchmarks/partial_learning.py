@@ -14,7 +14,8 @@ import tempfile
 from pathlib import Path
 
 from agentrl.config import load_recipe
-from agentrl.run import Run
+from agentrl.run import loop
+from agentrl.run.build import build
 
 # Ratios are against the policy before the update, and what sampled enters as a truncated weight: else staleness itself
 # would be clipped away.
@@ -23,12 +24,11 @@ STALE = ["--loss.anchor", "recomputed", "--loss.mismatch", "truncate"]
 
 def train(recipe: Path, seed: int, mode: str, options: list[str]) -> dict[str, float]:
     settings = ["--seed", str(seed), "--rollout.mode", mode, *(STALE if mode != "sync" else []), *options]
-    with tempfile.TemporaryDirectory() as folder:
-        run = Run(load_recipe(recipe, [*settings, "--run_dir", f"{folder}/run"]))
-        try:
-            _, rows = run.train(None, on_progress=lambda *_: None)
-        finally:
-            run.close()
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        build(load_recipe(recipe, [*settings, "--run_dir", f"{folder}/run"])) as parts,
+    ):
+        _, rows = loop.train(parts)
     steps = rows[1:]
     return {
         "before": rows[0]["eval/score"],

@@ -14,7 +14,8 @@ import yaml
 from agentrl.cli import _summary, main
 from agentrl.report.folder import RunFolder
 from agentrl.report.records import read_records
-from agentrl.run import Run
+from agentrl.run import loop
+from agentrl.run.build import Parts
 
 TINY = """
 env: {id: key_door}
@@ -427,13 +428,13 @@ def test_a_run_from_beginning_to_end(agentrl: Agentrl, tmp_path: Path) -> None:
 
 
 def fail_in_train(monkeypatch: pytest.MonkeyPatch, error: BaseException, *, has_begun: bool = True) -> None:
-    def train(run: Run, folder: RunFolder | None, **_: object) -> None:
+    def train(parts: Parts, folder: RunFolder | None, **_: object) -> None:
         if has_begun:
-            assert run.recipe.run_dir is not None
-            RunFolder.create(run.recipe.run_dir, {})
+            assert parts.recipe.run_dir is not None
+            RunFolder.create(parts.recipe.run_dir, {})
         raise error
 
-    monkeypatch.setattr(Run, "train", train)
+    monkeypatch.setattr(loop, "train", train)
 
 
 def test_an_interrupted_run_is_told_by_its_folder(agentrl: Agentrl, monkeypatch: pytest.MonkeyPatch) -> None:

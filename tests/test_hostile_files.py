@@ -22,15 +22,15 @@ from agentrl.config import load_recipe, plan
 from agentrl.distributed.checkpoints import checkpoint_errors, checkpoints
 from agentrl.errors import ConfigError, UserError
 from agentrl.files import seal
-from agentrl.learn.checkpoint import load_checkpoint
 from agentrl.learn.policy_state import load_weights
-from agentrl.learn.trainer import TrainerState
 from agentrl.policy.model import load_pretrained
 from agentrl.report.folder import RunFolder
 from agentrl.rollout import Journal
 from agentrl.rollout.stream import TaskStream
-from agentrl.run import Run
-from tests.test_run import recipe
+from agentrl.run import loop
+from agentrl.run.build import Parts, build
+from agentrl.run.resume import RunState, load_checkpoint
+from tests.support.runs import recipe
 
 CALCULATOR = Path(__file__).parents[1] / "examples" / "calculator.yaml"
 ODD = [
@@ -58,7 +58,7 @@ class Stopped(Exception):  # noqa: N818
 
 
 @pytest.fixture(scope="module")
-def interrupted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Run, RunFolder]]:
+def interrupted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Parts, RunFolder]]:
     """A run that has checkpoints, records of its rollouts, and a journal of what followed."""
     lasting = {"mode": "partial", "max_live_episodes": 3}
     settings = recipe(
@@ -71,16 +71,13 @@ def interrupted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Run,
         if step == 5:
             raise Stopped
 
-    ours = Run(settings)
-    try:
+    with build(settings) as ours:
         with pytest.raises(Stopped):
-            ours.train(None, on_progress=stop)
+            loop.train(ours, on_progress=stop)
         assert settings.run_dir is not None
         folder = RunFolder.open(settings.run_dir)
         assert [path.name for path in checkpoints(folder.checkpoints)] == ["step-000002", "step-000004"]
         yield ours, folder
-    finally:
-        ours.close()
 
 
 @st.composite
@@ -144,7 +141,7 @@ def put(path: Path, data: bytes, check: Callable[[], None]) -> None:
 
 @given(data=st.data())
 def test_a_command_on_a_damaged_file_ends_well_or_in_one_line(
-    data: st.DataObject, interrupted: tuple[Run, RunFolder]
+    data: st.DataObject, interrupted: tuple[Parts, RunFolder]
 ) -> None:
     folder = interrupted[1]
     metrics, rollouts = folder.path / "metrics.jsonl", folder.rollouts()[0]
@@ -173,10 +170,10 @@ def test_a_command_on_a_damaged_file_ends_well_or_in_one_line(
 
 @given(data=st.data())
 def test_a_damaged_journal_is_read_to_its_end_or_named_with_its_line(
-    data: st.DataObject, interrupted: tuple[Run, RunFolder], tmp_path_factory: pytest.TempPathFactory
+    data: st.DataObject, interrupted: tuple[Parts, RunFolder], tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     ours, folder = interrupted
-    state = TrainerState.model_validate_json((checkpoints(folder.checkpoints)[-1] / "agentrl.json").read_bytes())
+    state = RunState.model_validate_json((checkpoints(folder.checkpoints)[-1] / "agentrl.json").read_bytes())
     (path,) = folder.journal.iterdir()
     assert path.stat().st_size > 1000
     lines = path.read_bytes().splitlines(keepends=True)
@@ -208,7 +205,7 @@ def test_a_damaged_journal_is_read_to_its_end_or_named_with_its_line(
 
 @given(data=st.data())
 def test_a_damaged_checkpoint_is_refused_with_the_one_before_it(
-    data: st.DataObject, interrupted: tuple[Run, RunFolder]
+    data: st.DataObject, interrupted: tuple[Parts, RunFolder]
 ) -> None:
     ours, folder = interrupted
     newest = checkpoints(folder.checkpoints)[-1]
@@ -218,7 +215,7 @@ def test_a_damaged_checkpoint_is_refused_with_the_one_before_it(
     content = data.draw(damaged(whole, others))
 
     def check() -> None:
-        told = outcome(lambda: load_checkpoint(ours._trainer, newest))
+        told = outcome(lambda: load_checkpoint(ours, newest))
         is_side_file = path.suffix == ".json"
         if content != whole and is_side_file and path.name != "files.json":
             assert told is not None
@@ -232,7 +229,7 @@ def test_a_damaged_checkpoint_is_refused_with_the_one_before_it(
 
 
 @given(data=st.data())
-def test_a_damaged_tokenizer_or_reference_is_named(data: st.DataObject, interrupted: tuple[Run, RunFolder]) -> None:
+def test_a_damaged_tokenizer_or_reference_is_named(data: st.DataObject, interrupted: tuple[Parts, RunFolder]) -> None:
     folder = interrupted[1]
     path = data.draw(st.sampled_from(sorted(folder.tokenizer.iterdir())))
     whole = path.read_bytes()
@@ -302,7 +299,7 @@ def test_options_of_any_kind_are_taken_or_refused(words: list[str]) -> None:
     )
 )
 def test_a_command_line_of_any_words_is_carried_out_or_refused(
-    words: list[str], interrupted: tuple[Run, RunFolder]
+    words: list[str], interrupted: tuple[Parts, RunFolder]
 ) -> None:
     rollouts = str(interrupted[1].rollouts()[0])
     for command in (["show", rollouts], ["credit", "explain", "uniform", rollouts], ["show"], ["credit", "explain"]):
@@ -312,7 +309,7 @@ def test_a_command_line_of_any_words_is_carried_out_or_refused(
 
 
 def test_the_folder_of_a_run_is_not_changed_by_an_option(
-    interrupted: tuple[Run, RunFolder],
+    interrupted: tuple[Parts, RunFolder],
 ) -> None:
     path = interrupted[1].path
     status, printed = run(["train", str(path), "--run_dir", "elsewhere"])
@@ -354,7 +351,7 @@ FORGED = [
 
 
 @pytest.mark.parametrize("name", FORGED)
-def test_no_file_of_a_checkpoint_runs_code(name: str, interrupted: tuple[Run, RunFolder], tmp_path: Path) -> None:
+def test_no_file_of_a_checkpoint_runs_code(name: str, interrupted: tuple[Parts, RunFolder], tmp_path: Path) -> None:
     ours, folder = interrupted
     forged, made = tmp_path / "step-000004", tmp_path / "made"
     shutil.copytree(checkpoints(folder.checkpoints)[-1], forged)
@@ -362,16 +359,16 @@ def test_no_file_of_a_checkpoint_runs_code(name: str, interrupted: tuple[Run, Ru
         (forged / name).parent.mkdir(exist_ok=True)
         (forged / name).write_bytes(form(Intruder(made)))
         seal(forged)
-        outcome(lambda: load_checkpoint(ours._trainer, forged))
+        outcome(lambda: load_checkpoint(ours, forged))
         outcome(lambda: load_weights_of(forged, ours))
         assert not made.exists()
     pickle.loads(pickle.dumps(Intruder(made)))
     assert made.exists()  # so that none of this is true by chance
 
 
-def load_weights_of(checkpoint: Path, ours: Run) -> None:
+def load_weights_of(checkpoint: Path, ours: Parts) -> None:
     with checkpoint_errors(checkpoint):
-        load_weights(ours._policy, checkpoint)
+        load_weights(ours.state.policy, checkpoint)
 
 
 def saved_by_torch(value: object) -> bytes:
@@ -380,7 +377,9 @@ def saved_by_torch(value: object) -> bytes:
     return file.getvalue()
 
 
-def test_exporting_a_run_runs_nothing_that_its_recipe_names(interrupted: tuple[Run, RunFolder], tmp_path: Path) -> None:
+def test_exporting_a_run_runs_nothing_that_its_recipe_names(
+    interrupted: tuple[Parts, RunFolder], tmp_path: Path
+) -> None:
     folder, made = interrupted[1], tmp_path / "made"
     forged = tmp_path / "run"
     shutil.copytree(folder.path, forged)
@@ -396,7 +395,7 @@ def test_exporting_a_run_runs_nothing_that_its_recipe_names(interrupted: tuple[R
 
 
 def test_modules_are_not_looked_for_in_the_folder_of_a_run(
-    interrupted: tuple[Run, RunFolder], monkeypatch: pytest.MonkeyPatch
+    interrupted: tuple[Parts, RunFolder], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.chdir(interrupted[1].path / "rollouts")
@@ -439,7 +438,7 @@ def test_a_run_folder_that_cannot_be_made_is_told() -> None:
 
 
 def test_without_file_locks_the_package_is_there_and_training_says_what_it_takes(
-    interrupted: tuple[Run, RunFolder], monkeypatch: pytest.MonkeyPatch
+    interrupted: tuple[Parts, RunFolder], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "fcntl", None)
     folder = interrupted[1]

@@ -12,14 +12,15 @@ from safetensors.torch import load_file
 
 from agentrl import MessageEnv
 from agentrl.chat import train_tokenizer
-from agentrl.config import Recipe
 from agentrl.distributed.checkpoints import checkpoints
 from agentrl.errors import ConfigError, EngineError, EnvironmentFailure, RendererError, TrainingError
 from agentrl.policy.model import LocalModelConfig, make_local_model
 from agentrl.report.folder import RunFolder, Told
 from agentrl.report.records import read_records
-from agentrl.run import Run, export
+from agentrl.run.build import build
+from agentrl.run.export import export
 from agentrl.testing import check_env
+from tests.support.runs import SIZES, recipe, train
 
 TEMPLATE = """{%- if tools %}{{- '<|im_start|>system\n' }}{%- for tool in tools %}{{- tool.function.name + '\n' }}{%- endfor %}
 {{- '<|im_end|>\n' }}{%- endif %}{%- for message in messages %}{{- '<|im_start|>' + message.role + '\n' }}
@@ -27,7 +28,6 @@ TEMPLATE = """{%- if tools %}{{- '<|im_start|>system\n' }}{%- for tool in tools 
 {%- for call in message.tool_calls or [] %}{{- '<tool_call>\n{"name": "' + call.function.name + '", "arguments": ' }}
 {{- call.function.arguments | tojson + '}\n</tool_call>' }}{%- endfor %}{{- '<|im_end|>\n' }}{%- endfor %}
 {%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}{%- endif %}"""
-SIZES = {"hidden_size": 16, "num_layers": 1, "num_heads": 2, "num_kv_heads": 1, "intermediate_size": 32}
 
 
 class Mute(MessageEnv):
@@ -46,35 +46,6 @@ class Lost(Mute):
 
     def oracle(self, **_: Any) -> Any:
         raise RuntimeError("lost the map")
-
-
-def recipe(tmp_path: Path, **sections: Any) -> Recipe:
-    given: dict[str, Any] = {
-        "run_dir": tmp_path / "run",
-        "env": {"id": "key_door"},
-        "model": {"local": SIZES},
-        "rollout": {
-            "num_groups": 2,
-            "group_size": 2,
-            "max_turns": 4,
-            "max_turn_tokens": 12,
-            "max_context_tokens": 1024,
-        },
-        "train": {"steps": 2, "num_minibatches": 2, "device": "cpu", "checkpoint_every": 1},
-        "evaluation": {"num_tasks": 2},
-        "report": {"rollouts_every": 1},
-    }
-    for name, section in sections.items():
-        given[name] = {**given.get(name, {}), **section} if isinstance(section, dict) else section
-    return Recipe.model_validate(given)
-
-
-def train(settings: Recipe) -> tuple[RunFolder, list[dict[str, float]]]:
-    run = Run(settings)
-    try:
-        return run.train(None, on_progress=lambda *_: None)
-    finally:
-        run.close()
 
 
 def hugging_face_folder(path: Path, *, rewrites: bool) -> str:
@@ -105,10 +76,9 @@ def test_a_run_of_adapters_goes_on_and_is_exported_as_a_whole_model(tmp_path: Pa
     }
     folder, _ = train(recipe(tmp_path, **settings))
     assert not list(folder.path.rglob("model*.safetensors"))  # what is frozen is the base model's
-    run = Run(recipe(tmp_path, **settings, train={"steps": 3}), tokenizer_folder=folder.tokenizer)
-    _, rows = run.train(folder, on_progress=lambda *_: None)
-    run.close()
-    export(run.recipe, folder, tmp_path / "exported")
+    longer = recipe(tmp_path, **settings, train={"steps": 3})
+    _, rows = train(longer, folder)
+    export(longer, folder, tmp_path / "exported")
     assert [row["step"] for row in rows] == [0, 1, 2, 3]
     before, after = (load_file(path / "model.safetensors") for path in (Path(base), tmp_path / "exported"))
     assert before.keys() == after.keys()
@@ -133,14 +103,11 @@ def test_a_template_that_rewrites_history_is_refused_or_trained_turn_by_turn(tmp
 def test_a_scheme_the_environment_cannot_serve_is_refused_or_replaced(tmp_path: Path) -> None:
     outcome_only = {"options": {"turn_rewards": False}}
     with pytest.raises(ConfigError, match=r"'turn_return' needs turn_rewards.*would work: .*, gigpo, .*, uniform\."):
-        Run(recipe(tmp_path, env=outcome_only, credit={"scheme": "turn_return"}))
+        train(recipe(tmp_path, env=outcome_only, credit={"scheme": "turn_return"}))
     settings = recipe(tmp_path, env=outcome_only, credit={"scheme": "turn_return", "fallback": "uniform"})
-    run = Run(settings)
-    try:
-        assert any("falling back to uniform" in warning for warning in run.warnings)
-        _, rows = run.train(None, on_progress=lambda *_: None)
-    finally:
-        run.close()
+    with build(settings) as parts:
+        assert any("falling back to uniform" in warning for warning in parts.warnings)
+    _, rows = train(settings)
     assert [row["credit/fallback"] for row in rows[1:]] == [1.0, 1.0]
 
 
@@ -175,9 +142,9 @@ def test_an_engine_that_disagrees_more_than_allowed_stops_the_run(tmp_path: Path
 
 def test_a_faulty_oracle_is_named(tmp_path: Path) -> None:
     with pytest.raises(EnvironmentFailure, match=r"oracle\(\) raised RuntimeError: lost the map"):
-        Run(recipe(tmp_path, env={"id": "tests.test_run:Lost"}, warmup={"steps": 1}))
+        train(recipe(tmp_path, env={"id": "tests.test_run:Lost"}, warmup={"steps": 1}))
     with pytest.raises(ConfigError, match=r"has no oracle\(\)"):
-        Run(recipe(tmp_path, env={"id": "tests.test_run:Mute"}, warmup={"steps": 1}))
+        train(recipe(tmp_path, env={"id": "tests.test_run:Mute"}, warmup={"steps": 1}))
 
 
 def test_a_strangers_environment_trains_without_being_installed(tmp_path: Path) -> None:
@@ -187,9 +154,8 @@ def test_a_strangers_environment_trains_without_being_installed(tmp_path: Path) 
 
 
 def test_without_an_oracle_a_local_model_trains_without_warm_up_on_bytes(tmp_path: Path) -> None:
-    run = Run(recipe(tmp_path, env={"id": "tests.test_run:Mute"}))
-    assert len(run.tokenizer) == 261
-    run.close()
+    with build(recipe(tmp_path, env={"id": "tests.test_run:Mute"})) as parts:
+        assert len(parts.tokenizer) == 261
     _, rows = train(recipe(tmp_path, env={"id": "tests.test_run:Mute"}))
     assert [row["step"] for row in rows] == [0, 1, 2]
 
@@ -211,10 +177,8 @@ def test_bfloat16_trains_with_its_own_bound_of_agreement(tmp_path: Path) -> None
 def test_a_kl_term_cannot_be_added_to_a_run_that_kept_no_reference(tmp_path: Path) -> None:
     folder, _ = train(recipe(tmp_path))
     before = folder.config_file.read_text()
-    run = Run(recipe(tmp_path, loss={"kl_coefficient": 0.1}, train={"steps": 3}), tokenizer_folder=folder.tokenizer)
     with pytest.raises(ConfigError, match=r"loss\.kl_coefficient: 0\.1 needs the policy with which"):
-        run.train(folder, on_progress=lambda *_: None)
-    run.close()
+        train(recipe(tmp_path, loss={"kl_coefficient": 0.1}, train={"steps": 3}), folder)
     assert folder.config_file.read_text() == before  # what was refused leaves the run as it was
 
 
@@ -222,10 +186,8 @@ def test_a_model_of_other_sizes_cannot_go_on_with_a_run(tmp_path: Path) -> None:
     folder, rows = train(recipe(tmp_path))
     before = folder.config_file.read_text()
     other = {"local": {**SIZES, "intermediate_size": 64}}
-    run = Run(recipe(tmp_path, model=other, train={"steps": 3}), tokenizer_folder=folder.tokenizer)
     with pytest.raises(ConfigError, match="does not fit this recipe"):
-        run.train(folder, on_progress=lambda *_: None)
-    run.close()
+        train(recipe(tmp_path, model=other, train={"steps": 3}), folder)
     assert (folder.config_file.read_text(), folder.metrics()) == (before, rows)
 
 
@@ -237,12 +199,10 @@ def test_a_damaged_checkpoint_is_named_with_the_one_before_it(name: str, tmp_pat
     (newest / name).write_bytes(content[: len(content) // 2] if name == "optimizer.pt" else b"[]")
     (folder.checkpoints / "step-000004-backup").mkdir()  # of the user: no checkpoint
     (folder.checkpoints / "step-000009").write_text("notes")
-    run = Run(recipe(tmp_path, train={"steps": 3}), tokenizer_folder=folder.tokenizer)
     with pytest.raises(
         ConfigError, match=rf"{newest} is damaged, .*{name}.*delete it, and the run goes on from step-000001"
     ):
-        run.train(folder, on_progress=lambda *_: None)
-    run.close()
+        train(recipe(tmp_path, train={"steps": 3}), folder)
 
 
 def test_rows_of_metrics_are_never_dropped_for_a_line_that_is_broken(tmp_path: Path) -> None:
@@ -250,10 +210,8 @@ def test_rows_of_metrics_are_never_dropped_for_a_line_that_is_broken(tmp_path: P
     file = folder.path / "metrics.jsonl"
     first, *others = file.read_text().splitlines()
     file.write_text("\n".join([first, "garbage", *others]))
-    run = Run(recipe(tmp_path, train={"steps": 3}), tokenizer_folder=folder.tokenizer)
     with pytest.raises(ConfigError, match=r"metrics\.jsonl, line 2: .*mend that line, or delete it"):
-        run.train(folder, on_progress=lambda *_: None)
-    run.close()
+        train(recipe(tmp_path, train={"steps": 3}), folder)
     assert len(file.read_text().splitlines()) == len(rows) + 1
     file.write_text("\n".join([first, *others, '{"step": 7, "re']))  # as a kill leaves it
     assert folder.metrics() == rows
@@ -281,40 +239,29 @@ def test_what_cannot_be_read_is_told_before_anything_is_written(damage: str, tmp
         metrics.unlink()
         metrics.mkdir() if damage == "a folder for metrics" else metrics.write_text("[1]\n")
     before = {path: path.read_bytes() for path in folder.path.rglob("*") if path.is_file()}
-    run = Run(recipe(tmp_path, **settings, train={"steps": 3}), tokenizer_folder=folder.tokenizer)
     words = "the policy with which this run began" if damage == "reference" else damage.removeprefix("a folder for ")
     with pytest.raises(ConfigError, match=words):
-        run.train(folder, on_progress=lambda *_: None)
-    run.close()
+        train(recipe(tmp_path, **settings, train={"steps": 3}), folder)
     assert {path: path.read_bytes() for path in folder.path.rglob("*") if path.is_file()} == before
 
 
 def test_a_run_that_has_lost_its_checkpoints_is_not_begun_again_in_silence(tmp_path: Path) -> None:
     folder, rows = train(recipe(tmp_path))
     shutil.rmtree(folder.checkpoints)
-    run = Run(recipe(tmp_path, train={"steps": 3}), tokenizer_folder=folder.tokenizer)
     with pytest.raises(
-        ConfigError, match=r"metrics up to step 2, but no checkpoint to go on from; begin anew: agentrl train"
+        ConfigError, match=r"metrics up to step 2, but no checkpoint to resume from; begin another run: agentrl train"
     ):
-        run.train(folder, on_progress=lambda *_: None)
-    run.close()
+        train(recipe(tmp_path, train={"steps": 3}), folder)
     assert folder.metrics() == rows
 
 
 def test_a_run_that_learns_nothing_says_so_once_and_ends_where_the_recipe_wants_it(tmp_path: Path) -> None:
     told: list[str] = []
 
-    def go(folder: RunFolder | None, **train: Any) -> RunFolder:
-        settings = {"steps": 10, "checkpoint_every": 3, "stop_on": ["alike"], **train}
-        run = Run(
-            recipe(tmp_path, env={"id": "tests.test_run:Mute"}, rollout={"max_turn_tokens": 200}, train=settings),
-            on_warning=told.append,
-            tokenizer_folder=None if folder is None else folder.tokenizer,
-        )
-        try:
-            return run.train(folder, on_progress=lambda *_: None)[0]
-        finally:
-            run.close()
+    def go(folder: RunFolder | None, **others: Any) -> RunFolder:
+        settings = {"steps": 10, "checkpoint_every": 3, "stop_on": ["alike"], **others}
+        mute = recipe(tmp_path, env={"id": "tests.test_run:Mute"}, rollout={"max_turn_tokens": 200}, train=settings)
+        return train(mute, folder, on_warning=told.append)[0]
 
     with pytest.raises(
         TrainingError, match=r"^step 8, train\.stop_on: alike: nothing was learned in 8 steps"
@@ -334,9 +281,7 @@ def test_a_run_that_learns_nothing_says_so_once_and_ends_where_the_recipe_wants_
 
 def test_an_oracle_that_cannot_end_within_the_limits_is_told(tmp_path: Path) -> None:
     told: list[str] = []
-    run = Run(recipe(tmp_path, rollout={"max_turns": 2}, train={"steps": 1}), on_warning=told.append)
-    folder, rows = run.train(None, on_progress=lambda *_: None)
-    run.close()
+    folder, rows = train(recipe(tmp_path, rollout={"max_turns": 2}, train={"steps": 1}), on_warning=told.append)
     words = "the environment's oracle() ends no episode within rollout.max_turns: 2; raise it"
     assert told == [words]
     assert folder.warnings() == [Told(step=0, name="oracle_ends", words=words)]

@@ -10,8 +10,10 @@ from agentrl.engine.transformers import TransformersEngine
 from agentrl.errors import ConfigError
 from agentrl.report.folder import RunFolder
 from agentrl.report.records import read_records
-from agentrl.run import Run
-from tests.test_run import recipe
+from agentrl.run.build import build
+from agentrl.run.resume import has_changed
+from tests.support import runs
+from tests.support.runs import recipe
 
 
 def settings(folder: Path, mode: str, steps: int) -> Recipe:
@@ -25,16 +27,11 @@ def settings(folder: Path, mode: str, steps: int) -> Recipe:
 
 
 def train(settings: Recipe, folder: RunFolder | None = None, *, killed_at: int | None = None) -> list[dict[str, float]]:
-    run = Run(settings, tokenizer_folder=None if folder is None else folder.tokenizer)
-
     def on_progress(phase: str, step: int, _: int, metrics: dict[str, Any]) -> None:
         if phase == "training" and step == killed_at:
             raise KeyboardInterrupt
 
-    try:
-        return run.train(folder, on_progress=on_progress)[1]
-    finally:
-        run.close()
+    return runs.train(settings, folder, on_progress=on_progress)[1]
 
 
 def trained_on(folder: RunFolder) -> list[str]:
@@ -66,12 +63,9 @@ def test_no_episode_is_lost_or_trained_on_twice_whenever_the_run_is_interrupted(
     ("mode", "given", "expected"), [("sync", None, True), ("async", None, False), ("partial", True, True)]
 )
 def test_lockstep_is_for_runs_that_can_repeat(mode: str, given: bool | None, expected: bool, tmp_path: Path) -> None:
-    run = Run(recipe(tmp_path, rollout={"mode": mode}, engine={"name": "transformers", "lockstep": given}))
-    try:
-        assert isinstance(run.engine, TransformersEngine)
-        assert run.engine._config.lockstep is expected
-    finally:
-        run.close()
+    with build(recipe(tmp_path, rollout={"mode": mode}, engine={"name": "transformers", "lockstep": given})) as parts:
+        assert isinstance(parts.engine, TransformersEngine)
+        assert parts.engine._config.lockstep is expected
 
 
 def test_a_run_goes_on_under_another_recipe_in_another_mode(tmp_path: Path) -> None:
@@ -112,8 +106,4 @@ def test_what_gets_a_run_over_a_fault_throws_nothing_away(
     before = settings(tmp_path, "partial", 2)
     folder = RunFolder.create(tmp_path / "run", before.model_dump(mode="json"))
     part = getattr(before, section).model_copy(update={name: value})
-    run = Run(before.model_copy(update={section: part}))
-    try:
-        assert run.has_changed(folder) is changes
-    finally:
-        run.close()
+    assert has_changed(before.model_copy(update={section: part}), folder) is changes

@@ -30,7 +30,7 @@ RECIPE: dict[str, Any] = {
         "max_episode_tokens": 64,
         "max_context_tokens": 512,
     },
-    "credit": {"scheme": "tests.learn.test_trainer:Noise"},
+    "credit": {"scheme": "tests.support.runs:Noise"},
     "loss": {"kl_coefficient": 0.01},
     "train": {"steps": 40, "checkpoint_every": 4, "learning_rate": 3e-3, "device": "cpu", "process_timeout_s": 200},
     "evaluation": {"every": 7, "num_tasks": 5},
@@ -168,7 +168,7 @@ def test_a_run_goes_on_with_as_many_processes_as_it_began_with(tmp_path: Path) -
     process = launch(run, "--train.steps", 2)
     errors = process.wait(200)
     assert process.returncode == 2
-    assert errors == "agentrl: the run was trained by 1 processes, not 2; go on with `agentrl train`\n"
+    assert errors == "agentrl: the run was trained by 1 processes, not 2; resume it with `agentrl train`\n"
     (run / "checkpoints" / "step-000001" / "agentrl.json").write_text("x")
     process = launch(run, "--train.steps", 2)
     errors = process.wait(200)

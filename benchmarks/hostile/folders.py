@@ -116,16 +116,17 @@ def whole_run(folder: Path) -> Path:
         import os
         import signal
 
-        from agentrl import run
+        from agentrl.run import loop
+        from agentrl.run.build import Parts
 
-        after_step = run.Run._after_step
+        train_step = loop.train_step
 
-        def then_die(self: Any, folder: Any, result: Any, on_progress: Any) -> None:
-            after_step(self, folder, result, on_progress)
-            if result.step == 3:
+        def or_die(parts: Parts, step: int) -> loop.StepResult:
+            if step == 4:
                 os.kill(os.getpid(), signal.SIGKILL)
+            return train_step(parts, step)
 
-        run.Run._after_step = then_die  # type: ignore[method-assign]
+        loop.train_step = or_die
         agentrl("train", folder / "recipe.yaml", "--run_dir", folder / "run")()
 
     ended = attempt(killed, folder=folder / "killed")

@@ -29,14 +29,15 @@ from agentrl.learn.signals.hindsight_logprobs import with_hindsight
 from agentrl.learn.signals.signals import Signals
 from agentrl.policy.model import Policy
 from agentrl.report.folder import RunFolder
-from agentrl.run import Run
+from agentrl.run import loop
+from agentrl.run.build import Parts, build
 from agentrl.types import Need, StopReason, Trajectory, TrajectoryGroup, Turn
 from agentrl_envs.calculator import Calculator
 from agentrl_envs.key_door import KeyDoor
 from tests.learn.test_scoring import TOKENIZER, StartsAnew, new_policy, plain_scores, play
 from tests.rollout.conftest import OftenStops
+from tests.support.runs import recipe, train
 from tests.support.signals import without_signals
-from tests.test_run import recipe
 
 
 def length_judge(trajectory: Trajectory) -> list[float]:
@@ -384,13 +385,10 @@ def warm(tmp_path_factory: pytest.TempPathFactory) -> Path:
         rollout=ROLLOUT,
         train={"steps": 1},
     )
-    run = Run(settings)
-    try:
-        run.train(None, on_progress=lambda *_: None)
-        run._policy.model.save_pretrained(path / "model")
-        run.tokenizer.save_pretrained(path / "model")
-    finally:
-        run.close()
+    with build(settings) as parts:
+        loop.train(parts)
+        parts.state.policy.model.save_pretrained(path / "model")
+        parts.tokenizer.save_pretrained(path / "model")
     return path / "model"
 
 
@@ -403,17 +401,15 @@ ROLLOUT = {
 }
 
 
+def trained(settings: Recipe, folder: RunFolder | None = None) -> tuple[list[dict[str, float]], Parts]:
+    """Train; return the rows and what they were trained with, closed."""
+    with build(settings, tokenizer_folder=None if folder is None else folder.tokenizer) as parts:
+        return loop.train(parts, folder)[1], parts
+
+
 def with_model(folder: Path, tmp_path: Path, credit: dict[str, Any], **sections: Any) -> Recipe:
     settings = {"model": {"name_or_path": str(folder)}, "rollout": ROLLOUT, **sections}
     return recipe(tmp_path, credit=credit, **settings)
-
-
-def trained(settings: Recipe, folder: RunFolder | None = None) -> tuple[RunFolder, list[dict[str, float]], Run]:
-    run = Run(settings, tokenizer_folder=None if folder is None else folder.tokenizer)
-    try:
-        return *run.train(folder, on_progress=lambda *_: None), run
-    finally:
-        run.close()
 
 
 @pytest.mark.parametrize(
@@ -435,7 +431,7 @@ def trained(settings: Recipe, folder: RunFolder | None = None) -> tuple[RunFolde
 )
 def test_a_run_trains_with_each_scheme_that_reads_signals(credit: dict[str, Any], warm: Path, tmp_path: Path) -> None:
     signals = {"judge": JUDGE, "teacher": str(warm)}
-    _, rows, _ = trained(with_model(warm, tmp_path, credit, signals=signals))
+    _, rows = train(with_model(warm, tmp_path, credit, signals=signals))
     assert [row["step"] for row in rows] == [0, 1, 2]
     assert all(math.isfinite(value) for row in rows for value in row.values())
     assert all(row["episode/turns"] > 2 and row["grad_norm"] > 0 for row in rows[1:])
@@ -448,7 +444,7 @@ def test_a_run_trains_with_each_scheme_that_reads_signals(credit: dict[str, Any]
 
 
 def test_a_run_on_a_task_with_a_known_answer_trains_by_information_gain(warm: Path, tmp_path: Path) -> None:
-    _, rows, _ = trained(with_model(warm, tmp_path, {"scheme": "info_gain"}, env={"id": "calculator"}))
+    _, rows = train(with_model(warm, tmp_path, {"scheme": "info_gain"}, env={"id": "calculator"}))
     assert all(math.isfinite(value) for row in rows for value in row.values())
     assert all(row["episode/turns"] > 1 and row["grad_norm"] > 0 for row in rows[1:])
 
@@ -470,7 +466,7 @@ class Silent(Calculator):
 @pytest.mark.parametrize(("env", "words"), [(Forgetful, "None"), (Silent, "''")])
 def test_an_answer_that_is_missing_stops_the_run(env: type[Calculator], words: str, warm: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=rf"gold_answer\(\) of {env.__name__} returned {words}"):
-        trained(with_model(warm, tmp_path, {"scheme": "info_gain"}, env={"id": f"{__name__}:{env.__name__}"}))
+        train(with_model(warm, tmp_path, {"scheme": "info_gain"}, env={"id": f"{__name__}:{env.__name__}"}))
 
 
 class Locked(KeyDoor):
@@ -483,7 +479,7 @@ class Locked(KeyDoor):
 
 def test_an_environment_that_cannot_be_forked_is_refused_before_anything_is_written(tmp_path: Path) -> None:
     with pytest.raises(EnvironmentFailure, match=r"fork\(\) raised TypeError: cannot pickle '_thread\.lock'"):
-        trained(recipe(tmp_path, credit={"scheme": "tree"}, env={"id": f"{__name__}:Locked"}))
+        train(recipe(tmp_path, credit={"scheme": "tree"}, env={"id": f"{__name__}:Locked"}))
     assert not (tmp_path / "run").exists()
 
 
@@ -500,10 +496,10 @@ def test_what_the_scheme_tells_the_policy_must_fit_its_positions(
 def test_an_evaluation_misses_neither_critic_nor_teacher(warm: Path, tmp_path: Path) -> None:
     teacher = tmp_path / "teacher"
     shutil.copytree(warm, teacher)
-    folder, _, _ = trained(with_model(warm, tmp_path, {"scheme": "distill"}, signals={"teacher": str(teacher)}))
+    folder, _ = train(with_model(warm, tmp_path, {"scheme": "distill"}, signals={"teacher": str(teacher)}))
     shutil.rmtree(teacher)
     main(["eval", str(folder.path)])
-    folder, _, _ = trained(with_model(warm, tmp_path / "critic", {"scheme": "turn_gae"}))
+    folder, _ = train(with_model(warm, tmp_path / "critic", {"scheme": "turn_gae"}))
     main(["eval", str(folder.path)])
 
 
@@ -518,7 +514,7 @@ def test_an_evaluation_misses_neither_critic_nor_teacher(warm: Path, tmp_path: P
 )
 def test_a_scheme_whose_signal_has_no_source_is_refused(credit: dict[str, Any], need: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as caught:
-        Run(recipe(tmp_path, credit=credit))
+        train(recipe(tmp_path, credit=credit))
     words = str(caught.value)
     assert words.startswith(f"credit.scheme: {credit['scheme']!r} needs {need}")
     _, _, working = words.partition("These would work: ")
@@ -538,16 +534,16 @@ def test_a_judge_that_cannot_be_called_is_refused_before_anything_is_written(
     signals: dict[str, Any], words: str, tmp_path: Path
 ) -> None:
     with pytest.raises(ConfigError, match=words):
-        Run(recipe(tmp_path, credit={"scheme": "judge"}, signals=signals))
+        train(recipe(tmp_path, credit={"scheme": "judge"}, signals=signals))
     assert not (tmp_path / "run").exists()
 
 
 def test_a_teacher_that_does_not_exist_or_fit_is_refused(warm: Path, tmp_path: Path) -> None:
     credit = {"scheme": "distill"}
     with pytest.raises(ConfigError, match=r"signals\.teacher: no model in"):
-        Run(recipe(tmp_path, credit=credit, signals={"teacher": str(tmp_path / "nothing")}))
+        train(recipe(tmp_path, credit=credit, signals={"teacher": str(tmp_path / "nothing")}))
     with pytest.raises(ConfigError, match=r"signals\.teacher: the tokenizer of .* is not the policy's"):
-        Run(recipe(tmp_path, credit=credit, signals={"teacher": str(warm)}))  # the local model knows bytes alone
+        train(recipe(tmp_path, credit=credit, signals={"teacher": str(warm)}))  # the local model knows bytes alone
 
 
 def repeatable(rows: list[dict[str, float]]) -> list[dict[str, float]]:
@@ -571,16 +567,16 @@ def test_a_resumed_run_repeats_bit_for_bit(
         every = {"every": 1, "num_tasks": 2}
         return with_model(warm, tmp_path / name, credit, signals=signals, train=train, evaluation=every)
 
-    _, expected, whole = trained(settings("whole", 3))
-    folder, _, _ = trained(settings("parts", 1))
-    _, rows, resumed = trained(settings("parts", 3), folder)
+    expected, whole = trained(settings("whole", 3))
+    folder, _ = train(settings("parts", 1))
+    rows, resumed = trained(settings("parts", 3), folder)
     assert repeatable(rows) == repeatable(expected)
     assert all(row["grad_norm"] > 0 for row in rows[1:])
-    for one, other in zip(whole._policy.parameters(), resumed._policy.parameters(), strict=True):
+    for one, other in zip(whole.state.policy.parameters(), resumed.state.policy.parameters(), strict=True):
         assert torch.equal(one, other)
-    if whole._signals.critic is not None:
-        assert resumed._signals.critic is not None
-        states = [critic.state_dict() for critic in (whole._signals.critic, resumed._signals.critic)]
+    if whole.signals.critic is not None:
+        assert resumed.signals.critic is not None
+        states = [critic.state_dict() for critic in (whole.signals.critic, resumed.signals.critic)]
         assert states[0]["num_updates"] == states[1]["num_updates"] == 3 * 2 * 4
         for part in ("head", "body"):
             assert states[0][part].keys() == states[1][part].keys()
@@ -588,35 +584,31 @@ def test_a_resumed_run_repeats_bit_for_bit(
 
 
 def test_a_scheme_that_reads_the_reference_cannot_be_added_to_a_run_that_kept_none(warm: Path, tmp_path: Path) -> None:
-    folder, _, _ = trained(with_model(warm, tmp_path, {"scheme": "uniform"}, train={"steps": 1}))
+    folder, _ = train(with_model(warm, tmp_path, {"scheme": "uniform"}, train={"steps": 1}))
     other = with_model(warm, tmp_path, {"scheme": "distill", "teacher": "reference"})
     with pytest.raises(ConfigError, match=r"credit\.scheme: 'distill' needs the policy with which .* began"):
-        trained(other, folder)
+        train(other, folder)
 
 
 def test_a_critic_cannot_be_added_to_a_run_that_had_none(warm: Path, tmp_path: Path) -> None:
-    folder, _, _ = trained(with_model(warm, tmp_path, {"scheme": "uniform"}, train={"steps": 1}))
+    folder, _ = train(with_model(warm, tmp_path, {"scheme": "uniform"}, train={"steps": 1}))
     with pytest.raises(ConfigError, match="the credit scheme reads a critic, and this run trained none"):
-        trained(with_model(warm, tmp_path, {"scheme": "turn_gae"}), folder)
+        train(with_model(warm, tmp_path, {"scheme": "turn_gae"}), folder)
 
 
 def test_a_separate_critic_begins_as_the_policy_that_was_warmed_up(tmp_path: Path) -> None:
-    run = Run(
-        recipe(
-            tmp_path,
-            credit={"scheme": "turn_gae"},
-            signals={"critic": {"model": "separate", "learning_rate": 1e-30}},
-            warmup={"steps": 3, "num_demonstrations": 8},
-            train={"steps": 1, "learning_rate": 1e-30},
-        )
+    settings = recipe(
+        tmp_path,
+        credit={"scheme": "turn_gae"},
+        signals={"critic": {"model": "separate", "learning_rate": 1e-30}},
+        warmup={"steps": 3, "num_demonstrations": 8},
+        train={"steps": 1, "learning_rate": 1e-30},
     )
-    critic = run._signals.critic
-    assert critic is not None
-    before = copy.deepcopy(critic.state_dict()["body"])
-    try:
-        run.train(None, on_progress=lambda *_: None)
-    finally:
-        run.close()
-    body, policy = critic.state_dict()["body"], run._policy.model.base_model.state_dict()
+    with build(settings) as parts:
+        critic = parts.signals.critic
+        assert critic is not None
+        before = copy.deepcopy(critic.state_dict()["body"])
+        loop.train(parts)
+    body, policy = critic.state_dict()["body"], parts.state.policy.model.base_model.state_dict()
     assert all(torch.equal(body[name], policy[name]) for name in policy)
     assert not all(torch.equal(body[name], before[name]) for name in before)

@@ -1,26 +1,16 @@
 """Tokens that are too old: masked or kept, and counted either way."""
 
-from collections.abc import Iterator
-from contextlib import closing
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import pytest
 
 from agentrl.credit import Credit
-from agentrl.learn.loss import LossConfig
 from agentrl.learn.staleness import mask_stale, share_too_old
 from agentrl.rollout import RolloutConfig
 from agentrl.testing import make_group
 from agentrl.types import StopReason, TrajectoryGroup
-from tests.learn.test_trainer import Loop, make_trainer
-
-
-@pytest.fixture
-def runner() -> Iterator[Loop]:
-    with closing(Loop()) as runner:
-        yield runner
 
 
 def aged() -> TrajectoryGroup:
@@ -46,42 +36,6 @@ def test_tokens_of_older_versions_leave_the_loss_and_are_counted() -> None:
     assert np.array_equal(found[0].advantages_T, credits[0][0].advantages_T)
     assert share_too_old([group], oldest=4) == 3 / 8
     assert share_too_old([group], oldest=3) == 0
-
-
-@pytest.mark.parametrize("rule", ["wait", "mask", "keep"])
-def test_the_recipe_says_what_becomes_of_tokens_that_are_too_old(
-    rule: Literal["wait", "mask", "keep"], runner: Loop
-) -> None:
-    rollout = RolloutConfig(
-        mode="partial",
-        max_staleness=1,
-        stale=rule,
-        num_groups=2,
-        group_size=2,
-        max_live_episodes=2,  # so that a group waits for a long time until all of it is played
-        max_turns=6,
-        max_turn_tokens=16,
-        max_episode_tokens=64,
-        max_context_tokens=512,
-    )
-    trainer = make_trainer(runner, rollout=rollout, loss=LossConfig(unit="version"), num_minibatches=1)
-    # Two steps' groups are complete, and the trainer is three versions ahead of them: as after a long wait.
-    for _ in range(2):
-        trainer.step()
-    trainer.finished_steps += 3
-    result = trainer.step()
-    trained = [v for g in result.groups for t in g.trajectories for turn in t.turns for v in turn.versions]
-    kept = np.concatenate([credit.keep_T for credits in result.credits for credit in credits])
-    oldest = result.step - 1 - 1
-    assert min(trained) < oldest
-    metrics = result.metrics
-    assert metrics["staleness/too_old"] == pytest.approx(np.mean(np.array(trained) < oldest))
-    if rule == "mask":
-        assert kept.tolist() == [version >= oldest for version in trained]
-        assert metrics["staleness/max"] <= 1
-    else:
-        assert kept.all()
-        assert metrics["staleness/max"] > 1
 
 
 def test_in_sync_mode_there_is_nothing_to_mask() -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 # For all processes that are forked, by whichever test.
 multiprocessing.set_forkserver_preload(
-    [__name__, "agentrl.cli", "agentrl.run", "accelerate", "torch.distributed.fsdp", "pytest", "hypothesis"]
+    [__name__, "agentrl.cli", "agentrl.run.loop", "accelerate", "torch.distributed.fsdp", "pytest", "hypothesis"]
 )
 START_METHOD = "forkserver"
 _CONTEXT = multiprocessing.get_context("forkserver")

@@ -8,7 +8,9 @@ import pytest
 from agentrl.chat import ChatMLRenderer, train_tokenizer
 from agentrl.engine.transformers import TransformersEngine
 from agentrl.env import MessageEnv
-from agentrl.learn.evaluate import (
+from agentrl.policy.model import LocalModelConfig, make_local_model
+from agentrl.rollout import RolloutConfig, RolloutPool, Share, held_out_seed, task_seed
+from agentrl.rollout.evaluation import (
     Evaluation,
     EvaluationConfig,
     evaluated,
@@ -17,8 +19,6 @@ from agentrl.learn.evaluate import (
     play_held_out,
     reported_means,
 )
-from agentrl.policy.model import LocalModelConfig, make_local_model
-from agentrl.rollout import RolloutConfig, RolloutPool, Share, held_out_seed, task_seed
 from agentrl.types import Message, StopReason, Trajectory, TrajectoryGroup
 
 

@@ -8,7 +8,9 @@ from typing import Self
 import numpy as np
 from pydantic import BaseModel, ConfigDict, NonNegativeFloat, PositiveInt, model_validator
 
-from agentrl.rollout import RolloutPool, Share, held_out_seed
+from agentrl.rollout.pool import RolloutPool
+from agentrl.rollout.seeds import held_out_seed
+from agentrl.rollout.share import Share
 from agentrl.types import AmountOrZero, Count, Trajectory, TrajectoryGroup
 
 

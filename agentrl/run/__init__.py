@@ -1,0 +1,1 @@
+"""A recipe becomes a run: `build` makes the parts, `loop` trains them, `resume` knows the checkpoints."""

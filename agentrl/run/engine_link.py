@@ -1,0 +1,135 @@
+"""Weights from the learner to the engine, and the proof that the engine samples from them."""
+
+import asyncio
+from collections.abc import Iterable
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from agentrl.config import Recipe
+from agentrl.distributed.processes import all_gather, num_processes
+from agentrl.engine import Engine
+from agentrl.errors import EngineError
+from agentrl.learn.learner import Learner
+from agentrl.rollout import RolloutPool, Share
+from agentrl.types import Completion, Sampling
+
+
+class EngineLink:
+    """Pushes weights to the engine, and compares its log-probabilities with the learner's. On every process alike."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        pool: RolloutPool,
+        learner: Learner,
+        *,
+        recipe: Recipe,
+        share: Share,
+        runner: asyncio.Runner,
+    ) -> None:
+        """Take the parts.
+
+        Args:
+            engine: samples, from weights that are pushed to it.
+            pool: plays episodes on the engine; paused while weights are replaced.
+            learner: holds the weights.
+            recipe: of the run: how it samples, and by how much log-probabilities may differ (`train.agreement`).
+            share: what this process collects.
+            runner: event loop on which pool and engine live.
+        """
+        self._engine, self._pool, self._learner = engine, pool, learner
+        self._rollout, self._seed, self._agreement = recipe.rollout, recipe.seed, recipe.train.agreement_bound()
+        self._share, self._runner = share, runner
+
+    def start(self, version: int) -> float:
+        """Push the weights as `version`, and prove that the engine samples from them.
+
+        The same prompt must get the learner's log-probabilities, and others once the weights are perturbed.
+
+        Returns:
+            Mean difference of log-probabilities under the same weights, in nats.
+
+        Raises:
+            EngineError: with what was found and the bound.
+        """
+        bound, weights = self._agreement, self._learner.state.weights
+        perturbed = ((name, tensor * 1.1 if tensor.is_floating_point() else tensor) for name, tensor in weights())
+        self._load(perturbed, version)
+        least = min(self._differences())
+        self.push(version)
+        found = max(self._differences())
+        if not least > bound:
+            raise EngineError(
+                "weights pushed to the engine do not reach its samples: after a perturbation its log-probabilities still "
+                f"agree with the trainer's to {least:.2e} nats (train.agreement: {bound:g})"
+            )
+        self.check_agreement(found)
+        return found
+
+    def push(self, version: int) -> None:
+        """Hand the weights to the engine, as `version`."""
+        self._load(self._learner.state.weights(), version)
+
+    def check_samples(self) -> None:
+        """Sample a few tokens, and compare their log-probabilities with the learner's.
+
+        Raises:
+            EngineError: where they differ by more than the bound.
+        """
+        self.check_agreement(max(self._differences()))
+
+    def check_agreement(self, found: float) -> None:
+        """Check a mean difference of log-probabilities under the same weights, in nats.
+
+        Raises:
+            EngineError: where it is beyond the bound.
+        """
+        bound = self._agreement
+        if not found <= bound:  # nor where it is not a number
+            raise EngineError(
+                f"the engine's log-probabilities differ from the trainer's by {found:.2e} nats on average under the same "
+                f"weights, more than train.agreement: {bound:g}. In half precision raise it; otherwise the "
+                "engine runs another model than the trainer"
+            )
+
+    def _load(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
+        """Hand weights to the engine, which is paused meanwhile."""
+
+        async def load() -> None:
+            await self._pool.pause()
+            await self._engine.load_weights(weights, version)
+
+        self._runner.run(load())
+
+    def _differences(self) -> list[float]:
+        """Sample a few tokens from each process's engine; return the mean difference to the learner over them, in nats."""
+        vocab_size = self._learner.state.policy.model.config.get_text_config().vocab_size
+        prompt = np.random.default_rng(self._seed).integers(vocab_size, size=16).tolist()
+        sampling = Sampling(max_tokens=16, stop_token_ids=(), temperature=self._rollout.temperature, seed=self._seed)
+        # No deadline shall pass while other processes are waited for.
+        waits = not self._rollout.samples_during_update or num_processes() > 1
+
+        async def sample() -> Completion:
+            timeout_s = self._rollout.engine_timeout_s
+            await self._pool.resume()
+            try:
+                async with asyncio.timeout(timeout_s):
+                    with self._engine.conversation("self-proof"):
+                        completion = await self._engine.generate(prompt, sampling, "self-proof")
+            except TimeoutError:
+                raise EngineError(
+                    f"the engine did not answer its self-proof within rollout.engine_timeout_s: {timeout_s:g}"
+                ) from None
+            if waits:
+                await self._pool.pause()
+            return completion
+
+        found = []
+        for completion in all_gather([self._runner.run(sample())] if self._share.num_groups else []):
+            logprobs_T = self._learner.logprobs(prompt, completion.token_ids)
+            found.append(float((logprobs_T.cpu() - torch.tensor(completion.logprobs)).abs().mean()))
+        if waits and self._rollout.samples_during_update:
+            self._runner.run(self._pool.resume())
+        return found

@@ -1,0 +1,44 @@
+"""A run's newest weights, as other programs read them."""
+
+from pathlib import Path
+
+import torch
+
+from agentrl.chat import load_tokenizer
+from agentrl.config import Recipe
+from agentrl.distributed.checkpoints import checkpoint_errors
+from agentrl.errors import ConfigError
+from agentrl.learn.policy_state import load_weights
+from agentrl.policy.export import export_adapter, export_model
+from agentrl.policy.lora import add_lora
+from agentrl.policy.model import Policy, load_pretrained, make_local_model
+from agentrl.report.folder import RunFolder
+from agentrl.run.resume import newest_checkpoint
+
+
+def export(
+    recipe: Recipe, run: RunFolder, folder: Path, *, dtype: torch.dtype | None = None, only_adapter: bool = False
+) -> None:
+    """Write a run's newest policy as a Hugging Face folder, or its adapters as a folder of peft's.
+
+    Neither environment nor engine is built.
+
+    Raises:
+        ConfigError: when the run has no checkpoint, or none that fits the recipe, or trains no adapter to write.
+    """
+    newest = newest_checkpoint(run)
+    if recipe.model.name_or_path is not None:
+        model, tokenizer = load_pretrained(recipe.model.name_or_path, attention=recipe.model.attention)
+    else:
+        tokenizer = load_tokenizer(run.tokenizer)
+        model = make_local_model(recipe.model.local, tokenizer, attention=recipe.model.attention)
+    if recipe.model.lora is not None:
+        add_lora(model, recipe.model.lora)
+    elif only_adapter:
+        raise ConfigError("this run trains no adapter (model.lora)")
+    with checkpoint_errors(newest):
+        load_weights(Policy(model), newest)
+    if only_adapter:
+        export_adapter(model, folder)
+    else:
+        export_model(model, tokenizer, folder, dtype=dtype)

@@ -1,0 +1,142 @@
+"""The training loop: what happens in a run, in the order in which it happens.
+
+The policy's version is the number of finished steps. The engine holds a copy of the weights, and each step pushes new
+ones. Several processes run this loop side by side: each collects its share of a step's groups, all learn from all of them.
+"""
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from threading import Event
+
+import torch
+
+from agentrl.credit import Credit, assign_credit
+from agentrl.distributed.processes import all_gather, from_rank_zero, naming_absent_ranks
+from agentrl.learn.metrics import process_metrics, rollout_metrics
+from agentrl.learn.staleness import mask_stale, share_too_old
+from agentrl.report.folder import RunFolder
+from agentrl.run.build import Parts
+from agentrl.run.evaluate import evaluation_metrics
+from agentrl.run.record import OnProgress
+from agentrl.run.resume import save
+from agentrl.run.start import started
+from agentrl.run.stopwatch import Stopwatch
+from agentrl.types import TrajectoryGroup
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepResult:
+    """What a step was trained on, and what it showed."""
+
+    groups: list[TrajectoryGroup]
+    """Of all processes, in the order of their ids."""
+    credits: list[list[Credit]]
+    """Credit of each trajectory of each group."""
+    metrics: dict[str, float]
+
+
+def train(
+    parts: Parts, folder: RunFolder | None = None, *, on_progress: OnProgress = lambda *_: None
+) -> tuple[RunFolder, list[dict[str, float]]]:
+    """Train to the last step; return the run's folder and the metrics of every step.
+
+    Args:
+        parts: of the run.
+        folder: of a run to resume; None: begin one in the recipe's `run_dir`.
+        on_progress: called after each step.
+    """
+    recipe = parts.recipe
+    with started(parts, folder, on_progress) as (record, finished_steps):
+        for step in range(finished_steps + 1, recipe.train.steps + 1):
+            is_last = step == recipe.train.steps
+            result = train_step(parts, step)
+            row = {"step": step, **result.metrics}
+            if is_last or (recipe.evaluation.every and step % recipe.evaluation.every == 0):
+                row |= evaluation_metrics(parts)
+            record.add_step(
+                row, result.groups, result.credits
+            )  # first: a checkpoint never promises what is not on disk
+            if is_last or step % recipe.train.checkpoint_every == 0:
+                save(parts, record.folder, step)
+            on_progress("training", step, recipe.train.steps, row)
+    return record.folder, record.folder.metrics()
+
+
+def train_step(parts: Parts, step: int) -> StepResult:
+    """Collect, learn and push: the policy goes from version `step - 1` to version `step`.
+
+    Raises:
+        TrainingError: also where another process has ended or hangs.
+    """
+    rollout, clock, busy_s = parts.recipe.rollout, Stopwatch(), parts.engine.busy_s
+    with naming_absent_ranks():
+        is_replaying = parts.pool.is_replaying
+        own_groups = parts.runner.run(parts.pool.collect())
+        clock.lap("collect_s")
+        body = partial(learn, parts, own_groups, version=step - 1, is_replaying=is_replaying, clock=clock)
+        result = while_sampling(parts.runner, body) if rollout.samples_during_update else body()
+        clock.lap()
+        parts.link.push(step)
+        if not rollout.waits_for_all:  # else the first minibatch of the next step proves it
+            parts.link.check_samples()
+        clock.lap("push_s")
+    metrics = result.metrics | rollout_metrics(result.groups, result.credits)
+    metrics |= clock.metrics(
+        result.groups, sampling_s=parts.engine.busy_s - busy_s, is_async=rollout.samples_during_update
+    )
+    metrics |= {"time/loop_lag_s": parts.pool.loop_lag_s} | process_metrics()
+    return replace(result, metrics=metrics)
+
+
+def while_sampling(runner: asyncio.Runner, body: Callable[..., StepResult]) -> StepResult:
+    """Learn on another thread; on the event loop, the episodes are continued meanwhile."""
+    cancelled = Event()
+    try:
+        return runner.run(asyncio.to_thread(body, cancelled=cancelled))
+    except BaseException:
+        cancelled.set()  # An interrupt leaves the thread behind, and the process would wait for its end.
+        raise
+
+
+def learn(
+    parts: Parts,
+    own_groups: list[TrajectoryGroup],
+    *,
+    version: int,
+    is_replaying: bool,
+    clock: Stopwatch,
+    cancelled: Event | None = None,
+) -> StepResult:
+    """Put together what the processes collected; measure it, credit it, and update the policy.
+
+    Args:
+        parts: of the run.
+        own_groups: what this process collected.
+        version: of the policy before.
+        is_replaying: they were collected before a kill, and the engine has other weights than those that sampled them.
+        clock: of the step.
+        cancelled: once set, the update ends soon.
+    """
+    if parts.state.device.type == "cuda":
+        torch.cuda.set_device(parts.state.device)  # which each thread has of its own
+    shares = all_gather([(own_groups, is_replaying, dict(parts.pool.counts))])
+    groups = sorted((group for share, *_ in shares for group in share), key=lambda group: group.group_id)
+    clock.lap()
+    groups = parts.signals.measure(groups)
+    clock.lap("signals_s")
+    credits = from_rank_zero(lambda: assign_credit(parts.credit, groups))  # all plan the same passes by them
+    oldest = version - parts.recipe.rollout.staleness_bound
+    metrics = {"staleness/too_old": share_too_old(groups, oldest=oldest)}
+    if parts.recipe.rollout.stale == "mask":
+        credits = mask_stale(groups, credits, oldest=oldest)
+    clock.lap("credit_s")
+    # Sampled by the very weights that are updated first: each step proves the last push.
+    is_any_replaying = any(replaying for _, replaying, _ in shares)
+    check = None if is_any_replaying else parts.link.check_agreement
+    metrics |= parts.learner.update(groups, credits, version=version, check_agreement=check, cancelled=cancelled)
+    metrics |= parts.signals.learn(groups)
+    clock.lap("update_s")
+    metrics |= {f"pool/{name}": float(sum(counts[name] for *_, counts in shares)) for name in parts.pool.counts}
+    return StepResult(groups=groups, credits=credits, metrics=metrics)

@@ -1,0 +1,106 @@
+"""Models and tokenizers of a run: loaded, or made and trained on demonstrations."""
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from agentrl.chat import ChatMLRenderer, Renderer, load_tokenizer, train_tokenizer
+from agentrl.config import Recipe
+from agentrl.distributed.processes import from_rank_zero
+from agentrl.errors import ConfigError
+from agentrl.policy.layout import choose_layout
+from agentrl.policy.model import Policy, load_pretrained, make_local_model
+from agentrl.rollout.demonstrations import demonstrations
+from agentrl.rollout.env_calls import MakeEnv
+from agentrl.types import Trajectory
+
+_TOKENIZER_EPISODES = 256
+"""Demonstrations that a local tokenizer is trained on."""
+
+
+def make_bytes_tokenizer() -> Any:
+    """Return a tokenizer that knows bytes only, and the marks of messages."""
+    return train_tokenizer([], vocab_size=261)
+
+
+def load_model(
+    recipe: Recipe, make_env: MakeEnv, runner: asyncio.Runner, *, tokenizer_folder: Path | None
+) -> tuple[Any, Any]:
+    """Return the model to train, and its tokenizer.
+
+    Args:
+        recipe: names the model, or the sizes of one to make.
+        make_env: plays the demonstrations that a local tokenizer is trained on.
+        runner: event loop on which it plays.
+        tokenizer_folder: the local tokenizer of a run that is resumed; None: one is trained.
+    """
+    settings = recipe.model
+    if settings.name_or_path is not None:
+        return load_pretrained(settings.name_or_path, attention=settings.attention)
+    tokenizer = (
+        _train_tokenizer(recipe, make_env, runner) if tokenizer_folder is None else load_tokenizer(tokenizer_folder)
+    )
+    return make_local_model(settings.local, tokenizer, attention=settings.attention), tokenizer
+
+
+def make_demonstrations(
+    recipe: Recipe, make_env: MakeEnv, renderer: Renderer, runner: asyncio.Runner, *, count: int
+) -> list[Trajectory]:
+    """Let the environment's own policy play, on one process for all."""
+    playing = demonstrations(
+        make_env,
+        renderer,
+        count=count,
+        skill=recipe.warmup.skill,
+        max_turns=recipe.rollout.max_turns,
+        timeout_s=recipe.rollout.env_timeout_s,
+        seed=recipe.seed,
+    )
+    return from_rank_zero(lambda: runner.run(playing))
+
+
+def load_teacher(recipe: Recipe, tokenizer: Any) -> Policy:
+    """Load the model whose log-probabilities a credit scheme reads.
+
+    Raises:
+        ConfigError: where it does not read the policy's tokens, or not as many.
+    """
+    field, name = "signals.teacher", recipe.signals.teacher
+    assert name is not None, "a scheme that reads a teacher is refused without one"
+    model, other = load_pretrained(name, field=field, attention=recipe.model.attention)
+    if other.get_vocab() != tokenizer.get_vocab():
+        raise ConfigError(f"{field}: the tokenizer of {name!r} is not the policy's, so its tokens mean something else")
+    check_positions(recipe, model.config, whose=f"{field}: the teacher's")
+    layout, _ = from_rank_zero(lambda: choose_layout(model, "auto", max_tokens=recipe.rollout.max_context_tokens))
+    if recipe.train.precision == "bfloat16":
+        model = model.to(torch.bfloat16)
+    return Policy(model, layout=layout, field=field)
+
+
+def check_positions(recipe: Recipe, config: Any, *, whose: str = "the model's") -> None:
+    """Refuse contexts that are longer than a model has positions.
+
+    Raises:
+        ConfigError: naming the limit.
+    """
+    limit = getattr(config, "max_position_embeddings", None)
+    if limit is not None and recipe.rollout.max_context_tokens > limit:
+        raise ConfigError(
+            f"rollout.max_context_tokens: {recipe.rollout.max_context_tokens} exceeds {whose} {limit} positions; lower it"
+        )
+
+
+def _train_tokenizer(recipe: Recipe, make_env: MakeEnv, runner: asyncio.Runner) -> Any:
+    """Train a tokenizer on demonstrated dialogues, written out by one that knows bytes only; without warm-up, that one."""
+    as_bytes = make_bytes_tokenizer()
+    if recipe.warmup.steps == 0:
+        return as_bytes
+    played = make_demonstrations(recipe, make_env, ChatMLRenderer(as_bytes), runner, count=_TOKENIZER_EPISODES)
+    texts = [
+        as_bytes.decode([token for turn in segment for token in (*turn.observation_ids, *turn.action_ids)])
+        for trajectory in played
+        for segment in trajectory.segments()
+    ]
+    return train_tokenizer(texts, vocab_size=recipe.model.local.vocab_size)

@@ -1,0 +1,83 @@
+"""What a run leaves in its folder as it trains, and what it tells."""
+
+from collections.abc import Callable, Sequence
+from typing import Literal
+
+from agentrl.credit import Credit
+from agentrl.distributed.processes import from_rank_zero, is_main
+from agentrl.errors import TrainingError
+from agentrl.learn.health import SIGNS, Sign, first_told, signs
+from agentrl.report.folder import RunFolder, Told
+from agentrl.report.records import records
+from agentrl.run.build import Parts
+from agentrl.run.resume import newest_checkpoint
+from agentrl.types import TrajectoryGroup
+
+OnProgress = Callable[[Literal["warm-up", "training"], int, int, dict[str, float]], None]
+"""Told the phase, its steps done, its steps in all, and the latest metrics."""
+
+
+class RunRecord:
+    """Metrics, rollouts and warnings of a run: written by the first process, step by step. On every process alike."""
+
+    def __init__(self, parts: Parts, folder: RunFolder) -> None:
+        """Continue what a folder holds."""
+        self.folder = folder
+        self._parts, self._recipe = parts, parts.recipe
+        self._rows = [row for row in folder.metrics() if row["step"] > 0] if is_main() else []
+        """Metrics of the finished steps."""
+
+    def add_row(self, row: dict[str, float]) -> None:
+        """Write the metrics of a step, or of what came before the first."""
+        if is_main():
+            self.folder.add_metrics(row)
+        if self._recipe.report.trackers:
+            self._parts.accelerator.log(row, step=int(row["step"]))
+
+    def add_step(
+        self, row: dict[str, float], groups: Sequence[TrajectoryGroup], credits: Sequence[Sequence[Credit]]
+    ) -> None:
+        """Write what a step did, and tell where it shows that the run does not learn.
+
+        Args:
+            row: metrics of the step; what it shows is added.
+            groups: that were trained on.
+            credits: of each trajectory of each group.
+
+        Raises:
+            TrainingError: where the run is to end at what it shows (`train.stop_on`): before a checkpoint, so that earlier ones
+                stay.
+        """
+        recipe, step = self._recipe, int(row["step"])
+        if self._parts.falls_back:
+            row["credit/fallback"] = 1.0
+        every = recipe.report.rollouts_every
+        if is_main() and every and (step == 1 or step % every == 0):
+            trajectories = records(groups, credits, step=step, piece=self._parts.piece)
+            self.folder.add_rollouts(step, trajectories, keep=recipe.report.keep_rollouts)
+        found, told = from_rank_zero(lambda: self._examine(row))
+        row |= {f"health/{sign}": float(sign in found) for sign in SIGNS}
+        self._rows.append(row)
+        self.add_row(row)
+        is_last = step == recipe.train.steps
+        stopping = [sign for sign in recipe.train.stop_on if sign in found and not is_last]
+        for sign, words in told.items():
+            self.warn(step, sign, words, is_said=sign not in stopping)  # the run's last words say it then
+        if stopping:
+            raise TrainingError(
+                f"step {step}, train.stop_on: {stopping[0]}: {found[stopping[0]]}. The newest checkpoint is "
+                f"{newest_checkpoint(self.folder).name}; resume from it nevertheless: agentrl train {self.folder.path} "
+                "--train.stop_on '[]'"
+            )
+
+    def warn(self, step: int, name: str, words: str, *, is_said: bool = True) -> None:
+        """Write a warning into the folder, and say it."""
+        if is_main():
+            self.folder.add_warning(Told(step=step, name=name, words=words))
+            if is_said:
+                self._parts.on_warning(words)
+
+    def _examine(self, row: dict[str, float]) -> tuple[dict[Sign, str], dict[Sign, str]]:
+        """Return the signs that a step shows of a run that does not learn, and those to tell."""
+        found = signs([*self._rows, row])
+        return found, first_told(found, self._rows)

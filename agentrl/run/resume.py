@@ -1,0 +1,197 @@
+"""The checkpoints of a run: written, read back, refused; and what of a recipe may change in between."""
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+from pydantic import BaseModel, ConfigDict, NonNegativeInt, PositiveInt, TypeAdapter
+from safetensors import SafetensorError
+
+from agentrl.config import Recipe
+from agentrl.distributed.checkpoints import NAME, checkpoint_errors, checkpoints, write_folder
+from agentrl.distributed.processes import is_main, num_processes, process_index
+from agentrl.errors import ConfigError
+from agentrl.files import damage, read_json
+from agentrl.plain_data import line_of
+from agentrl.report.folder import RunFolder
+from agentrl.rollout import Journal
+from agentrl.run.build import Parts
+from agentrl.types import Need
+
+_STATE, _CRITIC = "agentrl.json", "critic.pt"
+
+
+class RunState(BaseModel):
+    """Where a run stands, beside weights and moments: in a file for each process."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, ser_json_inf_nan="constants")
+
+    finished_steps: NonNegativeInt
+    num_processes: PositiveInt
+    """That train the run together."""
+    pool: dict[str, Any]
+    """State of this process's stream of tasks."""
+
+
+def save(parts: Parts, folder: RunFolder, step: int) -> None:
+    """Write the checkpoint of a step and drop all but the newest ones; a crash while writing leaves the earlier ones."""
+    parts.runner.run(parts.pool.pause())  # no deadline shall pass while the loop stands still
+
+    def write(path: Path) -> None:
+        parts.state.save(path)
+        if parts.signals.critic is not None and is_main():
+            torch.save(parts.signals.critic.state_dict(), path / _CRITIC)
+        state = RunState(finished_steps=step, num_processes=num_processes(), pool=parts.pool.state_dict())
+        (path / _state_file()).write_text(state.model_dump_json(), encoding="utf-8")
+
+    write_folder(folder.checkpoints / NAME.format(f"{step:06d}"), write, is_sealed=True)
+    if is_main():
+        for old in checkpoints(folder.checkpoints)[: -parts.recipe.train.keep_last]:
+            shutil.rmtree(old)
+    parts.pool.forget()
+
+
+def resume(parts: Parts, folder: RunFolder) -> int:
+    """Bring policy, engine and pool to where a run stands; return the number of its finished steps.
+
+    Raises:
+        ConfigError: when it has no checkpoint, or none that fits the recipe.
+    """
+    newest = newest_checkpoint(folder)
+    if parts.state.reference is not None:
+        _load_reference(parts, folder)
+    finished_steps = load_checkpoint(parts, newest)
+    parts.link.start(finished_steps)
+    journal = None if repeats_exactly(parts.recipe) else journal_of(folder)
+    parts.pool.recover(journal, ignore=has_changed(parts.recipe, folder))
+    return finished_steps
+
+
+def load_checkpoint(parts: Parts, path: Path) -> int:
+    """Bring policy and pool to where a checkpoint was written; return the number of finished steps.
+
+    Raises:
+        ConfigError: when the checkpoint does not fit the recipe.
+    """
+    with checkpoint_errors(path):
+        check_processes(path, num_processes())
+        parts.state.load(path)
+        if (critic := parts.signals.critic) is not None:
+            if not (path / _CRITIC).is_file():
+                raise ConfigError(
+                    "the credit scheme reads a critic, and this run trained none; begin a new run with it"
+                )
+            critic.load_state_dict(torch.load(path / _CRITIC, map_location=parts.state.device, weights_only=True))
+        state = _read_state(path / _state_file())
+        parts.pool.load_state_dict(state.pool)
+    return state.finished_steps
+
+
+def load_weights(parts: Parts, folder: RunFolder) -> None:
+    """Bring the policy alone to the newest checkpoint of a run.
+
+    Raises:
+        ConfigError: when it has none, or none that fits the recipe.
+    """
+    newest = newest_checkpoint(folder)
+    with checkpoint_errors(newest):
+        parts.state.load_weights(newest)
+
+
+def newest_checkpoint(folder: RunFolder) -> Path:
+    """Return the newest checkpoint of a run.
+
+    Raises:
+        ConfigError: when it has none.
+    """
+    if not (found := checkpoints(folder.checkpoints)):
+        raise ConfigError(f"{folder.path} has no checkpoint yet; resume the run: agentrl train {folder.path}")
+    return found[-1]
+
+
+def check_processes(path: Path, count: int) -> None:
+    """Check that a run is resumed with as many processes as wrote a checkpoint.
+
+    Raises:
+        ConfigError: saying how many.
+    """
+    found = _read_state(path / _STATE).num_processes
+    if found != count:
+        how = "`agentrl train`" if found == 1 else f"`agentrl launch --processes {found}`"
+        raise ConfigError(f"the run was trained by {found} processes, not {count}; resume it with {how}")
+
+
+def journal_of(folder: RunFolder) -> Journal:
+    """Return the journal of this process."""
+    return Journal(folder.journal if is_main() else folder.journal / f"process-{process_index()}")
+
+
+def repeats_exactly(recipe: Recipe) -> bool:
+    """True where what is sampled again after a kill is what was sampled before, so that nothing need be written down."""
+    engine = recipe.engine
+    return recipe.rollout.repeats_exactly and engine.lockstep is not False and engine.name != "vllm_server"
+
+
+def has_changed(recipe: Recipe, folder: RunFolder) -> bool:
+    """Tell whether the recipe samples or trains otherwise than the one that a run went by until now."""
+    return _fixed(recipe) != _fixed(Recipe.model_validate(folder.config()))
+
+
+_OPERATIONAL = {
+    "rollout": {"max_live_episodes", "env_timeout_s", "engine_timeout_s", "max_retries", "max_consecutive_failures"},
+    "signals": {"judge_timeout_s", "judge_retries", "judge_threads"},
+    "train": {
+        "checkpoint_every",
+        "keep_last",
+        "agreement",
+        "stop_on",
+        "max_tokens_per_micro_batch",
+        "layout",
+        "process_timeout_s",
+        "gradient_checkpointing",
+    },
+}
+"""What one changes to get over a fault: deadlines, bounds and budgets, by which nothing but rounding comes out otherwise."""
+
+
+def _fixed(recipe: Recipe) -> dict[str, Any]:
+    """Return what decides which weights come out of recorded episodes, and which episodes are recorded."""
+    fixed = recipe.model_dump(mode="json", exclude={"run_dir", "engine", "evaluation", "report"})
+    steps = {"steps"} if recipe.train.schedule == "constant" else set()
+    for section, names in (*_OPERATIONAL.items(), ("train", steps)):
+        for name in names:
+            del fixed[section][name]
+    return fixed
+
+
+def _load_reference(parts: Parts, folder: RunFolder) -> None:
+    if not folder.reference.is_dir():
+        recipe = parts.recipe
+        asking = f"loss.kl_coefficient: {recipe.loss.kl_coefficient:g}"
+        if Need.REFERENCE_LOGPROBS in parts.credit.requirements():
+            asking = f"credit.scheme: {recipe.credit['scheme']!r}"
+        raise ConfigError(
+            f"{asking} needs the policy with which {folder.path} began, and that run kept none; begin a new run with it"
+        )
+    what = damage(folder.reference)
+    if what is None:
+        try:
+            parts.state.load_reference(folder.reference)
+        except ConfigError:
+            raise
+        except (SafetensorError, RuntimeError, KeyError, ValueError) as error:  # weights are sealed by their size alone
+            what = line_of(error)
+    if what is not None:
+        raise ConfigError(f"the policy with which this run began is damaged ({what}); begin a new run")
+
+
+def _read_state(path: Path) -> RunState:
+    return read_json(
+        path, TypeAdapter(RunState), fix="delete this checkpoint, and the run is resumed from an older one"
+    )
+
+
+def _state_file() -> str:
+    """Return the name of this process's own file in a checkpoint."""
+    return _STATE if is_main() else f"agentrl-{process_index()}.json"

@@ -1,0 +1,169 @@
+"""How a run begins or is resumed: nothing is written before everything that could be refused has been looked at."""
+
+import json
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import NamedTuple
+
+from agentrl.distributed.checkpoints import checkpoints, write_folder
+from agentrl.distributed.processes import barrier, from_rank_zero, is_main, process_index
+from agentrl.errors import ConfigError, EnvironmentFailure
+from agentrl.learn.health import cut_demonstrations
+from agentrl.learn.warmup import warm_up
+from agentrl.report.folder import RunFolder
+from agentrl.rollout import try_environment
+from agentrl.rollout.demonstrations import oracle_ends
+from agentrl.run.build import Parts
+from agentrl.run.evaluate import evaluation_metrics
+from agentrl.run.models import make_demonstrations
+from agentrl.run.record import OnProgress, RunRecord
+from agentrl.run.resume import journal_of, repeats_exactly, resume, save
+from agentrl.types import Trajectory
+
+
+class Preparation(NamedTuple):
+    """What was made and found before the first step of a run."""
+
+    examples: list[Trajectory]
+    """Demonstrations to warm up on."""
+    metrics: dict[str, float]
+    warnings: dict[str, str]
+    """What to tell, by the name of its metric `health/NAME`."""
+
+
+@contextmanager
+def started(parts: Parts, folder: RunFolder | None, on_progress: OnProgress) -> Iterator[tuple[RunRecord, int]]:
+    """Begin a run, or resume it from its newest checkpoint; yield its record and the number of its finished steps.
+
+    Args:
+        parts: of the run.
+        folder: of the run; None: a new one, in the recipe's `run_dir`.
+        on_progress: told of the warm-up.
+
+    Raises:
+        ConfigError: where the run cannot be resumed with this recipe, or another process trains it.
+    """
+    recipe = parts.recipe
+    config = recipe.model_dump(mode="json")
+    with ExitStack() as stack:
+        is_resumed = folder is not None and bool(checkpoints(folder.checkpoints))
+        if folder is not None and is_main():
+            stack.enter_context(folder.lock())
+            _check_folder(folder, is_resumed=is_resumed)
+        finished_steps, prepared = 0, None
+        if folder is not None and is_resumed:
+            finished_steps = resume(parts, folder)
+        else:
+            prepared = _prepare(parts)
+        if folder is None:
+            assert recipe.run_dir is not None, "the command line names the folder"
+            folder = RunFolder(recipe.run_dir)
+            if is_main():
+                folder = RunFolder.create(recipe.run_dir, config)
+                stack.enter_context(folder.lock())
+        barrier()  # all have read the old settings, and there is a folder
+        if not folder.config_file.is_file():
+            raise ConfigError(f"run_dir: process {process_index()} does not see {folder.path}; use a disk that all see")
+        if not (is_resumed or repeats_exactly(recipe)):
+            parts.pool.record(journal_of(folder))
+        if is_main():
+            folder.write_config(config)
+            folder.rewind(finished_steps if is_resumed else -1)
+        if not folder.tokenizer.is_dir():
+            write_folder(
+                folder.tokenizer, lambda path: is_main() and parts.tokenizer.save_pretrained(path), is_sealed=True
+            )
+        if recipe.report.trackers:
+            parts.accelerator.init_trackers("agentrl", config={"run": str(folder.path), "recipe": json.dumps(config)})
+            stack.callback(parts.accelerator.end_training)
+        record = RunRecord(parts, folder)
+        if prepared is not None:
+            _begin(parts, record, prepared, on_progress)
+        yield record, finished_steps
+
+
+def _check_folder(folder: RunFolder, *, is_resumed: bool) -> None:
+    """Read what resuming goes by, before anything is written.
+
+    Raises:
+        ConfigError: where something of it is damaged, or there are steps and no checkpoint of them.
+    """
+    folder.check()
+    rows = folder.metrics()
+    if not is_resumed and (lost := [row["step"] for row in rows if row["step"] > 0]):
+        raise ConfigError(
+            f"{folder.path} has metrics up to step {lost[-1]:.0f}, but no checkpoint to resume from; begin another run: "
+            f"agentrl train {folder.config_file} --run_dir ANOTHER_FOLDER"
+        )
+
+
+def _prepare(parts: Parts) -> Preparation:
+    """Try what a new run needs: its environment, its engine, demonstrations, the environment's own policy."""
+    recipe = parts.recipe
+    parts.runner.run(
+        try_environment(
+            make_env=parts.make_env,
+            renderer=parts.renderer,
+            config=recipe.rollout,
+            seed=recipe.seed,
+            fork=parts.forks,
+        )
+    )
+    parts.link.start(0)
+    examples: list[Trajectory] = []
+    if recipe.warmup.steps:
+        count = recipe.warmup.num_demonstrations
+        examples = make_demonstrations(recipe, parts.make_env, parts.renderer, parts.runner, count=count)
+    return _check_oracle(parts, examples)
+
+
+def _check_oracle(parts: Parts, examples: list[Trajectory]) -> Preparation:
+    """Find where even the environment's own policy cannot play within the limits."""
+    rollout, seed = parts.recipe.rollout, parts.recipe.seed
+    trial = partial(oracle_ends, max_turns=rollout.max_turns, timeout_s=rollout.env_timeout_s, seed=seed)
+
+    def ends_and_words() -> tuple[bool | None, str | None]:
+        try:
+            ends = parts.runner.run(trial(parts.make_env))
+        except EnvironmentFailure as error:  # demonstrations, where they are needed, would have raised it before
+            return None, str(error)
+        words = f"the environment's oracle() ends no episode within rollout.max_turns: {rollout.max_turns}; raise it"
+        return ends, words if ends is False else None
+
+    prepared = Preparation(examples, {}, {})
+    ends, words = from_rank_zero(ends_and_words)
+    if ends is not None:
+        prepared.metrics["health/oracle_ends"] = float(ends)
+    if words is not None:
+        prepared.warnings["oracle_ends"] = words
+    if examples:
+        share, words = cut_demonstrations(examples, rollout)
+        prepared.metrics["health/demonstrations_cut_off"] = share
+        if words is not None and ends is not False:
+            prepared.warnings["demonstrations_cut_off"] = words
+    return prepared
+
+
+def _begin(parts: Parts, record: RunRecord, prepared: Preparation, on_progress: OnProgress) -> None:
+    """Warm up; what comes out of it is the policy to train, and the KL target."""
+    recipe, state = parts.recipe, parts.state
+    if prepared.examples:
+        warm_up(
+            state.policy,
+            prepared.examples,
+            recipe.warmup,
+            seed=recipe.seed,
+            max_tokens=recipe.train.max_tokens_per_micro_batch,
+            on_step=lambda step, loss: on_progress("warm-up", step, recipe.warmup.steps, {"loss": loss}),
+        )
+        state.broadcast_weights()
+    parts.signals.begin()
+    if state.reference is not None:
+        state.keep_reference()
+        write_folder(record.folder.reference, state.save_reference, is_sealed=True)
+    parts.link.start(0)
+    for name, words in prepared.warnings.items():
+        record.warn(0, name, words)
+    record.add_row({"step": 0, **prepared.metrics, **evaluation_metrics(parts)})
+    save(parts, record.folder, 0)

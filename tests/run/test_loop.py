@@ -1,0 +1,205 @@
+"""The whole step on a tiny model: real environment, engine, credit, loss and optimizer."""
+
+import asyncio
+from dataclasses import replace
+from pathlib import Path
+from threading import Event
+from typing import Any, Literal
+
+import numpy as np
+import pytest
+import torch
+
+from agentrl import Trajectory
+from agentrl.distributed.checkpoints import checkpoints
+from agentrl.engine.batched import Request
+from agentrl.engine.transformers import TransformersEngine
+from agentrl.errors import EngineError, TrainingError
+from agentrl.report.folder import RunFolder
+from agentrl.run import loop
+from agentrl.run.build import Parts
+from agentrl.run.resume import load_checkpoint, save
+from agentrl.run.stopwatch import Stopwatch
+from tests.support.runs import Runs, Steps
+
+
+def weights(parts: Parts) -> torch.Tensor:
+    return torch.cat([tensor.flatten() for _, tensor in parts.state.weights()])
+
+
+def repeatable(metrics: dict[str, float]) -> dict[str, float]:
+    return {name: value for name, value in metrics.items() if not name.startswith(("time/", "process/"))}
+
+
+@pytest.mark.parametrize("anchor", ["behavior", "recomputed"])
+def test_first_minibatch_of_an_on_policy_batch_has_ratio_one_and_clips_nothing(runs: Runs, anchor: str) -> None:
+    steps = runs.begin(loss={"anchor": anchor}, train={"num_minibatches": 3})
+    for _ in range(3):
+        metrics = steps.step().metrics
+        assert metrics["first/ratio_deviation"] < 1e-4
+        assert metrics["first/clipped_tokens"] == 0
+        assert metrics["first/engine_difference"] < 1e-5
+        assert metrics["staleness/max"] == 0
+        assert metrics["clip/tokens"] > 0  # the later minibatches do move, and far: nothing above is true by chance
+        assert metrics["ratio/spread"] > 1e-4
+
+
+def test_two_runs_with_one_seed_repeat_bit_for_bit(runs: Runs) -> None:
+    first, second = runs.begin(), runs.begin()
+    for _ in range(3):
+        assert repeatable(first.step().metrics) == repeatable(second.step().metrics)
+    assert torch.equal(weights(first.parts), weights(second.parts))
+
+
+def test_saved_and_loaded_equals_uninterrupted_bit_for_bit(runs: Runs, tmp_path: Path) -> None:
+    train: dict[str, Any] = {"schedule": "cosine", "steps": 4, "weight_decay": 0.1}
+    whole = runs.begin(train=train)
+    expected = [repeatable(whole.step().metrics) for _ in range(4)]
+    early = runs.begin(train=train)
+    for _ in range(2):
+        early.step()
+    folder = RunFolder(tmp_path)
+    save(early.parts, folder, early.finished)
+    parts = runs.build(train=train)
+    late = Steps(parts, finished=load_checkpoint(parts, checkpoints(folder.checkpoints)[-1]))
+    assert [repeatable(late.step().metrics) for _ in range(2)] == expected[2:]
+    assert torch.equal(weights(late.parts), weights(whole.parts))
+
+
+def test_the_kl_term_pulls_towards_the_reference(runs: Runs) -> None:
+    distance = {}
+    for coefficient in (1e-9, 100.0):
+        parts = runs.build(loss={"kl_coefficient": coefficient})
+        shifted = [(n, t + 0.05 if t.ndim > 1 else t) for n, t in parts.state.weights()]
+        parts.state.policy.model.load_state_dict(dict(shifted))
+        steps = Steps(parts)
+        found = [steps.step().metrics["kl/reference"] for _ in range(24)]
+        assert found[0] > 1e-4  # the policy stands off the reference, under its own samples
+        distance[coefficient] = np.mean(found[-12:]) / found[0]  # single ones go up and down
+    assert distance[100.0] < 0.3 * distance[1e-9]
+
+
+def test_mismatch_weights_are_logged_and_used(runs: Runs) -> None:
+    plain = runs.begin(loss={"anchor": "recomputed"}).parts
+    corrected = runs.begin(loss={"anchor": "recomputed", "mismatch": "truncate"}).parts
+    groups = plain.runner.run(plain.pool.collect())
+    skewed = [replace(g, trajectories=tuple(_skewed(t) for t in g.trajectories)) for g in groups]
+    with pytest.raises(EngineError, match=r"train\.agreement"):  # engine log-probabilities that are plainly wrong
+        loop.learn(plain, skewed, version=0, is_replaying=False, clock=Stopwatch())
+    metrics = loop.learn(corrected, groups, version=0, is_replaying=False, clock=Stopwatch()).metrics
+    assert metrics["mismatch/mean"] == pytest.approx(1.0, abs=1e-5)
+
+
+def _skewed(trajectory: Trajectory) -> Trajectory:
+    turns = [replace(t, behavior_logprobs=tuple(x - 0.1 for x in t.behavior_logprobs)) for t in trajectory.turns]
+    return replace(trajectory, turns=tuple(turns))
+
+
+class DeafEngine(TransformersEngine):
+    """Takes weights and continues with its own."""
+
+    async def load_weights(self, named_tensors: Any, version: int) -> None:
+        await super().load_weights([], version)
+
+
+class CoarseEngine(TransformersEngine):
+    """Takes weights in a precision that is too coarse."""
+
+    async def load_weights(self, named_tensors: Any, version: int) -> None:
+        await super().load_weights([(n, (t * 4).round() / 4) for n, t in named_tensors], version)
+
+
+@pytest.mark.parametrize(
+    ("engine_class", "words"), [(DeafEngine, "do not reach its samples"), (CoarseEngine, r"train\.agreement: 0\.001")]
+)
+def test_an_engine_that_runs_other_weights_is_found_out_at_the_start(
+    runs: Runs, engine_class: type[TransformersEngine], words: str
+) -> None:
+    with pytest.raises(EngineError, match=words):
+        runs.begin(engine_class=engine_class)
+
+
+class TiredEngine(TransformersEngine):
+    """Takes the weights of the start and of the first two steps, and then continues with its own."""
+
+    async def load_weights(self, named_tensors: Any, version: int) -> None:
+        await super().load_weights(named_tensors if version < 3 else [], version)
+
+
+@pytest.mark.parametrize(("mode", "step"), [("sync", 4), ("partial", 3), ("async", 3)])
+def test_an_engine_that_misses_a_later_push_is_found_out_at_once(
+    runs: Runs, mode: Literal["sync", "partial", "async"], step: int
+) -> None:
+    steps = runs.begin(rollout={"mode": mode}, engine_class=TiredEngine)
+    for _ in range(step - 1):
+        steps.step()
+    with pytest.raises(EngineError, match=r"train\.agreement: 0\.001"):  # before another token is trained on
+        steps.step()
+
+
+class StuckEngine(TransformersEngine):
+    """Decodes nothing more from the second version on."""
+
+    async def _advance(self, waiting: list[Request]) -> None:
+        if self.version >= 2:
+            await asyncio.sleep(60)
+        await super()._advance(waiting)
+
+
+def test_an_engine_that_hangs_after_a_push_has_a_deadline(runs: Runs) -> None:
+    steps = runs.begin(rollout={"mode": "partial", "engine_timeout_s": 1.0}, engine_class=StuckEngine)
+    steps.step()
+    with pytest.raises(EngineError, match=r"did not answer its self-proof within rollout\.engine_timeout_s: 1"):
+        steps.step()
+
+
+def test_an_update_on_another_thread_is_cancelled_when_the_loop_ends(runs: Runs) -> None:
+    events: list[Event] = []
+
+    def interrupted(*, cancelled: Event) -> loop.StepResult:
+        events.append(cancelled)
+        raise KeyboardInterrupt
+
+    with asyncio.Runner() as runner, pytest.raises(KeyboardInterrupt):
+        loop.while_sampling(runner, interrupted)
+    (cancelled,) = events
+    assert cancelled.is_set()
+    parts = runs.begin().parts
+    groups = parts.runner.run(parts.pool.collect())
+    before = weights(parts)
+    with pytest.raises(TrainingError, match="the update was interrupted"):
+        loop.learn(parts, groups, version=0, is_replaying=False, clock=Stopwatch(), cancelled=cancelled)
+    assert torch.equal(weights(parts), before)
+
+
+@pytest.mark.parametrize("rule", ["wait", "mask", "keep"])
+def test_the_recipe_says_what_becomes_of_tokens_that_are_too_old(rule: str, runs: Runs) -> None:
+    rollout = {
+        "mode": "partial",
+        "max_staleness": 1,
+        "stale": rule,
+        "num_groups": 2,
+        "group_size": 2,
+        "max_live_episodes": 2,  # so that a group waits for a long time until all of it is played
+        "max_turns": 6,
+        "max_turn_tokens": 16,
+        "max_episode_tokens": 64,
+    }
+    steps = runs.begin(rollout=rollout, loss={"unit": "version"}, train={"num_minibatches": 1})
+    # Two steps' groups are complete, and the policy is three versions ahead of them: as after a long wait.
+    for _ in range(2):
+        steps.step()
+    steps.finished += 3
+    result = steps.step()
+    trained = [v for g in result.groups for t in g.trajectories for turn in t.turns for v in turn.versions]
+    kept = np.concatenate([credit.keep_T for credits in result.credits for credit in credits])
+    oldest = steps.finished - 1 - 1
+    assert min(trained) < oldest
+    metrics = result.metrics
+    assert metrics["staleness/too_old"] == pytest.approx(np.mean(np.array(trained) < oldest))
+    if rule == "mask":
+        assert kept.tolist() == [version >= oldest for version in trained]
+        assert metrics["staleness/max"] <= 1
+    else:
+        assert kept.all()
+        assert metrics["staleness/max"] > 1
