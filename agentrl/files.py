@@ -35,7 +35,7 @@ MAX_DEPTH = 200
 class _Loader(yaml.SafeLoader):
     """Refuses a key that stands twice in one mapping, of which YAML would silently drop the first.
 
-    It stops at a depth that nobody writes: PyYAML's time grows with the square of the depth.
+    It stops at a depth that no recipe has: PyYAML's time grows with the square of the depth.
     """
 
     def fetch_flow_collection_start(self, TokenClass: Any) -> None:

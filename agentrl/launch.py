@@ -46,7 +46,7 @@ def launch(options: argparse.Namespace, rest: list[str]) -> None:
         how = f"exit status {failure.exitcode}" if failure.exitcode > 0 else failure.signal_name()
         raise TrainingError(
             f"process {process} of {options.processes} ended with {how}, and the run with it; "
-            f"go on from its last checkpoint with `agentrl launch --processes {options.processes} RUN_FOLDER`"
+            f"resume from its last checkpoint with `agentrl launch --processes {options.processes} RUN_FOLDER`"
         ) from error
     except SignalException as error:
         sys.exit(128 + error.sigval)

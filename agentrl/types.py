@@ -48,7 +48,7 @@ class FinishReason(StrEnum):
     """A stop token was sampled; it is the last token of the completion."""
     LENGTH = "length"
     ABORTED = "aborted"
-    """The engine was paused; what was sampled so far is returned and can be gone on with."""
+    """The engine was paused; what was sampled so far is returned, and a later request can continue it."""
 
 
 class Need(StrEnum):
@@ -89,7 +89,7 @@ class Sampling:
     seed: int = 0
     """Seed of this request's own random numbers: the same prompt, weights and seed give the same tokens."""
     drawn: int = 0
-    """Number of tokens at the end of the prompt that an interrupted request with the same seed has sampled: this one goes on
+    """Number of tokens at the end of the prompt that an interrupted request with the same seed has sampled: this one continues
     with the random numbers that came next there."""
 
 

@@ -223,7 +223,7 @@ def test_a_process_ends_with_status_2_and_one_message(tmp_path: Path) -> None:
         (["tiny.yaml", "--run_dir", "tiny.yaml"], "run_dir: tiny.yaml is a file; name a folder"),
         (
             ["tiny.yaml", "--run_dir", "full"],
-            "run_dir: full is not empty; choose another, or go on with that run: agentrl train full",
+            "run_dir: full is not empty; choose another, or resume that run: agentrl train full",
         ),
     ],
 )

@@ -223,7 +223,7 @@ def test_a_damaged_checkpoint_is_refused_with_the_one_before_it(
             assert told.startswith(f"the checkpoint {newest} ")
             if is_side_file or len(content) != len(whole):
                 assert "is damaged" in told
-                assert told.endswith("delete it, and the run goes on from step-000002")
+                assert told.endswith("delete it, and the run resumes from step-000002")
 
     put(path, content, check)
 

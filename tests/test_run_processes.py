@@ -93,7 +93,7 @@ def test_two_processes_begin_as_one_and_go_on_bit_for_bit_after_a_kill(tmp_path:
     ):  # process 0 was quicker
         assert any(line.startswith("agentrl, process 0 of 2: process 1 of 2 has ended") for line in before)
         assert last.startswith("agentrl: process 0 of 2 ended with exit status 1, and the run with it; go on")
-    assert last.endswith("go on from its last checkpoint with `agentrl launch --processes 2 RUN_FOLDER`")
+    assert last.endswith("resume from its last checkpoint with `agentrl launch --processes 2 RUN_FOLDER`")
     launch(killed).finish()
     assert rows(killed) == two
     assert rollouts(killed) == rollouts(whole)

@@ -38,7 +38,7 @@ class Renderer(Protocol):
     ) -> tuple[int, ...] | None:
         """Return the tokens to append after `context_ids + action_ids`: what closes the turn, messages, generation prompt.
 
-        None: the template rewrites history and cannot extend; the caller renders everything anew with `start`.
+        None: the template rewrites history and cannot extend; the caller renders everything again with `start`.
         """
 
     def parse(self, action_ids: Sequence[int]) -> Message:

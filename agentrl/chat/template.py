@@ -41,7 +41,7 @@ class TemplateRenderer:
 
     At construction the template is probed: over ten turns with thoughts and tool results each context must begin with the
     one before it, and the tokens that `extend` appends must be those of the template itself. `rewritten_history: restart`
-    does without these two, and refuses whatever rendering anew cannot mend. A template that rewrites only when a user
+    does without these two, and refuses whatever rendering again cannot mend. A template that rewrites only when a user
     speaks, as Qwen3's does with thoughts, is extended by tool results all the same. As with the template itself, text that
     spells a control token becomes one, whoever wrote it.
 
@@ -74,7 +74,7 @@ class TemplateRenderer:
             raise RendererError(
                 f"chat.renderer: the chat template of {name!r} cannot extend a dialogue: "
                 f"{next(iter(rewriting.values()))}. Set "
-                "chat.rewritten_history: restart to render every turn anew, or use a template that leaves earlier turns alone"
+                "chat.rewritten_history: restart to render every turn again, or use a template that leaves earlier turns alone"
             )
         self._extends = not rewriting
         self._extends_by_tools = self._keeps_thoughts and "tool" not in rewriting

@@ -73,7 +73,7 @@ def checkpoint_errors(path: Path) -> Iterator[None]:
     """Refuse a checkpoint that is damaged, or does not fit the recipe's model.
 
     Raises:
-        ConfigError: saying which, and what the run can go on from.
+        ConfigError: saying which, and what the run can resume from.
     """
     if what := damage(path):
         raise _damaged(path, what)
@@ -92,5 +92,5 @@ def checkpoint_errors(path: Path) -> Iterator[None]:
 
 def _damaged(path: Path, what: str) -> ConfigError:
     older = [other.name for other in checkpoints(path.parent) if other.name < path.name]
-    words = f"delete it, and the run goes on from {older[-1]}" if older else "there is no older one"
+    words = f"delete it, and the run resumes from {older[-1]}" if older else "there is no older one"
     return ConfigError(f"the checkpoint {path} is damaged, or of an earlier version ({what}): {words}")

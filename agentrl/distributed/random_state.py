@@ -9,7 +9,7 @@ from pydantic import BaseModel, ConfigDict
 
 
 class RandomState(BaseModel):
-    """Where Python's, numpy's and torch's own generators stand. Nothing of ours draws from them once a run has begun."""
+    """Where Python's, numpy's and torch's own generators stand. Nothing of ours draws from them once a run has started."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 

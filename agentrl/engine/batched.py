@@ -64,7 +64,7 @@ class BatchedEngine(ABC):
         self._config = config
         self._version = version
         self._waiting: list[Request] = []
-        """Requests that decoding has not begun on."""
+        """Requests whose decoding has not started."""
         self._inside: dict[str, Request] = {}
         """All requests without an answer, by id."""
         self._open: set[str] = set()

@@ -203,7 +203,7 @@ class VLLMServer:
             known = await self._http.ask("its version", "GET", "/weight_info", parse=lambda a: a["weight_version"])
             if str(known).isdecimal():
                 self._version = int(known)
-            else:  # nobody has used it yet
+            else:  # not used yet
                 await self._extend("draw_where_left_off")
                 await self._tell_version(self._version)
             if not self._is_paused:  # one that was left while it was paused would let all requests wait
@@ -230,7 +230,7 @@ class VLLMServer:
         what = f"request {request_id}"
         while True:
             done = await self._http.retried(what, lambda: self._send(prompt_ids, sampling, request_id))
-            if done.token_ids:  # one that was interrupted before it had begun waits for the end of the pause
+            if done.token_ids:  # one that was interrupted before it started waits for the end of the pause
                 return done
 
     async def _send(self, prompt_ids: list[int], sampling: Sampling, request_id: str) -> Completion:
@@ -269,7 +269,7 @@ class VLLMServer:
             self._is_idle.set()
 
     async def _abort(self, server_id: str) -> None:
-        """Tell the server that nobody waits for a request any more; one that cannot be told samples nothing."""
+        """Tell the server that a request is no longer waited for; one that cannot be told samples nothing."""
         with suppress(Fault, EngineError, TimeoutError):
             await asyncio.wait_for(self._http.once("POST", "/abort_requests", _names([server_id])), _ABORT_S)
 
@@ -302,7 +302,7 @@ class VLLMServer:
             else:
                 raise EngineError(
                     f"vLLM's server at {self._config.urls[0]} samples with weights of version {name!r} and not with those "
-                    "that were pushed: it was started again. Start the run again too; it goes on where it was"
+                    "that were pushed: it was started again. Start the run again too; it resumes where it was"
                 )
         if len(versions) != num_tokens:
             raise ValueError(f"versions of {len(versions)} tokens, not {num_tokens}")

@@ -16,7 +16,7 @@ class WorkerExtension:
     model_runner: Any
 
     def draw_where_left_off(self) -> None:
-        """Let a request that goes on with an interrupted one draw the random numbers that come next there.
+        """Let a request that continues an interrupted one draw the random numbers that come next there.
 
         On a CPU, vLLM gives each request a generator of its own and takes one number from it at every token
         (`TopKTopPSampler.forward_cpu`), so a resubmitted request would repeat the first ones. The model runner for GPUs

@@ -48,7 +48,7 @@ class MessageEnv(gym.Env[tuple[Message, ...], str | Message]):
     """False where a moment cannot be copied, so that no rollouts can be forked from it."""
 
     can_snapshot: bool = False
-    """True where a moment is to be pickled after every step: a run that is killed then goes on from there, instead of resetting
+    """True where a moment is to be pickled after every step: a killed run then resumes from there, instead of resetting
     the environment and taking its actions again. For environments that do not follow from their seed and the actions alone."""
 
     observation_space: gym.Space[tuple[Message, ...]]

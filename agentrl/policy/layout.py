@@ -1,6 +1,6 @@
 """How rows of tokens are laid out for one pass through a model: as a token tree, behind one another, or padded.
 
-`B` rows of a pass, `L` positions of a row, `P = B * L` places, `D` hidden size, `Q` places that are asked for.
+`B` rows of a pass, `L` positions of a row, `P = B * L` slots, `D` hidden size, `Q` slots that are asked for.
 """
 
 from collections.abc import Callable, Sequence
@@ -36,11 +36,11 @@ class Inputs:
     positions_BL: Tensor | None = None
     """Position of each token within its row. None: that of its column."""
     tree: TreeLayout | None = None
-    """Who sees whom. None: the tokens before it in its row."""
+    """Which token sees which. None: the tokens before it in its row."""
 
 
 Index = Callable[[IntArray, IntArray], IntArray]
-"""Returns the places of (row, position) pairs: `(Q,)` and `(Q,)` to `(Q,)`."""
+"""Returns the slots of (row, position) pairs: `(Q,)` and `(Q,)` to `(Q,)`."""
 
 
 def lay_out(rows: Sequence[IntArray], layout: Layout, *, device: torch.device | str = "cpu") -> tuple[Inputs, Index]:

@@ -1,6 +1,6 @@
 """The policy: a transformers causal language model, given by name or made on the spot.
 
-`P` places of a pass, `T` trained tokens, `D` hidden size.
+`P` slots of a pass, `T` trained tokens, `D` hidden size.
 """
 
 from pathlib import Path

@@ -1,6 +1,6 @@
 """Experts of a mixture-of-experts model: recorded, replayed and compared.
 
-`R` routers of a model, `P` places of a pass, `K` experts chosen at a place, `E` experts to choose from, `Q` places that
+`R` routers of a model, `P` slots of a pass, `K` experts chosen at a slot, `E` experts to choose from, `Q` slots that
 are asked for.
 """
 
@@ -81,10 +81,10 @@ def replaying(model: Any, experts_RPK: Tensor) -> AbstractContextManager[list[Te
     The context gives what `recording` gives: the experts that the routers would have chosen themselves. Under gradient
     checkpointing the backward pass must lie within the context as well.
 
-    Shape: integers `(R, P, K)`, as `recording` gives them for a pass over the same places; on any device.
+    Shape: integers `(R, P, K)`, as `recording` gives them for a pass over the same slots; on any device.
 
     Raises:
-        TrainingError: for a model whose routing cannot be replayed, or experts of another number of routers, places or
+        TrainingError: for a model whose routing cannot be replayed, or experts of another number of routers, slots or
             experts at a place.
     """
     return _routing(model, experts_RPK)
@@ -103,7 +103,7 @@ def changed_share(before_RPK: Tensor, after_RPK: Tensor, *, slots_Q: Tensor | No
     """
     if before_RPK.shape != after_RPK.shape or before_RPK.ndim != 3:
         raise ValueError(
-            f"expected two recordings (R, P, K) of the same places, got {tuple(before_RPK.shape)} and "
+            f"expected two recordings (R, P, K) of the same slots, got {tuple(before_RPK.shape)} and "
             f"{tuple(after_RPK.shape)}"
         )
     if slots_Q is not None:
@@ -134,7 +134,7 @@ class _Choosing(TorchFunctionMode):
             return result
         if self.experts_PK.shape != own_PK.shape:
             raise TrainingError(
-                f"{self.router.name} chooses experts (places, experts) {tuple(own_PK.shape)}, got "
+                f"{self.router.name} chooses experts (slots, experts) {tuple(own_PK.shape)}, got "
                 f"{tuple(self.experts_PK.shape)} to replay; replay each pass with the experts recorded on the same inputs"
             )
         experts_PK = self.experts_PK.to(own_PK)
@@ -198,7 +198,7 @@ def _chosen(model: Any, modes: list[_Choosing]) -> Tensor:
             )
     if len(shapes := {tuple(mode.own[0].shape) for mode in modes}) > 1:
         raise TrainingError(
-            f"{type(model).__name__}: its routers chose experts of different shape (places, experts) in one pass, "
+            f"{type(model).__name__}: its routers chose experts of different shape (slots, experts) in one pass, "
             f"{sorted(shapes)}; its routing can be neither recorded nor replayed"
         )
     return torch.stack([mode.own[0].to(torch.int16) for mode in modes])  # small: a step keeps them of all its passes

@@ -129,7 +129,7 @@ def _segments(shared: list[int], length: list[int], offset: list[int]) -> tuple[
                 stack.pop()
         stack.append((shared[r], offset[r]))
     start_S, subtree_stop_S = np.array(pieces[::-1], dtype=np.int64).reshape(-1, 2).T
-    # A row that goes on where the one before it ended, and is alone in that, continues its segment.
+    # A row that continues where the one before it ended, and is alone in that, continues its segment.
     first_S = np.diff(subtree_stop_S, prepend=-1) != 0
     return start_S[first_S], subtree_stop_S[first_S]
 

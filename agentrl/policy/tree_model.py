@@ -60,7 +60,7 @@ def why_not(model: Any) -> str | None:
 
 
 def _no_mask(*args: Any, **kwargs: Any) -> None:
-    """Return no mask: the tree says who sees whom."""
+    """Return no mask: the tree says which token sees which."""
 
 
 def _attend(

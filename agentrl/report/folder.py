@@ -34,7 +34,7 @@ _ROW = TypeAdapter(dict[str, float], config=ConfigDict(strict=True))
 
 
 class ReportConfig(BaseModel):
-    """What is written while a run goes on."""
+    """What is written while a run trains."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -81,9 +81,7 @@ class RunFolder:
         if path.exists() and not path.is_dir():
             raise ConfigError(f"run_dir: {path} is a file; name a folder")
         if path.exists() and any(not file.name.endswith(".partial") for file in path.iterdir()):
-            raise ConfigError(
-                f"run_dir: {path} is not empty; choose another, or go on with that run: agentrl train {path}"
-            )
+            raise ConfigError(f"run_dir: {path} is not empty; choose another, or resume that run: agentrl train {path}")
 
     @classmethod
     def open(cls, path: Path) -> "RunFolder":
@@ -131,7 +129,7 @@ class RunFolder:
         return found
 
     def write_config(self, config: Mapping[str, Any]) -> None:
-        """Write the resolved recipe; going on with other settings replaces it."""
+        """Write the resolved recipe; resuming with other settings replaces it."""
         write_whole(self.config_file, dump_yaml(dict(config)))
 
     def add_metrics(self, row: Mapping[str, float]) -> None:

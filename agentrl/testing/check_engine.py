@@ -264,7 +264,7 @@ async def _pause(subject: _Subject) -> AsyncIterator[str]:
             parts = dict(zip(tasks, await asyncio.gather(*tasks.values()), strict=True))
         num_partial += sum(len(found) > 1 for found in parts.values())
         if any(not part.token_ids for found in parts.values() for part in found[:-1]):
-            yield "an aborted completion is empty: a request that has not begun is held, not returned"
+            yield "an aborted completion is empty: a request that has not started is held, not returned"
         for key, found in parts.items():
             if not subject.is_same(_joined(found), whole[key]):
                 yield "a request that was paused and resumed differs from the uninterrupted one"
@@ -357,7 +357,7 @@ async def _busy(subject: _Subject) -> AsyncIterator[str]:
 
 
 async def _pushes(subject: _Subject) -> AsyncIterator[str]:
-    """Invariant 6: a prompt known from before the push, in a conversation that is still open, is answered as anew."""
+    """Invariant 6: a prompt known from before the push, in an open conversation, is answered as by a fresh engine."""
     assert subject.weights is not None
     early, late, sampling = subject.prompt(10, 40), subject.prompt(11, 40), _sampling(8, seed=4)
     # `early` is first seen under the first weights, `late` under the second.

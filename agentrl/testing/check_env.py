@@ -130,7 +130,7 @@ def _reset(make: Make, seed: int) -> None:
     session.add_if(
         second[0] == first[0] and again != first[0],
         f"reset(): seed {seed} began another task the second time ({_differ(again, first[0])}); "
-        "set everything anew in reset(), keep nothing of the last episode",
+        "set everything again in reset(), keep nothing of the last episode",
     )
 
 
@@ -304,7 +304,9 @@ def _end(make: Make, seed: int) -> None:
         raise
     except Problem:
         pass  # any refusal is good
-    session.add_if(session.reset(seed) != first, "reset() after the end begins another task; set everything anew in it")
+    session.add_if(
+        session.reset(seed) != first, "reset() after the end begins another task; set everything again in it"
+    )
 
 
 def _rollout_index(make: Make, seed: int) -> None:

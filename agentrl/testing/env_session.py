@@ -17,7 +17,7 @@ from agentrl.types import Message
 
 
 class Problem(Exception):  # noqa: N818 - a finding about the environment
-    """Something is wrong, and the check that found it cannot go on."""
+    """Something is wrong, and the check that found it cannot continue."""
 
     def __init__(self, line: str, words: str = "") -> None:
         super().__init__(line)
@@ -46,7 +46,7 @@ class Report:
         self._lines[line] = None
 
     def lines(self) -> list[str]:
-        """List what is wrong, without a line that another one begins with and goes on from."""
+        """List what is wrong, without a line that another one begins with and continues."""
         return [line for line in self._lines if not any(o != line and o.startswith(line) for o in self._lines)]
 
     def mentions(self, words: str) -> bool:
@@ -55,7 +55,7 @@ class Report:
 
     @contextlib.contextmanager
     def collecting(self) -> Iterator[None]:
-        """Note a `Problem` and go on with the next check; a `Hang` ends the checks."""
+        """Note a `Problem` and continue with the next check; a `Hang` ends the checks."""
         try:
             yield
         except Hang:

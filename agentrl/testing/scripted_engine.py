@@ -19,7 +19,7 @@ class ScriptedEngine:
     """Answers with the tokens of a script, whatever it is asked; every token has the same log-probability.
 
     An answer is cut after the first stop token and at the budget; one that reaches neither is an error of the script. An
-    answer that `pause` interrupted goes on at the next request of the same conversation.
+    answer that `pause` interrupted continues at the next request of the same conversation.
     """
 
     def __init__(self, script: Script, *, logprob: float = -1.0, version: int = 0) -> None:
@@ -55,7 +55,7 @@ class ScriptedEngine:
 
     @contextmanager
     def conversation(self, request_id: str) -> Iterator[None]:
-        """Count the answers of this id; afterwards its script begins anew."""
+        """Count the answers of this id; afterwards its script starts over."""
         try:
             yield
         finally:

@@ -36,8 +36,8 @@ class ECPO(Comparison):
     gamma: float = Field(default=1.0, ge=0, le=1)
     """Discount; it ticks once per turn."""
     lam: float = Field(default=1.0, ge=0, le=1)
-    """1: what followed, as in the paper. 0: one step, then the mean of the next state. Below 1, a truncated trajectory goes on
-    from the mean of the state it was left in."""
+    """1: what followed, as in the paper. 0: one step, then the mean of the next state. Below 1, a truncated trajectory
+    continues from the mean of the state it was left in."""
     shrinkage: float = Field(default=1.0, ge=0, allow_inf_nan=False)
     """Number of visits that the prior (the pool of a state, the state of an action) weighs as much as."""
     gate: bool = False

@@ -15,7 +15,7 @@ class Judge(CreditScheme):
 
     The scores come from the callable that `signals.judge` names. The policy is then trained to please it: a judge that
     likes long or flattering turns gets them, whatever the environment pays. Keep `score_weight` small beside the true
-    reward, and watch that the evaluation, which no judge enters, goes on rising.
+    reward, and watch that the evaluation, which no judge enters, keeps rising.
     """
 
     needs: ClassVar[frozenset[Need]] = frozenset({Need.TURN_SCORES})

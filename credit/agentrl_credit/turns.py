@@ -128,8 +128,8 @@ class Turns:
 
             V(s) = (n * mean of G over the n visits to s + shrinkage * pool) / (n + shrinkage)
 
-        The pool is the mean of G over all turns of the group, and stands in for a state that nobody visited. With
-        `leave_one_out`, visits and pool are those of the other trajectories. A trajectory that was truncated goes on from
+        The pool is the mean of G over all turns of the group, and stands in for a state that no turn visited. With
+        `leave_one_out`, visits and pool are those of the other trajectories. A trajectory that was truncated continues from
         the state it was left in; after one that ended there is nothing: 0.
 
         Shapes: (N,), (M,).
@@ -207,7 +207,9 @@ def final_value(trajectory: Trajectory) -> float:
     if not trajectory.truncated:
         return 0.0
     if trajectory.final_value is None:
-        raise CreditError(f"trajectory {trajectory.trajectory_id} was truncated and has no final_value to go on from")
+        raise CreditError(
+            f"trajectory {trajectory.trajectory_id} was truncated and has no final_value to continue from"
+        )
     return trajectory.final_value
 
 

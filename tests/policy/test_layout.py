@@ -1,4 +1,4 @@
-"""Rows laid out together against the same rows one by one; which layout is exact for which model. `P` places."""
+"""Rows laid out together against the same rows one by one; which layout is exact for which model. `P` slots."""
 
 from collections.abc import Callable
 from itertools import combinations

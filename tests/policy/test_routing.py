@@ -1,6 +1,6 @@
 """Routers of transformers models: recorded, replayed and compared.
 
-`R` routers, `P` places of a pass, `K` experts chosen at a place, `E` experts to choose from.
+`R` routers, `P` slots of a pass, `K` experts chosen at a slot, `E` experts to choose from.
 """
 
 from collections.abc import Callable

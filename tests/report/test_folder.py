@@ -59,7 +59,7 @@ def test_an_empty_folder_may_be_there_already(tmp_path: Path) -> None:
 def test_a_folder_that_holds_something_is_refused_and_left_alone(tmp_path: Path) -> None:
     (tmp_path / "thesis.txt").write_text("three years of work")
     assert message(lambda: RunFolder.create(tmp_path, {})) == (
-        f"run_dir: {tmp_path} is not empty; choose another, or go on with that run: agentrl train {tmp_path}"
+        f"run_dir: {tmp_path} is not empty; choose another, or resume that run: agentrl train {tmp_path}"
     )
     assert names(tmp_path) == ["thesis.txt"]
     file = tmp_path / "thesis.txt"

@@ -244,7 +244,7 @@ def test_a_seed_that_is_not_used() -> None:
 def test_a_task_that_remembers_the_last_one() -> None:
     lines = problems(Counts)
     assert lines[0].startswith("reset(): seed 0 began another task the second time (")
-    assert lines[0].endswith("); set everything anew in reset(), keep nothing of the last episode")
+    assert lines[0].endswith("); set everything again in reset(), keep nothing of the last episode")
 
 
 def test_a_rollout_index_that_decides_the_task() -> None:
@@ -475,7 +475,7 @@ def test_an_environment_that_does_not_say_what_it_provides() -> None:
 
 
 def test_a_reset_that_does_not_bring_it_back() -> None:
-    assert "reset() after the end begins another task; set everything anew in it" in problems(Stuck)
+    assert "reset() after the end begins another task; set everything again in it" in problems(Stuck)
 
 
 # state_key(), fork(), oracle(), pickle, close()

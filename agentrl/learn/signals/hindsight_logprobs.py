@@ -26,7 +26,7 @@ class HindsightLogprobs(Signal):
 def with_hindsight(trajectory: Trajectory, renderer: Renderer, tools: Sequence[dict[str, Any]]) -> Trajectory:
     """Return the trajectory as if its first message had said how it ends, and the answer where there is a known one.
 
-    Every action stays as it was sampled; each context that was begun anew is rendered with the hint in it.
+    Every action stays as it was sampled; each context that was restarted is rendered with the hint in it.
     """
     answer = "" if trajectory.gold_answer is None else f" The right answer is: {trajectory.gold_answer}"
     hint = f"(In hindsight: the total reward was {trajectory.reward:.3g}.{answer})"
