@@ -6,7 +6,7 @@ import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Self
+from typing import Annotated, Any, Self
 
 from pydantic import BaseModel, ConfigDict, Field, SerializeAsAny, ValidationError, field_validator, model_validator
 from pydantic_settings import BaseSettings, CliSettingsSource, SettingsConfigDict, SettingsError
@@ -21,6 +21,7 @@ from agentrl.learn.loss import LossConfig
 from agentrl.learn.signals import SignalsConfig
 from agentrl.learn.train_config import TrainConfig
 from agentrl.learn.warmup import WarmupConfig
+from agentrl.may_change import MayChange
 from agentrl.plugin import Plugin, explain, section_of
 from agentrl.policy.model import ModelConfig
 from agentrl.registry import suggest
@@ -39,21 +40,21 @@ class Recipe(BaseModel):
 
     seed: int = Field(default=0, ge=0, lt=2**32)
     """Every random choice follows from it."""
-    run_dir: Path | None = None
+    run_dir: Annotated[Path | None, MayChange()] = None
     """Folder of the run. None: `runs/<recipe>-<date>`."""
     env: EnvConfig = EnvConfig()
     chat: SerializeAsAny[RendererConfig] = AutoConfig()
     model: ModelConfig = ModelConfig()
     warmup: WarmupConfig = WarmupConfig()
-    engine: EngineConfig = EngineConfig()
+    engine: Annotated[EngineConfig, MayChange()] = EngineConfig()
     rollout: RolloutConfig = RolloutConfig()
     credit: dict[str, Any] = {"scheme": "uniform"}
     """A credit scheme's name and its fields; `fallback: uniform` replaces a scheme that the environment cannot serve."""
     signals: SignalsConfig = SignalsConfig()
     loss: LossConfig = LossConfig()
     train: TrainConfig = TrainConfig()
-    evaluation: EvaluationConfig = EvaluationConfig()
-    report: ReportConfig = ReportConfig()
+    evaluation: Annotated[EvaluationConfig, MayChange()] = EvaluationConfig()
+    report: Annotated[ReportConfig, MayChange()] = ReportConfig()
 
     @field_validator("run_dir")
     @classmethod

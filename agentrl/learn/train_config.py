@@ -13,6 +13,7 @@ from pydantic import (
 
 from agentrl.learn.health import Sign
 from agentrl.learn.optimizer import OptimizerName
+from agentrl.may_change import MayChange
 from agentrl.policy.layout import Layout
 from agentrl.types import Amount, AmountOrZero, Count
 
@@ -24,15 +25,15 @@ class TrainConfig(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    steps: Amount = 100
+    steps: Annotated[Amount, MayChange(lambda train: train.schedule == "constant")] = 100
     """Rounds of collecting and updating."""
     num_minibatches: Count = 4
     """Parts into which each step's rollouts are drawn (the GSPO paper's four): an optimizer update for each, but where one has
     no gradient."""
-    max_tokens_per_micro_batch: Amount = 16_384
+    max_tokens_per_micro_batch: Annotated[Amount, MayChange()] = 16_384
     """Most tokens in one forward and backward pass, padding included; a token that rows share counts once. A longer
     trajectory is a pass of its own."""
-    layout: Literal["auto"] | Layout = "auto"
+    layout: Annotated[Literal["auto"] | Layout, MayChange()] = "auto"
     """How rows are laid out: `tree` computes what they share once, `packed` puts short ones behind one another, `padded` below
     one another. `auto`: the first of these that is proven exact for the model when the run begins."""
     learning_rate: PositiveFloat = 3e-4
@@ -43,7 +44,7 @@ class TrainConfig(BaseModel):
     """Minibatches over which the learning rate rises from 0. Those without a gradient count, here and in the schedule."""
     optimizer: OptimizerName = "adamw"
     """`adamw`: torch's. `adamw_8bit`, `paged_adamw`, `paged_adamw_8bit`: of bitsandbytes, for less memory."""
-    gradient_checkpointing: bool = False
+    gradient_checkpointing: Annotated[bool, MayChange()] = False
     """Keep what enters each layer and compute the rest again in the backward pass: slower, for less memory."""
     betas: tuple[Beta, Beta] = (0.9, 0.95)
     """Decay of Adam's running means of the gradient and of its square."""
@@ -56,18 +57,18 @@ class TrainConfig(BaseModel):
     sharding: Literal["none", "full"] = "none"
     """Where several processes train. `none`: each holds all weights (DDP). `full`: weights, gradients and the optimizer's
     state are shared out among them (FSDP2)."""
-    process_timeout_s: float = Field(default=1800.0, gt=0, le=31_536_000)
+    process_timeout_s: Annotated[float, MayChange()] = Field(default=1800.0, gt=0, le=31_536_000)
     """How long a process waits for the others, in seconds; a year at most."""
     device: Literal["auto", "cpu"] = "auto"
     """`auto`: a GPU where there is one."""
-    checkpoint_every: Amount = 20
+    checkpoint_every: Annotated[Amount, MayChange()] = 20
     """Steps between checkpoints; the last step always has one."""
-    keep_last: Amount = 2
+    keep_last: Annotated[Amount, MayChange()] = 2
     """Checkpoints kept."""
-    stop_on: tuple[Sign, ...] = ()
+    stop_on: Annotated[tuple[Sign, ...], MayChange()] = ()
     """Signs (metrics `health/SIGN`) at which the run ends: `collapse` of reward or entropy, groups that earn `alike` for 8
     steps, every episode `cut_off`. Each is told once anyway."""
-    agreement: PositiveFloat | None = None
+    agreement: Annotated[PositiveFloat | None, MayChange()] = None
     """Largest mean difference allowed between the engine's log-probabilities and the trainer's under the same weights, in
     nats. None: follows the precision (float32 1e-3, bfloat16 0.05)."""
 

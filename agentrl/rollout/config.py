@@ -1,9 +1,10 @@
 """The recipe's section about rollouts."""
 
-from typing import Literal, Self
+from typing import Annotated, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, model_validator
 
+from agentrl.may_change import MayChange
 from agentrl.types import Amount, AmountOrZero, Count
 
 
@@ -52,14 +53,14 @@ class RolloutConfig(BaseModel):
     """Largest number of tokens sampled in an episode."""
     max_context_tokens: Amount = 4096
     """Largest number of tokens in a context, prompt and actions together."""
-    max_live_episodes: Count = 64
+    max_live_episodes: Annotated[Count, MayChange()] = 64
     """Episodes that are kept going at the same time, each environment on a thread of its own."""
-    env_timeout_s: PositiveFloat = 60.0
+    env_timeout_s: Annotated[PositiveFloat, MayChange()] = 60.0
     """Deadline of each reset and each step of an environment, in seconds."""
-    engine_timeout_s: PositiveFloat = 600.0
+    engine_timeout_s: Annotated[PositiveFloat, MayChange()] = 600.0
     """Deadline of each completion, in seconds. With `engine.lockstep` it includes waiting for the environments of the
     other live episodes: leave it well above `env_timeout_s`."""
-    max_retries: AmountOrZero = 2
+    max_retries: Annotated[AmountOrZero, MayChange()] = 2
     """How often an episode is begun again, with a fresh environment, after its environment failed, or goes on from where it
     stood after its engine did."""
     dynamic_sampling: AmountOrZero = 0
@@ -67,7 +68,7 @@ class RolloutConfig(BaseModel):
     nothing to a scheme that compares siblings (DAPO, arXiv 2503.14476); beyond that many, such groups are kept."""
     branches: BranchConfig = BranchConfig()
     """Forked rollouts, for credit schemes that read them."""
-    max_consecutive_failures: Amount = 16
+    max_consecutive_failures: Annotated[Amount, MayChange()] = 16
     """After so many episodes in a row that failed in spite of their retries, or so many groups in a row that had to be
     replaced, the run stops with the last error."""
 

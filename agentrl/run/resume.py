@@ -13,6 +13,7 @@ from agentrl.distributed.checkpoints import NAME, checkpoint_errors, checkpoints
 from agentrl.distributed.processes import is_main, num_processes, process_index
 from agentrl.errors import ConfigError
 from agentrl.files import damage, read_json
+from agentrl.may_change import fixed
 from agentrl.plain_data import line_of
 from agentrl.report.folder import RunFolder
 from agentrl.rollout import Journal
@@ -134,35 +135,8 @@ def repeats_exactly(recipe: Recipe) -> bool:
 
 
 def has_changed(recipe: Recipe, folder: RunFolder) -> bool:
-    """Tell whether the recipe samples or trains otherwise than the one that a run went by until now."""
-    return _fixed(recipe) != _fixed(Recipe.model_validate(folder.config()))
-
-
-_OPERATIONAL = {
-    "rollout": {"max_live_episodes", "env_timeout_s", "engine_timeout_s", "max_retries", "max_consecutive_failures"},
-    "signals": {"judge_timeout_s", "judge_retries", "judge_threads"},
-    "train": {
-        "checkpoint_every",
-        "keep_last",
-        "agreement",
-        "stop_on",
-        "max_tokens_per_micro_batch",
-        "layout",
-        "process_timeout_s",
-        "gradient_checkpointing",
-    },
-}
-"""What one changes to get over a fault: deadlines, bounds and budgets, by which nothing but rounding comes out otherwise."""
-
-
-def _fixed(recipe: Recipe) -> dict[str, Any]:
-    """Return what decides which weights come out of recorded episodes, and which episodes are recorded."""
-    fixed = recipe.model_dump(mode="json", exclude={"run_dir", "engine", "evaluation", "report"})
-    steps = {"steps"} if recipe.train.schedule == "constant" else set()
-    for section, names in (*_OPERATIONAL.items(), ("train", steps)):
-        for name in names:
-            del fixed[section][name]
-    return fixed
+    """Tell whether a field has changed, of the recipe that a run went by until now, that is not marked `MayChange`."""
+    return fixed(recipe) != fixed(Recipe.model_validate(folder.config()))
 
 
 def _load_reference(parts: Parts, folder: RunFolder) -> None:

@@ -1,9 +1,10 @@
 """The recipe's section about what credit schemes read beyond rewards and keys."""
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, PositiveFloat
 
+from agentrl.may_change import MayChange
 from agentrl.types import Amount, AmountOrZero, Count
 
 
@@ -34,9 +35,9 @@ class SignalsConfig(BaseModel):
     the policy's."""
     judge: str | None = None
     """`module:function` that is given a trajectory and returns one score for each of its turns. Called on threads."""
-    judge_timeout_s: PositiveFloat = 60.0
+    judge_timeout_s: Annotated[PositiveFloat, MayChange()] = 60.0
     """Deadline of each call of the judge, in seconds."""
-    judge_retries: AmountOrZero = 2
+    judge_retries: Annotated[AmountOrZero, MayChange()] = 2
     """How often a call of the judge that raised or hung is made again before the run stops."""
-    judge_threads: Count = 8
+    judge_threads: Annotated[Count, MayChange()] = 8
     """Calls of the judge at the same time."""

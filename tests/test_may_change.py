@@ -1,0 +1,42 @@
+"""Fields of the recipe that may change when a run is resumed."""
+
+from typing import Annotated
+
+import pytest
+from pydantic import BaseModel
+
+from agentrl.config import Recipe
+from agentrl.may_change import MayChange, fixed, marked
+
+MARKED = {
+    *("run_dir", "engine", "evaluation", "report"),
+    *("rollout.max_live_episodes", "rollout.env_timeout_s", "rollout.engine_timeout_s", "rollout.max_retries"),
+    *("rollout.max_consecutive_failures", "signals.judge_timeout_s", "signals.judge_retries", "signals.judge_threads"),
+    *("train.steps", "train.checkpoint_every", "train.keep_last", "train.agreement", "train.stop_on", "train.layout"),
+    *("train.max_tokens_per_micro_batch", "train.process_timeout_s", "train.gradient_checkpointing"),
+}
+
+
+def test_the_fields_that_may_change_are_these() -> None:
+    assert set(marked(Recipe)) == MARKED
+
+
+@pytest.mark.parametrize(("schedule", "is_fixed"), [("constant", False), ("cosine", True)])
+def test_the_number_of_steps_is_fixed_where_the_schedule_ends_with_them(schedule: str, is_fixed: bool) -> None:
+    recipe = Recipe.model_validate({"train": {"schedule": schedule}})
+    assert ("steps" in fixed(recipe)["train"]) is is_fixed
+
+
+class Inner(BaseModel):
+    kept: float = 1.0
+    bound: Annotated[float, MayChange()] = 2.0
+
+
+class Outer(BaseModel):
+    inner: Inner = Inner()
+    free: Annotated[Inner, MayChange()] = Inner()
+
+
+def test_a_mark_holds_for_a_field_or_for_a_whole_section() -> None:
+    assert fixed(Outer()) == {"inner": {"kept": 1.0}}
+    assert set(marked(Outer)) == {"inner.bound", "free"}
