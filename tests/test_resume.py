@@ -1,6 +1,5 @@
 """A run that is killed again and again ends as one that was left alone (invariant 13, without live episodes)."""
 
-import json
 import random
 import time
 from pathlib import Path
@@ -8,6 +7,7 @@ from pathlib import Path
 import yaml
 
 from tests.support.processes import Command
+from tests.support.run_files import rollouts, rows
 
 RECIPE = {
     "env": {"id": "key_door"},
@@ -29,20 +29,6 @@ RECIPE = {
     "evaluation": {"every": 7, "num_tasks": 6},
     "report": {"rollouts_every": 5},
 }
-
-
-def rows(folder: Path) -> list[dict[str, float]]:
-    lines = (folder / "metrics.jsonl").read_bytes().splitlines()
-    return [{k: v for k, v in json.loads(line).items() if not k.startswith(("time/", "process/"))} for line in lines]
-
-
-def rollouts(folder: Path) -> dict[str, list[dict[str, object]]]:
-    files = {}
-    for path in sorted((folder / "rollouts").iterdir()):
-        files[path.name] = [json.loads(line) for line in path.read_bytes().splitlines()]
-        for record in files[path.name]:
-            del record["metrics"]["env_s"]  # seconds are a matter of the machine
-    return files
 
 
 def test_kill_at_random_moments_and_resume_equals_uninterrupted_bit_for_bit(tmp_path: Path) -> None:

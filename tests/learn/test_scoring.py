@@ -27,8 +27,8 @@ from agentrl.policy.model import LocalModelConfig, Policy, make_local_model
 from agentrl.rollout import RolloutConfig, RolloutPool
 from agentrl.types import Message, Trajectory
 from tests.rollout.conftest import OftenStops
+from tests.support.hugging_face import TEMPLATE
 from tests.support.signals import without_signals
-from tests.test_run import TEMPLATE
 
 TOKENIZER = train_tokenizer([], vocab_size=261)
 TINY = LocalModelConfig(

@@ -7,7 +7,7 @@ from rich.text import Text
 
 from agentrl.report.show import render
 from agentrl.report.terminal import Console, printable
-from tests.report.test_show import record, turn
+from tests.support.records import record, turn
 
 HOSTILE = "\x1b]0;owned\x07a\x1b[2Jb\x9b31mc\x00d\x7fe\u202ef\u2066g\rh\x08\udc80[/red] :smile:"
 HARMLESS = "]0;owneda[2Jb31mcdefgh\ufffd[/red] :smile:"

@@ -7,6 +7,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 from agentrl.config import load_recipe
 from agentrl.distributed.checkpoints import checkpoints
@@ -15,6 +16,30 @@ from agentrl.report.records import read_records
 from agentrl.rollout import Journal
 from agentrl.rollout.stream import TaskStream
 from tests.support.processes import Command
+
+RECIPE: dict[str, Any] = {
+    "env": {"id": "key_door"},
+    "model": {
+        "local": {"hidden_size": 16, "num_layers": 1, "num_heads": 2, "num_kv_heads": 1, "intermediate_size": 32}
+    },
+    "engine": {"name": "transformers", "lockstep": False},
+    "rollout": {
+        "mode": "async",
+        "num_groups": 2,
+        "group_size": 3,
+        "max_live_episodes": 8,
+        "max_turns": 8,
+        "max_turn_tokens": 128,
+        "max_episode_tokens": 512,
+        "max_context_tokens": 1024,
+    },
+    "warmup": {"steps": 20, "num_demonstrations": 32, "skill": 0.5},
+    "loss": {"unit": "version", "anchor": "behavior"},
+    "train": {"steps": 10_000, "checkpoint_every": 7, "device": "cpu"},
+    "evaluation": {"every": 10, "num_tasks": 2},
+    "report": {"rollouts_every": 1, "keep_rollouts": 10_000},
+}
+"""Episodes that outlive a step of a run that never ends by itself."""
 
 Sampled = list[tuple[tuple[int, ...], tuple[float, ...], tuple[int, ...]]]
 """Tokens, log-probabilities and versions of each turn."""
