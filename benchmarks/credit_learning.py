@@ -2,14 +2,14 @@
 
     python benchmarks/credit_learning.py --out FILE [--jobs 2] [--envs ...] [--seeds ...] [--schemes ...]
 
-For each environment and seed, one policy is made and warmed up on poor demonstrations; every scheme then goes on from that
+For each environment and seed, one policy is made and warmed up on poor demonstrations; every scheme then continues from that
 checkpoint: the same weights, the same first episodes, the same settings but for the credit. `key_door` pays at the door,
 for a box chosen many turns before, and pays by chance alone in between; `calculator` pays for right calls and the right
 answer. `final` is success on the held-out tasks after the last step, `area` its mean over all evaluations after training
 began. `shuffled` deals the advantages of `group_gae` out to random turns: what is left of them on the wrong turn.
 
 Results are appended to FILE as JSON lines; what is in it already, under the same settings, is not run again (take another
-file after a change of code). So a run that was stopped goes on with the same command, and `--jobs 0` only shows what is there.
+file after a change of code). So a stopped run is resumed by the same command, and `--jobs 0` only shows what is there.
 The settings were chosen on seeds 0 to 3, so the seeds reported begin at 10.
 """
 
@@ -112,7 +112,7 @@ def train_all(env: str, seed: int, wanted: Sequence[str], out: Path) -> None:
         warm = Path(folder) / "warm"
         train(make_recipe(env, "uniform", seed, warm, "--train.steps", "1"), None)
         _, after_a_step = checkpoints(warm / "checkpoints")
-        shutil.rmtree(after_a_step)  # what goes on from a copy now begins right after the warm-up
+        shutil.rmtree(after_a_step)  # what resumes from a copy now starts right after the warm-up
         for scheme in wanted:
             run_dir = Path(folder) / "run"
             shutil.copytree(warm, run_dir)

@@ -4,7 +4,7 @@
 
 A tiny random model on the transformers engine; one task in ten takes ten times as many turns as the others. Each step takes
 the same number of groups and pushes weights; the two modes take turns. What was handed out is counted, with its lengths. A
-push makes the engine compute interrupted contexts anew, which is what partial rollouts cost where cores are never idle.
+push makes the engine compute interrupted contexts again, which is what partial rollouts cost where cores are never idle.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""A run whose episodes outlive a step: trained, interrupted, gone on with."""
+"""A run whose episodes outlive a step: trained, interrupted, resumed."""
 
 from pathlib import Path
 from typing import Any
@@ -52,7 +52,7 @@ def test_no_episode_is_lost_or_trained_on_twice_whenever_the_run_is_interrupted(
     ids = trained_on(folder)
     assert len(ids) == len(set(ids)) == steps * 4
     groups = sorted({int(name.split("/")[1]) for name in ids})
-    # Those that were overtaken are under way: two steps' groups at the most are begun ahead.
+    # Those that were overtaken are under way: two steps' groups at the most are started ahead.
     assert groups[-1] < (steps + 2) * 2
     assert all(0 <= row["staleness/max"] <= 2 for row in rows[1:])
     assert max(row["staleness/max"] for row in rows[1:]) > 0

@@ -1,4 +1,4 @@
-"""A run on the real vLLM: trained, killed, gone on with."""
+"""A run on the real vLLM: trained, killed, resumed."""
 
 from pathlib import Path
 from typing import Any

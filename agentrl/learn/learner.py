@@ -1,6 +1,6 @@
 """Updates of the policy from credited trajectories, on one process or several.
 
-`T` trained tokens of a pass, `R` routers, `P` places of a pass, `K` experts chosen at a place.
+`T` trained tokens of a pass, `R` routers, `P` slots of a pass, `K` experts chosen at a slot.
 """
 
 import logging
@@ -142,7 +142,7 @@ class Learner:
                 if not math.isfinite(tally.grad_norm):
                     raise TrainingError(
                         f"step {version + 1}: the gradient is not finite. The last checkpoint is whole: lower "
-                        "train.learning_rate and go on from it"
+                        "train.learning_rate and resume from it"
                     )
                 if tally.grad_norm > 0:  # else AdamW would move by momentum alone, and forget how large gradients are
                     state.optimizer.step()
@@ -255,7 +255,7 @@ class Learner:
         return replaying(self.state.policy.model, before.experts_RPK)
 
     def _changed_experts(self, before_RPK: Tensor, micro: MicroBatch) -> dict[str, float]:
-        """Return the share of experts that an update has changed, at the places where trained tokens are read."""
+        """Return the share of experts that an update has changed, at the slots where trained tokens are read."""
         with torch.no_grad(), recording(self.state.policy.model) as after:
             self._forward(self.state.wrapped, micro)
         changed_T = changed_share(before_RPK, after[0], slots_Q=micro.slot_T)

@@ -269,14 +269,14 @@ def _count_units(unit_T: Tensor, like_T: Tensor) -> Tensor:
     if len(unit_T) and int(unit_T.max()) >= len(unit_T):
         raise ValueError(
             f"expected unit_T to use every index 0..U-1, got {int(unit_T.max())} among {len(unit_T)} tokens; number "
-            "the units of each micro-batch anew with unit_index"
+            "the units of each micro-batch again with unit_index"
         )
     counts_U = torch.bincount(unit_T)
     if bool((counts_U == 0).any()):
         missing = int((counts_U == 0).nonzero()[0])
         raise ValueError(
             f"expected unit_T to use every index 0..{len(counts_U) - 1}, got no token of unit {missing}; number the "
-            "units of each micro-batch anew with unit_index"
+            "units of each micro-batch again with unit_index"
         )
     return counts_U
 

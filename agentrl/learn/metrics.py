@@ -86,7 +86,7 @@ def update_metrics(tallies: Sequence[Tally], *, current_version: int) -> dict[st
         "clip/tokens_positive": _mean(clipped_T * (advantage_T > 0)),
         "clip/tokens_negative": _mean(clipped_T * (advantage_T < 0)),
         "clip/units": _mean(clipped_U),
-        # One ratio clips the tokens of one sign and lets those of the other go on: what the unit learns is lopsided.
+        # One ratio clips the tokens of one sign and lets those of the other continue: what the unit learns is lopsided.
         "clip/units_one_sided": _mean(clipped_U * mixed_U),
         "credit/mixed_sign_units": _mean(mixed_U),
         "entropy": _mean(column("entropy_T")),

@@ -169,8 +169,8 @@ class PolicyState:
         """
         _check_adapters(self.policy, folder)
         if (folder / _SHARDS).is_dir() != self.is_sharded:
-            raise ConfigError(f"train.sharding: {folder} was written under another; go on as the run began")
-        state = read_json(folder / _state_file(), TypeAdapter(_SavedState), fix="go on from an older checkpoint")
+            raise ConfigError(f"train.sharding: {folder} was written under another; resume as the run began")
+        state = read_json(folder / _state_file(), TypeAdapter(_SavedState), fix="resume from an older checkpoint")
         if self.is_sharded:
             load_shards(self.policy, self.optimizer, folder / _SHARDS)
         else:
@@ -213,7 +213,7 @@ def load_weights(policy: Policy, folder: Path) -> None:
 def _check_adapters(policy: Policy, folder: Path) -> None:
     if holds_adapters(folder) != has_adapters(policy.model):
         how = "with" if holds_adapters(folder) else "without"
-        raise ConfigError(f"model.lora: {folder} was trained {how} adapters; go on as the run began")
+        raise ConfigError(f"model.lora: {folder} was trained {how} adapters; resume as the run began")
 
 
 def _state_file() -> str:

@@ -15,7 +15,7 @@ from agentrl.types import Trajectory
 IntArray = npt.NDArray[np.int64]
 
 _UNKNOWN = 0
-"""Stands for the token after the end of a row, which nobody knows."""
+"""Stands for the token after the end of a row, which is not known."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

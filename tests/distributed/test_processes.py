@@ -192,7 +192,7 @@ def loaded_otherwise(folder: Path) -> str:
 
 def test_a_checkpoint_of_another_sharding_is_refused(tmp_path: Path) -> None:
     for words in together(2, tmp_path, loaded_otherwise, tmp_path):
-        assert words == f"train.sharding: {tmp_path} was written under another; go on as the run began"
+        assert words == f"train.sharding: {tmp_path} was written under another; resume as the run began"
 
 
 def reference_kept(lora: LoraSettings | None, folder: Path) -> tuple[bool, bool]:

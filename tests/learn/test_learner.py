@@ -262,7 +262,7 @@ def test_a_run_does_not_go_on_with_adapters_where_it_had_none_or_the_other_way_r
     for learner, name, how in ((adapted, "plain", "without"), (plain, "adapted", "with")):
         with pytest.raises(ConfigError) as caught:
             loads(learner.state, tmp_path / name)
-        assert str(caught.value) == f"model.lora: {tmp_path / name} was trained {how} adapters; go on as the run began"
+        assert str(caught.value) == f"model.lora: {tmp_path / name} was trained {how} adapters; resume as the run began"
 
 
 def excluded_all(groups: Sequence[TrajectoryGroup]) -> list[list[Credit]]:

@@ -466,7 +466,7 @@ def test_the_order_of_tokens_leaves_no_trace_in_float32() -> None:
         ({"unit_T": torch.zeros(2, dtype=torch.int32)}, r"unit_T int64 .* got torch\.int32"),
         ({"unit_T": torch.tensor([0])}, r"unit_T int64 of shape \(2,\) .* of \(1,\)"),
         ({"unit_T": torch.tensor([-1, 0])}, r"unit_T in 0\.\.U-1, got -1"),
-        ({"unit_T": torch.tensor([1, 1])}, "no token of unit 0; number the units of each micro-batch anew"),
+        ({"unit_T": torch.tensor([1, 1])}, "no token of unit 0; number the units of each micro-batch again"),
         ({"unit_T": torch.tensor([0, 2**40])}, "got 1099511627776 among 2 tokens"),
         ({"clip_low": 1.1}, r"clip_low in \[0, 1\] and clip_high >= 0, got 1\.1 and 0\.1"),
         ({"clip_high": -0.1}, r"got 0\.1 and -0\.1"),

@@ -68,7 +68,7 @@ def wait_for_a_moment(run: Path, process: Command, begun: float, number: int, rn
 
 
 def look(run: Path) -> OnDisk | None:
-    """Read what there is of a run; None: nothing that it would go on from."""
+    """Read what there is of a run; None: nothing that it would resume from."""
     folder = RunFolder(run)
     if not checkpoints(folder.checkpoints):
         return None

@@ -1,4 +1,4 @@
-"""Signals in turns that nobody measured."""
+"""Signals in turns, without a policy to measure them."""
 
 from dataclasses import replace
 from typing import Any

@@ -102,7 +102,7 @@ class SeedsByCompany(TransformersEngine):
 
 
 class DrawsByLength(TransformersEngine):
-    """Its random numbers begin anew with each request, not where the context stands."""
+    """Its random numbers start over with each request, not where the context stands."""
 
     async def generate(self, prompt_ids: Sequence[int], sampling: Sampling, request_id: str) -> Completion:
         return await super().generate(prompt_ids, replace(sampling, seed=sampling.max_tokens), request_id)

@@ -509,7 +509,7 @@ class ForgetfulFork(Sound):
 
 
 class FreshRandomFork(WithoutOracle):
-    """Its copies go on with other random numbers."""
+    """Its copies continue with other random numbers."""
 
     @tool
     def add(self) -> str:  # type: ignore[override]

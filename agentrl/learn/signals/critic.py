@@ -27,7 +27,7 @@ from agentrl.types import Trajectory
 class Critic:
     """Predicts the return-to-go of the turn that a token belongs to, from the context before the token.
 
-    Trained by least squares on G_k = r_k + gamma * G_{k+1}, where a truncated trajectory goes on from the critic's own
+    Trained by least squares on G_k = r_k + gamma * G_{k+1}, where a truncated trajectory continues from the critic's own
     value of where it was cut off.
     """
 
