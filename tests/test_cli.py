@@ -450,7 +450,7 @@ def test_an_interrupted_run_is_told_by_its_folder(agentrl: Agentrl, monkeypatch:
     assert err == "agentrl: interrupted. Go on from the last checkpoint with `agentrl train 'my [red]run'`\n"
 
 
-def test_a_run_that_had_not_begun_cannot_be_gone_on_with(agentrl: Agentrl, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_that_had_not_started_cannot_be_resumed(agentrl: Agentrl, monkeypatch: pytest.MonkeyPatch) -> None:
     fail_in_train(monkeypatch, KeyboardInterrupt(), has_begun=False)
     status, _, err = agentrl("train", "tiny.yaml", "--run_dir", "run")
     assert (status, err) == (130, "agentrl: interrupted\n")

@@ -53,7 +53,7 @@ def steps(run: Path) -> list[int]:
 
 
 @pytest.mark.parametrize("kib", [24, 60, 200])  # in the tokenizer, in the first checkpoint, in a later one
-def test_a_full_disk_ends_in_one_message_and_the_run_goes_on_with_more(
+def test_a_full_disk_ends_in_one_message_and_the_run_resumes_with_more(
     disk: tuple[Path, Resize], tmp_path: Path, kib: int
 ) -> None:
     folder, resize = disk

@@ -48,7 +48,7 @@ def test_the_same_recipe_trains_a_hugging_face_model(tmp_path: Path) -> None:
     assert all(turn.extends for r in read_records(folder.rollouts()[0]) for turn in r.turns)
 
 
-def test_a_run_of_adapters_goes_on_and_is_exported_as_a_whole_model(tmp_path: Path) -> None:
+def test_a_run_of_adapters_resumes_and_is_exported_as_a_whole_model(tmp_path: Path) -> None:
     base = hugging_face_folder(tmp_path / "model", rewrites=False)
     settings: dict[str, Any] = {
         "model": {"name_or_path": base, "lora": {"rank": 2}},
@@ -226,7 +226,7 @@ def test_what_cannot_be_read_is_told_before_anything_is_written(damage: str, tmp
     assert {path: path.read_bytes() for path in folder.path.rglob("*") if path.is_file()} == before
 
 
-def test_a_run_that_has_lost_its_checkpoints_is_not_begun_again_in_silence(tmp_path: Path) -> None:
+def test_a_run_that_has_lost_its_checkpoints_is_not_restarted_in_silence(tmp_path: Path) -> None:
     folder, rows = train(recipe(tmp_path))
     shutil.rmtree(folder.checkpoints)
     with pytest.raises(

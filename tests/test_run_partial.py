@@ -68,7 +68,7 @@ def test_lockstep_is_for_runs_that_can_repeat(mode: str, given: bool | None, exp
         assert parts.engine._config.lockstep is expected
 
 
-def test_a_run_goes_on_under_another_recipe_in_another_mode(tmp_path: Path) -> None:
+def test_a_run_resumes_under_another_recipe_in_another_mode(tmp_path: Path) -> None:
     with pytest.raises(KeyboardInterrupt):
         train(settings(tmp_path, "partial", 6), killed_at=3)
     folder = RunFolder.open(tmp_path / "run")

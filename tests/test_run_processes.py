@@ -162,7 +162,7 @@ def test_a_port_that_is_taken_is_told(tmp_path: Path) -> None:
     assert errors == f"agentrl: --port: something else listens on {port}; name a port that is free\n"
 
 
-def test_a_run_goes_on_with_as_many_processes_as_it_began_with(tmp_path: Path) -> None:
+def test_a_run_is_resumed_with_as_many_processes_as_it_started_with(tmp_path: Path) -> None:
     run = tmp_path / "run"
     Command("train", written(tmp_path), "--run_dir", run, "--train.steps", 1).finish()
     process = launch(run, "--train.steps", 2)

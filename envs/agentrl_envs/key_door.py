@@ -67,30 +67,30 @@ class KeyDoor(ToolEnv):
             box: its number.
         """
         if self.stage > 0:
-            return self._go_on("No box here.")
+            return self._advance("No box here.")
         self.has_key = box == self.where
         if self.has_key and self.turn_rewards:
             self.reward(self.key_reward, "key")
-        return self._go_on("A key!" if self.has_key else "Empty.")
+        return self._advance("A key!" if self.has_key else "Empty.")
 
     @tool
     def look(self) -> str:
         """Look around."""
-        return self._go_on("Nothing.")
+        return self._advance("Nothing.")
 
     @tool
     def open_door(self) -> str:
         """Open the door."""
         if self.stage <= self.num_distractors:
-            return self._go_on("No door here.")
+            return self._advance("No door here.")
         self.stage += 1
         self.reward(float(self.has_key), "door")
         self.finish(success=self.has_key)
         return "Open." if self.has_key else "Locked."
 
-    def answer(self, text: str) -> str:  # noqa: ARG002 - whatever is said, time goes on
-        """Go on with the walk."""
-        return self._go_on("Well.")
+    def answer(self, text: str) -> str:  # noqa: ARG002 - whatever is said, time passes
+        """Continue the walk."""
+        return self._advance("Well.")
 
     def state_key(self) -> str:
         """Return the stage, and what the reward still depends on: where the key is, then whether it is held."""
@@ -107,7 +107,7 @@ class KeyDoor(ToolEnv):
             return tool_call("open_door")
         return {"role": "assistant", "content": "Yes."}
 
-    def _go_on(self, said: str) -> str:
+    def _advance(self, said: str) -> str:
         """Move to the next stage, but never past the door, and return what was said with what is asked there."""
         if self.noise and 0 < self.stage <= self.num_distractors:
             self.reward(self.noise if self.np_random.random() < 0.5 else -self.noise, "chance")

@@ -105,7 +105,7 @@ def test_a_template_that_cannot_be_used_is_refused(template: str | None, problem
         ([("if loop.index > messages", "if loop.index < 3 and loop.index > messages")], "what the assistant said"),
     ],
 )
-def test_rendering_anew_cannot_make_up_for_what_a_rewriting_template_leaves_out(
+def test_rendering_again_cannot_make_up_for_what_a_rewriting_template_leaves_out(
     pairs: list[tuple[str, str]], problem: str
 ) -> None:
     made = tokenizer(changed(REWRITES, *pairs))
@@ -176,7 +176,7 @@ def test_where_the_prompt_begins_a_thought_nothing_is_carried_out_before_it_ends
     assert renderer.parse(renderer.encode(message)) == message
 
 
-def test_a_template_that_rewrites_history_can_be_rendered_anew_each_turn() -> None:
+def test_a_template_that_rewrites_history_can_be_rendered_again_each_turn() -> None:
     config = AutoConfig(rewritten_history="restart")
     renderer = config.build(tokenizer(REWRITING), name="org/model")
     start = renderer.start([USER], [])

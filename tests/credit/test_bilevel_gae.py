@@ -117,7 +117,7 @@ def test_where_the_turns_end_matters_not_where_the_rewards_are() -> None:
     assert_close(by_token(BilevelGAE(gamma=0.9), TWO)[0], [[0.7, 0.6, 0.5, 0.4]])
 
 
-def test_a_truncated_trajectory_goes_on_from_the_critics_last_word() -> None:
+def test_a_truncated_trajectory_continues_from_the_critics_last_word() -> None:
     cut_off = changed(TWO, 0, truncated=True, final_value=2.0)
     # G_1 = 1 + .5 * 2, G_0 = .5 * 2
     assert_close(by_token(BilevelGAE(gamma=0.5), cut_off)[0], [[0.8, 0.7, 1.5, 1.4]])

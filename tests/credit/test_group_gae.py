@@ -152,14 +152,14 @@ def test_own_rewards_do_not_move_the_own_values_when_left_out(shrinkage: float) 
         np.testing.assert_allclose(np.array(after) - before, gain, rtol=1e-6, atol=1e-6)
 
 
-def test_the_pool_stands_in_for_a_state_that_nobody_else_met() -> None:
+def test_the_pool_stands_in_for_a_state_that_no_one_else_met() -> None:
     # The others of the first: G 3, 1, so V(X) = 2; the others of the second: G 8, 8, so V(Y) = V(Z) = 8.
     group = make_group([[0, 8], [2, 1]], state_keys=[["X", "X"], ["Y", "Z"]])
     assert by_turn(GroupGAE(lam=0), group) == [[[0, 6], [2, -7]]]
     assert by_turn(GroupGAE(lam=1), group) == [[[6, 6], [-5, -7]]]
 
 
-def test_a_truncated_trajectory_goes_on_from_the_state_that_it_was_left_in() -> None:
+def test_a_truncated_trajectory_continues_from_the_state_that_it_was_left_in() -> None:
     # V: A 0 and B 5 by the sibling. The first was left in B after A: 1 + V(B) - V(A).
     group = make_group([[1], [-5, 5]], state_keys=[["A"], ["A", "B"]])
     left_in_b = replace(group.trajectories[0].turns[0], next_state_key="B")
@@ -171,7 +171,7 @@ def test_a_truncated_trajectory_goes_on_from_the_state_that_it_was_left_in() -> 
     assert by_turn(GroupGAE(lam=0), cut_off)[0][1] == by_turn(GroupGAE(lam=0), ended)[0][1] == [-5, 4]
 
 
-def test_an_action_that_was_cut_off_goes_on_from_the_state_that_it_was_taken_in() -> None:
+def test_an_action_that_was_cut_off_continues_from_the_state_that_it_was_taken_in() -> None:
     group = make_group([[0, 1], [1, 4]], state_keys=[["A", "B"], ["A", "B"]])
     cut_off = changed(group, 0, truncated=True)
     assert cut_off.trajectories[0].turns[-1].next_state_key is None

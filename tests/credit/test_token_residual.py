@@ -108,7 +108,7 @@ def test_an_action_of_one_token_has_no_residual() -> None:
     assert found[0][0] == turns[0][0]
 
 
-def test_a_truncated_trajectory_goes_on_from_the_critics_last_word() -> None:
+def test_a_truncated_trajectory_continues_from_the_critics_last_word() -> None:
     cut_off = changed(TWO, 0, truncated=True, final_value=2.0)
     # Turns, lam 0: .5 - .2 and 1 + 2 - .5. Tokens, token_lam 0: .1, .2, .1, 1 + 2 - .6 = 2.4.
     scheme = TokenResidual(lam=0, token_lam=0, alpha=1)

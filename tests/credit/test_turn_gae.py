@@ -96,7 +96,7 @@ def test_agrees_with_a_slow_reference(groups: list[TrajectoryGroup], **fields: A
         assert_close(found, rows)
 
 
-def test_a_truncated_trajectory_goes_on_from_the_critics_last_word() -> None:
+def test_a_truncated_trajectory_continues_from_the_critics_last_word() -> None:
     cut_off = changed(TWO, 0, truncated=True, final_value=2.0)
     # one step: .8 - .5, and 1 + .5 * 2 - .8 with gamma .5 on both
     assert_close(by_turn(TurnGAE(lam=0, gamma=0.5), cut_off)[0], [[0.5 * 0.8 - 0.5, 1 + 0.5 * 2 - 0.8]])

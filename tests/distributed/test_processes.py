@@ -141,11 +141,11 @@ def test_three_processes_and_other_layouts(sharding: Sharding, layout: Layout, t
 
 
 def trained(
-    sharding: Sharding, lora: LoraSettings | None, folder: Path, steps: list[int], goes_on: bool
+    sharding: Sharding, lora: LoraSettings | None, folder: Path, steps: list[int], is_resumed: bool
 ) -> tuple[list[Any], dict[str, Tensor]]:
     train: dict[str, Any] = {"schedule": "cosine", "num_minibatches": 2, "max_tokens_per_micro_batch": 60}
     learner = make_learner(sharding=sharding, lora=lora, **train)
-    if goes_on:
+    if is_resumed:
         learner.state.load(folder)
     else:
         learner.state.save(folder.with_name("fresh"))  # which must not count as a step
@@ -153,7 +153,7 @@ def trained(
     sizes = {1: ([4, 3, 2], (0, 1, 2)), 2: ([4, 3, 1], (0, 1))}
     metrics = [learner.update(*credited(*sizes.get(step, ([4, 3, 2], ()))), version=step) for step in steps]
     assert [row["skipped_minibatches"] for row in metrics] == [{1: 2, 2: 1}.get(step, 0) for step in steps]
-    if not goes_on:
+    if not is_resumed:
         folder.mkdir(exist_ok=True)
         learner.state.save(folder)
     return metrics, {name: tensor.clone() for name, tensor in learner.state.weights()}

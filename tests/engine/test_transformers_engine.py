@@ -327,7 +327,7 @@ def test_in_lockstep_nothing_is_decoded_while_a_live_episode_is_elsewhere() -> N
     run(play())
 
 
-def test_without_lockstep_an_episode_that_is_elsewhere_holds_nobody() -> None:
+def test_without_lockstep_an_episode_that_is_elsewhere_holds_no_one() -> None:
     engine = make_engine(lockstep=False)
 
     async def play() -> Completion:
@@ -411,7 +411,7 @@ def test_one_conversation_asks_one_question_at_a_time() -> None:
     run(play())
 
 
-def test_a_request_goes_on_after_each_of_many_pauses() -> None:
+def test_a_request_continues_after_each_of_many_pauses() -> None:
     engine = make_engine()
 
     async def play() -> None:

@@ -185,7 +185,7 @@ async def until_running(server: Server, is_running: bool) -> None:
 
 
 @needs_vllm
-def test_what_was_paused_goes_on_under_other_weights(server: Server, tmp_path: Path) -> None:
+def test_what_was_paused_continues_under_other_weights(server: Server, tmp_path: Path) -> None:
     async def main() -> None:
         async with with_weights(server, tmp_path) as engine:
             task = asyncio.create_task(engine.generate(prompt(2), sampling(LONG), "e"))
@@ -503,7 +503,7 @@ def test_a_refusal_is_an_error_at_once(model_folder: Path, tmp_path: Path) -> No
     run(main())
 
 
-def test_nobody_listens(tmp_path: Path) -> None:
+def test_no_server_listens(tmp_path: Path) -> None:
     async def main() -> None:
         async with client(f"http://127.0.0.1:{free_port()}", tmp_path, max_retries=1) as engine:
             requests = (engine.generate(prompt(n), sampling(), f"e{n}") for n in range(50))

@@ -81,7 +81,7 @@ def test_a_spec_survives_json() -> None:
 
 
 @pytest.mark.parametrize("env_id", IDS)
-def test_a_pickled_environment_goes_on_as_the_original(env_id: str) -> None:
+def test_a_pickled_environment_continues_as_the_original(env_id: str) -> None:
     env = gym.make(env_id)
     env.reset(seed=1)
     env.step(unwrapped(env).oracle())

@@ -238,7 +238,7 @@ def test_a_coroutine_that_blocks_the_loop_is_replaced_once_and_leaks_nothing(mon
         assert outcome(answer()) == 7
 
 
-def test_a_coroutine_that_is_not_to_be_cancelled_blocks_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_coroutine_that_is_not_to_be_cancelled_blocks_no_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("agentrl.env.background._GRACE_S", 0.2)
     over = threading.Event()
 

@@ -297,7 +297,7 @@ def test_the_share_of_changed_experts_is_that_of_sets() -> None:
     assert changed_share(before_RPK, after_RPK).numpy() == pytest.approx(np.array(expected), rel=1e-12)
 
 
-def test_recordings_of_other_places_are_not_compared() -> None:
+def test_recordings_of_other_slots_are_not_compared() -> None:
     with pytest.raises(ValueError, match=r"got \(2, 5, 3\) and \(2, 6, 3\)"):
         changed_share(random_experts(2, 5), random_experts(2, 6))
 

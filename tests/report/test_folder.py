@@ -66,7 +66,7 @@ def test_a_folder_that_holds_something_is_refused_and_left_alone(tmp_path: Path)
     assert message(lambda: RunFolder.create(file, {})) == f"run_dir: {file} is a file; name a folder"
 
 
-def test_only_the_folder_of_a_run_can_be_gone_on_with(tmp_path: Path) -> None:
+def test_only_the_folder_of_a_run_can_be_resumed(tmp_path: Path) -> None:
     assert message(lambda: RunFolder.open(tmp_path)) == f"{tmp_path} is not the folder of a run: it has no config.yaml"
 
 
@@ -137,7 +137,7 @@ def test_what_is_written_whole_is_on_the_disk_before_it_has_its_name(
 
 
 @pytest.mark.parametrize("cut", ['{"step": 2, "rew', '{"step": 2', "{", ""])
-def test_a_last_line_cut_short_is_left_out_and_written_anew(folder: RunFolder, cut: str) -> None:
+def test_a_last_line_cut_short_is_left_out_and_written_again(folder: RunFolder, cut: str) -> None:
     for step in range(2):
         folder.add_metrics({"step": step})
     with (folder.path / "metrics.jsonl").open("a") as file:

@@ -203,7 +203,7 @@ def test_a_scripted_engine_stops_at_stop_tokens_and_at_the_budget() -> None:
     assert (third.token_ids, third.finish_reason) == ((STOP,), FinishReason.STOP)
 
 
-def test_each_conversation_of_a_scripted_engine_has_its_own_place_and_begins_anew() -> None:
+def test_each_conversation_of_a_scripted_engine_has_its_own_place_and_starts_over() -> None:
     async def play() -> list[tuple[int, ...]]:
         engine = ScriptedEngine(lambda name, number: [ord(name), number, STOP])
         found = []
@@ -218,7 +218,7 @@ def test_each_conversation_of_a_scripted_engine_has_its_own_place_and_begins_ane
     assert asyncio.run(play()) == [(*place, STOP) for place in places]
 
 
-def test_a_scripted_answer_that_was_interrupted_goes_on_under_the_new_version() -> None:
+def test_a_scripted_answer_that_was_interrupted_continues_under_the_new_version() -> None:
     async def play() -> tuple[Completion, Completion]:
         engine = ScriptedEngine([[1, 2, 3, STOP], [9, STOP]])
         task = asyncio.create_task(engine.generate([0], sampling(), "a"))
