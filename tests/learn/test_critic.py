@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import numpy as np
 import pytest
@@ -14,11 +14,13 @@ from torch import Tensor
 
 from agentrl.learn.signals import CriticConfig
 from agentrl.learn.signals.critic import Critic
+from agentrl.policy.layout import Layout
 from agentrl.policy.model import LocalModelConfig, Policy
 from agentrl.types import StopReason, Trajectory, Turn
-from tests.learn.test_scoring import LAYOUTS, TINY, contexts, new_policy, play
+from tests.support.played import TINY, contexts, new_policy, play
 from tests.support.signals import with_signals, without_signals
 
+LAYOUTS: tuple[Layout, ...] = get_args(Layout)
 Kind = Literal["head", "separate"]
 KINDS: tuple[Kind, ...] = ("head", "separate")
 

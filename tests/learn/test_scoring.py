@@ -1,7 +1,5 @@
 """Scores of tokens are those of a plain pass over each token's own context; hints and answers change nothing else."""
 
-import asyncio
-import copy
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -15,93 +13,21 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from agentrl.chat import AutoConfig, ChatMLRenderer, Renderer, train_tokenizer
-from agentrl.engine.transformers import TransformersEngine
 from agentrl.env import base_env, make_env
 from agentrl.learn.plan import MicroBatch
-from agentrl.learn.signals.answer_logprobs import answered_at_each_turn
+from agentrl.learn.signals.answer_logprobs import answers_at_each_turn
 from agentrl.learn.signals.hindsight_logprobs import with_hindsight
 from agentrl.learn.signals.scoring import score_tokens, with_tokens
 from agentrl.learn.tokens import TokenBatch
 from agentrl.policy.layout import Layout
-from agentrl.policy.model import LocalModelConfig, Policy, make_local_model
-from agentrl.rollout import RolloutConfig, RolloutPool
-from agentrl.types import Message, Trajectory
-from tests.rollout.conftest import OftenStops
+from agentrl.policy.model import Policy
+from agentrl.types import Trajectory
 from tests.support.hugging_face import TEMPLATE
+from tests.support.played import TOKENIZER, StartsAnew, contexts, new_policy, plain_scores, play
+from tests.support.renderers import OftenStops
 from tests.support.signals import without_signals
 
-TOKENIZER = train_tokenizer([], vocab_size=261)
-TINY = LocalModelConfig(
-    hidden_size=16, num_layers=2, num_heads=2, num_kv_heads=1, intermediate_size=32, initializer_std=0.3
-)
 CPU = torch.device("cpu")
-
-
-class StartsAnew(OftenStops):
-    """Cannot extend a dialogue by the question about the cat, which is KeyDoor's third."""
-
-    def extend(
-        self, context_ids: Sequence[int], action_ids: Sequence[int], messages: Sequence[Message]
-    ) -> tuple[int, ...]:
-        if any("cat" in message["content"] for message in messages):
-            return None  # type: ignore[return-value]  # as the protocol allows
-        return super().extend(context_ids, action_ids, messages)
-
-
-def new_policy(seed: int = 0, *, sizes: LocalModelConfig = TINY, layout: Layout = "tree") -> Policy:
-    torch.manual_seed(seed)
-    return Policy(make_local_model(sizes, TOKENIZER), layout=layout)
-
-
-def play(
-    policy: Policy,
-    *,
-    env: str = "key_door",
-    options: dict[str, Any] | None = None,
-    renderer: Renderer | None = None,
-    num: int = 6,
-    **config: Any,
-) -> list[Trajectory]:
-    """Play episodes of tasks of their own with the policy's weights."""
-    settings = {"group_size": 1, "max_turns": 6, "max_turn_tokens": 64, "max_context_tokens": 1024, **config}
-    pool = RolloutPool(
-        make_env=partial(make_env, env, options or {}),
-        engine=TransformersEngine(copy.deepcopy(policy.model).float()),
-        renderer=renderer or StartsAnew(TOKENIZER),
-        config=RolloutConfig.model_validate(settings),
-        seed=1,
-    )
-    try:
-        groups = asyncio.run(pool.collect(num))
-    finally:
-        pool.close()
-    return [trajectory for group in groups for trajectory in group.trajectories]
-
-
-def contexts(trajectory: Trajectory) -> list[tuple[int, ...]]:
-    """List what stood before each action, as the types define it."""
-    found: list[tuple[int, ...]] = []
-    grown: tuple[int, ...] = ()
-    for turn in trajectory.turns:
-        grown = grown + turn.observation_ids if turn.extends else turn.observation_ids
-        found.append(grown)
-        grown += turn.action_ids
-    return found
-
-
-def plain_scores(
-    policy: Policy, trajectory: Trajectory, *, temperature: float = 1.0
-) -> tuple[list[float], list[float]]:
-    """Return log-probability and entropy of each action token, from one pass over one row for each turn."""
-    logprobs: list[float] = []
-    entropies: list[float] = []
-    for turn, context_ids in zip(trajectory.turns, contexts(trajectory), strict=True):
-        with torch.no_grad():
-            logits_LV = policy.model(torch.tensor([[*context_ids, *turn.action_ids]])).logits[0]
-        table_TV = (logits_LV[len(context_ids) - 1 : -1] / temperature).log_softmax(-1)
-        logprobs += table_TV.gather(1, torch.tensor(turn.action_ids)[:, None])[:, 0].tolist()
-        entropies += (-(table_TV.exp() * table_TV).sum(1)).tolist()
-    return logprobs, entropies
 
 
 def logprobs_of(policy: Policy, micro: MicroBatch, *, temperature: float = 1.0) -> Tensor:
@@ -289,12 +215,12 @@ class Impatient:
 
 def test_the_answer_follows_the_very_context_of_each_turn(played: list[Trajectory]) -> None:
     renderer = ChatMLRenderer(TOKENIZER)
+    answer_ids = TOKENIZER.encode("-17", add_special_tokens=False)
     for trajectory in played:
-        known = replace(trajectory, gold_answer="-17")
-        answered = answered_at_each_turn(known, renderer)
-        assert [t.turns[0].observation_ids for t in answered] == contexts(trajectory)
-        assert {t.turns[0].action_ids for t in answered} == {tuple(TOKENIZER.encode("-17", add_special_tokens=False))}
-        assert {len(t.turns) for t in answered} == {1}
+        answers = answers_at_each_turn(replace(trajectory, gold_answer="-17"), renderer)
+        assert [row.ids_L.tolist() for row in answers] == [[*ids, *answer_ids] for ids in contexts(trajectory)]
+        assert [row.ids_L[row.positions_T].tolist() for row in answers] == [answer_ids] * len(trajectory.turns)
+        assert [set(row.turn_T.tolist()) for row in answers] == [{k} for k in range(len(trajectory.turns))]
 
 
 def test_the_stop_token_of_a_template_is_left_out_of_the_answer_too(played: list[Trajectory]) -> None:
@@ -302,14 +228,15 @@ def test_the_stop_token_of_a_template_is_left_out_of_the_answer_too(played: list
     tokenizer.chat_template = TEMPLATE.replace("REWRITTEN", "false")
     renderer = AutoConfig().build(tokenizer)
     assert renderer.encode({"role": "assistant", "content": "42"})[-1] in renderer.stop_token_ids
-    (attempt, *_) = answered_at_each_turn(replace(played[0], gold_answer="42"), renderer)
-    assert TOKENIZER.decode(list(attempt.turns[0].action_ids)) == "42"
+    (row, *_) = answers_at_each_turn(replace(played[0], gold_answer="42"), renderer)
+    assert TOKENIZER.decode(row.ids_L[row.positions_T].tolist()) == "42"
 
 
 def test_the_score_of_an_answer_is_that_of_a_plain_pass(played: list[Trajectory]) -> None:
     trajectory = replace(played[0], gold_answer="1234")
-    answered = answered_at_each_turn(trajectory, ChatMLRenderer(TOKENIZER))
-    columns = on_a_tree(partial(logprobs_of, POLICY), TokenBatch.of(answered), max_tokens=500)
+    answers = answers_at_each_turn(trajectory, ChatMLRenderer(TOKENIZER))
+    tokens = TokenBatch.of_rows([[row] for row in answers], group_ids=["g"] * len(answers))
+    columns = on_a_tree(partial(logprobs_of, POLICY), tokens, max_tokens=500)
     answer_ids = TOKENIZER.encode("1234", add_special_tokens=False)
     assert len(answer_ids) == 4
     means = []

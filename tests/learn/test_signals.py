@@ -23,7 +23,6 @@ from agentrl.config import Recipe
 from agentrl.env import base_env, make_env
 from agentrl.errors import ConfigError, EnvironmentFailure, UserError
 from agentrl.learn.signals import SignalsConfig, hints, provided_by, signal_classes
-from agentrl.learn.signals.answer_logprobs import answered_at_each_turn
 from agentrl.learn.signals.base import SignalContext
 from agentrl.learn.signals.hindsight_logprobs import with_hindsight
 from agentrl.learn.signals.signals import Signals
@@ -34,9 +33,9 @@ from agentrl.run.build import Parts, build
 from agentrl.types import Need, StopReason, Trajectory, TrajectoryGroup, Turn
 from agentrl_envs.calculator import Calculator
 from agentrl_envs.key_door import KeyDoor
-from tests.learn.test_scoring import TOKENIZER, StartsAnew, new_policy, plain_scores, play
-from tests.rollout.conftest import OftenStops
 from tests.support.runs import recipe, train
+from tests.support.played import TOKENIZER, StartsAnew, contexts, new_policy, plain_pass, plain_scores, play
+from tests.support.renderers import OftenStops
 from tests.support.signals import without_signals
 
 
@@ -318,8 +317,9 @@ def test_the_score_of_the_known_answer_is_that_of_a_plain_pass(
     )
     for group, measured in zip(sums, signals.measure(sums), strict=True):
         for original, trajectory in zip(group.trajectories, measured.trajectories, strict=True):
-            answered = answered_at_each_turn(original, renderer)
-            means = [np.mean(plain_scores(policy, attempt, temperature=0.7)[0]) for attempt in answered]
+            assert original.gold_answer
+            answer_ids = TOKENIZER.encode(original.gold_answer, add_special_tokens=False)
+            means = [np.mean(plain_pass(policy, ids, answer_ids, temperature=0.7)[0]) for ids in contexts(original)]
             found = [turn.signals["answer_logprobs"] for turn in trajectory.turns]
             np.testing.assert_allclose(np.array(found, dtype=np.float64), means, rtol=1e-5)
 

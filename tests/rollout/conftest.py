@@ -14,17 +14,10 @@ from agentrl.engine.transformers import TransformersEngine
 from agentrl.policy.model import LocalModelConfig, make_local_model
 from agentrl.rollout import RolloutPool
 from agentrl.types import Message
+from tests.support.renderers import OftenStops
 
 NewEngine = Callable[..., TransformersEngine]
 Opened = Callable[[RolloutPool], RolloutPool]
-
-
-class OftenStops(ChatMLRenderer):
-    """Every fourth token ends a turn: random weights sample the one end token too rarely."""
-
-    @property
-    def stop_token_ids(self) -> tuple[int, ...]:
-        return tuple(sorted({self._end_id, *range(5, 261, 4)}))
 
 
 class StartsAnew(OftenStops):

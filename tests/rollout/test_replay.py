@@ -19,8 +19,8 @@ from agentrl.rollout import Episode, LiveEpisode, RolloutConfig
 from agentrl.rollout.env_calls import MakeEnv
 from agentrl.rollout.env_thread import EnvThread
 from agentrl.types import Completion, FinishReason, Message, StopReason, Trajectory, Turn
-from tests.rollout.conftest import OftenStops
 from tests.rollout.test_branches import TASK, Dice
+from tests.support.renderers import OftenStops
 
 NewEngine = Callable[..., TransformersEngine]
 CONFIG = RolloutConfig(

@@ -1,6 +1,5 @@
 """Mean log-probability of the tokens of the task's known answer, had it been given in place of a turn's action."""
 
-from dataclasses import replace
 from typing import ClassVar
 
 import numpy as np
@@ -9,7 +8,8 @@ from agentrl.chat import Renderer
 from agentrl.errors import ConfigError
 from agentrl.learn.signals.base import Sample, Signal
 from agentrl.learn.signals.config import SignalsConfig
-from agentrl.types import Trajectory, Turn
+from agentrl.learn.tokens import Row, TokenBatch
+from agentrl.types import Trajectory
 
 
 class AnswerLogprobs(Signal):
@@ -38,14 +38,19 @@ class AnswerLogprobs(Signal):
                     f"{trajectory.gold_answer!r}, and the scheme scores it after each turn; return the task's answer, or "
                     "choose another scheme"
                 )
-        answered = [attempt for t in trajectories for attempt in answered_at_each_turn(t, self.context.renderer)]
-        self.context.check_lengths(answered)
-        means = iter([float(np.mean(column_T)) for column_T in logprobs(self.context, answered)])
-        return [with_turns(t, "answer_logprobs", [next(means) for _ in t.turns]) for t in trajectories]
+        answers = [answers_at_each_turn(t, self.context.renderer) for t in trajectories]
+        self.context.check_lengths(trajectories, answers)
+        # Each by itself, as trajectories of one turn: what is never split must not be as long as all turns together.
+        rows = [[row] for of_trajectory in answers for row in of_trajectory]
+        group_ids = [t.group_id for t in trajectories for _ in t.turns]
+        columns = iter(logprobs(self.context, TokenBatch.of_rows(rows, group_ids=group_ids)))
+        return [
+            with_turns(t, "answer_logprobs", [float(np.mean(next(columns))) for _ in t.turns]) for t in trajectories
+        ]
 
 
-def answered_at_each_turn(trajectory: Trajectory, renderer: Renderer) -> list[Trajectory]:
-    """Return one made-up trajectory of a single turn for each turn: its context, then the task's known answer.
+def answers_at_each_turn(trajectory: Trajectory, renderer: Renderer) -> list[Row]:
+    """Return one row for each turn: its context, then the task's known answer, whose tokens are those in question.
 
     The stop token after the answer is left out: it tells nothing of what the policy knows.
     """
@@ -53,18 +58,16 @@ def answered_at_each_turn(trajectory: Trajectory, renderer: Renderer) -> list[Tr
     answer_ids = renderer.encode({"role": "assistant", "content": trajectory.gold_answer})
     while answer_ids and answer_ids[-1] in renderer.stop_token_ids:
         answer_ids = answer_ids[:-1]
-    zeros = (0,) * len(answer_ids)
+    rows = []
     context_ids: tuple[int, ...] = ()
-    answered = []
-    for turn in trajectory.turns:
+    for number, turn in enumerate(trajectory.turns):
         context_ids = context_ids + turn.observation_ids if turn.extends else turn.observation_ids
-        attempt = Turn(
-            observation_ids=context_ids,
-            action_ids=answer_ids,
-            behavior_logprobs=zeros,
-            versions=zeros,
-            reward=0.0,
+        rows.append(
+            Row(
+                ids_L=np.array([*context_ids, *answer_ids], dtype=np.int64),
+                positions_T=np.arange(len(answer_ids)) + len(context_ids),
+                turn_T=np.full(len(answer_ids), number),
+            )
         )
-        answered.append(replace(trajectory, turns=(attempt,)))
         context_ids += turn.action_ids
-    return answered
+    return rows

@@ -12,6 +12,7 @@ from agentrl.chat import Renderer
 from agentrl.credit import CreditScheme
 from agentrl.errors import ConfigError
 from agentrl.learn.signals.config import SignalsConfig
+from agentrl.learn.tokens import Row
 from agentrl.types import Trajectory
 
 if TYPE_CHECKING:
@@ -44,15 +45,15 @@ class SignalContext:
     autocast: Callable[[], AbstractContextManager[None]] = nullcontext
     """Context in which the policy's forward pass runs, and every other one here."""
 
-    def check_lengths(self, trajectories: Sequence[Trajectory]) -> None:
-        """Stop where what was put into a context makes it longer than the model has positions.
+    def check_lengths(self, trajectories: Sequence[Trajectory], rows: Sequence[Sequence[Row]]) -> None:
+        """Stop where what was put into the rows of a trajectory makes one longer than the model has positions.
 
         Raises:
             ConfigError: naming the trajectory and the field to lower.
         """
         limit = getattr(self.policy.model.config, "max_position_embeddings", None)
-        for trajectory in trajectories:
-            longest = max(sum(len(t.observation_ids) + len(t.action_ids) for t in s) for s in trajectory.segments())
+        for trajectory, of_trajectory in zip(trajectories, rows, strict=True):
+            longest = max(len(row.ids_L) for row in of_trajectory)
             if limit is not None and longest > limit:
                 raise ConfigError(
                     f"credit.scheme: trajectory {trajectory.trajectory_id}: what the scheme tells the policy makes a context "

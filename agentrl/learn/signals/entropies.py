@@ -3,6 +3,7 @@
 from typing import ClassVar
 
 from agentrl.learn.signals.base import Sample, Signal
+from agentrl.learn.tokens import TokenBatch
 from agentrl.types import Trajectory
 
 
@@ -15,4 +16,4 @@ class Entropies(Signal):
         """Return the trajectories with entropies."""
         from agentrl.learn.signals.scoring import entropies, with_tokens
 
-        return with_tokens(trajectories, "entropies", entropies(self.context, trajectories))
+        return with_tokens(trajectories, "entropies", entropies(self.context, TokenBatch.of(trajectories)))

@@ -2,10 +2,12 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any, ClassVar
 
-from agentrl.chat import Renderer
+from agentrl.chat import Dialogue, Renderer
 from agentrl.learn.signals.base import Sample, Signal
+from agentrl.learn.tokens import TokenBatch, rows_of
 from agentrl.types import Message, Trajectory
 
 
@@ -19,8 +21,8 @@ class HindsightLogprobs(Signal):
         from agentrl.learn.signals.scoring import logprobs, with_tokens
 
         told = [with_hindsight(t, self.context.renderer, self.context.tools) for t in trajectories]
-        self.context.check_lengths(told)
-        return with_tokens(trajectories, "hindsight_logprobs", logprobs(self.context, told))
+        self.context.check_lengths(told, [rows_of(t) for t in told])
+        return with_tokens(trajectories, "hindsight_logprobs", logprobs(self.context, TokenBatch.of(told)))
 
 
 def with_hindsight(trajectory: Trajectory, renderer: Renderer, tools: Sequence[dict[str, Any]]) -> Trajectory:
@@ -30,17 +32,20 @@ def with_hindsight(trajectory: Trajectory, renderer: Renderer, tools: Sequence[d
     """
     answer = "" if trajectory.gold_answer is None else f" The right answer is: {trajectory.gold_answer}"
     hint = f"(In hindsight: the total reward was {trajectory.reward:.3g}.{answer})"
-    history: list[Message] = []
-    turns = []
-    for k, turn in enumerate(trajectory.turns):
-        observation = list(turn.observation)
-        if k == 0 and not observation:
-            observation = [{"role": "user", "content": hint}]
-        elif k == 0:
-            observation[-1] = {**observation[-1], "content": f"{observation[-1].get('content') or ''}\n{hint}"}
-        history += observation
-        if k == 0 or not turn.extends:
-            turn = replace(turn, observation_ids=renderer.start(history, tools))
-        turns.append(turn)
-        history.append(turn.message)
+    first = trajectory.turns[0]
+    dialogue = Dialogue.begin(_with_hint(first.observation, hint), tools, renderer)
+    turns = [replace(first, observation_ids=dialogue.observation_ids)]
+    for before, turn in pairwise(trajectory.turns):
+        ids = turn.observation_ids
+        if not turn.extends:
+            ids = renderer.start((*dialogue.history, before.message, *turn.observation), tools)
+        dialogue = dialogue.after_record(before.action_ids, before.message, turn.observation, ids, extends=turn.extends)
+        turns.append(replace(turn, observation_ids=dialogue.observation_ids))
     return replace(trajectory, turns=tuple(turns))
+
+
+def _with_hint(messages: Sequence[Message], hint: str) -> list[Message]:
+    if not messages:
+        return [{"role": "user", "content": hint}]
+    *others, last = messages
+    return [*others, {**last, "content": f"{last.get('content') or ''}\n{hint}"}]

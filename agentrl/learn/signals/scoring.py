@@ -1,6 +1,6 @@
-"""Numbers for the action tokens of trajectories, from forward passes that train nothing.
+"""Numbers for tokens, from forward passes that train nothing.
 
-`T` action tokens, all turns of a trajectory in a row.
+`T` tokens of a trajectory, all turns in a row, `K` turns.
 """
 
 from collections.abc import Callable, Sequence
@@ -39,28 +39,23 @@ def score_tokens(
     return np.split(found_T, np.searchsorted(tokens.trajectory_T, np.arange(1, tokens.num_trajectories)))
 
 
-def logprobs(
-    context: SignalContext, trajectories: Sequence[Trajectory], *, policy: Policy | None = None
-) -> list[FloatArray]:
-    """Return the log-probability of every action token under a policy, the one in training where none is given."""
-    return _passed(context, trajectories, policy=policy or context.policy, index=0)
+def logprobs(context: SignalContext, tokens: TokenBatch, *, policy: Policy | None = None) -> list[FloatArray]:
+    """Return the log-probability of every token under a policy, the one in training where none is given."""
+    return _passed(context, tokens, policy=policy or context.policy, index=0)
 
 
-def entropies(context: SignalContext, trajectories: Sequence[Trajectory]) -> list[FloatArray]:
-    """Return the entropy of the policy in training at every action token."""
-    return _passed(context, trajectories, policy=context.policy, index=1)
+def entropies(context: SignalContext, tokens: TokenBatch) -> list[FloatArray]:
+    """Return the entropy of the policy in training at every token."""
+    return _passed(context, tokens, policy=context.policy, index=1)
 
 
-def _passed(
-    context: SignalContext, trajectories: Sequence[Trajectory], *, policy: Policy, index: int
-) -> list[FloatArray]:
+def _passed(context: SignalContext, tokens: TokenBatch, *, policy: Policy, index: int) -> list[FloatArray]:
     def score(micro: MicroBatch) -> Tensor:
         with context.autocast():
             found: tuple[Tensor, Tensor] = policy(micro.inputs, micro.slot_T, micro.target_T, context.temperature)
         return found[index]
 
     device = next(context.policy.parameters()).device
-    tokens = TokenBatch.of(trajectories)
     return score_tokens(score, tokens, layout=policy.layout, max_tokens=context.max_tokens, device=device)
 
 

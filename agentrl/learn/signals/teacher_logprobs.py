@@ -4,6 +4,7 @@ from typing import ClassVar
 
 from agentrl.learn.signals.base import Sample, Signal, SignalContext
 from agentrl.learn.signals.config import SignalsConfig
+from agentrl.learn.tokens import TokenBatch
 from agentrl.types import Trajectory
 
 
@@ -28,5 +29,5 @@ class TeacherLogprobs(Signal):
         """Return the trajectories with the teacher's log-probabilities."""
         from agentrl.learn.signals.scoring import logprobs, with_tokens
 
-        column = logprobs(self.context, trajectories, policy=self._teacher)
+        column = logprobs(self.context, TokenBatch.of(trajectories), policy=self._teacher)
         return with_tokens(trajectories, "teacher_logprobs", column)
