@@ -1,6 +1,7 @@
 """Updates of the policy from credited trajectories, on one process or several.
 
-`T` trained tokens of a pass, `R` routers, `P` slots of a pass, `K` experts chosen at a slot.
+`I` trajectories of a step, `T` trained tokens of a pass, `P` its slots, `Q` slots that are asked for, `R` routers of a
+mixture of experts, `K` experts that each chooses at a slot.
 """
 
 import logging
@@ -55,7 +56,7 @@ class Before(NamedTuple):
 
     logprobs_T: Tensor | None = None
     experts_RPK: Tensor | None = None
-    """Of the model's R routers at each place, in a mixture of experts."""
+    """Of the model's R routers at each slot, in a mixture of experts."""
 
 
 class Learner:

@@ -64,7 +64,8 @@ def first_metrics(tally: Tally) -> dict[str, float]:
 def update_metrics(tallies: Sequence[Tally], *, current_version: int) -> dict[str, float]:
     """Describe all minibatches of a step.
 
-    `staleness` is by how many updates older the weights that sampled a token are than those the step began with.
+    `staleness` is how many policy versions older the weights that sampled a token are than those the step began with. A
+    step makes one version, by as many updates (optimizer steps) as it has minibatches with a gradient.
     """
 
     def column(name: str) -> Array:

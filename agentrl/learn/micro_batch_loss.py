@@ -1,6 +1,6 @@
 """The loss of one micro-batch as a recipe's loss section puts it together, and what it shows.
 
-`T` trained tokens of the micro-batch.
+`T` trained tokens of the micro-batch, `U` ratio units.
 """
 
 from torch import Tensor

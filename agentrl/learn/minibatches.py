@@ -43,13 +43,13 @@ def draw_minibatches(
     if not len(computed):
         computed, counted = counted[:1], counted[1:]
     length = max(1, len(computed) // (num_minibatches * min_groups))
-    place = np.empty(len(computed))
+    order = np.empty(len(computed))
     for group in np.unique(group_I[computed]):
         members = np.flatnonzero(group_I[computed] == group)
         num_parts = -(-len(members) // length)
         part = np.arange(len(members)) * num_parts // len(members)
-        place[members] = (part + rng.random()) / num_parts
-    computed = computed[np.argsort(place, kind="stable")]
+        order[members] = (part + rng.random()) / num_parts
+    computed = computed[np.argsort(order, kind="stable")]
     # The first minibatches have one more to compute, the last ones one more to count.
     shares = zip(np.array_split(computed, num_minibatches), np.array_split(counted, num_minibatches)[::-1], strict=True)
     return [Minibatch(of_computed.tolist(), of_counted.tolist()) for of_computed, of_counted in shares]

@@ -99,7 +99,7 @@ class PolicyState:
         return rate
 
     def advance_schedule(self) -> None:
-        """Count a minibatch, skipped or not: a schedule then ends with the run, and a step begins at the same place in any."""
+        """Count a minibatch, skipped or not: a schedule then ends with the run, and a step begins at the same point in any."""
         with warnings.catch_warnings():  # torch expects each of its steps to follow one of the optimizer
             warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step")
             self.schedule.step()

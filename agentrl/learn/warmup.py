@@ -1,4 +1,7 @@
-"""A short supervised phase on the environment's own demonstrations, so that a model made locally knows the form."""
+"""A short supervised phase on the environment's own demonstrations, so that a model made locally knows the form.
+
+`T` demonstrated tokens of a pass.
+"""
 
 from collections.abc import Callable
 from typing import Any

@@ -1,6 +1,7 @@
 """How rows of tokens are laid out for one pass through a model: as a token tree, behind one another, or padded.
 
-`B` rows of a pass, `L` positions of a row, `P = B * L` slots, `D` hidden size, `Q` slots that are asked for.
+`B` rows of a pass, `L` positions of a row, `P = B * L` slots of a pass, `D` hidden size, `Q` slots that are asked for,
+`N` tokens of a tree, `R` rows before they are laid out, `T` tokens that are read, `V` vocabulary.
 """
 
 from collections.abc import Callable, Sequence
@@ -30,7 +31,7 @@ _LARGEST_GAP = 1e-4
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Inputs:
-    """The tokens of one pass, each in its place."""
+    """The tokens of one pass, each in its slot."""
 
     ids_BL: Tensor
     positions_BL: Tensor | None = None
@@ -56,12 +57,12 @@ def lay_out(rows: Sequence[IntArray], layout: Layout, *, device: torch.device | 
     ids_BL, positions_BL = np.zeros((2, len(lines), width), dtype=np.int64)
     start_R = np.zeros(len(rows), dtype=np.int64)
     for line, members in enumerate(lines):
-        place = 0
+        slot = 0
         for number in members:
-            start_R[number], stop = line * width + place, place + lengths[number]
-            ids_BL[line, place:stop], positions_BL[line, place:stop] = rows[number], np.arange(lengths[number])
-            place = stop
-        positions_BL[line, place:] = np.arange(width - place)
+            start_R[number], stop = line * width + slot, slot + lengths[number]
+            ids_BL[line, slot:stop], positions_BL[line, slot:stop] = rows[number], np.arange(lengths[number])
+            slot = stop
+        positions_BL[line, slot:] = np.arange(width - slot)
     return (
         Inputs(
             ids_BL=torch.from_numpy(ids_BL).to(device),
@@ -86,7 +87,7 @@ def pack(lengths: Sequence[int]) -> list[list[int]]:
 
 
 def hidden_states(model: Any, inputs: Inputs) -> Tensor:
-    """Return the hidden states (P, D) of a causal language model at each place: those of its rows one by one.
+    """Return the hidden states (P, D) of a causal language model at each slot: those of its rows one by one.
 
     Under gradient checkpointing layers run again in the backward pass, which must then lie within `attending` as well.
 

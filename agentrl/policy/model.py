@@ -1,6 +1,6 @@
 """The policy: a transformers causal language model, given by name or made on the spot.
 
-`P` slots of a pass, `T` trained tokens, `D` hidden size.
+`T` trained tokens, `D` hidden size, `V` vocabulary.
 """
 
 from pathlib import Path
@@ -167,7 +167,7 @@ class Policy(nn.Module):
         """How rows are to be laid out for it (`choose_layout`)."""
 
     def forward(self, inputs: Inputs, slot_T: Tensor, targets_T: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
-        """Return log-probability and entropy [T] of each target, read at the place of its predecessor."""
+        """Return log-probability and entropy [T] of each target, read at its predecessor."""
         hidden_TD = hidden_states(self.model, inputs)[slot_T]
         if torch.is_autocast_enabled(hidden_TD.device.type):  # as the head would read them
             hidden_TD = hidden_TD.to(torch.get_autocast_dtype(hidden_TD.device.type))

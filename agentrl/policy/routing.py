@@ -59,7 +59,7 @@ def recording(model: Any) -> AbstractContextManager[list[Tensor]]:
     """Note the experts that the routers choose.
 
     The context gives a list that gains one int16 tensor `(R, P, K)` with each forward pass of the model: of each router
-    (as in `routers_of`) and place, the experts in the router's own order. Layers that gradient checkpointing runs again
+    (as in `routers_of`) and slot, the experts in the router's own order. Layers that gradient checkpointing runs again
     add nothing. A dense model leaves the list empty.
 
     Raises:
@@ -71,7 +71,7 @@ def recording(model: Any) -> AbstractContextManager[list[Tensor]]:
 def replaying(model: Any, experts_RPK: Tensor) -> AbstractContextManager[list[Tensor]]:
     """Let the routers take the given experts instead of their own choice, in each pass and whenever a layer runs again.
 
-        g_k = norm(score(x W^T)[e_k]),  output = sum_k g_k expert_{e_k}(x),  e = the given experts of the place
+        g_k = norm(score(x W^T)[e_k]),  output = sum_k g_k expert_{e_k}(x),  e = the given experts of the slot
 
     Routing Replay (arXiv 2507.18071, section 5.3) where the experts are those of the weights before the first update;
     arXiv 2510.11370, section 4, replays those of the engine instead. Scores, their norm and their gradient, also in the
@@ -85,18 +85,18 @@ def replaying(model: Any, experts_RPK: Tensor) -> AbstractContextManager[list[Te
 
     Raises:
         TrainingError: for a model whose routing cannot be replayed, or experts of another number of routers, slots or
-            experts at a place.
+            experts at a slot.
     """
     return _routing(model, experts_RPK)
 
 
 def changed_share(before_RPK: Tensor, after_RPK: Tensor, *, slots_Q: Tensor | None = None) -> Tensor:
-    """Return of each place the share of its experts that are others than before, in the mean over routers: (Q,).
+    """Return of each slot the share of its experts that are others than before, in the mean over routers: (Q,).
 
         changed_p = mean over routers r of 1 - |before_rp ∩ after_rp| / K
 
     Measured after one update it is what arXiv 2507.18071 (section 5.3) puts at about 10 % for Qwen3-30B-A3B. The order of
-    a place's experts does not count. `slots_Q` are indices into P; None: all.
+    a slot's experts does not count. `slots_Q` are indices into P; None: all.
 
     Raises:
         ValueError: for recordings of different shape.

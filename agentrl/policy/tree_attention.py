@@ -1,7 +1,7 @@
 """Attention of each token of a tree to itself and its ancestors.
 
 `N` tokens of the tree, `H` query heads, `G` key-value heads, `R = H / G` query heads that share one,
-`D` head size of queries and keys, `E` of values; `Q` queries and `K` keys of one block.
+`D` head size of queries and keys, `E` of values; `Q` queries and `K` keys of one block, `S` segments of the tree.
 """
 
 from collections.abc import Iterator

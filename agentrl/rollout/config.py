@@ -33,7 +33,7 @@ class RolloutConfig(BaseModel):
     update, and is interrupted only while weights are replaced."""
     max_staleness: Amount = 2
     """`partial`, `async`: groups are begun for at most this many steps ahead, and `stale` says what becomes of tokens that were
-    sampled more updates ago than this."""
+    sampled more policy versions ago than this."""
     stale: Literal["wait", "mask", "keep"] = "wait"
     """`wait`: a step waits for the groups that would become too old, so that no token is. `mask`: nobody is waited for; tokens
     that are too old leave the loss. `keep`: they are trained on. Either way they are counted (`staleness/too_old`)."""

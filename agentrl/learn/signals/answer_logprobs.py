@@ -1,4 +1,7 @@
-"""Mean log-probability of the tokens of the task's known answer, had it been given in place of a turn's action."""
+"""Mean log-probability of the tokens of the task's known answer, had it been given in place of a turn's action.
+
+`L` tokens of a context with the answer, `T` tokens of the answer.
+"""
 
 from typing import ClassVar
 

@@ -1,6 +1,6 @@
 """The critic: a value for each token's context, in units of reward.
 
-`T` action tokens, `D` hidden size.
+`T` action tokens, `P` slots of a pass, `D` hidden size.
 """
 
 import copy
