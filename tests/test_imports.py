@@ -36,6 +36,11 @@ def test_what_authors_of_environments_and_schemes_use_loads_neither() -> None:
     }
 
 
+def test_checking_a_scheme_loads_no_torch() -> None:
+    script = "from agentrl.testing import check_credit; check_credit('turn_gae', relative=False)"
+    assert "torch" not in loaded_by(script)
+
+
 def test_a_plug_in_loads_nothing_heavy() -> None:
     assert loaded_by("from agentrl.env import make_env; make_env('key_door')") == {"gymnasium", "agentrl_envs"}
 
