@@ -21,14 +21,14 @@ def test_ten_kills_lose_no_episode_and_train_on_none_twice(tmp_path: Path) -> No
         process.check_runs()
         time.sleep(0.05)
     snapshots = []
-    begun = 0.0
+    started = 0.0
     for number in range(10):
-        wait_for_a_moment(run, process, begun, number, rng)
+        wait_for_a_moment(run, process, started, number, rng)
         process.kill()
         found = look(run)
         assert found is not None
         snapshots.append(found)
-        begun, process = time.time(), Command("train", run)
+        started, process = time.time(), Command("train", run)
     process.kill()
     steps = max(snapshots[-1].rows) + 10
     Command("train", run, "--train.steps", steps).finish()

@@ -75,9 +75,9 @@ def test_ten_kills_of_trainer_and_server_lose_no_episode_and_train_on_none_twice
         while look(run) is None:
             process.check_runs()
             time.sleep(0.05)
-        begun = 0.0
+        started = 0.0
         for number, victim in enumerate(victims):
-            wait_for_a_moment(run, process, begun, number, rng)
+            wait_for_a_moment(run, process, started, number, rng)
             if victim != "server":
                 process.kill()
             if victim != "trainer":
@@ -94,7 +94,7 @@ def test_ten_kills_of_trainer_and_server_lose_no_episode_and_train_on_none_twice
             snapshots.append(found)
             if victim != "trainer":
                 serving = Serving(file)
-            begun, process = time.time(), Command("train", run)
+            started, process = time.time(), Command("train", run)
         process.kill()
         steps = max(snapshots[-1].rows) + 5
         process = Command("train", run, "--train.steps", steps)

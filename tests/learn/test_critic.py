@@ -91,7 +91,7 @@ def test_values_are_read_before_each_token_and_the_final_one_after_the_last(
         np.testing.assert_allclose([*values_of(trajectory), trajectory.final_value], expected, rtol=1e-5, atol=1e-6)
 
 
-def test_the_final_value_follows_a_turn_that_began_anew(played: list[Trajectory]) -> None:
+def test_the_final_value_follows_a_turn_that_rewrote_history(played: list[Trajectory]) -> None:
     critic = new_critic(new_policy())
     critic.learn(critic.measure(with_returns(played)))
     cut = replace(played[0], turns=played[0].turns[:4])
@@ -254,7 +254,7 @@ def test_a_head_reads_the_policy_as_it_is(played: list[Trajectory]) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_saved_and_loaded_goes_on_bit_for_bit(kind: Kind, played: list[Trajectory], tmp_path: Path) -> None:
+def test_saved_and_loaded_resumes_bit_for_bit(kind: Kind, played: list[Trajectory], tmp_path: Path) -> None:
     policy, trajectories = new_policy(), with_returns(played)
     critic = new_critic(policy, model=kind)
     for _ in range(2):
@@ -270,7 +270,7 @@ def test_saved_and_loaded_goes_on_bit_for_bit(kind: Kind, played: list[Trajector
     assert same(weights(critic._body), weights(loaded._body))
 
 
-def test_going_on_takes_the_recipes_learning_rate(played: list[Trajectory]) -> None:
+def test_resuming_takes_the_recipes_learning_rate(played: list[Trajectory]) -> None:
     policy = new_policy()
     critic = new_critic(policy)
     critic.learn(critic.measure(with_returns(played)))

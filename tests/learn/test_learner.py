@@ -135,7 +135,7 @@ def test_minibatches_compute_what_has_a_gradient_and_count_what_else_is_kept(
         assert len(computed) == min(1, len(kept))
 
 
-def test_minibatches_are_drawn_anew_for_every_version() -> None:
+def test_minibatches_are_drawn_again_for_every_version() -> None:
     learner = make_learner(num_minibatches=3)
 
     def order(version: int) -> list[str]:
@@ -215,7 +215,7 @@ def test_the_learning_rate_rises_over_its_warm_up_whatever_the_schedule() -> Non
     assert rates == pytest.approx([3 / 8e2, 7 / 8e2, 1e-2])
 
 
-def test_going_on_takes_the_recipes_rates_and_not_the_checkpoints(tmp_path: Path) -> None:
+def test_resuming_takes_the_recipes_rates_and_not_the_checkpoints(tmp_path: Path) -> None:
     early = make_learner()
     early.update(GROUPS, CREDITS, version=0)
     early.state.save(tmp_path)
@@ -228,7 +228,7 @@ def test_going_on_takes_the_recipes_rates_and_not_the_checkpoints(tmp_path: Path
         assert late.update(GROUPS, CREDITS, version=version)["learning_rate"] == 1e-3
 
 
-def test_a_checkpoint_of_adapters_leaves_out_what_is_frozen_and_goes_on_bit_for_bit(tmp_path: Path) -> None:
+def test_a_checkpoint_of_adapters_leaves_out_what_is_frozen_and_resumes_bit_for_bit(tmp_path: Path) -> None:
     settings = LossConfig(kl_coefficient=0.1)
     whole, late, evaluated = (
         make_learner(loss=settings, has_reference=True, lora=LoraSettings(rank=2)) for _ in range(3)

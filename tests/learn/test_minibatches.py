@@ -79,6 +79,6 @@ def test_a_group_is_spread_over_the_minibatches_whatever_the_others_have() -> No
         assert all(1 <= sum(i < 8 for i in m.computed) <= 3 for m in minibatches)
 
 
-def test_minibatches_are_drawn_anew_by_each_seed() -> None:
+def test_minibatches_are_drawn_again_by_each_seed() -> None:
     drawn = [draw([[True, True, False, True]] * 4, 3, seed=seed) for seed in range(9)]
     assert all(one != other for number, one in enumerate(drawn) for other in drawn[:number])

@@ -83,7 +83,7 @@ def test_only_what_requires_a_gradient_is_optimized(name: str) -> None:
     assert not torch.equal(model[2].weight, free)
 
 
-def test_going_on_from_a_state_dict_changes_no_bit(name: str) -> None:
+def test_resuming_from_a_state_dict_changes_no_bit(name: str) -> None:
     model = net()
     optimizer = make(name, model)
     fit(model, optimizer, steps=5)
@@ -100,7 +100,7 @@ def test_going_on_from_a_state_dict_changes_no_bit(name: str) -> None:
     assert torch.equal(weights(again), weights(model))
 
 
-def test_rates_that_change_on_the_way_are_taken_up(name: str) -> None:
+def test_rates_that_change_on_the_way_are_used(name: str) -> None:
     model = net()
     optimizer = make(name, model)
     fit(model, optimizer, steps=3)
@@ -111,7 +111,7 @@ def test_rates_that_change_on_the_way_are_taken_up(name: str) -> None:
     assert torch.equal(weights(model), before)
 
 
-def test_each_is_saved_without_code_and_goes_on_bit_for_bit(name: str, tmp_path: Any) -> None:
+def test_each_is_saved_without_code_and_resumes_bit_for_bit(name: str, tmp_path: Any) -> None:
     def prepared() -> tuple[nn.Module, Any]:
         model = net()
         wrapped: tuple[nn.Module, Any] = Accelerator(cpu=True).prepare(model, make(name, model))

@@ -50,7 +50,7 @@ def played() -> list[Trajectory]:
     return play(POLICY)
 
 
-def test_the_trajectories_at_hand_are_ragged_and_some_begin_anew(played: list[Trajectory]) -> None:
+def test_the_trajectories_at_hand_are_ragged_and_some_rewrite_history(played: list[Trajectory]) -> None:
     lengths = [sum(len(turn.observation_ids) + len(turn.action_ids) for turn in t.turns) for t in played]
     assert len(set(lengths)) > 3
     assert lengths != sorted(lengths)  # micro-batches go by length, so order can be lost
@@ -182,7 +182,7 @@ def test_the_hint_tells_the_known_answer() -> None:
         assert "calc(a: integer" in text  # the tools are still there
 
 
-def test_a_template_that_renders_every_turn_anew_tells_the_hint_once_in_each() -> None:
+def test_a_template_that_renders_every_turn_again_tells_the_hint_once_in_each() -> None:
     tokenizer = train_tokenizer([], vocab_size=261)
     tokenizer.chat_template = TEMPLATE.replace("REWRITTEN", "loop.index < messages | length - 2")
     renderer = AutoConfig(rewritten_history="restart").build(tokenizer)

@@ -193,12 +193,12 @@ def test_what_stands_in_the_padding_changes_nothing(layout: Layout) -> None:
     model, rows = tiny("qwen3"), branching_rows()
     inputs, index = lay_out(rows, layout)
     before_PD = hidden_states(model, inputs)
-    places = np.concatenate(paths(rows, index))
-    padding = np.setdiff1d(np.arange(len(before_PD)), places)
+    slots = np.concatenate(paths(rows, index))
+    padding = np.setdiff1d(np.arange(len(before_PD)), slots)
     assert len(padding) > 0
     inputs.ids_BL.flatten()[padding] = 7
     after_PD = hidden_states(model, inputs)
-    assert torch.equal(after_PD[places], before_PD[places])
+    assert torch.equal(after_PD[slots], before_PD[slots])
     assert not torch.equal(after_PD[padding], before_PD[padding])
 
 

@@ -60,8 +60,8 @@ def trained(name: str, settings: LoraSettings | None = None, *, dtype: torch.dty
 def hidden(model: Any, layout: Layout = "padded", rows: tuple[Any, ...] = (ROW,)) -> Tensor:
     """Hidden states of all tokens of all rows."""
     inputs, index = lay_out(rows, layout)
-    places = [index(np.full(len(row), number), np.arange(len(row))) for number, row in enumerate(rows)]
-    return hidden_states(model, inputs)[np.concatenate(places)]
+    slots = [index(np.full(len(row), number), np.arange(len(row))) for number, row in enumerate(rows)]
+    return hidden_states(model, inputs)[np.concatenate(slots)]
 
 
 def copies(model: Any) -> dict[str, Tensor]:

@@ -80,13 +80,13 @@ def run(model: Any, layout: Layout = "padded") -> Tensor:
     return hidden_states(model, lay_out(rows_of_tokens(), layout)[0])
 
 
-NUM_PLACES = 4 * 40
+NUM_SLOTS = 4 * 40
 """Of the padded layout."""
 
 
-def random_experts(num_routers: int = 2, num_places: int = NUM_PLACES) -> Tensor:
+def random_experts(num_routers: int = 2, num_slots: int = NUM_SLOTS) -> Tensor:
     """Three of eight experts, at random, in random order."""
-    return torch.rand(num_routers, num_places, 8, generator=torch.Generator().manual_seed(1)).topk(3).indices
+    return torch.rand(num_routers, num_slots, 8, generator=torch.Generator().manual_seed(1)).topk(3).indices
 
 
 def gradients(model: Any, hidden_PD: Tensor) -> dict[str, Tensor]:
@@ -171,7 +171,7 @@ def test_given_experts_are_weighed_by_the_scores_of_the_present_router(
     for router, (input_PD, experts_PK, weights_PK), given_PK in zip(routers_of(model), seen, given_RPK, strict=True):
         assert torch.equal(experts_PK, given_PK)
         matrix_ED = next(weight for weight in router.module.parameters() if weight.ndim == 2)
-        logits_PE = input_PD.reshape(NUM_PLACES, -1) @ matrix_ED.T + getattr(router.module, "bias", 0)
+        logits_PE = input_PD.reshape(NUM_SLOTS, -1) @ matrix_ED.T + getattr(router.module, "bias", 0)
         torch.testing.assert_close(weights_PK, formula(router.module, logits_PE, given_PK), rtol=1e-5, atol=1e-6)
 
 
@@ -210,8 +210,8 @@ def test_after_an_update_the_layer_is_the_sum_over_the_recorded_experts_in_value
 @pytest.mark.parametrize("layout", ["padded", "tree"])
 def test_layers_that_gradient_checkpointing_runs_again_replay_as_well(layout: Layout, use_reentrant: bool) -> None:
     model = tiny("qwen3_moe")
-    num_places = len(run(model, layout))
-    given_RPK = random_experts(num_places=num_places)
+    num_slots = len(run(model, layout))
+    given_RPK = random_experts(num_slots=num_slots)
     with replaying(model, given_RPK):
         expected = gradients(model, run(model, layout))
     model.gradient_checkpointing_enable({"use_reentrant": use_reentrant})
@@ -242,7 +242,7 @@ def test_each_pass_is_recorded_and_routers_choose_among_themselves_what_is_recor
     with recording(model) as passes, torch.no_grad():
         run(model)
         model(torch.arange(7)[None])
-    assert [tuple(experts.shape) for experts in passes] == [(2, NUM_PLACES, 3), (2, 7, 3)]
+    assert [tuple(experts.shape) for experts in passes] == [(2, NUM_SLOTS, 3), (2, 7, 3)]
     expected = [logits.flatten(0, -2).topk(3).indices.tolist() for logits in inputs]
     assert [experts.tolist() for one in passes for experts in one] == expected
 
@@ -269,8 +269,8 @@ def test_tokens_choose_and_replay_the_same_experts_in_every_layout(layout: Layou
             hidden_states(model, padded)
             hidden_states(model, inputs)
         assert torch.equal(passes[0][:, padded_T], passes[1][:, slot_T])
-        given_RPK = random_experts(num_places=passes[1].shape[1])
-        given_padded_RPK = torch.zeros(2, NUM_PLACES, 3, dtype=torch.int64)
+        given_RPK = random_experts(num_slots=passes[1].shape[1])
+        given_padded_RPK = torch.zeros(2, NUM_SLOTS, 3, dtype=torch.int64)
         given_padded_RPK[:, padded_T] = given_RPK[:, slot_T]
         with replaying(model, given_RPK):
             got_TD = hidden_states(model, inputs)[slot_T]
@@ -369,7 +369,7 @@ def test_experts_of_another_model_or_pass_are_refused(experts_RPK: Tensor, words
 def test_the_model_routes_as_before_afterwards_also_after_an_error() -> None:
     model = tiny("qwen3_moe")
     before_PD = run(model)
-    with pytest.raises(TrainingError), replaying(model, random_experts(num_places=3)):
+    with pytest.raises(TrainingError), replaying(model, random_experts(num_slots=3)):
         run(model)
     assert torch.equal(run(model), before_PD)
     assert not any("forward" in vars(module) for module in model.modules())

@@ -197,7 +197,7 @@ def _cut_off(draw: st.DrawFn, trajectory: Trajectory) -> Trajectory:
 
 
 # A stopping problem, small enough to enumerate. At turns 0, 1 and 2 the policy stops with probability sigmoid(logit_k) or
-# goes on; after turn 2 it is over either way. Four trajectories are possible.
+# continues; after turn 2 it is over either way. Four trajectories are possible.
 STOP_REWARDS, GO_REWARDS, LOGITS = (1.0, 0.25, 3.0), (-0.5, 0.75, 0.0), (0.4, -0.3, 0.8)
 
 
@@ -209,7 +209,7 @@ class Path(NamedTuple):
 
 
 def stopping_paths(first: int = 0) -> list[Path]:
-    """List all ways to go on from a turn."""
+    """List all ways to continue from a turn."""
     paths: list[Path] = []
     rewards: list[float] = []
     scores: list[float] = []

@@ -58,9 +58,9 @@ class OnDisk:
     """Episodes under way, and those of them in the middle of a turn."""
 
 
-def wait_for_a_moment(run: Path, process: Command, begun: float, number: int, rng: random.Random) -> None:
-    """Let a run that was started at `begun` go on for a while: every other time, until its episodes are being played."""
-    while number % 2 and not any(p.stat().st_mtime > begun and p.stat().st_size for p in (run / "journal").iterdir()):
+def wait_for_a_moment(run: Path, process: Command, started: float, number: int, rng: random.Random) -> None:
+    """Let a run that was started at `started` train for a while: every other time, until its episodes are being played."""
+    while number % 2 and not any(p.stat().st_mtime > started and p.stat().st_size for p in (run / "journal").iterdir()):
         process.check_runs()
         time.sleep(0.02)
     time.sleep((2 if number % 2 else 8) * rng.random())
@@ -118,8 +118,8 @@ def check_nothing_lost(snapshots: list[OnDisk], run: Path) -> None:
         for step, row in snapshot.rows.items():
             otherwise = {k: (row.get(k), v) for k, v in end.rows[step].items() if row.get(k) != v}
             assert end.rows[step] == row, f"kill {number}: step {step} came out otherwise: {otherwise}"
-    begun = {int(name.split("/")[1]) for name in end.episodes}
-    assert begun == set(range(max(begun) + 1)), "a group was passed over"
+    started = {int(name.split("/")[1]) for name in end.episodes}
+    assert started == set(range(max(started) + 1)), "a group was passed over"
 
 
 def _begins_with(whole: Sampled, part: Sampled) -> bool:
@@ -128,7 +128,7 @@ def _begins_with(whole: Sampled, part: Sampled) -> bool:
     *turns, last = part
     if whole[: len(turns)] != turns or len(whole) < len(part):
         return False
-    return all(column[: len(begun)] == begun for column, begun in zip(whole[len(turns)], last, strict=True))
+    return all(column[: len(started)] == started for column, started in zip(whole[len(turns)], last, strict=True))
 
 
 def _repeats(name: str) -> bool:

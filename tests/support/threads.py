@@ -23,7 +23,7 @@ class Guard:
         self._before = set(threading.enumerate())
 
     def left(self, *, timeout_s: float) -> list[str]:
-        """Release what hangs, wait for every thread begun since, and return the names of those that do not end."""
+        """Release what hangs, wait for every thread started since, and return the names of those that do not end."""
         _is_over.set()
         deadline = time.monotonic() + timeout_s
         while (left := self._left()) and time.monotonic() < deadline:
@@ -31,9 +31,9 @@ class Guard:
         return left
 
     def _left(self) -> list[str]:
-        begun = [t.name for t in threading.enumerate() if t not in self._before]
+        started = [t.name for t in threading.enumerate() if t not in self._before]
         alive = [t.name for t in threading.enumerate()]
-        return [n for n in begun if n not in SHARED] + [n for n in SHARED for _ in range(alive.count(n) - 1)]
+        return [n for n in started if n not in SHARED] + [n for n in SHARED for _ in range(alive.count(n) - 1)]
 
 
 def wait_until(condition: Callable[[], bool], *, timeout_s: float = 60.0) -> None:
