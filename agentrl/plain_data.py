@@ -17,7 +17,7 @@ from itertools import islice
 from numbers import Integral, Real
 from pathlib import PurePath
 from types import EllipsisType
-from typing import Any
+from typing import Any, TypeGuard
 from uuid import UUID
 
 MAX_DEPTH = 64
@@ -74,6 +74,11 @@ def plain_data(value: object, place: str = "the value", *, max_depth: int = MAX_
         raise PlainDataError(f"{place}{copier.where()} {error}") from None
     except Exception as error:
         raise PlainDataError(f"{place}{copier.where()} cannot be read: {_line(words_of(error))}") from error
+
+
+def is_number(value: object) -> TypeGuard[int | float]:
+    """Tell whether a value of plain data is a number."""
+    return isinstance(value, int | float)
 
 
 def words_of(error: BaseException) -> str:

@@ -50,7 +50,7 @@ from agentrl.learn.train_config import TrainConfig
 from agentrl.learn.warmup import WarmupConfig, warm_up
 from agentrl.policy.layout import choose_layout
 from agentrl.policy.model import LocalModelConfig, Policy, make_local_model
-from agentrl.rollout import RolloutPool
+from agentrl.rollout import EpisodeContext, RolloutPool
 from agentrl.rollout.demonstrations import demonstrations
 from agentrl.run import loop
 from agentrl.run.build import build
@@ -292,9 +292,11 @@ def play(start: Path, recipe: Recipe, count: int) -> list[Batch]:
     with asyncio.Runner() as runner:
         pool = RolloutPool(
             make_env=partial(make_env, recipe.env.id),
-            engine=TransformersEngine(load(start), EngineConfig(lockstep=True)),
-            renderer=ChatMLRenderer(AutoTokenizer.from_pretrained(start)),
-            config=recipe.rollout,
+            context=EpisodeContext(
+                engine=TransformersEngine(load(start), EngineConfig(lockstep=True)),
+                renderer=ChatMLRenderer(AutoTokenizer.from_pretrained(start)),
+                config=recipe.rollout,
+            ),
             seed=0,
         )
         batches = [runner.run(pool.collect()) for _ in range(count)]

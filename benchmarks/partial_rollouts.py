@@ -21,7 +21,7 @@ from agentrl.engine import EngineConfig
 from agentrl.engine.transformers import TransformersEngine
 from agentrl.env import MessageEnv
 from agentrl.policy.model import LocalModelConfig, make_local_model
-from agentrl.rollout import RolloutConfig, RolloutPool
+from agentrl.rollout import EpisodeContext, RolloutConfig, RolloutPool
 from agentrl.types import Message
 
 SHORT, LONG, GROUPS, SIZE = 2, 20, 8, 8
@@ -74,7 +74,9 @@ def sample(mode: str, steps: int, seed: int, *, latency_s: float) -> dict[str, A
             "max_live_episodes": GROUPS * SIZE,
         }
     )
-    pool = RolloutPool(make_env=Tail, engine=engine, renderer=OftenStops(TOKENIZER), config=config, seed=seed)
+    pool = RolloutPool(
+        make_env=Tail, context=EpisodeContext(engine=engine, renderer=OftenStops(TOKENIZER), config=config), seed=seed
+    )
     weights = list(engine._model.state_dict().items())
     lengths: list[int] = []
     seconds = 0.0

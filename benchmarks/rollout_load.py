@@ -18,7 +18,7 @@ from typing import Any, ClassVar
 from agentrl import ToolEnv, tool
 from agentrl.chat import ChatMLRenderer, train_tokenizer
 from agentrl.learn.metrics import process_metrics
-from agentrl.rollout import Journal, RolloutConfig, RolloutPool
+from agentrl.rollout import EpisodeContext, Journal, RolloutConfig, RolloutPool
 from agentrl.testing import ScriptedEngine
 from agentrl.types import Completion, FinishReason
 
@@ -67,7 +67,9 @@ def load(
         max_turn_tokens=256,
         max_context_tokens=4096,
     )
-    pool = RolloutPool(make_env=Counter, engine=AtOnce(answer), renderer=renderer, config=config, seed=0)
+    pool = RolloutPool(
+        make_env=Counter, context=EpisodeContext(engine=AtOnce(answer), renderer=renderer, config=config), seed=0
+    )
     if journal is not None:
         pool.record(Journal(journal))
         pool.state_dict()

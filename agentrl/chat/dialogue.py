@@ -18,12 +18,14 @@ class Dialogue:
 
     history: tuple[Message, ...]
     """What was said so far, by all."""
+    observation: tuple[Message, ...]
+    """What was said since the last action."""
     tools: Tools
     """JSON schemas of the tools that the policy may call."""
     context_ids: tuple[int, ...]
     """The whole context of the next action, the generation prompt included."""
     observation_ids: tuple[int, ...]
-    """What the last messages added to it; all of it where history was rewritten."""
+    """What the observation added to it; all of it where history was rewritten."""
     extends: bool = True
     """False: history was rewritten, and the context does not begin with the one before it."""
 
@@ -35,7 +37,10 @@ class Dialogue:
     @classmethod
     def of_record(cls, messages: Sequence[Message], tools: Tools, observation_ids: tuple[int, ...]) -> Self:
         """Return the conversation that began with these messages, whose tokens are known."""
-        return cls(history=tuple(messages), tools=tools, context_ids=observation_ids, observation_ids=observation_ids)
+        said = tuple(messages)
+        return cls(
+            history=said, observation=said, tools=tools, context_ids=observation_ids, observation_ids=observation_ids
+        )
 
     def after(
         self, action_ids: tuple[int, ...], message: Message, replies: Sequence[Message], renderer: Renderer
@@ -59,6 +64,7 @@ class Dialogue:
         """Return the conversation after an action and the replies to it, whose tokens are known."""
         return type(self)(
             history=(*self.history, message, *replies),
+            observation=tuple(replies),
             tools=self.tools,
             context_ids=self.context_ids + action_ids + observation_ids if extends else observation_ids,
             observation_ids=observation_ids,

@@ -4,7 +4,7 @@ import base64
 import copy
 import pickle
 from collections.abc import Callable
-from typing import Any, NamedTuple, TypeGuard
+from typing import Any, NamedTuple
 
 import gymnasium as gym
 import numpy as np
@@ -12,7 +12,7 @@ import numpy as np
 from agentrl.env import MAX_REWARD, MessageEnv, base_env, tool_schemas
 from agentrl.env.spaces import is_message
 from agentrl.errors import AgentRLError
-from agentrl.plain_data import PlainDataError, abbreviated, plain_data, printable
+from agentrl.plain_data import PlainDataError, abbreviated, is_number, plain_data, printable
 from agentrl.rollout.fault import raised_words
 from agentrl.types import Message
 
@@ -122,11 +122,6 @@ def step(env: Env, base: MessageEnv, action: Message) -> EnvReply:
         action_key=action_key,
         snapshot=base64.b64encode(pickle.dumps(env)).decode() if base.can_snapshot else None,
     )
-
-
-def is_number(value: object) -> TypeGuard[int | float]:
-    """Tell whether a value of plain data is a number."""
-    return isinstance(value, int | float)
 
 
 def _messages(messages: object, base: MessageEnv, method: str) -> tuple[Message, ...]:

@@ -12,7 +12,7 @@ from pydantic import ConfigDict, Field, TypeAdapter
 
 from agentrl.errors import ConfigError
 from agentrl.files import numbered, parse, read_bytes, sealed, unsealed
-from agentrl.rollout.episode import Task
+from agentrl.rollout.live_episode import Task
 from agentrl.types import Completion, Message, Trajectory, Turn
 
 

@@ -7,16 +7,15 @@ from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
-from agentrl.chat import Renderer
 from agentrl.engine import Engine
 from agentrl.engine.retry import retry_wait_s
 from agentrl.errors import EngineError, EnvironmentFailure
-from agentrl.rollout.config import RolloutConfig
-from agentrl.rollout.deadline import EngineClock
+from agentrl.rollout.context import EpisodeContext
 from agentrl.rollout.env_calls import MakeEnv
 from agentrl.rollout.env_thread import EnvThread
-from agentrl.rollout.episode import Episode, LiveEpisode, Task
+from agentrl.rollout.episode import Episode
 from agentrl.rollout.journal import Journal
+from agentrl.rollout.live_episode import LiveEpisode, Task
 from agentrl.rollout.share import Share
 from agentrl.rollout.stream import TaskStream, group_of
 from agentrl.types import Sampling, StopReason, Trajectory, TrajectoryGroup
@@ -50,9 +49,7 @@ class RolloutPool:
         self,
         *,
         make_env: MakeEnv,
-        engine: Engine,
-        renderer: Renderer,
-        config: RolloutConfig,
+        context: EpisodeContext[Engine],
         seed: int,
         fork: bool = False,
         share: Share | None = None,
@@ -62,18 +59,15 @@ class RolloutPool:
 
         Args:
             make_env: makes the environment of one episode.
-            engine: samples.
-            renderer: messages to tokens.
-            config: how episodes are played.
+            context: what all episodes are played with.
             seed: of tasks and samples.
             fork: rollouts are forked from every episode's turns (see `RolloutConfig.branches`).
             share: the training tasks that are dealt out to this process. None: all.
             on_fault: told of each episode whose environment failed, at each attempt, at once.
         """
-        self._make_env, self._engine, self._renderer, self._config = make_env, engine, renderer, config
-        self._fork, self._on_fault = fork, on_fault
-        self._stream = TaskStream(config, seed=seed, share=share)
-        self._clock = EngineClock()
+        self._make_env, self._context, self._fork, self._on_fault = make_env, context, fork, on_fault
+        self._engine, self._config, self._clock = context.engine, context.config, context.clock
+        self._stream = TaskStream(context.config, seed=seed, share=share)
         self._is_paused = False
         self._threads: list[EnvThread] = []
         self._lost: list[EnvThread] = []
@@ -234,7 +228,7 @@ class RolloutPool:
         try:
             async with self._clock.timeout(self._config.engine_timeout_s):
                 with self._engine.conversation("ask"):
-                    await self._engine.generate(self._renderer.stop_token_ids[:1], sampling, "ask")
+                    await self._engine.generate(self._context.renderer.stop_token_ids[:1], sampling, "ask")
         except TimeoutError:
             raise EngineError(
                 f"no completion within rollout.engine_timeout_s: {self._config.engine_timeout_s:g}"
@@ -308,13 +302,10 @@ class RolloutPool:
             place.thread = EnvThread()
         episode = Episode(
             start.task,
-            engine=self._engine,
-            renderer=self._renderer,
-            config=self._config,
+            context=self._context,
             thread=place.thread,
             fork=self._fork,
             recorded=start,
-            clock=self._clock,
             on_change=None if live is None else self._stream.note,
             on_fault=self._note_fault,
         )

@@ -10,8 +10,8 @@ from pydantic import TypeAdapter
 
 from agentrl.errors import ConfigError, EnvironmentFailure
 from agentrl.rollout.config import RolloutConfig
-from agentrl.rollout.episode import LiveEpisode, Task
 from agentrl.rollout.journal import Begun, Dropped, Ended, Event, HandedOut, Held, Journal, Played, Restarted
+from agentrl.rollout.live_episode import LiveEpisode, Task
 from agentrl.rollout.seeds import derive_seed, task_seed
 from agentrl.rollout.share import Share
 from agentrl.types import StopReason, Trajectory, TrajectoryGroup, lengthen, shorten

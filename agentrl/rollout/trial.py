@@ -7,10 +7,12 @@ from agentrl.chat import Renderer
 from agentrl.env import EnvDescription, base_env, describe
 from agentrl.errors import EnvironmentFailure, UserError
 from agentrl.rollout.config import RolloutConfig
+from agentrl.rollout.context import EpisodeContext
 from agentrl.rollout.env_calls import MakeEnv
 from agentrl.rollout.env_thread import EnvThread
-from agentrl.rollout.episode import Episode, Task
+from agentrl.rollout.episode import Episode
 from agentrl.rollout.fault import raised_words
+from agentrl.rollout.live_episode import Task
 from agentrl.types import Completion, FinishReason, Sampling
 
 
@@ -69,8 +71,8 @@ async def try_environment(
     thread = EnvThread()
     task = Task(group_id="trial", rollout_index=0, seed=seed, sampling_seed=seed)
     try:
-        episode = Episode(task, engine=_Silence(), renderer=renderer, config=config, thread=thread, fork=fork)
-        trajectory = await episode.play(make_env)
+        context = EpisodeContext(engine=_Silence(), renderer=renderer, config=config)
+        trajectory = await Episode(task, context=context, thread=thread, fork=fork).play(make_env)
     finally:
         thread.close()
     if trajectory.failed:

@@ -33,7 +33,7 @@ from agentrl.policy.lora import add_lora
 from agentrl.policy.model import Policy, check_dropout
 from agentrl.report.faults import FaultLog, ToldFaults
 from agentrl.report.folder import RunFolder
-from agentrl.rollout import RolloutPool, Share, check_limits, describe_env, try_environment
+from agentrl.rollout import EpisodeContext, RolloutPool, Share, check_limits, describe_env, try_environment
 from agentrl.rollout.env_calls import MakeEnv
 from agentrl.run.engine_link import EngineLink
 from agentrl.run.engines import new_engine, share_of
@@ -142,9 +142,7 @@ def _build(
 
     pool = RolloutPool(
         make_env=new_env,
-        engine=engine,
-        renderer=renderer,
-        config=rollout,
+        context=EpisodeContext(engine=engine, renderer=renderer, config=rollout),
         seed=recipe.seed,
         fork=forks,
         share=share,

@@ -1,7 +1,7 @@
 """Evaluation on held-out tasks, in a run or beside it."""
 
 from agentrl.distributed.processes import all_gather, num_processes
-from agentrl.rollout import RolloutPool
+from agentrl.rollout import EpisodeContext, RolloutPool
 from agentrl.rollout.evaluation import Evaluation, evaluated, play_held_out
 from agentrl.run.build import Parts
 
@@ -11,9 +11,11 @@ def evaluate(parts: Parts) -> Evaluation:
     recipe, share, runner = parts.recipe, parts.share, parts.runner
     pool = RolloutPool(
         make_env=parts.make_env,
-        engine=parts.engine,
-        renderer=parts.renderer,
-        config=recipe.rollout.model_copy(update={"temperature": recipe.evaluation.temperature}),
+        context=EpisodeContext(
+            engine=parts.engine,
+            renderer=parts.renderer,
+            config=recipe.rollout.model_copy(update={"temperature": recipe.evaluation.temperature}),
+        ),
         seed=recipe.seed,
         on_fault=parts.on_fault,
     )

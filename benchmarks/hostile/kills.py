@@ -16,7 +16,7 @@ import yaml
 
 from agentrl import ToolEnv, tool
 from agentrl.chat import ChatMLRenderer, train_tokenizer
-from agentrl.rollout import Journal, RolloutConfig, RolloutPool
+from agentrl.rollout import EpisodeContext, Journal, RolloutConfig, RolloutPool
 from agentrl.rollout.journal import Ended, Event, Held, Played
 from agentrl.rollout.stream import TaskStream
 from agentrl.testing import ScriptedEngine
@@ -83,9 +83,7 @@ def _pool(mode: Any, env: str, salt: int) -> RolloutPool:
     )
     return RolloutPool(
         make_env=partial(Counter, **ENVS[env]),
-        engine=ScriptedEngine(script, logprob=-1.0 - salt),
-        renderer=renderer,
-        config=config,
+        context=EpisodeContext(engine=ScriptedEngine(script, logprob=-1.0 - salt), renderer=renderer, config=config),
         seed=0,
     )
 

@@ -17,7 +17,7 @@ from agentrl.credit import Credit
 from agentrl.env import MessageEnv, ToolEnv, tool
 from agentrl.report.records import groups_of, read_records, records
 from agentrl.report.show import render
-from agentrl.rollout import Journal, RolloutConfig, RolloutPool
+from agentrl.rollout import EpisodeContext, Journal, RolloutConfig, RolloutPool
 from agentrl.rollout.env_calls import MakeEnv
 from agentrl.testing import ScriptedEngine
 from agentrl.types import Message, StopReason, Trajectory, TrajectoryGroup
@@ -37,9 +37,11 @@ def pool_of(make_env: MakeEnv, renderer: ChatMLRenderer, **config: Any) -> Rollo
     settings = {"mode": "partial", "num_groups": 1, "max_turns": 2, "max_retries": 0, "env_timeout_s": 30.0, **config}
     return RolloutPool(
         make_env=make_env,
-        engine=ScriptedEngine(lambda _id, _number: [40, 41, stop]),
-        renderer=renderer,
-        config=RolloutConfig.model_validate(settings),
+        context=EpisodeContext(
+            engine=ScriptedEngine(lambda _id, _number: [40, 41, stop]),
+            renderer=renderer,
+            config=RolloutConfig.model_validate(settings),
+        ),
         seed=5,
     )
 

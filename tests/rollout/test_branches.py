@@ -17,7 +17,7 @@ from agentrl.chat import Renderer
 from agentrl.engine.transformers import TransformersEngine
 from agentrl.env import MessageEnv
 from agentrl.errors import EngineError
-from agentrl.rollout import Episode, RolloutConfig, RolloutPool, Task
+from agentrl.rollout import Episode, EpisodeContext, RolloutConfig, RolloutPool, Task
 from agentrl.rollout.env_calls import MakeEnv
 from agentrl.rollout.env_thread import EnvThread
 from agentrl.types import Completion, Message, Sampling, StopReason, Trajectory, TrajectoryGroup
@@ -127,9 +127,7 @@ def play(
         try:
             episode = Episode(
                 task,
-                engine=engine,
-                renderer=renderer,
-                config=RolloutConfig.model_validate(settings),
+                context=EpisodeContext(engine=engine, renderer=renderer, config=RolloutConfig.model_validate(settings)),
                 thread=thread,
                 fork=fork,
             )
@@ -439,9 +437,9 @@ def new_pool(new_engine: NewEngine, renderer: Renderer) -> Callable[..., Rollout
         settings = {"group_size": 3, "max_turn_tokens": 64, "env_timeout_s": 5.0, "branches": {"num": 2}, **config}
         return RolloutPool(
             make_env=make_env,
-            engine=new_engine(),
-            renderer=renderer,
-            config=RolloutConfig.model_validate(settings),
+            context=EpisodeContext(
+                engine=new_engine(), renderer=renderer, config=RolloutConfig.model_validate(settings)
+            ),
             seed=5,
             fork=fork,
         )

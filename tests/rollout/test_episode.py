@@ -13,7 +13,7 @@ from agentrl.engine.transformers import TransformersEngine
 from agentrl.env import MessageEnv, make_env
 from agentrl.errors import ConfigError
 from agentrl.learn.tokens import rows_of
-from agentrl.rollout import Episode, RolloutConfig, Task
+from agentrl.rollout import Episode, EpisodeContext, RolloutConfig, Task
 from agentrl.rollout.env_calls import MakeEnv
 from agentrl.rollout.env_thread import EnvThread
 from agentrl.types import Completion, FinishReason, Message, Sampling, StopReason, Trajectory
@@ -84,9 +84,7 @@ async def played(
     try:
         episode = Episode(
             task,
-            engine=engine,
-            renderer=renderer,
-            config=RolloutConfig.model_validate(settings),
+            context=EpisodeContext(engine=engine, renderer=renderer, config=RolloutConfig.model_validate(settings)),
             thread=thread,
         )
         return await episode.play(make_env)

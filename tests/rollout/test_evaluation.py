@@ -9,7 +9,7 @@ from agentrl.chat import ChatMLRenderer, train_tokenizer
 from agentrl.engine.transformers import TransformersEngine
 from agentrl.env import MessageEnv
 from agentrl.policy.model import LocalModelConfig, make_local_model
-from agentrl.rollout import RolloutConfig, RolloutPool, Share, held_out_seed, task_seed
+from agentrl.rollout import EpisodeContext, RolloutConfig, RolloutPool, Share, held_out_seed, task_seed
 from agentrl.rollout.evaluation import (
     Evaluation,
     EvaluationConfig,
@@ -63,9 +63,11 @@ def played(
     env.played = []
     pool = RolloutPool(
         make_env=env,
-        engine=TransformersEngine(make_local_model(sizes, tokenizer)),
-        renderer=EndsAtOnce(tokenizer),
-        config=RolloutConfig(max_retries=max_retries, max_consecutive_failures=1000),
+        context=EpisodeContext(
+            engine=TransformersEngine(make_local_model(sizes, tokenizer)),
+            renderer=EndsAtOnce(tokenizer),
+            config=RolloutConfig(max_retries=max_retries, max_consecutive_failures=1000),
+        ),
         seed=seed,
     )
 

@@ -18,7 +18,7 @@ from agentrl.chat import Renderer
 from agentrl.engine.batched import Request
 from agentrl.engine.transformers import TransformersEngine
 from agentrl.errors import EngineError, EnvironmentFailure
-from agentrl.rollout import Journal, RolloutConfig, RolloutPool
+from agentrl.rollout import EpisodeContext, Journal, RolloutConfig, RolloutPool
 from agentrl.types import Completion, Message, Sampling, Trajectory
 from tests.rollout.test_pool import Talk, collect, episodes, logged
 from tests.support.threads import hang
@@ -35,9 +35,11 @@ def new_pool(new_engine: NewEngine, renderer: Renderer, opened: Opened) -> NewPo
         return opened(
             RolloutPool(
                 make_env=make_env,
-                engine=engine or new_engine(lockstep=False),
-                renderer=renderer,
-                config=RolloutConfig.model_validate(settings),
+                context=EpisodeContext(
+                    engine=engine or new_engine(lockstep=False),
+                    renderer=renderer,
+                    config=RolloutConfig.model_validate(settings),
+                ),
                 seed=5,
             )
         )

@@ -10,7 +10,7 @@ import pytest
 from agentrl.chat import Renderer
 from agentrl.engine.transformers import TransformersEngine
 from agentrl.errors import EnvironmentFailure
-from agentrl.rollout import RolloutConfig, RolloutPool
+from agentrl.rollout import EpisodeContext, RolloutConfig, RolloutPool
 from agentrl.types import Message, Trajectory, TrajectoryGroup
 from tests.rollout.test_pool import Talk, fails
 
@@ -44,9 +44,7 @@ class Table:
         self.engine, self.runner = engine, asyncio.Runner()
         self.pool = RolloutPool(
             make_env=make_env,
-            engine=engine,
-            renderer=renderer,
-            config=RolloutConfig.model_validate(settings),
+            context=EpisodeContext(engine=engine, renderer=renderer, config=RolloutConfig.model_validate(settings)),
             seed=5,
         )
 

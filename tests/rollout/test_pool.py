@@ -15,7 +15,7 @@ from agentrl.engine.batched import Request
 from agentrl.engine.transformers import TransformersEngine
 from agentrl.env import MessageEnv
 from agentrl.errors import EngineError, EnvironmentFailure
-from agentrl.rollout import RolloutConfig, RolloutPool, task_seed
+from agentrl.rollout import EpisodeContext, RolloutConfig, RolloutPool, task_seed
 from agentrl.rollout.env_calls import MakeEnv
 from agentrl.types import Message, StopReason, Trajectory, TrajectoryGroup
 from tests.support.threads import hang, wait_until
@@ -62,9 +62,9 @@ def new_pool(new_engine: NewEngine, renderer: Renderer, opened: Opened) -> NewPo
         return opened(
             RolloutPool(
                 make_env=make_env,
-                engine=engine or new_engine(),
-                renderer=renderer,
-                config=RolloutConfig.model_validate(settings),
+                context=EpisodeContext(
+                    engine=engine or new_engine(), renderer=renderer, config=RolloutConfig.model_validate(settings)
+                ),
                 seed=seed,
             )
         )
@@ -399,9 +399,11 @@ def test_every_attempt_at_which_an_environment_fails_is_counted_and_told(
     pool = opened(
         RolloutPool(
             make_env=fails(where="step", when=lambda env: (env.seed, env.member) == (task_seed(5, 0), 1)),
-            engine=new_engine(),
-            renderer=renderer,
-            config=RolloutConfig(group_size=3, max_turn_tokens=64, max_live_episodes=8, max_retries=1),
+            context=EpisodeContext(
+                engine=new_engine(),
+                renderer=renderer,
+                config=RolloutConfig(group_size=3, max_turn_tokens=64, max_live_episodes=8, max_retries=1),
+            ),
             seed=5,
             on_fault=told.append,
         )

@@ -15,7 +15,7 @@ from pydantic import TypeAdapter
 from agentrl.chat import Renderer
 from agentrl.chat.renderer import Tools
 from agentrl.engine.transformers import TransformersEngine
-from agentrl.rollout import Episode, LiveEpisode, RolloutConfig
+from agentrl.rollout import Episode, EpisodeContext, LiveEpisode, RolloutConfig
 from agentrl.rollout.env_calls import MakeEnv
 from agentrl.rollout.env_thread import EnvThread
 from agentrl.types import Completion, FinishReason, Message, StopReason, Trajectory, Turn
@@ -38,8 +38,10 @@ class Table:
         self, recorded: LiveEpisode | None = None, *, on_change: Callable[[LiveEpisode], None] | None = None
     ) -> tuple[Episode, EnvThread]:
         thread = EnvThread()
-        parts: dict[str, Any] = {"engine": self.engine, "renderer": self.renderer, "config": CONFIG, "thread": thread}
-        return Episode(TASK, **parts, fork=self.fork, recorded=recorded, on_change=on_change), thread
+        context = EpisodeContext(engine=self.engine, renderer=self.renderer, config=CONFIG)
+        return Episode(
+            TASK, context=context, thread=thread, fork=self.fork, recorded=recorded, on_change=on_change
+        ), thread
 
     def play(self, recorded: LiveEpisode | None = None, *, make_env: MakeEnv = Dice) -> Trajectory:
         async def played() -> Trajectory:

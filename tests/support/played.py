@@ -13,7 +13,7 @@ from agentrl.engine.transformers import TransformersEngine
 from agentrl.env import make_env
 from agentrl.policy.layout import Layout
 from agentrl.policy.model import LocalModelConfig, Policy, make_local_model
-from agentrl.rollout import RolloutConfig, RolloutPool
+from agentrl.rollout import EpisodeContext, RolloutConfig, RolloutPool
 from agentrl.types import Message, Trajectory
 from tests.support.renderers import OftenStops
 
@@ -52,9 +52,11 @@ def play(
     settings = {"group_size": 1, "max_turns": 6, "max_turn_tokens": 64, "max_context_tokens": 1024, **config}
     pool = RolloutPool(
         make_env=partial(make_env, env, options or {}),
-        engine=TransformersEngine(copy.deepcopy(policy.model).float()),
-        renderer=renderer or StartsAnew(TOKENIZER),
-        config=RolloutConfig.model_validate(settings),
+        context=EpisodeContext(
+            engine=TransformersEngine(copy.deepcopy(policy.model).float()),
+            renderer=renderer or StartsAnew(TOKENIZER),
+            config=RolloutConfig.model_validate(settings),
+        ),
         seed=1,
     )
     try:

@@ -1,0 +1,137 @@
+"""An environment on the other side of a conversation."""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager, suppress
+from functools import partial
+from typing import Any
+
+from agentrl.chat import Dialogue
+from agentrl.env import MessageEnv, base_env
+from agentrl.errors import AgentRLError
+from agentrl.plain_data import is_number, line_of
+from agentrl.rollout.conversation import Conversation, End, Outcome
+from agentrl.rollout.env_calls import Env, EnvError, EnvReply, MakeEnv, construct, env_id, step
+from agentrl.rollout.env_thread import EnvThread
+from agentrl.rollout.fault import fault_of, raised_words
+from agentrl.rollout.replay import ReplayError
+from agentrl.types import Message, StopReason, Trajectory
+
+
+class EnvDriver:
+    """Drives a conversation by an environment, all of whose calls are made on one thread, with a deadline each."""
+
+    def __init__(self, conversation: Conversation, thread: EnvThread, *, name: str = "") -> None:
+        """Take the parts.
+
+        Args:
+            conversation: what is driven.
+            thread: of the environment.
+            name: of the environment, where it is made already.
+        """
+        self.conversation, self.thread, self.name = conversation, thread, name
+        self.gold_answer: str | None = None
+        self.info: dict[str, Any] = {}
+        """What the environment reported last."""
+        self._env_s = 0.0
+
+    async def make(self, make_env: MakeEnv) -> Env:
+        """Make the environment."""
+
+        def named() -> tuple[Env, str]:
+            env = construct(make_env)
+            return env, env_id(env)
+
+        env: Env
+        env, self.name = await self.call("construction", named)
+        return env
+
+    async def play(self, env: Env, *, before_action: Callable[[], Awaitable[None]] | None = None) -> None:
+        """Carry out one action after the other, to the end.
+
+        Args:
+            env: what they are carried out in.
+            before_action: awaited before each of them.
+
+        Raises:
+            EnvError: when the environment fails.
+            EngineError: when the engine does.
+        """
+        talk, base = self.conversation, base_env(env)
+        try:
+            while talk.end is None:
+                if before_action is not None:
+                    await before_action()
+                if (message := await talk.act()) is None:
+                    return
+                # Rendered on the environment's thread, beside the event loop, where other episodes go on.
+                reply, following = await self.call("step()", partial(self._step, env, base, message))
+                self.info = reply.info
+                outcome = Outcome(
+                    reward=reply.reward,
+                    state_key=reply.state_key,
+                    action_key=reply.action_key,
+                    extras=reply.info,
+                    snapshot=reply.snapshot,
+                )
+                talk.reply(following, outcome)
+        except ReplayError as error:
+            advice = "make it depend on its seed and the actions alone, or set can_snapshot"
+            raise EnvError(f"environment {self.name}: {error}; {advice}") from error
+
+    def _step(self, env: Env, base: MessageEnv, message: Message) -> tuple[EnvReply, Dialogue | End]:
+        reply = step(env, base, message)
+        if reply.terminated or reply.truncated:
+            return reply, End(reason=StopReason.TERMINATED, truncated=not reply.terminated)
+        return reply, self.rendered(partial(self.conversation.after, reply.messages))
+
+    def rendered(self, render: Callable[[], Dialogue | End]) -> Dialogue | End:
+        """Render what the environment said; what a chat template cannot make of it is the environment's fault."""
+        try:
+            return render()
+        except Exception as error:  # noqa: BLE001 - of a stranger's template or environment: it becomes data
+            words = error if isinstance(error, AgentRLError) else line_of(error)
+            failure = EnvError(f"environment {self.name}: its messages cannot be rendered: {words}")
+            return End(reason=StopReason.ENV_ERROR, error=str(failure), fault=fault_of(error))
+
+    async def call(self, what: str, function: Callable[[], Any]) -> Any:
+        """Call into the environment; whatever goes wrong there is an EnvError with its words."""
+        timeout_s, begin = self.conversation.context.config.env_timeout_s, time.perf_counter()
+        where = f"environment {self.name}: {what}" if self.name else f"environment: {what}"
+        try:
+            return await self.thread.call(function, timeout_s=timeout_s)
+        except (EnvError, asyncio.CancelledError):
+            raise
+        except Exception as error:
+            if self.thread.is_lost:
+                raise EnvError(f"{where} did not return within rollout.env_timeout_s: {timeout_s:g} s") from error
+            raise EnvError(f"{where} raised {raised_words(error)}") from error
+        finally:
+            self._env_s += time.perf_counter() - begin
+
+    @asynccontextmanager
+    async def closing(self, env: Env) -> AsyncIterator[None]:
+        """Close the environment at the end, whatever that is."""
+        try:
+            yield
+        except BaseException:
+            if self.thread.is_lost:  # hanging, or cancelled within a call
+                self.thread.call_unattended(env.close)
+            else:
+                with suppress(EnvError):  # what went wrong first says more
+                    await self.call("close()", env.close)
+            raise
+        await self.call("close()", env.close)
+
+    def failed(self, error: EnvError) -> Trajectory:
+        """Return what was played, with the action at which the environment failed."""
+        hanging = self.thread.stack if self.thread.is_lost else None
+        fault = fault_of(error.__cause__ or error, hanging=hanging)
+        self.conversation.fail(End(reason=StopReason.ENV_ERROR, error=str(error), fault=fault))
+        return self.trajectory()
+
+    def trajectory(self) -> Trajectory:
+        """Return the episode, which has ended."""
+        metrics = {key: float(value) for key, value in self.info.items() if is_number(value)} | {"env_s": self._env_s}
+        return self.conversation.trajectory(env_id=self.name, metrics=metrics, gold_answer=self.gold_answer)

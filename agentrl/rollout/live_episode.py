@@ -1,0 +1,40 @@
+"""An episode under way, as data: what a journal and a checkpoint hold of it."""
+
+from dataclasses import dataclass
+
+from agentrl.types import Completion, Message, Turns
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Task:
+    """What fixes an episode before it begins."""
+
+    group_id: str
+    rollout_index: int
+    """Number of this episode within its group."""
+    seed: int
+    """Seed of the environment, shared by the group."""
+    sampling_seed: int
+    """Seed from which each turn's sampling seed follows."""
+    attempt: int = 0
+    """How often this episode has been begun before."""
+
+    @property
+    def trajectory_id(self) -> str:
+        """Name of the episode."""
+        return f"{self.group_id}/{self.rollout_index}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LiveEpisode:
+    """An episode under way: all that is needed to continue it elsewhere, but for the environment, which is played again."""
+
+    task: Task
+    turns: Turns = ()
+    """What was played to the end of a step of the environment."""
+    observation: tuple[Message, ...] | None = None
+    """What the environment said last. None: not known."""
+    snapshot: str | None = None
+    """The environment after the last turn, pickled, in base64. None: it is played again."""
+    partial: Completion | None = None
+    """What was sampled of the next action, whole or in part."""
