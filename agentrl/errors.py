@@ -21,6 +21,10 @@ class EnvironmentFailure(UserError):  # noqa: N818  # EnvironmentError is a buil
     """An environment raised, hung or broke its contract so often that the run was stopped."""
 
 
+class EnvError(AgentRLError):
+    """An environment raised, hung or broke its contract in one episode, which is data: it is played again or left out."""
+
+
 class RendererError(UserError):
     """A chat template that cannot be used as asked."""
 

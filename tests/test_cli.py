@@ -252,12 +252,12 @@ def test_a_recipe_that_cannot_be_carried_out_is_refused_and_leaves_no_trace(
         ("HangsInStep", "environment HangsInStep: step() did not return within rollout.env_timeout_s: 0.5 s"),
         (
             "ReturnsFour",
-            "step() of ReturnsFour must return (messages, reward, terminated, truncated, info), "
-            "got tuple ((), 0.0, True, {})",
+            "step() of ReturnsFour returned tuple ((), 0.0, True, {}); "
+            "return (messages, reward, terminated, truncated, info)",
         ),
         (
             "ReturnsText",
-            "reset() of ReturnsText must return (messages, info), got str 'Well?'",
+            "reset() of ReturnsText returned str 'Well?'; return (messages, info)",
         ),
     ],
 )

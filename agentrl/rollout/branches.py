@@ -6,9 +6,9 @@ from functools import partial
 from itertools import product
 
 from agentrl.chat import Dialogue
-from agentrl.errors import EngineError
+from agentrl.errors import EngineError, EnvError
 from agentrl.rollout.conversation import End
-from agentrl.rollout.env_calls import Env, EnvError, copy_env
+from agentrl.rollout.env_calls import Env, copy_env
 from agentrl.rollout.env_driver import EnvDriver
 from agentrl.rollout.seeds import derive_seed
 from agentrl.types import StopReason, Trajectory

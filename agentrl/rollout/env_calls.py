@@ -9,19 +9,15 @@ from typing import Any, NamedTuple
 import gymnasium as gym
 import numpy as np
 
-from agentrl.env import MAX_REWARD, MessageEnv, base_env, tool_schemas
-from agentrl.env.spaces import is_message
-from agentrl.errors import AgentRLError
-from agentrl.plain_data import PlainDataError, abbreviated, is_number, plain_data, printable
+from agentrl.env import MessageEnv, base_env, tool_schemas
+from agentrl.env.returned import key_return, reset_return, step_return
+from agentrl.errors import AgentRLError, EnvError
+from agentrl.plain_data import PlainDataError, abbreviated, printable
 from agentrl.rollout.fault import raised_words
 from agentrl.types import Message
 
 Env = gym.Env[tuple[Message, ...], str | Message]
 MakeEnv = Callable[[], Env]
-
-
-class EnvError(AgentRLError):
-    """The environment raised, hung or broke its contract."""
 
 
 class EnvReply(NamedTuple):
@@ -72,12 +68,10 @@ def env_id(env: Env) -> str:
 
 def reset(env: Env, base: MessageEnv, *, seed: int, rollout_index: int) -> EnvReply:
     """Begin a task."""
-    result: Any = env.reset(seed=seed, options={"rollout_index": rollout_index})
-    if not (isinstance(result, tuple) and len(result) == 2):
-        raise EnvError(f"reset() of {type(base).__name__} must return (messages, info), got {abbreviated(result)}")
-    _info(result[1], base, "reset()")
+    result = env.reset(seed=seed, options={"rollout_index": rollout_index})
+    returned = reset_return(result, method=f"reset() of {type(base).__name__}")
     return EnvReply(
-        messages=_messages(result[0], base, "reset()"),
+        messages=returned.messages,
         state_key=_key(base.state_key(), base, "state_key()"),
         gold_answer=_key(base.gold_answer(), base, "gold_answer()"),
         tools=_tools(base),
@@ -105,59 +99,21 @@ def step(env: Env, base: MessageEnv, action: Message) -> EnvReply:
     """Carry out an action, of which the environment gets a copy."""
     action = copy.deepcopy(action)
     action_key = _key(base.action_key(action), base, "action_key()")
-    result: Any = env.step(action)
-    if not (isinstance(result, tuple) and len(result) == 5):
-        raise EnvError(
-            f"step() of {type(base).__name__} must return (messages, reward, terminated, truncated, info), got "
-            f"{abbreviated(result)}"
-        )
-    messages, reward, terminated, truncated, info = result
+    returned = step_return(env.step(action), method=f"step() of {type(base).__name__}")
     return EnvReply(
-        messages=_messages(messages, base, "step()"),
-        reward=_reward(reward, base),
-        terminated=bool(terminated),
-        truncated=bool(truncated),
-        info=_info(info, base, "step()"),
+        messages=returned.messages,
+        reward=returned.reward,
+        terminated=returned.terminated,
+        truncated=returned.truncated,
+        info=returned.info,
         state_key=_key(base.state_key(), base, "state_key()"),
         action_key=action_key,
         snapshot=base64.b64encode(pickle.dumps(env)).decode() if base.can_snapshot else None,
     )
 
 
-def _messages(messages: object, base: MessageEnv, method: str) -> tuple[Message, ...]:
-    plain = _plain(messages, f"{method} of {type(base).__name__}: messages")
-    if not isinstance(plain, list) or not all(map(is_message, plain)):
-        raise EnvError(
-            f"{method} of {type(base).__name__} must return a tuple of messages like "
-            f"{{'role': 'user', 'content': '...'}}, got {abbreviated(messages)}"
-        )
-    return tuple(plain)
-
-
-def _reward(reward: object, base: MessageEnv) -> float:
-    number = _plain(reward, f"step() of {type(base).__name__}: the reward")
-    if not is_number(number) or abs(number) > MAX_REWARD:
-        raise EnvError(
-            f"step() of {type(base).__name__} returned the reward {abbreviated(reward)}; it must be a finite number, "
-            f"at most {MAX_REWARD:g} in size"
-        )
-    return float(number)
-
-
-def _info(info: object, base: MessageEnv, method: str) -> dict[str, Any]:
-    if not isinstance(info, dict):
-        raise EnvError(
-            f"{method} of {type(base).__name__} returned info of type {type(info).__name__}; it must be a dict"
-        )
-    plain: dict[str, Any] = _plain(info, f"{method} of {type(base).__name__}: info")
-    return plain
-
-
 def _key(key: object, base: MessageEnv, method: str) -> str | None:
-    if key is not None and not isinstance(key, str):
-        raise EnvError(f"{method} of {type(base).__name__} must return a string or None, got {abbreviated(key)}")
-    plain: str | None = _plain(key, f"{method} of {type(base).__name__}: the key")
-    return plain
+    return key_return(key, method=f"{method} of {type(base).__name__}")
 
 
 def _tools(base: MessageEnv) -> tuple[dict[str, Any], ...]:
@@ -165,10 +121,3 @@ def _tools(base: MessageEnv) -> tuple[dict[str, Any], ...]:
         return tuple(tool_schemas(base.tools))
     except PlainDataError as error:
         raise EnvError(f"environment {type(base).__name__}: {error}") from error
-
-
-def _plain(value: object, place: str) -> Any:
-    try:
-        return plain_data(value, place)
-    except PlainDataError as error:
-        raise EnvError(str(error)) from error

@@ -9,10 +9,10 @@ from typing import Any
 
 from agentrl.chat import Dialogue
 from agentrl.env import MessageEnv, base_env
-from agentrl.errors import AgentRLError
+from agentrl.errors import AgentRLError, EnvError
 from agentrl.plain_data import is_number, line_of
 from agentrl.rollout.conversation import Conversation, End, Outcome
-from agentrl.rollout.env_calls import Env, EnvError, EnvReply, MakeEnv, construct, env_id, step
+from agentrl.rollout.env_calls import Env, EnvReply, MakeEnv, construct, env_id, step
 from agentrl.rollout.env_thread import EnvThread
 from agentrl.rollout.fault import fault_of, raised_words
 from agentrl.rollout.replay import ReplayError

@@ -6,11 +6,11 @@ from functools import partial
 from agentrl.chat import Dialogue
 from agentrl.engine import Sampler
 from agentrl.env import base_env
-from agentrl.errors import EngineError
+from agentrl.errors import EngineError, EnvError
 from agentrl.rollout.branches import Branches
 from agentrl.rollout.context import EpisodeContext
 from agentrl.rollout.conversation import Conversation, End
-from agentrl.rollout.env_calls import Env, EnvError, EnvReply, MakeEnv, check_restored, reset, restore
+from agentrl.rollout.env_calls import Env, EnvReply, MakeEnv, check_restored, reset, restore
 from agentrl.rollout.env_driver import EnvDriver
 from agentrl.rollout.env_thread import EnvThread
 from agentrl.rollout.live_episode import LiveEpisode, Task

@@ -10,9 +10,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from agentrl.env import MAX_REWARD, MessageEnv, tool_schemas
+from agentrl.env import MessageEnv, tool_schemas
+from agentrl.env.returned import key_return, reset_return, step_return
 from agentrl.env.spaces import is_message
-from agentrl.plain_data import PlainDataError, abbreviated, plain_data
+from agentrl.errors import EnvError
+from agentrl.plain_data import PlainDataError, abbreviated
 from agentrl.types import Message
 
 
@@ -159,40 +161,34 @@ class Session:
     def reset(self, seed: int, options: dict[str, Any] | None = None) -> tuple[Message, ...]:
         """Begin a task."""
         result = self.report.call("reset()", lambda: self.env.reset(seed=seed, options=options))
-        if not (isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], dict)):
-            raise Problem(f"reset() returned {_types(result)}; return (messages, info)")
-        _plain("reset(): info", result[1])
-        return self._messages("reset()", result[0])
+        with _as_problem():
+            returned = reset_return(result)
+        self._check_tuple("reset()", result[0])
+        return returned.messages
 
     def step(self, action: str | Message) -> StepResult:
         """Take a turn."""
         result: Any = self.report.call("step()", lambda: self.env.step(action))
-        if not (isinstance(result, tuple) and len(result) == 5):
-            raise Problem(f"step() returned {_types(result)}; return (messages, reward, terminated, truncated, info)")
-        observation, reward, terminated, truncated, info = result
-        observation = self._messages("step()", observation)
-        number = _plain("step(): the reward", reward)
-        if not isinstance(number, int | float) or isinstance(number, bool) or abs(number) > MAX_REWARD:
-            raise Problem(
-                f"step() returned the reward {abbreviated(reward)}; return a finite float, at most {MAX_REWARD:g} in size"
-            )
-        for name, flag in (("terminated", terminated), ("truncated", truncated)):
+        with _as_problem():
+            returned = step_return(result)
+        observation, reward, *flags, _ = result
+        self._check_tuple("step()", observation)
+        self.add_if(isinstance(reward, bool), f"step() returned the reward {abbreviated(reward)}; return a float")
+        for name, flag in zip(("terminated", "truncated"), flags, strict=True):
             self.add_if(not isinstance(flag, bool | np.bool_), f"step() returned {flag!r} as {name}; return a bool")
-        if not isinstance(info, dict):
-            raise Problem(f"step() returned {abbreviated(info)} as info; return a dict")
-        info = _plain("step(): info", info)
-        self._check_info(info, float(number), is_end=bool(terminated or truncated))
-        return StepResult(observation, float(number), bool(terminated), bool(truncated), info, self.key())
+        found = StepResult(*returned, key=self.key())
+        self._check_info(found.info, found.reward, is_end=found.is_end)
+        return found
 
     def key(self) -> str | None:
         """Return the state key, asked for twice."""
         key, again = self.report.call("state_key()", lambda: (self.env.state_key(), self.env.state_key()))
-        if not (key is None or isinstance(key, str)):
-            raise Problem(f"state_key() returned {abbreviated(key)}; return a str, or None where there are no keys")
+        with _as_problem():
+            plain = key_return(key, method="state_key()")
         self.add_if(
             key != again, f"state_key() returned {key!r} and at once {again!r}; it only looks, it changes nothing"
         )
-        return key
+        return plain
 
     def oracle(self, *, skill: float = 1.0, rng: np.random.Generator | None = None) -> Message:
         """Ask the oracle for a message."""
@@ -224,18 +220,11 @@ class Session:
             self._is_closed = True
             self.report.call("close()", self.env.close)
 
-    def _messages(self, method: str, said: Any) -> tuple[Message, ...]:
-        if not isinstance(said, list | tuple):
-            raise Problem(f"{method} returned {type(said).__name__} as messages; return a tuple of them")
-        self.add_if(isinstance(said, list), f"{method} returned a list of messages; return a tuple")
-        messages: list[Message] = _plain(f"{method}: messages", said)
-        for message in messages:
-            if not is_message(message):
-                raise Problem(
-                    f"{method} returned {message!r} as a message; return a dict with role "
-                    "(system, user, assistant, tool) and content (a str)"
-                )
-        return tuple(messages)
+    def _check_tuple(self, method: str, messages: object) -> None:
+        self.add_if(
+            not isinstance(messages, tuple),
+            f"{method} returned a {type(messages).__name__} of messages; return a tuple",
+        )
 
     def _check_info(self, info: dict[str, Any], reward: float, *, is_end: bool) -> None:
         parts = info.get("reward_components")
@@ -254,13 +243,9 @@ class Session:
             self.add_if(not is_share, f"info['score'] is {score!r}; give a number from 0 to 1")
 
 
-def _plain(place: str, value: object) -> Any:
+@contextlib.contextmanager
+def _as_problem() -> Iterator[None]:
     try:
-        return plain_data(value, place)
-    except PlainDataError as error:
+        yield
+    except EnvError as error:
         raise Problem(str(error)) from error
-
-
-def _types(value: object) -> str:
-    inner = f" of {len(value)}" if isinstance(value, tuple) else ""
-    return f"a {type(value).__name__}{inner}"

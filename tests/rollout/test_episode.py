@@ -387,35 +387,34 @@ def returns(method: str, value: Any) -> MakeEnv:
 
 
 SAID = user("hm")
-FINITE = "it must be a finite number, at most 1e+15 in size"
+FINITE = "return a finite float, at most 1e+15 in size"
+ROLE = "return a dict with role (system, user, assistant, tool) and content (a str)"
 
 
 @pytest.mark.parametrize(
     ("method", "value", "words"),
     [
-        ("reset", SAID, "reset() of Odd must return (messages, info), got tuple ({'role': 'user', 'content': 'hm'},)"),
+        ("reset", SAID, "reset() of Odd returned tuple ({'role': 'user', 'content': 'hm'},); return (messages, info)"),
         (
             "reset",
             ("hm", {}),
-            "reset() of Odd must return a tuple of messages like {'role': 'user', 'content': '...'}, got str 'hm'",
+            "reset() of Odd returned str 'hm' as messages; return a tuple of them",
         ),
         (
             "reset",
             (({"role": "narrator", "content": "hm"},), {}),
-            "reset() of Odd must return a tuple of messages like {'role': 'user', 'content': '...'}, "
-            "got tuple ({'role': 'narrator', 'content': 'hm'},)",
+            f"reset() of Odd returned dict {{'role': 'narrator', 'content': 'hm'}} as a message; {ROLE}",
         ),
         (
             "step",
             (SAID, 0.0, False, {}),
-            "step() of Odd must return (messages, reward, terminated, truncated, info), "
-            "got tuple (({'role': 'user', 'content': 'hm'},), 0.0, False, {})",
+            "step() of Odd returned tuple (({'role': 'user', 'content': 'hm'},), 0.0, False, {}); "
+            "return (messages, reward, terminated, truncated, info)",
         ),
         (
             "step",
             (SAID[0], 0.0, False, False, {}),
-            "step() of Odd must return a tuple of messages like {'role': 'user', 'content': '...'}, "
-            "got dict {'role': 'user', 'content': 'hm'}",
+            "step() of Odd returned dict {'role': 'user', 'content': 'hm'} as messages; return a tuple of them",
         ),
         ("step", (SAID, "1", False, False, {}), f"step() of Odd returned the reward str '1'; {FINITE}"),
         ("step", (SAID, None, False, False, {}), f"step() of Odd returned the reward NoneType None; {FINITE}"),
@@ -429,20 +428,24 @@ FINITE = "it must be a finite number, at most 1e+15 in size"
             (SAID, float("-inf"), False, False, {}),
             f"step() of Odd returned the reward float -inf; {FINITE}",
         ),
-        ("step", (SAID, 0.0, False, False, None), "step() of Odd returned info of type NoneType; it must be a dict"),
+        ("step", (SAID, 0.0, False, False, None), "step() of Odd returned NoneType None as info; return a dict"),
         (
             "step",
             (SAID, 0.0, False, False, {"steps": {(0, 1): 2}}),
             "step() of Odd: info['steps'] has the key tuple (0, 1); its keys must be strings",
         ),
-        ("reset", (SAID, None), "reset() of Odd returned info of type NoneType; it must be a dict"),
+        ("reset", (SAID, None), "reset() of Odd returned NoneType None as info; return a dict"),
         (
             "reset",
             (SAID, {None: 0}),
             "reset() of Odd: info has the key NoneType None; its keys must be strings",
         ),
-        ("state_key", 7, "state_key() of Odd must return a string or None, got int 7"),
-        ("action_key", ("go", 1), "action_key() of Odd must return a string or None, got tuple ('go', 1)"),
+        ("state_key", 7, "state_key() of Odd returned int 7; return a str, or None where there is none"),
+        (
+            "action_key",
+            ("go", 1),
+            "action_key() of Odd returned tuple ('go', 1); return a str, or None where there is none",
+        ),
     ],
 )
 def test_a_broken_contract_is_told_in_plain_words(
@@ -460,7 +463,7 @@ def test_a_state_key_that_breaks_its_contract_later_is_told_too(new_engine: NewE
 
     trajectory = play(Odd, new_engine(), renderer)
     assert (trajectory.stop_reason, len(trajectory.turns)) == (StopReason.ENV_ERROR, 2)
-    assert trajectory.error == "state_key() of Odd must return a string or None, got int 2"
+    assert trajectory.error == "state_key() of Odd returned int 2; return a str, or None where there is none"
     assert trajectory.turns[0].state_key is None
 
 

@@ -2,7 +2,7 @@ import json
 import threading
 from collections.abc import Callable
 
-from agentrl.rollout.env_calls import EnvError
+from agentrl.errors import EnvError
 from agentrl.rollout.fault import fault_of, raised_words, stack_of
 
 

@@ -209,7 +209,7 @@ def test_messages_in_a_list() -> None:
 
 
 def test_a_reset_without_info() -> None:
-    assert "reset() returned a str; return (messages, info)" in problems(TextReset)
+    assert any(line.startswith("reset() returned str ") for line in problems(TextReset))
 
 
 def test_a_reset_that_raises_is_said_once() -> None:
@@ -223,7 +223,7 @@ def test_no_first_message() -> None:
 def test_a_message_without_content() -> None:
     lines = problems(NoContent)
     assert lines[0] == (
-        "reset() returned {'role': 'user', 'text': 'Count.'} as a message; return a dict with role "
+        "reset() returned dict {'role': 'user', 'text': 'Count.'} as a message; return a dict with role "
         "(system, user, assistant, tool) and content (a str)"
     )
 
@@ -372,11 +372,11 @@ class Stuck(Sound):
 @pytest.mark.parametrize(
     ("part", "value", "line"),
     [
-        (0, "More.", "step() returned str as messages; return a tuple of them"),
-        (0, ({"content": "More."},), "step() returned {'content': 'More.'} as a message; return a dict with role"),
+        (0, "More.", "step() returned str 'More.' as messages; return a tuple of them"),
+        (0, ({"content": "More."},), "step() returned dict {'content': 'More.'} as a message; return a dict with role"),
         (1, "1", "step() returned the reward str '1'; return a finite float, at most 1e+15 in size"),
         (1, float("nan"), "step() returned the reward float nan; return a finite float, at most 1e+15 in size"),
-        (1, True, "step() returned the reward bool True; return a finite float, at most 1e+15 in size"),
+        (1, True, "step() returned the reward bool True; return a float"),
         (2, None, "step() returned None as terminated; return a bool"),
         (3, 0, "step() returned 0 as truncated; return a bool"),
         (4, None, "step() returned NoneType None as info; return a dict"),
@@ -394,9 +394,9 @@ def test_a_wrong_part_of_a_step(part: int, value: Any, line: str) -> None:
 
 
 def test_a_step_of_four_parts() -> None:
-    assert problems(ShortStep)[0] == (
-        "step() returned a tuple of 4; return (messages, reward, terminated, truncated, info)"
-    )
+    line = problems(ShortStep)[0]
+    assert line.startswith("step() returned tuple (")
+    assert line.endswith("; return (messages, reward, terminated, truncated, info)")
 
 
 def test_a_step_that_returns_the_whole_dialogue() -> None:
@@ -574,7 +574,7 @@ class SlamsTwice(Sound):
 
 
 def test_a_key_that_is_no_text() -> None:
-    assert "state_key() returned int 3; return a str, or None where there are no keys" in problems(IntKey)
+    assert "state_key() returned int 3; return a str, or None where there is none" in problems(IntKey)
 
 
 def test_a_key_that_changes_by_asking() -> None:
