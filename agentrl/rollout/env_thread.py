@@ -51,11 +51,11 @@ class EnvThread:
             Exception: whatever `function` raises; a RuntimeError for what is no Exception, such as a call of `sys.exit`.
         """
         loop = asyncio.get_running_loop()
-        future: asyncio.Future[tuple[Any, Exception | None]] = loop.create_future()
+        future: asyncio.Future[tuple[Any, Exception | None] | None] = loop.create_future()
 
-        def settle(result: Any, error: Exception | None) -> None:
+        def settle(outcome: tuple[Any, Exception | None] | None) -> None:
             if not future.done():
-                future.set_result((result, error))  # not set_exception: a future refuses StopIteration
+                future.set_result(outcome)  # not set_exception: a future refuses StopIteration
 
         def work() -> None:
             result, error = None, None
@@ -65,17 +65,21 @@ class EnvThread:
                 error = raised if isinstance(raised, Exception) else RuntimeError(words_of(raised))
                 error.__traceback__ = raised.__traceback__
             if not loop.is_closed():  # closed: a hanging call came back after the run had ended
-                loop.call_soon_threadsafe(settle, result, error)
+                loop.call_soon_threadsafe(settle, (result, error))
 
+        deadline = loop.call_later(timeout_s, settle, None)  # where the loop stood still, what came in time comes first
         self._calls.put(work)
         try:
-            async with asyncio.timeout(timeout_s):
-                result, error = await future
-        except (TimeoutError, asyncio.CancelledError) as stop:
-            self.is_lost = not future.done() or future.cancelled()
-            if self.is_lost or isinstance(stop, asyncio.CancelledError):
-                raise
-            result, error = future.result()  # it had come in time, and the loop stood still
+            outcome = await future
+        except asyncio.CancelledError:
+            self.is_lost = future.cancelled()
+            raise
+        finally:
+            deadline.cancel()
+        if outcome is None:
+            self.is_lost = True
+            raise TimeoutError
+        result, error = outcome
         if error is not None:
             raise error
         returned: R = result
@@ -85,7 +89,7 @@ class EnvThread:
         """Run `function` after what runs now, if that ever returns; nobody waits, and nobody hears what it raises."""
 
         def work() -> None:
-            with suppress(Exception):
+            with suppress(BaseException):
                 function()
 
         self._calls.put(work)

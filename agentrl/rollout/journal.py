@@ -1,7 +1,6 @@
 """What happened to the episodes since the last checkpoint, so that a run that is killed loses none of them."""
 
 import asyncio
-import json
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
@@ -146,8 +145,8 @@ class Journal:
             raise self._failure
         if self._file is None:
             return
-        data = _EVENT.dump_python(event, mode="json", exclude_defaults=True)
-        self._lines.append(sealed(json.dumps({"kind": event.kind, **data})) + "\n")
+        fields = _EVENT.dump_json(event, exclude_defaults=True).decode()  # without the kind, which is a default
+        self._lines.append(sealed(f'{{"kind":"{event.kind}",{fields[1:]}') + "\n")
         try:
             loop = asyncio.get_running_loop()
         except RuntimeError:
