@@ -27,6 +27,9 @@ MAX_VALUES = 250_000
 MAX_WORDS = 2_000
 """Characters of what an exception says."""
 
+_PIECE = 2**16
+"""Characters that are looked at without a break: meanwhile no other thread runs."""
+
 _AS_TEXT = (date, time, timedelta, Decimal, Enum, PurePath, UUID)
 """Types whose values have one text."""
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
@@ -76,6 +79,15 @@ def plain_data(value: object, place: str = "the value", *, max_depth: int = MAX_
         raise PlainDataError(f"{place}{copier.where()} cannot be read: {_line(words_of(error))}") from error
 
 
+def well_formed(text: str) -> str:
+    """Return a str of no subclass, in which each lone surrogate is a `?`."""
+    if type(text) is str and text.isascii():
+        return text
+    if (length := str.__len__(text)) <= _PIECE:
+        return str.encode(text, errors="replace").decode()
+    return "".join(well_formed(str.__getitem__(text, slice(at, at + _PIECE))) for at in range(0, length, _PIECE))
+
+
 def is_number(value: object) -> TypeGuard[int | float]:
     """Tell whether a value of plain data is a number."""
     return isinstance(value, int | float)
@@ -98,7 +110,7 @@ def line_of(error: BaseException) -> str:
 def printable(text: str) -> str:
     """Return text of bounded length, without what a terminal would carry out and without lone surrogates."""
     kept = text if len(text) <= MAX_WORDS else f"{text[:MAX_WORDS]}... ({len(text):,} characters)"
-    return _text(_CONTROL.sub(lambda match: f"\\x{ord(match[0]):02x}", kept))
+    return well_formed(_CONTROL.sub(lambda match: f"\\x{ord(match[0]):02x}", kept))
 
 
 def abbreviated(value: object) -> str:
@@ -137,7 +149,7 @@ class _Copier:
         if value is None or isinstance(value, bool):
             return value
         if isinstance(value, str):
-            return _text(value)
+            return well_formed(value)
         if isinstance(value, int | float):
             return _number(value)
         if len(self._path) >= self._max_depth:
@@ -151,7 +163,7 @@ class _Copier:
         if isinstance(value, Real):
             return _number(value)
         if isinstance(value, _AS_TEXT):
-            return _text(str(value))
+            return well_formed(str(value))
         if callable(getattr(value, "tolist", None)):
             return self._member(..., value.tolist())
         raise _NotPlain(f"is {abbreviated(value)}; give plain data: text, numbers, lists and dicts")
@@ -161,7 +173,7 @@ class _Copier:
         for key, item in value.items():
             if isinstance(key, bool) or not isinstance(key, str | Integral):
                 raise _NotPlain(f"has the key {abbreviated(key)}; its keys must be strings")
-            name = _text(key) if isinstance(key, str) else str(int(key))
+            name = well_formed(key) if isinstance(key, str) else str(int(key))
             if name in copied:
                 raise _NotPlain(f"has the key {abbreviated(name)} twice, once as text and once as a number")
             copied[name] = self._member(name, item)
@@ -189,8 +201,3 @@ _NOT_FINITE = {"nan": "NaN", "inf": "Infinity", "-inf": "-Infinity"}
 
 def _line(text: str) -> str:
     return re.sub(r"\s*\n\s*", " ", text)
-
-
-def _text(text: str) -> str:
-    """Return a str of no subclass, in which each lone surrogate is a `?`."""
-    return text if type(text) is str and text.isascii() else str.encode(text, errors="replace").decode()

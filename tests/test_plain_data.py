@@ -143,3 +143,11 @@ def test_words_of_strangers_fit_a_line_a_file_and_a_terminal() -> None:
     assert abbreviated(10**5000).startswith("int ")
     assert len(abbreviated("x" * 10**7)) < 100
     assert abbreviated(np.zeros((2, 2))) == "ndarray array([[0., 0.], [0., 0.]])"
+
+
+@pytest.mark.parametrize("character", ["x", "é", "世", "\U0001f600"])
+def test_a_long_text_is_made_plain_in_pieces_and_comes_out_whole(character: str) -> None:
+    text = character * 200_000
+    assert plain_data(text) == text
+    for place in (0, 2**16 - 1, 2**16, 199_999):
+        assert plain_data(f"{text[:place]}\ud800{text[place:]}") == f"{text[:place]}?{text[place:]}"

@@ -6,6 +6,8 @@ from typing import Any
 
 from tokenizers import Tokenizer, pre_tokenizers
 
+from agentrl.plain_data import well_formed
+
 _COMPOSED = 4
 """Characters that Unicode's canonical composition (NFC) makes one of, at most."""
 
@@ -40,7 +42,7 @@ class Encoder:
 
     def __call__(self, text: str) -> tuple[int, ...]:
         """Return the tokens of a text."""
-        text = text.encode(errors="replace").decode()  # half a surrogate pair, as in some file names, has no bytes
+        text = well_formed(text)  # half a surrogate pair, as in some file names, has no bytes
         if self._own is not None:
             return _ids(self._own, text)
         with self._lock:

@@ -3,7 +3,7 @@
 import json
 import re
 
-from agentrl.plain_data import MAX_DEPTH, plain_data
+from agentrl.plain_data import MAX_DEPTH, plain_data, well_formed
 from agentrl.types import Message
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
@@ -49,7 +49,7 @@ def parse_assistant(text: str, *, is_thinking: bool = False) -> Message:
         text: what was sampled.
         is_thinking: the prompt ends within a thought.
     """
-    text = text.encode(errors="replace").decode()  # half a surrogate pair has no bytes
+    text = well_formed(text)  # half a surrogate pair has no bytes
     if is_thinking:
         text = THINK + text.lstrip().removeprefix(THINK)
     content, thoughts, calls, position = list[str](), list[str](), list[dict[str, object]](), 0
