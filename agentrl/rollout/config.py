@@ -18,7 +18,7 @@ class BranchConfig(BaseModel):
     every: Amount = 1
     """Fork every so many turns, beginning with the first."""
     budget_tokens: Amount = 4096
-    """Tokens sampled for one episode's forks after which no other rollout is begun. One rollout a turn, then a second, and so
+    """Tokens sampled for one episode's forks after which no other rollout is started. One rollout a turn, then a second, and so
     on."""
 
 
@@ -28,15 +28,16 @@ class RolloutConfig(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     mode: Literal["sync", "partial", "async"] = "sync"
-    """`sync`: every episode of a step is awaited before its update. `partial`: a step takes complete groups, those begun first;
-    the other episodes are interrupted, and go on under the next weights. `async`: the same, but sampling goes on during the
-    update, and is interrupted only while weights are replaced."""
+    """`sync`: every episode of a step is awaited before its update. `partial`: a step takes complete groups, the oldest first;
+    the other episodes are interrupted, and continue under the next weights. `async`: the same, but sampling
+    continues during the update, and is interrupted only while weights are replaced."""
     max_staleness: Amount = 2
-    """`partial`, `async`: groups are begun for at most this many steps ahead, and `stale` says what becomes of tokens that were
-    sampled more policy versions ago than this."""
+    """`partial`, `async`: groups are started for at most this many steps ahead, and `stale` says what becomes of tokens
+    that were sampled more policy versions ago than this."""
     stale: Literal["wait", "mask", "keep"] = "wait"
-    """`wait`: a step waits for the groups that would become too old, so that no token is. `mask`: nobody is waited for; tokens
-    that are too old leave the loss. `keep`: they are trained on. Either way they are counted (`staleness/too_old`)."""
+    """`wait`: a step waits for the groups that would become too old, so that no token is. `mask`: the step does not
+    wait; tokens that are too old leave the loss. `keep`: they are trained on. Either way they are counted
+    (`staleness/too_old`)."""
     num_groups: Count = 8
     """Tasks for each step."""
     group_size: Count = 8
@@ -61,7 +62,7 @@ class RolloutConfig(BaseModel):
     """Deadline of each completion, in seconds. With `engine.lockstep` it includes waiting for the environments of the
     other live episodes: leave it well above `env_timeout_s`."""
     max_retries: Annotated[AmountOrZero, MayChange()] = 2
-    """How often an episode is begun again, with a fresh environment, after its environment failed, or goes on from where it
+    """How often an episode is restarted, with a fresh environment, after its environment failed, or resumes from where it
     stood after its engine did."""
     dynamic_sampling: AmountOrZero = 0
     """Most groups of a step that are replaced by new tasks because all of their episodes earned the same, which teaches
@@ -74,7 +75,7 @@ class RolloutConfig(BaseModel):
 
     @property
     def waits_for_all(self) -> bool:
-        """True where a step ends no sooner than every episode that it has begun."""
+        """True where a step ends no sooner than every episode that it has started."""
         return self.mode == "sync"
 
     @property
@@ -84,7 +85,7 @@ class RolloutConfig(BaseModel):
 
     @property
     def staleness_bound(self) -> int:
-        """Steps ahead for which groups are begun: with `stale: wait`, the most versions by which a trained token is behind."""
+        """Steps ahead for which groups are started: with `stale: wait`, the most versions that a token is behind."""
         return 0 if self.waits_for_all else self.max_staleness
 
     @property

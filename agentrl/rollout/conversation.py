@@ -20,7 +20,7 @@ _NOTHING = Completion(token_ids=(), logprobs=(), versions=(), finish_reason=Fini
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class End:
-    """Why an episode does not go on."""
+    """Why an episode does not continue."""
 
     reason: StopReason
     truncated: bool = False
@@ -129,7 +129,7 @@ class Conversation:
 
         Raises:
             EngineError: when the engine cannot sample.
-            ReplayError: where an action was begun after other words than now.
+            ReplayError: where an action was started after other words than now.
         """
         if self.end is not None or self.dialogue is None:
             return None

@@ -17,7 +17,7 @@ class EngineClock:
 
     @asynccontextmanager
     async def timeout(self, seconds: float) -> AsyncIterator[None]:
-        """Raise TimeoutError after so many seconds without a stop; after a stop they are counted anew."""
+        """Raise TimeoutError after so many seconds without a stop; after a stop they are counted from 0."""
         async with asyncio.timeout(seconds if self._runs else None) as timeout:
             self._timeouts[timeout] = seconds
             try:
@@ -26,7 +26,7 @@ class EngineClock:
                 del self._timeouts[timeout]
 
     def stop(self) -> None:
-        """Let nobody run out of time."""
+        """Stop all deadlines."""
         self._runs = False
         self._reschedule(None)
 

@@ -65,7 +65,7 @@ class EnvDriver:
                     await before_action()
                 if (message := await talk.act()) is None:
                     return
-                # Rendered on the environment's thread, beside the event loop, where other episodes go on.
+                # Rendered on the environment's thread, beside the event loop, where other episodes continue.
                 reply, following = await self.call("step()", partial(self._step, env, base, message))
                 self.info = reply.info
                 outcome = Outcome(

@@ -86,7 +86,7 @@ class EnvThread:
         return returned
 
     def call_unattended(self, function: Callable[[], object]) -> None:
-        """Run `function` after what runs now, if that ever returns; nobody waits, and nobody hears what it raises."""
+        """Run `function` after what runs now, if that ever returns; no one waits for it or hears what it raises."""
 
         def work() -> None:
             with suppress(BaseException):

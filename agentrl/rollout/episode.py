@@ -69,7 +69,7 @@ class Episode:
 
     async def _with_branches(self, make_env: MakeEnv) -> Trajectory:
         try:
-            # No await between two conversations: in lockstep, the engine goes on without who has none.
+            # No await between two conversations: in lockstep, the engine continues without an episode that has none.
             with self._conversation.context.engine.conversation(self._conversation.name):
                 await self._play(make_env)
             trajectory = self._driver.trajectory()

@@ -17,7 +17,7 @@ from agentrl.types import Completion, Message, Trajectory, Turn
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Begun:
-    """A task of the training stream was begun."""
+    """A task of the training stream was started."""
 
     kind: Literal["begun"] = "begun"
     index: int
@@ -88,7 +88,7 @@ class HandedOut:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Restarted:
-    """Every group that was begun and not trained on was begun anew, under another recipe."""
+    """Every group that was started and not trained on was restarted, under another recipe."""
 
     kind: Literal["restarted"] = "restarted"
     version: int
@@ -107,7 +107,7 @@ class Journal:
     """A folder of numbered files, one event a line.
 
     Lines are handed to the operating system in their order, all of one round of the event loop at once: a kill loses what
-    that round has noted, and what is left is a state that the run was in. Whoever goes on from an event that must not be
+    that round has noted, and what is left is a state that the run was in. Whoever resumes from an event that must not be
     lost calls `flush`.
 
     A checkpoint begins a new file and names it: state of the checkpoint and events from that file on are the whole.
@@ -160,8 +160,8 @@ class Journal:
         """Hand all that was noted to the operating system.
 
         Raises:
-            OSError: when the disk takes no more, and at every event after that: it would follow half a line, and nobody may
-                go on as if it had been noted.
+            OSError: when the disk takes no more, and at every event after that: it would follow half a line, and no one may
+                continue as if it had been noted.
         """
         if self._failure is not None:
             raise self._failure

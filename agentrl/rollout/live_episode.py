@@ -17,7 +17,7 @@ class Task:
     sampling_seed: int
     """Seed from which each turn's sampling seed follows."""
     attempt: int = 0
-    """How often this episode has been begun before."""
+    """How often this episode has been started before."""
 
     @property
     def trajectory_id(self) -> str:

@@ -38,10 +38,10 @@ class _Place:
 class RolloutPool:
     """Keeps up to `max_live_episodes` episodes going, each environment on a thread of its own.
 
-    Between two calls of `collect` the engine is paused, and unfinished episodes wait; with `mode: async` they go on.
+    Between two calls of `collect` the engine is paused, and unfinished episodes wait; with `mode: async` they continue.
 
-    An episode whose environment failed is begun again with a fresh one, and one whose engine failed goes on from where it
-    stood; one that goes on failing is returned as such, and a group with fewer than two usable episodes is replaced by a
+    An episode whose environment failed is restarted with a fresh one, and one whose engine failed resumes from where it
+    stood; one that keeps failing is returned as such, and a group with fewer than two usable episodes is replaced by a
     new task. Everything is counted in `counts`.
     """
 
@@ -170,11 +170,11 @@ class RolloutPool:
         self._stream.record(journal)
 
     def recover(self, journal: Journal | None, *, ignore: bool = False) -> None:
-        """Take over what a run that was killed has written down since the state that was loaded, and go on with it.
+        """Take over what a run that was killed has written down since the state that was loaded, and resume it.
 
         Args:
             journal: of that run. None: this one needs none.
-            ignore: drop it, and begin every group anew that is not trained on, because the recipe is another.
+            ignore: drop it, and restart every group that is not trained on, because the recipe is another.
         """
         self._stream.recover(journal, ignore=ignore, version=self._engine.version)
 
@@ -216,7 +216,7 @@ class RolloutPool:
                 await self._ask_engine()
                 self._stream.give_up()
             else:
-                raise RuntimeError("nothing is played, nothing can be begun, and no group can be handed out")
+                raise RuntimeError("nothing is played, nothing can be started, and no group can be handed out")
 
     async def _ask_engine(self) -> None:
         """Sample a token.
@@ -235,9 +235,9 @@ class RolloutPool:
             ) from None
 
     def _fill_places(self) -> None:
-        """Begin as many episodes as there are free places.
+        """Start as many episodes as there are free slots.
 
-        All at once: in lockstep, the engine would go on without one that came later.
+        All at once: in lockstep, the engine would continue without one that came later.
         """
         while len(self._runners) < self._config.max_live_episodes:
             episode = self._stream.next(version=self._engine.version)

@@ -83,7 +83,7 @@ class Record:
                 )
 
     def check_observation(self, number: int, observation: tuple[Message, ...]) -> None:
-        """Raise ReplayError where an action was begun after other words."""
+        """Raise ReplayError where an action was started after other words."""
         live = self.live
         if live.partial is None or live.observation is None or number != len(live.turns):
             return

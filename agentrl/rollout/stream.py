@@ -1,4 +1,4 @@
-"""The stream of training tasks: which episodes are begun, which groups are handed out, what is remembered of both."""
+"""The stream of training tasks: which episodes are started, which groups are handed out, what is remembered of both."""
 
 from collections import deque
 from collections.abc import Iterable, Mapping
@@ -19,12 +19,12 @@ from agentrl.types import StopReason, Trajectory, TrajectoryGroup, lengthen, sho
 
 @dataclass(slots=True, kw_only=True)
 class _Group:
-    """A task that was begun and not handed out yet."""
+    """A task that was started and not handed out yet."""
 
     began: int
-    """Policy version when it was begun."""
+    """Policy version when it was started."""
     waiting: list[LiveEpisode]
-    """Episodes that nobody plays at the moment."""
+    """Episodes that are not played at the moment."""
     done: list[Trajectory] = field(default_factory=list)
     is_trainable: bool = False
     """It is complete, and was found to be fit to train on."""
@@ -40,7 +40,7 @@ class _State:
     handed_out: list[list[TrajectoryGroup]] = field(default_factory=list)
     """What steps were given before the run was killed, and of which the weights know nothing."""
     journal: int | None = None
-    """Number of the journal's file that goes on from here."""
+    """Number of the journal's file that continues from here."""
     share: tuple[int, int] = (0, 1)
     """First task, and from one task to the next."""
 
@@ -72,9 +72,9 @@ class TaskStream:
         self._groups: dict[str, _Group] = {}
         """Groups under way, oldest first."""
         self._open: deque[_Group] = deque()
-        """Groups that may have episodes that nobody plays yet, oldest first."""
+        """Groups that may have episodes that are not played yet, oldest first."""
         self._to_judge: list[str] = []
-        """Groups that are complete, and of which nobody knows yet whether they are of use."""
+        """Groups that are complete, and not judged yet: whether they are trainable."""
         self._may_hand_out = True
         """False where nothing has changed since there was nothing to hand out."""
         self._playing: dict[str, LiveEpisode] = {}
@@ -103,7 +103,7 @@ class TaskStream:
         self._is_waited_for = self._may_hand_out = True
 
     def next(self, *, version: int) -> LiveEpisode | None:
-        """Take the next episode: of the oldest group that has one left, else of a new one, as far as one may be begun."""
+        """Take the next episode: of the oldest group that has one left, else of a new one, as far as one may be started."""
         while self._open:
             if self._open[0].waiting:
                 return self._take_out(self._open[0])
@@ -163,7 +163,7 @@ class TaskStream:
     def hand_out(self, *, version: int) -> list[TrajectoryGroup] | None:
         """Return the oldest groups that are complete; None: there are too few, or another would become too old.
 
-        Complete groups that are of no use are dropped, so that others can be begun.
+        Complete groups that are not trainable are dropped, so that others can be started.
 
         Raises:
             EnvironmentFailure: after too many groups in a row with too many failures.
@@ -193,7 +193,7 @@ class TaskStream:
                 return None
         self._is_waited_for = False
         groups = [group_of(name, self._groups.pop(name).done) for name in names]
-        # Until now, a run that was begun again would have tried those again that failed.
+        # Until now, a restarted run would have tried those again that failed.
         for failed in (t for group in groups for t in group.trajectories if t.failed):
             self._write(Ended(trajectory=failed, played=0))
         self._write(HandedOut(groups=tuple(names), counts=dict(self.counts)))
@@ -205,11 +205,11 @@ class TaskStream:
         journal.drop()
 
     def recover(self, journal: Journal | None, *, ignore: bool, version: int) -> None:
-        """Take over what a run that was killed has written down since the state that was loaded, and go on with it.
+        """Take over what a run that was killed has written down since the state that was loaded, and resume it.
 
         Args:
             journal: of that run. None: this one needs none.
-            ignore: drop it, and begin every group anew that is not trained on, because the recipe is another.
+            ignore: drop it, and restart every group that is not trained on, because the recipe is another.
             version: present policy version.
         """
         self._journal, since = journal, self._journaled_since
@@ -253,7 +253,7 @@ class TaskStream:
         loaded = _STATE.validate_python(state)
         if loaded.share != (self._share.first, self._share.stride):
             raise ConfigError(
-                "this run's tasks were dealt out to other engines; go on with as many (engine.server.url)"
+                "this run's tasks were dealt out to other engines; resume with as many (engine.server.url)"
             )
         self._next_group, self._groups = loaded.next_group, loaded.groups
         self.counts |= loaded.counts

@@ -478,7 +478,7 @@ def test_a_pool_that_forks_plays_the_episodes_of_one_that_does_not(new_pool: Cal
                 np.testing.assert_allclose(turn.behavior_logprobs, twin.behavior_logprobs, rtol=1e-5, atol=1e-6)
 
 
-def test_a_pool_goes_on_with_a_fresh_thread_after_a_branch_that_hangs(new_pool: Callable[..., RolloutPool]) -> None:
+def test_a_pool_continues_with_a_fresh_thread_after_a_branch_that_hangs(new_pool: Callable[..., RolloutPool]) -> None:
     hung: list[bool] = []
 
     def hangs_once() -> None:

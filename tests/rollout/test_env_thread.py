@@ -51,7 +51,7 @@ def test_calls_run_one_after_the_other_on_one_thread() -> None:
     assert [left for _, _, left in results] == [0, 0, 0, 0]
 
 
-def test_the_event_loop_goes_on_while_an_environment_blocks() -> None:
+def test_the_event_loop_continues_while_an_environment_blocks() -> None:
     released = threading.Event()
 
     async def run(thread: EnvThread) -> bool:
@@ -82,7 +82,7 @@ def test_whatever_a_call_raises_comes_back_at_once(
         on_a_thread(lambda thread: thread.call(function, timeout_s=5))
 
 
-def test_a_thread_goes_on_after_a_call_that_raised() -> None:
+def test_a_thread_continues_after_a_call_that_raised() -> None:
     async def run(thread: EnvThread) -> tuple[bool, int]:
         for function in (leave, time_out):
             with pytest.raises((RuntimeError, TimeoutError)):

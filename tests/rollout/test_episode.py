@@ -506,7 +506,7 @@ def test_numbers_of_numpy_are_numbers(new_engine: NewEngine, renderer: Renderer)
     assert reported == {"success": 1.0, "score": 0.5, "steps": 3.0, "note": None}
 
 
-def test_an_info_dict_that_the_environment_goes_on_writing_to_is_kept_as_it_was(
+def test_an_info_dict_that_the_environment_keeps_writing_to_is_kept_as_it_was(
     new_engine: NewEngine, renderer: Renderer
 ) -> None:
     class OneDict(Talk):

@@ -65,7 +65,7 @@ class Flickers(TransformersEngine):
         return await super().generate(prompt_ids, sampling, request_id)
 
 
-def test_an_episode_whose_engine_failed_goes_on_from_where_it_stood(new_pool: NewPool, new_engine: NewEngine) -> None:
+def test_an_episode_whose_engine_failed_resumes_from_where_it_stood(new_pool: NewPool, new_engine: NewEngine) -> None:
     expected = episodes(collect(new_pool(), 3))
     made: list[str] = []
     engine = new_engine(Flickers, lockstep=False)
@@ -297,7 +297,7 @@ def test_an_episode_that_the_engine_refuses_is_given_up(mode: str, new_pool: New
     assert pool.counts["failed_episodes"] == 1
 
 
-def test_in_async_mode_groups_are_begun_during_the_update(new_pool: NewPool) -> None:
+def test_in_async_mode_groups_are_started_during_the_update(new_pool: NewPool) -> None:
     pool = new_pool(mode="async", num_groups=1, max_staleness=2)
 
     async def main() -> None:

@@ -116,7 +116,7 @@ def test_under_the_same_weights_interruptions_change_no_token(new_engine: NewEng
     table.close()
 
 
-def test_what_is_saved_goes_on_in_another_process_from_the_middle_of_a_turn(
+def test_what_is_saved_resumes_in_another_process_from_the_middle_of_a_turn(
     new_engine: NewEngine, renderer: Renderer
 ) -> None:
     expected = in_sync(new_engine(), renderer, 30)

@@ -178,7 +178,7 @@ def test_a_run_without_lockstep_samples_the_same_tokens(new_pool: NewPool, new_e
 
 
 @pytest.mark.usefixtures("quick_retries")
-def test_a_failed_episode_is_begun_again_in_a_fresh_environment(new_pool: NewPool) -> None:
+def test_a_failed_episode_is_restarted_in_a_fresh_environment(new_pool: NewPool) -> None:
     made: list[Talk] = []
 
     def log(what: str, env: Talk) -> None:
@@ -202,7 +202,7 @@ def test_a_failed_episode_is_begun_again_in_a_fresh_environment(new_pool: NewPoo
     }
 
 
-def test_an_episode_that_goes_on_failing_leaves_its_group(new_pool: NewPool) -> None:
+def test_an_episode_that_keeps_failing_leaves_its_group(new_pool: NewPool) -> None:
     pool = new_pool(fails(where="step", when=lambda env: env.member == 1), max_retries=1)
     groups = collect(pool, 2)
     for group in groups:
@@ -418,7 +418,7 @@ def test_every_attempt_at_which_an_environment_fails_is_counted_and_told(
     assert pool.counts["faults"] == 2
 
 
-def test_hanging_environments_lose_their_thread_and_the_others_go_on(new_pool: NewPool) -> None:
+def test_hanging_environments_lose_their_thread_and_the_others_continue(new_pool: NewPool) -> None:
     def log(what: str, env: Talk) -> None:
         if what == "step" and env.member == 1:
             hang()
@@ -448,7 +448,7 @@ def test_threads_end_when_the_pool_is_closed(new_pool: NewPool) -> None:
     wait_until(lambda: alive() == before)
 
 
-def test_the_stream_of_tasks_goes_on_from_a_saved_state(new_pool: NewPool) -> None:
+def test_the_stream_of_tasks_resumes_from_a_saved_state(new_pool: NewPool) -> None:
     bad = task_seed(5, 1)
     make_env = fails(where="step", when=lambda env: env.seed == bad)
     pool = new_pool(make_env, max_retries=0)

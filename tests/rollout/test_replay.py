@@ -144,7 +144,7 @@ def stations(table: Table, make_env: MakeEnv) -> tuple[Trajectory, list[LiveEpis
 
 
 @pytest.mark.parametrize("anew", [False, True])
-def test_an_environment_that_saves_itself_goes_on_from_its_snapshot(
+def test_an_environment_that_saves_itself_resumes_from_its_snapshot(
     anew: bool, new_engine: NewEngine, renderer: Renderer, forking_renderer: Renderer
 ) -> None:
     class Rewrites(Saved):

@@ -352,7 +352,7 @@ def test_one_round_of_the_event_loop_is_written_at_once_and_flushed_on_demand(tm
     assert written() == events
 
 
-def test_a_write_that_failed_between_two_rounds_is_told_to_who_goes_on(tmp_path: Path) -> None:
+def test_a_write_that_failed_between_two_rounds_is_told_to_the_next_writer(tmp_path: Path) -> None:
     journal = Journal(tmp_path)
     journal.begin()
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -375,7 +375,7 @@ def test_a_write_that_failed_between_two_rounds_is_told_to_who_goes_on(tmp_path:
     journal.close()
 
 
-def test_a_journal_that_was_deleted_is_begun_where_the_checkpoint_looks_for_it(tmp_path: Path) -> None:
+def test_a_journal_that_was_deleted_is_started_where_the_checkpoint_looks_for_it(tmp_path: Path) -> None:
     driver = Driver(stream(), tmp_path, lambda _: 0)
     driver.stream.state_dict()
     state = json.dumps(driver.stream.state_dict())
@@ -392,7 +392,7 @@ def test_a_journal_that_was_deleted_is_begun_where_the_checkpoint_looks_for_it(t
         driver.play()
 
 
-def test_under_another_recipe_what_was_begun_is_begun_anew(tmp_path: Path) -> None:
+def test_under_another_recipe_what_was_started_is_restarted(tmp_path: Path) -> None:
     driver = Driver(stream(), tmp_path, lambda _: 0)
     while driver.begin():
         driver.play()
