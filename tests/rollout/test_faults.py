@@ -20,7 +20,7 @@ from agentrl.engine.transformers import TransformersEngine
 from agentrl.errors import EngineError, EnvironmentFailure
 from agentrl.rollout import EpisodeContext, Journal, RolloutConfig, RolloutPool
 from agentrl.types import Completion, Message, Sampling, Trajectory
-from tests.rollout.test_pool import Talk, collect, episodes, logged
+from tests.support.talk import Talk, collect, episodes, logged
 from tests.support.threads import hang
 
 NewEngine = Callable[..., TransformersEngine]

@@ -12,7 +12,7 @@ from agentrl.engine.transformers import TransformersEngine
 from agentrl.errors import EnvironmentFailure
 from agentrl.rollout import EpisodeContext, RolloutConfig, RolloutPool
 from agentrl.types import Message, Trajectory, TrajectoryGroup
-from tests.rollout.test_pool import Talk, fails
+from tests.support.talk import Talk, fails
 
 NewEngine = Callable[..., TransformersEngine]
 SIZE = 2

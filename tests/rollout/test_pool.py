@@ -13,44 +13,16 @@ import pytest
 from agentrl.chat import Renderer
 from agentrl.engine.batched import Request
 from agentrl.engine.transformers import TransformersEngine
-from agentrl.env import MessageEnv
 from agentrl.errors import EngineError, EnvironmentFailure
 from agentrl.rollout import EpisodeContext, RolloutConfig, RolloutPool, task_seed
 from agentrl.rollout.env_calls import MakeEnv
-from agentrl.types import Message, StopReason, Trajectory, TrajectoryGroup
+from agentrl.types import Message, StopReason, Trajectory
+from tests.support.talk import Talk, collect, episodes, fails, logged
 from tests.support.threads import hang, wait_until
 
 NewEngine = Callable[..., TransformersEngine]
 Opened = Callable[[RolloutPool], RolloutPool]
 NewPool = Callable[..., RolloutPool]
-
-
-class Talk(MessageEnv):
-    """One to four turns, as the seed says; tells what happens to it to `log`."""
-
-    def __init__(self, log: Callable[[str, "Talk"], None] = lambda _what, _env: None) -> None:
-        super().__init__()
-        self.log, self.turn, self.seed, self.member = log, 0, -1, -1
-        log("made", self)
-
-    def reset(
-        self, *, seed: int | None = None, options: dict[str, Any] | None = None
-    ) -> tuple[tuple[Message, ...], dict[str, Any]]:
-        super().reset(seed=seed)
-        assert seed is not None
-        assert options is not None
-        self.turn, self.seed, self.member = 0, seed, options["rollout_index"]
-        self.log("reset", self)
-        return ({"role": "user", "content": f"task {seed}"},), {}
-
-    def step(self, action: str | Message) -> tuple[tuple[Message, ...], float, bool, bool, dict[str, Any]]:
-        self.turn += 1
-        self.log("step", self)
-        said = {"role": "user", "content": f"{action['content'] if isinstance(action, dict) else action}?"}
-        return (said,), float(self.turn), self.turn > self.seed % 4, False, {}
-
-    def close(self) -> None:
-        self.log("close", self)
 
 
 @pytest.fixture
@@ -70,29 +42,6 @@ def new_pool(new_engine: NewEngine, renderer: Renderer, opened: Opened) -> NewPo
         )
 
     return make
-
-
-def logged(log: Callable[[str, Talk], None]) -> MakeEnv:
-    return lambda: Talk(log)
-
-
-def fails(*, where: str, when: Callable[[Talk], bool]) -> MakeEnv:
-    def log(what: str, env: Talk) -> None:
-        if what == where and when(env):
-            raise RuntimeError(f"the lamp of member {env.member} is out")
-
-    return logged(log)
-
-
-def collect(pool: RolloutPool, *num_groups: int) -> list[TrajectoryGroup]:
-    async def run() -> list[TrajectoryGroup]:
-        return [group for num in num_groups for group in await pool.collect(num)]
-
-    return asyncio.run(run())
-
-
-def episodes(groups: list[TrajectoryGroup]) -> dict[str, Trajectory]:
-    return {t.trajectory_id: t for group in groups for t in group.trajectories}
 
 
 def test_groups_come_in_the_order_of_the_stream_with_their_members_in_order(new_pool: NewPool) -> None:

@@ -19,7 +19,7 @@ from agentrl.rollout import Episode, EpisodeContext, LiveEpisode, RolloutConfig
 from agentrl.rollout.env_calls import MakeEnv
 from agentrl.rollout.env_thread import EnvThread
 from agentrl.types import Completion, FinishReason, Message, StopReason, Trajectory, Turn
-from tests.rollout.test_branches import TASK, Dice
+from tests.support.dice import TASK, Dice
 from tests.support.renderers import OftenStops
 
 NewEngine = Callable[..., TransformersEngine]
