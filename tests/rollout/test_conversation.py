@@ -1,0 +1,113 @@
+"""The core of an episode, driven by a client that calls it: no environment, no thread."""
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from agentrl.chat import ChatMLRenderer, Dialogue
+from agentrl.rollout import Conversation, End, EpisodeContext, LiveEpisode, Outcome, RolloutConfig, Task
+from agentrl.rollout.replay import ReplayError
+from agentrl.testing import ScriptedEngine
+from agentrl.types import Completion, FinishReason, Message, Sampling, StopReason, Trajectory
+
+TASK = Task(group_id="client", rollout_index=0, seed=3, sampling_seed=1)
+CONFIG = RolloutConfig(max_turns=4, max_turn_tokens=32)
+
+
+class Deterministic(ScriptedEngine):
+    """Says to a prompt what it always says to it."""
+
+    async def generate(self, prompt_ids: Sequence[int], sampling: Sampling, request_id: str) -> Completion:
+        ids = (40 + sum(prompt_ids) % 20, sampling.stop_token_ids[0])
+        return Completion(token_ids=ids, logprobs=(-1.0,) * 2, versions=(0, 0), finish_reason=FinishReason.STOP)
+
+
+class Interrupted(ScriptedEngine):
+    """Is paused in the middle of every action, and has other weights when it goes on."""
+
+    async def generate(self, prompt_ids: Sequence[int], sampling: Sampling, request_id: str) -> Completion:
+        stop = sampling.stop_token_ids[0]
+        if sampling.drawn:
+            return Completion(
+                token_ids=(42, stop), logprobs=(-2.0,) * 2, versions=(1, 1), finish_reason=FinishReason.STOP
+            )
+        return Completion(token_ids=(40, 41), logprobs=(-1.0,) * 2, versions=(0, 0), finish_reason=FinishReason.ABORTED)
+
+
+def user(text: str) -> tuple[Message, ...]:
+    return ({"role": "user", "content": text},)
+
+
+def conversation(renderer: ChatMLRenderer, engine: Any = None, **config: Any) -> Conversation:
+    engine = engine or Deterministic(lambda _, __: [])
+    settings = CONFIG.model_copy(update=config)
+    return Conversation(EpisodeContext(engine=engine, renderer=renderer, config=settings), TASK)
+
+
+async def drive(talk: Conversation, questions: Sequence[str], **outcome: Any) -> Trajectory:
+    """Do as a client's program does: ask, take the answer, ask on; at the end say what it was worth."""
+    talk.begin(talk.opening(user(questions[0]), []), state_key="0")
+    for number, question in enumerate((*questions[1:], None), start=1):
+        if await talk.act() is None:
+            break
+        over = End(reason=StopReason.TERMINATED)
+        following = over if question is None else talk.after(user(question))
+        talk.reply(following, Outcome(reward=float(number), state_key=str(number), **outcome))
+    return talk.trajectory(env_id="client", metrics={})
+
+
+def play(talk: Conversation, *questions: str, **outcome: Any) -> Trajectory:
+    return asyncio.run(drive(talk, questions, **outcome))
+
+
+@pytest.fixture
+def chatml(rarely_stopping_renderer: ChatMLRenderer) -> ChatMLRenderer:
+    return rarely_stopping_renderer
+
+
+def test_a_client_drives_it_to_its_end(chatml: ChatMLRenderer) -> None:
+    trajectory = play(conversation(chatml), "one", "two", "three")
+    assert (trajectory.stop_reason, trajectory.truncated) == (StopReason.TERMINATED, False)
+    assert [turn.reward for turn in trajectory.turns] == [1.0, 2.0, 3.0]
+    assert [(turn.state_key, turn.next_state_key) for turn in trajectory.turns] == [("0", "1"), ("1", "2"), ("2", "3")]
+    assert [turn.observation for turn in trajectory.turns] == [user("one"), user("two"), user("three")]
+    dialogue = Dialogue.begin(user("one"), [], chatml)
+    for turn, question in zip(trajectory.turns, ("two", "three", "four"), strict=True):
+        assert turn.observation_ids == dialogue.observation_ids
+        dialogue = dialogue.after(turn.action_ids, turn.message, user(question), chatml)
+
+
+def test_an_action_that_was_interrupted_is_continued_with_the_versions_that_sampled_it(chatml: ChatMLRenderer) -> None:
+    (turn,) = play(conversation(chatml, Interrupted(lambda _, __: [])), "one").turns
+    assert turn.action_ids == (40, 41, 42, chatml.stop_token_ids[0])
+    assert turn.versions == (0, 0, 1, 1)
+    assert turn.behavior_logprobs == (-1.0, -1.0, -2.0, -2.0)
+
+
+def test_limits_end_it_whoever_drives(chatml: ChatMLRenderer) -> None:
+    trajectory = play(conversation(chatml, max_turns=2), "one", "two", "three")
+    assert (trajectory.stop_reason, trajectory.truncated, len(trajectory.turns)) == (StopReason.MAX_TURNS, True, 2)
+    trajectory = play(conversation(chatml, max_episode_tokens=2), "one", "two")
+    assert (trajectory.stop_reason, trajectory.truncated, len(trajectory.turns)) == (StopReason.MAX_TOKENS, True, 1)
+    trajectory = play(conversation(chatml, max_context_tokens=20), "one", "far too long a question for that")
+    assert (trajectory.stop_reason, len(trajectory.turns)) == (StopReason.CONTEXT_OVERFLOW, 0)
+    assert trajectory.failed
+    assert trajectory.error is not None
+    assert trajectory.error.startswith("rollout.max_context_tokens: 20 leaves no room after the first prompt")
+
+
+def test_it_is_told_where_it_stands_and_continues_from_there(chatml: ChatMLRenderer) -> None:
+    states: list[LiveEpisode] = []
+    engine = Deterministic(lambda _, __: [])
+    context = EpisodeContext(engine=engine, renderer=chatml, config=CONFIG)
+    whole = play(Conversation(context, TASK, on_change=states.append), "one", "two", "three")
+    assert [len(state.turns) for state in states] == [1, 2, 2]
+    assert [state.partial is None for state in states] == [True, True, False]
+    for state in states:
+        assert play(Conversation(context, TASK, recorded=state), "one", "two", "three") == whole
+    with pytest.raises(ReplayError, match="played again, turn 1 has another observation"):
+        play(Conversation(context, TASK, recorded=states[1]), "one", "2", "three")
+    with pytest.raises(ReplayError, match="played again, it says before turn 2"):
+        play(Conversation(context, TASK, recorded=states[2]), "one", "two", "3")
