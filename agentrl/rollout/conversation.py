@@ -1,4 +1,4 @@
-"""An episode as the policy knows it: what it hears, what it says, and the record of both, whoever is on the other side."""
+"""An episode as the policy knows it: what it hears, what it says, and the record of both, whoever answers it."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -48,13 +48,13 @@ class Outcome:
 class Conversation:
     """An episode under way, one turn at a time; it does not know who answers the policy.
 
-    Its driver makes a dialogue of the first messages (`opening`) and begins with it. Then it lets the policy act, makes a
-    dialogue of the replies (`after`) and tells what came of the action (`reply`), until there is an `end`. `opening` and
-    `after` render, which takes its time, and change nothing: they may be called on any thread. All else belongs on the event
-    loop.
+    Its driver makes a dialogue of the first messages (`opening`) and begins with it. Then it lets the policy act, makes
+    a dialogue of the replies (`after`) and tells what came of the action (`reply`), until there is an `end`. `opening`
+    and `after` render, which takes its time, and change nothing: they may be called on any thread. All else belongs on
+    the event loop.
 
-    An action that the engine did not finish, because it was paused, is continued, each token with the version that sampled it.
-    One that came to no end within the limits is never carried out.
+    An action that the engine did not finish, because it was paused, is continued, each token with the version that
+    sampled it. One that came to no end within the limits is never carried out.
     """
 
     def __init__(
@@ -72,10 +72,10 @@ class Conversation:
             context: what all episodes are played with.
             task: what fixes the episode.
             name: of the conversation with the engine. None: the task's.
-            recorded: the same episode, interrupted: its actions are taken again, and what comes of them is compared with what
-                was recorded, before it is continued.
-            on_change: told where the episode stands after each turn that was not recorded before; before the end, its last
-                action is still under way.
+            recorded: the same episode, interrupted: its actions are taken again, and what comes of them is compared
+                with what was recorded, before it is continued.
+            on_change: told where the episode stands after each turn that was not recorded before; before the end, its
+                last action is still under way.
         """
         self.context, self.task = context, task
         self.name = name or f"{task.trajectory_id}#{task.attempt}"
@@ -125,7 +125,7 @@ class Conversation:
         return forked
 
     async def act(self) -> Message | None:
-        """Let the policy act; return its message. None: it cannot, or came to no end within the limits, and `end` says why.
+        """Let the policy act; return its message. None: it cannot, or came to no end within the limits: see `end`.
 
         Raises:
             EngineError: when the engine cannot sample.

@@ -1,4 +1,4 @@
-"""An episode that was interrupted, played again: its tokens come from the record, and all else must come out as recorded."""
+"""An interrupted episode, played again: its tokens come from the record, and all else must come out as recorded."""
 
 from collections.abc import Sequence
 from itertools import pairwise
@@ -50,7 +50,7 @@ class Record:
     def after(
         self, number: int, dialogue: Dialogue, action_ids: tuple[int, ...], message: Message, replies: Sequence[Message]
     ) -> Dialogue | None:
-        """Return the dialogue before a turn, given the one before the turn before it. None: that turn was not recorded."""
+        """Return the dialogue before a turn, given the one before the last action. None: that turn was not recorded."""
         if not self.has(number):
             return None
         turn = self.live.turns[number]
