@@ -51,7 +51,7 @@ from agentrl.learn.warmup import WarmupConfig, warm_up
 from agentrl.policy.layout import choose_layout
 from agentrl.policy.model import LocalModelConfig, Policy, make_local_model
 from agentrl.rollout import EpisodeContext, RolloutPool
-from agentrl.rollout.demonstrations import demonstrations
+from agentrl.rollout.demonstrations import DemonstratedTurn, Demonstration, demonstrations
 from agentrl.run import loop
 from agentrl.run.build import build
 from agentrl.types import Sampling, StopReason, Trajectory, TrajectoryGroup, Turn
@@ -151,7 +151,7 @@ def load(folder: Path) -> Any:
     return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="sdpa")
 
 
-def write_start(kind: str, tokenizer: Any, examples: list[Trajectory], warmup: WarmupConfig, folder: Path) -> None:
+def write_start(kind: str, tokenizer: Any, examples: list[Demonstration], warmup: WarmupConfig, folder: Path) -> None:
     """Warm a policy up on examples, and write down what every comparison begins with."""
     model = new_model(kind, tokenizer)
     layout, warning = choose_layout(model, "auto")
@@ -265,7 +265,7 @@ class Ratios:
 # `clipped`
 
 
-def prepare(size: Size) -> tuple[Recipe, Any, list[Trajectory]]:
+def prepare(size: Size) -> tuple[Recipe, Any, list[Demonstration]]:
     """Return the recipe of the calculator, a tokenizer and demonstrations."""
     recipe = load_recipe(RECIPE, ["--warmup.steps", str(size.warmup_steps)])
     show = partial(
@@ -386,6 +386,11 @@ def walk(chain_NN: Array, length: int, rng: np.random.Generator) -> tuple[int, .
     for draw in rng.random(length - 1):
         symbols.append(min(int(np.searchsorted(limits_NN[symbols[-1]], draw)), SYMBOLS - 1))
     return tuple(symbols)
+
+
+def demonstrated(prompt: tuple[int, ...], ids: tuple[int, ...]) -> Demonstration:
+    turn = DemonstratedTurn(observation_ids=prompt, extends=True, action_ids=ids)
+    return Demonstration(turns=(turn,), is_over=True)
 
 
 def response(prompt: tuple[int, ...], ids: tuple[int, ...], logprobs: tuple[float, ...], *, number: int) -> Trajectory:
@@ -623,7 +628,7 @@ def main() -> None:
     recipe, tokenizer, examples = prepare(size)
     rng, prompt, longest = np.random.default_rng(0), (SYMBOLS,), size.lengths[-1]
     chain_NN = new_chain(rng)
-    walks = [response(prompt, walk(chain_NN, longest, rng), (0.0,) * longest, number=number) for number in range(200)]
+    walks = [demonstrated(prompt, walk(chain_NN, longest, rng)) for _ in range(200)]
     chain_warmup = WarmupConfig(steps=size.chain_steps, batch_size=4, learning_rate=2e-3)
     figures: dict[str, Figures] = {}
     with tempfile.TemporaryDirectory() as folder:

@@ -430,7 +430,7 @@ def main() -> None:
     for device in ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]:
         for name, row in rows.items():
             groups, advantages = make_groups(row)
-            trees = [plan_tree([row.ids_L for t in group.trajectories for row in rows_of(t)]) for group in groups]
+            trees = [plan_tree([row.ids_L for t in group.trajectories for row in rows_of(t.turns)]) for group in groups]
             with tempfile.TemporaryDirectory() as folder:
                 found = measure(
                     Task(

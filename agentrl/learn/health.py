@@ -5,8 +5,9 @@ from itertools import chain
 from statistics import fmean
 from typing import Literal, get_args
 
+from agentrl.learn.tokens import rows_of
 from agentrl.rollout import RolloutConfig
-from agentrl.types import StopReason, Trajectory
+from agentrl.rollout.demonstrations import Demonstration
 
 Row = Mapping[str, float]
 Sign = Literal["alike", "cut_off", "collapse"]
@@ -100,12 +101,12 @@ def _cut_off(rows: Sequence[Row]) -> str | None:
     return f"every episode of the last {_STEPS} steps was cut off, {shares[most]:.0%} by {_LIMITS[most]}; raise it"
 
 
-def cut_demonstrations(trajectories: Sequence[Trajectory], config: RolloutConfig) -> tuple[float, str | None]:
+def cut_demonstrations(demonstrations: Sequence[Demonstration], config: RolloutConfig) -> tuple[float, str | None]:
     """Return the share of demonstrations that the limits of rollouts cut off, and a sentence where it matters.
 
     An oracle that plays badly (`warmup.skill`) runs out of turns often: half of the default recipe's demonstrations do.
     """
-    found = [tuple(_exceeded(trajectory, config)) for trajectory in trajectories]
+    found = [tuple(_exceeded(demonstration, config)) for demonstration in demonstrations]
     shares = {name: fmean(name in names for names in found) for name in dict.fromkeys(chain(*found))}
     share = fmean(bool(names) for names in found)
     told = [
@@ -117,16 +118,14 @@ def cut_demonstrations(trajectories: Sequence[Trajectory], config: RolloutConfig
     return share, f"demonstrations are cut off, {parts}: the policy is shown what it cannot play; raise it"
 
 
-def _exceeded(trajectory: Trajectory, config: RolloutConfig) -> Iterator[str]:
+def _exceeded(demonstration: Demonstration, config: RolloutConfig) -> Iterator[str]:
     """Yield the fields whose limits a demonstration does not keep."""
-    if trajectory.stop_reason is StopReason.MAX_TURNS:
+    action_lengths = [len(turn.action_ids) for turn in demonstration.turns]
+    if not demonstration.is_over:
         yield "rollout.max_turns"
-    if max(len(turn.action_ids) for turn in trajectory.turns) > config.max_turn_tokens:
+    if max(action_lengths) > config.max_turn_tokens:
         yield "rollout.max_turn_tokens"
-    if trajectory.num_action_tokens > config.max_episode_tokens:
+    if sum(action_lengths) > config.max_episode_tokens:
         yield "rollout.max_episode_tokens"
-    contexts = (
-        sum(len(turn.observation_ids) + len(turn.action_ids) for turn in turns) for turns in trajectory.segments()
-    )
-    if max(contexts) > config.max_context_tokens:
+    if max(len(row.ids_L) for row in rows_of(demonstration.turns)) > config.max_context_tokens:
         yield "rollout.max_context_tokens"

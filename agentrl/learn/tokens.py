@@ -5,7 +5,8 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Self
+from itertools import pairwise
+from typing import Protocol, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -33,21 +34,39 @@ class Row:
     """Number of the turn of each within the trajectory."""
 
 
-def rows_of(trajectory: Trajectory) -> list[Row]:
-    """Lay a trajectory out as rows: one, and one more for each turn that rewrote the history."""
+class TurnTokens(Protocol):
+    """A turn of which only the tokens are read."""
+
+    @property
+    def observation_ids(self) -> tuple[int, ...]:
+        """What was added before the action; the whole context where `extends` is False."""
+        ...
+
+    @property
+    def extends(self) -> bool:
+        """False: history was rewritten, and a new row begins."""
+        ...
+
+    @property
+    def action_ids(self) -> tuple[int, ...]:
+        """The tokens in question."""
+        ...
+
+
+def rows_of(turns: Sequence[TurnTokens]) -> list[Row]:
+    """Lay the turns of an episode out as rows: one, and one more for each turn that rewrote the history."""
+    begins = [k for k, turn in enumerate(turns) if k == 0 or not turn.extends]
     rows = []
-    number = 0
-    for segment in trajectory.segments():
+    for begin, end in pairwise([*begins, len(turns)]):
         ids: list[int] = []
         positions: list[int] = []
-        turns: list[int] = []
-        for turn in segment:
+        numbers: list[int] = []
+        for k, turn in enumerate(turns[begin:end], start=begin):
             ids.extend(turn.observation_ids)
             positions.extend(range(len(ids), len(ids) + len(turn.action_ids)))
             ids.extend(turn.action_ids)
-            turns.extend([number] * len(turn.action_ids))
-            number += 1
-        ids_L, positions_T, turn_T = (np.array(column, dtype=np.int64) for column in (ids, positions, turns))
+            numbers.extend([k] * len(turn.action_ids))
+        ids_L, positions_T, turn_T = (np.array(column, dtype=np.int64) for column in (ids, positions, numbers))
         rows.append(Row(ids_L=ids_L, positions_T=positions_T, turn_T=turn_T))
     return rows
 
@@ -87,7 +106,7 @@ class TokenBatch:
     @classmethod
     def of(cls, trajectories: Sequence[Trajectory]) -> Self:
         """Lay out trajectories, with all of their action tokens."""
-        return cls.of_rows([rows_of(t) for t in trajectories], group_ids=[t.group_id for t in trajectories])
+        return cls.of_rows([rows_of(t.turns) for t in trajectories], group_ids=[t.group_id for t in trajectories])
 
     @classmethod
     def of_rows(cls, rows: Sequence[Sequence[Row]], *, group_ids: Sequence[str]) -> Self:

@@ -11,11 +11,12 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field, PositiveFloat
 
 from agentrl.learn.plan import Planner
-from agentrl.learn.tokens import TokenBatch
+from agentrl.learn.tokens import TokenBatch, rows_of
 from agentrl.policy.layout import attending
 from agentrl.policy.model import Policy
 from agentrl.rollout import derive_seed
-from agentrl.types import AmountOrZero, Count, Trajectory
+from agentrl.rollout.demonstrations import Demonstration
+from agentrl.types import AmountOrZero, Count
 
 
 class WarmupConfig(BaseModel):
@@ -37,7 +38,7 @@ class WarmupConfig(BaseModel):
 
 def warm_up(
     policy: Policy,
-    examples: list[Trajectory],
+    examples: list[Demonstration],
     config: WarmupConfig,
     *,
     seed: int,
@@ -69,7 +70,8 @@ def warm_up(
         while len(order) < config.batch_size:
             order += rng.permutation(len(examples)).tolist()
         chosen, order = [examples[i] for i in order[: config.batch_size]], order[config.batch_size :]
-        tokens = TokenBatch.of(chosen)
+        rows = [rows_of(demonstration.turns) for demonstration in chosen]
+        tokens = TokenBatch.of_rows(rows, group_ids=["demonstration"] * len(rows))
         weight = 1 / len(tokens)
         loss_value = 0.0
         for micro in planner.micro_batches(tokens):

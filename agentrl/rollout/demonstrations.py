@@ -1,5 +1,6 @@
 """Episodes that the environment's own `oracle()` plays."""
 
+from dataclasses import dataclass
 from functools import partial
 
 import gymnasium as gym
@@ -12,55 +13,60 @@ from agentrl.rollout.env_calls import MakeEnv
 from agentrl.rollout.env_thread import EnvThread
 from agentrl.rollout.fault import raised_words
 from agentrl.rollout.seeds import derive_seed, task_seed
-from agentrl.types import Message, StopReason, Trajectory, Turn
+from agentrl.types import Message
 
 _ORACLE_TASKS = 4
 
 
-def demonstrate(make_env: MakeEnv, renderer: Renderer, *, seed: int, skill: float, max_turns: int) -> Trajectory:
-    """Play one episode with the environment's oracle; its actions are encoded as if they had been sampled."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DemonstratedTurn:
+    """The tokens of one turn, as a policy would read and sample them."""
+
+    observation_ids: tuple[int, ...]
+    """What the environment's messages added before the action; the whole context where `extends` is False."""
+    extends: bool
+    """False: history was rewritten, and a new context begins."""
+    action_ids: tuple[int, ...]
+    """The oracle's action, encoded."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Demonstration:
+    """One episode that the environment's oracle played. Nothing of it was sampled."""
+
+    turns: tuple[DemonstratedTurn, ...]
+    is_over: bool
+    """False: `max_turns` ended it."""
+
+
+def demonstrate(make_env: MakeEnv, renderer: Renderer, *, seed: int, skill: float, max_turns: int) -> Demonstration:
+    """Play one episode with the environment's oracle."""
     env = make_env()
     try:
-        turns, is_over = _play(env, renderer, seed=seed, skill=skill, max_turns=max_turns)
+        return _play(env, renderer, seed=seed, skill=skill, max_turns=max_turns)
     finally:
         env.close()
-    return Trajectory(
-        group_id="demonstration",
-        trajectory_id=str(seed),
-        env_id=type(base_env(env)).__name__,
-        seed=seed,
-        turns=tuple(turns),
-        stop_reason=StopReason.TERMINATED if is_over else StopReason.MAX_TURNS,
-    )
 
 
 def _play(
     env: gym.Env[tuple[Message, ...], str | Message], renderer: Renderer, *, seed: int, skill: float, max_turns: int
-) -> tuple[list[Turn], bool]:
+) -> Demonstration:
     base = base_env(env)
     rng = np.random.default_rng(derive_seed(seed, "oracle"))
     messages, _ = env.reset(seed=seed)
     dialogue = Dialogue.begin(messages, describe(base).tools, renderer)
-    turns: list[Turn] = []
+    turns: list[DemonstratedTurn] = []
     is_over = False
     while not is_over and len(turns) < max_turns:
         message = base.oracle(skill=skill, rng=rng)
         action_ids = renderer.encode(message)
-        zeros = (0,) * len(action_ids)
         turns.append(
-            Turn(
-                observation_ids=dialogue.observation_ids,
-                extends=dialogue.extends,
-                action_ids=action_ids,
-                behavior_logprobs=zeros,
-                versions=zeros,
-                reward=0.0,
-            )
+            DemonstratedTurn(observation_ids=dialogue.observation_ids, extends=dialogue.extends, action_ids=action_ids)
         )
         messages, _, terminated, truncated, _ = env.step(message)
         is_over = terminated or truncated
         dialogue = dialogue.after(action_ids, message, messages, renderer)
-    return turns, is_over
+    return Demonstration(turns=tuple(turns), is_over=is_over)
 
 
 async def oracle_ends(make_env: MakeEnv, *, max_turns: int, timeout_s: float, seed: int) -> bool | None:
@@ -102,7 +108,7 @@ async def oracle_ends(make_env: MakeEnv, *, max_turns: int, timeout_s: float, se
 
 async def demonstrations(
     make_env: MakeEnv, renderer: Renderer, *, count: int, skill: float, max_turns: int, timeout_s: float, seed: int
-) -> list[Trajectory]:
+) -> list[Demonstration]:
     """Play demonstrations on tasks of the training half of the seeds.
 
     Each has a deadline of `timeout_s` seconds for every call that it may make: construction, reset, its turns.

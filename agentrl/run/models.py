@@ -10,11 +10,11 @@ from agentrl.chat import ChatMLRenderer, Renderer, load_tokenizer, train_tokeniz
 from agentrl.config import Recipe
 from agentrl.distributed.processes import from_rank_zero
 from agentrl.errors import ConfigError
+from agentrl.learn.tokens import rows_of
 from agentrl.policy.layout import choose_layout
 from agentrl.policy.model import Policy, load_pretrained, make_local_model
-from agentrl.rollout.demonstrations import demonstrations
+from agentrl.rollout.demonstrations import Demonstration, demonstrations
 from agentrl.rollout.env_calls import MakeEnv
-from agentrl.types import Trajectory
 
 _TOKENIZER_EPISODES = 256
 """Demonstrations that a local tokenizer is trained on."""
@@ -47,7 +47,7 @@ def load_model(
 
 def make_demonstrations(
     recipe: Recipe, make_env: MakeEnv, renderer: Renderer, runner: asyncio.Runner, *, count: int
-) -> list[Trajectory]:
+) -> list[Demonstration]:
     """Let the environment's own policy play, on one process for all."""
     playing = demonstrations(
         make_env,
@@ -98,9 +98,5 @@ def _train_tokenizer(recipe: Recipe, make_env: MakeEnv, runner: asyncio.Runner) 
     if recipe.warmup.steps == 0:
         return as_bytes
     played = make_demonstrations(recipe, make_env, ChatMLRenderer(as_bytes), runner, count=_TOKENIZER_EPISODES)
-    texts = [
-        as_bytes.decode([token for turn in segment for token in (*turn.observation_ids, *turn.action_ids)])
-        for trajectory in played
-        for segment in trajectory.segments()
-    ]
+    texts = [as_bytes.decode(row.ids_L.tolist()) for demonstration in played for row in rows_of(demonstration.turns)]
     return train_tokenizer(texts, vocab_size=recipe.model.local.vocab_size)

@@ -13,19 +13,18 @@ from agentrl.learn.health import cut_demonstrations
 from agentrl.learn.warmup import warm_up
 from agentrl.report.folder import RunFolder
 from agentrl.rollout import try_environment
-from agentrl.rollout.demonstrations import oracle_ends
+from agentrl.rollout.demonstrations import Demonstration, oracle_ends
 from agentrl.run.build import Parts
 from agentrl.run.evaluate import evaluation_metrics
 from agentrl.run.models import make_demonstrations
 from agentrl.run.record import OnProgress, RunRecord
 from agentrl.run.resume import journal_of, repeats_exactly, resume, save
-from agentrl.types import Trajectory
 
 
 class Preparation(NamedTuple):
     """What was made and found before the first step of a run."""
 
-    examples: list[Trajectory]
+    examples: list[Demonstration]
     """Demonstrations to warm up on."""
     metrics: dict[str, float]
     warnings: dict[str, str]
@@ -111,14 +110,14 @@ def _prepare(parts: Parts) -> Preparation:
         )
     )
     parts.link.start(0)
-    examples: list[Trajectory] = []
+    examples: list[Demonstration] = []
     if recipe.warmup.steps:
         count = recipe.warmup.num_demonstrations
         examples = make_demonstrations(recipe, parts.make_env, parts.renderer, parts.runner, count=count)
     return _check_oracle(parts, examples)
 
 
-def _check_oracle(parts: Parts, examples: list[Trajectory]) -> Preparation:
+def _check_oracle(parts: Parts, examples: list[Demonstration]) -> Preparation:
     """Find where even the environment's own policy cannot play within the limits."""
     rollout, seed = parts.recipe.rollout, parts.recipe.seed
     trial = partial(oracle_ends, max_turns=rollout.max_turns, timeout_s=rollout.env_timeout_s, seed=seed)

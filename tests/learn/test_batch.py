@@ -12,7 +12,7 @@ from tests.support.trajectories import FORKED, batch_of, some, trajectory, turn
 
 
 def test_a_row_holds_all_tokens_and_the_mask_those_that_were_sampled() -> None:
-    rows = rows_of(FORKED)
+    rows = rows_of(FORKED.turns)
     assert [row.ids_L.tolist() for row in rows] == [[1, 2, 3, 4, 5, 6], [7, 8, 9, 10, 11, 12, 13]]
     assert [row.positions_T.tolist() for row in rows] == [[2, 3, 5], [3, 5, 6]]
 
@@ -41,7 +41,7 @@ def test_every_sampled_token_is_trained_once_at_the_place_of_its_predecessor() -
 def test_tokens_that_are_not_kept_stay_as_context_and_leave_every_denominator() -> None:
     keep = [True, False, True, True, False, True]
     batch = batch_of([FORKED], [Credit.from_tokens(FORKED, [1, 2, 3, 4, 5, 6], keep_T=keep)])
-    assert [row.tolist() for row in batch.tokens.rows] == [row.ids_L.tolist() for row in rows_of(FORKED)]
+    assert [row.tolist() for row in batch.tokens.rows] == [row.ids_L.tolist() for row in rows_of(FORKED.turns)]
     assert batch.tokens.target_T.tolist() == [3, 6, 10, 13]
     assert batch.tokens.position_T.tolist() == [1, 4, 2, 5]
     assert batch.columns.advantage_T.tolist() == [1, 3, 4, 6]
@@ -80,7 +80,7 @@ def test_rewards_keys_and_messages_are_no_part_of_a_batch() -> None:
 
 def test_a_row_with_its_end_is_read_after_its_last_token_as_well() -> None:
     plain = trajectory(1, turn([20, 21, 22], [23]))
-    rows = [with_end(rows_of(t)) for t in (FORKED, plain)]
+    rows = [with_end(rows_of(t.turns)) for t in (FORKED, plain)]
     tokens = TokenBatch.of_rows(rows, group_ids=["a", "b"])
     assert [row.tolist() for row in tokens.rows] == [[1, 2, 3, 4, 5, 6], [7, 8, 9, 10, 11, 12, 13], [20, 21, 22, 23]]
     assert tokens.row_T.tolist() == [0, 0, 0, 1, 1, 1, 1, 2, 2]

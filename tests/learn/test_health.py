@@ -7,8 +7,7 @@ import pytest
 
 from agentrl.learn.health import SIGNS, Row, cut_demonstrations, first_told, signs
 from agentrl.rollout import RolloutConfig
-from agentrl.testing.groups import make_group
-from agentrl.types import StopReason
+from agentrl.rollout.demonstrations import DemonstratedTurn, Demonstration
 
 LEARNS = [
     0.25,
@@ -118,7 +117,8 @@ def test_a_sign_is_told_once_in_a_run_also_when_it_comes_back() -> None:
 
 
 def test_demonstrations_that_no_policy_could_play_are_told_with_the_limit() -> None:
-    played = [*make_group([[0.0, 1.0]] * 4, action_lengths=[[4, 4]] * 4, observation_lengths=[[8, 8]] * 4).trajectories]
+    turn = DemonstratedTurn(observation_ids=(1,) * 8, extends=True, action_ids=(2,) * 4)
+    played = [Demonstration(turns=(turn, turn), is_over=True)] * 4
     wide = RolloutConfig(max_turn_tokens=4, max_episode_tokens=8, max_context_tokens=24)
     assert cut_demonstrations(played, wide) == (0.0, None)
     for field, limit in (("max_turn_tokens", 3), ("max_episode_tokens", 7), ("max_context_tokens", 23)):
@@ -126,7 +126,7 @@ def test_demonstrations_that_no_policy_could_play_are_told_with_the_limit() -> N
         assert share == 1.0
         assert words is not None
         assert f"100% by rollout.{field}" in words
-    cut = [replace(trajectory, stop_reason=StopReason.MAX_TURNS) for trajectory in played]
+    cut = [replace(demonstration, is_over=False) for demonstration in played]
     share, words = cut_demonstrations(cut, wide)
     assert share == 1.0
     assert words is not None

@@ -242,7 +242,7 @@ def test_the_budget_counts_shared_tokens_once_and_padding_too(layout: Layout, si
 
 def rows_read(trajectories: Sequence[Trajectory]) -> list[list[int]]:
     """Rows of trajectories all of whose tokens are kept, without the last one of each, which predicts none."""
-    return [row.ids_L[:-1].tolist() for t in trajectories for row in rows_of(t)]
+    return [row.ids_L[:-1].tolist() for t in trajectories for row in rows_of(t.turns)]
 
 
 def tokens_and_pairs(rows: Sequence[list[int]], layout: Layout) -> tuple[int, int]:

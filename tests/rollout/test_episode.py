@@ -133,7 +133,7 @@ def test_a_rewritten_history_begins_a_row_of_its_own_with_the_tokens_sampled_in_
     for turn in trajectory.turns[:4]:
         messages += [*turn.observation, turn.message]
     assert trajectory.turns[3].observation_ids == forking_renderer.start(messages[:-1], [])
-    rows = rows_of(trajectory)
+    rows = rows_of(trajectory.turns)
     last_of_rows = (2, 5, 7)
     assert [tuple(row.ids_L.tolist()) for row in rows] == [
         prompts[k] + recording.calls[k][2].token_ids for k in last_of_rows

@@ -72,7 +72,7 @@ class Critic:
 
     def measure(self, trajectories: Sequence[Trajectory]) -> list[Trajectory]:
         """Return the trajectories with `values` at every turn and `final_value`, the value after the last token."""
-        rows = [with_end(rows_of(t)) for t in trajectories]
+        rows = [with_end(rows_of(t.turns)) for t in trajectories]
         tokens = TokenBatch.of_rows(rows, group_ids=[t.group_id for t in trajectories])
         values = score_tokens(
             self._value, tokens, layout=self._policy.layout, max_tokens=self._max_tokens, device=self._device

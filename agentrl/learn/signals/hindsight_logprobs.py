@@ -21,7 +21,7 @@ class HindsightLogprobs(Signal):
         from agentrl.learn.signals.scoring import logprobs, with_tokens
 
         told = [with_hindsight(t, self.context.renderer, self.context.tools) for t in trajectories]
-        self.context.check_lengths(told, [rows_of(t) for t in told])
+        self.context.check_lengths(told, [rows_of(t.turns) for t in told])
         return with_tokens(trajectories, "hindsight_logprobs", logprobs(self.context, TokenBatch.of(told)))
 
 
