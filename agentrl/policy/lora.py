@@ -2,7 +2,7 @@
 
     W' = W + alpha / rank * B A
 
-(LoRA, arXiv 2106.09685, section 4.1), where W stays as it is, and A and B are trained; B is 0 at first. `R` rank, `I` inputs
+(LoRA, arXiv 2106.09685, section 4.1), where W stays as it is, and A and B are trained; B is 0 at first. `Z` rank, `I` inputs
 and `O` outputs of a layer.
 """
 
@@ -105,8 +105,8 @@ def merged_weights(model: Any) -> Iterator[tuple[str, Tensor]]:
             yield name, weight
             continue
         if kind == "weight":
-            lora_a_RI, lora_b_OR = (_whole(state[f"{layer}.lora_{matrix}.{_ADAPTER}.weight"]) for matrix in "AB")
-            change_OI = lora_b_OR @ lora_a_RI * layers[layer].scaling[_ADAPTER]
+            lora_a_ZI, lora_b_OZ = (_whole(state[f"{layer}.lora_{matrix}.{_ADAPTER}.weight"]) for matrix in "AB")
+            change_OI = lora_b_OZ @ lora_a_ZI * layers[layer].scaling[_ADAPTER]
             change = change_OI.T if layers[layer].fan_in_fan_out else change_OI  # GPT-2 keeps its weights as (in, out)
             weight = (weight + change).to(weight.dtype)
         yield f"{layer}.{kind}", weight

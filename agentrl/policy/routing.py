@@ -1,6 +1,6 @@
 """Experts of a mixture-of-experts model: recorded, replayed and compared.
 
-`R` routers of a model, `P` slots of a pass, `K` experts chosen at a slot, `E` experts to choose from, `Q` slots that
+`J` routers of a model, `P` slots of a pass, `K` experts chosen at a slot, `E` experts to choose from, `Q` slots that
 are asked for.
 """
 
@@ -58,7 +58,7 @@ def routers_of(model: Any) -> list[Router]:
 def recording(model: Any) -> AbstractContextManager[list[Tensor]]:
     """Note the experts that the routers choose.
 
-    The context gives a list that gains one int16 tensor `(R, P, K)` with each forward pass of the model: of each router
+    The context gives a list that gains one int16 tensor `(J, P, K)` with each forward pass of the model: of each router
     (as in `routers_of`) and slot, the experts in the router's own order. Layers that gradient checkpointing runs again
     add nothing. A dense model leaves the list empty.
 
@@ -68,7 +68,7 @@ def recording(model: Any) -> AbstractContextManager[list[Tensor]]:
     return _routing(model, None)
 
 
-def replaying(model: Any, experts_RPK: Tensor) -> AbstractContextManager[list[Tensor]]:
+def replaying(model: Any, experts_JPK: Tensor) -> AbstractContextManager[list[Tensor]]:
     """Let the routers take the given experts instead of their own choice, in each pass and whenever a layer runs again.
 
         g_k = norm(score(x W^T)[e_k]),  output = sum_k g_k expert_{e_k}(x),  e = the given experts of the slot
@@ -81,16 +81,16 @@ def replaying(model: Any, experts_RPK: Tensor) -> AbstractContextManager[list[Te
     The context gives what `recording` gives: the experts that the routers would have chosen themselves. Under gradient
     checkpointing the backward pass must lie within the context as well.
 
-    Shape: integers `(R, P, K)`, as `recording` gives them for a pass over the same slots; on any device.
+    Shape: integers `(J, P, K)`, as `recording` gives them for a pass over the same slots; on any device.
 
     Raises:
         TrainingError: for a model whose routing cannot be replayed, or experts of another number of routers, slots or
             experts at a slot.
     """
-    return _routing(model, experts_RPK)
+    return _routing(model, experts_JPK)
 
 
-def changed_share(before_RPK: Tensor, after_RPK: Tensor, *, slots_Q: Tensor | None = None) -> Tensor:
+def changed_share(before_JPK: Tensor, after_JPK: Tensor, *, slots_Q: Tensor | None = None) -> Tensor:
     """Return of each slot the share of its experts that are others than before, in the mean over routers: (Q,).
 
         changed_p = mean over routers r of 1 - |before_rp ∩ after_rp| / K
@@ -101,15 +101,15 @@ def changed_share(before_RPK: Tensor, after_RPK: Tensor, *, slots_Q: Tensor | No
     Raises:
         ValueError: for recordings of different shape.
     """
-    if before_RPK.shape != after_RPK.shape or before_RPK.ndim != 3:
+    if before_JPK.shape != after_JPK.shape or before_JPK.ndim != 3:
         raise ValueError(
-            f"expected two recordings (R, P, K) of the same slots, got {tuple(before_RPK.shape)} and "
-            f"{tuple(after_RPK.shape)}"
+            f"expected two recordings (J, P, K) of the same slots, got {tuple(before_JPK.shape)} and "
+            f"{tuple(after_JPK.shape)}"
         )
     if slots_Q is not None:
-        before_RPK, after_RPK = before_RPK[:, slots_Q], after_RPK[:, slots_Q]
-    kept_RQK = (before_RPK[..., :, None] == after_RPK[..., None, :]).any(-1)
-    return 1 - kept_RQK.double().mean((0, 2))
+        before_JPK, after_JPK = before_JPK[:, slots_Q], after_JPK[:, slots_Q]
+    kept_JQK = (before_JPK[..., :, None] == after_JPK[..., None, :]).any(-1)
+    return 1 - kept_JQK.double().mean((0, 2))
 
 
 class _Choosing(TorchFunctionMode):
@@ -142,12 +142,12 @@ class _Choosing(TorchFunctionMode):
 
 
 @contextmanager
-def _routing(model: Any, experts_RPK: Tensor | None) -> Iterator[list[Tensor]]:
+def _routing(model: Any, experts_JPK: Tensor | None) -> Iterator[list[Tensor]]:
     """Record, and replay where there are experts to replay."""
     routers = routers_of(model)
-    if experts_RPK is not None:
-        _check_replay(model, routers, experts_RPK)
-    modes = [_Choosing(router, None if experts_RPK is None else experts_RPK[r]) for r, router in enumerate(routers)]
+    if experts_JPK is not None:
+        _check_replay(model, routers, experts_JPK)
+    modes = [_Choosing(router, None if experts_JPK is None else experts_JPK[r]) for r, router in enumerate(routers)]
     passes: list[Tensor] = []
 
     def begin(*_: Any) -> None:
@@ -187,7 +187,7 @@ def _running_in(mode: TorchFunctionMode, module: nn.Module) -> Iterator[None]:
 
 
 def _chosen(model: Any, modes: list[_Choosing]) -> Tensor:
-    """Return the experts (R, P, K) of the pass that ends."""
+    """Return the experts (J, P, K) of the pass that ends."""
     for mode in modes:
         if len(mode.own) != 1:
             name, module = mode.router.name, mode.router.module
@@ -204,12 +204,12 @@ def _chosen(model: Any, modes: list[_Choosing]) -> Tensor:
     return torch.stack([mode.own[0].to(torch.int16) for mode in modes])  # small: a step keeps them of all its passes
 
 
-def _check_replay(model: Any, routers: list[Router], experts_RPK: Tensor) -> None:
+def _check_replay(model: Any, routers: list[Router], experts_JPK: Tensor) -> None:
     """Check what can be told before a pass."""
-    if experts_RPK.ndim != 3 or experts_RPK.is_floating_point():
-        raise TrainingError(f"expected integer experts (R, P, K), got {experts_RPK.dtype} {tuple(experts_RPK.shape)}")
-    if len(experts_RPK) != len(routers):
-        raise TrainingError(f"{type(model).__name__} has {len(routers)} routers, got experts of {len(experts_RPK)}")
+    if experts_JPK.ndim != 3 or experts_JPK.is_floating_point():
+        raise TrainingError(f"expected integer experts (J, P, K), got {experts_JPK.dtype} {tuple(experts_JPK.shape)}")
+    if len(experts_JPK) != len(routers):
+        raise TrainingError(f"{type(model).__name__} has {len(routers)} routers, got experts of {len(experts_JPK)}")
     for router in routers:
         # DeepSeek-V2: experts outside the groups that are best now would get weight 0.
         if getattr(router.module, "topk_method", None) == "group_limited_greedy":

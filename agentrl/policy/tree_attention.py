@@ -1,6 +1,6 @@
 """Attention of each token of a tree to itself and its ancestors.
 
-`N` tokens of the tree, `H` query heads, `G` key-value heads, `R = H / G` query heads that share one,
+`N` tokens of the tree, `H` query heads, `G` key-value heads, `A = H / G` query heads that share one,
 `D` head size of queries and keys, `E` of values; `Q` queries and `K` keys of one block, `S` segments of the tree.
 """
 
@@ -177,65 +177,65 @@ class _TreeAttention(torch.autograd.Function):
         window: int | None,
     ) -> Tensor:
         dtype = torch.promote_types(query_HND.dtype, torch.float32)
-        query_GRND, key_GRND, value_GRND = _by_group(query_HND, key_GND, value_GND)
-        out_GRND = _zeros_NHD(query_HND, dtype).unflatten(0, (len(key_GND), -1))
-        lse_GRN = out_GRND.new_empty(out_GRND.shape[:3])
+        query_GAND, key_GAND, value_GAND = _by_group(query_HND, key_GND, value_GND)
+        out_GAND = _zeros_NHD(query_HND, dtype).unflatten(0, (len(key_GND), -1))
+        lse_GAN = out_GAND.new_empty(out_GAND.shape[:3])
         for block in layout.blocks(window):
             mask_QK = _additive_mask(block, layout, window, query_HND.dtype)
-            part_GRQD, part_GRQ = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-                query_GRND[:, :, block.queries],
-                key_GRND[:, :, block.keys],
-                value_GRND[:, :, block.keys],
+            part_GAQD, part_GAQ = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+                query_GAND[:, :, block.queries],
+                key_GAND[:, :, block.keys],
+                value_GAND[:, :, block.keys],
                 0.0,
                 block.causal,
                 attn_mask=mask_QK,
                 scale=scale,
             )
             if mask_QK is not None:  # the kernel gives queries that see no key a log-sum-exp of 0
-                part_GRQ.masked_fill_(mask_QK.isneginf().all(1), -torch.inf)
-            out_GRQD, lse_GRQ = out_GRND[:, :, block.queries], lse_GRN[:, :, block.queries]
+                part_GAQ.masked_fill_(mask_QK.isneginf().all(1), -torch.inf)
+            out_GAQD, lse_GAQ = out_GAND[:, :, block.queries], lse_GAN[:, :, block.queries]
             if block.queries.start == block.keys.start:
-                out_GRQD.copy_(part_GRQD)
-                lse_GRQ.copy_(part_GRQ)
+                out_GAQD.copy_(part_GAQD)
+                lse_GAQ.copy_(part_GAQ)
             else:
-                out_GRQD.lerp_(part_GRQD.to(dtype), torch.sigmoid(part_GRQ - lse_GRQ)[..., None])
-                lse_GRQ.copy_(torch.logaddexp(lse_GRQ, part_GRQ))
-        out_HND: Tensor = out_GRND.flatten(0, 1).to(query_HND.dtype)
-        ctx.save_for_backward(query_HND, key_GND, value_GND, out_HND, lse_GRN)
+                out_GAQD.lerp_(part_GAQD.to(dtype), torch.sigmoid(part_GAQ - lse_GAQ)[..., None])
+                lse_GAQ.copy_(torch.logaddexp(lse_GAQ, part_GAQ))
+        out_HND: Tensor = out_GAND.flatten(0, 1).to(query_HND.dtype)
+        ctx.save_for_backward(query_HND, key_GND, value_GND, out_HND, lse_GAN)
         ctx.layout, ctx.scale, ctx.window = layout, scale, window
         return out_HND
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_HND: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None, None]:
-        query_HND, key_GND, value_GND, out_HND, lse_GRN = ctx.saved_tensors
-        query_GRND, key_GRND, value_GRND = _by_group(query_HND, key_GND, value_GND)
-        grad_GRND, out_GRND = (tensor.unflatten(0, (len(key_GND), -1)) for tensor in (grad_HND, out_HND))
-        sums = [_zeros_NHD(tensor, lse_GRN.dtype) for tensor in (query_HND, key_GND, value_GND)]
+        query_HND, key_GND, value_GND, out_HND, lse_GAN = ctx.saved_tensors
+        query_GAND, key_GAND, value_GAND = _by_group(query_HND, key_GND, value_GND)
+        grad_GAND, out_GAND = (tensor.unflatten(0, (len(key_GND), -1)) for tensor in (grad_HND, out_HND))
+        sums = [_zeros_NHD(tensor, lse_GAN.dtype) for tensor in (query_HND, key_GND, value_GND)]
         for block in ctx.layout.blocks(ctx.window):
             parts = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-                grad_GRND[:, :, block.queries],
-                query_GRND[:, :, block.queries],
-                key_GRND[:, :, block.keys],
-                value_GRND[:, :, block.keys],
-                out_GRND[:, :, block.queries],
-                lse_GRN[:, :, block.queries],
+                grad_GAND[:, :, block.queries],
+                query_GAND[:, :, block.queries],
+                key_GAND[:, :, block.keys],
+                value_GAND[:, :, block.keys],
+                out_GAND[:, :, block.queries],
+                lse_GAN[:, :, block.queries],
                 0.0,
                 block.causal,
                 attn_mask=_additive_mask(block, ctx.layout, ctx.window, query_HND.dtype),
                 scale=ctx.scale,
             )
             sums[0].unflatten(0, (len(key_GND), -1))[:, :, block.queries].add_(parts[0])
-            for total_GND, part_GRKD in zip(sums[1:], parts[1:], strict=True):
-                total_GND[:, block.keys] += part_GRKD.sum(1, dtype=total_GND.dtype)
+            for total_GND, part_GAKD in zip(sums[1:], parts[1:], strict=True):
+                total_GND[:, block.keys] += part_GAKD.sum(1, dtype=total_GND.dtype)
         grad_query_HND, grad_key_GND, grad_value_GND = (total.to(query_HND.dtype) for total in sums)
         return grad_query_HND, grad_key_GND, grad_value_GND, None, None, None
 
 
 def _by_group(query_HND: Tensor, key_GND: Tensor, value_GND: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    query_GRND = query_HND.unflatten(0, (len(key_GND), -1))
-    key_GRND, value_GRND = (tensor[:, None].expand(-1, query_GRND.shape[1], -1, -1) for tensor in (key_GND, value_GND))
-    return query_GRND, key_GRND, value_GRND
+    query_GAND = query_HND.unflatten(0, (len(key_GND), -1))
+    key_GAND, value_GAND = (tensor[:, None].expand(-1, query_GAND.shape[1], -1, -1) for tensor in (key_GND, value_GND))
+    return query_GAND, key_GAND, value_GAND
 
 
 def _zeros_NHD(like_HND: Tensor, dtype: torch.dtype) -> Tensor:  # noqa: N802

@@ -1,6 +1,6 @@
 """Routers of transformers models: recorded, replayed and compared.
 
-`R` routers, `P` slots of a pass, `K` experts chosen at a slot, `E` experts to choose from.
+`J` routers, `P` slots of a pass, `K` experts chosen at a slot, `E` experts to choose from.
 """
 
 from collections.abc import Callable
@@ -161,14 +161,14 @@ def scaled_sigmoid(router: Any, logits_PE: Tensor, experts_PK: Tensor) -> Tensor
 def test_given_experts_are_weighed_by_the_scores_of_the_present_router(
     name: str, formula: Callable[[Any, Tensor, Tensor], Tensor]
 ) -> None:
-    model, given_RPK = tiny(name), random_experts()
+    model, given_JPK = tiny(name), random_experts()
     seen: list[tuple[Tensor, ...]] = []
     for router in routers_of(model):
         experts = model.get_submodule(router.name.rpartition(".")[0]).experts
         experts.register_forward_pre_hook(lambda module, args: seen.append(args))
-    with replaying(model, given_RPK):
+    with replaying(model, given_JPK):
         run(model)
-    for router, (input_PD, experts_PK, weights_PK), given_PK in zip(routers_of(model), seen, given_RPK, strict=True):
+    for router, (input_PD, experts_PK, weights_PK), given_PK in zip(routers_of(model), seen, given_JPK, strict=True):
         assert torch.equal(experts_PK, given_PK)
         matrix_ED = next(weight for weight in router.module.parameters() if weight.ndim == 2)
         logits_PE = input_PD.reshape(NUM_SLOTS, -1) @ matrix_ED.T + getattr(router.module, "bias", 0)
@@ -211,14 +211,14 @@ def test_after_an_update_the_layer_is_the_sum_over_the_recorded_experts_in_value
 def test_layers_that_gradient_checkpointing_runs_again_replay_as_well(layout: Layout, use_reentrant: bool) -> None:
     model = tiny("qwen3_moe")
     num_slots = len(run(model, layout))
-    given_RPK = random_experts(num_slots=num_slots)
-    with replaying(model, given_RPK):
+    given_JPK = random_experts(num_slots=num_slots)
+    with replaying(model, given_JPK):
         expected = gradients(model, run(model, layout))
     model.gradient_checkpointing_enable({"use_reentrant": use_reentrant})
     model.enable_input_require_grads()
     calls = []
     model.model.layers[0].register_forward_pre_hook(lambda *_: calls.append(1))
-    with attending(model, layout), replaying(model, given_RPK) as own:
+    with attending(model, layout), replaying(model, given_JPK) as own:
         got = gradients(model, run(model, layout))
     assert len(calls) == 2
     assert len(own) == 1  # what runs again is no pass
@@ -269,32 +269,32 @@ def test_tokens_choose_and_replay_the_same_experts_in_every_layout(layout: Layou
             hidden_states(model, padded)
             hidden_states(model, inputs)
         assert torch.equal(passes[0][:, padded_T], passes[1][:, slot_T])
-        given_RPK = random_experts(num_slots=passes[1].shape[1])
-        given_padded_RPK = torch.zeros(2, NUM_SLOTS, 3, dtype=torch.int64)
-        given_padded_RPK[:, padded_T] = given_RPK[:, slot_T]
-        with replaying(model, given_RPK):
+        given_JPK = random_experts(num_slots=passes[1].shape[1])
+        given_padded_JPK = torch.zeros(2, NUM_SLOTS, 3, dtype=torch.int64)
+        given_padded_JPK[:, padded_T] = given_JPK[:, slot_T]
+        with replaying(model, given_JPK):
             got_TD = hidden_states(model, inputs)[slot_T]
-        with replaying(model, given_padded_RPK):
+        with replaying(model, given_padded_JPK):
             expected_TD = hidden_states(model, padded)[padded_T]
     torch.testing.assert_close(got_TD, expected_TD, rtol=1e-5, atol=1e-5)
 
 
 def test_the_share_of_changed_experts_by_hand() -> None:
-    before_RPK = torch.tensor([[[0, 1], [0, 1], [0, 1]], [[2, 3], [2, 3], [2, 3]]])
-    after_RPK = torch.tensor([[[1, 0], [0, 2], [2, 3]], [[2, 3], [2, 3], [3, 4]]])
+    before_JPK = torch.tensor([[[0, 1], [0, 1], [0, 1]], [[2, 3], [2, 3], [2, 3]]])
+    after_JPK = torch.tensor([[[1, 0], [0, 2], [2, 3]], [[2, 3], [2, 3], [3, 4]]])
     # First place: the same sets. Second: one of two experts of one of two routers. Third: two of two, and one of two.
-    assert changed_share(before_RPK, after_RPK).tolist() == [0, 0.25, 0.75]
-    assert changed_share(before_RPK, after_RPK, slots_Q=torch.tensor([2, 0, 2])).tolist() == [0.75, 0, 0.75]
-    assert changed_share(before_RPK, before_RPK.to(torch.int16)).tolist() == [0, 0, 0]
+    assert changed_share(before_JPK, after_JPK).tolist() == [0, 0.25, 0.75]
+    assert changed_share(before_JPK, after_JPK, slots_Q=torch.tensor([2, 0, 2])).tolist() == [0.75, 0, 0.75]
+    assert changed_share(before_JPK, before_JPK.to(torch.int16)).tolist() == [0, 0, 0]
 
 
 def test_the_share_of_changed_experts_is_that_of_sets() -> None:
-    before_RPK, after_RPK = random_experts(4, 50), random_experts(8, 50)[4:]
+    before_JPK, after_JPK = random_experts(4, 50), random_experts(8, 50)[4:]
     sets = [
-        [[set(experts_K.tolist()) for experts_K in of_router] for of_router in both] for both in (before_RPK, after_RPK)
+        [[set(experts_K.tolist()) for experts_K in of_router] for of_router in both] for both in (before_JPK, after_JPK)
     ]
     expected = [np.mean([1 - len(sets[0][r][p] & sets[1][r][p]) / 3 for r in range(4)]) for p in range(50)]
-    assert changed_share(before_RPK, after_RPK).numpy() == pytest.approx(np.array(expected), rel=1e-12)
+    assert changed_share(before_JPK, after_JPK).numpy() == pytest.approx(np.array(expected), rel=1e-12)
 
 
 def test_recordings_of_other_slots_are_not_compared() -> None:
@@ -351,18 +351,18 @@ def test_scores_without_the_groups_that_are_struck_out_are_recorded_but_not_repl
 
 
 @pytest.mark.parametrize(
-    ("experts_RPK", "words"),
+    ("experts_JPK", "words"),
     [
         (random_experts(3), "Qwen3MoeForCausalLM has 2 routers, got experts of 3"),
-        (random_experts()[0], r"expected integer experts \(R, P, K\), got torch.int64 \(160, 3\)"),
+        (random_experts()[0], r"expected integer experts \(J, P, K\), got torch.int64 \(160, 3\)"),
         (random_experts().float(), "expected integer experts .*, got torch.float32"),
         (random_experts()[:, 1:], r"layers.0.mlp.gate chooses .* \(160, 3\), got \(159, 3\) to replay"),
         (random_experts()[:, :, 1:], r"layers.0.mlp.gate chooses .* \(160, 3\), got \(160, 2\) to replay"),
     ],
 )
-def test_experts_of_another_model_or_pass_are_refused(experts_RPK: Tensor, words: str) -> None:
+def test_experts_of_another_model_or_pass_are_refused(experts_JPK: Tensor, words: str) -> None:
     model = tiny("qwen3_moe")
-    with pytest.raises(TrainingError, match=words), replaying(model, experts_RPK):
+    with pytest.raises(TrainingError, match=words), replaying(model, experts_JPK):
         run(model)
 
 
@@ -379,12 +379,12 @@ def test_the_model_routes_as_before_afterwards_also_after_an_error() -> None:
 
 
 def test_contexts_may_be_nested() -> None:
-    model, given_RPK = tiny("qwen3_moe"), random_experts()
+    model, given_JPK = tiny("qwen3_moe"), random_experts()
     with recording(model) as outer:
-        with replaying(model, given_RPK) as own, recording(model) as inner:
+        with replaying(model, given_JPK) as own, recording(model) as inner:
             run(model)
         run(model)
     assert torch.equal(own[0], inner[0])
-    assert torch.equal(outer[0], given_RPK)
+    assert torch.equal(outer[0], given_JPK)
     assert torch.equal(outer[1][0], own[0][0])
     assert not torch.equal(outer[1][1], own[0][1])
