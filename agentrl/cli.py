@@ -317,17 +317,17 @@ def _tokenizer(run_dir: Path | None) -> Path | None:
     return folder if folder and folder.is_dir() else None
 
 
-def _untrained(recipe: "Recipe", *, server: int = 0) -> "Recipe":
-    """Return a recipe for what trains and writes nothing and has one server; what only training reads is not asked for."""
-    loss = recipe.loss.model_copy(update={"kl_coefficient": 0.0, "routing_replay": False})
-    train = recipe.train.model_copy(update={"optimizer": "adamw", "sharding": "none"})
-    urls = recipe.engine.server.urls
-    if not 0 <= server < len(urls):
-        raise ConfigError(f"--server: expected 0 to {len(urls) - 1}, the numbers of engine.server.url, got {server}")
-    of_one = recipe.engine.server.model_copy(update={"url": urls[server]})
-    engine = recipe.engine.model_copy(update={"server": of_one})
-    credit = {"scheme": "uniform", "lone": "keep"}
-    return recipe.model_copy(update={"run_dir": None, "credit": credit, "loss": loss, "train": train, "engine": engine})
+def _untrained(recipe: "Recipe", *, process: int = 0) -> "Recipe":
+    """Return a recipe for one process that trains and writes nothing; what only training reads is not asked for."""
+    return recipe.model_copy(
+        update={
+            "run_dir": None,
+            "engine": recipe.engine.of_process(process),
+            "credit": {"scheme": "uniform", "lone": "keep"},
+            "loss": recipe.loss.model_copy(update={"kl_coefficient": 0.0, "routing_replay": False}),
+            "train": recipe.train.model_copy(update={"optimizer": "adamw", "sharding": "none"}),
+        }
+    )
 
 
 def _doctor(options: argparse.Namespace, rest: list[str]) -> None:
@@ -344,17 +344,23 @@ def _doctor(options: argparse.Namespace, rest: list[str]) -> None:
 def _serve(options: argparse.Namespace, rest: list[str]) -> None:
     # The model is only written down here: the server has the GPU to itself.
     recipe, run_dir = _load(options.target, [*rest, "--engine.name", "vllm_server", "--train.device", "cpu"])
+    from agentrl.engine.vllm_server import VLLMServerConfig
     from agentrl.run.build import build
     from agentrl.run.serve import serve
 
-    tokenizer = _tokenizer(run_dir)
+    config = recipe.engine
+    assert isinstance(config, VLLMServerConfig)  # as named above
+    if not 0 <= options.server < (num := len(config.server.urls)):
+        raise ConfigError(f"--server: expected 0 to {num - 1}, the numbers of engine.server.url, got {options.server}")
+    config, tokenizer = config.of_process(options.server), _tokenizer(run_dir)
+    recipe = _untrained(recipe, process=options.server)
     console = Console(soft_wrap=True)
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, lambda number, _: sys.exit(128 + number))  # so that the server ends too
     with (
-        build(_untrained(recipe, server=options.server), tokenizer_folder=tokenizer) as parts,
+        build(recipe, tokenizer_folder=tokenizer) as parts,
         tempfile.TemporaryDirectory(prefix="agentrl-serve-") as folder,
-        serve(parts, Path(folder), timeout_s=options.start_timeout_s) as server,
+        serve(parts, config, Path(folder), timeout_s=options.start_timeout_s) as server,
     ):
         console.print(f"serving at {server.url}; log: {folder}/server.log; end with Ctrl-C")
         status = server.process.wait()

@@ -14,6 +14,7 @@ from pydantic_settings import BaseSettings, CliSettingsSource, SettingsConfigDic
 from agentrl.chat import AutoConfig, RendererConfig
 from agentrl.credit import load_credit, load_fallback
 from agentrl.engine import EngineConfig
+from agentrl.engine.auto import AutoConfig as AutoEngineConfig
 from agentrl.env.config import EnvConfig
 from agentrl.errors import ConfigError
 from agentrl.files import MAX_DEPTH, parse_yaml
@@ -46,7 +47,7 @@ class Recipe(BaseModel):
     chat: SerializeAsAny[RendererConfig] = AutoConfig()
     model: ModelConfig = ModelConfig()
     warmup: WarmupConfig = WarmupConfig()
-    engine: Annotated[EngineConfig, MayChange()] = EngineConfig()
+    engine: Annotated[SerializeAsAny[EngineConfig], MayChange()] = AutoEngineConfig()
     rollout: RolloutConfig = RolloutConfig()
     credit: dict[str, Any] = {"scheme": "uniform"}
     """A credit scheme's name and its fields; `fallback: uniform` replaces a scheme that the environment cannot serve."""

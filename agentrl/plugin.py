@@ -1,12 +1,13 @@
 """A section of the recipe that names a plug-in and holds its fields: `chat: {renderer: template, date: 2026-01-01}`."""
 
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from typing import Any, ClassVar, NamedTuple, Self, TypeVar, get_args
 
 from pydantic import BaseModel, ConfigDict, ModelWrapValidatorHandler, ValidationError, model_validator
 
 from agentrl.errors import ConfigError, UserError
-from agentrl.registry import Group, resolve, suggest
+from agentrl.registry import Group, names, resolve, suggest
 
 M = TypeVar("M", bound=BaseModel)
 
@@ -42,6 +43,15 @@ class Plugin(BaseModel):
         """
         return plugin_class(name, base=cls, group=cls.seam.group, field=f"{cls.seam.section}.{cls.seam.key}")
 
+    @classmethod
+    def _with_field(cls, field: str) -> list[str]:
+        """List the installed plug-ins of this seam that have a field."""
+        found = []
+        for name in names(cls.seam.group):
+            with suppress(ConfigError):  # one that cannot be loaded is told when it is named
+                found += [name] if field in cls.named(name).model_fields else []
+        return found
+
     @model_validator(mode="wrap")
     @classmethod
     def _of_the_class_named(cls, data: Any, handler: ModelWrapValidatorHandler[Self]) -> Self:
@@ -49,6 +59,13 @@ class Plugin(BaseModel):
             return handler(data)
         _, section, key = cls.seam
         name = data.get(key, cls.model_fields[key].default)
+        known = cls.named(name).model_fields
+        for field in data:
+            if field not in known and (others := cls._with_field(str(field))):
+                raise ConfigError(
+                    f"{section}.{field}: {name!r} has no such option; {' and '.join(map(repr, others))} "
+                    f"{'has' if len(others) == 1 else 'have'}: remove it, or set {section}.{key}"
+                )
         return with_fields(cls.named(name), {**data, key: name}, name=name, section=section)
 
 

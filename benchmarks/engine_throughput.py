@@ -22,8 +22,8 @@ from transformers import StoppingCriteria, StoppingCriteriaList
 
 from agentrl.chat import train_tokenizer
 from agentrl.config import load_recipe
-from agentrl.engine import Engine, EngineConfig
-from agentrl.engine.transformers import TransformersEngine
+from agentrl.engine import Engine
+from agentrl.engine.transformers import TransformersConfig, TransformersEngine
 from agentrl.policy.model import LocalModelConfig, make_local_model
 from agentrl.run import loop
 from agentrl.run.build import build
@@ -48,7 +48,7 @@ def ragged_lengths(spread: float) -> np.ndarray[Any, Any]:
 def compare(spread: float, repeats: int) -> dict[str, float]:
     """Interleave both ways of sampling; medians."""
     model, lengths = make_model(), ragged_lengths(spread)
-    engine = TransformersEngine(make_model(), EngineConfig(max_batch_size=AT_ONCE))
+    engine = TransformersEngine(make_model(), TransformersConfig(max_batch_size=AT_ONCE))
     times: dict[str, list[float]] = {"engine": [], "generate": []}
     with asyncio.Runner() as runner:
         difference = check_equality(model, with_engine(engine, lengths, runner))

@@ -39,8 +39,7 @@ from transformers.utils.logging import disable_progress_bar
 from agentrl.chat import ChatMLRenderer, train_tokenizer
 from agentrl.config import Recipe, load_recipe
 from agentrl.credit import Credit, assign_credit, load_credit
-from agentrl.engine import EngineConfig
-from agentrl.engine.transformers import TransformersEngine
+from agentrl.engine.transformers import TransformersConfig, TransformersEngine
 from agentrl.env import make_env
 from agentrl.learn.learner import Learner
 from agentrl.learn.loss import LossConfig
@@ -293,7 +292,7 @@ def play(start: Path, recipe: Recipe, count: int) -> list[Batch]:
         pool = RolloutPool(
             make_env=partial(make_env, recipe.env.id),
             context=EpisodeContext(
-                engine=TransformersEngine(load(start), EngineConfig(lockstep=True)),
+                engine=TransformersEngine(load(start), TransformersConfig(lockstep=True)),
                 renderer=ChatMLRenderer(AutoTokenizer.from_pretrained(start)),
                 config=recipe.rollout,
             ),
@@ -413,7 +412,7 @@ def response(prompt: tuple[int, ...], ids: tuple[int, ...], logprobs: tuple[floa
 
 def respond(start: Path, prompt: tuple[int, ...], size: Size, count: int) -> list[Batch]:
     """Sample batches of responses; a group has one of each length, and a reward is compared within its length."""
-    engine = TransformersEngine(load(start), EngineConfig(lockstep=False))
+    engine = TransformersEngine(load(start), TransformersConfig(lockstep=False))
 
     async def sample(length: int, number: int) -> Trajectory:
         name = f"{number}/{length}"

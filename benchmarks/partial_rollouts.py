@@ -17,8 +17,7 @@ from typing import Any
 import torch
 
 from agentrl.chat import ChatMLRenderer, train_tokenizer
-from agentrl.engine import EngineConfig
-from agentrl.engine.transformers import TransformersEngine
+from agentrl.engine.transformers import TransformersConfig, TransformersEngine
 from agentrl.env import MessageEnv
 from agentrl.policy.model import LocalModelConfig, make_local_model
 from agentrl.rollout import EpisodeContext, RolloutConfig, RolloutPool
@@ -62,7 +61,7 @@ def sample(mode: str, steps: int, seed: int, *, latency_s: float) -> dict[str, A
     torch.manual_seed(0)
     Tail.latency_s = latency_s
     model = make_local_model(LocalModelConfig(), TOKENIZER)
-    engine = TransformersEngine(model, EngineConfig(max_batch_size=64, lockstep=False))
+    engine = TransformersEngine(model, TransformersConfig(max_batch_size=64, lockstep=False))
     config = RolloutConfig.model_validate(
         {
             "mode": mode,

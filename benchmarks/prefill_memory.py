@@ -20,8 +20,7 @@ from typing import Any
 import torch
 
 from agentrl.chat import train_tokenizer
-from agentrl.engine import EngineConfig
-from agentrl.engine.transformers import TransformersEngine
+from agentrl.engine.transformers import TransformersConfig, TransformersEngine
 from agentrl.policy.model import LocalModelConfig, make_local_model
 from agentrl.types import Sampling
 
@@ -36,7 +35,7 @@ def make_model() -> Any:
 
 def measure(num_tokens: int) -> dict[str, float]:
     """Sample one token after a prompt of so many, in this process."""
-    engine = TransformersEngine(make_model(), EngineConfig(max_batch_size=1))
+    engine = TransformersEngine(make_model(), TransformersConfig(max_batch_size=1))
     prompt = torch.randint(5, 261, (num_tokens,), generator=torch.Generator().manual_seed(0)).tolist()
 
     async def sample(ids: list[int]) -> tuple[int, float]:

@@ -18,9 +18,9 @@ import numpy as np
 import torch
 
 from agentrl.chat import train_tokenizer
-from agentrl.engine import Engine, EngineConfig
-from agentrl.engine.transformers import TransformersEngine
-from agentrl.engine.vllm import VLLMEngine
+from agentrl.engine import Engine
+from agentrl.engine.transformers import TransformersConfig, TransformersEngine
+from agentrl.engine.vllm import VLLMConfig, VLLMEngine
 from agentrl.policy.model import LocalModelConfig, make_local_model
 from benchmarks.engine_throughput import AT_ONCE, check_equality, ragged_lengths, with_engine
 
@@ -42,10 +42,9 @@ def make_model(config: LocalModelConfig) -> Any:
 def compare(name: str, repeats: int) -> list[dict[str, Any]]:
     config, num = SIZES[name]
     model = make_model(config)
-    settings = EngineConfig(max_batch_size=AT_ONCE)
     engines: dict[str, Engine] = {
-        "transformers": TransformersEngine(make_model(config), settings),
-        "vllm": VLLMEngine(model, settings, max_tokens=2048),
+        "transformers": TransformersEngine(make_model(config), TransformersConfig(max_batch_size=AT_ONCE)),
+        "vllm": VLLMEngine(model, VLLMConfig(max_batch_size=AT_ONCE), max_tokens=2048),
     }
     rows = []
     with asyncio.Runner() as runner:

@@ -309,11 +309,17 @@ def test_the_doctor_speaks_briefly_where_contexts_are_short(agentrl: Agentrl) ->
     [
         (
             ["--engine.vllm", '{"no_such": 32}'],
-            "engine.vllm: ['no_such'] are of no use to engine.name: transformers; remove them",
+            "engine.vllm: engine.name: auto chooses transformers, which has no such option; remove it, or set engine.name: "
+            "vllm",
         ),
         (
             ["--engine.sleep", "true"],
-            "engine.sleep: only vLLM in the trainer's process sleeps, not engine.name: transformers; set it to false",
+            "engine.sleep: engine.name: auto chooses transformers, which has no such option; remove it, or set engine.name: "
+            "vllm",
+        ),
+        (
+            ["--engine.sleep", "true", "--engine.name", "transformers"],
+            "engine.sleep: 'transformers' has no such option; 'auto' and 'vllm' have: remove it, or set engine.name",
         ),
         (
             ["--engine.sleep", "true", "--engine.name", "vllm", "--rollout.mode", "async"],
@@ -331,7 +337,7 @@ def test_options_of_vllm_are_refused_where_it_does_not_sample(
 
 @pytest.mark.parametrize("url", ["127.0.0.1:8000", "http://127.0.0.1:abc", "http://127.0.0.1", "ftp://a:1"])
 def test_an_address_that_is_none_is_refused(url: str, agentrl: Agentrl) -> None:
-    status, _, err = agentrl("doctor", "tiny.yaml", "--engine.server.url", url)
+    status, _, err = agentrl("doctor", "tiny.yaml", "--engine.name", "vllm_server", "--engine.server.url", url)
     assert (status, err) == (2, f"agentrl: engine.server.url: expected http://HOST:PORT, got {url!r}\n")
 
 

@@ -1,5 +1,6 @@
 """A run on the real vLLM: trained, killed, resumed."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +12,14 @@ from transformers import AutoModelForCausalLM, MistralConfig, MistralForCausalLM
 from agentrl.chat import train_tokenizer
 from agentrl.cli import main
 from agentrl.config import Recipe
-from agentrl.engine.vllm import VLLMEngine, is_installed
+from agentrl.engine import EngineContext
+from agentrl.engine.auto import is_vllm_faster
+from agentrl.engine.vllm import VLLMEngine
+from agentrl.engine.vllm_common import is_installed
 from agentrl.policy.model import LocalModelConfig, make_local_model
 from agentrl.report.folder import RunFolder
 from agentrl.run import loop
 from agentrl.run.build import Parts, build
-from agentrl.run.engines import engine_name
 from tests.support.hugging_face import hugging_face_folder
 from tests.support.runs import recipe
 
@@ -45,6 +48,20 @@ def trained(settings: Recipe, folder: RunFolder | None = None) -> tuple[RunFolde
         return *loop.train(parts, folder), parts
 
 
+def context(model: Any) -> EngineContext:
+    return EngineContext(
+        model=model,
+        device=torch.device("cpu"),
+        dtype=torch.float32,
+        process=0,
+        num_processes=1,
+        handover=Path(),
+        max_context_tokens=64,
+        repeats_exactly=True,
+        samples_during_update=False,
+    )
+
+
 def repeatable(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [{name: value for name, value in row.items() if not name.startswith(("time/", "process/"))} for row in rows]
 
@@ -62,8 +79,9 @@ def repeatable(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 )
 def test_the_faster_engine_is_chosen_where_the_recipe_leaves_it_open(sizes: dict[str, int], name: str) -> None:
     model = make_local_model(LocalModelConfig.model_validate(sizes), train_tokenizer([], vocab_size=261))
-    assert engine_name(Recipe(), model, torch.device("cpu")) == name
-    assert engine_name(Recipe(), model, torch.device("cuda")) == "vllm"
+    assert is_vllm_faster(context(model)) is (name == "vllm")
+    assert is_vllm_faster(replace(context(model), device=torch.device("cuda")))
+    assert not is_vllm_faster(replace(context(model), device=torch.device("cuda"), num_processes=2))
 
 
 def test_heads_are_measured_where_a_model_does_not_name_their_size() -> None:
@@ -71,7 +89,7 @@ def test_heads_are_measured_where_a_model_does_not_name_their_size() -> None:
     for num_heads, name in ((12, "vllm"), (48, "transformers")):
         config = Qwen2Config(**sizes, num_attention_heads=num_heads, num_key_value_heads=4)
         assert not hasattr(config, "head_dim")
-        assert engine_name(Recipe(), Qwen2ForCausalLM(config), torch.device("cpu")) == name
+        assert is_vllm_faster(context(Qwen2ForCausalLM(config))) is (name == "vllm")
 
 
 def test_a_resumed_run_repeats_bit_for_bit(tmp_path: Path) -> None:

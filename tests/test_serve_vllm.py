@@ -10,7 +10,7 @@ import psutil
 import pytest
 import yaml
 
-from agentrl.engine.vllm import is_installed
+from agentrl.engine.vllm_common import is_installed
 from agentrl.report.folder import RunFolder
 from tests.support.ports import free_port
 

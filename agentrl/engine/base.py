@@ -1,81 +1,80 @@
 """The seam of sampling."""
 
+from abc import abstractmethod
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Protocol, Self
-from urllib.parse import urlsplit
+from typing import TYPE_CHECKING, Any, Protocol, Self
 
-from pydantic import BaseModel, ConfigDict, PositiveFloat, model_validator
-
-from agentrl.types import Amount, AmountOrZero, Completion, Count, Sampling
+from agentrl.plugin import Plugin, Seam
+from agentrl.types import Completion, Sampling
 
 if TYPE_CHECKING:
     import torch
 
 
-class ServerConfig(BaseModel):
-    """A vLLM server that samples in a process of its own, or on another machine; `agentrl serve RECIPE` starts one on this."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineContext:
+    """What an engine is made of, beside its own fields of the recipe."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model: Any
+    """The transformers model in training. It stays the trainer's: an engine copies it, or reads its configuration and the
+    names and shapes of its weights, which are pushed when the run begins."""
+    device: "torch.device"
+    """Of the trainer."""
+    dtype: "torch.dtype"
+    """In which the engine computes."""
+    process: int
+    """Number of this process among those that sample, from 0."""
+    num_processes: int
+    """That sample."""
+    handover: Path
+    """A folder for weights on their way to another process; removed with the run."""
+    max_context_tokens: int
+    """Longest context, prompt and completion together."""
+    repeats_exactly: bool
+    """The run is to repeat bit for bit: what is sampled may not depend on the timing of environments."""
+    samples_during_update: bool
+    """The engine samples while the policy is updated."""
 
-    url: str | tuple[str, ...] = "http://127.0.0.1:8000"
-    """Where it listens. Of several servers each serves one training process: the first, the second, ...; processes beyond
-    them only train."""
-    folder: Path | None = None
-    """A folder that trainer and server both see by this path, in which weights are handed over. None: one of this machine's for
-    temporary files."""
-    timeout_s: PositiveFloat = 600.0
-    """Deadline of whatever is no completion: a push of weights, a pause."""
-    max_retries: AmountOrZero = 3
-    """How often a request that the server did not answer, or answered with an error of its own (5xx), is made again."""
-    max_connections: Count = 512
-    """Completions that are asked for at the same time; others wait in line. Each takes an open file here and one at the server:
-    many servers may open 1,024."""
 
-    @model_validator(mode="after")
-    def _consistent(self) -> Self:
-        if not self.urls:
-            raise ValueError("url: expected at least one")
-        for url in self.urls:
-            try:
-                parts = urlsplit(url)
-                is_whole = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port is not None
-            except ValueError:
-                is_whole = False
-            if not is_whole:
-                raise ValueError(f"url: expected http://HOST:PORT, got {url!r}")
-        return self
+class EngineConfig(Plugin):
+    """What samples the rollouts; the fields of the engine that it names stand beside the name."""
+
+    seam = Seam("agentrl.engines", "engine", "name")
+
+    name: str = "auto"
+    """An installed engine, or `module:Class`. `transformers`: in this process, continuous batching over a key-value cache, on
+    CPU or GPU. `vllm`: vLLM in this process. `vllm_server`: vLLM in another, see `server`. `auto`: `vllm` where it is installed
+    and there is one training process, on a GPU (expected to be faster) and on a CPU from 10 million parameters on (measured);
+    else `transformers`."""
 
     @property
-    def urls(self) -> tuple[str, ...]:
-        """`url` as a list."""
-        return (self.url,) if isinstance(self.url, str) else self.url
+    def repeats_exactly(self) -> bool:
+        """True where the engine samples the same again after a kill, as long as it is asked for the same."""
+        return False
 
+    def num_sampling(self, num_processes: int) -> int:
+        """Return how many of so many training processes have an engine: the first ones.
 
-class EngineConfig(BaseModel):
-    """What samples the rollouts."""
+        Raises:
+            ConfigError: where there are engines for more.
+        """
+        return num_processes
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    def of_process(self, index: int) -> Self:  # noqa: ARG002 - those of most engines are alike
+        """Return the fields of one process's engine."""
+        return self
 
-    name: Literal["auto", "transformers", "vllm", "vllm_server"] = "auto"
-    """`transformers`: in this process, continuous batching over a key-value cache, on CPU or GPU. `vllm`: vLLM in this
-    process. `vllm_server`: vLLM in another, see `server`. `auto`: `vllm` where it is installed and there is one training
-    process, on a GPU (expected to be faster) and on a CPU from 10 million parameters on (measured); else `transformers`."""
-    max_batch_size: Count = 64
-    """Largest number of requests decoded together; each holds one row of the key-value cache."""
-    max_prefill_tokens: Amount = 8192
-    """Largest number of prompt tokens, padding included, computed at once; a longer prompt is computed alone."""
-    lockstep: bool | None = None
-    """Decode only when every live episode waits for tokens, so that batches do not depend on the timing of environments
-    and a run repeats bit for bit. None: where `rollout.mode` is sync, the only one that can repeat. Set to false where
-    environments take longer than a decoding step (milliseconds). A server decodes whenever there is something to decode."""
-    sleep: bool = False
-    """Give a GPU's memory back while the policy is updated (`name: vllm`): weights go to the host and back, keys and values
-    are forgotten."""
-    vllm: dict[str, Any] = {}
-    """Further arguments of vLLM's `EngineArgs`, such as gpu_memory_utilization."""
-    server: ServerConfig = ServerConfig()
+    @abstractmethod
+    def build(self, context: EngineContext) -> "Engine":
+        """Return the engine of a process.
+
+        Raises:
+            ConfigError: where it cannot be had.
+        """
+        raise NotImplementedError
 
 
 class Sampler(Protocol):

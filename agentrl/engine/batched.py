@@ -6,11 +6,11 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Self
 
-from agentrl.engine.base import EngineConfig
+from agentrl.engine.base import EngineConfig, EngineContext
 from agentrl.errors import EngineError
-from agentrl.types import Completion, FinishReason, Sampling
+from agentrl.types import Amount, Completion, Count, FinishReason, Sampling
 
 if TYPE_CHECKING:
     import torch
@@ -56,10 +56,32 @@ def check_weight(name: str, tensor: "torch.Tensor", own: "Mapping[str, torch.Ten
         raise EngineError(f"weight {name!r} of shape {tuple(tensor.shape)}: the engine has {expected}")
 
 
+class BatchedConfig(EngineConfig):
+    """Fields of an engine that decodes requests together in this process."""
+
+    max_batch_size: Count = 64
+    """Largest number of requests decoded together; each holds one row of the key-value cache."""
+    max_prefill_tokens: Amount = 8192
+    """Largest number of prompt tokens, padding included, computed at once; a longer prompt is computed alone."""
+    lockstep: bool | None = None
+    """Decode only when every live episode waits for tokens, so that batches do not depend on the timing of environments
+    and a run repeats bit for bit. None: where `rollout.mode` is sync, the only one that can repeat. Set to false where
+    environments take longer than a decoding step (milliseconds)."""
+
+    @property
+    def repeats_exactly(self) -> bool:
+        """True unless batches depend on the timing of environments."""
+        return self.lockstep is not False
+
+    def settled(self, context: EngineContext) -> Self:
+        """Return the fields with `lockstep` as the run wants it, where the recipe does not say."""
+        return self if self.lockstep is not None else self.model_copy(update={"lockstep": context.repeats_exactly})
+
+
 class BatchedEngine(ABC):
     """Takes requests, and steps while there are any; with `lockstep`, only while every conversation waits for tokens."""
 
-    def __init__(self, config: EngineConfig, *, version: int) -> None:
+    def __init__(self, config: BatchedConfig, *, version: int) -> None:
         """Begin idle."""
         self._config = config
         self._version = version

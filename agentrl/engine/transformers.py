@@ -3,6 +3,7 @@
 `B` requests of a forward pass, `Q` query positions, `V` vocabulary, `D` hidden size.
 """
 
+import copy
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,8 +12,8 @@ import numpy as np
 import torch
 
 from agentrl.engine.attention import use_grouped_attention
-from agentrl.engine.base import EngineConfig
-from agentrl.engine.batched import BatchedEngine, Request, check_weight
+from agentrl.engine.base import EngineContext
+from agentrl.engine.batched import BatchedConfig, BatchedEngine, Request, check_weight
 from agentrl.engine.ragged_cache import RaggedCache
 from agentrl.errors import ConfigError, EngineError
 from agentrl.types import FinishReason
@@ -47,6 +48,17 @@ def uniforms(seed: int, start: int, count: int) -> list[float]:
     return drawn
 
 
+class TransformersConfig(BatchedConfig):
+    """In this process: continuous batches over a key-value cache, on CPU or GPU."""
+
+    name: str = "transformers"
+
+    def build(self, context: EngineContext) -> "TransformersEngine":
+        """Return an engine on a copy of the model."""
+        model = copy.deepcopy(context.model).to(context.device, context.dtype)
+        return TransformersEngine(model, self.settled(context))
+
+
 class TransformersEngine(BatchedEngine):
     """Decodes all running requests together, one token at a time, and refills a row as soon as it is free.
 
@@ -54,9 +66,9 @@ class TransformersEngine(BatchedEngine):
     conversation's row is kept between its turns: a later prompt computes only the tokens that are new.
     """
 
-    def __init__(self, model: Any, config: EngineConfig | None = None, *, version: int = 0) -> None:
+    def __init__(self, model: Any, config: TransformersConfig | None = None, *, version: int = 0) -> None:
         """Take a transformers causal language model, which the engine then owns."""
-        super().__init__(config or EngineConfig(), version=version)
+        super().__init__(config or TransformersConfig(), version=version)
         _check_attention(model.config)
         self._model = model.eval()
         use_grouped_attention(model)

@@ -9,23 +9,27 @@ import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from importlib.util import find_spec
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
+from pydantic import Field
 
-from agentrl.engine.base import EngineConfig
-from agentrl.engine.batched import BatchedEngine, Request, check_weight
-from agentrl.engine.vllm_worker import DRAWN, EXTENSION
+from agentrl.engine.base import Engine, EngineContext
+from agentrl.engine.batched import BatchedConfig, BatchedEngine, Request, check_weight
+from agentrl.engine.vllm_common import (
+    FINISH_REASONS,
+    HOW_TO_INSTALL,
+    MIN_TEMPERATURE,
+    engine_arguments,
+    is_installed,
+    sampled_logprobs,
+    sampling_fields,
+)
 from agentrl.errors import ConfigError, EngineError
 from agentrl.types import Completion, FinishReason, Sampling
 
-HOW_TO_INSTALL = "pip install 'agentrl[vllm]' with a GPU; without one see docs/engines.md"
-MIN_TEMPERATURE = 0.01
-"""vLLM silently raises lower ones to it."""
 _T = TypeVar("_T")
-_REASONS = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH, "abort": FinishReason.ABORTED}
 _ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine's core in this process
     "VLLM_NO_USAGE_STATS": "1",
@@ -37,9 +41,33 @@ _CPU_ENVIRONMENT = {
 }
 
 
-def is_installed() -> bool:
-    """Tell whether vLLM is there, without importing it: that takes seconds."""
-    return find_spec("vllm") is not None
+class VLLMConfig(BatchedConfig):
+    """vLLM in this process."""
+
+    name: str = "vllm"
+    sleep: bool = False
+    """Give a GPU's memory back while the policy is updated: weights go to the host and back, keys and values are forgotten."""
+    vllm: dict[str, Any] = Field(default_factory=dict)
+    """Further arguments of vLLM's `EngineArgs`, such as gpu_memory_utilization."""
+
+    def build(self, context: EngineContext) -> Engine:
+        """Return an engine of the model's form.
+
+        Raises:
+            ConfigError: where vLLM cannot run the model, or the run samples otherwise than it can.
+        """
+        if self.sleep and context.samples_during_update:
+            raise ConfigError(
+                "engine.sleep: rollout.mode: async samples while the policy is updated; set engine.sleep to false"
+            )
+        if context.num_processes > 1:
+            raise ConfigError(
+                "engine.name: vllm runs within one process only; with several start a server for each, or for some of them, "
+                "and set engine.name: vllm_server and engine.server.url"
+            )
+        return VLLMEngine(
+            context.model, self.settled(context), dtype=context.dtype, max_tokens=context.max_context_tokens
+        )
 
 
 class _Step(NamedTuple):
@@ -59,7 +87,7 @@ class VLLMEngine(BatchedEngine):
     def __init__(
         self,
         model: Any,
-        config: EngineConfig | None = None,
+        config: VLLMConfig | None = None,
         *,
         max_tokens: int,
         dtype: torch.dtype | None = None,
@@ -78,7 +106,8 @@ class VLLMEngine(BatchedEngine):
         Raises:
             ConfigError: when vLLM is not installed, or cannot run this model.
         """
-        super().__init__(config or EngineConfig(), version=version)
+        super().__init__(config := config or VLLMConfig(), version=version)
+        self._sleeps, self._arguments = config.sleep, config.vllm
         self._shapes = {name: tensor.to("meta") for name, tensor in model.state_dict().items()}
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="agentrl-vllm")
         self._vocab_size = model.config.get_text_config().vocab_size
@@ -104,12 +133,12 @@ class VLLMEngine(BatchedEngine):
         self._is_paused = True
         for request, output in await self._call(self._abort_all):
             self._settle(request, output)
-        if self._config.sleep:
+        if self._sleeps:
             await self._call(self._fall_asleep)
 
     async def resume(self) -> None:
         """Sample again."""
-        if self._config.sleep:
+        if self._sleeps:
             await self._call(self._wake_up)
         await super().resume()
 
@@ -169,7 +198,7 @@ class VLLMEngine(BatchedEngine):
         if self._inside.get(request.request_id) is not request:
             return  # withdrawn
         completion = output.outputs[0]
-        reason = _REASONS.get(completion.finish_reason)
+        reason = FINISH_REASONS.get(completion.finish_reason)
         if reason is FinishReason.ABORTED and not completion.token_ids:
             self._waiting.append(request)
             return
@@ -181,8 +210,7 @@ class VLLMEngine(BatchedEngine):
             request.future.set_exception(EngineError(f"request {request.request_id}: vLLM failed: {words}"))
             return
         request.token_ids = list(completion.token_ids)
-        is_greedy = request.sampling.temperature == 0
-        request.logprobs = [0.0 if is_greedy else min(0.0, logprob) for logprob in logprobs]
+        request.logprobs = sampled_logprobs(logprobs, request.sampling)
         request.versions = [self._version] * len(request.token_ids)
         request.num_cached_tokens = output.num_cached_tokens or 0
         self._answered(request, reason)
@@ -208,30 +236,20 @@ class VLLMEngine(BatchedEngine):
             config = copy.deepcopy(model.config)
             config.architectures = [type(model).__name__]  # a model that was made, not loaded, has none
             config.save_pretrained(folder)
-            arguments: dict[str, Any] = {
+            arguments = engine_arguments(is_cpu=is_cpu) | {
                 "model": folder,
-                "skip_tokenizer_init": True,
                 "load_format": "dummy",  # weights are pushed
                 "dtype": str(dtype).removeprefix("torch."),
                 "max_model_len": max_tokens,
                 "max_num_seqs": self._config.max_batch_size,
                 "max_num_batched_tokens": max(self._config.max_prefill_tokens, max_tokens),
-                "enable_prefix_caching": True,
-                "logprobs_mode": "processed_logprobs",
-                "generation_config": "vllm",
                 "disable_log_stats": True,
-                "worker_extension_cls": EXTENSION,
             }
-            if is_cpu:
-                arguments |= {"enforce_eager": True, "kv_cache_memory_bytes": 2**30}
-                # Blocks of 128, the default on a CPU, find half as much of a prompt in the cache. A request with a seed ends
-                # vLLM on a CPU when its prompt is computed in parts ("CPU Generator does not use offset").
-                arguments |= {"block_size": 32, "enable_chunked_prefill": False}
-            else:
+            if not is_cpu:
                 arguments |= {"gpu_memory_utilization": 0.4}  # the rest is the trainer's
-                arguments |= {"enable_sleep_mode": self._config.sleep}  # a CPU would refuse it
+                arguments |= {"enable_sleep_mode": self._sleeps}  # a CPU would refuse it
             try:
-                llm = LLMEngine.from_engine_args(EngineArgs(**arguments | self._config.vllm))
+                llm = LLMEngine.from_engine_args(EngineArgs(**arguments | self._arguments))
                 llm.collective_rpc("draw_where_left_off")
             except (TypeError, ValueError, RuntimeError) as error:
                 raise ConfigError(f"engine.name: 'vllm' cannot run this model: {error}") from error
@@ -314,29 +332,10 @@ class _Mailbox(NamedTuple):
 
 
 def _params(sampling: Sampling) -> Any:
-    """Set every parameter, so that no default of vLLM's or of the model's slips in."""
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
-    return SamplingParams(
-        n=1,
-        max_tokens=sampling.max_tokens,
-        min_tokens=0,
-        temperature=sampling.temperature,
-        top_p=1.0,
-        top_k=0,
-        min_p=0.0,
-        presence_penalty=0.0,
-        frequency_penalty=0.0,
-        repetition_penalty=1.0,
-        seed=sampling.seed,
-        stop_token_ids=list(sampling.stop_token_ids),
-        ignore_eos=True,
-        logprobs=0,
-        detokenize=False,
-        output_kind=RequestOutputKind.FINAL_ONLY,
-        extra_args={DRAWN: sampling.drawn},
-    )
+    return SamplingParams(**sampling_fields(sampling), output_kind=RequestOutputKind.FINAL_ONLY)
 
 
 @contextmanager

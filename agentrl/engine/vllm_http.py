@@ -3,13 +3,16 @@
 import asyncio
 import errno
 from collections.abc import Awaitable, Callable
-from typing import Any, TypeVar
+from pathlib import Path
+from typing import Any, Self, TypeVar
+from urllib.parse import urlsplit
 
 import httpx2
+from pydantic import BaseModel, ConfigDict, PositiveFloat, model_validator
 
-from agentrl.engine.base import ServerConfig
 from agentrl.engine.retry import retry_wait_s
 from agentrl.errors import EngineError
+from agentrl.types import AmountOrZero, Count
 
 _T = TypeVar("_T")
 _FIRST_WAIT_S = 0.25
@@ -30,6 +33,45 @@ _NOT_ACCEPTED = (
 )
 _OTHERS = 16
 """Connections for what is no completion: a pause need not wait until completions are done."""
+
+
+class ServerConfig(BaseModel):
+    """A vLLM server that samples in a process of its own, or on another machine; `agentrl serve RECIPE` starts one on this."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    url: str | tuple[str, ...] = "http://127.0.0.1:8000"
+    """Where it listens. Of several servers each serves one training process: the first, the second, ...; processes beyond
+    them only train."""
+    folder: Path | None = None
+    """A folder that trainer and server both see by this path, in which weights are handed over. None: one of this machine's for
+    temporary files."""
+    timeout_s: PositiveFloat = 600.0
+    """Deadline of whatever is no completion: a push of weights, a pause."""
+    max_retries: AmountOrZero = 3
+    """How often a request that the server did not answer, or answered with an error of its own (5xx), is made again."""
+    max_connections: Count = 512
+    """Completions that are asked for at the same time; others wait in line. Each takes an open file here and one at the server:
+    many servers may open 1,024."""
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        if not self.urls:
+            raise ValueError("url: expected at least one")
+        for url in self.urls:
+            try:
+                parts = urlsplit(url)
+                is_whole = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port is not None
+            except ValueError:
+                is_whole = False
+            if not is_whole:
+                raise ValueError(f"url: expected http://HOST:PORT, got {url!r}")
+        return self
+
+    @property
+    def urls(self) -> tuple[str, ...]:
+        """`url` as a list."""
+        return (self.url,) if isinstance(self.url, str) else self.url
 
 
 class Fault(Exception):  # noqa: N818  # it becomes an error when it has come too often

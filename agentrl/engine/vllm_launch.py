@@ -16,8 +16,7 @@ from typing import Any, Self
 import httpx2
 import torch
 
-from agentrl.engine.vllm import HOW_TO_INSTALL, is_installed
-from agentrl.engine.vllm_worker import EXTENSION
+from agentrl.engine.vllm_common import HOW_TO_INSTALL, engine_arguments, is_installed
 from agentrl.errors import ConfigError, EngineError
 
 _LOG_CHARACTERS = 4000
@@ -98,25 +97,16 @@ def start_server(model: Path, *, port: int, log: Path, options: Mapping[str, Any
 
 
 def _arguments(model: Path, port: int) -> dict[str, Any]:
-    arguments: dict[str, Any] = {
+    is_cpu = not torch.cuda.is_available()
+    arguments = engine_arguments(is_cpu=is_cpu) | {
         "model": str(model.resolve()),
         "host": "127.0.0.1",
         "port": port,
         "enable_scale_out": True,
-        "skip_tokenizer_init": True,
-        "enable_prefix_caching": True,
         "enable_prompt_tokens_details": True,  # how much was found in the cache
-        "logprobs_mode": "processed_logprobs",
-        "generation_config": "vllm",
-        "worker_extension_cls": EXTENSION,
         "disable_uvicorn_access_log": True,
     }
-    if not torch.cuda.is_available():
-        arguments |= {"dtype": "float32", "enforce_eager": True, "kv_cache_memory_bytes": 2**30}
-        # Blocks of 128, the default on a CPU, find half as much of a prompt in the cache. A request with a seed ends
-        # vLLM on a CPU when its prompt is computed in parts ("CPU Generator does not use offset").
-        arguments |= {"block_size": 32, "enable_chunked_prefill": False}
-    return arguments
+    return arguments | ({"dtype": "float32"} if is_cpu else {})
 
 
 def _environment() -> dict[str, str]:

@@ -3,33 +3,58 @@
 import asyncio
 import shutil
 import time
-from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 from uuid import uuid4
 
 import torch
-from safetensors.torch import save_file
+from pydantic import Field
 
-from agentrl.engine.base import EngineConfig
-from agentrl.engine.batched import check_weight
-from agentrl.engine.vllm import MIN_TEMPERATURE
-from agentrl.engine.vllm_http import Fault, Http
-from agentrl.engine.vllm_worker import DRAWN
-from agentrl.errors import EngineError
-from agentrl.types import Completion, FinishReason, Sampling
+from agentrl.engine.base import EngineConfig, EngineContext
+from agentrl.engine.vllm_common import FINISH_REASONS, MIN_TEMPERATURE, sampled_logprobs, sampling_fields
+from agentrl.engine.vllm_http import Fault, Http, ServerConfig
+from agentrl.engine.vllm_weights import ServedModel, read_model, write_weights
+from agentrl.errors import ConfigError, EngineError
+from agentrl.types import Amount, Completion, Count, FinishReason, Sampling
 
-_REASONS = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH, "abort": FinishReason.ABORTED}
 _GENERATE = "/inference/v1/generate"
 _SERVER_INFO = "/server_info?config_format=json"
 _ABORT_S = 10.0
 """How long the server may take to hear that a request is not wanted any more."""
-_BUCKET_BYTES = 2**31
-"""Size of a file of weights, and of the copy in memory that it is written from."""
 _NO_LOGPROB = -9999.0
 """What the server sends where a log-probability is not a number."""
+
+
+class VLLMServerConfig(EngineConfig):
+    """vLLM in a process of its own, over HTTP; `agentrl serve RECIPE` starts one."""
+
+    name: str = "vllm_server"
+    server: ServerConfig = ServerConfig()
+    max_batch_size: Count = 64
+    """Largest number of requests that a server decodes together, where `agentrl serve` starts it."""
+    max_prefill_tokens: Amount = 8192
+    """Largest number of prompt tokens that such a server computes at once."""
+    vllm: dict[str, Any] = Field(default_factory=dict)
+    """Further arguments of vLLM's `EngineArgs` for such a server, such as gpu_memory_utilization."""
+
+    def num_sampling(self, num_processes: int) -> int:
+        """Return the number of servers: each serves one process."""
+        if len(self.server.urls) > num_processes:
+            raise ConfigError(
+                f"engine.server.url: {len(self.server.urls)} servers for {num_processes} training processes; each serves one"
+            )
+        return len(self.server.urls)
+
+    def of_process(self, index: int) -> Self:
+        """Return the fields with one server's address."""
+        return self.model_copy(update={"server": self.server.model_copy(update={"url": self.server.urls[index]})})
+
+    def build(self, context: EngineContext) -> "VLLMServer":
+        """Return a client of the process's server."""
+        server = self.of_process(context.process).server
+        return VLLMServer(server, folder=server.folder or context.handover)
 
 
 class VLLMServer:
@@ -39,25 +64,25 @@ class VLLMServer:
     let it serve one engine at a time.
     """
 
-    def __init__(self, config: EngineConfig, *, folder: Path, version: int = 0) -> None:
+    def __init__(self, config: ServerConfig, *, folder: Path, version: int = 0) -> None:
         """Begin idle; nothing is sent before the first request.
 
         Args:
-            config: `server` tells where it listens, and how patient to be.
+            config: where it listens, and how patient to be.
             folder: where weights are handed over, by the same path on both sides.
             version: policy version of the server's weights, unless it was told one before.
         """
-        self._config = config.server
-        self._http = Http(config.server)
+        self._config = config
+        self._http = Http(config)
         self._folder = folder
         self._version = version
-        self._model: _Model | None = None
-        self._meeting: asyncio.Task[_Model] | None = None
+        self._model: ServedModel | None = None
+        self._meeting: asyncio.Task[ServedModel] | None = None
         self._inside: dict[str, asyncio.Task[Completion]] = {}
         """All requests without an answer, by id."""
         self._out: set[str] = set()
         """Those that the server has, by the id it was given."""
-        self._lines = asyncio.Semaphore(config.server.max_connections)
+        self._lines = asyncio.Semaphore(config.max_connections)
         self._is_idle = asyncio.Event()
         self._aborts: set[asyncio.Task[None]] = set()
         self._may_send = asyncio.Event()
@@ -145,7 +170,7 @@ class VLLMServer:
             async with self._deadline("load_weights"):
                 model = await self._meet()
                 folder.mkdir(parents=True)
-                await _write(folder, named_tensors, model.shapes)
+                await write_weights(folder, named_tensors, model.shapes)
                 await self._replace(folder, version)
         except OSError as error:
             raise EngineError(f"load_weights: cannot write to engine.server.folder: {error}") from error
@@ -183,7 +208,7 @@ class VLLMServer:
                 f"{self._config.timeout_s:g}"
             ) from None
 
-    async def _meet(self) -> "_Model":
+    async def _meet(self) -> ServedModel:
         """Get to know the server, once for all who wait for it."""
         if self._model is None:
             if self._meeting is None or self._meeting.done():
@@ -191,7 +216,7 @@ class VLLMServer:
             self._model = await asyncio.shield(self._meeting)
         return self._model
 
-    async def _get_to_know(self) -> "_Model":
+    async def _get_to_know(self) -> ServedModel:
         async with self._deadline("its first answers"):
             config = await self._http.ask("its configuration", "GET", _SERVER_INFO, parse=_model_config)
             if config["logprobs_mode"] != "processed_logprobs":
@@ -199,7 +224,7 @@ class VLLMServer:
                     f"vLLM's server at {self._config.urls[0]} reports {config['logprobs_mode']}: training needs the "
                     "log-probabilities of what is sampled; start it with --logprobs-mode processed_logprobs"
                 )
-            model = await asyncio.to_thread(_read_model, str(config["model"]))
+            model = await asyncio.to_thread(read_model, str(config["model"]))
             known = await self._http.ask("its version", "GET", "/weight_info", parse=lambda a: a["weight_version"])
             if str(known).isdecimal():
                 self._version = int(known)
@@ -244,7 +269,7 @@ class VLLMServer:
             if self._is_half_loaded:
                 raise EngineError(f"request {request_id}: the last push of weights failed half-way: push again")
             server_id = f"{request_id}.{uuid4().hex}"
-            body = {"token_ids": prompt_ids, "request_id": server_id, "sampling_params": _params(sampling)}
+            body = {"token_ids": prompt_ids, "request_id": server_id, "sampling_params": sampling_fields(sampling)}
             self._begin(server_id)
             try:
                 return await self._http.once("POST", _GENERATE, body, parse=lambda answer: self._read(answer, sampling))
@@ -278,16 +303,15 @@ class VLLMServer:
         token_ids = [int(token) for token in choice["token_ids"]]
         scored = choice["logprobs"]["content"] if token_ids else []
         logprobs = [float(entry["logprob"]) for entry in scored]
-        reason = _REASONS[choice["finish_reason"]]
+        reason = FINISH_REASONS[choice["finish_reason"]]
         if len(logprobs) != len(token_ids) or not (token_ids or reason is FinishReason.ABORTED):
             raise ValueError(f"{len(token_ids)} tokens with {len(logprobs)} log-probabilities")
         if min(logprobs, default=0.0) <= _NO_LOGPROB:
             raise EngineError("vLLM's server sampled from a distribution that is not one: its weights are not finite")
         details = answer["usage"].get("prompt_tokens_details") or {}
-        is_greedy = sampling.temperature == 0
         return Completion(
             token_ids=tuple(token_ids),
-            logprobs=tuple(0.0 if is_greedy else min(0.0, logprob) for logprob in logprobs),
+            logprobs=tuple(sampled_logprobs(logprobs, sampling)),
             versions=self._versions(choice.get("weight_versions") or [], len(token_ids)),
             finish_reason=reason,
             num_cached_tokens=details.get("cached_tokens") or 0,
@@ -325,15 +349,6 @@ class VLLMServer:
         self._is_half_loaded = False
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Model:
-    """What the client must know of the model that the server runs."""
-
-    shapes: Mapping[str, torch.Tensor]
-    """Its `state_dict`, without values."""
-    vocab_size: int
-
-
 def _names(server_ids: Iterable[str]) -> dict[str, list[str]]:
     """Name requests as the server does."""
     return {"request_ids": [f"generate-tokens-{server_id}" for server_id in server_ids]}
@@ -347,69 +362,3 @@ def _model_config(answer: Any) -> dict[str, Any]:
 def _check_success(answer: Any) -> None:
     if answer["success"] is not True:
         raise ValueError("something still holds parts of the cache")
-
-
-def _read_model(name: str) -> _Model:
-    """Read the configuration of the server's model, and what weights such a model has."""
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    try:
-        config = AutoConfig.from_pretrained(name)
-    except (OSError, ValueError) as error:
-        raise EngineError(
-            f"cannot read here the configuration of {name!r}, the model of vLLM's server: {error}. Start the server with "
-            "a name on the hub, or with the whole path of a folder that both see"
-        ) from error
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
-    return _Model(shapes=model.state_dict(), vocab_size=config.get_text_config().vocab_size)
-
-
-async def _write(
-    folder: Path, named_tensors: Iterable[tuple[str, torch.Tensor]], shapes: Mapping[str, torch.Tensor]
-) -> None:
-    """Write weights as files that vLLM's loader reads, one bucket after the other.
-
-    Raises:
-        EngineError: when names or shapes are not the model's. vLLM keeps what is not pushed, and of tied embeddings it
-            keeps a packed copy, which would go stale: so all must be there.
-    """
-    missing, num = set(shapes), 0
-    bucket: dict[str, torch.Tensor] = {}
-    for name, tensor in named_tensors:
-        check_weight(name, tensor, shapes)
-        missing.discard(name)
-        bucket[name] = tensor.detach().to("cpu", copy=True).contiguous()  # tied weights share their storage
-        if sum(part.nbytes for part in bucket.values()) >= _BUCKET_BYTES:
-            await _write_file(folder / f"model-{num:05}.safetensors", bucket)
-            bucket, num = {}, num + 1
-    if missing:
-        raise EngineError(f"load_weights needs every weight of the model; {min(missing)!r} is missing")
-    await _write_file(folder / f"model-{num:05}.safetensors", bucket)
-
-
-async def _write_file(path: Path, tensors: dict[str, torch.Tensor]) -> None:
-    await asyncio.to_thread(save_file, tensors, path)
-    path.chmod(0o644)  # the server may run under another user
-
-
-def _params(sampling: Sampling) -> dict[str, Any]:
-    """Set every parameter, so that no default of vLLM's or of the model's slips in."""
-    return {
-        "n": 1,
-        "max_tokens": sampling.max_tokens,
-        "min_tokens": 0,
-        "temperature": sampling.temperature,
-        "top_p": 1.0,
-        "top_k": 0,
-        "min_p": 0.0,
-        "presence_penalty": 0.0,
-        "frequency_penalty": 0.0,
-        "repetition_penalty": 1.0,
-        "seed": sampling.seed,
-        "stop_token_ids": list(sampling.stop_token_ids),
-        "ignore_eos": True,
-        "logprobs": 0,
-        "detokenize": False,
-        "extra_args": {DRAWN: sampling.drawn},
-    }

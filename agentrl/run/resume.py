@@ -130,8 +130,7 @@ def journal_of(folder: RunFolder) -> Journal:
 
 def repeats_exactly(recipe: Recipe) -> bool:
     """True where what is sampled again after a kill is what was sampled before, so that nothing need be written down."""
-    engine = recipe.engine
-    return recipe.rollout.repeats_exactly and engine.lockstep is not False and engine.name != "vllm_server"
+    return recipe.rollout.repeats_exactly and recipe.engine.repeats_exactly
 
 
 def has_changed(recipe: Recipe, folder: RunFolder) -> bool:

@@ -5,26 +5,27 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from agentrl.engine.vllm_launch import Server, start_server
+from agentrl.engine.vllm_server import VLLMServerConfig
 from agentrl.policy.export import export_model
 from agentrl.run.build import Parts
 
 
-def serve(parts: Parts, folder: Path, *, timeout_s: float) -> Server:
-    """Start a vLLM server at the recipe's `engine.server.url`; the model and the server's log go into `folder`."""
-    recipe, url = parts.recipe, urlsplit(parts.recipe.engine.server.urls[0])
+def serve(parts: Parts, config: VLLMServerConfig, folder: Path, *, timeout_s: float) -> Server:
+    """Start a vLLM server at the address of `config`; the model and the server's log go into `folder`."""
+    recipe, url = parts.recipe, urlsplit(config.server.urls[0])
     folder.mkdir(parents=True, exist_ok=True)
     export_model(parts.state.policy.model, parts.tokenizer, folder / "model")
     options: dict[str, Any] = {
         "host": url.hostname,
         "dtype": recipe.train.precision,
         "max_model_len": recipe.rollout.max_context_tokens,
-        "max_num_seqs": recipe.engine.max_batch_size,
-        "max_num_batched_tokens": max(recipe.engine.max_prefill_tokens, recipe.rollout.max_context_tokens),
+        "max_num_seqs": config.max_batch_size,
+        "max_num_batched_tokens": max(config.max_prefill_tokens, recipe.rollout.max_context_tokens),
     }
     return start_server(
         folder / "model",
         port=url.port or 80,
         log=folder / "server.log",
-        options=options | recipe.engine.vllm,
+        options=options | config.vllm,
         timeout_s=timeout_s,
     )

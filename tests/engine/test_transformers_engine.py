@@ -10,8 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import MistralConfig, MistralForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
-from agentrl.engine import EngineConfig
-from agentrl.engine.transformers import TransformersEngine, sample, uniforms
+from agentrl.engine.transformers import TransformersConfig, TransformersEngine, sample, uniforms
 from agentrl.errors import ConfigError, EngineError
 from agentrl.testing import check_engine
 from agentrl.types import Completion, FinishReason, Sampling
@@ -40,7 +39,7 @@ def make_model(seed: int = 0, *, dtype: torch.dtype = torch.float32, attention: 
 
 
 def make_engine(model: Any = None, **config: Any) -> TransformersEngine:
-    return TransformersEngine(make_model() if model is None else model, EngineConfig(**config))
+    return TransformersEngine(make_model() if model is None else model, TransformersConfig(**config))
 
 
 def reference(model: Any, prompt_ids: Sequence[int], token_ids: Sequence[int], temperature: float) -> list[float]:

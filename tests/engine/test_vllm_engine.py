@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from agentrl.engine import EngineConfig
-from agentrl.engine.vllm import VLLMEngine, is_installed
+from agentrl.engine.vllm import VLLMConfig, VLLMEngine
+from agentrl.engine.vllm_common import is_installed
 from agentrl.errors import ConfigError, EngineError
 from agentrl.testing import check_engine
 from agentrl.types import Completion, FinishReason, Sampling
@@ -39,7 +39,7 @@ def run(runner: asyncio.Runner, main: Coroutine[Any, Any, T]) -> T:
 
 @pytest.fixture(scope="module")
 def shared(runner: asyncio.Runner) -> Iterator[VLLMEngine]:
-    engine = VLLMEngine(make_model(), EngineConfig(max_batch_size=8, max_prefill_tokens=64), max_tokens=256)
+    engine = VLLMEngine(make_model(), VLLMConfig(max_batch_size=8, max_prefill_tokens=64), max_tokens=256)
     yield engine
     runner.run(engine.close())
 
@@ -273,14 +273,14 @@ async def _await(task: "asyncio.Task[T]") -> T:
 
 def test_a_model_that_vllm_cannot_run_is_refused(runner: asyncio.Runner) -> None:
     with pytest.raises(ConfigError, match=r"^engine\.name: 'vllm' cannot run this model: "):
-        VLLMEngine(make_model(), EngineConfig(vllm={"quantization": "no such"}), max_tokens=64)
+        VLLMEngine(make_model(), VLLMConfig(vllm={"quantization": "no such"}), max_tokens=64)
     with pytest.raises(ConfigError, match=r"unexpected keyword argument 'block_sise'"):
-        VLLMEngine(make_model(), EngineConfig(vllm={"block_sise": 32}), max_tokens=64)
+        VLLMEngine(make_model(), VLLMConfig(vllm={"block_sise": 32}), max_tokens=64)
 
 
 def test_an_engine_that_sleeps_while_it_is_paused_keeps_to_the_contract_too(runner: asyncio.Runner) -> None:
     """On a CPU vLLM gives no memory back, but pauses its scheduler and counts what sleeps as on a GPU."""
-    engine = VLLMEngine(make_model(), EngineConfig(max_batch_size=8, max_prefill_tokens=64, sleep=True), max_tokens=256)
+    engine = VLLMEngine(make_model(), VLLMConfig(max_batch_size=8, max_prefill_tokens=64, sleep=True), max_tokens=256)
     run(runner, engine.pause())
     assert engine._llm.is_sleeping()
     run(runner, engine.load_weights(make_model().state_dict().items(), 0))
@@ -294,7 +294,7 @@ def test_an_engine_that_sleeps_while_it_is_paused_keeps_to_the_contract_too(runn
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_sleep_gives_a_gpus_memory_back(runner: asyncio.Runner) -> None:
-    config = EngineConfig(max_batch_size=8, sleep=True, vllm={"gpu_memory_utilization": 0.2})
+    config = VLLMConfig(max_batch_size=8, sleep=True, vllm={"gpu_memory_utilization": 0.2})
     engine = VLLMEngine(make_model(), config, max_tokens=256)
     free, total = torch.cuda.mem_get_info()
     run(runner, engine.pause())

@@ -19,10 +19,8 @@ import httpx2
 import pytest
 import torch
 
-from agentrl.engine import EngineConfig
-from agentrl.engine.base import ServerConfig
-from agentrl.engine.vllm import is_installed
-from agentrl.engine.vllm_http import Http
+from agentrl.engine.vllm_common import is_installed
+from agentrl.engine.vllm_http import Http, ServerConfig
 from agentrl.engine.vllm_launch import Server, start_server
 from agentrl.engine.vllm_server import VLLMServer
 from agentrl.errors import ConfigError, EngineError
@@ -70,7 +68,7 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @asynccontextmanager
 async def client(url: str, folder: Path, **config: Any) -> AsyncIterator[VLLMServer]:
-    engine = VLLMServer(EngineConfig(server=ServerConfig(url=url, **config)), folder=folder)
+    engine = VLLMServer(ServerConfig(url=url, **config), folder=folder)
     try:
         yield engine
     finally:
@@ -856,7 +854,7 @@ def test_one_engine_serves_one_loop_run_after_the_other(model_folder: Path, tmp_
     thread = threading.Thread(target=asyncio.run, args=(serve(),))
     thread.start()
     started.wait()
-    engine = VLLMServer(EngineConfig(server=ServerConfig(url=urls[0])), folder=tmp_path)
+    engine = VLLMServer(ServerConfig(url=urls[0]), folder=tmp_path)
     with asyncio.Runner() as runner:
         for _ in range(3):
             assert runner.run(engine.generate(prompt(1), sampling(), "e")).token_ids == (5, 6)

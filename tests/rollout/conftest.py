@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from agentrl.chat import ChatMLRenderer, train_tokenizer
-from agentrl.engine import EngineConfig
-from agentrl.engine.transformers import TransformersEngine
+from agentrl.engine.transformers import TransformersConfig, TransformersEngine
 from agentrl.policy.model import LocalModelConfig, make_local_model
 from agentrl.rollout import RolloutPool
 from agentrl.types import Message
@@ -63,7 +62,7 @@ def rarely_stopping_renderer(tokenizer: Any) -> ChatMLRenderer:
 @pytest.fixture
 def new_engine(model: Any) -> NewEngine:
     def make(kind: type[TransformersEngine] = TransformersEngine, **config: Any) -> TransformersEngine:
-        return kind(copy.deepcopy(model), EngineConfig(**config))
+        return kind(copy.deepcopy(model), TransformersConfig(**config))
 
     return make
 

@@ -102,7 +102,7 @@ class Runs:
         """Build a run of `NOISE`, with other fields where they are given, and perhaps an engine that misbehaves."""
         given = {name: {**NOISE.get(name, {}), **sections.get(name, {})} for name in NOISE.keys() | sections.keys()}
         with self._monkeypatch.context() as patch:
-            patch.setattr("agentrl.run.engines.TransformersEngine", engine_class)
+            patch.setattr("agentrl.engine.transformers.TransformersEngine", engine_class)
             return self._stack.enter_context(build(Recipe.model_validate({"seed": 1, **given})))
 
     def begin(self, **given: Any) -> Steps:

@@ -8,8 +8,7 @@ import pytest
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from agentrl.engine import EngineConfig
-from agentrl.engine.transformers import TransformersEngine
+from agentrl.engine.transformers import TransformersConfig, TransformersEngine
 from agentrl.errors import CheckError, EngineError
 from agentrl.testing import ScriptedEngine, check_engine
 from agentrl.types import Completion, FinishReason, Sampling
@@ -55,7 +54,7 @@ async def lines(engine: Any) -> list[str]:
 
 
 def test_the_transformers_engine_passes() -> None:
-    for config in (EngineConfig(), EngineConfig(max_batch_size=2, max_prefill_tokens=16, lockstep=False)):
+    for config in (TransformersConfig(), TransformersConfig(max_batch_size=2, max_prefill_tokens=16, lockstep=False)):
         engine = TransformersEngine(make_model(), config)
         asyncio.run(check_engine(engine, reference, vocab_size=VOCAB, weights=(WEIGHTS[0], WEIGHTS[1])))
 
@@ -179,7 +178,7 @@ class Hangs(TransformersEngine):
     ],
 )
 def test_a_broken_engine_is_told_apart(broken: type[TransformersEngine], line: str) -> None:
-    found = asyncio.run(lines(broken(make_model(), EngineConfig(lockstep=False))))
+    found = asyncio.run(lines(broken(make_model(), TransformersConfig(lockstep=False))))
     assert any(line in each for each in found), found
 
 

@@ -1,0 +1,45 @@
+"""The engine of recipes that name none: the one that is expected to be fastest."""
+
+from agentrl.engine.base import Engine, EngineContext
+from agentrl.engine.transformers import TransformersConfig
+from agentrl.engine.vllm import VLLMConfig
+from agentrl.engine.vllm_common import is_installed
+from agentrl.errors import ConfigError
+
+_LARGE = 10_000_000
+"""Parameters from which on vLLM outruns the transformers engine on a CPU (benchmarks/vllm_throughput.py)."""
+
+
+class AutoConfig(VLLMConfig):
+    """vLLM where it is installed and one process trains: on a GPU, and on a CPU for large models; else `transformers`."""
+
+    name: str = "auto"
+
+    def build(self, context: EngineContext) -> Engine:
+        """Return the engine that the model and the machine ask for.
+
+        Raises:
+            ConfigError: for a field that is set and that this engine does not have.
+        """
+        if is_vllm_faster(context):
+            return super().build(context)
+        if given := [name for name in ("sleep", "vllm") if getattr(self, name)]:
+            raise ConfigError(
+                f"engine.{given[0]}: engine.name: auto chooses transformers, which has no such option; remove it, or set "
+                "engine.name: vllm"
+            )
+        fields = {name: getattr(self, name) for name in TransformersConfig.model_fields if name != "name"}
+        return TransformersConfig(**fields).build(context)
+
+
+def is_vllm_faster(context: EngineContext) -> bool:
+    """Tell whether vLLM can sample for this run, and is expected to be faster; on a CPU as it was measured."""
+    if context.num_processes > 1 or not is_installed():
+        return False
+    if context.device.type == "cuda":
+        return True
+    # Heads of less than 32 are beyond vLLM on a CPU.
+    model, config = context.model, context.model.config
+    is_large = sum(parameter.numel() for parameter in model.parameters()) >= _LARGE
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return is_large and bool(head_dim >= 32)

@@ -1,0 +1,61 @@
+"""What vLLM is told and what it answers, in this process or over HTTP. Names are those of vLLM 0.32."""
+
+from importlib.util import find_spec
+from typing import Any
+
+from agentrl.engine.vllm_worker import DRAWN, EXTENSION
+from agentrl.types import FinishReason, Sampling
+
+HOW_TO_INSTALL = "pip install 'agentrl[vllm]' with a GPU; without one see docs/engines.md"
+MIN_TEMPERATURE = 0.01
+"""vLLM silently raises lower ones to it."""
+FINISH_REASONS = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH, "abort": FinishReason.ABORTED}
+
+
+def is_installed() -> bool:
+    """Tell whether vLLM is there, without importing it: that takes seconds."""
+    return find_spec("vllm") is not None
+
+
+def engine_arguments(*, is_cpu: bool) -> dict[str, Any]:
+    """Return the arguments of vLLM's `EngineArgs` that hold wherever it samples for training."""
+    arguments: dict[str, Any] = {
+        "skip_tokenizer_init": True,
+        "enable_prefix_caching": True,
+        "logprobs_mode": "processed_logprobs",
+        "generation_config": "vllm",
+        "worker_extension_cls": EXTENSION,
+    }
+    if is_cpu:
+        arguments |= {"enforce_eager": True, "kv_cache_memory_bytes": 2**30}
+        # Blocks of 128, the default on a CPU, find half as much of a prompt in the cache. A request with a seed ends
+        # vLLM on a CPU when its prompt is computed in parts ("CPU Generator does not use offset").
+        arguments |= {"block_size": 32, "enable_chunked_prefill": False}
+    return arguments
+
+
+def sampling_fields(sampling: Sampling) -> dict[str, Any]:
+    """Set every field of `SamplingParams`, so that no default of vLLM's or of the model's slips in."""
+    return {
+        "n": 1,
+        "max_tokens": sampling.max_tokens,
+        "min_tokens": 0,
+        "temperature": sampling.temperature,
+        "top_p": 1.0,
+        "top_k": 0,
+        "min_p": 0.0,
+        "presence_penalty": 0.0,
+        "frequency_penalty": 0.0,
+        "repetition_penalty": 1.0,
+        "seed": sampling.seed,
+        "stop_token_ids": list(sampling.stop_token_ids),
+        "ignore_eos": True,
+        "logprobs": 0,
+        "detokenize": False,
+        "extra_args": {DRAWN: sampling.drawn},
+    }
+
+
+def sampled_logprobs(values: list[float], sampling: Sampling) -> list[float]:
+    """Return log-probabilities of sampled tokens from vLLM's: at temperature 0 it gives those of temperature 1."""
+    return [0.0 if sampling.temperature == 0 else min(0.0, value) for value in values]
