@@ -11,7 +11,8 @@ from typing import NamedTuple
 import pytest
 import yaml
 
-from agentrl.cli import _summary, main
+from agentrl.cli import main
+from agentrl.cli.progress import summary
 from agentrl.report.folder import RunFolder
 from agentrl.report.records import read_records
 from agentrl.run import loop
@@ -415,7 +416,7 @@ def test_a_run_from_beginning_to_end(agentrl: Agentrl, tmp_path: Path) -> None:
     assert (status, err) == (0, "")
     assert out.splitlines()[-2:] == [
         "run folder: run",
-        "all 2 steps are done; go on with a larger --train.steps",
+        "all 2 steps are done; resume with a larger --train.steps",
     ]
     assert files(tmp_path) == before
     assert folder.metrics() == rows
@@ -450,10 +451,10 @@ def test_an_interrupted_run_is_told_by_its_folder(agentrl: Agentrl, monkeypatch:
     assert folder.startswith("runs/tiny-")
     assert (status, err) == (
         130,
-        f"agentrl: interrupted. Go on from the last checkpoint with `agentrl train {folder}`\n",
+        f"agentrl: interrupted. Resume from the last checkpoint with `agentrl train {folder}`\n",
     )
     status, _, err = agentrl("train", "tiny.yaml", "--run_dir", "my [red]run")
-    assert err == "agentrl: interrupted. Go on from the last checkpoint with `agentrl train 'my [red]run'`\n"
+    assert err == "agentrl: interrupted. Resume from the last checkpoint with `agentrl train 'my [red]run'`\n"
 
 
 def test_a_run_that_had_not_started_cannot_be_resumed(agentrl: Agentrl, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -468,13 +469,13 @@ def test_a_run_that_had_not_started_cannot_be_resumed(agentrl: Agentrl, monkeypa
         (
             errno.ENOSPC,
             True,
-            "cannot write run/metrics.jsonl: it said no. Nothing finished is lost: free the disk and go on with "
+            "cannot write run/metrics.jsonl: it said no. Nothing finished is lost: free the disk and resume with "
             "`agentrl train run`",
         ),
         (
             errno.EDQUOT,
             True,
-            "cannot write run/metrics.jsonl: it said no. Nothing finished is lost: free the disk and go on with "
+            "cannot write run/metrics.jsonl: it said no. Nothing finished is lost: free the disk and resume with "
             "`agentrl train run`",
         ),
         (errno.ENOSPC, False, "cannot write run/metrics.jsonl: it said no; free the disk"),
@@ -504,16 +505,16 @@ def test_the_summary_compares_the_first_and_the_last_evaluation_that_was_played(
         return {"step": step, "eval/episodes": float(reward is not None), **played}
 
     training = {"step": 1, "reward/mean": 0.9}
-    assert _summary([row(0, 0.25), training, row(2, 0.5)], 4) == (
+    assert summary([row(0, 0.25), training, row(2, 0.5)], 4) == (
         "success 12.5% -> 25.0%, reward 0.250 -> 0.500 on 4 held-out tasks, 2 steps"
     )
-    assert _summary([row(0), training, row(2, 0.25), row(3, 0.5), row(4)], 4) == (
+    assert summary([row(0), training, row(2, 0.25), row(3, 0.5), row(4)], 4) == (
         "success 12.5% -> 25.0%, reward 0.250 -> 0.500 on 4 held-out tasks, 4 steps; "
         "left out, because every held-out episode failed: step 0, 4"
     )
     failed = "no result on 4 held-out tasks: every held-out episode failed"
-    assert _summary([row(0), training, row(2)], 4) == failed
-    assert _summary([], 4) == failed
+    assert summary([row(0), training, row(2)], 4) == failed
+    assert summary([], 4) == failed
 
 
 def test_a_finished_run_whose_every_held_out_episode_failed_says_so(agentrl: Agentrl, tmp_path: Path) -> None:
@@ -556,7 +557,7 @@ def test_a_fault_of_the_environment_is_told_once_kept_shown_and_played_again(age
     assert status == 1
     assert f"user: {asked}" in played
     assert f'shop_of_faults.py", line {number}, in step' in played
-    assert "agentrl/cli.py" not in played
+    assert "agentrl/cli/" not in played
     assert agentrl("envs", "replay", "run", "train/999999/0").status == 2
     assert agentrl("envs", "replay", "run", "nothing").err.startswith(
         "agentrl: expected the name of an episode, such as"

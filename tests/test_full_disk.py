@@ -65,7 +65,7 @@ def test_a_full_disk_ends_in_one_message_and_the_run_resumes_with_more(
     (line,) = errors.splitlines()
     assert line.startswith("agentrl: cannot write ")
     assert "No space left on device" in line
-    assert line.endswith(f"free the disk and go on with `agentrl train {run}`")
+    assert line.endswith(f"free the disk and resume with `agentrl train {run}`")
     assert not list(run.rglob("*.partial"))
     resize(4096)
     assert train(run) == (0, "")

@@ -85,7 +85,7 @@ class RunFolder:
 
     @classmethod
     def open(cls, path: Path) -> "RunFolder":
-        """Go on with a run.
+        """Continue a run.
 
         Raises:
             ConfigError: when the folder is not one of a run.

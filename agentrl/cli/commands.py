@@ -1,0 +1,57 @@
+"""All commands, and what their parsers have in common."""
+
+import argparse
+import os
+from collections.abc import Callable
+from importlib import import_module
+from typing import Any
+
+FAMILIES = ("train", "evaluate", "export", "doctor", "serve", "show", "envs", "credit")
+"""Files of this folder, each with a function `add`, in the order of `agentrl --help`."""
+
+OVERRIDING = "Any field of the recipe can be given as an option: --rollout.group_size 4 --credit.gamma 0.5"
+
+# Set by launchers of several processes.
+PROCESS, NUM_PROCESSES = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+NAME = f"agentrl, process {PROCESS} of {NUM_PROCESSES}" if NUM_PROCESSES > 1 else "agentrl"
+
+
+class Commands:
+    """Takes the commands of each family."""
+
+    def __init__(self, parser: argparse.ArgumentParser) -> None:
+        self._parsers = parser.add_subparsers(dest="command", required=True)
+
+    def add(
+        self,
+        name: str,
+        run: Callable[[argparse.Namespace, list[str]], None],
+        words: str,
+        *,
+        overrides: bool = False,
+    ) -> argparse.ArgumentParser:
+        """Add a command; return its parser, for its own arguments.
+
+        Args:
+            name: of the command.
+            run: carries it out, told the options and, with `overrides`, what the parser does not know.
+            words: what it does.
+            overrides: fields of the recipe, or of something else, can be given as options.
+        """
+        command = self._parsers.add_parser(name, help=words, description=words, allow_abbrev=False)
+        command.set_defaults(run=run, takes_overrides=overrides, folder=None)
+        return command
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """Return the parser of all commands."""
+    parser = argparse.ArgumentParser(prog="agentrl", description="Multi-turn RL for language-model agents.")
+    commands = Commands(parser)
+    for family in FAMILIES:
+        import_module(f"agentrl.cli.{family}").add(commands)
+    return parser
+
+
+def first_line(documented: Any) -> str:
+    """Return the first line of a docstring."""
+    return (documented.__doc__ or "").strip().partition("\n")[0]

@@ -1,0 +1,43 @@
+"""`agentrl eval`."""
+
+import argparse
+from pathlib import Path
+
+from rich.table import Table
+
+from agentrl.cli.commands import OVERRIDING, Commands
+from agentrl.cli.targets import load, tokenizer_of, untrained
+from agentrl.report.terminal import Console
+
+
+def add(commands: Commands) -> None:
+    """Add the commands of this file."""
+    evaluate = commands.add("eval", _eval, f"Evaluate on held-out tasks. {OVERRIDING}", overrides=True)
+    evaluate.add_argument(
+        "target", type=Path, metavar="RECIPE|RUN", help="a recipe (its model untrained), or a run's folder"
+    )
+
+
+def _eval(options: argparse.Namespace, rest: list[str]) -> None:
+    recipe, run_dir = load(options.target, rest)
+    recipe = untrained(recipe)
+    from agentrl.report.folder import RunFolder
+    from agentrl.run.build import build
+    from agentrl.run.evaluate import evaluate
+    from agentrl.run.resume import load_weights
+
+    folder = RunFolder.open(run_dir) if run_dir else None
+    console = Console(soft_wrap=True)
+
+    def warn(words: str) -> None:
+        console.print(f"warning: {words}", style="yellow")
+
+    with build(recipe, tokenizer_folder=tokenizer_of(run_dir), on_warning=warn) as parts:
+        if folder:
+            load_weights(parts, folder)
+        parts.link.start(0)
+        metrics = evaluate(parts).metrics
+    table = Table("metric", "value", title=f"{recipe.env.id}: {recipe.evaluation.num_tasks} held-out tasks")
+    for name, value in metrics.items():
+        table.add_row(name, f"{value:.4g}")
+    Console().print(table)

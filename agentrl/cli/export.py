@@ -1,0 +1,37 @@
+"""`agentrl export`."""
+
+import argparse
+from pathlib import Path
+
+from agentrl.cli.commands import Commands
+from agentrl.cli.targets import load
+from agentrl.errors import ConfigError
+from agentrl.report.terminal import Console
+
+
+def add(commands: Commands) -> None:
+    """Add the commands of this file."""
+    words = "Write a run's newest weights as a Hugging Face folder, adapters merged."
+    export = commands.add("export", _export, words)
+    export.add_argument("target", type=Path, metavar="RUN", help="a run's folder")
+    export.add_argument("into", type=Path, metavar="FOLDER", help="to make")
+    export.add_argument(
+        "--dtype", choices=["float32", "bfloat16", "float16"], help="of the weights (default: as trained)"
+    )
+    export.add_argument("--adapter", action="store_true", help="only the adapters of model.lora, in peft's format")
+
+
+def _export(options: argparse.Namespace, _: list[str]) -> None:
+    from agentrl.report.folder import RunFolder
+
+    if options.adapter and options.dtype:
+        raise ConfigError("--dtype: adapters are written as they were trained; leave it out")
+    folder = RunFolder.open(options.target)
+    recipe, _folder = load(options.target, [])
+    import torch
+
+    from agentrl.run.export import export
+
+    dtype = None if options.dtype is None else getattr(torch, options.dtype)
+    export(recipe, folder, options.into, dtype=dtype, only_adapter=options.adapter)
+    Console(soft_wrap=True).print(f"written: {options.into}")

@@ -1,0 +1,73 @@
+"""How a run shows itself in a terminal while it trains, and at its end."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from agentrl.report.terminal import Console
+
+if TYPE_CHECKING:
+    from agentrl.config import Recipe
+    from agentrl.report.folder import RunFolder
+
+
+@contextmanager
+def progress(console: Console) -> Iterator[Any]:
+    """Show one bar a phase; where there is no terminal, a line now and then."""
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    columns = (
+        TextColumn("{task.description:9}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(),
+        TextColumn("{task.fields[note]}"),
+    )
+    with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
+        bars: dict[str, Any] = {}
+
+        def on_progress(phase: str, step: int, total: int, metrics: dict[str, float]) -> None:
+            note = _note(metrics)
+            if phase not in bars:
+                bars[phase] = progress.add_task(phase, total=total, note="")
+            progress.update(bars[phase], completed=step, note=note)
+            if not console.is_terminal and (step == total or step % max(1, total // 20) == 0):
+                console.print(f"{phase} {step}/{total}  {note}")
+
+        yield on_progress
+
+
+def print_end(console: Console, folder: "RunFolder", recipe: "Recipe") -> None:
+    """Print what a run came to, and where it is."""
+    console.print(summary(folder.metrics(), recipe.evaluation.num_tasks))
+    console.print(f"run folder: {folder.path}")
+
+
+def summary(rows: list[dict[str, float]], num_tasks: int) -> str:
+    """Compare the first and the last evaluation; one whose every episode failed has no means to compare."""
+    evaluations = [row for row in rows if "eval/episodes" in row]
+    played = [row for row in evaluations if "eval/reward" in row]
+    if not played:
+        return f"no result on {num_tasks} held-out tasks: every held-out episode failed"
+    first, last = played[0], played[-1]
+
+    def change(name: str, form: str) -> str:
+        before, after = first[f"eval/{name}"], last[f"eval/{name}"]
+        return f"{name} {before:{form}} -> {after:{form}}"
+
+    parts = [change(name, ".1%") for name in ("score", "success") if f"eval/{name}" in first and f"eval/{name}" in last]
+    words = (
+        f"{', '.join([*parts, change('reward', '.3f')])} on {num_tasks} held-out tasks, {rows[-1]['step']:.0f} steps"
+    )
+    if len(played) == len(evaluations):
+        return words
+    steps = ", ".join(f"{row['step']:.0f}" for row in evaluations if "eval/reward" not in row)
+    return f"{words}; left out, because every held-out episode failed: step {steps}"
+
+
+def _note(metrics: dict[str, float]) -> str:
+    faults = f"  faults {metrics['pool/faults']:.0f}" if metrics.get("pool/faults") else ""
+    shown = {"loss": "loss", "reward/mean": "reward", "episode/score": "score", "clip/tokens": "clipped"}
+    if "reward/mean" in metrics:
+        del shown["loss"]
+    return "  ".join(f"{word} {metrics[name]:.3f}" for name, word in shown.items() if name in metrics) + faults

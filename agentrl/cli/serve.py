@@ -1,0 +1,53 @@
+"""`agentrl serve`."""
+
+import argparse
+import signal
+import sys
+import tempfile
+from pathlib import Path
+
+from agentrl.cli.commands import OVERRIDING, Commands
+from agentrl.cli.targets import load, tokenizer_of, untrained
+from agentrl.errors import ConfigError, EngineError
+from agentrl.report.terminal import Console
+
+
+def add(commands: Commands) -> None:
+    """Add the commands of this file."""
+    words = f"Start a vLLM server for a recipe with engine.name: vllm_server. {OVERRIDING}"
+    serve = commands.add("serve", _serve, words, overrides=True)
+    serve.add_argument("target", type=Path, metavar="RECIPE|RUN", help="a recipe, or a run's folder")
+    serve.add_argument("--server", type=int, default=0, help="which of several in engine.server.url, from 0")
+    serve.add_argument("--start-timeout-s", type=float, default=600.0, help="deadline until it answers (default 600)")
+
+
+def _serve(options: argparse.Namespace, rest: list[str]) -> None:
+    # The model is only written down here: the server has the GPU to itself.
+    recipe, run_dir = load(options.target, [*rest, "--engine.name", "vllm_server", "--train.device", "cpu"])
+    from agentrl.engine.vllm_server import VLLMServerConfig
+    from agentrl.run.build import build
+    from agentrl.run.serve import serve
+
+    config = recipe.engine
+    assert isinstance(config, VLLMServerConfig)  # as named above
+    if not 0 <= options.server < (num := len(config.server.urls)):
+        raise ConfigError(f"--server: expected 0 to {num - 1}, the numbers of engine.server.url, got {options.server}")
+    config, tokenizer = config.of_process(options.server), tokenizer_of(run_dir)
+    recipe = untrained(recipe, process=options.server)
+    console = Console(soft_wrap=True)
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, lambda number, _: sys.exit(128 + number))  # so that the server ends too
+    with (
+        build(recipe, tokenizer_folder=tokenizer) as parts,
+        tempfile.TemporaryDirectory(prefix="agentrl-serve-") as folder,
+        serve(parts, config, Path(folder), timeout_s=options.start_timeout_s) as server,
+    ):
+        console.print(f"serving at {server.url}; log: {folder}/server.log; end with Ctrl-C")
+        status = server.process.wait()
+        raise EngineError(
+            f"the server ended with status {status}; the end of its log:\n{_tail(Path(folder) / 'server.log')}"
+        )
+
+
+def _tail(path: Path) -> str:
+    return path.read_text(errors="replace")[-2000:]

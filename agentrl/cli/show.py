@@ -1,0 +1,70 @@
+"""`agentrl show`, and the choice of recorded rollouts."""
+
+import argparse
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from agentrl.cli.commands import Commands
+from agentrl.errors import ConfigError
+from agentrl.report.terminal import Console
+
+if TYPE_CHECKING:
+    from agentrl.report.records import TrajectoryRecord
+
+
+def add(commands: Commands) -> None:
+    """Add the commands of this file."""
+    show = commands.add("show", _show, "Print rollouts, sampled tokens coloured by advantage.")
+    add_rollouts(show, default=1)
+    show.add_argument("--faults", action="store_true", help="those whose environment failed, each kind (RUN/faults)")
+
+
+def add_rollouts(command: argparse.ArgumentParser, *, default: int) -> None:
+    """Add the options that choose rollouts."""
+    command.add_argument(
+        "target", type=Path, metavar="RUN|FILE", help="a run's folder (its newest rollouts), or a rollouts file"
+    )
+    command.add_argument("-n", "--number", type=int, default=default, help=f"how many rollouts (default {default})")
+    command.add_argument("--trajectory", help="only the one with this id")
+
+
+def read_rollouts(options: argparse.Namespace) -> "tuple[list[TrajectoryRecord], list[TrajectoryRecord]]":
+    """Return all records of a file, and those that were asked for."""
+    from agentrl.report.folder import RunFolder
+    from agentrl.report.records import read_records
+
+    path = options.target
+    if options.number < 1:
+        raise ConfigError(f"--number: at least 1, got {options.number}")
+    if getattr(options, "faults", False):
+        everyone = [record for file in RunFolder.open(path).kept_faults() for record in read_records(file)]
+        if not everyone:
+            raise ConfigError(f"{path} has no episode whose environment failed")
+        return everyone, _chosen(everyone, options, path)
+    if path.is_dir():
+        files = RunFolder.open(path).rollouts()
+        if not files:
+            raise ConfigError(f"{path} has no rollouts yet (report.rollouts_every says how often they are written)")
+        path = files[-1]
+    if not path.is_file():
+        raise ConfigError(f"there is no {path}")
+    everyone = list(read_records(path))
+    return everyone, _chosen(everyone, options, path)
+
+
+def _show(options: argparse.Namespace, _: list[str]) -> None:
+    from agentrl.report.show import legend, render
+
+    chosen = read_rollouts(options)[1]
+    console = Console()
+    console.print(legend())
+    for record in chosen:
+        console.print(render(record))
+
+
+def _chosen(records: "list[TrajectoryRecord]", options: argparse.Namespace, path: Path) -> "list[TrajectoryRecord]":
+    chosen = [r for r in records if options.trajectory in (None, r.trajectory_id)][: options.number]
+    if not chosen:
+        which = "no rollouts" if options.trajectory is None else f"no trajectory {options.trajectory!r}"
+        raise ConfigError(f"{path} has {which}")
+    return chosen

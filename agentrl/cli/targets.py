@@ -1,0 +1,40 @@
+"""What a command is told to work on: a recipe, or the folder of a run."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from agentrl.errors import ConfigError
+
+if TYPE_CHECKING:
+    from agentrl.config import Recipe
+
+
+def load(target: Path, rest: list[str]) -> "tuple[Recipe, Path | None]":
+    """Return the recipe, and the run's folder where `target` is one."""
+    from agentrl.config import load_recipe
+    from agentrl.report.folder import RunFolder
+
+    if target.is_dir():
+        if any(option.partition("=")[0] == "--run_dir" for option in rest):
+            raise ConfigError(f"--run_dir: the run stays in {target}; leave it out, or copy the folder")
+        return load_recipe(RunFolder.open(target).config_file, [*rest, f"--run_dir={target}"]), target
+    return load_recipe(target, rest), None
+
+
+def tokenizer_of(run_dir: Path | None) -> Path | None:
+    """Return the folder of a run's tokenizer, where there is one yet."""
+    folder = run_dir / "tokenizer" if run_dir else None
+    return folder if folder and folder.is_dir() else None
+
+
+def untrained(recipe: "Recipe", *, process: int = 0) -> "Recipe":
+    """Return a recipe for one process that trains and writes nothing; what only training reads is not asked for."""
+    return recipe.model_copy(
+        update={
+            "run_dir": None,
+            "engine": recipe.engine.of_process(process),
+            "credit": {"scheme": "uniform", "lone": "keep"},
+            "loss": recipe.loss.model_copy(update={"kl_coefficient": 0.0, "routing_replay": False}),
+            "train": recipe.train.model_copy(update={"optimizer": "adamw", "sharding": "none"}),
+        }
+    )
