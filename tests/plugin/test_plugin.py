@@ -84,6 +84,33 @@ check_renderer(RendererConfig.model_validate({"renderer": "preface"}).build(trai
     run(python, "-c", code, cwd=tmp_path)
 
 
+def test_a_third_party_engine_passes_the_conformance_check(python: Path, tmp_path: Path) -> None:
+    code = """
+import asyncio
+import copy
+import torch
+from agentrl.chat import train_tokenizer
+from agentrl.policy.model import LocalModelConfig, make_local_model
+from agentrl.testing import check_engine
+from stranger.plain import PlainEngine
+
+torch.manual_seed(0)
+tokenizer = train_tokenizer([], vocab_size=261)
+config = LocalModelConfig(hidden_size=16, num_layers=1, num_heads=2, num_kv_heads=1, intermediate_size=32, initializer_std=0.3)
+first, second = (make_local_model(config, tokenizer) for _ in range(2))
+weights = tuple({name: tensor.clone() for name, tensor in m.state_dict().items()} for m in (first, second))
+reference_model = copy.deepcopy(first).eval()
+
+@torch.no_grad()
+def reference(prompt, tokens, temperature):
+    logits = reference_model(torch.tensor([[*prompt, *tokens]])).logits[0, len(prompt) - 1 : -1]
+    return (logits / temperature).log_softmax(-1).gather(1, torch.tensor(tokens)[:, None])[:, 0].tolist()
+
+asyncio.run(check_engine(PlainEngine(first, 0.0), reference, vocab_size=261, weights=weights))
+"""
+    run(python, "-c", code, cwd=tmp_path)
+
+
 def test_a_recipe_of_third_party_parts_trains_a_step(python: Path, tmp_path: Path) -> None:
     run(python, "-m", "agentrl", "train", HERE / "recipe.yaml", "--run_dir", tmp_path / "run", cwd=tmp_path)
     metrics = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
