@@ -20,7 +20,7 @@ from agentrl.rollout import Episode, EpisodeContext, RolloutConfig, RolloutPool,
 from agentrl.rollout.env_calls import MakeEnv
 from agentrl.rollout.env_thread import EnvThread
 from agentrl.types import Completion, Sampling, StopReason, Trajectory, TrajectoryGroup
-from tests.support.dice import TASK, Dice
+from tests.support.dice import TASK, Dice, raises
 from tests.support.threads import hang, wait_until
 
 NewEngine = Callable[..., TransformersEngine]
@@ -225,10 +225,6 @@ def test_the_budget_goes_to_one_rollout_a_turn_before_a_second(new_engine: NewEn
         assert list(branches(int(spent[num - 1]) + 1)) == order[: num + 1]
 
 
-def raises() -> None:
-    raise KeyError("lever")
-
-
 def breaks(how: Callable[[], None], *, what: str, when: Callable[[Dice], bool]) -> MakeEnv:
     def log(happened: str, env: Dice) -> None:
         if happened == what and when(env):
@@ -282,7 +278,7 @@ def test_a_branch_whose_engine_fails_is_dropped_and_counted(new_engine: NewEngin
 @pytest.mark.parametrize(
     ("how", "words"),
     [
-        (raises, f"raised KeyError: 'lever' (test_branches.py:{raises.__code__.co_firstlineno + 1})"),
+        (raises, f"raised KeyError: 'lever' (dice.py:{raises.__code__.co_firstlineno + 2})"),
         (hang, "did not return within rollout.env_timeout_s: 0.5 s"),
     ],
 )

@@ -54,3 +54,8 @@ class Dice(MessageEnv):
 
     def close(self) -> None:
         self.log("close", self)
+
+
+def raises() -> None:
+    """Be what happens to an environment of which `log` is told."""
+    raise KeyError("lever")
