@@ -55,9 +55,8 @@ def train(
             row = {"step": step, **result.metrics}
             if is_last or (recipe.evaluation.every and step % recipe.evaluation.every == 0):
                 row |= evaluation_metrics(parts)
-            record.add_step(
-                row, result.groups, result.credits
-            )  # first: a checkpoint never promises what is not on disk
+            # First the record: a checkpoint never promises what is not on disk.
+            record.add_step(row, result.groups, result.credits)
             if is_last or step % recipe.train.checkpoint_every == 0:
                 save(parts, record.folder, step)
             on_progress("training", step, recipe.train.steps, row)
@@ -70,22 +69,21 @@ def train_step(parts: Parts, step: int) -> StepResult:
     Raises:
         TrainingError: also where another process has ended or hangs.
     """
-    rollout, clock, busy_s = parts.recipe.rollout, Stopwatch(), parts.engine.busy_s
+    is_async, waits_for_all = parts.recipe.rollout.samples_during_update, parts.recipe.rollout.waits_for_all
+    clock, busy_s = Stopwatch(), parts.engine.busy_s
     with naming_absent_ranks():
         is_replaying = parts.pool.is_replaying
         own_groups = parts.runner.run(parts.pool.collect())
         clock.lap("collect_s")
         body = partial(learn, parts, own_groups, version=step - 1, is_replaying=is_replaying, clock=clock)
-        result = while_sampling(parts.runner, body) if rollout.samples_during_update else body()
+        result = while_sampling(parts.runner, body) if is_async else body()
         clock.lap()
         parts.link.push(step)
-        if not rollout.waits_for_all:  # else the first minibatch of the next step proves it
+        if not waits_for_all:  # else the first minibatch of the next step proves it
             parts.link.check_samples()
         clock.lap("push_s")
     metrics = result.metrics | rollout_metrics(result.groups, result.credits)
-    metrics |= clock.metrics(
-        result.groups, sampling_s=parts.engine.busy_s - busy_s, is_async=rollout.samples_during_update
-    )
+    metrics |= clock.metrics(result.groups, sampling_s=parts.engine.busy_s - busy_s, is_async=is_async)
     metrics |= {"time/loop_lag_s": parts.pool.loop_lag_s} | process_metrics()
     return replace(result, metrics=metrics)
 
