@@ -1,4 +1,7 @@
-"""Which fields of the recipe may change when a run is resumed: those that are marked so where they are declared."""
+"""Which fields of the recipe may change when a run is resumed, and keep what was sampled: those that are marked so.
+
+A change of any other is carried out as well, but episodes since the last checkpoint are sampled again.
+"""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -21,7 +24,7 @@ class MayChange:
 
 
 def fixed(section: BaseModel) -> dict[str, Any]:
-    """Return the fields that may not change: what decides which weights come out of which episodes."""
+    """Return the fields without a mark: what decides which weights come out of which episodes."""
     return _without_marked(section, section.model_dump(mode="json"))
 
 

@@ -301,7 +301,7 @@ def measure_rooms(out: Path, seeds: Sequence[int], variants: Sequence[str]) -> d
             warm = Path(folder) / "warm"
             if missing:
                 train(recipe(seed, warm, "--train.steps", "1"), None)
-                shutil.rmtree(checkpoints(warm / "checkpoints")[1])  # what goes on begins right after the warm-up
+                shutil.rmtree(checkpoints(warm / "checkpoints")[1])  # what resumes begins right after the warm-up
             for variant in missing:
                 run_dir = Path(folder) / "run"
                 shutil.copytree(warm, run_dir)

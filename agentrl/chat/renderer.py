@@ -54,8 +54,8 @@ class RendererConfig(Plugin):
     seam = Seam("agentrl.renderers", "chat", "renderer")
 
     renderer: str = "auto"
-    """An installed renderer, or `module:Class`. `template`: the tokenizer's own chat template. `chatml`: agentrl's small ChatML
-    form, for models made locally. `auto`: `template` where the tokenizer has one, else `chatml`."""
+    """An installed renderer, or `module:Class` of a `RendererConfig`. `template`: the tokenizer's own chat template.
+    `chatml`: agentrl's small ChatML form, for models made locally. `auto`: `template` where the tokenizer has one, else `chatml`."""
 
     @abstractmethod
     def build(self, tokenizer: "PreTrainedTokenizerBase", *, name: str = "") -> Renderer:

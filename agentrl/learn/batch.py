@@ -72,7 +72,6 @@ def make_batch(
         aggregation,
         trajectory_T=tokens.trajectory_T,
         turn_T=tokens.turn_T,
-        keep_T=np.ones(len(tokens), dtype=np.bool_),
         constant_length=constant_length,
     )
     unit_T = unit_index(unit, tokens.trajectory_T, tokens.turn_T, version_T)

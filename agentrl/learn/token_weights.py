@@ -1,6 +1,7 @@
-"""What each token of a global batch weighs in the loss, and which tokens share one importance ratio.
+"""What each token weighs in the loss, and which tokens share one importance ratio.
 
-`T` action tokens of the batch. Both are computed over all of it, before it is split among ranks and micro-batches.
+`T` action tokens of a minibatch: what one optimizer step is made of, on all processes. Both are computed over all of it,
+before it is split among processes and micro-batches.
 """
 
 from typing import Literal
@@ -11,7 +12,7 @@ import numpy.typing as npt
 RatioUnit = Literal["trajectory", "turn", "version", "token"]
 """The tokens that share one importance ratio."""
 Aggregation = Literal["trajectory-mean", "turn-mean", "token-mean", "constant"]
-"""How the tokens of the global batch are averaged."""
+"""How the tokens of a minibatch are averaged."""
 
 IntArray = npt.NDArray[np.int64]
 FloatArray = npt.NDArray[np.float64]
@@ -26,7 +27,7 @@ def unit_index(
     policy versions within a turn: the tokens of a turn must come in the order in which they were sampled (other turns'
     tokens may lie between them). For the other units any order does.
 
-    Tokens that leave the loss are dropped from all three arrays first, as from `policy_loss`.
+    Tokens that leave the loss are in none of the three arrays.
 
     Shapes: `(T,)` integers each; returns int64 `(T,)`.
 
@@ -56,53 +57,49 @@ def aggregation_weights(
     *,
     trajectory_T: npt.ArrayLike,
     turn_T: npt.ArrayLike,
-    keep_T: npt.ArrayLike,
     constant_length: int | None = None,
 ) -> FloatArray:
-    """Weight of each token in the loss, over the whole global batch, before it is split among ranks or micro-batches.
+    """Weight of each token in the loss, over the whole minibatch, before it is split among processes or micro-batches.
 
         trajectory-mean   1 / (N |y_i|)        every trajectory weighs 1/N, as in arXiv 2507.18071 eq. 5 and 13
         turn-mean         1 / (K |y_ik|)       every turn weighs 1/K
         token-mean        1 / sum_i |y_i|      every token weighs the same
         constant          1 / (N L)            every token weighs the same, whatever the lengths
 
-    N, K and |y| count what has a kept token: trajectories, (trajectory, turn) pairs, kept tokens. L is
-    `constant_length`. A token with keep False has weight 0. A token that is kept with advantage 0 counts.
+    N, K and |y| count trajectories, (trajectory, turn) pairs and tokens, those of advantage 0 too. L is `constant_length`.
+    Tokens that leave the loss are in none of the arrays, and count nowhere.
 
-    Shapes: `(T,)`, integers and bool, in any order; returns float64 `(T,)`.
+    Shapes: `(T,)` integers, in any order; returns float64 `(T,)`.
 
     Raises:
         ValueError: for a wrong rank, dtype or length, an unknown aggregation, or a `constant_length` that is missing or
             of no use.
     """
     trajectory_T, turn_T = _index_arrays(trajectory_T=trajectory_T, turn_T=turn_T)
-    keep_T = np.asarray(keep_T)
-    if keep_T.dtype != np.bool_ or keep_T.shape != trajectory_T.shape:
-        raise ValueError(f"expected keep_T bool of shape {trajectory_T.shape}, got {keep_T.dtype} of {keep_T.shape}")
     if (aggregation == "constant") != (constant_length is not None):
         raise ValueError(
             f"constant_length goes with aggregation 'constant' and no other, got {aggregation!r} and {constant_length}"
         )
-    weight_T = np.zeros(len(keep_T), dtype=np.float64)
-    if not keep_T.any():
-        return weight_T
-    trajectories_T = _dense(trajectory_T[keep_T])
+    if not len(trajectory_T):
+        return np.empty(0, dtype=np.float64)
+    trajectories_T = _dense(trajectory_T)
     num_trajectories = trajectories_T.max() + 1
     if aggregation == "trajectory-mean":
-        weight_T[keep_T] = 1 / (num_trajectories * np.bincount(trajectories_T)[trajectories_T])
+        denominator_T = num_trajectories * np.bincount(trajectories_T)[trajectories_T]
     elif aggregation == "turn-mean":
-        turns_T = _dense(trajectory_T[keep_T], turn_T[keep_T])
-        weight_T[keep_T] = 1 / ((turns_T.max() + 1) * np.bincount(turns_T)[turns_T])
+        turns_T = _dense(trajectory_T, turn_T)
+        denominator_T = (turns_T.max() + 1) * np.bincount(turns_T)[turns_T]
     elif aggregation == "token-mean":
-        weight_T[keep_T] = 1 / len(trajectories_T)
+        denominator_T = np.full(len(trajectory_T), len(trajectory_T))
     elif constant_length is not None:
         if constant_length < 1:
             raise ValueError(f"expected constant_length >= 1, got {constant_length}")
-        weight_T[keep_T] = 1 / (num_trajectories * constant_length)
+        denominator_T = np.full(len(trajectory_T), num_trajectories * constant_length)
     else:
         raise ValueError(
             f"expected aggregation 'trajectory-mean', 'turn-mean', 'token-mean' or 'constant', got {aggregation!r}"
         )
+    weight_T: FloatArray = 1 / denominator_T
     return weight_T
 
 

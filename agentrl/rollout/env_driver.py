@@ -36,6 +36,10 @@ class EnvDriver:
         """What the environment reported last."""
         self._env_s = 0.0
 
+    def hear(self, reply: EnvReply) -> None:
+        """Keep what the environment said of the task as it began or was restored."""
+        self.gold_answer, self.info = reply.gold_answer, reply.info
+
     async def make(self, make_env: MakeEnv) -> Env:
         """Make the environment."""
 

@@ -100,19 +100,19 @@ class Episode:
             return reply, self._driver.rendered(partial(talk.opening, reply.messages, reply.tools))
 
         reply, opening = await self._driver.call("reset()", begin)
-        self._driver.gold_answer = reply.gold_answer
+        self._driver.hear(reply)
         talk.begin(opening, state_key=reply.state_key)
 
     async def _resume(self, env: Env) -> None:
         """Continue with an environment that was restored: what was said before is known."""
         recorded, talk = self._recorded, self._conversation
-        known = EnvReply(messages=recorded.observation or (), state_key=recorded.turns[-1].next_state_key)
+        *_, last = recorded.turns
+        known = EnvReply(messages=recorded.observation or (), state_key=last.next_state_key, info=dict(last.extras))
 
         def resume() -> tuple[EnvReply, Dialogue | End]:
             reply = check_restored(base_env(env), known)
             return reply, self._driver.rendered(partial(talk.restored, reply.tools))
 
         reply, dialogue = await self._driver.call("its snapshot", resume)
-        self._driver.gold_answer = reply.gold_answer
-        self._driver.info = dict(recorded.turns[-1].extras)
+        self._driver.hear(reply)
         talk.resume(dialogue)

@@ -1,7 +1,7 @@
 """The stream of training tasks: which episodes are started, which groups are handed out, what is remembered of both."""
 
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import Any
@@ -184,13 +184,8 @@ class TaskStream:
         names = list(islice((name for name, group in self._groups.items() if group.is_trainable), num))
         if len(names) < num:
             return None
-        if self._config.stale == "wait":
-            given = set(names)
-            left = [group for name, group in self._groups.items() if name not in given]
-            # The next step takes the first `num` of those that are left, the one after it as many.
-            ages = (version + 1 + rank // num - group.began for rank, group in enumerate(left))
-            if any(age > self._staleness_bound for age in ages) and not all(map(self._is_complete, left)):
-                return None
+        if self._config.stale == "wait" and self._would_be_too_old(names, version=version):
+            return None
         self._is_waited_for = False
         groups = [group_of(name, self._groups.pop(name).done) for name in names]
         # Until now, a restarted run would have tried those again that failed.
@@ -198,6 +193,17 @@ class TaskStream:
             self._write(Ended(trajectory=failed, played=0))
         self._write(HandedOut(groups=tuple(names), counts=dict(self.counts)))
         return groups
+
+    def _would_be_too_old(self, names: Sequence[str], *, version: int) -> bool:
+        """Tell whether a group is too old when its turn comes, if these are handed out at this version.
+
+        Its age is the policy version that it would be trained at, less the version at which it was started.
+        """
+        given = set(names)
+        left = [group for name, group in self._groups.items() if name not in given]
+        # The next step takes the first of those that are left, as many as now, and the one after it as many again.
+        ages = (version + 1 + rank // len(names) - group.began for rank, group in enumerate(left))
+        return any(age > self._staleness_bound for age in ages) and not all(map(self._is_complete, left))
 
     def record(self, journal: Journal) -> None:
         """Write down what happens from the next `state_dict` on."""

@@ -21,7 +21,7 @@ from agentrl.run.build import Parts
 from agentrl.run.evaluate import evaluation_metrics
 from agentrl.run.record import OnProgress
 from agentrl.run.resume import save
-from agentrl.run.start import started
+from agentrl.run.start import begin_or_resume
 from agentrl.run.stopwatch import Stopwatch
 from agentrl.types import TrajectoryGroup
 
@@ -31,7 +31,7 @@ class StepResult:
     """What a step was trained on, and what it showed."""
 
     groups: list[TrajectoryGroup]
-    """Of all processes, in the order of their ids."""
+    """The groups of all processes, ordered by group id."""
     credits: list[list[Credit]]
     """Credit of each trajectory of each group."""
     metrics: dict[str, float]
@@ -43,12 +43,12 @@ def train(
     """Train to the last step; return the run's folder and the metrics of every step.
 
     Args:
-        parts: of the run.
-        folder: of a run to resume; None: begin one in the recipe's `run_dir`.
+        parts: what the run is made of.
+        folder: the folder of a run to resume; None: begin one in the recipe's `run_dir`.
         on_progress: called after each step.
     """
     recipe = parts.recipe
-    with started(parts, folder, on_progress) as (record, finished_steps):
+    with begin_or_resume(parts, folder, on_progress) as (record, finished_steps):
         for step in range(finished_steps + 1, recipe.train.steps + 1):
             is_last = step == recipe.train.steps
             result = train_step(parts, step)
@@ -56,7 +56,7 @@ def train(
             if is_last or (recipe.evaluation.every and step % recipe.evaluation.every == 0):
                 row |= evaluation_metrics(parts)
             # First the record: a checkpoint never promises what is not on disk.
-            record.add_step(row, result.groups, result.credits)
+            row = record.add_step(row, result.groups, result.credits)
             if is_last or step % recipe.train.checkpoint_every == 0:
                 save(parts, record.folder, step)
             on_progress("training", step, recipe.train.steps, row)
@@ -69,36 +69,36 @@ def train_step(parts: Parts, step: int) -> StepResult:
     Raises:
         TrainingError: also where another process has ended or hangs.
     """
-    is_async, waits_for_all = parts.recipe.rollout.samples_during_update, parts.recipe.rollout.waits_for_all
-    clock, busy_s = Stopwatch(), parts.engine.busy_s
+    rollout, clock, busy_before_s = parts.recipe.rollout, Stopwatch(), parts.engine.busy_s
     with naming_absent_ranks():
         is_replaying = parts.pool.is_replaying
         own_groups = parts.runner.run(parts.pool.collect())
         clock.lap("collect_s")
-        body = partial(learn, parts, own_groups, version=step - 1, is_replaying=is_replaying, clock=clock)
-        result = while_sampling(parts.runner, body) if is_async else body()
+        update = partial(credit_and_update, parts, own_groups, version=step - 1, is_replaying=is_replaying, clock=clock)
+        result = while_sampling(parts.runner, update) if rollout.samples_during_update else update()
         clock.lap()
         parts.link.push(step)
-        if not waits_for_all:  # else the first minibatch of the next step proves it
+        if not rollout.waits_for_all:  # in `sync` the next step proves the push: all that it collects has these weights
             parts.link.check_samples()
         clock.lap("push_s")
     metrics = result.metrics | rollout_metrics(result.groups, result.credits)
-    metrics |= clock.metrics(result.groups, sampling_s=parts.engine.busy_s - busy_s, is_async=is_async)
+    sampling_s = parts.engine.busy_s - busy_before_s
+    metrics |= clock.metrics(result.groups, sampling_s=sampling_s, is_async=rollout.samples_during_update)
     metrics |= {"time/loop_lag_s": parts.pool.loop_lag_s} | process_metrics()
     return replace(result, metrics=metrics)
 
 
-def while_sampling(runner: asyncio.Runner, body: Callable[..., StepResult]) -> StepResult:
-    """Learn on another thread; on the event loop, the episodes are continued meanwhile."""
+def while_sampling(runner: asyncio.Runner, update: Callable[..., StepResult]) -> StepResult:
+    """Update on another thread; on the event loop, the episodes are continued meanwhile."""
     cancelled = Event()
     try:
-        return runner.run(asyncio.to_thread(body, cancelled=cancelled))
+        return runner.run(asyncio.to_thread(update, cancelled=cancelled))
     except BaseException:
         cancelled.set()  # An interrupt leaves the thread behind, and the process would wait for its end.
         raise
 
 
-def learn(
+def credit_and_update(
     parts: Parts,
     own_groups: list[TrajectoryGroup],
     *,
@@ -110,31 +110,31 @@ def learn(
     """Put together what the processes collected; measure it, credit it, and update the policy.
 
     Args:
-        parts: of the run.
+        parts: what the run is made of.
         own_groups: what this process collected.
-        version: of the policy before.
-        is_replaying: they were collected before a kill, and the engine has other weights than those that sampled them.
-        clock: of the step.
+        version: policy version before the update.
+        is_replaying: `own_groups` were collected before a kill, and the engine may have other weights than those that sampled.
+        clock: times the parts of the step.
         cancelled: once set, the update ends soon.
     """
     if parts.state.device.type == "cuda":
         torch.cuda.set_device(parts.state.device)  # which each thread has of its own
-    shares = all_gather([(own_groups, is_replaying, dict(parts.pool.counts))])
-    groups = sorted((group for share, *_ in shares for group in share), key=lambda group: group.group_id)
+    everyones = all_gather([(own_groups, is_replaying, dict(parts.pool.counts))])
+    groups = sorted((group for collected, *_ in everyones for group in collected), key=lambda group: group.group_id)
     clock.lap()
     groups = parts.signals.measure(groups)
     clock.lap("signals_s")
-    credits = from_rank_zero(lambda: assign_credit(parts.credit, groups))  # all plan the same passes by them
+    credits = from_rank_zero(lambda: assign_credit(parts.credit, groups))  # the same on all processes
     oldest = version - parts.recipe.rollout.staleness_bound
     metrics = {"staleness/too_old": share_too_old(groups, oldest=oldest)}
     if parts.recipe.rollout.stale == "mask":
         credits = mask_stale(groups, credits, oldest=oldest)
     clock.lap("credit_s")
-    # Sampled by the very weights that are updated first: each step proves the last push.
-    is_any_replaying = any(replaying for _, replaying, _ in shares)
+    # The first minibatch is computed with the weights that sampled it: a difference tells that the last push went wrong.
+    is_any_replaying = any(replaying for _, replaying, _ in everyones)
     check = None if is_any_replaying else parts.link.check_agreement
     metrics |= parts.learner.update(groups, credits, version=version, check_agreement=check, cancelled=cancelled)
-    metrics |= parts.signals.learn(groups)
+    metrics |= parts.signals.fit(groups)  # the critic, where the scheme reads one
     clock.lap("update_s")
-    metrics |= {f"pool/{name}": float(sum(counts[name] for *_, counts in shares)) for name in parts.pool.counts}
+    metrics |= {f"pool/{name}": float(sum(counts[name] for *_, counts in everyones)) for name in parts.pool.counts}
     return StepResult(groups=groups, credits=credits, metrics=metrics)

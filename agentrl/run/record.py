@@ -36,11 +36,11 @@ class RunRecord:
 
     def add_step(
         self, row: dict[str, float], groups: Sequence[TrajectoryGroup], credits: Sequence[Sequence[Credit]]
-    ) -> None:
-        """Write what a step did, and tell where it shows that the run does not learn.
+    ) -> dict[str, float]:
+        """Write what a step did, and tell where it shows that the run does not learn; return its whole row of metrics.
 
         Args:
-            row: metrics of the step; what it shows is added.
+            row: metrics of the step.
             groups: that were trained on.
             credits: of each trajectory of each group.
 
@@ -50,13 +50,13 @@ class RunRecord:
         """
         recipe, step = self._recipe, int(row["step"])
         if self._parts.falls_back:
-            row["credit/fallback"] = 1.0
+            row = {**row, "credit/fallback": 1.0}
         every = recipe.report.rollouts_every
         if is_main() and every and (step == 1 or step % every == 0):
             trajectories = records(groups, credits, step=step, piece=self._parts.piece)
             self.folder.add_rollouts(step, trajectories, keep=recipe.report.keep_rollouts)
         found, told = from_rank_zero(lambda: self._examine(row))
-        row |= {f"health/{sign}": float(sign in found) for sign in SIGNS}
+        row = row | {f"health/{sign}": float(sign in found) for sign in SIGNS}
         self._rows.append(row)
         self.add_row(row)
         is_last = step == recipe.train.steps
@@ -69,6 +69,7 @@ class RunRecord:
                 f"{newest_checkpoint(self.folder).name}; resume from it nevertheless: agentrl train {self.folder.path} "
                 "--train.stop_on '[]'"
             )
+        return row
 
     def warn(self, step: int, name: str, words: str, *, is_said: bool = True) -> None:
         """Write a warning into the folder, and say it."""

@@ -32,7 +32,7 @@ class Preparation(NamedTuple):
 
 
 @contextmanager
-def started(parts: Parts, folder: RunFolder | None, on_progress: OnProgress) -> Iterator[tuple[RunRecord, int]]:
+def begin_or_resume(parts: Parts, folder: RunFolder | None, on_progress: OnProgress) -> Iterator[tuple[RunRecord, int]]:
     """Begin a run, or resume it from its newest checkpoint; yield its record and the number of its finished steps.
 
     Args:

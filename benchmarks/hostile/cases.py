@@ -51,7 +51,7 @@ class Ended:
         """Return what no end may be, whatever was tried: a hang, a traceback, a crash; None: none of these."""
         if self.status is None:
             return f"hung for {DEADLINE_S:g} s: {self.err[-300:]}"
-        if self.status != 0 and "Traceback" in self.err + self.out:  # a run that goes on may show an environment's
+        if self.status != 0 and "Traceback" in self.err + self.out:  # a run that continues may show an environment's
             return f"traceback: {(self.lines or ['?'])[-1][:300]}"
         if self.status not in (0, 2):
             return f"status {self.status}: {' / '.join(self.lines)[-300:]}"

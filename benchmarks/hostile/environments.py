@@ -163,7 +163,7 @@ def _value(value: Any) -> Callable[[Any, Any], Any]:
 
 
 def _call(function: Callable[[Any], object]) -> Callable[[Any, Any], Any]:
-    """Do something, and go on as if nothing had happened."""
+    """Do something, and continue as if nothing had happened."""
 
     def do(env: Any, whole: Any) -> Any:
         function(env)

@@ -216,7 +216,7 @@ def simulate(mode: str, env: str, count: int, seed: int) -> None:
 
 
 def try_simulated_kills(folder: Path, every: int) -> Tally:
-    """Cut journals of pools at random bytes and go on."""
+    """Cut journals of pools at random bytes and resume."""
     tally = Tally(
         "a kill, simulated: a journal that ends at any byte of any file, before or after its checkpoint; then resumed"
     )
@@ -232,7 +232,7 @@ def try_simulated_kills(folder: Path, every: int) -> Tally:
 
 
 def try_real_kills(folder: Path, every: int) -> Tally:
-    """Kill training processes with SIGKILL and go on, again and again; then compare with what was on the disk each time."""
+    """Kill training processes with SIGKILL and resume, again and again; then compare with what was on the disk each time."""
     tally = Tally("`kill -9` of a training process at a random moment; then resumed")
     for mode in MODES:
         if wrong := _kill_one(folder / mode, mode, max(2, NUM_REAL // every), tally.details):

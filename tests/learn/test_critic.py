@@ -82,7 +82,7 @@ def test_values_are_read_before_each_token_and_the_final_one_after_the_last(
     kind: Kind, played: list[Trajectory]
 ) -> None:
     critic = new_critic(new_policy(), model=kind)
-    critic.learn(critic.measure(with_returns(played)))
+    critic.fit(critic.measure(with_returns(played)))
     assert any(not turn.extends for t in played for turn in t.turns)
     for trajectory in critic.measure(played):
         expected = plain_values(critic, trajectory)
@@ -93,7 +93,7 @@ def test_values_are_read_before_each_token_and_the_final_one_after_the_last(
 
 def test_the_final_value_follows_a_turn_that_rewrote_history(played: list[Trajectory]) -> None:
     critic = new_critic(new_policy())
-    critic.learn(critic.measure(with_returns(played)))
+    critic.fit(critic.measure(with_returns(played)))
     cut = replace(played[0], turns=played[0].turns[:4])
     assert not cut.turns[3].extends
     (measured,) = critic.measure([cut])
@@ -145,7 +145,7 @@ def test_the_target_of_each_token_is_its_turns_discounted_return(
     targets_T = np.repeat(returns_K, [2, 3, 1])
     np.testing.assert_allclose(critic._targets(trajectory), targets_T, rtol=1e-15)
     # Every value is 0 before the first update, so the loss is the mean square of the targets.
-    metrics = critic.learn([trajectory])
+    metrics = critic.fit([trajectory])
     assert metrics["critic/loss"] == pytest.approx(np.mean(targets_T**2), rel=1e-6)
     assert metrics["critic/explained_variance"] == 0
 
@@ -155,11 +155,11 @@ def test_the_loss_is_a_mean_over_tokens_whatever_the_micro_batches(kind: Kind, p
     found = {}
     for max_tokens, layout in product((1, 700, 10**9), LAYOUTS):
         critic = new_critic(new_policy(layout=layout), model=kind, max_tokens=max_tokens, epochs=3, num_minibatches=1)
-        metrics = critic.learn(critic.measure(with_returns(played)))
+        metrics = critic.fit(critic.measure(with_returns(played)))
         found[max_tokens, layout] = [metrics["critic/loss"], *values_of(critic.measure(played)[0])]
     targets_T = np.concatenate([np.full(t.num_action_tokens, t.reward) for t in with_returns(played)])
     alone = new_critic(new_policy(), epochs=1, num_minibatches=1)
-    assert alone.learn(alone.measure(with_returns(played)))["critic/loss"] == pytest.approx(
+    assert alone.fit(alone.measure(with_returns(played)))["critic/loss"] == pytest.approx(
         np.mean(targets_T**2), rel=1e-6
     )
     whole = found[10**9, "padded"]
@@ -186,13 +186,13 @@ def test_the_explained_variance_is_that_of_the_values_before_the_update(
         with_signals(THREE[1], values=values[2:5]),
         with_signals(THREE[2], values=values[5:]),
     )
-    metrics = new_critic(new_policy(), gamma=0.5).learn([trajectory_of(*turns)])
+    metrics = new_critic(new_policy(), gamma=0.5).fit([trajectory_of(*turns)])
     assert metrics["critic/explained_variance"] == pytest.approx(explained, rel=1e-9, abs=1e-9)
 
 
 def test_returns_that_differ_by_rounding_alone_have_no_variance_to_explain() -> None:
     alike = [trajectory_of(with_signals(turn(1, reward), values=(5.0 * reward,))) for reward in (0.1 + 0.2, 0.3)]
-    assert new_critic(new_policy(), gamma=1.0).learn(alike)["critic/explained_variance"] == 0
+    assert new_critic(new_policy(), gamma=1.0).fit(alike)["critic/explained_variance"] == 0
 
 
 # A head reads what random weights made of the prompt: it takes a wide model to find the box there.
@@ -206,7 +206,7 @@ def test_values_come_to_explain_returns_that_depend_on_the_prompt(
     trajectories = with_returns(play(policy, num=8, max_turns=2))
     assert len({t.reward for t in trajectories}) == 3
     critic = new_critic(policy, model=kind, learning_rate=learning_rate, epochs=4, max_tokens=10**6)
-    history = [critic.learn(critic.measure(trajectories)) for _ in range(20)]
+    history = [critic.fit(critic.measure(trajectories)) for _ in range(20)]
     explained = [metrics["critic/explained_variance"] for metrics in history]
     assert explained[0] == 0
     assert explained[4] < explained[-1]
@@ -222,7 +222,7 @@ def test_the_policy_is_neither_changed_nor_given_gradients(kind: Kind, played: l
     critic.begin()
     body = weights(critic._body)
     for _ in range(2):
-        critic.learn(critic.measure(with_returns(played)))
+        critic.fit(critic.measure(with_returns(played)))
     assert same(weights(policy), before)
     assert all(parameter.grad is None for parameter in policy.parameters())
     assert all(parameter.requires_grad for parameter in policy.parameters())
@@ -245,7 +245,7 @@ def test_a_separate_critic_begins_as_the_policy_is_by_then(played: list[Trajecto
 def test_a_head_reads_the_policy_as_it_is(played: list[Trajectory]) -> None:
     policy = new_policy()
     critic = new_critic(policy)
-    critic.learn(critic.measure(with_returns(played)))
+    critic.fit(critic.measure(with_returns(played)))
     before = values_of(critic.measure(played)[0])
     policy.load_state_dict(new_policy(seed=5).state_dict())
     (after, *_) = critic.measure(played)
@@ -258,14 +258,14 @@ def test_saved_and_loaded_resumes_bit_for_bit(kind: Kind, played: list[Trajector
     policy, trajectories = new_policy(), with_returns(played)
     critic = new_critic(policy, model=kind)
     for _ in range(2):
-        critic.learn(critic.measure(trajectories))
+        critic.fit(critic.measure(trajectories))
     torch.save(critic.state_dict(), tmp_path / "critic.pt")
     loaded = new_critic(policy, model=kind)
     loaded.load_state_dict(torch.load(tmp_path / "critic.pt", weights_only=True))
     for _ in range(2):
         one, other = critic.measure(trajectories), loaded.measure(trajectories)
         assert one == other
-        assert critic.learn(one) == loaded.learn(other)
+        assert critic.fit(one) == loaded.fit(other)
     assert same(weights(critic._head), weights(loaded._head))
     assert same(weights(critic._body), weights(loaded._body))
 
@@ -273,12 +273,12 @@ def test_saved_and_loaded_resumes_bit_for_bit(kind: Kind, played: list[Trajector
 def test_resuming_takes_the_recipes_learning_rate(played: list[Trajectory]) -> None:
     policy = new_policy()
     critic = new_critic(policy)
-    critic.learn(critic.measure(with_returns(played)))
+    critic.fit(critic.measure(with_returns(played)))
     state = copy.deepcopy(critic.state_dict())
     slow = new_critic(policy, learning_rate=1e-30)
     slow.load_state_dict(state)
     before = weights(slow._head)
-    slow.learn(slow.measure(with_returns(played)))
+    slow.fit(slow.measure(with_returns(played)))
     assert same(weights(slow._head), before)
 
 
@@ -298,5 +298,5 @@ def test_each_epoch_goes_once_over_the_trajectories(
     epochs: int, num_minibatches: int, updates: int, played: list[Trajectory]
 ) -> None:
     critic = new_critic(new_policy(), epochs=epochs, num_minibatches=num_minibatches)
-    critic.learn(critic.measure(with_returns(played)))
+    critic.fit(critic.measure(with_returns(played)))
     assert critic.state_dict()["num_updates"] == updates  # no more than one for each of the 8 trajectories

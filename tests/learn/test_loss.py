@@ -581,33 +581,34 @@ def test_mismatch_weights_refuse_other_modes_limits_and_lengths() -> None:
 
 
 def batch_weights(batch: Batch, aggregation: Aggregation) -> npt.NDArray[np.float64]:
-    return aggregation_weights(
+    """Weigh the tokens that stay in the loss; 0 for the others."""
+    weight_T = np.zeros(len(batch.keep_T))
+    weight_T[batch.keep_T] = aggregation_weights(
         aggregation,
-        trajectory_T=batch.trajectory_T,
-        turn_T=batch.turn_T,
-        keep_T=batch.keep_T,
+        trajectory_T=batch.trajectory_T[batch.keep_T],
+        turn_T=batch.turn_T[batch.keep_T],
         constant_length=16 if aggregation == "constant" else None,
     )
+    return weight_T
 
 
-# Three trajectories: one of turns of 2 and 1 tokens, one of 1 token, one that leaves the loss whole.
-TRAJECTORY = [7, 7, 7, 2, 9, 9]
-TURN = [0, 0, 1, 0, 0, 1]
-KEEP = [True, True, True, True, False, False]
+# Two trajectories: one of turns of 2 and 1 tokens, one of 1 token.
+TRAJECTORY = [7, 7, 7, 2]
+TURN = [0, 0, 1, 0]
 
 
 @pytest.mark.parametrize(
     ("aggregation", "expected"),
     [
-        ("trajectory-mean", [1 / 6, 1 / 6, 1 / 6, 1 / 2, 0, 0]),  # N = 2, lengths 3 and 1
-        ("turn-mean", [1 / 6, 1 / 6, 1 / 3, 1 / 3, 0, 0]),  # K = 3, lengths 2, 1 and 1
-        ("token-mean", [1 / 4, 1 / 4, 1 / 4, 1 / 4, 0, 0]),
-        ("constant", [1 / 20, 1 / 20, 1 / 20, 1 / 20, 0, 0]),  # N = 2, L = 10
+        ("trajectory-mean", [1 / 6, 1 / 6, 1 / 6, 1 / 2]),  # N = 2, lengths 3 and 1
+        ("turn-mean", [1 / 6, 1 / 6, 1 / 3, 1 / 3]),  # K = 3, lengths 2, 1 and 1
+        ("token-mean", [1 / 4, 1 / 4, 1 / 4, 1 / 4]),
+        ("constant", [1 / 20, 1 / 20, 1 / 20, 1 / 20]),  # N = 2, L = 10
     ],
 )
 def test_weights_are_those_worked_out_by_hand(aggregation: Aggregation, expected: list[float]) -> None:
     length = 10 if aggregation == "constant" else None
-    got = aggregation_weights(aggregation, trajectory_T=TRAJECTORY, turn_T=TURN, keep_T=KEEP, constant_length=length)
+    got = aggregation_weights(aggregation, trajectory_T=TRAJECTORY, turn_T=TURN, constant_length=length)
     np.testing.assert_allclose(got, expected, rtol=1e-15)
 
 
@@ -635,35 +636,32 @@ def test_weights_follow_a_slow_count_and_the_tokens_wherever_they_lie(seed: int,
         assert got[t] == pytest.approx(expected, rel=1e-14)
 
     order = np.random.default_rng(seed).permutation(len(got))
+    order = order[batch.keep_T[order]]
     shuffled = aggregation_weights(
         aggregation,
         trajectory_T=batch.trajectory_T[order],
         turn_T=batch.turn_T[order],
-        keep_T=batch.keep_T[order],
         constant_length=16 if aggregation == "constant" else None,
     )
     np.testing.assert_array_equal(shuffled, got[order])
 
 
-def test_a_batch_without_kept_tokens_has_no_weight() -> None:
-    got = aggregation_weights("token-mean", trajectory_T=[0, 1], turn_T=[0, 0], keep_T=[False, False])
-    assert got.tolist() == [0.0, 0.0]
-    assert aggregation_weights("token-mean", trajectory_T=[], turn_T=[], keep_T=np.zeros(0, np.bool_)).shape == (0,)
+@pytest.mark.parametrize("aggregation", ["trajectory-mean", "turn-mean", "token-mean"])
+def test_no_tokens_have_no_weights(aggregation: Aggregation) -> None:
+    assert aggregation_weights(aggregation, trajectory_T=[], turn_T=[]).tolist() == []
 
 
-def test_weights_refuse_a_mask_of_numbers_and_a_constant_length_of_no_use() -> None:
-    with pytest.raises(ValueError, match=r"keep_T bool of shape \(2,\), got int64 of \(2,\)"):
-        aggregation_weights("token-mean", trajectory_T=[0, 1], turn_T=[0, 0], keep_T=[0, 1])
+def test_weights_refuse_columns_of_different_length_and_a_constant_length_of_no_use() -> None:
     with pytest.raises(ValueError, match=r"turn_T integers of shape \(2,\), got int64 of \(1,\)"):
-        aggregation_weights("token-mean", trajectory_T=[0, 1], turn_T=[0], keep_T=[True, True])
+        aggregation_weights("token-mean", trajectory_T=[0, 1], turn_T=[0])
     with pytest.raises(ValueError, match="got 'token-mean' and 5"):
-        aggregation_weights("token-mean", trajectory_T=[0], turn_T=[0], keep_T=[True], constant_length=5)
+        aggregation_weights("token-mean", trajectory_T=[0], turn_T=[0], constant_length=5)
     with pytest.raises(ValueError, match="got 'constant' and None"):
-        aggregation_weights("constant", trajectory_T=[0], turn_T=[0], keep_T=[True])
+        aggregation_weights("constant", trajectory_T=[0], turn_T=[0])
     with pytest.raises(ValueError, match="constant_length >= 1, got 0"):
-        aggregation_weights("constant", trajectory_T=[0], turn_T=[0], keep_T=[True], constant_length=0)
+        aggregation_weights("constant", trajectory_T=[0], turn_T=[0], constant_length=0)
     with pytest.raises(ValueError, match="got 'mean'"):
-        aggregation_weights("mean", trajectory_T=[0], turn_T=[0], keep_T=[True])  # type: ignore[arg-type]
+        aggregation_weights("mean", trajectory_T=[0], turn_T=[0])  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,7 @@ from agentrl.policy.layout import Layout
 from agentrl.policy.model import Policy
 from agentrl.types import Trajectory
 from tests.support.hugging_face import TEMPLATE
-from tests.support.played import TOKENIZER, StartsAnew, contexts, new_policy, plain_scores, play
+from tests.support.played import TOKENIZER, StartsAgain, contexts, new_policy, plain_scores, play
 from tests.support.renderers import OftenStops
 from tests.support.signals import without_signals
 
@@ -147,7 +147,7 @@ def test_the_hint_stands_in_the_first_message_and_wherever_the_history_is_render
     trajectory = played[0]
     paid = [*rewards, *[0.0] * (len(trajectory.turns) - len(rewards))]
     turns = [replace(turn, reward=reward) for turn, reward in zip(trajectory.turns, paid, strict=True)]
-    told = with_hindsight(replace(trajectory, turns=tuple(turns)), StartsAnew(TOKENIZER), tools("key_door"))
+    told = with_hindsight(replace(trajectory, turns=tuple(turns)), StartsAgain(TOKENIZER), tools("key_door"))
     asked = trajectory.turns[0].observation[-1]["content"]
     hinted = f"{asked}\n(In hindsight: the total reward was {total}.)"
     assert [turn.extends for turn in told.turns] == [True, True, True, False, True, True]
@@ -158,7 +158,7 @@ def test_the_hint_stands_in_the_first_message_and_wherever_the_history_is_render
 
 def test_being_told_changes_no_action_and_nothing_else_of_a_turn(played: list[Trajectory]) -> None:
     for trajectory in played:
-        told = with_hindsight(trajectory, StartsAnew(TOKENIZER), tools("key_door"))
+        told = with_hindsight(trajectory, StartsAgain(TOKENIZER), tools("key_door"))
         restored = [
             replace(turn, observation_ids=original.observation_ids)
             for turn, original in zip(told.turns, trajectory.turns, strict=True)

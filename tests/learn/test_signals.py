@@ -33,7 +33,7 @@ from agentrl.run.build import Parts, build
 from agentrl.types import Need, StopReason, Trajectory, TrajectoryGroup, Turn
 from agentrl_envs.calculator import Calculator
 from agentrl_envs.key_door import KeyDoor
-from tests.support.played import TOKENIZER, StartsAnew, contexts, new_policy, plain_pass, plain_scores, play
+from tests.support.played import TOKENIZER, StartsAgain, contexts, new_policy, plain_pass, plain_scores, play
 from tests.support.renderers import OftenStops
 from tests.support.runs import recipe, train
 from tests.support.signals import without_signals
@@ -103,7 +103,7 @@ def new_signals(
             policy=policy,
             reference=reference,
             load_teacher=load_teacher,
-            renderer=renderer or StartsAnew(TOKENIZER),
+            renderer=renderer or StartsAgain(TOKENIZER),
             tools=base_env(make_env(env)).tools,
             temperature=temperature,
             max_tokens=1000,
@@ -238,7 +238,7 @@ def test_a_step_of_failed_episodes_alone_is_measured_and_learned_without_complai
     lost = [TrajectoryGroup(group_id="lost", trajectories=(failed(walks[0].trajectories[0], 0),))]
     signals = new_signals(runner, {"scheme": "turn_gae"}, policy=new_policy())
     assert signals.measure(lost) == lost
-    assert signals.learn(lost) == {}
+    assert signals.fit(lost) == {}
 
 
 @pytest.mark.parametrize("temperature", [0.7, 1.0])
@@ -248,7 +248,7 @@ def test_every_pass_is_at_the_temperature_of_the_rollouts_and_in_its_own_context
     policy, teacher, reference = (new_policy(seed) for seed in (0, 7, 8))
     groups = groups_of(play(policy, num=4, temperature=temperature))
     originals = [t for group in groups for t in group.trajectories]
-    told = [with_hindsight(t, StartsAnew(TOKENIZER), base_env(make_env("key_door")).tools) for t in originals]
+    told = [with_hindsight(t, StartsAgain(TOKENIZER), base_env(make_env("key_door")).tools) for t in originals]
     new = partial(
         new_signals,
         runner,
@@ -370,7 +370,7 @@ def test_the_critic_learns_returns_under_the_discount_of_the_scheme(
     plain = {"scheme": "turn_gae", "gamma": gamma}
     for scheme in (plain, {"scheme": "entropy_modulated", "of": plain}):
         signals = new_signals(runner, scheme, policy=new_policy(), critic=critic)
-        metrics = signals.learn(signals.measure([TrajectoryGroup(group_id="g", trajectories=(trajectory,))]))
+        metrics = signals.fit(signals.measure([TrajectoryGroup(group_id="g", trajectories=(trajectory,))]))
         # Every value is 0 before the first update, so the loss is the mean square of the returns.
         assert metrics["critic/loss"] == pytest.approx(np.mean(np.square(returns)), rel=1e-6)
 

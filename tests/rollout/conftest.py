@@ -19,13 +19,13 @@ NewEngine = Callable[..., TransformersEngine]
 Opened = Callable[[RolloutPool], RolloutPool]
 
 
-class StartsAnew(OftenStops):
+class StartsAgain(OftenStops):
     """Cannot extend a dialogue by a message that says so."""
 
     def extend(
         self, context_ids: Sequence[int], action_ids: Sequence[int], messages: Sequence[Message]
     ) -> tuple[int, ...]:
-        if any("anew" in message["content"] for message in messages):
+        if any("again" in message["content"] for message in messages):
             return None  # type: ignore[return-value]  # as the protocol allows
         return super().extend(context_ids, action_ids, messages)
 
@@ -51,7 +51,7 @@ def renderer(tokenizer: Any) -> ChatMLRenderer:
 
 @pytest.fixture
 def forking_renderer(tokenizer: Any) -> ChatMLRenderer:
-    return StartsAnew(tokenizer)
+    return StartsAgain(tokenizer)
 
 
 @pytest.fixture

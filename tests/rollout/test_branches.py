@@ -423,7 +423,7 @@ def test_a_pool_that_forks_plays_the_episodes_of_one_that_does_not(new_pool: Cal
             assert [turn.reward for turn in one.turns] == [turn.reward for turn in two.turns]
             assert all(turn.branch_rewards is None for turn in two.turns)
             for turn, twin in zip(one.turns, two.turns, strict=True):
-                # Branches decode beside the episodes that still go on, in larger batches: float32 rounds otherwise.
+                # Branches decode beside the episodes that continue, in larger batches: float32 rounds otherwise.
                 np.testing.assert_allclose(turn.behavior_logprobs, twin.behavior_logprobs, rtol=1e-5, atol=1e-6)
 
 

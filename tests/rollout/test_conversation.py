@@ -25,7 +25,7 @@ class Deterministic(ScriptedEngine):
 
 
 class Interrupted(ScriptedEngine):
-    """Is paused in the middle of every action, and has other weights when it goes on."""
+    """Is paused in the middle of every action, and has other weights when it is resumed."""
 
     async def generate(self, prompt_ids: Sequence[int], sampling: Sampling, request_id: str) -> Completion:
         stop = sampling.stop_token_ids[0]

@@ -46,7 +46,7 @@ class Talk(MessageEnv):
     def step(self, action: str | Message) -> Any:
         self.actions.append(action)
         self.turn += 1
-        words = "all anew" if self.turn % 3 == 0 else f"now {self.turn}"
+        words = "all again" if self.turn % 3 == 0 else f"now {self.turn}"
         return user(words), self.turn - 0.5, self.turn == self.num_turns, False, {"turn": self.turn}
 
     def state_key(self) -> str:
@@ -163,7 +163,7 @@ def test_a_paused_and_resumed_episode_equals_the_uninterrupted_one(
     assert len([completion for completion in aborted if completion.token_ids]) >= 3
     for turn, other in zip(whole.turns, parts.turns, strict=True):
         assert turn.action_ids == other.action_ids
-        # A resumed turn computes its prompt anew, in another shape: float32 rounds otherwise.
+        # A resumed turn computes its whole prompt again, in another shape: float32 rounds otherwise.
         np.testing.assert_allclose(turn.behavior_logprobs, other.behavior_logprobs, rtol=1e-5)
         assert turn.observation_ids == other.observation_ids
         assert (turn.reward, turn.state_key, turn.finish_reason) == (other.reward, other.state_key, other.finish_reason)
@@ -206,7 +206,7 @@ def test_rewards_keys_and_info_stand_at_their_turn(new_engine: NewEngine, render
     assert [turn.extras["turn"] for turn in trajectory.turns] == [1, 2, 3, 4]
     first = "seed 11, number {'rollout_index': 3}"
     said = [turn.observation[0]["content"] for turn in trajectory.turns]
-    assert said == [first, "now 1", "now 2", "all anew"]
+    assert said == [first, "now 1", "now 2", "all again"]
     assert [turn.message for turn in trajectory.turns] == env.actions
     assert [renderer.parse(turn.action_ids) for turn in trajectory.turns] == env.actions
     assert [turn.action_key for turn in trajectory.turns] == [turn.message["content"] for turn in trajectory.turns]

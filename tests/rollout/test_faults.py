@@ -109,7 +109,7 @@ class Clock:
 
 def test_the_engines_deadline_stands_still_while_it_is_paused(new_engine: NewEngine, new_pool: NewPool) -> None:
     engine = new_engine(lockstep=False)
-    # The environment's deadline goes on; a busy machine may be within a call of it when the clock skips.
+    # The environment's deadline keeps running; a busy machine may be within a call of it when the clock skips.
     timeouts = {"engine_timeout_s": 60.0, "env_timeout_s": 10_000.0}
     pool = new_pool(engine=engine, mode="partial", num_groups=1, group_size=1, **timeouts)
 
@@ -179,7 +179,7 @@ def test_a_consumer_that_is_slow_is_not_run_away_from(new_pool: NewPool) -> None
             at_once = len(await pool.collect()) + len(first)
             assert at_once == 2
             steps = -1
-            while steps != Endless.steps:  # goes on without being asked, to the end of what may be begun ahead
+            while steps != Endless.steps:  # continues without being asked, to the end of what may be started ahead
                 steps = Endless.steps
                 await asyncio.sleep(0.3)
             # Two were handed out, and two are begun ahead: one for the next step, one for that after it.

@@ -1,4 +1,4 @@
-"""An episode that was interrupted anywhere and goes on elsewhere is the one that was not."""
+"""An episode that was interrupted anywhere and resumed elsewhere is the one that was not."""
 
 import asyncio
 import base64
@@ -143,21 +143,21 @@ def stations(table: Table, make_env: MakeEnv) -> tuple[Trajectory, list[LiveEpis
     return asyncio.run(played()), found
 
 
-@pytest.mark.parametrize("anew", [False, True])
+@pytest.mark.parametrize("rewrites", [False, True])
 def test_an_environment_that_saves_itself_resumes_from_its_snapshot(
-    anew: bool, new_engine: NewEngine, renderer: Renderer, forking_renderer: Renderer
+    rewrites: bool, new_engine: NewEngine, renderer: Renderer, forking_renderer: Renderer
 ) -> None:
     class Rewrites(Saved):
         def step(self, action: Any) -> Any:
             (said,), *rest = super().step(action)
-            return ({**said, "content": f"anew {said['content']}"},), *rest
+            return ({**said, "content": f"again {said['content']}"},), *rest
 
-    table = Table(new_engine(), forking_renderer if anew else renderer)
+    table = Table(new_engine(), forking_renderer if rewrites else renderer)
     globals()["Rewrites"] = Rewrites  # pickled by its name
     Rewrites.__qualname__ = "Rewrites"
-    make_env: MakeEnv = Rewrites if anew else Saved
+    make_env: MakeEnv = Rewrites if rewrites else Saved
     whole, found = stations(table, make_env)
-    assert [turn.extends for turn in whole.turns[1:]] == [not anew] * 4
+    assert [turn.extends for turn in whole.turns[1:]] == [not rewrites] * 4
     assert [len(state.turns) for state in found] == [1, 2, 3, 4, 4]
     for k, state in enumerate(found[:-1], start=1):
         before = (Saved.resets, Rewrites.resets)

@@ -85,8 +85,8 @@ def test_mismatch_weights_are_logged_and_used(runs: Runs) -> None:
     groups = plain.runner.run(plain.pool.collect())
     skewed = [replace(g, trajectories=tuple(_skewed(t) for t in g.trajectories)) for g in groups]
     with pytest.raises(EngineError, match=r"train\.agreement"):  # engine log-probabilities that are plainly wrong
-        loop.learn(plain, skewed, version=0, is_replaying=False, clock=Stopwatch())
-    metrics = loop.learn(corrected, groups, version=0, is_replaying=False, clock=Stopwatch()).metrics
+        loop.credit_and_update(plain, skewed, version=0, is_replaying=False, clock=Stopwatch())
+    metrics = loop.credit_and_update(corrected, groups, version=0, is_replaying=False, clock=Stopwatch()).metrics
     assert metrics["mismatch/mean"] == pytest.approx(1.0, abs=1e-5)
 
 
@@ -168,7 +168,7 @@ def test_an_update_on_another_thread_is_cancelled_when_the_loop_ends(runs: Runs)
     groups = parts.runner.run(parts.pool.collect())
     before = weights(parts)
     with pytest.raises(TrainingError, match="the update was interrupted"):
-        loop.learn(parts, groups, version=0, is_replaying=False, clock=Stopwatch(), cancelled=cancelled)
+        loop.credit_and_update(parts, groups, version=0, is_replaying=False, clock=Stopwatch(), cancelled=cancelled)
     assert torch.equal(weights(parts), before)
 
 

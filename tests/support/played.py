@@ -23,7 +23,7 @@ TINY = LocalModelConfig(
 )
 
 
-class StartsAnew(OftenStops):
+class StartsAgain(OftenStops):
     """Cannot extend a dialogue by the question about the cat, which is KeyDoor's third."""
 
     def extend(
@@ -54,7 +54,7 @@ def play(
         make_env=partial(make_env, env, options or {}),
         context=EpisodeContext(
             engine=TransformersEngine(copy.deepcopy(policy.model).float()),
-            renderer=renderer or StartsAnew(TOKENIZER),
+            renderer=renderer or StartsAgain(TOKENIZER),
             config=RolloutConfig.model_validate(settings),
         ),
         seed=1,

@@ -110,6 +110,6 @@ class Signal:
         """Return the trajectories, none of which failed, with the signal in every turn."""
         raise NotImplementedError
 
-    def learn(self, trajectories: list[Trajectory]) -> dict[str, float]:
+    def fit(self, trajectories: list[Trajectory]) -> dict[str, float]:
         """Fit what it is measured by to what was measured; return metrics."""
         return {}

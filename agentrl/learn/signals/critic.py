@@ -80,7 +80,7 @@ class Critic:
         measured = with_tokens(trajectories, "values", [values_T[:-1] for values_T in values])
         return [replace(t, final_value=float(values_T[-1])) for t, values_T in zip(measured, values, strict=True)]
 
-    def learn(self, trajectories: Sequence[Trajectory]) -> dict[str, float]:
+    def fit(self, trajectories: Sequence[Trajectory]) -> dict[str, float]:
         """Fit measured trajectories; return the loss and how much of the returns' variance the values explained before.
 
         `critic/explained_variance` is 1 - var(G - V) / var(G): 1 is perfect, 0 a constant, below 0 worse than that;

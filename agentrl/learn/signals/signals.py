@@ -44,10 +44,10 @@ class Signals:
             for group in groups
         ]
 
-    def learn(self, groups: Sequence[TrajectoryGroup]) -> dict[str, float]:
+    def fit(self, groups: Sequence[TrajectoryGroup]) -> dict[str, float]:
         """Fit what `measure` returned; return metrics."""
         metrics: dict[str, float] = {}
         if trajectories := valid_trajectories(groups):
             for signal in self._signals:
-                metrics |= signal.learn(trajectories)
+                metrics |= signal.fit(trajectories)
         return metrics

@@ -35,6 +35,6 @@ class Values(Signal):
         """Return the trajectories with the critic's values."""
         return self.critic.measure(trajectories)
 
-    def learn(self, trajectories: list[Trajectory]) -> dict[str, float]:
+    def fit(self, trajectories: list[Trajectory]) -> dict[str, float]:
         """Fit the critic to what followed; return its metrics."""
-        return self.critic.learn(trajectories)
+        return self.critic.fit(trajectories)
