@@ -55,7 +55,8 @@ class RendererConfig(Plugin):
 
     renderer: str = "auto"
     """An installed renderer, or `module:Class` of a `RendererConfig`. `template`: the tokenizer's own chat template.
-    `chatml`: agentrl's small ChatML form, for models made locally. `auto`: `template` where the tokenizer has one, else `chatml`."""
+    `chatml`: agentrl's small ChatML form, for models made locally. `auto`: `template` where the tokenizer has one, else
+    `chatml`."""
 
     @abstractmethod
     def build(self, tokenizer: "PreTrainedTokenizerBase", *, name: str = "") -> Renderer:

@@ -45,10 +45,10 @@ class EngineConfig(Plugin):
     seam = Seam("agentrl.engines", "engine", "name")
 
     name: str = "auto"
-    """An installed engine, or `module:Class` of an `EngineConfig`. `transformers`: in this process, continuous batching over a
-    key-value cache, on CPU or GPU. `vllm`: vLLM in this process. `vllm_server`: vLLM in another, see `server`. `auto`: `vllm` where it is installed
-    and there is one training process, on a GPU (expected to be faster) and on a CPU from 10 million parameters on (measured);
-    else `transformers`."""
+    """An installed engine, or `module:Class` of an `EngineConfig`. `transformers`: in this process, continuous
+    batching over a key-value cache, on CPU or GPU. `vllm`: vLLM in this process. `vllm_server`: vLLM in another,
+    see `server`. `auto`: `vllm` where it is installed and there is one training process, on a GPU (expected to be
+    faster) and on a CPU from 10 million parameters on (measured); else `transformers`."""
 
     @property
     def repeats_exactly(self) -> bool:
