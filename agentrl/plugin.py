@@ -120,8 +120,10 @@ def explain(error: ValidationError, model: type[BaseModel], *path: str) -> Itera
             yield f"{where}: no such field.{suggest(str(entry['loc'][-1]), section.model_fields if section else ())}"
         elif entry["type"] == "value_error" and isinstance(cause := entry.get("ctx", {}).get("error"), ValueError):
             words = str(cause)
-            is_named = isinstance(cause, UserError) or not where
-            yield words if is_named else f"{where}.{words}"
+            if not isinstance(cause, UserError):  # begins with the name of a field of the section
+                yield f"{where}.{words}" if where else words
+            else:  # names a field of the recipe, unless it comes from a section within this one
+                yield words if words.startswith(where) else f"{where}: {words}"
         elif entry["type"] == "model_type":
             yield f"{where}: expected a mapping of fields (got {_short(entry['input'])})"
         else:

@@ -160,7 +160,7 @@ def test_an_episode_that_keeps_failing_leaves_its_group(new_pool: NewPool) -> No
         failed = group.trajectories[1]
         assert failed.stop_reason is StopReason.ENV_ERROR
         assert failed.error is not None
-        words = "environment Talk: step() raised RuntimeError: the lamp of member 1 is out (test_pool.py:"
+        words = "environment Talk: step() raised RuntimeError: the lamp of member 1 is out (talk.py:"
         assert failed.error.startswith(words)
     assert pool.counts == {
         "faults": 4,
@@ -247,7 +247,7 @@ def test_an_environment_that_always_fails_stops_the_run_with_its_words(where: st
         collect(new_pool(logged(log), max_consecutive_failures=6, max_retries=1), 4)
     method = {"made": "environment: construction"}.get(where, f"environment Talk: {where}()")
     assert str(caught.value).startswith(
-        f"6 episodes failed in a row; the last one: {method} raised RuntimeError: the lamp is out (test_pool.py:"
+        f"6 episodes failed in a row; the last one: {method} raised RuntimeError: the lamp is out (talk.py:"
     )
     assert len(made) <= (6 + 8) * 2  # the 6, and what was alive beside them, each with its retry
 
@@ -291,7 +291,7 @@ def test_one_member_that_always_fails_cannot_make_the_run_go_on_for_ever(new_poo
         collect(pool, 2)
     assert str(caught.value).startswith(
         "5 groups in a row had too many failures; the last: environment Talk: reset() raised RuntimeError: "
-        "the lamp of member 1 is out (test_pool.py:"
+        "the lamp of member 1 is out (talk.py:"
     )
 
 
