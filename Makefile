@@ -6,8 +6,9 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --no-compile
 RECIPE ?= examples/calculator.yaml
 ARGS ?=
-# Files of tests run side by side, each in one worker, so that a server or a model is made once for a file.
-WORKERS ?= 2
+# Files of tests run side by side, each in one worker, so that a server or a model is made once for a file. Three on two
+# cores: many tests wait for processes.
+WORKERS ?= 3
 
 .PHONY: train test check mutants clean
 
