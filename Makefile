@@ -2,7 +2,8 @@
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
-# Compiling all of it takes longer than compiling what is imported when it first is.
+# Compiling all of it takes longer than compiling what is imported when it first is; that must be kept, for every process.
+unexport PYTHONDONTWRITEBYTECODE
 PIP := $(BIN)/python -m pip install --quiet --no-compile
 RECIPE ?= examples/calculator.yaml
 ARGS ?=

