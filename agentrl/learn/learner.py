@@ -9,6 +9,7 @@ import math
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -215,11 +216,10 @@ class Learner:
                 # Processes average their gradients; the loss is a sum over all of them.
                 self._accelerator.backward(loss * self._accelerator.num_processes)
             first_experts = first_experts or experts
-        tally = Tally.joined(all_gather([tally]))
+        joined = Tally.joined(all_gather([tally]))
         norm = self._accelerator.clip_grad_norm_(self.state.wrapped.parameters(), self._config.max_grad_norm)
-        tally.grad_norm = float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
-        tally.learning_rate = self.state.learning_rate
-        return tally, first_experts
+        grad_norm = float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+        return replace(joined, grad_norm=grad_norm, learning_rate=self.state.learning_rate), first_experts
 
     def _accumulating(self, *, is_last: bool) -> AbstractContextManager[Any]:
         """Return a context in which gradients are added up on this process, and with the others' at the last.

@@ -130,18 +130,19 @@ def _check_oracle(parts: Parts, examples: list[Demonstration]) -> Preparation:
         words = f"the environment's oracle() ends no episode within rollout.max_turns: {rollout.max_turns}; raise it"
         return ends, words if ends is False else None
 
-    prepared = Preparation(examples, {}, {})
+    metrics: dict[str, float] = {}
+    warnings: dict[str, str] = {}
     ends, words = from_rank_zero(ends_and_words)
     if ends is not None:
-        prepared.metrics["health/oracle_ends"] = float(ends)
+        metrics["health/oracle_ends"] = float(ends)
     if words is not None:
-        prepared.warnings["oracle_ends"] = words
+        warnings["oracle_ends"] = words
     if examples:
         share, words = cut_demonstrations(examples, rollout)
-        prepared.metrics["health/demonstrations_cut_off"] = share
+        metrics["health/demonstrations_cut_off"] = share
         if words is not None and ends is not False:
-            prepared.warnings["demonstrations_cut_off"] = words
-    return prepared
+            warnings["demonstrations_cut_off"] = words
+    return Preparation(examples, metrics, warnings)
 
 
 def _begin(parts: Parts, record: RunRecord, prepared: Preparation, on_progress: OnProgress) -> None:

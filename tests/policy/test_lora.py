@@ -17,16 +17,8 @@ from agentrl.errors import ConfigError
 from agentrl.policy.layout import Layout, attending, hidden_states, lay_out
 from agentrl.policy.lora import LoraSettings, adapter_state, add_lora, load_adapter, merged_weights, save_adapter
 from agentrl.policy.model import Policy
+from tests.support.models import SIZES
 
-SIZES = {
-    "vocab_size": 97,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 256,
-}
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "tied": ("Qwen3", {**SIZES, "head_dim": 8, "tie_word_embeddings": True}),

@@ -17,16 +17,8 @@ from agentrl.errors import TrainingError
 from agentrl.policy.layout import Layout, attending, hidden_states, lay_out
 from agentrl.policy.routing import changed_share, recording, replaying, routers_of
 from agentrl.policy.tree import IntArray
+from tests.support.models import SIZES
 
-SIZES = {
-    "vocab_size": 97,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 256,
-}
 EXPERTS = {"head_dim": 8, "num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 16}
 DEEPSEEK = {
     **EXPERTS,
