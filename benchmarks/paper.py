@@ -36,7 +36,7 @@ from accelerate import Accelerator
 from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3MoeConfig, Qwen3MoeForCausalLM
 from transformers.utils.logging import disable_progress_bar
 
-from agentrl.chat import ChatMLRenderer, train_tokenizer
+from agentrl.chat import ChatMLRenderer, TurnTokens, train_tokenizer
 from agentrl.config import Recipe, load_recipe
 from agentrl.credit import Credit, assign_credit, load_credit
 from agentrl.engine.transformers import TransformersConfig, TransformersEngine
@@ -50,7 +50,7 @@ from agentrl.learn.warmup import WarmupConfig, warm_up
 from agentrl.policy.layout import choose_layout
 from agentrl.policy.model import LocalModelConfig, Policy, make_local_model
 from agentrl.rollout import EpisodeContext, RolloutPool
-from agentrl.rollout.demonstrations import DemonstratedTurn, Demonstration, demonstrations
+from agentrl.rollout.demonstrations import Demonstration, demonstrations
 from agentrl.run import loop
 from agentrl.run.build import build
 from agentrl.types import Sampling, StopReason, Trajectory, TrajectoryGroup, Turn
@@ -388,7 +388,7 @@ def walk(chain_NN: Array, length: int, rng: np.random.Generator) -> tuple[int, .
 
 
 def demonstrated(prompt: tuple[int, ...], ids: tuple[int, ...]) -> Demonstration:
-    turn = DemonstratedTurn(observation_ids=prompt, extends=True, action_ids=ids)
+    turn = TurnTokens(observation_ids=prompt, extends=True, action_ids=ids)
     return Demonstration(turns=(turn,), is_over=True)
 
 

@@ -2,7 +2,7 @@
 
 from agentrl.chat.auto import AutoConfig
 from agentrl.chat.chatml import ChatMLConfig, ChatMLRenderer
-from agentrl.chat.dialogue import Dialogue
+from agentrl.chat.dialogue import Dialogue, TurnTokens
 from agentrl.chat.renderer import Renderer, RendererConfig
 from agentrl.chat.template import TemplateConfig, TemplateRenderer
 from agentrl.chat.tokenizer import load_tokenizer, train_tokenizer
@@ -17,6 +17,7 @@ __all__ = [
     "RendererConfig",
     "TemplateConfig",
     "TemplateRenderer",
+    "TurnTokens",
     "format_tool_call",
     "load_tokenizer",
     "parse_assistant",

@@ -9,6 +9,17 @@ from agentrl.types import Message
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TurnTokens:
+    """The tokens of one turn, as a policy reads and samples them."""
+
+    observation_ids: tuple[int, ...]
+    """What was added before the action; the whole context where `extends` is False."""
+    extends: bool
+    """False: history was rewritten, and a new context begins."""
+    action_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Dialogue:
     """A conversation that waits for its next action.
 
@@ -41,6 +52,10 @@ class Dialogue:
         return cls(
             history=said, observation=said, tools=tools, context_ids=observation_ids, observation_ids=observation_ids
         )
+
+    def turn(self, action_ids: tuple[int, ...]) -> TurnTokens:
+        """Return the turn that an action completes."""
+        return TurnTokens(observation_ids=self.observation_ids, extends=self.extends, action_ids=action_ids)
 
     def after(
         self, action_ids: tuple[int, ...], message: Message, replies: Sequence[Message], renderer: Renderer

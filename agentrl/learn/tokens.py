@@ -6,12 +6,13 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Protocol, Self
+from typing import Self
 
 import numpy as np
 import numpy.typing as npt
 
-from agentrl.types import Trajectory
+from agentrl.chat import TurnTokens
+from agentrl.types import Trajectory, Turn
 
 IntArray = npt.NDArray[np.int64]
 
@@ -34,26 +35,7 @@ class Row:
     """Number of the turn of each within the trajectory."""
 
 
-class TurnTokens(Protocol):
-    """A turn of which only the tokens are read."""
-
-    @property
-    def observation_ids(self) -> tuple[int, ...]:
-        """What was added before the action; the whole context where `extends` is False."""
-        ...
-
-    @property
-    def extends(self) -> bool:
-        """False: history was rewritten, and a new row begins."""
-        ...
-
-    @property
-    def action_ids(self) -> tuple[int, ...]:
-        """The tokens in question."""
-        ...
-
-
-def rows_of(turns: Sequence[TurnTokens]) -> list[Row]:
+def rows_of(turns: Sequence[Turn | TurnTokens]) -> list[Row]:
     """Lay the turns of an episode out as rows: one, and one more for each turn that rewrote the history."""
     begins = [k for k, turn in enumerate(turns) if k == 0 or not turn.extends]
     rows = []

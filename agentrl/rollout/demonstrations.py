@@ -3,69 +3,51 @@
 from dataclasses import dataclass
 from functools import partial
 
-import gymnasium as gym
 import numpy as np
 
-from agentrl.chat import Dialogue, Renderer
-from agentrl.env import base_env, describe
-from agentrl.errors import AgentRLError, ConfigError, EnvironmentFailure
-from agentrl.rollout.env_calls import MakeEnv
+from agentrl.chat import Dialogue, Renderer, TurnTokens
+from agentrl.env import base_env
+from agentrl.errors import ConfigError, EnvError, EnvironmentFailure, UserError
+from agentrl.rollout.env_calls import Env, MakeEnv, construct, reset, step
 from agentrl.rollout.env_thread import EnvThread
 from agentrl.rollout.fault import raised_words
 from agentrl.rollout.seeds import derive_seed, task_seed
-from agentrl.types import Message
 
 _ORACLE_TASKS = 4
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DemonstratedTurn:
-    """The tokens of one turn, as a policy would read and sample them."""
-
-    observation_ids: tuple[int, ...]
-    """What the environment's messages added before the action; the whole context where `extends` is False."""
-    extends: bool
-    """False: history was rewritten, and a new context begins."""
-    action_ids: tuple[int, ...]
-    """The oracle's action, encoded."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Demonstration:
     """One episode that the environment's oracle played. Nothing of it was sampled."""
 
-    turns: tuple[DemonstratedTurn, ...]
+    turns: tuple[TurnTokens, ...]
     is_over: bool
     """False: `max_turns` ended it."""
 
 
 def demonstrate(make_env: MakeEnv, renderer: Renderer, *, seed: int, skill: float, max_turns: int) -> Demonstration:
     """Play one episode with the environment's oracle."""
-    env = make_env()
+    env = construct(make_env)
     try:
         return _play(env, renderer, seed=seed, skill=skill, max_turns=max_turns)
     finally:
         env.close()
 
 
-def _play(
-    env: gym.Env[tuple[Message, ...], str | Message], renderer: Renderer, *, seed: int, skill: float, max_turns: int
-) -> Demonstration:
+def _play(env: Env, renderer: Renderer, *, seed: int, skill: float, max_turns: int) -> Demonstration:
     base = base_env(env)
     rng = np.random.default_rng(derive_seed(seed, "oracle"))
-    messages, _ = env.reset(seed=seed)
-    dialogue = Dialogue.begin(messages, describe(base).tools, renderer)
-    turns: list[DemonstratedTurn] = []
+    reply = reset(env, base, seed=seed, rollout_index=0)
+    dialogue = Dialogue.begin(reply.messages, reply.tools, renderer)
+    turns: list[TurnTokens] = []
     is_over = False
     while not is_over and len(turns) < max_turns:
         message = base.oracle(skill=skill, rng=rng)
         action_ids = renderer.encode(message)
-        turns.append(
-            DemonstratedTurn(observation_ids=dialogue.observation_ids, extends=dialogue.extends, action_ids=action_ids)
-        )
-        messages, _, terminated, truncated, _ = env.step(message)
-        is_over = terminated or truncated
-        dialogue = dialogue.after(action_ids, message, messages, renderer)
+        turns.append(dialogue.turn(action_ids))
+        reply = step(env, base, message)
+        is_over = reply.terminated or reply.truncated
+        dialogue = dialogue.after(action_ids, message, reply.messages, renderer)
     return Demonstration(turns=tuple(turns), is_over=is_over)
 
 
@@ -77,16 +59,12 @@ async def oracle_ends(make_env: MakeEnv, *, max_turns: int, timeout_s: float, se
     """
 
     def ends(task: int) -> bool:
-        env = make_env()
+        env = construct(make_env)
         try:
-            base, rng, is_over = base_env(env), np.random.default_rng(task), False
-            env.reset(seed=task)
-            for _ in range(max_turns):
-                _, _, terminated, truncated, _ = env.step(base.oracle(skill=1.0, rng=rng))
-                is_over = terminated or truncated
-                if is_over:
-                    break
-            return is_over
+            base, rng = base_env(env), np.random.default_rng(task)
+            reset(env, base, seed=task, rollout_index=0)
+            replies = (step(env, base, base.oracle(skill=1.0, rng=rng)) for _ in range(max_turns))
+            return any(reply.terminated or reply.truncated for reply in replies)
         finally:
             env.close()
 
@@ -99,8 +77,8 @@ async def oracle_ends(make_env: MakeEnv, *, max_turns: int, timeout_s: float, se
     except NotImplementedError:
         return None
     except Exception as error:
-        words = "did not return" if thread.is_lost else f"raised {raised_words(error)}"
-        raise EnvironmentFailure(f"an episode with the environment's oracle(), task seed {task}, {words}") from error
+        words = " did not return" if thread.is_lost else _words(error)
+        raise EnvironmentFailure(f"an episode with the environment's oracle(), task seed {task}{words}") from error
     finally:
         thread.close()
     return False
@@ -125,16 +103,21 @@ async def demonstrations(
             task = task_seed(derive_seed(seed, "demonstrations"), index)
             play = partial(demonstrate, make_env, renderer, seed=task, skill=skill, max_turns=max_turns)
             played.append(await thread.call(play, timeout_s=limit_s))
-    except AgentRLError:
+    except UserError:
         raise
     except NotImplementedError as error:
         raise ConfigError(f"env.id: {error}") from error
     except Exception as error:
         if thread.is_lost:
-            words = f"did not end within {limit_s:g} s (rollout.env_timeout_s for each of its calls)"
+            words = f" did not end within {limit_s:g} s (rollout.env_timeout_s for each of its calls)"
         else:
-            words = f"raised {raised_words(error)}"
-        raise EnvironmentFailure(f"a demonstration with the environment's oracle() {words}") from error
+            words = _words(error)
+        raise EnvironmentFailure(f"a demonstration with the environment's oracle(){words}") from error
     finally:
         thread.close()
     return played
+
+
+def _words(error: Exception) -> str:
+    """Say what an episode ended in, after its name."""
+    return f": {error}" if isinstance(error, EnvError) else f" raised {raised_words(error)}"

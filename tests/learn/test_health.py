@@ -5,9 +5,10 @@ from dataclasses import replace
 
 import pytest
 
+from agentrl.chat import TurnTokens
 from agentrl.learn.health import SIGNS, Row, cut_demonstrations, first_told, signs
 from agentrl.rollout import RolloutConfig
-from agentrl.rollout.demonstrations import DemonstratedTurn, Demonstration
+from agentrl.rollout.demonstrations import Demonstration
 
 LEARNS = [
     0.25,
@@ -117,7 +118,7 @@ def test_a_sign_is_told_once_in_a_run_also_when_it_comes_back() -> None:
 
 
 def test_demonstrations_that_no_policy_could_play_are_told_with_the_limit() -> None:
-    turn = DemonstratedTurn(observation_ids=(1,) * 8, extends=True, action_ids=(2,) * 4)
+    turn = TurnTokens(observation_ids=(1,) * 8, extends=True, action_ids=(2,) * 4)
     played = [Demonstration(turns=(turn, turn), is_over=True)] * 4
     wide = RolloutConfig(max_turn_tokens=4, max_episode_tokens=8, max_context_tokens=24)
     assert cut_demonstrations(played, wide) == (0.0, None)

@@ -16,14 +16,14 @@ from agentrl.chat import AutoConfig, ChatMLRenderer, Renderer, train_tokenizer
 from agentrl.env import base_env, make_env
 from agentrl.learn.plan import MicroBatch
 from agentrl.learn.signals.answer_logprobs import answers_at_each_turn
-from agentrl.learn.signals.hindsight_logprobs import with_hindsight
+from agentrl.learn.signals.hindsight_logprobs import rows_in_hindsight
 from agentrl.learn.signals.scoring import score_tokens, with_tokens
 from agentrl.learn.tokens import TokenBatch
 from agentrl.policy.layout import Layout
 from agentrl.policy.model import Policy
 from agentrl.types import Trajectory
 from tests.support.hugging_face import TEMPLATE
-from tests.support.played import TOKENIZER, StartsAgain, contexts, new_policy, plain_scores, play
+from tests.support.played import TOKENIZER, StartsAgain, asked, contexts, new_policy, plain_passes, plain_scores, play
 from tests.support.renderers import OftenStops
 from tests.support.signals import without_signals
 
@@ -147,28 +147,22 @@ def test_the_hint_stands_in_the_first_message_and_wherever_the_history_is_render
     trajectory = played[0]
     paid = [*rewards, *[0.0] * (len(trajectory.turns) - len(rewards))]
     turns = [replace(turn, reward=reward) for turn, reward in zip(trajectory.turns, paid, strict=True)]
-    told = with_hindsight(replace(trajectory, turns=tuple(turns)), StartsAgain(TOKENIZER), tools("key_door"))
-    asked = trajectory.turns[0].observation[-1]["content"]
-    hinted = f"{asked}\n(In hindsight: the total reward was {total}.)"
-    assert [turn.extends for turn in told.turns] == [True, True, True, False, True, True]
-    for context_ids, told_ids in zip(contexts(trajectory), contexts(told), strict=True):
-        assert written(context_ids).count(as_written(asked)) == 1
-        assert written(told_ids) == written(context_ids).replace(as_written(asked), as_written(hinted))
+    told = rows_in_hindsight(replace(trajectory, turns=tuple(turns)), StartsAgain(TOKENIZER), tools("key_door"))
+    asking = trajectory.turns[0].observation[-1]["content"]
+    hinted = f"{asking}\n(In hindsight: the total reward was {total}.)"
+    assert [np.unique(row.turn_T).tolist() for row in told] == [[0, 1, 2], [3, 4, 5]]
+    for context_ids, (told_ids, _) in zip(contexts(trajectory), asked(told), strict=True):
+        assert written(context_ids).count(as_written(asking)) == 1
+        assert written(told_ids) == written(context_ids).replace(as_written(asking), as_written(hinted))
 
 
-def test_being_told_changes_no_action_and_nothing_else_of_a_turn(played: list[Trajectory]) -> None:
+def test_being_told_changes_no_action_and_nothing_that_was_added_after_one(played: list[Trajectory]) -> None:
     for trajectory in played:
-        told = with_hindsight(trajectory, StartsAgain(TOKENIZER), tools("key_door"))
-        restored = [
-            replace(turn, observation_ids=original.observation_ids)
-            for turn, original in zip(told.turns, trajectory.turns, strict=True)
-        ]
-        assert replace(told, turns=tuple(restored)) == trajectory
-        changed = [
-            turn.observation_ids != original.observation_ids
-            for turn, original in zip(told.turns, trajectory.turns, strict=True)
-        ]
-        assert changed == [k == 0 or not turn.extends for k, turn in enumerate(trajectory.turns)]
+        told = list(asked(rows_in_hindsight(trajectory, StartsAgain(TOKENIZER), tools("key_door"))))
+        assert [action_ids for _, action_ids in told] == [turn.action_ids for turn in trajectory.turns]
+        for (before, action_ids), (context_ids, _), turn in zip(told, told[1:], trajectory.turns[1:], strict=False):
+            if turn.extends:
+                assert context_ids == (*before, *action_ids, *turn.observation_ids)
 
 
 def test_the_hint_tells_the_known_answer() -> None:
@@ -176,8 +170,8 @@ def test_the_hint_tells_the_known_answer() -> None:
     trajectories = play(POLICY, env="calculator", renderer=renderer, num=4)
     assert len({t.gold_answer for t in trajectories}) > 1
     for trajectory in trajectories:
-        told = with_hindsight(trajectory, renderer, tools("calculator"))
-        text = TOKENIZER.decode(list(told.turns[0].observation_ids))
+        (first_ids, _), *_ = asked(rows_in_hindsight(trajectory, renderer, tools("calculator")))
+        text = TOKENIZER.decode(list(first_ids))
         assert f"=?\n(In hindsight: the total reward was 0. The right answer is: {trajectory.gold_answer})" in text
         assert "calc(a: integer" in text  # the tools are still there
 
@@ -189,14 +183,15 @@ def test_a_template_that_renders_every_turn_again_tells_the_hint_once_in_each() 
     env = base_env(make_env("key_door"))
     (trajectory,) = play(POLICY, renderer=Impatient(renderer), num=1)
     assert [turn.extends for turn in trajectory.turns] == [True] + [False] * 5
-    told = with_hindsight(trajectory, renderer, env.tools)
-    for turn, original in zip(told.turns, trajectory.turns, strict=True):
-        text = TOKENIZER.decode(list(turn.observation_ids))
+    told = rows_in_hindsight(trajectory, renderer, env.tools)
+    for (told_ids, _), original in zip(asked(told), trajectory.turns, strict=True):
+        text = TOKENIZER.decode(list(told_ids))
         hint = "\n(In hindsight: the total reward was 0.)"
         assert text.count(hint) == 1
         assert text.replace(hint, "") == TOKENIZER.decode(list(original.observation_ids))
-    scored = on_a_tree(partial(logprobs_of, POLICY), TokenBatch.of([told]), max_tokens=10**9)
-    np.testing.assert_allclose(scored[0], plain_scores(POLICY, told)[0], rtol=1e-9)
+    tokens = TokenBatch.of_rows([told], group_ids=["g"])
+    scored = on_a_tree(partial(logprobs_of, POLICY), tokens, max_tokens=10**9)
+    np.testing.assert_allclose(scored[0], plain_passes(POLICY, asked(told))[0], rtol=1e-9)
     assert np.abs(scored[0] - plain_scores(POLICY, trajectory)[0]).max() > 1e-3  # the hint is read
 
 

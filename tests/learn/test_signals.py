@@ -24,7 +24,7 @@ from agentrl.env import base_env, make_env
 from agentrl.errors import ConfigError, EnvironmentFailure, UserError
 from agentrl.learn.signals import SignalsConfig, hints, provided_by, signal_classes
 from agentrl.learn.signals.base import SignalContext
-from agentrl.learn.signals.hindsight_logprobs import with_hindsight
+from agentrl.learn.signals.hindsight_logprobs import rows_in_hindsight
 from agentrl.learn.signals.signals import Signals
 from agentrl.policy.model import Policy
 from agentrl.report.folder import RunFolder
@@ -33,7 +33,7 @@ from agentrl.run.build import Parts, build
 from agentrl.types import Need, StopReason, Trajectory, TrajectoryGroup, Turn
 from agentrl_envs.calculator import Calculator
 from agentrl_envs.key_door import KeyDoor
-from tests.support.played import TOKENIZER, StartsAgain, contexts, new_policy, plain_pass, plain_scores, play
+from tests.support.played import TOKENIZER, StartsAgain, asked, contexts, new_policy, plain_pass, plain_passes, play
 from tests.support.renderers import OftenStops
 from tests.support.runs import recipe, train
 from tests.support.signals import without_signals
@@ -248,7 +248,9 @@ def test_every_pass_is_at_the_temperature_of_the_rollouts_and_in_its_own_context
     policy, teacher, reference = (new_policy(seed) for seed in (0, 7, 8))
     groups = groups_of(play(policy, num=4, temperature=temperature))
     originals = [t for group in groups for t in group.trajectories]
-    told = [with_hindsight(t, StartsAgain(TOKENIZER), base_env(make_env("key_door")).tools) for t in originals]
+    sampled = [list(zip(contexts(t), [turn.action_ids for turn in t.turns], strict=True)) for t in originals]
+    tools = base_env(make_env("key_door")).tools
+    told = [list(asked(rows_in_hindsight(t, StartsAgain(TOKENIZER), tools))) for t in originals]
     new = partial(
         new_signals,
         runner,
@@ -261,15 +263,15 @@ def test_every_pass_is_at_the_temperature_of_the_rollouts_and_in_its_own_context
     def measured(credit: dict[str, Any], name: str) -> list[list[float]]:
         return [column(t, name) for group in new(credit).measure(groups) for t in group.trajectories]
 
-    def check(found: list[list[float]], model: Policy, read: list[Trajectory], index: int) -> None:
-        for column_T, trajectory in zip(found, read, strict=True):
-            expected_T = plain_scores(model, trajectory, temperature=temperature)[index]
+    def check(found: list[list[float]], model: Policy, read: list[list[Any]], index: int) -> None:
+        for column_T, turns in zip(found, read, strict=True):
+            expected_T = plain_passes(model, turns, temperature=temperature)[index]
             np.testing.assert_allclose(column_T, expected_T, rtol=1e-5, atol=1e-5)
 
-    check([behavior(t) for t in originals], policy, originals, 0)
-    check(measured({"scheme": "distill"}, "teacher_logprobs"), teacher, originals, 0)
-    check(measured({"scheme": "distill", "teacher": "reference"}, "reference_logprobs"), reference, originals, 0)
-    check(measured({"scheme": "entropy_modulated"}, "entropies"), policy, originals, 1)
+    check([behavior(t) for t in originals], policy, sampled, 0)
+    check(measured({"scheme": "distill"}, "teacher_logprobs"), teacher, sampled, 0)
+    check(measured({"scheme": "distill", "teacher": "reference"}, "reference_logprobs"), reference, sampled, 0)
+    check(measured({"scheme": "entropy_modulated"}, "entropies"), policy, sampled, 1)
     in_hindsight = measured({"scheme": "hindsight"}, "hindsight_logprobs")
     check(in_hindsight, policy, told, 0)
     for column_T, trajectory in zip(in_hindsight, originals, strict=True):

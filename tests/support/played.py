@@ -2,15 +2,17 @@
 
 import asyncio
 import copy
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 
 from agentrl.chat import Renderer, train_tokenizer
 from agentrl.engine.transformers import TransformersEngine
 from agentrl.env import make_env
+from agentrl.learn.tokens import Row
 from agentrl.policy.layout import Layout
 from agentrl.policy.model import LocalModelConfig, Policy, make_local_model
 from agentrl.rollout import EpisodeContext, RolloutConfig, RolloutPool
@@ -92,10 +94,26 @@ def plain_scores(
     policy: Policy, trajectory: Trajectory, *, temperature: float = 1.0
 ) -> tuple[list[float], list[float]]:
     """Return log-probability and entropy of each action token, from one pass over one row for each turn."""
+    actions = [turn.action_ids for turn in trajectory.turns]
+    return plain_passes(policy, zip(contexts(trajectory), actions, strict=True), temperature=temperature)
+
+
+def asked(rows: Iterable[Row]) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """Yield the context of each turn in some rows, and its tokens in question."""
+    for row in rows:
+        for k in np.unique(row.turn_T):
+            positions_T = row.positions_T[row.turn_T == k]
+            yield tuple(row.ids_L[: positions_T[0]].tolist()), tuple(row.ids_L[positions_T].tolist())
+
+
+def plain_passes(
+    policy: Policy, turns: Iterable[tuple[tuple[int, ...], tuple[int, ...]]], *, temperature: float = 1.0
+) -> tuple[list[float], list[float]]:
+    """Return the same for contexts and actions."""
     logprobs: list[float] = []
     entropies: list[float] = []
-    for turn, context_ids in zip(trajectory.turns, contexts(trajectory), strict=True):
-        of_turn = plain_pass(policy, context_ids, turn.action_ids, temperature=temperature)
+    for context_ids, action_ids in turns:
+        of_turn = plain_pass(policy, context_ids, action_ids, temperature=temperature)
         logprobs += of_turn[0]
         entropies += of_turn[1]
     return logprobs, entropies

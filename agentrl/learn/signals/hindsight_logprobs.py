@@ -1,13 +1,12 @@
 """Log-probability of each action token under the policy itself, told beforehand how the episode will end."""
 
 from collections.abc import Sequence
-from dataclasses import replace
 from itertools import pairwise
 from typing import Any, ClassVar
 
 from agentrl.chat import Dialogue, Renderer
 from agentrl.learn.signals.base import Sample, Signal
-from agentrl.learn.tokens import TokenBatch, rows_of
+from agentrl.learn.tokens import Row, TokenBatch, rows_of
 from agentrl.types import Message, Trajectory
 
 
@@ -20,28 +19,31 @@ class HindsightLogprobs(Signal):
         """Return the trajectories with the log-probabilities in hindsight."""
         from agentrl.learn.signals.scoring import logprobs, with_tokens
 
-        told = [with_hindsight(t, self.context.renderer, self.context.tools) for t in trajectories]
-        self.context.check_lengths(told, [rows_of(t.turns) for t in told])
-        return with_tokens(trajectories, "hindsight_logprobs", logprobs(self.context, TokenBatch.of(told)))
+        rows = [rows_in_hindsight(t, self.context.renderer, self.context.tools) for t in trajectories]
+        self.context.check_lengths(trajectories, rows)
+        tokens = TokenBatch.of_rows(rows, group_ids=[t.group_id for t in trajectories])
+        return with_tokens(trajectories, "hindsight_logprobs", logprobs(self.context, tokens))
 
 
-def with_hindsight(trajectory: Trajectory, renderer: Renderer, tools: Sequence[dict[str, Any]]) -> Trajectory:
-    """Return the trajectory as if its first message had said how it ends, and the answer where there is a known one.
+def rows_in_hindsight(trajectory: Trajectory, renderer: Renderer, tools: Sequence[dict[str, Any]]) -> list[Row]:
+    """Return the rows as if the first message had said how the episode ends, and the answer where there is a known one.
 
-    Every action stays as it was sampled; each context that was restarted is rendered with the hint in it.
+    Every action stays as it was sampled, and so does what was added after it; each context that was restarted is rendered
+    with the hint in it.
     """
     answer = "" if trajectory.gold_answer is None else f" The right answer is: {trajectory.gold_answer}"
     hint = f"(In hindsight: the total reward was {trajectory.reward:.3g}.{answer})"
     first = trajectory.turns[0]
     dialogue = Dialogue.begin(_with_hint(first.observation, hint), tools, renderer)
-    turns = [replace(first, observation_ids=dialogue.observation_ids)]
+    told = [dialogue.turn(first.action_ids)]
     for before, turn in pairwise(trajectory.turns):
-        ids = turn.observation_ids
-        if not turn.extends:
-            ids = renderer.start((*dialogue.history, before.message, *turn.observation), tools)
-        dialogue = dialogue.after_record(before.action_ids, before.message, turn.observation, ids, extends=turn.extends)
-        turns.append(replace(turn, observation_ids=dialogue.observation_ids))
-    return replace(trajectory, turns=tuple(turns))
+        acted, replies = (before.action_ids, before.message), turn.observation
+        if turn.extends:
+            dialogue = dialogue.after_record(*acted, replies, turn.observation_ids)
+        else:
+            dialogue = dialogue.after(*acted, replies, renderer)
+        told.append(dialogue.turn(turn.action_ids))
+    return rows_of(told)
 
 
 def _with_hint(messages: Sequence[Message], hint: str) -> list[Message]:
