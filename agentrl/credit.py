@@ -181,12 +181,7 @@ def installed_credit() -> dict[str, frozenset[Need] | None]:
 
 
 def load_credit_for(
-    spec: Mapping[str, Any],
-    *,
-    provided: frozenset[Need],
-    hints: Mapping[Need, str],
-    env_id: str,
-    field: str = "credit",
+    spec: Mapping[str, Any], *, provided: frozenset[Need], hints: Mapping[Need, str], env_id: str
 ) -> tuple[CreditScheme, str | None]:
     """Build the scheme of a recipe for what its environment and its signals provide.
 
@@ -199,7 +194,7 @@ def load_credit_for(
     Raises:
         ConfigError: naming the scheme, what it needs and the installed schemes that would work.
     """
-    scheme = load_credit(spec, field=field)
+    scheme = load_credit(spec)
     missing = sorted(scheme.requirements() - provided)
     if not missing:
         return scheme, None
@@ -209,11 +204,11 @@ def load_credit_for(
         if (found := [need for need in missing if need not in hints])
         else []
     )
-    problem = f"{field}.scheme: {spec['scheme']!r} needs {'; and '.join([*unset, *lacking])}"
+    problem = f"credit.scheme: {spec['scheme']!r} needs {'; and '.join([*unset, *lacking])}"
     if spec.get("fallback") == "uniform":
         return load_fallback(scheme), f"{problem}; falling back to uniform"
     working = [name for name, needs in installed_credit().items() if needs is not None and needs <= provided]
-    raise ConfigError(f"{problem}. These would work: {', '.join(working)}. Or set {field}.fallback: uniform")
+    raise ConfigError(f"{problem}. These would work: {', '.join(working)}. Or set credit.fallback: uniform")
 
 
 def load_fallback(scheme: CreditScheme) -> CreditScheme:

@@ -33,12 +33,11 @@ class StopReason(StrEnum):
     CONTEXT_OVERFLOW = "context_overflow"
     ENV_ERROR = "env_error"
     ENGINE_ERROR = "engine_error"
-    STALE = "stale"
 
     @property
     def failed(self) -> bool:
         """True where the episode says nothing about the policy: it leaves the loss and every baseline."""
-        return self in (StopReason.ENV_ERROR, StopReason.ENGINE_ERROR, StopReason.STALE)
+        return self in (StopReason.ENV_ERROR, StopReason.ENGINE_ERROR)
 
 
 class FinishReason(StrEnum):

@@ -163,7 +163,7 @@ def test_a_kl_term_cannot_be_added_to_a_run_that_kept_no_reference(tmp_path: Pat
     assert folder.config_file.read_text() == before  # what was refused leaves the run as it was
 
 
-def test_a_model_of_other_sizes_cannot_go_on_with_a_run(tmp_path: Path) -> None:
+def test_a_model_of_other_sizes_cannot_resume_a_run(tmp_path: Path) -> None:
     folder, rows = train(recipe(tmp_path))
     before = folder.config_file.read_text()
     other = {"local": {**SIZES, "intermediate_size": 64}}

@@ -62,7 +62,7 @@ def wait_for_step(run: Path, step: int, process: Command) -> None:
         time.sleep(0.02)
 
 
-def test_two_processes_begin_as_one_and_go_on_bit_for_bit_after_a_kill(tmp_path: Path) -> None:
+def test_two_processes_begin_as_one_and_resume_bit_for_bit_after_a_kill(tmp_path: Path) -> None:
     recipe = written(tmp_path)
     alone, whole, killed = tmp_path / "alone", tmp_path / "whole", tmp_path / "killed"
     Command("train", recipe, "--run_dir", alone, "--train.steps", 1).finish()

@@ -103,7 +103,7 @@ def test_a_resumed_run_repeats_bit_for_bit(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("mode", ["partial", "async"])
-def test_episodes_that_a_step_interrupted_go_on_under_the_next_weights(mode: str, tmp_path: Path) -> None:
+def test_episodes_that_a_step_interrupted_continue_under_the_next_weights(mode: str, tmp_path: Path) -> None:
     sync = settings(tmp_path, 5)
     rollout = sync.rollout.model_copy(update={"mode": mode, "max_live_episodes": 6})
     loss = sync.loss.model_copy(update={"unit": "version", "anchor": "behavior"})

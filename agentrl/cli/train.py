@@ -4,7 +4,6 @@ import argparse
 import datetime as dt
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from rich.table import Table
 
@@ -14,9 +13,6 @@ from agentrl.cli.progress import print_end, progress
 from agentrl.cli.targets import load, tokenizer_of
 from agentrl.errors import ConfigError
 from agentrl.report.terminal import Console
-
-if TYPE_CHECKING:
-    from agentrl.report.folder import RunFolder
 
 
 def add(commands: Commands) -> None:
@@ -34,13 +30,14 @@ def _train(options: argparse.Namespace, rest: list[str]) -> None:
     console = Console(soft_wrap=True, quiet=PROCESS > 0)
     recipe, run_dir = load(options.target, rest)
     from agentrl.config import plan
+    from agentrl.distributed.checkpoints import newest_step
     from agentrl.report.folder import RunFolder
     from agentrl.run.build import build
     from agentrl.run.loop import train
     from agentrl.run.resume import has_changed
 
     folder = RunFolder.open(run_dir) if run_dir else None
-    steps_done = _steps_done(folder) if folder else None
+    steps_done = newest_step(folder.checkpoints) if folder else None
     if steps_done is not None and recipe.train.steps < steps_done:
         raise ConfigError(
             f"train.steps: {recipe.train.steps} is less than the {steps_done} steps that {run_dir} has done; raise it"
@@ -99,10 +96,3 @@ def _launch(options: argparse.Namespace, rest: list[str]) -> None:
         return
     sys.stdout.flush()
     launch.launch(options, rest)
-
-
-def _steps_done(folder: "RunFolder") -> int | None:
-    """Return the step of a run's newest checkpoint, where it would be resumed; None: it has none yet."""
-    from agentrl.distributed.checkpoints import newest_step
-
-    return newest_step(folder.checkpoints)

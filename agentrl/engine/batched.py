@@ -81,10 +81,10 @@ class BatchedConfig(EngineConfig):
 class BatchedEngine(ABC):
     """Takes requests, and steps while there are any; with `lockstep`, only while every conversation waits for tokens."""
 
-    def __init__(self, config: BatchedConfig, *, version: int) -> None:
+    def __init__(self, config: BatchedConfig) -> None:
         """Begin idle."""
         self._config = config
-        self._version = version
+        self._version = 0
         self._waiting: list[Request] = []
         """Requests whose decoding has not started."""
         self._inside: dict[str, Request] = {}

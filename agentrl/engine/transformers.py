@@ -66,9 +66,9 @@ class TransformersEngine(BatchedEngine):
     conversation's row is kept between its turns: a later prompt computes only the tokens that are new.
     """
 
-    def __init__(self, model: Any, config: TransformersConfig | None = None, *, version: int = 0) -> None:
+    def __init__(self, model: Any, config: TransformersConfig | None = None) -> None:
         """Take a transformers causal language model, which the engine then owns."""
-        super().__init__(config or TransformersConfig(), version=version)
+        super().__init__(config or TransformersConfig())
         _check_attention(model.config)
         self._model = model.eval()
         use_grouped_attention(model)

@@ -91,7 +91,6 @@ class VLLMEngine(BatchedEngine):
         *,
         max_tokens: int,
         dtype: torch.dtype | None = None,
-        version: int = 0,
     ) -> None:
         """Build vLLM's form of a transformers causal language model, with random weights: load some before sampling.
 
@@ -101,12 +100,11 @@ class VLLMEngine(BatchedEngine):
             config: how many requests are decoded together; further arguments of vLLM's `EngineArgs`.
             max_tokens: longest context, prompt and completion together.
             dtype: of vLLM's weights. None: the model's.
-            version: policy version of the weights.
 
         Raises:
             ConfigError: when vLLM is not installed, or cannot run this model.
         """
-        super().__init__(config := config or VLLMConfig(), version=version)
+        super().__init__(config := config or VLLMConfig())
         self._sleeps, self._arguments = config.sleep, config.vllm
         self._shapes = {name: tensor.to("meta") for name, tensor in model.state_dict().items()}
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="agentrl-vllm")

@@ -64,20 +64,19 @@ class VLLMServer:
     let it serve one engine at a time.
     """
 
-    def __init__(self, config: ServerConfig, *, folder: Path, version: int = 0) -> None:
+    def __init__(self, config: ServerConfig, *, folder: Path) -> None:
         """Begin idle; nothing is sent before the first request.
 
         Args:
             config: where it listens, and how patient to be.
             folder: where weights are handed over, by the same path on both sides.
-            version: policy version of the server's weights, unless it was told one before.
         """
         self._config = config
         self._http = Http(config)
         self._folder = folder
-        self._version = version
+        self._version = 0
         self._model: ServedModel | None = None
-        self._meeting: asyncio.Task[ServedModel] | None = None
+        self._asking: asyncio.Task[ServedModel] | None = None
         self._inside: dict[str, asyncio.Task[Completion]] = {}
         """All requests without an answer, by id."""
         self._out: set[str] = set()
@@ -168,7 +167,7 @@ class VLLMServer:
         folder = (self._folder / f"version-{version}-{uuid4().hex[:8]}").resolve()
         try:
             async with self._deadline("load_weights"):
-                model = await self._meet()
+                model = await self._served_model()
                 folder.mkdir(parents=True)
                 await write_weights(folder, named_tensors, model.shapes)
                 await self._replace(folder, version)
@@ -183,8 +182,8 @@ class VLLMServer:
         """Stop all requests, and let go of the server, which runs on."""
         self._is_closed = True
         tasks = list(self._inside.values())
-        if self._meeting is not None:
-            tasks.append(self._meeting)  # type: ignore[arg-type]  # what it returns does not matter here
+        if self._asking is not None:
+            tasks.append(self._asking)  # type: ignore[arg-type]  # what it returns does not matter here
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -208,15 +207,15 @@ class VLLMServer:
                 f"{self._config.timeout_s:g}"
             ) from None
 
-    async def _meet(self) -> ServedModel:
-        """Get to know the server, once for all who wait for it."""
+    async def _served_model(self) -> ServedModel:
+        """Return what the server serves; it is asked once for all who wait for the answer."""
         if self._model is None:
-            if self._meeting is None or self._meeting.done():
-                self._meeting = asyncio.create_task(self._get_to_know())
-            self._model = await asyncio.shield(self._meeting)
+            if self._asking is None or self._asking.done():
+                self._asking = asyncio.create_task(self._ask_model())
+            self._model = await asyncio.shield(self._asking)
         return self._model
 
-    async def _get_to_know(self) -> ServedModel:
+    async def _ask_model(self) -> ServedModel:
         async with self._deadline("its first answers"):
             config = await self._http.ask("its configuration", "GET", _SERVER_INFO, parse=_model_config)
             if config["logprobs_mode"] != "processed_logprobs":
@@ -260,7 +259,7 @@ class VLLMServer:
 
     async def _send(self, prompt_ids: list[int], sampling: Sampling, request_id: str) -> Completion:
         """Make a request, once, under an id of its own, as soon as fewer than `max_connections` are out."""
-        model = await self._meet()
+        model = await self._served_model()
         if (worst := max(prompt_ids)) >= model.vocab_size:  # it would end a server without a tokenizer
             raise EngineError(f"request {request_id}: token {worst} is outside the vocabulary of {model.vocab_size}")
         async with self._lines:

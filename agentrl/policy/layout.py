@@ -135,7 +135,7 @@ def choose_layout(model: Any, wanted: Literal["auto"] | Layout, *, max_tokens: i
     return layout, f"train.layout: rows are {layout}, since not {'; nor '.join(passed_over)}" if passed_over else None
 
 
-def probe_layout(model: Any, layout: Layout, *, max_tokens: int = 8192, seed: int = 0) -> tuple[float, str]:
+def probe_layout(model: Any, layout: Layout, *, max_tokens: int = 8192) -> tuple[float, str]:
     """Return by how much a layout differs from the same rows run one by one, and in what.
 
     Random rows, of which some branch and some are short, without dropout and autocast: the largest difference of their
@@ -148,7 +148,7 @@ def probe_layout(model: Any, layout: Layout, *, max_tokens: int = 8192, seed: in
     was_training = model.training
     model.eval()
     try:
-        rows = _probe_rows(model.config.get_text_config(), max_tokens, seed)
+        rows = _probe_rows(model.config.get_text_config(), max_tokens, seed=0)
         with torch.autocast(device.type, enabled=False):
             together, alone = (_probe(model, rows, how, device) for how in (layout, None))
     except (TreeError, RuntimeError) as error:  # what a kernel raises that the model or the machine does not fit
@@ -183,7 +183,7 @@ def _probe(model: Any, rows: list[IntArray], layout: Layout | None, device: torc
         return [found_T.detach(), torch.cat([gradient.flatten() for gradient in found])]
 
 
-def _probe_rows(config: Any, max_tokens: int, seed: int) -> list[IntArray]:
+def _probe_rows(config: Any, max_tokens: int, *, seed: int) -> list[IntArray]:
     """Return three rows, of which one leaves the others after a third, these part after two thirds, and two short ones."""
     window = getattr(config, "sliding_window", None) or 0
     length = 48 if window >= max_tokens else max(48, window + 24)

@@ -16,7 +16,7 @@ from agentrl.types import Completion, Message, Trajectory, Turn
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Begun:
+class Started:
     """A task of the training stream was started."""
 
     kind: Literal["begun"] = "begun"
@@ -42,7 +42,7 @@ class Played:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Held:
+class Interrupted:
     """An episode was interrupted, or has sampled its last action."""
 
     kind: Literal["held"] = "held"
@@ -97,7 +97,7 @@ class Restarted:
 
 _NAME = "{}.jsonl"
 
-Event = Begun | Played | Held | Ended | Dropped | HandedOut | Restarted
+Event = Started | Played | Interrupted | Ended | Dropped | HandedOut | Restarted
 _EVENT: TypeAdapter[Event] = TypeAdapter(
     Annotated[Event, Field(discriminator="kind")], config=ConfigDict(ser_json_inf_nan="constants")
 )

@@ -29,8 +29,8 @@ _TICK_S = 0.02
 
 
 @dataclass(slots=True)
-class _Place:
-    """Where one episode is played after the other."""
+class _Slot:
+    """One of the episodes that are played at the same time: one after the other takes it."""
 
     thread: EnvThread
 
@@ -111,7 +111,7 @@ class RolloutPool:
                 groups = await self._complete()
             self._stream.flush()  # before they are trained on
             if self._config.samples_during_update:
-                self._fill_places()  # for the time of the update
+                self._fill_slots()  # for the time of the update
             else:
                 await self.pause()
         except BaseException as error:
@@ -186,7 +186,7 @@ class RolloutPool:
         return self._stream.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from `state_dict`; nothing may be under way."""
+        """Continue from `state_dict`; nothing may be under way."""
         self._stream.load_state_dict(state)
 
     def forget(self) -> None:
@@ -208,7 +208,7 @@ class RolloutPool:
                 raise failure
             if (groups := self._stream.hand_out(version=self._engine.version)) is not None:
                 return groups
-            self._fill_places()
+            self._fill_slots()
             if self._runners:
                 await self._changed.wait()
                 self._changed.clear()
@@ -234,7 +234,7 @@ class RolloutPool:
                 f"no completion within rollout.engine_timeout_s: {self._config.engine_timeout_s:g}"
             ) from None
 
-    def _fill_places(self) -> None:
+    def _fill_slots(self) -> None:
         """Start as many episodes as there are free slots.
 
         All at once: in lockstep, the engine would continue without one that came later.
@@ -249,14 +249,14 @@ class RolloutPool:
 
     async def _run_stream(self, episode: LiveEpisode | None) -> None:
         """Play one episode of the training stream after the other."""
-        place = self._new_place()
+        slot = self._new_slot()
         try:
             while episode is not None:
-                self._stream.take(await self._finish(episode, place, live=self._live))
+                self._stream.take(await self._finish(episode, slot, live=self._live))
                 self._changed.set()
                 episode = self._stream.next(version=self._engine.version)
         finally:
-            self._leave(place)
+            self._leave(slot)
 
     def _on_runner_done(self, runner: "asyncio.Task[None]") -> None:
         self._runners.discard(runner)
@@ -265,18 +265,18 @@ class RolloutPool:
         self._changed.set()
 
     async def _run(self, queue: deque[Task], done: dict[str, list[Trajectory]]) -> None:
-        """Play one episode after the other: a free place is refilled at once."""
-        place = self._new_place()
+        """Play one episode after the other: a free slot is refilled at once."""
+        slot = self._new_slot()
         try:
             while queue:
-                trajectory = await self._finish(LiveEpisode(task=queue.popleft()), place)
+                trajectory = await self._finish(LiveEpisode(task=queue.popleft()), slot)
                 done[trajectory.group_id].append(trajectory)
         finally:
-            self._leave(place)
+            self._leave(slot)
 
-    async def _finish(self, start: LiveEpisode, place: _Place, *, live: dict[str, Episode] | None = None) -> Trajectory:
+    async def _finish(self, start: LiveEpisode, slot: _Slot, *, live: dict[str, Episode] | None = None) -> Trajectory:
         """Play an episode to its end, listed in `live` meanwhile; one that failed is tried again."""
-        trajectory, reached = await self._play_one(start, place, live)
+        trajectory, reached = await self._play_one(start, slot, live)
         for retry in range(self._config.max_retries):
             if not trajectory.stop_reason.failed:
                 break  # a first prompt that is too long stays so
@@ -288,22 +288,22 @@ class RolloutPool:
                 start = reached
             else:
                 start = LiveEpisode(task=replace(start.task, attempt=start.task.attempt + 1))
-            trajectory, reached = await self._play_one(start, place, live)
+            trajectory, reached = await self._play_one(start, slot, live)
         self._stream.counts["failed_episodes"] += trajectory.failed
         self._break_off_after_failures(trajectory)
         return trajectory
 
     async def _play_one(
-        self, start: LiveEpisode, place: _Place, live: dict[str, Episode] | None
+        self, start: LiveEpisode, slot: _Slot, live: dict[str, Episode] | None
     ) -> tuple[Trajectory, LiveEpisode]:
         """Play an episode; return it, and where it stood at its end."""
-        if place.thread.is_lost:
-            self._lose(place.thread)
-            place.thread = EnvThread()
+        if slot.thread.is_lost:
+            self._lose(slot.thread)
+            slot.thread = EnvThread()
         episode = Episode(
             start.task,
             context=self._context,
-            thread=place.thread,
+            thread=slot.thread,
             fork=self._fork,
             recorded=start,
             on_change=None if live is None else self._stream.note,
@@ -321,14 +321,14 @@ class RolloutPool:
         self._stream.counts["faults"] += 1
         self._on_fault(trajectory)
 
-    def _new_place(self) -> _Place:
-        return _Place(self._threads.pop() if self._threads else EnvThread())
+    def _new_slot(self) -> _Slot:
+        return _Slot(self._threads.pop() if self._threads else EnvThread())
 
-    def _leave(self, place: _Place) -> None:
-        if place.thread.is_lost:
-            self._lose(place.thread)
+    def _leave(self, slot: _Slot) -> None:
+        if slot.thread.is_lost:
+            self._lose(slot.thread)
         else:
-            self._threads.append(place.thread)
+            self._threads.append(slot.thread)
 
     def _lose(self, thread: EnvThread) -> None:
         """Let a thread go that hangs in an environment.

@@ -10,7 +10,7 @@ from pydantic import TypeAdapter
 
 from agentrl.errors import ConfigError, EnvironmentFailure
 from agentrl.rollout.config import RolloutConfig
-from agentrl.rollout.journal import Begun, Dropped, Ended, Event, HandedOut, Held, Journal, Played, Restarted
+from agentrl.rollout.journal import Dropped, Ended, Event, HandedOut, Interrupted, Journal, Played, Restarted, Started
 from agentrl.rollout.live_episode import LiveEpisode, Task
 from agentrl.rollout.seeds import derive_seed, task_seed
 from agentrl.rollout.share import Share
@@ -111,9 +111,9 @@ class TaskStream:
         # A new one is handed out after all of these: at this version if a step waits for groups, else at the next or later.
         if len(self._groups) >= self._num_groups * (self._staleness_bound + self._is_waited_for):
             return None
-        begun = Begun(index=self._next_group, version=version)
-        self._write(begun)
-        return self._take_out(self._begin(begun))
+        started = Started(index=self._next_group, version=version)
+        self._write(started)
+        return self._take_out(self._start(started))
 
     def note(self, live: LiveEpisode) -> None:
         """Remember that an episode was played to the end of a turn, or what was sampled of its next action."""
@@ -123,7 +123,7 @@ class TaskStream:
             snapshot = live.snapshot
             self._write(Played(task=task, turn=turn, shared=shared, observation=observation, snapshot=snapshot))
         elif live.partial.token_ids:
-            self._write(Held(task=task, observation=observation, partial=live.partial))
+            self._write(Interrupted(task=task, observation=observation, partial=live.partial))
         self._playing[task.trajectory_id] = live
 
     @property
@@ -251,7 +251,7 @@ class TaskStream:
         return dumped
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from `state_dict`; nothing may be under way.
+        """Continue from `state_dict`; nothing may be under way.
 
         Raises:
             ConfigError: for tasks that were dealt out to processes otherwise.
@@ -294,11 +294,11 @@ class TaskStream:
         self._playing[episode.task.trajectory_id] = episode
         return episode
 
-    def _begin(self, begun: Begun) -> _Group:
-        name = f"train/{begun.index:06d}"
-        tasks = self.tasks(name, task_seed(self._seed, begun.index), self._config.group_size)
-        group = _Group(began=begun.version, waiting=[LiveEpisode(task=task) for task in tasks])
-        self._groups[name], self._next_group = group, begun.index + self._share.stride
+    def _start(self, event: Started) -> _Group:
+        name = f"train/{event.index:06d}"
+        tasks = self.tasks(name, task_seed(self._seed, event.index), self._config.group_size)
+        group = _Group(began=event.version, waiting=[LiveEpisode(task=task) for task in tasks])
+        self._groups[name], self._next_group = group, event.index + self._share.stride
         self._open.append(group)
         return group
 
@@ -336,15 +336,15 @@ class TaskStream:
     def _apply(self, event: Event) -> None:
         """Do again what happened before the run was killed."""
         match event:
-            case Begun():
-                self._begin(event)
+            case Started():
+                self._start(event)
             case Played(task=task, turn=turn, shared=shared, observation=observation, snapshot=snapshot):
                 before = self._waiting(task.trajectory_id)
                 played = before.turns if before.task.attempt == task.attempt else ()
                 turns = (*played, lengthen(turn, played, shared))
                 after = LiveEpisode(task=task, turns=turns, observation=observation, snapshot=snapshot)
                 self._replace(before, after)
-            case Held(task=task, observation=observation, partial=partial):
+            case Interrupted(task=task, observation=observation, partial=partial):
                 before = self._waiting(task.trajectory_id)
                 after = before if before.task.attempt == task.attempt else LiveEpisode(task=task)
                 self._replace(before, replace(after, observation=observation, partial=partial))
@@ -364,12 +364,12 @@ class TaskStream:
                 self._handed_out.append([group_of(name, self._groups.pop(name).done) for name in names])
                 self.counts |= counts
             case Restarted(version=version):
-                begun, next_group = {*self._groups}, self._next_group
-                begun |= {group.group_id for step in self._handed_out for group in step}
+                started, next_group = {*self._groups}, self._next_group
+                started |= {group.group_id for step in self._handed_out for group in step}
                 self._groups = {}
                 self._handed_out.clear()
-                for name in sorted(begun):
-                    self._begin(Begun(index=_index(name), version=version))
+                for name in sorted(started):
+                    self._start(Started(index=_index(name), version=version))
                 self._next_group = next_group
 
     def _waiting(self, trajectory_id: str) -> LiveEpisode:

@@ -276,7 +276,7 @@ async def _pause(subject: _Subject) -> AsyncIterator[str]:
 async def _persist(
     subject: _Subject, prompt_ids: Sequence[int], sampling: Sampling, request_id: str
 ) -> list[Completion]:
-    """Go on from prompt and partial completion until it is whole."""
+    """Continue from prompt and partial completion until it is whole."""
     parts: list[Completion] = []
     while not parts or parts[-1].finish_reason is FinishReason.ABORTED:
         done = [token for part in parts for token in part.token_ids]

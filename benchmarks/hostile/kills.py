@@ -17,7 +17,7 @@ import yaml
 from agentrl import ToolEnv, tool
 from agentrl.chat import ChatMLRenderer, train_tokenizer
 from agentrl.rollout import EpisodeContext, Journal, RolloutConfig, RolloutPool
-from agentrl.rollout.journal import Ended, Event, Held, Played
+from agentrl.rollout.journal import Ended, Event, Interrupted, Played
 from agentrl.rollout.stream import TaskStream
 from agentrl.testing import ScriptedEngine
 from agentrl.types import Trajectory
@@ -182,7 +182,7 @@ def _sampled(state: dict[str, Any], mode: Any, events: Iterable[Event]) -> dict[
             turns[name], attempts[name] = [turn.action_ids for turn in live.turns], live.task.attempt
             partials |= {name: live.partial.token_ids} if live.partial and live.partial.token_ids else {}
     for event in events:
-        if isinstance(event, Played | Held):
+        if isinstance(event, Played | Interrupted):
             name = event.task.trajectory_id
             if event.task.attempt != attempts.get(name, 0):
                 turns[name], attempts[name] = [], event.task.attempt

@@ -94,7 +94,9 @@ def failures(group: TrajectoryGroup) -> list[Trajectory]:
     return [
         replace(common, trajectory_id="no-turns", turns=(), stop_reason=StopReason.ENV_ERROR),
         replace(common, trajectory_id="bare", turns=(bare, bare), stop_reason=StopReason.ENGINE_ERROR),
-        replace(common, trajectory_id="nan", turns=(replace(bare, reward=np.nan),), stop_reason=StopReason.STALE),
+        replace(
+            common, trajectory_id="nan", turns=(replace(bare, reward=np.nan),), stop_reason=StopReason.ENGINE_ERROR
+        ),
     ]
 
 

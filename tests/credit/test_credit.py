@@ -102,7 +102,7 @@ def test_what_a_scheme_returns_is_checked_in_its_name(
         assign_credit(scheme_of(assign), [GROUP])
 
 
-@pytest.mark.parametrize("stop", [StopReason.ENV_ERROR, StopReason.ENGINE_ERROR, StopReason.STALE])
+@pytest.mark.parametrize("stop", [StopReason.ENV_ERROR, StopReason.ENGINE_ERROR])
 def test_failed_trajectories_are_hidden_from_the_scheme_and_come_back_excluded(stop: StopReason) -> None:
     seen: list[list[str]] = []
 

@@ -109,7 +109,7 @@ def test_a_group_of_equal_returns_gets_exact_zeros(normalize: Any, rewards: list
 
 @pytest.mark.parametrize("normalize", NORMALIZE)
 def test_a_lone_trajectory_stops_is_kept_or_is_dropped(normalize: Any) -> None:
-    lone = replace(F1.trajectories[0], stop_reason=StopReason.STALE)
+    lone = replace(F1.trajectories[0], stop_reason=StopReason.ENGINE_ERROR)
     group = replace(make_group([[5], [9]]), group_id="f1", trajectories=(lone, F1.trajectories[1]))
     with pytest.raises(CreditError, match=r"credit scheme Uniform: group f1 .* f1/1, .* lone: keep .* lone: drop"):
         assign_credit(Uniform(normalize=normalize), [group])

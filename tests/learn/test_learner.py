@@ -253,7 +253,7 @@ def test_a_checkpoint_of_adapters_leaves_out_what_is_frozen_and_resumes_bit_for_
 
 
 @pytest.mark.parametrize("loads", [PolicyState.load, PolicyState.load_weights, PolicyState.load_reference])
-def test_a_run_does_not_go_on_with_adapters_where_it_had_none_or_the_other_way_round(
+def test_a_run_is_not_resumed_with_adapters_where_it_had_none_or_the_other_way_round(
     loads: Callable[[PolicyState, Path], None], tmp_path: Path
 ) -> None:
     plain, adapted = make_learner(has_reference=True), make_learner(has_reference=True, lora=LoraSettings())

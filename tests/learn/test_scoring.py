@@ -23,8 +23,8 @@ from agentrl.policy.layout import Layout
 from agentrl.policy.model import Policy
 from agentrl.types import Trajectory
 from tests.support.hugging_face import TEMPLATE
-from tests.support.played import TOKENIZER, StartsAgain, asked, contexts, new_policy, plain_passes, plain_scores, play
-from tests.support.renderers import OftenStops
+from tests.support.played import TOKENIZER, asked, contexts, new_policy, plain_passes, plain_scores, play
+from tests.support.renderers import OftenStops, StartsAgain
 from tests.support.signals import without_signals
 
 CPU = torch.device("cpu")

@@ -33,8 +33,8 @@ from agentrl.run.build import Parts, build
 from agentrl.types import Need, StopReason, Trajectory, TrajectoryGroup, Turn
 from agentrl_envs.calculator import Calculator
 from agentrl_envs.key_door import KeyDoor
-from tests.support.played import TOKENIZER, StartsAgain, asked, contexts, new_policy, plain_pass, plain_passes, play
-from tests.support.renderers import OftenStops
+from tests.support.played import TOKENIZER, asked, contexts, new_policy, plain_pass, plain_passes, play
+from tests.support.renderers import OftenStops, StartsAgain
 from tests.support.runs import recipe, train
 from tests.support.signals import without_signals
 

@@ -332,13 +332,13 @@ def test_rows_of_the_probe_are_longer_than_a_window_that_cuts_rows() -> None:
     lengths = []
     for window, max_tokens in ((None, 8192), (20, 8192), (100, 8192), (100, 101), (100, 100), (1000, 8192)):
         config = tiny("mistral", sliding_window=window).config
-        lengths.append([len(row) for row in _probe_rows(config, max_tokens, 0)])
+        lengths.append([len(row) for row in _probe_rows(config, max_tokens, seed=0)])
     assert [row[0] for row in lengths] == [48, 48, 124, 124, 48, 256]  # the model has 256 positions
 
 
 @pytest.mark.parametrize("seed", range(5))
 def test_the_probe_branches_at_two_depths_and_packs_two_rows_into_one(seed: int) -> None:
-    rows = _probe_rows(transformers.Qwen3Config(vocab_size=2), 8192, seed)
+    rows = _probe_rows(transformers.Qwen3Config(vocab_size=2), 8192, seed=seed)
     assert pack([len(row) for row in rows]) == [[0], [1], [2], [3, 4]]
     tree = plan_tree(rows[:3])
     assert sorted((tree.stop_S - tree.start_S).tolist()) == [11, 16, 16, 16, 27]

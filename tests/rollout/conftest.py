@@ -1,7 +1,7 @@
 """A tiny Qwen3 with random weights behind the real engine, and a renderer under which it ends its turns."""
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing
 from typing import Any
 
@@ -12,22 +12,10 @@ from agentrl.chat import ChatMLRenderer, train_tokenizer
 from agentrl.engine.transformers import TransformersConfig, TransformersEngine
 from agentrl.policy.model import LocalModelConfig, make_local_model
 from agentrl.rollout import RolloutPool
-from agentrl.types import Message
-from tests.support.renderers import OftenStops
+from tests.support.renderers import OftenStops, StartsAgain
 
 NewEngine = Callable[..., TransformersEngine]
 Opened = Callable[[RolloutPool], RolloutPool]
-
-
-class StartsAgain(OftenStops):
-    """Cannot extend a dialogue by a message that says so."""
-
-    def extend(
-        self, context_ids: Sequence[int], action_ids: Sequence[int], messages: Sequence[Message]
-    ) -> tuple[int, ...]:
-        if any("again" in message["content"] for message in messages):
-            return None  # type: ignore[return-value]  # as the protocol allows
-        return super().extend(context_ids, action_ids, messages)
 
 
 @pytest.fixture(scope="session")
@@ -51,7 +39,7 @@ def renderer(tokenizer: Any) -> ChatMLRenderer:
 
 @pytest.fixture
 def forking_renderer(tokenizer: Any) -> ChatMLRenderer:
-    return StartsAgain(tokenizer)
+    return StartsAgain(tokenizer, word="again")
 
 
 @pytest.fixture

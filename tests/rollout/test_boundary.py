@@ -32,7 +32,7 @@ def chatml(tokenizer: Any) -> ChatMLRenderer:
     return ChatMLRenderer(tokenizer)
 
 
-def pool_of(make_env: MakeEnv, renderer: ChatMLRenderer, **config: Any) -> RolloutPool:
+def pool_of(make_env: MakeEnv, renderer: ChatMLRenderer, *, fork: bool = False, **config: Any) -> RolloutPool:
     stop = renderer.stop_token_ids[0]
     settings = {"mode": "partial", "num_groups": 1, "max_turns": 2, "max_retries": 0, "env_timeout_s": 30.0, **config}
     return RolloutPool(
@@ -43,6 +43,7 @@ def pool_of(make_env: MakeEnv, renderer: ChatMLRenderer, **config: Any) -> Rollo
             config=RolloutConfig.model_validate(settings),
         ),
         seed=5,
+        fork=fork,
     )
 
 
@@ -73,7 +74,7 @@ def played(env: MessageEnv, renderer: ChatMLRenderer) -> Trajectory:
 
 
 def read_back(make_env: MakeEnv, renderer: ChatMLRenderer, folder: Path) -> Trajectory:
-    settings = {"group_size": 3, "max_live_episodes": 1}
+    settings: dict[str, Any] = {"group_size": 3, "max_live_episodes": 1}
     pool = pool_of(make_env, renderer, **settings)
     pool.record(Journal(folder / "journal"))
     before = json.loads(json.dumps(pool.state_dict(), allow_nan=False))
@@ -211,8 +212,7 @@ class Sheep(Says):
 
 
 def test_a_fork_that_is_none_is_that_episodes_fault(chatml: ChatMLRenderer) -> None:
-    pool = pool_of(lambda: Sheep((USER, {}), GOES_ON), chatml)
-    pool._fork = True
+    pool = pool_of(lambda: Sheep((USER, {}), GOES_ON), chatml, fork=True)
     with pytest.raises(Exception, match=r"fork\(\) of Sheep must return a copy, got NoneType None"):
         collect(pool)
 

@@ -284,7 +284,7 @@ def test_an_environment_that_always_hangs_stops_the_run_at_its_deadlines(new_poo
         collect(pool, 4)
 
 
-def test_one_member_that_always_fails_cannot_make_the_run_go_on_for_ever(new_pool: NewPool) -> None:
+def test_one_member_that_always_fails_cannot_make_the_run_last_for_ever(new_pool: NewPool) -> None:
     make_env = fails(where="reset", when=lambda env: env.member == 1)
     pool = new_pool(make_env, group_size=2, max_retries=0, max_consecutive_failures=5)
     with pytest.raises(EnvironmentFailure) as caught:

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from agentrl.errors import ConfigError, EnvironmentFailure
 from agentrl.files import sealed
 from agentrl.rollout import LiveEpisode, RolloutConfig
-from agentrl.rollout.journal import Begun, Journal
+from agentrl.rollout.journal import Journal, Started
 from agentrl.rollout.stream import TaskStream
 from agentrl.types import Completion, FinishReason, StopReason, Trajectory, TrajectoryGroup, Turn
 
@@ -311,25 +311,25 @@ def test_what_was_cut_off_is_left_out_even_within_a_letter(tmp_path: Path) -> No
 def test_nothing_is_written_after_half_a_line(tmp_path: Path) -> None:
     journal = Journal(tmp_path)
     journal.begin()
-    journal.write(Begun(index=0, version=0))
+    journal.write(Started(index=0, version=0))
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     size = next(tmp_path.iterdir()).stat().st_size
     heard = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     try:
         resource.setrlimit(resource.RLIMIT_FSIZE, (size + 10, limits[1]))
         with pytest.raises(OSError, match="File too large"):
-            journal.write(Begun(index=1, version=0))
+            journal.write(Started(index=1, version=0))
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
         signal.signal(signal.SIGXFSZ, heard)
     with pytest.raises(OSError, match="File too large"):  # so that no step is trained on groups that nobody noted
-        journal.write(Begun(index=2, version=0))
+        journal.write(Started(index=2, version=0))
     journal.close()
-    assert list(Journal(tmp_path).read(1)) == [Begun(index=0, version=0)]
+    assert list(Journal(tmp_path).read(1)) == [Started(index=0, version=0)]
 
 
 def test_one_round_of_the_event_loop_is_written_at_once_and_flushed_on_demand(tmp_path: Path) -> None:
-    events = [Begun(index=index, version=0) for index in range(4)]
+    events = [Started(index=index, version=0) for index in range(4)]
     journal = Journal(tmp_path)
 
     def written() -> list[Any]:
@@ -359,12 +359,12 @@ def test_a_write_that_failed_between_two_rounds_is_told_to_the_next_writer(tmp_p
     heard = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 
     async def main() -> None:
-        journal.write(Begun(index=0, version=0))
+        journal.write(Started(index=0, version=0))
         await asyncio.sleep(0)
         with pytest.raises(OSError, match="File too large"):
             journal.flush()
         with pytest.raises(OSError, match="File too large"):
-            journal.write(Begun(index=1, version=0))
+            journal.write(Started(index=1, version=0))
 
     try:
         resource.setrlimit(resource.RLIMIT_FSIZE, (10, limits[1]))

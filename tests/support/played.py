@@ -16,24 +16,13 @@ from agentrl.learn.tokens import Row
 from agentrl.policy.layout import Layout
 from agentrl.policy.model import LocalModelConfig, Policy, make_local_model
 from agentrl.rollout import EpisodeContext, RolloutConfig, RolloutPool
-from agentrl.types import Message, Trajectory
-from tests.support.renderers import OftenStops
+from agentrl.types import Trajectory
+from tests.support.renderers import StartsAgain
 
 TOKENIZER = train_tokenizer([], vocab_size=261)
 TINY = LocalModelConfig(
     hidden_size=16, num_layers=2, num_heads=2, num_kv_heads=1, intermediate_size=32, initializer_std=0.3
 )
-
-
-class StartsAgain(OftenStops):
-    """Cannot extend a dialogue by the question about the cat, which is KeyDoor's third."""
-
-    def extend(
-        self, context_ids: Sequence[int], action_ids: Sequence[int], messages: Sequence[Message]
-    ) -> tuple[int, ...]:
-        if any("cat" in message["content"] for message in messages):
-            return None  # type: ignore[return-value]  # as the protocol allows
-        return super().extend(context_ids, action_ids, messages)
 
 
 def new_policy(seed: int = 0, *, sizes: LocalModelConfig = TINY, layout: Layout = "tree") -> Policy:

@@ -112,7 +112,7 @@ class Critic:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from `state_dict`; the learning rate is that of the recipe."""
+        """Continue from `state_dict`; the learning rate is that of the recipe."""
         self._head.load_state_dict(state["head"])
         if self._is_separate:
             self._body.load_state_dict(state["body"])
