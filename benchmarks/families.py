@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
-from transformers import MistralCommonBackend, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast
 
 _TEXT = (
     "user assistant system tool developer model thought analysis commentary final channel message function functions "
@@ -225,7 +225,7 @@ def make_tokenizer(family: Family) -> Any:
         [AddedToken(token, normalized=False, special=True, rstrip=token in family.strips_right) for token in special]
     )
     tokenizer.add_tokens([AddedToken(token, normalized=False, special=False) for token in family.plain])
-    if family.adds_bos:
+    if family.bos and family.adds_bos:
         tokenizer.post_processor = processors.TemplateProcessing(
             single=f"{family.bos}:0 $A:0",
             pair=f"{family.bos}:0 $A:0 {family.bos}:1 $B:1",
@@ -314,8 +314,10 @@ def qwen_tokenizer(template: str = "qwen3") -> Any:
         "<|object_ref_end|>",
         "<|box_start|>",
     )
-    special += ("<|box_end|>", "<|quad_start|>", "<|quad_end|>", *_QWEN_SEES)
-    tokenizer.add_special_tokens([AddedToken(token, normalized=False, special=True) for token in special])
+    boxes = ("<|box_end|>", "<|quad_start|>", "<|quad_end|>")
+    tokenizer.add_special_tokens(
+        [AddedToken(token, normalized=False, special=True) for token in (*special, *boxes, *_QWEN_SEES)]
+    )
     code = ("<|fim_prefix|>", "<|fim_middle|>", "<|fim_suffix|>", "<|fim_pad|>", "<|repo_name|>", "<|file_sep|>")
     plain = (*_TOOL[:2], *code, *_TOOL[2:], *_THINK)
     tokenizer.add_tokens([AddedToken(token, normalized=False, special=False) for token in plain])
@@ -347,4 +349,6 @@ def _byte_letters() -> dict[int, int]:
 @cache
 def mistral_tokenizer(file: str = "tekken_240911.json") -> Any:
     """Return one of Mistral's tokenizers from mistral-common's files: `tekken_*.json` (tiktoken's kind) or `*.model.v*`."""
+    from transformers.tokenization_mistral_common import MistralCommonBackend
+
     return MistralCommonBackend(_package("mistral_common") / "data" / file)

@@ -63,7 +63,9 @@ def test_qwen_s_own_vocabulary_encodes_as_tiktoken_does() -> None:
     tiktoken = pytest.importorskip("tiktoken", reason="tiktoken comes with vLLM")
     reference = tiktoken.Encoding("qwen", pat_str=QWEN_SPLIT, mergeable_ranks=qwen_ranks(), special_tokens={})
     tokenizer = qwen_tokenizer()
-    text = Path(__file__).read_text(encoding="utf-8") + TEXT + "Größe Привет 世界"
+    text = (Path(__file__).read_text(encoding="utf-8") + TEXT + "Größe Привет 世界").replace(
+        "<", "("
+    )  # no control tokens
     assert tokenizer.encode(text, add_special_tokens=False) == reference.encode(text, disallowed_special=())
     known = {"<|endoftext|>": 151643, "<|im_start|>": 151644, "<|im_end|>": 151645, "<tool_call>": 151657}
     known |= {"<tool_response>": 151665, "<think>": 151667, "</think>": 151668}
