@@ -3,18 +3,22 @@
 from agentrl.chat.auto import AutoConfig
 from agentrl.chat.chatml import ChatMLConfig, ChatMLRenderer
 from agentrl.chat.dialogue import Dialogue, TurnTokens
+from agentrl.chat.forms import FORMS, CallForm, ResponseTemplateForm
+from agentrl.chat.forms.hermes import format_tool_call, parse_assistant
 from agentrl.chat.renderer import Renderer, RendererConfig
 from agentrl.chat.template import TemplateConfig, TemplateRenderer
 from agentrl.chat.tokenizer import load_tokenizer, train_tokenizer
-from agentrl.chat.tool_calls import format_tool_call, parse_assistant
 
 __all__ = [
+    "FORMS",
     "AutoConfig",
+    "CallForm",
     "ChatMLConfig",
     "ChatMLRenderer",
     "Dialogue",
     "Renderer",
     "RendererConfig",
+    "ResponseTemplateForm",
     "TemplateConfig",
     "TemplateRenderer",
     "TurnTokens",

@@ -8,8 +8,8 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from agentrl.chat.encoder import Encoder
+from agentrl.chat.forms.hermes import CLOSE, OPEN, format_reasoning, format_tool_call, parse_assistant
 from agentrl.chat.renderer import RendererConfig, Tools
-from agentrl.chat.tool_calls import CLOSE, OPEN, format_reasoning, format_tool_call, parse_assistant
 from agentrl.errors import RendererError
 from agentrl.types import Message
 

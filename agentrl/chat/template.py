@@ -7,8 +7,9 @@ from typing import Any, Literal
 from jinja2 import TemplateError
 
 from agentrl.chat.encoder import Encoder
+from agentrl.chat.forms.hermes import format_reasoning, format_tool_call, parse_assistant
+from agentrl.chat.forms.tagged import END_THINK, THINK
 from agentrl.chat.renderer import Renderer, RendererConfig, Tools
-from agentrl.chat.tool_calls import END_THINK, THINK, format_reasoning, format_tool_call, parse_assistant
 from agentrl.errors import RendererError
 from agentrl.types import Message
 

@@ -8,7 +8,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, train
 from transformers import PreTrainedTokenizerFast
 
 from agentrl.chat.chatml import END, START
-from agentrl.chat.tool_calls import CLOSE, OPEN
+from agentrl.chat.forms.hermes import CLOSE, OPEN
 from agentrl.errors import ConfigError
 from agentrl.files import damage
 

@@ -1,0 +1,89 @@
+"""Calls as code: `[look(n=1), take(what='key')]`, of Llama's pythonic models and, between tags, of LFM2."""
+
+import re
+from dataclasses import dataclass
+
+from agentrl.chat.forms.form import NAME, Function, assistant, function, malformed
+from agentrl.chat.forms.literals import Literals
+from agentrl.chat.forms.tagged import Sampled, TaggedForm
+from agentrl.chat.renderer import Tools
+from agentrl.plain_data import well_formed
+from agentrl.types import Message
+
+_NAME = re.compile(rf"({NAME})\(")
+_KEY = re.compile(r"([\w$-]++)\s*+=")
+_QUOTE = re.compile(r"(?=')")
+_RAW = re.compile(r"'(.*?)'(?=\s*+(?:,\s*+[\w$-]++\s*+=|\)\s*+[],]))", re.DOTALL)
+"""A string in which nothing is escaped: it ends where the next argument begins, or where the call ends."""
+_BEGIN = re.compile(rf"\[\s*+{NAME}\((?:\)|\s*+[\w$-]++\s*+=)")
+_OPEN, _CLOSE = "<|tool_call_start|>", "<|tool_call_end|>"
+
+
+@dataclass(frozen=True, slots=True)
+class PythonicForm:
+    """The whole text is a list of calls; any other text is an answer."""
+
+    name: str = "pythonic"
+
+    def parse(self, text: str, tools: Tools, *, is_thinking: bool) -> Message:  # noqa: ARG002 - no thoughts
+        """Return the message of a text."""
+        text = well_formed(text)
+        if not _BEGIN.match(text.strip()):
+            return assistant(text, [], [])
+        return assistant("", [], _calls(text.strip()) or [malformed(text)])
+
+    def write_malformed(self, text: str) -> str:
+        """Return the text of a malformed call, as it was sampled."""
+        return text
+
+
+def _lfm(name: str, *, is_raw: bool) -> TaggedForm:
+    def read(sampled: Sampled, start: int, tools: Tools) -> tuple[list[Function], int]:  # noqa: ARG001 - code has types
+        end = sampled.find(_CLOSE, start)
+        body = sampled.text[start:end]
+        return _calls(body, is_raw=is_raw) or [malformed(body)], end + len(_CLOSE)
+
+    return TaggedForm(name=name, open=_OPEN, close=_CLOSE, read=read)
+
+
+def _calls(text: str, *, is_raw: bool = False) -> list[Function] | None:
+    """Return the calls of a list of calls with keyword arguments; None where it is not in order.
+
+    Args:
+        text: the whole list.
+        is_raw: strings in single quotes stand as they are, backslashes, quotes and line ends included.
+    """
+    literals, functions = Literals(text), list[Function]()
+    try:
+        literals.expect("[")
+        for _ in literals.members("]"):
+            if (found := _call(literals, is_raw=is_raw)) is None:
+                return None
+            functions.append(found)
+        literals.expect("")
+    except ValueError:
+        return None
+    return functions or None
+
+
+def _call(literals: Literals, *, is_raw: bool) -> Function | None:
+    name, arguments = literals.match(_NAME), dict[str, object]()
+    if name is None:
+        return None
+    for _ in literals.members(")"):
+        key = literals.match(_KEY)
+        if key is None or key[1] in arguments:
+            return None
+        if is_raw and literals.match(_QUOTE):
+            if (raw := literals.match(_RAW)) is None:
+                return None
+            arguments[key[1]] = raw[1]
+        else:
+            arguments[key[1]] = literals.value()
+    return function(name[1], arguments)
+
+
+PYTHONIC = PythonicForm()
+LFM = _lfm("lfm", is_raw=False)
+LFM_RAW = _lfm("lfm-raw", is_raw=True)
+"""Of LFM2.5, whose first templates escape nothing in text."""

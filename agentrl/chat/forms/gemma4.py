@@ -1,0 +1,48 @@
+"""Gemma 4's form: `<|tool_call>call:look{n:1,what:<|"|>key<|"|>}<tool_call|>`, thoughts in a channel."""
+
+import re
+
+from agentrl.chat.forms.form import NAME, Function, function, malformed
+from agentrl.chat.forms.literals import Literals
+from agentrl.chat.forms.tagged import Sampled, TaggedForm
+from agentrl.chat.renderer import Tools
+
+_OPEN, _CLOSE = "<|tool_call>", "<tool_call|>"
+_CALL = re.compile(rf"call:({NAME})(?={{)")
+_STRING = re.compile(r'<\|"\|>(.*?)<\|"\|>', re.DOTALL)
+_KEY = re.compile(r"([^:{}\[\],]++):")
+
+
+class _Values(Literals):
+    """Values whose text stands between `<|"|>`, and whose keys need no quotes."""
+
+    def string(self) -> str | None:
+        return found[1] if (found := self.match(_STRING)) else super().string()
+
+    def key(self) -> str:
+        if (quoted := self.match(_STRING)) is not None:
+            self.expect(":")
+            return quoted[1]
+        if (bare := self.match(_KEY)) is None:
+            raise ValueError("no key")
+        return bare[1].strip()
+
+
+def _read(sampled: Sampled, start: int, tools: Tools) -> tuple[list[Function], int]:  # noqa: ARG001 - it has types
+    end = sampled.find(_CLOSE, start)
+    body = sampled.text[start:end]
+    return [_call(body) or malformed(body)], end + len(_CLOSE)
+
+
+def _call(body: str) -> Function | None:
+    values = _Values(body)
+    name = values.match(_CALL)
+    try:
+        arguments = values.value()
+        values.expect("")
+    except ValueError:
+        return None
+    return None if name is None else function(name[1], arguments)
+
+
+GEMMA4 = TaggedForm(name="gemma4", open=_OPEN, close=_CLOSE, read=_read, think=("<|channel>thought\n", "<channel|>"))
