@@ -7,7 +7,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from agentrl.credit import Credit, CreditScheme, Need, assign_credit, load_credit
+    from agentrl.credit import Credit, CreditScheme, LoneRule, Need, assign_credit, load_credit
     from agentrl.env import MessageEnv, ToolEnv, run_command, tool, tool_call
     from agentrl.errors import AgentRLError, ConfigError, CreditError, EnvironmentFailure, UserError
     from agentrl.types import (
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOMES = {
-    "agentrl.credit": ("Credit", "CreditScheme", "Need", "assign_credit", "load_credit"),
+    "agentrl.credit": ("Credit", "CreditScheme", "LoneRule", "Need", "assign_credit", "load_credit"),
     "agentrl.env": ("MessageEnv", "ToolEnv", "run_command", "tool", "tool_call"),
     "agentrl.errors": ("AgentRLError", "ConfigError", "CreditError", "EnvironmentFailure", "UserError"),
     "agentrl.types": (
@@ -42,7 +42,7 @@ _HOME = {name: module for module, members in _HOMES.items() for name in members}
 
 __all__ = [  # noqa: RUF022 - by theme
     "MessageEnv", "ToolEnv", "tool", "tool_call", "run_command", "Message",
-    "CreditScheme", "Credit", "Need", "assign_credit", "load_credit",
+    "CreditScheme", "Credit", "LoneRule", "Need", "assign_credit", "load_credit",
     "Turn", "Trajectory", "TrajectoryGroup", "StopReason", "FinishReason", "Completion", "Sampling",
     "AgentRLError", "UserError", "ConfigError", "CreditError", "EnvironmentFailure",
 ]  # fmt: skip

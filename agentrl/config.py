@@ -89,7 +89,7 @@ class Recipe(BaseModel):
             )
         scheme = load_credit(self.credit)
         schemes = [scheme, load_fallback(scheme)] if "fallback" in self.credit else [scheme]
-        rules = [getattr(layer, "lone", None) for one in schemes for layer in one.chain()]
+        rules = [layer.lone_rule() for one in schemes for layer in one.chain()]
         if rollout.group_size == 1 and "error" in rules:
             raise ValueError(
                 "rollout.group_size: 1 gives every trajectory nothing to be compared with; raise it, or set credit.lone"

@@ -20,10 +20,12 @@ from agentrl.plugin import plugin_class, with_fields
 from agentrl.registry import names
 from agentrl.types import Need, Trajectory, TrajectoryGroup
 
-__all__ = ["Credit", "CreditScheme", "Need", "assign_credit", "load_credit", "load_credit_for"]
+__all__ = ["Credit", "CreditScheme", "LoneRule", "Need", "assign_credit", "load_credit", "load_credit_for"]
 
 FloatArray = npt.NDArray[np.float32]
 BoolArray = npt.NDArray[np.bool_]
+LoneRule = Literal["error", "keep", "drop"]
+"""What becomes of a trajectory that has no sibling to be compared with: stop; advantage 0; out of the loss."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -124,6 +126,14 @@ class CreditScheme(BaseModel):
         """Return what this instance reads: `needs`, and what its options add."""
         return self.needs
 
+    def critic_discount(self) -> float | None:
+        """Return the discount from turn to turn of the returns that a critic learns. None: this scheme has none."""
+        return None
+
+    def lone_rule(self) -> LoneRule | None:
+        """Return what becomes of a trajectory that has no sibling to be compared with. None: it compares none."""
+        return None
+
     def inner(self) -> "CreditScheme | None":
         """Return the scheme that this one is built around, where there is one."""
         return None
@@ -213,8 +223,9 @@ def load_credit_for(
 
 def load_fallback(scheme: CreditScheme) -> CreditScheme:
     """Return plain GSPO in place of a scheme, with its rule for a lone trajectory."""
-    lone = next((layer.lone for layer in scheme.chain() if hasattr(layer, "lone")), None)
-    return load_credit({"scheme": "uniform"} | ({} if lone is None else {"lone": lone}))
+    rules = (layer.lone_rule() for layer in scheme.chain())
+    rule = next((rule for rule in rules if rule is not None), None)
+    return load_credit({"scheme": "uniform"} | ({} if rule is None else {"lone": rule}))
 
 
 def assign_credit(scheme: CreditScheme, groups: Sequence[TrajectoryGroup]) -> list[list[Credit]]:

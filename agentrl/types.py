@@ -243,9 +243,8 @@ class Trajectory:
     """Where, if the environment failed. The action that it failed at is the last turn's."""
     gold_answer: str | None = None
     """The task's known answer, where the environment tells one."""
-    final_value: float | None = None
-    """A critic's value of the context after the last action token, what a truncated trajectory had still ahead of it.
-    None: no critic was asked."""
+    signals: Mapping[str, float] = field(default_factory=dict)
+    """As `Turn.signals`, of the trajectory as a whole: `values` is that of the context after the last action token."""
 
     @property
     def failed(self) -> bool:

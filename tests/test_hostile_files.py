@@ -346,7 +346,7 @@ class Intruder:
 
 FORGED = [
     *("custom_checkpoint_0.pkl", "random_states_0.pkl", "optimizer.bin", "scheduler.bin", "pytorch_model.bin"),
-    *("optimizer.pt", "critic.pt", "model.safetensors", "learner-0.json", "agentrl.json", "shards/.metadata"),
+    *("optimizer.pt", "values.pt", "model.safetensors", "learner-0.json", "agentrl.json", "shards/.metadata"),
 ]
 
 

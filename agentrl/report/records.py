@@ -69,7 +69,8 @@ class TrajectoryRecord(BaseModel):
     fault: Fault | None = None
     turns: list[TurnRecord]
     gold_answer: str | None = None
-    final_value: float | None = None
+    signals: dict[Need, float] = {}
+    """Of the trajectory as a whole."""
 
 
 _RECORD = TypeAdapter(TrajectoryRecord)
@@ -126,7 +127,7 @@ def records(
                 fault=trajectory.fault,
                 turns=turns,
                 gold_answer=trajectory.gold_answer,
-                final_value=trajectory.final_value,
+                signals={Need(name): value for name, value in trajectory.signals.items()},
             )
 
 
@@ -150,9 +151,10 @@ def groups_of(records: Iterable[TrajectoryRecord]) -> list[TrajectoryGroup]:
 
 
 def _trajectory(record: TrajectoryRecord) -> Trajectory:
-    own = {f.name for f in fields(Trajectory)} - {"turns", "fault"}
+    own = {f.name for f in fields(Trajectory)} - {"turns", "fault", "signals"}
     turns = tuple(_turn(turn) for turn in record.turns)
-    return Trajectory(**record.model_dump(include=own), fault=record.fault, turns=turns)
+    signals = {name.value: value for name, value in record.signals.items()}
+    return Trajectory(**record.model_dump(include=own), fault=record.fault, turns=turns, signals=signals)
 
 
 def _turn(record: TurnRecord) -> Turn:

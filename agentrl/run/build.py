@@ -172,12 +172,11 @@ def _build(
             tools=description.tools,
             temperature=rollout.temperature,
             max_tokens=train.max_tokens_per_micro_batch,
+            is_sharded=train.sharding == "full",
             seed=recipe.seed,
             autocast=accelerator.autocast,
         )
     )
-    if signals.critic is not None and train.sharding == "full":
-        raise ConfigError("train.sharding: full leaves the critic no whole policy to read; set it to none")
     state = PolicyState(policy, accelerator=accelerator, config=train, reference=reference)
     learner = Learner(state, loss=recipe.loss, config=train, temperature=rollout.temperature, seed=recipe.seed)
     link = EngineLink(engine, pool, learner, recipe=recipe, share=share, runner=runner)

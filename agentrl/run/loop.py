@@ -134,7 +134,7 @@ def credit_and_update(
     is_any_replaying = any(replaying for _, replaying, _ in everyones)
     check = None if is_any_replaying else parts.link.check_agreement
     metrics |= parts.learner.update(groups, credits, version=version, check_agreement=check, cancelled=cancelled)
-    metrics |= parts.signals.fit(groups)  # the critic, where the scheme reads one
+    metrics |= parts.signals.fit(groups)  # what learns of them: the critic, where the scheme reads values
     clock.lap("update_s")
     metrics |= {f"pool/{name}": float(sum(counts[name] for *_, counts in everyones)) for name in parts.pool.counts}
     return StepResult(groups=groups, credits=credits, metrics=metrics)

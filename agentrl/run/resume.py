@@ -4,7 +4,6 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-import torch
 from pydantic import BaseModel, ConfigDict, NonNegativeInt, PositiveInt, TypeAdapter
 from safetensors import SafetensorError
 
@@ -20,7 +19,7 @@ from agentrl.rollout import Journal
 from agentrl.run.build import Parts
 from agentrl.types import Need
 
-_STATE, _CRITIC = "agentrl.json", "critic.pt"
+_STATE = "agentrl.json"
 
 
 class RunState(BaseModel):
@@ -41,8 +40,7 @@ def save(parts: Parts, folder: RunFolder, step: int) -> None:
 
     def write(path: Path) -> None:
         parts.state.save(path)
-        if parts.signals.critic is not None and is_main():
-            torch.save(parts.signals.critic.state_dict(), path / _CRITIC)
+        parts.signals.save(path)
         state = RunState(finished_steps=step, num_processes=num_processes(), pool=parts.pool.state_dict())
         (path / _state_file()).write_text(state.model_dump_json(), encoding="utf-8")
 
@@ -78,12 +76,7 @@ def load_checkpoint(parts: Parts, path: Path) -> int:
     with checkpoint_errors(path):
         check_processes(path, num_processes())
         parts.state.load(path)
-        if (critic := parts.signals.critic) is not None:
-            if not (path / _CRITIC).is_file():
-                raise ConfigError(
-                    "the credit scheme reads a critic, and this run trained none; begin a new run with it"
-                )
-            critic.load_state_dict(torch.load(path / _CRITIC, map_location=parts.state.device, weights_only=True))
+        parts.signals.load(path, device=parts.state.device)
         state = _read_state(path / _state_file())
         parts.pool.load_state_dict(state.pool)
     return state.finished_steps

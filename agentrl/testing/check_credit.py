@@ -13,7 +13,7 @@ from agentrl.learn.signals import signal_classes
 from agentrl.testing.credit_layouts import EVEN, LAYOUTS, LONE, LONG, ONE_TURN
 from agentrl.testing.credit_options import idle_options
 from agentrl.testing.credit_subject import Prepare, Subject, by_turn, first_of_turns, same
-from agentrl.types import FinishReason, StopReason, TrajectoryGroup, Turn
+from agentrl.types import FinishReason, StopReason, Trajectory, TrajectoryGroup
 
 _TURN_DATA = frozenset({Need.TURN_REWARDS, Need.STATE_KEYS, Need.VALUES, Need.BRANCHES})
 """What tells the turns of a trajectory apart by what they earned or led to."""
@@ -79,7 +79,8 @@ def check_credit(
         options=options or {},
         prepare=prepare or (lambda group: group),
     )
-    checks = [_fits, _order, _names, _observations, _tokens, _needs, _places, _cut_off, _failures, _lone, idle_options]
+    checks = [_fits, _order, _names, _observations, _tokens, _needs, _discount, _places, _cut_off, _failures, _lone]
+    checks += [idle_options]
     checks += [_equal_returns, _shift] if relative else []
     checks += [_one_turn] if (relative if outcome_level is None else outcome_level) else []
     checks += [_scale] if scale_equivariant else []
@@ -210,14 +211,25 @@ def _needs(subject: Subject) -> Iterator[str]:
             yield "which turn was rewarded changes the credit: requirements() must name Need.TURN_REWARDS"
 
 
+def _discount(subject: Subject) -> Iterator[str]:
+    """A critic learns returns under the discount that the scheme tells; one that is kept to itself would be 1 there."""
+    scheme = subject.scheme
+    if Need.VALUES in scheme.needs and "gamma" in type(scheme).model_fields and scheme.critic_discount() is None:
+        yield "the critic does not learn returns under gamma: let critic_discount() return it"
+
+
 def _without(group: TrajectoryGroup, need: Need) -> TrajectoryGroup:
     """Return the group without what a need names."""
     blank: dict[str, Any] = dict.fromkeys(_FIELDS.get(need, ()))
 
-    def bare(turn: Turn) -> Turn:
-        return replace(turn, **blank, signals={name: value for name, value in turn.signals.items() if name != need})
+    def others(signals: Mapping[str, Any]) -> dict[str, Any]:
+        return {name: value for name, value in signals.items() if name != need}
 
-    return replace(group, trajectories=tuple(replace(t, turns=tuple(map(bare, t.turns))) for t in group.trajectories))
+    def bare(trajectory: Trajectory) -> Trajectory:
+        turns = tuple(replace(turn, **blank, signals=others(turn.signals)) for turn in trajectory.turns)
+        return replace(trajectory, turns=turns, signals=others(trajectory.signals))
+
+    return replace(group, trajectories=tuple(map(bare, group.trajectories)))
 
 
 def _places(subject: Subject) -> Iterator[str]:

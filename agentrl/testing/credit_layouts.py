@@ -67,8 +67,13 @@ class Layout:
             ],
             **{need: numbers(s.sample, per_token=s.is_per_token) for need, s in signal_classes().items()},
         )
+        of_whole = {
+            need.value: s.trajectory_sample * (scale if s.sample.in_rewards else 1.0)
+            for need, s in signal_classes().items()
+            if s.trajectory_sample is not None
+        }
         return replace(
-            group, trajectories=tuple(replace(t, gold_answer="42", final_value=0.3) for t in group.trajectories)
+            group, trajectories=tuple(replace(t, gold_answer="42", signals=of_whole) for t in group.trajectories)
         )
 
 

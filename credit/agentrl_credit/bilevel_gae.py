@@ -34,6 +34,10 @@ class BilevelGAE(CreditScheme):
     token_lam: float = Field(default=1.0, ge=0, le=1)
     """The lambda of the GAE over tokens."""
 
+    def critic_discount(self) -> float:
+        """Return `gamma`."""
+        return self.gamma
+
     def assign(self, groups: Sequence[TrajectoryGroup]) -> list[list[Credit]]:
         """Return one `Credit` for each trajectory of each group, in the order given.
 

@@ -32,6 +32,10 @@ class TokenResidual(CreditScheme):
     alpha: float = Field(default=0.5, ge=0, allow_inf_nan=False)
     """Weight of the residual; 0 is `turn_gae`."""
 
+    def critic_discount(self) -> float:
+        """Return `gamma`."""
+        return self.gamma
+
     def assign(self, groups: Sequence[TrajectoryGroup]) -> list[list[Credit]]:
         """Return one `Credit` for each trajectory of each group, in the order given.
 

@@ -37,6 +37,10 @@ class TurnGAE(CreditScheme):
     eps: float = Field(default=1e-6, gt=0, allow_inf_nan=False)
     """Added to the standard deviation, in units of reward. Read by `batch`."""
 
+    def critic_discount(self) -> float:
+        """Return `gamma`."""
+        return self.gamma
+
     def assign(self, groups: Sequence[TrajectoryGroup]) -> list[list[Credit]]:
         """Return one `Credit` for each trajectory of each group, in the order given.
 

@@ -20,6 +20,7 @@ from agentrl import (
     CreditError,
     CreditScheme,
     FinishReason,
+    LoneRule,
     Need,
     Trajectory,
     TrajectoryGroup,
@@ -27,9 +28,6 @@ from agentrl import (
     load_credit,
 )
 from agentrl_credit.stages import Array, Ints, cell_means, gae, label, returns_to_go, shrink
-
-Lone = Literal["error", "keep", "drop"]
-"""What becomes of a trajectory that has no sibling to be compared with: stop; advantage 0; out of the loss."""
 
 
 def _checked(spec: dict[str, Any]) -> dict[str, Any]:
@@ -206,11 +204,11 @@ def final_value(trajectory: Trajectory) -> float:
     """
     if not trajectory.truncated:
         return 0.0
-    if trajectory.final_value is None:
+    if (value := trajectory.signals.get("values")) is None:
         raise CreditError(
-            f"trajectory {trajectory.trajectory_id} was truncated and has no final_value to continue from"
+            f"trajectory {trajectory.trajectory_id} was truncated and has no value after its end to continue from"
         )
-    return trajectory.final_value
+    return value
 
 
 class Comparison(CreditScheme):
@@ -219,9 +217,13 @@ class Comparison(CreditScheme):
     Failed trajectories are excluded from the loss and enter no statistic, and a lone one is treated as `lone` says.
     """
 
-    lone: Lone = "error"
+    lone: LoneRule = "error"
     """The only trajectory of its group that did not fail: "error" stops, "keep" gives it advantage 0 (it still counts
     in the loss's denominators), "drop" takes it out of the loss. Either way it enters no statistic."""
+
+    def lone_rule(self) -> LoneRule:
+        """Return `lone`."""
+        return self.lone
 
     @abstractmethod
     def advantages(self, turns: Turns) -> Array:
@@ -269,7 +271,7 @@ def map_turns(
     ]
 
 
-def _lone_credit(trajectory: Trajectory, *, lone: Lone) -> Credit:
+def _lone_credit(trajectory: Trajectory, *, lone: LoneRule) -> Credit:
     if lone == "error":
         raise CreditError(
             f"group {trajectory.group_id} has one valid trajectory, {trajectory.trajectory_id}, and nothing to compare it "

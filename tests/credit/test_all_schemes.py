@@ -76,7 +76,7 @@ def random_group(rng: random.Random, group_id: str, *, size: int) -> TrajectoryG
     return replace(
         group,
         trajectories=tuple(
-            replace(t, truncated=rng.random() < 0.3, final_value=rng.gauss(0, 1), gold_answer="42")
+            replace(t, truncated=rng.random() < 0.3, signals={"values": rng.gauss(0, 1)}, gold_answer="42")
             for t in group.trajectories
         ),
     )
@@ -90,7 +90,7 @@ def random_batch(seed: int) -> list[TrajectoryGroup]:
 def failures(group: TrajectoryGroup) -> list[Trajectory]:
     """Return what an episode may leave behind that failed: nothing, or turns that nobody measured, and senseless rewards."""
     bare = Turn(observation_ids=(1,), action_ids=(2, 3), behavior_logprobs=(-1.0, -1.0), versions=(0, 0), reward=1e9)
-    common = replace(group.trajectories[0], truncated=True, final_value=None, error="lost")
+    common = replace(group.trajectories[0], truncated=True, signals={}, error="lost")
     return [
         replace(common, trajectory_id="no-turns", turns=(), stop_reason=StopReason.ENV_ERROR),
         replace(common, trajectory_id="bare", turns=(bare, bare), stop_reason=StopReason.ENGINE_ERROR),

@@ -60,7 +60,7 @@ def slow_reference(scheme: BilevelGAE, group: TrajectoryGroup) -> Rows:
     rows = []
     for trajectory in group.trajectories:
         values = [list(turn.signals["values"]) for turn in trajectory.turns]
-        rewards, last = rewards_of(trajectory), (trajectory.final_value or 0.0) if trajectory.truncated else 0.0
+        rewards, last = rewards_of(trajectory), trajectory.signals["values"] if trajectory.truncated else 0.0
         # The lambda-return by its own recursion: G_k = r_k + gamma * ((1 - lam) V_{k+1} + lam G_{k+1}).
         totals: list[float] = []
         following = value = last
@@ -118,16 +118,16 @@ def test_where_the_turns_end_matters_not_where_the_rewards_are() -> None:
 
 
 def test_a_truncated_trajectory_continues_from_the_critics_last_word() -> None:
-    cut_off = changed(TWO, 0, truncated=True, final_value=2.0)
+    cut_off = changed(TWO, 0, truncated=True, signals={"values": 2.0})
     # G_1 = 1 + .5 * 2, G_0 = .5 * 2
     assert_close(by_token(BilevelGAE(gamma=0.5), cut_off)[0], [[0.8, 0.7, 1.5, 1.4]])
-    assert by_token(BilevelGAE(), changed(TWO, 0, final_value=2.0)) == by_token(BilevelGAE(), TWO)
+    assert by_token(BilevelGAE(), changed(TWO, 0, signals={"values": 2.0})) == by_token(BilevelGAE(), TWO)
 
 
 def test_missing_values_are_named_by_trajectory_and_turn() -> None:
     with pytest.raises(CreditError, match=r"trajectory g/0, turn 0: no values, which this scheme needs"):
         assign_credit(BilevelGAE(), [without(TWO, 0, 0, "values")])
-    with pytest.raises(CreditError, match=r"trajectory g/0 was truncated and has no final_value"):
+    with pytest.raises(CreditError, match=r"trajectory g/0 was truncated and has no value after its end"):
         assign_credit(BilevelGAE(), [changed(TWO, 0, truncated=True)])
     assert BilevelGAE().requirements() == {Need.VALUES}
 

@@ -5,6 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from agentrl import LoneRule
 from agentrl.errors import CreditError
 from agentrl.testing.groups import make_group
 from agentrl_credit.stages import (
@@ -22,7 +23,7 @@ from agentrl_credit.stages import (
     shrink,
     standard_deviation,
 )
-from agentrl_credit.turns import Comparison, Lone, Turns
+from agentrl_credit.turns import Comparison, Turns
 
 SAME_BUT_FOR_ROUNDING = [0.1 + 0.2, 0.3]  # differ by 5.6e-17
 
@@ -173,7 +174,7 @@ def test_a_lone_trajectory_is_named_with_the_way_out() -> None:
 
 
 @pytest.mark.parametrize(("lone", "kept"), [("keep", True), ("drop", False)])
-def test_a_lone_trajectory_is_kept_or_dropped(lone: Lone, kept: bool) -> None:
+def test_a_lone_trajectory_is_kept_or_dropped(lone: LoneRule, kept: bool) -> None:
     groups = [make_group([[0], [1]], group_id="pair"), make_group([[1]], group_id="single")]
     pair, single = Returns(lone=lone).assign(groups)
     assert [credit.advantages_T.tolist() for credit in pair] == [[0], [1]]

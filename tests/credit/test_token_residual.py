@@ -60,7 +60,7 @@ def slow_reference(scheme: TokenResidual, group: TrajectoryGroup) -> Rows:
     rows = []
     for trajectory in group.trajectories:
         values = [list(turn.signals["values"]) for turn in trajectory.turns]
-        last = (trajectory.final_value or 0.0) if trajectory.truncated else 0.0
+        last = trajectory.signals["values"] if trajectory.truncated else 0.0
         rewards = rewards_of(trajectory)
         firsts = [inside[0] for inside in values]
         turns = slow_gae(rewards, firsts, gamma=scheme.gamma, lam=scheme.lam, final_value=last)
@@ -109,17 +109,17 @@ def test_an_action_of_one_token_has_no_residual() -> None:
 
 
 def test_a_truncated_trajectory_continues_from_the_critics_last_word() -> None:
-    cut_off = changed(TWO, 0, truncated=True, final_value=2.0)
+    cut_off = changed(TWO, 0, truncated=True, signals={"values": 2.0})
     # Turns, lam 0: .5 - .2 and 1 + 2 - .5. Tokens, token_lam 0: .1, .2, .1, 1 + 2 - .6 = 2.4.
     scheme = TokenResidual(lam=0, token_lam=0, alpha=1)
     assert_close(by_token(scheme, cut_off)[0], [[0.25, 0.35, 1.35, 3.65]])
-    assert by_token(scheme, changed(TWO, 0, final_value=2.0)) == by_token(scheme, TWO)
+    assert by_token(scheme, changed(TWO, 0, signals={"values": 2.0})) == by_token(scheme, TWO)
 
 
 def test_missing_values_are_named_by_trajectory_and_turn() -> None:
     with pytest.raises(CreditError, match=r"trajectory g/0, turn 1: no values, which this scheme needs"):
         assign_credit(TokenResidual(), [without(TWO, 0, 1, "values")])
-    with pytest.raises(CreditError, match=r"trajectory g/0 was truncated and has no final_value"):
+    with pytest.raises(CreditError, match=r"trajectory g/0 was truncated and has no value after its end"):
         assign_credit(TokenResidual(), [changed(TWO, 0, truncated=True)])
     assert TokenResidual().requirements() == {Need.VALUES}
 

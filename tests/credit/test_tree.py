@@ -141,7 +141,7 @@ def test_rollouts_from_the_start_count_beside_the_siblings() -> None:
 
 
 def test_nothing_follows_the_last_turn_also_where_a_limit_ended_the_episode() -> None:
-    cut_off = changed(FORKED, 0, truncated=True, final_value=100.0)
+    cut_off = changed(FORKED, 0, truncated=True, signals={"values": 100.0})
     assert by_turn(Tree(), cut_off) == by_turn(Tree(), FORKED)
 
 

@@ -72,7 +72,7 @@ def slow_reference(scheme: TurnGAE, group: TrajectoryGroup) -> Rows:
     rows = []
     for trajectory in group.trajectories:
         values = [turn.signals["values"][0 if scheme.read == "first" else -1] for turn in trajectory.turns]
-        last = (trajectory.final_value or 0.0) if trajectory.truncated else 0.0
+        last = trajectory.signals["values"] if trajectory.truncated else 0.0
         rows.append(slow_gae(rewards_of(trajectory), values, gamma=scheme.gamma, lam=scheme.lam, final_value=last))
     return rows
 
@@ -97,14 +97,14 @@ def test_agrees_with_a_slow_reference(groups: list[TrajectoryGroup], **fields: A
 
 
 def test_a_truncated_trajectory_continues_from_the_critics_last_word() -> None:
-    cut_off = changed(TWO, 0, truncated=True, final_value=2.0)
+    cut_off = changed(TWO, 0, truncated=True, signals={"values": 2.0})
     # one step: .8 - .5, and 1 + .5 * 2 - .8 with gamma .5 on both
     assert_close(by_turn(TurnGAE(lam=0, gamma=0.5), cut_off)[0], [[0.5 * 0.8 - 0.5, 1 + 0.5 * 2 - 0.8]])
     assert_close(by_turn(TurnGAE(lam=1), cut_off)[0], [[2.5, 2.2]])
 
 
 def test_where_the_task_ended_nothing_follows_whatever_the_critic_says() -> None:
-    ended = changed(TWO, 0, final_value=2.0)
+    ended = changed(TWO, 0, signals={"values": 2.0})
     assert by_turn(TurnGAE(), ended) == by_turn(TurnGAE(), TWO)
 
 
@@ -131,7 +131,7 @@ def test_a_trajectory_without_siblings_is_credited_like_any_other() -> None:
 def test_missing_values_are_named_by_trajectory_and_turn() -> None:
     with pytest.raises(CreditError, match=r"trajectory g/0, turn 1: no values, which this scheme needs"):
         assign_credit(TurnGAE(), [without(TWO, 0, 1, "values")])
-    with pytest.raises(CreditError, match=r"trajectory g/0 was truncated and has no final_value"):
+    with pytest.raises(CreditError, match=r"trajectory g/0 was truncated and has no value after its end"):
         assign_credit(TurnGAE(), [changed(TWO, 0, truncated=True)])
     assert TurnGAE().requirements() == {Need.VALUES}
 

@@ -73,7 +73,7 @@ def test_the_first_values_are_zero(kind: Kind, played: list[Trajectory]) -> None
     measured = new_critic(new_policy(), model=kind).measure(played)
     for trajectory, original in zip(measured, played, strict=True):
         assert values_of(trajectory) == [0.0] * original.num_action_tokens
-        assert trajectory.final_value == 0.0
+        assert trajectory.signals == {"values": 0.0}
         assert without_signals(trajectory) == original
 
 
@@ -87,8 +87,8 @@ def test_values_are_read_before_each_token_and_the_final_one_after_the_last(
     for trajectory in critic.measure(played):
         expected = plain_values(critic, trajectory)
         assert np.std(expected) > 1e-3
-        assert trajectory.final_value is not None
-        np.testing.assert_allclose([*values_of(trajectory), trajectory.final_value], expected, rtol=1e-5, atol=1e-6)
+        found = [*values_of(trajectory), trajectory.signals["values"]]
+        np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
 
 
 def test_the_final_value_follows_a_turn_that_rewrote_history(played: list[Trajectory]) -> None:
@@ -97,7 +97,7 @@ def test_the_final_value_follows_a_turn_that_rewrote_history(played: list[Trajec
     cut = replace(played[0], turns=played[0].turns[:4])
     assert not cut.turns[3].extends
     (measured,) = critic.measure([cut])
-    assert measured.final_value == pytest.approx(plain_values(critic, cut)[-1], rel=1e-5)
+    assert measured.signals["values"] == pytest.approx(plain_values(critic, cut)[-1], rel=1e-5)
 
 
 def turn(num: int, reward: float) -> Turn:
@@ -111,7 +111,7 @@ def turn(num: int, reward: float) -> Turn:
     )
 
 
-def trajectory_of(*turns: Turn, truncated: bool = False, final_value: float | None = 0.0) -> Trajectory:
+def trajectory_of(*turns: Turn, truncated: bool = False, final_value: float = 0.0) -> Trajectory:
     return Trajectory(
         group_id="g",
         trajectory_id="g/0",
@@ -120,7 +120,7 @@ def trajectory_of(*turns: Turn, truncated: bool = False, final_value: float | No
         turns=turns,
         stop_reason=StopReason.MAX_TURNS if truncated else StopReason.TERMINATED,
         truncated=truncated,
-        final_value=final_value,
+        signals={"values": final_value},
     )
 
 

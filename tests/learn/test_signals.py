@@ -107,6 +107,7 @@ def new_signals(
             tools=base_env(make_env(env)).tools,
             temperature=temperature,
             max_tokens=1000,
+            is_sharded=False,
             seed=3,
         )
     )
@@ -191,13 +192,12 @@ def test_what_a_scheme_asks_for_is_measured_and_nothing_else(
         env="calculator",
         judge=JUDGE,  # named, and still not asked where no scheme reads its scores
     )
-    assert (signals.critic is not None) == ("values" in names)
     measured = signals.measure(sums)
     for group in measured:
         for trajectory in group.trajectories:
             for turn in trajectory.turns:
                 assert set(turn.signals) == names
-            assert (trajectory.final_value is not None) == ("values" in names)
+            assert set(trajectory.signals) == names & {"values"}
     assert [restored(group) for group in measured] == sums
     load_credit(credit).assign(measured)  # and is enough
 
@@ -552,6 +552,12 @@ def repeatable(rows: list[dict[str, float]]) -> list[dict[str, float]]:
     return [{name: value for name, value in row.items() if not name.startswith(("time/", "process/"))} for row in rows]
 
 
+def learned(folder: Path, step: int) -> dict[str, Any]:
+    """Return what a checkpoint holds of the critic."""
+    state: dict[str, Any] = torch.load(folder / "checkpoints" / f"step-{step:06d}" / "values.pt", weights_only=True)
+    return state
+
+
 @pytest.mark.parametrize(
     ("credit", "signals"),
     [
@@ -576,9 +582,8 @@ def test_a_resumed_run_repeats_bit_for_bit(
     assert all(row["grad_norm"] > 0 for row in rows[1:])
     for one, other in zip(whole.state.policy.parameters(), resumed.state.policy.parameters(), strict=True):
         assert torch.equal(one, other)
-    if whole.signals.critic is not None:
-        assert resumed.signals.critic is not None
-        states = [critic.state_dict() for critic in (whole.signals.critic, resumed.signals.critic)]
+    if credit["scheme"] != "distill":
+        states = [learned(tmp_path / name / "run", 3) for name in ("whole", "parts")]
         assert states[0]["num_updates"] == states[1]["num_updates"] == 3 * 2 * 4
         for part in ("head", "body"):
             assert states[0][part].keys() == states[1][part].keys()
@@ -594,7 +599,7 @@ def test_a_scheme_that_reads_the_reference_cannot_be_added_to_a_run_that_kept_no
 
 def test_a_critic_cannot_be_added_to_a_run_that_had_none(warm: Path, tmp_path: Path) -> None:
     folder, _ = train(with_model(warm, tmp_path, {"scheme": "uniform"}, train={"steps": 1}))
-    with pytest.raises(ConfigError, match="the credit scheme reads a critic, and this run trained none"):
+    with pytest.raises(ConfigError, match="the credit scheme reads values, and this run trained nothing for them"):
         train(with_model(warm, tmp_path, {"scheme": "turn_gae"}), folder)
 
 
@@ -607,10 +612,8 @@ def test_a_separate_critic_begins_as_the_policy_that_was_warmed_up(tmp_path: Pat
         train={"steps": 1, "learning_rate": 1e-30},
     )
     with build(settings) as parts:
-        critic = parts.signals.critic
-        assert critic is not None
-        before = copy.deepcopy(critic.state_dict()["body"])
+        before = copy.deepcopy(parts.state.policy.model.base_model.state_dict())
         loop.train(parts)
-    body, policy = critic.state_dict()["body"], parts.state.policy.model.base_model.state_dict()
+    body, policy = learned(tmp_path / "run", 1)["body"], parts.state.policy.model.base_model.state_dict()
     assert all(torch.equal(body[name], policy[name]) for name in policy)
     assert not all(torch.equal(body[name], before[name]) for name in before)

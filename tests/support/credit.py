@@ -192,7 +192,7 @@ def _cut_off(draw: st.DrawFn, trajectory: Trajectory) -> Trajectory:
         trajectory,
         turns=(*trajectory.turns[:-1], last),
         truncated=is_unfinished or draw(st.booleans()),
-        final_value=draw(eighths),
+        signals={"values": draw(eighths)},
     )
 
 

@@ -14,4 +14,4 @@ def with_signals(turn: Turn, **signals: Any) -> Turn:
 def without_signals(trajectory: Trajectory) -> Trajectory:
     """Return the trajectory as it was before anything was measured."""
     turns = tuple(replace(turn, signals={}) for turn in trajectory.turns)
-    return replace(trajectory, turns=turns, final_value=None)
+    return replace(trajectory, turns=turns, signals={})

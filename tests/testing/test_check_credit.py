@@ -11,6 +11,7 @@ from pydantic import Field
 from agentrl import Credit, CreditScheme, Need, Trajectory, TrajectoryGroup
 from agentrl.errors import CheckError, ConfigError, CreditError
 from agentrl.testing.check_credit import check_credit
+from agentrl_credit.turn_gae import TurnGAE
 from agentrl_credit.turn_return import TurnReturn
 from agentrl_credit.uniform import Uniform
 
@@ -274,6 +275,16 @@ def test_a_baseline_that_reads_the_own_return_is_no_leave_one_out() -> None:
     # with four trajectories, 3 more for one raises the mean by .75
     [line] = lines(Simple(), leave_one_out=True)
     assert line == "the baseline moves with the trajectory's own return: 3 more reward gives 2.25 more advantage"
+
+
+class KeepsItsDiscount(TurnGAE):
+    def critic_discount(self) -> Any:
+        return None
+
+
+def test_a_discount_that_the_critic_is_not_told_is_found() -> None:
+    expected = "the critic does not learn returns under gamma: let critic_discount() return it"
+    assert lines(KeepsItsDiscount(), relative=False) == [expected]
 
 
 def test_a_fixed_bonus_is_not_scale_equivariant() -> None:

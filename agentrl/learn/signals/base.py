@@ -1,4 +1,4 @@
-"""What a signal declares, and what it is measured with.
+"""What a signal declares, and what it is measured with: all that the rest of the code knows of one.
 
 No file of a signal loads torch until the signal is made: checks of credit schemes read the declarations alone.
 """
@@ -40,8 +40,10 @@ class SignalContext:
     """That of the rollouts; all log-probabilities and entropies are at it."""
     max_tokens: int
     """Budget of a micro-batch."""
+    is_sharded: bool
+    """No process will hold all of the policy's weights."""
     seed: int
-    """Seed of the critic."""
+    """Of the run."""
     autocast: Callable[[], AbstractContextManager[None]] = nullcontext
     """Context in which the policy's forward pass runs, and every other one here."""
 
@@ -91,6 +93,8 @@ class Signal:
     """What checks put in its place."""
     is_per_token: ClassVar[bool] = True
     """True: one number for each action token. False: one for each turn. Records hold either."""
+    trajectory_sample: ClassVar[float | None] = None
+    """What checks put into `Trajectory.signals`, in the unit of `sample`. None: it says nothing of a whole trajectory."""
     hint: ClassVar[str] = ""
     """What the recipe must set where `is_provided` is False; empty where only the environment can help."""
 
@@ -113,3 +117,10 @@ class Signal:
     def fit(self, trajectories: list[Trajectory]) -> dict[str, float]:
         """Fit what it is measured by to what was measured; return metrics."""
         return {}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a checkpoint holds of it, tensors and plain data. Empty: it learns nothing."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from `state_dict`; what the recipe says of learning is the recipe's."""

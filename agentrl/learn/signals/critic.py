@@ -71,14 +71,17 @@ class Critic:
             self._body.load_state_dict(self._policy.model.base_model.state_dict())
 
     def measure(self, trajectories: Sequence[Trajectory]) -> list[Trajectory]:
-        """Return the trajectories with `values` at every turn and `final_value`, the value after the last token."""
+        """Return the trajectories with `values` at every turn, and that after the last token."""
         rows = [with_end(rows_of(t.turns)) for t in trajectories]
         tokens = TokenBatch.of_rows(rows, group_ids=[t.group_id for t in trajectories])
         values = score_tokens(
             self._value, tokens, layout=self._policy.layout, max_tokens=self._max_tokens, device=self._device
         )
         measured = with_tokens(trajectories, "values", [values_T[:-1] for values_T in values])
-        return [replace(t, final_value=float(values_T[-1])) for t, values_T in zip(measured, values, strict=True)]
+        return [
+            replace(t, signals={**t.signals, "values": float(values_T[-1])})
+            for t, values_T in zip(measured, values, strict=True)
+        ]
 
     def fit(self, trajectories: Sequence[Trajectory]) -> dict[str, float]:
         """Fit measured trajectories; return the loss and how much of the returns' variance the values explained before.
@@ -139,7 +142,7 @@ class Critic:
 
     def _targets(self, trajectory: Trajectory) -> FloatArray:
         """Return what each token's value should be: (T,)."""
-        following = (trajectory.final_value or 0.0) if trajectory.truncated else 0.0
+        following = trajectory.signals["values"] if trajectory.truncated else 0.0
         targets: list[float] = []
         for turn in reversed(trajectory.turns):
             following = turn.reward + self._gamma * following

@@ -2,41 +2,39 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 
+import torch
+
+from agentrl.distributed.processes import is_main
+from agentrl.errors import ConfigError
 from agentrl.learn.signals import signal_classes
 from agentrl.learn.signals.base import SignalContext
-from agentrl.learn.signals.critic import Critic
-from agentrl.learn.signals.values import Values
 from agentrl.types import TrajectoryGroup, valid_trajectories
 
 
 class Signals:
-    """Measures trajectories before they are credited, and trains the critic where there is one."""
+    """Measures trajectories before they are credited, and trains what they are measured by where that learns."""
 
     def __init__(self, context: SignalContext) -> None:
         """Make what the scheme asks for.
 
         Raises:
-            ConfigError: for no such judge.
+            ConfigError: for what a signal cannot be had from: no such judge, a policy in shards.
         """
         needs = context.scheme.requirements()
-        self._signals = [make(context) for need, make in signal_classes().items() if need in needs]
-
-    @property
-    def critic(self) -> Critic | None:
-        """What a checkpoint holds beside the policy, where the scheme reads values."""
-        return next((signal.critic for signal in self._signals if isinstance(signal, Values)), None)
+        self._signals = {need: make(context) for need, make in signal_classes().items() if need in needs}
 
     def begin(self) -> None:
         """Start from the policy as it is: called once it is warmed up, and not where a run is resumed."""
-        for signal in self._signals:
+        for signal in self._signals.values():
             signal.begin()
 
     def measure(self, groups: Sequence[TrajectoryGroup]) -> list[TrajectoryGroup]:
         """Return the groups with what the scheme reads in the turns of every trajectory that did not fail."""
         trajectories = valid_trajectories(groups)
         if trajectories:
-            for signal in self._signals:
+            for signal in self._signals.values():
                 trajectories = signal.measure(trajectories)
         found = iter(trajectories)
         return [
@@ -48,6 +46,27 @@ class Signals:
         """Fit what `measure` returned; return metrics."""
         metrics: dict[str, float] = {}
         if trajectories := valid_trajectories(groups):
-            for signal in self._signals:
+            for signal in self._signals.values():
                 metrics |= signal.fit(trajectories)
         return metrics
+
+    def save(self, folder: Path) -> None:
+        """Write a file for each signal that learns; called on every process, and the first writes."""
+        for need, signal in self._signals.items():
+            if is_main() and (state := signal.state_dict()):
+                torch.save(state, folder / f"{need}.pt")
+
+    def load(self, folder: Path, *, device: torch.device) -> None:
+        """Read what `save` wrote.
+
+        Raises:
+            ConfigError: where the run has trained no such signal.
+        """
+        for need, signal in self._signals.items():
+            if not signal.state_dict():
+                continue
+            if not (file := folder / f"{need}.pt").is_file():
+                raise ConfigError(
+                    f"the credit scheme reads {need}, and this run trained nothing for them; begin a new run with it"
+                )
+            signal.load_state_dict(torch.load(file, map_location=device, weights_only=True))
