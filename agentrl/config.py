@@ -144,9 +144,9 @@ def plan(recipe: Recipe) -> dict[str, str]:
     return {
         "episodes per step": f"{rollout.num_groups * rollout.group_size} ({rollout.num_groups} groups of {rollout.group_size})",
         "turns per episode": f"at most {rollout.max_turns}, of at most {rollout.max_turn_tokens} tokens each",
-        "updates per step": f"{updates}, on about {rollout.num_groups * rollout.group_size // updates} trajectories each",
+        "updates per step": f"at most {updates}, on about {rollout.num_groups * rollout.group_size // updates} trajectories each",
         "tokens per micro-batch": f"at most {train.max_tokens_per_micro_batch}, shared ones once",
-        "steps": f"{train.steps} ({train.steps * updates} updates)",
+        "steps": f"{train.steps} (at most {train.steps * updates} updates)",
         "credit": ", ".join(f"{key} {value}" for key, value in recipe.credit.items()),
         "ratio": f"one for each {recipe.loss.unit}, clipped to 1 - {low:g} .. 1 + {high:g}",
         "evaluation": f"{recipe.evaluation.num_tasks} held-out tasks, {recipe.evaluation.samples} episodes each",

@@ -421,9 +421,9 @@ evaluation: {num_tasks: 20, samples: 2}
     assert plan(load(file, text)) == {
         "episodes per step": "12 (3 groups of 4)",
         "turns per episode": "at most 5, of at most 32 tokens each",
-        "updates per step": "2, on about 6 trajectories each",
+        "updates per step": "at most 2, on about 6 trajectories each",
         "tokens per micro-batch": "at most 900, shared ones once",
-        "steps": "10 (20 updates)",
+        "steps": "10 (at most 20 updates)",
         "credit": "scheme turn_return, gamma 0.5",
         "ratio": "one for each turn, clipped to 1 - 0.003 .. 1 + 0.01",
         "evaluation": "20 held-out tasks, 2 episodes each",

@@ -76,7 +76,7 @@ class PolicyState:
         self.schedule = get_scheduler(
             "constant_with_warmup" if config.schedule == "constant" else config.schedule,
             self.optimizer,
-            num_warmup_steps=config.warmup_updates,
+            num_warmup_steps=config.warmup_minibatches,
             num_training_steps=config.steps * config.num_minibatches,
         )
 

@@ -40,8 +40,9 @@ class TrainConfig(BaseModel):
     """Step size of AdamW."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     """Course of the learning rate after its warm-up."""
-    warmup_updates: AmountOrZero = 0
-    """Minibatches over which the learning rate rises from 0. Those without a gradient count, here and in the schedule."""
+    warmup_minibatches: AmountOrZero = 0
+    """Minibatches over which the learning rate rises from 0. Those without a gradient count, here and in the schedule: it is
+    then at the same point of each step in any run, and ends with it."""
     optimizer: OptimizerName = "adamw"
     """`adamw`: torch's. `adamw_8bit`, `paged_adamw`, `paged_adamw_8bit`: of bitsandbytes, for less memory."""
     gradient_checkpointing: Annotated[bool, MayChange()] = False

@@ -210,7 +210,7 @@ def test_a_pass_without_a_trajectory_adds_nothing_to_loss_gradient_or_metrics(lo
 
 
 def test_the_learning_rate_rises_over_its_warm_up_whatever_the_schedule() -> None:
-    learner = make_learner(warmup_updates=8, num_minibatches=4)
+    learner = make_learner(warmup_minibatches=8, num_minibatches=4)
     rates = [learner.update(GROUPS, CREDITS, version=version)["learning_rate"] for version in range(3)]
     assert rates == pytest.approx([3 / 8e2, 7 / 8e2, 1e-2])
 
@@ -313,7 +313,7 @@ def test_a_minibatch_without_a_gradient_moves_neither_weights_nor_the_optimizers
 
 @pytest.mark.filterwarnings("error")
 def test_skipped_minibatches_count_in_the_schedule() -> None:
-    learner = make_learner(warmup_updates=9, num_minibatches=3)
+    learner = make_learner(warmup_minibatches=9, num_minibatches=3)
     assert learner.update(GROUPS, excluded_all(GROUPS), version=0)["skipped_minibatches"] == 3
     assert learner.update(GROUPS, uniform_all(GROUPS, 0.0), version=1)["skipped_minibatches"] == 3
     metrics = learner.update(GROUPS, [CREDITS[0], *excluded_all(GROUPS[1:])], version=2)
