@@ -29,23 +29,23 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from dataclasses import replace
 from functools import partial
 from itertools import product
 from pathlib import Path
+from threading import Event
 from typing import Any
-from unittest.mock import patch
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from accelerate import Accelerator
+from torch import Tensor
 
-from agentrl.config import load_recipe
+from agentrl.config import Recipe, load_recipe
 from agentrl.credit import Credit
 from agentrl.distributed.checkpoints import checkpoints
-from agentrl.learn import learner as learner_module
-from agentrl.learn.learner import Learner
+from agentrl.learn.learner import Before, CreditedMinibatch, Learner, TrainingPass
 from agentrl.learn.loss import LossConfig
 from agentrl.learn.metrics import Tally
 from agentrl.learn.minibatches import Minibatch, draw_minibatches
@@ -53,6 +53,10 @@ from agentrl.learn.policy_state import PolicyState
 from agentrl.learn.train_config import TrainConfig
 from agentrl.policy.model import Policy
 from agentrl.report.folder import RunFolder
+from agentrl.rollout import derive_seed
+from agentrl.run import loop
+from agentrl.run.build import build
+from agentrl.types import TrajectoryGroup
 
 ROOT = Path(__file__).resolve().parents[1]
 NUM_MINIBATCHES, GROUP_SIZE = 4, 8
@@ -80,6 +84,44 @@ def group_after_group(
     return parts
 
 
+class VariantLearner(Learner):
+    """Draws minibatches as a variant does; `before` makes an update of every one of them."""
+
+    def __init__(
+        self, variant: str, state: PolicyState, *, loss: LossConfig, config: TrainConfig, temperature: float, seed: int
+    ) -> None:
+        super().__init__(state, loss=loss, config=config, temperature=temperature, seed=seed)
+        self._variant, self._drawing_seed = variant, seed
+
+    def draw(
+        self, groups: Sequence[TrajectoryGroup], credits: Sequence[Sequence[Credit]], *, version: int
+    ) -> list[CreditedMinibatch]:
+        trained = [
+            (number, trajectory, credit)
+            for number, (group, of_group) in enumerate(zip(groups, credits, strict=True))
+            for trajectory, credit in zip(group.trajectories, of_group, strict=True)
+            if not trajectory.failed
+        ]
+        drawn = drawing(self._variant)(
+            [number for number, _, _ in trained],
+            has_gradient_I=[bool(credit.advantages_T.any()) for _, _, credit in trained],
+            num_minibatches=NUM_MINIBATCHES,
+            rng=np.random.default_rng(derive_seed(self._drawing_seed, "minibatches", version)),
+        )
+        return [
+            CreditedMinibatch([trained[i][1:] for i in (*computed, *counted)], len(computed))
+            for computed, counted in drawn
+        ]
+
+    def add_gradients(
+        self, plan: Sequence[TrainingPass], befores: Sequence[Before], *, cancelled: Event | None = None
+    ) -> tuple[Tally, list[Tensor]]:
+        tally, experts = super().add_gradients(plan, befores, cancelled=cancelled)
+        if self._variant == "before":
+            tally = replace(tally, grad_norm=tally.grad_norm or 1e-300)
+        return tally, experts
+
+
 def distinct(num_groups: int) -> list[str]:
     """Return the variants but those that keep groups of this number whole, and those that ask for more."""
     return [v for v in VARIANTS if not v.isdigit() or num_groups / NUM_MINIBATCHES < int(v) <= num_groups]
@@ -89,7 +131,6 @@ def distinct(num_groups: int) -> list[str]:
 
 
 def measure_time(repeats: int, numbers: Sequence[int]) -> list[dict[str, Any]]:
-
     from benchmarks.train_step import Row, make_groups, make_model, shared
 
     torch.set_num_threads(1)
@@ -104,25 +145,23 @@ def measure_time(repeats: int, numbers: Sequence[int]) -> list[dict[str, Any]]:
         ]
         config = TrainConfig(num_minibatches=NUM_MINIBATCHES, learning_rate=1e-6, device="cpu")
         policy = Policy(make_model(row), layout="tree")
-        learner = Learner(
-            PolicyState(policy, accelerator=Accelerator(cpu=True), config=config),
-            loss=LossConfig(clip_low=0.2, clip_high=0.27),
-            config=config,
-            temperature=1.0,
-            seed=0,
-        )
+        state = PolicyState(policy, accelerator=Accelerator(cpu=True), config=config)
+        loss = LossConfig(clip_low=0.2, clip_high=0.27)
         variants = distinct(num_groups)[1:]
+        learners = {
+            variant: VariantLearner(variant, state, loss=loss, config=config, temperature=1.0, seed=0)
+            for variant in variants
+        }
         seconds: dict[str, list[float]] = {variant: [] for variant in variants}
         tokens = {}
         for number in range(repeats + 1):
-            for variant in variants:
-                with patch.object(learner_module, "draw_minibatches", drawing(variant)):
-                    plans = [learner.plan(minibatch) for minibatch in learner.draw(groups, credits, version=0)]
-                    tokens[variant] = sum(micro.inputs.ids_BL.numel() for plan in plans for micro, _ in plan)
-                    if number:
-                        begin = time.perf_counter()
-                        learner.update(groups, credits, version=0)
-                        seconds[variant].append(time.perf_counter() - begin)
+            for variant, learner in learners.items():
+                plans = [learner.plan(minibatch) for minibatch in learner.draw(groups, credits, version=0)]
+                tokens[variant] = sum(micro.inputs.ids_BL.numel() for plan in plans for micro, _ in plan)
+                if number:
+                    begin = time.perf_counter()
+                    learner.update(groups, credits, version=0)
+                    seconds[variant].append(time.perf_counter() - begin)
         for variant in variants:
             more = tokens[variant] / tokens["whole"]
             figures = {"shared": share, "groups": num_groups, "drawing": variant, "tokens": tokens[variant]}
@@ -261,35 +300,37 @@ ROOMS = """
 """What the task changes in the default recipe."""
 
 
-def always_moving(add_gradients: Callable[..., tuple[Tally, Any]]) -> Callable[..., tuple[Tally, Any]]:
-    """Return `Learner.add_gradients` of a learner that makes an update of every minibatch."""
-
-    def add(*parts: Any, **options: Any) -> tuple[Tally, Any]:
-        tally, experts = add_gradients(*parts, **options)
-        tally.grad_norm = tally.grad_norm or 1e-300
-        return tally, experts
-
-    return add
-
-
-def learns_as(variant: str) -> AbstractContextManager[Any]:
-    stack = ExitStack()
-    stack.enter_context(patch.object(learner_module, "draw_minibatches", drawing(variant)))
-    if variant == "before":
-        stack.enter_context(patch.object(Learner, "add_gradients", always_moving(Learner.add_gradients)))
-    return stack
+def train(recipe: Recipe, folder: RunFolder | None, variant: str) -> list[dict[str, float]]:
+    """Train, with minibatches drawn as the variant does."""
+    with build(recipe, tokenizer_folder=None if folder is None else folder.tokenizer) as parts:
+        learner = VariantLearner(
+            variant,
+            parts.state,
+            loss=recipe.loss,
+            config=recipe.train,
+            temperature=recipe.rollout.temperature,
+            seed=recipe.seed,
+        )
+        return loop.train(replace(parts, learner=learner), folder)[1]
 
 
 def measure_rooms(out: Path, seeds: Sequence[int], variants: Sequence[str]) -> dict[str, Any]:
-
-    from benchmarks.credit_learning import describe, figures, train
+    from benchmarks.credit_learning import describe, figures
 
     torch.set_num_threads(1)
 
-    def recipe(seed: int, run_dir: Path, *options: str) -> Any:
-        changed = [*ROOMS.split(), "--seed", str(seed), "--run_dir", str(run_dir), *options]
-        loaded = load_recipe(ROOT / "examples" / "calculator.yaml", changed)
-        return type(loaded).model_validate(loaded.model_dump() | {"credit": {"scheme": "uniform"}})
+    def recipe(seed: int, run_dir: Path, *options: str) -> Recipe:
+        changed = [
+            *ROOMS.split(),
+            "--credit.scheme",
+            "uniform",
+            "--seed",
+            str(seed),
+            "--run_dir",
+            str(run_dir),
+            *options,
+        ]
+        return load_recipe(ROOT / "examples" / "calculator.yaml", changed)
 
     def known() -> dict[tuple[int, str], dict[str, Any]]:
         lines = out.read_text(encoding="utf-8").splitlines() if out.is_file() else []
@@ -300,13 +341,12 @@ def measure_rooms(out: Path, seeds: Sequence[int], variants: Sequence[str]) -> d
         with tempfile.TemporaryDirectory() as folder:
             warm = Path(folder) / "warm"
             if missing:
-                train(recipe(seed, warm, "--train.steps", "1"), None)
+                train(recipe(seed, warm, "--train.steps", "1"), None, "4")
                 shutil.rmtree(checkpoints(warm / "checkpoints")[1])  # what resumes begins right after the warm-up
             for variant in missing:
                 run_dir = Path(folder) / "run"
                 shutil.copytree(warm, run_dir)
-                with learns_as(variant):
-                    rows = train(recipe(seed, run_dir), RunFolder.open(run_dir))
+                rows = train(recipe(seed, run_dir), RunFolder.open(run_dir), variant)
                 shutil.rmtree(run_dir)
                 row = {"seed": seed, "drawing": variant, **figures(rows)}
                 row["skipped"] = statistics.mean(row["skipped_minibatches"] for row in rows[1:])
