@@ -236,7 +236,7 @@ def test_mistakes_in_credit_are_found_when_the_recipe_is_read(text: str, words: 
         (["--loss.clip_low", "null"], "loss.clip_low", None),
         (["--model.name_or_path", "null"], "model.name_or_path", None),
         (["--run_dir", "there"], "run_dir", Path("there")),
-        (["--chat.rewritten_history", "restart"], "chat.rewritten_history", "restart"),
+        (["--chat.thinking", "drop"], "chat.thinking", "drop"),
         (["--chat.date=2031-05-17"], "chat.date", date(2031, 5, 17)),
         (["--chat", '{"date": "2031-05-17"}'], "chat.date", date(2031, 5, 17)),
         (["--credit.gamma", "0.5"], "credit.gamma", 0.5),
@@ -336,19 +336,24 @@ LOUD = f"{__name__}:Loud"
 def test_a_plug_in_brings_the_fields_of_its_section(file: Path) -> None:
     assert type(load(file, "{}").chat) is AutoConfig
     assert type(load(file, "chat: {renderer: chatml}").chat) is ChatMLConfig
-    chat = load(file, "chat: {renderer: template, rewritten_history: restart}").chat
-    assert chat == TemplateConfig(rewritten_history="restart")
+    chat = load(file, "chat: {renderer: template, system: Be brief.}").chat
+    assert chat == TemplateConfig(system="Be brief.")
     recipe = load(file, f"chat: {{renderer: '{LOUD}', volume: 2}}", "--chat.tones", "[1, 2]")
     assert recipe.chat == Loud(renderer=LOUD, volume=2, tones=(1, 2))
     assert load(file, recipe.model_dump_json()) == recipe
-    for spec in ("{rewritten_history: restart}", "{renderer: auto, date: 2031-05-17}"):  # of whichever auto chooses
+    for spec in ("{thinking: drop}", "{renderer: auto, date: 2031-05-17}"):  # of whichever auto chooses
         assert type(load(file, f"chat: {spec}").chat) is AutoConfig
 
 
 @pytest.mark.parametrize(
     ("text", "overrides", "words"),
     [
-        ("{zzz: 4}", (), "chat.zzz: 'auto' has no such option. Known: date, renderer, rewritten_history."),
+        (
+            "{zzz: 4}",
+            (),
+            "chat.zzz: 'auto' has no such option. Known: date, renderer, system, template, template_variables, "
+            "thinking.",
+        ),
         ("{dat: 2031-05-17}", (), "chat.dat: 'auto' has no such option. Did you mean 'date'?"),
         (
             "{renderer: chatml, date: 2031-05-17}",
@@ -374,9 +379,9 @@ def test_a_plug_in_brings_the_fields_of_its_section(file: Path) -> None:
         ),
         ("{renderer: 4}", (), "chat.renderer: expected an installed name or 'module:Class', got 4"),
         (
-            "{rewritten_history: maybe}",
+            "{thinking: maybe}",
             (),
-            "chat.rewritten_history: Input should be 'error' or 'restart' (got 'maybe')",
+            "chat.thinking: Input should be 'keep', 'drop_at_user' or 'drop' (got 'maybe')",
         ),
         ("5", (), "chat: expected a mapping of fields (got 5)"),
         (
@@ -394,9 +399,9 @@ def test_mistakes_in_the_section_of_a_plug_in_are_named(
 
 
 def test_another_plug_in_drops_the_fields_that_it_does_not_have(file: Path) -> None:
-    text = "chat: {renderer: template, rewritten_history: restart}"
-    assert load(file, text, "--chat.renderer", "chatml").chat == ChatMLConfig()
-    assert load(file, text, "--chat.renderer", "auto").chat == AutoConfig(rewritten_history="restart")
+    text = "chat: {renderer: template, system: Be brief.}"
+    assert load(file, text, "--chat.renderer", "chatml").chat == ChatMLConfig(system="Be brief.")
+    assert load(file, text, "--chat.renderer", "auto").chat == AutoConfig(system="Be brief.")
     assert load(file, text, "--chat.renderer=chatml", "--chat.renderer=template").chat == load(file, text).chat
 
 

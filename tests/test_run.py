@@ -66,15 +66,9 @@ def test_a_run_of_adapters_resumes_and_is_exported_as_a_whole_model(tmp_path: Pa
     assert not all(torch.equal(before[name], after[name]) for name in before)
 
 
-def test_a_template_that_rewrites_history_is_refused_or_trained_turn_by_turn(tmp_path: Path) -> None:
+def test_a_template_that_rewrites_history_is_trained_turn_by_turn(tmp_path: Path) -> None:
     name = hugging_face_folder(tmp_path / "model", rewrites=True)
-    with pytest.raises(
-        RendererError, match=r"changes the text of the turns before it.*chat\.rewritten_history: restart"
-    ):
-        train(recipe(tmp_path, model={"name_or_path": name}))
-    assert not (tmp_path / "run").exists()
-    settings = recipe(tmp_path, model={"name_or_path": name}, chat={"rewritten_history": "restart"})
-    folder, rows = train(settings)
+    folder, rows = train(recipe(tmp_path, model={"name_or_path": name}))
     later = [turn for path in folder.rollouts() for r in read_records(path) for turn in r.turns[1:]]
     assert not any(turn.extends for turn in later)
     # Every token is trained in the context in which it was sampled: on policy, the ratio is 1 there too.

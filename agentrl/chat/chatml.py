@@ -9,7 +9,9 @@ from tokenizers import Tokenizer
 
 from agentrl.chat.encoder import Encoder
 from agentrl.chat.forms.hermes import CLOSE, OPEN, format_reasoning, format_tool_call, parse_assistant
-from agentrl.chat.renderer import RendererConfig, Tools
+from agentrl.chat.renderer import Tools
+from agentrl.chat.settings import DialogueConfig, prepared
+from agentrl.chat.thinking import Thinking
 from agentrl.errors import RendererError
 from agentrl.types import Message
 
@@ -17,14 +19,17 @@ START, END = "<|im_start|>", "<|im_end|>"
 _TAG = re.compile(f"({OPEN}|{CLOSE})")
 
 
-class ChatMLConfig(RendererConfig):
+class ChatMLConfig(DialogueConfig):
     """agentrl's small ChatML form, for models made locally."""
 
     renderer: str = "chatml"
 
     def build(self, tokenizer: Any, *, name: str = "") -> "ChatMLRenderer":  # noqa: ARG002 - every tokenizer is alike
         """Return the renderer."""
-        return ChatMLRenderer(tokenizer)
+        return ChatMLRenderer(tokenizer, self)
+
+
+_DEFAULT = ChatMLConfig()
 
 
 class ChatMLRenderer:
@@ -35,8 +40,9 @@ class ChatMLRenderer:
     special tokens switched off. In an assistant message only the tags of tool calls are control tokens.
     """
 
-    def __init__(self, tokenizer: Any) -> None:
+    def __init__(self, tokenizer: Any, config: ChatMLConfig = _DEFAULT) -> None:
         """Take a transformers fast tokenizer that has the two ChatML tokens."""
+        self._system, self._thinking = config.system, config.thinking or "keep"
         self._control: Tokenizer = tokenizer.backend_tokenizer
         self._encode = Encoder(tokenizer, control=False)
         ids = [self._control.token_to_id(token) for token in (START, END)]
@@ -58,10 +64,16 @@ class ChatMLRenderer:
         """Longest text that one token stands for."""
         return self._encode.max_chars
 
+    @property
+    def thinking(self) -> Thinking:
+        """Which thoughts of earlier turns a context holds."""
+        return self._thinking
+
     def start(self, messages: Sequence[Message], tools: Tools) -> tuple[int, ...]:
         """Return a whole context; the tools come first, in a system message of their own."""
         system = [{"role": "system", "content": "\n".join(map(signature, tools))}] if tools else []
-        return self._messages([*system, *messages]) + self._prompt
+        said = prepared(messages, system=self._system, thinking=self._thinking)
+        return self._messages([*system, *said]) + self._prompt
 
     def extend(
         self,
@@ -74,7 +86,12 @@ class ChatMLRenderer:
         close = self._newline if is_closed else (self._end_id, *self._newline)
         return close + self._messages(messages) + self._prompt
 
-    def parse(self, action_ids: Sequence[int]) -> Message:
+    def parse(
+        self,
+        action_ids: Sequence[int],
+        context_ids: Sequence[int] = (),  # noqa: ARG002 - no prompt opens a thought
+        tools: Tools = (),  # noqa: ARG002 - arguments are JSON
+    ) -> Message:
         """Return the assistant message of sampled tokens."""
         ids = action_ids[:-1] if action_ids and action_ids[-1] == self._end_id else action_ids
         return parse_assistant(self._control.decode(list(ids), skip_special_tokens=False))

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Self
 
 from agentrl.chat.renderer import Renderer, Tools
+from agentrl.chat.thinking import drops_thoughts
 from agentrl.types import Message
 
 
@@ -24,7 +25,8 @@ class Dialogue:
     """A conversation that waits for its next action.
 
     With `P0` the tokens of the first messages, `A0` an action and `E0` what the replies to it add, the context of the second
-    action is `P0 + A0 + E0`. Where the renderer rewrites history, it is whatever the renderer makes of all messages.
+    action is `P0 + A0 + E0`. Where history is rewritten, because a thought is dropped or a template will have it so, it is
+    whatever the renderer makes of all messages.
     """
 
     history: tuple[Message, ...]
@@ -61,7 +63,8 @@ class Dialogue:
         self, action_ids: tuple[int, ...], message: Message, replies: Sequence[Message], renderer: Renderer
     ) -> Self:
         """Return the conversation after an action and the replies to it."""
-        added = renderer.extend(self.context_ids, action_ids, replies)
+        is_rewritten = drops_thoughts((*self.history, message), replies, renderer.thinking)
+        added = None if is_rewritten else renderer.extend(self.context_ids, action_ids, replies)
         if added is not None:
             return self.after_record(action_ids, message, replies, added)
         whole = renderer.start((*self.history, message, *replies), self.tools)

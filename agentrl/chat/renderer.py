@@ -4,6 +4,7 @@ from abc import abstractmethod
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
+from agentrl.chat.thinking import Thinking
 from agentrl.plugin import Plugin, Seam
 from agentrl.types import Message
 
@@ -30,6 +31,10 @@ class Renderer(Protocol):
         Messages of more text than so many times the limit of a context are refused before they are rendered.
         """
 
+    @property
+    def thinking(self) -> Thinking:
+        """Which thoughts of earlier turns a context holds. Where one is dropped, `start` renders what is left."""
+
     def start(self, messages: Sequence[Message], tools: Tools) -> tuple[int, ...]:
         """Return a whole context, from the first message to the generation prompt."""
 
@@ -41,8 +46,14 @@ class Renderer(Protocol):
         None: the template rewrites history and cannot extend; the caller renders everything again with `start`.
         """
 
-    def parse(self, action_ids: Sequence[int]) -> Message:
-        """Return the assistant message of sampled tokens; never raises, a malformed call is data."""
+    def parse(self, action_ids: Sequence[int], context_ids: Sequence[int] = (), tools: Tools = ()) -> Message:
+        """Return the assistant message of sampled tokens; never raises, a malformed call is data.
+
+        Args:
+            action_ids: what was sampled.
+            context_ids: what it was sampled in: its end may have opened a thought. Empty: as after a user's message.
+            tools: what may be called: their schemas give types to arguments that are written as text alone.
+        """
 
     def encode(self, message: Message) -> tuple[int, ...]:
         """Return the tokens of an assistant message as an action, its stop token included (for demonstrations)."""

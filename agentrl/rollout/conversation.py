@@ -145,7 +145,9 @@ class Conversation:
             return None
         self._record.check_observation(len(self.turns), dialogue.observation)
         completion = await self._sample(dialogue.context_ids, min(config.max_turn_tokens, budget, room))
-        self._message = message = self.context.renderer.parse(completion.token_ids)
+        self._message = message = self.context.renderer.parse(
+            completion.token_ids, dialogue.context_ids, dialogue.tools
+        )
         if completion.finish_reason is FinishReason.STOP:
             return message
         is_full = room <= min(config.max_turn_tokens, budget)

@@ -18,7 +18,7 @@ TOKENIZERS = {
     "drops thoughts": tokenizer(changed(THINKS, THOUGHT)),
     "begins a thought": tokenizer(changed(THINKS, THOUGHT, PROMPTS_THOUGHT)),
 }
-RENDERERS = {name: AutoConfig(rewritten_history="restart").build(tokenizer) for name, tokenizer in TOKENIZERS.items()}
+RENDERERS = {name: AutoConfig().build(tokenizer) for name, tokenizer in TOKENIZERS.items()}
 TAGS = ("<tool_call>", "</tool_call>", "<think>", "</think>", "<|im_end|>", "<|im_start|>", "<tool_", "call>", "</")
 JSON = (
     '{"name": "look", "arguments": ',

@@ -179,7 +179,7 @@ def test_the_hint_tells_the_known_answer() -> None:
 def test_a_template_that_renders_every_turn_again_tells_the_hint_once_in_each() -> None:
     tokenizer = train_tokenizer([], vocab_size=261)
     tokenizer.chat_template = TEMPLATE.replace("REWRITTEN", "loop.index < messages | length - 2")
-    renderer = AutoConfig(rewritten_history="restart").build(tokenizer)
+    renderer = AutoConfig().build(tokenizer)
     env = base_env(make_env("key_door"))
     (trajectory,) = play(POLICY, renderer=Impatient(renderer), num=1)
     assert [turn.extends for turn in trajectory.turns] == [True] + [False] * 5
@@ -202,6 +202,7 @@ class Impatient:
         self._renderer = renderer
         self.start, self.extend, self.encode = renderer.start, renderer.extend, renderer.encode
         self.parse, self.max_token_chars = renderer.parse, renderer.max_token_chars
+        self.thinking = renderer.thinking
 
     @property
     def stop_token_ids(self) -> tuple[int, ...]:

@@ -5,7 +5,9 @@ from typing import Any
 import pytest
 
 from agentrl.chat import ChatMLRenderer, TemplateConfig, TemplateRenderer, parse_assistant, train_tokenizer
+from agentrl.chat.encoder import Encoder
 from agentrl.chat.renderer import Tools
+from agentrl.chat.thinking import Thinking
 from agentrl.errors import CheckError
 from agentrl.testing import check_renderer
 from agentrl.types import Message
@@ -52,7 +54,7 @@ def test_a_template_renderer_that_cannot_extend_passes() -> None:
         "+ message.content }}\n{%- for", "+ (message.content if loop.revindex < 3 else '') }}\n{%- for"
     )
     assert forgetful != QWEN
-    check_renderer(template_renderer(forgetful, rewritten_history="restart"))
+    check_renderer(template_renderer(forgetful))
 
 
 def text_of(ids: Sequence[int]) -> str:
@@ -112,15 +114,26 @@ class RewritesHistory(ChatMLRenderer):
         return super().start([*said, *messages], tools)
 
 
-class DropsThoughts(ChatMLRenderer):
-    def start(self, messages: Sequence[Message], tools: Tools) -> tuple[int, ...]:
-        users = [k for k, m in enumerate(messages) if m["role"] == "user"]
-        kept = [m if k > users[-1] else m | {"reasoning_content": None} for k, m in enumerate(messages)]
-        return super().start(kept, tools)
+class LeavesATrace(ChatMLRenderer):
+    @property
+    def thinking(self) -> Thinking:
+        return "drop_at_user"
+
+
+class KeepsThoughts(ChatMLRenderer):
+    @property
+    def thinking(self) -> Thinking:
+        return "drop"
+
+
+class HearsControlTokens(ChatMLRenderer):
+    def __init__(self, tokenizer: Any) -> None:
+        super().__init__(tokenizer)
+        self._encode = Encoder(tokenizer)
 
 
 class ActsOnDrafts(ChatMLRenderer):
-    def parse(self, action_ids: Sequence[int]) -> Message:
+    def parse(self, action_ids: Sequence[int], context_ids: Sequence[int] = (), tools: Tools = ()) -> Message:
         text = text_of(action_ids).removesuffix("<|im_end|>")
         return parse_assistant(text if "</think>" in text else text.replace("<think>", ""))
 
@@ -136,23 +149,23 @@ class CannotStartAgain(ChatMLRenderer):
 
 
 class RaisesOnBadCalls(ChatMLRenderer):
-    def parse(self, action_ids: Sequence[int]) -> Message:
-        message = super().parse(action_ids)
+    def parse(self, action_ids: Sequence[int], context_ids: Sequence[int] = (), tools: Tools = ()) -> Message:
+        message = super().parse(action_ids, context_ids, tools)
         if any(not call["function"]["name"] for call in message.get("tool_calls", [])):
             raise ValueError("not a call")
         return message
 
 
 class DropsBadCalls(ChatMLRenderer):
-    def parse(self, action_ids: Sequence[int]) -> Message:
-        message = super().parse(action_ids)
+    def parse(self, action_ids: Sequence[int], context_ids: Sequence[int] = (), tools: Tools = ()) -> Message:
+        message = super().parse(action_ids, context_ids, tools)
         message["tool_calls"] = [call for call in message.get("tool_calls", []) if call["function"]["name"]]
         return message
 
 
 class MendsCalls(ChatMLRenderer):
-    def parse(self, action_ids: Sequence[int]) -> Message:
-        message = super().parse(action_ids)
+    def parse(self, action_ids: Sequence[int], context_ids: Sequence[int] = (), tools: Tools = ()) -> Message:
+        message = super().parse(action_ids, context_ids, tools)
         for call in message.get("tool_calls", []):
             if not call["function"]["name"] and (name := re.search(r'"name": "(\w+)"', call["function"]["arguments"])):
                 call["function"] = {"name": name[1], "arguments": {}}
@@ -160,14 +173,14 @@ class MendsCalls(ChatMLRenderer):
 
 
 class RaisesOnNothing(ChatMLRenderer):
-    def parse(self, action_ids: Sequence[int]) -> Message:
+    def parse(self, action_ids: Sequence[int], context_ids: Sequence[int] = (), tools: Tools = ()) -> Message:
         assert action_ids[0] >= 0
-        return super().parse(action_ids)
+        return super().parse(action_ids, context_ids, tools)
 
 
 class OneCallAtMost(ChatMLRenderer):
-    def parse(self, action_ids: Sequence[int]) -> Message:
-        message = super().parse(action_ids)
+    def parse(self, action_ids: Sequence[int], context_ids: Sequence[int] = (), tools: Tools = ()) -> Message:
+        message = super().parse(action_ids, context_ids, tools)
         return message | ({"tool_calls": message["tool_calls"][:1]} if "tool_calls" in message else {})
 
 
@@ -187,15 +200,17 @@ class EncodesWithoutStop(ChatMLRenderer):
     [
         (TokenizesAgain, "it must not depend on how the action is split"),
         (NeverCloses, "after an action without a stop token extend() must append one"),
-        (AlwaysCloses, "extend() appends other tokens than start() of the whole history ends with"),
+        (AlwaysCloses, "after an action without a stop token extend() must append one"),
         (ForgetsTheNewline, "extend() appends other tokens than start() of the whole history ends with"),
-        (DropsTools, "turn 2 (tool): extend() leaves out messages of the role 'tool'"),
-        (KeepsTheLastReply, "turn 3 (tool, tool): extend() leaves out messages of the role 'tool'"),
+        (DropsTools, "turn 1 (tool): extend() leaves out messages of the role 'tool'"),
+        (KeepsTheLastReply, "turn 2 (tool, tool): extend() leaves out messages of the role 'tool'"),
         (DropsSchemas, "start() leaves out the tools"),
         (RewritesHistory, "start() of the whole history changes what was said before"),
-        (DropsThoughts, "turn 10 (user): start() of the whole history changes what was said before"),
+        (LeavesATrace, "thinking is 'drop_at_user', and a thought leaves a trace when the user has spoken"),
+        (KeepsThoughts, "thinking is 'drop', and a thought leaves a trace when the tool has spoken"),
+        (HearsControlTokens, "'<|im_end|>' in what the tool says becomes a token: it would end a turn"),
         (ActsOnDrafts, "parse() gives calls of a thought that does not end"),
-        (CannotStartAgain, "KeyError in the check of extension"),
+        (CannotStartAgain, "KeyError where what users say is appended, and nothing before it changes"),
         (RaisesOnBadCalls, "parse() of the tool call '{' raises ValueError: it must never raise (not a call)"),
         (RaisesOnBadCalls, "parse() of an unfinished tool call raises ValueError"),
         (DropsBadCalls, "parse() drops an unfinished tool call"),
