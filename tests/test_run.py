@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 
 from agentrl import MessageEnv
 from agentrl.distributed.checkpoints import checkpoints
-from agentrl.errors import ConfigError, EngineError, EnvironmentFailure, RendererError, TrainingError
+from agentrl.errors import ConfigError, EngineError, EnvironmentFailure, TrainingError
 from agentrl.report.folder import RunFolder, Told
 from agentrl.report.records import read_records
 from agentrl.run.build import build

@@ -44,6 +44,26 @@ def examine(renderer: Renderer, *, tools: Tools = TOOLS) -> list[Finding]:
     return [finding for check in _CHECKS for finding in _found(check, episode)]
 
 
+def prove(renderer: Renderer, *, name: str, tools: Tools = TOOLS) -> None:
+    """Refuse a renderer that does not do what it should.
+
+    Args:
+        renderer: of a model.
+        name: of the model, for the message.
+        tools: at least two, or none where the renderer is not used with tools.
+
+    Raises:
+        RendererError: with what was not proven.
+    """
+    unproven = [finding for finding in examine(renderer, tools=tools) if finding.problems]
+    if unproven:
+        lines = "".join(f"\n- {finding.claim}: not so. {finding.problems[0]}" for finding in unproven)
+        raise RendererError(
+            f"chat.renderer: the dialogues of {name!r} cannot be rendered exactly; `agentrl chat` shows the proof.{lines}\n"
+            "Set chat.template to a file with another template, or chat.renderer to a renderer of your own ('module:Class')"
+        )
+
+
 def _found(check: Callable[["Episode"], Iterator[str]], episode: "Episode") -> list[Finding]:
     claim = (check.__doc__ or check.__name__).partition("\n")[0].rstrip(".")
     try:

@@ -110,7 +110,7 @@ def _message_problems(parsed: object) -> Iterator[str]:
 
 def _parsed(episode: Episode, what: str, ids: Sequence[int]) -> tuple[Message, list[str]]:
     try:
-        message = episode.renderer.parse(ids)
+        message = episode.renderer.parse(ids, (), episode.tools)
     except Exception as error:  # noqa: BLE001 - whatever it raises is the finding
         return {}, [f"parse() of {what} raises {type(error).__name__}: it must never raise ({error!s:.120})"]
     problems = [f"{problem} (from {what})" for problem in _message_problems(message)]

@@ -10,11 +10,12 @@ from pydantic import Field
 from agentrl.chat.chat_template import ChatTemplate
 from agentrl.chat.encoder import Encoder
 from agentrl.chat.forms import FORMS, ResponseTemplateForm
+from agentrl.chat.proof import prove
 from agentrl.chat.renderer import Renderer, Tools
 from agentrl.chat.settings import DialogueConfig, prepared
 from agentrl.chat.template_facts import find_facts
 from agentrl.chat.thinking import Thinking
-from agentrl.chat.turns import Turns
+from agentrl.chat.turns import TOOLS, Turns
 from agentrl.errors import RendererError
 from agentrl.types import Message
 
@@ -32,8 +33,10 @@ class TemplateConfig(DialogueConfig):
     is the same tokens on every day of a run, after a restart, and in the next run of the recipe."""
 
     def build(self, tokenizer: Any, *, name: str = "") -> Renderer:
-        """Return the renderer, after probing the template."""
-        return TemplateRenderer(tokenizer, self, name=name)
+        """Return the renderer, after proving it."""
+        renderer = TemplateRenderer(tokenizer, self, name=name)
+        prove(renderer, name=name, tools=() if renderer.facts.no_tools else TOOLS)
+        return renderer
 
 
 _DEFAULT = TemplateConfig()
@@ -56,7 +59,7 @@ class TemplateRenderer:
         )
         self.turns = Turns(self.template, self._encode, name=name)
         own = getattr(tokenizer, "response_template", None)  # how transformers parses what the model writes
-        forms = (ResponseTemplateForm(own), *FORMS) if own else FORMS
+        forms = (ResponseTemplateForm(own, ends=self.turns.stops), *FORMS) if own else FORMS
         self.facts = find_facts(self.template, self.turns, forms, name=name)
         ends = [end for end in (self.turns.said, self.turns.called) if end is not None]
         stops = [*(end.stop_id for end in ends), tokenizer.eos_token_id]
@@ -116,7 +119,17 @@ class TemplateRenderer:
         return self.facts.form.parse(text, tools, is_thinking=is_thinking)
 
     def encode(self, message: Message) -> tuple[int, ...]:
-        """Return an assistant message as an action."""
+        """Return an assistant message as an action.
+
+        Raises:
+            RendererError: where the template cannot write it so that it would be read again.
+        """
+        is_lost = message.get("tool_calls") and message.get("content") and not self.facts.text_beside_calls
+        if is_lost or (message.get("reasoning_content") and not self.facts.thoughts):
+            what = "text beside a call" if is_lost else "a thought"
+            raise RendererError(
+                f"chat.renderer: the chat template of {self._name!r} does not write {what} in such a turn"
+            )
         return (*self._encode(self.turns.written(message)), self.turns.end_of(message).stop_id)
 
 

@@ -8,7 +8,7 @@ from typing import Any
 from agentrl.chat.chat_template import PROBE, USER, ChatTemplate
 from agentrl.chat.forms import CallForm
 from agentrl.chat.thinking import Thinking
-from agentrl.chat.turns import LOOK, TOOLS, Turns, answers, call, says
+from agentrl.chat.turns import TOOLS, Turns, answers, call, says
 from agentrl.errors import RendererError
 from agentrl.types import Message
 
@@ -17,6 +17,8 @@ _NO_THOUGHT = re.compile(r"(?:<think>\s*</think>|<\|channel>thought\s*<channel\|
 _OPEN_THOUGHT = re.compile(r"(?:<think>|<\|channel>thought)\s*\Z")
 _PLAYS = ((0,) * 4, (1, 2, 1, 1), (0, 1, 0, 2, 1, 0))
 """Turns by their number of calls: words alone, tools alone, both."""
+_WORDS = says("Some words.")
+_THOUGHTFUL = _WORDS | {"reasoning_content": "A thought."}
 _MORE: Message = {"role": "user", "content": "More."}
 
 
@@ -28,6 +30,10 @@ class TemplateFacts:
     """In which calls and thoughts are written."""
     no_tools: str | None
     """Why tools cannot be used. None: they can."""
+    text_beside_calls: bool
+    """Text before a call is written, and read again."""
+    thoughts: bool
+    """A thought is written, and read again."""
     thinking: Thinking
     """What the family does with thoughts of earlier turns."""
     rewrites: dict[str, str]
@@ -62,6 +68,8 @@ def find_facts(template: ChatTemplate, turns: Turns, forms: Sequence[CallForm], 
     return TemplateFacts(
         form=form,
         no_tools=no_tools,
+        text_beside_calls=has_tools and _reads(form, turns, says("Some words.", call(0, "look", n=1))),
+        thoughts=_reads(form, turns, _THOUGHTFUL),
         thinking=_find_thinking(template, has_tools=has_tools),
         rewrites=dict(_rewriting(template, turns, has_tools=has_tools)),
         thinking_prompts=tuple(prompt for prompt in sorted(prompts) if opens_thought(prompt, form)),
@@ -70,7 +78,9 @@ def find_facts(template: ChatTemplate, turns: Turns, forms: Sequence[CallForm], 
 
 def _find_form(template: ChatTemplate, turns: Turns, forms: Sequence[CallForm]) -> tuple[CallForm, str | None]:
     """Return the form in which a template writes calls, and why tools cannot be used with it."""
-    default = next((form for form in forms if _reads_words(form, turns)), forms[0])
+    reading = [form for form in forms if _reads(form, turns, _WORDS)]
+    # Of those that read words alike, one that reads the thoughts too.
+    default = next((form for form in reading if _reads(form, turns, _THOUGHTFUL)), (*reading, forms[0])[0])
     try:
         context = template.render([USER], TOOLS, prompt=True)
     except RendererError as error:
@@ -80,27 +90,23 @@ def _find_form(template: ChatTemplate, turns: Turns, forms: Sequence[CallForm]) 
     if turns.called is None:
         return default, "it writes no calls, or no messages of the role 'tool'"
     message = says("", call(0, "look", n=7, text="a b"))
+    form = next((form for form in reading if _reads(form, turns, message)), None)
+    if form is not None:
+        return form, None
     try:
         text = turns.written(message)
     except RendererError as error:
         return default, str(error)
-    for form in forms:
-        read = form.parse(text, [LOOK], is_thinking=opens_thought(turns.prompt([USER]), form))
-        if functions(read) == functions(message) and not read["content"] and _reads_words(form, turns):
-            return form, None
     return default, f"it writes calls in a form that is not known here: {text[:80]!r}"
 
 
-def _reads_words(form: CallForm, turns: Turns) -> bool:
-    """Tell whether a form reads words, and a thought before them where the template writes one."""
+def _reads(form: CallForm, turns: Turns, message: Message) -> bool:
+    """Tell whether a form reads a message as the template writes it."""
     is_thinking = opens_thought(turns.prompt([USER]), form)
-    thought, plain = says("Some words.") | {"reasoning_content": "A thought."}, says("Some words.")
     try:
-        if form.parse(turns.written(plain), (), is_thinking=is_thinking) != plain:
-            return False
-        return form.parse(turns.written(thought), (), is_thinking=is_thinking) == thought
-    except RendererError:  # it writes no thoughts
-        return True
+        return form.parse(turns.written(message), TOOLS, is_thinking=is_thinking) == message
+    except RendererError:
+        return False
 
 
 def _find_thinking(template: ChatTemplate, *, has_tools: bool) -> Thinking:

@@ -18,7 +18,12 @@ LOOK, TAKE = (
             "description": "A tool.",
             "parameters": {
                 "type": "object",
-                "properties": {"n": {"type": "integer"}, "text": {"type": "string"}},
+                "properties": {
+                    "n": {"type": "integer"},
+                    "text": {"type": "string"},
+                    "a": {"type": "array"},
+                    "b": {"type": "object"},
+                },
                 "required": ["n"],
             },
         },
@@ -58,6 +63,11 @@ class Turns:
         stand_in, replies = says("", *_calls(1)), answers(1)
         if self._count([USER, stand_in], PROBE) and self._count([USER, stand_in, *replies], replies[0]["content"]):
             self.called = self._end(stand_in, replies)
+
+    @property
+    def stops(self) -> tuple[str, ...]:
+        """How the tokens that end a turn are spelled."""
+        return tuple(self._control[end.stop_id] for end in (self.said, self.called) if end)
 
     def extension(self, replies: Sequence[Message]) -> tuple[int, ...]:
         """Return what replies add after an assistant's words: the token that closes the turn, replies, generation prompt."""

@@ -20,7 +20,8 @@ def check_renderer(renderer: "Renderer", *, tools: "Tools | None" = None) -> Non
     Raises:
         CheckError: one line for each thing that is wrong.
     """
-    from agentrl.chat.proof import TOOLS, examine
+    from agentrl.chat.proof import examine
+    from agentrl.chat.turns import TOOLS
 
     findings = examine(renderer, tools=TOOLS if tools is None else tools)
     problems = dict.fromkeys(problem for finding in findings for problem in finding.problems)
