@@ -11,10 +11,6 @@ FAMILIES = ("train", "evaluate", "export", "doctor", "serve", "show", "envs", "c
 
 OVERRIDING = "Any field of the recipe can be given as an option: --rollout.group_size 4 --credit.gamma 0.5"
 
-# Set by launchers of several processes.
-PROCESS, NUM_PROCESSES = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
-NAME = f"agentrl, process {PROCESS} of {NUM_PROCESSES}" if NUM_PROCESSES > 1 else "agentrl"
-
 
 class Commands:
     """Takes the commands of each family."""
@@ -41,6 +37,16 @@ class Commands:
         command = self._parsers.add_parser(name, help=words, description=words, allow_abbrev=False)
         command.set_defaults(run=run, takes_overrides=overrides, folder=None)
         return command
+
+
+def rank() -> int:
+    """Return the number of this process, as launchers of several set it."""
+    return int(os.environ.get("RANK", "0"))
+
+
+def world_size() -> int:
+    """Return how many processes there are, as their launcher sets it."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
 
 
 def make_parser() -> argparse.ArgumentParser:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from agentrl import launch
-from agentrl.cli.commands import NAME, NUM_PROCESSES, make_parser
+from agentrl.cli.commands import make_parser, rank, world_size
 from agentrl.errors import AgentRLError, ConfigError, UserError
 from agentrl.report.terminal import Console
 
@@ -18,7 +18,7 @@ _FAILURE, _INTERRUPTED = 1, 130
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run a command; exit with 0, 2 for what the user can mend (a mistake, a full disk), 1 for failures, 130 if interrupted."""
-    # transformers imports peft, which imports bitsandbytes, which warns of a 4-bit kernel that nothing here calls.
+    # peft imports bitsandbytes, which warns of a 4-bit kernel that nothing here calls.
     logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
     options, rest = make_parser().parse_known_args(arguments)
     console = Console(stderr=True, soft_wrap=True)
@@ -28,23 +28,27 @@ def main(arguments: Sequence[str] | None = None) -> None:
             raise ConfigError(f"agentrl {options.command} does not take {' '.join(rest)}")
         options.run(options, rest)
     except UserError as error:
-        console.print(f"{NAME}: {error}", style="red")
+        console.print(f"{_name()}: {error}", style="red")
         sys.exit(launch.USER_MISTAKE)
     except AgentRLError as error:
-        console.print(f"{NAME}: {error}", style="red")
+        console.print(f"{_name()}: {error}", style="red")
         sys.exit(_FAILURE)
     except OSError as error:
         if not (words := _disk_words(error, resume_command=_resume_command(options))):
             raise
-        console.print(f"{NAME}: {words}", style="red")
+        console.print(f"{_name()}: {words}", style="red")
         sys.exit(launch.USER_MISTAKE)
     except KeyboardInterrupt:
         resume_command = _resume_command(options)
         words = (
             f"interrupted. Resume from the last checkpoint with {resume_command}" if resume_command else "interrupted"
         )
-        console.print(f"{NAME}: {words}")
+        console.print(f"{_name()}: {words}")
         sys.exit(_INTERRUPTED)
+
+
+def _name() -> str:
+    return f"agentrl, process {rank()} of {world_size()}" if world_size() > 1 else "agentrl"
 
 
 def _look_for_modules_here(options: argparse.Namespace) -> None:
@@ -62,7 +66,7 @@ def _resume_command(options: argparse.Namespace) -> str | None:
     """Return the command that resumes the run under way; None: none has begun."""
     if options.folder is None or not (options.folder / "config.yaml").is_file():
         return None
-    how = "train" if NUM_PROCESSES == 1 else f"launch --processes {NUM_PROCESSES}"
+    how = "train" if world_size() == 1 else f"launch --processes {world_size()}"
     return f"`agentrl {how} {shlex.quote(str(options.folder))}`"
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from rich.table import Table
 
 from agentrl import launch
-from agentrl.cli.commands import OVERRIDING, PROCESS, Commands
+from agentrl.cli.commands import OVERRIDING, Commands, rank
 from agentrl.cli.progress import print_end, progress
 from agentrl.cli.targets import load, tokenizer_of
 from agentrl.errors import ConfigError
@@ -27,7 +27,7 @@ def add(commands: Commands) -> None:
 
 
 def _train(options: argparse.Namespace, rest: list[str]) -> None:
-    console = Console(soft_wrap=True, quiet=PROCESS > 0)
+    console = Console(soft_wrap=True, quiet=rank() > 0)
     recipe, run_dir = load(options.target, rest)
     from agentrl.config import plan
     from agentrl.distributed.checkpoints import newest_step
@@ -49,7 +49,7 @@ def _train(options: argparse.Namespace, rest: list[str]) -> None:
     if recipe.run_dir is None:
         stamp = dt.datetime.now().strftime("%Y%m%d-%H%M%S")  # local time: a name for a person
         recipe = recipe.model_copy(update={"run_dir": Path("runs") / f"{options.target.stem}-{stamp}"})
-    elif folder is None and PROCESS == 0:
+    elif folder is None and rank() == 0:
         RunFolder.check_free(recipe.run_dir)  # before the work of building a model
     table = Table(title=f"{recipe.env.id}, seed {recipe.seed}", title_justify="left", show_header=False, box=None)
     for name, value in plan(recipe).items():
@@ -57,7 +57,7 @@ def _train(options: argparse.Namespace, rest: list[str]) -> None:
     console.print(table)
     console.print(f"run folder: {recipe.run_dir}")
     options.folder = recipe.run_dir
-    teller = console if PROCESS == 0 else Console(soft_wrap=True)  # what one process alone has found, it tells
+    teller = console if rank() == 0 else Console(soft_wrap=True)  # what one process alone has found, it tells
 
     def warn(words: str) -> None:
         teller.print(f"warning: {words}", style="yellow")

@@ -10,7 +10,6 @@ from accelerate import Accelerator
 from pydantic import BaseModel, ConfigDict, NonNegativeInt, TypeAdapter
 from safetensors.torch import load_file
 from torch import Tensor
-from transformers import get_scheduler
 
 from agentrl.distributed.processes import broadcast, is_main, num_processes, process_index
 from agentrl.distributed.random_state import RandomState
@@ -18,6 +17,7 @@ from agentrl.distributed.sharding import load_shards, load_whole, save_shards, s
 from agentrl.errors import ConfigError
 from agentrl.files import read_json, write_whole
 from agentrl.learn.optimizer import make_optimizer
+from agentrl.learn.schedule import make_schedule
 from agentrl.learn.train_config import TrainConfig
 from agentrl.policy.lora import has_adapters, holds_adapters, load_adapter, merged_weights, save_adapter
 from agentrl.policy.model import Policy
@@ -73,11 +73,11 @@ class PolicyState:
         if not self.is_sharded:
             self.wrapped, self.optimizer = accelerator.prepare(policy, optimizer)
         # Not prepared: accelerate would advance it once for each process.
-        self.schedule = get_scheduler(
-            "constant_with_warmup" if config.schedule == "constant" else config.schedule,
+        self.schedule = make_schedule(
+            config.schedule,
             self.optimizer,
-            num_warmup_steps=config.warmup_minibatches,
-            num_training_steps=config.steps * config.num_minibatches,
+            num_warmup=config.warmup_minibatches,
+            num_minibatches=config.steps * config.num_minibatches,
         )
 
     @property
@@ -95,8 +95,7 @@ class PolicyState:
     @property
     def learning_rate(self) -> float:
         """The rate of the next update."""
-        rate: float = self.schedule.get_last_lr()[0]
-        return rate
+        return float(self.schedule.get_last_lr()[0])
 
     def advance_schedule(self) -> None:
         """Count a minibatch, skipped or not: a schedule then ends with the run, and a step begins at the same point in any."""

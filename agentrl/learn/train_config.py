@@ -13,6 +13,7 @@ from pydantic import (
 
 from agentrl.learn.health import Sign
 from agentrl.learn.optimizer import OptimizerName
+from agentrl.learn.schedule import ScheduleName
 from agentrl.may_change import MayChange
 from agentrl.policy.layout import Layout
 from agentrl.types import Amount, AmountOrZero, Count
@@ -38,7 +39,7 @@ class TrainConfig(BaseModel):
     one another. `auto`: the first of these that is proven exact for the model when the run begins."""
     learning_rate: PositiveFloat = 3e-4
     """Step size of AdamW."""
-    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    schedule: ScheduleName = "constant"
     """Course of the learning rate after its warm-up."""
     warmup_minibatches: AmountOrZero = 0
     """Minibatches over which the learning rate rises from 0. Those without a gradient count, here and in the schedule: it is
