@@ -48,5 +48,5 @@ def no_thread_is_left() -> Iterator[None]:
     """Fail a test that leaves a thread behind."""
     guard = Guard()
     yield
-    left = guard.left(timeout_s=20)
+    left = guard.left(timeout_s=60)
     assert not left, f"the test has left threads behind: {left}"

@@ -4,11 +4,12 @@ import json
 import re
 import signal
 import socket
+import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 import yaml
 
@@ -48,14 +49,6 @@ def launch(*arguments: object) -> Command:
     return Command("launch", "--processes", 2, *arguments)
 
 
-def member(process: Command, index: int) -> psutil.Process:
-    """One of the processes that a launcher has started, by its number."""
-    for child in psutil.Process(process.pid).children(recursive=True):
-        if child.environ().get("RANK") == str(index):
-            return child
-    raise AssertionError(f"no process {index}")
-
-
 def wait_for_step(run: Path, step: int, process: Command) -> None:
     while not (run / "metrics.jsonl").is_file() or len(rows(run)) <= step:
         process.check_runs()
@@ -84,7 +77,7 @@ def test_two_processes_begin_as_one_and_resume_bit_for_bit_after_a_kill(tmp_path
 
     process = launch(recipe, "--run_dir", killed)
     wait_for_step(killed, 6, process)
-    member(process, 1).send_signal(signal.SIGKILL)
+    process.member(1).send_signal(signal.SIGKILL)
     errors = process.wait(150)  # less than train.process_timeout_s
     assert process.returncode == 1
     *before, last = errors.splitlines()
@@ -116,7 +109,7 @@ def test_episodes_under_way_in_each_process_survive_and_weights_may_be_shared_ou
     process = launch(recipe, "--run_dir", run)
     wait_for_step(run, 6, process)
     for index in (1, 0):
-        member(process, index).send_signal(signal.SIGKILL)
+        process.member(index).send_signal(signal.SIGKILL)
     process.wait(200)
     before = rows(run)
     assert len(list((run / "journal").rglob("*.jsonl"))) >= 2
@@ -178,9 +171,13 @@ def test_a_run_is_resumed_with_as_many_processes_as_it_started_with(tmp_path: Pa
 
 
 def test_a_mistake_that_processes_meet_ends_the_launch_with_its_message_and_status(tmp_path: Path) -> None:
-    process = launch(written(tmp_path, report={"trackers": ["mlflow"]}), "--run_dir", tmp_path / "run")
-    errors = process.wait(200)
-    assert process.returncode == 2
-    assert re.search(r"^agentrl, process [01] of 2: report\.trackers: 'mlflow' is not installed", errors, re.MULTILINE)
-    assert "Traceback" not in errors
-    assert "FAILED" not in errors  # the report of torch's launcher
+    # By the real executable; others are forked.
+    recipe = written(tmp_path, report={"trackers": ["mlflow"]})
+    command: list[str | Path] = [sys.executable, "-m", "agentrl", "launch", "--processes", "2"]
+    command += [recipe, "--run_dir", tmp_path / "run"]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=400, check=False)
+    assert ended.returncode == 2
+    words = r"^agentrl, process [01] of 2: report\.trackers: 'mlflow' is not installed"
+    assert re.search(words, ended.stderr, re.MULTILINE)
+    assert "Traceback" not in ended.stderr
+    assert "FAILED" not in ended.stderr  # the report of torch's launcher

@@ -1,12 +1,20 @@
 """Commands in processes of their own, forked from one that has imported what takes seconds."""
 
 import multiprocessing
+import multiprocessing.connection
 import os
 import signal
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import forkserver
 from pathlib import Path
+from typing import TypeVar
+from unittest.mock import patch
+
+import psutil
 
 # For all processes that are forked, by whichever test.
 multiprocessing.set_forkserver_preload(
@@ -14,16 +22,23 @@ multiprocessing.set_forkserver_preload(
 )
 START_METHOD = "forkserver"
 _CONTEXT = multiprocessing.get_context("forkserver")
+T = TypeVar("T")
+
+
+def in_process(function: Callable[[], T]) -> T:
+    """Call a function of a test's module in a process of its own, and return what it returns."""
+    with ProcessPoolExecutor(1, mp_context=_CONTEXT) as pool:
+        return pool.submit(function).result()
 
 
 class Command:
-    """`agentrl ...`, started as `subprocess.Popen` would start it; its standard error is kept in a file."""
+    """`agentrl ...`, started as `subprocess.Popen` would start it; what it prints is kept in files."""
 
     def __init__(self, *arguments: object) -> None:
-        handle, name = tempfile.mkstemp()
-        os.close(handle)
-        self._errors = Path(name)
-        self._process = _CONTEXT.Process(target=_enter, args=(list(map(str, arguments)), name, os.getcwd()))
+        self._folder = Path(tempfile.mkdtemp(prefix="agentrl-command-"))
+        self._process = _CONTEXT.Process(
+            target=_command, args=(list(map(str, arguments)), self._folder, os.getcwd(), dict(os.environ))
+        )
         self._process.start()
 
     @property
@@ -35,6 +50,15 @@ class Command:
     def returncode(self) -> int | None:
         """Exit status, or less the signal that ended it; None while it runs."""
         return self._process.exitcode
+
+    @property
+    def out(self) -> str:
+        """What it has written to standard output so far."""
+        return _text(self._folder / "out")
+
+    def member(self, index: int) -> psutil.Process:
+        """Return a process that `agentrl launch` has started, by its number."""
+        return psutil.Process(int((self._folder / f"member-{index}").read_text()))
 
     def send_signal(self, number: int) -> None:
         os.kill(self.pid, number)
@@ -56,23 +80,80 @@ class Command:
             subprocess.TimeoutExpired: after so many seconds.
         """
         self._process.join(timeout)
+        errors = _text(self._folder / "err")
         if self.returncode is None:
-            raise subprocess.TimeoutExpired("agentrl", timeout or 0.0, stderr=self._errors.read_bytes())
-        return self._errors.read_text()
+            raise subprocess.TimeoutExpired("agentrl", timeout or 0.0, stderr=errors.encode())
+        return errors
 
-    def finish(self, timeout: float = 200) -> str:
+    def finish(self, timeout: float = 400) -> str:
         """Wait for it to end well; return its standard error."""
         errors = self.wait(timeout)
         assert self.returncode == 0, errors
         return errors
 
 
-def _enter(arguments: list[str], errors: str, folder: str) -> None:
-    with open(errors, "wb") as file, open(os.devnull, "wb") as nowhere:
-        os.dup2(nowhere.fileno(), 1)
-        os.dup2(file.fileno(), 2)
-    sys.stdout, sys.stderr = open(1, "w", closefd=False), open(2, "w", closefd=False, buffering=1)  # noqa: SIM115
-    os.chdir(folder)
+class _Member:
+    """One of the processes of `agentrl launch`, forked where torch's launcher starts Python, with the interface it uses."""
+
+    def __init__(self, arguments: Sequence[str], environment: Mapping[str, str], folder: Path) -> None:
+        assert tuple(arguments[:4]) == (sys.executable, "-u", "-m", "agentrl")
+        has_begun, begins = _CONTEXT.Pipe(duplex=False)
+        self._process = _CONTEXT.Process(
+            target=_member, args=(list(arguments[4:]), folder, os.getcwd(), dict(environment), begins)
+        )
+        self._process.start()
+        assert self._process.pid is not None
+        self.pid = self._process.pid
+        has_begun.recv()  # it leads a group of its own, which the launcher may end
+        (folder / f"member-{environment['RANK']}").write_text(str(self.pid))
+
+    def poll(self) -> int | None:
+        return self._process.exitcode
+
+    def wait(self, timeout: float | None = None) -> int:
+        self._process.join(timeout)
+        if (status := self.poll()) is None:
+            raise subprocess.TimeoutExpired("agentrl", timeout or 0.0)
+        return status
+
+
+def _command(arguments: list[str], folder: Path, cwd: str, environment: dict[str, str]) -> None:
+    _become(folder, cwd, environment)
+    if arguments[:1] == ["launch"]:
+        patch.object(forkserver._forkserver, "ensure_running").start()  # it is ours that runs; else it starts another
+        from torch.distributed.elastic.multiprocessing.subprocess_handler.subprocess_handler import SubprocessHandler
+
+        patch.object(SubprocessHandler, "_popen", lambda _, given, env: _Member(given, env, folder)).start()
     from agentrl.cli import main
 
     main(arguments)
+
+
+def _member(
+    arguments: list[str],
+    folder: Path,
+    cwd: str,
+    environment: dict[str, str],
+    begins: "multiprocessing.connection.Connection",
+) -> None:
+    os.setsid()
+    begins.send(None)
+    _become(folder, cwd, environment)
+    from agentrl.cli import main
+
+    main(arguments)
+
+
+def _become(folder: Path, cwd: str, environment: Mapping[str, str]) -> None:
+    """Take on what a process that is started is given: streams, working directory and environment."""
+    for number, name in ((1, "out"), (2, "err")):
+        with (folder / name).open("ab") as file:
+            os.dup2(file.fileno(), number)
+    sys.stdout, sys.stderr = (open(number, "w", closefd=False, buffering=1) for number in (1, 2))  # noqa: SIM115
+    os.chdir(cwd)
+    os.environ.clear()
+    os.environ.update(environment)
+
+
+def _text(path: Path) -> str:
+    return path.read_text() if path.exists() else ""
