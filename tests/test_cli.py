@@ -159,7 +159,7 @@ def test_a_process_ends_with_status_2_and_one_message(tmp_path: Path) -> None:
             [sys.executable, "-m", "agentrl", *arguments],
             capture_output=True,
             text=True,
-            timeout=60,
+            timeout=300,
             check=False,
             cwd=tmp_path,
         )
@@ -265,7 +265,8 @@ def test_a_recipe_that_cannot_be_carried_out_is_refused_and_leaves_no_trace(
 def test_an_environment_that_fails_ends_the_run_with_its_words_and_leaves_no_trace(
     name: str, words: str, agentrl: Agentrl, tmp_path: Path
 ) -> None:
-    chosen = ["--env.id", f"shop_of_faults:{name}", "--rollout.env_timeout_s", "0.5"]
+    timeout_s = "0.5" if name.startswith("Hangs") else "60"
+    chosen = ["--env.id", f"shop_of_faults:{name}", "--rollout.env_timeout_s", timeout_s]
     status, _, err = agentrl("train", "tiny.yaml", *chosen, "--run_dir", "run")
     assert (status, err) == (2, f"agentrl: {words}\n")
     assert files(tmp_path) == GIVEN
@@ -274,7 +275,7 @@ def test_an_environment_that_fails_ends_the_run_with_its_words_and_leaves_no_tra
 def test_of_several_processes_one_speaks_and_writes(agentrl: Agentrl, tmp_path: Path) -> None:
     launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "agentrl"]
     arguments = ["train", "tiny.yaml", "--run_dir", "run"]
-    ended = subprocess.run([*launcher, *arguments], capture_output=True, text=True, timeout=200, check=False)
+    ended = subprocess.run([*launcher, *arguments], capture_output=True, text=True, timeout=400, check=False)
     assert ended.returncode == 0, ended.stderr
     assert ended.stdout.count("training 2/2 ") == 1
     lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()

@@ -446,4 +446,4 @@ def test_without_file_locks_the_package_is_there_and_training_says_what_it_takes
     with pytest.raises(ConfigError, match=r"this system has no file locks \(fcntl\).*on Windows in WSL"):
         folder.lock()
     script = "import sys; sys.modules['fcntl'] = None; import agentrl.cli, agentrl.report.folder"
-    subprocess.run([sys.executable, "-c", script], check=True, timeout=100)
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=300)

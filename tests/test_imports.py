@@ -14,7 +14,7 @@ def loaded_by(script: str) -> set[str]:
     """Return which of the heavy packages a fresh process has loaded after a script."""
     report = f"import sys; print(*(name for name in {HEAVY!r} if name in sys.modules))"
     done = subprocess.run(
-        [sys.executable, "-c", f"{script}\n{report}"], capture_output=True, text=True, timeout=60, check=True
+        [sys.executable, "-c", f"{script}\n{report}"], capture_output=True, text=True, timeout=300, check=True
     )
     return set(done.stdout.split())
 

@@ -46,7 +46,7 @@ def together(num_processes: int, folder: Path, work: Callable[..., Any], *argume
         start_method=START_METHOD,
     )
     for process in context.processes:
-        process.join(timeout=100)
+        process.join(timeout=400)
         assert process.exitcode in (0, -signal.SIGKILL), process.exitcode
     files = [results / str(index) for index in range(num_processes)]
     return [pickle.loads(file.read_bytes()) if file.is_file() else None for file in files]
@@ -244,9 +244,9 @@ def test_scores_are_shared_out_and_put_together(sharding: Sharding, tmp_path: Pa
 
 def without_one(how: str, missing: int) -> str:
     """What a process is told while one hangs, is killed in an update, or ended long ago."""
-    set_deadline(5)
     learner = make_learner(num_minibatches=1, max_tokens_per_micro_batch=60)
     all_gather([0])
+    set_deadline(5)
     if process_index() == missing:
         if how == "hangs":
             time.sleep(10)

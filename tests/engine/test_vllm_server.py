@@ -82,14 +82,14 @@ async def client(url: str, folder: Path, **config: Any) -> AsyncIterator[VLLMSer
 def server(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     log = tmp_path_factory.mktemp("log") / "server.log"
     options = {"max_model_len": LONG + 100, "max_num_seqs": 32}
-    with start_server(model_folder, port=free_port(), log=log, options=options, timeout_s=180) as server:
+    with start_server(model_folder, port=free_port(), log=log, options=options, timeout_s=600) as server:
         yield server
 
 
 @asynccontextmanager
 async def with_weights(server: Server, folder: Path, seed: int = 0) -> AsyncIterator[VLLMServer]:
     """A client of the server, which holds the weights of a seed as version 0."""
-    async with client(server.url, folder, timeout_s=30) as engine:
+    async with client(server.url, folder, timeout_s=100) as engine:
         await engine.load_weights(weights(seed), 0)
         yield engine
 
@@ -99,7 +99,7 @@ def test_it_keeps_to_the_contract_of_engines(server: Server, tmp_path: Path) -> 
     plain = make_model()
 
     async def main() -> None:
-        async with client(server.url, tmp_path, timeout_s=30) as engine:
+        async with client(server.url, tmp_path, timeout_s=100) as engine:
             await check_engine(
                 engine,
                 lambda p, t, z: plain_logprobs(plain, p, t, z),
@@ -259,7 +259,7 @@ def test_prompts_that_do_not_fit_into_one_step_are_sampled(server: Server, tmp_p
 def test_the_end_of_the_log_says_why_a_server_does_not_start(model_folder: Path, tmp_path: Path) -> None:
     port, log = free_port(), tmp_path / "log"
     with pytest.raises(EngineError, match=r"ended with status 2(?s:.*)unrecognized arguments: --no-sense"):
-        start_server(model_folder, port=port, log=log, options={"no_sense": 1}, timeout_s=60)
+        start_server(model_folder, port=port, log=log, options={"no_sense": 1}, timeout_s=600)
     with pytest.raises(EngineError, match=r"was not up within 0\.1 s"):
         start_server(model_folder, port=port, log=log, options={}, timeout_s=0.1)
 
@@ -271,7 +271,7 @@ def test_a_port_that_is_taken_is_refused(model_folder: Path, tmp_path: Path) -> 
         other.listen()
         port = other.getsockname()[1]
         with pytest.raises(ConfigError, match=rf"engine.server.url: cannot listen on 127.0.0.1:{port}"):
-            start_server(model_folder, port=port, log=tmp_path / "log", options={}, timeout_s=60)
+            start_server(model_folder, port=port, log=tmp_path / "log", options={}, timeout_s=600)
 
 
 def live_processes(group: int) -> list[str]:
@@ -307,11 +307,11 @@ def test_a_killed_server_is_an_error_and_leaves_no_process(server: Server, tmp_p
                 assert "agentrl serve" in str(found)
             with pytest.raises(EngineError, match="asked 3 times for a pause"):
                 await engine.pause()
-            assert time.perf_counter() - begin < 30
+            assert time.perf_counter() - begin < 100
 
     run(main())
     server.close()
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 60
     while (left := live_processes(server.process.pid)) and time.monotonic() < deadline:
         time.sleep(0.02)  # a killed process takes a moment to die
     assert left == []
@@ -512,7 +512,7 @@ def test_no_server_listens(tmp_path: Path) -> None:
 
     begin = time.perf_counter()
     run(main())
-    assert time.perf_counter() - begin < 10  # they wait together
+    assert time.perf_counter() - begin < 30  # they wait together
 
 
 @contextmanager
@@ -639,12 +639,12 @@ def test_an_answer_that_never_comes_ends_with_the_callers_deadline(model_folder:
 
 def test_a_pause_or_push_that_never_ends_has_a_deadline(model_folder: Path, tmp_path: Path) -> None:
     async def main() -> None:
-        async with fake_and_client(model_folder, tmp_path, timeout_s=1) as (server, engine):
+        async with fake_and_client(model_folder, tmp_path, timeout_s=3) as (server, engine):
             await engine.generate(prompt(1), sampling(), "e")
             server.script["/pause"] = [NEVER, NEVER]
-            with pytest.raises(EngineError, match=r"did not finish pause within engine\.server\.timeout_s: 1"):
+            with pytest.raises(EngineError, match=r"did not finish pause within engine\.server\.timeout_s: 3"):
                 await engine.pause()
-            with pytest.raises(EngineError, match=r"did not finish load_weights within engine\.server\.timeout_s: 1"):
+            with pytest.raises(EngineError, match=r"did not finish load_weights within engine\.server\.timeout_s: 3"):
                 await engine.load_weights(weights(0), 1)
 
     run(main())

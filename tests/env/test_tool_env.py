@@ -201,18 +201,19 @@ def test_an_instance_may_offer_fewer_tools(desk: Desk) -> None:
 
 def test_a_coroutine_that_blocks_the_loop_is_replaced_once_and_leaks_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("agentrl.env.background._GRACE_S", 0.2)
-    free = threading.Event()
+    free, is_blocked = threading.Event(), threading.Event()
     process = psutil.Process()
 
     async def block() -> None:
+        is_blocked.set()
         free.wait()
 
     async def answer() -> int:
         return 7
 
-    def outcome(coroutine: Coroutine[Any, Any, Any]) -> Any:
+    def outcome(coroutine: Coroutine[Any, Any, Any], *, timeout_s: float = 60.0) -> Any:
         try:
-            return run_in_background(coroutine, timeout_s=0.2)
+            return run_in_background(coroutine, timeout_s=timeout_s)
         except BlockedLoopError as error:
             return str(error)
 
@@ -224,14 +225,15 @@ def test_a_coroutine_that_blocks_the_loop_is_replaced_once_and_leaks_nothing(mon
         assert set(waiters.map(lambda _: outcome(answer()), range(40))) == {7}
         loops, descriptors = used()
         for event in range(1, 4):
-            blocking = waiters.submit(outcome, block())
-            time.sleep(0.05)  # until the loop is blocked: the others wait on it
-            others = [waiters.submit(outcome, answer()) for _ in range(39)]
+            is_blocked.clear()
+            blocking = waiters.submit(outcome, block(), timeout_s=1.0)
+            assert is_blocked.wait(60)  # the others wait on it
+            others = [waiters.submit(outcome, answer(), timeout_s=1.0) for _ in range(39)]
             assert all("blocks the event loop" in future.result() for future in [blocking, *others])
             assert outcome(answer()) == 7
             assert used()[0] == loops + event  # one for each time that it is blocked, whoever waits
         free.set()
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + 60
         while used() != (loops, descriptors):
             assert time.monotonic() < deadline, (used(), loops, descriptors)
             time.sleep(0.01)
@@ -239,7 +241,7 @@ def test_a_coroutine_that_blocks_the_loop_is_replaced_once_and_leaks_nothing(mon
 
 
 def test_a_coroutine_that_is_not_to_be_cancelled_blocks_no_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("agentrl.env.background._GRACE_S", 0.2)
+    monkeypatch.setattr("agentrl.env.background._GRACE_S", 1.0)
     over = threading.Event()
 
     async def stubborn() -> None:
@@ -250,12 +252,12 @@ def test_a_coroutine_that_is_not_to_be_cancelled_blocks_no_one(monkeypatch: pyte
     async def loop() -> asyncio.AbstractEventLoop:
         return asyncio.get_running_loop()
 
-    before = run_in_background(loop(), timeout_s=5)
+    before = run_in_background(loop(), timeout_s=60)
     with pytest.raises(TimeoutError) as caught:
         run_in_background(stubborn(), timeout_s=0.05)
     over.set()
     assert not isinstance(caught.value, BlockedLoopError)
-    assert run_in_background(loop(), timeout_s=5) is before
+    assert run_in_background(loop(), timeout_s=60) is before
 
 
 def test_a_coroutine_that_exits_ends_no_loop() -> None:
@@ -266,8 +268,8 @@ def test_a_coroutine_that_exits_ends_no_loop() -> None:
         return 7
 
     with pytest.raises(RuntimeError, match="SystemExit: enough"):
-        run_in_background(leave(), timeout_s=5)
-    assert run_in_background(answer(), timeout_s=5) == 7
+        run_in_background(leave(), timeout_s=60)
+    assert run_in_background(answer(), timeout_s=60) == 7
 
 
 def test_loops_that_stay_blocked_end_in_a_failure_that_names_the_line(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -299,8 +301,8 @@ def test_coroutine_tools_work_in_a_forked_process(desk: Desk) -> None:
     queue = context.Queue()
     child = context.Process(target=_call_in_child, args=(queue,))
     child.start()
-    assert queue.get(timeout=20) == "agentrl-tools"
-    child.join(20)
+    assert queue.get(timeout=100) == "agentrl-tools"
+    child.join(100)
 
 
 def test_a_missing_method_is_named() -> None:

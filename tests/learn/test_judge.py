@@ -165,8 +165,8 @@ def test_a_judge_that_hangs_is_given_up_at_its_deadline() -> None:
         return by_hand(given)
 
     with pytest.raises(UserError) as caught:
-        scored(second_hangs, [trajectory(number) for number in range(3)], timeout_s=0.5)
-    assert str(caught.value) == "signals.judge, trajectory g/1: no score within signals.judge_timeout_s: 0.5 s"
+        scored(second_hangs, [trajectory(number) for number in range(3)], timeout_s=2.0)
+    assert str(caught.value) == "signals.judge, trajectory g/1: no score within signals.judge_timeout_s: 2 s"
 
 
 def test_a_judge_that_fails_now_and_then_is_asked_again() -> None:
@@ -181,12 +181,12 @@ def test_a_judge_that_fails_now_and_then_is_asked_again() -> None:
         return by_hand(given)
 
     trajectories = [trajectory(number) for number in range(5)]
-    found = scored(moody, trajectories, timeout_s=0.5, max_retries=2)
+    found = scored(moody, trajectories, timeout_s=2.0, max_retries=2)
     assert [[turn.signals["turn_scores"] for turn in t.turns] for t in found] == [by_hand(t) for t in trajectories]
     assert asked == {0: 1, 1: 2, 2: 1, 3: 3, 4: 1}
     asked.clear()
     with pytest.raises(UserError, match=r"trajectory g/3: no score within"):
-        scored(moody, trajectories, timeout_s=0.5, max_retries=1)
+        scored(moody, trajectories, timeout_s=2.0, max_retries=1)
 
 
 def test_a_judge_is_asked_no_more_once_it_has_failed() -> None:

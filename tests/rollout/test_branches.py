@@ -253,7 +253,7 @@ def test_a_branch_whose_environment_raises_is_dropped_and_counted(
 
 def test_a_branch_that_hangs_is_the_last_one_and_the_episode_stands(new_engine: NewEngine, renderer: Renderer) -> None:
     make_env = breaks(hang, what="step", when=lambda env: env.generation == 2 and len(env.drawn) == 4)
-    trajectory = play(make_env, new_engine(), renderer, env_timeout_s=0.5)
+    trajectory = play(make_env, new_engine(), renderer, env_timeout_s=2.0)
     assert rewards_of(trajectory) == [()] * 5
     assert (trajectory.metrics["branches"], trajectory.metrics["failed_branches"]) == (1, 1)
     assert without_branches(trajectory) == without_branches(play(Dice, new_engine(), renderer, fork=False))
@@ -279,14 +279,14 @@ def test_a_branch_whose_engine_fails_is_dropped_and_counted(new_engine: NewEngin
     ("how", "words"),
     [
         (raises, f"raised KeyError: 'lever' (dice.py:{raises.__code__.co_firstlineno + 2})"),
-        (hang, "did not return within rollout.env_timeout_s: 0.5 s"),
+        (hang, "did not return within rollout.env_timeout_s: 2 s"),
     ],
 )
 def test_an_environment_that_cannot_be_forked_fails_its_episode_in_its_words(
     how: Callable[[], None], words: str, new_engine: NewEngine, renderer: Renderer
 ) -> None:
     make_env = breaks(how, what="fork", when=lambda env: env.generation == 0 and len(env.drawn) == 2)
-    trajectory = play(make_env, new_engine(), renderer, env_timeout_s=0.5)
+    trajectory = play(make_env, new_engine(), renderer, env_timeout_s=2.0)
     assert trajectory.stop_reason is StopReason.ENV_ERROR
     assert trajectory.error == f"environment Dice: fork() {words}"
     assert len(trajectory.turns) == 2
@@ -436,7 +436,7 @@ def test_a_pool_continues_with_a_fresh_thread_after_a_branch_that_hangs(new_pool
             hang()
 
     make_env = breaks(hangs_once, what="step", when=lambda env: env.generation == 2)
-    pool = new_pool(make_env, env_timeout_s=0.5, max_live_episodes=1)
+    pool = new_pool(make_env, env_timeout_s=2.0, max_live_episodes=1)
     (group,) = collect(pool, 1)
     assert [t.failed for t in group.trajectories] == [False] * 3
     assert [t.metrics["branches"] for t in group.trajectories] == [1, 10, 10]

@@ -43,7 +43,7 @@ def test_calls_run_one_after_the_other_on_one_thread() -> None:
             running.remove(number)
             return number, threading.current_thread().ident, len(running)
 
-        return await asyncio.gather(*(thread.call(lambda n=n: work(n), timeout_s=5) for n in range(4)))  # type: ignore[misc]
+        return await asyncio.gather(*(thread.call(lambda n=n: work(n), timeout_s=60) for n in range(4)))  # type: ignore[misc]
 
     results = on_a_thread(run)
     assert [number for number, _, _ in results] == [0, 1, 2, 3]
@@ -79,15 +79,15 @@ def test_whatever_a_call_raises_comes_back_at_once(
     function: Callable[[], Any], kind: type[Exception], words: str
 ) -> None:
     with pytest.raises(kind, match=words):
-        on_a_thread(lambda thread: thread.call(function, timeout_s=5))
+        on_a_thread(lambda thread: thread.call(function, timeout_s=60))
 
 
 def test_a_thread_continues_after_a_call_that_raised() -> None:
     async def run(thread: EnvThread) -> tuple[bool, int]:
         for function in (leave, time_out):
             with pytest.raises((RuntimeError, TimeoutError)):
-                await thread.call(function, timeout_s=5)
-        return thread.is_lost, await thread.call(lambda: 7, timeout_s=5)
+                await thread.call(function, timeout_s=60)
+        return thread.is_lost, await thread.call(lambda: 7, timeout_s=60)
 
     assert on_a_thread(run) == (False, 7)
 
@@ -135,5 +135,5 @@ async def main():
 
 asyncio.run(main())
 """
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=300, check=False)
     assert (done.returncode, done.stdout, done.stderr) == (0, "lost\n", "")

@@ -21,7 +21,7 @@ from agentrl.errors import EngineError, EnvironmentFailure
 from agentrl.rollout import EpisodeContext, Journal, RolloutConfig, RolloutPool
 from agentrl.types import Completion, Message, Sampling, Trajectory
 from tests.support.talk import Talk, collect, episodes, logged
-from tests.support.threads import hang
+from tests.support.threads import hang, wait_until
 
 NewEngine = Callable[..., TransformersEngine]
 Opened = Callable[[RolloutPool], RolloutPool]
@@ -151,9 +151,9 @@ def test_environments_that_hang_for_ever_now_and_then_stop_the_run_before_thread
         if what == "step" and env.member == 1:
             hang()
 
-    pool = new_pool(logged(log), env_timeout_s=0.3, max_retries=0, max_live_episodes=2)
+    pool = new_pool(logged(log), env_timeout_s=1.0, max_retries=0, max_live_episodes=2)
     with pytest.raises(
-        EnvironmentFailure, match=r"\d+ threads hang in calls of environments.*rollout\.env_timeout_s: 0\.3"
+        EnvironmentFailure, match=r"\d+ threads hang in calls of environments.*rollout\.env_timeout_s: 1"
     ):
         collect(pool, 12)
     assert pool.counts["lost_threads"] >= 9
@@ -191,14 +191,21 @@ def test_a_consumer_that_is_slow_is_not_run_away_from(new_pool: NewPool) -> None
 
 
 def test_a_call_that_came_back_while_the_loop_stood_still_is_in_time(new_pool: NewPool) -> None:
-    pool = new_pool(
-        logged(lambda what, _: time.sleep(0.05) if what == "step" else None), mode="partial", env_timeout_s=60.0
-    )
+    busy: set[int] = set()
+
+    def log(what: str, env: Talk) -> None:
+        if what == "step":
+            busy.add(id(env))
+            time.sleep(0.05)
+            busy.discard(id(env))
+
+    pool = new_pool(logged(log), mode="partial", env_timeout_s=60.0)
 
     async def main() -> None:
         clock = Clock(asyncio.get_running_loop())
         for _ in range(3):
             await pool.collect(1)
+            wait_until(lambda: not busy)
             time.sleep(0.2)  # an update, or a checkpoint that is written
             clock.skip(100.0)
         await pool.stop()

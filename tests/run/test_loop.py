@@ -147,9 +147,9 @@ class StuckEngine(TransformersEngine):
 
 
 def test_an_engine_that_hangs_after_a_push_has_a_deadline(runs: Runs) -> None:
-    steps = runs.begin(rollout={"mode": "partial", "engine_timeout_s": 1.0}, engine_class=StuckEngine)
+    steps = runs.begin(rollout={"mode": "partial", "engine_timeout_s": 5.0}, engine_class=StuckEngine)
     steps.step()
-    with pytest.raises(EngineError, match=r"did not answer its self-proof within rollout\.engine_timeout_s: 1"):
+    with pytest.raises(EngineError, match=r"did not answer its self-proof within rollout\.engine_timeout_s: 5"):
         steps.step()
 
 
