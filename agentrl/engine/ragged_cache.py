@@ -1,6 +1,6 @@
 """A key-value cache whose rows have lengths of their own.
 
-`S` rows, `B` rows of a forward pass, `Q` query positions, `H` key-value heads, `L` cached positions, `D` head size.
+`S` rows, `B` rows of a forward pass, `Q` query positions, `Y` key-value heads, `L` cached positions, `D` head size.
 """
 
 from typing import Any
@@ -21,8 +21,8 @@ class RaggedCache(Cache):
         super().__init__(layer_class_to_replicate=DynamicLayer)
         self._num_rows = num_rows
         self._capacity = 0
-        self._keys_SHLD: list[torch.Tensor] = []
-        self._values_SHLD: list[torch.Tensor] = []
+        self._keys_SYLD: list[torch.Tensor] = []
+        self._values_SYLD: list[torch.Tensor] = []
         self._rows_B = torch.empty(0, dtype=torch.long)
         self._positions_BQ = torch.empty(0, 0, dtype=torch.long)
         self._length = 0
@@ -52,16 +52,16 @@ class RaggedCache(Cache):
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *_: Any, **__: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Write the new keys and values [B, H, Q, D]; return those of the selected rows [B, H, L, D]."""
-        while len(self._keys_SHLD) <= layer_idx:
-            self._keys_SHLD.append(self._empty(key_states))
-            self._values_SHLD.append(self._empty(value_states))
+        while len(self._keys_SYLD) <= layer_idx:
+            self._keys_SYLD.append(self._empty(key_states))
+            self._values_SYLD.append(self._empty(value_states))
         kept = []
-        for cached_SHLD, states_BHQD in (
-            (self._keys_SHLD[layer_idx], key_states),
-            (self._values_SHLD[layer_idx], value_states),
+        for cached_SYLD, states_BYQD in (
+            (self._keys_SYLD[layer_idx], key_states),
+            (self._values_SYLD[layer_idx], value_states),
         ):
-            cached_SHLD[self._rows_B[:, None], :, self._positions_BQ] = states_BHQD.transpose(1, 2)
-            window = cached_SHLD[:, :, : self._length]
+            cached_SYLD[self._rows_B[:, None], :, self._positions_BQ] = states_BYQD.transpose(1, 2)
+            window = cached_SYLD[:, :, : self._length]
             kept.append(window[: len(self._rows_B)] if self._is_leading else window[self._rows_B])
         return kept[0], kept[1]
 
@@ -74,11 +74,11 @@ class RaggedCache(Cache):
         if length <= self._capacity:
             return
         self._capacity = -(-max(length, self._capacity * 3 // 2) // _BLOCK) * _BLOCK
-        for layers in (self._keys_SHLD, self._values_SHLD):
-            for index, old_SHLD in enumerate(layers):
-                layers[index] = old_SHLD.new_zeros(*old_SHLD.shape[:2], self._capacity, old_SHLD.shape[3])
-                layers[index][:, :, : old_SHLD.shape[2]] = old_SHLD
+        for layers in (self._keys_SYLD, self._values_SYLD):
+            for index, old_SYLD in enumerate(layers):
+                layers[index] = old_SYLD.new_zeros(*old_SYLD.shape[:2], self._capacity, old_SYLD.shape[3])
+                layers[index][:, :, : old_SYLD.shape[2]] = old_SYLD
 
-    def _empty(self, like_BHQD: torch.Tensor) -> torch.Tensor:
-        _, heads, _, size = like_BHQD.shape
-        return like_BHQD.new_zeros(self._num_rows, heads, self._capacity, size)
+    def _empty(self, like_BYQD: torch.Tensor) -> torch.Tensor:
+        _, heads, _, size = like_BYQD.shape
+        return like_BYQD.new_zeros(self._num_rows, heads, self._capacity, size)

@@ -1,7 +1,7 @@
 """Updates of the policy from credited trajectories, on one process or several.
 
 `I` trajectories of a step, `T` trained tokens of a pass, `P` its slots, `Q` slots that are asked for, `J` routers of a
-mixture of experts, `K` experts that each chooses at a slot.
+mixture of experts, `X` experts that each chooses at a slot.
 """
 
 import logging
@@ -56,7 +56,7 @@ class Before(NamedTuple):
     """What a pass gave before the first update, where that is needed."""
 
     logprobs_T: Tensor | None = None
-    experts_JPK: Tensor | None = None
+    experts_JPX: Tensor | None = None
     """Of the model's J routers at each slot, in a mixture of experts."""
 
 
@@ -251,15 +251,15 @@ class Learner:
         """Return a context in which the experts of each pass are noted, and are those of before where these are known."""
         if not self._is_routed:
             return nullcontext([])
-        if before.experts_JPK is None:
+        if before.experts_JPX is None:
             return recording(self.state.policy.model)
-        return replaying(self.state.policy.model, before.experts_JPK)
+        return replaying(self.state.policy.model, before.experts_JPX)
 
-    def _changed_experts(self, before_JPK: Tensor, micro: MicroBatch) -> dict[str, float]:
+    def _changed_experts(self, before_JPX: Tensor, micro: MicroBatch) -> dict[str, float]:
         """Return the share of experts that an update has changed, at the slots where trained tokens are read."""
         with torch.no_grad(), recording(self.state.policy.model) as after:
             self._forward(self.state.wrapped, micro)
-        changed_T = changed_share(before_JPK, after[0], slots_Q=micro.slot_T)
+        changed_T = changed_share(before_JPX, after[0], slots_Q=micro.slot_T)
         return {"moe/changed_experts": float(np.concatenate(all_gather([changed_T.cpu().numpy()])).mean())}
 
     def _forward(self, policy: Any, micro: MicroBatch) -> tuple[Tensor, Tensor]:

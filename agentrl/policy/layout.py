@@ -1,7 +1,7 @@
 """How rows of tokens are laid out for one pass through a model: as a token tree, behind one another, or padded.
 
-`B` rows of a pass, `L` positions of a row, `P = B * L` slots of a pass, `D` hidden size, `Q` slots that are asked for,
-`N` tokens of a tree, `R` rows before they are laid out, `T` tokens that are read, `V` vocabulary.
+`B` rows of a pass, `L` positions of a row, `P = B * L` slots of a pass (of a tree, its tokens), `D` hidden size, `Q` slots
+that are asked for, `R` rows before they are laid out, `T` tokens that are read, `V` vocabulary.
 """
 
 from collections.abc import Callable, Sequence
@@ -48,7 +48,7 @@ def lay_out(rows: Sequence[IntArray], layout: Layout, *, device: torch.device | 
     """Return the inputs of a pass over rows of token ids, and where each of their tokens is in it."""
     if layout == "tree":
         tree = plan_tree(rows)
-        ids_1P, depth_1P = (torch.from_numpy(column_P).to(device)[None] for column_P in (tree.ids_N, tree.depth_N))
+        ids_1P, depth_1P = (torch.from_numpy(column_P).to(device)[None] for column_P in (tree.ids_P, tree.depth_P))
         return Inputs(ids_BL=ids_1P, positions_BL=depth_1P, tree=TreeLayout(tree, device=device)), tree.index
     lengths = [len(row) for row in rows]
     lines = pack(lengths) if layout == "packed" else [[number] for number in range(len(rows))]

@@ -1,7 +1,6 @@
 """Log-probabilities of given tokens from hidden states, without the matrix of all logits.
 
-`T` tokens, `V` vocabulary, `D` hidden; `R` rows (tokens) and `C` columns (vocabulary entries) of one tile of logits,
-`N` tiles of one row.
+`T` tokens, `V` vocabulary, `D` hidden; `R` rows (tokens) and `C` columns (vocabulary entries) of one tile of logits.
 """
 
 from collections.abc import Iterator
@@ -89,12 +88,12 @@ class _FusedLogprobs(torch.autograd.Function):
                 sums.append(exp_RC.sum(1))
                 moments.append(exp_RC.mul_(logits_RC).sum(1))
             # From sums relative to each tile's own maximum to sums relative to the row's.
-            maximum_NR, sum_NR, moment_NR = torch.stack(maxima), torch.stack(sums), torch.stack(moments)
-            maximum_R = maximum_NR.amax(0)
-            shift_NR = maximum_NR - maximum_R
-            scale_NR = shift_NR.exp()
-            sum_R = (sum_NR * scale_NR).sum(0)
-            moment_R = ((moment_NR + shift_NR * sum_NR) * scale_NR).sum(0)
+            tile_maximum, tile_sum, tile_moment = map(torch.stack, (maxima, sums, moments))  # (tiles, R) each
+            maximum_R = tile_maximum.amax(0)
+            shift = tile_maximum - maximum_R
+            scale = shift.exp()
+            sum_R = (tile_sum * scale).sum(0)
+            moment_R = ((tile_moment + shift * tile_sum) * scale).sum(0)
             logsumexp_T[rows] = maximum_R + sum_R.log()
             entropy_T[rows] = sum_R.log() - moment_R / sum_R
         # A kept tile has its rows' maxima subtracted already, and so has its normalizer.

@@ -1,6 +1,6 @@
 """Experts of a mixture-of-experts model: recorded, replayed and compared.
 
-`J` routers of a model, `P` slots of a pass, `K` experts chosen at a slot, `E` experts to choose from, `Q` slots that
+`J` routers of a model, `P` slots of a pass, `X` experts chosen at a slot, `E` experts to choose from, `Q` slots that
 are asked for.
 """
 
@@ -58,7 +58,7 @@ def routers_of(model: Any) -> list[Router]:
 def recording(model: Any) -> AbstractContextManager[list[Tensor]]:
     """Note the experts that the routers choose.
 
-    The context gives a list that gains one int16 tensor `(J, P, K)` with each forward pass of the model: of each router
+    The context gives a list that gains one int16 tensor `(J, P, X)` with each forward pass of the model: of each router
     (as in `routers_of`) and slot, the experts in the router's own order. Layers that gradient checkpointing runs again
     add nothing. A dense model leaves the list empty.
 
@@ -68,7 +68,7 @@ def recording(model: Any) -> AbstractContextManager[list[Tensor]]:
     return _routing(model, None)
 
 
-def replaying(model: Any, experts_JPK: Tensor) -> AbstractContextManager[list[Tensor]]:
+def replaying(model: Any, experts_JPX: Tensor) -> AbstractContextManager[list[Tensor]]:
     """Let the routers take the given experts instead of their own choice, in each pass and whenever a layer runs again.
 
         g_k = norm(score(x W^T)[e_k]),  output = sum_k g_k expert_{e_k}(x),  e = the given experts of the slot
@@ -81,19 +81,19 @@ def replaying(model: Any, experts_JPK: Tensor) -> AbstractContextManager[list[Te
     The context gives what `recording` gives: the experts that the routers would have chosen themselves. Under gradient
     checkpointing the backward pass must lie within the context as well.
 
-    Shape: integers `(J, P, K)`, as `recording` gives them for a pass over the same slots; on any device.
+    Shape: integers `(J, P, X)`, as `recording` gives them for a pass over the same slots; on any device.
 
     Raises:
         TrainingError: for a model whose routing cannot be replayed, or experts of another number of routers, slots or
             experts at a slot.
     """
-    return _routing(model, experts_JPK)
+    return _routing(model, experts_JPX)
 
 
-def changed_share(before_JPK: Tensor, after_JPK: Tensor, *, slots_Q: Tensor | None = None) -> Tensor:
+def changed_share(before_JPX: Tensor, after_JPX: Tensor, *, slots_Q: Tensor | None = None) -> Tensor:
     """Return of each slot the share of its experts that are others than before, in the mean over routers: (Q,).
 
-        changed_p = mean over routers r of 1 - |before_rp ∩ after_rp| / K
+        changed_p = mean over routers r of 1 - |before_rp ∩ after_rp| / X
 
     Measured after one update it is what arXiv 2507.18071 (section 5.3) puts at about 10 % for Qwen3-30B-A3B. The order of
     a slot's experts does not count. `slots_Q` are indices into P; None: all.
@@ -101,25 +101,25 @@ def changed_share(before_JPK: Tensor, after_JPK: Tensor, *, slots_Q: Tensor | No
     Raises:
         ValueError: for recordings of different shape.
     """
-    if before_JPK.shape != after_JPK.shape or before_JPK.ndim != 3:
+    if before_JPX.shape != after_JPX.shape or before_JPX.ndim != 3:
         raise ValueError(
-            f"expected two recordings (J, P, K) of the same slots, got {tuple(before_JPK.shape)} and "
-            f"{tuple(after_JPK.shape)}"
+            f"expected two recordings (J, P, X) of the same slots, got {tuple(before_JPX.shape)} and "
+            f"{tuple(after_JPX.shape)}"
         )
     if slots_Q is not None:
-        before_JPK, after_JPK = before_JPK[:, slots_Q], after_JPK[:, slots_Q]
-    kept_JQK = (before_JPK[..., :, None] == after_JPK[..., None, :]).any(-1)
-    return 1 - kept_JQK.double().mean((0, 2))
+        before_JPX, after_JPX = before_JPX[:, slots_Q], after_JPX[:, slots_Q]
+    kept_JQX = (before_JPX[..., :, None] == after_JPX[..., None, :]).any(-1)
+    return 1 - kept_JQX.double().mean((0, 2))
 
 
 class _Choosing(TorchFunctionMode):
     """While a router runs: notes which experts it chooses among all, and puts those to be replayed in their place."""
 
-    def __init__(self, router: Router, experts_PK: Tensor | None) -> None:
+    def __init__(self, router: Router, experts_PX: Tensor | None) -> None:
         super().__init__()
-        self.router, self.experts_PK = router, experts_PK
+        self.router, self.experts_PX = router, experts_PX
         self.own: list[Tensor] = []
-        """The router's own choices since the pass began, (P, K) each."""
+        """The router's own choices since the pass began, (P, X) each."""
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -128,26 +128,26 @@ class _Choosing(TorchFunctionMode):
         # Routers that first choose among groups of experts do so by narrower or 3-dimensional scores.
         if func not in (torch.topk, Tensor.topk) or args[0].shape[1:] != (self.router.num_experts,):
             return result
-        scores_PE, own_PK = args[0], result.indices
-        self.own.append(own_PK)
-        if self.experts_PK is None:
+        scores_PE, own_PX = args[0], result.indices
+        self.own.append(own_PX)
+        if self.experts_PX is None:
             return result
-        if self.experts_PK.shape != own_PK.shape:
+        if self.experts_PX.shape != own_PX.shape:
             raise TrainingError(
-                f"{self.router.name} chooses experts (slots, experts) {tuple(own_PK.shape)}, got "
-                f"{tuple(self.experts_PK.shape)} to replay; replay each pass with the experts recorded on the same inputs"
+                f"{self.router.name} chooses experts (slots, experts) {tuple(own_PX.shape)}, got "
+                f"{tuple(self.experts_PX.shape)} to replay; replay each pass with the experts recorded on the same inputs"
             )
-        experts_PK = self.experts_PK.to(own_PK)
-        return torch.return_types.topk((scores_PE.gather(1, experts_PK), experts_PK))
+        experts_PX = self.experts_PX.to(own_PX)
+        return torch.return_types.topk((scores_PE.gather(1, experts_PX), experts_PX))
 
 
 @contextmanager
-def _routing(model: Any, experts_JPK: Tensor | None) -> Iterator[list[Tensor]]:
+def _routing(model: Any, experts_JPX: Tensor | None) -> Iterator[list[Tensor]]:
     """Record, and replay where there are experts to replay."""
     routers = routers_of(model)
-    if experts_JPK is not None:
-        _check_replay(model, routers, experts_JPK)
-    modes = [_Choosing(router, None if experts_JPK is None else experts_JPK[r]) for r, router in enumerate(routers)]
+    if experts_JPX is not None:
+        _check_replay(model, routers, experts_JPX)
+    modes = [_Choosing(router, None if experts_JPX is None else experts_JPX[r]) for r, router in enumerate(routers)]
     passes: list[Tensor] = []
 
     def begin(*_: Any) -> None:
@@ -187,7 +187,7 @@ def _running_in(mode: TorchFunctionMode, module: nn.Module) -> Iterator[None]:
 
 
 def _chosen(model: Any, modes: list[_Choosing]) -> Tensor:
-    """Return the experts (J, P, K) of the pass that ends."""
+    """Return the experts (J, P, X) of the pass that ends."""
     for mode in modes:
         if len(mode.own) != 1:
             name, module = mode.router.name, mode.router.module
@@ -204,12 +204,12 @@ def _chosen(model: Any, modes: list[_Choosing]) -> Tensor:
     return torch.stack([mode.own[0].to(torch.int16) for mode in modes])  # small: a step keeps them of all its passes
 
 
-def _check_replay(model: Any, routers: list[Router], experts_JPK: Tensor) -> None:
+def _check_replay(model: Any, routers: list[Router], experts_JPX: Tensor) -> None:
     """Check what can be told before a pass."""
-    if experts_JPK.ndim != 3 or experts_JPK.is_floating_point():
-        raise TrainingError(f"expected integer experts (J, P, K), got {experts_JPK.dtype} {tuple(experts_JPK.shape)}")
-    if len(experts_JPK) != len(routers):
-        raise TrainingError(f"{type(model).__name__} has {len(routers)} routers, got experts of {len(experts_JPK)}")
+    if experts_JPX.ndim != 3 or experts_JPX.is_floating_point():
+        raise TrainingError(f"expected integer experts (J, P, X), got {experts_JPX.dtype} {tuple(experts_JPX.shape)}")
+    if len(experts_JPX) != len(routers):
+        raise TrainingError(f"{type(model).__name__} has {len(routers)} routers, got experts of {len(experts_JPX)}")
     for router in routers:
         # DeepSeek-V2: experts outside the groups that are best now would get weight 0.
         if getattr(router.module, "topk_method", None) == "group_limited_greedy":

@@ -1,6 +1,6 @@
 """Rows that share prefixes as one tree of tokens, in which each shared token appears once.
 
-`R` rows, `P` tokens of all rows with repetition, `N` tokens of the tree, `S` segments, `Q` queried tokens.
+`R` rows, `W` tokens of all rows with repetition, `P` tokens of the tree, `S` segments, `Q` queried tokens.
 """
 
 from collections.abc import Sequence
@@ -24,9 +24,9 @@ class TokenTree:
         j <= i < subtree_stop[segment of j]
     """
 
-    ids_N: IntArray
+    ids_P: IntArray
     """Token ids."""
-    depth_N: IntArray
+    depth_P: IntArray
     """Position of each token in the rows that hold it, from 0."""
     start_S: IntArray
     """First token of each segment; segments lie one behind the other and leave no gap."""
@@ -37,19 +37,19 @@ class TokenTree:
     parent_S: IntArray
     """Segment that each segment continues; -1 for roots."""
     row_start_R: IntArray
-    """Where each row begins in `token_P`; one more entry at the end."""
-    token_P: IntArray
+    """Where each row begins in `token_W`; one more entry at the end."""
+    token_W: IntArray
     """Token of the tree behind each token of the rows, row by row."""
 
     @property
     def num_tokens(self) -> int:
         """Number of tokens, each shared one counted once."""
-        return len(self.ids_N)
+        return len(self.ids_P)
 
     @property
     def attention_cost(self) -> int:
         """Number of (query, key) pairs of one head: the sum over tokens of depth + 1."""
-        return int(self.depth_N.sum()) + len(self.depth_N)
+        return int(self.depth_P.sum()) + len(self.depth_P)
 
     def index(self, row_Q: IntArray, position_Q: IntArray) -> IntArray:
         """Return the tokens of the tree at (row, position) pairs.
@@ -65,7 +65,7 @@ class TokenTree:
             first = int(outside_Q.argmax())
             length = int(np.diff(self.row_start_R)[row_Q[first]])
             raise IndexError(f"row {row_Q[first]} has {length} tokens, and was asked for position {position_Q[first]}")
-        index_Q: IntArray = self.token_P[token_Q]
+        index_Q: IntArray = self.token_W[token_Q]
         return index_Q
 
 
@@ -91,21 +91,21 @@ def plan_tree(rows: Sequence[IntArray]) -> TokenTree:
     start_S, subtree_stop_S = _segments(shared_R.tolist(), length_R.tolist(), offset_R.tolist())
     num_tokens = int(offset_R[-1])
     row_start_R = _starts(np.array([len(row) for row in rows], dtype=np.int64))
-    token_P = np.empty(row_start_R[-1], dtype=np.int64)
+    token_W = np.empty(row_start_R[-1], dtype=np.int64)
     path = np.empty(0, dtype=np.int64)
     for r, shared, start, stop in zip(order, shared_R, offset_R, offset_R[1:], strict=False):
         path = np.concatenate([path[:shared], np.arange(start, stop)])
-        token_P[row_start_R[r] : row_start_R[r + 1]] = path
+        token_W[row_start_R[r] : row_start_R[r + 1]] = path
     added = [slice(shared, None) for shared in shared_R]
     return TokenTree(
-        ids_N=_joined([row[new] for row, new in zip(sorted_rows, added, strict=True)]),
-        depth_N=_joined([np.arange(len(row))[new] for row, new in zip(sorted_rows, added, strict=True)]),
+        ids_P=_joined([row[new] for row, new in zip(sorted_rows, added, strict=True)]),
+        depth_P=_joined([np.arange(len(row))[new] for row, new in zip(sorted_rows, added, strict=True)]),
         start_S=start_S,
         stop_S=np.append(start_S, num_tokens)[1:],
         subtree_stop_S=subtree_stop_S,
         parent_S=_parents(start_S.tolist(), subtree_stop_S.tolist()),
         row_start_R=row_start_R,
-        token_P=token_P,
+        token_W=token_W,
     )
 
 

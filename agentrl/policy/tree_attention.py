@@ -1,7 +1,7 @@
 """Attention of each token of a tree to itself and its ancestors.
 
-`N` tokens of the tree, `H` query heads, `G` key-value heads, `A = H / G` query heads that share one,
-`D` head size of queries and keys, `E` of values; `Q` queries and `K` keys of one block, `S` segments of the tree.
+`P` tokens of the tree, `H` query heads, `Y` key-value heads, `A = H / Y` query heads that share one,
+`D` head size of queries and keys, `E` of values; `Q` queries and `L` keys of one block, `S` segments of the tree.
 """
 
 from collections.abc import Iterator
@@ -28,24 +28,24 @@ class TreeLayout:
     """
 
     def __init__(self, tree: TokenTree, *, device: torch.device | str = "cpu", max_masked: int = 64) -> None:
-        subtree_stop_N = torch.from_numpy(tree.subtree_stop_S.repeat(tree.stop_S - tree.start_S))
+        subtree_stop_P = torch.from_numpy(tree.subtree_stop_S.repeat(tree.stop_S - tree.start_S))
         self.num_tokens = tree.num_tokens
-        self.subtree_stop_N = subtree_stop_N.to(device)
+        self.subtree_stop_P = subtree_stop_P.to(device)
         """One past the last descendant of each token."""
-        self.depth_N = torch.from_numpy(tree.depth_N).to(device)
+        self.depth_P = torch.from_numpy(tree.depth_P).to(device)
         """Position of each token in its rows."""
         self._tree, self._max_masked = tree, max_masked
         self._blocks: dict[int | None, list[_Block]] = {}
         self._flex_masks: dict[int | None, Any] = {}
 
     def visible(self, queries: slice, keys: slice, window: int | None) -> Tensor:
-        """Return which of a range of keys each of a range of queries attends to: boolean (Q, K)."""
-        query_Q1 = torch.arange(queries.start, queries.stop, device=self.depth_N.device)[:, None]
-        key_K = torch.arange(keys.start, keys.stop, device=self.depth_N.device)
-        visible_QK: Tensor = (key_K <= query_Q1) & (query_Q1 < self.subtree_stop_N[keys])
+        """Return which of a range of keys each of a range of queries attends to: boolean (Q, L)."""
+        query_Q1 = torch.arange(queries.start, queries.stop, device=self.depth_P.device)[:, None]
+        key_L = torch.arange(keys.start, keys.stop, device=self.depth_P.device)
+        visible_QL: Tensor = (key_L <= query_Q1) & (query_Q1 < self.subtree_stop_P[keys])
         if window is not None:
-            visible_QK &= self.depth_N[queries, None] - self.depth_N[keys] < window
-        return visible_QK
+            visible_QL &= self.depth_P[queries, None] - self.depth_P[keys] < window
+        return visible_QL
 
     def blocks(self, window: int | None) -> "list[_Block]":
         """Return the blocks that hold all visible pairs once, those in which queries meet themselves first."""
@@ -59,19 +59,19 @@ class TreeLayout:
         from torch.nn.attention.flex_attention import create_block_mask
 
         def visible(_batch: Tensor, _head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-            is_visible = (key <= query) & (query < self.subtree_stop_N[key])
-            return is_visible if window is None else is_visible & (self.depth_N[query] - self.depth_N[key] < window)
+            is_visible = (key <= query) & (query < self.subtree_stop_P[key])
+            return is_visible if window is None else is_visible & (self.depth_P[query] - self.depth_P[key] < window)
 
         if window not in self._flex_masks:
-            size, device = self.num_tokens, self.depth_N.device
+            size, device = self.num_tokens, self.depth_P.device
             self._flex_masks[window] = create_block_mask(visible, None, None, size, size, device=str(device))
         return self._flex_masks[window]
 
 
 def tree_attention(
-    query_HND: Tensor,
-    key_GND: Tensor,
-    value_GND: Tensor,
+    query_HPD: Tensor,
+    key_YPD: Tensor,
+    value_YPD: Tensor,
     layout: TreeLayout,
     *,
     scale: float,
@@ -89,25 +89,25 @@ def tree_attention(
     The weight of a pair, exp(scale query_i . key_j - l_i), and its gradient (arXiv 2205.14135, appendix B.2) need the
     final out and l alone, so that the flash backward of each block under these is exact. Blocks that a window cuts,
     and small subtrees, carry a mask, which lives as long as its block is computed. Query head h reads key-value head
-    h // (H / G) in place. Half-precision blocks are merged, and their gradients added, in float32.
+    h // (H / Y) in place. Half-precision blocks are merged, and their gradients added, in float32.
 
     Elsewhere: FlexAttention, compiled, under a block mask of the same visibility. No GPU has run this path yet.
 
-    Shapes: query `(H, N, D)`, key `(G, N, D)`, value `(G, N, E)` with H a multiple of G; result `(H, N, E)`, laid out
-    as (N, H, E). All of one dtype: float64, float32, bfloat16 or float16. Differentiable in query, key and value, once.
+    Shapes: query `(H, P, D)`, key `(Y, P, D)`, value `(Y, P, E)` with H a multiple of Y; result `(H, P, E)`, laid out
+    as (P, H, E). All of one dtype: float64, float32, bfloat16 or float16. Differentiable in query, key and value, once.
 
     Raises:
         ValueError: for a wrong rank, dtype or length, or a window below 1.
     """
-    _check(query_HND, key_GND, value_GND, layout, window)
-    size, value_size = query_HND.shape[-1], value_GND.shape[-1]
-    if query_HND.device.type != "cpu":
-        return _flex_attention(query_HND, key_GND, value_GND, layout, scale=scale, window=window)
+    _check(query_HPD, key_YPD, value_YPD, layout, window)
+    size, value_size = query_HPD.shape[-1], value_YPD.shape[-1]
+    if query_HPD.device.type != "cpu":
+        return _flex_attention(query_HPD, key_YPD, value_YPD, layout, scale=scale, window=window)
     if size != value_size:  # the kernel knows one head size; zeros add nothing to a product
         width = max(size, value_size)
-        query_HND, key_GND = pad(query_HND, (0, width - size)), pad(key_GND, (0, width - size))
-        value_GND = pad(value_GND, (0, width - value_size))
-    out = _TreeAttention.apply(query_HND, key_GND, value_GND, layout, scale, window)
+        query_HPD, key_YPD = pad(query_HPD, (0, width - size)), pad(key_YPD, (0, width - size))
+        value_YPD = pad(value_YPD, (0, width - value_size))
+    out = _TreeAttention.apply(query_HPD, key_YPD, value_YPD, layout, scale, window)
     return cast("Tensor", out)[..., :value_size]
 
 
@@ -135,7 +135,7 @@ def _plan_blocks(tree: TokenTree, window: int | None, max_masked: int) -> Iterat
         yield _Block(queries=own, keys=own, causal=done == stop, masked=done != stop)
         if done >= subtree_stop:
             continue
-        depth_Q, first, last = tree.depth_N[stop:subtree_stop], tree.depth_N[start], tree.depth_N[stop - 1]
+        depth_Q, first, last = tree.depth_P[stop:subtree_stop], tree.depth_P[start], tree.depth_P[stop - 1]
         if window is None or depth_Q.max() - first < window:
             yield _Block(queries=slice(stop, subtree_stop), keys=own)
         elif len(reach := (depth_Q - last < window).nonzero()[0]):
@@ -169,102 +169,102 @@ class _TreeAttention(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        query_HND: Tensor,
-        key_GND: Tensor,
-        value_GND: Tensor,
+        query_HPD: Tensor,
+        key_YPD: Tensor,
+        value_YPD: Tensor,
         layout: TreeLayout,
         scale: float,
         window: int | None,
     ) -> Tensor:
-        dtype = torch.promote_types(query_HND.dtype, torch.float32)
-        query_GAND, key_GAND, value_GAND = _by_group(query_HND, key_GND, value_GND)
-        out_GAND = _zeros_NHD(query_HND, dtype).unflatten(0, (len(key_GND), -1))
-        lse_GAN = out_GAND.new_empty(out_GAND.shape[:3])
+        dtype = torch.promote_types(query_HPD.dtype, torch.float32)
+        query_YAPD, key_YAPD, value_YAPD = _by_group(query_HPD, key_YPD, value_YPD)
+        out_YAPD = _zeros_PHD(query_HPD, dtype).unflatten(0, (len(key_YPD), -1))
+        lse_YAP = out_YAPD.new_empty(out_YAPD.shape[:3])
         for block in layout.blocks(window):
-            mask_QK = _additive_mask(block, layout, window, query_HND.dtype)
-            part_GAQD, part_GAQ = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-                query_GAND[:, :, block.queries],
-                key_GAND[:, :, block.keys],
-                value_GAND[:, :, block.keys],
+            mask_QL = _additive_mask(block, layout, window, query_HPD.dtype)
+            part_YAQD, part_YAQ = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+                query_YAPD[:, :, block.queries],
+                key_YAPD[:, :, block.keys],
+                value_YAPD[:, :, block.keys],
                 0.0,
                 block.causal,
-                attn_mask=mask_QK,
+                attn_mask=mask_QL,
                 scale=scale,
             )
-            if mask_QK is not None:  # the kernel gives queries that see no key a log-sum-exp of 0
-                part_GAQ.masked_fill_(mask_QK.isneginf().all(1), -torch.inf)
-            out_GAQD, lse_GAQ = out_GAND[:, :, block.queries], lse_GAN[:, :, block.queries]
+            if mask_QL is not None:  # the kernel gives queries that see no key a log-sum-exp of 0
+                part_YAQ.masked_fill_(mask_QL.isneginf().all(1), -torch.inf)
+            out_YAQD, lse_YAQ = out_YAPD[:, :, block.queries], lse_YAP[:, :, block.queries]
             if block.queries.start == block.keys.start:
-                out_GAQD.copy_(part_GAQD)
-                lse_GAQ.copy_(part_GAQ)
+                out_YAQD.copy_(part_YAQD)
+                lse_YAQ.copy_(part_YAQ)
             else:
-                out_GAQD.lerp_(part_GAQD.to(dtype), torch.sigmoid(part_GAQ - lse_GAQ)[..., None])
-                lse_GAQ.copy_(torch.logaddexp(lse_GAQ, part_GAQ))
-        out_HND: Tensor = out_GAND.flatten(0, 1).to(query_HND.dtype)
-        ctx.save_for_backward(query_HND, key_GND, value_GND, out_HND, lse_GAN)
+                out_YAQD.lerp_(part_YAQD.to(dtype), torch.sigmoid(part_YAQ - lse_YAQ)[..., None])
+                lse_YAQ.copy_(torch.logaddexp(lse_YAQ, part_YAQ))
+        out_HPD: Tensor = out_YAPD.flatten(0, 1).to(query_HPD.dtype)
+        ctx.save_for_backward(query_HPD, key_YPD, value_YPD, out_HPD, lse_YAP)
         ctx.layout, ctx.scale, ctx.window = layout, scale, window
-        return out_HND
+        return out_HPD
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_HND: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None, None]:
-        query_HND, key_GND, value_GND, out_HND, lse_GAN = ctx.saved_tensors
-        query_GAND, key_GAND, value_GAND = _by_group(query_HND, key_GND, value_GND)
-        grad_GAND, out_GAND = (tensor.unflatten(0, (len(key_GND), -1)) for tensor in (grad_HND, out_HND))
-        sums = [_zeros_NHD(tensor, lse_GAN.dtype) for tensor in (query_HND, key_GND, value_GND)]
+    def backward(ctx: Any, grad_HPD: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None, None]:
+        query_HPD, key_YPD, value_YPD, out_HPD, lse_YAP = ctx.saved_tensors
+        query_YAPD, key_YAPD, value_YAPD = _by_group(query_HPD, key_YPD, value_YPD)
+        grad_YAPD, out_YAPD = (tensor.unflatten(0, (len(key_YPD), -1)) for tensor in (grad_HPD, out_HPD))
+        sums = [_zeros_PHD(tensor, lse_YAP.dtype) for tensor in (query_HPD, key_YPD, value_YPD)]
         for block in ctx.layout.blocks(ctx.window):
             parts = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-                grad_GAND[:, :, block.queries],
-                query_GAND[:, :, block.queries],
-                key_GAND[:, :, block.keys],
-                value_GAND[:, :, block.keys],
-                out_GAND[:, :, block.queries],
-                lse_GAN[:, :, block.queries],
+                grad_YAPD[:, :, block.queries],
+                query_YAPD[:, :, block.queries],
+                key_YAPD[:, :, block.keys],
+                value_YAPD[:, :, block.keys],
+                out_YAPD[:, :, block.queries],
+                lse_YAP[:, :, block.queries],
                 0.0,
                 block.causal,
-                attn_mask=_additive_mask(block, ctx.layout, ctx.window, query_HND.dtype),
+                attn_mask=_additive_mask(block, ctx.layout, ctx.window, query_HPD.dtype),
                 scale=ctx.scale,
             )
-            sums[0].unflatten(0, (len(key_GND), -1))[:, :, block.queries].add_(parts[0])
-            for total_GND, part_GAKD in zip(sums[1:], parts[1:], strict=True):
-                total_GND[:, block.keys] += part_GAKD.sum(1, dtype=total_GND.dtype)
-        grad_query_HND, grad_key_GND, grad_value_GND = (total.to(query_HND.dtype) for total in sums)
-        return grad_query_HND, grad_key_GND, grad_value_GND, None, None, None
+            sums[0].unflatten(0, (len(key_YPD), -1))[:, :, block.queries].add_(parts[0])
+            for total_YPD, part_YALD in zip(sums[1:], parts[1:], strict=True):
+                total_YPD[:, block.keys] += part_YALD.sum(1, dtype=total_YPD.dtype)
+        grad_query_HPD, grad_key_YPD, grad_value_YPD = (total.to(query_HPD.dtype) for total in sums)
+        return grad_query_HPD, grad_key_YPD, grad_value_YPD, None, None, None
 
 
-def _by_group(query_HND: Tensor, key_GND: Tensor, value_GND: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    query_GAND = query_HND.unflatten(0, (len(key_GND), -1))
-    key_GAND, value_GAND = (tensor[:, None].expand(-1, query_GAND.shape[1], -1, -1) for tensor in (key_GND, value_GND))
-    return query_GAND, key_GAND, value_GAND
+def _by_group(query_HPD: Tensor, key_YPD: Tensor, value_YPD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    query_YAPD = query_HPD.unflatten(0, (len(key_YPD), -1))
+    key_YAPD, value_YAPD = (tensor[:, None].expand(-1, query_YAPD.shape[1], -1, -1) for tensor in (key_YPD, value_YPD))
+    return query_YAPD, key_YAPD, value_YAPD
 
 
-def _zeros_NHD(like_HND: Tensor, dtype: torch.dtype) -> Tensor:  # noqa: N802
-    """Return zeros of a shape (H, N, D) that lie in memory as (N, H, D), as transformers wants them."""
-    heads, num_tokens, size = like_HND.shape
-    return like_HND.new_zeros(num_tokens, heads, size, dtype=dtype).transpose(0, 1)
+def _zeros_PHD(like_HPD: Tensor, dtype: torch.dtype) -> Tensor:  # noqa: N802
+    """Return zeros of a shape (H, P, D) that lie in memory as (P, H, D), as transformers wants them."""
+    heads, num_tokens, size = like_HPD.shape
+    return like_HPD.new_zeros(num_tokens, heads, size, dtype=dtype).transpose(0, 1)
 
 
 def _additive_mask(block: _Block, layout: TreeLayout, window: int | None, dtype: torch.dtype) -> Tensor | None:
     """Return 0 where a query sees a key and -inf where not; in the dtype of the queries, which the kernel relies on."""
     if not block.masked:
         return None
-    visible_QK = layout.visible(block.queries, block.keys, window)
-    return torch.zeros_like(visible_QK, dtype=dtype).masked_fill_(~visible_QK, -torch.inf)
+    visible_QL = layout.visible(block.queries, block.keys, window)
+    return torch.zeros_like(visible_QL, dtype=dtype).masked_fill_(~visible_QL, -torch.inf)
 
 
 def _flex_attention(
-    query_HND: Tensor, key_GND: Tensor, value_GND: Tensor, layout: TreeLayout, *, scale: float, window: int | None
+    query_HPD: Tensor, key_YPD: Tensor, value_YPD: Tensor, layout: TreeLayout, *, scale: float, window: int | None
 ) -> Tensor:
     """Attend by FlexAttention, for GPUs."""
-    out_1HND = _compiled_flex_attention()(
-        query_HND[None],
-        key_GND[None],
-        value_GND[None],
+    out_1HPD = _compiled_flex_attention()(
+        query_HPD[None],
+        key_YPD[None],
+        value_YPD[None],
         block_mask=layout.flex_mask(window),
         scale=scale,
-        enable_gqa=len(query_HND) != len(key_GND),
+        enable_gqa=len(query_HPD) != len(key_YPD),
     )
-    return cast("Tensor", out_1HND)[0]
+    return cast("Tensor", out_1HPD)[0]
 
 
 @cache
@@ -274,19 +274,19 @@ def _compiled_flex_attention() -> Any:
     return torch.compile(flex_attention)
 
 
-def _check(query_HND: Tensor, key_GND: Tensor, value_GND: Tensor, layout: TreeLayout, window: int | None) -> None:
+def _check(query_HPD: Tensor, key_YPD: Tensor, value_YPD: Tensor, layout: TreeLayout, window: int | None) -> None:
     """Check ranks, dtypes, lengths and the window."""
-    shapes = [tuple(tensor.shape) for tensor in (query_HND, key_GND, value_GND)]
+    shapes = [tuple(tensor.shape) for tensor in (query_HPD, key_YPD, value_YPD)]
     if any(len(shape) != 3 or shape[1] != layout.num_tokens for shape in shapes):
         raise ValueError(f"expected three tensors of shape (heads, {layout.num_tokens}, size), got {shapes}")
     (heads, _, size), (shared, _, key_size), (value_heads, _, _) = shapes
     if not shared or heads % shared or value_heads != shared or size != key_size:
         raise ValueError(
-            f"expected query (H, N, D), key (G, N, D) and value (G, N, E), H a multiple of G, got {shapes}"
+            f"expected query (H, P, D), key (Y, P, D) and value (Y, P, E), H a multiple of Y, got {shapes}"
         )
-    if not (query_HND.dtype == key_GND.dtype == value_GND.dtype and query_HND.is_floating_point()):
+    if not (query_HPD.dtype == key_YPD.dtype == value_YPD.dtype and query_HPD.is_floating_point()):
         raise ValueError(
-            f"expected one floating-point dtype, got {query_HND.dtype}, {key_GND.dtype} and {value_GND.dtype}"
+            f"expected one floating-point dtype, got {query_HPD.dtype}, {key_YPD.dtype} and {value_YPD.dtype}"
         )
     if window is not None and window < 1:
         raise ValueError(f"expected a window of at least 1 token, got {window}; None sees all ancestors")

@@ -1,6 +1,6 @@
 """Transformers models attend along a tree of tokens.
 
-`N` tokens of the tree, `H` query heads, `G` key-value heads, `D` head size.
+`P` tokens of the tree, `H` query heads, `Y` key-value heads, `D` head size.
 """
 
 from collections.abc import Iterator
@@ -65,16 +65,16 @@ def _no_mask(*args: Any, **kwargs: Any) -> None:
 
 def _attend(
     module: nn.Module,
-    query_1HND: Tensor,
-    key_1GND: Tensor,
-    value_1GND: Tensor,
+    query_1HPD: Tensor,
+    key_1YPD: Tensor,
+    value_1YPD: Tensor,
     attention_mask: Tensor | None,
     scaling: float | None = None,
     dropout: float = 0.0,
     agentrl_tree: TreeLayout | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Attend along a tree, as transformers calls it; the output is (1, N, H, D)."""
+    """Attend along a tree, as transformers calls it; the output is (1, P, H, D)."""
     extra = [name for name in ("softcap", "s_aux", "position_bias") if kwargs.get(name) is not None]
     extra += ["attention_mask"] if attention_mask is not None else []
     extra += ["dropout"] if dropout else []
@@ -84,12 +84,12 @@ def _attend(
     if agentrl_tree is None:
         raise TreeError(f"{type(module).__name__} was called without a tree; run the model through hidden_states")
     window = kwargs.get("sliding_window", getattr(module, "sliding_window", None))
-    out_HND = tree_attention(
-        query_1HND[0].to(value_1GND.dtype),  # norms of queries and keys leave autocast in float32
-        key_1GND[0].to(value_1GND.dtype),
-        value_1GND[0],
+    out_HPD = tree_attention(
+        query_1HPD[0].to(value_1YPD.dtype),  # norms of queries and keys leave autocast in float32
+        key_1YPD[0].to(value_1YPD.dtype),
+        value_1YPD[0],
         agentrl_tree,
-        scale=query_1HND.shape[-1] ** -0.5 if scaling is None else scaling,
+        scale=query_1HPD.shape[-1] ** -0.5 if scaling is None else scaling,
         window=window,
     )
-    return out_HND.transpose(0, 1)[None].contiguous(), None
+    return out_HPD.transpose(0, 1)[None].contiguous(), None

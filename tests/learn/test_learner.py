@@ -393,9 +393,9 @@ def test_routing_replay_takes_the_experts_of_the_weights_before_the_first_update
 ) -> None:
     given: list[torch.Tensor] = []
 
-    def replaying(model: Any, experts_JPK: torch.Tensor) -> Any:
-        given.append(experts_JPK)
-        return routing.replaying(model, experts_JPK)
+    def replaying(model: Any, experts_JPX: torch.Tensor) -> Any:
+        given.append(experts_JPX)
+        return routing.replaying(model, experts_JPX)
 
     learner = make_moe_learner(unit="token", routing_replay=True)
     plans = [learner.plan(minibatch) for minibatch in learner.draw(GROUPS, CREDITS, version=1)]

@@ -342,7 +342,7 @@ def test_the_probe_branches_at_two_depths_and_packs_two_rows_into_one(seed: int)
     assert pack([len(row) for row in rows]) == [[0], [1], [2], [3, 4]]
     tree = plan_tree(rows[:3])
     assert sorted((tree.stop_S - tree.start_S).tolist()) == [11, 16, 16, 16, 27]
-    assert sorted(tree.depth_N[tree.start_S].tolist()) == [0, 16, 16, 32, 32]
+    assert sorted(tree.depth_P[tree.start_S].tolist()) == [0, 16, 16, 32, 32]
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,6 @@
 """Routers of transformers models: recorded, replayed and compared.
 
-`J` routers, `P` slots of a pass, `K` experts chosen at a slot, `E` experts to choose from.
+`J` routers, `P` slots of a pass, `X` experts chosen at a slot, `E` experts to choose from.
 """
 
 from collections.abc import Callable
@@ -122,18 +122,18 @@ def test_under_autocast_a_replay_is_exact_as_well() -> None:
             assert torch.equal(run(model), free_PD)
 
 
-def softmax(router: Any, logits_PE: Tensor, experts_PK: Tensor) -> Tensor:
-    return logits_PE.softmax(-1).gather(1, experts_PK)
+def softmax(router: Any, logits_PE: Tensor, experts_PX: Tensor) -> Tensor:
+    return logits_PE.softmax(-1).gather(1, experts_PX)
 
 
-def normalised_softmax(router: Any, logits_PE: Tensor, experts_PK: Tensor) -> Tensor:
-    return logits_PE.gather(1, experts_PK).softmax(-1)  # what is left of the softmax over all experts, over its sum
+def normalised_softmax(router: Any, logits_PE: Tensor, experts_PX: Tensor) -> Tensor:
+    return logits_PE.gather(1, experts_PX).softmax(-1)  # what is left of the softmax over all experts, over its sum
 
 
-def scaled_sigmoid(router: Any, logits_PE: Tensor, experts_PK: Tensor) -> Tensor:
-    scores_PK = logits_PE.sigmoid().gather(1, experts_PK)
+def scaled_sigmoid(router: Any, logits_PE: Tensor, experts_PX: Tensor) -> Tensor:
+    scores_PX = logits_PE.sigmoid().gather(1, experts_PX)
     factor: float = router.routed_scaling_factor
-    return factor * scores_PK / scores_PK.sum(-1, keepdim=True)
+    return factor * scores_PX / scores_PX.sum(-1, keepdim=True)
 
 
 @pytest.mark.parametrize(
@@ -153,18 +153,18 @@ def scaled_sigmoid(router: Any, logits_PE: Tensor, experts_PK: Tensor) -> Tensor
 def test_given_experts_are_weighed_by_the_scores_of_the_present_router(
     name: str, formula: Callable[[Any, Tensor, Tensor], Tensor]
 ) -> None:
-    model, given_JPK = tiny(name), random_experts()
+    model, given_JPX = tiny(name), random_experts()
     seen: list[tuple[Tensor, ...]] = []
     for router in routers_of(model):
         experts = model.get_submodule(router.name.rpartition(".")[0]).experts
         experts.register_forward_pre_hook(lambda module, args: seen.append(args))
-    with replaying(model, given_JPK):
+    with replaying(model, given_JPX):
         run(model)
-    for router, (input_PD, experts_PK, weights_PK), given_PK in zip(routers_of(model), seen, given_JPK, strict=True):
-        assert torch.equal(experts_PK, given_PK)
+    for router, (input_PD, experts_PX, weights_PX), given_PX in zip(routers_of(model), seen, given_JPX, strict=True):
+        assert torch.equal(experts_PX, given_PX)
         matrix_ED = next(weight for weight in router.module.parameters() if weight.ndim == 2)
         logits_PE = input_PD.reshape(NUM_SLOTS, -1) @ matrix_ED.T + getattr(router.module, "bias", 0)
-        torch.testing.assert_close(weights_PK, formula(router.module, logits_PE, given_PK), rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(weights_PX, formula(router.module, logits_PE, given_PX), rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("name", ["qwen3_moe", "qwen3_moe_unnormalised"])
@@ -183,12 +183,12 @@ def test_after_an_update_the_layer_is_the_sum_over_the_recorded_experts_in_value
     input_PD, output_PD = (state.flatten(0, 1) for state in (states["input"], states["output"]))
     gate_ED, up_EDD, down_EDD = layer.gate.weight, layer.experts.gate_up_proj, layer.experts.down_proj
     expected_PD = []
-    for x_D, experts_K in zip(input_PD, passes[0][0].tolist(), strict=True):
+    for x_D, experts_X in zip(input_PD, passes[0][0].tolist(), strict=True):
         weights_E = (gate_ED @ x_D).softmax(-1)
-        total = sum(weights_E[e] for e in experts_K) if name == "qwen3_moe" else 1
-        inner = [(up_EDD[e] @ x_D).chunk(2) for e in experts_K]
-        outputs = [down_EDD[e] @ (torch.nn.functional.silu(a) * b) for e, (a, b) in zip(experts_K, inner, strict=True)]
-        expected_PD.append(sum(weights_E[e] / total * out for e, out in zip(experts_K, outputs, strict=True)))
+        total = sum(weights_E[e] for e in experts_X) if name == "qwen3_moe" else 1
+        inner = [(up_EDD[e] @ x_D).chunk(2) for e in experts_X]
+        outputs = [down_EDD[e] @ (torch.nn.functional.silu(a) * b) for e, (a, b) in zip(experts_X, inner, strict=True)]
+        expected_PD.append(sum(weights_E[e] / total * out for e, out in zip(experts_X, outputs, strict=True)))
     torch.testing.assert_close(output_PD, torch.stack(expected_PD), rtol=1e-5, atol=1e-5)
     upstream_PD = torch.randn(output_PD.shape, generator=torch.Generator().manual_seed(4))
     wanted = [gate_ED, up_EDD, down_EDD, states["input"]]
@@ -203,14 +203,14 @@ def test_after_an_update_the_layer_is_the_sum_over_the_recorded_experts_in_value
 def test_layers_that_gradient_checkpointing_runs_again_replay_as_well(layout: Layout, use_reentrant: bool) -> None:
     model = tiny("qwen3_moe")
     num_slots = len(run(model, layout))
-    given_JPK = random_experts(num_slots=num_slots)
-    with replaying(model, given_JPK):
+    given_JPX = random_experts(num_slots=num_slots)
+    with replaying(model, given_JPX):
         expected = gradients(model, run(model, layout))
     model.gradient_checkpointing_enable({"use_reentrant": use_reentrant})
     model.enable_input_require_grads()
     calls = []
     model.model.layers[0].register_forward_pre_hook(lambda *_: calls.append(1))
-    with attending(model, layout), replaying(model, given_JPK) as own:
+    with attending(model, layout), replaying(model, given_JPX) as own:
         got = gradients(model, run(model, layout))
     assert len(calls) == 2
     assert len(own) == 1  # what runs again is no pass
@@ -261,32 +261,32 @@ def test_tokens_choose_and_replay_the_same_experts_in_every_layout(layout: Layou
             hidden_states(model, padded)
             hidden_states(model, inputs)
         assert torch.equal(passes[0][:, padded_T], passes[1][:, slot_T])
-        given_JPK = random_experts(num_slots=passes[1].shape[1])
-        given_padded_JPK = torch.zeros(2, NUM_SLOTS, 3, dtype=torch.int64)
-        given_padded_JPK[:, padded_T] = given_JPK[:, slot_T]
-        with replaying(model, given_JPK):
+        given_JPX = random_experts(num_slots=passes[1].shape[1])
+        given_padded_JPX = torch.zeros(2, NUM_SLOTS, 3, dtype=torch.int64)
+        given_padded_JPX[:, padded_T] = given_JPX[:, slot_T]
+        with replaying(model, given_JPX):
             got_TD = hidden_states(model, inputs)[slot_T]
-        with replaying(model, given_padded_JPK):
+        with replaying(model, given_padded_JPX):
             expected_TD = hidden_states(model, padded)[padded_T]
     torch.testing.assert_close(got_TD, expected_TD, rtol=1e-5, atol=1e-5)
 
 
 def test_the_share_of_changed_experts_by_hand() -> None:
-    before_JPK = torch.tensor([[[0, 1], [0, 1], [0, 1]], [[2, 3], [2, 3], [2, 3]]])
-    after_JPK = torch.tensor([[[1, 0], [0, 2], [2, 3]], [[2, 3], [2, 3], [3, 4]]])
+    before_JPX = torch.tensor([[[0, 1], [0, 1], [0, 1]], [[2, 3], [2, 3], [2, 3]]])
+    after_JPX = torch.tensor([[[1, 0], [0, 2], [2, 3]], [[2, 3], [2, 3], [3, 4]]])
     # First place: the same sets. Second: one of two experts of one of two routers. Third: two of two, and one of two.
-    assert changed_share(before_JPK, after_JPK).tolist() == [0, 0.25, 0.75]
-    assert changed_share(before_JPK, after_JPK, slots_Q=torch.tensor([2, 0, 2])).tolist() == [0.75, 0, 0.75]
-    assert changed_share(before_JPK, before_JPK.to(torch.int16)).tolist() == [0, 0, 0]
+    assert changed_share(before_JPX, after_JPX).tolist() == [0, 0.25, 0.75]
+    assert changed_share(before_JPX, after_JPX, slots_Q=torch.tensor([2, 0, 2])).tolist() == [0.75, 0, 0.75]
+    assert changed_share(before_JPX, before_JPX.to(torch.int16)).tolist() == [0, 0, 0]
 
 
 def test_the_share_of_changed_experts_is_that_of_sets() -> None:
-    before_JPK, after_JPK = random_experts(4, 50), random_experts(8, 50)[4:]
+    before_JPX, after_JPX = random_experts(4, 50), random_experts(8, 50)[4:]
     sets = [
-        [[set(experts_K.tolist()) for experts_K in of_router] for of_router in both] for both in (before_JPK, after_JPK)
+        [[set(experts_X.tolist()) for experts_X in of_router] for of_router in both] for both in (before_JPX, after_JPX)
     ]
     expected = [np.mean([1 - len(sets[0][r][p] & sets[1][r][p]) / 3 for r in range(4)]) for p in range(50)]
-    assert changed_share(before_JPK, after_JPK).numpy() == pytest.approx(np.array(expected), rel=1e-12)
+    assert changed_share(before_JPX, after_JPX).numpy() == pytest.approx(np.array(expected), rel=1e-12)
 
 
 def test_recordings_of_other_slots_are_not_compared() -> None:
@@ -343,18 +343,18 @@ def test_scores_without_the_groups_that_are_struck_out_are_recorded_but_not_repl
 
 
 @pytest.mark.parametrize(
-    ("experts_JPK", "words"),
+    ("experts_JPX", "words"),
     [
         (random_experts(3), "Qwen3MoeForCausalLM has 2 routers, got experts of 3"),
-        (random_experts()[0], r"expected integer experts \(J, P, K\), got torch.int64 \(160, 3\)"),
+        (random_experts()[0], r"expected integer experts \(J, P, X\), got torch.int64 \(160, 3\)"),
         (random_experts().float(), "expected integer experts .*, got torch.float32"),
         (random_experts()[:, 1:], r"layers.0.mlp.gate chooses .* \(160, 3\), got \(159, 3\) to replay"),
         (random_experts()[:, :, 1:], r"layers.0.mlp.gate chooses .* \(160, 3\), got \(160, 2\) to replay"),
     ],
 )
-def test_experts_of_another_model_or_pass_are_refused(experts_JPK: Tensor, words: str) -> None:
+def test_experts_of_another_model_or_pass_are_refused(experts_JPX: Tensor, words: str) -> None:
     model = tiny("qwen3_moe")
-    with pytest.raises(TrainingError, match=words), replaying(model, experts_JPK):
+    with pytest.raises(TrainingError, match=words), replaying(model, experts_JPX):
         run(model)
 
 
@@ -371,12 +371,12 @@ def test_the_model_routes_as_before_afterwards_also_after_an_error() -> None:
 
 
 def test_contexts_may_be_nested() -> None:
-    model, given_JPK = tiny("qwen3_moe"), random_experts()
+    model, given_JPX = tiny("qwen3_moe"), random_experts()
     with recording(model) as outer:
-        with replaying(model, given_JPK) as own, recording(model) as inner:
+        with replaying(model, given_JPX) as own, recording(model) as inner:
             run(model)
         run(model)
     assert torch.equal(own[0], inner[0])
-    assert torch.equal(outer[0], given_JPK)
+    assert torch.equal(outer[0], given_JPX)
     assert torch.equal(outer[1][0], own[0][0])
     assert not torch.equal(outer[1][1], own[0][1])

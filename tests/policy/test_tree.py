@@ -50,8 +50,8 @@ def test_a_tree_derived_by_hand() -> None:
     #     +- 5
     # 9
     tree = planned([[1, 2, 3, 4], [1, 2, 5], [9], [1, 2, 3, 6]])
-    assert tree.ids_N.tolist() == [1, 2, 3, 4, 6, 5, 9]
-    assert tree.depth_N.tolist() == [0, 1, 2, 3, 3, 2, 0]
+    assert tree.ids_P.tolist() == [1, 2, 3, 4, 6, 5, 9]
+    assert tree.depth_P.tolist() == [0, 1, 2, 3, 3, 2, 0]
     assert tree.start_S.tolist() == [0, 2, 3, 4, 5, 6]
     assert tree.stop_S.tolist() == [2, 3, 4, 5, 6, 7]
     assert tree.subtree_stop_S.tolist() == [6, 5, 4, 5, 6, 7]
@@ -62,12 +62,12 @@ def test_a_tree_derived_by_hand() -> None:
 
 def test_a_row_that_only_continues_another_adds_no_segment() -> None:
     tree = planned([[1, 2], [1, 2, 3, 4], [], [1, 2]])
-    assert tree.ids_N.tolist() == [1, 2, 3, 4]
+    assert tree.ids_P.tolist() == [1, 2, 3, 4]
     assert (tree.start_S.tolist(), tree.stop_S.tolist(), tree.subtree_stop_S.tolist()) == ([0], [4], [4])
 
 
 def test_ids_sort_as_numbers() -> None:
-    assert planned([[256], [2**31 - 1], [1], [65536]]).ids_N.tolist() == [1, 256, 65536, 2**31 - 1]
+    assert planned([[256], [2**31 - 1], [1], [65536]]).ids_P.tolist() == [1, 256, 65536, 2**31 - 1]
 
 
 @given(ROWS)
@@ -77,8 +77,8 @@ def test_ids_sort_as_numbers() -> None:
 def test_tokens_and_positions_reproduce_every_row(rows: list[list[int]]) -> None:
     tree = planned(rows)
     for row, path in zip(rows, paths(tree, rows), strict=True):
-        assert tree.ids_N[path].tolist() == row
-        assert tree.depth_N[path].tolist() == list(range(len(row)))
+        assert tree.ids_P[path].tolist() == row
+        assert tree.depth_P[path].tolist() == list(range(len(row)))
 
 
 @given(ROWS)
@@ -91,13 +91,13 @@ def test_a_shared_token_appears_once(rows: list[list[int]]) -> None:
 @given(ROWS)
 def test_a_token_sees_its_own_path_and_nothing_else(rows: list[list[int]]) -> None:
     tree = planned(rows)
-    subtree_stop_N = np.repeat(tree.subtree_stop_S, tree.stop_S - tree.start_S)
+    subtree_stop_P = np.repeat(tree.subtree_stop_S, tree.stop_S - tree.start_S)
     visible = 0
     for path in paths(tree, rows):
         for depth, i in enumerate(path):
-            assert [j for j in range(tree.num_tokens) if j <= i < subtree_stop_N[j]] == path[: depth + 1]
+            assert [j for j in range(tree.num_tokens) if j <= i < subtree_stop_P[j]] == path[: depth + 1]
     for i in range(tree.num_tokens):
-        visible += sum(j <= i < subtree_stop_N[j] for j in range(tree.num_tokens))
+        visible += sum(j <= i < subtree_stop_P[j] for j in range(tree.num_tokens))
     assert tree.attention_cost == visible
 
 
@@ -107,17 +107,17 @@ def test_segments_are_the_longest_runs_without_a_fork(rows: list[list[int]]) -> 
     assert len(tree.start_S) == longest_runs(trie_of(rows))
     assert (tree.start_S < tree.stop_S).all()
     assert [0, *tree.stop_S.tolist()] == [*tree.start_S.tolist(), tree.num_tokens]
-    parent_N = {path[d]: path[d - 1] if d else -1 for path in paths(tree, rows) for d in range(len(path))}
+    parent_P = {path[d]: path[d - 1] if d else -1 for path in paths(tree, rows) for d in range(len(path))}
     for start, stop, parent in zip(tree.start_S, tree.stop_S, tree.parent_S, strict=True):
-        assert [parent_N[i] for i in range(start + 1, stop)] == list(range(start, stop - 1))
-        assert parent_N[start] == (-1 if parent < 0 else tree.stop_S[parent] - 1)
+        assert [parent_P[i] for i in range(start + 1, stop)] == list(range(start, stop - 1))
+        assert parent_P[start] == (-1 if parent < 0 else tree.stop_S[parent] - 1)
 
 
 @given(ROWS, st.randoms(use_true_random=False))
 def test_the_order_of_rows_changes_only_the_index(rows: list[list[int]], random: Any) -> None:
     order = random.sample(range(len(rows)), len(rows))
     tree, other = planned(rows), planned([rows[r] for r in order])
-    assert tree.ids_N.tolist() == other.ids_N.tolist()
+    assert tree.ids_P.tolist() == other.ids_P.tolist()
     assert tree.subtree_stop_S.tolist() == other.subtree_stop_S.tolist()
     assert [paths(tree, rows)[r] for r in order] == paths(other, [rows[r] for r in order])
 

@@ -195,9 +195,9 @@ def test_the_mask_for_gpus_shows_the_same_pairs(window: int | None, monkeypatch:
     [
         ([(4, 3, 8), (2, 4, 8), (2, 4, 8)], "fff", None, r"shape \(heads, 4, size\), got \[\(4, 3, 8\)"),
         ([(1, 4, 4, 8), (2, 4, 8), (2, 4, 8)], "fff", None, r"shape \(heads, 4, size\)"),
-        ([(3, 4, 8), (2, 4, 8), (2, 4, 8)], "fff", None, "H a multiple of G"),
-        ([(4, 4, 8), (2, 4, 6), (2, 4, 8)], "fff", None, "H a multiple of G"),
-        ([(4, 4, 8), (2, 4, 8), (1, 4, 8)], "fff", None, "H a multiple of G"),
+        ([(3, 4, 8), (2, 4, 8), (2, 4, 8)], "fff", None, "H a multiple of Y"),
+        ([(4, 4, 8), (2, 4, 6), (2, 4, 8)], "fff", None, "H a multiple of Y"),
+        ([(4, 4, 8), (2, 4, 8), (1, 4, 8)], "fff", None, "H a multiple of Y"),
         ([(4, 4, 8), (2, 4, 8), (2, 4, 8)], "ffb", None, "one floating-point dtype"),
         ([(4, 4, 8), (2, 4, 8), (2, 4, 8)], "fff", 0, "a window of at least 1 token, got 0"),
     ],
