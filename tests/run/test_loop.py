@@ -20,15 +20,12 @@ from agentrl.run import loop
 from agentrl.run.build import Parts
 from agentrl.run.resume import load_checkpoint, save
 from agentrl.run.stopwatch import Stopwatch
+from tests.support.run_files import repeatable
 from tests.support.runs import Runs, Steps
 
 
 def weights(parts: Parts) -> torch.Tensor:
     return torch.cat([tensor.flatten() for _, tensor in parts.state.weights()])
-
-
-def repeatable(metrics: dict[str, float]) -> dict[str, float]:
-    return {name: value for name, value in metrics.items() if not name.startswith(("time/", "process/"))}
 
 
 @pytest.mark.parametrize("anchor", ["behavior", "recomputed"])

@@ -1,12 +1,17 @@
 """What a run has written, without what is a matter of the machine."""
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 
 
+def repeatable(row: Mapping[str, float]) -> dict[str, float]:
+    """Return a step's metrics without seconds and memory."""
+    return {name: value for name, value in row.items() if not name.startswith(("time/", "process/"))}
+
+
 def rows(folder: Path) -> list[dict[str, float]]:
-    lines = (folder / "metrics.jsonl").read_bytes().splitlines()
-    return [{k: v for k, v in json.loads(line).items() if not k.startswith(("time/", "process/"))} for line in lines]
+    return [repeatable(json.loads(line)) for line in (folder / "metrics.jsonl").read_bytes().splitlines()]
 
 
 def rollouts(folder: Path) -> dict[str, list[dict[str, object]]]:
