@@ -6,7 +6,7 @@ Tokens are tuples of Python ints exactly as they were sampled. Nothing here is e
 from collections.abc import Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 from pydantic import Field, SerializerFunctionWrapHandler, ValidatorFunctionWrapHandler, WrapSerializer, WrapValidator
 
@@ -20,6 +20,17 @@ Amount = Annotated[int, Field(gt=0, le=1_000_000_000)]
 
 Message = dict[str, Any]
 """One chat message, OpenAI style: role, content, and where they apply tool_calls, tool_call_id, name."""
+
+
+class Share(NamedTuple):
+    """What one process samples of a run's tasks: one in `num_processes` of them."""
+
+    num_groups: int
+    """Of a step. 0: it only trains."""
+    process: int = 0
+    """Number of this process among those that sample, and of its first task."""
+    num_processes: int = 1
+    """That sample."""
 
 
 class StopReason(StrEnum):

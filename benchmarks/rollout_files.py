@@ -62,8 +62,7 @@ def new_stream(live: int, folder: Path) -> TaskStream:
     config = RolloutConfig(
         mode="partial", num_groups=-(-live // 24), group_size=8, max_live_episodes=live, max_staleness=2
     )
-    stream = TaskStream(config, seed=0)
-    stream.record(Journal(folder))
+    stream = TaskStream(config, seed=0, journal=Journal(folder))
     stream.state_dict()
     stream.begin_step(None)
     return stream

@@ -68,11 +68,12 @@ def load(
         max_context_tokens=4096,
     )
     pool = RolloutPool(
-        make_env=Counter, context=EpisodeContext(engine=AtOnce(answer), renderer=renderer, config=config), seed=0
+        make_env=Counter,
+        context=EpisodeContext(engine=AtOnce(answer), renderer=renderer, config=config),
+        seed=0,
+        journal=None if journal is None else Journal(journal),
     )
-    if journal is not None:
-        pool.record(Journal(journal))
-        pool.state_dict()
+    pool.state_dict()  # from here on, what happens is written down
     rows: list[dict[str, float]] = []
     done = turns = 0
     begin, cpu, own = time.perf_counter(), time.process_time(), time.thread_time()

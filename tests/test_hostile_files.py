@@ -186,9 +186,9 @@ def test_a_damaged_journal_is_read_to_its_end_or_named_with_its_line(
     scratch = tmp_path_factory.mktemp("journal")
     try:
         (scratch / path.name).write_bytes(content)
-        stream = TaskStream(ours.recipe.rollout, seed=0)
+        stream = TaskStream(ours.recipe.rollout, seed=0, journal=Journal(scratch))
         stream.load_state_dict(state.pool)
-        told = outcome(lambda: stream.recover(Journal(scratch), ignore=False, version=4))
+        told = outcome(lambda: stream.recover(ignore=False, version=4))
         stream.close()
         assert (scratch / path.name).read_bytes() == content
         if told is None and not whole.startswith(content):
@@ -368,7 +368,7 @@ def test_no_file_of_a_checkpoint_runs_code(name: str, interrupted: tuple[Parts, 
 
 def load_weights_of(checkpoint: Path, ours: Parts) -> None:
     with checkpoint_errors(checkpoint):
-        load_weights(ours.state.policy, checkpoint)
+        load_weights(ours.policy, checkpoint)
 
 
 def saved_by_torch(value: object) -> bytes:

@@ -20,6 +20,7 @@ from agentrl.policy.model import LocalModelConfig, make_local_model
 from agentrl.report.folder import RunFolder
 from agentrl.run import loop
 from agentrl.run.build import Parts, build
+from agentrl.types import Share
 from tests.support.hugging_face import hugging_face_folder
 from tests.support.run_files import repeatable
 from tests.support.runs import recipe
@@ -54,8 +55,7 @@ def context(model: Any) -> EngineContext:
         model=model,
         device=torch.device("cpu"),
         dtype=torch.float32,
-        process=0,
-        num_processes=1,
+        share=Share(1),
         handover=Path(),
         max_context_tokens=64,
         repeats_exactly=True,
@@ -78,7 +78,7 @@ def test_the_faster_engine_is_chosen_where_the_recipe_leaves_it_open(sizes: dict
     model = make_local_model(LocalModelConfig.model_validate(sizes), train_tokenizer([], vocab_size=261))
     assert is_vllm_faster(context(model)) is (name == "vllm")
     assert is_vllm_faster(replace(context(model), device=torch.device("cuda")))
-    assert not is_vllm_faster(replace(context(model), device=torch.device("cuda"), num_processes=2))
+    assert not is_vllm_faster(replace(context(model), device=torch.device("cuda"), share=Share(1, 0, 2)))
 
 
 def test_heads_are_measured_where_a_model_does_not_name_their_size() -> None:
@@ -95,7 +95,7 @@ def test_a_resumed_run_repeats_bit_for_bit(tmp_path: Path) -> None:
     _, rows, resumed = trained(settings(tmp_path / "parts", 3), folder)
     assert list(map(repeatable, rows)) == list(map(repeatable, expected))
     assert all(row["grad_norm"] > 0 and row["episode/turns"] > 2 for row in rows[1:])
-    for one, other in zip(whole.state.policy.parameters(), resumed.state.policy.parameters(), strict=True):
+    for one, other in zip(whole.policy.parameters(), resumed.policy.parameters(), strict=True):
         assert torch.equal(one, other)
 
 
@@ -121,5 +121,5 @@ def test_a_model_that_vllm_alone_can_sample_is_exported(tmp_path: Path) -> None:
     main(["export", str(folder.path), str(tmp_path / "exported")])
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "exported").config.sliding_window == 64
     weights = load_file(tmp_path / "exported" / "model.safetensors")
-    for name, tensor in parts.state.policy.model.state_dict().items():
+    for name, tensor in parts.policy.model.state_dict().items():
         assert torch.equal(weights[name], tensor)

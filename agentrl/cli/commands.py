@@ -35,7 +35,7 @@ class Commands:
             overrides: fields of the recipe, or of something else, can be given as options.
         """
         command = self._parsers.add_parser(name, help=words, description=words, allow_abbrev=False)
-        command.set_defaults(run=run, takes_overrides=overrides, folder=None)
+        command.set_defaults(run=run, takes_overrides=overrides)
         return command
 
 

@@ -45,13 +45,12 @@ def _envs(_: argparse.Namespace, __: list[str]) -> None:
 
 def _replay(options: argparse.Namespace, _: list[str]) -> None:
     recipe, _folder = load(options.target, [])
-    from agentrl.env import make_env
     from agentrl.plain_data import words_of
     from agentrl.report.replay import find, replay
     from agentrl.rollout.fault import fault_of
 
     record = find(options.target, options.episode)
-    env = make_env(recipe.env.id, recipe.env.options)
+    env = recipe.env.make()
     console = Console(soft_wrap=True)
     try:
         for line in replay(env, record):

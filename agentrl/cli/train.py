@@ -9,6 +9,7 @@ from rich.table import Table
 
 from agentrl import launch
 from agentrl.cli.commands import OVERRIDING, Commands, rank
+from agentrl.cli.exits import exits
 from agentrl.cli.progress import print_end, progress
 from agentrl.cli.targets import load, tokenizer_of
 from agentrl.errors import ConfigError
@@ -56,17 +57,18 @@ def _train(options: argparse.Namespace, rest: list[str]) -> None:
         table.add_row(name, value)
     console.print(table)
     console.print(f"run folder: {recipe.run_dir}")
-    options.folder = recipe.run_dir
     teller = console if rank() == 0 else Console(soft_wrap=True)  # what one process alone has found, it tells
 
     def warn(words: str) -> None:
         teller.print(f"warning: {words}", style="yellow")
 
-    with build(recipe, tokenizer_folder=tokenizer_of(run_dir), on_warning=warn) as parts:
-        recipe = parts.recipe  # the first process named the folder
-        options.folder = recipe.run_dir
+    with (
+        exits(run_dir),
+        build(recipe, tokenizer_folder=tokenizer_of(run_dir), on_warning=warn) as parts,
+        exits(parts.recipe.run_dir),  # as the first process named it
+    ):
         warnings = list(parts.warnings)
-        if folder and has_changed(recipe, folder):
+        if folder and has_changed(parts.recipe, folder):
             warnings.append("the recipe has changed: what was sampled since the last checkpoint is sampled again")
         for warning in warnings:
             console.print(f"warning: {warning}", style="yellow")

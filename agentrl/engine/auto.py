@@ -34,7 +34,7 @@ class AutoConfig(VLLMConfig):
 
 def is_vllm_faster(context: EngineContext) -> bool:
     """Tell whether vLLM can sample for this run, and is expected to be faster; on a CPU as it was measured."""
-    if context.num_processes > 1 or not is_installed():
+    if context.share.num_processes > 1 or not is_installed():
         return False
     if context.device.type == "cuda":
         return True

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, Self
 
 from agentrl.plugin import Plugin, Seam
-from agentrl.types import Completion, Sampling
+from agentrl.types import Completion, Sampling, Share
 
 if TYPE_CHECKING:
     import torch
@@ -25,10 +25,8 @@ class EngineContext:
     """Of the trainer."""
     dtype: "torch.dtype"
     """In which the engine computes."""
-    process: int
-    """Number of this process among those that sample, from 0."""
-    num_processes: int
-    """That sample."""
+    share: Share
+    """What this process samples, and its number among those that do."""
     handover: Path
     """A folder for weights on their way to another process; removed with the run."""
     max_context_tokens: int
@@ -51,7 +49,7 @@ class EngineConfig(Plugin):
     faster) and on a CPU from 10 million parameters on (measured); else `transformers`."""
 
     @property
-    def repeats_exactly(self) -> bool:
+    def is_deterministic(self) -> bool:
         """True where the engine samples the same again after a kill, as long as it is asked for the same."""
         return False
 

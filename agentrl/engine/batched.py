@@ -69,7 +69,7 @@ class BatchedConfig(EngineConfig):
     environments take longer than a decoding step (milliseconds)."""
 
     @property
-    def repeats_exactly(self) -> bool:
+    def is_deterministic(self) -> bool:
         """True unless batches depend on the timing of environments."""
         return self.lockstep is not False
 

@@ -60,7 +60,7 @@ class VLLMConfig(BatchedConfig):
             raise ConfigError(
                 "engine.sleep: rollout.mode: async samples while the policy is updated; set engine.sleep to false"
             )
-        if context.num_processes > 1:
+        if context.share.num_processes > 1:
             raise ConfigError(
                 "engine.name: vllm runs within one process only; with several start a server for each, or for some of them, "
                 "and set engine.name: vllm_server and engine.server.url"

@@ -53,7 +53,7 @@ class VLLMServerConfig(EngineConfig):
 
     def build(self, context: EngineContext) -> "VLLMServer":
         """Return a client of the process's server."""
-        server = self.of_process(context.process).server
+        server = self.of_process(context.share.process).server
         return VLLMServer(server, folder=server.folder or context.handover)
 
 

@@ -2,7 +2,11 @@
 
 from typing import Any
 
+import gymnasium as gym
 from pydantic import BaseModel, ConfigDict
+
+from agentrl.env.make import make_env
+from agentrl.types import Message
 
 
 class EnvConfig(BaseModel):
@@ -14,3 +18,11 @@ class EnvConfig(BaseModel):
     """An installed name (`agentrl envs` lists them), `module:Class`, or a Gymnasium id."""
     options: dict[str, Any] = {}
     """Keyword arguments of the environment's constructor."""
+
+    def make(self) -> gym.Env[tuple[Message, ...], str | Message]:
+        """Return a new environment.
+
+        Raises:
+            ConfigError: see `make_env`.
+        """
+        return make_env(self.id, self.options)

@@ -3,6 +3,7 @@
 import re
 import shlex
 from collections.abc import Callable
+from pathlib import Path
 
 from agentrl.credit import Credit
 from agentrl.files import write_whole
@@ -17,18 +18,28 @@ _KEPT, _MAX_KINDS = 5, 50
 class FaultLog:
     """Keeps faults in `faults/KIND/EPISODE.jsonl`, so that what is known outlives this process and is known to the others."""
 
-    def __init__(self, folder: RunFolder, *, piece: Callable[[int], str]) -> None:
-        """Take the run's folder, and what gives the text of one token."""
-        self._folder, self._piece = folder, piece
+    def __init__(self, run_dir: Path | None, *, piece: Callable[[int], str]) -> None:
+        """Take what gives the text of one token, and the run's folder. None, or no run there: faults are only told."""
+        self._folder, self._piece = None if run_dir is None else RunFolder(run_dir), piece
+        self._told: set[str] = set()
+        """Kinds of those that were only told."""
 
     def add(self, trajectory: Trajectory, *, step: int) -> str | None:
         """Keep an episode whose environment failed in a step; return what to tell of it, if it is the first of its kind."""
         fault = trajectory.fault or Fault(kind="unknown")
-        folder = self._folder.faults / re.sub(r"[^\w.]+", "-", fault.kind, flags=re.ASCII).strip("-.")[:100]
+        if self._folder is None or not self._folder.config_file.is_file():  # no run has begun there
+            if fault.kind in self._told:
+                return None
+            self._told.add(fault.kind)
+            return "\n".join(filter(None, [f"{trajectory.error}; task seed {trajectory.seed}", fault.traceback]))
+        return self._keep(self._folder, trajectory, fault, step=step)
+
+    def _keep(self, run: RunFolder, trajectory: Trajectory, fault: Fault, *, step: int) -> str | None:
+        folder = run.faults / re.sub(r"[^\w.]+", "-", fault.kind, flags=re.ASCII).strip("-.")[:100]
         is_known = folder.is_dir()
-        if not is_known and len(self._folder.fault_kinds()) >= _MAX_KINDS:
+        if not is_known and len(run.fault_kinds()) >= _MAX_KINDS:
             return None
-        self._folder.faults.mkdir(exist_ok=True)
+        run.faults.mkdir(exist_ok=True)
         try:
             folder.mkdir()  # by one process alone
         except FileExistsError:
@@ -38,33 +49,19 @@ class FaultLog:
             group = TrajectoryGroup(group_id=trajectory.group_id, trajectories=(trajectory,))
             rows = records([group], [[Credit.excluded(trajectory)]], step=step, piece=self._piece)
             write_whole(path, "".join(row.model_dump_json(exclude_defaults=True) + "\n" for row in rows))
-        return None if is_known else self._words(trajectory, fault)
+        return None if is_known else _words(run, trajectory, fault)
 
-    def _words(self, trajectory: Trajectory, fault: Fault) -> str:
-        run = shlex.quote(str(self._folder.path))
-        return "\n".join(
-            filter(
-                None,
-                [
-                    f"{trajectory.error}; episode {trajectory.trajectory_id}, task seed {trajectory.seed}",
-                    fault.traceback,
-                    f"Play it again: agentrl envs replay {run} {trajectory.trajectory_id}",
-                    f"Others of this kind are counted (faults), and up to {_KEPT} kept: agentrl show {run} --faults",
-                ],
-            )
+
+def _words(run: RunFolder, trajectory: Trajectory, fault: Fault) -> str:
+    path = shlex.quote(str(run.path))
+    return "\n".join(
+        filter(
+            None,
+            [
+                f"{trajectory.error}; episode {trajectory.trajectory_id}, task seed {trajectory.seed}",
+                fault.traceback,
+                f"Play it again: agentrl envs replay {path} {trajectory.trajectory_id}",
+                f"Others of this kind are counted (faults), and up to {_KEPT} kept: agentrl show {path} --faults",
+            ],
         )
-
-
-class ToldFaults:
-    """Tells each kind once, where nothing is kept."""
-
-    def __init__(self) -> None:
-        self._kinds: set[str] = set()
-
-    def add(self, trajectory: Trajectory, *, step: int) -> str | None:  # noqa: ARG002 - as of `FaultLog`
-        """Return what to tell of an episode whose environment failed, if it is the first of its kind."""
-        fault = trajectory.fault
-        if fault is None or fault.kind in self._kinds:
-            return None
-        self._kinds.add(fault.kind)
-        return "\n".join(filter(None, [f"{trajectory.error}; task seed {trajectory.seed}", fault.traceback]))
+    )

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import fields
+from functools import cache
 from pathlib import Path
 from typing import Any, Self
 
@@ -74,6 +75,11 @@ class TrajectoryRecord(BaseModel):
 
 
 _RECORD = TypeAdapter(TrajectoryRecord)
+
+
+def pieces_of(tokenizer: Any) -> Callable[[int], str]:
+    """Return what gives the text of one token."""
+    return cache(lambda token: str(tokenizer.decode([token])))
 
 
 def records(

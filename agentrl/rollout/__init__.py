@@ -9,7 +9,6 @@ from agentrl.rollout.limits import check_limits
 from agentrl.rollout.live_episode import LiveEpisode, Task
 from agentrl.rollout.pool import RolloutPool
 from agentrl.rollout.seeds import derive_seed, held_out_seed, task_seed
-from agentrl.rollout.share import Share
 from agentrl.rollout.trial import describe_env, try_environment
 
 __all__ = [
@@ -23,7 +22,6 @@ __all__ = [
     "Outcome",
     "RolloutConfig",
     "RolloutPool",
-    "Share",
     "Task",
     "check_limits",
     "derive_seed",

@@ -118,10 +118,16 @@ class Conversation:
         self._hear(restored)
 
     def branch(self, number: int, dialogue: Dialogue, *, task: Task, name: str) -> "Conversation":
-        """Return another that stands before a turn of this one, in the dialogue that it had then."""
-        forked = Conversation(self.context, task, name=name)
-        forked.turns, forked.dialogue = self.turns[:number], dialogue
-        forked._state_key = forked.turns[-1].next_state_key if forked.turns else self.turns[0].state_key
+        """Return another that stands before a turn of this one, in the dialogue that it had then.
+
+        It is as this one would be, had it been interrupted there and resumed.
+        """
+        recorded = LiveEpisode(task=task, turns=tuple(self.turns[:number]))
+        forked = Conversation(self.context, task, name=name, recorded=recorded)
+        if number:
+            forked.resume(dialogue)
+        else:
+            forked.begin(dialogue, state_key=self.turns[0].state_key)
         return forked
 
     async def act(self) -> Message | None:

@@ -22,34 +22,34 @@ from agentrl.types import Message, StopReason, Trajectory
 class EnvDriver:
     """Drives a conversation by an environment, all of whose calls are made on one thread, with a deadline each."""
 
-    def __init__(self, conversation: Conversation, thread: EnvThread, *, name: str = "") -> None:
+    def __init__(self, conversation: Conversation, thread: EnvThread, *, name: str = "", env_s: float = 0.0) -> None:
         """Take the parts.
 
         Args:
             conversation: what is driven.
             thread: of the environment.
-            name: of the environment, where it is made already.
+            name: of the environment. Empty: there is none yet.
+            env_s: seconds that its construction took.
         """
         self.conversation, self.thread, self.name = conversation, thread, name
         self.gold_answer: str | None = None
         self.info: dict[str, Any] = {}
         """What the environment reported last."""
-        self._env_s = 0.0
+        self._env_s = env_s
 
     def hear(self, reply: EnvReply) -> None:
         """Keep what the environment said of the task as it began or was restored."""
         self.gold_answer, self.info = reply.gold_answer, reply.info
 
-    async def make(self, make_env: MakeEnv) -> Env:
-        """Make the environment."""
+    async def make(self, make_env: MakeEnv) -> tuple[Env, "EnvDriver"]:
+        """Make the environment; return it, and the driver that knows its name."""
 
         def named() -> tuple[Env, str]:
             env = construct(make_env)
             return env, env_id(env)
 
-        env: Env
-        env, self.name = await self.call("construction", named)
-        return env
+        env, name = await self.call("construction", named)
+        return env, EnvDriver(self.conversation, self.thread, name=name, env_s=self._env_s)
 
     async def play(self, env: Env, *, before_action: Callable[[], Awaitable[None]] | None = None) -> None:
         """Carry out one action after the other, to the end.

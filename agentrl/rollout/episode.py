@@ -43,9 +43,8 @@ class Episode:
             on_fault: told of this episode, and of each rollout that is forked from it, if its environment fails.
         """
         self._task, self._recorded, self._on_fault = task, recorded or LiveEpisode(task=task), on_fault
+        self._thread, self._forks = thread, fork
         self._conversation = Conversation(context, task, recorded=recorded, on_change=on_change)
-        self._driver = EnvDriver(self._conversation, thread)
-        self._branches = Branches(self._driver, on_fault=on_fault) if fork else None
 
     def live(self) -> LiveEpisode:
         """Return where the episode stands."""
@@ -56,54 +55,53 @@ class Episode:
 
         So is a first prompt that fills the context: a trajectory without turns.
         """
+        talk = self._conversation
+        driver, branches = EnvDriver(talk, self._thread), None
         try:
-            trajectory = await self._with_branches(make_env)
+            # No await between two conversations: in lockstep, the engine continues without an episode that has none.
+            with talk.context.engine.conversation(talk.name):
+                env, driver = await driver.make(make_env)
+                branches = Branches(driver, on_fault=self._on_fault) if self._forks else None
+                await self._play(driver, env, branches)
+            trajectory = driver.trajectory()
+            if branches is not None:
+                trajectory = await branches.play(trajectory)
         except EnvError as error:
-            trajectory = self._driver.failed(error)
+            trajectory = driver.failed(error)
         except EngineError as error:
-            self._conversation.fail(End(reason=StopReason.ENGINE_ERROR, error=str(error)))
-            return self._driver.trajectory()
+            talk.fail(End(reason=StopReason.ENGINE_ERROR, error=str(error)))
+            return driver.trajectory()
+        finally:
+            if branches is not None:
+                branches.close()
         if trajectory.failed:
             self._on_fault(trajectory)
         return trajectory
 
-    async def _with_branches(self, make_env: MakeEnv) -> Trajectory:
-        try:
-            # No await between two conversations: in lockstep, the engine continues without an episode that has none.
-            with self._conversation.context.engine.conversation(self._conversation.name):
-                await self._play(make_env)
-            trajectory = self._driver.trajectory()
-            return trajectory if self._branches is None else await self._branches.play(trajectory)
-        finally:
-            if self._branches is not None:
-                self._branches.close()
-
-    async def _play(self, make_env: MakeEnv) -> None:
-        driver = self._driver
-        env = await driver.make(make_env)
+    async def _play(self, driver: EnvDriver, env: Env, branches: Branches | None) -> None:
         begin = self._reset
         # Forks are made of every reply. And unpickling runs code, which a file cannot ask for: only an environment can.
-        if self._recorded.snapshot is not None and self._branches is None and base_env(env).can_snapshot:
+        if self._recorded.snapshot is not None and branches is None and base_env(env).can_snapshot:
             async with driver.closing(env):
                 env = await driver.call("its snapshot", partial(restore, self._recorded.snapshot))
             begin = self._resume
         async with driver.closing(env):
-            await begin(env)
-            await driver.play(env, before_action=None if self._branches is None else partial(self._branches.fork, env))
+            await begin(driver, env)
+            await driver.play(env, before_action=None if branches is None else partial(branches.fork, env))
 
-    async def _reset(self, env: Env) -> None:
+    async def _reset(self, driver: EnvDriver, env: Env) -> None:
         """Begin with the environment's first words."""
         base, task, talk = base_env(env), self._task, self._conversation
 
         def begin() -> tuple[EnvReply, Dialogue | End]:
             reply = reset(env, base, seed=task.seed, rollout_index=task.rollout_index)
-            return reply, self._driver.rendered(partial(talk.opening, reply.messages, reply.tools))
+            return reply, driver.rendered(partial(talk.opening, reply.messages, reply.tools))
 
-        reply, opening = await self._driver.call("reset()", begin)
-        self._driver.hear(reply)
+        reply, opening = await driver.call("reset()", begin)
+        driver.hear(reply)
         talk.begin(opening, state_key=reply.state_key)
 
-    async def _resume(self, env: Env) -> None:
+    async def _resume(self, driver: EnvDriver, env: Env) -> None:
         """Continue with an environment that was restored: what was said before is known."""
         recorded, talk = self._recorded, self._conversation
         *_, last = recorded.turns
@@ -111,8 +109,8 @@ class Episode:
 
         def resume() -> tuple[EnvReply, Dialogue | End]:
             reply = check_restored(base_env(env), known)
-            return reply, self._driver.rendered(partial(talk.restored, reply.tools))
+            return reply, driver.rendered(partial(talk.restored, reply.tools))
 
-        reply, dialogue = await self._driver.call("its snapshot", resume)
-        self._driver.hear(reply)
+        reply, dialogue = await driver.call("its snapshot", resume)
+        driver.hear(reply)
         talk.resume(dialogue)

@@ -10,8 +10,7 @@ from pydantic import BaseModel, ConfigDict, NonNegativeFloat, PositiveInt, model
 
 from agentrl.rollout.pool import RolloutPool
 from agentrl.rollout.seeds import held_out_seed
-from agentrl.rollout.share import Share
-from agentrl.types import AmountOrZero, Count, Trajectory, TrajectoryGroup
+from agentrl.types import AmountOrZero, Count, Share, Trajectory, TrajectoryGroup
 
 
 class EvaluationConfig(BaseModel):
@@ -55,7 +54,7 @@ async def play_held_out(
     pool: RolloutPool, config: EvaluationConfig, *, seed: int, share: Share
 ) -> list[TrajectoryGroup]:
     """Play the held-out tasks that are dealt out to this process as training tasks are."""
-    indices = range(share.first, config.num_tasks, share.stride)
+    indices = range(share.process, config.num_tasks, share.num_processes) if share.num_groups else ()
     tasks = [(f"eval/{i:06d}", held_out_seed(seed, i)) for i in indices]
     return await pool.play(tasks, group_size=config.samples)
 

@@ -10,15 +10,16 @@ from typing import Any
 from agentrl.engine import Engine
 from agentrl.engine.retry import retry_wait_s
 from agentrl.errors import EngineError, EnvironmentFailure
+from agentrl.rollout.config import RolloutConfig
 from agentrl.rollout.context import EpisodeContext
+from agentrl.rollout.deadline import EngineClock
 from agentrl.rollout.env_calls import MakeEnv
 from agentrl.rollout.env_thread import EnvThread
 from agentrl.rollout.episode import Episode
 from agentrl.rollout.journal import Journal
 from agentrl.rollout.live_episode import LiveEpisode, Task
-from agentrl.rollout.share import Share
 from agentrl.rollout.stream import TaskStream, group_of
-from agentrl.types import Sampling, StopReason, Trajectory, TrajectoryGroup
+from agentrl.types import Sampling, Share, StopReason, Trajectory, TrajectoryGroup
 
 _FIRST_WAIT_S = 1.0
 """Wait before an episode's second retry; doubles each time, up to a minute. The first retry is made at once."""
@@ -53,6 +54,7 @@ class RolloutPool:
         seed: int,
         fork: bool = False,
         share: Share | None = None,
+        journal: Journal | None = None,
         on_fault: Callable[[Trajectory], object] = lambda _: None,
     ) -> None:
         """Take the parts.
@@ -63,11 +65,13 @@ class RolloutPool:
             seed: of tasks and samples.
             fork: rollouts are forked from every episode's turns (see `RolloutConfig.branches`).
             share: the training tasks that are dealt out to this process. None: all.
+            journal: takes what happens to them from the first `state_dict` on. None: nothing is written.
             on_fault: told of each episode whose environment failed, at each attempt, at once.
         """
-        self._make_env, self._context, self._fork, self._on_fault = make_env, context, fork, on_fault
+        self.context, self.share = context, share or Share(context.config.num_groups)
+        self._make_env, self._seed, self._fork, self._on_fault = make_env, seed, fork, on_fault
         self._engine, self._config, self._clock = context.engine, context.config, context.clock
-        self._stream = TaskStream(context.config, seed=seed, share=share)
+        self._stream = TaskStream(context.config, seed=seed, share=self.share, journal=journal)
         self._is_paused = False
         self._threads: list[EnvThread] = []
         self._lost: list[EnvThread] = []
@@ -79,6 +83,11 @@ class RolloutPool:
         self._failure: BaseException | None = None
         self.loop_lag_s = 0.0
         """Longest time by which the event loop was late during the last `collect`."""
+
+    def beside(self, config: RolloutConfig) -> "RolloutPool":
+        """Return another pool for the same environments and engine, with threads of its own, limits and temperature."""
+        context = replace(self.context, config=config, clock=EngineClock())
+        return RolloutPool(make_env=self._make_env, context=context, seed=self._seed, on_fault=self._on_fault)
 
     @property
     def counts(self) -> Mapping[str, int]:
@@ -165,18 +174,13 @@ class RolloutPool:
             await asyncio.gather(*runners, return_exceptions=True)
         return [group_of(group_id, trajectories) for group_id, trajectories in done.items()]
 
-    def record(self, journal: Journal) -> None:
-        """Write down what happens from the next `state_dict` on."""
-        self._stream.record(journal)
-
-    def recover(self, journal: Journal | None, *, ignore: bool = False) -> None:
+    def recover(self, *, ignore: bool = False) -> None:
         """Take over what a run that was killed has written down since the state that was loaded, and resume it.
 
         Args:
-            journal: of that run. None: this one needs none.
             ignore: drop it, and restart every group that is not trained on, because the recipe is another.
         """
-        self._stream.recover(journal, ignore=ignore, version=self._engine.version)
+        self._stream.recover(ignore=ignore, version=self._engine.version)
 
     def state_dict(self) -> dict[str, Any]:
         """Return where the stream of training tasks stands, with every episode of it that is under way or done.
@@ -228,7 +232,7 @@ class RolloutPool:
         try:
             async with self._clock.timeout(self._config.engine_timeout_s):
                 with self._engine.conversation("ask"):
-                    await self._engine.generate(self._context.renderer.stop_token_ids[:1], sampling, "ask")
+                    await self._engine.generate(self.context.renderer.stop_token_ids[:1], sampling, "ask")
         except TimeoutError:
             raise EngineError(
                 f"no completion within rollout.engine_timeout_s: {self._config.engine_timeout_s:g}"
@@ -302,7 +306,7 @@ class RolloutPool:
             slot.thread = EnvThread()
         episode = Episode(
             start.task,
-            context=self._context,
+            context=self.context,
             thread=slot.thread,
             fork=self._fork,
             recorded=start,

@@ -13,8 +13,7 @@ from agentrl.rollout.config import RolloutConfig
 from agentrl.rollout.journal import Dropped, Ended, Event, HandedOut, Interrupted, Journal, Played, Restarted, Started
 from agentrl.rollout.live_episode import LiveEpisode, Task
 from agentrl.rollout.seeds import derive_seed, task_seed
-from agentrl.rollout.share import Share
-from agentrl.types import StopReason, Trajectory, TrajectoryGroup, lengthen, shorten
+from agentrl.types import Share, StopReason, Trajectory, TrajectoryGroup, lengthen, shorten
 
 
 @dataclass(slots=True, kw_only=True)
@@ -54,19 +53,22 @@ class TaskStream:
     Everything that happens is written to a journal, where there is one: a state and the events after it are the stream.
     """
 
-    def __init__(self, config: RolloutConfig, *, seed: int, share: Share | None = None) -> None:
+    def __init__(
+        self, config: RolloutConfig, *, seed: int, share: Share | None = None, journal: Journal | None = None
+    ) -> None:
         """Begin before the first task.
 
         Args:
             config: how episodes are played.
             seed: of tasks and samples.
             share: the tasks that are dealt out to this process. None: all.
+            journal: takes what happens from the first `state_dict` on. None: nothing is written.
         """
-        self._config, self._seed = config, seed
+        self._config, self._seed, self._journal = config, seed, journal
         self._share = share or Share(config.num_groups)
         self._num_groups = self._share.num_groups
         self._staleness_bound = config.staleness_bound
-        self._next_group = self._share.first
+        self._next_group = self._share.process
         self._replaced_in_a_row = self._replaceable = 0
         self._is_waited_for = False
         self._groups: dict[str, _Group] = {}
@@ -82,8 +84,8 @@ class TaskStream:
         self._engine_failures: list[Trajectory] = []
         """Episodes that the engine failed: given up only once it is known that it was not down."""
         self._handed_out: deque[list[TrajectoryGroup]] = deque()
-        self._journal: Journal | None = None
         self._journaled_since: int | None = None
+        """Number of the journal's file that continues the state that was loaded."""
         names = ("faults", "retries", "failed_episodes", "replaced_groups", "alike_groups", "lost_threads")
         self.counts = dict.fromkeys(names, 0)
 
@@ -205,20 +207,14 @@ class TaskStream:
         ages = (version + 1 + rank // len(names) - group.began for rank, group in enumerate(left))
         return any(age > self._staleness_bound for age in ages) and not all(map(self._is_complete, left))
 
-    def record(self, journal: Journal) -> None:
-        """Write down what happens from the next `state_dict` on."""
-        self._journal = journal
-        journal.drop()
-
-    def recover(self, journal: Journal | None, *, ignore: bool, version: int) -> None:
+    def recover(self, *, ignore: bool, version: int) -> None:
         """Take over what a run that was killed has written down since the state that was loaded, and resume it.
 
         Args:
-            journal: of that run. None: this one needs none.
             ignore: drop it, and restart every group that is not trained on, because the recipe is another.
             version: present policy version.
         """
-        self._journal, since = journal, self._journaled_since
+        journal, since = self._journal, self._journaled_since
         if journal is not None:
             if since is None or ignore:
                 journal.drop()
@@ -245,7 +241,7 @@ class TaskStream:
             groups=groups,
             handed_out=list(self._handed_out),
             journal=None if self._journal is None else self._journal.begin(),
-            share=(self._share.first, self._share.stride),
+            share=(self._share.process, self._share.num_processes),
         )
         dumped: dict[str, Any] = _STATE.dump_python(state, mode="json")
         return dumped
@@ -257,7 +253,7 @@ class TaskStream:
             ConfigError: for tasks that were dealt out to processes otherwise.
         """
         loaded = _STATE.validate_python(state)
-        if loaded.share != (self._share.first, self._share.stride):
+        if loaded.share != (self._share.process, self._share.num_processes):
             raise ConfigError(
                 "this run's tasks were dealt out to other engines; resume with as many (engine.server.url)"
             )
@@ -298,7 +294,7 @@ class TaskStream:
         name = f"train/{event.index:06d}"
         tasks = self.tasks(name, task_seed(self._seed, event.index), self._config.group_size)
         group = _Group(began=event.version, waiting=[LiveEpisode(task=task) for task in tasks])
-        self._groups[name], self._next_group = group, event.index + self._share.stride
+        self._groups[name], self._next_group = group, event.index + self._share.num_processes
         self._open.append(group)
         return group
 

@@ -8,20 +8,21 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 from accelerate import Accelerator
 from accelerate.tracking import LOGGER_TYPE_TO_CLASS, get_available_trackers
 from accelerate.utils import InitProcessGroupKwargs, set_seed
 
-from agentrl.chat import ChatMLRenderer, Renderer
+from agentrl.chat import ChatMLRenderer
 from agentrl.config import Recipe
 from agentrl.credit import CreditScheme, load_credit_for
-from agentrl.distributed.processes import from_rank_zero, num_processes, process_index, set_deadline
+from agentrl.distributed.processes import from_rank_zero, is_main, num_processes, process_index, set_deadline
 from agentrl.engine import Engine
-from agentrl.env import make_env
+from agentrl.env import EnvDescription
 from agentrl.errors import ConfigError
 from agentrl.learn.learner import Learner
 from agentrl.learn.policy_state import PolicyState
@@ -31,14 +32,14 @@ from agentrl.learn.signals.signals import Signals
 from agentrl.policy.layout import choose_layout
 from agentrl.policy.lora import add_lora
 from agentrl.policy.model import Policy, check_dropout
-from agentrl.report.faults import FaultLog, ToldFaults
+from agentrl.report.faults import FaultLog
 from agentrl.report.folder import RunFolder
-from agentrl.rollout import EpisodeContext, RolloutPool, Share, check_limits, describe_env, try_environment
-from agentrl.rollout.env_calls import MakeEnv
+from agentrl.report.records import pieces_of
+from agentrl.rollout import EpisodeContext, Journal, RolloutPool, check_limits, describe_env, try_environment
 from agentrl.run.engine_link import EngineLink
 from agentrl.run.engines import new_engine, share_of
 from agentrl.run.models import check_positions, load_model, load_teacher, make_bytes_tokenizer
-from agentrl.types import Need, Trajectory
+from agentrl.types import Need, Share, Trajectory
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,36 +48,23 @@ class Parts:
 
     recipe: Recipe
     """With the name of its folder, the first process's."""
-    share: Share
-    """What this process collects."""
-    warnings: list[str]
+    warnings: tuple[str, ...]
     """What to tell before anything begins."""
     on_warning: Callable[[str], object]
     """Told, in a few lines, what goes wrong while it trains."""
-    on_fault: Callable[[Trajectory], None]
-    """Told of each episode whose environment failed: each kind is told once, and kept where the recipe names a folder."""
-    accelerator: Accelerator
     runner: asyncio.Runner
     """Event loop on which pool and engine live."""
-    make_env: MakeEnv
     tokenizer: Any
-    piece: Callable[[int], str]
-    """Gives the text of one token."""
-    renderer: Renderer
+    policy: Policy
+    """In training; its optimizer and schedule are the learner's."""
     engine: Engine
     """Samples, from weights that are pushed to it."""
     pool: RolloutPool
     """Plays episodes on the engine."""
-    forks: bool
-    """The credit scheme reads rollouts that are forked from an episode's turns."""
     credit: CreditScheme
     """Turns rewards into advantages."""
-    falls_back: bool
-    """`credit` is the recipe's fallback: the environment cannot serve its scheme."""
     signals: Signals
     """Measures what `credit` reads beyond rewards and keys."""
-    state: PolicyState
-    """The weights, their optimizer, and the policy with which the run began."""
     learner: Learner
     """Updates the weights."""
     link: EngineLink
@@ -104,63 +92,34 @@ def build(
 def _build(
     given: Recipe, stack: ExitStack, *, tokenizer_folder: Path | None, on_warning: Callable[[str], object]
 ) -> Parts:
-    warnings = given.loss.warnings()
-    accelerator = _make_accelerator(given)
+    accelerator = _new_accelerator(given)
     recipe = from_rank_zero(lambda: given)  # with the time of day in the name of its folder
-    rollout, train = recipe.rollout, recipe.train
     share = share_of(recipe, process_index(), num_processes())
-    warnings += check_limits(rollout.max_live_episodes)
     set_seed(recipe.seed)
-    handover = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="agentrl-weights-")))
     runner = stack.enter_context(asyncio.Runner())
+    limits = check_limits(recipe.rollout.max_live_episodes)
 
-    new_env = partial(make_env, recipe.env.id, recipe.env.options)
-    description = runner.run(describe_env(new_env, timeout_s=rollout.env_timeout_s))
-    provided = description.needs | provided_by(recipe.signals)
-    credit, lack = load_credit_for(recipe.credit, provided=provided, hints=hints(), env_id=recipe.env.id)
-    warnings += [lack] if lack else []
-    forks = Need.BRANCHES in credit.requirements()
-
-    if recipe.model.name_or_path is None:
-        # Demonstrations for the tokenizer are about to be played; the context is measured once there is one.
-        renderer: Renderer = ChatMLRenderer(make_bytes_tokenizer())
-        boundless = rollout.model_copy(update={"max_context_tokens": 2**31})
-        runner.run(try_environment(make_env=new_env, renderer=renderer, config=boundless, seed=recipe.seed, fork=forks))
-    model, tokenizer = load_model(recipe, new_env, runner, tokenizer_folder=tokenizer_folder)
-    check_dropout(model.config)
-    check_positions(recipe, model.config)
+    description = runner.run(describe_env(recipe.env.make, timeout_s=recipe.rollout.env_timeout_s))
+    credit, lack = _load_credit(recipe, description)
+    model, tokenizer = _load_model(recipe, credit, runner, tokenizer_folder=tokenizer_folder)
+    engine = _new_engine(recipe, share, model, accelerator.device, runner, stack)
     renderer = recipe.chat.build(tokenizer, name=str(recipe.model.name_or_path or "local"))
-    piece = cache(lambda token: str(tokenizer.decode([token])))
-
-    engine = new_engine(recipe, share, model, accelerator.device, handover=handover)
-    stack.callback(lambda: runner.run(engine.close()))
-    faults = ToldFaults() if recipe.run_dir is None else FaultLog(RunFolder(recipe.run_dir), piece=piece)
-
-    def on_fault(trajectory: Trajectory) -> None:
-        if (words := faults.add(trajectory, step=engine.version + 1)) is not None:
-            on_warning(words)
-
+    context = EpisodeContext(engine=engine, renderer=renderer, config=recipe.rollout)
+    on_fault = partial(_tell_fault, FaultLog(recipe.run_dir, piece=pieces_of(tokenizer)), engine, on_warning)
     pool = RolloutPool(
-        make_env=new_env,
-        context=EpisodeContext(engine=engine, renderer=renderer, config=rollout),
+        make_env=recipe.env.make,
+        context=context,
         seed=recipe.seed,
-        fork=forks,
+        fork=reads_branches(credit),
         share=share,
+        journal=_journal(recipe),
         on_fault=on_fault,
     )
     stack.callback(pool.close)
     stack.callback(lambda: runner.run(pool.stop()))
 
-    model.to(accelerator.device)
-    if recipe.model.lora is not None:
-        add_lora(model, recipe.model.lora)
-    if train.gradient_checkpointing:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
-    layout, warning = from_rank_zero(lambda: choose_layout(model, train.layout, max_tokens=rollout.max_context_tokens))
-    warnings += [warning] if warning else []
-    policy = Policy(model, layout=layout)
-    needs_reference = recipe.loss.kl_coefficient > 0 or Need.REFERENCE_LOGPROBS in credit.requirements()
-    reference = _copy(policy, is_sharded=train.sharding == "full") if needs_reference else None
+    policy, layout = _new_policy(recipe, model, accelerator.device)
+    reference = _new_reference(recipe, credit, policy)
     signals = Signals(
         SignalContext(
             scheme=credit,
@@ -170,47 +129,108 @@ def _build(
             load_teacher=partial(load_teacher, recipe, tokenizer),
             renderer=renderer,
             tools=description.tools,
-            temperature=rollout.temperature,
-            max_tokens=train.max_tokens_per_micro_batch,
-            is_sharded=train.sharding == "full",
+            temperature=recipe.rollout.temperature,
+            max_tokens=recipe.train.max_tokens_per_micro_batch,
+            is_sharded=recipe.train.sharding == "full",
             seed=recipe.seed,
             autocast=accelerator.autocast,
         )
     )
-    state = PolicyState(policy, accelerator=accelerator, config=train, reference=reference)
-    learner = Learner(state, loss=recipe.loss, config=train, temperature=rollout.temperature, seed=recipe.seed)
-    link = EngineLink(engine, pool, learner, recipe=recipe, share=share, runner=runner)
+    state = PolicyState(policy, accelerator=accelerator, config=recipe.train, reference=reference)
+    learner = Learner(
+        state, loss=recipe.loss, config=recipe.train, temperature=recipe.rollout.temperature, seed=recipe.seed
+    )
     return Parts(
         recipe=recipe,
-        share=share,
-        warnings=warnings,
+        warnings=tuple(filter(None, [*recipe.loss.warnings(), *limits, lack, layout])),
         on_warning=on_warning,
-        on_fault=on_fault,
-        accelerator=accelerator,
         runner=runner,
-        make_env=new_env,
         tokenizer=tokenizer,
-        piece=piece,
-        renderer=renderer,
+        policy=policy,
         engine=engine,
         pool=pool,
-        forks=forks,
         credit=credit,
-        falls_back=lack is not None,
         signals=signals,
-        state=state,
         learner=learner,
-        link=link,
+        link=EngineLink(pool, learner, runner=runner, seed=recipe.seed, agreement=recipe.train.agreement_bound()),
     )
 
 
-def _copy(policy: Policy, *, is_sharded: bool) -> Policy:
-    """Copy a policy. The copy shares what is not trained; but shards have one owner."""
-    frozen = [p for p in policy.parameters() if not p.requires_grad and not is_sharded]
+def reads_branches(credit: CreditScheme) -> bool:
+    """Tell whether a scheme reads rollouts that are forked from an episode's turns."""
+    return Need.BRANCHES in credit.requirements()
+
+
+def _load_credit(recipe: Recipe, description: EnvDescription) -> tuple[CreditScheme, str | None]:
+    """Return the scheme, and what the environment lacks where it is the recipe's fallback."""
+    provided = description.needs | provided_by(recipe.signals)
+    return load_credit_for(recipe.credit, provided=provided, hints=hints(), env_id=recipe.env.id)
+
+
+def _load_model(
+    recipe: Recipe, credit: CreditScheme, runner: asyncio.Runner, *, tokenizer_folder: Path | None
+) -> tuple[Any, Any]:
+    """Return the model to train, on the CPU, and its tokenizer."""
+    if recipe.model.name_or_path is None:
+        # Demonstrations for the tokenizer are about to be played; the context is measured once there is one.
+        trial = try_environment(
+            make_env=recipe.env.make,
+            renderer=ChatMLRenderer(make_bytes_tokenizer()),
+            config=recipe.rollout.model_copy(update={"max_context_tokens": 2**31}),
+            seed=recipe.seed,
+            fork=reads_branches(credit),
+        )
+        runner.run(trial)
+    model, tokenizer = load_model(recipe, runner, tokenizer_folder=tokenizer_folder)
+    check_dropout(model.config)
+    check_positions(recipe, model.config)
+    return model, tokenizer
+
+
+def _new_engine(
+    recipe: Recipe, share: Share, model: Any, device: torch.device, runner: asyncio.Runner, stack: ExitStack
+) -> Engine:
+    handover = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="agentrl-weights-")))
+    engine = new_engine(recipe, share, model, device, handover=handover)
+    stack.callback(lambda: runner.run(engine.close()))
+    return engine
+
+
+def _tell_fault(faults: FaultLog, engine: Engine, on_warning: Callable[[str], object], trajectory: Trajectory) -> None:
+    """Tell of an episode whose environment failed, where it is the first of its kind."""
+    if (words := faults.add(trajectory, step=engine.version + 1)) is not None:
+        on_warning(words)
+
+
+def _journal(recipe: Recipe) -> Journal | None:
+    """Return this process's journal. None: what is sampled again after a kill is what was sampled before."""
+    if recipe.run_dir is None or (recipe.rollout.repeats_exactly and recipe.engine.is_deterministic):
+        return None
+    folder = RunFolder(recipe.run_dir).journal
+    return Journal(folder if is_main() else folder / f"process-{process_index()}")
+
+
+def _new_policy(recipe: Recipe, model: Any, device: torch.device) -> tuple[Policy, str | None]:
+    """Return the model as it is trained, and what to tell of the layout of its rows."""
+    model.to(device)
+    if recipe.model.lora is not None:
+        add_lora(model, recipe.model.lora)
+    if recipe.train.gradient_checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    max_tokens = recipe.rollout.max_context_tokens
+    layout, warning = from_rank_zero(lambda: choose_layout(model, recipe.train.layout, max_tokens=max_tokens))
+    return Policy(model, layout=layout), warning
+
+
+def _new_reference(recipe: Recipe, credit: CreditScheme, policy: Policy) -> Policy | None:
+    """Return a copy of the policy, where something reads one. It shares what is not trained; but shards have one owner."""
+    if recipe.loss.kl_coefficient == 0 and Need.REFERENCE_LOGPROBS not in credit.requirements():
+        return None
+    frozen = [p for p in policy.parameters() if not p.requires_grad and recipe.train.sharding != "full"]
     return copy.deepcopy(policy, {id(p): p for p in frozen})
 
 
-def _make_accelerator(recipe: Recipe) -> Accelerator:
+def _new_accelerator(recipe: Recipe) -> Accelerator:
     # Said at every checkpoint of a model whose head and embedding are one tensor, which is then written once.
     logging.getLogger("accelerate.utils.other").addFilter(lambda line: "Removed shared tensor" not in line.getMessage())
     trackers = list(recipe.report.trackers)

@@ -7,12 +7,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from agentrl.config import Recipe
-from agentrl.distributed.processes import all_gather, num_processes
-from agentrl.engine import Engine
 from agentrl.errors import EngineError
 from agentrl.learn.learner import Learner
-from agentrl.rollout import RolloutPool, Share
+from agentrl.rollout import RolloutPool
+from agentrl.run.sampling import sampled_by_all
 from agentrl.types import Completion, Sampling
 
 
@@ -20,28 +18,19 @@ class EngineLink:
     """Pushes weights to the engine, and compares its log-probabilities with the learner's. On every process alike."""
 
     def __init__(
-        self,
-        engine: Engine,
-        pool: RolloutPool,
-        learner: Learner,
-        *,
-        recipe: Recipe,
-        share: Share,
-        runner: asyncio.Runner,
+        self, pool: RolloutPool, learner: Learner, *, runner: asyncio.Runner, seed: int, agreement: float
     ) -> None:
         """Take the parts.
 
         Args:
-            engine: samples, from weights that are pushed to it.
             pool: plays episodes on the engine; paused while weights are replaced.
             learner: holds the weights.
-            recipe: of the run: how it samples, and by how much log-probabilities may differ (`train.agreement`).
-            share: what this process collects.
             runner: event loop on which pool and engine live.
+            seed: of the tokens that prove the engine.
+            agreement: by how many nats log-probabilities may differ (`train.agreement`).
         """
-        self._engine, self._pool, self._learner = engine, pool, learner
-        self._rollout, self._seed, self._agreement = recipe.rollout, recipe.seed, recipe.train.agreement_bound()
-        self._share, self._runner = share, runner
+        self._pool, self._learner, self._runner = pool, learner, runner
+        self._seed, self._agreement = seed, agreement
 
     def start(self, version: int) -> float:
         """Push the weights as `version`, and prove that the engine samples from them.
@@ -99,7 +88,7 @@ class EngineLink:
 
         async def load() -> None:
             await self._pool.pause()
-            await self._engine.load_weights(weights, version)
+            await self._pool.context.engine.load_weights(weights, version)
 
         self._runner.run(load())
 
@@ -107,29 +96,23 @@ class EngineLink:
         """Sample a few tokens from each process's engine; return the mean difference to the learner over them, in nats."""
         vocab_size = self._learner.state.policy.model.config.get_text_config().vocab_size
         prompt = np.random.default_rng(self._seed).integers(vocab_size, size=16).tolist()
-        sampling = Sampling(max_tokens=16, stop_token_ids=(), temperature=self._rollout.temperature, seed=self._seed)
-        # No deadline shall pass while other processes are waited for.
-        waits = not self._rollout.samples_during_update or num_processes() > 1
-
-        async def sample() -> Completion:
-            timeout_s = self._rollout.engine_timeout_s
-            await self._pool.resume()
-            try:
-                async with asyncio.timeout(timeout_s):
-                    with self._engine.conversation("self-proof"):
-                        completion = await self._engine.generate(prompt, sampling, "self-proof")
-            except TimeoutError:
-                raise EngineError(
-                    f"the engine did not answer its self-proof within rollout.engine_timeout_s: {timeout_s:g}"
-                ) from None
-            if waits:
-                await self._pool.pause()
-            return completion
-
         found = []
-        for completion in all_gather([self._runner.run(sample())] if self._share.num_groups else []):
+        for completion in sampled_by_all(self._pool, self._runner, self._sample(prompt)):
             logprobs_T = self._learner.logprobs(prompt, completion.token_ids)
             found.append(float((logprobs_T.cpu() - torch.tensor(completion.logprobs)).abs().mean()))
-        if waits and self._rollout.samples_during_update:
-            self._runner.run(self._pool.resume())
         return found
+
+    async def _sample(self, prompt: list[int]) -> list[Completion]:
+        """Sample a few tokens after a prompt, where this process has an engine."""
+        if not self._pool.share.num_groups:
+            return []
+        engine, rollout = self._pool.context.engine, self._pool.context.config
+        sampling = Sampling(max_tokens=16, stop_token_ids=(), temperature=rollout.temperature, seed=self._seed)
+        try:
+            async with asyncio.timeout(rollout.engine_timeout_s):
+                with engine.conversation("self-proof"):
+                    return [await engine.generate(prompt, sampling, "self-proof")]
+        except TimeoutError:
+            raise EngineError(
+                f"the engine did not answer its self-proof within rollout.engine_timeout_s: {rollout.engine_timeout_s:g}"
+            ) from None

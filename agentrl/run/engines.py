@@ -9,7 +9,7 @@ from agentrl.config import Recipe
 from agentrl.engine import Engine, EngineContext
 from agentrl.engine.idle import IdleEngine
 from agentrl.errors import ConfigError
-from agentrl.rollout import Share
+from agentrl.types import Share
 
 
 def share_of(recipe: Recipe, process: int, count: int) -> Share:
@@ -45,8 +45,7 @@ def new_engine(recipe: Recipe, share: Share, model: Any, device: torch.device, *
         model=model,
         device=device,
         dtype=torch.bfloat16 if recipe.train.precision == "bfloat16" else model.dtype,
-        process=share.first,
-        num_processes=share.stride,
+        share=share,
         handover=handover,
         max_context_tokens=recipe.rollout.max_context_tokens,
         repeats_exactly=recipe.rollout.repeats_exactly,

@@ -50,21 +50,30 @@ def train(
     recipe = parts.recipe
     with begin_or_resume(parts, folder, on_progress) as (record, finished_steps):
         for step in range(finished_steps + 1, recipe.train.steps + 1):
-            is_last = step == recipe.train.steps
-            result = train_step(parts, step)
+            is_evaluated, is_saved = (
+                step == recipe.train.steps or (every > 0 and step % every == 0)
+                for every in (recipe.evaluation.every, recipe.train.checkpoint_every)
+            )
+            result = train_step(parts, step, proves_push=is_evaluated or is_saved)
             row = {"step": step, **result.metrics}
-            if is_last or (recipe.evaluation.every and step % recipe.evaluation.every == 0):
+            if is_evaluated:
                 row |= evaluation_metrics(parts)
             # First the record: a checkpoint never promises what is not on disk.
             row = record.add_step(row, result.groups, result.credits)
-            if is_last or step % recipe.train.checkpoint_every == 0:
+            if is_saved:
                 save(parts, record.folder, step)
             on_progress("training", step, recipe.train.steps, row)
     return record.folder, record.folder.metrics()
 
 
-def train_step(parts: Parts, step: int) -> StepResult:
+def train_step(parts: Parts, step: int, *, proves_push: bool = False) -> StepResult:
     """Collect, learn and push: the policy goes from version `step - 1` to version `step`.
+
+    Args:
+        parts: what the run is made of.
+        step: its number, from 1.
+        proves_push: prove at once that the engine samples from the new weights. With `mode: sync`, the next step does too: all
+            that it collects has these weights.
 
     Raises:
         TrainingError: also where another process has ended or hangs.
@@ -78,7 +87,7 @@ def train_step(parts: Parts, step: int) -> StepResult:
         result = while_sampling(parts.runner, update) if rollout.samples_during_update else update()
         clock.lap()
         parts.link.push(step)
-        if not rollout.waits_for_all:  # in `sync` the next step proves the push: all that it collects has these weights
+        if proves_push or not rollout.waits_for_all:
             parts.link.check_samples()
         clock.lap("push_s")
     metrics = result.metrics | rollout_metrics(result.groups, result.credits)
@@ -117,8 +126,8 @@ def credit_and_update(
         clock: times the parts of the step.
         cancelled: once set, the update ends soon.
     """
-    if parts.state.device.type == "cuda":
-        torch.cuda.set_device(parts.state.device)  # which each thread has of its own
+    if (device := parts.learner.state.device).type == "cuda":
+        torch.cuda.set_device(device)  # which each thread has of its own
     everyones = all_gather([(own_groups, is_replaying, dict(parts.pool.counts))])
     groups = sorted((group for collected, *_ in everyones for group in collected), key=lambda group: group.group_id)
     clock.lap()

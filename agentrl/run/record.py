@@ -3,12 +3,12 @@
 from collections.abc import Callable, Sequence
 from typing import Literal
 
-from agentrl.credit import Credit
+from agentrl.credit import Credit, load_credit
 from agentrl.distributed.processes import from_rank_zero, is_main
 from agentrl.errors import TrainingError
 from agentrl.learn.health import SIGNS, Sign, first_told, signs
 from agentrl.report.folder import RunFolder, Told
-from agentrl.report.records import records
+from agentrl.report.records import pieces_of, records
 from agentrl.run.build import Parts
 from agentrl.run.resume import newest_checkpoint
 from agentrl.types import TrajectoryGroup
@@ -23,7 +23,13 @@ class RunRecord:
     def __init__(self, parts: Parts, folder: RunFolder) -> None:
         """Continue what a folder holds."""
         self.folder = folder
-        self._parts, self._recipe = parts, parts.recipe
+        self._recipe, self._on_warning, self._accelerator = (
+            parts.recipe,
+            parts.on_warning,
+            parts.learner.state.accelerator,
+        )
+        self._is_fallback = parts.credit != load_credit(parts.recipe.credit)
+        self._piece = pieces_of(parts.tokenizer)
         self._rows = [row for row in folder.metrics() if row["step"] > 0] if is_main() else []
         """Metrics of the finished steps."""
 
@@ -32,7 +38,7 @@ class RunRecord:
         if is_main():
             self.folder.add_metrics(row)
         if self._recipe.report.trackers:
-            self._parts.accelerator.log(row, step=int(row["step"]))
+            self._accelerator.log(row, step=int(row["step"]))
 
     def add_step(
         self, row: dict[str, float], groups: Sequence[TrajectoryGroup], credits: Sequence[Sequence[Credit]]
@@ -49,11 +55,11 @@ class RunRecord:
                 stay.
         """
         recipe, step = self._recipe, int(row["step"])
-        if self._parts.falls_back:
+        if self._is_fallback:
             row = {**row, "credit/fallback": 1.0}
         every = recipe.report.rollouts_every
         if is_main() and every and (step == 1 or step % every == 0):
-            trajectories = records(groups, credits, step=step, piece=self._parts.piece)
+            trajectories = records(groups, credits, step=step, piece=self._piece)
             self.folder.add_rollouts(step, trajectories, keep=recipe.report.keep_rollouts)
         found, told = from_rank_zero(lambda: self._examine(row))
         row = row | {f"health/{sign}": float(sign in found) for sign in SIGNS}
@@ -76,7 +82,7 @@ class RunRecord:
         if is_main():
             self.folder.add_warning(Told(step=step, name=name, words=words))
             if is_said:
-                self._parts.on_warning(words)
+                self._on_warning(words)
 
     def _examine(self, row: dict[str, float]) -> tuple[dict[Sign, str], dict[Sign, str]]:
         """Return the signs that a step shows of a run that does not learn, and those to tell."""

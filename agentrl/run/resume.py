@@ -15,7 +15,6 @@ from agentrl.files import damage, read_json
 from agentrl.may_change import fixed
 from agentrl.plain_data import line_of
 from agentrl.report.folder import RunFolder
-from agentrl.rollout import Journal
 from agentrl.run.build import Parts
 from agentrl.types import Need
 
@@ -39,7 +38,7 @@ def save(parts: Parts, folder: RunFolder, step: int) -> None:
     parts.runner.run(parts.pool.pause())  # no deadline shall pass while the loop stands still
 
     def write(path: Path) -> None:
-        parts.state.save(path)
+        parts.learner.state.save(path)
         parts.signals.save(path)
         state = RunState(finished_steps=step, num_processes=num_processes(), pool=parts.pool.state_dict())
         (path / _state_file()).write_text(state.model_dump_json(), encoding="utf-8")
@@ -58,12 +57,11 @@ def resume(parts: Parts, folder: RunFolder) -> int:
         ConfigError: when it has no checkpoint, or none that fits the recipe.
     """
     newest = newest_checkpoint(folder)
-    if parts.state.reference is not None:
+    if parts.learner.state.reference is not None:
         _load_reference(parts, folder)
     finished_steps = load_checkpoint(parts, newest)
     parts.link.start(finished_steps)
-    journal = None if repeats_exactly(parts.recipe) else journal_of(folder)
-    parts.pool.recover(journal, ignore=has_changed(parts.recipe, folder))
+    parts.pool.recover(ignore=has_changed(parts.recipe, folder))
     return finished_steps
 
 
@@ -75,8 +73,8 @@ def load_checkpoint(parts: Parts, path: Path) -> int:
     """
     with checkpoint_errors(path):
         check_processes(path, num_processes())
-        parts.state.load(path)
-        parts.signals.load(path, device=parts.state.device)
+        parts.learner.state.load(path)
+        parts.signals.load(path, device=parts.learner.state.device)
         state = _read_state(path / _state_file())
         parts.pool.load_state_dict(state.pool)
     return state.finished_steps
@@ -90,7 +88,7 @@ def load_weights(parts: Parts, folder: RunFolder) -> None:
     """
     newest = newest_checkpoint(folder)
     with checkpoint_errors(newest):
-        parts.state.load_weights(newest)
+        parts.learner.state.load_weights(newest)
 
 
 def newest_checkpoint(folder: RunFolder) -> Path:
@@ -116,16 +114,6 @@ def check_processes(path: Path, count: int) -> None:
         raise ConfigError(f"the run was trained by {found} processes, not {count}; resume it with {how}")
 
 
-def journal_of(folder: RunFolder) -> Journal:
-    """Return the journal of this process."""
-    return Journal(folder.journal if is_main() else folder.journal / f"process-{process_index()}")
-
-
-def repeats_exactly(recipe: Recipe) -> bool:
-    """True where what is sampled again after a kill is what was sampled before, so that nothing need be written down."""
-    return recipe.rollout.repeats_exactly and recipe.engine.repeats_exactly
-
-
 def has_changed(recipe: Recipe, folder: RunFolder) -> bool:
     """Tell whether a field has changed, of the recipe that a run went by until now, that is not marked `MayChange`."""
     return fixed(recipe) != fixed(Recipe.model_validate(folder.config()))
@@ -143,7 +131,7 @@ def _load_reference(parts: Parts, folder: RunFolder) -> None:
     what = damage(folder.reference)
     if what is None:
         try:
-            parts.state.load_reference(folder.reference)
+            parts.learner.state.load_reference(folder.reference)
         except ConfigError:
             raise
         except (SafetensorError, RuntimeError, KeyError, ValueError) as error:  # weights are sealed by their size alone

@@ -14,7 +14,7 @@ def serve(parts: Parts, config: VLLMServerConfig, folder: Path, *, timeout_s: fl
     """Start a vLLM server at the address of `config`; the model and the server's log go into `folder`."""
     recipe, url = parts.recipe, urlsplit(config.server.urls[0])
     folder.mkdir(parents=True, exist_ok=True)
-    export_model(parts.state.policy.model, parts.tokenizer, folder / "model")
+    export_model(parts.policy.model, parts.tokenizer, folder / "model")
     options: dict[str, Any] = {
         "host": url.hostname,
         "dtype": recipe.train.precision,

@@ -14,11 +14,11 @@ from agentrl.learn.warmup import warm_up
 from agentrl.report.folder import RunFolder
 from agentrl.rollout import try_environment
 from agentrl.rollout.demonstrations import Demonstration, oracle_ends
-from agentrl.run.build import Parts
+from agentrl.run.build import Parts, reads_branches
 from agentrl.run.evaluate import evaluation_metrics
 from agentrl.run.models import make_demonstrations
 from agentrl.run.record import OnProgress, RunRecord
-from agentrl.run.resume import journal_of, repeats_exactly, resume, save
+from agentrl.run.resume import resume, save
 
 
 class Preparation(NamedTuple):
@@ -44,6 +44,10 @@ def begin_or_resume(parts: Parts, folder: RunFolder | None, on_progress: OnProgr
         ConfigError: where the run cannot be resumed with this recipe, or another process trains it.
     """
     recipe = parts.recipe
+    if folder is not None and folder.path != recipe.run_dir:
+        raise ConfigError(
+            f"run_dir: {recipe.run_dir} is not the folder of the run that is resumed; set it to {folder.path}"
+        )
     config = recipe.model_dump(mode="json")
     with ExitStack() as stack:
         is_resumed = folder is not None and bool(checkpoints(folder.checkpoints))
@@ -64,8 +68,6 @@ def begin_or_resume(parts: Parts, folder: RunFolder | None, on_progress: OnProgr
         barrier()  # all have read the old settings, and there is a folder
         if not folder.config_file.is_file():
             raise ConfigError(f"run_dir: process {process_index()} does not see {folder.path}; use a disk that all see")
-        if not (is_resumed or repeats_exactly(recipe)):
-            parts.pool.record(journal_of(folder))
         if is_main():
             folder.write_config(config)
             folder.rewind(finished_steps if is_resumed else -1)
@@ -74,8 +76,9 @@ def begin_or_resume(parts: Parts, folder: RunFolder | None, on_progress: OnProgr
                 folder.tokenizer, lambda path: is_main() and parts.tokenizer.save_pretrained(path), is_sealed=True
             )
         if recipe.report.trackers:
-            parts.accelerator.init_trackers("agentrl", config={"run": str(folder.path), "recipe": json.dumps(config)})
-            stack.callback(parts.accelerator.end_training)
+            accelerator = parts.learner.state.accelerator
+            accelerator.init_trackers("agentrl", config={"run": str(folder.path), "recipe": json.dumps(config)})
+            stack.callback(accelerator.end_training)
         record = RunRecord(parts, folder)
         if prepared is not None:
             _begin(parts, record, prepared, on_progress)
@@ -99,21 +102,19 @@ def _check_folder(folder: RunFolder, *, is_resumed: bool) -> None:
 
 def _prepare(parts: Parts) -> Preparation:
     """Try what a new run needs: its environment, its engine, demonstrations, the environment's own policy."""
-    recipe = parts.recipe
-    parts.runner.run(
-        try_environment(
-            make_env=parts.make_env,
-            renderer=parts.renderer,
-            config=recipe.rollout,
-            seed=recipe.seed,
-            fork=parts.forks,
-        )
+    recipe, renderer, runner = parts.recipe, parts.pool.context.renderer, parts.runner
+    trial = try_environment(
+        make_env=recipe.env.make,
+        renderer=renderer,
+        config=recipe.rollout,
+        seed=recipe.seed,
+        fork=reads_branches(parts.credit),
     )
+    runner.run(trial)
     parts.link.start(0)
     examples: list[Demonstration] = []
     if recipe.warmup.steps:
-        count = recipe.warmup.num_demonstrations
-        examples = make_demonstrations(recipe, parts.make_env, parts.renderer, parts.runner, count=count)
+        examples = make_demonstrations(recipe, renderer, runner, count=recipe.warmup.num_demonstrations)
     return _check_oracle(parts, examples)
 
 
@@ -124,7 +125,7 @@ def _check_oracle(parts: Parts, examples: list[Demonstration]) -> Preparation:
 
     def ends_and_words() -> tuple[bool | None, str | None]:
         try:
-            ends = parts.runner.run(trial(parts.make_env))
+            ends = parts.runner.run(trial(parts.recipe.env.make))
         except EnvironmentFailure as error:  # demonstrations, where they are needed, would have raised it before
             return None, str(error)
         words = f"the environment's oracle() ends no episode within rollout.max_turns: {rollout.max_turns}; raise it"
@@ -147,10 +148,10 @@ def _check_oracle(parts: Parts, examples: list[Demonstration]) -> Preparation:
 
 def _begin(parts: Parts, record: RunRecord, prepared: Preparation, on_progress: OnProgress) -> None:
     """Warm up; what comes out of it is the policy to train, and the KL target."""
-    recipe, state = parts.recipe, parts.state
+    recipe, state = parts.recipe, parts.learner.state
     if prepared.examples:
         warm_up(
-            state.policy,
+            parts.policy,
             prepared.examples,
             recipe.warmup,
             seed=recipe.seed,

@@ -121,10 +121,10 @@ def whole_run(folder: Path) -> Path:
 
         train_step = loop.train_step
 
-        def or_die(parts: Parts, step: int) -> loop.StepResult:
+        def or_die(parts: Parts, step: int, **options: Any) -> loop.StepResult:
             if step == 4:
                 os.kill(os.getpid(), signal.SIGKILL)
-            return train_step(parts, step)
+            return train_step(parts, step, **options)
 
         loop.train_step = or_die
         agentrl("train", folder / "recipe.yaml", "--run_dir", folder / "run")()

@@ -59,7 +59,7 @@ class Counter(ToolEnv):
 ENVS = {"repeating": {}, "pickled": {"can_snapshot": True}, "flaky": {"flaky": True}}
 
 
-def _pool(mode: Any, env: str, salt: int) -> RolloutPool:
+def _pool(mode: Any, env: str, salt: int, folder: Path) -> RolloutPool:
     """Return a pool whose policy says otherwise under each salt, so that whatever is sampled again shows."""
     renderer = ChatMLRenderer(train_tokenizer([], vocab_size=261))
     call = renderer.encode(
@@ -85,6 +85,7 @@ def _pool(mode: Any, env: str, salt: int) -> RolloutPool:
         make_env=partial(Counter, **ENVS[env]),
         context=EpisodeContext(engine=ScriptedEngine(script, logprob=-1.0 - salt), renderer=renderer, config=config),
         seed=0,
+        journal=Journal(folder),
     )
 
 
@@ -113,8 +114,7 @@ class Recording:
 
 def record(folder: Path, mode: str, env: str, salt: int) -> Recording:
     """Play six steps with a checkpoint after every second one; every file of the journal is kept."""
-    pool, recording = _pool(mode, env, salt), Recording(folder)
-    pool.record(Journal(folder))
+    pool, recording = _pool(mode, env, salt, folder), Recording(folder)
     trained: list[str] = []
     with asyncio.Runner() as runner:
         for done in range(0, 6, 2):
@@ -127,7 +127,7 @@ def record(folder: Path, mode: str, env: str, salt: int) -> Recording:
 
 
 def kill_at(recording: Recording, mode: str, env: str, rng: random.Random, scratch: Path) -> None:
-    """Go on from a checkpoint and a journal that was cut at some byte of some file; check that nothing is lost or doubled."""
+    """Resume from a checkpoint and a journal that was cut at some byte of some file; check that nothing is lost or doubled."""
     files = sorted(path for path in recording.folder.iterdir() if path.is_file())
     assert len(files) == len(recording.states), files
     last = rng.randrange(len(files))
@@ -139,11 +139,11 @@ def kill_at(recording: Recording, mode: str, env: str, rng: random.Random, scrat
     (scratch / files[last].name).write_bytes(whole[: rng.randrange(len(whole) + 1)])
     done, state, trained = recording.states[number]
     seen = _sampled(state, mode, Journal(scratch).read(int(files[number].stem)))
-    pool = _pool(mode, env, salt=1)
+    pool = _pool(mode, env, salt=1, folder=scratch)
     with asyncio.Runner() as runner:
         runner.run(pool._engine.load_weights((), version=done))
         pool.load_state_dict(copy.deepcopy(state))
-        pool.recover(Journal(scratch))
+        pool.recover()
         steps = runner.run(_steps(pool, 6, mode, done))
         runner.run(pool.stop())
     pool.close()

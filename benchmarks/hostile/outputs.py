@@ -216,9 +216,12 @@ def play(texts: Sequence[str], folder: Path, env: str, *, with_template: bool) -
     )
     make = partial(make_env, env)
     engine = ScriptedEngine(script)
-    pool = RolloutPool(make_env=make, context=EpisodeContext(engine=engine, renderer=renderer, config=config), seed=0)
-    journal = Journal(folder / "journal")
-    pool.record(journal)
+    pool = RolloutPool(
+        make_env=make,
+        context=EpisodeContext(engine=engine, renderer=renderer, config=config),
+        seed=0,
+        journal=Journal(folder / "journal"),
+    )
     pool.state_dict()
     with asyncio.Runner() as runner:
         groups = runner.run(pool.collect())

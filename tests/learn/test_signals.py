@@ -390,7 +390,7 @@ def warm(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
     with build(settings) as parts:
         loop.train(parts)
-        parts.state.policy.model.save_pretrained(path / "model")
+        parts.policy.model.save_pretrained(path / "model")
         parts.tokenizer.save_pretrained(path / "model")
     return path / "model"
 
@@ -577,7 +577,7 @@ def test_a_resumed_run_repeats_bit_for_bit(
     rows, resumed = trained(settings("parts", 3), folder)
     assert list(map(repeatable, rows)) == list(map(repeatable, expected))
     assert all(row["grad_norm"] > 0 for row in rows[1:])
-    for one, other in zip(whole.state.policy.parameters(), resumed.state.policy.parameters(), strict=True):
+    for one, other in zip(whole.policy.parameters(), resumed.policy.parameters(), strict=True):
         assert torch.equal(one, other)
     if credit["scheme"] != "distill":
         states = [learned(tmp_path / name / "run", 3) for name in ("whole", "parts")]
@@ -609,8 +609,8 @@ def test_a_separate_critic_begins_as_the_policy_that_was_warmed_up(tmp_path: Pat
         train={"steps": 1, "learning_rate": 1e-30},
     )
     with build(settings) as parts:
-        before = copy.deepcopy(parts.state.policy.model.base_model.state_dict())
+        before = copy.deepcopy(parts.policy.model.base_model.state_dict())
         loop.train(parts)
-    body, policy = learned(tmp_path / "run", 1)["body"], parts.state.policy.model.base_model.state_dict()
+    body, policy = learned(tmp_path / "run", 1)["body"], parts.policy.model.base_model.state_dict()
     assert all(torch.equal(body[name], policy[name]) for name in policy)
     assert not all(torch.equal(body[name], before[name]) for name in before)

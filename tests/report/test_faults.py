@@ -1,6 +1,8 @@
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from agentrl.report.faults import FaultLog
 from agentrl.report.folder import RunFolder
 from agentrl.report.records import read_records
@@ -33,7 +35,8 @@ def failed(name: str = "train/000001/2", *, line: int = 4, **changes: Any) -> Tr
 
 
 def log(tmp_path: Path) -> FaultLog:
-    return FaultLog(RunFolder(tmp_path), piece=str)
+    RunFolder(tmp_path).write_config({})
+    return FaultLog(tmp_path, piece=str)
 
 
 def test_each_kind_is_told_once_also_by_another_process_and_after_a_kill(tmp_path: Path) -> None:
@@ -49,6 +52,18 @@ def test_each_kind_is_told_once_also_by_another_process_and_after_a_kill(tmp_pat
     other = log(tmp_path).add(failed(line=5), step=4)
     assert other is not None
     assert "desk.py, line 5" in other
+
+
+@pytest.mark.parametrize("run_dir", [None, "there", "not/there"])
+def test_where_no_run_has_begun_each_kind_is_told_and_nothing_is_written(run_dir: str | None, tmp_path: Path) -> None:
+    (tmp_path / "there").mkdir()
+    faults = FaultLog(None if run_dir is None else tmp_path / run_dir, piece=str)
+    assert faults.add(failed(), step=1) == (
+        "environment desk: step() raised KeyError: 'answer' (desk.py:4); task seed 17\n  File desk.py, line 4"
+    )
+    assert faults.add(failed("train/000001/3"), step=1) is None
+    assert faults.add(failed(line=5), step=1) is not None
+    assert [path.name for path in tmp_path.rglob("*")] == ["there"]
 
 
 def test_a_few_episodes_of_each_kind_are_kept_whole(tmp_path: Path) -> None:

@@ -32,7 +32,14 @@ def chatml(tokenizer: Any) -> ChatMLRenderer:
     return ChatMLRenderer(tokenizer)
 
 
-def pool_of(make_env: MakeEnv, renderer: ChatMLRenderer, *, fork: bool = False, **config: Any) -> RolloutPool:
+def pool_of(
+    make_env: MakeEnv,
+    renderer: ChatMLRenderer,
+    *,
+    fork: bool = False,
+    journal: Path | None = None,
+    **config: Any,
+) -> RolloutPool:
     stop = renderer.stop_token_ids[0]
     settings = {"mode": "partial", "num_groups": 1, "max_turns": 2, "max_retries": 0, "env_timeout_s": 30.0, **config}
     return RolloutPool(
@@ -44,6 +51,7 @@ def pool_of(make_env: MakeEnv, renderer: ChatMLRenderer, *, fork: bool = False, 
         ),
         seed=5,
         fork=fork,
+        journal=Journal(journal) if journal else None,
     )
 
 
@@ -75,13 +83,12 @@ def played(env: MessageEnv, renderer: ChatMLRenderer) -> Trajectory:
 
 def read_back(make_env: MakeEnv, renderer: ChatMLRenderer, folder: Path) -> Trajectory:
     settings: dict[str, Any] = {"group_size": 3, "max_live_episodes": 1}
-    pool = pool_of(make_env, renderer, **settings)
-    pool.record(Journal(folder / "journal"))
+    pool = pool_of(make_env, renderer, journal=folder / "journal", **settings)
     before = json.loads(json.dumps(pool.state_dict(), allow_nan=False))
     group = collect(pool)
-    killed = pool_of(make_env, renderer, **settings)
+    killed = pool_of(make_env, renderer, journal=folder / "journal", **settings)
     killed.load_state_dict(before)
-    killed.recover(Journal(folder / "journal"))
+    killed.recover()
     after = json.loads(json.dumps(killed.state_dict(), allow_nan=False))
     assert collect(killed) == group
     resumed = pool_of(make_env, renderer, **settings)

@@ -9,7 +9,7 @@ from agentrl.chat import ChatMLRenderer, train_tokenizer
 from agentrl.engine.transformers import TransformersEngine
 from agentrl.env import MessageEnv
 from agentrl.policy.model import LocalModelConfig, make_local_model
-from agentrl.rollout import EpisodeContext, RolloutConfig, RolloutPool, Share, held_out_seed, task_seed
+from agentrl.rollout import EpisodeContext, RolloutConfig, RolloutPool, held_out_seed, task_seed
 from agentrl.rollout.evaluation import (
     Evaluation,
     EvaluationConfig,
@@ -19,7 +19,7 @@ from agentrl.rollout.evaluation import (
     play_held_out,
     reported_means,
 )
-from agentrl.types import Message, StopReason, Trajectory, TrajectoryGroup
+from agentrl.types import Message, Share, StopReason, Trajectory, TrajectoryGroup
 
 
 class OneTurn(MessageEnv):

@@ -30,7 +30,13 @@ NewPool = Callable[..., RolloutPool]
 
 @pytest.fixture
 def new_pool(new_engine: NewEngine, renderer: Renderer, opened: Opened) -> NewPool:
-    def make(make_env: Any = Talk, *, engine: TransformersEngine | None = None, **config: Any) -> RolloutPool:
+    def make(
+        make_env: Any = Talk,
+        *,
+        engine: TransformersEngine | None = None,
+        journal: Journal | None = None,
+        **config: Any,
+    ) -> RolloutPool:
         settings = {"group_size": 3, "max_turn_tokens": 64, "max_live_episodes": 8, "env_timeout_s": 5.0, **config}
         return opened(
             RolloutPool(
@@ -41,6 +47,7 @@ def new_pool(new_engine: NewEngine, renderer: Renderer, opened: Opened) -> NewPo
                     config=RolloutConfig.model_validate(settings),
                 ),
                 seed=5,
+                journal=journal,
             )
         )
 
@@ -360,8 +367,7 @@ class Films(Talk):
 
 
 def test_what_json_does_not_know_is_the_same_before_a_kill_and_after_it(new_pool: NewPool, tmp_path: Path) -> None:
-    pool = new_pool(Films, mode="partial", num_groups=1)
-    pool.record(Journal(tmp_path))
+    pool = new_pool(Films, journal=Journal(tmp_path), mode="partial", num_groups=1)
     state = pool.state_dict()
     (group,) = collect(pool, 1)
     turns = group.trajectories[0].turns
@@ -369,9 +375,9 @@ def test_what_json_does_not_know_is_the_same_before_a_kill_and_after_it(new_pool
     assert turns[0].extras == plain
     assert turns[1].observation[0].items() >= plain.items()
     json.dumps(pool.state_dict(), allow_nan=False)
-    again = new_pool(Films, mode="partial", num_groups=1)
+    again = new_pool(Films, journal=Journal(tmp_path), mode="partial", num_groups=1)
     again.load_state_dict(state)
-    again.recover(Journal(tmp_path))
+    again.recover()
     assert collect(again, 1) == [group]
     assert again.counts["retries"] == 0
 

@@ -28,11 +28,15 @@ Choose = Callable[[int], int]
 
 
 def stream(
-    mode: Literal["sync", "partial", "async"] = "partial", *, max_staleness: int = 2, **config: Any
+    folder: Path | None = None,
+    mode: Literal["sync", "partial", "async"] = "partial",
+    *,
+    max_staleness: int = 2,
+    **config: Any,
 ) -> TaskStream:
-    return TaskStream(
-        RolloutConfig(mode=mode, max_staleness=max_staleness, num_groups=GROUPS, group_size=SIZE, **config), seed=3
-    )
+    """Return a stream, with a journal where there is a folder."""
+    settings = RolloutConfig(mode=mode, max_staleness=max_staleness, num_groups=GROUPS, group_size=SIZE, **config)
+    return TaskStream(settings, seed=3, journal=Journal(folder) if folder else None)
 
 
 def turn(number: int, *, reward: float) -> Turn:
@@ -67,7 +71,6 @@ class Driver:
         self.live: dict[str, LiveEpisode] = {}
         self.ages: list[int] = []
         self.handed_out: list[str] = []
-        self.stream.record(Journal(folder))
         self.state = json.dumps(self.stream.state_dict())
         self.stream.begin_step(None)
 
@@ -169,7 +172,9 @@ def test_every_group_is_handed_out_once_and_none_too_old(
     rng = np.random.default_rng(seed)
     slow = set(rng.choice(60, size=20, replace=False).tolist())
     with TemporaryDirectory() as folder:
-        driver = Driver(stream(mode, max_staleness=staleness), Path(folder), lambda num: int(rng.integers(num)))
+        driver = Driver(
+            stream(Path(folder), mode, max_staleness=staleness), Path(folder), lambda num: int(rng.integers(num))
+        )
         for _ in range(12):
             while (groups := driver.step()) is None:
                 while len(driver.live) < 5 and driver.begin():
@@ -190,7 +195,7 @@ def test_every_group_is_handed_out_once_and_none_too_old(
 
 def test_what_would_become_too_old_is_waited_for_unless_the_recipe_says_otherwise(tmp_path: Path) -> None:
     for rule in ("wait", "mask", "keep"):
-        driver = Driver(stream(max_staleness=1, stale=rule), tmp_path / rule, lambda _: 0)
+        driver = Driver(stream(tmp_path / rule, max_staleness=1, stale=rule), tmp_path / rule, lambda _: 0)
         while driver.begin():
             pass
         slow = {name: driver.live.pop(name) for name in list(driver.live) if name < "train/000001"}
@@ -217,7 +222,9 @@ def test_what_would_become_too_old_is_waited_for_unless_the_recipe_says_otherwis
 def test_killed_anywhere_it_is_what_it_was(seed: int) -> None:
     rng = np.random.default_rng(seed)
     with TemporaryDirectory() as folder:
-        driver = Driver(stream(dynamic_sampling=2), Path(folder), lambda num: int(rng.integers(num)), fails=True)
+        driver = Driver(
+            stream(Path(folder), dynamic_sampling=2), Path(folder), lambda num: int(rng.integers(num)), fails=True
+        )
         state, steps = driver.state, 0
         actions = [driver.begin, driver.play, driver.end, driver.end, driver.hold, driver.begin_again, driver.give_up]
         for _ in range(int(rng.integers(200))):
@@ -228,9 +235,9 @@ def test_killed_anywhere_it_is_what_it_was(seed: int) -> None:
         if rng.random() < 0.5:  # killed in the middle of a line
             last = sorted(Path(folder).iterdir())[-1]
             last.write_bytes(last.read_bytes() + b'{"kind":"begun","ind')
-        killed = stream(dynamic_sampling=2)
+        killed = stream(Path(folder), dynamic_sampling=2)
         killed.load_state_dict(json.loads(state))
-        killed.recover(Journal(Path(folder)), ignore=False, version=0)
+        killed.recover(ignore=False, version=0)
         assert killed.is_replaying == (steps > 0)
         handed = [[group.group_id for group in killed.hand_out_again()] for _ in range(steps)]
         assert [name for names in handed for name in names] == driver.handed_out[len(driver.handed_out) - 2 * steps :]
@@ -248,14 +255,14 @@ def test_killed_anywhere_it_is_what_it_was(seed: int) -> None:
 
 
 def test_a_second_kill_before_the_next_checkpoint_loses_nothing_either(tmp_path: Path) -> None:
-    driver = Driver(stream(), tmp_path, lambda _: 0)
+    driver = Driver(stream(tmp_path), tmp_path, lambda _: 0)
     for _ in range(3):
         driver.begin()
         driver.play()
     for _ in range(2):
-        subject = stream()
+        subject = stream(tmp_path)
         subject.load_state_dict(json.loads(driver.state))
-        subject.recover(Journal(tmp_path), ignore=False, version=0)
+        subject.recover(ignore=False, version=0)
         driver.stream, before = subject, driver.live
         assert [subject.next(version=0) for _ in range(3)] == [before[name] for name in sorted(before)]
         driver.play()
@@ -263,23 +270,23 @@ def test_a_second_kill_before_the_next_checkpoint_loses_nothing_either(tmp_path:
 
 
 def test_a_journal_that_does_not_fit_the_recipe_is_dropped(tmp_path: Path) -> None:
-    driver = Driver(stream(), tmp_path, lambda _: 0)
+    driver = Driver(stream(tmp_path), tmp_path, lambda _: 0)
     state = json.dumps(driver.stream.state_dict())
     driver.begin()
     driver.play()
-    subject = stream()
+    subject = stream(tmp_path)
     subject.load_state_dict(json.loads(state))
-    subject.recover(Journal(tmp_path), ignore=True, version=4)
+    subject.recover(ignore=True, version=4)
     assert subject.next(version=4) == stream().next(version=4)
-    again = stream()
+    again = stream(tmp_path)
     again.load_state_dict(json.loads(state))
-    again.recover(Journal(tmp_path), ignore=False, version=0)
+    again.recover(ignore=False, version=0)
     group = again.state_dict()["groups"]["train/000000"]
     assert (group["began"], group["waiting"][0]["turns"]) == (4, [])
 
 
 def test_a_journal_that_cannot_be_read_says_where(tmp_path: Path) -> None:
-    driver = Driver(stream(), tmp_path, lambda _: 0)
+    driver = Driver(stream(tmp_path), tmp_path, lambda _: 0)
     driver.begin()
     (path,) = tmp_path.iterdir()
     whole = path.read_text()
@@ -292,14 +299,14 @@ def test_a_journal_that_cannot_be_read_says_where(tmp_path: Path) -> None:
         ("\udcff", "it is damaged"),
     ):
         path.write_bytes((whole + line + "\n").encode(errors="surrogateescape"))
-        subject = stream()
+        subject = stream(tmp_path)
         subject.load_state_dict(json.loads(driver.state))
         with pytest.raises(ConfigError, match=rf"000001\.jsonl, line 2: {words}.*; if {tmp_path} is deleted"):
-            subject.recover(Journal(tmp_path), ignore=False, version=0)
+            subject.recover(ignore=False, version=0)
 
 
 def test_what_was_cut_off_is_left_out_even_within_a_letter(tmp_path: Path) -> None:
-    driver = Driver(stream(), tmp_path, lambda _: 0)
+    driver = Driver(stream(tmp_path), tmp_path, lambda _: 0)
     driver.begin()
     driver.play()
     (path,) = tmp_path.iterdir()
@@ -376,14 +383,14 @@ def test_a_write_that_failed_between_two_rounds_is_told_to_the_next_writer(tmp_p
 
 
 def test_a_journal_that_was_deleted_is_started_where_the_checkpoint_looks_for_it(tmp_path: Path) -> None:
-    driver = Driver(stream(), tmp_path, lambda _: 0)
+    driver = Driver(stream(tmp_path), tmp_path, lambda _: 0)
     driver.stream.state_dict()
     state = json.dumps(driver.stream.state_dict())
     shutil.rmtree(tmp_path)
     for num_turns in range(2):
-        subject = stream()
+        subject = stream(tmp_path)
         subject.load_state_dict(json.loads(state))
-        subject.recover(Journal(tmp_path), ignore=False, version=0)
+        subject.recover(ignore=False, version=0)
         driver.stream = subject
         episode = subject.next(version=0)
         assert episode is not None
@@ -393,7 +400,7 @@ def test_a_journal_that_was_deleted_is_started_where_the_checkpoint_looks_for_it
 
 
 def test_under_another_recipe_what_was_started_is_restarted(tmp_path: Path) -> None:
-    driver = Driver(stream(), tmp_path, lambda _: 0)
+    driver = Driver(stream(tmp_path), tmp_path, lambda _: 0)
     while driver.begin():
         driver.play()
     for _ in range(8):
@@ -403,9 +410,9 @@ def test_under_another_recipe_what_was_started_is_restarted(tmp_path: Path) -> N
     state = json.dumps(driver.stream.state_dict())
     config = RolloutConfig(mode="partial", num_groups=1, group_size=5)
     for number in range(2):  # and again, when that is killed
-        subject = TaskStream(config, seed=3)
+        subject = TaskStream(config, seed=3, journal=Journal(tmp_path))
         subject.load_state_dict(json.loads(state))
-        subject.recover(Journal(tmp_path), ignore=number == 0, version=7)
+        subject.recover(ignore=number == 0, version=7)
         seen = subject.state_dict()["groups"]
         assert sorted([*seen, *driver.handed_out]) == begun
         for group in seen.values():

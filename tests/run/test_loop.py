@@ -25,7 +25,7 @@ from tests.support.runs import Runs, Steps
 
 
 def weights(parts: Parts) -> torch.Tensor:
-    return torch.cat([tensor.flatten() for _, tensor in parts.state.weights()])
+    return torch.cat([tensor.flatten() for _, tensor in parts.learner.state.weights()])
 
 
 @pytest.mark.parametrize("anchor", ["behavior", "recomputed"])
@@ -67,8 +67,8 @@ def test_the_kl_term_pulls_towards_the_reference(runs: Runs) -> None:
     distance = {}
     for coefficient in (1e-9, 100.0):
         parts = runs.build(loss={"kl_coefficient": coefficient})
-        shifted = [(n, t + 0.05 if t.ndim > 1 else t) for n, t in parts.state.weights()]
-        parts.state.policy.model.load_state_dict(dict(shifted))
+        shifted = [(n, t + 0.05 if t.ndim > 1 else t) for n, t in parts.learner.state.weights()]
+        parts.policy.model.load_state_dict(dict(shifted))
         steps = Steps(parts)
         found = [steps.step().metrics["kl/reference"] for _ in range(24)]
         assert found[0] > 1e-4  # the policy stands off the reference, under its own samples

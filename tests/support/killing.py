@@ -75,11 +75,11 @@ def look(run: Path) -> OnDisk | None:
     episodes: dict[str, Sampled] = {}
     num_live = num_partial = 0
     state = json.loads((checkpoints(folder.checkpoints)[-1] / "agentrl.json").read_text())
-    stream = TaskStream(load_recipe(folder.config_file).rollout, seed=0)
-    stream.load_state_dict(state["pool"])
     with TemporaryDirectory() as scratch:
         shutil.copytree(folder.journal, scratch, dirs_exist_ok=True)
-        stream.recover(Journal(Path(scratch)), ignore=False, version=0)
+        stream = TaskStream(load_recipe(folder.config_file).rollout, seed=0, journal=Journal(Path(scratch)))
+        stream.load_state_dict(state["pool"])
+        stream.recover(ignore=False, version=0)
         handed_out = [group for step in stream._handed_out for group in step]
         done = [t for group in stream._groups.values() for t in group.done]
         for trajectory in [*done, *(t for group in handed_out for t in group.trajectories)]:
