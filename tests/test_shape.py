@@ -46,11 +46,26 @@ def test_the_loop_stands_on_one_page() -> None:
 
 @pytest.mark.parametrize("module", FILES)
 def test_no_constructor_takes_more_than_seven_arguments(module: str) -> None:
+    """Frozen data is exempt (below): it does nothing, and has a field for each thing that it tells."""
     for node in ast.walk(tree(module)):
         if isinstance(node, ast.FunctionDef) and node.name == "__init__":
             given = node.args
             names = [a.arg for a in (*given.posonlyargs, *given.args, *given.kwonlyargs)]
             assert len(names) <= 1 + 7, f"line {node.lineno}: {', '.join(names)}"
+
+
+@pytest.mark.parametrize("module", FILES)
+def test_what_is_made_of_more_than_seven_fields_is_frozen_data_and_made_by_keyword(module: str) -> None:
+    for node in ast.walk(tree(module)):
+        for call in getattr(node, "decorator_list", []):
+            if not (
+                isinstance(call, ast.Call) and ast.unparse(call.func) == "dataclass" and isinstance(node, ast.ClassDef)
+            ):
+                continue
+            given = [line for line in node.body if isinstance(line, ast.AnnAssign) and line.value is None]
+            fields = [ast.unparse(line.target) for line in given]  # without what a growing object begins with
+            is_set = {keyword.arg: ast.unparse(keyword.value) == "True" for keyword in call.keywords}
+            assert len(fields) <= 7 or (is_set.get("frozen") and is_set.get("kw_only")), f"{node.name}: {fields}"
 
 
 def at_import(body: list[ast.stmt]) -> Iterator[ast.Import | ast.ImportFrom]:

@@ -17,8 +17,23 @@ def load(target: Path, rest: list[str]) -> "tuple[Recipe, Path | None]":
     if target.is_dir():
         if any(option.partition("=")[0] == "--run_dir" for option in rest):
             raise ConfigError(f"--run_dir: the run stays in {target}; leave it out, or copy the folder")
-        return load_recipe(RunFolder.open(target).config_file, [*rest, f"--run_dir={target}"]), target
+        config = RunFolder.open(target).config_file
+        try:
+            return load_recipe(config, [*rest, f"--run_dir={target}"]), target
+        except ConfigError:
+            _check_alone(config)  # an earlier version may have written what is no recipe now
+            raise
     return load_recipe(target, rest), None
+
+
+def _check_alone(config: Path) -> None:
+    """Raise ConfigError, with the file's name, where a run's recipe is at fault and no option."""
+    from agentrl.config import load_recipe
+
+    try:
+        load_recipe(config)
+    except ConfigError as error:
+        raise error if str(config) in str(error) else ConfigError(f"{config}: {error}") from error
 
 
 def tokenizer_of(run_dir: Path | None) -> Path | None:

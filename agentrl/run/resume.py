@@ -7,7 +7,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, NonNegativeInt, PositiveInt, TypeAdapter
 from safetensors import SafetensorError
 
-from agentrl.config import Recipe
+from agentrl.config import Recipe, load_recipe
 from agentrl.distributed.checkpoints import NAME, checkpoint_errors, checkpoints, write_folder
 from agentrl.distributed.processes import is_main, num_processes, process_index
 from agentrl.errors import ConfigError
@@ -116,7 +116,7 @@ def check_processes(path: Path, count: int) -> None:
 
 def has_changed(recipe: Recipe, folder: RunFolder) -> bool:
     """Tell whether a field has changed, of the recipe that a run went by until now, that is not marked `MayChange`."""
-    return fixed(recipe) != fixed(Recipe.model_validate(folder.config()))
+    return fixed(recipe) != fixed(load_recipe(folder.config_file))
 
 
 def _load_reference(parts: Parts, folder: RunFolder) -> None:

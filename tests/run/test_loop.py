@@ -134,6 +134,16 @@ def test_an_engine_that_misses_a_later_push_is_found_out_at_once(
         steps.step()
 
 
+def test_in_sync_no_checkpoint_is_written_after_a_push_that_missed(runs: Runs, tmp_path: Path) -> None:
+    train, evaluation = {"steps": 3, "checkpoint_every": 2}, {"num_tasks": 1}
+    parts = runs.build(engine_class=TiredEngine, run_dir=tmp_path / "run", train=train, evaluation=evaluation)
+    with pytest.raises(EngineError, match=r"train\.agreement: 0\.001"):
+        loop.train(parts)
+    folder = RunFolder(tmp_path / "run")
+    assert [path.name for path in checkpoints(folder.checkpoints)] == ["step-000000", "step-000002"]
+    assert [row["step"] for row in folder.metrics()] == [0, 1, 2]
+
+
 class StuckEngine(TransformersEngine):
     """Decodes nothing more from the second version on."""
 

@@ -98,12 +98,19 @@ class Runs:
     def __init__(self, stack: ExitStack, monkeypatch: pytest.MonkeyPatch) -> None:
         self._stack, self._monkeypatch = stack, monkeypatch
 
-    def build(self, *, engine_class: type[TransformersEngine] = TransformersEngine, **sections: Any) -> Parts:
+    def build(
+        self,
+        *,
+        engine_class: type[TransformersEngine] = TransformersEngine,
+        run_dir: Path | None = None,
+        **sections: Any,
+    ) -> Parts:
         """Build a run of `NOISE`, with other fields where they are given, and perhaps an engine that misbehaves."""
-        given = {name: {**NOISE.get(name, {}), **sections.get(name, {})} for name in NOISE.keys() | sections.keys()}
+        given: dict[str, Any] = {"seed": 1, "run_dir": run_dir}
+        given |= {name: {**NOISE.get(name, {}), **sections.get(name, {})} for name in NOISE.keys() | sections.keys()}
         with self._monkeypatch.context() as patch:
             patch.setattr("agentrl.engine.transformers.TransformersEngine", engine_class)
-            return self._stack.enter_context(build(Recipe.model_validate({"seed": 1, **given})))
+            return self._stack.enter_context(build(Recipe.model_validate(given)))
 
     def begin(self, **given: Any) -> Steps:
         return Steps(self.build(**given))

@@ -1,0 +1,34 @@
+"""Evaluation as a library's user calls it: of parts that no run has begun with."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from agentrl.run.build import build
+from agentrl.run.evaluate import evaluate
+from agentrl_envs.key_door import KeyDoor
+from tests.support.runs import recipe
+
+
+class Breakable(KeyDoor):
+    is_broken = False
+
+    def step(self, action: Any) -> Any:
+        if self.is_broken:
+            raise KeyError("answer")
+        return super().step(action)
+
+
+def test_a_fault_is_told_and_nothing_is_written_where_no_run_has_begun(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = recipe(tmp_path, env={"id": f"{__name__}:Breakable"}, rollout={"max_retries": 0})
+    told: list[str] = []
+    with build(settings, on_warning=told.append) as parts:
+        parts.link.start(0)
+        monkeypatch.setattr(Breakable, "is_broken", True)  # not when it was tried before
+        assert evaluate(parts).metrics == {"episodes": 0.0, "failed": 2.0}
+    (words,) = told
+    assert words.startswith("environment Breakable: step() raised KeyError: 'answer' (test_evaluate.py:")
+    assert not (tmp_path / "run").exists()

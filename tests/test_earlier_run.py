@@ -1,0 +1,69 @@
+"""A run that an earlier version wrote, killed in its third step (tests/earlier_run), is read and resumed today.
+
+Its recipe holds the fields of all engines, and its rollouts have what was measured beside the other columns.
+"""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import yaml
+
+from agentrl.cli import main
+from agentrl.report.folder import RunFolder
+from agentrl.report.records import groups_of, read_records
+from agentrl.types import Need
+
+RUN = Path(__file__).parent / "earlier_run"
+Told = Callable[..., tuple[int, str]]
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunFolder:
+    shutil.copytree(RUN, tmp_path / "run")
+    monkeypatch.chdir(tmp_path)
+    return RunFolder(Path("run"))
+
+
+@pytest.fixture
+def agentrl(capsys: pytest.CaptureFixture[str]) -> Told:
+    def call(*words: str) -> tuple[int, str]:
+        """Return the exit status, and what was printed."""
+        try:
+            main(words)
+        except SystemExit as ended:
+            return int(ended.code or 0), capsys.readouterr().err
+        return 0, capsys.readouterr().out
+
+    return call
+
+
+def test_it_is_refused_by_file_and_field_until_that_is_removed_and_then_loses_nothing(
+    run: RunFolder, agentrl: Told
+) -> None:
+    (handed_out,) = [json.loads(line.partition(" ")[2]) for line in (run.journal / "000003.jsonl").open()]
+    before = run.metrics()
+    assert agentrl("train", "run") == (
+        2,
+        "agentrl: run/config.yaml: engine.server: 'auto' has no such option; 'vllm_server' has: remove it, "
+        "or set engine.name\n",
+    )
+    recipe = yaml.safe_load(run.config_file.read_text())
+    del recipe["engine"]["server"]
+    run.config_file.write_text(yaml.safe_dump(recipe))
+    status, _ = agentrl("train", "run")
+    assert status == 0
+    assert run.metrics()[: len(before)] == before
+    assert [row["step"] for row in run.metrics()] == [0, 1, 2, 3]
+    assert [group.group_id for group in groups_of(read_records(run.rollouts()[-1]))] == handed_out["groups"]
+
+
+def test_its_rollouts_are_shown_with_what_was_measured(run: RunFolder, agentrl: Told) -> None:
+    status, shown = agentrl("show", "run")
+    assert (status, "The key is in box 2." in shown) == (0, True)
+    (group,) = groups_of(read_records(run.rollouts()[-1]))
+    turn = group.trajectories[0].turns[0]
+    assert turn.signals.keys() == {Need.ENTROPIES}
+    assert len(turn.signals[Need.ENTROPIES]) == len(turn.action_ids)
