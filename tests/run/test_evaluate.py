@@ -14,10 +14,10 @@ from tests.support.runs import recipe
 class Breakable(KeyDoor):
     is_broken = False
 
-    def step(self, action: Any) -> Any:
+    def start(self, options: dict[str, Any]) -> Any:
         if self.is_broken:
             raise KeyError("answer")
-        return super().step(action)
+        return super().start(options)
 
 
 def test_a_fault_is_told_and_nothing_is_written_where_no_run_has_begun(
@@ -30,5 +30,5 @@ def test_a_fault_is_told_and_nothing_is_written_where_no_run_has_begun(
         monkeypatch.setattr(Breakable, "is_broken", True)  # not when it was tried before
         assert evaluate(parts).metrics == {"episodes": 0.0, "failed": 2.0}
     (words,) = told
-    assert words.startswith("environment Breakable: step() raised KeyError: 'answer' (test_evaluate.py:")
+    assert words.startswith("environment Breakable: reset() raised KeyError: 'answer' (test_evaluate.py:")
     assert not (tmp_path / "run").exists()
