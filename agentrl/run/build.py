@@ -102,13 +102,12 @@ def _build(
     description = runner.run(describe_env(recipe.env.make, timeout_s=recipe.rollout.env_timeout_s))
     credit, lack = _load_credit(recipe, description)
     model, tokenizer = _load_model(recipe, credit, runner, tokenizer_folder=tokenizer_folder)
-    engine = _new_engine(recipe, share, model, accelerator.device, runner, stack)
     renderer = recipe.chat.build(tokenizer, name=str(recipe.model.name_or_path or "local"))
-    context = EpisodeContext(engine=engine, renderer=renderer, config=recipe.rollout)
+    engine = _new_engine(recipe, share, model, accelerator.device, runner, stack)
     on_fault = partial(_tell_fault, FaultLog(recipe.run_dir, piece=pieces_of(tokenizer)), engine, on_warning)
     pool = RolloutPool(
         make_env=recipe.env.make,
-        context=context,
+        context=EpisodeContext(engine=engine, renderer=renderer, config=recipe.rollout),
         seed=recipe.seed,
         fork=reads_branches(credit),
         share=share,

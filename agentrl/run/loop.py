@@ -50,10 +50,9 @@ def train(
     recipe = parts.recipe
     with begin_or_resume(parts, folder, on_progress) as (record, finished_steps):
         for step in range(finished_steps + 1, recipe.train.steps + 1):
-            is_evaluated, is_saved = (
-                step == recipe.train.steps or (every > 0 and step % every == 0)
-                for every in (recipe.evaluation.every, recipe.train.checkpoint_every)
-            )
+            is_last, every = step == recipe.train.steps, recipe.evaluation.every
+            is_evaluated = is_last or (every > 0 and step % every == 0)
+            is_saved = is_last or step % recipe.train.checkpoint_every == 0
             result = train_step(parts, step, proves_push=is_evaluated or is_saved)
             row = {"step": step, **result.metrics}
             if is_evaluated:
