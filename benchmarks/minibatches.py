@@ -305,7 +305,7 @@ def train(recipe: Recipe, folder: RunFolder | None, variant: str) -> list[dict[s
     with build(recipe, tokenizer_folder=None if folder is None else folder.tokenizer) as parts:
         learner = VariantLearner(
             variant,
-            parts.state,
+            parts.learner.state,
             loss=recipe.loss,
             config=recipe.train,
             temperature=recipe.rollout.temperature,

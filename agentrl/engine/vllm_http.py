@@ -77,8 +77,10 @@ class ServerConfig(BaseModel):
 class Fault(Exception):  # noqa: N818  # it becomes an error when it has come too often
     """What may go better the next time: no answer, half of one, or an error of the server's own."""
 
-    fix = _START
-    """What to do about it."""
+    def __init__(self, words: str, *, fix: str = _START) -> None:
+        """Take what happened, and what to do about it."""
+        super().__init__(words)
+        self.fix = fix
 
 
 class Http:
@@ -173,14 +175,12 @@ class Http:
 
 def _fault(error: Exception) -> Fault:
     """Return what a request has failed of: the first cause says most."""
-    fault = Fault(f"{type(error).__name__}: {error}")
-    if isinstance(error, httpx2.ConnectTimeout):
-        fault.fix = _NOT_ACCEPTED
+    fix = _NOT_ACCEPTED if isinstance(error, httpx2.ConnectTimeout) else _START
+    fault = Fault(f"{type(error).__name__}: {error}", fix=fix)
     cause: BaseException | None = error
     while cause is not None:
         if isinstance(cause, OSError) and cause.errno in (errno.EMFILE, errno.ENFILE):
-            fault = Fault(str(cause))
-            fault.fix = _OUT_OF_FILES
+            fault = Fault(str(cause), fix=_OUT_OF_FILES)
         cause = cause.__cause__ or cause.__context__
     return fault
 

@@ -34,6 +34,7 @@ class _Slot:
     """One of the episodes that are played at the same time: one after the other takes it."""
 
     thread: EnvThread
+    """Replaced where it hangs in an environment."""
 
 
 class RolloutPool:
