@@ -23,18 +23,25 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 SLOW_FIRST = (
     "test_kill_vllm",
     "test_run_processes",
-    "test_kill",
     "test_vllm_server",
+    "test_rollout_load",
+    "test_serve_vllm",
     "test_run_vllm",
+    "test_kill",
+    "test_vllm_engine",
     "test_resume",
     "test_processes",
-    "test_vllm_engine",
-    "test_serve_vllm",
+    "test_reliability",
     "test_signals",
-    "test_run_partial",
     "test_cli",
+    "test_plugin",
+    "test_critic",
+    "test_stream",
+    "test_branches",
+    "test_boundary",
+    "test_run_partial",
 )
-"""Files that take a minute or more: of several workers none is to be left with one of them at the end."""
+"""Files that take half a minute or more, the longest first: no worker is to be left with one of them at the end."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
