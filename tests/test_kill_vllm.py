@@ -1,8 +1,6 @@
 """A run on a vLLM server of its own: trainer, server or both killed at ten random moments in a row (invariant 13)."""
 
 import random
-import subprocess
-import sys
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -38,10 +36,11 @@ class Serving:
     """`agentrl serve`, and every process that it has started."""
 
     def __init__(self, recipe: Path) -> None:
-        command = [sys.executable, "-m", "agentrl", "serve", str(recipe)]
-        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
-        assert self.process.stdout is not None
-        assert self.process.stdout.readline().startswith("serving at")
+        self.process = Command("serve", recipe)
+        while "\n" not in self.process.out:
+            self.process.check_runs()
+            time.sleep(0.05)
+        assert self.process.out.startswith("serving at")
 
     def kill(self, rng: random.Random) -> None:
         """Kill `agentrl serve` or vLLM's own process; none of the others may stay."""
@@ -49,9 +48,8 @@ class Serving:
         servers = [process for process in everyone if "vllm.entrypoints.openai.api_server" in process.cmdline()[2:4]]
         assert len(servers) == 1
         rng.choice([everyone[0], servers[0]]).kill()
-        _, alive = psutil.wait_procs(everyone, timeout=20)
+        _, alive = psutil.wait_procs(everyone, timeout=60)
         assert alive == []
-        self.process.communicate()
 
     def end(self) -> None:
         """Clear up, whatever the test has found."""

