@@ -3,11 +3,16 @@
 `S` rows, `B` rows of a forward pass, `Q` query positions, `Y` key-value heads, `L` cached positions, `D` head size.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from transformers.cache_utils import Cache, DynamicLayer
 
+from agentrl.engine.recurrent_layer import RecurrentLayer
+
+RECURRENT = frozenset({"linear_attention", "conv"})
+"""Kinds of layers that keep a state instead of keys and values."""
 _BLOCK = 64
 
 
@@ -17,12 +22,13 @@ class RaggedCache(Cache):
     What lies behind a row's own length is garbage: the attention mask that `select` returns hides it.
     """
 
-    def __init__(self, num_rows: int) -> None:
-        super().__init__(layer_class_to_replicate=DynamicLayer)
+    def __init__(self, num_rows: int, layer_types: Sequence[str] = ()) -> None:
+        """Begin empty; without `layer_types`, as transformers names them, all layers keep keys and values."""
+        super().__init__(layers=[RecurrentLayer(num_rows) if t in RECURRENT else DynamicLayer() for t in layer_types])
         self._num_rows = num_rows
         self._capacity = 0
-        self._keys_SYLD: list[torch.Tensor] = []
-        self._values_SYLD: list[torch.Tensor] = []
+        self._keys_SYLD: dict[int, torch.Tensor] = {}
+        self._values_SYLD: dict[int, torch.Tensor] = {}
         self._rows_B = torch.empty(0, dtype=torch.long)
         self._positions_BQ = torch.empty(0, 0, dtype=torch.long)
         self._length = 0
@@ -43,6 +49,9 @@ class RaggedCache(Cache):
         self._positions_BQ = starts_B[:, None] + torch.arange(num_queries, device=device)
         self._length = max(starts) + num_queries
         self.reserve(self._length)
+        for layer in self.layers:
+            if isinstance(layer, RecurrentLayer):
+                layer.select(self._rows_B, starts_B)
         is_hidden_BQL = torch.arange(self._length, device=device) > self._positions_BQ[:, :, None]
         mask_BQL = torch.zeros(is_hidden_BQL.shape, device=device, dtype=dtype)
         mask_BQL.masked_fill_(is_hidden_BQL, torch.finfo(dtype).min)
@@ -52,9 +61,9 @@ class RaggedCache(Cache):
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *_: Any, **__: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Write the new keys and values [B, H, Q, D]; return those of the selected rows [B, H, L, D]."""
-        while len(self._keys_SYLD) <= layer_idx:
-            self._keys_SYLD.append(self._empty(key_states))
-            self._values_SYLD.append(self._empty(value_states))
+        if layer_idx not in self._keys_SYLD:
+            self._keys_SYLD[layer_idx] = self._empty(key_states)
+            self._values_SYLD[layer_idx] = self._empty(value_states)
         kept = []
         for cached_SYLD, states_BYQD in (
             (self._keys_SYLD[layer_idx], key_states),
@@ -75,7 +84,7 @@ class RaggedCache(Cache):
             return
         self._capacity = -(-max(length, self._capacity * 3 // 2) // _BLOCK) * _BLOCK
         for layers in (self._keys_SYLD, self._values_SYLD):
-            for index, old_SYLD in enumerate(layers):
+            for index, old_SYLD in layers.items():
                 layers[index] = old_SYLD.new_zeros(*old_SYLD.shape[:2], self._capacity, old_SYLD.shape[3])
                 layers[index][:, :, : old_SYLD.shape[2]] = old_SYLD
 

@@ -14,7 +14,7 @@ import torch
 from agentrl.engine.attention import use_grouped_attention
 from agentrl.engine.base import EngineContext
 from agentrl.engine.batched import BatchedConfig, BatchedEngine, Request, check_weight
-from agentrl.engine.ragged_cache import RaggedCache
+from agentrl.engine.ragged_cache import RECURRENT, RaggedCache
 from agentrl.errors import ConfigError, EngineError
 from agentrl.types import FinishReason
 
@@ -69,12 +69,13 @@ class TransformersEngine(BatchedEngine):
     def __init__(self, model: Any, config: TransformersConfig | None = None) -> None:
         """Take a transformers causal language model, which the engine then owns."""
         super().__init__(config or TransformersConfig())
-        _check_attention(model.config)
+        self._layer_types = _layer_types(model)
+        self._is_recurrent = not RECURRENT.isdisjoint(self._layer_types)
         self._model = model.eval()
         use_grouped_attention(model)
         self._device: torch.device = model.device
         self._rows = [_Row(index=i) for i in range(self._config.max_batch_size)]
-        self._cache = RaggedCache(len(self._rows))
+        self._cache = RaggedCache(len(self._rows), self._layer_types)
 
     async def pause(self) -> None:
         """Return running requests as they stand; hold waiting ones."""
@@ -130,7 +131,7 @@ class TransformersEngine(BatchedEngine):
 
     def _forget(self) -> None:
         """Drop all keys and values, buffers included: in a new cache nothing can shine through."""
-        self._cache = RaggedCache(len(self._rows))
+        self._cache = RaggedCache(len(self._rows), self._layer_types)
         for row in self._rows:
             self._release(row)
 
@@ -147,7 +148,10 @@ class TransformersEngine(BatchedEngine):
                 break
             self._waiting.remove(request)
             known = _common_prefix(row.cached_ids, request.prompt_ids) if row.owner == request.request_id else 0
-            row.cached_ids = row.cached_ids[: min(known, len(request.prompt_ids) - 1)]
+            known = min(known, len(request.prompt_ids) - 1)
+            if self._is_recurrent and known < len(row.cached_ids):
+                known = 0  # a state cannot go back
+            row.cached_ids = row.cached_ids[:known]
             request.num_cached_tokens = len(row.cached_ids)
             row.owner, row.request, row.last_used = request.request_id, request, self._step
             row.uniforms = uniforms(request.sampling.seed, len(request.prompt_ids), request.sampling.max_tokens)
@@ -156,6 +160,8 @@ class TransformersEngine(BatchedEngine):
         while admitted:
             num_queries, length = len(_missing_ids(admitted[-1])), max(map(_length, admitted))
             count = min(self._config.max_prefill_tokens // num_queries, _MAX_MASK // (num_queries * length))
+            if self._is_recurrent:  # a state would take padding for tokens
+                count = min(count, sum(len(_missing_ids(row)) == num_queries for row in admitted))
             batch, admitted = admitted[-max(1, count) :], admitted[: -max(1, count)]
             if count < 1:  # a long prompt, alone
                 self._prefill(*batch)
@@ -274,12 +280,27 @@ def _common_prefix(left: list[int], right: list[int]) -> int:
     return next(i for i in range(num) if left[i] != right[i])
 
 
-def _check_attention(config: Any) -> None:
-    """Refuse models that one causal mask over cached keys does not describe: they would sample silently wrong."""
-    kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
+def _layer_types(model: Any) -> list[str]:
+    """Return the kinds of layers that one must know of to sample from a model; none where all see the whole row.
+
+    Raises:
+        ConfigError: for a model that would sample silently wrong.
+    """
+    config = model.config.get_text_config()
     window = getattr(config, "sliding_window", None) if getattr(config, "use_sliding_window", True) else None
-    if kinds != {"full_attention"} or window is not None:
+    default = "full_attention" if window is None else "sliding_attention"
+    kinds = list(getattr(config, "layer_types", None) or [default])
+    known = RECURRENT | {"full_attention", "sliding_attention"}
+    if getattr(config, "number_of_conv_states", 1) > 1:
+        known -= RECURRENT
+    if unknown := set(kinds) - known:
         raise ConfigError(
-            f"engine.name: the transformers engine handles full attention only; {config.model_type} has layers of kind "
-            f"{', '.join(sorted(kinds))} and a sliding window of {window}. Choose another model"
+            f"engine.name: the transformers engine knows no layers of kind {', '.join(sorted(unknown))}, which "
+            f"{config.model_type} has; choose another model, or set engine.name: vllm"
         )
+    if "sliding_attention" in kinds and not model._can_set_attn_implementation():
+        raise ConfigError(
+            f"engine.name: the transformers engine cannot tell the attention of {config.model_type} of its sliding window of "
+            f"{window}; choose another model, or set engine.name: vllm"
+        )
+    return [] if RECURRENT.isdisjoint(kinds) else kinds

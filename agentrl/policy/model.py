@@ -68,8 +68,8 @@ class ModelConfig(BaseModel):
     """A Hugging Face model: a folder, or a name on the hub. None: a small one is made locally, see `local`."""
     local: LocalModelConfig = LocalModelConfig()
     """The model to make where `name_or_path` is None."""
-    attention: Literal["sdpa", "eager"] = "sdpa"
-    """Attention implementation of transformers."""
+    attention: Literal["sdpa", "eager"] | None = None
+    """Attention implementation of transformers. None: sdpa where the model has it, else eager (gpt-oss)."""
     lora: LoraSettings | None = None
     """Train low-rank adapters in place of the weights. None: train the weights. An empty section: adapters of default size."""
 
@@ -82,7 +82,7 @@ class ModelConfig(BaseModel):
         return self
 
 
-def make_local_model(config: LocalModelConfig, tokenizer: Any, *, attention: str = "sdpa") -> Any:
+def make_local_model(config: LocalModelConfig, tokenizer: Any, *, attention: str | None = None) -> Any:
     """Return a Qwen3 with random weights (from torch's global generator) for a tokenizer."""
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
@@ -106,7 +106,7 @@ def make_local_model(config: LocalModelConfig, tokenizer: Any, *, attention: str
 
 
 def load_pretrained(
-    name_or_path: str, *, attention: str = "sdpa", field: str = "model.name_or_path"
+    name_or_path: str, *, attention: str | None = None, field: str = "model.name_or_path"
 ) -> tuple[Any, Any]:
     """Return (model in float32, tokenizer) of a Hugging Face folder or hub name.
 

@@ -76,10 +76,13 @@ def tree_attention(
     *,
     scale: float,
     window: int | None = None,
+    sinks_H: Tensor | None = None,
 ) -> Tensor:
     """Return the attention of each token to itself and its ancestors.
 
         out_i = sum_j softmax_j(scale query_i . key_j) value_j,    j <= i < subtree_stop_j,  depth_i - depth_j < window
+
+    The softmax has one more entry, of no value, where heads have a sink (gpt-oss): its score is the head's own.
 
     On a CPU: causal flash attention within each segment and dense flash attention of its descendants to it, merged by
     their log-sum-exps l,
@@ -94,7 +97,8 @@ def tree_attention(
     Elsewhere: FlexAttention, compiled, under a block mask of the same visibility. No GPU has run this path yet.
 
     Shapes: query `(H, P, D)`, key `(Y, P, D)`, value `(Y, P, E)` with H a multiple of Y; result `(H, P, E)`, laid out
-    as (P, H, E). All of one dtype: float64, float32, bfloat16 or float16. Differentiable in query, key and value, once.
+    as (P, H, E). All of one dtype: float64, float32, bfloat16 or float16; sinks `(H,)` may be of another. Differentiable in
+    query, key, value and sinks, once.
 
     Raises:
         ValueError: for a wrong rank, dtype or length, or a window below 1.
@@ -102,12 +106,12 @@ def tree_attention(
     _check(query_HPD, key_YPD, value_YPD, layout, window)
     size, value_size = query_HPD.shape[-1], value_YPD.shape[-1]
     if query_HPD.device.type != "cpu":
-        return _flex_attention(query_HPD, key_YPD, value_YPD, layout, scale=scale, window=window)
+        return _flex_attention(query_HPD, key_YPD, value_YPD, layout, scale=scale, window=window, sinks_H=sinks_H)
     if size != value_size:  # the kernel knows one head size; zeros add nothing to a product
         width = max(size, value_size)
         query_HPD, key_YPD = pad(query_HPD, (0, width - size)), pad(key_YPD, (0, width - size))
         value_YPD = pad(value_YPD, (0, width - value_size))
-    out = _TreeAttention.apply(query_HPD, key_YPD, value_YPD, layout, scale, window)
+    out = _TreeAttention.apply(query_HPD, key_YPD, value_YPD, sinks_H, layout, scale, window)
     return cast("Tensor", out)[..., :value_size]
 
 
@@ -172,6 +176,7 @@ class _TreeAttention(torch.autograd.Function):
         query_HPD: Tensor,
         key_YPD: Tensor,
         value_YPD: Tensor,
+        sinks_H: Tensor | None,
         layout: TreeLayout,
         scale: float,
         window: int | None,
@@ -200,15 +205,19 @@ class _TreeAttention(torch.autograd.Function):
             else:
                 out_YAQD.lerp_(part_YAQD.to(dtype), torch.sigmoid(part_YAQ - lse_YAQ)[..., None])
                 lse_YAQ.copy_(torch.logaddexp(lse_YAQ, part_YAQ))
+        if sinks_H is not None:
+            without_YAP = lse_YAP
+            lse_YAP = torch.logaddexp(lse_YAP, _sinks_by_group(sinks_H, lse_YAP))
+            out_YAPD *= torch.exp(without_YAP - lse_YAP)[..., None]
         out_HPD: Tensor = out_YAPD.flatten(0, 1).to(query_HPD.dtype)
-        ctx.save_for_backward(query_HPD, key_YPD, value_YPD, out_HPD, lse_YAP)
+        ctx.save_for_backward(query_HPD, key_YPD, value_YPD, sinks_H, out_HPD, lse_YAP)
         ctx.layout, ctx.scale, ctx.window = layout, scale, window
         return out_HPD
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_HPD: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None, None]:
-        query_HPD, key_YPD, value_YPD, out_HPD, lse_YAP = ctx.saved_tensors
+    def backward(ctx: Any, grad_HPD: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor | None, None, None, None]:
+        query_HPD, key_YPD, value_YPD, sinks_H, out_HPD, lse_YAP = ctx.saved_tensors
         query_YAPD, key_YAPD, value_YAPD = _by_group(query_HPD, key_YPD, value_YPD)
         grad_YAPD, out_YAPD = (tensor.unflatten(0, (len(key_YPD), -1)) for tensor in (grad_HPD, out_HPD))
         sums = [_zeros_PHD(tensor, lse_YAP.dtype) for tensor in (query_HPD, key_YPD, value_YPD)]
@@ -229,7 +238,16 @@ class _TreeAttention(torch.autograd.Function):
             for total_YPD, part_YALD in zip(sums[1:], parts[1:], strict=True):
                 total_YPD[:, block.keys] += part_YALD.sum(1, dtype=total_YPD.dtype)
         grad_query_HPD, grad_key_YPD, grad_value_YPD = (total.to(query_HPD.dtype) for total in sums)
-        return grad_query_HPD, grad_key_YPD, grad_value_YPD, None, None, None
+        grad_sinks_H = None
+        if sinks_H is not None:  # the weight of an entry whose value is zero
+            weight_YAP = torch.exp(_sinks_by_group(sinks_H, lse_YAP) - lse_YAP)
+            grad_sinks_H = -(weight_YAP * (grad_YAPD * out_YAPD).sum(-1)).sum(-1).flatten().to(sinks_H.dtype)
+        return grad_query_HPD, grad_key_YPD, grad_value_YPD, grad_sinks_H, None, None, None
+
+
+def _sinks_by_group(sinks_H: Tensor, lse_YAP: Tensor) -> Tensor:
+    """Return the score of each head's sink as (Y, A, 1)."""
+    return sinks_H.to(lse_YAP.dtype).view(*lse_YAP.shape[:2], 1)
 
 
 def _by_group(query_HPD: Tensor, key_YPD: Tensor, value_YPD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -253,18 +271,29 @@ def _additive_mask(block: _Block, layout: TreeLayout, window: int | None, dtype:
 
 
 def _flex_attention(
-    query_HPD: Tensor, key_YPD: Tensor, value_YPD: Tensor, layout: TreeLayout, *, scale: float, window: int | None
+    query_HPD: Tensor,
+    key_YPD: Tensor,
+    value_YPD: Tensor,
+    layout: TreeLayout,
+    *,
+    scale: float,
+    window: int | None,
+    sinks_H: Tensor | None,
 ) -> Tensor:
     """Attend by FlexAttention, for GPUs."""
-    out_1HPD = _compiled_flex_attention()(
-        query_HPD[None],
-        key_YPD[None],
-        value_YPD[None],
-        block_mask=layout.flex_mask(window),
-        scale=scale,
-        enable_gqa=len(query_HPD) != len(key_YPD),
-    )
-    return cast("Tensor", out_1HPD)[0]
+    arguments: dict[str, Any] = {
+        "block_mask": layout.flex_mask(window),
+        "scale": scale,
+        "enable_gqa": len(query_HPD) != len(key_YPD),
+    }
+    states = query_HPD[None], key_YPD[None], value_YPD[None]
+    if sinks_H is None:
+        return cast("Tensor", _compiled_flex_attention()(*states, **arguments))[0]
+    from torch.nn.attention.flex_attention import AuxRequest
+
+    out_1HPD, found = _compiled_flex_attention()(*states, **arguments, return_aux=AuxRequest(lse=True))
+    share_1HP = torch.sigmoid(found.lse - sinks_H.to(found.lse.dtype)[:, None])
+    return cast("Tensor", out_1HPD * share_1HP[..., None].to(out_1HPD.dtype))[0]
 
 
 @cache

@@ -71,11 +71,12 @@ def _attend(
     attention_mask: Tensor | None,
     scaling: float | None = None,
     dropout: float = 0.0,
+    s_aux: Tensor | None = None,
     agentrl_tree: TreeLayout | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """Attend along a tree, as transformers calls it; the output is (1, P, H, D)."""
-    extra = [name for name in ("softcap", "s_aux", "position_bias") if kwargs.get(name) is not None]
+    extra = [name for name in ("softcap", "position_bias") if kwargs.get(name) is not None]
     extra += ["attention_mask"] if attention_mask is not None else []
     extra += ["dropout"] if dropout else []
     extra += ["is_causal=False"] if not kwargs.get("is_causal", getattr(module, "is_causal", True)) else []
@@ -91,5 +92,6 @@ def _attend(
         agentrl_tree,
         scale=query_1HPD.shape[-1] ** -0.5 if scaling is None else scaling,
         window=window,
+        sinks_H=s_aux,
     )
     return out_HPD.transpose(0, 1)[None].contiguous(), None

@@ -42,6 +42,39 @@ def test_without_a_mask_attention_is_causal() -> None:
     torch.testing.assert_close(output, repeated(query, key, value, causal, 0.5), rtol=1e-12, atol=1e-14)
 
 
+@pytest.mark.parametrize("queries", [1, 5])
+@pytest.mark.parametrize("window", [3, 50])
+def test_a_sliding_window_hides_what_lies_before_it(queries: int, window: int) -> None:
+    torch.manual_seed(0)
+    query = torch.randn(2, 4, queries, 8, dtype=torch.float64)
+    key, value = torch.randn(2, 2, 2, 11, 8, dtype=torch.float64)
+    own = torch.tensor([10 - queries, 5])[:, None] + torch.arange(queries)  # rows of different lengths
+    distance = own[:, None, :, None] - torch.arange(11)
+    causal = torch.zeros(2, 1, queries, 11, dtype=torch.float64).masked_fill(distance < 0, -1e300)
+    seen = (distance >= 0) & (distance < window)
+    output, _ = grouped_attention(torch.nn.Identity(), query, key, value, causal, scaling=0.3, sliding_window=window)
+    torch.testing.assert_close(output, repeated(query, key, value, seen, 0.3), rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.parametrize("queries", [1, 5])
+def test_sinks_take_their_share_of_the_softmax(queries: int) -> None:
+    torch.manual_seed(0)
+    query = torch.randn(3, 6, queries, 8, dtype=torch.float64)
+    key, value = torch.randn(2, 3, 2, 11, 8, dtype=torch.float64)
+    sinks = torch.randn(6, dtype=torch.float64)
+    mask = torch.rand(3, 1, queries, 11) < 0.6
+    mask[..., 0] = True
+    # The sink as one more key: of no value, and with this score, since only its last coordinate meets the query's.
+    with_one = torch.nn.functional.pad(query, (0, 1), value=1.0)
+    keys = torch.nn.functional.pad(key.repeat_interleave(3, 1), (0, 1, 0, 1))
+    keys[..., -1, -1] = sinks / 0.3
+    values = torch.nn.functional.pad(value.repeat_interleave(3, 1), (0, 0, 0, 1))
+    expected = repeated(with_one, keys, values, torch.nn.functional.pad(mask, (0, 1), value=True), 0.3)
+    output, _ = grouped_attention(torch.nn.Identity(), query, key, value, mask, scaling=0.3, s_aux=sinks)
+    # The share is taken in float32, as the model's own softmax is.
+    torch.testing.assert_close(output, expected, rtol=1e-5, atol=1e-6)
+
+
 def test_attention_that_does_more_than_a_masked_softmax_is_refused() -> None:
     states = torch.randn(1, 2, 1, 4)
     with pytest.raises(EngineError, match="softcap"):

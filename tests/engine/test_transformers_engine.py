@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from transformers import MistralConfig, MistralForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from agentrl.engine.transformers import TransformersConfig, TransformersEngine, sample, uniforms
 from agentrl.errors import ConfigError, EngineError
@@ -547,12 +547,9 @@ def test_a_request_without_prompt_or_budget_is_refused(wrong: tuple[list[int], S
         run(make_engine().generate(*wrong, "a"))
 
 
-def test_a_model_with_a_sliding_window_is_refused() -> None:
+def test_layers_that_it_does_not_know_are_refused() -> None:
     sizes: dict[str, Any] = {"vocab_size": VOCAB, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
     heads: dict[str, Any] = {"num_attention_heads": 2, "num_key_value_heads": 2}
-    with pytest.raises(ConfigError, match=r"mistral has layers of kind full_attention and a sliding window of 8"):
-        make_engine(MistralForCausalLM(MistralConfig(**sizes, **heads, sliding_window=8)))
-    make_engine(MistralForCausalLM(MistralConfig(**sizes, **heads, sliding_window=None)))
-    config = Qwen3Config(**sizes, **heads, layer_types=["sliding_attention"], use_sliding_window=True)
-    with pytest.raises(ConfigError, match="layers of kind sliding_attention"):
+    config = Qwen3Config(**sizes, **heads, layer_types=["chunked_attention"])
+    with pytest.raises(ConfigError, match="knows no layers of kind chunked_attention, which qwen3 has"):
         make_engine(Qwen3ForCausalLM(config))

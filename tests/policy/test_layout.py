@@ -27,6 +27,7 @@ from agentrl.policy.layout import (
 from agentrl.policy.tree import IntArray, plan_tree
 from agentrl.policy.tree_attention import tree_attention
 from agentrl.policy.tree_model import NAME, TreeError, why_not
+from tests.support.architectures import ARCHITECTURES, tiny_model
 from tests.support.models import MODELS, SIZES, branching_rows, in_float64, made, tiny
 
 LAYOUTS: tuple[Layout, ...] = get_args(Layout)
@@ -205,6 +206,21 @@ def test_what_stands_in_the_padding_changes_nothing(layout: Layout) -> None:
 @pytest.mark.parametrize("name", MODELS)
 def test_a_tree_is_chosen_wherever_it_is_exact(name: str) -> None:
     assert choose_layout(tiny(name), "auto") == ("tree", None)
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_of_each_architecture_the_layout_that_is_chosen_is_exact(name: str) -> None:
+    model, rows = tiny_model(name, vocab_size=97, initializer_range=0.2), branching_rows()
+    layout, message = choose_layout(model, "auto")
+    if name == "Qwen3.5":  # recurrent layers continue from whatever stands before a token
+        assert layout == "padded"
+        assert message is not None
+        assert "a branch would continue the state that its sibling left" in message
+    else:
+        assert (layout, message) == ("tree", None)
+    got = with_gradients(model, logprobs(model, rows, layout))
+    bound = 5e-5 if name == "Qwen3.5" else 1e-5  # gated delta rules add up chunks of 64 tokens, padding included
+    assert largest_error(got, with_gradients(model, row_logprobs(model, rows))) < bound
 
 
 def test_rows_are_packed_where_a_tree_lacks_what_the_model_needs() -> None:

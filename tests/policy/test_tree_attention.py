@@ -38,7 +38,15 @@ def states(tree: TokenTree, *, heads: int, shared: int, size: int = 8, value_siz
     ]
 
 
-def dense(tree: TokenTree, query: Tensor, key: Tensor, value: Tensor, *, window: int | None = None) -> Tensor:
+def dense(
+    tree: TokenTree,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    sinks_H: Tensor | None = None,
+    *,
+    window: int | None = None,
+) -> Tensor:
     """Attention with keys and values copied for each head, masked by walks from each token to its root."""
     parent = {}
     for segment, (start, stop) in enumerate(zip(tree.start_S.tolist(), tree.stop_S.tolist(), strict=True)):
@@ -53,12 +61,15 @@ def dense(tree: TokenTree, query: Tensor, key: Tensor, value: Tensor, *, window:
             j, distance = parent[j], distance + 1
     copies = query.shape[0] // key.shape[0]
     scores = SCALE * query @ key.repeat_interleave(copies, 0).transpose(1, 2)
-    return scores.masked_fill(~mask, -torch.inf).softmax(-1) @ value.repeat_interleave(copies, 0)
+    scores = scores.masked_fill(~mask, -torch.inf)
+    if sinks_H is not None:
+        scores = torch.cat([scores, sinks_H[:, None, None].expand(-1, tree.num_tokens, 1)], dim=-1)
+    return scores.softmax(-1)[..., : tree.num_tokens] @ value.repeat_interleave(copies, 0)
 
 
 def attend(inputs: list[Tensor], layout: TreeLayout, *, window: int | None = None) -> Tensor:
-    query, key, value = inputs
-    return tree_attention(query, key, value, layout, scale=SCALE, window=window)
+    query, key, value, *sinks = inputs
+    return tree_attention(query, key, value, layout, scale=SCALE, window=window, sinks_H=sinks[0] if sinks else None)
 
 
 def with_gradients(output: Tensor, inputs: list[Tensor]) -> list[Tensor]:
@@ -79,13 +90,16 @@ def largest_errors(got: list[Tensor], expected: list[Tensor]) -> list[float]:
     heads=st.sampled_from([(4, 2), (3, 3), (4, 1)]),
     window=st.sampled_from([None, 1, 2, 5, 100]),
     max_masked=st.sampled_from([0, 6, 64]),
+    has_sinks=st.booleans(),
 )
-@example(rows=[[0] * 12, [0] * 6 + [1] * 6], heads=(4, 2), window=4, max_masked=0)
+@example(rows=[[0] * 12, [0] * 6 + [1] * 6], heads=(4, 2), window=4, max_masked=0, has_sinks=True)
 def test_output_and_gradients_equal_dense_masked_attention(
-    rows: list[list[int]], heads: tuple[int, int], window: int | None, max_masked: int
+    rows: list[list[int]], heads: tuple[int, int], window: int | None, max_masked: int, has_sinks: bool
 ) -> None:
     tree = planned(rows)
     inputs = states(tree, heads=heads[0], shared=heads[1])
+    if has_sinks:
+        inputs.append(torch.linspace(-1, 2, heads[0], dtype=torch.float64).requires_grad_())
     layout = TreeLayout(tree, max_masked=max_masked)
     got = with_gradients(attend(inputs, layout, window=window), inputs)
     for a, b in zip(got, with_gradients(dense(tree, *inputs, window=window), inputs), strict=True):
@@ -177,8 +191,11 @@ def test_an_empty_tree_gives_an_empty_output() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+@pytest.mark.parametrize("sinks_H", [None, torch.linspace(-1, 2, 4, dtype=torch.float64)])
 @pytest.mark.parametrize("window", [None, 40])
-def test_the_mask_for_gpus_shows_the_same_pairs(window: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_mask_for_gpus_shows_the_same_pairs(
+    window: int | None, sinks_H: Tensor | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     # On a CPU FlexAttention has no backward pass, and is not compiled here.
     from torch.nn.attention.flex_attention import flex_attention
 
@@ -186,8 +203,8 @@ def test_the_mask_for_gpus_shows_the_same_pairs(window: int | None, monkeypatch:
     tree = branching([150, 140, 130], [150, 70, 100])
     query, key, value = (tensor.detach() for tensor in states(tree, heads=4, shared=2))
     flex: Any = module._flex_attention
-    got = flex(query, key, value, TreeLayout(tree), scale=SCALE, window=window)
-    torch.testing.assert_close(got, dense(tree, query, key, value, window=window), rtol=1e-9, atol=1e-12)
+    got = flex(query, key, value, TreeLayout(tree), scale=SCALE, window=window, sinks_H=sinks_H)
+    torch.testing.assert_close(got, dense(tree, query, key, value, sinks_H, window=window), rtol=1e-9, atol=1e-12)
 
 
 @pytest.mark.parametrize(

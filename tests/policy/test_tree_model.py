@@ -43,7 +43,7 @@ def test_without_a_tree_nothing_is_computed() -> None:
     [
         (torch.zeros(1, 1, 3, 3), {}, "needs attention_mask"),
         (None, {"is_causal": False}, "needs is_causal=False"),
-        (None, {"s_aux": torch.zeros(2)}, "needs s_aux"),
+        (None, {"softcap": 30.0}, "needs softcap"),
     ],
 )
 def test_attention_that_does_more_than_look_up_the_tree_is_refused(
