@@ -3,7 +3,7 @@
 from agentrl.engine.base import Engine, EngineContext
 from agentrl.engine.transformers import TransformersConfig
 from agentrl.engine.vllm import VLLMConfig
-from agentrl.engine.vllm_common import is_installed
+from agentrl.engine.vllm_common import is_installed, is_reloadable
 from agentrl.errors import ConfigError
 
 _LARGE = 10_000_000
@@ -34,7 +34,7 @@ class AutoConfig(VLLMConfig):
 
 def is_vllm_faster(context: EngineContext) -> bool:
     """Tell whether vLLM can sample for this run, and is expected to be faster; on a CPU as it was measured."""
-    if context.share.num_processes > 1 or not is_installed():
+    if context.share.num_processes > 1 or not is_installed() or not is_reloadable(context.model.config):
         return False
     if context.device.type == "cuda":
         return True

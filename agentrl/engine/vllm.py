@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
-from pydantic import Field
+from pydantic import Field, ValidationError
 
 from agentrl.engine.base import Engine, EngineContext
 from agentrl.engine.batched import BatchedConfig, BatchedEngine, Request, check_weight
@@ -21,6 +21,7 @@ from agentrl.engine.vllm_common import (
     FINISH_REASONS,
     HOW_TO_INSTALL,
     MIN_TEMPERATURE,
+    check_reloadable,
     engine_arguments,
     is_installed,
     sampled_logprobs,
@@ -60,6 +61,7 @@ class VLLMConfig(BatchedConfig):
             raise ConfigError(
                 "engine.sleep: rollout.mode: async samples while the policy is updated; set engine.sleep to false"
             )
+        check_reloadable(context.model.config)
         if context.share.num_processes > 1:
             raise ConfigError(
                 "engine.name: vllm runs within one process only; with several start a server for each, or for some of them, "
@@ -250,7 +252,10 @@ class VLLMEngine(BatchedEngine):
                 llm = LLMEngine.from_engine_args(EngineArgs(**arguments | self._arguments))
                 llm.collective_rpc("draw_where_left_off")
             except (TypeError, ValueError, RuntimeError) as error:
-                raise ConfigError(f"engine.name: 'vllm' cannot run this model: {error}") from error
+                words = error.errors()[0]["msg"] if isinstance(error, ValidationError) else error
+                raise ConfigError(
+                    f"engine.name: 'vllm' cannot run this model: {words}. Set engine.name: transformers"
+                ) from error
         return llm
 
     def _step_once(self, waiting: list[Request]) -> _Step:

@@ -4,6 +4,7 @@ from importlib.util import find_spec
 from typing import Any
 
 from agentrl.engine.vllm_worker import DRAWN, EXTENSION
+from agentrl.errors import ConfigError
 from agentrl.types import FinishReason, Sampling
 
 HOW_TO_INSTALL = "pip install 'agentrl[vllm]' with a GPU; without one see docs/engines.md"
@@ -15,6 +16,24 @@ FINISH_REASONS = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH, "abo
 def is_installed() -> bool:
     """Tell whether vLLM is there, without importing it: that takes seconds."""
     return find_spec("vllm") is not None
+
+
+def is_reloadable(config: Any) -> bool:
+    """Tell whether vLLM can replace all weights of a model; of gpt-oss it copies experts and sinks past its own reload."""
+    return bool(config.get_text_config().model_type != "gpt_oss")
+
+
+def check_reloadable(config: Any) -> None:
+    """Refuse models whose weights vLLM cannot replace.
+
+    Raises:
+        ConfigError: naming the model.
+    """
+    if not is_reloadable(config):
+        raise ConfigError(
+            "engine.name: vLLM 0.32 drops the experts and sinks of gpt_oss when its weights are replaced, and would sample "
+            "from others than the trainer's; set engine.name: transformers"
+        )
 
 
 def engine_arguments(*, is_cpu: bool) -> dict[str, Any]:

@@ -13,7 +13,13 @@ import torch
 from pydantic import Field
 
 from agentrl.engine.base import EngineConfig, EngineContext
-from agentrl.engine.vllm_common import FINISH_REASONS, MIN_TEMPERATURE, sampled_logprobs, sampling_fields
+from agentrl.engine.vllm_common import (
+    FINISH_REASONS,
+    MIN_TEMPERATURE,
+    check_reloadable,
+    sampled_logprobs,
+    sampling_fields,
+)
 from agentrl.engine.vllm_http import Fault, Http, ServerConfig
 from agentrl.engine.vllm_weights import ServedModel, read_model, write_weights
 from agentrl.errors import ConfigError, EngineError
@@ -52,7 +58,12 @@ class VLLMServerConfig(EngineConfig):
         return self.model_copy(update={"server": self.server.model_copy(update={"url": self.server.urls[index]})})
 
     def build(self, context: EngineContext) -> "VLLMServer":
-        """Return a client of the process's server."""
+        """Return a client of the process's server.
+
+        Raises:
+            ConfigError: for a model whose weights it could not replace.
+        """
+        check_reloadable(context.model.config)
         server = self.of_process(context.share.process).server
         return VLLMServer(server, folder=server.folder or context.handover)
 

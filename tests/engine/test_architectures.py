@@ -11,7 +11,7 @@ import torch
 from agentrl.engine.transformers import TransformersConfig, TransformersEngine
 from agentrl.testing import check_engine
 from agentrl.types import Completion, Sampling
-from tests.support.architectures import ARCHITECTURES, tiny_model
+from benchmarks.architectures import ARCHITECTURES, tiny_model
 
 VOCAB = 61
 T = TypeVar("T")

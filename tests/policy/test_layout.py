@@ -27,7 +27,7 @@ from agentrl.policy.layout import (
 from agentrl.policy.tree import IntArray, plan_tree
 from agentrl.policy.tree_attention import tree_attention
 from agentrl.policy.tree_model import NAME, TreeError, why_not
-from tests.support.architectures import ARCHITECTURES, tiny_model
+from benchmarks.architectures import ARCHITECTURES, tiny_model
 from tests.support.models import MODELS, SIZES, branching_rows, in_float64, made, tiny
 
 LAYOUTS: tuple[Layout, ...] = get_args(Layout)

@@ -1,0 +1,287 @@
+"""Three steps of a tool environment on a tiny random model of each architecture, with its family's tokens and chat template.
+
+    python -m benchmarks.architectures --out benchmarks/results/DATE-architectures.md
+
+Prints how far the engine's log-probabilities are from the trainer's, with each engine, and in its own words what cannot run.
+"""
+
+import argparse
+import datetime as dt
+import json
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+import yaml
+
+from benchmarks.families import FAMILIES, Family, family_of, make_tokenizer, templates_folder
+
+_SIZES: dict[str, Any] = {
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 32,  # the least that vLLM takes on a CPU
+    "intermediate_size": 64,
+    "max_position_embeddings": 4096,
+    "initializer_range": 0.1,
+    "tie_word_embeddings": False,
+}
+_WINDOW = 32
+"""Tokens that a sliding window sees: fewer than any dialogue has."""
+ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
+    "Llama": ("Llama", {}),
+    "Qwen3": ("Qwen3", {"tie_word_embeddings": True}),
+    "Qwen3.5": (
+        "Qwen3_5Text",
+        {
+            "layer_types": ["linear_attention", "full_attention"],
+            "linear_num_key_heads": 1,
+            "linear_num_value_heads": 2,
+            "linear_key_head_dim": 32,
+            "linear_value_head_dim": 32,
+        },
+    ),
+    "Gemma 3": (
+        "Gemma3Text",
+        {
+            "tie_word_embeddings": True,
+            "layer_types": ["sliding_attention", "full_attention"],
+            "sliding_window": _WINDOW,
+            "query_pre_attn_scalar": 32,
+        },
+    ),
+    "Mistral": ("Mistral", {"sliding_window": _WINDOW}),
+    "gpt-oss": (
+        "GptOss",
+        {
+            "layer_types": ["sliding_attention", "full_attention"],
+            "sliding_window": _WINDOW,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+        },
+    ),
+    "GLM-4 MoE": (
+        "Glm4Moe",
+        {
+            "partial_rotary_factor": 0.5,
+            "use_qk_norm": True,
+            "n_routed_experts": 4,
+            "num_experts_per_tok": 2,
+            "n_shared_experts": 1,
+            "moe_intermediate_size": 32,
+            "first_k_dense_replace": 1,
+            "norm_topk_prob": True,
+        },
+    ),
+    "Phi-3": ("Phi3", {"head_dim": None, "hidden_size": 64}),
+}
+"""What transformers calls each, and what it has beyond a plain decoder: sliding windows, experts, a recurrent layer."""
+
+
+_LISTED = """{{- bos_token }}
+{%- set listed = namespace(tools='') %}
+{%- if tools %}
+{%- set listed.tools = 'Tools:\\n' + tools | tojson + '\\n' %}
+{%- set listed.tools = listed.tools + 'To call one: <tool_call>{"name": NAME, "arguments": {}}</tool_call>\\n\\n' %}
+{%- endif %}
+{%- for message in messages %}
+{%- if message.role == 'assistant' %}{{- ASSISTANT + (message.content or '') }}
+{%- for call in message.tool_calls or [] %}
+{{- '<tool_call>{"name": "' + call.function.name + '", "arguments": ' + call.function.arguments | tojson + '}</tool_call>' }}
+{%- endfor %}{{- END + '\\n' }}
+{%- else %}{{- USER }}
+{%- if loop.first %}{{- listed.tools }}{%- endif %}
+{%- if message.role == 'tool' %}{{- '<tool_response>\\n' + message.content + '\\n</tool_response>' }}
+{%- else %}{{- message.content }}{%- endif %}
+{{- END + '\\n' }}{%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- ASSISTANT }}{%- endif %}"""
+_MISTRAL = """{{- bos_token }}
+{%- if tools %}{{- '[AVAILABLE_TOOLS]' + tools | tojson + '[/AVAILABLE_TOOLS]' }}{%- endif %}
+{%- for message in messages %}
+{%- if message.role in ['user', 'system'] %}{{- '[INST]' + message.content + '[/INST]' }}
+{%- elif message.role == 'tool' %}{{- '[TOOL_RESULTS]{"content": ' + message.content | tojson + '}[/TOOL_RESULTS]' }}
+{%- else %}{{- message.content or '' }}
+{%- if message.tool_calls %}{{- '[TOOL_CALLS][' }}
+{%- for call in message.tool_calls %}{%- if not loop.first %}{{- ', ' }}{%- endif %}
+{{- '{"name": "' + call.function.name + '", "arguments": ' + call.function.arguments | tojson + '}' }}
+{%- endfor %}{{- ']' }}{%- endif %}{{- eos_token }}{%- endif %}
+{%- endfor %}"""
+_INSTRUCT = (
+    "[INST]",
+    "[/INST]",
+    "[AVAILABLE_TOOLS]",
+    "[/AVAILABLE_TOOLS]",
+    "[TOOL_RESULTS]",
+    "[/TOOL_RESULTS]",
+    "[TOOL_CALLS]",
+)
+_MISTRAL_FAMILY = Family(
+    splits="o200k", bos="<s>", adds_bos=True, eos="</s>", pad="<pad>", unk="<unk>", special=_INSTRUCT
+)
+TEMPLATES = {
+    "Llama": "llama3_1",
+    "Qwen3": "qwen3",
+    "Qwen3.5": "qwen3_5_think",
+    "Gemma 3": "gemma3",
+    "Mistral": "mistral",
+    "gpt-oss": "gptoss",
+    "GLM-4 MoE": "glm4moe",
+    "Phi-3": "phi3",
+}
+"""The chat template of each, by its name in TRL, which has none of Mistral's."""
+_WITH_TOOLS = {
+    "gemma3": {"USER": "'<start_of_turn>user\\n'", "ASSISTANT": "'<start_of_turn>model\\n'", "END": "'<end_of_turn>'"},
+    "phi3": {"USER": "'<|user|>\\n'", "ASSISTANT": "'<|assistant|>\\n'", "END": "'<|end|>'"},
+}
+"""How a turn begins and ends where the family's own template has no tools: a file beside the model has them then."""
+
+
+def tiny_model(name: str, *, vocab_size: int, **changes: Any) -> Any:
+    """Return a model of an architecture with random weights, the same each time."""
+    family, own = ARCHITECTURES[name]
+    sizes = {**_SIZES, **own, "pad_token_id": 0, "vocab_size": vocab_size, **changes}
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{family}Config")(**{k: v for k, v in sizes.items() if v is not None})
+    return transformers.AutoModelForCausalLM.from_config(config)
+
+
+def write_model(name: str, folder: Path) -> None:
+    """Write a tiny model of an architecture with its family's tokenizer and template; `tools.jinja` where that has no tools."""
+    template = TEMPLATES[name]
+    if template == "mistral":
+        tokenizer, text = make_tokenizer(_MISTRAL_FAMILY), _MISTRAL
+    else:
+        tokenizer = make_tokenizer(FAMILIES[family_of(template)])
+        text = (templates_folder() / f"{template}.jinja").read_text(encoding="utf-8")
+    tokenizer.chat_template = text
+    tokenizer.save_pretrained(folder)
+    if words := _WITH_TOOLS.get(template):
+        text = _LISTED
+        for word, said in words.items():
+            text = text.replace(word, said)
+        (folder / "tools.jinja").write_text(text, encoding="utf-8")
+    ids = {f"{kind}_token_id": getattr(tokenizer, f"{kind}_token_id") for kind in ("bos", "eos", "pad")}
+    tiny_model(name, vocab_size=len(tokenizer), **ids).save_pretrained(folder)
+
+
+def recipe(folder: Path, run_dir: Path, *, engine: str = "transformers") -> dict[str, Any]:
+    """Return a recipe of three steps of `key_door` on the model of a folder.
+
+    Advantages are noise: a random policy earns nothing, and would be trained on nothing.
+    """
+    tools = folder / "tools.jinja"
+    return {
+        "run_dir": str(run_dir),
+        "env": {"id": "key_door"},
+        "model": {"name_or_path": str(folder)},
+        "chat": {"template": str(tools)} if tools.is_file() else {},
+        "engine": {"name": engine, "max_batch_size": 8},
+        "warmup": {"steps": 2, "num_demonstrations": 4, "batch_size": 2},
+        "rollout": {
+            "num_groups": 2,
+            "group_size": 2,
+            "max_turns": 3,
+            "max_turn_tokens": 12,
+            "max_context_tokens": 2048,
+        },
+        "credit": {"scheme": "tests.support.runs:Noise"},
+        "train": {"steps": 3, "device": "cpu", "learning_rate": 1e-3},
+        "evaluation": {"num_tasks": 1},
+    }
+
+
+def _train(name: str, engine: str) -> dict[str, Any]:
+    """Train with `agentrl train`; return what it left behind, or its last words."""
+    with tempfile.TemporaryDirectory() as temporary:
+        folder, run_dir = Path(temporary, "model"), Path(temporary, "run")
+        write_model(name, folder)
+        file = Path(temporary, "recipe.yaml")
+        file.write_text(yaml.safe_dump(recipe(folder, run_dir, engine=engine)))
+        begin = time.perf_counter()
+        command = [sys.executable, "-m", "agentrl", "train", str(file)]
+        done = subprocess.run(command, check=False, capture_output=True, text=True)
+        found: dict[str, Any] = {"seconds": time.perf_counter() - begin}
+        if done.returncode:
+            return {**found, "why_not": _last_words(done.stdout + done.stderr)}
+        rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+        steps = [row for row in rows if row["step"] > 0]
+        return {**found, "nats": max(row["first/engine_difference"] for row in steps), "steps": len(steps)}
+
+
+def _last_words(output: str) -> str:
+    """Return what `agentrl train` said in the end, and which module was missing where it says so."""
+    lines = output.strip().splitlines()
+    words = next((line for line in lines[::-1] if line.startswith("agentrl:")), lines[-1]).removeprefix("agentrl: ")
+    missing = re.search(r"No module named '\w+'", output)
+    return f"{words} ({missing[0]})" if missing else words
+
+
+def _describe(name: str) -> dict[str, str]:
+    """Return what a run would choose for a model: renderer and layout."""
+    from agentrl.config import Recipe
+    from agentrl.policy.layout import choose_layout
+    from agentrl.policy.model import load_pretrained
+
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary)
+        write_model(name, folder)
+        model, tokenizer = load_pretrained(str(folder))
+        given = Recipe.model_validate(recipe(folder, folder / "run"))
+        renderer: Any = given.chat.build(tokenizer, name=name)
+        kind = type(renderer).__name__
+        form = getattr(getattr(getattr(renderer, "facts", None), "form", None), "name", None)
+        template = f"{TEMPLATES[name]}, tools by a file" if (folder / "tools.jinja").is_file() else TEMPLATES[name]
+        return {
+            "class": type(model).__name__,
+            "template": template,
+            "renderer": f"{kind}, calls: {form}" if form else kind,
+            "layout": choose_layout(model, "auto")[0],
+        }
+
+
+def _cell(found: dict[str, Any]) -> str:
+    return found.get("why_not") or f"{found['nats']:.1e} ({found['seconds']:.0f} s)"
+
+
+def main() -> None:
+    """Train each, print the table, and write it."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(ARCHITECTURES)}; default: all")
+    parser.add_argument("--engines", nargs="+", default=["transformers", "vllm"])
+    parser.add_argument("--out", type=Path, help="a Markdown file to write the table to")
+    options = parser.parse_args()
+    head = ["architecture", "class", "template", "renderer", "layout", *options.engines]
+    lines = [f"| {' | '.join(head)} |", f"|{'---|' * len(head)}"]
+    found: dict[str, Any] = {}
+    print(*lines, sep="\n", flush=True)
+    for name in options.names or ARCHITECTURES:
+        chosen = _describe(name)
+        results = {engine: _train(name, engine) for engine in options.engines}
+        found[name] = {**chosen, **results}
+        lines.append(f"| {' | '.join([name, *chosen.values(), *map(_cell, results.values())])} |")
+        print(lines[-1], flush=True)
+    if options.out:
+        versions = f"transformers {transformers.__version__}, torch {torch.__version__}"
+        title = f"# Architectures, {dt.date.today()} ({versions}, CPU)"
+        options.out.write_text("\n".join([title, "", _ABOUT.strip(), "", *lines, ""]), encoding="utf-8")
+    print(json.dumps(found))
+
+
+_ABOUT = """
+`python -m benchmarks.architectures`: a tiny random model of each architecture, with its family's control tokens and chat
+template, trains three steps of `key_door` with `agentrl train` on the CPU. Under each engine: mean |log-probability of the
+trainer - of the engine| over the sampled tokens of a step's first minibatch, in nats, the largest of the three steps (a run
+ends where it is above 1e-3), and the seconds that the whole command took; or why it cannot run.
+"""
+
+
+if __name__ == "__main__":
+    main()
