@@ -1,14 +1,12 @@
 """Calls as code: `[look(n=1), take(what='key')]`, of Llama's pythonic models and, between tags, of LFM2."""
 
 import re
-from dataclasses import dataclass
 
-from agentrl.chat.forms.form import NAME, Function, assistant, function, malformed
+from agentrl.chat.forms.form import NAME, Function, function, malformed
 from agentrl.chat.forms.literals import Literals
 from agentrl.chat.forms.tagged import Sampled, TaggedForm
+from agentrl.chat.forms.whole import WholeForm
 from agentrl.chat.renderer import Tools
-from agentrl.plain_data import well_formed
-from agentrl.types import Message
 
 _NAME = re.compile(rf"({NAME})\(")
 _KEY = re.compile(r"([\w$-]++)\s*+=")
@@ -19,22 +17,8 @@ _BEGIN = re.compile(rf"\[\s*+{NAME}\((?:\)|\s*+[\w$-]++\s*+=)")
 _OPEN, _CLOSE = "<|tool_call_start|>", "<|tool_call_end|>"
 
 
-@dataclass(frozen=True, slots=True)
-class PythonicForm:
-    """The whole text is a list of calls; any other text is an answer."""
-
-    name: str = "pythonic"
-
-    def parse(self, text: str, tools: Tools, *, is_thinking: bool) -> Message:  # noqa: ARG002 - no thoughts
-        """Return the message of a text."""
-        text = well_formed(text)
-        if not _BEGIN.match(text.strip()):
-            return assistant(text, [], [])
-        return assistant("", [], _calls(text.strip()) or [malformed(text)])
-
-    def write_malformed(self, text: str) -> str:
-        """Return the text of a malformed call, as it was sampled."""
-        return text
+def _read(text: str) -> tuple[str, list[Function]]:
+    return ("", _calls(text) or [malformed(text)]) if _BEGIN.match(text) else (text, [])
 
 
 def _lfm(name: str, *, is_raw: bool) -> TaggedForm:
@@ -83,7 +67,7 @@ def _call(literals: Literals, *, is_raw: bool) -> Function | None:
     return function(name[1], arguments)
 
 
-PYTHONIC = PythonicForm()
+PYTHONIC = WholeForm(name="pythonic", read=_read)
 LFM = _lfm("lfm", is_raw=False)
 LFM_RAW = _lfm("lfm-raw", is_raw=True)
 """Of LFM2.5, whose first templates escape nothing in text."""

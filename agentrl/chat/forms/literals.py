@@ -5,12 +5,12 @@ from collections.abc import Iterator
 
 from agentrl.plain_data import MAX_DEPTH, MAX_VALUES
 
-_SPACE = re.compile(r"\s*+")
+_NEXT = re.compile(r"\s*+(.?)", re.DOTALL)
 _STRING = re.compile(r""""((?:[^"\\]++|\\.)*+)"|'((?:[^'\\]++|\\.)*+)'""", re.DOTALL)
 _NUMBER = re.compile(r"-?(?:\d++(\.\d*+)?|(\.\d++))([eE][+-]?\d++)?", re.ASCII)
 _WORD = re.compile(r"[^\W\d]\w*+")
 _WORDS = {"None": None, "null": None, "True": True, "true": True, "False": False, "false": False}
-_ESCAPE = re.compile(r"\\(?:u([0-9a-fA-F]{4})|x([0-9a-fA-F]{2})|(.))", re.DOTALL)
+_ESCAPE = re.compile(r"\\(?:u([0-9a-fA-F]{4})|U(00(?:0[0-9a-fA-F]|10)[0-9a-fA-F]{4})|x([0-9a-fA-F]{2})|(.))", re.DOTALL)
 _ESCAPED = {"n": "\n", "t": "\t", "r": "\r", "b": "\b", "f": "\f", "\n": ""} | {c: c for c in "\\'\"/"}
 
 
@@ -20,22 +20,29 @@ class Literals:
     def __init__(self, text: str) -> None:
         self._text, self._position, self._num_members = text, 0, 0
 
-    def match(self, pattern: re.Pattern[str]) -> re.Match[str] | None:
-        """Return what matches next, after space, and go past it."""
-        space = _SPACE.match(self._text, self._position)
-        found = pattern.match(self._text, space.end() if space else self._position)
-        if found:
-            self._position = found.end()
-        return found
+    def next(self) -> str:
+        """Go past space and return the character that comes next; at the end of the text, nothing."""
+        found = _NEXT.match(self._text, self._position)
+        self._position = found.start(1) if found else self._position
+        return found[1] if found else ""
 
     def skip(self, sign: str) -> bool:
-        """Tell whether a sign comes next; if so, go past it."""
-        return self.match(_SIGNS[sign]) is not None
+        """Tell whether a character comes next; if so, go past it."""
+        is_next = self.next() == sign
+        self._position += len(sign) * is_next
+        return is_next
 
     def expect(self, sign: str) -> None:
-        """Go past a sign."""
+        """Go past a character; nothing is the end of the text."""
         if not self.skip(sign):
             raise ValueError(f"no {sign!r} at character {self._position}")
+
+    def match(self, pattern: re.Pattern[str]) -> re.Match[str] | None:
+        """Return what matches next, after space, and go past it."""
+        self.next()
+        if found := pattern.match(self._text, self._position):
+            self._position = found.end()
+        return found
 
     def members(self, close: str) -> Iterator[None]:
         """Yield before each member, with commas between them, up to what closes them."""
@@ -78,15 +85,9 @@ class Literals:
         return key
 
 
-_SIGNS = {
-    sign: re.compile(re.escape(sign) if sign else r"\Z") for sign in ("[", "]", "{", "}", "(", ")", ",", ":", "=", "")
-}
-"""The empty one is the end of the text."""
-
-
 def _unescaped(text: str) -> str:
     """Return a string with what its backslashes stand for; one that stands for nothing stays, as in Python."""
     if "\\" not in text:
         return text
-    text = _ESCAPE.sub(lambda e: chr(int(e[1] or e[2], 16)) if e[3] is None else _ESCAPED.get(e[3], e[0]), text)
+    text = _ESCAPE.sub(lambda e: chr(int(e[1] or e[2] or e[3], 16)) if e[4] is None else _ESCAPED.get(e[4], e[0]), text)
     return text.encode("utf-16", "surrogatepass").decode("utf-16", "surrogatepass")  # JSON writes pairs

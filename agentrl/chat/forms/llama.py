@@ -2,12 +2,9 @@
 
 import json
 import re
-from dataclasses import dataclass
 
-from agentrl.chat.forms.form import Function, assistant, malformed, object_function
-from agentrl.chat.renderer import Tools
-from agentrl.plain_data import well_formed
-from agentrl.types import Message
+from agentrl.chat.forms.form import Function, malformed, object_function
+from agentrl.chat.forms.whole import WholeForm
 
 _TAG = "<|python_tag|>"
 _BEGIN = re.compile(
@@ -18,25 +15,11 @@ _BETWEEN = re.compile(r"\s*+;?\s*+")
 _DECODER = json.JSONDecoder()
 
 
-@dataclass(frozen=True, slots=True)
-class LlamaForm:
-    """A text that begins as a call does is one; any other text is an answer, JSON or not."""
-
-    name: str = "llama-json"
-
-    def parse(self, text: str, tools: Tools, *, is_thinking: bool) -> Message:  # noqa: ARG002 - no thoughts; JSON has types
-        """Return the message of a text."""
-        text = well_formed(text).strip()
-        content, tag, called = text.partition(_TAG)
-        if not tag and _BEGIN.match(text):
-            content, called = "", text
-        if not called and not tag:
-            return assistant(content, [], [])
-        return assistant(content, [], _calls(called.strip()) or [malformed(tag + called)])
-
-    def write_malformed(self, text: str) -> str:
-        """Return the text of a malformed call, as it was sampled."""
-        return text
+def _read(text: str) -> tuple[str, list[Function]]:
+    content, tag, called = text.partition(_TAG)
+    if not tag:
+        content, called = ("", text) if _BEGIN.match(text) else (text, "")
+    return content, _calls(called.strip()) or [malformed(tag + called)] if tag or called else []
 
 
 def _calls(text: str) -> list[Function]:
@@ -54,4 +37,4 @@ def _calls(text: str) -> list[Function]:
     return functions
 
 
-LLAMA = LlamaForm()
+LLAMA = WholeForm(name="llama-json", read=_read)

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from transformers.utils.chat_parsing import ResponseParser
+from transformers.utils.chat_parsing import ResponseParser, parse_response
 from transformers.utils.chat_parsing.response_templates import load_response_template
 
 from agentrl.chat.forms.form import Function, assistant, malformed, object_function
@@ -48,10 +48,9 @@ class ResponseTemplateForm:
         for end in self._ends:
             if (read := self._read(text, end, tools)) is not None:
                 fields, functions = read
-                later = [fields[name].removesuffix(_END) for name in _THOUGHTS if isinstance(fields.get(name), str)]
+                later = [fields[name] for name in _THOUGHTS if isinstance(fields.get(name), str)]
                 content = fields.get("content")
-                content = content if isinstance(content, str) else ""
-                return assistant(content.removesuffix(_END), [*thoughts, *later], functions)
+                return assistant(content if isinstance(content, str) else "", [*thoughts, *later], functions)
         call = self._call.open_re.search(text, 0, _MAX_CHARS) if self._call else None
         if call is None:
             return assistant(text, thoughts, [])
@@ -77,13 +76,13 @@ class ResponseTemplateForm:
         if len(text) > _MAX_CHARS:
             return None
         try:
-            parser = ResponseParser(self._template, prefix="", tools=list(tools))
-            events = parser.feed(f"{text}{end}{_END}")
-            fields, last = parser.finalize()
+            watched = ResponseParser(self._template, prefix="")
+            last = [event for event in watched.feed(f"{text}{end}{_END}") if event["type"] == "region_chunk"][-1:]
+            last = [event for event in watched.finalize()[1] if event["type"] == "region_chunk"][-1:] or last
+            fields = parse_response(text + end, self._template, prefix="", tools=list(tools))
         except Exception:  # noqa: BLE001 - whatever it raises, the text is not of this form
             return None
-        chunks = [event for event in (*events, *last) if event["type"] == "region_chunk"]
-        if chunks and chunks[-1]["field"] == "tool_calls" and chunks[-1]["text"].endswith(_END):
+        if last and last[0]["field"] == "tool_calls":  # the end of the text is part of a call
             return None
         found = [_function(call) for call in _flat(fields.get("tool_calls"))]
         functions = [call for call in found if call]
@@ -91,12 +90,9 @@ class ResponseTemplateForm:
 
 
 def _flat(calls: object) -> Iterator[object]:
-    """Yield calls, one by one or in lists."""
-    if isinstance(calls, list):
-        for call in calls:
-            yield from _flat(call)
-    elif calls is not None:
-        yield calls
+    """Yield calls, which come one by one or in lists."""
+    for call in calls if isinstance(calls, list) else ():
+        yield from call if isinstance(call, list) else [call]
 
 
 def _function(call: object) -> Function | None:

@@ -1,0 +1,65 @@
+"""Reads random outputs in every form of tool calls, and looks for exceptions and for calls that nobody wrote.
+
+    python -m benchmarks.fuzz_forms [--outputs 120000] [--seed 0]
+
+A third of the outputs are parts of calls glued at random, a third are calls in order, with thoughts and text around them,
+and a third are those, cut, doubled and overwritten in places. Of each output, read as it is and as the rest of an open
+thought: no exception; the message is plain JSON data; without the opening tag of a call there is none; a call's name and
+every word of its arguments are in the text, and no name is called more often than it is written. A text within a thought
+that is not closed holds no call.
+"""
+
+import argparse
+import json
+import random
+import time
+from collections import Counter
+from itertools import islice
+
+from agentrl.chat.forms import FORMS
+from agentrl.chat.forms.form import CallForm
+from benchmarks.hostile.forms import FAMILIES, TOOLS, faults, outputs
+
+
+def fuzz(form: CallForm, num_outputs: int, seed: int) -> Counter[str]:
+    """Return what was found, by its name, and how many calls there were."""
+    family, tally, begin = FAMILIES[form.name], Counter[str](), time.process_time()
+    for text in islice(outputs(family, random.Random(f"{form.name} {seed}")), num_outputs):
+        for is_thinking in (False, True):
+            try:
+                message = form.parse(text, TOOLS, is_thinking=is_thinking)
+            except Exception as error:  # noqa: BLE001 - what is looked for
+                tally[f"fault: {type(error).__name__} {error} of {text!r}"[:300]] += 1
+                continue
+            for fault in faults(message, text, family):
+                tally[f"fault: {fault} in {text!r}"[:300]] += 1
+            found = [call["function"] for call in message.get("tool_calls", ())]
+            if is_thinking and found and family.end_thought not in text:
+                tally[f"fault: a call within an open thought of {text!r}"[:300]] += 1
+            tally["calls"] += sum(bool(called["name"]) for called in found)
+            tally["malformed"] += sum(not called["name"] for called in found)
+    tally["seconds"] = round(time.process_time() - begin)
+    return tally
+
+
+def main() -> None:
+    """Print a table, and the figures as JSON."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--outputs", type=int, default=120_000, help="over all forms")
+    parser.add_argument("--seed", type=int, default=0)
+    given = parser.parse_args()
+    each, wrong, figures = given.outputs // len(FORMS) + 1, list[str](), dict[str, dict[str, int]]()
+    print("| form | outputs | calls | malformed calls | faults | seconds |\n|---|---|---|---|---|---|")
+    for form in FORMS:
+        tally = fuzz(form, each, given.seed)
+        faults_found = Counter({f"{form.name}: {name}": n for name, n in tally.items() if name.startswith("fault: ")})
+        wrong += faults_found
+        row = {"outputs": each, "calls": tally["calls"], "malformed": tally["malformed"]}
+        figures[form.name] = row | {"faults": faults_found.total(), "seconds": tally["seconds"]}
+        print(f"| {form.name} | {' | '.join(f'{n:,}' for n in figures[form.name].values())} |", flush=True)
+    print("\n".join(wrong[:20]))
+    print(json.dumps(figures))
+
+
+if __name__ == "__main__":
+    main()
