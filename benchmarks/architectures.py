@@ -175,7 +175,7 @@ def write_model(name: str, folder: Path) -> None:
 def recipe(folder: Path, run_dir: Path, *, engine: str = "transformers") -> dict[str, Any]:
     """Return a recipe of three steps of `key_door` on the model of a folder.
 
-    Advantages are noise: a random policy earns nothing, and would be trained on nothing.
+    Warmed up until it calls tools, which a random policy would never do; advantages are noise, since it earns next to nothing.
     """
     tools = folder / "tools.jinja"
     return {
@@ -184,17 +184,18 @@ def recipe(folder: Path, run_dir: Path, *, engine: str = "transformers") -> dict
         "model": {"name_or_path": str(folder)},
         "chat": {"template": str(tools)} if tools.is_file() else {},
         "engine": {"name": engine, "max_batch_size": 8},
-        "warmup": {"steps": 2, "num_demonstrations": 4, "batch_size": 2},
+        "warmup": {"steps": 60, "num_demonstrations": 32, "batch_size": 4, "learning_rate": 1e-2},
         "rollout": {
             "num_groups": 2,
             "group_size": 2,
             "max_turns": 3,
-            "max_turn_tokens": 12,
+            "max_turn_tokens": 48,
             "max_context_tokens": 2048,
         },
         "credit": {"scheme": "tests.support.runs:Noise"},
-        "train": {"steps": 3, "device": "cpu", "learning_rate": 1e-3},
+        "train": {"steps": 3, "device": "cpu", "learning_rate": 1e-4},
         "evaluation": {"num_tasks": 1},
+        "report": {"rollouts_every": 1},
     }
 
 
@@ -213,7 +214,11 @@ def _train(name: str, engine: str) -> dict[str, Any]:
             return {**found, "why_not": _last_words(done.stdout + done.stderr)}
         rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
         steps = [row for row in rows if row["step"] > 0]
-        return {**found, "nats": max(row["first/engine_difference"] for row in steps), "steps": len(steps)}
+        return {
+            **found,
+            "nats": max(row["first/engine_difference"] for row in steps),
+            "turns": sum(row["episode/turns"] for row in steps) / len(steps),
+        }
 
 
 def _last_words(output: str) -> str:
@@ -248,7 +253,7 @@ def _describe(name: str) -> dict[str, str]:
 
 
 def _cell(found: dict[str, Any]) -> str:
-    return found.get("why_not") or f"{found['nats']:.1e} ({found['seconds']:.0f} s)"
+    return found.get("why_not") or f"{found['nats']:.1e} ({found['turns']:.1f} turns, {found['seconds']:.0f} s)"
 
 
 def main() -> None:
@@ -279,7 +284,12 @@ _ABOUT = """
 `python -m benchmarks.architectures`: a tiny random model of each architecture, with its family's control tokens and chat
 template, trains three steps of `key_door` with `agentrl train` on the CPU. Under each engine: mean |log-probability of the
 trainer - of the engine| over the sampled tokens of a step's first minibatch, in nats, the largest of the three steps (a run
-ends where it is above 1e-3), and the seconds that the whole command took; or why it cannot run.
+ends where it is above 1e-3); turns of an episode, of at most three; and the seconds that the whole command took, on a machine
+that did other work beside it. Or why it cannot run.
+
+A model is warmed up for 60 steps on demonstrations, until it calls tools. All are models for tools: where the family's own
+template has none (Gemma 3, Phi-3), `chat.template` names a file that writes calls as JSON between tags. TRL has no template of
+Mistral's; this one is written after its `[INST]` form.
 """
 
 

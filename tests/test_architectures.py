@@ -12,9 +12,12 @@ from tests.support.runs import train
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_three_steps_of_a_tool_environment_with_the_family_s_template(name: str, tmp_path: Path) -> None:
     write_model(name, tmp_path / "model")
-    _, rows = train(Recipe.model_validate(recipe(tmp_path / "model", tmp_path / "run")))
+    folder, rows = train(Recipe.model_validate(recipe(tmp_path / "model", tmp_path / "run")))
     steps = [row for row in rows if row["step"] > 0]
     assert len(steps) == 3
     for row in steps:
         assert row["first/engine_difference"] < 1e-5  # nats, as in float32 without a cache
         assert row["grad_norm"] > 0
+    assert sum(row["episode/turns"] for row in steps) > 2 * len(steps)
+    played = "".join(file.read_text(encoding="utf-8") for file in folder.path.glob("rollouts/*"))
+    assert '"role":"tool"' in played.replace(": ", ":")  # calls were read from what the model wrote, and carried out
