@@ -9,6 +9,8 @@ import pytest
 import torch
 
 from agentrl.engine.transformers import TransformersConfig, TransformersEngine
+from agentrl.engine.vllm_common import check_reloadable
+from agentrl.errors import ConfigError
 from agentrl.testing import check_engine
 from agentrl.types import Completion, Sampling
 from benchmarks.architectures import ARCHITECTURES, tiny_model
@@ -93,3 +95,10 @@ def test_a_state_that_went_past_a_prompt_begins_again() -> None:
     for ids, done in zip((prompt, prompt, prompt[:15]), run(play()), strict=True):
         assert done.num_cached_tokens == 0
         assert done.logprobs == pytest.approx(plain_logprobs(model, ids, done.token_ids, 1.0), rel=0, abs=5e-5)
+
+
+def test_vllm_is_refused_where_it_drops_weights_that_are_pushed() -> None:
+    with pytest.raises(ConfigError, match=r"drops the experts and sinks of gpt_oss .* set engine\.name: transformers"):
+        check_reloadable(make("gpt-oss").config)
+    for name in ARCHITECTURES.keys() - {"gpt-oss"}:
+        check_reloadable(make(name).config)
