@@ -49,7 +49,7 @@ def reference(prompt_ids: Sequence[int], token_ids: Sequence[int], temperature: 
 
 async def lines(engine: Any) -> list[str]:
     with pytest.raises(CheckError) as caught:
-        await check_engine(engine, reference, vocab_size=VOCAB, weights=(WEIGHTS[0], WEIGHTS[1]), timeout_s=10)
+        await check_engine(engine, reference, vocab_size=VOCAB, weights=(WEIGHTS[0], WEIGHTS[1]), timeout_s=3)
     return str(caught.value).split("\n- ")[1:]
 
 
