@@ -1,0 +1,313 @@
+"""Renderers of the package `renderers`, one for each model family that it knows, behind agentrl's seam."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from agentrl.chat.chat_template import Shape
+from agentrl.chat.encoder import Encoder
+from agentrl.chat.forms import CallForm
+from agentrl.chat.forms.form import Function, assistant, function, malformed
+from agentrl.chat.forms.tagged import END_THINK, THINK
+from agentrl.chat.renderer import Tools
+from agentrl.chat.settings import prepared
+from agentrl.chat.thinking import Thinking
+from agentrl.errors import RendererError
+from agentrl.types import Message
+
+_USER: Message = {"role": "user", "content": "Hello."}
+_YES: Message = {"role": "assistant", "content": "Yes."}
+_TOOL = {"type": "function", "function": {"name": "look", "description": "A tool.", "parameters": {"type": "object"}}}
+_END_THOUGHT = ("</think>", "<channel|>", "<|end_message|>")
+"""How families end a thought."""
+
+
+class Tokens:
+    """What the package asks of a tokenizer, with text encoded as agentrl's renderers do.
+
+    It has no name: the package chooses defaults by a model's name, and would ask a network for a processor of that name.
+    """
+
+    name_or_path = ""
+
+    def __init__(self, tokenizer: Any, encode: Encoder, *, template: str) -> None:
+        self._tokenizer, self._encode = tokenizer, encode
+        self._size = len(tokenizer)
+        self.chat_template = template
+        self.unk_token_id: int | None = tokenizer.unk_token_id
+        self.eos_token_id: int | None = tokenizer.eos_token_id
+
+    def encode(self, text: str, *_: Any, **__: Any) -> list[int]:
+        """Return the tokens of a text; what `Encoder.literal` marked in it is none of the control tokens."""
+        return list(self._encode(text))
+
+    def decode(self, token_ids: Sequence[int], *_: Any, **__: Any) -> str:
+        """Return the text of tokens, control tokens spelled out; a model can have more tokens than its tokenizer."""
+        known = [i for i in token_ids if 0 <= i < self._size]
+        return str(self._tokenizer.decode(known, skip_special_tokens=False, clean_up_tokenization_spaces=False))
+
+    def convert_tokens_to_ids(self, token: str) -> Any:
+        """Return the id of a token; None, or that of the unknown token, where there is none."""
+        return self._tokenizer.convert_tokens_to_ids(token)
+
+
+class FamilyRenderer:
+    """A renderer of the package: it writes the tokens of a family's template, and parses by control tokens.
+
+    Only `find_family` makes one, after it has proven that it writes what the tokenizer's own template writes. What tools and
+    users say is appended behind a stand-in of the dialogue: it depends on who speaks, and not on what was sampled.
+    """
+
+    def __init__(
+        self,
+        family: Any,
+        tokens: Tokens,
+        encode: Encoder,
+        *,
+        shape: Shape,
+        form: CallForm | None = None,
+        system: str | None = None,
+        thinking: Thinking | None = None,
+    ) -> None:
+        """Take a renderer of the package, made of `tokens`.
+
+        Args:
+            family: the package's renderer.
+            tokens: of the tokenizer.
+            encode: of the tokenizer.
+            shape: what the template has: a developer's message, thoughts.
+            form: reads what was sampled, in place of the package.
+            system: a system prompt.
+            thinking: which thoughts a context holds; None: as the family does.
+        """
+        self._family, self._tokens, self._encode, self._system, self._form = family, tokens, encode, system, form
+        self._stop_ids = tuple(dict.fromkeys(family.get_stop_token_ids()))
+        self.has_developer = True
+        """There are messages of a developer; where there are none, they are system messages."""
+        told = [{"role": "developer", "content": "Be brief."}, _USER]
+        self.has_developer = shape.developer and self._can_render(told) and self._can_render(told, [_TOOL])
+        self._prompt = self._render([_USER], prompt=True)
+        own: Thinking = "keep" if shape.thought_key is None else self._find_thinking()
+        self._thinking = thinking or own
+        self._taken_out: Thinking = "keep" if self._thinking == own else self._thinking  # the family takes out its own
+
+    @property
+    def name(self) -> str:
+        """Name of the family, as the package has it."""
+        return str(self._family.config.name)
+
+    @property
+    def form_name(self) -> str | None:
+        """Name of the call form that reads what was sampled; None: the package does."""
+        return self._form.name if self._form else None
+
+    @property
+    def stop_token_ids(self) -> tuple[int, ...]:
+        """Tokens that end an assistant turn of the family."""
+        return self._stop_ids
+
+    @property
+    def max_token_chars(self) -> int | None:
+        """Longest text that one token stands for."""
+        return self._encode.max_chars
+
+    @property
+    def thinking(self) -> Thinking:
+        """Which thoughts of earlier turns a context holds."""
+        return self._thinking
+
+    def whole(self, messages: Sequence[Message], tools: Tools, *, prompt: bool) -> tuple[int, ...]:
+        """Return a dialogue as it is told, with or without the generation prompt."""
+        return tuple(self._render(messages, tools, prompt=prompt))
+
+    def start(self, messages: Sequence[Message], tools: Tools) -> tuple[int, ...]:
+        """Return a whole context."""
+        return tuple(
+            self._render(prepared(messages, system=self._system, thinking=self._taken_out), tools, prompt=True)
+        )
+
+    def extend(
+        self,
+        context_ids: Sequence[int],  # noqa: ARG002 - what is appended does not depend on history
+        action_ids: Sequence[int],
+        messages: Sequence[Message],
+    ) -> tuple[int, ...] | None:
+        """Return the tokens to append, or None where the family cannot."""
+        stand_in = self._stand_in(messages)
+        is_closed = bool(action_ids) and action_ids[-1] in self._stop_ids
+        closed = [*stand_in[:-1], action_ids[-1] if is_closed else stand_in[-1]]
+        bridged = self._family.bridge_to_next_turn(self._prompt, closed, [self._shaped(m) for m in messages])
+        if bridged is None:
+            return None
+        added = tuple(bridged.token_ids[len(self._prompt) + len(closed) :])
+        return added if is_closed else (closed[-1], *added)
+
+    def parse(self, action_ids: Sequence[int], context_ids: Sequence[int] = (), tools: Tools = ()) -> Message:
+        """Return the assistant message of sampled tokens."""
+        ids, prompt = list(action_ids), list(context_ids) or self._prompt
+        body = ids[:-1] if ids and ids[-1] in self._stop_ids else ids
+        if self._form is not None:
+            return self._form.parse(self._tokens.decode(body), tools, is_thinking=self._opens_thought(prompt))
+        try:
+            parsed = self._family.parse_response(ids, tools=list(tools) or None, prompt_ids=prompt)
+        except Exception:  # noqa: BLE001 - it raises where JSON has numbers of 5,000 digits or nests too deep
+            return assistant("", (), [malformed(self._tokens.decode(body))])
+        thought = parsed.reasoning_content
+        if thought is not None and parsed.tool_calls:
+            text = self._tokens.decode(body)
+            if not any(
+                end in text for end in _END_THOUGHT
+            ):  # a call within a thought that does not end is only thought of
+                return assistant("", [text], ())
+        return assistant(parsed.content, [thought or ""], [_function(call) for call in parsed.tool_calls])
+
+    def _opens_thought(self, prompt: Sequence[int]) -> bool:
+        """Tell whether the last turn of a context has begun a thought."""
+        begins = next((n + 1 for n in range(len(prompt) - 1, -1, -1) if prompt[n] in self._stop_ids), 0)
+        text = self._tokens.decode(prompt[begins:])
+        return text.rfind(THINK) > text.rfind(END_THINK)
+
+    def encode(self, message: Message) -> tuple[int, ...]:
+        """Return an assistant message as an action.
+
+        Raises:
+            RendererError: where the family does not write a part of it.
+        """
+        ids, prompt = self._written(message), self._prompt
+        common = next(
+            (i for i, (a, b) in enumerate(zip(ids, prompt, strict=False)) if a != b), min(len(ids), len(prompt))
+        )
+        action, opened = ids[common:], self._tokens.decode(prompt[common:])
+        if opened:  # the end of the prompt is merged with the beginning of the action
+            lengths = range(1, len(action) + 1)
+            length = next((n for n in lengths if self._tokens.decode(action[:n]).startswith(opened)), 0)
+            if length:
+                rest = self._tokens.decode(action[:length])[len(opened) :]
+                action = [*self._tokens.encode(self._encode.literal(rest)), *action[length:]]
+            elif not (opened.isspace() and self._opens_thought(prompt)):  # a thought that holds nothing ends at once
+                raise RendererError(f"chat.renderer: {self.name} of the package renderers cannot write such a turn")
+        thought, written = message.get("reasoning_content"), self._tokens.decode(action)
+        lost = [
+            text
+            for text in (thought, message.get("content"))
+            if text and not text.isspace() and text.split()[0] not in written
+        ]
+        if lost:
+            raise RendererError(
+                f"chat.renderer: {self.name} of the package renderers does not write {lost[0][:40]!r} in such a turn"
+            )
+        return (*action, self._stop_after(message))
+
+    def _written(self, message: Message) -> list[int]:
+        """Return the tokens of a first answer, from the beginning of the dialogue to before its stop token."""
+        rendered = self._rendered([_USER, message])
+        ids: list[int] = rendered.token_ids
+        marked = zip(rendered.message_indices, rendered.sampled_mask, strict=False)
+        sampled = [place for place, (index, is_sampled) in enumerate(marked) if is_sampled and index == 1]
+        ids = ids[: sampled[-1] + 1] if sampled else ids
+        return ids[:-1] if ids[-1] in self._stop_ids else ids
+
+    def _stop_after(self, message: Message) -> int:
+        """Return the token that ends a turn, by what follows: the results of its calls, or a user."""
+        plain = {key: value for key, value in message.items() if key != "reasoning_content"}
+        following = self._render([_USER, plain, *_replies(plain)], prompt=True)[len(self._written(plain)) :]
+        return next((i for i in following if i in self._stop_ids), self._stop_ids[0])
+
+    def _stand_in(self, replies: Sequence[Message]) -> tuple[int, ...]:
+        heard = [reply for reply in replies if reply["role"] == "tool"]
+        if not heard:
+            return self.encode(_YES)
+        calls: list[dict[str, Any]] = [
+            {
+                "id": reply.get("tool_call_id") or f"call_{number}",
+                "type": "function",
+                "function": {"name": reply.get("name") or "tool", "arguments": {}},
+            }
+            for number, reply in enumerate(heard)
+        ]
+        try:
+            return self.encode({"role": "assistant", "content": "", "tool_calls": calls})
+        except RendererError:  # one call in a turn, at most
+            return self.encode({"role": "assistant", "content": "", "tool_calls": calls[:1]})
+
+    def _find_thinking(self) -> Thinking:
+        thought = {"reasoning_content": "agentrl-probe"}
+        call = {"id": "call_0", "type": "function", "function": {"name": "look", "arguments": {}}}
+        said: Message = {"role": "assistant", "content": "", "tool_calls": [call], **thought}
+        for thinking, messages in (
+            ("keep", [_USER, {**_YES, **thought}, _USER]),
+            ("drop_at_user", [_USER, said, *_replies(said)]),
+        ):
+            if "agentrl-probe" in self._tokens.decode(self._render(messages, prompt=True)):
+                return "keep" if thinking == "keep" else "drop_at_user"
+        return "drop"
+
+    def _can_render(self, messages: Sequence[Message], tools: Tools = ()) -> bool:
+        try:
+            self._render(messages, tools, prompt=True)
+        except RendererError:
+            return False
+        return True
+
+    def _render(self, messages: Sequence[Message], tools: Tools = (), *, prompt: bool = False) -> list[int]:
+        return list(self._rendered(messages, tools, prompt=prompt).token_ids)
+
+    def _rendered(self, messages: Sequence[Message], tools: Tools = (), *, prompt: bool = False) -> Any:
+        said = [self._shaped(message) for message in messages]
+        try:
+            return self._family.render(said, tools=self._marked(list(tools)) or None, add_generation_prompt=prompt)
+        except (
+            ValueError,
+            TypeError,
+            KeyError,
+            IndexError,
+            AttributeError,
+            AssertionError,
+            NotImplementedError,
+        ) as error:
+            raise RendererError(
+                f"chat.renderer: {self.name} of the package renderers cannot render a dialogue with the roles "
+                f"{', '.join(m['role'] for m in messages)}: {error}"
+            ) from error
+
+    def _shaped(self, message: Message) -> Message:
+        """Return a message as the package takes it: marked, and with what is no call as text."""
+        role = message["role"]
+        if role == "developer" and not self.has_developer:
+            role = "system"
+        shaped = {**message, "role": role, "content": self._encode.literal(message.get("content") or "")}
+        if thought := message.get("reasoning_content"):
+            shaped["reasoning_content"] = self._encode.literal(thought)
+        calls = shaped.pop("tool_calls", None) or []
+        regular = [call for call in calls if _is_regular(call)]
+        odd = [str(call["function"].get("arguments")) for call in calls if not _is_regular(call)]
+        if odd:
+            shaped["content"] = "\n".join(filter(None, [shaped["content"], *map(self._encode.literal, odd)]))
+        if regular:
+            shaped["tool_calls"] = [self._marked(call) for call in regular]
+        return shaped
+
+    def _marked(self, data: Any) -> Any:
+        if isinstance(data, str):
+            return self._encode.literal(data)
+        if isinstance(data, list):
+            return [self._marked(item) for item in data]
+        return {key: self._marked(value) for key, value in data.items()} if isinstance(data, dict) else data
+
+
+def _replies(message: Message) -> list[Message]:
+    calls = message.get("tool_calls") or []
+    return [
+        {"role": "tool", "name": call["function"]["name"], "tool_call_id": call.get("id"), "content": "Done."}
+        for call in calls
+    ] or [_USER]
+
+
+def _is_regular(call: dict[str, Any]) -> bool:
+    return bool(call["function"].get("name")) and isinstance(call["function"].get("arguments", {}), dict)
+
+
+def _function(parsed: Any) -> Function:
+    """Return a call that was read, or that something was no call; a tool that nobody has is the environment's to answer."""
+    if parsed.status in ("ok", "unknown_tool") and isinstance(parsed.arguments, dict):
+        return function(parsed.name or "", parsed.arguments) or malformed(parsed.raw or "")
+    return malformed(parsed.raw or "")
