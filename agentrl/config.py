@@ -105,8 +105,8 @@ _SEAMS = {
 """The sections that name a plug-in, and hold whatever fields it has."""
 
 
-def load_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
-    """Read a YAML recipe and lay command-line overrides (`--rollout.group_size 4`, `--credit.gamma=0.5`) over it.
+def load_recipe(path: Path | None, overrides: Sequence[str] = ()) -> Recipe:
+    """Read a YAML recipe (None: an empty one) and lay command-line overrides (`--rollout.group_size 4`) over it.
 
     Naming another `env.id` or `credit.scheme` drops the recipe's options for the former one; naming another plug-in elsewhere
     (`chat.renderer`) drops those that it does not have.
@@ -115,7 +115,7 @@ def load_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
         ConfigError: naming each field at fault, with the nearest name for one that does not exist.
     """
     try:
-        text = path.read_bytes()
+        text = b"{}" if path is None else path.read_bytes()
     except OSError as error:
         raise ConfigError(f"cannot read the recipe {path}: {error.strerror}") from error
     data = parse_yaml(text, where=f"the recipe {path}")

@@ -2,12 +2,13 @@
 
 from agentrl.chat.auto import AutoConfig
 from agentrl.chat.chatml import ChatMLConfig, ChatMLRenderer
+from agentrl.chat.description import Description, describe
 from agentrl.chat.dialogue import Dialogue, TurnTokens
 from agentrl.chat.forms import FORMS, CallForm, ResponseTemplateForm
 from agentrl.chat.forms.hermes import format_tool_call, parse_assistant
 from agentrl.chat.renderer import Renderer, RendererConfig
 from agentrl.chat.template import TemplateConfig, TemplateRenderer
-from agentrl.chat.tokenizer import load_tokenizer, train_tokenizer
+from agentrl.chat.tokenizer import load_tokenizer, local_folder, pretrained_tokenizer, train_tokenizer
 
 __all__ = [
     "FORMS",
@@ -15,6 +16,7 @@ __all__ = [
     "CallForm",
     "ChatMLConfig",
     "ChatMLRenderer",
+    "Description",
     "Dialogue",
     "Renderer",
     "RendererConfig",
@@ -22,8 +24,11 @@ __all__ = [
     "TemplateConfig",
     "TemplateRenderer",
     "TurnTokens",
+    "describe",
     "format_tool_call",
     "load_tokenizer",
+    "local_folder",
     "parse_assistant",
+    "pretrained_tokenizer",
     "train_tokenizer",
 ]

@@ -54,7 +54,7 @@ class ChatTemplate:
         date: dt.date,
         name: str,
     ) -> None:
-        self._tokenizer, self._encoder, self._template, self._name = tokenizer, encoder, template, name
+        self._tokenizer, self._encoder, self._template, self.name = tokenizer, encoder, template, name
         clock = dt.datetime.combine(date, dt.time())
         self._variables = {**variables, "strftime_now": clock.strftime}  # in place of the clock that transformers gives
         self.shape = self._find_shape()
@@ -92,7 +92,7 @@ class ChatTemplate:
             )
         except (TemplateError, TypeError, KeyError, ValueError, AttributeError, IndexError) as error:
             raise RendererError(
-                f"chat.renderer: the chat template of {self._name!r} cannot render a dialogue with the roles "
+                f"chat.renderer: the chat template of {self.name!r} cannot render a dialogue with the roles "
                 f"{', '.join(m['role'] for m in messages)}: {error}"
             ) from error
         return text
@@ -107,7 +107,7 @@ class ChatTemplate:
                 break
         else:
             self.render([probe, {**USER, "role": "assistant"}], shape=shape)  # raises where it cannot
-            raise RendererError(f"chat.renderer: the chat template of {self._name!r} leaves out what a user says")
+            raise RendererError(f"chat.renderer: the chat template of {self.name!r} leaves out what a user says")
         shape = replace(shape, system=self._holds([{**probe, "role": "system"}, USER], shape))
         shape = replace(shape, developer=self._holds([{**probe, "role": "developer"}, USER], shape))
         call = {"id": "call00000", "type": "function", "function": {"name": "look", "arguments": {"text": PROBE}}}

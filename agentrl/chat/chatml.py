@@ -7,6 +7,7 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
+from agentrl.chat.description import Description
 from agentrl.chat.encoder import Encoder
 from agentrl.chat.forms.hermes import CLOSE, OPEN, format_reasoning, format_tool_call, parse_assistant
 from agentrl.chat.renderer import Tools
@@ -48,7 +49,9 @@ class ChatMLRenderer:
         ids = [self._control.token_to_id(token) for token in (START, END)]
         if None in ids:
             raise RendererError(
-                f"chat.renderer: the tokenizer lacks {START} or {END}; use 'template' with its own chat template"
+                f"chat.renderer: the tokenizer lacks {START} or {END}, with which 'chatml' marks messages. Set "
+                "chat.template to a file with a chat template for this tokenizer, or chat.renderer to a renderer of your "
+                "own ('module:Class')"
             )
         self._start_id, self._end_id = ids
         self._newline = self._encode("\n")
@@ -68,6 +71,22 @@ class ChatMLRenderer:
     def thinking(self) -> Thinking:
         """Which thoughts of earlier turns a context holds."""
         return self._thinking
+
+    def describe(self) -> Description:
+        """Return what the form is, in words."""
+        return Description(
+            facts={
+                "calls": "hermes, several in a turn, also after text; tools are a line of signatures",
+                "end of a turn": END,
+                "thoughts": f"{self._thinking}; text of the message, between tags",
+                "history": "never rewritten, but for thoughts that are dropped",
+                "system messages": "messages of their own",
+                "developer messages": "messages of their own",
+                "system prompt": "none but chat.system",
+                "BOS": "none",
+                "variables": "none are read",
+            }
+        )
 
     def start(self, messages: Sequence[Message], tools: Tools) -> tuple[int, ...]:
         """Return a whole context; the tools come first, in a system message of their own."""

@@ -26,6 +26,14 @@ class Finding:
     """Why it is not asked for: the renderer says that it cannot."""
 
 
+class UnprovenError(RendererError):
+    """A renderer that does not do what it should."""
+
+    def __init__(self, words: str, *, renderer: Renderer, findings: list[Finding]) -> None:
+        super().__init__(words)
+        self.renderer, self.findings = renderer, findings
+
+
 def examine(renderer: Renderer, *, tools: Tools = TOOLS) -> list[Finding]:
     """Play dialogues with a renderer, and tell what it does and what it does not.
 
@@ -44,8 +52,8 @@ def examine(renderer: Renderer, *, tools: Tools = TOOLS) -> list[Finding]:
     return [finding for check in _CHECKS for finding in _found(check, episode)]
 
 
-def prove(renderer: Renderer, *, name: str, tools: Tools = TOOLS) -> None:
-    """Refuse a renderer that does not do what it should.
+def prove(renderer: Renderer, *, name: str, tools: Tools = TOOLS) -> list[Finding]:
+    """Return what `examine` found of a renderer; refuse one that does not do what it should.
 
     Args:
         renderer: of a model.
@@ -53,15 +61,19 @@ def prove(renderer: Renderer, *, name: str, tools: Tools = TOOLS) -> None:
         tools: at least two, or none where the renderer is not used with tools.
 
     Raises:
-        RendererError: with what was not proven.
+        UnprovenError: with what was not proven.
     """
-    unproven = [finding for finding in examine(renderer, tools=tools) if finding.problems]
+    findings = examine(renderer, tools=tools)
+    unproven = [finding for finding in findings if finding.problems]
     if unproven:
         lines = "".join(f"\n- {finding.claim}: not so. {finding.problems[0]}" for finding in unproven)
-        raise RendererError(
+        raise UnprovenError(
             f"chat.renderer: the dialogues of {name!r} cannot be rendered exactly; `agentrl chat` shows the proof.{lines}\n"
-            "Set chat.template to a file with another template, or chat.renderer to a renderer of your own ('module:Class')"
+            "Set chat.template to a file with another template, or chat.renderer to a renderer of your own ('module:Class')",
+            renderer=renderer,
+            findings=findings,
         )
+    return findings
 
 
 def _found(check: Callable[["Episode"], Iterator[str]], episode: "Episode") -> list[Finding]:
@@ -120,12 +132,14 @@ def _extends_words(episode: Episode) -> Iterator[str]:
 
 def _extends_tools(episode: Episode) -> Iterator[str]:
     """What tools return is appended, and nothing before it changes."""
-    yield from _extension(episode, (1, 2, 1, 1, 2, 1) if episode.tools else ())
+    episode.need_tools()
+    yield from _extension(episode, (1, 2, 1, 1, 2, 1))
 
 
 def _extends_both(episode: Episode) -> Iterator[str]:
     """Users and tools may follow each other."""
-    yield from _extension(episode, (0, 1, 0, 2, 1, 0) if episode.tools else (), is_mixed=True)
+    episode.need_tools()
+    yield from _extension(episode, (0, 1, 0, 2, 1, 0), is_mixed=True)
 
 
 def _extension(episode: Episode, counts: Sequence[int], *, is_mixed: bool = False) -> Iterator[str]:

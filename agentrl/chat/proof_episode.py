@@ -54,6 +54,15 @@ class Episode:
             return False
         return True
 
+    def need_tools(self) -> None:
+        """Tell that a claim is about tools, and there are none.
+
+        Raises:
+            RendererError: where there are none.
+        """
+        if not self.tools:
+            raise RendererError("there are no tools")
+
     def spelled(self, text: str) -> tuple[int, ...]:
         """Return a plain message in tokens that its text as a whole is not encoded to: one letter after the other."""
         letters = [self.encode(says(letter))[:-1] for letter in text]

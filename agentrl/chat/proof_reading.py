@@ -42,8 +42,7 @@ def words(episode: Episode) -> Iterator[str]:
 
 def calls(episode: Episode) -> Iterator[str]:
     """Calls are read as they were written."""
-    if not episode.tools:
-        return
+    episode.need_tools()
     first = episode.tools[0]["function"]["name"]
     yield from _round_trip(
         episode,
@@ -59,16 +58,16 @@ def calls(episode: Episode) -> Iterator[str]:
 
 def text_and_calls(episode: Episode) -> Iterator[str]:
     """Text before a call is read."""
-    if episode.tools:
-        call = (episode.tools[0]["function"]["name"], {"n": 1})
-        yield from _round_trip(episode, {"text and a call": says("I look first.", call)})
+    episode.need_tools()
+    call = (episode.tools[0]["function"]["name"], {"n": 1})
+    yield from _round_trip(episode, {"text and a call": says("I look first.", call)})
 
 
 def parallel_calls(episode: Episode) -> Iterator[str]:
     """Several calls in a turn are read."""
-    if episode.tools:
-        first, second = (tool["function"]["name"] for tool in episode.tools[:2])
-        yield from _round_trip(episode, {"two calls": says("", (first, {"n": 1}), (second, {"n": -2}))})
+    episode.need_tools()
+    first, second = (tool["function"]["name"] for tool in episode.tools[:2])
+    yield from _round_trip(episode, {"two calls": says("", (first, {"n": 1}), (second, {"n": -2}))})
 
 
 def thought_and_words(episode: Episode) -> Iterator[str]:
@@ -78,11 +77,9 @@ def thought_and_words(episode: Episode) -> Iterator[str]:
 
 def thought_and_calls(episode: Episode) -> Iterator[str]:
     """Thoughts before calls are read."""
-    if episode.tools:
-        call = (episode.tools[0]["function"]["name"], {"n": 1})
-        yield from _round_trip(
-            episode, {"a call that follows a thought": says("", call) | {"reasoning_content": "Hm."}}
-        )
+    episode.need_tools()
+    call = (episode.tools[0]["function"]["name"], {"n": 1})
+    yield from _round_trip(episode, {"a call that follows a thought": says("", call) | {"reasoning_content": "Hm."}})
 
 
 def _round_trip(episode: Episode, messages: Mapping[str, Message]) -> Iterator[str]:
@@ -137,8 +134,7 @@ def random_tokens(episode: Episode) -> Iterator[str]:
 
 def cut_calls(episode: Episode) -> Iterator[str]:
     """A call that breaks off is none."""
-    if not episode.tools:
-        return
+    episode.need_tools()
     whole = says("", (episode.tools[0]["function"]["name"], {"n": 12, "text": "a long enough text"}))
     ids = episode.encode(whole)[:-1]
     num_malformed = 0
@@ -155,8 +151,7 @@ def cut_calls(episode: Episode) -> Iterator[str]:
 
 def malformed_calls(episode: Episode) -> Iterator[str]:
     """A malformed call is data."""
-    if not episode.tools:
-        return
+    episode.need_tools()
     first = episode.tools[0]["function"]["name"]
     form = '<tool_call>\n{"name": "%s", "arguments": {}}\n</tool_call>'
     if functions(episode.renderer.parse(episode.encode(says(form % first)))) != [{"name": first, "arguments": {}}]:

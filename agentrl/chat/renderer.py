@@ -1,9 +1,10 @@
 """The seam between messages and tokens."""
 
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
+from agentrl.chat.description import Tried
 from agentrl.chat.thinking import Thinking
 from agentrl.plugin import Plugin, Seam
 from agentrl.types import Message
@@ -17,7 +18,8 @@ Tools = Sequence[dict[str, Any]]
 class Renderer(Protocol):
     """Turns messages into the tokens a model reads, and sampled tokens into a message.
 
-    `start` and `extend` are called from many threads at once.
+    `start` and `extend` are called from many threads at once. A method `describe() -> Description`, where there is one, tells
+    `agentrl chat` what there is to say, and what a run says when it begins.
     """
 
     @property
@@ -81,3 +83,11 @@ class RendererConfig(Plugin):
             RendererError: when it cannot be used with this tokenizer; the message names the field and the fix.
         """
         raise NotImplementedError
+
+    def tried(self, tokenizer: "PreTrainedTokenizerBase", *, name: str = "") -> Iterator[Tried]:
+        """Yield what is considered in its order; the last is what `build` returns.
+
+        Raises:
+            RendererError: as `build`.
+        """
+        yield Tried(self.renderer, "the recipe names it (chat.renderer)", self.build(tokenizer, name=name))

@@ -8,11 +8,13 @@ from typing import Any
 from pydantic import Field
 
 from agentrl.chat.chat_template import ChatTemplate
+from agentrl.chat.description import Description
 from agentrl.chat.encoder import Encoder
 from agentrl.chat.forms import FORMS, ResponseTemplateForm
 from agentrl.chat.proof import prove
 from agentrl.chat.renderer import Renderer, Tools
 from agentrl.chat.settings import DialogueConfig, prepared
+from agentrl.chat.template_description import describe_template
 from agentrl.chat.template_facts import find_facts
 from agentrl.chat.thinking import Thinking
 from agentrl.chat.turns import TOOLS, Turns
@@ -67,6 +69,7 @@ class TemplateRenderer:
         self._closing = {end.stop_id: end.closing_id for end in ends}
         self._open_prompts = [self._encode(prompt) for prompt in self.facts.thinking_prompts]
         self._thinking = config.thinking or self.facts.thinking
+        self._text, self._variables = text, config.template_variables
 
     @property
     def stop_token_ids(self) -> tuple[int, ...]:
@@ -82,6 +85,18 @@ class TemplateRenderer:
     def thinking(self) -> Thinking:
         """Which thoughts of earlier turns a context holds."""
         return self._thinking
+
+    def describe(self) -> Description:
+        """Return what the template does, in words."""
+        return describe_template(
+            self.template,
+            self.turns,
+            self.facts,
+            tokenizer=self._tokenizer,
+            text=self._text,
+            thinking=self._thinking,
+            variables=self._variables,
+        )
 
     def start(self, messages: Sequence[Message], tools: Tools) -> tuple[int, ...]:
         """Return a whole context.

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import PreTrainedTokenizerFast
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from agentrl.chat.chatml import END, START
 from agentrl.chat.forms.hermes import CLOSE, OPEN
@@ -29,6 +29,28 @@ def load_tokenizer(folder: Path) -> Any:
     except (OSError, ValueError, KeyError, TypeError) as error:
         what = f"{type(error).__name__}: {error}"
     raise ConfigError(f"the tokenizer of this run is damaged, or of an earlier version ({what}); begin a new run")
+
+
+def pretrained_tokenizer(name_or_path: str, *, field: str = "model.name_or_path") -> Any:
+    """Return the tokenizer of a Hugging Face folder or hub name.
+
+    Raises:
+        ConfigError: when there is none.
+    """
+    where = local_folder(name_or_path)
+    if where and not where.is_dir():
+        raise ConfigError(f"{field}: there is no folder {name_or_path!r}; a model of the hub is named OWNER/MODEL")
+    try:
+        # Said outright: by default transformers asks at the terminal whether to run a model's own code.
+        return AutoTokenizer.from_pretrained(where or name_or_path, trust_remote_code=False)
+    except (OSError, ValueError, ImportError) as error:  # ImportError: of a package that its kind needs
+        raise ConfigError(f"{field}: cannot load the tokenizer of {name_or_path!r}: {error}") from error
+
+
+def local_folder(name_or_path: str) -> Path | None:
+    """Return the folder that a model's name means. None: it is a name of the hub, `owner/model`."""
+    is_path = name_or_path.startswith((".", "/", "~")) or name_or_path.count("/") != 1
+    return Path(name_or_path).expanduser() if is_path else None
 
 
 def train_tokenizer(texts: Iterable[str], *, vocab_size: int) -> Any:

@@ -3,13 +3,13 @@
 `T` trained tokens, `D` hidden size, `V` vocabulary.
 """
 
-from pathlib import Path
 from typing import Any, Literal, Self
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, model_validator
 from torch import Tensor, nn
 
+from agentrl.chat import local_folder, pretrained_tokenizer
 from agentrl.errors import ConfigError
 from agentrl.policy.layout import Inputs, Layout, hidden_states
 from agentrl.policy.logprobs import fused_logprobs
@@ -113,18 +113,15 @@ def load_pretrained(
     Raises:
         ConfigError: when there is no such model.
     """
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoModelForCausalLM
 
-    looks_like_path = name_or_path.startswith((".", "/", "~")) or name_or_path.count("/") != 1
-    folder = Path(name_or_path).expanduser()
-    if looks_like_path and not (folder / "config.json").is_file():
+    folder = local_folder(name_or_path)
+    if folder and not (folder / "config.json").is_file():
         raise ConfigError(f"{field}: no model in {name_or_path!r}: {folder / 'config.json'} does not exist")
+    tokenizer = pretrained_tokenizer(name_or_path, field=field)
     try:
-        where = folder if looks_like_path else name_or_path
-        # Said outright: by default transformers asks at the terminal whether to run a model's own code.
-        tokenizer = AutoTokenizer.from_pretrained(where, trust_remote_code=False)
         model = AutoModelForCausalLM.from_pretrained(
-            where, dtype=torch.float32, attn_implementation=attention, trust_remote_code=False
+            folder or name_or_path, dtype=torch.float32, attn_implementation=attention, trust_remote_code=False
         )
     except (OSError, ValueError) as error:
         raise ConfigError(f"{field}: cannot load {name_or_path!r}: {error}") from error

@@ -17,7 +17,7 @@ from accelerate import Accelerator
 from accelerate.tracking import LOGGER_TYPE_TO_CLASS, get_available_trackers
 from accelerate.utils import InitProcessGroupKwargs, set_seed
 
-from agentrl.chat import ChatMLRenderer
+from agentrl.chat import ChatMLRenderer, describe
 from agentrl.config import Recipe
 from agentrl.credit import CreditScheme, load_credit_for
 from agentrl.distributed.processes import from_rank_zero, is_main, num_processes, process_index, set_deadline
@@ -141,7 +141,7 @@ def _build(
     )
     return Parts(
         recipe=recipe,
-        warnings=tuple(filter(None, [*recipe.loss.warnings(), *limits, lack, layout])),
+        warnings=tuple(filter(None, [*recipe.loss.warnings(), *limits, lack, *describe(renderer).notes, layout])),
         on_warning=on_warning,
         runner=runner,
         tokenizer=tokenizer,
