@@ -15,6 +15,7 @@ from agentrl.chat.families import FamilyRenderer
 from agentrl.chat.family_proof import find_family, missing_package
 from agentrl.chat.proof_episode import is_same
 from agentrl.errors import RendererError
+from agentrl.testing import check_renderer
 from agentrl.types import Message
 from benchmarks.families import family_tokenizer, template_names
 
@@ -214,6 +215,11 @@ def test_contexts_are_those_of_the_template_where_it_leaves_history_alone(templa
                 assert tokenizer.decode(ids) == tokenizer.decode(expected)
                 assert [i for i in ids if i in control] == [i for i in expected if i in control]
     assert num_compared > 2 * NUM_DIALOGUES
+
+
+@pytest.mark.parametrize("template", PROVEN)
+def test_it_keeps_to_what_every_renderer_must_keep_to(template: str) -> None:
+    check_renderer(found(template))
 
 
 @pytest.mark.parametrize("template", PROVEN)
