@@ -1,12 +1,15 @@
 """Reads random outputs in every form of tool calls, and looks for exceptions and for calls that nobody wrote.
 
-    python -m benchmarks.fuzz_forms [--outputs 120000] [--seed 0]
+    python -m benchmarks.fuzz_forms [--outputs 120000] [--seed 0] [--characters 10000000]
 
 A third of the outputs are parts of calls glued at random, a third are calls in order, with thoughts and text around them,
 and a third are those, cut, doubled and overwritten in places. Of each output, read as it is and as the rest of an open
 thought: no exception; the message is plain JSON data; without the opening tag of a call there is none; a call's name and
 every word of its arguments are in the text, and no name is called more often than it is written. A text within a thought
 that is not closed holds no call.
+
+Then one part after the other is repeated up to 200,000 characters, alone and after the beginning of a call, and what took
+longest is repeated up to `characters`. Seconds are of the processor.
 """
 
 import argparse
@@ -42,11 +45,31 @@ def fuzz(form: CallForm, num_outputs: int, seed: int) -> Counter[str]:
     return tally
 
 
+def slowest(form: CallForm, num_chars: int) -> tuple[float, str]:
+    """Return the seconds for the repetition that takes longest, and its beginning."""
+    family = FAMILIES[form.name]
+    call = family.write([("take_it", {"what": "x"})])
+    half = call[: call.index("x")]
+    beginnings = ("", half, family.write([("look", {})]), family.think[0])
+    pieces = (*family.pieces, half, call, half + family.pieces[-1], " ", "\\", '"', "[", "{", "',", '\\"')
+    found = [(_seconds(form, b, p, 200_000), b, p) for b in beginnings for p in pieces]
+    _, beginning, piece = max(found)
+    return _seconds(form, beginning, piece, num_chars), f"{beginning}{piece}{piece}"
+
+
+def _seconds(form: CallForm, beginning: str, piece: str, num_chars: int) -> float:
+    text = beginning + piece * (num_chars // len(piece))
+    begin = time.process_time()
+    form.parse(text, TOOLS, is_thinking=False)
+    return time.process_time() - begin
+
+
 def main() -> None:
     """Print a table, and the figures as JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--outputs", type=int, default=120_000, help="over all forms")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--characters", type=int, default=10_000_000, help="0: no times")
     given = parser.parse_args()
     each, wrong, figures = given.outputs // len(FORMS) + 1, list[str](), dict[str, dict[str, int]]()
     print("| form | outputs | calls | malformed calls | faults | seconds |\n|---|---|---|---|---|---|")
@@ -58,6 +81,9 @@ def main() -> None:
         figures[form.name] = row | {"faults": faults_found.total(), "seconds": tally["seconds"]}
         print(f"| {form.name} | {' | '.join(f'{n:,}' for n in figures[form.name].values())} |", flush=True)
     print("\n".join(wrong[:20]))
+    for form in FORMS if given.characters else ():
+        seconds, text = slowest(form, given.characters)
+        print(f"{form.name}: {seconds:.1f} s for {given.characters:,} characters of {text!r}", flush=True)
     print(json.dumps(figures))
 
 

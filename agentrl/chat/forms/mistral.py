@@ -24,6 +24,8 @@ def _calls(body: str) -> list[Function]:
     """Return the call with its name in front, or those of a list; none where one is malformed."""
     if begin := _NAMED.match(body):
         found = [json_function(begin[1], body[begin.end() :])]
+    elif not body.lstrip().startswith("["):
+        return []
     else:
         try:
             calls = json.loads(body)
