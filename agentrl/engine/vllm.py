@@ -254,7 +254,7 @@ class VLLMEngine(BatchedEngine):
             except (TypeError, ValueError, RuntimeError) as error:
                 words = error.errors()[0]["msg"] if isinstance(error, ValidationError) else error
                 raise ConfigError(
-                    f"engine.name: 'vllm' cannot run this model: {words}. Set engine.name: transformers"
+                    f"engine.name: 'vllm' cannot run this model: {str(words).rstrip('.')}. Set engine.name: transformers"
                 ) from error
         return llm
 
