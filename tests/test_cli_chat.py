@@ -4,6 +4,7 @@ import json
 import re
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,6 +15,7 @@ from agentrl.chat import AutoConfig, ChatMLConfig, train_tokenizer
 from agentrl.chat.inspection import inspect
 from agentrl.cli import main
 from agentrl.report.chat import sections
+from tests.support.hugging_face import hugging_face_folder
 from tests.support.templates import PROMPTS_THOUGHT, QWEN, THINKS, THOUGHT, changed, tokenizer
 
 
@@ -23,11 +25,32 @@ class Outcome(NamedTuple):
     err: str
 
 
+Command = Callable[..., Outcome]
 Chat = Callable[..., Outcome]
+
+SHOP = """
+from agentrl.env import MessageEnv
+
+
+class Shop(MessageEnv):
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        return ({"role": "user", "content": "Well?"},), {}
+
+    def step(self, action):
+        return (), 0.0, True, False, {}
+"""
+RECIPE = """
+model: {name_or_path: ./model}
+warmup: {steps: 0}
+rollout: {num_groups: 1, group_size: 2, max_turns: 2, max_turn_tokens: 8, max_context_tokens: 1024}
+train: {steps: 1, num_minibatches: 1, device: cpu}
+evaluation: {num_tasks: 1}
+"""
 
 
 @pytest.fixture
-def chat(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Chat:
+def agentrl(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Command:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.setenv("COLUMNS", "80")
@@ -35,12 +58,17 @@ def chat(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capture
     def run(*arguments: str) -> Outcome:
         status = 0
         try:
-            main(("chat", *arguments))
+            main(arguments)
         except SystemExit as ended:
             status = int(ended.code or 0)
         return Outcome(status, *capsys.readouterr())
 
     return run
+
+
+@pytest.fixture
+def chat(agentrl: Command) -> Chat:
+    return partial(agentrl, "chat")
 
 
 def folder(path: Path, template: str | None) -> Path:
@@ -167,3 +195,30 @@ def test_tokens_are_whole_on_their_lines(width: int, colours: Any) -> None:
     assert ("«<|im_start|>»" in whole) == (colours is None)
     assert "<|im_start|>" in whole
     assert found.facts["thoughts"].count("the generation prompt begins one") == 1
+
+
+def test_a_template_without_tools_is_refused_where_there_are_some_before_anything_is_sampled(
+    agentrl: Command, tmp_path: Path
+) -> None:
+    hugging_face_folder(tmp_path / "model", rewrites=False)
+    without_tools = train_tokenizer([], vocab_size=261)
+    without_tools.chat_template = changed(("tool | tojson", "'tool'"))
+    without_tools.save_pretrained(tmp_path / "model")
+    (tmp_path / "tools.yaml").write_text("env: {id: key_door}\n" + RECIPE)
+    (tmp_path / "words.yaml").write_text("env: {id: 'shop_without_tools:Shop'}\n" + RECIPE)
+    (tmp_path / "shop_without_tools.py").write_text(SHOP)
+    for command in ("train", "eval"):
+        outcome = agentrl(command, "tools.yaml")
+        assert outcome.status == 2
+        assert outcome.err.splitlines()[-1] == (  # transformers shows its progress
+            "agentrl: chat.renderer: the chat template of './model' cannot be used with tools: it leaves out the tools. Set "
+            "chat.template to a file with a template that can, or use an environment without tools"
+        )
+        assert not (tmp_path / "runs").exists()
+    assert agentrl("eval", "words.yaml").status == 0
+    outcome = agentrl("train", "words.yaml", "--run_dir", "run")
+    assert outcome.status == 0
+    assert (
+        outcome.out.count("warning: the chat template of './model' cannot be used with tools: it leaves out the tools")
+        == 1
+    )

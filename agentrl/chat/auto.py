@@ -27,3 +27,7 @@ class AutoConfig(TemplateConfig):
         yield Tried("template", "the tokenizer has no chat template, and chat.template names none")
         config = ChatMLConfig(system=self.system, thinking=self.thinking)
         yield Tried("chatml", "the tokenizer has the tokens of ChatML", ChatMLRenderer(tokenizer, config))
+
+    def exported_template(self, tokenizer: Any) -> str | None:
+        """Return the template; without one, the ChatML form as one."""
+        return super().exported_template(tokenizer) or ChatMLConfig().exported_template(tokenizer)

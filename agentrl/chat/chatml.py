@@ -7,6 +7,7 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
+from agentrl.chat.chatml_template import CHATML_TEMPLATE
 from agentrl.chat.description import Description
 from agentrl.chat.encoder import Encoder
 from agentrl.chat.forms.hermes import CLOSE, OPEN, format_reasoning, format_tool_call, parse_assistant
@@ -28,6 +29,10 @@ class ChatMLConfig(DialogueConfig):
     def build(self, tokenizer: Any, *, name: str = "") -> "ChatMLRenderer":  # noqa: ARG002 - every tokenizer is alike
         """Return the renderer."""
         return ChatMLRenderer(tokenizer, self)
+
+    def exported_template(self, tokenizer: Any) -> str:  # noqa: ARG002 - every tokenizer is alike
+        """Return the form as a chat template."""
+        return CHATML_TEMPLATE
 
 
 _DEFAULT = ChatMLConfig()

@@ -91,3 +91,8 @@ class RendererConfig(Plugin):
             RendererError: as `build`.
         """
         yield Tried(self.renderer, "the recipe names it (chat.renderer)", self.build(tokenizer, name=name))
+
+    def exported_template(self, tokenizer: "PreTrainedTokenizerBase") -> str | None:
+        """Return the chat template with which other programs render the dialogues of a model. None: there is none."""
+        template = tokenizer.chat_template
+        return template.get("default") if isinstance(template, dict) else template

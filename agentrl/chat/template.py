@@ -40,6 +40,10 @@ class TemplateConfig(DialogueConfig):
         prove(renderer, name=name, tools=() if renderer.facts.no_tools else TOOLS)
         return renderer
 
+    def exported_template(self, tokenizer: Any) -> str | None:
+        """Return the recipe's template, or the tokenizer's own."""
+        return _read(self.template) if self.template else super().exported_template(tokenizer)
+
 
 _DEFAULT = TemplateConfig()
 
@@ -155,10 +159,7 @@ def _template_text(tokenizer: Any, config: TemplateConfig, name: str) -> str:
         RendererError: when there is none.
     """
     if config.template is not None:
-        try:
-            return config.template.read_text(encoding="utf-8")
-        except (OSError, ValueError) as error:
-            raise RendererError(f"chat.template: {config.template} cannot be read: {error}") from error
+        return _read(config.template)
     text = tokenizer.chat_template
     if isinstance(text, dict):
         text = text.get("tool_use") or text.get("default")
@@ -168,3 +169,10 @@ def _template_text(tokenizer: Any, config: TemplateConfig, name: str) -> str:
             "set chat.template to a file with one"
         )
     return str(text)
+
+
+def _read(file: Path) -> str:
+    try:
+        return file.read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        raise RendererError(f"chat.template: {file} cannot be read: {error}") from error

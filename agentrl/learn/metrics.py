@@ -109,6 +109,7 @@ def rollout_metrics(groups: Sequence[TrajectoryGroup], credits: Sequence[Sequenc
     trajectories = valid_trajectories(groups)
     everyone = [t for group in groups for t in group.trajectories]
     returns = [t.reward for t in trajectories]
+    thoughts = [turn.message.get("reasoning_content") or "" for t in trajectories for turn in t.turns]
     metrics = {
         "reward/mean": _mean(returns),
         "reward/spread": float(np.std(returns)),
@@ -117,6 +118,8 @@ def rollout_metrics(groups: Sequence[TrajectoryGroup], credits: Sequence[Sequenc
         "episode/observation_tokens": _mean([sum(len(turn.observation_ids) for turn in t.turns) for t in trajectories]),
         "episode/truncated": _mean([t.truncated for t in trajectories]),
         "turn/action_tokens": _mean([len(turn.action_ids) for t in trajectories for turn in t.turns]),
+        "turn/thinks": _mean([bool(thought) for thought in thoughts]),
+        "turn/thought_characters": _mean([len(thought) for thought in thoughts]),
         "groups/zero_spread": _mean([g.zero_spread for g in groups]),
         "credit/zero_advantage": _mean(
             [

@@ -18,6 +18,8 @@ from accelerate.tracking import LOGGER_TYPE_TO_CLASS, get_available_trackers
 from accelerate.utils import InitProcessGroupKwargs, set_seed
 
 from agentrl.chat import ChatMLRenderer, describe
+from agentrl.chat.chat_template import USER
+from agentrl.chat.turns import TOOLS
 from agentrl.config import Recipe
 from agentrl.credit import CreditScheme, load_credit_for
 from agentrl.distributed.processes import from_rank_zero, is_main, num_processes, process_index, set_deadline
@@ -103,6 +105,8 @@ def _build(
     credit, lack = _load_credit(recipe, description)
     model, tokenizer = _load_model(recipe, credit, runner, tokenizer_folder=tokenizer_folder)
     renderer = recipe.chat.build(tokenizer, name=str(recipe.model.name_or_path or "local"))
+    if description.tools:
+        renderer.start([USER], TOOLS)  # refused here, before anything is sampled
     engine = _new_engine(recipe, share, model, accelerator.device, runner, stack)
     on_fault = partial(_tell_fault, FaultLog(recipe.run_dir, piece=pieces_of(tokenizer)), engine, on_warning)
     pool = RolloutPool(

@@ -41,4 +41,5 @@ def export(
     if only_adapter:
         export_adapter(model, folder)
     else:
+        tokenizer.chat_template = recipe.chat.exported_template(tokenizer)
         export_model(model, tokenizer, folder, dtype=dtype)

@@ -1,11 +1,14 @@
+import random
 from typing import Any
 
 import pytest
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
-from agentrl.chat import AutoConfig, ChatMLRenderer, train_tokenizer
+from agentrl.chat import AutoConfig, ChatMLRenderer, Dialogue, TemplateRenderer, train_tokenizer
 from agentrl.errors import RendererError
+from agentrl.testing import check_renderer
+from agentrl.types import Message
 
 TOKENIZER = train_tokenizer(["user\nassistant\nsystem\ntool\n"], vocab_size=280)
 PAD, START, END, OPEN, CLOSE = range(5)
@@ -94,3 +97,58 @@ def test_a_tokenizer_without_chatml_tokens_is_refused() -> None:
 
 def test_auto_takes_chatml_where_there_is_no_template() -> None:
     assert isinstance(AutoConfig().build(TOKENIZER), ChatMLRenderer)
+
+
+SAID: list[Any] = [
+    {"content": "Yes, gladly."},
+    {"reasoning_content": "Which box?\nThe second.", "content": ""},
+    {"reasoning_content": "Hm.", "content": "It is open."},
+    {"content": "", "tool_calls": [("open_box", {"box": 2, "how": "slowly", "any": [None, True, 2.5, {"é": "\n\\"}]})]},
+    {"content": "I look.", "tool_calls": [("open_box", {}), ("wait", {"text": "</think> and < that"})]},
+    {"reasoning_content": "First this.", "content": "Now.", "tool_calls": [("wait", {})]},
+]
+
+
+def assistant(content: str, tool_calls: Any = (), **rest: Any) -> Message:
+    message: Message = {"role": "assistant", **rest, "content": content}
+    calls = [{"name": name, "arguments": arguments} for name, arguments in tool_calls]
+    made = [{"id": f"call_{i}", "type": "function", "function": call} for i, call in enumerate(calls)]
+    return message | {"tool_calls": made} if made else message
+
+
+def test_other_programs_render_an_exported_model_with_its_chat_template_as_it_was_trained() -> None:
+    exported = train_tokenizer(["user\nassistant\nsystem\ntool\n"], vocab_size=280)
+    exported.chat_template = AutoConfig().exported_template(exported)
+    renderer = AutoConfig().build(exported, name="local")
+    assert isinstance(renderer, TemplateRenderer)
+    assert renderer.describe().notes == ()
+    check_renderer(renderer)
+    tools = [BOX, {"type": "function", "function": {"name": "wait"}}]
+    opening = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Go.\n"}]
+    for seed in range(30):
+        rng = random.Random(seed)
+        ours, theirs = (Dialogue.begin(opening, tools, one) for one in (RENDERER, renderer))
+        for _ in range(6):
+            message = assistant(**rng.choice(SAID))
+            action = RENDERER.encode(message)
+            assert renderer.encode(message) == action
+            assert renderer.parse(action) == RENDERER.parse(action) == message
+            replies: list[Message] = [
+                {"role": "tool", "name": call["function"]["name"], "tool_call_id": call["id"], "content": "Größe: 3\n"}
+                for call in message.get("tool_calls", [])
+            ] or [{"role": "user", "content": "And <then>?"}]
+            ours, theirs = (
+                dialogue.after(action, message, replies, one)
+                for dialogue, one in ((ours, RENDERER), (theirs, renderer))
+            )
+            assert theirs.context_ids == ours.context_ids
+            assert text(renderer.start(theirs.history, tools)) == text(RENDERER.start(ours.history, tools))
+
+
+def test_a_malformed_call_is_written_alike() -> None:
+    exported = train_tokenizer(["user\nassistant\nsystem\ntool\n"], vocab_size=280)
+    exported.chat_template = AutoConfig().exported_template(exported)
+    message = RENDERER.parse((*TOKENIZER.encode('<tool_call>\n{"name": \n</tool_call>', add_special_tokens=False), END))
+    assert message["tool_calls"][0]["function"] == {"name": "", "arguments": '{"name":'}
+    whole = exported.apply_chat_template([{"role": "user", "content": "Go."}, message], tokenize=False)
+    assert whole.endswith('<|im_start|>assistant\n<tool_call>\n{"name":\n</tool_call><|im_end|>\n')

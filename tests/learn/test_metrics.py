@@ -35,6 +35,18 @@ def test_the_share_without_an_advantage_counts_what_is_excluded_and_nothing_that
     assert rollout_metrics([group], [credits])["credit/zero_advantage"] == pytest.approx(2 / 4)
 
 
+def test_the_length_of_thoughts_is_told_of_all_turns() -> None:
+    group = make_group([[0.0, 0.0], [0.0, 1.0]])
+    said = iter([{"reasoning_content": "Hm, 3."}, {}, {"content": "Yes."}, {"reasoning_content": "Ah"}])
+    trajectories = [
+        replace(t, turns=tuple(replace(turn, message=next(said)) for turn in t.turns)) for t in group.trajectories
+    ]
+    group = replace(group, trajectories=tuple(trajectories))
+    found = rollout_metrics([group], [[Credit.uniform(t, 0.0) for t in group.trajectories]])
+    assert found["turn/thinks"] == 2 / 4
+    assert found["turn/thought_characters"] == (6 + 2) / 4
+
+
 def test_what_an_environment_leaks_shows(tmp_path: Path) -> None:
     before = process_metrics()
     release = threading.Event()
