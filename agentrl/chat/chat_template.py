@@ -107,7 +107,10 @@ class ChatTemplate:
                 break
         else:
             self.render([probe, {**USER, "role": "assistant"}], shape=shape)  # raises where it cannot
-            raise RendererError(f"chat.renderer: the chat template of {self.name!r} leaves out what a user says")
+            raise RendererError(
+                f"chat.renderer: the chat template of {self.name!r} leaves out what a user says. Set chat.template to a file "
+                "with another"
+            )
         shape = replace(shape, system=self._holds([{**probe, "role": "system"}, USER], shape))
         shape = replace(shape, developer=self._holds([{**probe, "role": "developer"}, USER], shape))
         call = {"id": "call00000", "type": "function", "function": {"name": "look", "arguments": {"text": PROBE}}}

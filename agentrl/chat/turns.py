@@ -180,7 +180,10 @@ class Turns:
                 return whole[len(start) :]
         opened = before.rfind(THINK)
         if opened < 0 or not whole.startswith(before[:opened]):
-            raise RendererError(f"chat.renderer: the template of {self._name!r} cannot write demonstrations")
+            raise RendererError(
+                f"chat.renderer: the chat template of {self._name!r} does not continue its prompt where it writes a "
+                "turn, so it cannot write demonstrations. Set chat.template to a file with another, or warmup.steps to 0"
+            )
         thought = message.get("reasoning_content") or ""
         return f"{thought}\n{END_THINK}\n\n{whole[opened:].rpartition(END_THINK)[2].lstrip()}"
 
