@@ -96,6 +96,7 @@ def find_family(
     name: str = "",
     system: str | None = None,
     thinking: Thinking | None = None,
+    encode: Encoder | None = None,
 ) -> FamilyRenderer | None:
     """Return the renderer of the package that is proven to fit, or None.
 
@@ -115,10 +116,11 @@ def find_family(
         name: of the model, for error messages.
         system: a system prompt.
         thinking: which thoughts a context holds; None: as the family does.
+        encode: made for this tokenizer and template, where there is one: for a large vocabulary making it takes seconds.
     """
     if importlib.util.find_spec("renderers") is None:
         return None
-    encode = Encoder(tokenizer, spelled=template)
+    encode = encode or Encoder(tokenizer, spelled=template)
     try:
         own = ChatTemplate(tokenizer, encode, template=template, variables=variables, date=date, name=name)
     except RendererError:
