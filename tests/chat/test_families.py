@@ -305,11 +305,10 @@ def test_a_system_prompt_opens_every_context() -> None:
 def test_without_the_package_nothing_is_found_and_the_message_says_what_to_install(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    tokenizer, plain = family_tokenizer("qwen3"), family_tokenizer("gemma")
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    tokenizer = family_tokenizer("qwen3")
     assert find("qwen3") is None
     assert "pip install 'agentrl[renderers]'" in str(missing_package(tokenizer, tokenizer.chat_template))
-    plain = family_tokenizer("gemma")
     assert missing_package(plain, plain.chat_template) is None
 
 
