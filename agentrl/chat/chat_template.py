@@ -95,7 +95,7 @@ class ChatTemplate:
                 f"chat.renderer: the chat template of {self.name!r} cannot render a dialogue with the roles "
                 f"{', '.join(m['role'] for m in messages)}: {error}"
             ) from error
-        return text
+        return self._encoder.marks(text)
 
     def _find_shape(self) -> Shape:
         """Find out what the template expects, by rendering one thing after the other."""

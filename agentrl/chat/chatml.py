@@ -49,15 +49,15 @@ class ChatMLRenderer:
     def __init__(self, tokenizer: Any, config: ChatMLConfig = _DEFAULT) -> None:
         """Take a transformers fast tokenizer that has the two ChatML tokens."""
         self._system, self._thinking = config.system, config.thinking or "keep"
-        self._control: Tokenizer = tokenizer.backend_tokenizer
-        self._encode = Encoder(tokenizer, control=False)
-        ids = [self._control.token_to_id(token) for token in (START, END)]
+        self._control: Tokenizer = getattr(tokenizer, "backend_tokenizer", None)
+        ids = [self._control and self._control.token_to_id(token) for token in (START, END)]
         if None in ids:
             raise RendererError(
                 f"chat.renderer: the tokenizer lacks {START} or {END}, with which 'chatml' marks messages. Set "
                 "chat.template to a file with a chat template for this tokenizer, or chat.renderer to a renderer of your "
                 "own ('module:Class')"
             )
+        self._encode = Encoder(tokenizer, control=False)
         self._start_id, self._end_id = ids
         self._newline = self._encode("\n")
         self._prompt = (self._start_id, *self._encode("assistant\n"))

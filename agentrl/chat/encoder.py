@@ -3,14 +3,17 @@
 import json
 import re
 import threading
+from collections.abc import Iterable, Iterator
 from typing import Any
 
-from tokenizers import Tokenizer, pre_tokenizers
+from tokenizers import Tokenizer, models, pre_tokenizers
 
 from agentrl.plain_data import well_formed
 
 MARK = "\ufdd0"
 """Within what spells a control token and is text: a code point that no text has."""
+_ESCAPED = "\\ufdd0"
+"""The mark as templates write it that escape what is not printed."""
 _COMPOSED = 4
 """Characters that Unicode's canonical composition (NFC) makes one of, at most."""
 
@@ -33,32 +36,59 @@ class Encoder:
         """
         self._tokenizer, self._lock = tokenizer, threading.Lock()
         added = {str(token): (i, token) for i, token in tokenizer.added_tokens_decoder.items()}
-        tokens = {text: i for text, (i, token) in added.items() if _steers(token, text, spelled)}
+        tokens = dict(zip(tokenizer.all_special_tokens, tokenizer.all_special_ids, strict=True))
+        tokens |= {text: i for text, (i, token) in added.items() if _steers(token, text, spelled)}
         self.control_tokens: dict[str, int] = tokens
         """Added tokens that steer a dialogue, with their ids."""
         longest_first = sorted(tokens, key=len, reverse=True)
-        self._control = re.compile("|".join(map(re.escape, longest_first))) if tokens else None
+        self._spelled = re.compile("|".join(map(re.escape, [*longest_first, _ESCAPED])))
         self._own: Tokenizer | None = None
         self.max_chars: int | None = None
         """Longest text that one token stands for, in characters. None: not known, because some text may leave no token."""
-        if (backend := getattr(tokenizer, "backend_tokenizer", None)) is None:
-            return
-        own = Tokenizer.from_str(backend.to_str())
-        own.no_truncation()
-        own.no_padding()
-        own.encode_special_tokens = not control
-        if not control or _ids(own, _PROBE) == tuple(tokenizer.encode(_PROBE, add_special_tokens=False)):
-            self._own, self.max_chars = own, _max_chars(own)
+        if (backend := getattr(tokenizer, "backend_tokenizer", None)) is not None:
+            own = _copy(backend)
+            own.encode_special_tokens = not control
+            if not control or _ids(own, _PROBE) == tuple(tokenizer.encode(_PROBE, add_special_tokens=False)):
+                self._own, self.max_chars = own, _max_chars(own)
+        self._line = self._ids("\n")
+        behind = self._ids("\na")
+        self._adds_space = behind[: len(self._line)] == self._line and behind[len(self._line) :] != self._ids("a")
 
     def literal(self, text: str) -> str:
         """Mark what spells a control token, so that encoded it stays text: nobody's words end a turn or begin one."""
         text = text.replace(MARK, "\ufffd")
-        return self._control.sub(lambda found: found[0][0] + MARK + found[0][1:], text) if self._control else text
+        return self._spelled.sub(lambda found: found[0][0] + MARK + found[0][1:], text)
 
-    def __call__(self, text: str) -> tuple[int, ...]:
-        """Return the tokens of a text; what `literal` marked in it is none of the control tokens."""
-        if MARK in text:
-            return tuple(i for piece in text.split(MARK) for i in self(piece))
+    def marks(self, rendered: str) -> str:
+        """Return a text with the marks as marks, that a template has written as an escape sequence."""
+        return rendered.replace(_ESCAPED, MARK)
+
+    def __call__(self, text: str, *, after: str = "") -> tuple[int, ...]:
+        """Return the tokens of a text; what `literal` marked in it is none of the control tokens.
+
+        Args:
+            text: what is encoded.
+            after: what stands before it, where it is no beginning: some tokenizers put a space before a text, and some
+                control tokens take the white space after them into themselves.
+        """
+        if after:
+            before, whole = self(after), self(after + text)
+            if whole[: len(before)] == before:
+                return whole[len(before) :]
+            return tuple(
+                self._continued(text.split(MARK))
+            )  # the end of the one is merged with the beginning of the other
+        first, *others = text.split(MARK)
+        return (*self._ids(first), *self._continued(others))
+
+    def _continued(self, pieces: Iterable[str]) -> Iterator[int]:
+        """Yield the tokens of what stands behind text: without the space that some tokenizers put before a text."""
+        for piece in pieces:
+            ids = self._ids("\n" + piece) if self._adds_space else ()
+            is_apart = self._adds_space and ids[: len(self._line)] == self._line
+            yield from ids[len(self._line) :] if is_apart else self._ids(piece)
+
+    def _ids(self, text: str) -> tuple[int, ...]:
         text = well_formed(text)  # half a surrogate pair, as in some file names, has no bytes
         if self._own is not None:
             return _ids(self._own, text)
@@ -74,6 +104,27 @@ def _steers(token: Any, text: str, spelled: str) -> bool:
     return len(text.strip()) > 1 and (token.special or text in spelled)
 
 
+def _copy(tokenizer: Tokenizer) -> Tokenizer:
+    """Return a tokenizer that encodes alike, without truncation, padding and what is put around a text.
+
+    Both have one vocabulary, where that gives the added tokens the same ids: writing and reading a large one takes seconds.
+    """
+    made, added = Tokenizer(tokenizer.model), tokenizer.get_added_tokens_decoder()
+    if tokenizer.normalizer is not None:
+        made.normalizer = tokenizer.normalizer
+    if tokenizer.pre_tokenizer is not None:
+        made.pre_tokenizer = tokenizer.pre_tokenizer
+    made.add_tokens([token for _, token in sorted(added.items())])
+    if {i: repr(token) for i, token in made.get_added_tokens_decoder().items()} == {
+        i: repr(token) for i, token in added.items()
+    }:
+        return made
+    made = Tokenizer.from_str(tokenizer.to_str())
+    made.no_truncation()
+    made.no_padding()
+    return made
+
+
 def _ids(tokenizer: Tokenizer, text: str) -> tuple[int, ...]:
     (found,) = tokenizer.encode_batch_fast([text], add_special_tokens=False)
     return tuple(found.ids)
@@ -81,16 +132,18 @@ def _ids(tokenizer: Tokenizer, text: str) -> tuple[int, ...]:
 
 def _max_chars(tokenizer: Tokenizer) -> int | None:
     """Return the longest text that one token stands for, where each character is sure to be in a token: BPE over bytes."""
-    form = json.loads(tokenizer.to_str())
-    normalizer, splits = form["normalizer"], form["pre_tokenizer"] or {}
-    splits = splits.get("pretokenizers", [splits])
+    normalizer, splits = (
+        json.loads(part.__getstate__()) if part is not None else None
+        for part in (tokenizer.normalizer, tokenizer.pre_tokenizer)
+    )
+    splits = splits.get("pretokenizers", [splits]) if splits else []
     is_whole = (
-        form["model"]["type"] == "BPE"
+        isinstance(tokenizer.model, models.BPE)
         and any(split.get("type") == "ByteLevel" for split in splits)
         and all(split.get("type") in ("ByteLevel", "Digits", "Split") for split in splits)
         and all(split.get("behavior") != "Removed" for split in splits)
         and (normalizer is None or normalizer["type"] == "NFC")
-        and not any(token["lstrip"] or token["rstrip"] for token in form["added_tokens"])
+        and not any(token.lstrip or token.rstrip for token in tokenizer.get_added_tokens_decoder().values())
     )
     if not is_whole:
         return None

@@ -58,6 +58,7 @@ class TemplateRenderer:
 
     def __init__(self, tokenizer: Any, config: TemplateConfig = _DEFAULT, *, name: str = "") -> None:
         self._tokenizer, self._name, self._system = tokenizer, name, config.system
+        self._size = len(tokenizer)
         text = _template_text(tokenizer, config, name)
         self._encode = Encoder(tokenizer, spelled=text)
         self.template = ChatTemplate(
@@ -132,7 +133,8 @@ class TemplateRenderer:
     def parse(self, action_ids: Sequence[int], context_ids: Sequence[int] = (), tools: Tools = ()) -> Message:
         """Return the assistant message of sampled tokens."""
         ids = action_ids[:-1] if action_ids and action_ids[-1] in self._stop_ids else action_ids
-        text = self._tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        known = [i for i in ids if i < self._size]  # a model can have more
+        text = self._tokenizer.decode(known, skip_special_tokens=False, clean_up_tokenization_spaces=False)
         ends = [prompt for prompt in self._open_prompts if tuple(context_ids[-len(prompt) :]) == prompt]
         is_thinking = bool(ends if context_ids else self._open_prompts)
         return self.facts.form.parse(text, tools, is_thinking=is_thinking)
@@ -149,7 +151,7 @@ class TemplateRenderer:
             raise RendererError(
                 f"chat.renderer: the chat template of {self._name!r} does not write {what} in such a turn"
             )
-        return (*self._encode(self.turns.written(message)), self.turns.end_of(message).stop_id)
+        return (*self._encode(self.turns.written(message), after=self.turns.first), self.turns.end_of(message).stop_id)
 
 
 def _template_text(tokenizer: Any, config: TemplateConfig, name: str) -> str:

@@ -68,7 +68,7 @@ def find_facts(template: ChatTemplate, turns: Turns, forms: Sequence[CallForm], 
     return TemplateFacts(
         form=form,
         no_tools=no_tools,
-        text_beside_calls=has_tools and _reads(form, turns, says("Some words.", call(0, "look", n=1))),
+        text_beside_calls=has_tools and _writes_text_beside_calls(template, turns, form),
         thoughts=_reads(form, turns, _THOUGHTFUL),
         thinking=_find_thinking(template, has_tools=has_tools),
         rewrites=dict(_rewriting(template, turns, has_tools=has_tools)),
@@ -107,6 +107,12 @@ def _reads(form: CallForm, turns: Turns, message: Message) -> bool:
         return form.parse(turns.written(message), TOOLS, is_thinking=is_thinking) == message
     except RendererError:
         return False
+
+
+def _writes_text_beside_calls(template: ChatTemplate, turns: Turns, form: CallForm) -> bool:
+    """Tell whether text before a call is read again, and stays there when the tool has answered (in Gemma 4 it moves)."""
+    message = says("Some words.", call(0, "look", n=1))
+    return _reads(form, turns, message) and turns.written(message) in template.render([USER, message, *answers(1)])
 
 
 def _find_thinking(template: ChatTemplate, *, has_tools: bool) -> Thinking:

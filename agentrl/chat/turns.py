@@ -54,6 +54,8 @@ class Turns:
     def __init__(self, template: ChatTemplate, encode: Encoder, *, name: str) -> None:
         self._template, self._encode, self._name = template, encode, name
         self._control = {i: text for text, i in encode.control_tokens.items()}
+        self.first = template.render([USER], prompt=True)
+        """A first context."""
         self.said = self._end(says(PROBE), [USER])
         """Of a turn without calls."""
         self.parallel = self._count([USER, says("", *_calls(2))], PROBE) == 2
@@ -74,14 +76,14 @@ class Turns:
         heard_by_tools = [reply for reply in replies if reply["role"] == "tool"]
         end = self.called if heard_by_tools and self.called else self.said
         stand_in = says("", *self._stand_in_calls(heard_by_tools)) if end is self.called else says(PROBE)
-        ids = self._after_probe([USER, stand_in, *replies], prompt=True)
+        ids = self._encode(self._after_stand_in(stand_in, replies))
         closing = (i for i, token in enumerate(ids) if token in self._control)
         return ids[ids.index(end.closing_id) if end.closing_id in ids else next(closing) :]
 
     def added_text(self, replies: Sequence[Message]) -> str:
         """Return the text of replies and generation prompt, after whatever closes the turn before them."""
         stand_in = says("", *self._stand_in_calls(replies)) if replies[0]["role"] == "tool" else says(PROBE)
-        text = self._template.render([USER, stand_in, *replies], prompt=True).rpartition(PROBE)[2]
+        text = self._after_stand_in(stand_in, replies)
         return text[text.find(self._control[self.end_of(stand_in).closing_id]) :]
 
     def written(self, message: Message) -> str:
@@ -169,12 +171,14 @@ class Turns:
         ]
         return calls if self.parallel else calls[:1]
 
-    def _after_probe(self, messages: Sequence[Message], *, prompt: bool) -> tuple[int, ...]:
-        return self._encode(self._template.render(messages, prompt=prompt).rpartition(PROBE)[2])
+    def _after_stand_in(self, stand_in: Message, replies: Sequence[Message]) -> str:
+        """Return the text behind the probes of a stand-in; replies may spell the probe too."""
+        text = self._template.render([USER, stand_in, *replies], prompt=True)
+        return text.split(PROBE, max(1, len(stand_in.get("tool_calls") or ())))[-1]
 
     def _beyond_prompt(self, message: Message) -> str:
         """Return what a message adds to the generation prompt, which may have opened a thought."""
-        before, whole = self._template.render([USER], prompt=True), self._template.render([USER, message])
+        before, whole = self.first, self._template.render([USER, message])
         for start in (before, before.rstrip()):
             if whole.startswith(start):
                 return whole[len(start) :]
@@ -185,6 +189,12 @@ class Turns:
                 "turn, so it cannot write demonstrations. Set chat.template to a file with another, or warmup.steps to 0"
             )
         thought = message.get("reasoning_content") or ""
+        if END_THINK in before[opened:]:  # the prompt has thought already, of nothing
+            if thought:
+                raise RendererError(
+                    f"chat.renderer: the prompt of the chat template of {self._name!r} ends the thought: a turn has none"
+                )
+            return whole[opened:].rpartition(END_THINK)[2].lstrip()
         return f"{thought}\n{END_THINK}\n\n{whole[opened:].rpartition(END_THINK)[2].lstrip()}"
 
 
