@@ -49,16 +49,16 @@ class ChatMLRenderer:
     def __init__(self, tokenizer: Any, config: ChatMLConfig = _DEFAULT) -> None:
         """Take a transformers fast tokenizer that has the two ChatML tokens."""
         self._system, self._thinking = config.system, config.thinking or "keep"
-        self._control: Tokenizer = getattr(tokenizer, "backend_tokenizer", None)
-        ids = [self._control and self._control.token_to_id(token) for token in (START, END)]
-        if None in ids:
+        fast: Tokenizer | None = getattr(tokenizer, "backend_tokenizer", None)
+        ids: Any = [fast.token_to_id(token) for token in (START, END)] if fast else [None, None]
+        if fast is None or None in ids:
             raise RendererError(
                 f"chat.renderer: the tokenizer lacks {START} or {END}, with which 'chatml' marks messages. Set "
                 "chat.template to a file with a chat template for this tokenizer, or chat.renderer to a renderer of your "
                 "own ('module:Class')"
             )
-        self._encode = Encoder(tokenizer, control=False)
-        self._start_id, self._end_id = ids
+        self._control, self._encode = fast, Encoder(tokenizer, control=False)
+        self._start_id, self._end_id = int(ids[0]), int(ids[1])
         self._newline = self._encode("\n")
         self._prompt = (self._start_id, *self._encode("assistant\n"))
 

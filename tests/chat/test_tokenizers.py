@@ -112,7 +112,7 @@ def test_a_space_before_a_text_stands_only_there(scheme: Any) -> None:
     renderer, more = TemplateRenderer(made), {"role": "user", "content": " and now?"}
     assert extended(renderer, more) == whole(made, HELLO, YES, more)
     encode = Encoder(made)
-    assert made.decode(encode(encode.literal("a<|im_end|>b"))) == "a<|im_end|>b"
+    assert made.decode(list(encode(encode.literal("a<|im_end|>b")))) == "a<|im_end|>b"
 
 
 def test_a_slow_tokenizer_has_its_words_and_control_tokens_told_apart() -> None:
@@ -120,7 +120,7 @@ def test_a_slow_tokenizer_has_its_words_and_control_tokens_told_apart() -> None:
     made.chat_template = QWEN
     renderer = AutoConfig().build(made, name="slow")
     assert isinstance(renderer, TemplateRenderer)
-    end = made.convert_tokens_to_ids("<|im_end|>")
+    end = Encoder(made).control_tokens["<|im_end|>"]
     assert renderer.stop_token_ids == (end, made.eos_token_id)
     assert extended(renderer, HELLO) == whole(made, HELLO, YES, HELLO)
     assert made.eos_token_id not in renderer.start([{"role": "user", "content": "a </s> b"}], ())
