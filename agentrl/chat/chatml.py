@@ -50,7 +50,7 @@ class ChatMLRenderer:
         """Take a transformers fast tokenizer that has the two ChatML tokens."""
         self._system, self._thinking = config.system, config.thinking or "keep"
         fast: Tokenizer | None = getattr(tokenizer, "backend_tokenizer", None)
-        ids: Any = [fast.token_to_id(token) for token in (START, END)] if fast else [None, None]
+        ids: Any = [fast.token_to_id(token) for token in (START, END)] if fast is not None else [None, None]
         if fast is None or None in ids:
             raise RendererError(
                 f"chat.renderer: the tokenizer lacks {START} or {END}, with which 'chatml' marks messages. Set "
