@@ -5,12 +5,16 @@ from typing import Any
 
 from agentrl.chat.chatml import ChatMLConfig, ChatMLRenderer
 from agentrl.chat.description import Tried
+from agentrl.chat.encoder import Encoder
+from agentrl.chat.family_proof import find_family, missing_package
+from agentrl.chat.proof import UnprovenError, prove
 from agentrl.chat.renderer import Renderer
-from agentrl.chat.template import TemplateConfig
+from agentrl.chat.template import TemplateConfig, template_text
+from agentrl.errors import RendererError
 
 
 class AutoConfig(TemplateConfig):
-    """What is proven to fit the tokenizer: its own chat template, with its fields; without one, agentrl's ChatML form."""
+    """What is proven to fit the tokenizer: a renderer of the package `renderers`, the chat template; without one, ChatML."""
 
     renderer: str = "auto"
 
@@ -20,14 +24,49 @@ class AutoConfig(TemplateConfig):
 
     def tried(self, tokenizer: Any, *, name: str = "") -> Iterator[Tried]:
         """Yield what is considered in its order; the last is what `build` returns."""
-        if tokenizer.chat_template or self.template:
-            whose = "chat.template names a chat template" if self.template else "the tokenizer has a chat template"
-            yield Tried("template", whose, super().build(tokenizer, name=name))
+        if not (tokenizer.chat_template or self.template):
+            yield Tried("template", "the tokenizer has no chat template, and chat.template names none")
+            config = ChatMLConfig(system=self.system, thinking=self.thinking)
+            yield Tried("chatml", "the tokenizer has the tokens of ChatML", ChatMLRenderer(tokenizer, config))
             return
-        yield Tried("template", "the tokenizer has no chat template, and chat.template names none")
-        config = ChatMLConfig(system=self.system, thinking=self.thinking)
-        yield Tried("chatml", "the tokenizer has the tokens of ChatML", ChatMLRenderer(tokenizer, config))
+        text = template_text(tokenizer, self, name)
+        encode = Encoder(tokenizer, spelled=text)
+        family = self._family(tokenizer, text, encode, name=name)
+        yield family
+        if family.renderer is None:
+            whose = "chat.template names a chat template" if self.template else "the tokenizer has a chat template"
+            yield Tried("template", whose, self._template(tokenizer, text, encode, name=name))
 
     def exported_template(self, tokenizer: Any) -> str | None:
         """Return the template; without one, the ChatML form as one."""
         return super().exported_template(tokenizer) or ChatMLConfig().exported_template(tokenizer)
+
+    def _family(self, tokenizer: Any, text: str, encode: Encoder, *, name: str) -> Tried:
+        if install := missing_package(tokenizer, text):
+            return Tried("renderers", f"not looked at: {install}")
+        found = find_family(
+            tokenizer,
+            template=text,
+            variables=self.template_variables,
+            date=self.date,
+            name=name,
+            system=self.system,
+            thinking=self.thinking,
+            encode=encode,
+        )
+        if found is None:
+            return Tried("renderers", "no renderer of the package is proven to write what the chat template writes")
+        try:
+            prove(found, name=name)
+        except UnprovenError as error:
+            problem = next(finding.problems[0] for finding in error.findings if finding.problems)
+            return Tried("renderers", f"{found.name} writes what the chat template writes, but {problem}")
+        return Tried("renderers", f"{found.name} is proven to write what the chat template writes", found)
+
+    def _template(self, tokenizer: Any, text: str, encode: Encoder, *, name: str) -> Renderer:
+        try:
+            return self.proven(tokenizer, name=name, encode=encode)
+        except RendererError as error:
+            if install := missing_package(tokenizer, text):
+                error.args = (f"{error}. Or: {install}",)
+            raise

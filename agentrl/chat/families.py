@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from agentrl.chat.chat_template import Shape
+from agentrl.chat.description import Description
 from agentrl.chat.encoder import Encoder
 from agentrl.chat.forms import CallForm
 from agentrl.chat.forms.form import Function, assistant, function, malformed
@@ -114,6 +115,13 @@ class FamilyRenderer:
     def thinking(self) -> Thinking:
         """Which thoughts of earlier turns a context holds."""
         return self._thinking
+
+    def describe(self) -> Description:
+        """Return what it says of itself."""
+        form = self.form_name or "as the package reads them"
+        return Description(
+            facts={"family": f"{self.name}, of the package renderers", "calls": form, "thoughts": self.thinking}
+        )
 
     def whole(self, messages: Sequence[Message], tools: Tools, *, prompt: bool) -> tuple[int, ...]:
         """Return a dialogue as it is told, with or without the generation prompt."""

@@ -36,7 +36,11 @@ class TemplateConfig(DialogueConfig):
 
     def build(self, tokenizer: Any, *, name: str = "") -> Renderer:
         """Return the renderer, after proving it."""
-        renderer = TemplateRenderer(tokenizer, self, name=name)
+        return self.proven(tokenizer, name=name)
+
+    def proven(self, tokenizer: Any, *, name: str, encode: Encoder | None = None) -> "TemplateRenderer":
+        """Return the renderer, after proving it."""
+        renderer = TemplateRenderer(tokenizer, self, name=name, encode=encode)
         prove(renderer, name=name, tools=() if renderer.facts.no_tools else TOOLS)
         return renderer
 
@@ -56,11 +60,21 @@ class TemplateRenderer:
     earlier turns (`find_facts`). After those `extend` returns None.
     """
 
-    def __init__(self, tokenizer: Any, config: TemplateConfig = _DEFAULT, *, name: str = "") -> None:
+    def __init__(
+        self, tokenizer: Any, config: TemplateConfig = _DEFAULT, *, name: str = "", encode: Encoder | None = None
+    ) -> None:
+        """Ask the template.
+
+        Args:
+            tokenizer: of the policy.
+            config: the section `chat` of a recipe.
+            name: of the model, for error messages.
+            encode: what is made of the tokenizer for this template, where it is there already: it takes seconds.
+        """
         self._tokenizer, self._name, self._system = tokenizer, name, config.system
         self._size = len(tokenizer)
-        text = _template_text(tokenizer, config, name)
-        self._encode = Encoder(tokenizer, spelled=text)
+        text = template_text(tokenizer, config, name)
+        self._encode = encode or Encoder(tokenizer, spelled=text)
         self.template = ChatTemplate(
             tokenizer, self._encode, template=text, variables=config.template_variables, date=config.date, name=name
         )
@@ -154,7 +168,7 @@ class TemplateRenderer:
         return (*self._encode(self.turns.written(message), after=self.turns.first), self.turns.end_of(message).stop_id)
 
 
-def _template_text(tokenizer: Any, config: TemplateConfig, name: str) -> str:
+def template_text(tokenizer: Any, config: TemplateConfig, name: str) -> str:
     """Return the template that the recipe asks for.
 
     Raises:
