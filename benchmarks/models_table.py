@@ -111,7 +111,9 @@ def _kind(renderer: Renderer) -> str:
 
 
 def _form(renderer: Renderer) -> str:
-    return renderer.facts.form.name if isinstance(renderer, TemplateRenderer) else str(getattr(renderer, "name", ""))
+    if isinstance(renderer, TemplateRenderer):
+        return renderer.facts.form.name
+    return getattr(renderer, "form_name", None) or "the package's"
 
 
 def _refusal(renderer: Renderer) -> str | None:
@@ -176,13 +178,25 @@ def counts(found: Mapping[str, Examined]) -> str:
     )
 
 
+def packaged(found: Mapping[str, Examined]) -> str:
+    """Return the families of the package `renderers`, and for which templates each is taken."""
+    from renderers.base import RENDERER_REGISTRY, _populate_registry
+
+    _populate_registry()
+    lines = ["| family of `renderers` | taken for |", "| --- | --- |"]
+    for family in sorted(RENDERER_REGISTRY.keys() - {"default"}):
+        taken = [name for name, one in found.items() if one.cells[0] == f"renderers: {family}"]
+        lines.append(f"| {family} | {', '.join(taken) or 'none of these templates'} |")
+    return "\n" + "\n".join(lines) + "\n"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", choices=template_names(), default=template_names(), metavar="TEMPLATE")
     parser.add_argument("--write", type=Path, metavar="DOCUMENT", help="put the table into it")
     options = parser.parse_args()
     found = rows(options.only)
-    text = counts(found) + table(found)
+    text = counts(found) + table(found) + packaged(found)
     print(text)
     if options.write:
         before, begin, rest = options.write.read_text().partition("<!-- models -->\n")

@@ -1,5 +1,6 @@
 """Renderers of the package `renderers`, one for each model family that it knows, behind agentrl's seam."""
 
+import unicodedata
 from collections.abc import Sequence
 from typing import Any
 
@@ -197,7 +198,7 @@ class FamilyRenderer:
         lost = [
             text
             for text in (thought, message.get("content"))
-            if text and not text.isspace() and text.split()[0] not in written
+            if text and not text.isspace() and _composed(text.split()[0]) not in _composed(written)
         ]
         if lost:
             raise RendererError(
@@ -217,8 +218,12 @@ class FamilyRenderer:
     def _stop_after(self, message: Message) -> int:
         """Return the token that ends a turn, by what follows: the results of its calls, or a user."""
         plain = {key: value for key, value in message.items() if key != "reasoning_content"}
-        following = self._render([_USER, plain, *_replies(plain)], prompt=True)[len(self._written(plain)) :]
-        return next((i for i in following if i in self._stop_ids), self._stop_ids[0])
+        written, whole = self._written(plain), self._render([_USER, plain, *_replies(plain)], prompt=True)
+        if plain.get("tool_calls") and plain.get("content") and whole[: len(written)] != written:
+            raise RendererError(
+                f"chat.renderer: {self.name} of the package renderers moves what is said beside a call behind its result"
+            )
+        return next((i for i in whole[len(written) :] if i in self._stop_ids), self._stop_ids[0])
 
     def _stand_in(self, replies: Sequence[Message]) -> tuple[int, ...]:
         heard = [reply for reply in replies if reply["role"] == "tool"]
@@ -319,3 +324,8 @@ def _function(parsed: Any) -> Function:
     if parsed.status in ("ok", "unknown_tool") and isinstance(parsed.arguments, dict):
         return function(parsed.name or "", parsed.arguments) or malformed(parsed.raw or "")
     return malformed(parsed.raw or "")
+
+
+def _composed(text: str) -> str:
+    """Return a text as some tokenizers compose it (NFC)."""
+    return unicodedata.normalize("NFC", text)

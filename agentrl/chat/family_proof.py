@@ -61,7 +61,11 @@ _SAID: tuple[tuple[tuple[Message, ...], Tools], ...] = (
     ((_HELLO, says("I look.", _LOOK), *answers(1)), _TOOLS),
     ((_HELLO, says("", _NESTED), *answers(1)), _TOOLS),
     ((_HELLO, says("", call(0, "look")), *answers(1)), _TOOLS),
-    ((_HELLO, says("", _LOOK, call(1, "take", n=2)), *answers(2)), _TOOLS),
+    *(
+        ((_HELLO, says(words, _LOOK, call(1, "take", n=2)) | thought, *answers(2)), _TOOLS)
+        for words in ("", "I look.")
+        for thought in ({}, _THOUGHT)
+    ),
     ((_HELLO, says("", _LOOK), *answers(1), says("", _NESTED), *answers(1), says("Done."), _MORE), _TOOLS),
     ((_HELLO, says("Yes.") | _THOUGHT, _MORE), ()),
     ((_HELLO, says("", _LOOK) | _THOUGHT, *answers(1)), _TOOLS),
@@ -74,6 +78,7 @@ _ACTIONS = (
     says("", _LOOK),
     says("", _NESTED),
     says("", _LOOK, call(1, "take", n=2)),
+    says("I look.", _LOOK),
     says("Yes.") | _THOUGHT,
     says("", _LOOK) | _THOUGHT,
 )
