@@ -21,7 +21,7 @@ def test_the_committed_rows_are_what_the_script_makes() -> None:
 
 
 def test_nearly_all_templates_are_accepted_and_those_that_carry_tools_for_tools() -> None:
-    names = re.findall(r"^\| (\w+) \|", TABLE, re.MULTILINE)
+    names = re.findall(r"^\| (\w+) \|", TABLE.partition("| family of")[0], re.MULTILINE)
     assert tuple(names[1:]) == template_names()
     found = re.match(r"Of 72 templates, (\d+) are accepted for dialogue and (\d+) of these for tools\.", TABLE)
     assert found
