@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import AutoTokenizer, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast
 
 from agentrl.chat.chatml import END, START
 from agentrl.chat.forms.hermes import CLOSE, OPEN
@@ -37,6 +37,8 @@ def pretrained_tokenizer(name_or_path: str, *, field: str = "model.name_or_path"
     Raises:
         ConfigError: when there is none.
     """
+    from transformers import AutoTokenizer  # which loads torch
+
     where = local_folder(name_or_path)
     if where and not where.is_dir():
         raise ConfigError(f"{field}: there is no folder {name_or_path!r}; a model of the hub is named OWNER/MODEL")

@@ -118,7 +118,11 @@ class VLLMEngine(BatchedEngine):
         """Requests that vLLM has, by the id that it gave them."""
         self._ended: list[tuple[Request, Any]] = []
         self._number = 0
-        self._llm = self._executor.submit(self._build, model, dtype or model.dtype, max_tokens).result()
+        try:
+            self._llm = self._executor.submit(self._build, model, dtype or model.dtype, max_tokens).result()
+        except BaseException:
+            self._executor.shutdown(wait=True)
+            raise
 
     async def generate(self, prompt_ids: Sequence[int], sampling: Sampling, request_id: str) -> Completion:
         """Sample after `prompt_ids`; see `Engine.generate`."""
