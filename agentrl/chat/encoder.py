@@ -3,7 +3,8 @@
 import json
 import re
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import groupby
 from typing import Any
 
 from tokenizers import Tokenizer, models, pre_tokenizers
@@ -59,6 +60,20 @@ class Encoder:
         text = text.replace(MARK, "\ufffd")
         return self._spelled.sub(lambda found: found[0][0] + MARK + found[0][1:], text)
 
+    def decode(self, ids: Sequence[int]) -> str:
+        """Return the text of sampled tokens; where other tokens spell a control token in letters, it is marked.
+
+        What was sampled in letters is then none of a form's tags: it neither ends a call nor begins one.
+        """
+        text, control = self._decoded(ids), set(self.control_tokens.values())
+        if len(self._spelled.findall(text)) == sum(i in control for i in ids):
+            return text
+        pieces = groupby(ids, key=lambda i: i in control)
+        return "".join(self._decoded([*p]) if steers else self.literal(self._decoded([*p])) for steers, p in pieces)
+
+    def _decoded(self, ids: Sequence[int]) -> str:
+        return str(self._tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False))
+
     def marks(self, rendered: str) -> str:
         """Return a text with the marks as marks, that a template has written as an escape sequence."""
         return rendered.replace(_ESCAPED, MARK)
@@ -94,6 +109,15 @@ class Encoder:
             return _ids(self._own, text)
         with self._lock:
             return tuple(self._tokenizer.encode(text, add_special_tokens=False))
+
+
+def unmarked(data: Any) -> Any:
+    """Return data without the marks in its texts."""
+    if isinstance(data, str):
+        return data.replace(MARK, "")
+    if isinstance(data, list):
+        return [unmarked(item) for item in data]
+    return {unmarked(key): unmarked(value) for key, value in data.items()} if isinstance(data, dict) else data
 
 
 _PROBE = "<|im_start|>user\nWhat's 12 + 3?\n\n  <s>é\u0301 世界 \U0001f600</s>\t<|endoftext|>"

@@ -6,7 +6,7 @@ from typing import Any
 
 from agentrl.chat.chat_template import Shape
 from agentrl.chat.description import Description
-from agentrl.chat.encoder import Encoder
+from agentrl.chat.encoder import MARK, Encoder, unmarked
 from agentrl.chat.forms import CallForm
 from agentrl.chat.forms.form import Function, assistant, function, malformed
 from agentrl.chat.forms.tagged import END_THINK, THINK
@@ -46,6 +46,10 @@ class Tokens:
         """Return the text of tokens, control tokens spelled out; a model can have more tokens than its tokenizer."""
         known = [i for i in token_ids if 0 <= i < self._size]
         return str(self._tokenizer.decode(known, skip_special_tokens=False, clean_up_tokenization_spaces=False))
+
+    def sampled(self, token_ids: Sequence[int]) -> str:
+        """Return the text of sampled tokens, with marks in what spells a control token in letters."""
+        return self._encode.decode([i for i in token_ids if 0 <= i < self._size])
 
     def convert_tokens_to_ids(self, token: str) -> Any:
         """Return the id of a token; None, or that of the unknown token, where there is none."""
@@ -155,7 +159,9 @@ class FamilyRenderer:
         ids, prompt = list(action_ids), list(context_ids) or self._prompt
         body = ids[:-1] if ids and ids[-1] in self._stop_ids else ids
         if self._form is not None:
-            return self._form.parse(self._tokens.decode(body), tools, is_thinking=self._opens_thought(prompt))
+            text = self._tokens.sampled(body)
+            message = self._form.parse(text, tools, is_thinking=self._opens_thought(prompt))
+            return unmarked(message) if MARK in text else message
         try:
             parsed = self._family.parse_response(ids, tools=list(tools) or None, prompt_ids=prompt)
         except Exception:  # noqa: BLE001 - it raises where JSON has numbers of 5,000 digits or nests too deep

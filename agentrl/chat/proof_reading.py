@@ -1,7 +1,8 @@
 """Whether a renderer reads what was sampled: as it was written, and never more than that."""
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import takewhile
 from typing import Any
 
 from agentrl.chat.proof_episode import Episode, functions, is_same, says
@@ -25,6 +26,7 @@ _BAD_BODIES = (
     '<tool_call>{"name": "look"',
 )
 """Between the tags of a call: what is no call."""
+_THOUGHTS = ("Hm: one?", "Hm: two!")
 
 
 def words(episode: Episode) -> Iterator[str]:
@@ -174,14 +176,24 @@ def _is_malformed(function: dict[str, Any]) -> bool:
 
 def drafted_calls(episode: Episode) -> Iterator[str]:
     """A call within a thought is not carried out."""
-    thought = says("Yes.") | {"reasoning_content": "Hm."}
-    if episode.renderer.parse(episode.encode(thought)).get("reasoning_content") != "Hm.":
+    episode.need_tools()
+    answers = [says("Yes.") | {"reasoning_content": thought} for thought in _THOUGHTS]
+    call: tuple[str, dict[str, Any]] = (episode.tools[0]["function"]["name"], {})
+    acts = [says("", call) | {"reasoning_content": thought} for thought in _THOUGHTS]
+    if any(episode.renderer.parse(episode.encode(m)).get("reasoning_content") not in _THOUGHTS for m in answers + acts):
         return
-    drafted = '<think>\nI could\n<tool_call>\n{"name": "look", "arguments": {}}\n</tool_call>'
-    message, problems = _parsed(episode, "a thought that does not end", episode.encode(says(drafted)))
+    said, done = ([episode.encode(message) for message in messages] for messages in (answers, acts))
+    end, end_and_call = (_common(ids[::-1] for ids in actions)[::-1] for actions in (said, done))
+    drafted = (*_common([*said, *done]), *end_and_call[len(_common([end, end_and_call])) :])
+    message, problems = _parsed(episode, "a thought that does not end", drafted)
     yield from problems
     if functions(message):
         yield "parse() gives calls of a thought that does not end: it is thought, not said"
+
+
+def _common(lists: Iterable[Sequence[int]]) -> tuple[int, ...]:
+    """Return the tokens with which all of them begin."""
+    return tuple(ids[0] for ids in takewhile(lambda ids: len(set(ids)) == 1, zip(*lists, strict=False)))
 
 
 READING = (

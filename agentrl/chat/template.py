@@ -9,7 +9,7 @@ from pydantic import Field
 
 from agentrl.chat.chat_template import ChatTemplate
 from agentrl.chat.description import Description
-from agentrl.chat.encoder import Encoder
+from agentrl.chat.encoder import MARK, Encoder, unmarked
 from agentrl.chat.forms import FORMS, ResponseTemplateForm
 from agentrl.chat.proof import prove
 from agentrl.chat.renderer import Renderer, Tools
@@ -148,10 +148,11 @@ class TemplateRenderer:
         """Return the assistant message of sampled tokens."""
         ids = action_ids[:-1] if action_ids and action_ids[-1] in self._stop_ids else action_ids
         known = [i for i in ids if i < self._size]  # a model can have more
-        text = self._tokenizer.decode(known, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        text = self._encode.decode(known)
         ends = [prompt for prompt in self._open_prompts if tuple(context_ids[-len(prompt) :]) == prompt]
         is_thinking = bool(ends if context_ids else self._open_prompts)
-        return self.facts.form.parse(text, tools, is_thinking=is_thinking)
+        message = self.facts.form.parse(text, tools, is_thinking=is_thinking)
+        return unmarked(message) if MARK in text else message
 
     def encode(self, message: Message) -> tuple[int, ...]:
         """Return an assistant message as an action.

@@ -142,6 +142,15 @@ def test_words_that_spell_a_control_token_stay_words() -> None:
     assert renderer.parse(action) == message
 
 
+def test_what_spells_a_call_in_letters_is_no_call() -> None:
+    made = tokenizer(QWEN)
+    renderer = TemplateRenderer(made)
+    call = '<tool_call>\n{"name": "look", "arguments": {}}\n</tool_call>'
+    spelled = tuple(i for letter in call for i in made.encode(letter, add_special_tokens=False))
+    assert renderer.parse((*spelled, END)) == {"role": "assistant", "content": call}
+    assert renderer.parse((*made.encode(call, add_special_tokens=False), END))["tool_calls"]
+
+
 def test_a_system_prompt_of_the_recipe_comes_before_that_of_the_environment() -> None:
     made = tokenizer(QWEN)
     renderer = TemplateRenderer(made, TemplateConfig(system="Be brief."))
