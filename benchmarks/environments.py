@@ -1,0 +1,223 @@
+"""What the built-in environments ask: success of an oracle, a random and a constant policy, and episodes per second.
+
+    OMP_NUM_THREADS=1 python -m benchmarks.environments [--only NAME ...] [--write]
+    python -m benchmarks.environments --page NAME ...
+
+The first prints a table, and with `--write` puts it into docs/environments.md (with `--only`, these rows alone). The second
+writes the sample episode into docs/environments/NAME.md: the oracle's, of the first setting, with seed 0.
+
+The page of an environment may say with which settings it is measured, in a line of its own; `{}` where there is none:
+
+    <!-- measured: [{"options": {"num_boxes": 12}, "oracle": 0.9, "max_turns": 30, "episodes": 50}] -->
+
+`options` of the environment; `oracle`, the share that its oracle solves at least (default 0.95); `max_turns` of an episode
+(64); `episodes` of each policy (200). The constant policy is the best of several that each repeat one action, in a quarter
+of the episodes; `random` calls random tools with arguments of the right types, taken from the dialogue. Episodes per
+second: one process, one thread, the environment reset again and again and the oracle playing, its own time included. The
+last line printed is JSON.
+"""
+
+import argparse
+import json
+import re
+import statistics
+import time
+import tomllib
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from agentrl.env import MessageEnv, base_env, make_env
+from agentrl.testing.baselines import Policy, always, constant_actions, oracle, play, random_action
+from agentrl.types import Message
+
+ROOT = Path(__file__).resolve().parents[1]
+INDEX = ROOT / "docs" / "environments.md"
+PAGES = ROOT / "docs" / "environments"
+_BEGIN, _END = "<!-- episode -->\n", "<!-- end -->"
+_TABLE = "<!-- table -->\n"
+_HEAD = "| environment | options | oracle | random | constant | turns | episodes/s |\n" + "|---" * 7 + "|\n"
+_MAX_CHARS = 1500
+"""Of one message in a sample episode."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setting:
+    """How an environment is measured."""
+
+    options: dict[str, Any] = field(default_factory=dict)
+    """Of its constructor."""
+    oracle: float = 0.95
+    """Share of episodes that the oracle solves at least."""
+    max_turns: int = 64
+    """Turns after which an episode is cut off."""
+    episodes: int = 200
+    """Of each policy."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """What was measured of one environment with one setting."""
+
+    name: str
+    options: dict[str, Any]
+    oracle: float
+    """Share of episodes solved, as are the next two."""
+    random: float
+    constant: float
+    turns: float
+    """Mean of the oracle's episodes."""
+    per_second: float
+    """Episodes of the oracle."""
+
+    def line(self) -> str:
+        options = ", ".join(f"`{name}: {json.dumps(value)}`" for name, value in self.options.items()) or "default"
+        shares = " | ".join(f"{share:.1%}" for share in (self.oracle, self.random, self.constant))
+        return (
+            f"| [{self.name}](environments/{self.name}.md) | {options} | {shares} | {self.turns:.1f} "
+            f"| {float(f'{self.per_second:.2g}'):,.0f} |"
+        )
+
+
+def built_in() -> dict[str, str]:
+    """Map the names under which this distribution's environments are installed to their classes."""
+    with (ROOT / "pyproject.toml").open("rb") as file:
+        points: dict[str, str] = tomllib.load(file)["project"]["entry-points"]["agentrl.envs"]
+    return points
+
+
+def settings(name: str) -> list[Setting]:
+    """Return how an environment is measured, which its page says."""
+    said = re.search(r"<!-- measured: (.*?) -->", (PAGES / f"{name}.md").read_text(encoding="utf-8"), re.DOTALL)
+    return [Setting(**setting) for setting in (json.loads(said[1]) if said else [{}])]
+
+
+def make(name: str, options: dict[str, Any]) -> MessageEnv:
+    """Build a built-in environment, installed or not."""
+    return base_env(make_env(built_in()[name], options))
+
+
+def success(env: MessageEnv, policy: Policy, *, episodes: int, max_turns: int) -> float:
+    """Return the share of episodes that a policy solves."""
+    rng = np.random.default_rng(0)
+    return statistics.mean(
+        play(env, policy, seed=seed, max_turns=max_turns, rng=rng).success for seed in range(episodes)
+    )
+
+
+def constant_success(env: MessageEnv, *, episodes: int, max_turns: int) -> float:
+    """Return the share of episodes that the best of several constant actions solves: a quarter of the episodes for each."""
+    env.reset(seed=0)
+    actions = list(constant_actions(env))
+    episodes = max(episodes // 4, 1)
+    return max(success(env, always(action), episodes=episodes, max_turns=max_turns) for action in actions)
+
+
+def measure(name: str, setting: Setting) -> Row:
+    env = make(name, setting.options)
+    limits = {"episodes": setting.episodes, "max_turns": setting.max_turns}
+    rng, speeds, turns, solved = np.random.default_rng(0), [], [], []
+    for seed in range(setting.episodes):
+        begin = time.perf_counter()
+        played = play(env, oracle, seed=seed, max_turns=setting.max_turns, rng=rng)
+        speeds.append(time.perf_counter() - begin)
+        turns.append(len(played.rewards))
+        solved.append(played.success)
+    row = Row(
+        name=name,
+        options=setting.options,
+        oracle=statistics.mean(solved),
+        random=success(env, random_action, **limits),
+        constant=constant_success(env, **limits),
+        turns=statistics.mean(turns),
+        per_second=setting.episodes / sum(speeds),
+    )
+    env.close()
+    return row
+
+
+def sample_episode(name: str) -> str:
+    """Return the dialogue of the oracle's episode with seed 0, as the page shows it."""
+    setting = settings(name)[0]
+    env = make(name, setting.options)
+    rng = np.random.default_rng(0)
+    played = play(env, oracle, seed=0, max_turns=setting.max_turns, rng=rng)
+    rewards = iter(played.rewards)
+    lines, reward = [], 0.0
+    for message in played.messages:
+        if message["role"] == "assistant":
+            lines += [f"  reward {reward:g}"] if reward else []
+            reward = next(rewards)
+        lines.append(_line(message))
+    lines.append(f"  reward {reward:g}; success {str(played.success).lower()}, score {played.score:g}")
+    env.close()
+    return "```text\n" + "\n".join(lines) + "\n```\n"
+
+
+def write_page(name: str) -> None:
+    """Put the sample episode into the environment's page, between its markers."""
+    page = PAGES / f"{name}.md"
+    before, begin, rest = page.read_text(encoding="utf-8").partition(_BEGIN)
+    _, end, after = rest.partition(_END)
+    if not (begin and end):
+        raise SystemExit(
+            f"{page}: write a line {_BEGIN.strip()} and a line {_END} where the sample episode is to stand"
+        )
+    page.write_text(before + begin + sample_episode(name) + end + after, encoding="utf-8")
+
+
+def write_table(rows: Iterable[Row]) -> None:
+    """Put rows into the index, in the place of those of the same environments."""
+    text = INDEX.read_text(encoding="utf-8")
+    before, begin, rest = text.partition(_TABLE)
+    old, end, after = rest.partition(_END)
+    lines: dict[str, list[str]] = {}
+    for line in old.splitlines():
+        if said := re.match(r"\| \[(\w+)\]", line):
+            lines.setdefault(said[1], []).append(line)
+    new: dict[str, list[str]] = {}
+    for row in rows:
+        new.setdefault(row.name, []).append(row.line())
+    table = _HEAD + "".join(f"{line}\n" for _, of_name in sorted((lines | new).items()) for line in of_name)
+    INDEX.write_text(before + begin + table + end + after, encoding="utf-8")
+
+
+def _line(message: Message) -> str:
+    text = str(message.get("content") or "")
+    calls = [
+        f"{call['function']['name']}({', '.join(f'{k}={v!r}' for k, v in call['function']['arguments'].items())})"
+        for call in message.get("tool_calls", ())
+    ]
+    said = "\n".join([text] * bool(text) + calls)
+    said = said if len(said) <= _MAX_CHARS else f"{said[:_MAX_CHARS]} ..."
+    return f"{message['role']}: {said}".replace("\n", "\n    ")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="+", choices=list(built_in()), default=list(built_in()))
+    parser.add_argument("--write", action="store_true", help="put the rows into docs/environments.md")
+    parser.add_argument(
+        "--page", nargs="+", choices=list(built_in()), help="write sample episodes, and measure nothing"
+    )
+    options = parser.parse_args()
+    if options.page:
+        for name in options.page:
+            write_page(name)
+        return
+    rows = []
+    print(_HEAD, end="")
+    for name in options.only:
+        for setting in settings(name):
+            rows.append(measure(name, setting))
+            print(rows[-1].line(), flush=True)
+    if options.write:
+        write_table(rows)
+    print(json.dumps([asdict(row) for row in rows]))
+
+
+if __name__ == "__main__":
+    main()
