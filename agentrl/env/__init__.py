@@ -6,7 +6,7 @@ from agentrl.env.make import make_env
 from agentrl.env.message_env import MAX_REWARD, MessageEnv, as_message, base_env
 from agentrl.env.spaces import ActionSpace, MessagesSpace
 from agentrl.env.tool_env import ToolEnv
-from agentrl.env.tools import tool, tool_call, tool_schemas
+from agentrl.env.tools import ToolCallError, arguments_object, tool, tool_call, tool_schemas
 
 __all__ = [
     "MAX_REWARD",
@@ -14,7 +14,9 @@ __all__ = [
     "EnvDescription",
     "MessageEnv",
     "MessagesSpace",
+    "ToolCallError",
     "ToolEnv",
+    "arguments_object",
     "as_message",
     "base_env",
     "describe",

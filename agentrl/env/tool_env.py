@@ -111,23 +111,17 @@ class ToolEnv(MessageEnv):
         info = {**self._info, "reward_components": dict(self._components)}
         return tuple(replies), sum(self._components.values(), 0.0), bool(self._is_over), False, info
 
-    def _call(self, call: Any) -> Message:
-        call = call if isinstance(call, dict) else {"function": {"arguments": call}}
-        function = call.get("function")
-        function = function if isinstance(function, dict) else {"arguments": function}
-        name = str(function.get("name") or "")
-        try:
-            content = self._run(name, function.get("arguments", {}))
-        except EnvironmentFailure:
-            raise
-        except Exception as error:  # noqa: BLE001 - the tool boundary: what a call raises is an answer to the model
-            self._info["tool_errors"] += 1
-            words = str(error) if isinstance(error, ToolCallError) else words_of(error)
-            content = _bounded(f"Error: {words}", self.max_error_chars)
-        reply = {"role": "tool", "name": name, "content": content}
-        return reply | ({"tool_call_id": call["id"]} if "id" in call else {})
+    def run_tool(self, name: str, arguments: Any) -> str:
+        """Carry out one call and return the tool message's text; override it to offer tools that are no methods.
 
-    def _run(self, name: str, arguments: Any) -> str:
+        Args:
+            name: of the tool, as the model wrote it; "" for a call that has none.
+            arguments: as the model wrote them: a dict, JSON, or anything else.
+
+        Raises:
+            ToolCallError: in words that tell the model what is wrong. Whatever else is raised becomes an error message too,
+                but for an EnvironmentFailure, which fails the episode.
+        """
         if not name:
             raise ToolCallError(f"malformed tool call: {arguments}")
         offered = [schema["function"]["name"] for schema in self.tools]
@@ -141,7 +135,23 @@ class ToolEnv(MessageEnv):
             except TimeoutError as error:
                 why = f": {error}" if isinstance(error, BlockedLoopError) else ""
                 raise ToolCallError(f"{name} timed out{why}") from None
-        return _bounded("" if result is None else str(result), self.max_tool_chars)
+        return "" if result is None else str(result)
+
+    def _call(self, call: Any) -> Message:
+        call = call if isinstance(call, dict) else {"function": {"arguments": call}}
+        function = call.get("function")
+        function = function if isinstance(function, dict) else {"arguments": function}
+        name = str(function.get("name") or "")
+        try:
+            content = _bounded(self.run_tool(name, function.get("arguments", {})), self.max_tool_chars)
+        except EnvironmentFailure:
+            raise
+        except Exception as error:  # noqa: BLE001 - the tool boundary: what a call raises is an answer to the model
+            self._info["tool_errors"] += 1
+            words = str(error) if isinstance(error, ToolCallError) else words_of(error)
+            content = _bounded(f"Error: {words}", self.max_error_chars)
+        reply = {"role": "tool", "name": name, "content": content}
+        return reply | ({"tool_call_id": call["id"]} if "id" in call else {})
 
 
 def _messages(said: str | Sequence[Message] | None) -> tuple[Message, ...]:

@@ -41,6 +41,22 @@ class ToolCallError(Exception):
     """What the model wrote cannot be called; the message is for the model."""
 
 
+def arguments_object(name: str, arguments: Any) -> dict[str, Any]:
+    """Return the arguments of a call of tool `name` as a model writes them, an object or JSON of one.
+
+    Raises:
+        ToolCallError: in words that tell the model what is wrong.
+    """
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments)
+        except ValueError as error:
+            raise ToolCallError(f"arguments of {name} are not valid JSON: {error}") from None
+    if not isinstance(arguments, dict):
+        raise ToolCallError(f"arguments of {name} must be a JSON object, got {type(arguments).__name__}")
+    return arguments
+
+
 def tool_schemas(tools: object) -> list[dict[str, Any]]:
     """Return what an environment offers as `tools`, as plain data in which every property has a schema that is a dict.
 
@@ -92,15 +108,8 @@ class ToolSpec:
         Raises:
             ToolCallError: in words that tell the model what is wrong.
         """
-        if isinstance(arguments, str):
-            try:
-                arguments = json.loads(arguments)
-            except json.JSONDecodeError as error:
-                raise ToolCallError(f"arguments of {self.name} are not valid JSON: {error}") from None
-        if not isinstance(arguments, dict):
-            raise ToolCallError(f"arguments of {self.name} must be a JSON object, got {type(arguments).__name__}")
         try:
-            validated: dict[str, Any] = self.arguments.validate_python(arguments)
+            validated: dict[str, Any] = self.arguments.validate_python(arguments_object(self.name, arguments))
         except ValidationError as error:
             details = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors()[:3])
             raise ToolCallError(f"wrong arguments for {self.name}: {details}") from None
