@@ -6,6 +6,7 @@ _ENTRY_POINTS = {
     "agentrl/Calculator-v0": "agentrl_envs.calculator:Calculator",
     "agentrl/ServiceDesk-v0": "agentrl_envs.service_desk:ServiceDesk",
     "agentrl/KeyDoor-v0": "agentrl_envs.key_door:KeyDoor",
+    "agentrl/Corridor-v0": "agentrl_envs.corridor:Corridor",
 }
 
 
