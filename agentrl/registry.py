@@ -11,7 +11,7 @@ from typing import Any, Literal
 from agentrl.errors import ConfigError
 from agentrl.plain_data import line_of
 
-Group = Literal["agentrl.envs", "agentrl.credit", "agentrl.engines", "agentrl.renderers"]
+Group = Literal["agentrl.envs", "agentrl.credit", "agentrl.engines", "agentrl.renderers", "agentrl.sandboxes"]
 
 
 def suggest(name: str, known: Iterable[str]) -> str:
