@@ -11,7 +11,7 @@ from typing import Any, Literal
 from agentrl.errors import ConfigError
 from agentrl.plain_data import line_of
 
-Group = Literal["agentrl.envs", "agentrl.credit", "agentrl.engines", "agentrl.renderers", "agentrl.sandboxes"]
+Group = Literal["agentrl.envs", "agentrl.credit", "agentrl.engines", "agentrl.renderers", "agentrl.rewards"]
 
 
 def suggest(name: str, known: Iterable[str]) -> str:
@@ -32,17 +32,23 @@ def _points(group: Group) -> dict[str, EntryPoint]:
     return {point.name: point for point in entry_points(group=group)}
 
 
-def resolve(spec: str, *, group: Group, field: str) -> Any:
+def resolve(spec: str, *, group: Group, field: str, kind: str = "Class") -> Any:
     """Return what `spec` names: `name` (an entry point of `group`) or `module:attribute` (importable from here).
+
+    Args:
+        spec: the name.
+        group: of entry points.
+        field: of the recipe, for error messages.
+        kind: what to call the attribute in them.
 
     Raises:
         ConfigError: naming `field`, when nothing of that name exists, or when its module cannot be imported.
     """
     if ":" in spec:
-        return import_attribute(spec, field=field)
+        return import_attribute(spec, field=field, kind=kind)
     if spec not in (points := _points(group)):
         raise ConfigError(
-            f"{field}: no {spec!r} is installed.{suggest(spec, names(group))} Or give it as 'module:Class'."
+            f"{field}: no {spec!r} is installed.{suggest(spec, names(group))} Or give it as 'module:{kind}'."
         )
     try:
         return points[spec].load()

@@ -6,7 +6,7 @@ Tokens are tuples of Python ints exactly as they were sampled. Nothing here is e
 from collections.abc import Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import Field, SerializerFunctionWrapHandler, ValidatorFunctionWrapHandler, WrapSerializer, WrapValidator
 
@@ -20,6 +20,21 @@ Amount = Annotated[int, Field(gt=0, le=1_000_000_000)]
 
 Message = dict[str, Any]
 """One chat message, OpenAI style: role, content, and where they apply tool_calls, tool_call_id, name."""
+
+
+Split = Literal["train", "eval"]
+"""What a task is for: to train on, or to evaluate with."""
+
+
+class NumTasks(NamedTuple):
+    """How many tasks each split has. None: they follow from the seed, without end."""
+
+    train: int | None = None
+    eval: int | None = None
+
+
+ENDLESS = NumTasks()
+"""Of an environment whose tasks follow from the seed."""
 
 
 class Share(NamedTuple):
@@ -254,6 +269,9 @@ class Trajectory:
     """Where, if the environment failed. The action that it failed at is the last turn's."""
     gold_answer: str | None = None
     """The task's known answer, where the environment tells one."""
+    split: Split = "train"
+    task_index: int | None = None
+    """Number of the task within its split. None: an earlier version played it."""
     signals: Mapping[str, float] = field(default_factory=dict)
     """As `Turn.signals`, of the trajectory as a whole: `values` is that of the context after the last action token."""
 

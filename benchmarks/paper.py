@@ -49,7 +49,7 @@ from agentrl.learn.train_config import TrainConfig
 from agentrl.learn.warmup import WarmupConfig, warm_up
 from agentrl.policy.layout import choose_layout
 from agentrl.policy.model import LocalModelConfig, Policy, make_local_model
-from agentrl.rollout import EpisodeContext, RolloutPool
+from agentrl.rollout import EpisodeContext, RolloutPool, Tasks
 from agentrl.rollout.demonstrations import Demonstration, demonstrations
 from agentrl.run import loop
 from agentrl.run.build import build
@@ -273,7 +273,7 @@ def prepare(size: Size) -> tuple[Recipe, Any, list[Demonstration]]:
         skill=recipe.warmup.skill,
         max_turns=recipe.rollout.max_turns,
         timeout_s=60,
-        seed=0,
+        tasks=Tasks(seed=0),
     )
     as_bytes = train_tokenizer([], vocab_size=261)
     with asyncio.Runner() as runner:
@@ -296,7 +296,7 @@ def play(start: Path, recipe: Recipe, count: int) -> list[Batch]:
                 renderer=ChatMLRenderer(AutoTokenizer.from_pretrained(start)),
                 config=recipe.rollout,
             ),
-            seed=0,
+            tasks=Tasks(seed=0),
         )
         batches = [runner.run(pool.collect()) for _ in range(count)]
         pool.close()

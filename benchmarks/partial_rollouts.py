@@ -20,7 +20,7 @@ from agentrl.chat import ChatMLRenderer, train_tokenizer
 from agentrl.engine.transformers import TransformersConfig, TransformersEngine
 from agentrl.env import MessageEnv
 from agentrl.policy.model import LocalModelConfig, make_local_model
-from agentrl.rollout import EpisodeContext, RolloutConfig, RolloutPool
+from agentrl.rollout import EpisodeContext, RolloutConfig, RolloutPool, Tasks
 from agentrl.types import Message
 
 SHORT, LONG, GROUPS, SIZE = 2, 20, 8, 8
@@ -74,7 +74,9 @@ def sample(mode: str, steps: int, seed: int, *, latency_s: float) -> dict[str, A
         }
     )
     pool = RolloutPool(
-        make_env=Tail, context=EpisodeContext(engine=engine, renderer=OftenStops(TOKENIZER), config=config), seed=seed
+        make_env=Tail,
+        context=EpisodeContext(engine=engine, renderer=OftenStops(TOKENIZER), config=config),
+        tasks=Tasks(seed=seed),
     )
     weights = list(engine._model.state_dict().items())
     lengths: list[int] = []

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from agentrl.rollout import Journal, LiveEpisode, RolloutConfig
+from agentrl.rollout import Journal, LiveEpisode, RolloutConfig, Tasks
 from agentrl.rollout.stream import TaskStream
 from agentrl.types import FinishReason, StopReason, Trajectory, Turn
 
@@ -62,7 +62,7 @@ def new_stream(live: int, folder: Path) -> TaskStream:
     config = RolloutConfig(
         mode="partial", num_groups=-(-live // 24), group_size=8, max_live_episodes=live, max_staleness=2
     )
-    stream = TaskStream(config, seed=0, journal=Journal(folder))
+    stream = TaskStream(config, tasks=Tasks(seed=0), journal=Journal(folder))
     stream.state_dict()
     stream.begin_step(None)
     return stream
@@ -139,7 +139,7 @@ def long(num: int, tokens: int, *, restart: bool) -> dict[str, float]:
         text = json.dumps(stream.state_dict())
         dumped_s = time.process_time() - begin
         begin = time.process_time()
-        other = TaskStream(stream._config, seed=0)
+        other = TaskStream(stream._config, tasks=Tasks(seed=0))
         other.load_state_dict(json.loads(text))
         loaded_s = time.process_time() - begin
         stream.close()

@@ -18,7 +18,7 @@ from typing import Any, ClassVar
 from agentrl import ToolEnv, tool
 from agentrl.chat import ChatMLRenderer, train_tokenizer
 from agentrl.learn.metrics import process_metrics
-from agentrl.rollout import EpisodeContext, Journal, RolloutConfig, RolloutPool
+from agentrl.rollout import EpisodeContext, Journal, RolloutConfig, RolloutPool, Tasks
 from agentrl.testing import ScriptedEngine
 from agentrl.types import Completion, FinishReason
 
@@ -70,7 +70,7 @@ def load(
     pool = RolloutPool(
         make_env=Counter,
         context=EpisodeContext(engine=AtOnce(answer), renderer=renderer, config=config),
-        seed=0,
+        tasks=Tasks(seed=0),
         journal=None if journal is None else Journal(journal),
     )
     pool.state_dict()  # from here on, what happens is written down

@@ -25,7 +25,7 @@ from agentrl.files import seal
 from agentrl.learn.policy_state import load_weights
 from agentrl.policy.model import load_pretrained
 from agentrl.report.folder import RunFolder
-from agentrl.rollout import Journal
+from agentrl.rollout import Journal, Tasks
 from agentrl.rollout.stream import TaskStream
 from agentrl.run import loop
 from agentrl.run.build import Parts, build
@@ -186,7 +186,7 @@ def test_a_damaged_journal_is_read_to_its_end_or_named_with_its_line(
     scratch = tmp_path_factory.mktemp("journal")
     try:
         (scratch / path.name).write_bytes(content)
-        stream = TaskStream(ours.recipe.rollout, seed=0, journal=Journal(scratch))
+        stream = TaskStream(ours.recipe.rollout, tasks=Tasks(seed=0), journal=Journal(scratch))
         stream.load_state_dict(state.pool)
         told = outcome(lambda: stream.recover(ignore=False, version=4))
         stream.close()

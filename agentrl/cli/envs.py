@@ -31,11 +31,17 @@ def add(commands: Commands) -> None:
 def _envs(_: argparse.Namespace, __: list[str]) -> None:
     table = Table("name", "what it is", "tools", "state keys", "turn rewards")
     from agentrl.env import describe, make_env
-    from agentrl.registry import names
+    from agentrl.errors import UserError
+    from agentrl.registry import names, resolve
     from agentrl.types import Need
 
     for name in names("agentrl.envs"):
-        base: Any = make_env(name).unwrapped
+        try:
+            base: Any = make_env(name).unwrapped
+        except UserError:  # it needs options
+            cls = resolve(name, group="agentrl.envs", field="env.id")
+            table.add_row(name, first_line(cls), "as its options say", "", "")
+            continue
         described = describe(base)
         keys, rewards = ("yes" if need in described.needs else "no" for need in (Need.STATE_KEYS, Need.TURN_REWARDS))
         tools = ", ".join(tool["function"]["name"] for tool in described.tools)

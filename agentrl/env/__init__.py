@@ -4,8 +4,8 @@ from agentrl.env.command import run_command
 from agentrl.env.describe import EnvDescription, describe
 from agentrl.env.make import make_env
 from agentrl.env.message_env import MAX_REWARD, MessageEnv, as_message, base_env
-from agentrl.env.sandbox import ExecResult, Language, Sandbox, SandboxConfig, sandbox_config
 from agentrl.env.spaces import ActionSpace, MessagesSpace
+from agentrl.env.task_env import TaskEnv
 from agentrl.env.tool_env import ToolEnv
 from agentrl.env.tools import ToolCallError, arguments_object, tool, tool_call, tool_schemas
 
@@ -13,12 +13,9 @@ __all__ = [
     "MAX_REWARD",
     "ActionSpace",
     "EnvDescription",
-    "ExecResult",
-    "Language",
     "MessageEnv",
     "MessagesSpace",
-    "Sandbox",
-    "SandboxConfig",
+    "TaskEnv",
     "ToolCallError",
     "ToolEnv",
     "arguments_object",
@@ -27,7 +24,6 @@ __all__ = [
     "describe",
     "make_env",
     "run_command",
-    "sandbox_config",
     "tool",
     "tool_call",
     "tool_schemas",

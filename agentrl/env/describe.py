@@ -1,5 +1,6 @@
 """What an environment says of itself, looked at once."""
 
+import operator
 from dataclasses import dataclass
 from typing import Any
 
@@ -7,24 +8,25 @@ from agentrl.env.message_env import MessageEnv
 from agentrl.env.tools import tool_schemas
 from agentrl.errors import EnvironmentFailure
 from agentrl.plain_data import PlainDataError, abbreviated
-from agentrl.types import Need
+from agentrl.types import Need, NumTasks, Split
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EnvDescription:
-    """What an environment offers to credit schemes and to the model."""
+    """What an environment offers to credit schemes, to the model and to the order of tasks."""
 
     needs: frozenset[Need]
     """Data that credit schemes may read from it."""
     tools: list[dict[str, Any]]
     """JSON schemas of its tools."""
+    num_tasks: NumTasks
 
 
 def describe(env: MessageEnv) -> EnvDescription:
     """Return what an environment offers.
 
     Raises:
-        EnvironmentFailure: naming what `provides()` or `tools` should be.
+        EnvironmentFailure: naming what `provides()`, `tools` or `num_tasks()` should be.
     """
     name, provided = type(env).__name__, env.provides()
     if not isinstance(provided, set | frozenset) or not all(need in list(Need) for need in provided):
@@ -32,6 +34,24 @@ def describe(env: MessageEnv) -> EnvDescription:
             f"environment {name}: provides() returned {abbreviated(provided)}; return a frozenset of agentrl.Need"
         )
     try:
-        return EnvDescription(needs=frozenset(map(Need, provided)), tools=tool_schemas(env.tools))
+        tools = tool_schemas(env.tools)
     except PlainDataError as error:
         raise EnvironmentFailure(f"environment {name}: {error}") from error
+    num_tasks = NumTasks(train=_num_tasks(env, "train"), eval=_num_tasks(env, "eval"))
+    return EnvDescription(needs=frozenset(map(Need, provided)), tools=tools, num_tasks=num_tasks)
+
+
+def _num_tasks(env: MessageEnv, split: Split) -> int | None:
+    given: Any = env.num_tasks(split)  # of a stranger's: it may be anything
+    if given is None:
+        return None
+    try:
+        number = -1 if isinstance(given, bool) else operator.index(given)
+    except TypeError:
+        number = -1
+    if number < 0:
+        raise EnvironmentFailure(
+            f"environment {type(env).__name__}: num_tasks({split!r}) returned {abbreviated(given)}; return the number of "
+            "tasks, or None where they follow from the seed"
+        )
+    return int(number)

@@ -35,8 +35,11 @@ class MessageEnv(gym.Env[tuple[Message, ...], str | Message]):
     reports.
     Messages and `info` hold plain data: text, numbers, lists and dicts. They are copied when they are returned; tuples,
     sets, numpy and dates take their plain form, and an object or bytes fail the episode.
-    `options={"rollout_index": i}` tells a member of a group which one it is: its task follows from `seed` alone, its
-    dynamics may differ.
+
+    `options` of `reset` says which task to begin: `split` is "train" or "eval", `task_index` its number within that split,
+    and `rollout_index` which member of a group plays it. The task follows from the seed, the split and the task's number;
+    what comes later may differ within a group. Where the tasks are a table, `num_tasks` says how long it is. Any of the
+    three may be absent: a person who plays by hand gives none (0, "train" and None then).
     """
 
     metadata: dict[str, Any] = {"render_modes": []}  # noqa: RUF012 - Gymnasium's own declaration
@@ -84,6 +87,14 @@ class MessageEnv(gym.Env[tuple[Message, ...], str | Message]):
         raise NotImplementedError(
             f"{type(self).__name__} has no oracle(): define it, or train without warm-up (warmup.steps: 0)"
         )
+
+    def num_tasks(self, split: str) -> int | None:  # noqa: ARG002 - tasks without end are those of any split
+        """Return how many tasks a split ("train" or "eval") has. None: they follow from the seed, without end.
+
+        Where it is a number, `options["task_index"]` of `reset` is below it: training goes through the train split in
+        epochs, each in an order of its own, and evaluation covers the eval split once. Asked once, when a run begins.
+        """
+        return None
 
     def gold_answer(self) -> str | None:
         """Return the present task's right final answer as the policy would write it. None: there is no single one.

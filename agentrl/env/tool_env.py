@@ -2,7 +2,7 @@
 
 import math
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 from agentrl.env.background import BlockedLoopError, run_in_background
@@ -127,14 +127,17 @@ class ToolEnv(MessageEnv):
         offered = [schema["function"]["name"] for schema in self.tools]
         if name not in offered or name not in self._specs:
             raise ToolCallError(f"unknown tool {name!r}; the tools are {', '.join(offered)}")
-        spec = self._specs[name]
-        result = getattr(self, name)(**spec.validate(arguments))
+        return self.call_tool(self._specs[name], getattr(self, name), arguments)
+
+    def call_tool(self, spec: ToolSpec, function: Callable[..., Any], arguments: Any) -> str:
+        """Call the function of a tool, with its deadline where it is a coroutine function; return what it says."""
+        result = function(**spec.validate(arguments))
         if spec.is_coroutine:
             try:
                 result = run_in_background(result, timeout_s=self.tool_timeout_s)
             except TimeoutError as error:
                 why = f": {error}" if isinstance(error, BlockedLoopError) else ""
-                raise ToolCallError(f"{name} timed out{why}") from None
+                raise ToolCallError(f"{spec.name} timed out{why}") from None
         return "" if result is None else str(result)
 
     def _call(self, call: Any) -> Message:

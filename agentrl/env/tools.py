@@ -5,6 +5,7 @@ import json
 import typing
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, TypeVar
 
 from docstring_parser import parse
@@ -121,14 +122,25 @@ def tool_specs(cls: type) -> dict[str, ToolSpec]:
     specs = {}
     for base in reversed(cls.__mro__):
         for name, function in vars(base).items():
-            if getattr(function, _MARK, False):
+            if is_tool(function):
                 specs[name] = _spec(name, function)
     return specs
 
 
-def _spec(name: str, function: Callable[..., Any]) -> ToolSpec:
+@cache
+def function_spec(function: Callable[..., Any]) -> ToolSpec:
+    """Return a function that is no method as a tool."""
+    return _spec(function.__name__, function, num_bound=0)
+
+
+def is_tool(function: object) -> bool:
+    """Tell whether a function is marked with `@tool`."""
+    return bool(getattr(function, _MARK, False))
+
+
+def _spec(name: str, function: Callable[..., Any], *, num_bound: int = 1) -> ToolSpec:
     hints = typing.get_type_hints(function, include_extras=True)
-    parameters = [p.replace(annotation=hints.get(p.name, Any)) for p in _parameters(function)]
+    parameters = [p.replace(annotation=hints.get(p.name, Any)) for p in _parameters(function, num_bound)]
 
     def arguments(**kwargs: Any) -> dict[str, Any]:
         return kwargs
@@ -155,9 +167,9 @@ def _spec(name: str, function: Callable[..., Any]) -> ToolSpec:
     )
 
 
-def _parameters(function: Callable[..., Any]) -> list[inspect.Parameter]:
-    """List the parameters after `self`, all as keywords: that is how a model gives them."""
-    parameters = list(inspect.signature(function).parameters.values())[1:]
+def _parameters(function: Callable[..., Any], num_bound: int) -> list[inspect.Parameter]:
+    """List the parameters after those that are bound (`self`), all as keywords: that is how a model gives them."""
+    parameters = list(inspect.signature(function).parameters.values())[num_bound:]
     for parameter in parameters:
         if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD, parameter.POSITIONAL_ONLY):
             raise TypeError(f"tool {function.__qualname__}: parameter {parameter} has no name a model could give")

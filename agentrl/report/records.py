@@ -10,7 +10,7 @@ from pydantic import BaseModel, ConfigDict, TypeAdapter, model_validator
 
 from agentrl.credit import Credit
 from agentrl.files import parse, read_bytes
-from agentrl.types import Fault, FinishReason, Message, Need, StopReason, Trajectory, TrajectoryGroup, Turn
+from agentrl.types import Fault, FinishReason, Message, Need, Split, StopReason, Trajectory, TrajectoryGroup, Turn
 
 _SIGNALS_BESIDE = {
     **{need.value: need for need in Need},
@@ -86,6 +86,8 @@ class TrajectoryRecord(BaseModel):
     fault: Fault | None = None
     turns: list[TurnRecord]
     gold_answer: str | None = None
+    split: Split = "train"
+    task_index: int | None = None
     signals: dict[Need, float] = {}
     """Of the trajectory as a whole."""
 
@@ -149,6 +151,8 @@ def records(
                 fault=trajectory.fault,
                 turns=turns,
                 gold_answer=trajectory.gold_answer,
+                split=trajectory.split,
+                task_index=trajectory.task_index,
                 signals={Need(name): value for name, value in trajectory.signals.items()},
             )
 

@@ -11,7 +11,8 @@ from agentrl.errors import ConfigError
 from agentrl.report.folder import RunFolder
 from agentrl.report.records import TrajectoryRecord, read_records
 from agentrl.report.show import said
-from agentrl.rollout.env_calls import Env, reset, step
+from agentrl.rollout.env_calls import Env, reset, reset_options, step
+from agentrl.rollout.tasks import EnvTask
 from agentrl.types import FinishReason
 
 
@@ -22,8 +23,9 @@ def replay(env: Env, record: TrajectoryRecord) -> Iterator[Text]:
         Exception: whatever the environment raises, and an EnvError where it breaks its contract.
     """
     base, member = base_env(env), int(record.trajectory_id.rpartition("/")[2])
-    yield Text(f"reset(seed={record.seed}, options={{'rollout_index': {member}}})", "dim")
-    reply = reset(env, base, seed=record.seed, rollout_index=member)
+    task = EnvTask(seed=record.seed, split=record.split, index=record.task_index)
+    yield Text(f"reset(seed={record.seed}, options={reset_options(task, rollout_index=member)})", "dim")
+    reply = reset(env, base, task, rollout_index=member)
     for number, turn in enumerate(record.turns, 1):
         yield from map(said, reply.messages)
         if list(reply.messages) != turn.observation:

@@ -9,12 +9,14 @@ from agentrl.rollout.limits import check_limits
 from agentrl.rollout.live_episode import LiveEpisode, Task
 from agentrl.rollout.pool import RolloutPool
 from agentrl.rollout.seeds import derive_seed, held_out_seed, task_seed
+from agentrl.rollout.tasks import EnvTask, Tasks
 from agentrl.rollout.trial import describe_env, try_environment
 
 __all__ = [
     "BranchConfig",
     "Conversation",
     "End",
+    "EnvTask",
     "Episode",
     "EpisodeContext",
     "Journal",
@@ -23,6 +25,7 @@ __all__ = [
     "RolloutConfig",
     "RolloutPool",
     "Task",
+    "Tasks",
     "check_limits",
     "derive_seed",
     "describe_env",

@@ -223,6 +223,8 @@ class Conversation:
             trajectory_id=self.task.trajectory_id,
             env_id=env_id,
             seed=self.task.seed,
+            split=self.task.split,
+            task_index=self.task.task_index,
             turns=tuple(self.turns),
             stop_reason=end.reason,
             truncated=end.truncated,

@@ -1,6 +1,6 @@
 """Episodes that the environment's own `oracle()` plays."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import numpy as np
@@ -11,7 +11,8 @@ from agentrl.errors import ConfigError, EnvError, EnvironmentFailure, UserError
 from agentrl.rollout.env_calls import Env, MakeEnv, construct, reset, step
 from agentrl.rollout.env_thread import EnvThread
 from agentrl.rollout.fault import raised_words
-from agentrl.rollout.seeds import derive_seed, task_seed
+from agentrl.rollout.seeds import derive_seed
+from agentrl.rollout.tasks import EnvTask, Tasks
 
 _ORACLE_TASKS = 4
 
@@ -25,19 +26,19 @@ class Demonstration:
     """False: `max_turns` ended it."""
 
 
-def demonstrate(make_env: MakeEnv, renderer: Renderer, *, seed: int, skill: float, max_turns: int) -> Demonstration:
+def demonstrate(make_env: MakeEnv, renderer: Renderer, *, task: EnvTask, skill: float, max_turns: int) -> Demonstration:
     """Play one episode with the environment's oracle."""
     env = construct(make_env)
     try:
-        return _play(env, renderer, seed=seed, skill=skill, max_turns=max_turns)
+        return _play(env, renderer, task, skill=skill, max_turns=max_turns)
     finally:
         env.close()
 
 
-def _play(env: Env, renderer: Renderer, *, seed: int, skill: float, max_turns: int) -> Demonstration:
+def _play(env: Env, renderer: Renderer, task: EnvTask, *, skill: float, max_turns: int) -> Demonstration:
     base = base_env(env)
-    rng = np.random.default_rng(derive_seed(seed, "oracle"))
-    reply = reset(env, base, seed=seed, rollout_index=0)
+    rng = np.random.default_rng(derive_seed(task.seed, "oracle"))
+    reply = reset(env, base, task, rollout_index=0)
     dialogue = Dialogue.begin(reply.messages, reply.tools, renderer)
     turns: list[TurnTokens] = []
     is_over = False
@@ -51,43 +52,43 @@ def _play(env: Env, renderer: Renderer, *, seed: int, skill: float, max_turns: i
     return Demonstration(turns=tuple(turns), is_over=is_over)
 
 
-async def oracle_ends(make_env: MakeEnv, *, max_turns: int, timeout_s: float, seed: int) -> bool | None:
+async def oracle_ends(make_env: MakeEnv, *, max_turns: int, timeout_s: float, tasks: Tasks) -> bool | None:
     """Tell whether the oracle at its best ends an episode within `max_turns`, in the first of a few tasks; None: there is none.
 
     Raises:
         EnvironmentFailure: with the words of what an episode raised, or when it hung.
     """
 
-    def ends(task: int) -> bool:
+    def ends(task: EnvTask) -> bool:
         env = construct(make_env)
         try:
-            base, rng = base_env(env), np.random.default_rng(task)
-            reset(env, base, seed=task, rollout_index=0)
+            base, rng = base_env(env), np.random.default_rng(task.seed)
+            reset(env, base, task, rollout_index=0)
             replies = (step(env, base, base.oracle(skill=1.0, rng=rng)) for _ in range(max_turns))
             return any(reply.terminated or reply.truncated for reply in replies)
         finally:
             env.close()
 
-    tasks = [task_seed(derive_seed(seed, "oracle"), index) for index in range(_ORACLE_TASKS)]
+    tasks = replace(tasks, seed=derive_seed(tasks.seed, "oracle"))
     thread = EnvThread()
     try:
-        for task in tasks:
+        for task in map(tasks.train, range(_ORACLE_TASKS)):
             if await thread.call(partial(ends, task), timeout_s=timeout_s * (max_turns + 2)):
                 return True
     except NotImplementedError:
         return None
     except Exception as error:
         words = " did not return" if thread.is_lost else _words(error)
-        raise EnvironmentFailure(f"an episode with the environment's oracle(), task seed {task}{words}") from error
+        raise EnvironmentFailure(f"an episode with the environment's oracle(), task seed {task.seed}{words}") from error
     finally:
         thread.close()
     return False
 
 
 async def demonstrations(
-    make_env: MakeEnv, renderer: Renderer, *, count: int, skill: float, max_turns: int, timeout_s: float, seed: int
+    make_env: MakeEnv, renderer: Renderer, *, count: int, skill: float, max_turns: int, timeout_s: float, tasks: Tasks
 ) -> list[Demonstration]:
-    """Play demonstrations on tasks of the training half of the seeds.
+    """Play demonstrations on tasks of the training split.
 
     Each has a deadline of `timeout_s` seconds for every call that it may make: construction, reset, its turns.
 
@@ -95,13 +96,14 @@ async def demonstrations(
         ConfigError: when the environment has no oracle.
         EnvironmentFailure: with the words of what an episode raised, or when it hung.
     """
+    tasks = replace(tasks, seed=derive_seed(tasks.seed, "demonstrations"))
     thread = EnvThread()
     limit_s = timeout_s * (max_turns + 2)
     played = []
     try:
         for index in range(count):
-            task = task_seed(derive_seed(seed, "demonstrations"), index)
-            play = partial(demonstrate, make_env, renderer, seed=task, skill=skill, max_turns=max_turns)
+            task = tasks.train(index)
+            play = partial(demonstrate, make_env, renderer, task=task, skill=skill, max_turns=max_turns)
             played.append(await thread.call(play, timeout_s=limit_s))
     except UserError:
         raise

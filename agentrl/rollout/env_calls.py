@@ -14,6 +14,7 @@ from agentrl.env.returned import key_return, reset_return, step_return
 from agentrl.errors import AgentRLError, EnvError
 from agentrl.plain_data import PlainDataError, abbreviated, printable
 from agentrl.rollout.fault import raised_words
+from agentrl.rollout.tasks import EnvTask
 from agentrl.types import Message
 
 Env = gym.Env[tuple[Message, ...], str | Message]
@@ -66,9 +67,14 @@ def env_id(env: Env) -> str:
     return printable(env.spec.id if env.spec else type(base_env(env)).__name__)
 
 
-def reset(env: Env, base: MessageEnv, *, seed: int, rollout_index: int) -> EnvReply:
+def reset_options(task: EnvTask, *, rollout_index: int) -> dict[str, Any]:
+    """Return what `reset` is told, beside the seed."""
+    return {"rollout_index": rollout_index, "split": task.split, "task_index": task.index}
+
+
+def reset(env: Env, base: MessageEnv, task: EnvTask, *, rollout_index: int) -> EnvReply:
     """Begin a task."""
-    result = env.reset(seed=seed, options={"rollout_index": rollout_index})
+    result = env.reset(seed=task.seed, options=reset_options(task, rollout_index=rollout_index))
     returned = reset_return(result, method=f"reset() of {type(base).__name__}")
     return EnvReply(
         messages=returned.messages,

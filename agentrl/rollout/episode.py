@@ -94,7 +94,7 @@ class Episode:
         base, task, talk = base_env(env), self._task, self._conversation
 
         def begin() -> tuple[EnvReply, Dialogue | End]:
-            reply = reset(env, base, seed=task.seed, rollout_index=task.rollout_index)
+            reply = reset(env, base, task.env_task, rollout_index=task.rollout_index)
             return reply, driver.rendered(partial(talk.opening, reply.messages, reply.tools))
 
         reply, opening = await driver.call("reset()", begin)

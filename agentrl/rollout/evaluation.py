@@ -1,7 +1,8 @@
-"""Evaluation on held-out tasks."""
+"""Evaluation on the tasks of the eval split."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from math import comb
 from typing import Self
 
@@ -9,19 +10,18 @@ import numpy as np
 from pydantic import BaseModel, ConfigDict, NonNegativeFloat, PositiveInt, model_validator
 
 from agentrl.rollout.pool import RolloutPool
-from agentrl.rollout.seeds import held_out_seed
 from agentrl.types import AmountOrZero, Count, Share, Trajectory, TrajectoryGroup
 
 
 class EvaluationConfig(BaseModel):
-    """How the policy is measured on seeds that training never sees."""
+    """How the policy is measured, on tasks of the eval split."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     every: AmountOrZero = 0
     """Steps between evaluations; 0: only before the first step and after the last."""
     num_tasks: Count = 128
-    """Held-out tasks, each evaluated exactly once (`samples` episodes each)."""
+    """Evaluation tasks, each evaluated exactly once (`samples` episodes each); fewer where the environment has fewer."""
     samples: Count = 1
     """Episodes for each task."""
     pass_at: tuple[PositiveInt, ...] = (1,)
@@ -50,17 +50,15 @@ class Evaluation:
     groups: list[TrajectoryGroup]
 
 
-async def play_held_out(
-    pool: RolloutPool, config: EvaluationConfig, *, seed: int, share: Share
-) -> list[TrajectoryGroup]:
-    """Play the held-out tasks that are dealt out to this process as training tasks are."""
-    indices = range(share.process, config.num_tasks, share.num_processes) if share.num_groups else ()
-    tasks = [(f"eval/{i:06d}", held_out_seed(seed, i)) for i in indices]
-    return await pool.play(tasks, group_size=config.samples)
+async def play_evaluation(pool: RolloutPool, config: EvaluationConfig, *, share: Share) -> list[TrajectoryGroup]:
+    """Play the evaluation tasks that are dealt out to this process as training tasks are."""
+    tasks = {f"eval/{place:06d}": task for place, task in enumerate(pool.tasks.evaluation(config.num_tasks))}
+    own = islice(tasks.items(), share.process, None, share.num_processes) if share.num_groups else ()
+    return await pool.play(dict(own), group_size=config.samples)
 
 
 def evaluated(groups: Iterable[TrajectoryGroup], config: EvaluationConfig) -> Evaluation:
-    """Describe the held-out tasks as they were played. Failed episodes leave every mean and are counted in `failed`."""
+    """Describe the evaluation tasks as they were played. Failed episodes leave every mean and are counted in `failed`."""
     groups = sorted(groups, key=lambda group: group.group_id)
     trajectories = [t for group in groups for t in group.valid]
     metrics = {

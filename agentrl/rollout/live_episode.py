@@ -2,7 +2,8 @@
 
 from dataclasses import dataclass
 
-from agentrl.types import Completion, Message, Turns
+from agentrl.rollout.tasks import EnvTask
+from agentrl.types import Completion, Message, Split, Turns
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -18,6 +19,14 @@ class Task:
     """Seed from which each turn's sampling seed follows."""
     attempt: int = 0
     """How often this episode has been started before."""
+    split: Split = "train"
+    task_index: int | None = None
+    """Number of the task within its split, shared by the group. None: an earlier version began it."""
+
+    @property
+    def env_task(self) -> EnvTask:
+        """What the environment is told, beside `rollout_index`."""
+        return EnvTask(seed=self.seed, split=self.split, index=self.task_index)
 
     @property
     def trajectory_id(self) -> str:

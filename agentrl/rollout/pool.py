@@ -2,7 +2,7 @@
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import Any
@@ -19,6 +19,7 @@ from agentrl.rollout.episode import Episode
 from agentrl.rollout.journal import Journal
 from agentrl.rollout.live_episode import LiveEpisode, Task
 from agentrl.rollout.stream import TaskStream, group_of
+from agentrl.rollout.tasks import EnvTask, Tasks
 from agentrl.types import Sampling, Share, StopReason, Trajectory, TrajectoryGroup
 
 _FIRST_WAIT_S = 1.0
@@ -52,7 +53,7 @@ class RolloutPool:
         *,
         make_env: MakeEnv,
         context: EpisodeContext[Engine],
-        seed: int,
+        tasks: Tasks,
         fork: bool = False,
         share: Share | None = None,
         journal: Journal | None = None,
@@ -63,16 +64,16 @@ class RolloutPool:
         Args:
             make_env: makes the environment of one episode.
             context: what all episodes are played with.
-            seed: of tasks and samples.
+            tasks: of the run, in their order; samples follow from their seed.
             fork: rollouts are forked from every episode's turns (see `RolloutConfig.branches`).
             share: the training tasks that are dealt out to this process. None: all.
             journal: takes what happens to them from the first `state_dict` on. None: nothing is written.
             on_fault: told of each episode whose environment failed, at each attempt, at once.
         """
-        self.context, self.share = context, share or Share(context.config.num_groups)
-        self._make_env, self._seed, self._fork, self._on_fault = make_env, seed, fork, on_fault
+        self.context, self.tasks, self.share = context, tasks, share or Share(context.config.num_groups)
+        self._make_env, self._fork, self._on_fault = make_env, fork, on_fault
         self._engine, self._config, self._clock = context.engine, context.config, context.clock
-        self._stream = TaskStream(context.config, seed=seed, share=self.share, journal=journal)
+        self._stream = TaskStream(context.config, tasks=tasks, share=self.share, journal=journal)
         self._is_paused = False
         self._threads: list[EnvThread] = []
         self._lost: list[EnvThread] = []
@@ -88,7 +89,7 @@ class RolloutPool:
     def beside(self, config: RolloutConfig) -> "RolloutPool":
         """Return another pool for the same environments and engine, with threads of its own, limits and temperature."""
         context = replace(self.context, config=config, clock=EngineClock())
-        return RolloutPool(make_env=self._make_env, context=context, seed=self._seed, on_fault=self._on_fault)
+        return RolloutPool(make_env=self._make_env, context=context, tasks=self.tasks, on_fault=self._on_fault)
 
     @property
     def counts(self) -> Mapping[str, int]:
@@ -159,11 +160,10 @@ class RolloutPool:
             runner.cancel()
         await asyncio.gather(*runners, return_exceptions=True)
 
-    async def play(self, tasks: Iterable[tuple[str, int]], *, group_size: int) -> list[TrajectoryGroup]:
-        """Play `group_size` episodes of each task (group id, environment seed), every one exactly once."""
-        tasks = list(tasks)
-        queue = deque(task for group_id, seed in tasks for task in self._stream.tasks(group_id, seed, group_size))
-        done: dict[str, list[Trajectory]] = {group_id: [] for group_id, _ in tasks}
+    async def play(self, tasks: Mapping[str, EnvTask], *, group_size: int) -> list[TrajectoryGroup]:
+        """Play `group_size` episodes of each task (by its group id), every one exactly once."""
+        queue = deque(one for name, task in tasks.items() for one in self._stream.tasks(name, task, group_size))
+        done: dict[str, list[Trajectory]] = {group_id: [] for group_id in tasks}
         runners = [
             asyncio.create_task(self._run(queue, done)) for _ in range(min(len(queue), self._config.max_live_episodes))
         ]

@@ -12,7 +12,8 @@ from agentrl.errors import ConfigError, EnvironmentFailure
 from agentrl.rollout.config import RolloutConfig
 from agentrl.rollout.journal import Dropped, Ended, Event, HandedOut, Interrupted, Journal, Played, Restarted, Started
 from agentrl.rollout.live_episode import LiveEpisode, Task
-from agentrl.rollout.seeds import derive_seed, task_seed
+from agentrl.rollout.seeds import derive_seed
+from agentrl.rollout.tasks import EnvTask, Tasks
 from agentrl.types import Share, StopReason, Trajectory, TrajectoryGroup, lengthen, shorten
 
 
@@ -54,17 +55,17 @@ class TaskStream:
     """
 
     def __init__(
-        self, config: RolloutConfig, *, seed: int, share: Share | None = None, journal: Journal | None = None
+        self, config: RolloutConfig, *, tasks: Tasks, share: Share | None = None, journal: Journal | None = None
     ) -> None:
         """Begin before the first task.
 
         Args:
             config: how episodes are played.
-            seed: of tasks and samples.
+            tasks: of the run, in their order; samples follow from their seed.
             share: the tasks that are dealt out to this process. None: all.
             journal: takes what happens from the first `state_dict` on. None: nothing is written.
         """
-        self._config, self._seed, self._journal = config, seed, journal
+        self._config, self._tasks, self._journal = config, tasks, journal
         self._share = share or Share(config.num_groups)
         self._num_groups = self._share.num_groups
         self._staleness_bound = config.staleness_bound
@@ -277,13 +278,17 @@ class TaskStream:
         if self._journal is not None:
             self._journal.close()
 
-    def tasks(self, group_id: str, seed: int, group_size: int) -> list[Task]:
+    def tasks(self, group_id: str, task: EnvTask, group_size: int) -> list[Task]:
         """Return the tasks of a group's episodes."""
-        sampling_seed = derive_seed(self._seed, "sampling")
-        return [
-            Task(group_id=group_id, rollout_index=index, seed=seed, sampling_seed=sampling_seed)
-            for index in range(group_size)
-        ]
+        first = Task(
+            group_id=group_id,
+            rollout_index=0,
+            seed=task.seed,
+            sampling_seed=derive_seed(self._tasks.seed, "sampling"),
+            split=task.split,
+            task_index=task.index,
+        )
+        return [replace(first, rollout_index=index) for index in range(group_size)]
 
     def _take_out(self, group: _Group) -> LiveEpisode:
         episode = group.waiting.pop(0)
@@ -292,7 +297,7 @@ class TaskStream:
 
     def _start(self, event: Started) -> _Group:
         name = f"train/{event.index:06d}"
-        tasks = self.tasks(name, task_seed(self._seed, event.index), self._config.group_size)
+        tasks = self.tasks(name, self._tasks.train(event.index), self._config.group_size)
         group = _Group(began=event.version, waiting=[LiveEpisode(task=task) for task in tasks])
         self._groups[name], self._next_group = group, event.index + self._share.num_processes
         self._open.append(group)

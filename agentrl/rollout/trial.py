@@ -13,7 +13,8 @@ from agentrl.rollout.env_thread import EnvThread
 from agentrl.rollout.episode import Episode
 from agentrl.rollout.fault import raised_words
 from agentrl.rollout.live_episode import Task
-from agentrl.types import Completion, FinishReason, Sampling
+from agentrl.rollout.tasks import Tasks
+from agentrl.types import Completion, FinishReason, Sampling, Split
 
 
 class _Silence:
@@ -52,13 +53,15 @@ async def describe_env(make_env: MakeEnv, *, timeout_s: float) -> EnvDescription
             raise EnvironmentFailure(
                 f"environment: construction did not return within rollout.env_timeout_s: {timeout_s:g} s"
             ) from error
-        raise EnvironmentFailure(f"environment: provides(), tools or close() raised {raised_words(error)}") from error
+        raise EnvironmentFailure(
+            f"environment: provides(), tools, num_tasks() or close() raised {raised_words(error)}"
+        ) from error
     finally:
         thread.close()
 
 
 async def try_environment(
-    *, make_env: MakeEnv, renderer: Renderer, config: RolloutConfig, seed: int, fork: bool = False
+    *, make_env: MakeEnv, renderer: Renderer, config: RolloutConfig, tasks: Tasks, fork: bool = False
 ) -> None:
     """Play one episode of empty messages, so that a broken environment shows before anything is written.
 
@@ -69,7 +72,8 @@ async def try_environment(
         UserError: for what the recipe must change, such as a first prompt that fills the context.
     """
     thread = EnvThread()
-    task = Task(group_id="trial", rollout_index=0, seed=seed, sampling_seed=seed)
+    split: Split = "eval" if tasks.num.train == 0 else "train"
+    task = Task(group_id="trial", rollout_index=0, seed=tasks.seed, sampling_seed=tasks.seed, split=split, task_index=0)
     try:
         context = EpisodeContext(engine=_Silence(), renderer=renderer, config=config)
         trajectory = await Episode(task, context=context, thread=thread, fork=fork).play(make_env)

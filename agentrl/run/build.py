@@ -37,7 +37,7 @@ from agentrl.policy.model import Policy, check_dropout
 from agentrl.report.faults import FaultLog
 from agentrl.report.folder import RunFolder
 from agentrl.report.records import pieces_of
-from agentrl.rollout import EpisodeContext, Journal, RolloutPool, check_limits, describe_env, try_environment
+from agentrl.rollout import EpisodeContext, Journal, RolloutPool, Tasks, check_limits, describe_env, try_environment
 from agentrl.run.engine_link import EngineLink
 from agentrl.run.engines import new_engine, share_of
 from agentrl.run.models import check_positions, load_model, load_teacher, make_bytes_tokenizer
@@ -102,8 +102,10 @@ def _build(
     limits = check_limits(recipe.rollout.max_live_episodes)
 
     description = runner.run(describe_env(recipe.env.make, timeout_s=recipe.rollout.env_timeout_s))
+    tasks = Tasks(seed=recipe.seed, num=description.num_tasks)
+    tasks.evaluation(1)  # refused here, where there are none
     credit, lack = _load_credit(recipe, description)
-    model, tokenizer = _load_model(recipe, credit, runner, tokenizer_folder=tokenizer_folder)
+    model, tokenizer = _load_model(recipe, credit, tasks, runner, tokenizer_folder=tokenizer_folder)
     renderer = recipe.chat.build(tokenizer, name=str(recipe.model.name_or_path or "local"))
     if description.tools:
         renderer.start([USER], TOOLS)  # refused here, before anything is sampled
@@ -112,7 +114,7 @@ def _build(
     pool = RolloutPool(
         make_env=recipe.env.make,
         context=EpisodeContext(engine=engine, renderer=renderer, config=recipe.rollout),
-        seed=recipe.seed,
+        tasks=tasks,
         fork=reads_branches(credit),
         share=share,
         journal=_journal(recipe),
@@ -143,9 +145,11 @@ def _build(
     learner = Learner(
         state, loss=recipe.loss, config=recipe.train, temperature=recipe.rollout.temperature, seed=recipe.seed
     )
+    few = tasks.words_if_fewer(recipe.evaluation.num_tasks)
+    warnings = [*recipe.loss.warnings(), *limits, lack, few, *describe(renderer).notes, layout]
     return Parts(
         recipe=recipe,
-        warnings=tuple(filter(None, [*recipe.loss.warnings(), *limits, lack, *describe(renderer).notes, layout])),
+        warnings=tuple(filter(None, warnings)),
         on_warning=on_warning,
         runner=runner,
         tokenizer=tokenizer,
@@ -171,7 +175,7 @@ def _load_credit(recipe: Recipe, description: EnvDescription) -> tuple[CreditSch
 
 
 def _load_model(
-    recipe: Recipe, credit: CreditScheme, runner: asyncio.Runner, *, tokenizer_folder: Path | None
+    recipe: Recipe, credit: CreditScheme, tasks: Tasks, runner: asyncio.Runner, *, tokenizer_folder: Path | None
 ) -> tuple[Any, Any]:
     """Return the model to train, on the CPU, and its tokenizer."""
     if recipe.model.name_or_path is None:
@@ -180,11 +184,11 @@ def _load_model(
             make_env=recipe.env.make,
             renderer=ChatMLRenderer(make_bytes_tokenizer()),
             config=recipe.rollout.model_copy(update={"max_context_tokens": 2**31}),
-            seed=recipe.seed,
+            tasks=tasks,
             fork=reads_branches(credit),
         )
         runner.run(trial)
-    model, tokenizer = load_model(recipe, runner, tokenizer_folder=tokenizer_folder)
+    model, tokenizer = load_model(recipe, runner, tasks=tasks, tokenizer_folder=tokenizer_folder)
     check_dropout(model.config)
     check_positions(recipe, model.config)
     return model, tokenizer

@@ -1,16 +1,16 @@
-"""Evaluation on held-out tasks, in a run or beside it."""
+"""Evaluation, in a run or beside it."""
 
-from agentrl.rollout.evaluation import Evaluation, evaluated, play_held_out
+from agentrl.rollout.evaluation import Evaluation, evaluated, play_evaluation
 from agentrl.run.build import Parts
 from agentrl.run.sampling import sampled_by_all
 
 
 def evaluate(parts: Parts) -> Evaluation:
-    """Play the held-out tasks with the weights in the engine; nothing of the training state is touched."""
+    """Play the evaluation tasks with the weights in the engine; nothing of the training state is touched."""
     recipe = parts.recipe
     config = recipe.rollout.model_copy(update={"temperature": recipe.evaluation.temperature})
     pool = parts.pool.beside(config)
-    playing = play_held_out(pool, recipe.evaluation, seed=recipe.seed, share=parts.pool.share)
+    playing = play_evaluation(pool, recipe.evaluation, share=parts.pool.share)
     try:
         groups = sampled_by_all(parts.pool, parts.runner, playing)
     finally:

@@ -13,6 +13,7 @@ from agentrl.errors import ConfigError
 from agentrl.learn.tokens import rows_of
 from agentrl.policy.layout import choose_layout
 from agentrl.policy.model import Policy, load_pretrained, make_local_model
+from agentrl.rollout import Tasks
 from agentrl.rollout.demonstrations import Demonstration, demonstrations
 
 _TOKENIZER_EPISODES = 256
@@ -24,23 +25,28 @@ def make_bytes_tokenizer() -> Any:
     return train_tokenizer([], vocab_size=261)
 
 
-def load_model(recipe: Recipe, runner: asyncio.Runner, *, tokenizer_folder: Path | None) -> tuple[Any, Any]:
+def load_model(
+    recipe: Recipe, runner: asyncio.Runner, *, tasks: Tasks, tokenizer_folder: Path | None
+) -> tuple[Any, Any]:
     """Return the model to train, and its tokenizer.
 
     Args:
         recipe: names the model, or the sizes of one to make.
         runner: event loop on which the demonstrations are played that a local tokenizer is trained on.
+        tasks: to demonstrate.
         tokenizer_folder: the local tokenizer of a run that is resumed; None: one is trained.
     """
     settings = recipe.model
     if settings.name_or_path is not None:
         return load_pretrained(settings.name_or_path, attention=settings.attention)
-    tokenizer = _train_tokenizer(recipe, runner) if tokenizer_folder is None else load_tokenizer(tokenizer_folder)
+    tokenizer = (
+        _train_tokenizer(recipe, runner, tasks) if tokenizer_folder is None else load_tokenizer(tokenizer_folder)
+    )
     return make_local_model(settings.local, tokenizer, attention=settings.attention), tokenizer
 
 
 def make_demonstrations(
-    recipe: Recipe, renderer: Renderer, runner: asyncio.Runner, *, count: int
+    recipe: Recipe, renderer: Renderer, runner: asyncio.Runner, *, tasks: Tasks, count: int
 ) -> list[Demonstration]:
     """Let the environment's own policy play, on one process for all."""
     playing = demonstrations(
@@ -50,7 +56,7 @@ def make_demonstrations(
         skill=recipe.warmup.skill,
         max_turns=recipe.rollout.max_turns,
         timeout_s=recipe.rollout.env_timeout_s,
-        seed=recipe.seed,
+        tasks=tasks,
     )
     return from_rank_zero(lambda: runner.run(playing))
 
@@ -86,11 +92,11 @@ def check_positions(recipe: Recipe, config: Any, *, whose: str = "the model's") 
         )
 
 
-def _train_tokenizer(recipe: Recipe, runner: asyncio.Runner) -> Any:
+def _train_tokenizer(recipe: Recipe, runner: asyncio.Runner, tasks: Tasks) -> Any:
     """Train a tokenizer on demonstrated dialogues, written out by one that knows bytes only; without warm-up, that one."""
     as_bytes = make_bytes_tokenizer()
     if recipe.warmup.steps == 0:
         return as_bytes
-    played = make_demonstrations(recipe, ChatMLRenderer(as_bytes), runner, count=_TOKENIZER_EPISODES)
+    played = make_demonstrations(recipe, ChatMLRenderer(as_bytes), runner, tasks=tasks, count=_TOKENIZER_EPISODES)
     texts = [as_bytes.decode(row.ids_L.tolist()) for demonstration in played for row in rows_of(demonstration.turns)]
     return train_tokenizer(texts, vocab_size=recipe.model.local.vocab_size)

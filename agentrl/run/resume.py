@@ -16,7 +16,7 @@ from agentrl.may_change import fixed
 from agentrl.plain_data import line_of
 from agentrl.report.folder import RunFolder
 from agentrl.run.build import Parts
-from agentrl.types import Need
+from agentrl.types import ENDLESS, Need, NumTasks
 
 _STATE = "agentrl.json"
 
@@ -31,6 +31,8 @@ class RunState(BaseModel):
     """That train the run together."""
     pool: dict[str, Any]
     """State of this process's stream of tasks."""
+    num_tasks: NumTasks = ENDLESS
+    """Of the environment: the order of tasks follows from them."""
 
 
 def save(parts: Parts, folder: RunFolder, step: int) -> None:
@@ -40,7 +42,12 @@ def save(parts: Parts, folder: RunFolder, step: int) -> None:
     def write(path: Path) -> None:
         parts.learner.state.save(path)
         parts.signals.save(path)
-        state = RunState(finished_steps=step, num_processes=num_processes(), pool=parts.pool.state_dict())
+        state = RunState(
+            finished_steps=step,
+            num_processes=num_processes(),
+            pool=parts.pool.state_dict(),
+            num_tasks=parts.pool.tasks.num,
+        )
         (path / _state_file()).write_text(state.model_dump_json(), encoding="utf-8")
 
     write_folder(folder.checkpoints / NAME.format(f"{step:06d}"), write, is_sealed=True)
@@ -76,8 +83,19 @@ def load_checkpoint(parts: Parts, path: Path) -> int:
         parts.learner.state.load(path)
         parts.signals.load(path, device=parts.learner.state.device)
         state = _read_state(path / _state_file())
+        _check_num_tasks(before=state.num_tasks, now=parts.pool.tasks.num)
         parts.pool.load_state_dict(state.pool)
     return state.finished_steps
+
+
+def _check_num_tasks(*, before: NumTasks, now: NumTasks) -> None:
+    for split, had, has in zip(NumTasks._fields, before, now, strict=True):
+        if had != has:
+            words = [f"{num} tasks" if num is not None else "tasks without end" for num in (had, has)]
+            raise ConfigError(
+                f"env: the run began with {words[0]} in the {split} split, and the environment has {words[1]} now; resume with "
+                "the tasks that it began with, or begin another run"
+            )
 
 
 def load_weights(parts: Parts, folder: RunFolder) -> None:

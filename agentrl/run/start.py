@@ -48,6 +48,7 @@ def begin_or_resume(parts: Parts, folder: RunFolder | None, on_progress: OnProgr
         raise ConfigError(
             f"run_dir: {recipe.run_dir} is not the folder of the run that is resumed; set it to {folder.path}"
         )
+    parts.pool.tasks.check_train()
     config = recipe.model_dump(mode="json")
     with ExitStack() as stack:
         is_resumed = folder is not None and bool(checkpoints(folder.checkpoints))
@@ -107,21 +108,23 @@ def _prepare(parts: Parts) -> Preparation:
         make_env=recipe.env.make,
         renderer=renderer,
         config=recipe.rollout,
-        seed=recipe.seed,
+        tasks=parts.pool.tasks,
         fork=reads_branches(parts.credit),
     )
     runner.run(trial)
     parts.link.start(0)
     examples: list[Demonstration] = []
     if recipe.warmup.steps:
-        examples = make_demonstrations(recipe, renderer, runner, count=recipe.warmup.num_demonstrations)
+        examples = make_demonstrations(
+            recipe, renderer, runner, tasks=parts.pool.tasks, count=recipe.warmup.num_demonstrations
+        )
     return _check_oracle(parts, examples)
 
 
 def _check_oracle(parts: Parts, examples: list[Demonstration]) -> Preparation:
     """Find where even the environment's own policy cannot play within the limits."""
-    rollout, seed = parts.recipe.rollout, parts.recipe.seed
-    trial = partial(oracle_ends, max_turns=rollout.max_turns, timeout_s=rollout.env_timeout_s, seed=seed)
+    rollout, tasks = parts.recipe.rollout, parts.pool.tasks
+    trial = partial(oracle_ends, max_turns=rollout.max_turns, timeout_s=rollout.env_timeout_s, tasks=tasks)
 
     def ends_and_words() -> tuple[bool | None, str | None]:
         try:

@@ -16,7 +16,7 @@ import yaml
 
 from agentrl import ToolEnv, tool
 from agentrl.chat import ChatMLRenderer, train_tokenizer
-from agentrl.rollout import EpisodeContext, Journal, RolloutConfig, RolloutPool
+from agentrl.rollout import EpisodeContext, Journal, RolloutConfig, RolloutPool, Tasks
 from agentrl.rollout.journal import Ended, Event, Interrupted, Played
 from agentrl.rollout.stream import TaskStream
 from agentrl.testing import ScriptedEngine
@@ -84,7 +84,7 @@ def _pool(mode: Any, env: str, salt: int, folder: Path) -> RolloutPool:
     return RolloutPool(
         make_env=partial(Counter, **ENVS[env]),
         context=EpisodeContext(engine=ScriptedEngine(script, logprob=-1.0 - salt), renderer=renderer, config=config),
-        seed=0,
+        tasks=Tasks(seed=0),
         journal=Journal(folder),
     )
 
@@ -170,7 +170,7 @@ def kill_at(recording: Recording, mode: str, env: str, rng: random.Random, scrat
 
 def _sampled(state: dict[str, Any], mode: Any, events: Iterable[Event]) -> dict[str, list[tuple[int, ...]]]:
     """Return the actions of each episode, by a checkpoint and the events after it; the last one perhaps in part."""
-    stream = TaskStream(RolloutConfig(mode=mode), seed=0)
+    stream = TaskStream(RolloutConfig(mode=mode), tasks=Tasks(seed=0))
     stream.load_state_dict(copy.deepcopy(state))
     turns: dict[str, list[tuple[int, ...]]] = {}
     partials: dict[str, tuple[int, ...]] = {}

@@ -16,7 +16,7 @@ from agentrl.report.folder import RunFolder
 from agentrl.report.records import read_records, records
 from agentrl.report.show import render
 from agentrl.report.terminal import Console
-from agentrl.rollout import EpisodeContext, Journal, RolloutConfig, RolloutPool
+from agentrl.rollout import EpisodeContext, Journal, RolloutConfig, RolloutPool, Tasks
 from agentrl.testing import ScriptedEngine
 from agentrl.types import StopReason
 from benchmarks.hostile.cases import Tally, attempt
@@ -219,7 +219,7 @@ def play(texts: Sequence[str], folder: Path, env: str, *, with_template: bool) -
     pool = RolloutPool(
         make_env=make,
         context=EpisodeContext(engine=engine, renderer=renderer, config=config),
-        seed=0,
+        tasks=Tasks(seed=0),
         journal=Journal(folder / "journal"),
     )
     pool.state_dict()

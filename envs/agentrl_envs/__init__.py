@@ -7,7 +7,7 @@ _ENTRY_POINTS = {
     "agentrl/ServiceDesk-v0": "agentrl_envs.service_desk:ServiceDesk",
     "agentrl/KeyDoor-v0": "agentrl_envs.key_door:KeyDoor",
     "agentrl/Corridor-v0": "agentrl_envs.corridor:Corridor",
-    "agentrl/SQLAnalyst-v0": "agentrl_envs.sql_analyst:SQLAnalyst",
+    "agentrl/FrozenLake-v0": "agentrl_envs.frozen_lake:FrozenLake",
 }
 
 

@@ -17,7 +17,7 @@ from agentrl.credit import Credit
 from agentrl.env import MessageEnv, ToolEnv, tool
 from agentrl.report.records import groups_of, read_records, records
 from agentrl.report.show import render
-from agentrl.rollout import EpisodeContext, Journal, RolloutConfig, RolloutPool
+from agentrl.rollout import EpisodeContext, Journal, RolloutConfig, RolloutPool, Tasks
 from agentrl.rollout.env_calls import MakeEnv
 from agentrl.testing import ScriptedEngine
 from agentrl.types import Message, StopReason, Trajectory, TrajectoryGroup
@@ -49,7 +49,7 @@ def pool_of(
             renderer=renderer,
             config=RolloutConfig.model_validate(settings),
         ),
-        seed=5,
+        tasks=Tasks(seed=5),
         fork=fork,
         journal=Journal(journal) if journal else None,
     )

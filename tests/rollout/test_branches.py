@@ -16,7 +16,7 @@ from gymnasium.wrappers import TimeLimit
 from agentrl.chat import Renderer
 from agentrl.engine.transformers import TransformersEngine
 from agentrl.errors import EngineError
-from agentrl.rollout import Episode, EpisodeContext, RolloutConfig, RolloutPool, Task
+from agentrl.rollout import Episode, EpisodeContext, RolloutConfig, RolloutPool, Task, Tasks
 from agentrl.rollout.env_calls import MakeEnv
 from agentrl.rollout.env_thread import EnvThread
 from agentrl.types import Completion, Sampling, StopReason, Trajectory, TrajectoryGroup
@@ -389,7 +389,7 @@ def new_pool(new_engine: NewEngine, renderer: Renderer) -> Callable[..., Rollout
             context=EpisodeContext(
                 engine=new_engine(), renderer=renderer, config=RolloutConfig.model_validate(settings)
             ),
-            seed=5,
+            tasks=Tasks(seed=5),
             fork=fork,
         )
 

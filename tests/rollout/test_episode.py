@@ -74,6 +74,7 @@ def recording(new_engine: NewEngine) -> Recording:
 
 
 TASK = Task(group_id="train/000000", rollout_index=3, seed=11, sampling_seed=1)
+OPTIONS = {"rollout_index": 3, "split": "train", "task_index": None}
 
 
 async def played(
@@ -204,7 +205,7 @@ def test_rewards_keys_and_info_stand_at_their_turn(new_engine: NewEngine, render
     assert [turn.state_key for turn in trajectory.turns] == ["s0", "s1", "s2", "s3"]
     assert [turn.next_state_key for turn in trajectory.turns] == ["s1", "s2", "s3", "s4"]
     assert [turn.extras["turn"] for turn in trajectory.turns] == [1, 2, 3, 4]
-    first = "seed 11, number {'rollout_index': 3}"
+    first = f"seed 11, number {OPTIONS}"
     said = [turn.observation[0]["content"] for turn in trajectory.turns]
     assert said == [first, "now 1", "now 2", "all again"]
     assert [turn.message for turn in trajectory.turns] == env.actions
@@ -272,7 +273,7 @@ def test_the_budget_of_an_episode_is_spent_to_the_last_token_and_no_further(
 
 
 def test_the_context_never_grows_past_its_limit(recording: Recording, renderer: Renderer) -> None:
-    first = len(renderer.start(user("seed 0, number {'rollout_index': 0}"), []))
+    first = len(renderer.start(user(f"seed 0, number {OPTIONS | {'rollout_index': 0}}"), []))
     for seed in range(6):
         task = Task(group_id="g", rollout_index=0, seed=0, sampling_seed=seed)
         limit = first + 70
@@ -283,14 +284,14 @@ def test_the_context_never_grows_past_its_limit(recording: Recording, renderer: 
 
 
 def test_an_action_ends_where_the_context_is_full(new_engine: NewEngine, rarely_stopping_renderer: Renderer) -> None:
-    first = len(rarely_stopping_renderer.start(user("seed 11, number {'rollout_index': 3}"), []))
+    first = len(rarely_stopping_renderer.start(user(f"seed 11, number {OPTIONS}"), []))
     trajectory = play(Talk, new_engine(), rarely_stopping_renderer, max_context_tokens=first + 5, max_turn_tokens=8)
     assert (trajectory.stop_reason, trajectory.truncated) == (StopReason.CONTEXT_OVERFLOW, True)
     assert [len(turn.action_ids) for turn in trajectory.turns] == [5]
 
 
 def test_a_first_prompt_that_fills_the_context_leaves_the_loss(new_engine: NewEngine, renderer: Renderer) -> None:
-    num_tokens = len(renderer.start(user("seed 11, number {'rollout_index': 3}"), []))
+    num_tokens = len(renderer.start(user(f"seed 11, number {OPTIONS}"), []))
     trajectory = play(Talk, new_engine(), renderer, max_context_tokens=num_tokens, max_turn_tokens=8)
     assert (trajectory.stop_reason, trajectory.turns, trajectory.failed) == (StopReason.CONTEXT_OVERFLOW, (), True)
     assert trajectory.error == (

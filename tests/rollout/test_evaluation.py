@@ -9,14 +9,14 @@ from agentrl.chat import ChatMLRenderer, train_tokenizer
 from agentrl.engine.transformers import TransformersEngine
 from agentrl.env import MessageEnv
 from agentrl.policy.model import LocalModelConfig, make_local_model
-from agentrl.rollout import EpisodeContext, RolloutConfig, RolloutPool, held_out_seed, task_seed
+from agentrl.rollout import EpisodeContext, RolloutConfig, RolloutPool, Tasks, held_out_seed, task_seed
 from agentrl.rollout.evaluation import (
     Evaluation,
     EvaluationConfig,
     evaluated,
     is_success,
     pass_at_k,
-    play_held_out,
+    play_evaluation,
     reported_means,
 )
 from agentrl.types import Message, Share, StopReason, Trajectory, TrajectoryGroup
@@ -68,12 +68,12 @@ def played(
             renderer=EndsAtOnce(tokenizer),
             config=RolloutConfig(max_retries=max_retries, max_consecutive_failures=1000),
         ),
-        seed=seed,
+        tasks=Tasks(seed=seed),
     )
 
     async def play() -> list[TrajectoryGroup]:
         shares = [
-            await play_held_out(pool, config, seed=seed, share=Share(1, process, num_processes))
+            await play_evaluation(pool, config, share=Share(1, process, num_processes))
             for process in range(num_processes)
         ]
         return [group for share in shares for group in share]

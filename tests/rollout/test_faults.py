@@ -18,7 +18,7 @@ from agentrl.chat import Renderer
 from agentrl.engine.batched import Request
 from agentrl.engine.transformers import TransformersEngine
 from agentrl.errors import EngineError, EnvironmentFailure
-from agentrl.rollout import EpisodeContext, Journal, RolloutConfig, RolloutPool
+from agentrl.rollout import EpisodeContext, Journal, RolloutConfig, RolloutPool, Tasks
 from agentrl.types import Completion, Message, Sampling, Trajectory
 from tests.support.talk import Talk, collect, episodes, logged
 from tests.support.threads import hang, wait_until
@@ -46,7 +46,7 @@ def new_pool(new_engine: NewEngine, renderer: Renderer, opened: Opened) -> NewPo
                     renderer=renderer,
                     config=RolloutConfig.model_validate(settings),
                 ),
-                seed=5,
+                tasks=Tasks(seed=5),
                 journal=journal,
             )
         )

@@ -10,7 +10,7 @@ import pytest
 from agentrl.chat import Renderer
 from agentrl.engine.transformers import TransformersEngine
 from agentrl.errors import EnvironmentFailure
-from agentrl.rollout import EpisodeContext, RolloutConfig, RolloutPool
+from agentrl.rollout import EpisodeContext, RolloutConfig, RolloutPool, Tasks
 from agentrl.types import Message, Trajectory, TrajectoryGroup
 from tests.support.talk import Talk, fails
 
@@ -45,7 +45,7 @@ class Table:
         self.pool = RolloutPool(
             make_env=make_env,
             context=EpisodeContext(engine=engine, renderer=renderer, config=RolloutConfig.model_validate(settings)),
-            seed=5,
+            tasks=Tasks(seed=5),
         )
 
     def step(self) -> list[TrajectoryGroup]:

@@ -14,7 +14,7 @@ from agentrl.chat import Renderer
 from agentrl.engine.batched import Request
 from agentrl.engine.transformers import TransformersEngine
 from agentrl.errors import EngineError, EnvironmentFailure
-from agentrl.rollout import EpisodeContext, RolloutConfig, RolloutPool, task_seed
+from agentrl.rollout import EpisodeContext, RolloutConfig, RolloutPool, Tasks, task_seed
 from agentrl.rollout.env_calls import MakeEnv
 from agentrl.types import Message, StopReason, Trajectory
 from tests.support.talk import Talk, collect, episodes, fails, logged
@@ -37,7 +37,7 @@ def new_pool(new_engine: NewEngine, renderer: Renderer, opened: Opened) -> NewPo
                 context=EpisodeContext(
                     engine=engine or new_engine(), renderer=renderer, config=RolloutConfig.model_validate(settings)
                 ),
-                seed=seed,
+                tasks=Tasks(seed=seed),
             )
         )
 
@@ -353,7 +353,7 @@ def test_every_attempt_at_which_an_environment_fails_is_counted_and_told(
                 renderer=renderer,
                 config=RolloutConfig(group_size=3, max_turn_tokens=64, max_live_episodes=8, max_retries=1),
             ),
-            seed=5,
+            tasks=Tasks(seed=5),
             on_fault=told.append,
         )
     )

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from agentrl.errors import ConfigError, EnvironmentFailure
 from agentrl.files import sealed
-from agentrl.rollout import LiveEpisode, RolloutConfig
+from agentrl.rollout import LiveEpisode, RolloutConfig, Tasks
 from agentrl.rollout.journal import Journal, Started
 from agentrl.rollout.stream import TaskStream
 from agentrl.types import Completion, FinishReason, StopReason, Trajectory, TrajectoryGroup, Turn
@@ -36,7 +36,7 @@ def stream(
 ) -> TaskStream:
     """Return a stream, with a journal where there is a folder."""
     settings = RolloutConfig(mode=mode, max_staleness=max_staleness, num_groups=GROUPS, group_size=SIZE, **config)
-    return TaskStream(settings, seed=3, journal=Journal(folder) if folder else None)
+    return TaskStream(settings, tasks=Tasks(seed=3), journal=Journal(folder) if folder else None)
 
 
 def turn(number: int, *, reward: float) -> Turn:
@@ -410,7 +410,7 @@ def test_under_another_recipe_what_was_started_is_restarted(tmp_path: Path) -> N
     state = json.dumps(driver.stream.state_dict())
     config = RolloutConfig(mode="partial", num_groups=1, group_size=5)
     for number in range(2):  # and again, when that is killed
-        subject = TaskStream(config, seed=3, journal=Journal(tmp_path))
+        subject = TaskStream(config, tasks=Tasks(seed=3), journal=Journal(tmp_path))
         subject.load_state_dict(json.loads(state))
         subject.recover(ignore=number == 0, version=7)
         seen = subject.state_dict()["groups"]

@@ -13,7 +13,7 @@ from agentrl.config import load_recipe
 from agentrl.distributed.checkpoints import checkpoints
 from agentrl.report.folder import RunFolder
 from agentrl.report.records import read_records
-from agentrl.rollout import Journal
+from agentrl.rollout import Journal, Tasks
 from agentrl.rollout.stream import TaskStream
 from tests.support.processes import Command
 
@@ -77,7 +77,9 @@ def look(run: Path) -> OnDisk | None:
     state = json.loads((checkpoints(folder.checkpoints)[-1] / "agentrl.json").read_text())
     with TemporaryDirectory() as scratch:
         shutil.copytree(folder.journal, scratch, dirs_exist_ok=True)
-        stream = TaskStream(load_recipe(folder.config_file).rollout, seed=0, journal=Journal(Path(scratch)))
+        stream = TaskStream(
+            load_recipe(folder.config_file).rollout, tasks=Tasks(seed=0), journal=Journal(Path(scratch))
+        )
         stream.load_state_dict(state["pool"])
         stream.recover(ignore=False, version=0)
         handed_out = [group for step in stream._handed_out for group in step]

@@ -15,7 +15,7 @@ from agentrl.env import make_env
 from agentrl.learn.tokens import Row
 from agentrl.policy.layout import Layout
 from agentrl.policy.model import LocalModelConfig, Policy, make_local_model
-from agentrl.rollout import EpisodeContext, RolloutConfig, RolloutPool
+from agentrl.rollout import EpisodeContext, RolloutConfig, RolloutPool, Tasks
 from agentrl.types import Trajectory
 from tests.support.renderers import StartsAgain
 
@@ -48,7 +48,7 @@ def play(
             renderer=renderer or StartsAgain(TOKENIZER),
             config=RolloutConfig.model_validate(settings),
         ),
-        seed=1,
+        tasks=Tasks(seed=1),
     )
     try:
         groups = asyncio.run(pool.collect(num))

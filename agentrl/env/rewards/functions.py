@@ -1,0 +1,248 @@
+"""Reward functions as their authors write them, here or for other trainers, called with what they ask for by name.
+
+`def exact(completion, answer)` reads one answer, `async def helpful(messages, task, info)` may wait, and
+`def brevity(completions, **kwargs)` takes and returns lists, as TRL has it.
+"""
+
+import asyncio
+import copy
+import inspect
+import math
+import typing
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from pydantic import TypeAdapter, ValidationError
+
+from agentrl.env.background import BlockedLoopError, run_in_background
+from agentrl.errors import ConfigError, EnvironmentFailure, UserError
+from agentrl.plain_data import abbreviated
+from agentrl.registry import resolve, suggest
+from agentrl.types import Message
+
+_SPOKEN = ("completion", "completions", "messages")
+"""A function is a reward where it takes one of these: nothing else that a recipe names is called."""
+_SINGLE = ("prompt", "completion", "messages", "task", "info")
+_BATCHED = ("prompts", "completions", "messages", "task", "info")
+_FIELDS = ("reward", "weight", "name")
+_RESERVED = ("success", "score", "tool_errors", "env_s", "reward_components")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answered:
+    """An answer to be graded, and what was asked."""
+
+    prompt: str | list[Message] | None
+    """As the table has it. None: it has none."""
+    completion: str
+    """The text of the answer."""
+    messages: list[Message]
+    """All that was said since the prompt, the answer last."""
+    answer: Any
+    """The right one. None: no column is said to have it, and `answer` is a column as any other."""
+    task: dict[str, Any]
+    """The row."""
+    info: dict[str, Any]
+    """Where a function leaves numbers, which become metrics of the episode."""
+
+    @property
+    def columns(self) -> dict[str, Any]:
+        """What a function may ask for beside what is called alike for all tables."""
+        return self.task if self.answer is None else {**self.task, "answer": self.answer}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reward:
+    """A reward function, ready to be called."""
+
+    name: str
+    weight: float
+    function: Callable[..., Any]
+    options: dict[str, Any]
+    parameters: Mapping[str, inspect.Parameter]
+    is_batched: bool
+    """It takes lists, of which each has one entry here, and returns a list."""
+
+    def __deepcopy__(self, memo: object) -> "Reward":
+        return self
+
+    def takes(self, name: str) -> bool:
+        """Tell whether it is called with an argument: not where that is an option of the recipe, which no table sets."""
+        found = self.parameters.get(name)
+        if found is None:
+            return any(p.kind is p.VAR_KEYWORD for p in self.parameters.values())
+        return not (found.kind is found.KEYWORD_ONLY and found.default is not found.empty)
+
+    def call(self, answered: Answered) -> Any:
+        """Return what the function returns, or will: nothing that it does to its arguments is seen by others."""
+        arguments = copy.deepcopy(self._batch(answered) if self.is_batched else self._single(answered))
+        arguments = {name: value for name, value in arguments.items() if self.takes(name)}
+        if "info" in arguments:
+            arguments["info"] = answered.info
+        return self.function(**{**arguments, **self.options})
+
+    def _single(self, answered: Answered) -> dict[str, Any]:
+        return {**answered.columns, **{name: getattr(answered, name) for name in _SINGLE}}
+
+    def _batch(self, answered: Answered) -> dict[str, Any]:
+        is_text = isinstance(answered.prompt, str)  # a completion has the form of its prompt
+        columns = {name: [value] for name, value in answered.columns.items()}
+        return {
+            **columns,
+            "prompts": [answered.prompt],
+            "completions": [answered.completion if is_text else answered.messages],
+            "messages": [answered.messages],
+            "task": [answered.task],
+            "info": answered.info,
+        }
+
+    def value(self, returned: Any) -> float | None:
+        """Return what was returned as a number. None: the function has nothing to say of this task.
+
+        Raises:
+            EnvironmentFailure: for what is none.
+        """
+        if self.is_batched:
+            if not isinstance(returned, Sequence) or isinstance(returned, str) or len(returned) != 1:
+                raise EnvironmentFailure(
+                    f"reward {self.name!r} returned {abbreviated(returned)}; return a list of one number"
+                )
+            returned = returned[0]
+        if returned is None:
+            return None
+        try:
+            number = math.nan if isinstance(returned, str) else float(returned)
+        except Exception:  # noqa: BLE001 - whatever is no number may raise anything
+            number = math.nan
+        if not math.isfinite(number):
+            raise EnvironmentFailure(
+                f"reward {self.name!r} returned {abbreviated(returned)}; return a finite number, or None"
+            )
+        return number
+
+
+def load_rewards(given: Sequence[object], *, columns: Sequence[str], has_answer: bool) -> tuple[Reward, ...]:
+    """Return the rewards that an environment's option `rewards` lists.
+
+    Args:
+        given: of each the name of an installed one, `module:function`, or a function; or a mapping with one of these as
+            `reward`, a `weight`, a `name`, and options of the function.
+        columns: of the table, which a function may ask for.
+        has_answer: one of them is said to be the right answer, and called `answer` too.
+
+    Raises:
+        UserError: for what names no reward function, with the nearest that does; and for options it does not take.
+    """
+    columns = tuple(dict.fromkeys([*columns, *["answer"] * has_answer]))
+    rewards = tuple(_load(entry, f"rewards[{number}]", columns) for number, entry in enumerate(given))
+    names = [reward.name for reward in rewards]
+    if twice := next((name for name in names if names.count(name) > 1), None):
+        raise UserError(f"rewards: two are called {twice!r}; give one another name: {{reward: ..., name: ...}}")
+    return rewards
+
+
+def grade(rewards: Sequence[Reward], answered: Answered, *, timeout_s: float) -> dict[str, float]:
+    """Return what each reward gives for an answer, without those that have nothing to say; coroutines run side by side.
+
+    Raises:
+        EnvironmentFailure: for what is no number, and for coroutines that take longer than `timeout_s` seconds.
+        Exception: whatever a function raises. It fails the episode: a judge that cannot be reached has judged nothing.
+    """
+    returned = {reward.name: reward.call(answered) for reward in rewards}
+    pending = {name: value for name, value in returned.items() if inspect.isawaitable(value)}
+    if pending:
+        try:
+            returned |= run_in_background(_gathered(pending), timeout_s=timeout_s)
+        except TimeoutError as error:
+            why = f": {error}" if isinstance(error, BlockedLoopError) else ""
+            listed = ", ".join(pending)
+            raise EnvironmentFailure(
+                f"rewards: {listed} did not return within reward_timeout_s: {timeout_s:g} s{why}"
+            ) from error
+    found = {reward.name: reward.value(returned[reward.name]) for reward in rewards}
+    return {name: value for name, value in found.items() if value is not None}
+
+
+async def _gathered(pending: Mapping[str, Awaitable[Any]]) -> dict[str, Any]:
+    return dict(zip(pending, await asyncio.gather(*pending.values()), strict=True))
+
+
+def _load(entry: object, field: str, columns: Sequence[str]) -> Reward:
+    settings = dict(entry) if isinstance(entry, Mapping) else {"reward": entry}
+    named, weight = settings.get("reward"), settings.get("weight", 1.0)
+    if isinstance(named, str):
+        function = resolve(named, group="agentrl.rewards", field=field, kind="function")
+        if not inspect.isfunction(function):
+            raise ConfigError(f"{field}: {named!r} is {abbreviated(function)}, no function")
+    elif callable(named):
+        function = named
+    else:
+        raise UserError(
+            f"{field}: {abbreviated(entry)} names no reward; give a name, 'module:function', or {{reward: NAME, weight: 1.0}}"
+        )
+    parameters = _parameters(function, field)
+    if isinstance(weight, bool) or not isinstance(weight, int | float) or not math.isfinite(weight):
+        raise UserError(f"{field}: weight is {abbreviated(weight)}; give a number")
+    name = settings.get("name") or (named.rpartition(":")[2] if isinstance(named, str) else _name_of(function))
+    if not isinstance(name, str) or name in _RESERVED:
+        raise UserError(f"{field}: the name {abbreviated(name)} is taken; give another: name: ...")
+    is_batched = "completions" in parameters
+    offered = {*columns, *(_BATCHED if is_batched else _SINGLE)}
+    options = {key: value for key, value in settings.items() if key not in _FIELDS}
+    options = _options(function, parameters, options, f"{field}, {name}")
+    for parameter in parameters.values():
+        is_given = parameter.name in offered or parameter.name in options or parameter.default is not parameter.empty
+        if not is_given and parameter.kind in (parameter.KEYWORD_ONLY, parameter.POSITIONAL_OR_KEYWORD):
+            raise UserError(
+                f"{field}: {name} asks for {parameter.name!r}, which is neither among its options here nor a column "
+                f"({', '.join(columns)}) nor one of {', '.join(_BATCHED if is_batched else _SINGLE)}"
+            )
+    return Reward(
+        name=name,
+        weight=float(weight),
+        function=function,
+        options=options,
+        parameters=parameters,
+        is_batched=is_batched,
+    )
+
+
+def _parameters(function: Callable[..., Any], field: str) -> Mapping[str, inspect.Parameter]:
+    try:
+        parameters = dict(inspect.signature(function).parameters)
+    except (TypeError, ValueError):
+        parameters = {}
+    if not any(name in parameters for name in _SPOKEN) or any(p.kind is p.POSITIONAL_ONLY for p in parameters.values()):
+        raise UserError(
+            f"{field}: {_name_of(function)} is no reward function; one takes {', '.join(_SPOKEN[:-1])} or {_SPOKEN[-1]} "
+            "by name: `def reward(completion, task, **kwargs) -> float`"
+        )
+    return parameters
+
+
+def _options(
+    function: Callable[..., Any], parameters: Mapping[str, inspect.Parameter], options: Mapping[str, Any], field: str
+) -> dict[str, Any]:
+    """Return options as their annotations have them: a pattern compiled, a path as one."""
+    takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+    reserved = {*_SINGLE, *_BATCHED, "answer"}
+    known = [name for name, p in parameters.items() if name not in reserved and p.kind is not p.VAR_KEYWORD]
+    try:
+        hints = typing.get_type_hints(function, include_extras=True)
+    except Exception:  # noqa: BLE001 - of names that only a type checker imports, and of what is no function
+        hints = {}
+    checked = {}
+    for name, value in options.items():
+        if name in reserved or (name not in known and not takes_all):
+            hint = suggest(name, known) if known else " It has none."
+            raise UserError(f"{field}: it has no option {name!r}.{hint}")
+        try:
+            checked[name] = TypeAdapter(hints[name]).validate_python(value) if name in hints else value
+        except ValidationError as error:
+            raise UserError(f"{field}: {name}: {error.errors()[0]['msg']}, got {abbreviated(value)}") from error
+    return checked
+
+
+def _name_of(function: object) -> str:
+    return str(getattr(function, "__name__", type(function).__name__))

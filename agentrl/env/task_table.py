@@ -1,0 +1,242 @@
+"""A table of tasks, checked and split: read once in a process, and shared by all environments that play it."""
+
+import hashlib
+import json
+import threading
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, Self
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+
+from agentrl.env.spaces import is_message
+from agentrl.env.task_files import Row, read_rows, rows_of
+from agentrl.errors import UserError
+from agentrl.plain_data import abbreviated
+from agentrl.types import Split
+
+_SPLITS: dict[str, Split] = {
+    "train": "train",
+    "eval": "eval",
+    "test": "eval",
+    "validation": "eval",
+    "valid": "eval",
+    "val": "eval",
+    "dev": "eval",
+}
+"""The words by which tables name the side that a row is on."""
+
+
+class TableOptions(BaseModel):
+    """Which tasks there are, and which of them are held out."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    tasks: Any
+    """A file (.jsonl, .json, .csv, .tsv, .parquet), relative to the working directory; a folder or name of a Hugging Face data
+    set; or a list of dicts."""
+    prompt: str | None = "prompt"
+    """Column of what the policy is told: text, or a list of messages. None: `opening` of a subclass says it."""
+    answer: str | None = None
+    """Column of the right answer. None: there is none."""
+    split: str | None = None
+    """Column that says `train` or `eval` (`test`, `validation`, `valid`, `val`, `dev`) of each task. None: see `eval_share`."""
+    eval_tasks: Any = None
+    """Another table, of the held-out tasks."""
+    eval_share: float = Field(default=0.1, ge=0, lt=1)
+    """Share of the tasks that is held out, where nothing else says which: chosen by the hash of each prompt, so that a task
+    stays on its side whatever else is in the table. 0: none."""
+    subset: str | None = None
+    """Of a Hugging Face data set that has several (`main` of `openai/gsm8k`)."""
+
+    @field_validator("tasks", "eval_tasks")
+    @classmethod
+    def _source(cls, tasks: Any) -> str | list[Any] | None:
+        if tasks is None or (isinstance(tasks, str | Path) and str(tasks)):
+            return None if tasks is None else str(tasks)
+        if isinstance(tasks, list | tuple):
+            return list(tasks)
+        raise UserError(f"give a file, a folder, the name of a data set, or a list of dicts, got {abbreviated(tasks)}")
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        given = [name for name in ("split", "eval_tasks", "eval_share") if name in self.model_fields_set]
+        given = [name for name in given if getattr(self, name) is not None]
+        if self.tasks is None:
+            raise ValueError("tasks: name a file, a folder or a data set, or give a list of dicts")
+        if len(given) > 1:
+            raise ValueError(f"{given[0]}: it says which tasks are held out, and so does {given[1]}; remove one")
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any] | None = None) -> Self:
+        return self  # it is frozen, and may hold the table
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class TaskTable:
+    """The tasks of both splits. Nothing of it is ever written to: whoever plays a task takes a copy."""
+
+    splits: Mapping[str, tuple[dict[str, Any], ...]]
+    """The rows of each split, in the order of the table; a column that a row lacks is None."""
+    hashes: Mapping[str, str]
+    """Of what each split holds, in its order."""
+    columns: tuple[str, ...]
+
+    def __deepcopy__(self, memo: object) -> "TaskTable":
+        return self
+
+
+def load_table(options: TableOptions) -> TaskTable:
+    """Return the table of tasks; a file is read once, and again only after it has changed.
+
+    Raises:
+        UserError: with file, row and column, for what cannot be played.
+    """
+    if not isinstance(options.tasks, str) or not isinstance(options.eval_tasks, str | None):
+        return _load(options)
+    table_options = TableOptions.model_validate(
+        {name: getattr(options, name) for name in TableOptions.model_fields if name in options.model_fields_set}
+    )
+    with _reading:  # whoever comes second waits for the table, rather than reading it too
+        return _load_once(
+            table_options.model_dump_json(exclude_unset=True), _stamp(options.tasks), _stamp(options.eval_tasks)
+        )
+
+
+_reading = threading.Lock()
+
+
+@lru_cache(maxsize=16)
+def _load_once(options: str, *stamps: object) -> TaskTable:  # noqa: ARG001 - the stamps tell one version of a file from another
+    return _load(TableOptions.model_validate_json(options))
+
+
+def _stamp(source: str | None) -> tuple[str, int, int] | None:
+    try:
+        path = Path(source or "").expanduser()
+        stat = path.stat()
+    except (OSError, ValueError, RuntimeError):
+        return None
+    return str(path.resolve()), stat.st_mtime_ns, stat.st_size
+
+
+def _load(options: TableOptions) -> TaskTable:
+    rows = list(_checked(_read(options.tasks, options), options))
+    if options.eval_tasks is not None:
+        held_out = list(_checked(_read(options.eval_tasks, options), options))
+        if declared := next((row for row in rows + held_out if row.split is not None), None):
+            raise UserError(f"{declared.place}: the data set has splits of its own; remove eval_tasks, or give files")
+        rows = [row._replace(split="train") for row in rows] + [row._replace(split="eval") for row in held_out]
+    elif options.split is not None:
+        rows = [row._replace(split=row.values[options.split]) for row in rows]
+    columns = tuple(dict.fromkeys(name for row in rows for name in row.values))
+    sides = _by_hash(rows, options) if rows[0].split is None else _declared(rows, options)
+    splits: dict[str, tuple[dict[str, Any], ...]] = {
+        side: tuple(dict.fromkeys(columns) | row.values for row, its in zip(rows, sides, strict=True) if its == side)
+        for side in ("train", "eval")
+    }
+    if not splits["train"]:
+        raise UserError(f"{_name(options)}: all {len(rows)} tasks are held out, and none is left to train on")
+    if not splits["eval"] and (options.split is not None or options.eval_tasks is not None):
+        raise UserError(
+            f"{_name(options)}: no task is held out; name one that is, or say so: eval_share: 0 in place of this"
+        )
+    hashes = {side: _digest([_identity(row) for row in found]) for side, found in splits.items()}
+    return TaskTable(splits=splits, hashes=hashes, columns=columns)
+
+
+def _read(tasks: str | list[Any], options: TableOptions) -> Iterable[Row]:
+    return read_rows(tasks, subset=options.subset) if isinstance(tasks, str) else rows_of(tasks)
+
+
+def _name(options: TableOptions) -> str:
+    return options.tasks if isinstance(options.tasks, str) else "tasks"
+
+
+def _checked(rows: Iterable[Row], options: TableOptions) -> Iterator[Row]:
+    """Yield rows, each of which has a prompt of the same form as all others, and an answer."""
+    form, empty = None, True
+    for row in rows:
+        empty = False
+        for option in ("prompt", "answer", "split"):
+            column = getattr(options, option)
+            if column is None:
+                continue
+            if column not in row.values:
+                raise UserError(
+                    f"{row.place}: it has no column {column!r}; {option} names one of {', '.join(row.values) or 'none'}"
+                )
+            if row.values[column] is None or row.values[column] in ("", []):
+                raise UserError(f"{row.place}: column {column!r} is empty; fill it, or delete the row")
+        if options.prompt is not None:
+            prompt, where = row.values[options.prompt], f"{row.place}: column {options.prompt!r}"
+            _check_prompt(prompt, where)
+            if form not in (None, type(prompt)):
+                raise UserError(
+                    f"{where} is {abbreviated(prompt)}, where rows before it are of another type; use one of them"
+                )
+            form = type(prompt)
+        yield row
+    if empty:
+        what = _name(options) if isinstance(options.tasks, str) else "tasks"
+        raise UserError(f"{what}: it has no rows; a task is one")
+
+
+def _check_prompt(prompt: object, where: str) -> None:
+    if isinstance(prompt, str):
+        if not prompt.strip():
+            raise UserError(f"{where} is empty; fill it, or delete the row")
+    elif not (isinstance(prompt, list) and all(map(is_message, prompt))):
+        raise UserError(f"{where} is {abbreviated(prompt)}; give text, or a list of messages with role and content")
+    elif prompt[-1]["role"] == "assistant":
+        raise UserError(f"{where} ends with a message of the assistant, which the policy is to write; drop it")
+
+
+def _key(row: Row, options: TableOptions) -> str:
+    """Return what must not stand on both sides: the prompt, or the whole row where there is none."""
+    return _identity(row.values if options.prompt is None else {"prompt": row.values[options.prompt]})
+
+
+def _by_hash(rows: Sequence[Row], options: TableOptions) -> list[Split]:
+    keys = [_key(row, options) for row in rows]
+    if options.eval_share == 0:
+        return ["train"] * len(rows)
+    distinct = sorted(set(keys))
+    if len(distinct) < 2:
+        raise UserError(
+            f"{_name(options)}: it has a single task, which cannot be held out and trained on; set eval_share: 0"
+        )
+    # A hash is below the share by chance; of few tasks, at least one is on each side.
+    held_out = [key for key in distinct if int(key[:16], 16) < options.eval_share * 2**64]
+    held_out = held_out[: len(distinct) - 1] or distinct[:1]
+    return ["eval" if key <= held_out[-1] else "train" for key in keys]
+
+
+def _declared(rows: Sequence[Row], options: TableOptions) -> list[Split]:
+    sides: list[Split] = []
+    places: dict[str, Row] = {}
+    for row in rows:
+        side = _SPLITS.get(row.split.strip().lower()) if isinstance(row.split, str) else None
+        if side is None:
+            where = row.place if options.split is None else f"{row.place}: column {options.split!r}"
+            raise UserError(f"{where}: the split {abbreviated(row.split)} is none of {', '.join(_SPLITS)}")
+        sides.append(side)
+        other = places.setdefault(_key(row, options), row._replace(split=side))
+        if other.split != side:
+            raise UserError(f"{row.place}: the same task is trained on and held out (also {other.place}); delete one")
+    return sides
+
+
+def _identity(values: Mapping[str, Any]) -> str:
+    """Return a hash of what a row says: blake2b of its JSON with sorted keys, without columns that are None."""
+    said = {name: value for name, value in values.items() if value is not None}
+    return _digest([json.dumps(said, sort_keys=True, ensure_ascii=True, separators=(",", ":"))])
+
+
+def _digest(parts: Iterable[str]) -> str:
+    digest = hashlib.blake2b(digest_size=16)
+    for part in parts:
+        digest.update(part.encode() + b"\n")
+    return digest.hexdigest()

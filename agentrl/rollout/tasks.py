@@ -1,0 +1,89 @@
+"""Which task the k-th of a split is: it follows from the run's seed and from k, so nothing is kept and a kill loses nothing."""
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+
+from agentrl.errors import ConfigError
+from agentrl.rollout.seeds import derive_seed, held_out_seed, task_seed
+from agentrl.types import ENDLESS, NumTasks, Split
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EnvTask:
+    """A task as the environment's `reset` is told of it."""
+
+    seed: int
+    split: Split = "train"
+    index: int | None = None
+    """Its number within the split. None: not known, as in what an earlier version wrote."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tasks:
+    """The tasks of a run, split by split, in their order."""
+
+    seed: int
+    """The run's."""
+    num: NumTasks = ENDLESS
+    """As the environment says."""
+
+    def train(self, index: int) -> EnvTask:
+        """Return the task of the `index`-th group: of a table, the next one of an epoch, each epoch in its own order.
+
+        Raises:
+            ConfigError: where there is none.
+        """
+        num, seed = self.num.train, task_seed(self.seed, index)
+        if num is None:
+            return EnvTask(seed=seed, index=index)
+        if num == 0:
+            raise ConfigError(
+                "env: the environment has no training tasks (num_tasks('train') returned 0); give it some (env.options)"
+            )
+        epoch, place = divmod(index, num)
+        return EnvTask(seed=seed, index=int(_epoch_order(self.seed, epoch, num)[place]))
+
+    def evaluation(self, asked: int) -> list[EnvTask]:
+        """Return the evaluation tasks: of a table as many as were asked for, spread evenly over it, or all, each once.
+
+        Raises:
+            ConfigError: where there is none.
+        """
+        num = self.num.eval
+        if num == 0:
+            raise ConfigError(
+                "env: the environment has no evaluation tasks (num_tasks('eval') returned 0), and every run is evaluated; "
+                "give it some (env.options)"
+            )
+        count = asked if num is None else min(asked, num)
+        return [
+            EnvTask(
+                seed=held_out_seed(self.seed, place), split="eval", index=place if num is None else place * num // count
+            )
+            for place in range(count)
+        ]
+
+    def words_if_fewer(self, asked: int) -> str | None:
+        """Return what to tell where there are fewer evaluation tasks than were asked for."""
+        num = self.num.eval
+        if num is None or num >= asked:
+            return None
+        return (
+            f"evaluation.num_tasks: {asked} were asked for, and the environment has {num} evaluation "
+            f"task{'s' if num > 1 else ''}, which {'are' if num > 1 else 'is'} evaluated once each"
+        )
+
+    def check_train(self) -> None:
+        """Refuse to train without tasks.
+
+        Raises:
+            ConfigError: where there are none.
+        """
+        self.train(0)
+
+
+@lru_cache(maxsize=4)
+def _epoch_order(run_seed: int, epoch: int, num: int) -> "np.ndarray[tuple[int], np.dtype[np.int64]]":
+    return np.random.default_rng(derive_seed(run_seed, "epoch", epoch)).permutation(num)
