@@ -8,7 +8,19 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from agentrl.credit import Credit, CreditScheme, LoneRule, Need, assign_credit, load_credit
-    from agentrl.env import MessageEnv, TaskEnv, ToolEnv, run_command, tool, tool_call
+    from agentrl.env import (
+        ExecResult,
+        Language,
+        MessageEnv,
+        Sandbox,
+        SandboxConfig,
+        TaskEnv,
+        ToolEnv,
+        run_command,
+        sandbox_config,
+        tool,
+        tool_call,
+    )
     from agentrl.errors import AgentRLError, ConfigError, CreditError, EnvironmentFailure, UserError
     from agentrl.types import (
         Completion,
@@ -25,7 +37,19 @@ __version__ = "0.1.0"
 
 _HOMES = {
     "agentrl.credit": ("Credit", "CreditScheme", "LoneRule", "Need", "assign_credit", "load_credit"),
-    "agentrl.env": ("MessageEnv", "TaskEnv", "ToolEnv", "run_command", "tool", "tool_call"),
+    "agentrl.env": (
+        "ExecResult",
+        "Language",
+        "MessageEnv",
+        "Sandbox",
+        "SandboxConfig",
+        "TaskEnv",
+        "ToolEnv",
+        "run_command",
+        "sandbox_config",
+        "tool",
+        "tool_call",
+    ),
     "agentrl.errors": ("AgentRLError", "ConfigError", "CreditError", "EnvironmentFailure", "UserError"),
     "agentrl.types": (
         "Completion",
@@ -42,6 +66,7 @@ _HOME = {name: module for module, members in _HOMES.items() for name in members}
 
 __all__ = [  # noqa: RUF022 - by theme
     "MessageEnv", "ToolEnv", "TaskEnv", "tool", "tool_call", "run_command", "Message",
+    "Sandbox", "SandboxConfig", "ExecResult", "Language", "sandbox_config",
     "CreditScheme", "Credit", "LoneRule", "Need", "assign_credit", "load_credit",
     "Turn", "Trajectory", "TrajectoryGroup", "StopReason", "FinishReason", "Completion", "Sampling",
     "AgentRLError", "UserError", "ConfigError", "CreditError", "EnvironmentFailure",

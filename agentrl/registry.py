@@ -11,7 +11,9 @@ from typing import Any, Literal
 from agentrl.errors import ConfigError
 from agentrl.plain_data import line_of
 
-Group = Literal["agentrl.envs", "agentrl.credit", "agentrl.engines", "agentrl.renderers", "agentrl.rewards"]
+Group = Literal[
+    "agentrl.envs", "agentrl.credit", "agentrl.engines", "agentrl.renderers", "agentrl.rewards", "agentrl.sandboxes"
+]
 
 
 def suggest(name: str, known: Iterable[str]) -> str:

@@ -4,6 +4,7 @@ from agentrl.env.command import run_command
 from agentrl.env.describe import EnvDescription, describe
 from agentrl.env.make import make_env
 from agentrl.env.message_env import MAX_REWARD, MessageEnv, as_message, base_env
+from agentrl.env.sandbox import ExecResult, Language, Sandbox, SandboxConfig, sandbox_config
 from agentrl.env.spaces import ActionSpace, MessagesSpace
 from agentrl.env.task_env import TaskEnv
 from agentrl.env.tool_env import ToolEnv
@@ -13,8 +14,12 @@ __all__ = [
     "MAX_REWARD",
     "ActionSpace",
     "EnvDescription",
+    "ExecResult",
+    "Language",
     "MessageEnv",
     "MessagesSpace",
+    "Sandbox",
+    "SandboxConfig",
     "TaskEnv",
     "ToolCallError",
     "ToolEnv",
@@ -24,6 +29,7 @@ __all__ = [
     "describe",
     "make_env",
     "run_command",
+    "sandbox_config",
     "tool",
     "tool_call",
     "tool_schemas",

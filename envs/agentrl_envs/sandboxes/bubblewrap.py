@@ -1,0 +1,188 @@
+"""CPython and a shell in namespaces of Linux, made by bubblewrap for each `exec` and gone with it."""
+
+import itertools
+import os
+import platform
+import shutil
+import sys
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+import agentrl
+from agentrl import ExecResult, Language, SandboxConfig, UserError
+from agentrl_envs.sandboxes.files import Files, FileSandbox, packed, unpacked
+from agentrl_envs.sandboxes.process import run_process
+from agentrl_envs.sandboxes.seccomp import architectures, seccomp_filter
+
+_SYSTEM = ("/bin", "/sbin", "/lib", "/lib32", "/lib64", "/etc/alternatives", "/etc/ld.so.cache")
+_ENVIRONMENT = {"PATH": "/usr/local/bin:/usr/bin:/bin", "HOME": "/work", "LANG": "C.UTF-8", "PYTHONPATH": "/work"}
+_ENVIRONMENT |= {"PYTHONHASHSEED": "0", "PYTHONDONTWRITEBYTECODE": "1", "PYTHONNOUSERSITE": "1"}
+_USERS = itertools.cycle(range(1_900_000_000, 1_900_065_536))
+"""Where we are root, each `exec` runs as a user of its own, who owns nothing: the kernel counts processes by user, but never
+root's."""
+_OPEN_FILES = 64
+_HEADER = 512
+"""Bytes at the start of an archive."""
+
+# Its input is an archive of the files, its output what the code says, and its standard error an archive of what the code left.
+# `kill -1` ends whatever else runs in here, so that nothing changes the files while they are packed.
+_SCRIPT = """
+exec 3>&2 2>&1
+tar -xmf - --no-same-owner -C / && cd /work || exit 125
+"$@" </dev/null 3>&-
+status=$?
+kill -s KILL -- -1 2>/dev/null
+tar -cf - --format=ustar --hard-dereference --owner=0 --group=0 -C /work . >&3 2>/dev/null
+exit $status
+"""
+
+
+class BubblewrapConfig(SandboxConfig):
+    """CPython and `sh` without network, on a read-only system, killed as a tree at their limits."""
+
+    name: Literal["bubblewrap"] = "bubblewrap"
+    max_processes: Annotated[int, Field(ge=4, le=1000)] = 16
+    """Processes and threads at the same time, three of which are the sandbox's own. Each has `max_memory_mb`."""
+    python: str | None = None
+    """Path of the interpreter. None: the one that agentrl runs on, without what is installed beside it."""
+
+    def build(self) -> "Bubblewrap":
+        """Return a new sandbox.
+
+        Raises:
+            UserError: where bubblewrap is missing or may not do its work.
+        """
+        if problem := _problem(self):
+            raise UserError(
+                f"sandbox: 'bubblewrap' cannot be had here: {problem}. It needs Linux with user namespaces, and the package "
+                "bubblewrap (apt-get install bubblewrap). In a container, allow it to make namespaces, or name another "
+                "sandbox: 'monty'"
+            )
+        return Bubblewrap(self)
+
+
+class Bubblewrap(FileSandbox):
+    """Each `exec` is a tree of processes in new namespaces, with the files in memory."""
+
+    def __init__(self, config: BubblewrapConfig) -> None:
+        super().__init__(config)
+        self.config = config
+
+    def _run(self, code: str, language: Language, files: Files) -> tuple[ExecResult, Files | None]:
+        config = self.config
+        command = [_python(config.python), "-s", "/tmp/main"] if language == "python" else ["sh", "/tmp/main"]
+        inside = {f"work/{path}": content for path, content in files.items()}
+        archive = packed({**inside, "tmp/main": code.encode(errors="replace")})
+        filter_end, filter_start = os.pipe()
+        try:
+            os.write(filter_start, seccomp_filter(platform.machine()))  # less than a pipe holds
+            os.close(filter_start)
+            done = run_process(
+                [*_bubblewrap(config, filter_end), *_limits(config), "sh", "-c", _SCRIPT, "sh", *command],
+                stdin=archive,
+                timeout_s=config.timeout_s,
+                max_output=config.max_output_bytes,
+                max_second=2 * self.max_bytes + 1_000_000,
+                environment=_ENVIRONMENT,
+                pass_fds=(filter_end,),
+            )
+        finally:
+            os.close(filter_end)
+        result = ExecResult(
+            output=done.output.decode(errors="replace"),
+            returncode=done.returncode,
+            timed_out=done.timed_out,
+            num_cut=done.num_cut,
+        )
+        try:
+            return result, unpacked(done.second)
+        except ValueError:  # cut short, as where the script itself was killed; or words of bubblewrap
+            words = "" if b"ustar" in done.second[:_HEADER] else done.second[:_HEADER].decode(errors="replace")
+            return replace(result, output=result.output + words), None
+
+
+def _limits(config: BubblewrapConfig) -> list[str]:
+    """Return the command that limits what it runs, as a user without rights."""
+    seconds = max(1, round(config.timeout_s + 0.5))
+    limits = [f"--as={config.max_memory_mb * 1_000_000}", f"--cpu={seconds}", f"--nproc={config.max_processes}"]
+    limits += [f"--fsize={config.max_files_mb * 1_000_000}", f"--nofile={_OPEN_FILES}", "--core=0", "--memlock=0"]
+    limits += ["--stack=8000000", "--msgqueue=0"]
+    user = f"{next(_USERS)}"
+    as_user = ["setpriv", f"--reuid={user}", f"--regid={user}", "--clear-groups"] if os.geteuid() == 0 else []
+    return [*as_user, "prlimit", *limits, "--"]
+
+
+def _bubblewrap(config: BubblewrapConfig, filter_fd: int) -> list[str]:
+    options = [
+        shutil.which("bwrap") or "bwrap",
+        "--unshare-pid",
+        "--unshare-net",
+        "--unshare-ipc",
+        "--unshare-uts",
+        "--unshare-cgroup-try",
+    ]
+    if os.geteuid() == 0:
+        options += ["--cap-drop", "ALL", "--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID"]
+    else:
+        options += ["--unshare-user", "--disable-userns", "--uid", "65534", "--gid", "65534", "--cap-drop", "ALL"]
+    options += ["--die-with-parent", "--new-session", "--hostname", "sandbox"]
+    for path in _visible(config.python):
+        for parent in reversed(Path(path).parents[:-1]):
+            options += ["--perms", "0755", "--dir", str(parent)]
+        link = os.path.islink(path)
+        options += ["--symlink", os.readlink(path), path] if link else ["--ro-bind", path, path]
+    for path in _hidden(config.python):
+        options += ["--tmpfs", path, "--remount-ro", path]
+    options += ["--proc", "/proc", "--dev", "/dev"]
+    for path in ("/work", "/tmp"):
+        options += ["--perms", "0777", "--size", str(config.max_files_mb * 1_000_000), "--tmpfs", path]
+    return [*options, "--remount-ro", "/dev", "--remount-ro", "/", "--seccomp", str(filter_fd), "--chdir", "/work"]
+
+
+@cache
+def _python(python: str | None) -> str:
+    return os.path.realpath(python or sys.executable)
+
+
+@cache
+def _visible(python: str | None) -> list[str]:
+    """List the folders and links of the system that code sees: programs and libraries, and the interpreter."""
+    home = sys.base_prefix if python is None else str(Path(_python(python)).parents[1])
+    paths = ["/usr", *(path for path in _SYSTEM if os.path.lexists(path))]
+    return paths if _is_within(home, "/usr") else [*paths, os.path.realpath(home)]
+
+
+@cache
+def _hidden(python: str | None) -> list[str]:
+    """List the folders in those that code must not see: what is installed, among it tasks with their hidden tests."""
+    visible = [path for path in _visible(python) if not os.path.islink(path)]
+    installed = [folder for root in (*visible, "/usr/local") for folder in Path(root).glob("lib/python3*/*-packages")]
+    paths = {os.path.realpath(path) for path in (*installed, Path(__file__).parents[1], Path(agentrl.__file__).parent)}
+    return sorted(path for path in paths if any(_is_within(path, root) for root in visible))
+
+
+def _is_within(path: str, folder: str) -> bool:
+    return Path(os.path.realpath(path)).is_relative_to(os.path.realpath(folder))
+
+
+@cache
+def _problem(config: BubblewrapConfig) -> str:
+    """Return why there is none here; empty where there is one."""
+    if not sys.platform.startswith("linux"):
+        return "this is no Linux"
+    if platform.machine() not in architectures():
+        return f"its filter of system calls is written for {' and '.join(architectures())}, and this is {platform.machine()}"
+    needed = ["bwrap", "prlimit", "tar", *(["setpriv"] if os.geteuid() == 0 else [])]
+    if missing := [name for name in needed if shutil.which(name) is None]:
+        return f"{' and '.join(missing)} is not installed"
+    sandbox = Bubblewrap(config)
+    first: dict[Language, str] = {"sh": "echo well", "python": "print('well')"}
+    for language, code in first.items():
+        result = sandbox.exec(code, language=language)
+        if result.output != "well\n":
+            return f"a first {language} program ended with {' '.join(result.output.split())[:300] or result!r}"
+    return ""

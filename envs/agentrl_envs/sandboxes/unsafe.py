@@ -1,0 +1,98 @@
+"""A plain process under limits, for code that is trusted: it can read, write and send whatever you can."""
+
+import os
+import shutil
+import sys
+import tempfile
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from agentrl import ExecResult, Language, SandboxConfig, UserError
+from agentrl_envs.sandboxes.files import Files, FileSandbox, plain_path
+from agentrl_envs.sandboxes.process import run_process
+
+
+class UnsafeConfig(SandboxConfig):
+    """No sandbox at all: limits on time, memory, processes, files and output keep mistakes in bounds, and no attack.
+
+    A process that leaves its session outlives its `exec`, and the limit of processes does not hold for root.
+    """
+
+    name: Literal["unsafe"] = "unsafe"
+    max_processes: Annotated[int, Field(ge=4, le=100_000)] = 1000
+    """Processes of yours at the same time, those that run already among them."""
+
+    def build(self) -> "Unsafe":
+        """Return a new sandbox.
+
+        Raises:
+            UserError: where its limits cannot be set.
+        """
+        if shutil.which("prlimit") is None:
+            raise UserError(
+                "sandbox: 'unsafe' sets its limits by the program prlimit, which is not installed "
+                "(Linux: apt-get install util-linux); or name another sandbox: 'monty'"
+            )
+        return Unsafe(self)
+
+
+class Unsafe(FileSandbox):
+    """Each `exec` is a process in a folder of its own, which is removed with it."""
+
+    def __init__(self, config: UnsafeConfig) -> None:
+        super().__init__(config)
+        self.config = config
+
+    def _run(self, code: str, language: Language, files: Files) -> tuple[ExecResult, Files | None]:
+        config = self.config
+        program = [sys.executable, "-s"] if language == "python" else ["sh"]
+        limits = [f"--as={config.max_memory_mb * 1_000_000}", f"--cpu={max(1, round(config.timeout_s + 0.5))}"]
+        limits += [f"--fsize={self.max_bytes}", f"--nproc={config.max_processes}", "--core=0"]
+        with tempfile.TemporaryDirectory(prefix="agentrl-unsafe-", ignore_cleanup_errors=True) as top:
+            work, main = Path(top, "work"), Path(top, "main")
+            work.mkdir()
+            _lay_out(files, work)
+            main.write_text(code, encoding="utf-8", errors="replace")
+            done = run_process(
+                ["sh", "-c", 'exec "$@" 2>&1', "sh", "prlimit", *limits, "--", *program, str(main)],
+                timeout_s=config.timeout_s,
+                max_output=config.max_output_bytes,
+                max_second=0,
+                environment={"PATH": os.defpath, "HOME": str(work), "LANG": "C.UTF-8", "PYTHONPATH": str(work)},
+                cwd=str(work),
+            )
+            left = None if done.timed_out else _collected(work, self.max_bytes)
+        result = ExecResult(
+            output=done.output.decode(errors="replace"),
+            returncode=done.returncode,
+            timed_out=done.timed_out,
+            num_cut=done.num_cut,
+        )
+        return result, left
+
+
+def _lay_out(files: Files, top: Path) -> None:
+    for path, content in files.items():
+        if path.endswith("/"):
+            (top / path).mkdir(parents=True, exist_ok=True)
+        else:
+            (top / path).parent.mkdir(parents=True, exist_ok=True)
+            (top / path).write_bytes(content)
+
+
+def _collected(top: Path, max_bytes: int) -> Files | None:
+    """Return the plain files and folders; links and whatever is no file stay out. None: there are too many."""
+    files: Files = {}
+    for folder, folders, names in os.walk(top):
+        at = Path(folder)
+        files |= {f"{plain_path(str((at / name).relative_to(top)))}/": b"" for name in folders}
+        for path in (at / name for name in names):
+            if path.is_symlink() or not path.is_file():
+                continue
+            max_bytes -= path.stat().st_size
+            if max_bytes < 0:
+                return None
+            files[plain_path(str(path.relative_to(top)))] = path.read_bytes()
+    return files
