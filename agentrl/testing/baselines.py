@@ -40,7 +40,7 @@ def play(
     env: MessageEnv, policy: Policy, *, seed: int, max_turns: int, rng: np.random.Generator, split: str = "eval"
 ) -> Played:
     """Play an episode, on at most `max_turns` turns."""
-    num_tasks = getattr(env, "num_tasks", lambda _: None)(split)
+    num_tasks = env.num_tasks(split)
     task = None if num_tasks is None else seed % num_tasks
     first, _ = env.reset(seed=seed, options={"rollout_index": 0, "split": split, "task_index": task})
     messages, is_over = list(first), False

@@ -9,6 +9,7 @@ _ENTRY_POINTS = {
     "agentrl/Corridor-v0": "agentrl_envs.corridor:Corridor",
     "agentrl/FrozenLake-v0": "agentrl_envs.frozen_lake:FrozenLake",
     "agentrl/SQLAnalyst-v0": "agentrl_envs.sql_analyst:SQLAnalyst",
+    "agentrl/Wordle-v0": "agentrl_envs.wordle:Wordle",
 }
 
 
