@@ -27,13 +27,14 @@ def load(target: Path, rest: list[str]) -> "tuple[Recipe, Path | None]":
 
 
 def _check_alone(config: Path) -> None:
-    """Raise ConfigError, with the file's name, where a run's recipe is at fault and no option."""
+    """Raise ConfigError in one line, with the file's name, where a run's recipe is at fault and no option."""
     from agentrl.config import load_recipe
 
     try:
         load_recipe(config)
     except ConfigError as error:
-        raise error if str(config) in str(error) else ConfigError(f"{config}: {error}") from error
+        words = "; ".join(str(error).splitlines())
+        raise error if str(config) in words else ConfigError(f"{config}: {words}") from error
 
 
 def tokenizer_of(run_dir: Path | None) -> Path | None:
