@@ -2,6 +2,7 @@
 
 import unicodedata
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 from agentrl.chat.chat_template import Shape
@@ -10,6 +11,7 @@ from agentrl.chat.encoder import MARK, Encoder, unmarked
 from agentrl.chat.forms import CallForm
 from agentrl.chat.forms.form import Function, assistant, function, malformed
 from agentrl.chat.forms.tagged import END_THINK, THINK
+from agentrl.chat.forms.written import check_written
 from agentrl.chat.renderer import Tools
 from agentrl.chat.settings import prepared
 from agentrl.chat.thinking import Thinking
@@ -185,6 +187,16 @@ class FamilyRenderer:
         """Return an assistant message as an action.
 
         Raises:
+            RendererError: where the family does not write a part of it, or not so that it would be read again.
+        """
+        action = self.write(message)
+        check_written(message, partial(self.parse, action, ()), by=f"{self.name} of the package renderers")
+        return action
+
+    def write(self, message: Message) -> tuple[int, ...]:
+        """Return an assistant message as an action, however it is read.
+
+        Raises:
             RendererError: where the family does not write a part of it.
         """
         ids, prompt = self._written(message), self._prompt
@@ -234,7 +246,7 @@ class FamilyRenderer:
     def _stand_in(self, replies: Sequence[Message]) -> tuple[int, ...]:
         heard = [reply for reply in replies if reply["role"] == "tool"]
         if not heard:
-            return self.encode(_YES)
+            return self.write(_YES)
         calls: list[dict[str, Any]] = [
             {
                 "id": reply.get("tool_call_id") or f"call_{number}",
@@ -244,9 +256,9 @@ class FamilyRenderer:
             for number, reply in enumerate(heard)
         ]
         try:
-            return self.encode({"role": "assistant", "content": "", "tool_calls": calls})
+            return self.write({"role": "assistant", "content": "", "tool_calls": calls})
         except RendererError:  # one call in a turn, at most
-            return self.encode({"role": "assistant", "content": "", "tool_calls": calls[:1]})
+            return self.write({"role": "assistant", "content": "", "tool_calls": calls[:1]})
 
     def _find_thinking(self) -> Thinking:
         thought = {"reasoning_content": "agentrl-probe"}

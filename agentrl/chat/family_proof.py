@@ -256,7 +256,7 @@ def _plays(found: FamilyRenderer, tokens: Tokens) -> bool:
     before = found.whole([_HELLO], _TOOLS, prompt=True)
     for message in _ACTIONS:
         try:
-            action = found.encode(message)
+            action = found.write(message)
         except RendererError:
             if message == _ACTIONS[0]:
                 return False

@@ -2,6 +2,7 @@
 
 import datetime as dt
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from agentrl.chat.chat_template import ChatTemplate
 from agentrl.chat.description import Description
 from agentrl.chat.encoder import MARK, Encoder, unmarked
 from agentrl.chat.forms import FORMS, ResponseTemplateForm
+from agentrl.chat.forms.written import check_written
 from agentrl.chat.proof import prove
 from agentrl.chat.renderer import Renderer, Tools
 from agentrl.chat.settings import DialogueConfig, prepared
@@ -166,7 +168,9 @@ class TemplateRenderer:
             raise RendererError(
                 f"chat.renderer: the chat template of {self._name!r} does not write {what} in such a turn"
             )
-        return (*self._encode(self.turns.written(message), after=self.turns.first), self.turns.end_of(message).stop_id)
+        ids = self._encode(self.turns.written(message), after=self.turns.first)
+        check_written(message, partial(self.parse, ids, ()), by=f"the chat template of {self._name!r}")
+        return (*ids, self.turns.end_of(message).stop_id)
 
 
 def template_text(tokenizer: Any, config: TemplateConfig, name: str) -> str:

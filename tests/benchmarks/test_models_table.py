@@ -35,4 +35,5 @@ def test_random_dialogues_are_what_the_family_renders() -> None:
         for number in range(5):
             play(row, number + zlib.crc32(name.encode()), tally)
         assert not tally.failures, tally.failures[:3]
-        assert tally.outcomes["actions"] == 30
+        assert sum(count for what, count in tally.outcomes.items() if what.startswith("actions")) == 30
+        assert tally.outcomes["actions"] > 15

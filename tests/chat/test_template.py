@@ -8,6 +8,7 @@ import pytest
 from agentrl.chat import AutoConfig, ChatMLConfig, Dialogue, Renderer, TemplateConfig, TemplateRenderer
 from agentrl.errors import RendererError
 from agentrl.testing import check_renderer
+from benchmarks.families import family_tokenizer
 from tests.support.templates import PROMPTS_THOUGHT, QWEN, THINKS, THOUGHT, changed, tokenizer
 
 USER = {"role": "user", "content": "Hello."}
@@ -121,6 +122,18 @@ def test_a_call_too_many_is_not_written() -> None:
     assert renderer.parse(renderer.encode({"role": "assistant", "content": "", "tool_calls": calls[:1]}))["tool_calls"]
     with pytest.raises(RendererError, match="does not write several calls in such a turn"):
         renderer.encode({"role": "assistant", "content": "", "tool_calls": calls})
+
+
+def test_a_call_that_would_be_read_otherwise_is_not_written() -> None:
+    renderer = TemplateRenderer(family_tokenizer("lfm2_2_5"), name="lfm2_2_5")
+
+    def says(text: str) -> dict[str, Any]:
+        call = {"id": "call_0", "type": "function", "function": {"name": "say", "arguments": {"text": text, "n": 3}}}
+        return {"role": "assistant", "content": "", "tool_calls": [call]}
+
+    assert renderer.parse(renderer.encode(says("Hello."))) == says("Hello.")
+    with pytest.raises(RendererError, match=r"a call is read otherwise than the chat template of 'lfm2_2_5' writes it"):
+        renderer.encode(says("It's mine', n=4"))
 
 
 def test_words_that_spell_a_control_token_stay_words() -> None:
