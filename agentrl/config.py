@@ -73,8 +73,8 @@ class Recipe(BaseModel):
             if not math.isfinite(value):
                 raise ValueError(f"{name}: must be a finite number (got {value})")
         rollout, episodes = self.rollout, self.rollout.num_groups * self.rollout.group_size
-        held_out = self.evaluation.num_tasks * self.evaluation.samples
-        for what, number in (("rollout.group_size", episodes), ("evaluation.samples", held_out)):
+        evaluated = self.evaluation.num_tasks * self.evaluation.samples
+        for what, number in (("rollout.group_size", episodes), ("evaluation.samples", evaluated)):
             if number > _MAX_EPISODES:
                 raise ValueError(f"{what}: makes {number} episodes, more than {_MAX_EPISODES}; lower it")
         if self.train.num_minibatches > episodes:
@@ -150,7 +150,7 @@ def plan(recipe: Recipe) -> dict[str, str]:
         "steps": f"{train.steps} (at most {train.steps * updates} updates)",
         "credit": ", ".join(f"{key} {value}" for key, value in recipe.credit.items()),
         "ratio": f"one for each {recipe.loss.unit}, clipped to 1 - {low:g} .. 1 + {high:g}",
-        "evaluation": f"{recipe.evaluation.num_tasks} held-out tasks, {recipe.evaluation.samples} episodes each",
+        "evaluation": f"{recipe.evaluation.num_tasks} evaluation tasks, {recipe.evaluation.samples} episodes each",
     }
 
 

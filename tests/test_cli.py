@@ -356,7 +356,7 @@ def test_a_run_from_beginning_to_end(agentrl: Agentrl, tmp_path: Path) -> None:
     assert lines[0].startswith("key_door, seed 3")
     assert lines.index("run folder: run") < next(i for i, line in enumerate(lines) if line.startswith("warm-up"))
     assert "reward " in lines[-2]
-    assert " on 4 held-out tasks, 2 steps" in lines[-2]
+    assert " on 4 evaluation tasks, 2 steps" in lines[-2]
     assert lines[-1] == "run folder: run"
     assert [line for line in lines if line.startswith("training")][-1].startswith("training 2/2")
 
@@ -503,22 +503,22 @@ def test_another_failure_of_the_machine_keeps_its_traceback(agentrl: Agentrl, mo
 def test_the_summary_compares_the_first_and_the_last_evaluation_that_was_played() -> None:
     def row(step: int, reward: float | None = None) -> dict[str, float]:
         played = {} if reward is None else {"eval/reward": reward, "eval/success": reward / 2}
-        return {"step": step, "eval/episodes": float(reward is not None), **played}
+        return {"step": step, "eval/episodes": 4.0 * len(played), "eval/failed": 4.0 * (2 - len(played)), **played}
 
     training = {"step": 1, "reward/mean": 0.9}
-    assert summary([row(0, 0.25), training, row(2, 0.5)], 4) == (
-        "success 12.5% -> 25.0%, reward 0.250 -> 0.500 on 4 held-out tasks, 2 steps"
+    assert summary([row(0, 0.25), training, row(2, 0.5)], 2) == (
+        "success 12.5% -> 25.0%, reward 0.250 -> 0.500 on 4 evaluation tasks, 2 steps"
     )
-    assert summary([row(0), training, row(2, 0.25), row(3, 0.5), row(4)], 4) == (
-        "success 12.5% -> 25.0%, reward 0.250 -> 0.500 on 4 held-out tasks, 4 steps; "
-        "left out, because every held-out episode failed: step 0, 4"
+    assert summary([row(0), training, row(2, 0.25), row(3, 0.5), row(4)], 2) == (
+        "success 12.5% -> 25.0%, reward 0.250 -> 0.500 on 4 evaluation tasks, 4 steps; "
+        "left out, because every episode of them failed: step 0, 4"
     )
-    failed = "no result on 4 held-out tasks: every held-out episode failed"
-    assert summary([row(0), training, row(2)], 4) == failed
-    assert summary([], 4) == failed
+    failed = "no result on 4 evaluation tasks: every episode of them failed"
+    assert summary([row(0), training, row(2)], 2) == failed
+    assert summary([], 2) == "no result: nothing was evaluated"
 
 
-def test_a_finished_run_whose_every_held_out_episode_failed_says_so(agentrl: Agentrl, tmp_path: Path) -> None:
+def test_a_finished_run_whose_every_evaluated_episode_failed_says_so(agentrl: Agentrl, tmp_path: Path) -> None:
     status, _, err = agentrl("train", "tiny.yaml", "--run_dir", "run", "--train.steps", "1")
     assert (status, err) == (0, "")
     folder = RunFolder.open(tmp_path / "run")
@@ -528,7 +528,7 @@ def test_a_finished_run_whose_every_held_out_episode_failed_says_so(agentrl: Age
         folder.add_metrics({**row, "eval/episodes": 0.0, "eval/failed": 4.0})
     status, out, err = agentrl("train", "run")
     assert (status, err) == (0, "")
-    assert out.splitlines()[0] == "no result on 4 held-out tasks: every held-out episode failed"
+    assert out.splitlines()[0] == "no result on 4 evaluation tasks: every episode of them failed"
 
 
 def test_a_fault_of_the_environment_is_told_once_kept_shown_and_played_again(agentrl: Agentrl, tmp_path: Path) -> None:

@@ -431,7 +431,7 @@ evaluation: {num_tasks: 20, samples: 2}
         "steps": "10 (at most 20 updates)",
         "credit": "scheme turn_return, gamma 0.5",
         "ratio": "one for each turn, clipped to 1 - 0.003 .. 1 + 0.01",
-        "evaluation": "20 held-out tasks, 2 episodes each",
+        "evaluation": "20 evaluation tasks, 2 episodes each",
     }
 
 

@@ -12,7 +12,7 @@ from agentrl.report.terminal import Console
 
 def add(commands: Commands) -> None:
     """Add the commands of this file."""
-    evaluate = commands.add("eval", _eval, f"Evaluate on held-out tasks. {OVERRIDING}", overrides=True)
+    evaluate = commands.add("eval", _eval, f"Play the evaluation tasks. {OVERRIDING}", overrides=True)
     evaluate.add_argument(
         "target", type=Path, metavar="RECIPE|RUN", help="a recipe (its model untrained), or a run's folder"
     )
@@ -36,8 +36,8 @@ def _eval(options: argparse.Namespace, rest: list[str]) -> None:
         if folder:
             load_weights(parts, folder)
         parts.link.start(0)
-        metrics = evaluate(parts).metrics
-    table = Table("metric", "value", title=f"{recipe.env.id}: {recipe.evaluation.num_tasks} held-out tasks")
-    for name, value in metrics.items():
+        found = evaluate(parts)
+    table = Table("metric", "value", title=f"{recipe.env.id}: {len(found.groups)} evaluation tasks")
+    for name, value in found.metrics.items():
         table.add_row(name, f"{value:.4g}")
     Console().print(table)

@@ -39,16 +39,18 @@ def progress(console: Console) -> Iterator[Any]:
 
 def print_end(console: Console, folder: "RunFolder", recipe: "Recipe") -> None:
     """Print what a run came to, and where it is."""
-    console.print(summary(folder.metrics(), recipe.evaluation.num_tasks))
+    console.print(summary(folder.metrics(), recipe.evaluation.samples))
     console.print(f"run folder: {folder.path}")
 
 
-def summary(rows: list[dict[str, float]], num_tasks: int) -> str:
-    """Compare the first and the last evaluation; one whose every episode failed has no means to compare."""
+def summary(rows: list[dict[str, float]], samples: int) -> str:
+    """Compare the first and the last evaluation, of so many episodes a task; one whose every episode failed has no means."""
     evaluations = [row for row in rows if "eval/episodes" in row]
     played = [row for row in evaluations if "eval/reward" in row]
+    if not evaluations:
+        return "no result: nothing was evaluated"
     if not played:
-        return f"no result on {num_tasks} held-out tasks: every held-out episode failed"
+        return f"no result on {_tasks(evaluations[-1], samples)}: every episode of them failed"
     first, last = played[0], played[-1]
 
     def change(name: str, form: str) -> str:
@@ -56,13 +58,16 @@ def summary(rows: list[dict[str, float]], num_tasks: int) -> str:
         return f"{name} {before:{form}} -> {after:{form}}"
 
     parts = [change(name, ".1%") for name in ("score", "success") if f"eval/{name}" in first and f"eval/{name}" in last]
-    words = (
-        f"{', '.join([*parts, change('reward', '.3f')])} on {num_tasks} held-out tasks, {rows[-1]['step']:.0f} steps"
-    )
+    words = f"{', '.join([*parts, change('reward', '.3f')])} on {_tasks(last, samples)}, {rows[-1]['step']:.0f} steps"
     if len(played) == len(evaluations):
         return words
     steps = ", ".join(f"{row['step']:.0f}" for row in evaluations if "eval/reward" not in row)
-    return f"{words}; left out, because every held-out episode failed: step {steps}"
+    return f"{words}; left out, because every episode of them failed: step {steps}"
+
+
+def _tasks(row: dict[str, float], samples: int) -> str:
+    number = (row["eval/episodes"] + row["eval/failed"]) / samples
+    return f"{number:.0f} evaluation task{'s' if number > 1 else ''}"
 
 
 def _note(metrics: dict[str, float]) -> str:

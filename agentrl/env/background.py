@@ -1,4 +1,4 @@
-"""One event loop on a daemon thread, shared by all coroutine tools of a process."""
+"""One event loop on a daemon thread, shared by all coroutines of the environments of a process."""
 
 import asyncio
 import concurrent.futures
@@ -7,7 +7,7 @@ import os
 import sys
 import threading
 import traceback
-from collections.abc import Coroutine
+from collections.abc import Awaitable, Coroutine
 from typing import Any
 
 from agentrl.errors import EnvironmentFailure
@@ -17,11 +17,11 @@ log = logging.getLogger(__name__)
 _GRACE_S = 2.0
 """How long a cancelled coroutine may take to give way, in seconds."""
 _MAX_BLOCKED = 8
-"""Loops that are blocked at the same time, beyond which coroutine tools fail their episodes."""
+"""Loops that are blocked at the same time, beyond which coroutines fail their episodes."""
 
 
 class BlockedLoopError(TimeoutError):
-    """The event loop of coroutine tools is blocked by one of them."""
+    """The event loop of coroutines is blocked by one of them."""
 
 
 class _Loop:
@@ -96,13 +96,13 @@ class _Shared:
             where, num_blocked = loop.where(), len(self._blocked)
             loop.abandon()
         log.warning(
-            "a coroutine tool blocks the event loop that all of them share, at %s; write the tool as `def`, or await "
+            "a coroutine blocks the event loop that all of them share, at %s; write it as `def`, or await "
             "asyncio.to_thread(...)",
             where,
         )
         if num_blocked > _MAX_BLOCKED:
             raise EnvironmentFailure(
-                f"{num_blocked} coroutine tools block their event loops, the last one at {where}; write them as `def`"
+                f"{num_blocked} coroutines block their event loops, the last one at {where}; write them as `def`"
             )
 
 
@@ -147,10 +147,34 @@ def run_in_background(coroutine: Coroutine[Any, Any, Any], *, timeout_s: float) 
     except (TimeoutError, concurrent.futures.CancelledError):
         if loop.is_abandoned or (not future.done() and loop.is_blocked()):
             _shared.abandon(loop)
-            raise BlockedLoopError("a coroutine tool blocks the event loop that all of them share") from None
+            raise BlockedLoopError("a coroutine blocks the event loop that all of them share") from None
         future.cancel()  # one that does not give way is left behind
         raise
     finally:
         is_given_up = True
         if not has_begun:
             coroutine.close()
+
+
+def awaited(value: Any, what: str, *, timeout_s: float) -> Any:
+    """Return what a method returned, or what its coroutine comes to.
+
+    Args:
+        value: that the method returned.
+        what: its name, for the error.
+        timeout_s: deadline of a coroutine, in seconds.
+
+    Raises:
+        EnvironmentFailure: when the deadline passes, or the loop is blocked.
+    """
+    if not isinstance(value, Awaitable):
+        return value
+    try:
+        return run_in_background(_of(value), timeout_s=timeout_s)
+    except TimeoutError as error:
+        why = str(error) if isinstance(error, BlockedLoopError) else f"it did not end within {timeout_s:g} s"
+        raise EnvironmentFailure(f"{what}: {why}") from None
+
+
+async def _of(value: Awaitable[Any]) -> Any:
+    return await value

@@ -2,11 +2,12 @@
 
 import copy
 import json
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import gymnasium as gym
 import numpy as np
 
+from agentrl.env.background import awaited
 from agentrl.env.spaces import ActionSpace, MessagesSpace
 from agentrl.types import Message, Need
 
@@ -25,6 +26,17 @@ def base_env(env: gym.Env[tuple[Message, ...], str | Message]) -> "MessageEnv":
 def as_message(action: str | Message) -> Message:
     """Return the assistant message that an action stands for."""
     return {"role": "assistant", "content": action} if isinstance(action, str) else action
+
+
+def ask_oracle(env: "MessageEnv", *, skill: float = 1.0, rng: np.random.Generator | None = None) -> Message:
+    """Return what the environment's `oracle` says; a coroutine is run.
+
+    Raises:
+        EnvironmentFailure: when a coroutine does not end within `coroutine_timeout_s`.
+        NotImplementedError: where there is none.
+    """
+    said: Message = awaited(env.oracle(skill=skill, rng=rng), "oracle()", timeout_s=env.coroutine_timeout_s)
+    return said
 
 
 class MessageEnv(gym.Env[tuple[Message, ...], str | Message]):
@@ -54,6 +66,10 @@ class MessageEnv(gym.Env[tuple[Message, ...], str | Message]):
     """True where a moment is to be pickled after every step: a killed run then resumes from there, instead of resetting
     the environment and taking its actions again. For environments that do not follow from their seed and the actions alone."""
 
+    coroutine_timeout_s: ClassVar[float] = 50.0
+    """Deadline of methods that are coroutines, tools aside, in seconds: less than `rollout.env_timeout_s`, at which the thread
+    would be lost."""
+
     observation_space: gym.Space[tuple[Message, ...]]
     action_space: gym.Space[str | Message]
 
@@ -77,8 +93,10 @@ class MessageEnv(gym.Env[tuple[Message, ...], str | Message]):
         """Return an independent copy of this moment; override where a deep copy is not enough."""
         return copy.deepcopy(self)
 
-    def oracle(self, *, skill: float = 1.0, rng: np.random.Generator | None = None) -> Message:
+    def oracle(self, *, skill: float = 1.0, rng: np.random.Generator | None = None) -> Any:
         """Return a good assistant message for this moment; with probability 1 - skill a plausible wrong one.
+
+        It may be a coroutine (`async def`).
 
         Args:
             skill: share of turns that are played right; below 1, `rng` decides which (never `self.np_random`).

@@ -2,15 +2,18 @@
 
 import math
 from abc import abstractmethod
-from collections.abc import Callable, Sequence
-from typing import Any, ClassVar
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any, ClassVar, TypeAlias
 
-from agentrl.env.background import BlockedLoopError, run_in_background
+from agentrl.env.background import BlockedLoopError, awaited, run_in_background
 from agentrl.env.message_env import MessageEnv, as_message
 from agentrl.env.tools import ToolCallError, ToolSpec, tool_specs
 from agentrl.errors import EnvironmentFailure
 from agentrl.plain_data import abbreviated, words_of
 from agentrl.types import Message
+
+Said: TypeAlias = str | Sequence[Message] | None
+"""A user's text, or messages."""
 
 
 class ToolEnv(MessageEnv):
@@ -21,6 +24,8 @@ class ToolEnv(MessageEnv):
     `info["tool_errors"]`. What `answer` raises leaves `step`, and so does a reward that is no number: it is a fault of the
     environment, and fails the episode. So does a tool that is no coroutine and hangs: nothing in here can stop it, and the
     episode's deadline (`rollout.env_timeout_s`) does.
+
+    `start`, `answer`, `oracle` and tools may be coroutines (`async def`): they run on one event loop of the process.
     """
 
     tool_timeout_s: ClassVar[float] = 10.0
@@ -49,12 +54,15 @@ class ToolEnv(MessageEnv):
         self._is_over: bool | None = None  # None: never reset
 
     @abstractmethod
-    def start(self, options: dict[str, Any]) -> str | Sequence[Message]:
-        """Set up a task from `self.np_random` and return the first user text, or the first messages."""
+    def start(self, options: dict[str, Any]) -> Said | Awaitable[Said]:
+        """Set up the task that `options` names (see `MessageEnv`) from `self.np_random`; return the first text, or messages.
+
+        The same object may play another task after it: set everything here, and hold shared data at module level.
+        """
         raise NotImplementedError(f"{type(self).__name__} must define start(options)")
 
     @abstractmethod
-    def answer(self, text: str) -> str | Sequence[Message] | None:
+    def answer(self, text: str) -> Said | Awaitable[Said]:
         """Reply to a turn without a tool call; None says nothing (for use with `finish`)."""
         raise NotImplementedError(f"{type(self).__name__} must define answer(text)")
 
@@ -92,7 +100,7 @@ class ToolEnv(MessageEnv):
         """Begin a task; the same seed begins the same one."""
         super().reset(seed=seed)
         self._components, self._info, self._is_over = {}, {}, False
-        return _messages(self.start(dict(options or {}))), {}
+        return self._said(self.start(dict(options or {})), "start()"), {}
 
     def step(self, action: str | Message) -> tuple[tuple[Message, ...], float, bool, bool, dict[str, Any]]:
         """Carry out an assistant message: its tool calls in order, or `answer` where there are none."""
@@ -107,7 +115,7 @@ class ToolEnv(MessageEnv):
                 if self._is_over:
                     break
         else:
-            replies.extend(_messages(self.answer(str(message.get("content") or ""))))
+            replies.extend(self._said(self.answer(str(message.get("content") or "")), "answer()"))
         info = {**self._info, "reward_components": dict(self._components)}
         return tuple(replies), sum(self._components.values(), 0.0), bool(self._is_over), False, info
 
@@ -140,6 +148,10 @@ class ToolEnv(MessageEnv):
                 raise ToolCallError(f"{spec.name} timed out{why}") from None
         return "" if result is None else str(result)
 
+    def _said(self, returned: Any, method: str) -> tuple[Message, ...]:
+        said = awaited(returned, f"{method} of {type(self).__name__}", timeout_s=self.coroutine_timeout_s)
+        return _messages(said)
+
     def _call(self, call: Any) -> Message:
         call = call if isinstance(call, dict) else {"function": {"arguments": call}}
         function = call.get("function")
@@ -157,7 +169,7 @@ class ToolEnv(MessageEnv):
         return reply | ({"tool_call_id": call["id"]} if "id" in call else {})
 
 
-def _messages(said: str | Sequence[Message] | None) -> tuple[Message, ...]:
+def _messages(said: Said) -> tuple[Message, ...]:
     if said is None:
         return ()
     return ({"role": "user", "content": said},) if isinstance(said, str) else tuple(said)

@@ -6,7 +6,7 @@ from functools import partial
 import numpy as np
 
 from agentrl.chat import Dialogue, Renderer, TurnTokens
-from agentrl.env import base_env
+from agentrl.env import ask_oracle, base_env
 from agentrl.errors import ConfigError, EnvError, EnvironmentFailure, UserError
 from agentrl.rollout.env_calls import Env, MakeEnv, construct, reset, step
 from agentrl.rollout.env_thread import EnvThread
@@ -43,7 +43,7 @@ def _play(env: Env, renderer: Renderer, task: EnvTask, *, skill: float, max_turn
     turns: list[TurnTokens] = []
     is_over = False
     while not is_over and len(turns) < max_turns:
-        message = base.oracle(skill=skill, rng=rng)
+        message = ask_oracle(base, skill=skill, rng=rng)
         action_ids = renderer.encode(message)
         turns.append(dialogue.turn(action_ids))
         reply = step(env, base, message)
@@ -64,7 +64,7 @@ async def oracle_ends(make_env: MakeEnv, *, max_turns: int, timeout_s: float, ta
         try:
             base, rng = base_env(env), np.random.default_rng(task.seed)
             reset(env, base, task, rollout_index=0)
-            replies = (step(env, base, base.oracle(skill=1.0, rng=rng)) for _ in range(max_turns))
+            replies = (step(env, base, ask_oracle(base, rng=rng)) for _ in range(max_turns))
             return any(reply.terminated or reply.truncated for reply in replies)
         finally:
             env.close()

@@ -14,6 +14,7 @@ from agentrl.learn.warmup import warm_up
 from agentrl.report.folder import RunFolder
 from agentrl.rollout import try_environment
 from agentrl.rollout.demonstrations import Demonstration, oracle_ends
+from agentrl.rollout.overlap import overlap
 from agentrl.run.build import Parts, reads_branches
 from agentrl.run.evaluate import evaluation_metrics
 from agentrl.run.models import make_demonstrations
@@ -118,7 +119,13 @@ def _prepare(parts: Parts) -> Preparation:
         examples = make_demonstrations(
             recipe, renderer, runner, tasks=parts.pool.tasks, count=recipe.warmup.num_demonstrations
         )
-    return _check_oracle(parts, examples)
+    prepared = _check_oracle(parts, examples)
+    looking = overlap(recipe.env.make, parts.pool.tasks, timeout_s=recipe.rollout.env_timeout_s)
+    shared = from_rank_zero(lambda: runner.run(looking))
+    if shared is not None and (words := shared.words()) is not None:
+        prepared.warnings["shared_tasks"] = words
+        prepared.metrics["health/shared_tasks"] = shared.num_shared / shared.num_evaluation
+    return prepared
 
 
 def _check_oracle(parts: Parts, examples: list[Demonstration]) -> Preparation:

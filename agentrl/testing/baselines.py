@@ -7,7 +7,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from agentrl.env import MessageEnv, as_message, tool_call
+from agentrl.env import MessageEnv, as_message, ask_oracle, tool_call
 from agentrl.testing.env_actions import is_schema, likely_arguments
 from agentrl.types import Message
 
@@ -63,7 +63,7 @@ def play(
 
 def oracle(env: MessageEnv, messages: Sequence[Message], rng: np.random.Generator) -> Message:  # noqa: ARG001 - a Policy
     """Play as the environment's oracle does."""
-    return env.oracle(rng=rng)
+    return ask_oracle(env, rng=rng)
 
 
 def random_action(env: MessageEnv, messages: Sequence[Message], rng: np.random.Generator) -> str | Message:

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from agentrl.env import MessageEnv, tool_schemas
+from agentrl.env import MessageEnv, ask_oracle, tool_schemas
 from agentrl.env.returned import key_return, reset_return, step_return
 from agentrl.env.spaces import is_message
 from agentrl.errors import EnvError
@@ -193,7 +193,7 @@ class Session:
     def oracle(self, *, skill: float = 1.0, rng: np.random.Generator | None = None) -> Message:
         """Ask the oracle for a message."""
         message = self.report.call(
-            "oracle()", lambda: self.env.oracle() if rng is None else self.env.oracle(skill=skill, rng=rng)
+            "oracle()", lambda: ask_oracle(self.env) if rng is None else ask_oracle(self.env, skill=skill, rng=rng)
         )
         if not (is_message(message) and message["role"] == "assistant"):
             raise Problem(

@@ -283,7 +283,7 @@ def test_loops_that_stay_blocked_end_in_a_failure_that_names_the_line(monkeypatc
 
     with pytest.raises(BlockedLoopError):
         run_in_background(block(), timeout_s=0.05)
-    with pytest.raises(EnvironmentFailure, match=r"2 coroutine tools block their event loops, .*test_tool_env\.py:\d+"):
+    with pytest.raises(EnvironmentFailure, match=r"2 coroutines block their event loops, .*test_tool_env\.py:\d+"):
         run_in_background(block(), timeout_s=0.05)
     free.set()
 

@@ -91,3 +91,21 @@ def test_fewer_tasks_than_were_asked_for_are_told_once(tmp_path: Path) -> None:
 def test_demonstrations_are_of_the_train_split(tmp_path: Path) -> None:
     with build(settings(tmp_path).model_copy(update={"warmup": recipe(tmp_path, warmup={"steps": 1}).warmup})):
         assert {split for split, _, _ in told(tmp_path)} == {"train"}
+
+
+class Drawn(Table):
+    """Draws its row by the seed, whatever the split."""
+
+    def num_tasks(self, split: str) -> int | None:
+        return None
+
+    def start(self, options: dict[str, Any]) -> str:
+        return super().start({**options, "split": "train", "task_index": int(self.np_random.integers(7))})
+
+
+def test_evaluation_tasks_that_are_training_tasks_are_told_once_and_kept_in_the_folder(tmp_path: Path) -> None:
+    told: list[str] = []
+    folder, rows = train(recipe(tmp_path, env={"id": f"{__name__}:Drawn"}), on_warning=told.append)
+    (words,) = [words for words in told if words.startswith("64 of 64 evaluation tasks also occur")]
+    assert [(w.step, w.words) for w in folder.warnings() if w.name == "shared_tasks"] == [(0, words)]
+    assert rows[0]["health/shared_tasks"] == 1.0

@@ -1,0 +1,91 @@
+"""`async def` start, answer and oracle."""
+
+import asyncio
+import threading
+import time
+from typing import Any
+
+import numpy as np
+import pytest
+
+from agentrl import EnvironmentFailure, Message, ToolEnv
+from agentrl.chat import ChatMLRenderer, train_tokenizer
+from agentrl.env import ask_oracle
+from agentrl.rollout import Tasks
+from agentrl.rollout.demonstrations import demonstrations, oracle_ends
+from agentrl.testing import check_env
+
+
+class Phone(ToolEnv):
+    """Everything it says takes a while, on the loop of all coroutines."""
+
+    async def start(self, options: dict[str, Any]) -> str:
+        self.number = int(self.np_random.integers(1000))
+        await asyncio.sleep(0)
+        self.thread = threading.current_thread().name
+        return f"Dial {self.number}"
+
+    async def answer(self, text: str) -> str:
+        await asyncio.sleep(0)
+        self.finish(success=text == str(self.number))
+        return "Bye."
+
+    async def oracle(self, *, skill: float = 1.0, rng: np.random.Generator | None = None) -> Message:
+        await asyncio.sleep(0)
+        return {"role": "assistant", "content": str(self.number)}
+
+
+def test_they_are_awaited_on_the_loop_of_coroutines() -> None:
+    env = Phone()
+    ((first,), _) = env.reset(seed=3)
+    assert (first["content"], env.thread) == (f"Dial {env.number}", "agentrl-tools")
+    messages, _, terminated, _, info = env.step(ask_oracle(env))
+    assert ([m["content"] for m in messages], terminated, info["success"]) == (["Bye."], True, True)
+
+
+def test_they_keep_the_contract() -> None:
+    check_env(Phone)
+
+
+def test_demonstrations_are_played_by_an_oracle_that_is_a_coroutine() -> None:
+    renderer = ChatMLRenderer(train_tokenizer([], vocab_size=261))
+    playing = demonstrations(Phone, renderer, count=2, skill=1.0, max_turns=2, timeout_s=10, tasks=Tasks(seed=0))
+    assert [(len(d.turns), d.is_over) for d in asyncio.run(playing)] == [(1, True), (1, True)]
+    assert asyncio.run(oracle_ends(Phone, max_turns=2, timeout_s=10, tasks=Tasks(seed=0)))
+
+
+@pytest.mark.parametrize("method", ["start", "answer", "oracle"])
+def test_one_that_takes_too_long_is_cancelled_and_fails_the_episode(method: str) -> None:
+    cancelled = threading.Event()
+
+    async def dawdle(self: Phone, *args: Any, **kwargs: Any) -> str:
+        try:
+            await asyncio.sleep(30)
+        except asyncio.CancelledError:
+            cancelled.set()
+            raise
+        return "never"
+
+    slow = type("Slow", (Phone,), {"coroutine_timeout_s": 0.1, method: dawdle})()
+    assert isinstance(slow, Phone)
+    begin = time.monotonic()
+
+    def play() -> None:
+        slow.reset(seed=0)
+        slow.step(ask_oracle(slow))
+
+    with pytest.raises(EnvironmentFailure, match=rf"{method}\(\).*: it did not end within 0.1 s"):
+        play()
+    assert time.monotonic() - begin < 5
+    assert cancelled.wait(5)
+
+
+def test_what_one_raises_leaves_step() -> None:
+    class Broken(Phone):
+        async def answer(self, text: str) -> str:
+            raise KeyError("number")
+
+    env = Broken()
+    env.reset(seed=0)
+    with pytest.raises(KeyError, match="number"):
+        env.step("1")
