@@ -100,7 +100,7 @@ class ToolEnv(MessageEnv):
         """Begin a task; the same seed begins the same one."""
         super().reset(seed=seed)
         self._components, self._info, self._is_over = {}, {}, False
-        return self._said(self.start(dict(options or {})), "start()"), {}
+        return self._messages_of(self.start(dict(options or {})), "start()"), {}
 
     def step(self, action: str | Message) -> tuple[tuple[Message, ...], float, bool, bool, dict[str, Any]]:
         """Carry out an assistant message: its tool calls in order, or `answer` where there are none."""
@@ -115,7 +115,7 @@ class ToolEnv(MessageEnv):
                 if self._is_over:
                     break
         else:
-            replies.extend(self._said(self.answer(str(message.get("content") or "")), "answer()"))
+            replies.extend(self._messages_of(self.answer(str(message.get("content") or "")), "answer()"))
         info = {**self._info, "reward_components": dict(self._components)}
         return tuple(replies), sum(self._components.values(), 0.0), bool(self._is_over), False, info
 
@@ -148,7 +148,7 @@ class ToolEnv(MessageEnv):
                 raise ToolCallError(f"{spec.name} timed out{why}") from None
         return "" if result is None else str(result)
 
-    def _said(self, returned: Any, method: str) -> tuple[Message, ...]:
+    def _messages_of(self, returned: Any, method: str) -> tuple[Message, ...]:
         said = awaited(returned, f"{method} of {type(self).__name__}", timeout_s=self.coroutine_timeout_s)
         return _messages(said)
 
