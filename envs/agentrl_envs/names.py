@@ -1,21 +1,25 @@
-"""Invented names, the same in every process."""
+"""Invented names, the same in every process; no two of a kind are alike."""
 
 import functools
 import itertools
 
 from agentrl_envs.data import read_yaml
 
+_FORMS = {
+    "person": "{first} {start}{end}",
+    "title": "{adjective} {noun}",
+    "city": "{start}{city_end}",
+    "country": "{start}{country_end}",
+    "company": "{start}{company_end} {company_kind}",
+}
+
 
 @functools.cache
-def people() -> tuple[str, ...]:
-    """List 4,000 names of people, no two alike."""
-    parts = read_yaml("names.yaml")
-    product = itertools.product(parts["first"], parts["start"], parts["end"])
-    return tuple(f"{first} {start}{end}" for first, start, end in product)
-
-
-@functools.cache
-def titles() -> tuple[str, ...]:
-    """List 504 titles, no two alike."""
-    parts = read_yaml("names.yaml")
-    return tuple(f"{adjective} {noun}" for adjective, noun in itertools.product(parts["adjective"], parts["noun"]))
+def names(kind: str) -> tuple[str, ...]:
+    """List all names of a kind: person (4,000), title (504), city (160), country (60) or company (400)."""
+    form, parts = _FORMS[kind], read_yaml("names.yaml")
+    fields = [field for field in parts if f"{{{field}}}" in form]
+    return tuple(
+        form.format(**dict(zip(fields, values, strict=True)))
+        for values in itertools.product(*(parts[field] for field in fields))
+    )

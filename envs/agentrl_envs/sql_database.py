@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from agentrl_envs.data import read_yaml
-from agentrl_envs.names import people, titles
+from agentrl_envs.names import names as names_of
 
 
 @functools.lru_cache(maxsize=100)
@@ -57,7 +57,7 @@ def _column(
     if kind == "key":
         return list(range(1, size + 1))
     if kind in ("person", "title"):
-        pool = people() if kind == "person" else titles()
+        pool = names_of(kind)
         drawn = [pool[i] for i in names.choice(len(pool), size=size, replace=False).tolist()]
         return [drawn[i] for i in rng.permutation(size).tolist()]
     if kind.startswith("->"):
