@@ -11,6 +11,7 @@ _ENTRY_POINTS = {
     "agentrl/Search-v0": "agentrl_envs.search:Search",
     "agentrl/SQLAnalyst-v0": "agentrl_envs.sql_analyst:SQLAnalyst",
     "agentrl/Wordle-v0": "agentrl_envs.wordle:Wordle",
+    "agentrl/Sokoban-v0": "agentrl_envs.sokoban:Sokoban",
 }
 
 
