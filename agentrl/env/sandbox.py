@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal, Protocol, Self
 
 from pydantic import Field
 
-from agentrl.plugin import Plugin, Seam
+from agentrl.plugin import Plugin, Seam, with_fields
 
 Language = Literal["python", "sh"]
 
@@ -112,13 +112,14 @@ class SandboxConfig(Plugin):
         raise NotImplementedError
 
 
-def sandbox_config(sandbox: str | Mapping[str, Any] | SandboxConfig) -> SandboxConfig:
+def sandbox_config(sandbox: str | Mapping[str, Any]) -> SandboxConfig:
     """Return what an environment's option `sandbox` says: a name, or a name with fields.
 
     Raises:
         UserError: for a name or a field that there is not, and for a sandbox that cannot be had here.
     """
-    named = {"name": sandbox} if isinstance(sandbox, str) else sandbox
-    config = SandboxConfig.model_validate(named)
+    fields = {"name": sandbox} if isinstance(sandbox, str) else dict(sandbox)
+    name = fields.setdefault("name", SandboxConfig.model_fields["name"].default)
+    config = with_fields(SandboxConfig.named(name), fields, name=name, section=SandboxConfig.seam.section)
     config.build().close()
     return config

@@ -1,0 +1,200 @@
+"""Write a function, try it on examples, hand it in."""
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+import numpy as np
+
+from agentrl import Message, ToolEnv, UserError, sandbox_config, tool, tool_call
+from agentrl_envs.options import share, whole_number
+from agentrl_envs.python_tasks import Example, Problem, bundled, drawn
+
+_TASKS = ("arithmetic", "lists", "bundled")
+_MAX_RESULTS = 1_000_000
+"""Bytes of results that are read."""
+_MAX_CHARS = 200
+"""Of one value or error in a reply."""
+
+# What a submission returns is compared in this process: no expected result is ever where the submission runs.
+_HARNESS = """
+
+import json as _json
+_results = []
+for _arguments in _json.loads({arguments}):
+    try:
+        _results.append([True, _json.dumps(solve(*_arguments))])
+    except Exception as _error:
+        _results.append([False, type(_error).__name__ + ': ' + str(_error)])
+with open('results.json', 'w') as _file:
+    _file.write(_json.dumps(_results))
+"""
+
+
+class PythonSandbox(ToolEnv):
+    """`run` tries code on the visible examples; `submit` tests it on hidden ones, and ends the task.
+
+    Each visible example that passes for the first time earns its share of `example_reward`; a submission that passes every
+    hidden test earns 1. Success means that all passed, the score is the share that did. Code runs in a sandbox of its own
+    each time, where it sees the arguments of the calls and never what they should return.
+    """
+
+    def __init__(
+        self,
+        *,
+        tasks: Literal["arithmetic", "lists", "bundled"] = "lists",
+        num_steps: int = 2,
+        num_visible: int = 3,
+        num_hidden: int = 8,
+        example_reward: float = 0.3,
+        turn_rewards: bool = True,
+        sandbox: str | Mapping[str, Any] = "monty",
+    ) -> None:
+        """Set the difficulty.
+
+        Args:
+            tasks: `arithmetic` and `lists` are drawn from the seed, of a number or of a list; `bundled` is a table of problems.
+            num_steps: of a drawn function.
+            num_visible: examples shown.
+            num_hidden: tests of a submission, at most (bundled problems have about eight in all).
+            example_reward: for all visible examples together.
+            turn_rewards: False pays for the submission alone.
+            sandbox: an installed sandbox, or a mapping of its name and fields.
+
+        Raises:
+            UserError: for an option outside its range, and for a sandbox that cannot be had here.
+        """
+        super().__init__()
+        if tasks not in _TASKS:
+            raise UserError(f"tasks: give one of {', '.join(_TASKS)}, got {tasks!r}")
+        self.tasks = tasks
+        self.num_steps = whole_number("num_steps", num_steps, at_least=1, at_most=10)
+        self.num_visible = whole_number("num_visible", num_visible, at_least=1, at_most=4)
+        self.num_hidden = whole_number("num_hidden", num_hidden, at_least=3, at_most=50)
+        self.example_reward = share("example_reward", example_reward)
+        self.turn_rewards = turn_rewards
+        self.sandbox = sandbox_config(sandbox)
+        self.problem = Problem(text="", signature="", solution="", tests=[])
+        self.passed: frozenset[int] = frozenset()
+        self.is_submitted = False
+
+    def num_tasks(self, split: str) -> int | None:
+        """Return how many bundled problems a split has; drawn ones have no end."""
+        return len(bundled(split)) if self.tasks == "bundled" else None
+
+    def start(self, options: dict[str, Any]) -> str:
+        """Set a problem."""
+        split = options.get("split") or "train"
+        if self.tasks == "bundled":
+            problems = bundled(split)
+            index = options.get("task_index")
+            self.problem = problems[int(self.np_random.integers(len(problems))) if index is None else index]
+        else:
+            num_tests = self.num_visible + self.num_hidden
+            self.problem = drawn(self.tasks, split, num_steps=self.num_steps, num_tests=num_tests, rng=self.np_random)
+        self.passed, self.is_submitted = frozenset(), False
+        examples = "\n".join(f"{_call(test)} == {test.expected!r}" for test in self._visible())
+        return f"Write {self.problem.signature} in Python. {self.problem.text}\n{examples}\nTry it with run, then submit it."
+
+    @tool
+    def run(self, code: str) -> str:
+        """Run code that defines solve, and compare it with the examples.
+
+        Args:
+            code: Python.
+        """
+        output, results = self._results(code, self._visible())
+        passes = frozenset(
+            k for k, (test, result) in enumerate(zip(self._visible(), results, strict=True)) if _is(result, test)
+        )
+        if self.turn_rewards and (new := passes - self.passed):
+            self.reward(self.example_reward * len(new) / self.num_visible, "examples")
+        self.passed |= passes
+        said = [
+            f"{_call(test)} -> {_bounded(result[1])}{'' if k in passes else f', expected {test.expected!r}'}"
+            for k, (test, result) in enumerate(zip(self._visible(), results, strict=True))
+            if result is not None
+        ]
+        said += [f"output: {_bounded(output, 5 * _MAX_CHARS)}"] * bool(output)
+        return "\n".join([*said, f"{len(passes)} of {self.num_visible} examples pass."])
+
+    @tool
+    def submit(self, code: str) -> str:
+        """Hand in code that defines solve: it is tested on other calls, and the task ends.
+
+        Args:
+            code: Python.
+        """
+        hidden = self._hidden()
+        _, results = self._results(code, hidden)
+        num_right = sum(_is(result, test) for test, result in zip(hidden, results, strict=True))
+        self.is_submitted = True
+        self.reward(float(num_right == len(hidden)), "hidden tests")
+        self.finish(success=num_right == len(hidden), score=num_right / len(hidden))
+        return f"{num_right} of {len(hidden)} tests pass."
+
+    def answer(self, text: str) -> str:  # noqa: ARG002 - code comes by a tool
+        """Ask for a tool."""
+        return "Call run or submit."
+
+    def state_key(self) -> str:
+        """Return the problem with its examples, and which of these have passed: what else was tried leaves no trace."""
+        examples = json.dumps([test.arguments for test in self.problem.tests])
+        return f"{self.problem.text}/{examples}/{sorted(self.passed)}/{self.is_submitted}"
+
+    def oracle(self, *, skill: float = 1.0, rng: np.random.Generator | None = None) -> Message:
+        """Try the solution, then submit it; a wrong turn changes one number or sign of it."""
+        rng = np.random.default_rng() if rng is None else rng
+        code = self.problem.solution
+        if rng.random() >= skill:
+            code = _with_a_slip(code, rng)
+        return tool_call("submit" if len(self.passed) == self.num_visible else "run", code=code)
+
+    def _visible(self) -> list[Example]:
+        return self.problem.tests[: self.num_visible]
+
+    def _hidden(self) -> list[Example]:
+        return self.problem.tests[self.num_visible :][: self.num_hidden]
+
+    def _results(self, code: str, tests: Sequence[Example]) -> tuple[str, list[tuple[bool, str] | None]]:
+        """Return what code says, and for each call whether it returned and what (None: it did not come to that)."""
+        arguments = repr(json.dumps([test.arguments for test in tests]))
+        with self.sandbox.build() as sandbox:
+            done = sandbox.exec(code + _HARNESS.format(arguments=arguments))
+            try:
+                results = json.loads(sandbox.read("results.json")[:_MAX_RESULTS])
+                found: list[tuple[bool, str] | None] = [(bool(returned), str(value)) for returned, value in results]
+            except (OSError, ValueError, TypeError, RecursionError):  # nothing, or something else, was written
+                found = []
+        said = f"{done.output}\n(stopped after {self.sandbox.timeout_s:g} s)" if done.timed_out else done.output
+        return said.strip(), found if len(found) == len(tests) else [None] * len(tests)
+
+
+def _is(result: tuple[bool, str] | None, test: Example) -> bool:
+    """Tell whether a call returned what it should, of the same type: 1 is neither 1.0 nor True."""
+    if result is None or not result[0]:
+        return False
+    try:
+        return json.dumps(json.loads(result[1]), sort_keys=True) == json.dumps(test.expected, sort_keys=True)
+    except (ValueError, RecursionError):
+        return False
+
+
+def _call(test: Example) -> str:
+    return f"solve({', '.join(map(repr, test.arguments))})"
+
+
+def _bounded(text: str, limit: int = _MAX_CHARS) -> str:
+    return text if len(text) <= limit else f"{text[: limit // 2]} ... {text[-limit // 2 :]}"
+
+
+def _with_a_slip(code: str, rng: np.random.Generator) -> str:
+    """Return code with one number, sign or comparison changed; the last `return` gone where there is none."""
+    body = code.index("\n")
+    places = [match for match in re.finditer(r"\d+|[+*<>-]", code) if match.start() > body]
+    if not places:
+        return code.replace("return", "return not", 1)
+    place = places[int(rng.integers(len(places)))]
+    other = {"+": "-", "-": "+", "*": "+", "<": ">", ">": "<"}.get(place[0]) or str(int(place[0]) + 1)
+    return f"{code[: place.start()]}{other}{code[place.end() :]}"
