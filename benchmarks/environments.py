@@ -112,11 +112,13 @@ def success(env: MessageEnv, policy: Policy, *, episodes: int, max_turns: int) -
 
 
 def constant_success(env: MessageEnv, *, episodes: int, max_turns: int) -> float:
-    """Return the share of episodes that the best of several constant actions solves: a quarter of the episodes for each."""
+    """Return the share of episodes that the best of several constant actions solves.
+
+    A quarter of the episodes for each, of at most 24 turns: what repetition does not solve by then, it does not solve.
+    """
     env.reset(seed=0)
-    actions = list(constant_actions(env))
-    episodes = max(episodes // 4, 1)
-    return max(success(env, always(action), episodes=episodes, max_turns=max_turns) for action in actions)
+    actions, limits = list(constant_actions(env)), {"episodes": max(episodes // 4, 1), "max_turns": min(max_turns, 24)}
+    return max(success(env, always(action), **limits) for action in actions)
 
 
 def measure(name: str, setting: Setting) -> Row:

@@ -16,6 +16,8 @@ Policy: TypeAlias = Callable[[MessageEnv, Sequence[Message], np.random.Generator
 
 _WORDS = re.compile(r"[^\W\d_]+")
 _NUMBERS = re.compile(r"\d{1,9}")
+_MAX_HEARD = 8
+"""Last messages of which a random policy takes words."""
 _TEXTS = ("", "0", "1", "2", "yes", "no", "A", "the")
 """What a policy may always say."""
 
@@ -69,10 +71,11 @@ def oracle(env: MessageEnv, messages: Sequence[Message], rng: np.random.Generato
 def random_action(env: MessageEnv, messages: Sequence[Message], rng: np.random.Generator) -> str | Message:
     """Call a random tool with arguments that its schema allows, or say a few words and numbers of the dialogue.
 
-    Four of five turns call, where there are tools. Texts and whole numbers are taken from the dialogue, the latter also
-    from 0 to 9.
+    Four of five turns call, where there are tools. Texts and whole numbers are taken from the first message and the last
+    ones, numbers also from 0 to 9.
     """
-    said = " ".join(str(m.get("content") or "") for m in messages if m["role"] != "assistant")
+    heard = [*messages[:1], *messages[1:][-_MAX_HEARD:]]
+    said = " ".join(str(m.get("content") or "") for m in heard if m["role"] != "assistant")
     words = _WORDS.findall(said) or list(_TEXTS[1:])
     numbers = [*map(int, _NUMBERS.findall(said)), *range(10)]
     schemas = [schema for schema in env.tools if is_schema(schema)]
