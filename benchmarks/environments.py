@@ -85,11 +85,11 @@ class Row:
 def built_in() -> dict[str, str]:
     """Map the names under which this distribution's environments are installed to their classes.
 
-    A `TaskEnv` is none: it plays whatever table it is given.
+    A `TaskEnv` is none, and no adapter is: they play whatever table or source they are given.
     """
     with (ROOT / "pyproject.toml").open("rb") as file:
         points: dict[str, str] = tomllib.load(file)["project"]["entry-points"]["agentrl.envs"]
-    return {name: cls for name, cls in points.items() if cls.startswith("agentrl_envs.")}
+    return {name: cls for name, cls in points.items() if cls.startswith("agentrl_envs.") and ".adapters." not in cls}
 
 
 def settings(name: str) -> list[Setting]:

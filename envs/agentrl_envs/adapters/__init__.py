@@ -1,0 +1,1 @@
+"""Environments of other libraries as agentrl's, one file each; a library is imported when its adapter is made."""
