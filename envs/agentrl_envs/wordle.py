@@ -3,13 +3,13 @@
 
 import hashlib
 from functools import cache
-from importlib.resources import files
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from agentrl import Message, ToolEnv, tool, tool_call
+from agentrl_envs.data import read_text
 from agentrl_envs.options import share, whole_number
 
 LENGTH = 5
@@ -138,8 +138,7 @@ def feedback(guess: str, word: str) -> str:
 @cache
 def all_words() -> tuple[str, ...]:
     """Return the list, in an order that follows from a hash."""
-    words = files("agentrl_envs").joinpath("data", "words.txt").read_text(encoding="utf-8").split()
-    return tuple(sorted(words, key=_hash))
+    return tuple(sorted(read_text("words.txt").split(), key=_hash))
 
 
 @cache
