@@ -8,6 +8,7 @@ _ENTRY_POINTS = {
     "agentrl/KeyDoor-v0": "agentrl_envs.key_door:KeyDoor",
     "agentrl/Corridor-v0": "agentrl_envs.corridor:Corridor",
     "agentrl/FrozenLake-v0": "agentrl_envs.frozen_lake:FrozenLake",
+    "agentrl/CustomerService-v0": "agentrl_envs.customer_service:CustomerService",
     "agentrl/Search-v0": "agentrl_envs.search:Search",
     "agentrl/SQLAnalyst-v0": "agentrl_envs.sql_analyst:SQLAnalyst",
     "agentrl/Wordle-v0": "agentrl_envs.wordle:Wordle",
