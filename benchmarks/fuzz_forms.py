@@ -21,13 +21,14 @@ from itertools import islice
 
 from agentrl.chat.forms import FORMS
 from agentrl.chat.forms.form import CallForm
+from benchmarks.hostile import response_templates
 from benchmarks.hostile.forms import FAMILIES, TOOLS, faults, outputs
 
 
-def fuzz(form: CallForm, num_outputs: int, seed: int) -> Counter[str]:
-    """Return what was found, by its name, and how many calls there were."""
-    family, tally, begin = FAMILIES[form.name], Counter[str](), time.process_time()
-    for text in islice(outputs(family, random.Random(f"{form.name} {seed}")), num_outputs):
+def fuzz(form: CallForm, name: str, num_outputs: int, seed: int) -> Counter[str]:
+    """Return what was found in outputs in the form of that name, by its name, and how many calls there were."""
+    family, tally, begin = FAMILIES[name], Counter[str](), time.process_time()
+    for text in islice(outputs(family, random.Random(f"{name} {seed}")), num_outputs):
         for is_thinking in (False, True):
             try:
                 message = form.parse(text, TOOLS, is_thinking=is_thinking)
@@ -71,15 +72,18 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--characters", type=int, default=10_000_000, help="0: no times")
     given = parser.parse_args()
-    each, wrong, figures = given.outputs // len(FORMS) + 1, list[str](), dict[str, dict[str, int]]()
+    forms = [(form.name, form.name, form) for form in FORMS]
+    # Llama's has no thoughts, and reads a call anywhere in a text: tests/chat/forms/test_response_template.py.
+    forms += [(f"{f.name} ({name})", name, f) for name, f in response_templates.FORMS.items() if name != "llama-json"]
+    each, wrong, figures = given.outputs // len(forms) + 1, list[str](), dict[str, dict[str, int]]()
     print("| form | outputs | calls | malformed calls | faults | seconds |\n|---|---|---|---|---|---|")
-    for form in FORMS:
-        tally = fuzz(form, each, given.seed)
-        faults_found = Counter({f"{form.name}: {name}": n for name, n in tally.items() if name.startswith("fault: ")})
+    for label, name, form in forms:
+        tally = fuzz(form, name, each, given.seed)
+        faults_found = Counter({f"{label}: {found}": n for found, n in tally.items() if found.startswith("fault: ")})
         wrong += faults_found
         row = {"outputs": each, "calls": tally["calls"], "malformed": tally["malformed"]}
-        figures[form.name] = row | {"faults": faults_found.total(), "seconds": tally["seconds"]}
-        print(f"| {form.name} | {' | '.join(f'{n:,}' for n in figures[form.name].values())} |", flush=True)
+        figures[label] = row | {"faults": faults_found.total(), "seconds": tally["seconds"]}
+        print(f"| {label} | {' | '.join(f'{n:,}' for n in figures[label].values())} |", flush=True)
     print("\n".join(wrong[:20]))
     for form in FORMS if given.characters else ():
         seconds, text = slowest(form, given.characters)

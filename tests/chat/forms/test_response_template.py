@@ -9,57 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agentrl.chat import ResponseTemplateForm
 from agentrl.types import Message
 from benchmarks.hostile.forms import FAMILIES, TOOLS, faults, outputs
+from benchmarks.hostile.response_templates import FORMS
 
-CALL = {"type": "function", "function": {"name": "{name}", "arguments": "{content}"}}
-THOUGHT = {"open": "<think>", "close_pattern": r"</think>\s*", "content": "text"}
-SOME: dict[str, Any] = {"defaults": {"role": "assistant"}, "start_anchor": "<|im_start|>assistant\n"}
-HERMES = SOME | {
-    "fields": {
-        "reasoning_content": THOUGHT,
-        "tool_calls": {
-            "open": "<tool_call>",
-            "close_pattern": r"</tool_call>\s*",
-            "repeats": True,
-            "content": "json",
-            "transform": {"type": "function", "function": "{content}"},
-        },
-        "content": {"close_pattern": r"<\|im_end\|>\s*", "content": "text"},
-    }
-}
-XML = SOME | {
-    "fields": {
-        "thinking": {"open_pattern": r"(?=[\s\S]*?</think>)", "close_pattern": r"</think>\s*", "content": "text"},
-        "tool_calls": {
-            "open_pattern": r"<tool_call>\s*<function=(?P<name>[^\n>]+)>",
-            "close_pattern": r"</tool_call>\s*",
-            "repeats": True,
-            "content": "xml-inline",
-            "content_args": {"tag_pattern": r"<parameter=(?P<key>[^>\n]+)>\s*(?P<value>.*?)\s*</parameter>"},
-            "transform": CALL,
-        },
-        "content": {"content": "text"},
-    }
-}
-LLAMA = SOME | {
-    "fields": {
-        "tool_calls": {
-            "open_pattern": r'\{"name":\s*"(?P<name>[^"]+)",\s*"parameters":\s*',
-            "close_pattern": r"\}<\|eot_id\|>\s*",
-            "repeats": True,
-            "content": "json",
-            "transform": CALL,
-        },
-        "content": {"close_pattern": r"<\|eot_id\|>\s*", "content": "text"},
-    }
-}
-FORMS = {
-    "hermes": ResponseTemplateForm(HERMES),
-    "qwen-xml": ResponseTemplateForm(XML),
-    "llama-json": ResponseTemplateForm(LLAMA, ends=("<|eot_id|>",)),
-}
 EACH = pytest.mark.parametrize("name", FORMS)
 
 
