@@ -5,6 +5,7 @@ import math
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from functools import cached_property
 from queue import SimpleQueue
 from typing import Any, NamedTuple
 
@@ -135,10 +136,18 @@ class Session:
         self._is_closed = False
         report.sessions.append(self)
 
-    @property
+    @cached_property
     def has_oracle(self) -> bool:
-        """True where the environment defines an oracle."""
-        return type(self.env).oracle is not MessageEnv.oracle
+        """True where the environment defines an oracle, which may be none for its options."""
+        if type(self.env).oracle is MessageEnv.oracle:
+            return False
+        try:
+            self.report.call("oracle()", lambda: ask_oracle(self.env))
+        except Hang:
+            raise
+        except Problem as problem:  # another one is told where it is asked for a message
+            return not isinstance(problem.__cause__, NotImplementedError)
+        return True
 
     def tools(self) -> list[dict[str, Any]]:
         """Return the schemas of the tools, without those that are none."""

@@ -60,7 +60,10 @@ class Reward:
     weight: float
     function: Callable[..., Any]
     options: dict[str, Any]
-    parameters: Mapping[str, inspect.Parameter]
+    arguments: frozenset[str]
+    """Names of what it is called with."""
+    refused: frozenset[str] | None
+    """It takes whatever else there is but these: options of the recipe, which no table sets. None: it takes nothing else."""
     is_batched: bool
     """It takes lists, of which each has one entry here, and returns a list."""
 
@@ -68,11 +71,8 @@ class Reward:
         return self
 
     def takes(self, name: str) -> bool:
-        """Tell whether it is called with an argument: not where that is an option of the recipe, which no table sets."""
-        found = self.parameters.get(name)
-        if found is None:
-            return any(p.kind is p.VAR_KEYWORD for p in self.parameters.values())
-        return not (found.kind is found.KEYWORD_ONLY and found.default is not found.empty)
+        """Tell whether it is called with an argument."""
+        return name in self.arguments or (self.refused is not None and name not in self.refused)
 
     def call(self, answered: Answered) -> Any:
         """Return what the function returns, or will: nothing that it does to its arguments is seen by others."""
@@ -203,9 +203,15 @@ def _load(entry: object, field: str, columns: Sequence[str]) -> Reward:
         weight=float(weight),
         function=function,
         options=options,
-        parameters=parameters,
+        arguments=frozenset(parameters) - _own_options(parameters),
+        refused=_own_options(parameters) if any(p.kind is p.VAR_KEYWORD for p in parameters.values()) else None,
         is_batched=is_batched,
     )
+
+
+def _own_options(parameters: Mapping[str, inspect.Parameter]) -> frozenset[str]:
+    """Return the names of parameters by keyword alone that have a default."""
+    return frozenset(p.name for p in parameters.values() if p.kind is p.KEYWORD_ONLY and p.default is not p.empty)
 
 
 def _parameters(function: Callable[..., Any], field: str) -> Mapping[str, inspect.Parameter]:
