@@ -20,7 +20,9 @@ def loaded_by(script: str) -> set[str]:
 
 
 PLUG_INS = sorted(
-    path for folder in ("envs", "credit") for path in (Path(__file__).parents[1] / folder).glob("agentrl_*/**/*.py")
+    path
+    for pattern in ("envs/agentrl_*/*.py", "envs/agentrl_*/sandboxes/*.py", "credit/agentrl_*/*.py")
+    for path in Path(__file__).parents[1].glob(pattern)
 )
 
 
