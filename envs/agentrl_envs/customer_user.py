@@ -30,7 +30,7 @@ class UserConfig(BaseModel):
     """Environment variable that holds the key."""
     temperature: float = 0.7
     max_tokens: int = 200
-    timeout_s: PositiveFloat = 30.0
+    timeout_s: PositiveFloat = 15.0
     """Deadline of a request; keep `rollout.env_timeout_s` above that of all tries."""
     max_retries: NonNegativeInt = 2
     """How often a request is made again that got no answer, or an error of the server's own."""

@@ -80,7 +80,7 @@ class SQLAnalyst(ToolEnv):
             raise UserError(f"schema: give all, {', '.join(_data())}, got {schema!r}")
         self.schemas = list(_data()) if schema == "all" else [schema]
         self.max_level = whole_number("max_level", max_level, at_least=1, at_most=3)
-        self.num_rows = whole_number("num_rows", num_rows, at_least=10, at_most=200)
+        self.num_rows = whole_number("num_rows", num_rows, at_least=10, at_most=100)
         self.show_schema = show_schema
         self.max_shown = whole_number("max_shown", max_shown, at_least=1, at_most=100)
         self.turn_reward = share("turn_reward", turn_reward)

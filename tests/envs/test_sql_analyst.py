@@ -50,6 +50,15 @@ def test_every_question_of_every_schema_is_drawn_and_solved_by_its_query() -> No
     assert len(asked) >= 42
 
 
+def test_the_right_queries_stay_within_the_limits_in_the_largest_databases() -> None:
+    env = SQLAnalyst(num_rows=100)
+    asked = set()
+    for seed in range(150):
+        env.reset(seed=seed)  # runs the query
+        asked.add(env.question.sql[:60])
+    assert len(asked) > 35
+
+
 def test_the_first_query_of_the_right_tables_is_paid_once() -> None:
     env = analyst(schema="shop", max_level=1)
     table = "customers" if "customers" in env.question.sql else "products"
@@ -100,7 +109,7 @@ def test_an_order_counts_where_it_was_asked_for() -> None:
 
 
 def test_observations_are_bounded() -> None:
-    env = analyst(schema="shop", num_rows=200, max_shown=100)
+    env = analyst(schema="shop", num_rows=100, max_shown=100)
     content = says(env, "query", sql="SELECT o.*, c.*, p.*, o.*, c.* FROM orders o, customers c, products p")[0]
     assert len(content) < 4_100
     assert says(env, "query", sql="SELECT id FROM orders")[0].endswith("\n[more rows]")
@@ -146,7 +155,7 @@ def test_wrong_turns_of_the_analyst_take_another_query() -> None:
     [
         ({"schema": "bank"}, "schema: give all, shop, library, school, league, got 'bank'"),
         ({"max_level": 4}, "max_level: give a whole number from 1 to 3, got 4"),
-        ({"num_rows": 9}, "num_rows: give a whole number from 10 to 200, got 9"),
+        ({"num_rows": 9}, "num_rows: give a whole number from 10 to 100, got 9"),
         ({"turn_reward": 2}, "turn_reward: give a number from 0 to 1, got 2"),
     ],
 )
