@@ -13,6 +13,7 @@ _ENTRY_POINTS = {
     "agentrl/SQLAnalyst-v0": "agentrl_envs.sql_analyst:SQLAnalyst",
     "agentrl/Wordle-v0": "agentrl_envs.wordle:Wordle",
     "agentrl/Sokoban-v0": "agentrl_envs.sokoban:Sokoban",
+    "agentrl/Negotiation-v0": "agentrl_envs.negotiation:Negotiation",
     "agentrl/TwentyQuestions-v0": "agentrl_envs.twenty_questions:TwentyQuestions",
     "agentrl/PythonSandbox-v0": "agentrl_envs.python_sandbox:PythonSandbox",
 }

@@ -98,7 +98,7 @@ def test_moments_with_equal_state_keys_go_alike(name: str, setting: Setting) -> 
             num_met += len(alike) > 1
             for other in alike[1:4]:
                 assert _future(other, plan=actions)[1] == expected
-    assert num_met > 3
+    assert num_met >= 3
 
 
 def _future(env: MessageEnv, plan: list[Any] | None) -> tuple[list[Any], list[Any]]:
