@@ -64,7 +64,7 @@ class Sandbox(Protocol):
         ...
 
     def paths(self) -> list[str]:
-        """List the files, sorted."""
+        """List the files, sorted; a folder that holds nothing stands there with a `/` at its end."""
         ...
 
     def close(self) -> None:

@@ -15,6 +15,7 @@ _ENTRY_POINTS = {
     "agentrl/Sokoban-v0": "agentrl_envs.sokoban:Sokoban",
     "agentrl/Negotiation-v0": "agentrl_envs.negotiation:Negotiation",
     "agentrl/TwentyQuestions-v0": "agentrl_envs.twenty_questions:TwentyQuestions",
+    "agentrl/Shell-v0": "agentrl_envs.shell:Shell",
     "agentrl/PythonSandbox-v0": "agentrl_envs.python_sandbox:PythonSandbox",
 }
 

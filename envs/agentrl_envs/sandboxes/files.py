@@ -57,8 +57,12 @@ class FileSandbox(Sandbox, ABC):
         self._files = files
 
     def paths(self) -> list[str]:
-        """List the files."""
-        return sorted(path for path in self._open() if not path.endswith("/"))
+        """List the files, and the folders that hold nothing."""
+        files = self._open()
+        filled = {
+            f"{'/'.join(path.split('/')[:k])}/" for path in files for k in range(1, path.rstrip("/").count("/") + 1)
+        }
+        return sorted(files.keys() - filled)
 
     def close(self) -> None:
         """Drop the files."""

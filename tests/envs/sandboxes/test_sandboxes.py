@@ -66,7 +66,7 @@ def test_files_go_in_and_come_out(sandbox: Sandbox) -> None:
         "import os\nprint(open('data/a.txt').read().upper(), len(open('data/b.bin', 'rb').read()))\nos.mkdir('empty')\n"
     )
     assert sandbox.exec(f"{code}open('out.txt', 'w').write('done')").output == "NÉE\n 2\n"
-    assert sandbox.paths() == ["data/a.txt", "data/b.bin", "out.txt"]
+    assert sandbox.paths() == ["data/a.txt", "data/b.bin", "empty/", "out.txt"]
     assert (sandbox.read("out.txt"), sandbox.read("./data//b.bin")) == (b"done", b"\x00\xff")
     assert sandbox.exec("import os\nopen('empty/x', 'w').write('1')\nos.remove('out.txt')").returncode == 0
     assert sandbox.paths() == ["data/a.txt", "data/b.bin", "empty/x"]

@@ -1,0 +1,158 @@
+"""Small jobs on files, done by shell commands."""
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from agentrl import Message, Sandbox, ToolEnv, UserError, sandbox_config, tool, tool_call
+from agentrl_envs.options import share, whole_number
+from agentrl_envs.shell_jobs import KINDS, Job, Tree, draw_job
+
+_FOLDERS = ("red", "green", "blue", "gold")
+
+
+class Shell(ToolEnv):
+    """`shell` runs commands among the files, `done` ends the task: the files must then be as they should.
+
+    Each job has a folder of its own. Files that become right for the first time earn their share of `progress_reward`, and the
+    right files at the end earn 1. Success means that all files are right and there is none too many; blank space at the end of
+    a file does not matter. The score is the share of the files to be changed that were.
+    """
+
+    def __init__(
+        self,
+        *,
+        num_jobs: int = 2,
+        kinds: Sequence[str] | None = None,
+        num_files: int = 6,
+        progress_reward: float = 0.5,
+        turn_rewards: bool = True,
+        sandbox: str | Mapping[str, Any] = "mini_shell",
+    ) -> None:
+        """Set the difficulty.
+
+        Args:
+            num_jobs: jobs, each in a folder of its own.
+            kinds: of jobs; None: all.
+            num_files: files of a folder, or lines of its file.
+            progress_reward: for all that is to be changed, as far as it is right.
+            turn_rewards: False pays at the end alone.
+            sandbox: an installed sandbox that runs `sh`, or a mapping of its name and fields.
+
+        Raises:
+            UserError: for an option outside its range, and for a sandbox that cannot be had here or has no shell.
+        """
+        super().__init__()
+        self.num_jobs = whole_number("num_jobs", num_jobs, at_least=1, at_most=len(_FOLDERS))
+        self.kinds = list(KINDS) if kinds is None else list(kinds)
+        if not self.kinds or (unknown := [kind for kind in self.kinds if kind not in KINDS]):
+            raise UserError(f"kinds: give some of {', '.join(KINDS)}, got {unknown if self.kinds else 'none'}")
+        self.num_files = whole_number("num_files", num_files, at_least=2, at_most=100)
+        self.progress_reward = share("progress_reward", progress_reward)
+        self.turn_rewards = turn_rewards
+        self.sandbox = sandbox_config(sandbox)
+        with self.sandbox.build() as box:
+            box.exec("true", language="sh")  # refuses what is no shell, before a run begins
+        self.box: Sandbox | None = None
+        self.jobs: list[Job] = []
+        self.num_at_first = self.fewest_wrong = 0
+        self.is_done = False
+
+    def start(self, options: dict[str, Any]) -> str:  # noqa: ARG002 - tasks are too many to meet by chance
+        """Draw the jobs and write their files."""
+        self.close()
+        kinds = [self.kinds[k] for k in self.np_random.integers(len(self.kinds), size=self.num_jobs).tolist()]
+        self.jobs = [
+            draw_job(kind, folder, num_files=self.num_files, rng=self.np_random)
+            for kind, folder in zip(kinds, _FOLDERS, strict=False)
+        ]
+        self.box = self.sandbox.build()
+        for job in self.jobs:
+            for path, text in job.before.items():
+                self.box.write(path, text)
+        self.is_done = False
+        self.num_at_first = self.fewest_wrong = self._num_wrong()
+        return "\n".join([*(job.text for job in self.jobs), "Use shell, then call done."])
+
+    @tool
+    def shell(self, command: str) -> str:
+        """Run commands in the folder that holds the others; files stay, the current folder does not.
+
+        Args:
+            command: of sh.
+        """
+        assert self.box is not None
+        result = self.box.exec(command, language="sh")
+        num_wrong = self._num_wrong()
+        if num_wrong < self.fewest_wrong:
+            if self.turn_rewards:
+                self.reward(self.progress_reward * (self.fewest_wrong - num_wrong) / self.num_at_first, "progress")
+            self.fewest_wrong = num_wrong
+        end = f"\n(stopped after {self.sandbox.timeout_s:g} s)" if result.timed_out else ""
+        status = f"\n(status {result.returncode})" if result.returncode and not result.timed_out else ""
+        return f"{result.output.rstrip()}{end}{status}"[: self.max_tool_chars].strip() or "(no output)"
+
+    @tool
+    def done(self) -> str:
+        """End the task: all jobs are done."""
+        num_wrong = self._num_wrong()
+        self.is_done = True
+        self.reward(float(num_wrong == 0), "files")
+        self.finish(success=num_wrong == 0, score=max(0.0, 1 - num_wrong / self.num_at_first))
+        return "All files are right." if num_wrong == 0 else f"Wrong files: {num_wrong}."
+
+    def answer(self, text: str) -> str:  # noqa: ARG002 - words change no files
+        """Ask for a tool."""
+        return "Use shell, or done."
+
+    def state_key(self) -> str:
+        """Return a checksum of the jobs and of all files, and how far they have been right."""
+        digest = hashlib.sha256("\n".join(job.text for job in self.jobs).encode())
+        for path in self._box().paths():
+            content = b"" if path.endswith("/") else self._box().read(path)
+            digest.update(f"\0{path}\0{len(content)}\0".encode(errors="replace") + content)
+        return f"{digest.hexdigest()[:32]}/{self.fewest_wrong}/{self.is_done}"
+
+    def oracle(self, *, skill: float = 1.0, rng: np.random.Generator | None = None) -> Message:
+        """Do the first job that is not done, then call done; a wrong turn looks around, or calls it done too early."""
+        rng = np.random.default_rng() if rng is None else rng
+        is_right = rng.random() < skill
+        files = self._files()
+        left = [job for job in self.jobs if _num_different(_within(files, job), job.after)]
+        if is_right:
+            return tool_call("shell", command=left[0].command) if left else tool_call("done")
+        if left and rng.random() < 0.2:
+            return tool_call("done")
+        return tool_call("shell", command=f"ls {_FOLDERS[int(rng.integers(self.num_jobs))]}")
+
+    def close(self) -> None:
+        """Close the sandbox."""
+        if self.box is not None:
+            self.box.close()
+        self.box = None
+
+    def _box(self) -> Sandbox:
+        assert self.box is not None
+        return self.box
+
+    def _files(self) -> Tree:
+        box = self._box()
+        return {path: box.read(path).decode(errors="replace") for path in box.paths() if not path.endswith("/")}
+
+    def _num_wrong(self) -> int:
+        """Count the files that are missing, different, or too many."""
+        return _num_different(self._files(), {path: text for job in self.jobs for path, text in job.after.items()})
+
+
+def _within(files: Tree, job: Job) -> Tree:
+    folder = next(iter(job.before)).partition("/")[0]
+    return {path: text for path, text in files.items() if path.startswith(f"{folder}/")}
+
+
+def _num_different(files: Tree, expected: Tree) -> int:
+    return sum(
+        path not in files or path not in expected or files[path].rstrip() != expected[path].rstrip()
+        for path in files.keys() | expected.keys()
+    )
