@@ -2,7 +2,8 @@
 
 import functools
 import re
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -34,6 +35,8 @@ class Question:
     num_rows: int
     seeds: tuple[int, int]
     """Of the names, and of all else in the database that is shown; the hidden one has the next."""
+    values: dict[str, str] = field(default_factory=dict)
+    """What it asks about, by the place in the text: `{customers.city}`."""
 
     @property
     def databases(self) -> tuple[bytes, bytes]:
@@ -149,11 +152,15 @@ class SQLAnalyst(ToolEnv):
         return f"{stage}/{self.question.schema}/{self.question.seeds}/{self.question.text}"
 
     def oracle(self, *, skill: float = 1.0, rng: np.random.Generator | None = None) -> Message:
-        """Try the right query, then submit it; wrong turns take the query of another question."""
+        """Try the right query, then submit it; wrong turns ask something else, of the same city, year or name where they can.
+
+        Mistakes that copied at random would never show a policy how to copy.
+        """
         rng = np.random.default_rng() if rng is None else rng
         sql = self.question.sql
-        while rng.random() >= skill and sql == self.question.sql:
-            sql = self._draw(self.question.schema, self.question.seeds, rng).sql
+        if rng.random() >= skill:
+            while sql == self.question.sql:
+                sql = self._draw(self.question.schema, self.question.seeds, rng, known=self.question.values).sql
         return tool_call("submit" if self.has_tables else "query", sql=sql)
 
     def _is_right(self, sql: str, database: bytes) -> bool:
@@ -161,16 +168,20 @@ class SQLAnalyst(ToolEnv):
         got = run_query(database, sql, max_rows=_MAX_ROWS).rows
         return same_rows(got, expected, in_order="ORDER BY" in self.question.sql)
 
-    def _draw(self, schema: str, seeds: tuple[int, int], rng: np.random.Generator) -> Question:
-        """Draw a question to a database, with values that are in it."""
+    def _draw(
+        self, schema: str, seeds: tuple[int, int], rng: np.random.Generator, known: Mapping[str, str] | None = None
+    ) -> Question:
+        """Draw a question to a database, with known values, or with others that are in it."""
         questions = [(text, sql) for level, text, sql in _data()[schema]["questions"] if level <= self.max_level]
         text, sql = questions[int(rng.integers(len(questions)))]
-        _, values = make_database(schema, self.num_rows, *seeds)
-        for place, table, column, is_year in re.findall(r"(\{(\w+)\.(\w+)(:year)?\})", text + sql):
-            column_values = values[f"{table}.{column}"]
-            value = str(column_values[int(rng.integers(len(column_values)))])
-            text, sql = (part.replace(place, value[:4] if is_year else value) for part in (text, sql))
-        return Question(schema=schema, text=text, sql=sql, num_rows=self.num_rows, seeds=seeds)
+        _, columns = make_database(schema, self.num_rows, *seeds)
+        values = dict(known or {})
+        for place, column, is_year in re.findall(r"(\{(\w+\.\w+)(:year)?\})", text + sql):
+            if place not in values:
+                value = str(columns[column][int(rng.integers(len(columns[column])))])
+                values[place] = value[:4] if is_year else value
+            text, sql = text.replace(place, values[place]), sql.replace(place, values[place])
+        return Question(schema=schema, text=text, sql=sql, num_rows=self.num_rows, seeds=seeds, values=values)
 
 
 def _shown(result: QueryResult) -> str:

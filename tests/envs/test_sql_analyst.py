@@ -143,11 +143,13 @@ def test_an_easy_setting_asks_of_one_table() -> None:
         assert "(SELECT" not in env.question.sql
 
 
-def test_wrong_turns_of_the_analyst_take_another_query() -> None:
-    env, rng = analyst(), np.random.default_rng(0)
-    for _ in range(20):
-        function = env.oracle(skill=0.0, rng=rng)["tool_calls"][0]["function"]
-        assert function["arguments"]["sql"] != env.question.sql
+def test_wrong_turns_of_the_analyst_ask_something_else_of_the_same_city() -> None:
+    env, rng = analyst(2, schema="shop", max_level=1), np.random.default_rng(0)
+    city = env.question.values["{customers.city}"]
+    for _ in range(40):
+        sql = env.oracle(skill=0.0, rng=rng)["tool_calls"][0]["function"]["arguments"]["sql"]
+        assert sql != env.question.sql
+        assert "customers" not in sql or f"city = '{city}'" in sql
 
 
 @pytest.mark.parametrize(
