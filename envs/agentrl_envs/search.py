@@ -57,6 +57,7 @@ class Search(ToolEnv):
         self.answer_reward = answer_reward
         self.turn_rewards = turn_rewards
         self.question = Question("", (), "")
+        self.results: list[int] = []  # of the last search, for the oracle's mistakes
         self.listed: set[int] = set()
         self.opened: set[int] = set()
         self.is_answered = False
@@ -70,7 +71,7 @@ class Search(ToolEnv):
         asked = questions(self.min_hops, self.max_hops, options.get("split", "train"))
         index = options.get("task_index")
         self.question = asked[int(self.np_random.integers(len(asked))) if index is None else index]
-        self.listed, self.opened, self.is_answered = set(), set(), False
+        self.results, self.listed, self.opened, self.is_answered = [], set(), set(), False
         return [{"role": "system", "content": _SYSTEM}, {"role": "user", "content": self.question.text}]
 
     @tool
@@ -82,6 +83,7 @@ class Search(ToolEnv):
         """
         found = find(query, self.num_results)
         self.listed.update(set(found) & set(self.question.documents))
+        self.results = found
         return "\n".join(f"{place} {corpus()[place].title}" for place in found) or "Nothing found."
 
     @tool
@@ -118,17 +120,24 @@ class Search(ToolEnv):
         return f"{seen}/{self.question.text}"
 
     def oracle(self, *, skill: float = 1.0, rng: np.random.Generator | None = None) -> Message:
-        """Search for the next document that leads on, open it, and answer after the last; wrong turns take any other one."""
+        """Search for the next document that leads on, open it, and answer after the last.
+
+        Wrong turns copy the wrong thing from the right place: they search for what is asked about it, open another document
+        that was listed, and answer with another fact of the last one.
+        """
         rng = np.random.default_rng() if rng is None else rng
+        is_right = rng.random() < skill
         unread = [place for place in self.question.documents if place not in self.opened]
-        place = unread[0] if unread else self.question.documents[-1]
-        wrong = rng.random() >= skill
-        other = int(rng.integers(len(corpus())))
         if not unread:
-            return {"role": "assistant", "content": corpus()[other].title if wrong else self.question.answer}
-        if place in self.listed:
-            return tool_call("open", document=other if wrong else place)
-        return tool_call("search", query=corpus()[other if wrong else place].title)
+            facts = corpus()[self.question.documents[-1]].facts.values()
+            others = [fact for fact in facts if fact != self.question.answer]
+            answer = self.question.answer if is_right else others[int(rng.integers(len(others)))]
+            return {"role": "assistant", "content": answer}
+        if unread[0] in self.listed:
+            listed = [place for place in self.results if place != unread[0]] or [int(rng.integers(len(corpus())))]
+            return tool_call("open", document=unread[0] if is_right else listed[int(rng.integers(len(listed)))])
+        asked = self.question.text.partition(" the ")[2].partition(" of ")[0]
+        return tool_call("search", query=corpus()[unread[0]].title if is_right else asked)
 
 
 def compare(text: str, answer: str) -> tuple[bool, float]:

@@ -117,6 +117,22 @@ def test_without_turn_rewards_and_with_f1() -> None:
     assert (reward, info["success"], info["score"]) == (0.5, False, 0.5)
 
 
+def test_wrong_turns_of_the_search_copy_the_wrong_thing_from_the_right_place() -> None:
+    env, rng = asked("the river of the birthplace of"), np.random.default_rng(0)
+    first, second = (corpus()[place] for place in env.question.documents)
+    assert env.oracle(skill=0.0, rng=rng) == tool_call("search", query="river")
+    env.step(tool_call("search", query=first.title))
+    for _ in range(20):
+        wrong = env.oracle(skill=0.0, rng=rng)["tool_calls"][0]["function"]["arguments"]["document"]
+        assert wrong in env.results[1:]
+    for place in env.question.documents:
+        env.step(tool_call("open", document=place))
+    for _ in range(20):
+        wrong_answer = env.oracle(skill=0.0, rng=rng)["content"]
+        assert wrong_answer in second.facts.values()
+        assert wrong_answer != env.question.answer
+
+
 @pytest.mark.parametrize(
     ("text", "is_right", "f1"),
     [
