@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import agentrl_envs  # noqa: F401 - registers them with Gymnasium
-from agentrl.env import MessageEnv
+from agentrl.env import MessageEnv, ask_oracle
 from agentrl.errors import CheckError
 from agentrl.registry import import_attribute
 from agentrl.testing import check_env
@@ -91,7 +91,7 @@ def test_moments_with_equal_state_keys_go_alike(name: str, setting: Setting) -> 
             env.reset(seed=seed)
             for _ in range(12):
                 moments.setdefault(str(env.state_key()), []).append(env.fork())
-                if env.step(env.oracle(skill=0.5, rng=rng))[2]:
+                if env.step(ask_oracle(env, skill=0.5, rng=rng))[2]:
                     break
         for alike in moments.values():
             actions, expected = _future(alike[0], plan=None)
@@ -108,7 +108,7 @@ def _future(env: MessageEnv, plan: list[Any] | None) -> tuple[list[Any], list[An
     actions: list[Any] = []
     seen: list[Any] = []
     while len(actions) < (12 if plan is None else len(plan)):
-        actions.append(copy.deepcopy(env.oracle(skill=0.6, rng=rng)) if plan is None else plan[len(actions)])
+        actions.append(copy.deepcopy(ask_oracle(env, skill=0.6, rng=rng)) if plan is None else plan[len(actions)])
         _, reward, terminated, truncated, _ = env.step(actions[-1])
         seen.append((round(float(reward), 9), terminated, truncated, env.state_key()))
         if terminated or truncated:
