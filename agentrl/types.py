@@ -37,6 +37,16 @@ ENDLESS = NumTasks()
 """Of an environment whose tasks follow from the seed."""
 
 
+class TaskHashes(NamedTuple):
+    """A hash of the tasks of each split. None: the environment gives none."""
+
+    train: str | None = None
+    eval: str | None = None
+
+
+NO_HASHES = TaskHashes()
+
+
 class Share(NamedTuple):
     """What one process samples of a run's tasks: one in `num_processes` of them."""
 

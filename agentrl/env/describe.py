@@ -8,7 +8,7 @@ from agentrl.env.message_env import MessageEnv
 from agentrl.env.tools import tool_schemas
 from agentrl.errors import EnvironmentFailure
 from agentrl.plain_data import PlainDataError, abbreviated
-from agentrl.types import Need, NumTasks, Split
+from agentrl.types import Need, NumTasks, Split, TaskHashes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,13 +20,14 @@ class EnvDescription:
     tools: list[dict[str, Any]]
     """JSON schemas of its tools."""
     num_tasks: NumTasks
+    task_hashes: TaskHashes
 
 
 def describe(env: MessageEnv) -> EnvDescription:
     """Return what an environment offers.
 
     Raises:
-        EnvironmentFailure: naming what `provides()`, `tools` or `num_tasks()` should be.
+        EnvironmentFailure: naming what `provides()`, `tools`, `num_tasks()` or `tasks_hash()` should be.
     """
     name, provided = type(env).__name__, env.provides()
     if not isinstance(provided, set | frozenset) or not all(need in list(Need) for need in provided):
@@ -38,7 +39,17 @@ def describe(env: MessageEnv) -> EnvDescription:
     except PlainDataError as error:
         raise EnvironmentFailure(f"environment {name}: {error}") from error
     num_tasks = NumTasks(train=_num_tasks(env, "train"), eval=_num_tasks(env, "eval"))
-    return EnvDescription(needs=frozenset(map(Need, provided)), tools=tools, num_tasks=num_tasks)
+    hashes = TaskHashes(train=_tasks_hash(env, "train"), eval=_tasks_hash(env, "eval"))
+    return EnvDescription(needs=frozenset(map(Need, provided)), tools=tools, num_tasks=num_tasks, task_hashes=hashes)
+
+
+def _tasks_hash(env: MessageEnv, split: Split) -> str | None:
+    given: object = env.tasks_hash(split)
+    if given is not None and not isinstance(given, str):
+        raise EnvironmentFailure(
+            f"environment {type(env).__name__}: tasks_hash({split!r}) returned {abbreviated(given)}; return a str, or None"
+        )
+    return given
 
 
 def _num_tasks(env: MessageEnv, split: Split) -> int | None:

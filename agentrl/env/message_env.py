@@ -114,6 +114,10 @@ class MessageEnv(gym.Env[tuple[Message, ...], str | Message]):
         """
         return None
 
+    def tasks_hash(self, split: str) -> str | None:  # noqa: ARG002 - tasks without end have none
+        """Return a hash of the tasks of a split, in their order: a run is not resumed on others. None: nothing is compared."""
+        return None
+
     def gold_answer(self) -> str | None:
         """Return the present task's right final answer as the policy would write it. None: there is no single one.
 

@@ -15,7 +15,7 @@ import psutil
 from torch import Tensor
 
 from agentrl.credit import Credit
-from agentrl.rollout.evaluation import reported_means
+from agentrl.rollout.evaluation import component_means, reported_means
 from agentrl.types import StopReason, TrajectoryGroup, valid_trajectories
 
 Array = npt.NDArray[np.float64]
@@ -131,6 +131,7 @@ def rollout_metrics(groups: Sequence[TrajectoryGroup], credits: Sequence[Sequenc
         ),
     }
     metrics = {f"episode/{name}": value for name, value in reported_means(trajectories).items()} | metrics
+    metrics = {f"reward/{name}": value for name, value in component_means(trajectories).items()} | metrics
     return metrics | {f"stop/{reason}": _mean([t.stop_reason is reason for t in everyone]) for reason in StopReason}
 
 

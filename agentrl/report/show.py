@@ -8,6 +8,7 @@ from rich.panel import Panel
 from rich.style import Style
 from rich.text import Text
 
+from agentrl.plain_data import is_number
 from agentrl.report.records import TrajectoryRecord, TurnRecord
 from agentrl.types import Message
 
@@ -64,5 +65,8 @@ def _turn(turn: TurnRecord, number: int, scale: float, is_trained: bool) -> Iter
         line.append(piece, advantage_style(advantage, scale) if is_kept else left_out)
     mean = sum(turn.advantages) / len(turn.advantages) if turn.advantages else 0.0
     credited = f", advantage {mean:+.3f}" if is_trained else ""
-    line.append(f"   [turn {number}: reward {turn.reward:g}{credited}]", "dim")
+    components = turn.extras.get("reward_components")
+    named = components if isinstance(components, dict) and components.keys() != {"reward"} else {}
+    parts = ", ".join(f"{name} {amount:g}" for name, amount in named.items() if is_number(amount))
+    line.append(f"   [turn {number}: reward {turn.reward:g}{f' ({parts})' if parts else ''}{credited}]", "dim")
     yield line

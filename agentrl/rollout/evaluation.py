@@ -9,6 +9,7 @@ from typing import Self
 import numpy as np
 from pydantic import BaseModel, ConfigDict, NonNegativeFloat, PositiveInt, model_validator
 
+from agentrl.plain_data import is_number
 from agentrl.rollout.pool import RolloutPool
 from agentrl.types import AmountOrZero, Count, Share, Trajectory, TrajectoryGroup
 
@@ -68,7 +69,8 @@ def evaluated(groups: Iterable[TrajectoryGroup], config: EvaluationConfig) -> Ev
     if trajectories:
         metrics["reward"] = float(np.mean([t.reward for t in trajectories]))
         metrics["turns"] = float(np.mean([len(t.turns) for t in trajectories]))
-        metrics = reported_means(trajectories) | metrics
+        parts = {f"reward/{name}": value for name, value in component_means(trajectories).items()}
+        metrics = reported_means(trajectories) | parts | metrics
         if any("success" in t.metrics for t in trajectories):
             right = [(len(g.valid), sum(is_success(t) for t in g.valid)) for g in groups]
             for k in config.pass_at:
@@ -86,3 +88,13 @@ def reported_means(trajectories: Sequence[Trajectory]) -> dict[str, float]:
     """Average what environments report at the end of an episode; an episode cut off before that counts as 0."""
     names = {name for t in trajectories for name in t.metrics} - {"env_s"}
     return {name: float(np.mean([t.metrics.get(name, 0.0) for t in trajectories])) for name in sorted(names)}
+
+
+def component_means(trajectories: Sequence[Trajectory]) -> dict[str, float]:
+    """Average what each component of the reward came to in an episode; 0 where it did not occur."""
+    totals: dict[str, float] = {}
+    for turn in (turn for trajectory in trajectories for turn in trajectory.turns):
+        components = turn.extras.get("reward_components")
+        for name, amount in components.items() if isinstance(components, dict) else ():
+            totals[name] = totals.get(name, 0.0) + (float(amount) if is_number(amount) else 0.0)
+    return {name: totals[name] / len(trajectories) for name in sorted(totals)}

@@ -7,7 +7,7 @@ import numpy as np
 
 from agentrl.errors import ConfigError
 from agentrl.rollout.seeds import derive_seed, held_out_seed, task_seed
-from agentrl.types import ENDLESS, NumTasks, Split
+from agentrl.types import ENDLESS, NO_HASHES, NumTasks, Split, TaskHashes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,6 +28,8 @@ class Tasks:
     """The run's."""
     num: NumTasks = ENDLESS
     """As the environment says."""
+    hashes: TaskHashes = NO_HASHES
+    """As the environment says: what a run is resumed on must be what it began with."""
 
     def train(self, index: int) -> EnvTask:
         """Return the task of the `index`-th group: of a table, the next one of an epoch, each epoch in its own order.

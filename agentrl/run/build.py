@@ -102,7 +102,7 @@ def _build(
     limits = check_limits(recipe.rollout.max_live_episodes)
 
     description = runner.run(describe_env(recipe.env.make, timeout_s=recipe.rollout.env_timeout_s))
-    tasks = Tasks(seed=recipe.seed, num=description.num_tasks)
+    tasks = Tasks(seed=recipe.seed, num=description.num_tasks, hashes=description.task_hashes)
     tasks.evaluation(1)  # refused here, where there are none
     credit, lack = _load_credit(recipe, description)
     model, tokenizer = _load_model(recipe, credit, tasks, runner, tokenizer_folder=tokenizer_folder)

@@ -20,6 +20,7 @@ from agentrl.run.evaluate import evaluation_metrics
 from agentrl.run.models import make_demonstrations
 from agentrl.run.record import OnProgress, RunRecord
 from agentrl.run.resume import resume, save
+from agentrl.run.same_tasks import check_hashes, keep_hashes
 
 
 class Preparation(NamedTuple):
@@ -58,6 +59,7 @@ def begin_or_resume(parts: Parts, folder: RunFolder | None, on_progress: OnProgr
             _check_folder(folder, is_resumed=is_resumed)
         finished_steps, prepared = 0, None
         if folder is not None and is_resumed:
+            check_hashes(parts.pool.tasks, folder)
             finished_steps = resume(parts, folder)
         else:
             prepared = _prepare(parts)
@@ -71,6 +73,8 @@ def begin_or_resume(parts: Parts, folder: RunFolder | None, on_progress: OnProgr
         if not folder.config_file.is_file():
             raise ConfigError(f"run_dir: process {process_index()} does not see {folder.path}; use a disk that all see")
         if is_main():
+            if not is_resumed:
+                keep_hashes(parts.pool.tasks, folder)
             folder.write_config(config)
             folder.rewind(finished_steps if is_resumed else -1)
         if not folder.tokenizer.is_dir():

@@ -47,6 +47,20 @@ def test_the_length_of_thoughts_is_told_of_all_turns() -> None:
     assert found["turn/thought_characters"] == (6 + 2) / 4
 
 
+def test_each_component_of_the_reward_is_told_of_an_episode() -> None:
+    group = make_group([[0.0, 0.0], [0.0, 1.0]])
+    parts = iter([{"a": 1.0}, {"a": 0.5, "mean": 9.0}, {}, {"b": -2.0, "odd": "x"}])
+    trajectories = [
+        replace(t, turns=tuple(replace(turn, extras={"reward_components": next(parts)}) for turn in t.turns))
+        for t in group.trajectories
+    ]
+    lost = replace(trajectories[0], stop_reason=StopReason.ENV_ERROR)
+    group = replace(group, trajectories=(*trajectories, lost))
+    found = rollout_metrics([group], [[Credit.uniform(t, 0.0) for t in group.trajectories]])
+    assert (found["reward/a"], found["reward/b"], found["reward/odd"]) == (1.5 / 2, -2 / 2, 0)
+    assert found["reward/mean"] == 1 / 2  # of the return: no component takes its name
+
+
 def test_what_an_environment_leaks_shows(tmp_path: Path) -> None:
     before = process_metrics()
     release = threading.Event()
