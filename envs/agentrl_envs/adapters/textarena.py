@@ -53,7 +53,7 @@ class TextArena(ToolEnv):
 
         def begin(seed: int) -> tuple[str, int]:
             self._begin(seed)
-            return str(self.state_key()), seed
+            return self._held(), seed  # whatever it will draw later: one secret is one task
 
         self.seed, self.moves = draw(self.np_random, options, begin), []
         return self._begin(self.seed)
@@ -79,9 +79,11 @@ class TextArena(ToolEnv):
 
     def state_key(self) -> str:
         """Return a hash of the game: all that it holds but the messages that it sent, and its random numbers."""
+        return hashlib.sha256((self._held() + _plain(vars(self._random))).encode()).hexdigest()[:16]
+
+    def _held(self) -> str:
         state = vars(self.game.state) | {"observations": None, "logs": None, "step_info": None}
-        held = (vars(self.game) | {"state": None}, state, self._random.__dict__)
-        return hashlib.sha256(_plain(held).encode()).hexdigest()[:16]
+        return _plain((vars(self.game) | {"state": None}, state))
 
     def _begin(self, seed: int) -> str:
         self._random = OwnRandom(seed)

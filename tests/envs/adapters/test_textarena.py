@@ -103,7 +103,7 @@ def test_other_ways_to_one_position_have_one_key_and_other_secrets_have_another(
         keys.append(env.state_key())
     assert keys[0] == keys[2] != keys[1]
     secrets = TextArena(game="GuessTheNumber-v0")
-    by_key = {}
+    by_key: dict[str, set[int]] = {}
     for seed in range(30):
         secrets.reset(seed=seed)
         by_key.setdefault(secrets.state_key(), set()).add(secrets.game.game_number)

@@ -1,0 +1,147 @@
+"""Environments of OpenEnv servers, over the WebSocket that each session has."""
+
+import contextlib
+import json
+import urllib.error
+import urllib.request
+from typing import Any
+
+from agentrl import EnvironmentFailure, UserError
+from agentrl.env import ToolCallError, arguments_object
+from agentrl_envs.adapters.replay import ReplayedEnv
+
+try:
+    import jsonschema
+    import referencing
+    from websockets.exceptions import WebSocketException
+    from websockets.sync.client import ClientConnection, connect
+except ModuleNotFoundError as error:
+    raise UserError(f"OpenEnv's protocol needs websockets ({error}); pip install 'agentrl[openenv]'") from error
+
+_HIDDEN = {"done", "reward", "metadata"}
+_MAX_BYTES = 2**24
+
+
+class OpenEnv(ReplayedEnv):
+    """One tool, `act`, whose parameters are the server's actions; its result is the observation, as JSON.
+
+    An environment of a single field (`message`) is also played in text: a turn without a call is that field. Rewards are the
+    server's; the task is solved where the last one is at least `goal`. The server is told each task's seed.
+    """
+
+    source: ClientConnection | None
+    """The session; None before the first one, and in a copy that has not moved yet."""
+
+    def __init__(self, *, url: str, prompt: str = "", goal: float = 1.0, timeout_s: float = 30.0) -> None:
+        """Ask the server for its actions.
+
+        Args:
+            url: of the server, such as `http://127.0.0.1:8000`.
+            prompt: what the first message begins with; OpenEnv has none of its own.
+            goal: least last reward of a solved task.
+            timeout_s: how long the server may take to connect and to answer.
+
+        Raises:
+            UserError: where there is no such server.
+        """
+        super().__init__()
+        self.url, self.prompt, self.goal, self.timeout_s = url.rstrip("/"), prompt, goal, timeout_s
+        try:
+            with urllib.request.urlopen(f"{self.url}/schema", timeout=timeout_s) as reply:
+                self.schema = json.load(reply)["action"]
+        except (OSError, ValueError, KeyError) as error:
+            raise UserError(f"url: {url!r} is no OpenEnv server: {type(error).__name__}: {error}") from error
+        properties = {name: schema for name, schema in self.schema["properties"].items() if name != "metadata"}
+        self.schema = self.schema | {"properties": properties}
+        self.field = next(iter(properties)) if len(properties) == 1 else None
+        function = {"name": "act", "description": "Take an action.", "parameters": self.schema}
+        self.tools = [{"type": "function", "function": function}]
+        self.seed, self.split = 0, "train"
+        self.source = None
+
+    def start(self, options: dict[str, Any]) -> str:
+        """Begin an episode in a session of its own; train has even seeds, eval odd ones."""
+        self.seed = 2 * int(self.np_random.integers(2**30)) + (options.get("split") == "eval")
+        said = self._text(self.begin()["observation"])
+        return "\n".join(filter(None, (self.prompt, said)))
+
+    def run_tool(self, name: str, arguments: Any) -> str:
+        """Take an action."""
+        if name != "act":
+            raise ToolCallError(f"unknown tool {name!r}; the tools are act")
+        given = arguments_object(name, arguments)
+        validator = jsonschema.Draft202012Validator(self.schema, registry=referencing.Registry())
+        if (problem := jsonschema.exceptions.best_match(validator.iter_errors(given))) is not None:
+            raise ToolCallError(f"wrong arguments for act: {problem.message}")
+        return self._take(given)
+
+    def answer(self, text: str) -> str:
+        """Take the text as the only field of an action, where there is only one."""
+        if self.field is None or self.schema["properties"][self.field].get("type") != "string":
+            return "Call act."
+        try:
+            return self._take({self.field: text})
+        except ToolCallError as error:
+            return f"Error: {error}"
+
+    def close(self) -> None:
+        """End the session."""
+        if self.source is not None:
+            with contextlib.suppress(WebSocketException, OSError):
+                self.source.send(json.dumps({"type": "close"}))
+            self.source.close()
+            self.source = None
+        super().close()
+
+    def begin_source(self) -> dict[str, Any]:
+        """Open a session, and reset it with the seed."""
+        if self.source is not None:
+            self.source.close()
+        url = self.url.replace("http", "ws", 1) + "/ws"
+        try:
+            session = connect(url, open_timeout=self.timeout_s, close_timeout=2, max_size=_MAX_BYTES, proxy=None)
+            self.source = session.__enter__()  # left by close()
+        except (OSError, WebSocketException) as error:
+            raise EnvironmentFailure(f"the OpenEnv server {self.url} cannot be reached: {error}") from error
+        return self._ask("reset", {"seed": self.seed})
+
+    def step_source(self, action: dict[str, Any]) -> dict[str, Any]:
+        """Take an action."""
+        return self._ask("step", action)
+
+    def _take(self, action: dict[str, Any]) -> str:
+        result = self.act(action)
+        reward = float(result.get("reward") or 0.0)
+        self.reward(reward, "server")
+        if result.get("done"):
+            self.finish(success=reward >= self.goal)
+        return self._text(result["observation"])
+
+    def _ask(self, kind: str, data: dict[str, Any]) -> dict[str, Any]:
+        assert self.source is not None
+        try:
+            message = json.dumps({"type": kind, "data": data}, allow_nan=False)
+        except ValueError as error:
+            raise ToolCallError(str(error)) from None
+        try:
+            self.source.send(message)
+            reply = json.loads(self.source.recv(timeout=self.timeout_s))
+        except (OSError, WebSocketException, ValueError) as error:  # TimeoutError is an OSError
+            self.source.close()
+            raise EnvironmentFailure(
+                f"the OpenEnv server {self.url} does not answer: {type(error).__name__}: {error}"
+            ) from error
+        if reply["type"] == "error":
+            error_data = reply.get("data", {})
+            words = f"{error_data.get('message', 'no message')} ({error_data.get('code', 'no code')})"
+            if kind == "step":
+                raise ToolCallError(words)
+            raise EnvironmentFailure(f"the OpenEnv server {self.url} cannot reset: {words}")
+        result: dict[str, Any] = reply["data"]
+        return result
+
+    def _text(self, observation: dict[str, Any]) -> str:
+        shown = {name: value for name, value in observation.items() if name not in _HIDDEN}
+        if len(shown) == 1 and isinstance(text := next(iter(shown.values())), str):
+            return text
+        return json.dumps(shown, ensure_ascii=False)
