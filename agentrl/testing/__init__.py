@@ -4,7 +4,16 @@ from agentrl.testing.check_credit import check_credit
 from agentrl.testing.check_engine import check_engine
 from agentrl.testing.check_env import check_env
 from agentrl.testing.check_renderer import check_renderer
+from agentrl.testing.check_sandbox import check_sandbox
 from agentrl.testing.groups import make_group
 from agentrl.testing.scripted_engine import ScriptedEngine
 
-__all__ = ["ScriptedEngine", "check_credit", "check_engine", "check_env", "check_renderer", "make_group"]
+__all__ = [
+    "ScriptedEngine",
+    "check_credit",
+    "check_engine",
+    "check_env",
+    "check_renderer",
+    "check_sandbox",
+    "make_group",
+]

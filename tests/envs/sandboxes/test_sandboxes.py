@@ -5,6 +5,7 @@ import os
 import pickle
 import shutil
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Iterator
@@ -167,8 +168,9 @@ def test_a_shell_runs_among_the_files(config: type[SandboxConfig]) -> None:
         assert sandbox.paths() == ["d/a.txt"]
 
 
-def test_nothing_is_left_behind(config: type[SandboxConfig]) -> None:
+def test_nothing_is_left_behind(config: type[SandboxConfig], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Runs that end well, that fail, that are killed and that leave processes behind: nothing of them stays."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     codes = ["print(1)", "1 / 0", "while True: pass", "import os\nos.abort()"]
     if config is not MontyConfig:
         codes += ["import subprocess\nsubprocess.Popen(['sleep', '600'])"]
@@ -177,7 +179,7 @@ def test_nothing_is_left_behind(config: type[SandboxConfig]) -> None:
 
     def there() -> tuple[int, int, int, int]:
         children = list(psutil.Process().children(recursive=True))
-        temporary = [name for name in os.listdir(Path("/tmp")) if name.startswith("agentrl-")]
+        temporary = os.listdir(tmp_path)
         return len(os.listdir("/proc/self/fd")), len(children), threading.active_count(), len(temporary)
 
     before = there()
