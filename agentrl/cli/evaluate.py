@@ -25,6 +25,7 @@ def _eval(options: argparse.Namespace, rest: list[str]) -> None:
     from agentrl.run.build import build
     from agentrl.run.evaluate import evaluate
     from agentrl.run.resume import load_weights
+    from agentrl.run.start import reuse_environments
 
     folder = RunFolder.open(run_dir) if run_dir else None
     console = Console(soft_wrap=True)
@@ -36,6 +37,7 @@ def _eval(options: argparse.Namespace, rest: list[str]) -> None:
         if folder:
             load_weights(parts, folder)
         parts.link.start(0)
+        reuse_environments(parts)
         found = evaluate(parts)
     table = Table("metric", "value", title=f"{recipe.env.id}: {len(found.groups)} evaluation tasks")
     for name, value in found.metrics.items():

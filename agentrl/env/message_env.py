@@ -61,6 +61,8 @@ class MessageEnv(gym.Env[tuple[Message, ...], str | Message]):
     """False where only the last turn carries a reward, so that turn-level credit has nothing to tell turns apart by."""
     can_fork: bool = True
     """False where a moment cannot be copied, so that no rollouts can be forked from it."""
+    can_reuse: bool = True
+    """False where an object must play one episode only, whatever a proof finds: each episode has a fresh one then."""
 
     can_snapshot: bool = False
     """True where a moment is to be pickled after every step: a killed run then resumes from there, instead of resetting

@@ -41,8 +41,12 @@ class EnvDriver:
         """Keep what the environment said of the task as it began or was restored."""
         self.gold_answer, self.info = reply.gold_answer, reply.info
 
-    async def make(self, make_env: MakeEnv) -> tuple[Env, "EnvDriver"]:
-        """Make the environment; return it, and the driver that knows its name."""
+    async def make(self, make_env: MakeEnv, *, reuses: bool = False) -> tuple[Env, "EnvDriver"]:
+        """Make the environment, or take the one that the thread keeps; return it, and the driver that knows its name."""
+        if (kept := self.thread.take_env()) is not None:
+            if reuses:
+                return kept, EnvDriver(self.conversation, self.thread, name=env_id(kept))
+            await self.call("close()", kept.close)
 
         def named() -> tuple[Env, str]:
             env = construct(make_env)
@@ -115,8 +119,8 @@ class EnvDriver:
             self._env_s += time.perf_counter() - begin
 
     @asynccontextmanager
-    async def closing(self, env: Env) -> AsyncIterator[None]:
-        """Close the environment at the end, whatever that is."""
+    async def closing(self, env: Env, *, keeps: bool = False) -> AsyncIterator[None]:
+        """Close the environment at the end, whatever that is; `keeps`: let the thread keep it where the episode ended well."""
         try:
             yield
         except BaseException:
@@ -126,7 +130,11 @@ class EnvDriver:
                 with suppress(EnvError):  # what went wrong first says more
                     await self.call("close()", env.close)
             raise
-        await self.call("close()", env.close)
+        end = self.conversation.end
+        if keeps and end is not None and not end.reason.failed:
+            self.thread.env = env
+        else:
+            await self.call("close()", env.close)
 
     def failed(self, error: EnvError) -> Trajectory:
         """Return what was played, with the action at which the environment failed."""

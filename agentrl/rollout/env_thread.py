@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 from agentrl.errors import EnvironmentFailure
 from agentrl.plain_data import words_of
+from agentrl.rollout.env_calls import Env
 from agentrl.rollout.fault import stack_of
 
 R = TypeVar("R")
@@ -24,6 +25,8 @@ class EnvThread:
     def __init__(self) -> None:
         self._calls: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self.is_lost = False
+        self.env: Env | None = None
+        """An environment that may play another episode: on this thread, because handles such as SQLite's are bound to it."""
         self._thread = threading.Thread(target=self._run, name="agentrl-env", daemon=True)
         try:
             self._thread.start()
@@ -94,9 +97,20 @@ class EnvThread:
 
         self._calls.put(work)
 
+    def take_env(self) -> Env | None:
+        """Return the environment that may play another episode, which is no longer kept. None: there is none."""
+        env, self.env = self.env, None
+        return env
+
     def close(self) -> None:
-        """Let the thread end after its last call."""
+        """Let the thread end after its last call, and close the environment that it keeps."""
+        if (env := self.take_env()) is not None:
+            self.call_unattended(env.close)
         self._calls.put(None)
+
+    def join(self, *, timeout_s: float) -> None:
+        """Wait for its end."""
+        self._thread.join(timeout_s)
 
     def _run(self) -> None:
         while (work := self._calls.get()) is not None:

@@ -50,19 +50,25 @@ class Episode:
         """Return where the episode stands."""
         return self._conversation.live()
 
-    async def play(self, make_env: MakeEnv) -> Trajectory:
+    async def play(self, make_env: MakeEnv, *, reuses: bool = False) -> Trajectory:
         """Play to the end; a failure of the environment or the engine is returned as data.
 
         So is a first prompt that fills the context: a trajectory without turns.
+
+        Args:
+            make_env: makes the environment.
+            reuses: play in the environment that the thread keeps, if any, and let it keep this one where the episode ends well.
+                An episode that is tried again has a fresh one; so has one with forks, which may share what they close.
         """
+        reuses = reuses and self._task.attempt == 0 and not self._forks
         talk = self._conversation
         driver, branches = EnvDriver(talk, self._thread), None
         try:
             # No await between two conversations: in lockstep, the engine continues without an episode that has none.
             with talk.context.engine.conversation(talk.name):
-                env, driver = await driver.make(make_env)
+                env, driver = await driver.make(make_env, reuses=reuses)
                 branches = Branches(driver, on_fault=self._on_fault) if self._forks else None
-                await self._play(driver, env, branches)
+                await self._play(driver, env, branches, keeps=reuses)
             trajectory = driver.trajectory()
             if branches is not None:
                 trajectory = await branches.play(trajectory)
@@ -78,14 +84,14 @@ class Episode:
             self._on_fault(trajectory)
         return trajectory
 
-    async def _play(self, driver: EnvDriver, env: Env, branches: Branches | None) -> None:
+    async def _play(self, driver: EnvDriver, env: Env, branches: Branches | None, *, keeps: bool) -> None:
         begin = self._reset
         # Forks are made of every reply. And unpickling runs code, which a file cannot ask for: only an environment can.
         if self._recorded.snapshot is not None and branches is None and base_env(env).can_snapshot:
             async with driver.closing(env):
                 env = await driver.call("its snapshot", partial(restore, self._recorded.snapshot))
-            begin = self._resume
-        async with driver.closing(env):
+            begin, keeps = self._resume, False
+        async with driver.closing(env, keeps=keeps):
             await begin(driver, env)
             await driver.play(env, before_action=None if branches is None else partial(branches.fork, env))
 

@@ -5,6 +5,7 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from agentrl.engine import Engine
@@ -15,6 +16,7 @@ from agentrl.rollout.context import EpisodeContext
 from agentrl.rollout.deadline import EngineClock
 from agentrl.rollout.env_calls import MakeEnv
 from agentrl.rollout.env_thread import EnvThread
+from agentrl.rollout.environments import Environments
 from agentrl.rollout.episode import Episode
 from agentrl.rollout.journal import Journal
 from agentrl.rollout.live_episode import LiveEpisode, Task
@@ -71,11 +73,11 @@ class RolloutPool:
             on_fault: told of each episode whose environment failed, at each attempt, at once.
         """
         self.context, self.tasks, self.share = context, tasks, share or Share(context.config.num_groups)
-        self._make_env, self._fork, self._on_fault = make_env, fork, on_fault
+        self._fork, self._on_fault = fork, on_fault
+        self._own = self.environments = Environments(make_env)
         self._engine, self._config, self._clock = context.engine, context.config, context.clock
         self._stream = TaskStream(context.config, tasks=tasks, share=self.share, journal=journal)
         self._is_paused = False
-        self._threads: list[EnvThread] = []
         self._lost: list[EnvThread] = []
         self._failures_in_a_row = 0
         self._live: dict[str, Episode] = {}
@@ -87,9 +89,11 @@ class RolloutPool:
         """Longest time by which the event loop was late during the last `collect`."""
 
     def beside(self, config: RolloutConfig) -> "RolloutPool":
-        """Return another pool for the same environments and engine, with threads of its own, limits and temperature."""
+        """Return another pool for the same environments and engine, with limits and temperature of its own."""
         context = replace(self.context, config=config, clock=EngineClock())
-        return RolloutPool(make_env=self._make_env, context=context, tasks=self.tasks, on_fault=self._on_fault)
+        pool = RolloutPool(make_env=self.environments.make, context=context, tasks=self.tasks, on_fault=self._on_fault)
+        pool.environments = self.environments
+        return pool
 
     @property
     def counts(self) -> Mapping[str, int]:
@@ -199,9 +203,8 @@ class RolloutPool:
         self._stream.forget()
 
     def close(self) -> None:
-        """Let the environments' threads end, and the journal."""
-        while self._threads:
-            self._threads.pop().close()
+        """Close the environments that are kept, let their threads end, and the journal."""
+        self._own.close()
         self._stream.close()
 
     async def _complete(self) -> list[TrajectoryGroup]:
@@ -314,11 +317,12 @@ class RolloutPool:
             on_change=None if live is None else self._stream.note,
             on_fault=self._note_fault,
         )
+        play = partial(episode.play, self.environments.make, reuses=self.environments.is_reused)
         if live is None:
-            return await episode.play(self._make_env), start
+            return await play(), start
         live[start.task.trajectory_id] = episode
         try:
-            return await episode.play(self._make_env), episode.live()
+            return await play(), episode.live()
         finally:
             del live[start.task.trajectory_id]
 
@@ -327,13 +331,13 @@ class RolloutPool:
         self._on_fault(trajectory)
 
     def _new_slot(self) -> _Slot:
-        return _Slot(self._threads.pop() if self._threads else EnvThread())
+        return _Slot(self.environments.take())
 
     def _leave(self, slot: _Slot) -> None:
         if slot.thread.is_lost:
             self._lose(slot.thread)
         else:
-            self._threads.append(slot.thread)
+            self.environments.give_back(slot.thread)
 
     def _lose(self, thread: EnvThread) -> None:
         """Let a thread go that hangs in an environment.

@@ -15,6 +15,7 @@ from agentrl.report.folder import RunFolder
 from agentrl.rollout import try_environment
 from agentrl.rollout.demonstrations import Demonstration, oracle_ends
 from agentrl.rollout.overlap import overlap
+from agentrl.rollout.reset_proof import prove_reset
 from agentrl.run.build import Parts, reads_branches
 from agentrl.run.evaluate import evaluation_metrics
 from agentrl.run.models import make_demonstrations
@@ -60,6 +61,7 @@ def begin_or_resume(parts: Parts, folder: RunFolder | None, on_progress: OnProgr
         finished_steps, prepared = 0, None
         if folder is not None and is_resumed:
             check_hashes(parts.pool.tasks, folder)
+            reuse_environments(parts)
             finished_steps = resume(parts, folder)
         else:
             prepared = _prepare(parts)
@@ -126,10 +128,20 @@ def _prepare(parts: Parts) -> Preparation:
     prepared = _check_oracle(parts, examples)
     looking = overlap(recipe.env.make, parts.pool.tasks, timeout_s=recipe.rollout.env_timeout_s)
     shared = from_rank_zero(lambda: runner.run(looking))
+    if (words := reuse_environments(parts)) is not None:
+        prepared.warnings["slow_construction"] = words
     if shared is not None and (words := shared.words()) is not None:
         prepared.warnings["shared_tasks"] = words
         prepared.metrics["health/shared_tasks"] = shared.num_shared / shared.num_evaluation
     return prepared
+
+
+def reuse_environments(parts: Parts) -> str | None:
+    """Let environments play one episode after the other where `reset` is proven to forget; return what to tell."""
+    rollout, pool = parts.recipe.rollout, parts.pool
+    proof = parts.runner.run(prove_reset(pool.environments.make, pool.tasks, timeout_s=rollout.env_timeout_s))
+    pool.environments.is_reused = proof.flaw is None
+    return proof.words(live=rollout.max_live_episodes)
 
 
 def _check_oracle(parts: Parts, examples: list[Demonstration]) -> Preparation:

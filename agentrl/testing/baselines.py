@@ -8,7 +8,7 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from agentrl.env import MessageEnv, as_message, ask_oracle, tool_call
-from agentrl.testing.env_actions import is_schema, likely_arguments
+from agentrl.env.probing import is_schema, likely_arguments
 from agentrl.types import Message
 
 Policy: TypeAlias = Callable[[MessageEnv, Sequence[Message], np.random.Generator], str | Message]

@@ -13,8 +13,8 @@ import numpy as np
 from gymnasium.utils.env_checker import check_env as check_gymnasium
 
 from agentrl.env import MessageEnv, ToolEnv, describe, make_env
+from agentrl.env.probing import CALL_ID, bad_actions, call, is_schema, likely_arguments
 from agentrl.errors import CheckError, EnvironmentFailure
-from agentrl.testing.env_actions import CALL_ID, bad_actions, call, is_schema, likely_arguments
 from agentrl.testing.env_session import Hang, Problem, Report, Session, StepResult
 from agentrl.types import Message
 

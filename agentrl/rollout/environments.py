@@ -1,0 +1,36 @@
+"""The environments of a pool: made when needed, and kept for another episode where that is proven to make no difference."""
+
+import time
+
+from agentrl.rollout.env_calls import MakeEnv
+from agentrl.rollout.env_thread import EnvThread
+
+_CLOSING_S = 10.0
+"""How long to wait for idle environments to close, in seconds."""
+
+
+class Environments:
+    """Makes environments, each on a thread of its own, and keeps the threads that are idle."""
+
+    def __init__(self, make: MakeEnv) -> None:
+        self.make = make
+        self.is_reused = False
+        """An environment whose episode ended well plays another one, on its thread: set where `reset` is proven to forget."""
+        self._idle: list[EnvThread] = []
+
+    def take(self) -> EnvThread:
+        """Return a thread: an idle one, with its environment, or a new one."""
+        return self._idle.pop() if self._idle else EnvThread()
+
+    def give_back(self, thread: EnvThread) -> None:
+        """Keep a thread that plays no episode at the moment."""
+        self._idle.append(thread)
+
+    def close(self) -> None:
+        """Close the idle environments, and let their threads end."""
+        idle, self._idle = self._idle, []
+        for thread in idle:
+            thread.close()
+        deadline = time.monotonic() + _CLOSING_S
+        for thread in idle:
+            thread.join(timeout_s=max(0.0, deadline - time.monotonic()))
