@@ -60,13 +60,13 @@ class Episode:
             reuses: play in the environment that the thread keeps, if any, and let it keep this one where the episode ends well.
                 An episode that is tried again has a fresh one; so has one with forks, which may share what they close.
         """
-        reuses = reuses and self._task.attempt == 0 and not self._forks
+        reuses = reuses and not self._forks
         talk = self._conversation
         driver, branches = EnvDriver(talk, self._thread), None
         try:
             # No await between two conversations: in lockstep, the engine continues without an episode that has none.
             with talk.context.engine.conversation(talk.name):
-                env, driver = await driver.make(make_env, reuses=reuses)
+                env, driver = await driver.make(make_env, reuses=reuses and self._task.attempt == 0)
                 branches = Branches(driver, on_fault=self._on_fault) if self._forks else None
                 await self._play(driver, env, branches, keeps=reuses)
             trajectory = driver.trajectory()

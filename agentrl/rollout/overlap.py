@@ -13,7 +13,7 @@ from agentrl.rollout.tasks import EnvTask, Tasks
 
 _EVALUATION_TASKS, _TRAINING_TASKS = 64, 256
 """Looked at, at most."""
-_LIMIT_S = 2.0
+_LIMIT_S = 4.0
 """How long to look, in seconds: half for each split."""
 _TOLD_FROM = 0.1
 """Share that is told. Below it, first words that are alike by chance look the same."""
@@ -39,47 +39,49 @@ class Overlap:
 
 
 async def overlap(make_env: MakeEnv, tasks: Tasks, *, timeout_s: float) -> Overlap | None:
-    """Compare evaluation tasks with the first training tasks, for at most a few seconds.
-
-    None: the environment says itself which tasks are in which split (`num_tasks`), or it failed, which the run counts.
+    """Compare on a thread; None: there is nothing to compare, or the environment failed, which the run counts.
 
     Args:
         make_env: makes the environment.
         tasks: of the run.
         timeout_s: deadline of construction, and of each reset.
     """
-    if tasks.num.train is not None or tasks.num.eval is not None:
-        return None
-
-    def look() -> Overlap:
-        env = construct(make_env)
-        try:
-            base = base_env(env)
-
-            def identities(some: Iterable[EnvTask]) -> list[bytes]:
-                end = time.monotonic() + _LIMIT_S / 2
-                in_time = takewhile(lambda _: time.monotonic() < end, some)
-                replies = (reset(env, base, task, rollout_index=0) for task in in_time)
-                return [_digest(reply) for reply in replies]
-
-            evaluated = identities(tasks.evaluation(_EVALUATION_TASKS))
-            trained = identities(map(tasks.train, range(_TRAINING_TASKS)))
-        finally:
-            env.close()
-        known = set(trained)
-        return Overlap(
-            num_shared=sum(identity in known for identity in evaluated),
-            num_evaluation=len(evaluated),
-            num_training=len(trained),
-        )
-
     thread = EnvThread()
     try:
-        return await thread.call(look, timeout_s=2 * timeout_s + _LIMIT_S)
-    except Exception:  # noqa: BLE001 - of a stranger's environment, which was tried before: the run will count it
+        return await thread.call(lambda: find_overlap(make_env, tasks), timeout_s=2 * timeout_s + _LIMIT_S)
+    except Exception:  # noqa: BLE001 - of a stranger's environment, which was tried before
         return None
     finally:
         thread.close()
+
+
+def find_overlap(make_env: MakeEnv, tasks: Tasks) -> Overlap | None:
+    """Compare evaluation tasks with the first training tasks, for at most a few seconds.
+
+    None: the environment says itself which tasks are in which split (`num_tasks`).
+    """
+    if tasks.num.train is not None or tasks.num.eval is not None:
+        return None
+    env = construct(make_env)
+    try:
+        base = base_env(env)
+
+        def identities(some: Iterable[EnvTask]) -> list[bytes]:
+            end = time.monotonic() + _LIMIT_S / 2
+            in_time = takewhile(lambda _: time.monotonic() < end, some)
+            replies = (reset(env, base, task, rollout_index=0) for task in in_time)
+            return [_digest(reply) for reply in replies]
+
+        evaluated = identities(tasks.evaluation(_EVALUATION_TASKS))
+        trained = identities(map(tasks.train, range(_TRAINING_TASKS)))
+    finally:
+        env.close()
+    known = set(trained)
+    return Overlap(
+        num_shared=sum(identity in known for identity in evaluated),
+        num_evaluation=len(evaluated),
+        num_training=len(trained),
+    )
 
 
 def _digest(reply: EnvReply) -> bytes:

@@ -5,10 +5,12 @@ from agentrl.testing.check_engine import check_engine
 from agentrl.testing.check_env import check_env
 from agentrl.testing.check_renderer import check_renderer
 from agentrl.testing.check_sandbox import check_sandbox
+from agentrl.testing.checked_env import CheckedEnv
 from agentrl.testing.groups import make_group
 from agentrl.testing.scripted_engine import ScriptedEngine
 
 __all__ = [
+    "CheckedEnv",
     "ScriptedEngine",
     "check_credit",
     "check_engine",

@@ -6,6 +6,7 @@ import random
 import re
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import gymnasium as gym
@@ -15,6 +16,7 @@ from gymnasium.utils.env_checker import check_env as check_gymnasium
 from agentrl.env import MessageEnv, ToolEnv, describe, make_env
 from agentrl.env.probing import CALL_ID, bad_actions, call, is_schema, likely_arguments
 from agentrl.errors import CheckError, EnvironmentFailure
+from agentrl.testing.checked_env import CheckedEnv, look_at
 from agentrl.testing.env_session import Hang, Problem, Report, Session, StepResult
 from agentrl.types import Message
 
@@ -29,8 +31,8 @@ def check_env(
     seeds: Sequence[int] = (0, 1, 2),
     timeout_s: float = 10.0,
     **options: Any,
-) -> None:
-    """Check an environment, and list everything that is wrong with it at once.
+) -> CheckedEnv:
+    """Check an environment; return what was proven of it, or list everything that is wrong with it at once.
 
     Seeds may all begin the same task (an environment may have only one), but a seed must always begin the same one.
 
@@ -47,7 +49,8 @@ def check_env(
     report = Report(timeout_s=timeout_s)
     build = (lambda: make_env(make, options)) if isinstance(make, str) else (lambda: make(**options))
     name = make if isinstance(make, str) else getattr(make, "__name__", repr(make))
-    checks = (_tools, _reset, _garbage, _determinism, _fork, _pickle, _oracle, _end, _rollout_index, _close, _gymnasium)
+    checks = [_tools, _reset, _garbage, _determinism, _fork, _pickle, _oracle, _end, _rollout_index]
+    checks += [_splits, _close, _gymnasium]
     global_states = random.getstate(), np.random.get_state()
     try:
         _session(report, build).close()
@@ -59,15 +62,22 @@ def check_env(
                 report.close_sessions()
                 if len(report.lines()) > num_before:  # the other seeds would say the same
                     break
+        if not report.lines():
+            env = _session(report, build).env
+            description = report.call("num_tasks()", lambda: describe(env))
+            look = partial(look_at, str(name), build, env, description, num_seeds=len(seeds))
+            found: CheckedEnv = report.call("an episode after other episodes", look, num_calls=3)
+            report.close_sessions()
+            return found
     except Problem as problem:  # it cannot be made, or it hangs: there is nothing more to learn
         report.add(problem.line)
     finally:
         random.setstate(global_states[0])
         np.random.set_state(global_states[1])
         report.close()
-    if lines := report.lines():
-        listed = "\n".join(f"- {line}" for line in lines)
-        raise CheckError(f"{name}: {len(lines)} problem{'s' if len(lines) > 1 else ''}\n{listed}")
+    lines = report.lines()
+    listed = "\n".join(f"- {line}" for line in lines)
+    raise CheckError(f"{name}: {len(lines)} problem{'s' if len(lines) > 1 else ''}\n{listed}")
 
 
 Make = Callable[[], Session]
@@ -319,6 +329,19 @@ def _rollout_index(make: Make, seed: int) -> None:
         "reset(): options['rollout_index'] changed the first messages; the task follows from seed, and only what "
         "comes later may follow from the index",
     )
+
+
+def _splits(make: Make, seed: int) -> None:
+    """The first and the last task of each split that is a table."""
+    session = make()
+    num_tasks = session.report.call("num_tasks()", lambda: describe(session.env).num_tasks)
+    for split, num in zip(num_tasks._fields, num_tasks, strict=True):
+        for index in {0, num - 1} if num else ():
+            options = {"rollout_index": 0, "split": split, "task_index": index}
+            session.add_if(
+                session.reset(seed, options) != session.reset(seed, options),
+                f"reset(): task {index} of the {split} split began otherwise the second time; take it by options['task_index']",
+            )
 
 
 def _close(make: Make, seed: int) -> None:

@@ -199,7 +199,13 @@ def test_evaluation_plays_in_the_environments_of_training(new_pool: NewPool) -> 
     pool = new_pool(log.make)
     played(pool, 4)
     beside = pool.beside(pool.context.config)
-    asyncio.run(play_evaluation(beside, EvaluationConfig(num_tasks=9), share=Share(1)))
+
+    async def evaluate() -> None:
+        await pool.resume()
+        await play_evaluation(beside, EvaluationConfig(num_tasks=9), share=Share(1))
+        await pool.pause()
+
+    asyncio.run(evaluate())
     beside.close()
     assert (log.count("made"), log.count("reset"), log.count("close")) == (4, 12 + 9, 0)
     played(pool, 4)

@@ -19,10 +19,10 @@ class Table(ToolEnv):
         return self.lengths[split]
 
     def start(self, options: dict[str, Any]) -> str:
-        self.row = options["task_index"] + (1000 if options["split"] == "eval" else 0)
+        self.row = (options.get("task_index") or 0) + 1000 * (options.get("split") == "eval")
         if self.log is not None:
             with Path(self.log).open("a") as file:
-                file.write(f"{options['split']} {options['task_index']} {options['rollout_index']}\n")
+                file.write("{split} {task_index} {rollout_index}\n".format(**options))
         return f"What follows {self.row}?"
 
     def answer(self, text: str) -> None:
