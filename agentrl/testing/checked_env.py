@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from agentrl.env import EnvDescription, MessageEnv
+from agentrl.env import EnvDescription, MessageEnv, describe
 from agentrl.env.probing import bad_actions
 from agentrl.rollout import Tasks
 from agentrl.rollout.env_calls import MakeEnv
@@ -24,19 +24,16 @@ class CheckedEnv:
         return "\n".join([self.name, *(f"- {line}" for line in self.lines)])
 
 
-def look_at(
-    name: str, make_env: MakeEnv, env: MessageEnv, description: EnvDescription, *, num_seeds: int
-) -> CheckedEnv:
+def look_at(name: str, make_env: MakeEnv, env: MessageEnv, *, num_seeds: int) -> CheckedEnv:
     """Look at what is no matter of right and wrong; the environment has passed all checks.
 
     Args:
         name: of the environment.
         make_env: makes one.
         env: one of them.
-        description: of it.
         num_seeds: how many were tried.
     """
-    return CheckedEnv(name=name, lines=tuple(_lines(make_env, env, description, num_seeds)))
+    return CheckedEnv(name=name, lines=tuple(_lines(make_env, env, describe(env), num_seeds)))
 
 
 def _lines(make_env: MakeEnv, env: MessageEnv, description: EnvDescription, num_seeds: int) -> Iterator[str]:
