@@ -6,9 +6,11 @@ import numpy as np
 
 from agentrl import Message, ToolEnv, UserError, tool, tool_call
 from agentrl_envs.options import share, whole_number
+from agentrl_envs.splits import in_split
 
 Color: TypeAlias = Literal["red", "blue", "green", "gold", "black", "white", "pink", "gray"]
 COLORS: tuple[Color, ...] = get_args(Color)
+_MAX_DRAWS = 100
 
 
 class Corridor(ToolEnv):
@@ -52,18 +54,13 @@ class Corridor(ToolEnv):
         self.keys: dict[Color, int] = {}  # rooms of those that lie there
         self.unpaid: set[Color] = set()  # keys that were never taken
 
-    def start(self, options: dict[str, Any]) -> str:  # noqa: ARG002 - the task follows from the seed alone
-        """Draw doors and keys."""
-        rooms = sorted((self.np_random.permutation(self.num_rooms - 1)[: self.num_doors] + 1).tolist())
-        colors = [COLORS[k] for k in self.np_random.permutation(len(COLORS))[: self.num_doors]]
-        self.doors = dict(zip(rooms, colors, strict=True))
-        self.keys, before = {}, 0
-        for room, color in self.doors.items():
-            first = max(1, before + 1 - self.detour)  # the door before leads to room before + 1
-            self.keys[color] = int(self.np_random.integers(first, room, endpoint=True))
-            before = room
-        self.unpaid = set(self.keys)
+    def start(self, options: dict[str, Any]) -> str:
+        """Draw doors and keys of the split."""
         self.room, self.holding = 1, None
+        for _ in range(_MAX_DRAWS):  # of short corridors there are few
+            self._draw()
+            if in_split(self.state_key(), options.get("split", "train")):
+                break
         return f"Reach room {self.num_rooms}. {self._look()}"
 
     @tool
@@ -142,6 +139,17 @@ class Corridor(ToolEnv):
             name, color = others[int(rng.integers(len(others)))]
         argument = {"take": "key", "unlock": "door"}.get(name)
         return tool_call(name, **({argument: color} if argument else {}))
+
+    def _draw(self) -> None:
+        rooms = sorted((self.np_random.permutation(self.num_rooms - 1)[: self.num_doors] + 1).tolist())
+        colors = [COLORS[k] for k in self.np_random.permutation(len(COLORS))[: self.num_doors]]
+        self.doors = dict(zip(rooms, colors, strict=True))
+        self.keys, before = {}, 0
+        for room, color in self.doors.items():
+            first = max(1, before + 1 - self.detour)  # the door before leads to room before + 1
+            self.keys[color] = int(self.np_random.integers(first, room, endpoint=True))
+            before = room
+        self.unpaid = set(self.keys)
 
     def _best(self) -> tuple[str, str]:
         if not self.doors:

@@ -10,11 +10,13 @@ from gymnasium.envs.toy_text.frozen_lake import generate_random_map
 
 from agentrl import Message, ToolEnv, UserError, tool, tool_call
 from agentrl_envs.options import share, whole_number
+from agentrl_envs.splits import in_split
 
 Direction: TypeAlias = Literal["left", "down", "right", "up"]
 DIRECTIONS: tuple[Direction, ...] = get_args(Direction)  # in Gymnasium's order
 STEPS = ((0, -1), (1, 0), (0, 1), (-1, 0))
 _DISCOUNT = 0.99
+_MAX_DRAWS = 100
 _TILES = {"S": "ice", "F": "ice", "H": "hole", "G": "goal"}
 
 
@@ -48,7 +50,7 @@ class FrozenLake(ToolEnv):
             turn_rewards: False pays at the goal alone.
         """
         super().__init__()
-        self.size = whole_number("size", size, at_least=2, at_most=20)
+        self.size = whole_number("size", size, at_least=3, at_most=20)
         self.frozen = share("frozen", frozen)
         self.slip = share("slip", slip)
         self.progress_reward = share("progress_reward", progress_reward)
@@ -60,8 +62,11 @@ class FrozenLake(ToolEnv):
         self.at = 0
 
     def start(self, options: dict[str, Any]) -> str:
-        """Draw a map by the seed alone; how the ice slips differs within a group."""
-        self.rows = tuple(generate_random_map(self.size, self.frozen, seed=int(self.np_random.integers(2**31))))
+        """Draw a map of the split by the seed; how the ice slips differs within a group."""
+        for _ in range(_MAX_DRAWS):  # until it is one of the split: of small lakes there are few
+            self.rows = tuple(generate_random_map(self.size, self.frozen, seed=int(self.np_random.integers(2**31))))
+            if in_split("".join(self.rows), options.get("split", "train")):
+                break
         self.at = 0
         if self.slip:
             self.np_random = np.random.default_rng(

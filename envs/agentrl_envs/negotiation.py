@@ -9,12 +9,14 @@ import numpy.typing as npt
 
 from agentrl import Message, ToolEnv, UserError, tool, tool_call
 from agentrl_envs.options import share, whole_number
+from agentrl_envs.splits import in_split
 
 Strategy: TypeAlias = Literal["steady", "early", "late", "mirror"]
 STRATEGIES: tuple[Strategy, ...] = get_args(Strategy)
 _EXPONENTS = {"steady": 1.0, "early": 0.4, "late": 3.0}
 _ISSUES = ("price", "delivery", "warranty", "training", "support")
 _EPS = 1e-9
+_MAX_DRAWS = 100
 
 
 class Negotiation(ToolEnv):
@@ -71,15 +73,13 @@ class Negotiation(ToolEnv):
         self.offered: int | None = None  # its last counter-offer
         self.best_offered = 0.0
 
-    def start(self, options: dict[str, Any]) -> str:  # noqa: ARG002 - the task follows from the seed alone
+    def start(self, options: dict[str, Any]) -> str:
         """Draw what the issues are worth to either side, and how the other gives way."""
-        rng = self.np_random
-        self.weights_A, others_A = _points(self.num_issues, rng), np.sort(_points(self.num_issues, rng))
-        self.others_A = np.empty_like(others_A)
-        self.others_A[np.argsort(-self.weights_A, kind="stable")] = others_A
-        self.least = float(rng.integers(4, 11)) / 20
-        self.manner = STRATEGIES[int(rng.integers(len(STRATEGIES)))] if self.strategy == "any" else self.strategy
         self.round, self.met, self.offered, self.best_offered = 1, 0.0, None, 0.0
+        for _ in range(_MAX_DRAWS):  # of two issues there are few
+            self._draw()
+            if in_split(self.state_key(), options.get("split", "train")):
+                break
         worth = ", ".join(f"{name} {points:g}" for name, points in zip(_ISSUES, self.weights_A, strict=False))
         top = self.num_levels - 1
         return f"Agree on levels 0 to {top}. Your points at level {top}: {worth}. {self.num_rounds} rounds. Your offer?"
@@ -131,10 +131,11 @@ class Negotiation(ToolEnv):
         return "Use offer, accept or quit."
 
     def state_key(self) -> str:
-        """Return the round, the counter-offer, and what it still depends on how the other was met."""
+        """Return both sides' points, what the other asks for at the end, the round, and what was offered and met so far."""
         met = f"{self.met:.4f}" if self.manner == "mirror" else ""
-        points = ",".join(f"{points:g}" for points in self.weights_A)
-        return f"{points}/{self.round}/{self.offered}/{met}/{self.best_offered:.4f}"
+        own, others = (",".join(f"{points:g}" for points in of) for of in (self.weights_A, self.others_A))
+        told = f"{own}/{others}/{self.manner}/{self.least:g}"
+        return f"{told}/{self.round}/{self.offered}/{met}/{self.best_offered:.4f}"
 
     def oracle(self, *, skill: float = 1.0, rng: np.random.Generator | None = None) -> Message:
         """Insist on the best deal that the other will ever accept; it knows what the other wants.
@@ -150,6 +151,14 @@ class Negotiation(ToolEnv):
         if self.offered in poor and rng.random() < 0.5:
             return tool_call("accept")
         return tool_call("offer", levels=self._levels(int(poor[rng.integers(len(poor))])))
+
+    def _draw(self) -> None:
+        rng = self.np_random
+        self.weights_A, others_A = _points(self.num_issues, rng), np.sort(_points(self.num_issues, rng))
+        self.others_A = np.empty_like(others_A)
+        self.others_A[np.argsort(-self.weights_A, kind="stable")] = others_A
+        self.least = float(rng.integers(4, 11)) / 20
+        self.manner = STRATEGIES[int(rng.integers(len(STRATEGIES)))] if self.strategy == "any" else self.strategy
 
     def _agree(self, deal: int) -> str:
         gain = float(self._to_own()[deal]) / self._achievable()[1]

@@ -1,7 +1,6 @@
 """Twenty questions about a bundled table of things."""
 # Dimensions: W things, Z attributes.
 
-import hashlib
 import re
 from collections import Counter
 from functools import cache
@@ -13,6 +12,7 @@ import numpy.typing as npt
 from agentrl import Message, ToolEnv, tool, tool_call
 from agentrl_envs.data import read_text
 from agentrl_envs.options import share, whole_number
+from agentrl_envs.splits import in_split, task_hash
 
 
 class TwentyQuestions(ToolEnv):
@@ -178,7 +178,7 @@ def all_things() -> Things:
         elif line and not line.startswith("#"):
             name, _, own = line.partition(":")
             of_thing[name] = {*common, *own.split()}
-    names = tuple(sorted(of_thing, key=_hash))
+    names = tuple(sorted(of_thing, key=task_hash))
     count = Counter(attribute for attributes in of_thing.values() for attribute in attributes)
     attributes = tuple(sorted(count, key=lambda attribute: (-count[attribute], attribute)))
     return Things(names, attributes, np.array([[a in of_thing[name] for a in attributes] for name in names]))
@@ -187,8 +187,4 @@ def all_things() -> Things:
 @cache
 def _split(num_things: int, split: str) -> list[int]:
     """Return the things that are thought of in a split: one of four is for evaluation."""
-    return [k for k, name in enumerate(all_things().names[:num_things]) if (_hash(name) % 4 == 0) == (split == "eval")]
-
-
-def _hash(name: str) -> int:
-    return int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "big")
+    return [k for k, name in enumerate(all_things().names[:num_things]) if in_split(name, split)]

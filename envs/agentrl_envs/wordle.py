@@ -1,7 +1,6 @@
 """Wordle on a list of common words."""
 # Dimensions: W words, L positions (letters).
 
-import hashlib
 from functools import cache
 from typing import Any
 
@@ -11,6 +10,7 @@ import numpy.typing as npt
 from agentrl import Message, ToolEnv, tool, tool_call
 from agentrl_envs.data import read_text
 from agentrl_envs.options import share, whole_number
+from agentrl_envs.splits import in_split, task_hash
 
 LENGTH = 5
 _MARKS = "-~+"  # absent, elsewhere, in place
@@ -138,13 +138,13 @@ def feedback(guess: str, word: str) -> str:
 @cache
 def all_words() -> tuple[str, ...]:
     """Return the list, in an order that follows from a hash."""
-    return tuple(sorted(read_text("words.txt").split(), key=_hash))
+    return tuple(sorted(read_text("words.txt").split(), key=task_hash))
 
 
 @cache
 def split_words(num_words: int, split: str) -> list[str]:
     """Return the words that are asked in a split: one of five is for evaluation."""
-    return [word for word in all_words()[:num_words] if (_hash(word) % 5 == 0) == (split == "eval")]
+    return [word for word in all_words()[:num_words] if in_split(word, split, one_in=5)]
 
 
 @cache
@@ -179,7 +179,3 @@ def _splitting(codes_WW: npt.NDArray[np.uint8], possible: npt.NDArray[np.int64])
 
 def _code(marks: str) -> int:
     return int(marks.translate(str.maketrans(_MARKS, "012")), 3)
-
-
-def _hash(word: str) -> int:
-    return int.from_bytes(hashlib.sha256(word.encode()).digest()[:8], "big")
