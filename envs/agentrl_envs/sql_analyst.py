@@ -198,7 +198,7 @@ def _data() -> dict[str, Any]:
     }
 
 
-@functools.lru_cache(maxsize=1_000)
+@functools.lru_cache(maxsize=200)
 def _run(database: bytes, sql: str) -> QueryResult:
     """Run a query of our own, once for all rollouts of a group."""
     return run_query(database, sql, max_rows=_MAX_ROWS)
