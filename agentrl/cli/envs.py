@@ -2,8 +2,10 @@
 
 import argparse
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
 from rich.text import Text
@@ -12,11 +14,47 @@ from agentrl.cli.commands import Commands, first_line
 from agentrl.cli.targets import load
 from agentrl.report.terminal import Console
 
+if TYPE_CHECKING:
+    from agentrl.config import Recipe
+    from agentrl.rollout.env_calls import Env
+
+
+_ENV = "an installed name, module:Class, a Gymnasium id, or a recipe"
+_OVERRIDING = "fields of the recipe can be given as options, such as --env.options.num_boxes 6"
+
 
 def add(commands: Commands) -> None:
     """Add the commands of this file."""
-    envs = commands.add("envs", _envs, "List installed environments, or play a recorded episode again.")
-    again = envs.add_subparsers(dest="action").add_parser(
+    envs = commands.add("envs", _envs, "List installed environments; play one, check one, or begin a new one.")
+    actions = envs.add_subparsers(dest="action")
+    playing = actions.add_parser(
+        "play",
+        help="play an environment yourself, in the terminal",
+        description=f"Play an environment yourself, in the terminal: {_OVERRIDING}",
+        allow_abbrev=False,
+    )
+    playing.set_defaults(run=_play, takes_overrides=True)
+    playing.add_argument("env", metavar="ENV", help=_ENV)
+    playing.add_argument("--task", type=int, default=0, metavar="NUMBER", help="which task of the split (default: 0)")
+    playing.add_argument("--split", choices=("train", "eval"), default="train", help="train or eval (default: train)")
+    checking = actions.add_parser(
+        "check",
+        help="say in plain words what is wrong with an environment",
+        description=f"Say in plain words what is wrong with an environment, and what of it is proven: {_OVERRIDING}",
+        allow_abbrev=False,
+    )
+    checking.set_defaults(run=_check, takes_overrides=True)
+    checking.add_argument("env", metavar="ENV", help=_ENV)
+    checking.add_argument("--seeds", type=int, default=10, metavar="NUMBER", help="tasks that are tried (default: 10)")
+    new = actions.add_parser(
+        "new",
+        help="write an environment, its test and a recipe that trains it",
+        description="Write an environment, its test and a recipe that trains it, into the working directory.",
+        allow_abbrev=False,
+    )
+    new.set_defaults(run=_new)
+    new.add_argument("name", metavar="NAME", help="its name, such as treasure_hunt")
+    again = actions.add_parser(
         "replay",
         help="play an episode of a run again, with the traceback where its environment raises",
         description="Make the environment of a run's recipe, reset it as for a recorded episode, take the recorded actions "
@@ -49,18 +87,69 @@ def _envs(_: argparse.Namespace, __: list[str]) -> None:
     Console().print(table)
 
 
+def _play(options: argparse.Namespace, rest: list[str]) -> None:
+    recipe = _recipe(options.env, rest)
+    from agentrl.report.play import nth_task, play
+
+    env = recipe.env.make()
+    task = nth_task(env, options.split, options.task, seed=recipe.seed)
+    with _telling(env) as console:
+        for line in play(env, task, _ask):
+            console.print(line)
+
+
+def _check(options: argparse.Namespace, rest: list[str]) -> None:
+    from agentrl.testing import check_env
+
+    env = _recipe(options.env, rest).env
+    console = Console()
+    for line in check_env(env.id, seeds=range(options.seeds), **env.options).lines:
+        console.print(line)
+
+
+def _new(options: argparse.Namespace, _: list[str]) -> None:
+    from agentrl.cli.new_env import write_new_env
+
+    Console(soft_wrap=True).print(write_new_env(options.name, Path()))
+
+
+def _recipe(env: str, rest: list[str]) -> "Recipe":
+    """Return the recipe that is named, or the default one with the environment that is."""
+    from agentrl.config import load_recipe
+
+    if env.endswith((".yaml", ".yml")):
+        return load_recipe(Path(env), rest)
+    return load_recipe(None, [f"--env.id={env}", *rest])
+
+
+def _ask() -> str | None:
+    try:
+        return input("> ")
+    except EOFError:
+        return None
+
+
 def _replay(options: argparse.Namespace, _: list[str]) -> None:
     recipe, _folder = load(options.target, [])
-    from agentrl.plain_data import words_of
     from agentrl.report.replay import find, replay
-    from agentrl.rollout.fault import fault_of
 
     record = find(options.target, options.episode)
     env = recipe.env.make()
-    console = Console(soft_wrap=True)
-    try:
+    with _telling(env) as console:
         for line in replay(env, record):
             console.print(line)
+    console.print(Text(f"It was recorded to end like this: {record.stop_reason} {record.error or ''}", "dim"))
+
+
+@contextmanager
+def _telling(env: "Env") -> Iterator[Console]:
+    """Close an environment in the end; where it raises, print the traceback and exit with 1."""
+    from agentrl.plain_data import words_of
+    from agentrl.rollout.fault import fault_of
+
+    console = Console(soft_wrap=True)
+    try:
+        yield console
     except (Exception, KeyboardInterrupt) as error:
         console.print(Text(fault_of(error).traceback or words_of(error), "red"))
         if isinstance(error, KeyboardInterrupt):  # it hung
@@ -68,4 +157,3 @@ def _replay(options: argparse.Namespace, _: list[str]) -> None:
         sys.exit(1)
     finally:
         env.close()
-    console.print(Text(f"It was recorded to end like this: {record.stop_reason} {record.error or ''}", "dim"))

@@ -1,0 +1,117 @@
+"""An environment to begin with, its test, and a recipe that trains it."""
+
+import keyword
+import re
+from pathlib import Path
+from string import Template
+
+from agentrl.errors import ConfigError
+
+_ENV = Template('''"""$title: a number to find with hints; the task to replace by yours."""
+
+from typing import Any
+
+import numpy as np
+
+from agentrl import Message, ToolEnv, tool, tool_call
+
+
+class $cls(ToolEnv):
+    """One to $$highest: find the number. Each try is answered by "higher" or "lower"."""
+
+    def __init__(self, *, highest: int = 9) -> None:
+        """Set the difficulty: a recipe gives these under `env.options`."""
+        super().__init__()
+        self.highest = highest
+
+    def start(self, options: dict[str, Any]) -> str:
+        """Begin a task, all of it drawn from `self.np_random`; return what the agent reads first."""
+        self.low, self.high = 1, self.highest
+        self.number = int(self.np_random.integers(1, self.highest + 1))
+        return f"1 to {self.highest}?"
+
+    @tool
+    def look(self, n: int) -> str:
+        """Look whether the number is n."""
+        if n < self.number:
+            self.low = max(self.low, n + 1)
+            return "higher"
+        if n > self.number:
+            self.high = min(self.high, n - 1)
+            return "lower"
+        self.reward(1.0)
+        self.finish(success=True)
+        return "found"
+
+    def answer(self, text: str) -> str:
+        """Reply to a turn without a tool call."""
+        return "Use look."
+
+    def state_key(self) -> str:
+        """Equal keys are equal situations: some credit schemes compare what was earned from there."""
+        return f"{self.low}-{self.high}/{self.number}"
+
+    def oracle(self, *, skill: float = 1.0, rng: np.random.Generator | None = None) -> Message:
+        """Play a turn well, and with probability 1 - skill at random: warm-up learns the form of calls from it."""
+        if rng is not None and rng.random() >= skill:
+            return tool_call("look", n=int(rng.integers(1, self.highest + 1)))
+        return tool_call("look", n=(self.low + self.high) // 2)
+''')
+_TEST = Template("""from $name import $cls
+
+from agentrl.testing import check_env
+
+
+def test_it_keeps_the_contract() -> None:
+    check_env($cls, seeds=range(10))
+""")
+_RECIPE = Template("""# agentrl train $name.yaml    a tiny model on a CPU, in about a minute; `model: {name_or_path: ...}` takes a real one.
+env:
+  id: $name:$cls
+  options: {highest: 9}
+model:
+  local: {hidden_size: 96, num_layers: 2, vocab_size: 384}
+warmup:
+  steps: 200
+  batch_size: 16
+  num_demonstrations: 1000
+  skill: 0.5
+rollout:
+  num_groups: 8
+  group_size: 8
+  max_turns: 3
+  max_turn_tokens: 32
+  max_context_tokens: 512
+credit:
+  scheme: uniform
+train:
+  steps: 40
+  learning_rate: 5.0e-4
+""")
+
+
+def write_new_env(name: str, folder: Path) -> str:
+    """Write an environment, its test and a recipe; return what to do next.
+
+    Raises:
+        ConfigError: for a name that is none of a module, and where a file is there already.
+    """
+    if not re.fullmatch(r"[a-z][a-z0-9_]*", name) or keyword.iskeyword(name):
+        raise ConfigError(
+            f"NAME: {name!r} is no name of a module; use lower-case letters, digits and '_', as in treasure_hunt"
+        )
+    words = {
+        "name": name,
+        "cls": "".join(map(str.capitalize, name.split("_"))),
+        "title": name.replace("_", " ").capitalize(),
+    }
+    files = {f"{name}.py": _ENV, f"test_{name}.py": _TEST, f"{name}.yaml": _RECIPE}
+    if there := [file for file in files if (folder / file).exists()]:
+        raise ConfigError(f"NAME: {there[0]} is there already; choose another name")
+    for file, template in files.items():
+        (folder / file).write_text(template.substitute(words), encoding="utf-8")
+    env = f"{name}:{words['cls']}"
+    return (
+        f"Wrote {', '.join(files)}. Now:\n"
+        f"  agentrl envs play {env}\n  agentrl envs check {env}\n  agentrl train {name}.yaml"
+    )
