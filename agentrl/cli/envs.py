@@ -102,9 +102,7 @@ def _check(options: argparse.Namespace, rest: list[str]) -> None:
     from agentrl.testing import check_env
 
     env = _recipe(options.env, rest).env
-    console = Console()
-    for line in check_env(env.id, seeds=range(options.seeds), **env.options).lines:
-        console.print(line)
+    Console(soft_wrap=True).print(str(check_env(env.id, seeds=range(options.seeds), **env.options)))
 
 
 def _new(options: argparse.Namespace, _: list[str]) -> None:

@@ -14,7 +14,9 @@ from agentrl.rollout.env_calls import Env, EnvReply, reset, step
 from agentrl.rollout.tasks import EnvTask, Tasks
 from agentrl.types import Message, Split
 
-HELP = "Write an answer, or call a tool: /name key=value ...  (/oracle plays a turn, /tools lists the tools, /quit ends)"
+HELP = (
+    "Write an answer, or call a tool: /name key=value ...  (/oracle plays a turn, /tools lists the tools, /quit ends)"
+)
 
 
 def play(env: Env, task: EnvTask, ask: Callable[[], str | None]) -> Iterator[Text]:

@@ -1,0 +1,125 @@
+"""`agentrl envs play`, `check` and `new`, as a person uses them."""
+
+import io
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from agentrl.cli import main
+
+Played = Callable[..., str]
+
+BROKEN = """
+from agentrl import ToolEnv
+
+
+class Broken(ToolEnv):
+    def start(self, options):
+        return "Hello?"
+
+    def answer(self, text):
+        raise KeyError("answers")
+"""
+
+
+@pytest.fixture
+def play(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Played:
+    def play(lines: str, *words: str) -> str:
+        """Return what the terminal showed."""
+        monkeypatch.setattr(sys, "stdin", io.StringIO(lines))
+        main(["envs", "play", *words])
+        return capsys.readouterr().out
+
+    return play
+
+
+def test_a_person_plays_with_answers_and_calls_whose_arguments_have_the_types_of_the_schema(play: Played) -> None:
+    shown = play("/look\nhello there\n/open_box box=1\n/open_door\n/oracle\n/oracle\n", "key_door")
+    assert "/open_box box=...  Open a box." in shown
+    assert "tool: Nothing. Nice day?" in shown
+    assert "user: Well. Long way?" in shown
+    assert "No box here." in shown
+    assert "The task is over after 5 turns: reward 0, success 0, score 0." in shown
+
+
+def test_a_task_is_named_by_split_and_number_and_options_come_from_the_command_line(play: Played) -> None:
+    words = ("key_door", "--env.options.num_boxes", "50", "--env.options.num_distractors=0")
+    openings = {
+        play("", *words, "--split", split, "--task", n).split("user: ")[1] for split in ("train", "eval") for n in "01"
+    }
+    assert len(openings) > 2
+    assert play("", *words) == play("", *words)
+    assert "You left after 0 turns, with a reward of 0." in play("", *words)
+    assert "reward 1.2" in play("/oracle\n/oracle\n", *words)
+
+
+def test_what_cannot_be_carried_out_is_said_and_asked_again(play: Played) -> None:
+    shown = play('/open_box 1\n/open_box box="\n\n/quit\n', "key_door")
+    assert "'1' is no argument: write key=value" in shown
+    assert "No closing quotation" in shown
+    assert shown.count("Write an answer, or call a tool") == 2
+    assert "You left after 0 turns" in shown
+
+
+def test_an_environment_that_raises_shows_where(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, play: Played, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "broken_env.py").write_text(BROKEN)
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(SystemExit) as ended:
+        play("hello\n", "broken_env:Broken")
+    assert ended.value.code == 1
+    assert "in answer" in (shown := capsys.readouterr().out)
+    assert "KeyError" in shown
+
+
+def test_a_task_that_is_none_is_refused(play: Played, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        play("", "key_door", "--task", "-1")
+    assert ended.value.code == 2
+    assert "--task: -1 is none of the tasks of train" in capsys.readouterr().err
+
+
+def test_what_is_wrong_is_said_in_plain_words_and_what_is_right_too(capsys: pytest.CaptureFixture[str]) -> None:
+    main(["envs", "check", "key_door", "--seeds", "2"])
+    assert "reset() forgets" in capsys.readouterr().out
+
+
+@pytest.mark.timeout(600)
+def test_a_new_environment_is_played_checked_tested_and_trained_at_once(tmp_path: Path) -> None:
+    def run(*command: str, lines: str = "") -> str:
+        env = {**os.environ, "OMP_NUM_THREADS": "1"}
+        done = subprocess.run(
+            [sys.executable, "-m", *command],
+            cwd=tmp_path,
+            env=env,
+            input=lines,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
+    told = run("agentrl", "envs", "new", "treasure_hunt")
+    assert "agentrl train treasure_hunt.yaml" in told
+    assert "over after" in run("agentrl", "envs", "play", "treasure_hunt:TreasureHunt", lines="/oracle\n" * 4)
+    assert "treasure_hunt:TreasureHunt" in run("agentrl", "envs", "check", "treasure_hunt:TreasureHunt")
+    run("pytest", "-q", "-p", "no:cacheprovider", "test_treasure_hunt.py")
+    shorter = ("--warmup.steps", "4", "--train.steps", "2", "--evaluation.num_tasks", "4")
+    run("agentrl", "train", "treasure_hunt.yaml", *shorter)
+    assert list((tmp_path / "runs").glob("*/metrics.jsonl"))
+
+
+@pytest.mark.parametrize(
+    ("name", "words"), [("Treasure-Hunt", "is no name of a module"), ("class", "is no name of a module")]
+)
+def test_a_name_that_is_none_of_a_module_is_refused(name: str, words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["envs", "new", name])
+    assert ended.value.code == 2
+    assert words in capsys.readouterr().err
