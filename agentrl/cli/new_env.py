@@ -65,7 +65,7 @@ from agentrl.testing import check_env
 def test_it_keeps_the_contract() -> None:
     check_env($cls, seeds=range(10))
 """)
-_RECIPE = Template("""# A tiny model on a CPU, in two minutes: agentrl train $name.yaml (`model: {name_or_path: ...}` takes a real model).
+_RECIPE = Template("""# agentrl train $name.yaml: a tiny model on a CPU, in two minutes; `model.name_or_path` takes a real one.
 env:
   id: $name:$cls
   options: {highest: 9}
