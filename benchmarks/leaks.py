@@ -145,7 +145,7 @@ def play(episodes: int, live: int, *, seed: int) -> dict[str, Any]:
     """Play so many episodes; return what happened."""
     tokenizer = train_tokenizer([], vocab_size=261)
     renderer = ChatMLRenderer(tokenizer)
-    weighed = [call for weight, *call in calls() for _ in range(weight)]
+    weighed = [(name, arguments) for weight, name, arguments in calls() for _ in range(weight)]
     happened: Counter[str] = Counter()
 
     def script(request_id: str, number: int) -> list[int]:
