@@ -21,9 +21,7 @@ from agentrl_envs.sandboxes.seccomp import architectures, seccomp_filter
 _SYSTEM = ("/bin", "/sbin", "/lib", "/lib32", "/lib64", "/etc/alternatives", "/etc/ld.so.cache")
 _ENVIRONMENT = {"PATH": "/usr/local/bin:/usr/bin:/bin", "HOME": "/work", "LANG": "C.UTF-8", "PYTHONPATH": "/work"}
 _ENVIRONMENT |= {"PYTHONHASHSEED": "0", "PYTHONDONTWRITEBYTECODE": "1", "PYTHONNOUSERSITE": "1"}
-_USERS = itertools.cycle(range(1_900_000_000, 1_900_065_536))
-"""Where we are root, each `exec` runs as a user of its own, who owns nothing: the kernel counts processes by user, but never
-root's."""
+_RUNS = itertools.count()
 _OPEN_FILES = 64
 _HEADER = 512
 """Bytes at the start of an archive."""
@@ -111,9 +109,14 @@ def _limits(config: BubblewrapConfig) -> list[str]:
     limits = [f"--as={config.max_memory_mb * 1_000_000}", f"--cpu={seconds}", f"--nproc={config.max_processes}"]
     limits += [f"--fsize={config.max_files_mb * 1_000_000}", f"--nofile={_OPEN_FILES}", "--core=0", "--memlock=0"]
     limits += ["--stack=8000000", "--msgqueue=0"]
-    user = f"{next(_USERS)}"
+    user = f"{_user()}"
     as_user = ["setpriv", f"--reuid={user}", f"--regid={user}", "--clear-groups"] if os.geteuid() == 0 else []
     return [*as_user, "prlimit", *limits, "--"]
+
+
+def _user() -> int:
+    """Return a user who owns nothing, another one for each run and process: the kernel counts processes by user."""
+    return 1_900_000_000 + os.getpid() % 4096 * 256 + next(_RUNS) % 256
 
 
 def _bubblewrap(config: BubblewrapConfig, filter_fd: int) -> list[str]:
@@ -179,7 +182,9 @@ def _problem(config: BubblewrapConfig) -> str:
     needed = ["bwrap", "prlimit", "tar", *(["setpriv"] if os.geteuid() == 0 else [])]
     if missing := [name for name in needed if shutil.which(name) is None]:
         return f"{' and '.join(missing)} is not installed"
-    sandbox = Bubblewrap(config)
+    sandbox = Bubblewrap(
+        config.model_copy(update={"timeout_s": 60.0, "max_output_bytes": 1000})
+    )  # on a busy machine, too
     first: dict[Language, str] = {"sh": "echo well", "python": "print('well')"}
     for language, code in first.items():
         result = sandbox.exec(code, language=language)

@@ -3,8 +3,8 @@
 import atexit
 import datetime as dt
 import os
+import threading
 import time
-from functools import cache
 from pathlib import PurePosixPath
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -63,7 +63,7 @@ class Monty(FileSandbox):
         from pydantic_monty import MontyCrashedError, MontyError
 
         config = self.config
-        said, host = _Said(config.max_output_bytes), _host(files, self.max_bytes, time.monotonic() + config.timeout_s)
+        said, host = _Said(config.max_output_bytes), _host(files, self.max_bytes, timeout_s=config.timeout_s)
         limits: Any = {
             "max_feed_duration_secs": config.timeout_s,
             "max_memory": config.max_memory_mb * 1_000_000,
@@ -73,7 +73,9 @@ class Monty(FileSandbox):
         policy: Any = {"datetime": _CLOCK, "sleep": "zero", "random_start": {"seed": 0}}
         returncode, timed_out, words = 0, False, ""
         try:
-            with _pool().checkout(limits=limits, os_policy=policy, assert_message_annotations=False) as session:
+            with _interpreters.get().checkout(
+                limits=limits, os_policy=policy, assert_message_annotations=False
+            ) as session:
                 session.feed_run(code, os=host, cwd=str(_FOLDER), print_callback=said)
         except MontyCrashedError as error:
             returncode, timed_out, words = 1, error.timed_out, f"{error}\n"
@@ -102,15 +104,18 @@ class _Said:
         return self._kept.decode(errors="replace")
 
 
-def _host(files: Files, max_bytes: int, deadline: float) -> "OSAccess":
-    """Return what a session may ask for until a moment: these files, and so many bytes written."""
+def _host(files: Files, max_bytes: int, *, timeout_s: float) -> "OSAccess":
+    """Return what a session may ask for, for a while: these files, and so many bytes written."""
     from pydantic_monty import MemoryFile, OSAccess
 
     class Host(OSAccess):
         left = max_bytes
+        deadline: float | None = None
 
         def __call__(self, *, args: tuple[Any, ...], **call: Any) -> Any:
-            if time.monotonic() > deadline:  # the interpreter's own clock stands still while it asks
+            # The interpreter's own clock stands still while it asks. A wait for a free one is over by now.
+            self.deadline = self.deadline or time.monotonic() + timeout_s
+            if time.monotonic() > self.deadline:
                 raise TimeoutError("time limit exceeded")
             if any(isinstance(a, PurePosixPath) and (len(str(a)) > 255 or len(a.parts) > _MAX_DEPTH) for a in args):
                 raise OSError(36, "File name too long")
@@ -150,16 +155,32 @@ def _left(host: "OSAccess") -> Files:
     return files
 
 
-@cache
-def _pool() -> "Pool":
-    """Return this process's interpreters."""
-    from pydantic_monty import Monty
+class _Interpreters:
+    """Those of this process, from the first `exec` on."""
 
-    pool = Monty()
-    pool.__enter__()
-    atexit.register(pool.__exit__, None, None, None)
-    return pool
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._pool: Pool | None = None
+        self._pid = 0
+
+    def get(self) -> "Pool":
+        from pydantic_monty import Monty
+
+        if self._pool is not None and self._pid != os.getpid():  # its threads are not here: a call would wait for ever
+            raise UserError(
+                "sandbox: 'monty' does not survive a fork, and this process was forked from one in which it ran; "
+                "start processes by 'spawn' or 'forkserver'"
+            )
+        with self._lock:
+            if self._pool is None:
+                self._pool, self._pid = Monty(), os.getpid()
+                self._pool.__enter__()
+                atexit.register(self._close)
+            return self._pool
+
+    def _close(self) -> None:
+        if self._pool is not None and self._pid == os.getpid():
+            self._pool.__exit__(None, None, None)
 
 
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_pool.cache_clear)
+_interpreters = _Interpreters()

@@ -6,6 +6,7 @@ import time
 import psutil
 import pytest
 
+from agentrl import UserError
 from agentrl_envs.sandboxes.monty import MontyConfig
 
 SECRET = "a1b2c3-secret"
@@ -135,3 +136,16 @@ def test_time_and_chance_are_the_same_again() -> None:
     code = "import datetime, random, time\nprint(datetime.datetime.now(), random.random(), time.time())"
     with MontyConfig().build() as sandbox:
         assert sandbox.exec(code).output == sandbox.exec(code).output
+
+
+def test_a_forked_process_is_refused_at_once_and_its_parent_goes_on() -> None:
+    with MontyConfig().build() as sandbox:
+        sandbox.exec("1")
+        if (pid := os.fork()) == 0:
+            try:
+                sandbox.exec("1")
+            except UserError as error:
+                os._exit(7 if "does not survive a fork" in str(error) else 1)
+            os._exit(2)
+        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 7
+        assert sandbox.exec("print('parent')").output == "parent\n"
