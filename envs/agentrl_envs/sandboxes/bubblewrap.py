@@ -15,7 +15,7 @@ from pydantic import Field
 import agentrl
 from agentrl import ExecResult, Language, SandboxConfig, UserError
 from agentrl_envs.sandboxes.files import Files, FileSandbox, packed, unpacked
-from agentrl_envs.sandboxes.process import run_process
+from agentrl_envs.sandboxes.process import limit, run_process
 from agentrl_envs.sandboxes.seccomp import architectures, seccomp_filter
 
 _SYSTEM = ("/bin", "/sbin", "/lib", "/lib32", "/lib64", "/etc/alternatives", "/etc/ld.so.cache")
@@ -106,12 +106,12 @@ class Bubblewrap(FileSandbox):
 def _limits(config: BubblewrapConfig) -> list[str]:
     """Return the command that limits what it runs, as a user without rights."""
     seconds = max(1, round(config.timeout_s + 0.5))
-    limits = [f"--as={config.max_memory_mb * 1_000_000}", f"--cpu={seconds}", f"--nproc={config.max_processes}"]
-    limits += [f"--fsize={config.max_files_mb * 1_000_000}", f"--nofile={_OPEN_FILES}", "--core=0", "--memlock=0"]
-    limits += ["--stack=8000000", "--msgqueue=0"]
+    limits = {"as": config.max_memory_mb * 1_000_000, "cpu": seconds, "nproc": config.max_processes}
+    limits |= {"fsize": config.max_files_mb * 1_000_000, "nofile": _OPEN_FILES, "stack": 8_000_000}
+    limits |= dict.fromkeys(("core", "memlock", "msgqueue"), 0)
     user = f"{_user()}"
     as_user = ["setpriv", f"--reuid={user}", f"--regid={user}", "--clear-groups"] if os.geteuid() == 0 else []
-    return [*as_user, "prlimit", *limits, "--"]
+    return [*as_user, "prlimit", *(limit(name, value) for name, value in limits.items()), "--"]
 
 
 def _user() -> int:

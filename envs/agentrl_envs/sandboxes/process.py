@@ -90,6 +90,14 @@ def run_process(
     )
 
 
+def limit(name: str, value: int) -> str:
+    """Return an option of the program prlimit, no higher than this process itself may have."""
+    import resource
+
+    most = resource.getrlimit(getattr(resource, f"RLIMIT_{name.upper()}"))[1]
+    return f"--{name}={value if most == resource.RLIM_INFINITY else min(value, most)}"
+
+
 def _has_ended(pid: int) -> bool:
     """Tell whether a child has ended, without collecting its status."""
     return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None

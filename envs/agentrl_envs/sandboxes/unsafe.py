@@ -11,7 +11,7 @@ from pydantic import Field
 
 from agentrl import ExecResult, Language, SandboxConfig, UserError
 from agentrl_envs.sandboxes.files import Files, FileSandbox, plain_path
-from agentrl_envs.sandboxes.process import run_process
+from agentrl_envs.sandboxes.process import limit, run_process
 
 
 class UnsafeConfig(SandboxConfig):
@@ -48,15 +48,16 @@ class Unsafe(FileSandbox):
     def _run(self, code: str, language: Language, files: Files) -> tuple[ExecResult, Files | None]:
         config = self.config
         program = [sys.executable, "-s"] if language == "python" else ["sh"]
-        limits = [f"--as={config.max_memory_mb * 1_000_000}", f"--cpu={max(1, round(config.timeout_s + 0.5))}"]
-        limits += [f"--fsize={self.max_bytes}", f"--nproc={config.max_processes}", "--core=0"]
+        limits = {"as": config.max_memory_mb * 1_000_000, "cpu": max(1, round(config.timeout_s + 0.5)), "core": 0}
+        limits |= {"fsize": self.max_bytes, "nproc": config.max_processes}
+        options = [limit(name, value) for name, value in limits.items()]
         with tempfile.TemporaryDirectory(prefix="agentrl-unsafe-", ignore_cleanup_errors=True) as top:
             work, main = Path(top, "work"), Path(top, "main")
             work.mkdir()
             _lay_out(files, work)
             main.write_text(code, encoding="utf-8", errors="replace")
             done = run_process(
-                ["sh", "-c", 'exec "$@" 2>&1', "sh", "prlimit", *limits, "--", *program, str(main)],
+                ["sh", "-c", 'exec "$@" 2>&1', "sh", "prlimit", *options, "--", *program, str(main)],
                 timeout_s=config.timeout_s,
                 max_output=config.max_output_bytes,
                 max_second=0,

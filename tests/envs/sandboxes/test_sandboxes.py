@@ -3,6 +3,7 @@
 import copy
 import os
 import pickle
+import resource
 import shutil
 import sys
 import tempfile
@@ -20,6 +21,7 @@ from agentrl_envs.sandboxes import bubblewrap
 from agentrl_envs.sandboxes.bubblewrap import BubblewrapConfig
 from agentrl_envs.sandboxes.files import packed, plain_path, unpacked
 from agentrl_envs.sandboxes.monty import MontyConfig
+from agentrl_envs.sandboxes.process import limit
 from agentrl_envs.sandboxes.unsafe import UnsafeConfig
 
 WHY_NOT = bubblewrap._problem(BubblewrapConfig())
@@ -260,3 +262,10 @@ def test_limits_are_checked() -> None:
             MontyConfig(**{name: value})
     with pytest.raises((ValueError, ConfigError)):
         MontyConfig(timeout=1)  # type: ignore[call-arg]
+
+
+def test_limits_are_no_higher_than_those_of_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        resource, "getrlimit", lambda which: (5, 7 if which == resource.RLIMIT_CPU else resource.RLIM_INFINITY)
+    )
+    assert [limit("cpu", 60), limit("cpu", 3), limit("as", 10**9)] == ["--cpu=7", "--cpu=3", "--as=1000000000"]
