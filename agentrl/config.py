@@ -6,7 +6,7 @@ import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Self
+from typing import Annotated, Any, Self, get_origin
 
 from pydantic import BaseModel, ConfigDict, Field, SerializeAsAny, ValidationError, field_validator, model_validator
 from pydantic_settings import BaseSettings, CliSettingsSource, SettingsConfigDict, SettingsError
@@ -234,7 +234,7 @@ def _numbers(model: BaseModel, prefix: str = "") -> Iterator[tuple[str, float]]:
 def _field_names(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
     for name, info in model.model_fields.items():
         yield prefix + name
-        if section := section_of(info.annotation):
+        if get_origin(info.annotation) is not tuple and (section := section_of(info.annotation)):
             yield from _field_names(section, f"{prefix}{name}.")
 
 

@@ -115,7 +115,7 @@ def explain(error: ValidationError, model: type[BaseModel], *path: str) -> Itera
         where = ".".join(map(str, (*path, *entry["loc"])))
         if entry["type"] == "extra_forbidden":
             section: type[BaseModel] | None = model
-            for part in entry["loc"][:-1]:
+            for part in (part for part in entry["loc"][:-1] if isinstance(part, str)):  # not a place in a list
                 section = section_of(section.model_fields[str(part)].annotation) if section else None
             yield f"{where}: no such field.{suggest(str(entry['loc'][-1]), section.model_fields if section else ())}"
         elif entry["type"] == "value_error" and isinstance(cause := entry.get("ctx", {}).get("error"), ValueError):

@@ -12,7 +12,13 @@ from agentrl.errors import ConfigError
 from agentrl.plain_data import line_of
 
 Group = Literal[
-    "agentrl.envs", "agentrl.credit", "agentrl.engines", "agentrl.renderers", "agentrl.rewards", "agentrl.sandboxes"
+    "agentrl.envs",
+    "agentrl.credit",
+    "agentrl.engines",
+    "agentrl.renderers",
+    "agentrl.rewards",
+    "agentrl.group_rewards",
+    "agentrl.sandboxes",
 ]
 
 

@@ -1,7 +1,7 @@
 from collections.abc import Iterator
 from datetime import date
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, get_args, get_origin
 
 import pytest
 from pydantic import BaseModel
@@ -38,7 +38,8 @@ def sections(
         return
     yield path, list(model.model_fields)
     for name, info in model.model_fields.items():
-        for part in (info.annotation, *get_args(info.annotation)):
+        within = () if get_origin(info.annotation) is tuple else get_args(info.annotation)  # a list is no section
+        for part in (info.annotation, *within):
             if isinstance(part, type) and issubclass(part, BaseModel):
                 yield from sections(part, (*path, name))
 
@@ -132,6 +133,10 @@ def test_unknown_names_read_well(file: Path) -> None:
         ),
         ("rollout: {temperature: .inf}", "rollout.temperature: must be a finite number (got inf)"),
         ("train: {betas: [0.9, .nan]}", "train.betas.1: Input should be less than 1 (got nan)"),
+        (
+            "rollout: {group_rewards: [{reward: shorter, wieght: 1}]}",
+            "rollout.group_rewards.0.wieght: no such field. Did you mean 'weight'?",
+        ),
         ("rollout: 5", "rollout: expected a mapping of fields (got 5)"),
         ("rollout:", "rollout: expected a mapping of fields (got None)"),
     ],

@@ -13,6 +13,7 @@ import yaml
 from agentrl import TaskEnv, tool_call
 from agentrl.config import load_recipe
 from agentrl.env.rewards.functions import load_rewards
+from agentrl.rollout import RolloutConfig
 
 DOCS = Path(__file__).parents[1] / "docs"
 EXAMPLES = DOCS.parent / "examples"
@@ -66,7 +67,15 @@ def test_the_functions_are_rewards(here: Path) -> None:
 def test_the_options_are_taken(here: Path) -> None:
     (here / "my_rewards.py").write_text(files("rewards.md")["my_rewards.py"])
     blocks = re.findall(r"<!-- options -->\n```yaml\n(.*?)```", (DOCS / "rewards.md").read_text(), re.DOTALL)
-    found = [load_rewards(yaml.safe_load(block)["rewards"], columns=["prompt"], has_answer=True) for block in blocks]
+    given = [yaml.safe_load(block) for block in blocks]
+    (rollout,) = [block for block in given if "group_rewards" in block]
+    assert [reward.label for reward in RolloutConfig.model_validate(rollout).group_rewards] == [
+        "shorter",
+        "overlong_tokens",
+    ]
+    found = [
+        load_rewards(block["rewards"], columns=["prompt"], has_answer=True) for block in given if "rewards" in block
+    ]
     assert [[reward.name for reward in rewards] for rewards in found] == [
         ["math", "format", "overlong", "polite"],
         ["judge"],

@@ -5,6 +5,7 @@ from typing import Annotated, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, model_validator
 
 from agentrl.may_change import MayChange
+from agentrl.rollout.group_rewards import GroupReward
 from agentrl.types import Amount, AmountOrZero, Count
 
 
@@ -67,6 +68,9 @@ class RolloutConfig(BaseModel):
     dynamic_sampling: AmountOrZero = 0
     """Most groups of a step that are replaced by new tasks because all of their episodes earned the same, which teaches
     nothing to a scheme that compares siblings (DAPO, arXiv 2503.14476); beyond that many, such groups are kept."""
+    group_rewards: tuple[GroupReward, ...] = ()
+    """Rewards that compare the episodes of a group, or count their tokens; in training alone, added before credit is assigned.
+    `dynamic_sampling` looks at the rewards without them."""
     branches: BranchConfig = BranchConfig()
     """Forked rollouts, for credit schemes that read them."""
     max_consecutive_failures: Annotated[Amount, MayChange()] = 16
@@ -95,6 +99,9 @@ class RolloutConfig(BaseModel):
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
+        labels = [reward.label for reward in self.group_rewards]
+        if len(set(labels)) < len(labels):
+            raise ValueError("group_rewards: two have one name; give one another name")
         if self.top_p != 1:
             raise ValueError(
                 f"top_p: {self.top_p} cuts the support off, so importance ratios would be wrong; "

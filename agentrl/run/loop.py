@@ -17,6 +17,7 @@ from agentrl.distributed.processes import all_gather, from_rank_zero, naming_abs
 from agentrl.learn.metrics import process_metrics, rollout_metrics
 from agentrl.learn.staleness import mask_stale, share_too_old
 from agentrl.report.folder import RunFolder
+from agentrl.rollout.group_rewards import reward_groups
 from agentrl.run.build import Parts
 from agentrl.run.evaluate import evaluation_metrics
 from agentrl.run.record import OnProgress
@@ -127,6 +128,7 @@ def credit_and_update(
     """
     if (device := parts.learner.state.device).type == "cuda":
         torch.cuda.set_device(device)  # which each thread has of its own
+    own_groups = reward_groups(own_groups, parts.recipe.rollout.group_rewards)
     everyones = all_gather([(own_groups, is_replaying, dict(parts.pool.counts))])
     groups = sorted((group for collected, *_ in everyones for group in collected), key=lambda group: group.group_id)
     clock.lap()

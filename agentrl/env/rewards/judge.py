@@ -151,10 +151,10 @@ def _transcript(messages: list[Message]) -> str:
 
 
 def _schema(num_criteria: int) -> dict[str, Any]:
-    score = {"type": "number", "minimum": 0, "maximum": 1}
+    score = {"type": "number", "enum": [0, 0.25, 0.5, 0.75, 1]}
     scores = {"type": "array", "items": score, "minItems": num_criteria, "maxItems": num_criteria}
     schema = {"type": "object", "properties": {"scores": scores}, "required": ["scores"], "additionalProperties": False}
-    return {"name": "scores", "schema": schema}
+    return {"name": "scores", "strict": True, "schema": schema}
 
 
 def _scores(text: str, num_criteria: int) -> list[float]:

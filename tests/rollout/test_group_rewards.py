@@ -1,0 +1,97 @@
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from agentrl import ConfigError, StopReason
+from agentrl.report.records import read_records
+from agentrl.rollout.config import RolloutConfig
+from agentrl.rollout.group_rewards import GroupReward, overlong_tokens, reward_groups, shorter
+from agentrl.testing import make_group
+from tests.support.runs import recipe, train
+
+HERE = "tests.rollout.test_group_rewards"
+
+
+def rank(rewards: list[float], *, step: float = 1.0) -> list[float]:
+    return [step * sorted(rewards).index(reward) for reward in rewards]
+
+
+def too_few(num_tokens: list[int]) -> list[float]:
+    return [1.0]
+
+
+def fails(completions: list[str]) -> list[float]:
+    raise RuntimeError("no idea")
+
+
+def nothing(words: list[str]) -> list[float]:
+    return [0.0]
+
+
+def test_numbers_are_added_to_the_last_turn_with_their_weight_and_their_name() -> None:
+    group = make_group([[1.0, 0.0], [0.0, 3.0], [5.0]])
+    lost = replace(group.trajectories[2], stop_reason=StopReason.ENV_ERROR)
+    group = replace(group, trajectories=(*group.trajectories[:2], lost))
+    rewards = [GroupReward(reward=f"{HERE}:rank", weight=0.5, options={"step": 4.0})]
+    (found,) = reward_groups([group], rewards)
+    # Of the two that did not fail, the second has earned more: rank 1, four a step, half of it.
+    assert [[turn.reward for turn in t.turns] for t in found.trajectories] == [[1, 0], [0, 5], [5]]
+    assert found.trajectories[1].turns[-1].extras["reward_components"] == {"rank": 2.0}
+    assert found.trajectories[2] is lost
+    assert reward_groups([group], []) == [group]
+
+
+def test_the_length_of_siblings_is_compared_as_the_paper_has_it() -> None:
+    # 10 to 30 tokens: 0.5 - (n - 10) / 20; only a success is paid for being short.
+    assert shorter([10, 20, 30, 10], [True, True, True, False]) == [0.5, 0.0, -0.5, 0.0]
+    assert shorter([30, 10], [False, True]) == [-0.5, 0.5]
+    assert shorter([7, 7], [True, False]) == [0, 0]
+
+
+def test_the_punishment_of_length_counts_tokens() -> None:
+    assert overlong_tokens([12, 13, 14, 16, 99], max_length=16, buffer=4) == [0, -0.25, -0.5, -1, -1]
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"reward": "short"}, "no 'short' is installed"),
+        ({"reward": "os:system"}, "'os:system' takes none of completions"),
+        ({"reward": f"{HERE}:nothing"}, "nothing' takes none of completions"),
+        ({"reward": "overlong_tokens"}, "asks for 'max_length'; set it in its options"),
+        ({"reward": "shorter", "options": {"x": 1}}, "'shorter' has no option 'x'"),
+        ({"reward": "shorter", "weight": float("nan")}, "finite"),
+    ],
+)
+def test_what_is_no_reward_of_groups_is_refused(given: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        RolloutConfig.model_validate({"group_rewards": [given]})
+
+
+def test_two_of_one_name_are_refused() -> None:
+    with pytest.raises(ValueError, match="group_rewards: two have one name"):
+        RolloutConfig.model_validate({"group_rewards": [{"reward": "shorter"}] * 2})
+
+
+@pytest.mark.parametrize(("name", "words"), [("too_few", "return a finite number for each of 2"), ("fails", "no idea")])
+def test_what_a_function_gets_wrong_is_told(name: str, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        reward_groups([make_group([[0.0], [1.0]])], [GroupReward(reward=f"{HERE}:{name}")])
+
+
+def test_a_run_trains_on_them_and_tells_of_them(tmp_path: Path) -> None:
+    given = [{"reward": f"{HERE}:by_place", "weight": 0.5}]
+    folder, rows = train(recipe(tmp_path, rollout={"group_rewards": given}, train={"steps": 1}))
+    assert rows[1]["reward/by_place"] == pytest.approx(0.25)  # of two episodes: 0 and 1, half of it
+    assert rows[1]["reward/mean"] >= 0.25 - 1e-9
+    assert "eval/reward/by_place" not in rows[1]
+    (path,) = folder.rollouts()
+    records = list(read_records(path))
+    assert [record.turns[-1].extras["reward_components"]["by_place"] for record in records] == [0, 0.5] * 2
+    assert len({advantage for record in records for turn in record.turns for advantage in turn.advantages}) >= 2
+
+
+def by_place(num_tokens: list[int]) -> list[float]:
+    return [float(place) for place in range(len(num_tokens))]
