@@ -40,6 +40,7 @@ SLOW_FIRST = (
     "test_branches",
     "test_boundary",
     "test_run_partial",
+    "test_mcp",
 )
 """Files that take half a minute or more, the longest first: no worker is to be left with one of them at the end."""
 
