@@ -26,7 +26,7 @@ from agentrl.run import loop
 from agentrl.run.build import build
 
 ROOT = Path(__file__).resolve().parents[1]
-RECIPES = ("corridor", "frozen_lake", "negotiation", "sql_analyst")
+RECIPES = ("corridor", "frozen_lake", "sql_analyst")
 Result: TypeAlias = dict[str, Any]
 """One line of the results file."""
 
