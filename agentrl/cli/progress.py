@@ -44,30 +44,35 @@ def print_end(console: Console, folder: "RunFolder", recipe: "Recipe") -> None:
 
 
 def summary(rows: list[dict[str, float]], samples: int) -> str:
-    """Compare the first and the last evaluation, of so many episodes a task; one whose every episode failed has no means."""
-    evaluations = [row for row in rows if "eval/episodes" in row]
-    played = [row for row in evaluations if "eval/reward" in row]
-    if not evaluations:
-        return "no result: nothing was evaluated"
+    """Compare the first and the last evaluation, of so many episodes a task, in a line for each environment."""
+    found = [name for row in rows for name in row if name.startswith("eval/") and name.endswith("/episodes")]
+    prefixes = dict.fromkeys(name.removesuffix("episodes") for name in found)
+    lines = [_summary(rows, samples, prefix) for prefix in prefixes]
+    return "\n".join(lines) or "no result: nothing was evaluated"
+
+
+def _summary(rows: list[dict[str, float]], samples: int, prefix: str) -> str:
+    """Compare the evaluations of one environment; one whose every episode failed has no means."""
+    evaluations = [row for row in rows if f"{prefix}episodes" in row]
+    played = [row for row in evaluations if f"{prefix}reward" in row]
+    of = f"{prefix.split('/')[1]}: " if prefix != "eval/" else ""
+    number = (evaluations[-1][f"{prefix}episodes"] + evaluations[-1][f"{prefix}failed"]) / samples
+    tasks = f"{number:.0f} evaluation task{'s' if number > 1 else ''}"
     if not played:
-        return f"no result on {_tasks(evaluations[-1], samples)}: every episode of them failed"
+        return f"{of}no result on {tasks}: every episode of them failed"
     first, last = played[0], played[-1]
 
     def change(name: str, form: str) -> str:
-        before, after = first[f"eval/{name}"], last[f"eval/{name}"]
+        before, after = first[f"{prefix}{name}"], last[f"{prefix}{name}"]
         return f"{name} {before:{form}} -> {after:{form}}"
 
-    parts = [change(name, ".1%") for name in ("score", "success") if f"eval/{name}" in first and f"eval/{name}" in last]
-    words = f"{', '.join([*parts, change('reward', '.3f')])} on {_tasks(last, samples)}, {rows[-1]['step']:.0f} steps"
+    shares = [name for name in ("score", "success") if f"{prefix}{name}" in first and f"{prefix}{name}" in last]
+    parts = [*(change(name, ".1%") for name in shares), change("reward", ".3f")]
+    words = f"{of}{', '.join(parts)} on {tasks}, {rows[-1]['step']:.0f} steps"
     if len(played) == len(evaluations):
         return words
-    steps = ", ".join(f"{row['step']:.0f}" for row in evaluations if "eval/reward" not in row)
+    steps = ", ".join(f"{row['step']:.0f}" for row in evaluations if f"{prefix}reward" not in row)
     return f"{words}; left out, because every episode of them failed: step {steps}"
-
-
-def _tasks(row: dict[str, float], samples: int) -> str:
-    number = (row["eval/episodes"] + row["eval/failed"]) / samples
-    return f"{number:.0f} evaluation task{'s' if number > 1 else ''}"
 
 
 def _note(metrics: dict[str, float]) -> str:

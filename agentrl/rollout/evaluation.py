@@ -4,11 +4,12 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from math import comb
-from typing import Self
+from typing import Annotated, Self
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict, NonNegativeFloat, PositiveInt, model_validator
+from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat, PositiveInt, model_validator
 
+from agentrl.env.config import EnvConfig
 from agentrl.plain_data import is_number
 from agentrl.rollout.pool import RolloutPool
 from agentrl.types import AmountOrZero, Count, Share, Trajectory, TrajectoryGroup
@@ -27,6 +28,8 @@ class EvaluationConfig(BaseModel):
     """Episodes for each task."""
     pass_at: tuple[PositiveInt, ...] = (1,)
     """The k of pass@k, each at most `samples`."""
+    env: EnvConfig | dict[Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]+$")], EnvConfig] | None = None
+    """Another environment to evaluate in, or several by name, whose metrics are `eval/NAME/...`. None: that of training."""
     temperature: NonNegativeFloat = 1.0
     """Sampling temperature; 0 takes the most probable token."""
 
@@ -51,9 +54,11 @@ class Evaluation:
     groups: list[TrajectoryGroup]
 
 
-async def play_evaluation(pool: RolloutPool, config: EvaluationConfig, *, share: Share) -> list[TrajectoryGroup]:
-    """Play the evaluation tasks that are dealt out to this process as training tasks are."""
-    tasks = {f"eval/{place:06d}": task for place, task in enumerate(pool.tasks.evaluation(config.num_tasks))}
+async def play_evaluation(
+    pool: RolloutPool, config: EvaluationConfig, *, share: Share, prefix: str = "eval/"
+) -> list[TrajectoryGroup]:
+    """Play the evaluation tasks that are dealt out to this process as training tasks are; their names begin with `prefix`."""
+    tasks = {f"{prefix}{place:06d}": task for place, task in enumerate(pool.tasks.evaluation(config.num_tasks))}
     own = islice(tasks.items(), share.process, None, share.num_processes) if share.num_groups else ()
     return await pool.play(dict(own), group_size=config.samples)
 

@@ -88,11 +88,14 @@ class RolloutPool:
         self.loop_lag_s = 0.0
         """Longest time by which the event loop was late during the last `collect`."""
 
-    def beside(self, config: RolloutConfig) -> "RolloutPool":
-        """Return another pool for the same environments and engine, with limits and temperature of its own."""
+    def beside(
+        self, config: RolloutConfig, *, environments: Environments | None = None, tasks: Tasks | None = None
+    ) -> "RolloutPool":
+        """Return another pool for the same engine, with limits of its own; by default for the same environments and tasks."""
         context = replace(self.context, config=config, clock=EngineClock())
-        pool = RolloutPool(make_env=self.environments.make, context=context, tasks=self.tasks, on_fault=self._on_fault)
-        pool.environments = self.environments
+        environments, tasks = environments or self.environments, tasks or self.tasks
+        pool = RolloutPool(make_env=environments.make, context=context, tasks=tasks, on_fault=self._on_fault)
+        pool.environments = environments
         return pool
 
     @property

@@ -40,6 +40,7 @@ from agentrl.report.records import pieces_of
 from agentrl.rollout import EpisodeContext, Journal, RolloutPool, Tasks, check_limits, describe_env, try_environment
 from agentrl.run.engine_link import EngineLink
 from agentrl.run.engines import new_engine, share_of
+from agentrl.run.evaluation_envs import EvaluationEnv, describe_others, own_env
 from agentrl.run.models import check_positions, load_model, load_teacher, make_bytes_tokenizer
 from agentrl.types import Need, Share, Trajectory
 
@@ -63,6 +64,8 @@ class Parts:
     """Samples, from weights that are pushed to it."""
     pool: RolloutPool
     """Plays episodes on the engine."""
+    evaluation_envs: tuple[EvaluationEnv, ...]
+    """To evaluate in."""
     credit: CreditScheme
     """Turns rewards into advantages."""
     signals: Signals
@@ -103,11 +106,13 @@ def _build(
 
     description = runner.run(describe_env(recipe.env.make, timeout_s=recipe.rollout.env_timeout_s))
     tasks = Tasks(seed=recipe.seed, num=description.num_tasks, hashes=description.task_hashes)
-    tasks.evaluation(1)  # refused here, where there are none
+    others = describe_others(recipe, runner, stack)
+    if not others:
+        tasks.evaluation(1)  # refused here, where there are none
     credit, lack = _load_credit(recipe, description)
     model, tokenizer = _load_model(recipe, credit, tasks, runner, tokenizer_folder=tokenizer_folder)
     renderer = recipe.chat.build(tokenizer, name=str(recipe.model.name_or_path or "local"))
-    if description.tools:
+    if description.tools or any(other.has_tools for other in others):
         renderer.start([USER], TOOLS)  # refused here, before anything is sampled
     engine = _new_engine(recipe, share, model, accelerator.device, runner, stack)
     on_fault = partial(_tell_fault, FaultLog(recipe.run_dir, piece=pieces_of(tokenizer)), engine, on_warning)
@@ -145,8 +150,9 @@ def _build(
     learner = Learner(
         state, loss=recipe.loss, config=recipe.train, temperature=recipe.rollout.temperature, seed=recipe.seed
     )
-    few = tasks.words_if_fewer(recipe.evaluation.num_tasks)
-    warnings = [*recipe.loss.warnings(), *limits, lack, few, *describe(renderer).notes, layout]
+    evaluation_envs = others or (own_env(pool, has_tools=bool(description.tools)),)
+    few = [each.tasks.words_if_fewer(recipe.evaluation.num_tasks) for each in evaluation_envs]
+    warnings = [*recipe.loss.warnings(), *limits, lack, *few, *describe(renderer).notes, layout]
     return Parts(
         recipe=recipe,
         warnings=tuple(filter(None, warnings)),
@@ -156,6 +162,7 @@ def _build(
         policy=policy,
         engine=engine,
         pool=pool,
+        evaluation_envs=evaluation_envs,
         credit=credit,
         signals=signals,
         learner=learner,

@@ -5,19 +5,26 @@ from agentrl.run.build import Parts
 from agentrl.run.sampling import sampled_by_all
 
 
-def evaluate(parts: Parts) -> Evaluation:
-    """Play the evaluation tasks with the weights in the engine; nothing of the training state is touched."""
-    recipe = parts.recipe
+def evaluate(parts: Parts) -> dict[str, Evaluation]:
+    """Play the evaluation tasks with the weights in the engine; nothing of the training state is touched.
+
+    Returns: what was found, by the prefix of its metrics: `eval/`, or `eval/NAME/` where `evaluation.env` names several.
+    """
+    recipe, found = parts.recipe, {}
     config = recipe.rollout.model_copy(update={"temperature": recipe.evaluation.temperature})
-    pool = parts.pool.beside(config)
-    playing = play_evaluation(pool, recipe.evaluation, share=parts.pool.share)
-    try:
-        groups = sampled_by_all(parts.pool, parts.runner, playing)
-    finally:
-        pool.close()
-    return evaluated(groups, recipe.evaluation)
+    for env in parts.evaluation_envs:
+        pool = parts.pool.beside(config, environments=env.environments, tasks=env.tasks)
+        playing = play_evaluation(pool, recipe.evaluation, share=parts.pool.share, prefix=env.prefix)
+        try:
+            groups = sampled_by_all(parts.pool, parts.runner, playing)
+        finally:
+            pool.close()
+        found[env.prefix] = evaluated(groups, recipe.evaluation)
+    return found
 
 
 def evaluation_metrics(parts: Parts) -> dict[str, float]:
     """Evaluate; return what was found as metrics of a step."""
-    return {f"eval/{name}": value for name, value in evaluate(parts).metrics.items()}
+    return {
+        f"{prefix}{name}": value for prefix, found in evaluate(parts).items() for name, value in found.metrics.items()
+    }

@@ -119,6 +119,11 @@ def _prepare(parts: Parts) -> Preparation:
         fork=reads_branches(parts.credit),
     )
     runner.run(trial)
+    for env in parts.evaluation_envs if recipe.evaluation.env is not None else ():
+        trial = try_environment(
+            make_env=env.environments.make, renderer=renderer, config=recipe.rollout, tasks=env.tasks
+        )
+        runner.run(trial)
     parts.link.start(0)
     examples: list[Demonstration] = []
     if recipe.warmup.steps:
@@ -126,14 +131,20 @@ def _prepare(parts: Parts) -> Preparation:
             recipe, renderer, runner, tasks=parts.pool.tasks, count=recipe.warmup.num_demonstrations
         )
     prepared = _check_oracle(parts, examples)
-    looking = overlap(recipe.env.make, parts.pool.tasks, timeout_s=recipe.rollout.env_timeout_s)
-    shared = from_rank_zero(lambda: runner.run(looking))
+    if recipe.evaluation.env is None:
+        _look_for_shared_tasks(parts, prepared)
     if (words := reuse_environments(parts)) is not None:
         prepared.warnings["slow_construction"] = words
+    return prepared
+
+
+def _look_for_shared_tasks(parts: Parts, prepared: Preparation) -> None:
+    """Note where evaluation tasks are training tasks."""
+    env, timeout_s = parts.recipe.env, parts.recipe.rollout.env_timeout_s
+    shared = from_rank_zero(lambda: parts.runner.run(overlap(env.make, parts.pool.tasks, timeout_s=timeout_s)))
     if shared is not None and (words := shared.words()) is not None:
         prepared.warnings["shared_tasks"] = words
         prepared.metrics["health/shared_tasks"] = shared.num_shared / shared.num_evaluation
-    return prepared
 
 
 def reuse_environments(parts: Parts) -> str | None:
@@ -141,6 +152,9 @@ def reuse_environments(parts: Parts) -> str | None:
     rollout, pool = parts.recipe.rollout, parts.pool
     proof = parts.runner.run(prove_reset(pool.environments.make, pool.tasks, timeout_s=rollout.env_timeout_s))
     pool.environments.is_reused = proof.flaw is None
+    for env in parts.evaluation_envs if parts.recipe.evaluation.env is not None else ():
+        found = parts.runner.run(prove_reset(env.environments.make, env.tasks, timeout_s=rollout.env_timeout_s))
+        env.environments.is_reused = found.flaw is None
     return proof.words(live=rollout.max_live_episodes)
 
 
