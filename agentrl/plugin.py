@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from typing import Any, ClassVar, NamedTuple, Self, TypeVar, get_args
+from typing import Any, ClassVar, NamedTuple, Self, TypeVar, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, ModelWrapValidatorHandler, ValidationError, model_validator
 
@@ -131,7 +131,9 @@ def explain(error: ValidationError, model: type[BaseModel], *path: str) -> Itera
 
 
 def section_of(annotation: Any) -> type[BaseModel] | None:
-    """Return the model that a field holds. None: it is no section."""
+    """Return the model that a field holds. None: it is no section, or a mapping of them."""
+    if get_origin(annotation) is dict:
+        return None
     for candidate in (annotation, *get_args(annotation)):
         if isinstance(candidate, type) and issubclass(candidate, BaseModel):
             return candidate

@@ -38,7 +38,7 @@ def sections(
         return
     yield path, list(model.model_fields)
     for name, info in model.model_fields.items():
-        within = () if get_origin(info.annotation) is tuple else get_args(info.annotation)  # a list is no section
+        within = () if get_origin(info.annotation) in (tuple, dict) else get_args(info.annotation)  # a list or a mapping of them is none
         for part in (info.annotation, *within):
             if isinstance(part, type) and issubclass(part, BaseModel):
                 yield from sections(part, (*path, name))

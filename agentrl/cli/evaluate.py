@@ -24,7 +24,6 @@ def _eval(options: argparse.Namespace, rest: list[str]) -> None:
     from agentrl.report.folder import RunFolder
     from agentrl.run.build import build
     from agentrl.run.evaluate import evaluate
-    from agentrl.run.evaluation_envs import named_envs
     from agentrl.run.resume import load_weights
     from agentrl.run.start import reuse_environments
 
@@ -40,7 +39,7 @@ def _eval(options: argparse.Namespace, rest: list[str]) -> None:
         parts.link.start(0)
         reuse_environments(parts)
         found = evaluate(parts)
-    envs = {f"eval/{name}/" if name else "eval/": env.id for name, env in named_envs(recipe).items()}
+    envs = {f"eval/{name}/" if name else "eval/": env.id for name, env in recipe.evaluation.env.items()}
     for prefix, evaluation in found.items():
         title = f"{envs.get(prefix, recipe.env.id)}: {len(evaluation.groups)} evaluation tasks"
         table = Table("metric", "value", title=title)

@@ -7,7 +7,7 @@ from math import comb
 from typing import Annotated, Self
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat, PositiveInt, model_validator
+from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat, PositiveInt, field_validator, model_validator
 
 from agentrl.env.config import EnvConfig
 from agentrl.plain_data import is_number
@@ -28,10 +28,18 @@ class EvaluationConfig(BaseModel):
     """Episodes for each task."""
     pass_at: tuple[PositiveInt, ...] = (1,)
     """The k of pass@k, each at most `samples`."""
-    env: EnvConfig | dict[Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]+$")], EnvConfig] | None = None
-    """Another environment to evaluate in, or several by name, whose metrics are `eval/NAME/...`. None: that of training."""
+    env: dict[Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]*$")], EnvConfig] = {}
+    """Other environments to evaluate in, by name: their metrics are `eval/NAME/...`. One may stand alone (`{id: ...}`), as
+    `eval/...`. None: that of training."""
     temperature: NonNegativeFloat = 1.0
     """Sampling temperature; 0 takes the most probable token."""
+
+    @field_validator("env", mode="before")
+    @classmethod
+    def _named(cls, given: object) -> object:
+        """Give the environment that stands alone the empty name."""
+        is_alone = isinstance(given, EnvConfig) or (isinstance(given, dict) and isinstance(given.get("id"), str))
+        return {"": given} if is_alone else given
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:

@@ -5,7 +5,6 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 
 from agentrl.config import Recipe
-from agentrl.env.config import EnvConfig
 from agentrl.errors import UserError
 from agentrl.rollout import RolloutPool, Tasks, describe_env
 from agentrl.rollout.environments import Environments
@@ -34,7 +33,7 @@ def describe_others(recipe: Recipe, runner: asyncio.Runner, stack: ExitStack) ->
         UserError: naming the one that cannot be made, or has no evaluation tasks.
     """
     found = []
-    for name, env in named_envs(recipe).items():
+    for name, env in recipe.evaluation.env.items():
         try:
             description = runner.run(describe_env(env.make, timeout_s=recipe.rollout.env_timeout_s))
             tasks = Tasks(seed=recipe.seed, num=description.num_tasks)
@@ -47,14 +46,6 @@ def describe_others(recipe: Recipe, runner: asyncio.Runner, stack: ExitStack) ->
             EvaluationEnv(name=name, environments=environments, tasks=tasks, has_tools=bool(description.tools))
         )
     return tuple(found)
-
-
-def named_envs(recipe: Recipe) -> dict[str, EnvConfig]:
-    """Return the environments that `evaluation.env` names, by their names."""
-    env = recipe.evaluation.env
-    if env is None:
-        return {}
-    return {"": env} if isinstance(env, EnvConfig) else env
 
 
 def own_env(pool: RolloutPool, *, has_tools: bool) -> EvaluationEnv:

@@ -119,7 +119,7 @@ def _prepare(parts: Parts) -> Preparation:
         fork=reads_branches(parts.credit),
     )
     runner.run(trial)
-    for env in parts.evaluation_envs if recipe.evaluation.env is not None else ():
+    for env in parts.evaluation_envs if recipe.evaluation.env else ():
         trial = try_environment(
             make_env=env.environments.make, renderer=renderer, config=recipe.rollout, tasks=env.tasks
         )
@@ -131,7 +131,7 @@ def _prepare(parts: Parts) -> Preparation:
             recipe, renderer, runner, tasks=parts.pool.tasks, count=recipe.warmup.num_demonstrations
         )
     prepared = _check_oracle(parts, examples)
-    if recipe.evaluation.env is None:
+    if not recipe.evaluation.env:
         _look_for_shared_tasks(parts, prepared)
     if (words := reuse_environments(parts)) is not None:
         prepared.warnings["slow_construction"] = words
@@ -152,7 +152,7 @@ def reuse_environments(parts: Parts) -> str | None:
     rollout, pool = parts.recipe.rollout, parts.pool
     proof = parts.runner.run(prove_reset(pool.environments.make, pool.tasks, timeout_s=rollout.env_timeout_s))
     pool.environments.is_reused = proof.flaw is None
-    for env in parts.evaluation_envs if parts.recipe.evaluation.env is not None else ():
+    for env in parts.evaluation_envs if parts.recipe.evaluation.env else ():
         found = parts.runner.run(prove_reset(env.environments.make, env.tasks, timeout_s=rollout.env_timeout_s))
         env.environments.is_reused = found.flaw is None
     return proof.words(live=rollout.max_live_episodes)

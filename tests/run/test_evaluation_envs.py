@@ -36,7 +36,7 @@ def test_several_are_evaluated_by_name(tmp_path: Path) -> None:
     assert (short.startswith("short: "), "on 3 evaluation tasks, 1 steps" in short) == (True, True)
     assert (long.startswith("long: "), "on 5 evaluation tasks, 1 steps" in long) == (True, True)
     # It is a field that may change on resume.
-    _, rows = train(settings(tmp_path, None).model_copy(update={"run_dir": folder.path}), folder)
+    _, rows = train(settings(tmp_path, {}).model_copy(update={"run_dir": folder.path}), folder)
     assert [row["step"] for row in rows] == [0, 1]
 
 
@@ -52,7 +52,7 @@ def test_another_one_takes_the_place_of_that_of_training(tmp_path: Path) -> None
     ("env", "words"),
     [
         ({"id": TABLE, "options": {"num_eval": 0}}, r"^evaluation\.env: env: the environment has no evaluation tasks"),
-        ({"hard": {"id": "no_such_env"}}, r"^evaluation\.env\.hard: env\.id: "),
+        ({"hard": {"id": "no_such_env", "options": {}}}, r"^evaluation\.env\.hard: env\.id: "),
         ({"hard": {"id": TABLE, "options": {"size": 3}}}, r"^evaluation\.env\.hard: env\.options\.size: "),
     ],
 )
