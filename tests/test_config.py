@@ -38,7 +38,8 @@ def sections(
         return
     yield path, list(model.model_fields)
     for name, info in model.model_fields.items():
-        within = () if get_origin(info.annotation) in (tuple, dict) else get_args(info.annotation)  # a list or a mapping of them is none
+        is_many = get_origin(info.annotation) in (tuple, dict)  # which is no section
+        within = () if is_many else get_args(info.annotation)
         for part in (info.annotation, *within):
             if isinstance(part, type) and issubclass(part, BaseModel):
                 yield from sections(part, (*path, name))
