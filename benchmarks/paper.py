@@ -271,8 +271,7 @@ def prepare(size: Size) -> tuple[Recipe, Any, list[Demonstration]]:
         demonstrations,
         partial(make_env, recipe.env.id),
         skill=recipe.warmup.skill,
-        max_turns=recipe.rollout.max_turns,
-        timeout_s=60,
+        config=recipe.rollout,
         tasks=Tasks(seed=0),
     )
     as_bytes = train_tokenizer([], vocab_size=261)

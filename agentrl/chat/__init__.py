@@ -6,6 +6,7 @@ from agentrl.chat.description import Description, describe
 from agentrl.chat.dialogue import Dialogue, TurnTokens
 from agentrl.chat.forms import FORMS, CallForm, ResponseTemplateForm
 from agentrl.chat.forms.hermes import format_tool_call, parse_assistant
+from agentrl.chat.history import HistoryConfig
 from agentrl.chat.renderer import Renderer, RendererConfig
 from agentrl.chat.template import TemplateConfig, TemplateRenderer
 from agentrl.chat.tokenizer import load_tokenizer, local_folder, pretrained_tokenizer, train_tokenizer
@@ -18,6 +19,7 @@ __all__ = [
     "ChatMLRenderer",
     "Description",
     "Dialogue",
+    "HistoryConfig",
     "Renderer",
     "RendererConfig",
     "ResponseTemplateForm",

@@ -4,9 +4,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Self
 
+from agentrl.chat.history import HistoryConfig
 from agentrl.chat.renderer import Renderer, Tools
 from agentrl.chat.thinking import drops_thoughts
 from agentrl.types import Message
+
+_ALL = HistoryConfig()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,12 +28,14 @@ class Dialogue:
     """A conversation that waits for its next action.
 
     With `P0` the tokens of the first messages, `A0` an action and `E0` what the replies to it add, the context of the second
-    action is `P0 + A0 + E0`. Where history is rewritten, because a thought is dropped or a template will have it so, it is
-    whatever the renderer makes of all messages.
+    action is `P0 + A0 + E0`. Where history is rewritten, because less of it is shown, a thought is dropped or a template will
+    have it so, it is whatever the renderer makes of all messages that are shown.
     """
 
     history: tuple[Message, ...]
     """What was said so far, by all."""
+    num_opening: int
+    """How many of these messages were said before the first action."""
     observation: tuple[Message, ...]
     """What was said since the last action."""
     tools: Tools
@@ -41,18 +46,30 @@ class Dialogue:
     """What the observation added to it; all of it where history was rewritten."""
     extends: bool = True
     """False: history was rewritten, and the context does not begin with the one before it."""
+    view: HistoryConfig = _ALL
+    """How much of the history a context shows."""
 
     @classmethod
-    def begin(cls, messages: Sequence[Message], tools: Tools, renderer: Renderer) -> Self:
+    def begin(
+        cls, messages: Sequence[Message], tools: Tools, renderer: Renderer, *, view: HistoryConfig = _ALL
+    ) -> Self:
         """Return the conversation that begins with these messages."""
-        return cls.of_record(messages, tools, renderer.start(messages, tools))
+        return cls.of_record(messages, tools, renderer.start(messages, tools), view=view)
 
     @classmethod
-    def of_record(cls, messages: Sequence[Message], tools: Tools, observation_ids: tuple[int, ...]) -> Self:
+    def of_record(
+        cls, messages: Sequence[Message], tools: Tools, observation_ids: tuple[int, ...], *, view: HistoryConfig = _ALL
+    ) -> Self:
         """Return the conversation that began with these messages, whose tokens are known."""
         said = tuple(messages)
         return cls(
-            history=said, observation=said, tools=tools, context_ids=observation_ids, observation_ids=observation_ids
+            history=said,
+            num_opening=len(said),
+            observation=said,
+            tools=tools,
+            context_ids=observation_ids,
+            observation_ids=observation_ids,
+            view=view,
         )
 
     def turn(self, action_ids: tuple[int, ...]) -> TurnTokens:
@@ -63,11 +80,13 @@ class Dialogue:
         self, action_ids: tuple[int, ...], message: Message, replies: Sequence[Message], renderer: Renderer
     ) -> Self:
         """Return the conversation after an action and the replies to it."""
-        is_rewritten = drops_thoughts((*self.history, message), replies, renderer.thinking)
+        standing = [*self._shown(self.history), message]
+        shown = self._shown((*self.history, message, *replies))
+        is_rewritten = shown != [*standing, *replies] or drops_thoughts(standing, replies, renderer.thinking)
         added = None if is_rewritten else renderer.extend(self.context_ids, action_ids, replies)
         if added is not None:
             return self.after_record(action_ids, message, replies, added)
-        whole = renderer.start((*self.history, message, *replies), self.tools)
+        whole = renderer.start(shown, self.tools)
         return self.after_record(action_ids, message, replies, whole, extends=False)
 
     def after_record(
@@ -82,9 +101,14 @@ class Dialogue:
         """Return the conversation after an action and the replies to it, whose tokens are known."""
         return type(self)(
             history=(*self.history, message, *replies),
+            num_opening=self.num_opening,
             observation=tuple(replies),
             tools=self.tools,
             context_ids=self.context_ids + action_ids + observation_ids if extends else observation_ids,
             observation_ids=observation_ids,
             extends=extends,
+            view=self.view,
         )
+
+    def _shown(self, messages: Sequence[Message]) -> list[Message]:
+        return self.view.shown(messages, num_opening=self.num_opening)

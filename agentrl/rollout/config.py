@@ -4,6 +4,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, model_validator
 
+from agentrl.chat.history import HistoryConfig
 from agentrl.may_change import MayChange
 from agentrl.rollout.group_rewards import GroupReward
 from agentrl.types import Amount, AmountOrZero, Count
@@ -55,6 +56,8 @@ class RolloutConfig(BaseModel):
     """Largest number of tokens sampled in an episode."""
     max_context_tokens: Amount = 4096
     """Largest number of tokens in a context, prompt and actions together."""
+    history: HistoryConfig = HistoryConfig()
+    """How much of earlier turns a context shows; by default all."""
     max_live_episodes: Annotated[Count, MayChange()] = 64
     """Episodes that are kept going at the same time, each environment on a thread of its own."""
     env_timeout_s: Annotated[PositiveFloat, MayChange()] = 60.0

@@ -84,7 +84,10 @@ class Conversation:
         """What the next action is sampled in."""
         self.end: End | None = None
         """Why there is no further action. None: there is."""
-        self._record, self._on_change = Record(recorded or LiveEpisode(task=task)), on_change
+        self._record, self._on_change = (
+            Record(recorded or LiveEpisode(task=task), view=context.config.history),
+            on_change,
+        )
         self._state_key: str | None = None
         self._snapshot: str | None = None
         self._completion: Completion | None = None
@@ -99,7 +102,7 @@ class Conversation:
             return recorded
         if self._cannot_fit(messages):
             return self._no_room(f"more than {self.context.config.max_context_tokens}")
-        return Dialogue.begin(messages, tools, self.context.renderer)
+        return Dialogue.begin(messages, tools, self.context.renderer, view=self.context.config.history)
 
     def begin(self, opening: Dialogue | End, *, state_key: str | None = None) -> None:
         """Stand before the first action."""

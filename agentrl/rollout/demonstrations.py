@@ -5,9 +5,10 @@ from functools import partial
 
 import numpy as np
 
-from agentrl.chat import Dialogue, Renderer, TurnTokens
+from agentrl.chat import Dialogue, HistoryConfig, Renderer, TurnTokens
 from agentrl.env import ask_oracle, base_env
 from agentrl.errors import ConfigError, EnvError, EnvironmentFailure, UserError
+from agentrl.rollout.config import RolloutConfig
 from agentrl.rollout.env_calls import Env, MakeEnv, construct, reset, step
 from agentrl.rollout.env_thread import EnvThread
 from agentrl.rollout.fault import raised_words
@@ -26,20 +27,24 @@ class Demonstration:
     """False: `max_turns` ended it."""
 
 
-def demonstrate(make_env: MakeEnv, renderer: Renderer, *, task: EnvTask, skill: float, max_turns: int) -> Demonstration:
+def demonstrate(
+    make_env: MakeEnv, renderer: Renderer, *, task: EnvTask, skill: float, max_turns: int, view: HistoryConfig
+) -> Demonstration:
     """Play one episode with the environment's oracle."""
     env = construct(make_env)
     try:
-        return _play(env, renderer, task, skill=skill, max_turns=max_turns)
+        return _play(env, renderer, task, skill=skill, max_turns=max_turns, view=view)
     finally:
         env.close()
 
 
-def _play(env: Env, renderer: Renderer, task: EnvTask, *, skill: float, max_turns: int) -> Demonstration:
+def _play(
+    env: Env, renderer: Renderer, task: EnvTask, *, skill: float, max_turns: int, view: HistoryConfig
+) -> Demonstration:
     base = base_env(env)
     rng = np.random.default_rng(derive_seed(task.seed, "oracle"))
     reply = reset(env, base, task, rollout_index=0)
-    dialogue = Dialogue.begin(reply.messages, reply.tools, renderer)
+    dialogue = Dialogue.begin(reply.messages, reply.tools, renderer, view=view)
     turns: list[TurnTokens] = []
     is_over = False
     while not is_over and len(turns) < max_turns:
@@ -86,24 +91,26 @@ async def oracle_ends(make_env: MakeEnv, *, max_turns: int, timeout_s: float, ta
 
 
 async def demonstrations(
-    make_env: MakeEnv, renderer: Renderer, *, count: int, skill: float, max_turns: int, timeout_s: float, tasks: Tasks
+    make_env: MakeEnv, renderer: Renderer, *, count: int, skill: float, config: RolloutConfig, tasks: Tasks
 ) -> list[Demonstration]:
     """Play demonstrations on tasks of the training split.
 
-    Each has a deadline of `timeout_s` seconds for every call that it may make: construction, reset, its turns.
+    Each has a deadline of `env_timeout_s` for every call that it may make: construction, reset, its turns.
 
     Raises:
         ConfigError: when the environment has no oracle.
         EnvironmentFailure: with the words of what an episode raised, or when it hung.
     """
     tasks = replace(tasks, seed=derive_seed(tasks.seed, "demonstrations"))
-    thread = EnvThread()
-    limit_s = timeout_s * (max_turns + 2)
+    thread, max_turns = EnvThread(), config.max_turns
+    limit_s = config.env_timeout_s * (max_turns + 2)
     played = []
     try:
         for index in range(count):
             task = tasks.train(index)
-            play = partial(demonstrate, make_env, renderer, task=task, skill=skill, max_turns=max_turns)
+            play = partial(
+                demonstrate, make_env, renderer, task=task, skill=skill, max_turns=max_turns, view=config.history
+            )
             played.append(await thread.call(play, timeout_s=limit_s))
     except UserError:
         raise

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from itertools import pairwise
 
-from agentrl.chat import Dialogue, Renderer
+from agentrl.chat import Dialogue, HistoryConfig, Renderer
 from agentrl.chat.renderer import Tools
 from agentrl.errors import AgentRLError
 from agentrl.plain_data import abbreviated
@@ -24,8 +24,14 @@ class Record:
     The tokens of a turn that is played again are those recorded, whatever engine and renderer would make of it today.
     """
 
-    def __init__(self, live: LiveEpisode) -> None:
-        self.live = live
+    def __init__(self, live: LiveEpisode, *, view: HistoryConfig) -> None:
+        """Take what is known.
+
+        Args:
+            live: the episode, as far as it was played.
+            view: how much of its history a context shows.
+        """
+        self.live, self._view = live, view
 
     def has(self, number: int) -> bool:
         """Tell whether a turn was recorded."""
@@ -45,7 +51,9 @@ class Record:
 
     def opening(self, messages: Sequence[Message], tools: Tools) -> Dialogue | None:
         """Return the dialogue before the first action. None: no action was recorded."""
-        return Dialogue.of_record(messages, tools, self.live.turns[0].observation_ids) if self.has(0) else None
+        if not self.has(0):
+            return None
+        return Dialogue.of_record(messages, tools, self.live.turns[0].observation_ids, view=self._view)
 
     def after(
         self, number: int, dialogue: Dialogue, action_ids: tuple[int, ...], message: Message, replies: Sequence[Message]
@@ -59,7 +67,7 @@ class Record:
     def restored(self, tools: Tools, renderer: Renderer) -> Dialogue:
         """Return the dialogue after all that was recorded, which is not played again."""
         turns = self.live.turns
-        dialogue = Dialogue.of_record(turns[0].observation, tools, turns[0].observation_ids)
+        dialogue = Dialogue.of_record(turns[0].observation, tools, turns[0].observation_ids, view=self._view)
         for turn, following in pairwise(turns):
             dialogue = dialogue.after_record(
                 turn.action_ids,

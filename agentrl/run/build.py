@@ -139,6 +139,7 @@ def _build(
             load_teacher=partial(load_teacher, recipe, tokenizer),
             renderer=renderer,
             tools=description.tools,
+            history=recipe.rollout.history,
             temperature=recipe.rollout.temperature,
             max_tokens=recipe.train.max_tokens_per_micro_batch,
             is_sharded=recipe.train.sharding == "full",

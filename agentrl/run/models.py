@@ -54,8 +54,7 @@ def make_demonstrations(
         renderer,
         count=count,
         skill=recipe.warmup.skill,
-        max_turns=recipe.rollout.max_turns,
-        timeout_s=recipe.rollout.env_timeout_s,
+        config=recipe.rollout,
         tasks=tasks,
     )
     return from_rank_zero(lambda: runner.run(playing))

@@ -11,7 +11,7 @@ import pytest
 from agentrl import EnvironmentFailure, Message, ToolEnv
 from agentrl.chat import ChatMLRenderer, train_tokenizer
 from agentrl.env import ask_oracle
-from agentrl.rollout import Tasks
+from agentrl.rollout import RolloutConfig, Tasks
 from agentrl.rollout.demonstrations import demonstrations, oracle_ends
 from agentrl.testing import check_env
 
@@ -49,7 +49,9 @@ def test_they_keep_the_contract() -> None:
 
 def test_demonstrations_are_played_by_an_oracle_that_is_a_coroutine() -> None:
     renderer = ChatMLRenderer(train_tokenizer([], vocab_size=261))
-    playing = demonstrations(Phone, renderer, count=2, skill=1.0, max_turns=2, timeout_s=10, tasks=Tasks(seed=0))
+    playing = demonstrations(
+        Phone, renderer, count=2, skill=1.0, config=RolloutConfig(max_turns=2, env_timeout_s=10), tasks=Tasks(seed=0)
+    )
     assert [(len(d.turns), d.is_over) for d in asyncio.run(playing)] == [(1, True), (1, True)]
     assert asyncio.run(oracle_ends(Phone, max_turns=2, timeout_s=10, tasks=Tasks(seed=0)))
 

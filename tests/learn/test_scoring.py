@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from agentrl.chat import AutoConfig, ChatMLRenderer, Renderer, train_tokenizer
+from agentrl.chat import AutoConfig, ChatMLRenderer, HistoryConfig, Renderer, train_tokenizer
 from agentrl.env import base_env, make_env
 from agentrl.learn.plan import MicroBatch
 from agentrl.learn.signals.answer_logprobs import answers_at_each_turn
@@ -147,7 +147,8 @@ def test_the_hint_stands_in_the_first_message_and_wherever_the_history_is_render
     trajectory = played[0]
     paid = [*rewards, *[0.0] * (len(trajectory.turns) - len(rewards))]
     turns = [replace(turn, reward=reward) for turn, reward in zip(trajectory.turns, paid, strict=True)]
-    told = rows_in_hindsight(replace(trajectory, turns=tuple(turns)), StartsAgain(TOKENIZER), tools("key_door"))
+    changed = replace(trajectory, turns=tuple(turns))
+    told = rows_in_hindsight(changed, StartsAgain(TOKENIZER), tools("key_door"), view=HistoryConfig())
     asking = trajectory.turns[0].observation[-1]["content"]
     hinted = f"{asking}\n(In hindsight: the total reward was {total}.)"
     assert [np.unique(row.turn_T).tolist() for row in told] == [[0, 1, 2], [3, 4, 5]]
@@ -158,7 +159,9 @@ def test_the_hint_stands_in_the_first_message_and_wherever_the_history_is_render
 
 def test_being_told_changes_no_action_and_nothing_that_was_added_after_one(played: list[Trajectory]) -> None:
     for trajectory in played:
-        told = list(asked(rows_in_hindsight(trajectory, StartsAgain(TOKENIZER), tools("key_door"))))
+        told = list(
+            asked(rows_in_hindsight(trajectory, StartsAgain(TOKENIZER), tools("key_door"), view=HistoryConfig()))
+        )
         assert [action_ids for _, action_ids in told] == [turn.action_ids for turn in trajectory.turns]
         for (before, action_ids), (context_ids, _), turn in zip(told, told[1:], trajectory.turns[1:], strict=False):
             if turn.extends:
@@ -170,7 +173,7 @@ def test_the_hint_tells_the_known_answer() -> None:
     trajectories = play(POLICY, env="calculator", renderer=renderer, num=4)
     assert len({t.gold_answer for t in trajectories}) > 1
     for trajectory in trajectories:
-        (first_ids, _), *_ = asked(rows_in_hindsight(trajectory, renderer, tools("calculator")))
+        (first_ids, _), *_ = asked(rows_in_hindsight(trajectory, renderer, tools("calculator"), view=HistoryConfig()))
         text = TOKENIZER.decode(list(first_ids))
         assert f"=?\n(In hindsight: the total reward was 0. The right answer is: {trajectory.gold_answer})" in text
         assert "calc(a: integer" in text  # the tools are still there
@@ -183,7 +186,7 @@ def test_a_template_that_renders_every_turn_again_tells_the_hint_once_in_each() 
     env = base_env(make_env("key_door"))
     (trajectory,) = play(POLICY, renderer=Impatient(renderer), num=1)
     assert [turn.extends for turn in trajectory.turns] == [True] + [False] * 5
-    told = rows_in_hindsight(trajectory, renderer, env.tools)
+    told = rows_in_hindsight(trajectory, renderer, env.tools, view=HistoryConfig())
     for (told_ids, _), original in zip(asked(told), trajectory.turns, strict=True):
         text = TOKENIZER.decode(list(told_ids))
         hint = "\n(In hindsight: the total reward was 0.)"

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from agentrl import load_credit
-from agentrl.chat import ChatMLRenderer, Renderer
+from agentrl.chat import ChatMLRenderer, HistoryConfig, Renderer
 from agentrl.cli import main
 from agentrl.config import Recipe
 from agentrl.env import base_env, make_env
@@ -106,6 +106,7 @@ def new_signals(
             load_teacher=load_teacher,
             renderer=renderer or StartsAgain(TOKENIZER),
             tools=base_env(make_env(env)).tools,
+            history=HistoryConfig(),
             temperature=temperature,
             max_tokens=1000,
             is_sharded=False,
@@ -251,7 +252,7 @@ def test_every_pass_is_at_the_temperature_of_the_rollouts_and_in_its_own_context
     originals = [t for group in groups for t in group.trajectories]
     sampled = [list(zip(contexts(t), [turn.action_ids for turn in t.turns], strict=True)) for t in originals]
     tools = base_env(make_env("key_door")).tools
-    told = [list(asked(rows_in_hindsight(t, StartsAgain(TOKENIZER), tools))) for t in originals]
+    told = [list(asked(rows_in_hindsight(t, StartsAgain(TOKENIZER), tools, view=HistoryConfig()))) for t in originals]
     new = partial(
         new_signals,
         runner,

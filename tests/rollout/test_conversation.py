@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from agentrl.chat import ChatMLRenderer, Dialogue
+from agentrl.chat import ChatMLRenderer, Dialogue, HistoryConfig
 from agentrl.rollout import Conversation, End, EpisodeContext, LiveEpisode, Outcome, RolloutConfig, Task
 from agentrl.rollout.replay import ReplayError
 from agentrl.testing import ScriptedEngine
@@ -111,3 +111,21 @@ def test_it_is_told_where_it_stands_and_continues_from_there(chatml: ChatMLRende
         play(Conversation(context, TASK, recorded=states[1]), "one", "2", "three")
     with pytest.raises(ReplayError, match="played again, it says before turn 2"):
         play(Conversation(context, TASK, recorded=states[2]), "one", "two", "3")
+
+
+def test_it_continues_from_anywhere_with_the_history_that_was_shown(chatml: ChatMLRenderer) -> None:
+    states: list[LiveEpisode] = []
+    config = CONFIG.model_copy(update={"history": HistoryConfig(turns=1), "max_turns": 5})
+    context = EpisodeContext(engine=Deterministic(lambda _, __: []), renderer=chatml, config=config)
+    questions = ("one", "two", "three", "four", "five")
+    whole = play(Conversation(context, TASK, on_change=states.append), *questions)
+    assert [turn.extends for turn in whole.turns] == [True, True, False, False, False]
+    for state in states:
+        talk = Conversation(context, TASK, recorded=state)
+        assert play(talk, *questions) == whole
+        played = len(state.turns)
+        restored = Conversation(context, TASK, recorded=state).restored([])
+        assert (restored.observation_ids, restored.extends) == (
+            whole.turns[played].observation_ids,
+            whole.turns[played].extends,
+        )

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from agentrl.errors import EnvironmentFailure
-from agentrl.rollout import Tasks
+from agentrl.rollout import RolloutConfig, Tasks
 from agentrl.rollout.demonstrations import demonstrations, oracle_ends
 from agentrl_envs.key_door import KeyDoor
 from tests.support.played import TOKENIZER
@@ -23,9 +23,8 @@ class Careless(KeyDoor):
 
 def test_an_environment_that_breaks_the_contract_with_its_oracle_is_told_which_part_of_it() -> None:
     words = r"step\(\) of Careless returned the reward str 'much'; return a finite float"
-    playing = demonstrations(
-        Careless, OftenStops(TOKENIZER), count=1, skill=1.0, max_turns=4, timeout_s=10, tasks=Tasks(seed=0)
-    )
+    config = RolloutConfig(max_turns=4, env_timeout_s=10)
+    playing = demonstrations(Careless, OftenStops(TOKENIZER), count=1, skill=1.0, config=config, tasks=Tasks(seed=0))
     with pytest.raises(EnvironmentFailure, match=rf"^a demonstration with the environment's oracle\(\): {words}"):
         asyncio.run(playing)
     with pytest.raises(EnvironmentFailure, match=rf"oracle\(\), task seed \d+: {words}"):

@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from agentrl.chat import Renderer
+from agentrl.chat import HistoryConfig, Renderer
 from agentrl.credit import CreditScheme
 from agentrl.errors import ConfigError
 from agentrl.learn.signals.config import SignalsConfig
@@ -36,6 +36,8 @@ class SignalContext:
     """That of the rollouts."""
     tools: Sequence[dict[str, Any]]
     """Those of the environment, for contexts that are rendered again."""
+    history: HistoryConfig
+    """How much of earlier turns the rollouts' contexts show."""
     temperature: float
     """That of the rollouts; all log-probabilities and entropies are at it."""
     max_tokens: int

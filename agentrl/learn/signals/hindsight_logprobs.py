@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any, ClassVar
 
-from agentrl.chat import Dialogue, Renderer
+from agentrl.chat import Dialogue, HistoryConfig, Renderer
 from agentrl.learn.signals.base import Sample, Signal
 from agentrl.learn.tokens import Row, TokenBatch, rows_of
 from agentrl.types import Message, Trajectory
@@ -19,13 +19,16 @@ class HindsightLogprobs(Signal):
         """Return the trajectories with the log-probabilities in hindsight."""
         from agentrl.learn.signals.scoring import logprobs, with_tokens
 
-        rows = [rows_in_hindsight(t, self.context.renderer, self.context.tools) for t in trajectories]
+        context = self.context
+        rows = [rows_in_hindsight(t, context.renderer, context.tools, view=context.history) for t in trajectories]
         self.context.check_lengths(trajectories, rows)
         tokens = TokenBatch.of_rows(rows, group_ids=[t.group_id for t in trajectories])
         return with_tokens(trajectories, "hindsight_logprobs", logprobs(self.context, tokens))
 
 
-def rows_in_hindsight(trajectory: Trajectory, renderer: Renderer, tools: Sequence[dict[str, Any]]) -> list[Row]:
+def rows_in_hindsight(
+    trajectory: Trajectory, renderer: Renderer, tools: Sequence[dict[str, Any]], *, view: HistoryConfig
+) -> list[Row]:
     """Return the rows as if the first message had said how the episode ends, and the answer where there is a known one.
 
     Every action stays as it was sampled, and so does what was added after it; each context that was restarted is rendered
@@ -34,7 +37,7 @@ def rows_in_hindsight(trajectory: Trajectory, renderer: Renderer, tools: Sequenc
     answer = "" if trajectory.gold_answer is None else f" The right answer is: {trajectory.gold_answer}"
     hint = f"(In hindsight: the total reward was {trajectory.reward:.3g}.{answer})"
     first = trajectory.turns[0]
-    dialogue = Dialogue.begin(_with_hint(first.observation, hint), tools, renderer)
+    dialogue = Dialogue.begin(_with_hint(first.observation, hint), tools, renderer, view=view)
     told = [dialogue.turn(first.action_ids)]
     for before, turn in pairwise(trajectory.turns):
         acted, replies = (before.action_ids, before.message), turn.observation
