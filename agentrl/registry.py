@@ -19,6 +19,7 @@ Group = Literal[
     "agentrl.rewards",
     "agentrl.group_rewards",
     "agentrl.sandboxes",
+    "agentrl.wrappers",
 ]
 
 

@@ -19,6 +19,7 @@ def test_the_built_ins_are_installed_by_name() -> None:
     assert {"calculator", "key_door", "service_desk"} <= set(names("agentrl.envs"))
     assert {"uniform", "turn_return"} <= set(names("agentrl.credit"))
     assert {"auto", "chatml", "template"} <= set(names("agentrl.renderers"))
+    assert names("agentrl.wrappers") == ["limit_observation", "record", "time_limit"]
     for group in ("agentrl.envs", "agentrl.credit", "agentrl.renderers"):
         listed = names(group)
         assert listed == sorted(set(listed))

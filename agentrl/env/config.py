@@ -19,10 +19,14 @@ class EnvConfig(BaseModel):
     options: dict[str, Any] = {}
     """Keyword arguments of the environment's constructor."""
 
+    wrappers: tuple[dict[str, Any], ...] = ()
+    """What is put around it, the first innermost: each an `id`, an installed name or `module:Class` of a
+    `gymnasium.Wrapper`, and beside it keyword arguments of its constructor."""
+
     def make(self) -> gym.Env[tuple[Message, ...], str | Message]:
         """Return a new environment.
 
         Raises:
             ConfigError: see `make_env`.
         """
-        return make_env(self.id, self.options)
+        return make_env(self.id, self.options, wrappers=self.wrappers)

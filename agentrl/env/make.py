@@ -3,6 +3,7 @@
 import inspect
 import re
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from importlib.metadata import entry_points
 from typing import Any, get_origin, get_type_hints
 
@@ -12,14 +13,16 @@ from gymnasium.envs.registration import load_env_creator
 from agentrl.env.message_env import MessageEnv
 from agentrl.errors import ConfigError
 from agentrl.plain_data import line_of
-from agentrl.registry import import_named, resolve, suggest
+from agentrl.registry import import_named, names, resolve, suggest
 from agentrl.types import Message
 
-_FIELD, _OPTIONS = "env.id", "env.options"
+_FIELD, _OPTIONS, _WRAPPERS = "env.id", "env.options", "env.wrappers"
 _GYMNASIUM_ID = re.compile(r"/|-v\d+\Z")
 
 
-def make_env(spec: str, options: Mapping[str, Any] | None = None) -> gym.Env[tuple[Message, ...], str | Message]:
+def make_env(
+    spec: str, options: Mapping[str, Any] | None = None, *, wrappers: Sequence[Mapping[str, Any]] = ()
+) -> gym.Env[tuple[Message, ...], str | Message]:
     """Build the environment that `spec` names.
 
     Args:
@@ -29,25 +32,45 @@ def make_env(spec: str, options: Mapping[str, Any] | None = None) -> gym.Env[tup
             the wrappers that it was registered with; anything else comes bare. Nothing else is called, because a recipe
             may come from someone else.
         options: keyword arguments of its constructor; with a Gymnasium id also `max_episode_steps`.
+        wrappers: what is put around it, the first innermost: `id`, a name that an installed package registered (`record`)
+            or `module:Class` of a `gymnasium.Wrapper`, and keyword arguments of its constructor.
 
     Raises:
-        ConfigError: naming `env.id` or `env.options`, for a name that leads nowhere, a module that cannot be imported,
-            an option that the constructor does not know or refuses, whatever else it raises, and what is no
-            `MessageEnv`.
+        ConfigError: naming `env.id`, `env.options` or a place of `env.wrappers`, for a name that leads nowhere, a module
+            that cannot be imported, an option that the constructor does not know or refuses, whatever else it raises, and
+            what is no `MessageEnv`, or no wrapper.
     """
     options = dict(options or {})
     create = _from_gymnasium(spec, options) if _GYMNASIUM_ID.search(spec) else _from_registry(spec, options)
+    env = _created(partial(create, **options), spec, field=_OPTIONS)
+    if not isinstance(env, gym.Env) or not isinstance(env.unwrapped, MessageEnv):
+        raise _no_message_env(spec, env)
+    for place, wrapper in enumerate(wrappers):
+        env = _wrapped(env, wrapper, field=f"{_WRAPPERS}.{place}")
+    return env
+
+
+def _wrapped(env: Any, wrapper: Mapping[str, Any], *, field: str) -> Any:
+    spec, options = wrapper.get("id"), {name: value for name, value in wrapper.items() if name != "id"}
+    if not isinstance(spec, str):
+        known = ", ".join(names("agentrl.wrappers"))
+        raise ConfigError(f"{field}.id: name a wrapper ({known}), or write 'module:Class'")
+    target: Any = resolve(spec, group="agentrl.wrappers", field=f"{field}.id")
+    if not (isinstance(target, type) and issubclass(target, gym.Wrapper)):
+        raise ConfigError(f"{field}.id: {spec!r} is no class of gymnasium.Wrapper")
+    _check_options(spec, target, options, field=field, without="env")
+    return _created(partial(target, env, **options), spec, field=field)
+
+
+def _created(create: Callable[[], Any], spec: str, *, field: str) -> Any:
     try:
-        env = create(**options)
+        return create()
     except (Exception, SystemExit) as error:  # a stranger's constructor may raise anything
         # The first two are what arguments are refused with: their words are about an option and need no type.
         words = line_of(error)
         if isinstance(error, TypeError | ValueError):
             words = words.partition(": ")[2] or words
-        raise ConfigError(f"{_OPTIONS}: {spec!r} could not be made: {words}") from error
-    if not isinstance(env, gym.Env) or not isinstance(env.unwrapped, MessageEnv):
-        raise _no_message_env(spec, env)
-    return env
+        raise ConfigError(f"{field}: {spec!r} could not be made: {words}") from error
 
 
 def _from_registry(spec: str, options: Mapping[str, Any]) -> Callable[..., Any]:
@@ -106,16 +129,23 @@ def _returned(function: Callable[..., Any]) -> object:
 
 
 def _check_options(
-    spec: str, create: Callable[..., Any], options: Mapping[str, Any], *, also: Sequence[str] = ()
+    spec: str,
+    create: Callable[..., Any],
+    options: Mapping[str, Any],
+    *,
+    field: str = _OPTIONS,
+    also: Sequence[str] = (),
+    without: str | None = None,
 ) -> None:
     parameters = inspect.signature(create).parameters.values()
     if any(p.kind is p.VAR_KEYWORD for p in parameters):
         return
-    known = [p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)] + list(also)
+    known = [p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY) and p.name != without]
+    known += also
     for name in options:
         if name not in known:
             hint = suggest(name, known) if known else " Options are arguments of its __init__, and it has none."
-            raise ConfigError(f"{_OPTIONS}.{name}: {spec!r} has no such option.{hint}")
+            raise ConfigError(f"{field}.{name}: {spec!r} has no such option.{hint}")
 
 
 def _no_message_env(spec: str, got: object) -> ConfigError:
