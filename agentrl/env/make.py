@@ -16,13 +16,13 @@ from agentrl.plain_data import line_of
 from agentrl.registry import import_named, names, resolve, suggest
 from agentrl.types import Message
 
+Env = gym.Env[tuple[Message, ...], str | Message]
+
 _FIELD, _OPTIONS, _WRAPPERS = "env.id", "env.options", "env.wrappers"
 _GYMNASIUM_ID = re.compile(r"/|-v\d+\Z")
 
 
-def make_env(
-    spec: str, options: Mapping[str, Any] | None = None, *, wrappers: Sequence[Mapping[str, Any]] = ()
-) -> gym.Env[tuple[Message, ...], str | Message]:
+def make_env(spec: str, options: Mapping[str, Any] | None = None, *, wrappers: Sequence[Mapping[str, Any]] = ()) -> Env:
     """Build the environment that `spec` names.
 
     Args:
@@ -42,7 +42,7 @@ def make_env(
     """
     options = dict(options or {})
     create = _from_gymnasium(spec, options) if _GYMNASIUM_ID.search(spec) else _from_registry(spec, options)
-    env = _created(partial(create, **options), spec, field=_OPTIONS)
+    env: Env = _created(partial(create, **options), spec, field=_OPTIONS)
     if not isinstance(env, gym.Env) or not isinstance(env.unwrapped, MessageEnv):
         raise _no_message_env(spec, env)
     for place, wrapper in enumerate(wrappers):
@@ -50,7 +50,7 @@ def make_env(
     return env
 
 
-def _wrapped(env: Any, wrapper: Mapping[str, Any], *, field: str) -> Any:
+def _wrapped(env: Env, wrapper: Mapping[str, Any], *, field: str) -> Env:
     spec, options = wrapper.get("id"), {name: value for name, value in wrapper.items() if name != "id"}
     if not isinstance(spec, str):
         known = ", ".join(names("agentrl.wrappers"))
@@ -59,7 +59,8 @@ def _wrapped(env: Any, wrapper: Mapping[str, Any], *, field: str) -> Any:
     if not (isinstance(target, type) and issubclass(target, gym.Wrapper)):
         raise ConfigError(f"{field}.id: {spec!r} is no class of gymnasium.Wrapper")
     _check_options(spec, target, options, field=field, without="env")
-    return _created(partial(target, env, **options), spec, field=field)
+    wrapped: Env = _created(partial(target, env, **options), spec, field=field)
+    return wrapped
 
 
 def _created(create: Callable[[], Any], spec: str, *, field: str) -> Any:
