@@ -103,7 +103,7 @@ def test_unknown_names_read_well(file: Path) -> None:
     )
     assert message(file, "env: {zzz: 4}") == "env.zzz: no such field. Known: id, options, wrappers."
     assert message(file, "{}", "--env.qqqqqqqq", "4") == (
-        "--env.qqqqqqqq: no such option. Known: --env.id, --env.options."
+        "--env.qqqqqqqq: no such option. Known: --env.id, --env.options, --env.wrappers."
     )
     assert message(file, "{}", "stray") == "command line: unrecognized arguments: stray"
 
