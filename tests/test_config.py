@@ -63,6 +63,7 @@ def test_the_tree_has_the_sections_of_a_run() -> None:
         "report",
         "rollout",
         "rollout.branches",
+        "rollout.curriculum",
         "rollout.history",
         "signals",
         "signals.critic",

@@ -6,6 +6,7 @@ from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, model_validato
 
 from agentrl.chat.history import HistoryConfig
 from agentrl.may_change import MayChange
+from agentrl.rollout.curriculum import CurriculumConfig
 from agentrl.rollout.group_rewards import GroupReward
 from agentrl.types import Amount, AmountOrZero, Count
 
@@ -74,6 +75,8 @@ class RolloutConfig(BaseModel):
     group_rewards: tuple[GroupReward, ...] = ()
     """Rewards that compare the episodes of a group, or count their tokens; in training alone, added before credit is assigned.
     `dynamic_sampling` looks at the rewards without them."""
+    curriculum: CurriculumConfig | None = None
+    """Which tasks of a table rest for a while. Null: none."""
     branches: BranchConfig = BranchConfig()
     """Forked rollouts, for credit schemes that read them."""
     max_consecutive_failures: Annotated[Amount, MayChange()] = 16

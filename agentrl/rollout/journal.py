@@ -24,6 +24,8 @@ class Started:
     """Its number in the stream."""
     version: int
     """Policy version at that time."""
+    place: int | None = None
+    """Where the curriculum found its task, in the order of the epochs. None: at its number."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

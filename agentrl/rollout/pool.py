@@ -18,9 +18,10 @@ from agentrl.rollout.env_calls import MakeEnv
 from agentrl.rollout.env_thread import EnvThread
 from agentrl.rollout.environments import Environments
 from agentrl.rollout.episode import Episode
+from agentrl.rollout.groups import group_of, members
 from agentrl.rollout.journal import Journal
 from agentrl.rollout.live_episode import LiveEpisode, Task
-from agentrl.rollout.stream import TaskStream, group_of
+from agentrl.rollout.stream import TaskStream
 from agentrl.rollout.tasks import EnvTask, Tasks
 from agentrl.types import Sampling, Share, StopReason, Trajectory, TrajectoryGroup
 
@@ -169,7 +170,10 @@ class RolloutPool:
 
     async def play(self, tasks: Mapping[str, EnvTask], *, group_size: int) -> list[TrajectoryGroup]:
         """Play `group_size` episodes of each task (by its group id), every one exactly once."""
-        queue = deque(one for name, task in tasks.items() for one in self._stream.tasks(name, task, group_size))
+        seed = self.tasks.seed
+        queue = deque(
+            one for name, task in tasks.items() for one in members(name, task, size=group_size, run_seed=seed)
+        )
         done: dict[str, list[Trajectory]] = {group_id: [] for group_id in tasks}
         runners = [
             asyncio.create_task(self._run(queue, done)) for _ in range(min(len(queue), self._config.max_live_episodes))

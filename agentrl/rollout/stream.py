@@ -1,7 +1,7 @@
 """The stream of training tasks: which episodes are started, which groups are handed out, what is remembered of both."""
 
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import Any
@@ -10,10 +10,11 @@ from pydantic import TypeAdapter
 
 from agentrl.errors import ConfigError, EnvironmentFailure
 from agentrl.rollout.config import RolloutConfig
+from agentrl.rollout.curriculum import Curriculum, CurriculumState
+from agentrl.rollout.groups import group_index, group_name, group_of, members
 from agentrl.rollout.journal import Dropped, Ended, Event, HandedOut, Interrupted, Journal, Played, Restarted, Started
-from agentrl.rollout.live_episode import LiveEpisode, Task
-from agentrl.rollout.seeds import derive_seed
-from agentrl.rollout.tasks import EnvTask, Tasks
+from agentrl.rollout.live_episode import LiveEpisode
+from agentrl.rollout.tasks import Tasks
 from agentrl.types import Share, StopReason, Trajectory, TrajectoryGroup, lengthen, shorten
 
 
@@ -43,6 +44,7 @@ class _State:
     """Number of the journal's file that continues from here."""
     share: tuple[int, int] = (0, 1)
     """First task, and from one task to the next."""
+    curriculum: CurriculumState | None = None
 
 
 _STATE = TypeAdapter(_State)
@@ -89,6 +91,10 @@ class TaskStream:
         """Number of the journal's file that continues the state that was loaded."""
         names = ("faults", "retries", "failed_episodes", "replaced_groups", "alike_groups", "lost_threads")
         self.counts = dict.fromkeys(names, 0)
+        self._curriculum: Curriculum | None = None
+        if config.curriculum is not None:
+            self._curriculum = Curriculum(config.curriculum, tasks, num_processes=self._share.num_processes)
+            self.counts["resting_tasks"] = 0
 
     @property
     def is_replaying(self) -> bool:
@@ -114,7 +120,7 @@ class TaskStream:
         # A new one is handed out after all of these: at this version if a step waits for groups, else at the next or later.
         if len(self._groups) >= self._num_groups * (self._staleness_bound + self._is_waited_for):
             return None
-        started = Started(index=self._next_group, version=version)
+        started = self._starting(self._next_group, version=version)
         self._write(started)
         return self._take_out(self._start(started))
 
@@ -176,12 +182,14 @@ class TaskStream:
         self._may_hand_out = False
         if self._config.waits_for_all and not all(map(self._is_complete, self._groups.values())):
             return None  # groups are dropped in their order, so that a run repeats
-        to_judge, self._to_judge = sorted(self._to_judge, key=_index), []
+        to_judge, self._to_judge = sorted(self._to_judge, key=group_index), []
         for name in to_judge:
             group = self._groups[name]
-            group.is_trainable = self._is_trainable(group_of(name, group.done))
+            judged = group_of(name, group.done)
+            group.is_trainable = self._is_trainable(judged)
             if not group.is_trainable:
                 del self._groups[name]
+                self._note_visits([judged])
                 self._write(Dropped(group=name, counts=dict(self.counts)))
         num = self._num_groups
         names = list(islice((name for name, group in self._groups.items() if group.is_trainable), num))
@@ -191,6 +199,7 @@ class TaskStream:
             return None
         self._is_waited_for = False
         groups = [group_of(name, self._groups.pop(name).done) for name in names]
+        self._note_visits(groups)
         # Until now, a restarted run would have tried those again that failed.
         for failed in (t for group in groups for t in group.trajectories if t.failed):
             self._write(Ended(trajectory=failed, played=0))
@@ -243,6 +252,7 @@ class TaskStream:
             handed_out=list(self._handed_out),
             journal=None if self._journal is None else self._journal.begin(),
             share=(self._share.process, self._share.num_processes),
+            curriculum=None if self._curriculum is None else self._curriculum.state,
         )
         dumped: dict[str, Any] = _STATE.dump_python(state, mode="json")
         return dumped
@@ -260,6 +270,8 @@ class TaskStream:
             )
         self._next_group, self._groups = loaded.next_group, loaded.groups
         self.counts |= loaded.counts
+        if self._curriculum is not None:
+            self._curriculum.state = loaded.curriculum or CurriculumState(place=self._next_group)
         self._handed_out, self._journaled_since = deque(loaded.handed_out), loaded.journal
         self._index_groups()
 
@@ -278,26 +290,21 @@ class TaskStream:
         if self._journal is not None:
             self._journal.close()
 
-    def tasks(self, group_id: str, task: EnvTask, group_size: int) -> list[Task]:
-        """Return the tasks of a group's episodes."""
-        first = Task(
-            group_id=group_id,
-            rollout_index=0,
-            seed=task.seed,
-            sampling_seed=derive_seed(self._tasks.seed, "sampling"),
-            split=task.split,
-            task_index=task.index,
-        )
-        return [replace(first, rollout_index=index) for index in range(group_size)]
-
     def _take_out(self, group: _Group) -> LiveEpisode:
         episode = group.waiting.pop(0)
         self._playing[episode.task.trajectory_id] = episode
         return episode
 
+    def _starting(self, index: int, *, version: int) -> Started:
+        place = None if self._curriculum is None else self._curriculum.next()
+        return Started(index=index, version=version, place=place)
+
     def _start(self, event: Started) -> _Group:
-        name = f"train/{event.index:06d}"
-        tasks = self.tasks(name, self._tasks.train(event.index), self._config.group_size)
+        name = group_name(event.index)
+        if self._curriculum is not None and event.place is not None:
+            self._curriculum.started(event.place)
+        task = self._tasks.train(event.index, place=event.place)
+        tasks = members(name, task, size=self._config.group_size, run_seed=self._tasks.seed)
         group = _Group(began=event.version, waiting=[LiveEpisode(task=task) for task in tasks])
         self._groups[name], self._next_group = group, event.index + self._share.num_processes
         self._open.append(group)
@@ -330,6 +337,13 @@ class TaskStream:
             )
         return False
 
+    def _note_visits(self, groups: Sequence[TrajectoryGroup]) -> None:
+        """Tell the curriculum how groups went, in the order in which they were judged."""
+        if self._curriculum is not None:
+            for group in groups:
+                self._curriculum.note(group)
+            self.counts["resting_tasks"] = self._curriculum.num_resting
+
     def _write(self, event: Event) -> None:
         if self._journal is not None:
             self._journal.write(event)
@@ -359,10 +373,12 @@ class TaskStream:
                 first = tuple(lengthen(turn, played, shared) for turn in rest.turns[:1])
                 group.done.append(replace(rest, turns=(*played, *first, *rest.turns[1:])))
             case Dropped(group=name, counts=counts):
-                del self._groups[name]
+                self._note_visits([group_of(name, self._groups.pop(name).done)])
                 self.counts |= counts
             case HandedOut(groups=names, counts=counts):
-                self._handed_out.append([group_of(name, self._groups.pop(name).done) for name in names])
+                groups = [group_of(name, self._groups.pop(name).done) for name in names]
+                self._note_visits(groups)
+                self._handed_out.append(groups)
                 self.counts |= counts
             case Restarted(version=version):
                 started, next_group = {*self._groups}, self._next_group
@@ -370,7 +386,7 @@ class TaskStream:
                 self._groups = {}
                 self._handed_out.clear()
                 for name in sorted(started):
-                    self._start(Started(index=_index(name), version=version))
+                    self._start(self._starting(group_index(name), version=version))
                 self._next_group = next_group
 
     def _waiting(self, trajectory_id: str) -> LiveEpisode:
@@ -380,14 +396,3 @@ class TaskStream:
     def _replace(self, before: LiveEpisode, after: LiveEpisode) -> None:
         waiting = self._groups[before.task.group_id].waiting
         waiting[waiting.index(before)] = after
-
-
-def _index(name: str) -> int:
-    """Return a group's number in the stream."""
-    return int(name.rpartition("/")[2])
-
-
-def group_of(name: str, trajectories: Iterable[Trajectory]) -> TrajectoryGroup:
-    """Return a group of trajectories in their order, in whatever order they ended."""
-    ordered = sorted(trajectories, key=lambda t: int(t.trajectory_id.rpartition("/")[2]))
-    return TrajectoryGroup(group_id=name, trajectories=tuple(ordered))

@@ -31,8 +31,12 @@ class Tasks:
     hashes: TaskHashes = NO_HASHES
     """As the environment says: what a run is resumed on must be what it began with."""
 
-    def train(self, index: int) -> EnvTask:
+    def train(self, index: int, *, place: int | None = None) -> EnvTask:
         """Return the task of the `index`-th group: of a table, the next one of an epoch, each epoch in its own order.
+
+        Args:
+            index: of the group; the seed follows from it.
+            place: in the order of the epochs, one after the other. None: the same.
 
         Raises:
             ConfigError: where there is none.
@@ -44,8 +48,8 @@ class Tasks:
             raise ConfigError(
                 "env: the environment has no training tasks (num_tasks('train') returned 0); give it some (env.options)"
             )
-        epoch, place = divmod(index, num)
-        return EnvTask(seed=seed, index=int(_epoch_order(self.seed, epoch, num)[place]))
+        epoch, nth = divmod(index if place is None else place, num)
+        return EnvTask(seed=seed, index=int(_epoch_order(self.seed, epoch, num)[nth]))
 
     def evaluation(self, asked: int) -> list[EnvTask]:
         """Return the evaluation tasks: of a table as many as were asked for, spread evenly over it, or all, each once.

@@ -21,7 +21,7 @@ from agentrl.files import sealed
 from agentrl.rollout import LiveEpisode, RolloutConfig, Tasks
 from agentrl.rollout.journal import Journal, Started
 from agentrl.rollout.stream import TaskStream
-from agentrl.types import Completion, FinishReason, StopReason, Trajectory, TrajectoryGroup, Turn
+from agentrl.types import ENDLESS, Completion, FinishReason, NumTasks, StopReason, Trajectory, TrajectoryGroup, Turn
 
 GROUPS, SIZE = 2, 3
 Choose = Callable[[int], int]
@@ -36,7 +36,8 @@ def stream(
 ) -> TaskStream:
     """Return a stream, with a journal where there is a folder."""
     settings = RolloutConfig(mode=mode, max_staleness=max_staleness, num_groups=GROUPS, group_size=SIZE, **config)
-    return TaskStream(settings, tasks=Tasks(seed=3), journal=Journal(folder) if folder else None)
+    num = ENDLESS if settings.curriculum is None else NumTasks(train=5, eval=1)
+    return TaskStream(settings, tasks=Tasks(seed=3, num=num), journal=Journal(folder) if folder else None)
 
 
 def turn(number: int, *, reward: float) -> Turn:
@@ -124,7 +125,8 @@ class Driver:
                     seed=task.seed,
                     turns=tuple(replace(t, branch_rewards=((1.0,),)) for t in turns) if forks else turns,
                     stop_reason=reason,
-                    metrics={"success": float("nan")},
+                    metrics={"success": (float("nan"), 1.0, 1.0)[self.choose(3)]},
+                    task_index=task.task_index,
                 )
             )
 
@@ -218,13 +220,13 @@ def test_what_would_become_too_old_is_waited_for_unless_the_recipe_says_otherwis
             assert [group.group_id for group in groups or []] == ["train/000003", "train/000004"]
 
 
+@pytest.mark.parametrize("curriculum", [None, {"visits": 1, "rest": 1}])
 @given(seed=st.integers(0, 2**32 - 1))
-def test_killed_anywhere_it_is_what_it_was(seed: int) -> None:
+def test_killed_anywhere_it_is_what_it_was(curriculum: dict[str, int] | None, seed: int) -> None:
     rng = np.random.default_rng(seed)
     with TemporaryDirectory() as folder:
-        driver = Driver(
-            stream(Path(folder), dynamic_sampling=2), Path(folder), lambda num: int(rng.integers(num)), fails=True
-        )
+        subject = stream(Path(folder), dynamic_sampling=2, curriculum=curriculum)
+        driver = Driver(subject, Path(folder), lambda num: int(rng.integers(num)), fails=True)
         state, steps = driver.state, 0
         actions = [driver.begin, driver.play, driver.end, driver.end, driver.hold, driver.begin_again, driver.give_up]
         for _ in range(int(rng.integers(200))):
@@ -235,7 +237,7 @@ def test_killed_anywhere_it_is_what_it_was(seed: int) -> None:
         if rng.random() < 0.5:  # killed in the middle of a line
             last = sorted(Path(folder).iterdir())[-1]
             last.write_bytes(last.read_bytes() + b'{"kind":"begun","ind')
-        killed = stream(Path(folder), dynamic_sampling=2)
+        killed = stream(Path(folder), dynamic_sampling=2, curriculum=curriculum)
         killed.load_state_dict(json.loads(state))
         killed.recover(ignore=False, version=0)
         assert killed.is_replaying == (steps > 0)
