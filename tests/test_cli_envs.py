@@ -77,6 +77,34 @@ def test_an_environment_that_raises_shows_where(
     assert "KeyError" in shown
 
 
+def test_whoever_interrupts_at_the_prompt_leaves(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Interrupted:
+        def readline(self) -> str:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(sys, "stdin", Interrupted())
+    main(["envs", "play", "key_door"])
+    assert "You left after 0 turns" in (shown := capsys.readouterr().out)
+    assert "Traceback" not in shown
+
+
+def test_an_oracle_that_raises_is_no_slip_of_the_persons(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, play: Played, capsys: pytest.CaptureFixture[str]
+) -> None:
+    wrong = (
+        BROKEN.replace("Broken", "Wrong")
+        + "\n    def oracle(self, *, skill=1.0, rng=None):\n        raise ValueError('no plan')\n"
+    )
+    (tmp_path / "wrong_oracle.py").write_text(wrong)
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(SystemExit) as ended:
+        play("/oracle\n", "wrong_oracle:Wrong")
+    assert ended.value.code == 1
+    assert "in oracle" in capsys.readouterr().out
+
+
 def test_a_task_that_is_none_is_refused(play: Played, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         play("", "key_door", "--task", "-1")

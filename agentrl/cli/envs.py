@@ -123,7 +123,7 @@ def _recipe(env: str, rest: list[str]) -> "Recipe":
 def _ask() -> str | None:
     try:
         return input("> ")
-    except EOFError:
+    except (EOFError, KeyboardInterrupt):  # at the prompt nothing hangs: whoever plays has had enough
         return None
 
 

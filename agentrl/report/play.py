@@ -45,12 +45,14 @@ def play(env: Env, task: EnvTask, ask: Callable[[], str | None]) -> Iterator[Tex
             yield from map(described, tools)
             yield Text(HELP, "dim")
             continue
+        is_oracle = line.strip() == "/oracle"
+        slips: tuple[type[Exception], ...] = (NotImplementedError,) if is_oracle else (ValueError,)
         try:
-            message = ask_oracle(base) if line.strip() == "/oracle" else action(line, tools)
-        except (ValueError, NotImplementedError) as error:
+            message = ask_oracle(base) if is_oracle else action(line, tools)
+        except slips as error:  # what else an oracle raises is its fault
             yield Text(str(error), "red")
             continue
-        if line.strip() == "/oracle":
+        if is_oracle:
             yield said(message)
         reply = step(env, base, message)
         earned, turns = earned + reply.reward, turns + 1

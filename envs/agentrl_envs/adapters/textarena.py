@@ -49,7 +49,7 @@ class TextArena(ToolEnv):
         self.moves: list[str] = []
 
     def start(self, options: dict[str, Any]) -> str:
-        """Begin a game. It is made anew: some keep things when they are reset."""
+        """Begin a game, in a new environment: some keep things when they are reset."""
 
         def begin(seed: int) -> tuple[str, int]:
             self._begin(seed)
