@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from agentrl.chat import ChatMLRenderer, Renderer
+from agentrl.engine.batched import Request
 from agentrl.engine.transformers import TransformersEngine
 from agentrl.env import MessageEnv, make_env
 from agentrl.errors import ConfigError
@@ -145,22 +146,21 @@ def test_a_rewritten_history_begins_a_row_of_its_own_with_the_tokens_sampled_in_
     assert [logprob for turn in trajectory.turns for logprob in turn.behavior_logprobs] == logprobs
 
 
-def test_a_paused_and_resumed_episode_equals_the_uninterrupted_one(
-    recording: Recording, new_engine: NewEngine, renderer: Renderer
-) -> None:
-    async def interrupted() -> Trajectory:
-        episode = asyncio.create_task(played(Talk, recording, renderer))
-        while not episode.done():
-            for _ in range(6):
-                await asyncio.sleep(0)
-            await recording.pause()
-            await asyncio.sleep(0)
-            await recording.resume()
-        return episode.result()
+class Interrupted(Recording):
+    """Is paused after every third token."""
 
-    whole = play(Talk, new_engine(), renderer)
-    parts = asyncio.run(interrupted())
-    aborted = [completion for _, _, completion in recording.calls if completion.finish_reason is FinishReason.ABORTED]
+    async def _advance(self, waiting: list[Request]) -> None:
+        await super()._advance(waiting)
+        if self._step % 3 == 0:
+            await self.pause()
+            self.resuming = asyncio.create_task(self.resume())
+
+
+def test_a_paused_and_resumed_episode_equals_the_uninterrupted_one(new_engine: NewEngine, renderer: Renderer) -> None:
+    engine = new_engine(Interrupted)
+    assert isinstance(engine, Interrupted)
+    whole, parts = play(Talk, new_engine(), renderer), play(Talk, engine, renderer)
+    aborted = [completion for _, _, completion in engine.calls if completion.finish_reason is FinishReason.ABORTED]
     assert len([completion for completion in aborted if completion.token_ids]) >= 3
     for turn, other in zip(whole.turns, parts.turns, strict=True):
         assert turn.action_ids == other.action_ids
