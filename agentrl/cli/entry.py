@@ -29,6 +29,6 @@ def _look_for_modules_here(options: argparse.Namespace) -> None:
         here = Path.cwd()
     except FileNotFoundError:
         raise UserError("the working directory is gone; go to one that is there") from None
-    run = getattr(options, "target", None)
-    if not (run and run.is_dir() and here.is_relative_to(run.resolve())):
+    runs = getattr(options, "targets", None) or [getattr(options, "target", None)]
+    if not any(run and run.is_dir() and here.is_relative_to(run.resolve()) for run in runs):
         sys.path.insert(0, str(here))

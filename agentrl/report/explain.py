@@ -13,6 +13,20 @@ from agentrl.report.records import TrajectoryRecord, TurnRecord, groups_of
 from agentrl.report.show import advantage_style
 
 
+def credits_of(scheme: CreditScheme, records: Sequence[TrajectoryRecord]) -> dict[tuple[str, str], Credit]:
+    """Return what a scheme makes of recorded rollouts, by the ids of group and trajectory.
+
+    Raises:
+        CreditError: when the records lack what the scheme reads.
+    """
+    groups = groups_of(records)
+    return {
+        (trajectory.group_id, trajectory.trajectory_id): credit
+        for group, row in zip(groups, assign_credit(scheme, groups), strict=True)
+        for trajectory, credit in zip(group.trajectories, row, strict=True)
+    }
+
+
 def explain(
     scheme: CreditScheme, records: Sequence[TrajectoryRecord], *, shown: Sequence[TrajectoryRecord]
 ) -> Iterator[RenderableType]:
@@ -23,12 +37,7 @@ def explain(
     Raises:
         CreditError: when the records lack what the scheme reads.
     """
-    groups = groups_of(records)
-    credits = {
-        (trajectory.group_id, trajectory.trajectory_id): credit
-        for group, row in zip(groups, assign_credit(scheme, groups), strict=True)
-        for trajectory, credit in zip(group.trajectories, row, strict=True)
-    }
+    credits = credits_of(scheme, records)
     chosen = [credits[record.group_id, record.trajectory_id] for record in shown]
     scale = max((float(np.abs(credit.advantages_T).max(initial=0.0)) for credit in chosen), default=0.0)
     for record, credit in zip(shown, chosen, strict=True):

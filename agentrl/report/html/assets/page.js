@@ -30,12 +30,12 @@ function el(tag, attributes = {}, ...children) {
 
 const UNITS = ["", " k", " M", " G", " T"];
 
-/** A number with four digits at most, in the unit that its metric's name tells: bytes, seconds. */
-function shown(number, name = "") {
+/** A number with a few digits, in the unit that its metric's name tells: bytes, seconds. */
+function shown(number, name = "", digits = 4) {
   if (number === null || number === undefined || Number.isNaN(number)) return "–";
-  if (name.endsWith("_bytes")) return `${short(number / 2 ** 20, 4)} MiB`;
+  if (name.endsWith("_bytes")) return `${short(number / 2 ** 20, digits)} MiB`;
   if (name.endsWith("_s") && !name.endsWith("per_s")) return `${short(number, 3)} s`;
-  return short(number, 4);
+  return short(number, digits);
 }
 
 function short(number, digits) {
@@ -111,6 +111,19 @@ function eachChart(act) {
 window.addEventListener("resize", () => eachChart((chart) => chart.resize()));
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => eachChart((chart) => chart.redraw()));
 
+/** The room that the numbers of an axis need. */
+function widthOf(_, values) {
+  return 16 + 6.4 * Math.max(3, ...(values ?? []).map((value) => String(value).length));
+}
+
+/** From the lowest value to the highest, with room for a line where all are alike. */
+function rangeOf(_, low, high) {
+  if (low === null) return [0, 1];
+  if (low === high) return low === 0 ? [0, 1] : [low - Math.abs(low) / 2, low + Math.abs(low) / 2];
+  const room = (high - low) * 0.08;
+  return [low >= 0 && low < 0.5 * high ? 0 : low - room, high + room];
+}
+
 /** What uPlot is told of every chart. */
 function plotOptions(width, height, name, series, more = {}) {
   const axis = {
@@ -126,10 +139,19 @@ function plotOptions(width, height, name, series, more = {}) {
     legend: { show: false },
     padding: [8, 10, 0, 0],
     cursor: { sync: { key: "step" }, y: false, points: { size: 6 } },
-    scales: { x: { time: false, range: (_, low, high) => (low === high ? [low - 1, high + 1] : [low, high]) } },
+    scales: {
+      x: { time: false, range: (_, low, high) => (low === high ? [low - 1, high + 1] : [low, high]) },
+      y: { range: rangeOf },
+    },
     axes: [
-      { ...axis, size: 24, gap: 4, space: 60, incrs: [1, 2, 5].flatMap((n) => [...Array(9).keys()].map((k) => n * 10 ** k)).sort((a, b) => a - b) },
-      { ...axis, size: 54, gap: 6, space: 32, values: (_, values) => values.map((value) => shown(value, name)) },
+      {
+        ...axis,
+        size: 24,
+        gap: 4,
+        space: 60,
+        incrs: [1, 2, 5].flatMap((n) => [...Array(9).keys()].map((k) => n * 10 ** k)).sort((a, b) => a - b),
+      },
+      { ...axis, size: widthOf, gap: 6, space: 32, values: (_, values) => values.map((value) => shown(value, name)) },
     ],
     series: [{}, ...series],
     ...more,
@@ -171,17 +193,29 @@ function lineChart({ title, note = "", metric = title, curves, height = 150 }) {
       if (runs.length > 1)
         for (const run of runs)
           add(laid(curve, run.values), { stroke: faded(stroke, 38), width: 1, points: { show: false } });
-      add(laid(curve, curve.mean), { stroke, width: 2, points: { show: isAlone || curve.steps.length < 12, size: 5, fill: stroke } });
+      add(laid(curve, curve.mean), {
+        stroke,
+        width: 2,
+        points: { show: isAlone || curve.steps.length < 12, size: 5, fill: stroke },
+      });
       means.push([series.length, curve]);
     }
     const setCursor = (plot) => {
       const at = plot.cursor.idx;
       if (at === null || at === undefined) return readout.replaceChildren(last.length === 1 ? ended(curves[0]) : "");
-      const values = means.map(([number, curve]) => [curve, plot.data[number][at]]).filter(([, value]) => value !== null);
-      const text = values.map(([curve, value]) => (curves.length > 1 ? `${curve.name} ${shown(value, metric)}` : shown(value, metric)));
+      const values = means
+        .map(([number, curve]) => [curve, plot.data[number][at]])
+        .filter(([, value]) => value !== null);
+      const text = values.map(([curve, value]) =>
+        curves.length > 1 ? `${curve.name} ${shown(value, metric)}` : shown(value, metric),
+      );
       readout.replaceChildren(`step ${steps[at]}: ${text.join(" · ") || "–"}`);
     };
-    return new uPlot(plotOptions(width, height, metric, series, { bands, hooks: { setCursor: [setCursor] } }), columns, canvas);
+    return new uPlot(
+      plotOptions(width, height, metric, series, { bands, hooks: { setCursor: [setCursor] } }),
+      columns,
+      canvas,
+    );
   }
   const ended = (curve) => {
     const values = curve.mean.filter((value) => value !== null);
@@ -206,7 +240,9 @@ function stackChart({ title, metric = title, steps, parts, height = 180 }) {
       fill: index === 0 ? faded(strokes[index], 45) : undefined,
       points: { show: false },
     }));
-    const bands = sums.slice(1).map((_, index) => ({ series: [index + 2, index + 1], fill: faded(strokes[index + 1], 45) }));
+    const bands = sums
+      .slice(1)
+      .map((_, index) => ({ series: [index + 2, index + 1], fill: faded(strokes[index + 1], 45) }));
     const setCursor = (plot) => {
       const at = plot.cursor.idx;
       if (at === null || at === undefined) return readout.replaceChildren();
@@ -217,11 +253,18 @@ function stackChart({ title, metric = title, steps, parts, height = 180 }) {
     options.scales.y = { range: (_, low, high) => [0, high > 0 ? high * 1.05 : 1] };
     return new uPlot(options, [steps, ...sums], canvas);
   }
-  const means = parts.map((part) => part.values.reduce((sum, value) => sum + (value ?? 0), 0) / Math.max(1, part.values.length));
+  const means = parts.map(
+    (part) => part.values.reduce((sum, value) => sum + (value ?? 0), 0) / Math.max(1, part.values.length),
+  );
   const words = parts.map((part, index) => `${part.name} ${shown(means[index], metric)}`).join(", ");
   const legend = legendOf(parts.map((part, index) => ({ name: part.name, color: index })));
   const heading = el("figcaption", {}, el("span", { class: "name" }, title), legend, readout);
-  return chartFigure({ class: "chart wide", role: "img", "aria-label": `${title}, on average ${words}` }, heading, height, draw);
+  return chartFigure(
+    { class: "chart wide", role: "img", "aria-label": `${title}, on average ${words}` },
+    heading,
+    height,
+    draw,
+  );
 }
 
 /** Which colour is which, as a list. */
@@ -243,12 +286,26 @@ function table(caption, columns, rows) {
       "table",
       {},
       el("caption", {}, caption),
-      el("thead", {}, el("tr", {}, columns.map((column, index) => el("th", { scope: "col", class: kind(index) }, column.name)))),
+      el(
+        "thead",
+        {},
+        el(
+          "tr",
+          {},
+          columns.map((column, index) => el("th", { scope: "col", class: kind(index) }, column.name)),
+        ),
+      ),
       el(
         "tbody",
         {},
         rows.map((row) =>
-          el("tr", {}, row.map((cell, index) => el(index === 0 ? "th" : "td", { class: kind(index), scope: index === 0 ? "row" : null }, cell))),
+          el(
+            "tr",
+            {},
+            row.map((cell, index) =>
+              el(index === 0 ? "th" : "td", { class: kind(index), scope: index === 0 ? "row" : null }, cell),
+            ),
+          ),
         ),
       ),
     ),

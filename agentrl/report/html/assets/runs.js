@@ -1,0 +1,289 @@
+"use strict";
+/* What the page tells of runs as a whole: overview, every metric, warnings, recipes. Each function returns a panel. */
+
+/** Metrics of the overview, as far as a run has them; of those in one list, the first. */
+const HEADLINES = [
+  ["episode/success", "episode/score"],
+  ["reward/mean"],
+  ["eval/success", "eval/score", "eval/pass@1"],
+  ["eval/reward"],
+  ["entropy"],
+  ["ratio/spread"],
+  ["clip/tokens"],
+  ["staleness/mean"],
+  ["process/memory_bytes"],
+];
+const SHARED = ["time/collect_s", "time/signals_s", "time/credit_s", "time/update_s", "time/push_s"];
+
+function overviewPanel(data, open) {
+  const chosen = HEADLINES.map((names) => names.find((name) => data.curves[name])).filter(Boolean);
+  const charts = chosen.map((name) => lineChart({ title: name, curves: data.curves[name], height: 170 }));
+  return [
+    alertsOf(data, open),
+    tiles(data),
+    data.recipes.length > 1 || data.runs.length > 1 ? legendOfRuns(data) : null,
+    el("h2", {}, "Learning"),
+    charts.length ? el("div", { class: "grid" }, charts) : el("p", { class: "muted" }, "No step is finished yet."),
+    el(
+      "div",
+      { class: "grid stacks" },
+      componentsChart(data),
+      data.recipes.flatMap((recipe, index) => stacksOf(data, recipe, index)),
+    ),
+    evaluations(data),
+  ];
+}
+
+/** What went wrong, in one box; nothing where nothing did. */
+function alertsOf(data, open) {
+  const failed = data.rollouts.filter((entry) => entry.failed).length;
+  const lines = [
+    ...data.notices,
+    ...data.warnings.slice(-3).map((warning) => `step ${warning.step}: ${warning.words.split("\n")[0]}`),
+    ...(data.faults.length ? [`The environment failed in ${count(data.faults.length, "way")}.`] : []),
+    ...(failed ? [`${count(failed, "recorded rollout")} failed, and left the loss.`] : []),
+  ];
+  if (!lines.length) return null;
+  return el(
+    "section",
+    { class: "alerts", "aria-label": "Warnings" },
+    el(
+      "ul",
+      {},
+      lines.map((line) => el("li", {}, plain(line))),
+    ),
+    el("button", { onclick: () => open("warnings") }, "All warnings and faults"),
+  );
+}
+
+function count(number, noun) {
+  return `${number.toLocaleString("en")} ${noun}${number === 1 ? "" : "s"}`;
+}
+
+function lastOf(curve) {
+  const index = curve.mean.findLastIndex((value) => value !== null);
+  return index < 0
+    ? null
+    : { value: curve.mean[index], first: curve.mean.find((value) => value !== null), step: curve.steps[index] };
+}
+
+/** The newest values, large. With several recipes, of the first; the charts show all. */
+function tiles(data) {
+  const names = [
+    ["Success", ["eval/success", "episode/success", "eval/score", "episode/score"]],
+    ["Reward", ["eval/reward", "reward/mean"]],
+    ["Clipped tokens", ["clip/tokens"]],
+    ["Entropy", ["entropy"]],
+    ["Time of a step", ["time/step_s"]],
+    ["Tokens per second", ["time/tokens_per_s"]],
+    ["Memory", ["process/memory_bytes"]],
+  ];
+  const made = names.flatMap(([label, wanted]) => {
+    const name = wanted.find((each) => data.curves[each]);
+    const found = name && lastOf(data.curves[name][0]);
+    if (!found) return [];
+    const where = name.startsWith("eval/") ? "evaluated" : "trained";
+    const change = /^(eval|reward|episode)\//.test(name)
+      ? `${where}; at first ${shown(found.first, name, 3)}`
+      : `at first ${shown(found.first, name, 3)}`;
+    return [
+      el(
+        "div",
+        { class: "tile" },
+        el("dt", {}, label),
+        el("dd", {}, shown(found.value, name, 3), el("small", {}, change)),
+      ),
+    ];
+  });
+  return made.length ? el("dl", { class: "tiles" }, made) : null;
+}
+
+function legendOfRuns(data) {
+  const entries = data.recipes.map((recipe, index) => ({
+    name: `${recipe.name} (${count(recipe.runs.length, "run")})`,
+    color: index,
+  }));
+  const many = data.recipes.some((recipe) => recipe.runs.length > 1);
+  return el(
+    "div",
+    { class: "key" },
+    legendOf(entries),
+    many && el("small", {}, "Thin lines are single seeds; bands are 95 % intervals of their mean."),
+  );
+}
+
+/** The components of the reward in one chart, where there are several and one recipe. */
+function componentsChart(data) {
+  const names = Object.keys(data.curves).filter((name) => /^reward\/(?!mean$|spread$)/.test(name));
+  if (data.recipes.length > 1 || names.length < 2) return null;
+  const curves = names.map((name, index) => {
+    const { steps, mean } = data.curves[name][0];
+    return { name: name.slice("reward/".length), color: index, steps, mean };
+  });
+  const figure = lineChart({ title: "Components of the reward", metric: "", curves, height: 180 });
+  figure.querySelector(".name").after(legendOf(curves));
+  return figure;
+}
+
+/** Where the time goes, and how episodes end, of one recipe. */
+function stacksOf(data, recipe, index) {
+  const of = (name) => data.curves[name]?.find((curve) => curve.color === index);
+  const stack = (title, names, metric, label) => {
+    const found = names.filter((name) => of(name)?.mean.some((value) => value > 0));
+    if (!found.length) return null;
+    const steps = of(found[0]).steps;
+    const parts = found.map((name) => {
+      const curve = of(name);
+      const at = new Map(curve.steps.map((step, place) => [step, curve.mean[place]]));
+      return { name: label(name), values: steps.map((step) => at.get(step) ?? 0) };
+    });
+    const suffix = data.recipes.length > 1 ? `, ${recipe.name}` : "";
+    return stackChart({ title: title + suffix, metric, steps, parts });
+  };
+  const after = (name) =>
+    name
+      .slice(name.indexOf("/") + 1)
+      .replace(/_s$/, "")
+      .replaceAll("_", " ");
+  const stops = Object.keys(data.curves).filter((name) => name.startsWith("stop/"));
+  return [stack("Time of a step by phase", SHARED, "time/step_s", after), stack("How episodes end", stops, "", after)];
+}
+
+/** A table of evaluations for each recipe: means over its runs, with intervals. */
+function evaluations(data) {
+  const names = Object.keys(data.curves).filter(
+    (name) => name.startsWith("eval/") && !/\/(episodes|failed)$/.test(name),
+  );
+  if (!names.length) return null;
+  const rank = (name) => ["success", "score", "pass@", "reward"].findIndex((word) => name.includes(word)) % 9;
+  names.sort((a, b) => ((rank(a) + 9) % 9) - ((rank(b) + 9) % 9) || a.length - b.length);
+  const tables = data.recipes.map((recipe, index) => {
+    const curves = names.map((name) => data.curves[name].find((curve) => curve.color === index));
+    const steps = [...new Set(curves.flatMap((curve) => curve?.steps ?? []))].sort((a, b) => a - b);
+    const rows = steps.map((step) => [
+      step === 0 ? "before step 1" : String(step),
+      ...curves.map((curve, place) => {
+        const at = curve ? curve.steps.indexOf(step) : -1;
+        if (at < 0) return "–";
+        const half = curve.low && curve.runs.length > 1 ? (curve.high[at] - curve.low[at]) / 2 : null;
+        return shown(curve.mean[at], names[place]) + (half === null ? "" : ` ± ${shown(Number(half.toPrecision(2)))}`);
+      }),
+    ]);
+    const of = `Evaluations${data.recipes.length > 1 ? `: ${recipe.name}` : ""}`;
+    const caption = recipe.runs.length > 1 ? `${of} (mean of ${recipe.runs.length} runs ± 95 % interval)` : of;
+    return table(
+      caption,
+      [{ name: "step" }, ...names.map((name) => ({ name: name.replace("eval/", ""), numeric: true }))],
+      rows,
+    );
+  });
+  return [el("h2", {}, "Evaluations"), tables];
+}
+
+/** Every metric, by family, with a picker. */
+function metricsPanel(data) {
+  const sections = data.families.map((family) => {
+    const figures = family.metrics.map((name) => {
+      const figure = lineChart({ title: name, curves: data.curves[name] });
+      figure.dataset.name = name.toLowerCase();
+      return figure;
+    });
+    return el(
+      "section",
+      { "aria-label": family.name, "data-family": family.name },
+      el("h2", {}, family.name),
+      el("div", { class: "grid" }, figures),
+    );
+  });
+  const status = el("output", { class: "muted" });
+  const filter = el("input", {
+    type: "search",
+    class: "search",
+    placeholder: "Filter metrics",
+    "aria-label": "Filter metrics by name",
+    oninput: choose,
+  });
+  const family = el(
+    "select",
+    { "aria-label": "Family of metrics", onchange: choose },
+    el("option", { value: "" }, "All families"),
+    data.families.map((each) => el("option", { value: each.name }, each.name)),
+  );
+  function choose() {
+    const words = filter.value.toLowerCase().split(/\s+/).filter(Boolean);
+    let num = 0;
+    for (const section of sections) {
+      const isChosen = !family.value || section.dataset.family === family.value;
+      let any = false;
+      for (const figure of section.querySelectorAll("figure")) {
+        const fits = isChosen && words.every((word) => figure.dataset.name.includes(word));
+        figure.hidden = !fits;
+        any ||= fits;
+        num += fits;
+      }
+      section.hidden = !any;
+    }
+    status.replaceChildren(count(num, "metric"));
+  }
+  choose();
+  return [
+    el("div", { class: "toolbar", role: "search" }, filter, family, status),
+    data.recipes.length > 1 || data.runs.length > 1 ? legendOfRuns(data) : null,
+    sections,
+  ];
+}
+
+/** Warnings, faults, and what of the folder could not be read. */
+function warningsPanel(data) {
+  const of = (number) => data.runs[number].name;
+  const parts = [];
+  if (data.notices.length)
+    parts.push(
+      el("h2", {}, "Not shown"),
+      el(
+        "ul",
+        { class: "plain" },
+        data.notices.map((words) => el("li", {}, plain(words))),
+      ),
+    );
+  if (data.warnings.length) {
+    const rows = data.warnings.map((warning) => [
+      String(warning.step),
+      of(warning.run),
+      warning.name,
+      el("span", { class: "words" }, plain(warning.words)),
+    ]);
+    parts.push(
+      el("h2", {}, "Warnings"),
+      table(
+        "Warnings, in the order in which they were told",
+        [{ name: "step" }, { name: "run" }, { name: "sign" }, { name: "what it says" }],
+        rows,
+      ),
+    );
+  }
+  if (data.faults.length) {
+    const rows = data.faults.map((fault) => [plain(fault.kind), of(fault.run), String(fault.kept)]);
+    parts.push(
+      el("h2", {}, "Faults of the environment"),
+      table(
+        "Kinds of faults; their episodes are among the rollouts",
+        [{ name: "kind" }, { name: "run" }, { name: "episodes kept", numeric: true }],
+        rows,
+      ),
+    );
+  }
+  return parts.length ? parts : [el("p", { class: "muted" }, "No warnings, and no faults of the environment.")];
+}
+
+/** The resolved recipe of each run. */
+function recipePanel(data) {
+  return data.runs.map((run, index) =>
+    el(
+      "details",
+      { class: "card recipe", open: index === 0 },
+      el("summary", {}, plain(`${run.name}, seed ${run.seed}`)),
+      el("pre", {}, plain(run.config)),
+    ),
+  );
+}

@@ -1,0 +1,93 @@
+"""Metrics as curves: every run of a recipe, their mean, and its 95 % interval over the runs."""
+
+import math
+from collections.abc import Iterable, Sequence
+from statistics import fmean, stdev
+from typing import Any
+
+from agentrl.report.html.runs import RecipeRuns
+
+MAX_POINTS = 1500
+"""Of a curve: of more steps, neighbours are averaged."""
+
+_T_95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131)
+"""Two-sided 95 % quantile of Student's t for 1 to 15 degrees of freedom."""
+
+_FAMILIES: tuple[tuple[str, tuple[str, ...]], ...] = (
+    ("Success", ("episode/success", "episode/score")),
+    ("Reward", ("reward/mean", "reward/spread")),
+    ("Components of the reward", ("reward/",)),
+    ("Evaluation", ("eval/",)),
+    ("Ratios and clipping", ("ratio/", "clip/", "first/", "kl/", "mismatch/", "moe/")),
+    ("Learning", ("loss", "entropy", "grad_norm", "learning_rate", "skipped_minibatches", "credit/", "groups/")),
+    ("Staleness", ("staleness/",)),
+    ("Episodes", ("episode/", "turn/", "tool/", "tools/")),
+    ("How episodes end", ("stop/",)),
+    ("Time", ("time/",)),
+    ("Memory and process", ("process/",)),
+    ("Rollout pool", ("pool/",)),
+    ("Health", ("health/",)),
+)
+"""Families of metrics in the order in which they are shown, by how names begin; the first that fits counts."""
+_OTHERS = "Others"
+
+
+def interval(values: Sequence[float]) -> tuple[float, float]:
+    """Return the 95 % interval of a mean, from Student's t; of one value, that value."""
+    mean, num = fmean(values), len(values)
+    if num < 2:
+        return mean, mean
+    quantile = _T_95[num - 2] if num - 2 < len(_T_95) else 1.96 + 2.5 / (num - 1)
+    half = quantile * stdev(values) / math.sqrt(num)
+    return mean - half, mean + half
+
+
+def curves(recipes: Sequence[RecipeRuns]) -> dict[str, list[dict[str, Any]]]:
+    """Return the curves of each metric, one for each recipe that has it; every step is that of any of its runs."""
+    found: dict[str, list[dict[str, Any]]] = {}
+    for number, recipe in enumerate(recipes):
+        last = max((row["step"] for run in recipe.runs for row in run.rows), default=0.0)
+        columns = [_columns(run.rows, width=max(1, math.ceil((last + 1) / MAX_POINTS))) for run in recipe.runs]
+        for name in dict.fromkeys(name for of_run in columns for name in of_run):
+            of_runs = [of_run.get(name, {}) for of_run in columns]
+            steps = sorted({step for of_run in of_runs for step in of_run})
+            at = [[of_run[step] for of_run in of_runs if step in of_run] for step in steps]
+            bounds = [interval(values) for values in at]
+            curve = {
+                "name": recipe.name,
+                "color": number,
+                "steps": steps,
+                "mean": _short(map(fmean, at)),
+                "runs": [
+                    {"name": run.name, "values": _short(of_run.get(step) for step in steps)}
+                    for run, of_run in zip(recipe.runs, of_runs, strict=True)
+                ],
+            }
+            if len(recipe.runs) > 1:
+                curve |= {"low": _short(low for low, _ in bounds), "high": _short(high for _, high in bounds)}
+            found.setdefault(name, []).append(curve)
+    return found
+
+
+def families(names: Iterable[str]) -> list[dict[str, Any]]:
+    """Sort the names of metrics into families."""
+    found: dict[str, list[str]] = {family: [] for family, _ in _FAMILIES} | {_OTHERS: []}
+    for name in sorted(names):
+        family = next((family for family, begins in _FAMILIES if name.startswith(begins)), _OTHERS)
+        found[family].append(name)
+    return [{"name": family, "metrics": members} for family, members in found.items() if members]
+
+
+def _columns(rows: Sequence[dict[str, float]], *, width: int) -> dict[str, dict[int, float]]:
+    """Return each metric by step; of `width` steps in a row, the mean, at the first of them."""
+    found: dict[str, dict[int, list[float]]] = {}
+    for row in rows:
+        step = int(row["step"]) // width * width
+        for name, value in row.items():
+            if name != "step" and math.isfinite(value):
+                found.setdefault(name, {}).setdefault(step, []).append(value)
+    return {name: {step: fmean(values) for step, values in column.items()} for name, column in found.items()}
+
+
+def _short(values: Iterable[float | None]) -> list[float | None]:
+    return [None if value is None else float(f"{value:.6g}") for value in values]

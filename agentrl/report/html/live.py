@@ -1,0 +1,160 @@
+"""The report of runs that go on: served on this machine, read again as their folders grow."""
+
+import json
+import socket
+from collections.abc import Sequence
+from pathlib import Path
+from threading import Lock
+from typing import TYPE_CHECKING, Any
+
+from agentrl.errors import ConfigError
+from agentrl.report.html.page import asset, page
+from agentrl.report.html.report import SCRIPTS, STYLES, report_data
+from agentrl.report.html.runs import open_runs
+from agentrl.report.html.store import RolloutStore
+
+if TYPE_CHECKING:
+    from starlette.applications import Starlette
+
+HOST = "127.0.0.1"
+_READ_S = 2.0
+"""What one answer reads of rollouts at most; the next one continues."""
+_HEADERS = {
+    "Cache-Control": "no-store",
+    "Content-Security-Policy": "frame-ancestors 'none'",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "X-Content-Type-Options": "nosniff",
+}
+
+
+class LiveRuns:
+    """What the folders of runs hold now; reads again what has changed."""
+
+    def __init__(self, folders: Sequence[Path]) -> None:
+        """Read recipes and metrics.
+
+        Raises:
+            ConfigError: as `open_runs`.
+        """
+        self._folders = folders
+        self._lock = Lock()
+        self._store = RolloutStore()
+        self._seen: object = None
+        self._num_read = 0
+        open_runs(folders)
+
+    def data(self) -> dict[str, Any]:
+        """Return the data of the page; its `stamp` is another whenever something is."""
+        with self._lock:
+            seen = self._state()
+            runs = open_runs(self._folders)
+            is_whole = self._store.read(runs, seconds=_READ_S)
+            if seen != self._seen:
+                self._num_read += 1
+            self._seen = seen if is_whole else None
+            return report_data(runs, self._store, is_live=True) | {"stamp": self._num_read}
+
+    def news(self, stamp: int) -> dict[str, Any] | None:
+        """Return the data of the page; None where nothing is new since the data of this stamp."""
+        with self._lock:
+            is_same = stamp == self._num_read and self._seen is not None and self._state() == self._seen
+        return None if is_same else self.data()
+
+    def block(self, number: int) -> bytes | None:
+        """Return the rollouts of a block, compressed; None where there is none of this number."""
+        block = self._store.blocks.get(number)
+        return None if block is None else block.data
+
+    def _state(self) -> object:
+        """Return what is another once a file of the runs is."""
+        watched = ("rollouts", "faults", "faults/*", "*.jsonl", "config.yaml")
+        return [_stat(path) for folder in self._folders for pattern in watched for path in sorted(folder.glob(pattern))]
+
+
+def application(live: LiveRuns) -> "Starlette":
+    """Return the server of a page, which answers this machine's browsers alone.
+
+    A page of another site cannot read it: it answers to the names of this machine only, whatever a name resolves to.
+
+    Raises:
+        ConfigError: where starlette is not installed.
+    """
+    try:
+        from starlette.applications import Starlette
+        from starlette.middleware import Middleware
+        from starlette.middleware.trustedhost import TrustedHostMiddleware
+        from starlette.requests import Request
+        from starlette.responses import HTMLResponse, Response
+        from starlette.routing import Route
+    except ImportError as error:
+        raise ConfigError(f"agentrl view needs starlette and uvicorn ({error}): pip install 'agentrl[view]'") from error
+
+    def show_page(_: Request) -> Response:
+        data = live.data()
+        scripts, styles = [asset(name) for name in SCRIPTS], [asset(name) for name in STYLES]
+        text = "".join(page(title=data["title"], data=data, scripts=scripts, styles=styles, connects=True))
+        return HTMLResponse(text, headers=_HEADERS)
+
+    def show_news(request: Request) -> Response:
+        given = request.query_params.get("stamp", "")
+        try:
+            news = live.news(int(given) if given.isdecimal() else -1)
+        except ConfigError as error:  # the folder is gone, or damaged by now
+            return Response(str(error), status_code=503, headers=_HEADERS)
+        if news is None:
+            return Response(status_code=204, headers=_HEADERS)
+        return Response(json.dumps(news), media_type="application/json", headers=_HEADERS)
+
+    def show_block(request: Request) -> Response:
+        block = live.block(request.path_params["number"])
+        if block is None:
+            return Response(status_code=404, headers=_HEADERS)
+        return Response(block, media_type="application/json", headers=_HEADERS | {"Content-Encoding": "gzip"})
+
+    return Starlette(
+        routes=[Route("/", show_page), Route("/data.json", show_news), Route("/blocks/{number:int}", show_block)],
+        middleware=[Middleware(TrustedHostMiddleware, allowed_hosts=[HOST, "localhost"])],
+    )
+
+
+def listen(port: int) -> socket.socket:
+    """Return a socket of this machine alone; port 0 takes any that is free.
+
+    Raises:
+        ConfigError: where the port is taken, or is none.
+    """
+    found = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+    found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        found.bind((HOST, port))
+        found.listen()  # else two could bind, and the second would learn of it too late
+    except (OSError, OverflowError) as error:
+        found.close()
+        raise ConfigError(
+            f"--port: {port}: {error.strerror if isinstance(error, OSError) else error}; choose another, or 0"
+        ) from error
+    return found
+
+
+def serve(live: LiveRuns, where: socket.socket) -> None:
+    """Serve until interrupted.
+
+    Raises:
+        ConfigError: where starlette or uvicorn is not installed.
+        KeyboardInterrupt: at Ctrl-C.
+    """
+    served = application(live)
+    try:
+        import uvicorn
+    except ImportError as error:
+        raise ConfigError(f"agentrl view needs starlette and uvicorn ({error}): pip install 'agentrl[view]'") from error
+    config = uvicorn.Config(served, log_level="warning", access_log=False, lifespan="off", timeout_graceful_shutdown=1)
+    uvicorn.Server(config).run(sockets=[where])
+
+
+def _stat(path: Path) -> tuple[str, int, int]:
+    try:
+        found = path.stat()
+    except FileNotFoundError:
+        return str(path), 0, 0
+    return str(path), found.st_mtime_ns, found.st_size

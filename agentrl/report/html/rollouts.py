@@ -1,0 +1,183 @@
+"""Recorded rollouts for a page: a list of what they are, and blocks, one for each group, of what was said in them."""
+
+import gzip
+import json
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from agentrl.plain_data import is_number
+from agentrl.report.records import TrajectoryRecord, TurnRecord
+from agentrl.types import Message
+
+OtherCredit = Mapping[str, Mapping[tuple[str, str], Sequence[float]]]
+"""By the name of a credit scheme, and the ids of group and trajectory: the advantage of each sampled token."""
+
+_MAX_TEXT, _MAX_PREVIEW = 20_000, 160
+"""Characters of a message that are shown, and of what the list shows of it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Block:
+    """The rollouts of one group."""
+
+    entries: list[dict[str, Any]]
+    """What the list shows of each."""
+    data: bytes
+    """What was said in them, as JSON, compressed."""
+
+
+def block_of(records: Sequence[TrajectoryRecord], *, run: int, others: OtherCredit) -> Block:
+    """Return the block of a group's records.
+
+    Args:
+        records: of one group of one step.
+        run: number of the run.
+        others: what other credit schemes give.
+    """
+    rollouts = [_rollout(record, others) for record in records]
+    data = json.dumps(rollouts, separators=(",", ":")).encode()
+    entries = [_entry(record) | {"run": run, "at": at} for at, record in enumerate(records)]
+    return Block(entries=entries, data=gzip.compress(data, 6, mtime=0))
+
+
+def _entry(record: TrajectoryRecord) -> dict[str, Any]:
+    turns = record.turns
+    calls = [name for turn in turns for name in _tools(turn.message)]
+    errors = sum(_is_tool_error(message) for turn in turns for message in turn.observation)
+    success = record.metrics.get("success")
+    return {
+        "step": record.step,
+        "group": record.group_id,
+        "id": record.trajectory_id,
+        "reward": _short(record.reward),
+        "success": None if success is None else success > 0,
+        "stop": record.stop_reason.value,
+        "failed": record.stop_reason.failed,
+        "turns": len(turns),
+        "tokens": sum(len(turn.action_ids) for turn in turns),
+        "tools": sorted(set(calls)),
+        "toolErrors": int(max(errors, _finite(record.metrics.get("tool_errors")))),
+        "error": _bounded(record.error or "", _MAX_PREVIEW),
+        "task": _preview(
+            message for turn in turns[:1] for message in turn.observation if message.get("role") != "system"
+        ),
+        "last": _preview([turns[-1].message] if turns else []),
+    }
+
+
+def _rollout(record: TrajectoryRecord, others: OtherCredit) -> dict[str, Any]:
+    turns = []
+    start = 0
+    for turn in record.turns:
+        end = start + len(turn.action_ids)
+        credited = {
+            name: _column(given[start:end])
+            for name, of_scheme in others.items()
+            if (given := of_scheme.get((record.group_id, record.trajectory_id))) is not None
+        }
+        turns.append(_turn(turn, credited))
+        start = end
+    return {
+        "turns": turns,
+        "env": record.env_id,
+        "seed": record.seed,
+        "error": record.error,
+        "traceback": _bounded(record.fault.traceback, _MAX_TEXT) if record.fault else None,
+        "gold": record.gold_answer,
+        "metrics": {name: _short(value) for name, value in record.metrics.items()},
+    }
+
+
+def _turn(turn: TurnRecord, credited: dict[str, Any]) -> dict[str, Any]:
+    components = turn.extras.get("reward_components")
+    columns = {
+        "advantage": _column(turn.advantages),
+        "logprob": _column(turn.behavior_logprobs),
+        "version": _column(turn.versions),
+        "keep": _column([int(keep) for keep in turn.keep]),
+    }
+    columns |= {need.value: _column(value) for need, value in turn.signals.items() if isinstance(value, list)}
+    return {
+        "read": [_said(message) for message in turn.observation],
+        "rewrites": not turn.extends,
+        "observationTokens": len(turn.observation_ids),
+        "pieces": turn.action_pieces,
+        "columns": columns,
+        "others": credited,
+        "reward": _short(turn.reward),
+        "components": {
+            str(name): _short(amount)
+            for name, amount in (components.items() if isinstance(components, dict) else ())
+            if is_number(amount)
+        },
+        "signals": {need.value: _short(value) for need, value in turn.signals.items() if not isinstance(value, list)},
+        "state": turn.state_key,
+        "action": turn.action_key,
+        "finish": turn.finish_reason.value,
+        "branches": turn.branch_rewards,
+    }
+
+
+def _said(message: Message) -> dict[str, Any]:
+    """Return a message as text: whatever stands in it, for others may have written it."""
+    said: dict[str, Any] = {
+        "role": str(message.get("role")),
+        "text": _bounded(_text(message.get("content")), _MAX_TEXT),
+    }
+    if name := message.get("name"):
+        said["name"] = _bounded(_text(name), _MAX_PREVIEW)
+    if thought := message.get("reasoning_content"):
+        said["thought"] = _bounded(_text(thought), _MAX_TEXT)
+    if calls := message.get("tool_calls"):
+        said["calls"] = _bounded(_text(calls), _MAX_TEXT)
+    return said
+
+
+def _text(value: Any) -> str:
+    """Return a message's content, which may be a list of parts."""
+    if isinstance(value, str) or value is None:
+        return value or ""
+    if isinstance(value, list) and all(isinstance(part, dict) and isinstance(part.get("text"), str) for part in value):
+        return "\n".join(part["text"] for part in value)
+    return json.dumps(value, ensure_ascii=False, default=str)
+
+
+def _tools(message: Message) -> list[str]:
+    calls = message.get("tool_calls")
+    functions = [call.get("function") for call in (calls if isinstance(calls, list) else ()) if isinstance(call, dict)]
+    names = [function.get("name") for function in functions if isinstance(function, dict)]
+    return [_bounded(name, 80) for name in names if isinstance(name, str) and name]
+
+
+def _is_tool_error(message: Message) -> bool:
+    content = message.get("content")
+    return message.get("role") == "tool" and isinstance(content, str) and content.startswith("Error:")
+
+
+def _preview(messages: Iterable[Message]) -> str:
+    texts = [_text(message.get("content")) or _text(message.get("tool_calls")) for message in messages]
+    return _bounded(" ".join(" ".join(texts).split()), _MAX_PREVIEW)
+
+
+def _bounded(text: str, limit: int) -> str:
+    return text if len(text) <= limit else f"{text[:limit]}… ({len(text) - limit:,} more characters)"
+
+
+def _column(values: Any) -> Any:
+    """Return a number where all are alike, else all of them, with four digits."""
+    first = values[0] if len(values) else 0
+    if all(value == first for value in values):
+        return _short(first)
+    return [_short(value) for value in values]
+
+
+def _short(value: float) -> float | None:
+    if isinstance(value, int):
+        return value
+    return float(f"{value:.4g}") if math.isfinite(value) else None
+
+
+def _finite(value: float | None) -> float:
+    return value if value is not None and math.isfinite(value) else 0.0

@@ -1,0 +1,98 @@
+"""The rollouts of a page, read from the folders of its runs: each file once, the newest first."""
+
+import re
+import time
+from collections.abc import Sequence
+from itertools import groupby
+from pathlib import Path
+from typing import NamedTuple
+
+from agentrl.errors import ConfigError
+from agentrl.report.html.other_credit import other_credit
+from agentrl.report.html.rollouts import Block, block_of
+from agentrl.report.html.runs import Run
+from agentrl.report.records import TrajectoryRecord, read_records
+
+MAX_ROLLOUTS, MAX_CREDITED = 10_000, 1_000
+"""Rollouts of a page, and those of them that other credit schemes are applied to: the newest."""
+
+
+class _File(NamedTuple):
+    path: Path
+    step: int
+    run: Run
+    is_fault: bool
+
+
+class RolloutStore:
+    """Blocks of rollouts, by number; grows while a run writes more."""
+
+    def __init__(self, *, max_rollouts: int = MAX_ROLLOUTS) -> None:
+        self.blocks: dict[int, Block] = {}
+        self.left_out = 0
+        """Files of which nothing is shown, because there are rollouts enough."""
+        self.notices: list[str] = []
+        """What is damaged, and shown without the damaged part."""
+        self._max_rollouts = max_rollouts
+        self._read: dict[Path, tuple[int, list[int]]] = {}
+        """When each file was last written, and its blocks."""
+        self._num_rollouts = self._num_credited = self._next = 0
+
+    def read(self, runs: Sequence[Run], *, seconds: float = float("inf")) -> bool:
+        """Read what is not read yet, for so long; return whether all is read."""
+        deadline = time.monotonic() + seconds
+        pending = [file for run in runs for file in _files(run) if self._is_new(file.path)]
+        for file in sorted(pending, key=lambda file: (not file.is_fault, -file.step)):
+            if time.monotonic() > deadline:
+                return False
+            self._forget(file.path)
+            if self._num_rollouts >= self._max_rollouts:
+                self.left_out += 1
+            else:
+                self._add(file)
+        return True
+
+    def entries(self) -> list[dict[str, object]]:
+        """List the rollouts, with the number of the block in which each is told."""
+        return [entry | {"block": number} for number, block in self.blocks.items() for entry in block.entries]
+
+    def _add(self, file: _File) -> None:
+        records: list[TrajectoryRecord] = []
+        numbers = self._read[file.path][1]
+        try:
+            for record in read_records(file.path):
+                records.append(record)  # noqa: PERF402  # those before the damage are kept
+        except ConfigError as error:
+            self.notices.append(f"{error}. It is shown without that line and what follows")
+        is_credited = not file.is_fault and self._num_credited + len(records) <= MAX_CREDITED
+        others = other_credit(records) if is_credited else {}
+        self._num_credited += len(records) * is_credited
+        self._num_rollouts += len(records)
+        for _, group in groupby(sorted(records, key=lambda record: record.group_id), lambda record: record.group_id):
+            self.blocks[self._next] = block_of(list(group), run=file.run.number, others=others)
+            numbers.append(self._next)
+            self._next += 1
+
+    def _is_new(self, path: Path) -> bool:
+        written, _ = self._read.get(path, (None, []))
+        return written != _written(path)
+
+    def _forget(self, path: Path) -> None:
+        """Drop what a file held before it was written again: a run that was resumed has gone back."""
+        _, numbers = self._read.pop(path, (0, []))
+        for number in numbers:
+            self._num_rollouts -= len(self.blocks.pop(number).entries)
+        self._read[path] = _written(path), []
+
+
+def _written(path: Path) -> int:
+    """Return when a file was written; 0 where it is gone by now."""
+    try:
+        return path.stat().st_mtime_ns
+    except OSError:
+        return 0
+
+
+def _files(run: Run) -> list[_File]:
+    files = [_File(path, int(re.sub(r"\D", "", path.stem)), run, False) for path in run.folder.rollouts()]
+    return files + [_File(path, 0, run, True) for path in run.folder.kept_faults()]

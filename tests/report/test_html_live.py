@@ -1,0 +1,130 @@
+"""`agentrl view`: served by the real command, in a process of its own."""
+
+import gzip
+import http.client
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from agentrl.report.folder import RunFolder
+from agentrl.report.html.live import LiveRuns
+from tests.support.report_runs import make_run, member
+
+pytest.importorskip("starlette", reason="pip install 'agentrl[view]'")
+pytest.importorskip("uvicorn", reason="pip install 'agentrl[view]'")
+
+
+class Server:
+    """The command at work."""
+
+    def __init__(self, run: RunFolder) -> None:
+        self.run = run
+        command = [sys.executable, "-m", "agentrl", "view", str(run.path), "--port", "0"]
+        self.process = subprocess.Popen(
+            command,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            env=os.environ | {"PYTHONUNBUFFERED": "1"},
+        )
+        assert self.process.stdout
+        found = re.search(r"http://127\.0\.0\.1:(\d+)/", self.process.stdout.readline())
+        assert found
+        self.port = int(found[1])
+
+    def get(self, path: str, *, host: str | None = None) -> tuple[int, bytes, dict[str, str]]:
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
+        connection.request("GET", path, headers={"Host": host or f"127.0.0.1:{self.port}"})
+        answer = connection.getresponse()
+        body = answer.read()
+        connection.close()
+        return answer.status, body, {name.lower(): value for name, value in answer.getheaders()}
+
+    def data(self) -> dict[str, Any]:
+        found: dict[str, Any] = json.loads(self.get("/data.json")[1])
+        return found
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    found = Server(make_run(tmp_path_factory.mktemp("live") / "run"))
+    yield found
+    found.process.kill()
+    found.process.wait()
+
+
+def test_the_page_and_its_blocks_are_served(server: Server) -> None:
+    status, body, headers = server.get("/")
+    assert status == 200
+    assert b"connect-src &#x27;self&#x27;" in body
+    assert "access-control-allow-origin" not in headers
+    data = server.data()
+    assert data["live"]
+    assert [entry["id"] for entry in data["rollouts"]] == ["train/000001/0", "train/000001/1"]
+    status, block, headers = server.get(f"/blocks/{data['rollouts'][0]['block']}")
+    assert (status, headers["content-encoding"]) == (200, "gzip")
+    assert json.loads(gzip.decompress(block))[0]["turns"][0]["pieces"] == ["the answer", "."]
+    assert server.get("/blocks/99")[0] == 404
+    assert server.get("/config.yaml")[0] == 404
+
+
+def test_a_name_that_points_here_is_answered_only_if_it_is_this_machines(server: Server) -> None:
+    for host, status in (
+        (f"localhost:{server.port}", 200),
+        ("evil.test", 400),
+        (f"evil.test:{server.port}", 400),
+        ("", 400),
+    ):
+        assert server.get("/data.json", host=host or "0.0.0.0")[0] == status, host
+
+
+def test_what_a_run_adds_is_told_once(server: Server) -> None:
+    stamp = server.data()["stamp"]
+    assert server.get(f"/data.json?stamp={stamp}")[0] == 204
+    server.run.add_metrics({"step": 4.0, "reward/mean": 0.25})
+    server.run.add_rollouts(4, [member(7, reward=0.25, step=4, group_id="train/000004")])
+    status, body, _ = server.get(f"/data.json?stamp={stamp}")
+    assert status == 200
+    news = json.loads(body)
+    assert news["curves"]["reward/mean"][0]["mean"][-1] == 0.25
+    assert "train/000001/7" in [entry["id"] for entry in news["rollouts"]]
+    assert server.get(f"/data.json?stamp={news['stamp']}")[0] == 204
+    assert server.get("/data.json?stamp=x")[0] == 200
+
+
+def test_a_port_in_use_is_told_in_one_line(server: Server) -> None:
+    command = [sys.executable, "-m", "agentrl", "view", str(server.run.path), "--port", str(server.port)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 2
+    assert done.stderr == f"agentrl: --port: {server.port}: Address already in use; choose another, or 0\n"
+
+
+def test_ctrl_c_ends_it_in_one_line(tmp_path: Path) -> None:
+    server = Server(make_run(tmp_path / "run"))
+    assert server.get("/")[0] == 200
+    server.process.send_signal(signal.SIGINT)
+    rest, _ = server.process.communicate(timeout=60)
+    assert rest == "agentrl: interrupted\n"
+    assert server.process.returncode == 130
+
+
+def test_a_run_that_has_not_begun_to_train_is_waited_for(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "run", rewards=(), rollouts=[])
+    live = LiveRuns([folder.path])
+    data = live.data()
+    assert (data["curves"], data["rollouts"]) == ({}, [])
+    assert live.news(data["stamp"]) is None
+    time.sleep(0.01)
+    folder.add_metrics({"step": 1.0, "loss": 0.5})
+    news = live.news(data["stamp"])
+    assert news is not None
+    assert news["stamp"] > data["stamp"]
