@@ -115,7 +115,7 @@ def test_ten_thousand_hostile_strings_run_nothing_and_ask_for_nothing(tmp_path: 
     for number in range(150):
         turns = []
         for _ in range(3):
-            read = [
+            read: list[dict[str, Any]] = [
                 {"role": next(roles), "name": next(given), "content": next(given), "reasoning_content": next(given)}
                 for _ in range(2)
             ]
@@ -177,10 +177,10 @@ def test_ten_thousand_hostile_strings_run_nothing_and_ask_for_nothing(tmp_path: 
     assert watched.errors == [], "a script was refused by the policy alone, or failed"
     assert watched.dialogs == []
     assert page.evaluate("typeof HIT") == "undefined"
-    made = (
+    elements = (
         "document.querySelectorAll('main :is(script, img, iframe, style, link, object, form, base, meta, svg)').length"
     )
-    assert page.evaluate(made) == 0
+    assert page.evaluate(elements) == 0
     listening = (
         "[...document.querySelectorAll('*')].some((each) => each.getAttributeNames().some((name) => /^on/.test(name)))"
     )

@@ -53,7 +53,7 @@ def curves(recipes: Sequence[RecipeRuns]) -> dict[str, list[dict[str, Any]]]:
             steps = sorted({step for of_run in of_runs for step in of_run})
             at = [[of_run[step] for of_run in of_runs if step in of_run] for step in steps]
             bounds = [interval(values) for values in at]
-            curve = {
+            curve: dict[str, Any] = {
                 "name": recipe.name,
                 "color": number,
                 "steps": steps,
