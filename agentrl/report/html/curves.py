@@ -71,7 +71,7 @@ def curves(recipes: Sequence[RecipeRuns]) -> dict[str, list[dict[str, Any]]]:
 
 def families(names: Iterable[str]) -> list[dict[str, Any]]:
     """Sort the names of metrics into families."""
-    found: dict[str, list[str]] = {family: [] for family, _ in _FAMILIES} | {_OTHERS: []}
+    found: dict[str, list[str]] = {family: [] for family in (*(family for family, _ in _FAMILIES), _OTHERS)}
     for name in sorted(names):
         family = next((family for family, begins in _FAMILIES if name.startswith(begins)), _OTHERS)
         found[family].append(name)
