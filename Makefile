@@ -10,7 +10,7 @@ ARGS ?=
 # cores: many tests wait for processes.
 WORKERS ?= 3
 
-.PHONY: train test check mutants clean
+.PHONY: train test check fields mutants clean
 
 train: $(VENV)/installed
 	$(BIN)/agentrl train $(RECIPE) $(ARGS)
@@ -23,6 +23,11 @@ check: $(VENV)/installed-dev
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+
+# What tests hold up to date: the page of all fields, and the schema by which editors complete recipes.
+fields: $(VENV)/installed-dev
+	$(BIN)/agentrl fields --markdown > docs/fields.md
+	$(BIN)/agentrl fields --json-schema > docs/recipe.schema.json
 
 # Changes one operator after the other in the files that pyproject.toml names; lists those that no test of theirs noticed.
 mutants: $(VENV)/installed-dev

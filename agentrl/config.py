@@ -18,12 +18,13 @@ from agentrl.engine.auto import AutoConfig as AutoEngineConfig
 from agentrl.env.config import EnvConfig
 from agentrl.errors import ConfigError
 from agentrl.files import MAX_DEPTH, parse_yaml
+from agentrl.foreign_names import at_home, of_field
 from agentrl.learn.loss import LossConfig
 from agentrl.learn.signals import SignalsConfig
 from agentrl.learn.train_config import TrainConfig
 from agentrl.learn.warmup import WarmupConfig
 from agentrl.may_change import MayChange
-from agentrl.plugin import Plugin, explain, section_of
+from agentrl.plugin import ELSEWHERE, Plugin, explain, section_of
 from agentrl.policy.model import ModelConfig
 from agentrl.registry import suggest
 from agentrl.report.folder import ReportConfig
@@ -87,7 +88,7 @@ class Recipe(BaseModel):
                 f"rollout.max_turn_tokens: {rollout.max_turn_tokens} leaves no room for a prompt in "
                 f"rollout.max_context_tokens: {rollout.max_context_tokens}"
             )
-        scheme = load_credit(self.credit)
+        scheme = load_credit(self.credit, elsewhere=_FIELDS)
         schemes = [scheme, load_fallback(scheme)] if "fallback" in self.credit else [scheme]
         rules = [layer.lone_rule() for one in schemes for layer in one.chain()]
         if rollout.group_size == 1 and "error" in rules:
@@ -131,9 +132,9 @@ def load_recipe(path: Path | None, overrides: Sequence[str] = ()) -> Recipe:
         if isinstance(name, str) and isinstance(former, dict):
             data[section] = {key: value for key, value in former.items() if key in seam.named(name).model_fields}
     try:
-        return Recipe.model_validate(_merged(data, changed))
+        return Recipe.model_validate(_merged(data, changed), context={ELSEWHERE: _FIELDS})
     except ValidationError as error:
-        raise ConfigError("\n".join(explain(error, Recipe))) from error
+        raise ConfigError("\n".join(explain(error, Recipe, elsewhere=_FIELDS))) from error
 
 
 def plan(recipe: Recipe) -> dict[str, str]:
@@ -214,8 +215,12 @@ def _wrong_options(message: str) -> str:
 
 def _nearest_option(option: str) -> str:
     """Suggest the nearest of all options, else those of the same section."""
-    names = list(_field_names(Recipe))
-    known = [f"--{name}" for name in names if not any(other.startswith(f"{name}.") for other in names)]
+    known = [f"--{name}" for name in _FIELDS if not any(other.startswith(f"{name}.") for other in _FIELDS)]
+    name = option.removeprefix("--").rpartition(".")[2]
+    if hint := at_home(name, known):
+        return hint
+    if hint := of_field(name):
+        return re.sub(r"'([\w.]+)'", r"'--\1'", hint)
     if difflib.get_close_matches(option, known):
         return suggest(option, known)
     return suggest(option, [name for name in known if name.rpartition(".")[0] == option.rpartition(".")[0]] or known)
@@ -236,6 +241,10 @@ def _field_names(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
         yield prefix + name
         if get_origin(info.annotation) is not tuple and (section := section_of(info.annotation)):
             yield from _field_names(section, f"{prefix}{name}.")
+
+
+_FIELDS = tuple(_field_names(Recipe))
+"""All fields of the tree by their paths, but for those of plug-ins."""
 
 
 def _nested(data: Any, *path: str) -> Any:

@@ -6,7 +6,7 @@
 import math
 from abc import abstractmethod
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from traceback import extract_tb
 from typing import Any, ClassVar, Literal, Self
@@ -151,10 +151,13 @@ class CreditScheme(BaseModel):
         raise NotImplementedError
 
 
-def load_credit(spec: Mapping[str, Any], *, field: str = "credit") -> CreditScheme:
+def load_credit(spec: Mapping[str, Any], *, field: str = "credit", elsewhere: Iterable[str] = ()) -> CreditScheme:
     """Build the scheme that a recipe's mapping describes: `{"scheme": "turn_return", "gamma": 0.5}`.
 
-    `scheme` is an entry point's name (`agentrl credit` lists them) or `module:Class`; the rest are its fields.
+    Args:
+        spec: `scheme` is an entry point's name (`agentrl credit` lists them) or `module:Class`; the rest are its fields.
+        field: of the recipe, for error messages.
+        elsewhere: other fields of the recipe, one of which may have been meant.
 
     Raises:
         ConfigError: for an unknown scheme, an unknown field (with the nearest name) or an impossible value.
@@ -165,7 +168,7 @@ def load_credit(spec: Mapping[str, Any], *, field: str = "credit") -> CreditSche
         raise ConfigError(f"{field}.fallback: the only fallback is 'uniform', got {spec['fallback']!r}")
     if not isinstance(name, str):
         raise ConfigError(f"{field}.scheme: expected the name of a credit scheme, got {name!r}")
-    return with_fields(credit_class(name, field=field), options, name=name, section=field)
+    return with_fields(credit_class(name, field=field), options, name=name, section=field, elsewhere=elsewhere)
 
 
 def credit_class(name: str, *, field: str = "credit") -> type[CreditScheme]:

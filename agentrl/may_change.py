@@ -21,6 +21,8 @@ class MayChange:
 
     when: Callable[[Any], bool] = lambda _: True
     """Told the section, returns whether the mark holds."""
+    condition: str = ""
+    """The same in words. Empty: it always holds."""
 
 
 def fixed(section: BaseModel) -> dict[str, Any]:
@@ -31,7 +33,7 @@ def fixed(section: BaseModel) -> dict[str, Any]:
 def marked(section: type[BaseModel], prefix: str = "") -> Iterator[str]:
     """Yield the names of the fields that may change, those of inner sections with dots."""
     for name, info in section.model_fields.items():
-        if _mark(info):
+        if mark_of(info):
             yield prefix + name
         elif isinstance(info.annotation, type) and issubclass(info.annotation, BaseModel):
             yield from marked(info.annotation, f"{prefix}{name}.")
@@ -40,11 +42,12 @@ def marked(section: type[BaseModel], prefix: str = "") -> Iterator[str]:
 def _without_marked(section: BaseModel, dumped: dict[str, Any]) -> dict[str, Any]:
     kept: dict[str, Any] = {}
     for name, info in type(section).model_fields.items():
-        mark, value = _mark(info), getattr(section, name)
+        mark, value = mark_of(info), getattr(section, name)
         if mark is None or not mark.when(section):
             kept[name] = _without_marked(value, dumped[name]) if isinstance(value, BaseModel) else dumped[name]
     return kept
 
 
-def _mark(info: FieldInfo) -> MayChange | None:
+def mark_of(info: FieldInfo) -> MayChange | None:
+    """Return the mark of a field. None: it has none."""
     return next((entry for entry in info.metadata if isinstance(entry, MayChange)), None)

@@ -1,15 +1,26 @@
 """A section of the recipe that names a plug-in and holds its fields: `chat: {renderer: template, date: 2026-01-01}`."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from typing import Any, ClassVar, NamedTuple, Self, TypeVar, get_args, get_origin
 
-from pydantic import BaseModel, ConfigDict, ModelWrapValidatorHandler, ValidationError, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    ModelWrapValidatorHandler,
+    ValidationError,
+    ValidationInfo,
+    model_validator,
+)
 
+from agentrl import foreign_names
 from agentrl.errors import ConfigError, UserError
 from agentrl.registry import Group, names, resolve, suggest
 
 M = TypeVar("M", bound=BaseModel)
+
+ELSEWHERE = "elsewhere"
+"""In the context of a validation: fields of other sections, one of which may have been meant."""
 
 
 class Seam(NamedTuple):
@@ -54,7 +65,7 @@ class Plugin(BaseModel):
 
     @model_validator(mode="wrap")
     @classmethod
-    def _of_the_class_named(cls, data: Any, handler: ModelWrapValidatorHandler[Self]) -> Self:
+    def _of_the_class_named(cls, data: Any, handler: ModelWrapValidatorHandler[Self], info: ValidationInfo) -> Self:
         if "seam" not in vars(cls) or not isinstance(data, Mapping):
             return handler(data)
         _, section, key = cls.seam
@@ -66,7 +77,8 @@ class Plugin(BaseModel):
                     f"{section}.{field}: {name!r} has no such option; {' and '.join(map(repr, others))} "
                     f"{'has' if len(others) == 1 else 'have'}: remove it, or set {section}.{key}"
                 )
-        return with_fields(cls.named(name), {**data, key: name}, name=name, section=section)
+        elsewhere = (info.context or {}).get(ELSEWHERE, ())
+        return with_fields(cls.named(name), {**data, key: name}, name=name, section=section, elsewhere=elsewhere)
 
 
 def plugin_class(name: object, *, base: type[M], group: Group, field: str) -> type[M]:
@@ -85,8 +97,17 @@ def plugin_class(name: object, *, base: type[M], group: Group, field: str) -> ty
     return cls
 
 
-def with_fields(cls: type[M], values: Mapping[str, Any], *, name: str, section: str) -> M:
+def with_fields(
+    cls: type[M], values: Mapping[str, Any], *, name: str, section: str, elsewhere: Iterable[str] = ()
+) -> M:
     """Return a plug-in with the fields that its section of the recipe gives it.
+
+    Args:
+        cls: of the plug-in.
+        values: of its fields.
+        name: of the plug-in.
+        section: of the recipe.
+        elsewhere: fields of other sections, one of which may have been meant.
 
     Raises:
         ConfigError: a line for each field that is unknown (with the nearest name) or has an impossible value.
@@ -94,7 +115,9 @@ def with_fields(cls: type[M], values: Mapping[str, Any], *, name: str, section: 
     if unknown := [key for key in values if key not in cls.model_fields]:
         raise ConfigError(
             "\n".join(
-                f"{section}.{key}: {name!r} has no such option.{suggest(str(key), cls.model_fields)}" for key in unknown
+                f"{section}.{key}: {name!r} has no such option."
+                f"{suggest_field(str(key), cls.model_fields, value=values[key], elsewhere=elsewhere)}"
+                for key in unknown
             )
         )
     try:
@@ -103,13 +126,22 @@ def with_fields(cls: type[M], values: Mapping[str, Any], *, name: str, section: 
         raise ConfigError("\n".join(explain(error, cls, section))) from error
 
 
-def explain(error: ValidationError, model: type[BaseModel], *path: str) -> Iterator[str]:
+def suggest_field(name: str, known: Iterable[str], *, value: object = None, elsewhere: Iterable[str] = ()) -> str:
+    """Return what may have been meant by a field that its section does not have, as the end of an error.
+
+    A field of this very name in another section comes first, then what other libraries call so, then the nearest name.
+    """
+    return foreign_names.at_home(name, elsewhere) or foreign_names.of_field(name, value) or suggest(name, known)
+
+
+def explain(error: ValidationError, model: type[BaseModel], *path: str, elsewhere: Iterable[str] = ()) -> Iterator[str]:
     """Yield one line for each mistake: the field, what is wrong with it, what was given.
 
     Args:
         error: of validating `model`.
         model: a part of the recipe.
         path: the section of the recipe that it is.
+        elsewhere: fields of all sections, one of which may have been meant.
     """
     for entry in error.errors():
         where = ".".join(map(str, (*path, *entry["loc"])))
@@ -117,7 +149,9 @@ def explain(error: ValidationError, model: type[BaseModel], *path: str) -> Itera
             section: type[BaseModel] | None = model
             for part in (part for part in entry["loc"][:-1] if isinstance(part, str)):  # not a place in a list
                 section = section_of(section.model_fields[str(part)].annotation) if section else None
-            yield f"{where}: no such field.{suggest(str(entry['loc'][-1]), section.model_fields if section else ())}"
+            known, name = section.model_fields if section else (), str(entry["loc"][-1])
+            hint = suggest_field(name, known, value=entry["input"], elsewhere=elsewhere)
+            yield f"{where}: no such field.{hint}"
         elif entry["type"] == "value_error" and isinstance(cause := entry.get("ctx", {}).get("error"), ValueError):
             words = str(cause)
             if not isinstance(cause, UserError):  # begins with the name of a field of the section
@@ -125,9 +159,9 @@ def explain(error: ValidationError, model: type[BaseModel], *path: str) -> Itera
             else:  # names a field of the recipe, unless it comes from a section within this one
                 yield words if words.startswith(where) else f"{where}: {words}"
         elif entry["type"] == "model_type":
-            yield f"{where}: expected a mapping of fields (got {_short(entry['input'])})"
+            yield f"{where}: expected a mapping of fields (got {_short(entry['input'])}){_hint(where, entry['input'])}"
         else:
-            yield f"{where}: {entry['msg']} (got {_short(entry['input'])})"
+            yield f"{where}: {entry['msg']} (got {_short(entry['input'])}){_hint(where, entry['input'])}"
 
 
 def section_of(annotation: Any) -> type[BaseModel] | None:
@@ -138,6 +172,11 @@ def section_of(annotation: Any) -> type[BaseModel] | None:
         if isinstance(candidate, type) and issubclass(candidate, BaseModel):
             return candidate
     return None
+
+
+def _hint(field: str, value: object) -> str:
+    hint = foreign_names.of_value(field, value)
+    return hint and f".{hint}"
 
 
 def _short(value: object) -> str:

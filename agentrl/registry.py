@@ -9,6 +9,7 @@ from types import ModuleType
 from typing import Any, Literal
 
 from agentrl.errors import ConfigError
+from agentrl.foreign_names import of_value
 from agentrl.plain_data import line_of
 
 Group = Literal[
@@ -56,9 +57,8 @@ def resolve(spec: str, *, group: Group, field: str, kind: str = "Class") -> Any:
     if ":" in spec:
         return import_attribute(spec, field=field, kind=kind)
     if spec not in (points := _points(group)):
-        raise ConfigError(
-            f"{field}: no {spec!r} is installed.{suggest(spec, names(group))} Or give it as 'module:{kind}'."
-        )
+        hint = of_value(field, spec) or f"{suggest(spec, names(group))} Or give it as 'module:{kind}'."
+        raise ConfigError(f"{field}: no {spec!r} is installed.{hint}")
     try:
         return points[spec].load()
     except (Exception, SystemExit) as error:  # a stranger's package may raise anything while it is imported

@@ -52,6 +52,8 @@ class TaskEnv(ToolEnv):
     """
 
     turn_rewards = False
+    options_model = TaskOptions
+    """What `**options` are: `agentrl fields` lists them."""
 
     def __init__(self, **options: Any) -> None:
         """Read the table, or share the one that was read.

@@ -26,7 +26,7 @@ class TrainConfig(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    steps: Annotated[Amount, MayChange(lambda train: train.schedule == "constant")] = 100
+    steps: Annotated[Amount, MayChange(lambda train: train.schedule == "constant", "with `schedule: constant`")] = 100
     """Rounds of collecting and updating."""
     num_minibatches: Count = 4
     """Parts into which each step's rollouts are drawn (the GSPO paper's four): an optimizer update for each, but where one has
