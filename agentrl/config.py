@@ -88,6 +88,11 @@ class Recipe(BaseModel):
                 f"rollout.max_turn_tokens: {rollout.max_turn_tokens} leaves no room for a prompt in "
                 f"rollout.max_context_tokens: {rollout.max_context_tokens}"
             )
+        if self.env.schedule and rollout.curriculum is not None:
+            raise ValueError(
+                "rollout.curriculum: judges tasks by their numbers, and env.schedule gives a number another task; use one of "
+                "the two"
+            )
         scheme = load_credit(self.credit, elsewhere=_FIELDS)
         schemes = [scheme, load_fallback(scheme)] if "fallback" in self.credit else [scheme]
         rules = [layer.lone_rule() for one in schemes for layer in one.chain()]

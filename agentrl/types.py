@@ -282,6 +282,8 @@ class Trajectory:
     split: Split = "train"
     task_index: int | None = None
     """Number of the task within its split. None: an earlier version played it."""
+    stage: int = 0
+    """Which entry of `env.schedule` its environment was made with, from 1. 0: none."""
     signals: Mapping[str, float] = field(default_factory=dict)
     """As `Turn.signals`, of the trajectory as a whole: `values` is that of the context after the last action token."""
 

@@ -132,7 +132,7 @@ def _replay(options: argparse.Namespace, _: list[str]) -> None:
     from agentrl.report.replay import find, replay
 
     record = find(options.target, options.episode)
-    env = recipe.env.make()
+    env = recipe.env.make(record.stage)
     with _telling(env) as console:
         for line in replay(env, record):
             console.print(line)

@@ -1,12 +1,24 @@
 """The recipe's section about the environment."""
 
-from typing import Any
+from itertools import pairwise
+from typing import Any, Self
 
 import gymnasium as gym
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, model_validator
 
 from agentrl.env.make import make_env
-from agentrl.types import Message
+from agentrl.types import Amount, Message
+
+
+class StageConfig(BaseModel):
+    """Options of the environment that hold in training from a step on."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    from_step: Amount
+    """The first step whose groups are started with them."""
+    options: dict[str, Any]
+    """Laid over `env.options`, until the next entry."""
 
 
 class EnvConfig(BaseModel):
@@ -23,10 +35,27 @@ class EnvConfig(BaseModel):
     """What is put around it, the first innermost: each an `id`, an installed name or `module:Class` of a
     `gymnasium.Wrapper`, and beside it keyword arguments of its constructor."""
 
-    def make(self) -> gym.Env[tuple[Message, ...], str | Message]:
+    schedule: tuple[StageConfig, ...] = ()
+    """Options that change with the step, in training alone: a schedule of difficulty."""
+
+    def make(self, stage: int = 0) -> gym.Env[tuple[Message, ...], str | Message]:
         """Return a new environment.
+
+        Args:
+            stage: with the options of an entry of the schedule, from 1. 0: with `options` alone.
 
         Raises:
             ConfigError: see `make_env`.
         """
-        return make_env(self.id, self.options, wrappers=self.wrappers)
+        options = self.options | (self.schedule[stage - 1].options if stage else {})
+        return make_env(self.id, options, wrappers=self.wrappers)
+
+    @model_validator(mode="after")
+    def _in_order(self) -> Self:
+        for place, (one, following) in enumerate(pairwise(self.schedule)):
+            if following.from_step <= one.from_step:
+                raise ValueError(
+                    f"schedule.{place + 1}.from_step: {following.from_step} does not come after {one.from_step}; order the "
+                    "entries by their steps"
+                )
+        return self

@@ -130,6 +130,8 @@ def rollout_metrics(groups: Sequence[TrajectoryGroup], credits: Sequence[Sequenc
             ]
         ),
     }
+    if any(t.stage for t in everyone):
+        metrics["episode/stage"] = _mean([t.stage for t in everyone])
     metrics = {f"episode/{name}": value for name, value in reported_means(trajectories).items()} | metrics
     metrics = {f"reward/{name}": value for name, value in component_means(trajectories).items()} | metrics
     return metrics | {f"stop/{reason}": _mean([t.stop_reason is reason for t in everyone]) for reason in StopReason}

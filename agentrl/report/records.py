@@ -88,6 +88,7 @@ class TrajectoryRecord(BaseModel):
     gold_answer: str | None = None
     split: Split = "train"
     task_index: int | None = None
+    stage: int = 0
     signals: dict[Need, float] = {}
     """Of the trajectory as a whole."""
 
@@ -153,6 +154,7 @@ def records(
                 gold_answer=trajectory.gold_answer,
                 split=trajectory.split,
                 task_index=trajectory.task_index,
+                stage=trajectory.stage,
                 signals={Need(name): value for name, value in trajectory.signals.items()},
             )
 

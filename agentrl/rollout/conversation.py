@@ -228,6 +228,7 @@ class Conversation:
             seed=self.task.seed,
             split=self.task.split,
             task_index=self.task.task_index,
+            stage=self.task.stage,
             turns=tuple(self.turns),
             stop_reason=end.reason,
             truncated=end.truncated,

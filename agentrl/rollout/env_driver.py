@@ -42,9 +42,9 @@ class EnvDriver:
         self.gold_answer, self.info = reply.gold_answer, reply.info
 
     async def make(self, make_env: MakeEnv, *, reuses: bool = False) -> tuple[Env, "EnvDriver"]:
-        """Make the environment, or take the one that the thread keeps; return it, and the driver that knows its name."""
+        """Make the environment, or take an equal one that the thread keeps; return it, and the driver that knows its name."""
         if (kept := self.thread.take_env()) is not None:
-            if reuses:
+            if reuses and self.thread.made_by is make_env:
                 return kept, EnvDriver(self.conversation, self.thread, name=env_id(kept))
             await self.call("close()", kept.close)
 
@@ -53,6 +53,7 @@ class EnvDriver:
             return env, env_id(env)
 
         env, name = await self.call("construction", named)
+        self.thread.made_by = make_env
         return env, EnvDriver(self.conversation, self.thread, name=name, env_s=self._env_s)
 
     async def play(self, env: Env, *, before_action: Callable[[], Awaitable[None]] | None = None) -> None:

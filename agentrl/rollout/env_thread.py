@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 from agentrl.errors import EnvironmentFailure
 from agentrl.plain_data import words_of
-from agentrl.rollout.env_calls import Env
+from agentrl.rollout.env_calls import Env, MakeEnv
 from agentrl.rollout.fault import stack_of
 
 R = TypeVar("R")
@@ -27,6 +27,8 @@ class EnvThread:
         self.is_lost = False
         self.env: Env | None = None
         """An environment that may play another episode: on this thread, because handles such as SQLite's are bound to it."""
+        self.made_by: MakeEnv | None = None
+        """What made it."""
         self._thread = threading.Thread(target=self._run, name="agentrl-env", daemon=True)
         try:
             self._thread.start()

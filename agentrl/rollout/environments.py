@@ -1,6 +1,7 @@
 """The environments of a pool: made when needed, and kept for another episode where that is proven to make no difference."""
 
 import time
+from collections.abc import Sequence
 
 from agentrl.rollout.env_calls import MakeEnv
 from agentrl.rollout.env_thread import EnvThread
@@ -14,9 +15,15 @@ class Environments:
 
     def __init__(self, make: MakeEnv) -> None:
         self.make = make
+        self.stages: Sequence[MakeEnv] = ()
+        """What makes one with each entry of `env.schedule`, in their order."""
         self.is_reused = False
         """An environment whose episode ended well plays another one, on its thread: set where `reset` is proven to forget."""
         self._idle: list[EnvThread] = []
+
+    def make_for(self, stage: int) -> MakeEnv:
+        """Return what makes an environment with an entry of the schedule, from 1; 0: with none."""
+        return self.stages[stage - 1] if stage else self.make
 
     def take(self) -> EnvThread:
         """Return a thread: an idle one, with its environment, or a new one."""

@@ -45,6 +45,10 @@ class EvaluationConfig(BaseModel):
     def _consistent(self) -> Self:
         if max(self.pass_at, default=1) > self.samples:
             raise ValueError(f"pass_at: {max(self.pass_at)} needs as many samples, got samples: {self.samples}")
+        for name, env in self.env.items():
+            if env.schedule:
+                field = ".".join(filter(None, ("env", name, "schedule")))
+                raise ValueError(f"{field}: every evaluation is in the same environment; give its options alone")
         return self
 
 

@@ -28,6 +28,7 @@ def members(name: str, task: EnvTask, *, size: int, run_seed: int) -> list[Task]
         sampling_seed=derive_seed(run_seed, "sampling"),
         split=task.split,
         task_index=task.index,
+        stage=task.stage,
     )
     return [replace(first, rollout_index=index) for index in range(size)]
 

@@ -22,11 +22,13 @@ class Task:
     split: Split = "train"
     task_index: int | None = None
     """Number of the task within its split, shared by the group. None: an earlier version began it."""
+    stage: int = 0
+    """Which entry of `env.schedule` the environment is made with, from 1. 0: none."""
 
     @property
     def env_task(self) -> EnvTask:
-        """What the environment is told, beside `rollout_index`."""
-        return EnvTask(seed=self.seed, split=self.split, index=self.task_index)
+        """What the environment is made and told by, beside `rollout_index`."""
+        return EnvTask(seed=self.seed, split=self.split, index=self.task_index, stage=self.stage)
 
     @property
     def trajectory_id(self) -> str:

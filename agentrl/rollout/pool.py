@@ -324,7 +324,8 @@ class RolloutPool:
             on_change=None if live is None else self._stream.note,
             on_fault=self._note_fault,
         )
-        play = partial(episode.play, self.environments.make, reuses=self.environments.is_reused)
+        make_env = self.environments.make_for(start.task.stage)
+        play = partial(episode.play, make_env, reuses=self.environments.is_reused)
         if live is None:
             return await play(), start
         live[start.task.trajectory_id] = episode

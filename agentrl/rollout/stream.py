@@ -303,7 +303,7 @@ class TaskStream:
         name = group_name(event.index)
         if self._curriculum is not None and event.place is not None:
             self._curriculum.started(event.place)
-        task = self._tasks.train(event.index, place=event.place)
+        task = self._tasks.train(event.index, place=event.place, step=event.version + 1)
         tasks = members(name, task, size=self._config.group_size, run_seed=self._tasks.seed)
         group = _Group(began=event.version, waiting=[LiveEpisode(task=task) for task in tasks])
         self._groups[name], self._next_group = group, event.index + self._share.num_processes

@@ -1,6 +1,7 @@
 """Which task the k-th of a split is: it follows from the run's seed and from k, so nothing is kept and a kill loses nothing."""
 
-from dataclasses import dataclass
+from bisect import bisect_right
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import numpy as np
@@ -18,6 +19,17 @@ class EnvTask:
     split: Split = "train"
     index: int | None = None
     """Its number within the split. None: not known, as in what an earlier version wrote."""
+    stage: int = 0
+    """Which entry of `env.schedule` the environment is made with, from 1. 0: none."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stage:
+    """An entry of `env.schedule`."""
+
+    from_step: int
+    num_train: int | None
+    """How many training tasks the environment has then. None: without end."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,26 +42,34 @@ class Tasks:
     """As the environment says."""
     hashes: TaskHashes = NO_HASHES
     """As the environment says: what a run is resumed on must be what it began with."""
+    stages: tuple[Stage, ...] = ()
+    """The schedule, in its order."""
 
-    def train(self, index: int, *, place: int | None = None) -> EnvTask:
+    def train(self, index: int, *, place: int | None = None, step: int = 0) -> EnvTask:
         """Return the task of the `index`-th group: of a table, the next one of an epoch, each epoch in its own order.
 
         Args:
             index: of the group; the seed follows from it.
             place: in the order of the epochs, one after the other. None: the same.
+            step: in which the group is started: the schedule goes by it. 0: before all of them.
 
         Raises:
             ConfigError: where there is none.
         """
-        num, seed = self.num.train, task_seed(self.seed, index)
+        seed, stage = task_seed(self.seed, index), bisect_right([stage.from_step for stage in self.stages], step)
+        num = self.stages[stage - 1].num_train if stage else self.num.train
         if num is None:
-            return EnvTask(seed=seed, index=index)
+            return EnvTask(seed=seed, index=index, stage=stage)
         if num == 0:
             raise ConfigError(
                 "env: the environment has no training tasks (num_tasks('train') returned 0); give it some (env.options)"
             )
         epoch, nth = divmod(index if place is None else place, num)
-        return EnvTask(seed=seed, index=int(_epoch_order(self.seed, epoch, num)[nth]))
+        return EnvTask(seed=seed, index=int(_epoch_order(self.seed, epoch, num)[nth]), stage=stage)
+
+    def of_stage(self, stage: int) -> "Tasks":
+        """Return the tasks that the environment has with an entry of the schedule, from 1, as if there were no other."""
+        return replace(self, num=self.num._replace(train=self.stages[stage - 1].num_train), stages=())
 
     def evaluation(self, asked: int) -> list[EnvTask]:
         """Return the evaluation tasks: of a table as many as were asked for, spread evenly over it, or all, each once.

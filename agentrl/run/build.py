@@ -42,6 +42,7 @@ from agentrl.run.engine_link import EngineLink
 from agentrl.run.engines import new_engine, share_of
 from agentrl.run.evaluation_envs import EvaluationEnv, describe_others, own_env
 from agentrl.run.models import check_positions, load_model, load_teacher, make_bytes_tokenizer
+from agentrl.run.stages import describe_stages, makers
 from agentrl.types import Need, Share, Trajectory
 
 
@@ -105,7 +106,8 @@ def _build(
     limits = check_limits(recipe.rollout.max_live_episodes)
 
     description = runner.run(describe_env(recipe.env.make, timeout_s=recipe.rollout.env_timeout_s))
-    tasks = Tasks(seed=recipe.seed, num=description.num_tasks, hashes=description.task_hashes)
+    stages = describe_stages(recipe, description, runner)
+    tasks = Tasks(seed=recipe.seed, num=description.num_tasks, hashes=description.task_hashes, stages=stages)
     others = describe_others(recipe, runner, stack)
     if not others:
         tasks.evaluation(1)  # refused here, where there are none
@@ -125,6 +127,7 @@ def _build(
         journal=_journal(recipe),
         on_fault=on_fault,
     )
+    pool.environments.stages = makers(recipe)
     stack.callback(pool.close)
     stack.callback(lambda: runner.run(pool.stop()))
 

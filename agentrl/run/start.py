@@ -22,6 +22,7 @@ from agentrl.run.models import make_demonstrations
 from agentrl.run.record import OnProgress, RunRecord
 from agentrl.run.resume import resume, save
 from agentrl.run.same_tasks import check_hashes, keep_hashes
+from agentrl.run.stages import naming_stage
 
 
 class Preparation(NamedTuple):
@@ -119,6 +120,11 @@ def _prepare(parts: Parts) -> Preparation:
         fork=reads_branches(parts.credit),
     )
     runner.run(trial)
+    for place, make_env in enumerate(parts.pool.environments.stages):
+        tasks = parts.pool.tasks.of_stage(place + 1)
+        trial = try_environment(make_env=make_env, renderer=renderer, config=recipe.rollout, tasks=tasks)
+        with naming_stage(place):
+            runner.run(trial)
     for env in parts.evaluation_envs if recipe.evaluation.env else ():
         trial = try_environment(
             make_env=env.environments.make, renderer=renderer, config=recipe.rollout, tasks=env.tasks
@@ -151,7 +157,11 @@ def reuse_environments(parts: Parts) -> str | None:
     """Let environments play one episode after the other where `reset` is proven to forget; return what to tell."""
     rollout, pool = parts.recipe.rollout, parts.pool
     proof = parts.runner.run(prove_reset(pool.environments.make, pool.tasks, timeout_s=rollout.env_timeout_s))
-    pool.environments.is_reused = proof.flaw is None
+    flaws = [proof.flaw]
+    for stage, make_env in enumerate(pool.environments.stages, 1):
+        found = parts.runner.run(prove_reset(make_env, pool.tasks.of_stage(stage), timeout_s=rollout.env_timeout_s))
+        flaws.append(found.flaw)
+    pool.environments.is_reused = not any(flaws)
     for env in parts.evaluation_envs if parts.recipe.evaluation.env else ():
         found = parts.runner.run(prove_reset(env.environments.make, env.tasks, timeout_s=rollout.env_timeout_s))
         env.environments.is_reused = found.flaw is None
