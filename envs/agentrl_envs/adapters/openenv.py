@@ -20,6 +20,8 @@ except ModuleNotFoundError as error:
 
 _HIDDEN = {"done", "reward", "metadata"}
 _MAX_BYTES = 2**24
+_CLOSING_S = 2.0
+"""How long the server may take to close a session, in seconds."""
 
 
 class OpenEnv(ReplayedEnv):
@@ -86,20 +88,17 @@ class OpenEnv(ReplayedEnv):
 
     def close(self) -> None:
         """End the session."""
-        if self.source is not None:
-            with contextlib.suppress(WebSocketException, OSError):
-                self.source.send(json.dumps({"type": "close"}))
-            self.source.close()
-            self.source = None
+        self._leave()
         super().close()
 
     def begin_source(self) -> dict[str, Any]:
         """Open a session, and reset it with the seed."""
-        if self.source is not None:
-            self.source.close()
+        self._leave()
         url = self.url.replace("http", "ws", 1) + "/ws"
         try:
-            session = connect(url, open_timeout=self.timeout_s, close_timeout=2, max_size=_MAX_BYTES, proxy=None)
+            session = connect(
+                url, open_timeout=self.timeout_s, close_timeout=_CLOSING_S, max_size=_MAX_BYTES, proxy=None
+            )
             self.source = session.__enter__()  # left by close()
         except (OSError, WebSocketException) as error:
             raise EnvironmentFailure(f"the OpenEnv server {self.url} cannot be reached: {error}") from error
@@ -108,6 +107,15 @@ class OpenEnv(ReplayedEnv):
     def step_source(self, action: dict[str, Any]) -> dict[str, Any]:
         """Take an action."""
         return self._ask("step", action)
+
+    def _leave(self) -> None:
+        """End the session, if there is one: the server closes it, which else logs a traceback for each."""
+        if self.source is not None:
+            with contextlib.suppress(WebSocketException, OSError):
+                self.source.send(json.dumps({"type": "close"}))
+                self.source.recv(timeout=_CLOSING_S)
+            self.source.close()
+            self.source = None
 
     def _take(self, action: dict[str, Any]) -> str:
         result = self.act(action)

@@ -1,0 +1,81 @@
+"""What the option named `unsafe` holds, and what it does not: the column of docs/sandboxes.md."""
+
+import os
+import signal
+import socket
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from agentrl import Sandbox
+from agentrl_envs.sandboxes.unsafe import UnsafeConfig
+from tests.support.threads import wait_until
+
+
+@pytest.fixture
+def sandbox() -> Iterator[Sandbox]:
+    with UnsafeConfig(timeout_s=30).build() as sandbox:
+        yield sandbox
+
+
+def test_code_reaches_the_files_the_network_and_the_processes_of_its_host(sandbox: Sandbox, tmp_path: Path) -> None:
+    (tmp_path / "secret").write_text("in the open")
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        code = f"""
+import os, socket
+print(open({str(tmp_path / "secret")!r}).read())
+open({str(tmp_path / "written")!r}, "w").write("by code")
+socket.create_connection(("127.0.0.1", {port})).sendall(b"hello")
+os.kill({os.getpid()}, 0)
+print(b"PATH" in open("/proc/{os.getpid()}/environ", "rb").read())
+"""
+        assert sandbox.exec(code).output == "in the open\nTrue\n"
+        server.settimeout(10)
+        assert server.accept()[0].recv(5) == b"hello"
+    assert (tmp_path / "written").read_text() == "by code"
+
+
+def test_it_inherits_neither_the_environment_nor_descriptors(
+    sandbox: Sandbox, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TOKEN", "secret")
+    with (tmp_path / "open").open("w") as file:
+        os.set_inheritable(file.fileno(), True)
+        seen = sandbox.exec(
+            "import os\nprint(os.environ.get('TOKEN'), [os.readlink(f'/proc/self/fd/{n}') for n in (0, 1)])"
+        )
+        names = sandbox.exec(
+            "import os\nfor n in os.listdir('/proc/self/fd'): print(os.path.realpath(f'/proc/self/fd/{n}'))"
+        )
+    assert seen.output.startswith("None ")
+    assert str(tmp_path / "open") not in names.output
+
+
+def test_a_signal_that_is_ignored_does_not_help(sandbox: Sandbox) -> None:
+    with UnsafeConfig(timeout_s=1).build() as brief:
+        begun = time.monotonic()
+        result = brief.exec("import signal\nfor n in (2, 15): signal.signal(n, signal.SIG_IGN)\nwhile True: pass")
+        assert (result.timed_out, time.monotonic() - begun < 20) == (True, True)
+
+
+def test_a_daemon_outlives_its_exec(sandbox: Sandbox, tmp_path: Path) -> None:
+    code = f"""
+import os, time
+if os.fork() == 0:
+    os.setsid()
+    if os.fork() == 0:
+        for n in range(3): os.close(n)
+        open({str(tmp_path / "pid")!r}, "w").write(str(os.getpid()))
+        time.sleep(60)
+    os._exit(0)
+"""
+    sandbox.exec(code)
+    wait_until(lambda: (tmp_path / "pid").is_file() and bool((tmp_path / "pid").read_text()))
+    daemon = psutil.Process(int((tmp_path / "pid").read_text()))
+    assert daemon.is_running()
+    daemon.send_signal(signal.SIGKILL)
+    daemon.wait(20)
