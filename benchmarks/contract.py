@@ -186,8 +186,8 @@ def report(rows: Sequence[Row], path: Path) -> None:
     path.write_text(
         f"# {re.sub('-contract', '', path.stem)}: the contract over {rows[0].seeds} seeds\n\n"
         "`python -m benchmarks.contract`: `check_env` on every built-in environment and on those of the adapters, one after\n"
-        f"the other. {len(own)} built-in environments and {len(sources)} adapters pass. Seconds are of a busy machine's\n"
-        "clock.\n\n"
+        f"the other. {len(own)} built-in environments and {len(sources)} adapters pass. Seconds are of a busy "
+        "machine's clock.\n\n"
         "| environment | options | seeds | seconds | result |\n|---|---|---|---|---|\n"
         + "".join(f"{row.line()}\n" for row in rows),
         encoding="utf-8",

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 import torch
+import yaml
 
 from agentrl.config import load_recipe
 from agentrl.run import loop
@@ -59,8 +60,9 @@ def path_of(recipe: str) -> Path:
 
 
 def fingerprint(recipe: str) -> str:
-    """Name the text of a recipe."""
-    return hashlib.sha256(path_of(recipe).read_bytes()).hexdigest()[:16]
+    """Name what a recipe says, whatever its comments."""
+    said = json.dumps(yaml.safe_load(path_of(recipe).read_bytes()), sort_keys=True)
+    return hashlib.sha256(said.encode()).hexdigest()[:16]
 
 
 def read_results(out: Path) -> dict[tuple[str, int], Result]:
