@@ -7,6 +7,10 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from agentrl.api.evaluation import evaluate
+    from agentrl.api.playing import play
+    from agentrl.api.trained_run import TrainedRun
+    from agentrl.api.training import train
     from agentrl.credit import Credit, CreditScheme, LoneRule, Need, assign_credit, load_credit
     from agentrl.env import (
         ExecResult,
@@ -36,6 +40,10 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOMES = {
+    "agentrl.api.evaluation": ("evaluate",),
+    "agentrl.api.playing": ("play",),
+    "agentrl.api.trained_run": ("TrainedRun",),
+    "agentrl.api.training": ("train",),
     "agentrl.credit": ("Credit", "CreditScheme", "LoneRule", "Need", "assign_credit", "load_credit"),
     "agentrl.env": (
         "ExecResult",
@@ -65,6 +73,7 @@ _HOMES = {
 _HOME = {name: module for module, members in _HOMES.items() for name in members}
 
 __all__ = [  # noqa: RUF022 - by theme
+    "train", "evaluate", "play", "TrainedRun",
     "MessageEnv", "ToolEnv", "TaskEnv", "tool", "tool_call", "run_command", "Message",
     "Sandbox", "SandboxConfig", "ExecResult", "Language", "sandbox_config",
     "CreditScheme", "Credit", "LoneRule", "Need", "assign_credit", "load_credit",

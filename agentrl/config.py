@@ -111,8 +111,15 @@ _SEAMS = {
 """The sections that name a plug-in, and hold whatever fields it has."""
 
 
-def load_recipe(path: Path | None, overrides: Sequence[str] = ()) -> Recipe:
-    """Read a YAML recipe (None: an empty one) and lay command-line overrides (`--rollout.group_size 4`) over it.
+def load_recipe(
+    source: Path | Mapping[str, Any] | None, overrides: Sequence[str] = (), *, changes: Mapping[str, Any] | None = None
+) -> Recipe:
+    """Read a recipe (a YAML file, or its sections; None: an empty one), and lay over it what is to change.
+
+    Args:
+        source: of the recipe.
+        overrides: options as on the command line: `--rollout.group_size 4`.
+        changes: sections, as in a recipe, but with only the fields that change; overrides lie over them.
 
     Naming another `env.id` or `credit.scheme` drops the recipe's options for the former one; naming another plug-in elsewhere
     (`chat.renderer`) drops those that it does not have.
@@ -120,14 +127,8 @@ def load_recipe(path: Path | None, overrides: Sequence[str] = ()) -> Recipe:
     Raises:
         ConfigError: naming each field at fault, with the nearest name for one that does not exist.
     """
-    try:
-        text = b"{}" if path is None else path.read_bytes()
-    except OSError as error:
-        raise ConfigError(f"cannot read the recipe {path}: {error.strerror}") from error
-    data = parse_yaml(text, where=f"the recipe {path}")
-    if not isinstance(data, dict):
-        raise ConfigError(f"the recipe {path} must be a mapping of sections, got {type(data).__name__}")
-    changed = _parse_overrides(overrides)
+    data = dict(source) if isinstance(source, Mapping) else _read(source)
+    changed = _merged(changes or {}, _parse_overrides(overrides))
     if _nested(changed, "env", "id") not in (None, _nested(data, "env", "id") or EnvConfig().id):
         data["env"] = {}
     if _nested(changed, "credit", "scheme") not in (None, _nested(data, "credit", "scheme")):
@@ -140,6 +141,17 @@ def load_recipe(path: Path | None, overrides: Sequence[str] = ()) -> Recipe:
         return Recipe.model_validate(_merged(data, changed), context={ELSEWHERE: _FIELDS})
     except ValidationError as error:
         raise ConfigError("\n".join(explain(error, Recipe, elsewhere=_FIELDS))) from error
+
+
+def _read(path: Path | None) -> dict[str, Any]:
+    try:
+        text = b"{}" if path is None else path.read_bytes()
+    except OSError as error:
+        raise ConfigError(f"cannot read the recipe {path}: {error.strerror}") from error
+    data = parse_yaml(text, where=f"the recipe {path}")
+    if not isinstance(data, dict):
+        raise ConfigError(f"the recipe {path} must be a mapping of sections, got {type(data).__name__}")
+    return data
 
 
 def plan(recipe: Recipe) -> dict[str, str]:

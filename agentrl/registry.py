@@ -2,9 +2,11 @@
 
 import difflib
 import importlib
+import sys
 from collections.abc import Iterable
 from functools import cache
 from importlib.metadata import EntryPoint, entry_points
+from pathlib import Path
 from types import ModuleType
 from typing import Any, Literal
 
@@ -22,6 +24,12 @@ Group = Literal[
     "agentrl.sandboxes",
     "agentrl.wrappers",
 ]
+
+
+_handed_in: dict[str, Any] = {}
+"""Classes and functions that a script or notebook has defined, by the names under which recipes of this process know them."""
+importing: list[str] = []
+"""Modules that are being imported because something names them, the outermost first."""
 
 
 def suggest(name: str, known: Iterable[str]) -> str:
@@ -79,6 +87,7 @@ def import_named(name: str, *, spec: str, field: str) -> ModuleType:
         ModuleNotFoundError: where there is none.
         ConfigError: naming `field`, for whatever else it ends in.
     """
+    importing.append(name)
     try:
         return importlib.import_module(name)
     except (Exception, SystemExit) as error:  # a stranger's module may raise anything while it is imported
@@ -86,6 +95,34 @@ def import_named(name: str, *, spec: str, field: str) -> ModuleType:
             raise
         words = f"ended in sys.exit({error})" if isinstance(error, SystemExit) else f"raised {line_of(error)}"
         raise ConfigError(f"{field}: importing {name!r} of {spec!r} {words}") from error
+    finally:
+        importing.pop()
+
+
+def spec_of(defined: Any, *, group: Group | None = None) -> str:
+    """Return the name of a class or a function: an entry point of `group`, or `module:attribute`.
+
+    In this process the name resolves to it wherever it was defined. Elsewhere, what a script defines is found where its
+    file can be imported from the working directory (`examples/mine.py`: `examples.mine:MyEnv`).
+    """
+    module, attribute = defined.__module__, defined.__qualname__
+    spec = f"{_module_of_script() if module == '__main__' else module}:{attribute}"
+    known = {point.value: name for name, point in (_points(group) if group else {}).items()}
+    if spec in known:
+        return known[spec]
+    if module == "__main__" or getattr(sys.modules.get(module), attribute, None) is not defined:
+        _handed_in[spec] = defined
+    return spec
+
+
+def _module_of_script() -> str:
+    """Return the name under which the script that is running could be imported, if it can."""
+    file = getattr(sys.modules["__main__"], "__file__", None)
+    if file is None:
+        return "__main__"
+    path = Path(file).resolve().with_suffix("")
+    parts = path.relative_to(Path.cwd()).parts if path.is_relative_to(Path.cwd()) else (path.name,)
+    return ".".join(parts) if all(part.isidentifier() for part in parts) else "__main__"
 
 
 def import_attribute(spec: str, *, field: str, kind: str = "Class") -> Any:
@@ -99,7 +136,14 @@ def import_attribute(spec: str, *, field: str, kind: str = "Class") -> Any:
     Raises:
         ConfigError: naming `field`, when there is no such thing, or when the module cannot be imported.
     """
+    if spec in _handed_in:
+        return _handed_in[spec]
     name, _, attribute = spec.partition(":")
+    if name == "__main__" or "<locals>" in attribute:
+        raise ConfigError(
+            f"{field}: {spec!r} was defined in a notebook or inside a function, where nothing else finds it. Go on there, with "
+            f"agentrl.train(RUN, ...), or move it into a module and name it 'module:{kind}'"
+        )
     if not name or not attribute:
         raise ConfigError(f"{field}: {spec!r} lacks its {'attribute' if name else 'module'}; write 'module:{kind}'")
     try:

@@ -1,9 +1,14 @@
-"""An environment of one's own: agentrl train examples/calculator.yaml --env.id examples.custom_env:MyEnv."""
+"""Train in an environment of your own: python examples/custom_env.py
 
+From the command line: agentrl train calculator --env.id examples.custom_env:MyEnv
+"""
+
+import sys
 from typing import Any
 
 import numpy as np
 
+import agentrl
 from agentrl import Message, ToolEnv, tool, tool_call
 
 
@@ -33,3 +38,20 @@ class MyEnv(ToolEnv):
     def oracle(self, *, skill: float = 1.0, rng: np.random.Generator | None = None) -> Message:
         is_right = rng is None or rng.random() < skill
         return tool_call("look", n=(self.low + self.high) // 2 if is_right or rng is None else int(rng.integers(1, 10)))
+
+
+def main() -> None:
+    run = agentrl.train(
+        "calculator",  # the recipe that comes with agentrl; what is named below lies over it
+        env=MyEnv,
+        rollout={"max_turns": 6},
+        warmup={"steps": 200, "num_demonstrations": 1000},
+        train={"steps": 40},
+        evaluation={"num_tasks": 64},
+        overrides=sys.argv[1:],  # so that `--train.steps 80` works here too
+    )
+    print(agentrl.play(model=run.path))
+
+
+if __name__ == "__main__":  # other commands import this file to find MyEnv, and must not train
+    main()

@@ -11,8 +11,8 @@ from typing import NamedTuple
 import pytest
 import yaml
 
+from agentrl.api.progress import summary
 from agentrl.cli import main
-from agentrl.cli.progress import summary
 from agentrl.report.folder import RunFolder
 from agentrl.report.records import read_records
 from agentrl.run import loop

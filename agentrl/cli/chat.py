@@ -5,8 +5,8 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from agentrl.api.target import load, tokenizer_of
 from agentrl.cli.commands import Commands
-from agentrl.cli.targets import load, tokenizer_of
 from agentrl.errors import ConfigError, RendererError
 from agentrl.report.terminal import Console
 

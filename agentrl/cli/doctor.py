@@ -3,8 +3,8 @@
 import argparse
 from pathlib import Path
 
+from agentrl.api.target import load, tokenizer_of, untrained
 from agentrl.cli.commands import OVERRIDING, Commands
-from agentrl.cli.targets import load, tokenizer_of, untrained
 from agentrl.report.terminal import Console
 
 

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 from rich.table import Table
 from rich.text import Text
 
+from agentrl.api.target import load
 from agentrl.cli.commands import Commands, first_line
-from agentrl.cli.targets import load
 from agentrl.report.terminal import Console
 
 if TYPE_CHECKING:

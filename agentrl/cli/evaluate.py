@@ -5,8 +5,8 @@ from pathlib import Path
 
 from rich.table import Table
 
+from agentrl.api.target import load
 from agentrl.cli.commands import OVERRIDING, Commands
-from agentrl.cli.targets import load, tokenizer_of, untrained
 from agentrl.report.terminal import Console
 
 
@@ -20,25 +20,9 @@ def add(commands: Commands) -> None:
 
 def _eval(options: argparse.Namespace, rest: list[str]) -> None:
     recipe, run_dir = load(options.target, rest)
-    recipe = untrained(recipe)
-    from agentrl.report.folder import RunFolder
-    from agentrl.run.build import build
-    from agentrl.run.evaluate import evaluate
-    from agentrl.run.resume import load_weights
-    from agentrl.run.start import reuse_environments
+    from agentrl.api.evaluation import evaluated
 
-    folder = RunFolder.open(run_dir) if run_dir else None
-    console = Console(soft_wrap=True)
-
-    def warn(words: str) -> None:
-        console.print(f"warning: {words}", style="yellow")
-
-    with build(recipe, tokenizer_folder=tokenizer_of(run_dir), on_warning=warn) as parts:
-        if folder:
-            load_weights(parts, folder)
-        parts.link.start(0)
-        reuse_environments(parts)
-        found = evaluate(parts)
+    found = evaluated(recipe, run_dir, console=Console(soft_wrap=True))
     envs = {f"eval/{name}/" if name else "eval/": env.id for name, env in recipe.evaluation.env.items()}
     for prefix, evaluation in found.items():
         title = f"{envs.get(prefix, recipe.env.id)}: {len(evaluation.groups)} evaluation tasks"

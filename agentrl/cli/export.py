@@ -3,8 +3,8 @@
 import argparse
 from pathlib import Path
 
+from agentrl.api.target import load
 from agentrl.cli.commands import Commands
-from agentrl.cli.targets import load
 from agentrl.errors import ConfigError
 from agentrl.report.terminal import Console
 

@@ -6,8 +6,8 @@ import sys
 import tempfile
 from pathlib import Path
 
+from agentrl.api.target import load, tokenizer_of, untrained
 from agentrl.cli.commands import OVERRIDING, Commands
-from agentrl.cli.targets import load, tokenizer_of, untrained
 from agentrl.errors import ConfigError, EngineError
 from agentrl.report.terminal import Console
 

@@ -9,6 +9,7 @@ import numpy as np
 
 from agentrl.env import MessageEnv, as_message, ask_oracle, tool_call
 from agentrl.env.probing import is_schema, likely_arguments
+from agentrl.plain_data import printable
 from agentrl.types import Message
 
 Policy: TypeAlias = Callable[[MessageEnv, Sequence[Message], np.random.Generator], str | Message]
@@ -36,6 +37,19 @@ class Played:
     """Whether the environment said so at the end."""
     score: float
     """From 0 to 1; 0 where the environment gave none."""
+
+    def __str__(self) -> str:
+        """Write the dialogue out, a message a line."""
+        lines = [
+            f"{m['role']}: {' '.join(filter(None, [str(m.get('content') or ''), *_calls(m)]))}" for m in self.messages
+        ]
+        end = f"reward {sum(self.rewards):g}, success {self.success}, score {self.score:g}, {len(self.rewards)} turns"
+        return "\n".join([*map(printable, lines), f"[{end}]"])
+
+
+def _calls(message: Message) -> list[str]:
+    functions = [call["function"] for call in message.get("tool_calls") or ()]
+    return [f"{function.get('name')}({function.get('arguments')})" for function in functions]
 
 
 def play(

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from agentrl.cli.progress import summary
+from agentrl.api.progress import summary
 from agentrl.config import Recipe
 from agentrl.errors import ConfigError, UserError
 from agentrl.run.build import build

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+from agentrl.api.notebook import line_display
 from agentrl.report.terminal import Console
 
 if TYPE_CHECKING:
@@ -13,7 +14,7 @@ if TYPE_CHECKING:
 
 @contextmanager
 def progress(console: Console) -> Iterator[Any]:
-    """Show one bar a phase; where there is no terminal, a line now and then."""
+    """Show one bar a phase; in a notebook, a line that changes; elsewhere, a line now and then."""
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
     columns = (
@@ -23,11 +24,15 @@ def progress(console: Console) -> Iterator[Any]:
         TimeRemainingColumn(),
         TextColumn("{task.fields[note]}"),
     )
-    with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
+    tell = line_display() if console.is_jupyter and not console.quiet else None
+    with Progress(*columns, console=console, disable=not console.is_terminal or console.quiet) as progress:
         bars: dict[str, Any] = {}
 
         def on_progress(phase: str, step: int, total: int, metrics: dict[str, float]) -> None:
             note = _note(metrics)
+            if tell is not None:
+                tell(f"{phase} {step}/{total}  {note}")
+                return
             if phase not in bars:
                 bars[phase] = progress.add_task(phase, total=total, note="")
             progress.update(bars[phase], completed=step, note=note)

@@ -1,0 +1,122 @@
+"""One episode, played by a model or by whatever stands behind an OpenAI-compatible endpoint."""
+
+import json
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import numpy as np
+
+from agentrl.api.evaluation import evaluate
+from agentrl.api.given import sections
+from agentrl.env import MessageEnv, base_env
+from agentrl.env.config import EnvConfig
+from agentrl.errors import ConfigError, EnvironmentFailure
+from agentrl.plain_data import abbreviated, line_of
+from agentrl.testing.baselines import Played
+from agentrl.testing.baselines import play as play_with
+from agentrl.types import Message, Trajectory
+
+
+def play(
+    env: Any = None,
+    model: str | Path | None = None,
+    *,
+    endpoint: str | None = None,
+    seed: int = 0,
+    max_turns: int = 16,
+    temperature: float = 1.0,
+    api_key_env: str = "OPENAI_API_KEY",
+) -> Played:
+    """Let a model play one evaluation task; print what is returned to read the dialogue.
+
+    Args:
+        env: a class, a function that returns an environment, a name, or a section `env`. None: that of the run.
+        model: the folder of a run, or the name or folder of a Hugging Face model; with `endpoint`, its name there.
+        endpoint: of an OpenAI-compatible server, such as `http://127.0.0.1:8000/v1`.
+        seed: which task.
+        max_turns: the episode ends after so many.
+        temperature: of sampling.
+        api_key_env: environment variable that holds the endpoint's key; it need not be set where none is asked for.
+
+    Raises:
+        UserError: for what cannot be carried out.
+        EnvironmentFailure: where the endpoint does not answer, or the environment fails.
+    """
+    if endpoint is None:
+        return _played_here(env, model, seed=seed, max_turns=max_turns, temperature=temperature)
+    if env is None or not isinstance(model, str):
+        raise ConfigError("play: with an endpoint, name an environment, and the model as the endpoint knows it")
+    made = base_env(EnvConfig.model_validate(sections({"env": env})["env"]).make())
+    try:
+        return play_with(
+            made,
+            _endpoint_policy(endpoint, model, temperature=temperature, key=os.environ.get(api_key_env)),
+            seed=seed,
+            max_turns=max_turns,
+            rng=np.random.default_rng(seed),
+        )
+    finally:
+        made.close()
+
+
+def _played_here(env: Any, model: str | Path | None, *, seed: int, max_turns: int, temperature: float) -> Played:
+    is_run = model is not None and (Path(model) / "config.yaml").is_file()
+    found = evaluate(
+        model if is_run else None,
+        env=env,
+        model=None if is_run else model,
+        seed=seed,
+        rollout={"max_turns": max_turns},
+        evaluation={"num_tasks": 1, "samples": 1, "temperature": temperature, "env": {}},
+    )
+    trajectory: Trajectory = found.groups[0].trajectories[0]
+    if trajectory.error is not None:
+        raise EnvironmentFailure(trajectory.error)
+    return Played(
+        messages=[message for turn in trajectory.turns for message in (*turn.observation, turn.message)],
+        rewards=[turn.reward for turn in trajectory.turns],
+        is_over=not trajectory.truncated,
+        success=trajectory.metrics.get("success", 0.0) > 0,
+        score=trajectory.metrics.get("score", 0.0),
+    )
+
+
+def _endpoint_policy(
+    url: str, model: str, *, temperature: float, key: str | None
+) -> Callable[[MessageEnv, Sequence[Message], np.random.Generator], Message]:
+    headers = {"Authorization": f"Bearer {key}"} if key else {}
+
+    def policy(env: MessageEnv, messages: Sequence[Message], rng: np.random.Generator) -> Message:  # noqa: ARG001
+        body: dict[str, Any] = {"model": model, "messages": list(map(_sent, messages)), "temperature": temperature}
+        if env.tools:
+            body["tools"] = list(env.tools)
+        try:
+            response = httpx2.post(f"{url.rstrip('/')}/chat/completions", json=body, headers=headers, timeout=120.0)
+        except (httpx2.RequestError, httpx2.InvalidURL) as error:
+            raise EnvironmentFailure(f"{url} does not answer: {line_of(error)}") from error
+        if response.status_code != 200:
+            raise EnvironmentFailure(f"{url} refused the request: HTTP {response.status_code}: {response.text[:300]}")
+        try:
+            message = response.json()["choices"][0]["message"]
+            said: Message = {"role": "assistant", "content": message.get("content") or ""}
+        except (ValueError, LookupError, TypeError, AttributeError) as error:
+            raise EnvironmentFailure(f"{url}: no chat completion: {abbreviated(response.text)}") from error
+        return said | ({"tool_calls": message["tool_calls"]} if message.get("tool_calls") else {})
+
+    return policy
+
+
+def _sent(message: Message) -> Message:
+    """Return a message as endpoints take it: the arguments of calls are JSON in text."""
+    if not message.get("tool_calls"):
+        return message
+    calls = []
+    for call in message["tool_calls"]:
+        function = call["function"]
+        arguments = function["arguments"]
+        text = arguments if isinstance(arguments, str) else json.dumps(arguments)
+        calls.append({**call, "function": {**function, "arguments": text}})
+    return {**message, "tool_calls": calls}

@@ -1,0 +1,191 @@
+"""Training, from a script, a notebook or the command line: what is checked before, told meanwhile, and left behind."""
+
+import datetime as dt
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+
+from agentrl import registry
+from agentrl.api.given import sections
+from agentrl.api.notebook import without_running_loop
+from agentrl.api.progress import print_end, progress
+from agentrl.api.target import Target, load, name_of, tokenizer_of
+from agentrl.api.trained_run import TrainedRun
+from agentrl.config import Recipe, plan
+from agentrl.distributed.checkpoints import newest_step
+from agentrl.errors import ConfigError, TrainingError, UserError
+from agentrl.files import dump_yaml
+from agentrl.launch import USER_MISTAKE
+from agentrl.report.folder import RunFolder
+from agentrl.report.terminal import Console
+from agentrl.run import loop
+from agentrl.run.build import build
+from agentrl.run.resume import has_changed
+
+OnStep = Callable[[dict[str, float]], object]
+"""Told the metrics of a step, with its number as `step`."""
+
+
+def train(
+    recipe: Target = None,
+    *,
+    env: Any = None,
+    model: str | Path | dict[str, Any] | None = None,
+    credit: Any = None,
+    on_step: OnStep | None = None,
+    processes: int = 1,
+    overrides: Sequence[str] = (),
+    quiet: bool = False,
+    **others: Any,
+) -> TrainedRun:
+    """Train a recipe, or resume a run; return what it came to. It may be interrupted at any time, and resumed.
+
+    `agentrl.train("calculator", env=MyEnv, credit="gigpo", seed=1, train={"steps": 40})` takes the recipe `calculator`, with
+    another environment, another credit scheme, another seed and fewer steps. Where a recipe has a name, a class or a function
+    is taken. In this process it is found wherever it was defined; other commands (`agentrl eval RUN`) find it where its module
+    can be imported from the working directory.
+
+    Args:
+        recipe: the name of one that comes with agentrl, a YAML file, its sections as a dict; None: the defaults. Or the folder
+            of a run, which is resumed.
+        env: section `env`, or what stands for its `id`: a class, a function that returns an environment, a name.
+        model: section `model`, or what stands for its `name_or_path`: a Hugging Face name or folder.
+        credit: section `credit`, or what stands for it: a scheme, its class or its name.
+        on_step: called after each step with its metrics. What it raises ends the run, which can then be resumed.
+        processes: how many train together, one for each GPU; they import what the recipe names.
+        overrides: options as on the command line, over all else; a script that gives `sys.argv[1:]` takes them.
+        quiet: print nothing but warnings.
+        **others: further sections and fields of the recipe, with only what changes: `seed=1`, `rollout={"group_size": 4}`.
+
+    Raises:
+        UserError: for what cannot be carried out, naming the field and the fix.
+        AgentRLError: where the run fails.
+    """
+    if registry.importing:
+        raise UserError(
+            f"{registry.importing[0]} trains while it is imported: put its agentrl.train(...) under `if __name__ == "
+            '"__main__":`'
+        )
+    changes = sections({"env": env, "model": model, "credit": credit, **others})
+    if processes != 1:
+        return _launch(recipe, changes, overrides, processes=processes, on_step=on_step)
+    planned, run_dir = load(recipe, overrides, changes=changes)
+    planned = with_run_dir(planned, run_dir, name=name_of(recipe))
+    with without_running_loop():
+        return run(planned, run_dir, console=Console(soft_wrap=True, quiet=quiet), on_step=on_step)
+
+
+def with_run_dir(recipe: Recipe, run_dir: Path | None, *, name: str, is_main: bool = True) -> Recipe:
+    """Return a recipe that names the folder of its run: `runs/NAME-DATE` where it names none.
+
+    Args:
+        recipe: to train.
+        run_dir: of the run that is resumed; None: it begins.
+        name: of the run.
+        is_main: False for a process that leaves the checks to another.
+
+    Raises:
+        ConfigError: where a run cannot begin there, or has more steps behind it than the recipe has.
+    """
+    if recipe.run_dir is None:
+        stamp = dt.datetime.now().strftime("%Y%m%d-%H%M%S")  # local time: a name for a person
+        return recipe.model_copy(update={"run_dir": Path("runs") / f"{name}-{stamp}"})
+    if run_dir is None:
+        if is_main:
+            RunFolder.check_free(recipe.run_dir)  # before the work of building a model
+        return recipe
+    done = newest_step(RunFolder.open(run_dir).checkpoints)
+    if done is not None and recipe.train.steps < done:
+        raise ConfigError(
+            f"train.steps: {recipe.train.steps} is less than the {done} steps that {run_dir} has done; raise it"
+        )
+    return recipe
+
+
+def run(
+    recipe: Recipe,
+    run_dir: Path | None,
+    *,
+    console: Console,
+    on_step: OnStep | None = None,
+    is_main: bool = True,
+) -> TrainedRun:
+    """Train, and show how it goes.
+
+    Args:
+        recipe: to train, with the run's folder.
+        run_dir: of the run that is resumed; None: it begins.
+        console: prints.
+        on_step: told the metrics of each step.
+        is_main: False for a process that tells only what it alone has found.
+    """
+    folder = RunFolder.open(run_dir) if run_dir else None
+    if folder and newest_step(folder.checkpoints) == recipe.train.steps:
+        print_end(console, folder, recipe)
+        console.print(f"all {recipe.train.steps} steps are done; resume with a larger --train.steps")
+        return TrainedRun(folder.path)
+    table = Table(title=f"{recipe.env.id}, seed {recipe.seed}", title_justify="left", show_header=False, box=None)
+    for name, value in plan(recipe).items():
+        table.add_row(name, value)
+    console.print(table)
+    console.print(f"run folder: {recipe.run_dir}")
+    teller = Console(soft_wrap=True) if console.quiet else console
+
+    def warn(words: str) -> None:
+        teller.print(f"warning: {words}", style="yellow")
+
+    with build(recipe, tokenizer_folder=tokenizer_of(run_dir), on_warning=warn) as parts:
+        warnings = list(parts.warnings)
+        if folder and has_changed(parts.recipe, folder):
+            warnings.append("the recipe has changed: what was sampled since the last checkpoint is sampled again")
+        for warning in warnings if is_main else ():
+            warn(warning)
+        with progress(console) as show:
+
+            def on_progress(phase: Any, step: int, total: int, metrics: dict[str, float]) -> None:
+                show(phase, step, total, metrics)
+                if on_step is not None and phase == "training":
+                    on_step(dict(metrics))
+
+            folder, _ = loop.train(parts, folder, on_progress=on_progress)
+    print_end(console, folder, recipe)
+    return TrainedRun(folder.path)
+
+
+def _launch(
+    target: Target, changes: dict[str, Any], overrides: Sequence[str], *, processes: int, on_step: OnStep | None
+) -> TrainedRun:
+    """Train as several processes, as `agentrl launch` does."""
+    if on_step is not None:
+        raise ConfigError(
+            "on_step: a function of this process is not called in several; leave out on_step, or processes"
+        )
+    recipe, run_dir = load(target, overrides, changes=changes)
+    recipe = with_run_dir(recipe, run_dir, name=name_of(target))
+    with tempfile.TemporaryDirectory(prefix="agentrl-launch-") as folder:
+        file = Path(folder) / "recipe.yaml"
+        file.write_text(dump_yaml(recipe.model_dump(mode="json")), encoding="utf-8")
+        # The fields that changed of a run's recipe are options; a new one is whole in its file.
+        options = [*(f"--{name}={json.dumps(value)}" for name, value in changes.items()), *overrides]
+        where = [str(run_dir), *options] if run_dir else [str(file)]
+        command = [sys.executable, "-m", "agentrl", "launch", "--processes", str(processes), *where]
+        paths = os.pathsep.join([sys.path[0], *filter(None, [os.environ.get("PYTHONPATH")])])  # where the script lies
+        with subprocess.Popen(command, env={**os.environ, "PYTHONPATH": paths}) as launcher:
+            try:
+                status = launcher.wait()
+            except KeyboardInterrupt:
+                launcher.wait()  # it was interrupted too, and saves nothing that is half done
+                raise
+    if status == USER_MISTAKE:
+        raise UserError("the processes ended with what is told above")
+    if status:
+        raise TrainingError(f"the processes ended with exit status {status}; what they told is above")
+    assert recipe.run_dir is not None, "it was named above"
+    return TrainedRun(recipe.run_dir)
