@@ -8,7 +8,10 @@ import sys
 
 import agentrl
 
-SCHEMES = {"plain GSPO": {"scheme": "uniform"}, "GiGPO": {"scheme": "gigpo", "gamma": 0.8}}
+SCHEMES: dict[str, dict[str, object]] = {
+    "plain GSPO": {"scheme": "uniform"},
+    "GiGPO": {"scheme": "gigpo", "gamma": 0.8},
+}
 SEEDS = (0, 1, 2)
 
 

@@ -10,7 +10,8 @@ import agentrl
 
 def main() -> None:
     run = agentrl.train("calculator", processes=2, train={"steps": 20}, overrides=sys.argv[1:])
-    print(f"after {run.metrics[-1]['step']:.0f} steps: {run.metrics[-1]['eval/success']:.1%} solved")
+    last = run.metrics[-1]
+    print(f"after {last['step']:.0f} steps: {last.get('eval/success', 0.0):.1%} solved")
 
 
 if __name__ == "__main__":

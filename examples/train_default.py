@@ -7,13 +7,14 @@ import agentrl
 
 def show(metrics: dict[str, float]) -> None:
     if metrics["step"] % 20 == 0:
-        print(f"step {metrics['step']:.0f}: score {metrics['episode/score']:.2f}, entropy {metrics['entropy']:.2f}")
+        print(f"step {metrics['step']:.0f}: reward {metrics['reward/mean']:.2f}, entropy {metrics['entropy']:.2f}")
 
 
 def main() -> None:
     run = agentrl.train("calculator", on_step=show, overrides=sys.argv[1:])
     first, last = run.metrics[0], run.metrics[-1]
-    print(f"solved before: {first['eval/success']:.1%}, after {last['step']:.0f} steps: {last['eval/success']:.1%}")
+    before, after = (row.get("eval/success", 0.0) for row in (first, last))
+    print(f"solved before: {before:.1%}, after {last['step']:.0f} steps: {after:.1%}")
     worst = min((t for group in run.trajectories() for t in group.valid), key=lambda t: t.reward)
     print(
         f"the lowest reward of the last recorded step, {worst.reward:g}, went to {worst.trajectory_id}; look at it with"

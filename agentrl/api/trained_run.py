@@ -98,7 +98,7 @@ class TrainedRun:
             UserError: where matplotlib is not installed, or the run has no such metric.
         """
         try:
-            from matplotlib.figure import Figure
+            from matplotlib import pyplot as plt
         except ImportError as error:
             raise UserError("plot() needs matplotlib: pip install matplotlib") from error
         rows = self.metrics
@@ -106,9 +106,10 @@ class TrainedRun:
         shown = list(names) or [name for name in _CURVES if name in known]
         if unknown := [name for name in shown if name not in known]:
             raise ConfigError(f"plot: {self.path} has no metric {unknown[0]!r}; it has {', '.join(sorted(known))}")
-        figure = Figure(figsize=(3.2 * max(len(shown), 1), 2.6), layout="constrained")
+        figure = plt.figure(figsize=(3.2 * max(len(shown), 1), 2.6), layout="constrained")
         for place, name in enumerate(shown, start=1):
             points = [(row["step"], row[name]) for row in rows if name in row]
             axes = figure.add_subplot(1, len(shown), place, title=name, xlabel="step")
             axes.plot(*zip(*points, strict=True), marker="." if len(points) < 12 else None)
+        plt.close(figure)  # a notebook shows what a cell returns, and would show an open one once more
         return figure

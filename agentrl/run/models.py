@@ -49,15 +49,20 @@ def make_demonstrations(
     recipe: Recipe, renderer: Renderer, runner: asyncio.Runner, *, tasks: Tasks, count: int
 ) -> list[Demonstration]:
     """Let the environment's own policy play, on one process for all."""
-    playing = demonstrations(
-        recipe.env.make,
-        renderer,
-        count=count,
-        skill=recipe.warmup.skill,
-        config=recipe.rollout,
-        tasks=tasks,
-    )
-    return from_rank_zero(lambda: runner.run(playing))
+
+    def playing() -> list[Demonstration]:
+        return runner.run(
+            demonstrations(
+                recipe.env.make,
+                renderer,
+                count=count,
+                skill=recipe.warmup.skill,
+                config=recipe.rollout,
+                tasks=tasks,
+            )
+        )
+
+    return from_rank_zero(playing)
 
 
 def load_teacher(recipe: Recipe, tokenizer: Any) -> Policy:

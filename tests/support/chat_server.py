@@ -19,14 +19,33 @@ def reply(messages: list[dict[str, str]]) -> str:
     return "It is " + script.partition("order number ")[2].partition(")")[0].partition(",")[0]
 
 
+def call(messages: list[dict[str, Any]], tools: list[dict[str, Any]]) -> dict[str, Any]:
+    """Open box 1, then the door at each turn; calls that were sent back must have their arguments in text."""
+    for sent in (call for message in messages for call in message.get("tool_calls", ())):
+        json.loads(sent["function"]["arguments"])
+    names = {tool["function"]["name"] for tool in tools}
+    is_first = len(messages) == 1
+    name, arguments = ("open_box", '{"box": 1}') if is_first else ("open_door", "{}")
+    assert name in names
+    function = {"name": name, "arguments": arguments}
+    return {
+        "role": "assistant",
+        "content": None,
+        "tool_calls": [{"id": "c1", "type": "function", "function": function}],
+    }
+
+
 class Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
 
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         model, status = body["model"], 200
-        answer: Any = {"choices": [{"message": {"role": "assistant", "content": reply(body["messages"])}}]}
-        if model == "slow":
+        words = "" if body.get("tools") else reply(body["messages"])
+        answer: Any = {"choices": [{"message": {"role": "assistant", "content": words}}]}
+        if model == "opens":
+            answer = {"choices": [{"message": call(body["messages"], body["tools"])}]}
+        elif model == "slow":
             time.sleep(5)
         elif model == "once":
             _failures[model] = _failures.get(model, 0) + 1

@@ -1,0 +1,211 @@
+import asyncio
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import agentrl
+from agentrl import Credit, CreditScheme, ToolEnv, TrainedRun, TrajectoryGroup, registry, tool
+from agentrl.errors import ConfigError, UserError
+from agentrl.learn.loss import LossConfig
+from tests.support.runs import SIZES
+
+TINY: dict[str, Any] = {
+    "model": {"local": SIZES},
+    "rollout": {"num_groups": 2, "group_size": 2, "max_turns": 2, "max_turn_tokens": 8, "max_context_tokens": 512},
+    "train": {"steps": 2, "num_minibatches": 2, "device": "cpu"},
+    "evaluation": {"num_tasks": 2},
+}
+
+
+def make_classes() -> tuple[type[ToolEnv], Any]:
+    """Define them where nobody can import them from."""
+
+    class Guess(ToolEnv):
+        def __init__(self, *, largest: int = 3) -> None:
+            super().__init__()
+            self.largest = largest
+
+        def start(self, options: dict[str, Any]) -> str:
+            self.number = int(self.np_random.integers(1, self.largest + 1))
+            return f"1 to {self.largest}?"
+
+        @tool
+        def look(self, n: int) -> str:
+            """Look."""
+            self.finish(success=n == self.number)
+            return "done"
+
+        def answer(self, text: str) -> str:
+            self.reward(float(len(text) % 3))
+            return "Use look."
+
+    class Half(CreditScheme):
+        factor: float = 0.5
+
+        def assign(self, groups: Sequence[TrajectoryGroup]) -> list[list[Credit]]:
+            return [[Credit.uniform(t, self.factor) for t in group.trajectories] for group in groups]
+
+    return Guess, Half
+
+
+GUESS, HALF = make_classes()
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> TrainedRun:
+    told: list[dict[str, float]] = []
+    path = tmp_path_factory.mktemp("api") / "run"
+    made = agentrl.train(
+        TINY,
+        env={"id": GUESS, "options": {"largest": 4}},
+        credit=HALF(factor=0.25),
+        loss=LossConfig(unit="turn"),
+        run_dir=path,
+        report={"rollouts_every": 1},
+        on_step=told.append,
+        quiet=True,
+    )
+    assert [row["step"] for row in told] == [1, 2]
+    assert told == made.metrics[1:]
+    return made
+
+
+def test_the_recipe_is_written_down_with_names_for_what_was_handed_in(run: TrainedRun) -> None:
+    recipe = run.recipe
+    assert recipe.env.id == "tests.api.test_training:make_classes.<locals>.Guess"
+    assert recipe.env.options == {"largest": 4}
+    assert recipe.credit == {"scheme": "tests.api.test_training:make_classes.<locals>.Half", "factor": 0.25}
+    assert recipe.loss.unit == "turn"
+
+
+def test_what_was_trained_and_recorded_is_at_hand(run: TrainedRun) -> None:
+    groups = run.trajectories()
+    assert [len(group.trajectories) for group in groups] == [2, 2]
+    assert [g.group_id for g in run.trajectories(1)] != [g.group_id for g in groups]
+    with pytest.raises(ConfigError, match=r"step 7 has no rollouts; recorded \(report.rollouts_every\): 1, 2"):
+        run.trajectories(7)
+    frame = run.to_pandas()
+    assert list(frame.index) == [0, 1, 2]
+    assert frame["reward/mean"][2] == run.metrics[2]["reward/mean"]
+
+
+def test_metrics_are_drawn(run: TrainedRun) -> None:
+    figure = run.plot("reward/mean", "eval/reward")
+    first, second = figure.axes
+    assert first.lines[0].get_xydata().tolist() == [[row["step"], row["reward/mean"]] for row in run.metrics[1:]]
+    assert [x for x, _ in second.lines[0].get_xydata()] == [0, 2]
+    assert {axes.get_title() for axes in run.plot().axes} >= {"reward/mean", "entropy"}
+    with pytest.raises(ConfigError, match="has no metric 'reward'"):
+        run.plot("reward")
+
+
+@pytest.mark.parametrize(("module", "call"), [("pandas", "to_pandas"), ("matplotlib", "plot")])
+def test_what_is_not_installed_is_named(
+    run: TrainedRun, module: str, call: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, module, None)
+    with pytest.raises(UserError, match=f"pip install {module.partition('.')[0]}"):
+        getattr(run, call)()
+
+
+def test_the_newest_weights_are_evaluated_played_and_exported(run: TrainedRun, tmp_path: Path) -> None:
+    found = run.evaluate(evaluation={"num_tasks": 3})
+    assert found.metrics["episodes"] + found.metrics["failed"] == 3
+    assert len(found.groups) == 3
+    played = agentrl.play(model=run.path, seed=2, max_turns=2)
+    assert str(played).startswith("user: 1 to 4?\nassistant: ")
+    assert str(played).endswith(f"score 0, {len(played.rewards)} turns]")
+    exported = run.export(tmp_path / "exported")
+    assert agentrl.play(GUESS, exported, max_turns=1).messages[0]["content"] == "1 to 3?"
+    with pytest.raises(ConfigError, match="exists already"):
+        run.export(exported)
+
+
+def test_a_run_resumes_only_where_its_classes_are_at_hand(run: TrainedRun, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registry, "_handed_in", {})  # as in another process
+    with pytest.raises(
+        ConfigError, match=r"was defined in a notebook or inside a function.*agentrl\.train\(RUN, \.\.\.\)"
+    ):
+        agentrl.train(run.path, train={"steps": 3}, quiet=True)
+    before = run.metrics
+    resumed = agentrl.train(run.path, env=GUESS, credit=HALF, train={"steps": 3}, quiet=True)
+    assert resumed.path == run.path
+    assert resumed.metrics[:3] == before
+    assert resumed.metrics[3]["step"] == 3
+    assert resumed.recipe.env.options == {"largest": 4}
+    assert agentrl.train(run.path, quiet=True).metrics == resumed.metrics  # all steps are done
+
+
+def test_where_an_event_loop_runs_it_trains_as_well(tmp_path: Path) -> None:
+    async def cell() -> TrainedRun:
+        trained = agentrl.train(TINY, env=GUESS, train={"steps": 1}, run_dir=tmp_path / "run", quiet=True)
+        await asyncio.sleep(0)
+        assert asyncio.get_running_loop().is_running()
+        return trained
+
+    assert len(asyncio.run(cell()).metrics) == 2
+
+
+def test_what_a_step_is_told_may_end_the_run_which_resumes(tmp_path: Path) -> None:
+    def stop(row: dict[str, float]) -> None:
+        raise KeyboardInterrupt
+
+    settings = {**TINY, "env": {"id": "key_door"}, "train": {**TINY["train"], "checkpoint_every": 1}}
+    with pytest.raises(KeyboardInterrupt):
+        agentrl.train(settings, run_dir=tmp_path / "run", on_step=stop, quiet=True)
+    assert [row["step"] for row in TrainedRun(tmp_path / "run").metrics] == [0, 1]
+    resumed = agentrl.train(tmp_path / "run", quiet=True)
+    assert [row["step"] for row in resumed.metrics] == [0, 1, 2]
+
+
+class Model:
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"env": lambda: None}, "env: a lambda has no name"),
+        ({"env": {"id": GUESS, "options": {"largest": object()}}}, r"env\.options\.largest"),
+        ({"model": Model()}, r"model: give the name or the folder of a model.*save_pretrained"),
+        ({"credit": 3}, "credit.scheme: expected the name of a credit scheme"),
+        ({"env": np.mean}, r"env\.id: 'numpy:mean'"),
+        ({"trian": {"steps": 3}}, "trian: no such field. Did you mean 'train'"),
+        ({"train": {"setps": 3}}, "train.setps: no such field. Did you mean 'steps'"),
+        ({"recipe": "calcualtor"}, "calcualtor is no file, no run and no recipe.*Did you mean 'calculator'"),
+        ({"recipe": "/nowhere/x.yaml"}, "cannot read the recipe /nowhere/x.yaml"),
+        ({"processes": 2, "on_step": print}, "on_step"),
+        ({"overrides": ["--train.setps", "3"]}, "--train.setps: no such option"),
+    ],
+)
+def test_a_mistake_is_told_in_a_line(given: dict[str, Any], words: str, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=words):
+        agentrl.train(**{"recipe": TINY, "run_dir": tmp_path / "run", "quiet": True, **given})
+    assert not (tmp_path / "run").exists()
+
+
+def test_recipes_that_come_along_go_by_their_name() -> None:
+    from agentrl.api.target import load
+
+    recipe, run_dir = load("corridor", ["--seed", "5"], changes={"train": {"steps": 3}})
+    assert (recipe.env.id, recipe.seed, recipe.train.steps, run_dir) == ("corridor", 5, 3, None)
+    assert recipe.rollout.max_turns == load(recipe)[0].rollout.max_turns == 18
+
+
+def test_naming_another_environment_or_scheme_drops_the_options_of_the_former() -> None:
+    from agentrl.api.target import load
+
+    recipe, _ = load("corridor", changes={"env": {"id": "key_door"}, "credit": {"scheme": "uniform"}})
+    assert (recipe.env.options, recipe.credit) == ({}, {"scheme": "uniform"})
+
+
+def test_a_script_that_trains_while_it_is_imported_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "trains_at_once.py").write_text("import agentrl\nagentrl.train('calculator')\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ConfigError, match="trains_at_once trains while it is imported"):
+        agentrl.train(TINY, env="trains_at_once:MyEnv", run_dir=tmp_path / "run", quiet=True)

@@ -1,0 +1,109 @@
+"""Every script of examples/, run to its end as a user runs it, on sizes that take seconds."""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from agentrl import TrainedRun
+
+EXAMPLES = Path(__file__).parents[1] / "examples"
+SMALL = {
+    "--model.local.hidden_size": 16,
+    "--model.local.num_layers": 1,
+    "--model.local.num_heads": 2,
+    "--model.local.num_kv_heads": 1,
+    "--model.local.intermediate_size": 32,
+    "--warmup.steps": 2,
+    "--warmup.num_demonstrations": 16,
+    "--rollout.num_groups": 2,
+    "--rollout.group_size": 2,
+    "--rollout.max_turns": 2,
+    "--rollout.max_turn_tokens": 8,
+    "--train.steps": 1,
+    "--train.num_minibatches": 2,
+    "--evaluation.num_tasks": 2,
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the examples in it, where all of them run."""
+    folder = tmp_path_factory.mktemp("user")
+    shutil.copytree(EXAMPLES, folder / "examples", ignore=shutil.ignore_patterns("__pycache__"))
+    return folder
+
+
+def run(folder: Path, script: str, *arguments: str, is_small: bool = True) -> str:
+    small = [str(word) for option in SMALL.items() for word in option] if is_small else []
+    ended = subprocess.run(
+        [sys.executable, f"examples/{script}.py", *arguments, *small],
+        cwd=folder,
+        env={**os.environ, "COLUMNS": "200"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert ended.returncode == 0, ended.stderr
+    return ended.stdout
+
+
+def newest(folder: Path) -> TrainedRun:
+    return TrainedRun(max((folder / "runs").iterdir(), key=lambda path: path.stat().st_mtime))
+
+
+def test_every_script_is_here_and_short() -> None:
+    source = Path(__file__).read_text(encoding="utf-8")
+    for script in EXAMPLES.glob("*.py"):
+        assert f'"{script.stem}"' in source or script.stem == "color_rewards"
+        assert len(script.read_text(encoding="utf-8").splitlines()) <= 80
+
+
+def test_an_environment_of_ones_own_then_its_checkpoint_from_another_process(folder: Path) -> None:
+    assert "[reward " in run(folder, "custom_env")
+    trained = newest(folder)
+    assert trained.recipe.env.id == "examples.custom_env:MyEnv"
+    told = run(folder, "evaluate_checkpoint", "--evaluation.num_tasks", "2", is_small=False)
+    assert "tasks were never solved" in told
+    assert "episodes: " in told
+    exported = trained.export(folder / "exported")
+    told = run(folder, "hugging_face_model", str(exported), "--train.precision", "float32", "--train.device", "cpu")
+    assert "weights for other programs: runs/" in told
+
+
+def test_the_default_recipe(folder: Path) -> None:
+    told = run(folder, "train_default")
+    assert "agentrl show runs/calculator-" in told
+    assert newest(folder).recipe.env.id == "calculator"
+
+
+def test_a_table_of_tasks_with_reward_functions(folder: Path) -> None:
+    run(folder, "reward_functions", "--rollout.max_turns", "1")
+    trained = newest(folder)
+    rewards = trained.recipe.env.options["rewards"]
+    assert rewards == [
+        "examples.reward_functions:right",
+        {"reward": "examples.reward_functions:is_digit", "weight": 0.1},
+    ]
+
+
+def test_a_scheme_of_ones_own(folder: Path) -> None:
+    run(folder, "custom_scheme")
+    assert newest(folder).recipe.credit == {
+        "scheme": "examples.custom_scheme:LateReward",
+        "lone": "error",
+        "gamma": 0.8,
+    }
+
+
+def test_two_schemes_are_compared(folder: Path) -> None:
+    told = run(folder, "compare_schemes")
+    assert "difference, seed by seed: " in told
+
+
+def test_several_processes(folder: Path) -> None:
+    told = run(folder, "several_processes", "--rollout.num_groups", "2")
+    assert "after 1 steps: " in told
