@@ -88,6 +88,12 @@ class TrainedRun:
         export(self.recipe, self._folder, Path(folder))
         return Path(folder)
 
+    def report(self, file: str | Path | None = None) -> Path:
+        """Write curves and rollouts as one page of HTML, which opens offline; return its path, `RUN/report.html` by default."""
+        from agentrl.report.html import write_report
+
+        return write_report([self.path], self.path / "report.html" if file is None else Path(file))
+
     def plot(self, *names: str) -> Any:
         """Draw metrics over the steps; return the matplotlib figure, which a notebook shows.
 
