@@ -27,6 +27,7 @@ from agentrl.learn.micro_batch_loss import micro_batch_loss
 from agentrl.learn.minibatches import draw_minibatches
 from agentrl.learn.plan import MicroBatch, Planner
 from agentrl.learn.policy_state import PolicyState
+from agentrl.learn.token_notes import TokenNotes
 from agentrl.learn.train_config import TrainConfig
 from agentrl.policy.layout import attending, lay_out
 from agentrl.policy.routing import changed_share, recording, replaying, routers_of
@@ -80,6 +81,8 @@ class Learner:
             seed: of the drawing of minibatches.
         """
         self.state = state
+        self.notes = TokenNotes()
+        """What the newest update computed of each token."""
         self._accelerator, self._loss, self._config = state.accelerator, loss, config
         self._temperature, self._seed = temperature, seed
         policy = state.policy
@@ -128,16 +131,19 @@ class Learner:
         Raises:
             TrainingError: where the gradient is not finite, or the update was cancelled.
         """
-        plans = [self.plan(minibatch) for minibatch in self.draw(groups, credits, version=version)]
+        minibatches = self.draw(groups, credits, version=version)
+        plans = [self.plan(minibatch) for minibatch in minibatches]
         befores = self._before(plans)
         state = self.state
         state.wrapped.train()
         tallies: list[Tally] = []
+        self.notes = TokenNotes()
         num_updates = 0
         of_experts: dict[str, float] = {}
         for index, plan in enumerate(plans):
             if plan:
                 tally, first_experts = self.add_gradients(plan, befores[index], cancelled=cancelled)
+                self.notes.add(minibatches[index].pairs, tally)
                 is_current = not (version - tally.column("version_T")).any()
                 if index == 0 and is_current and check_agreement is not None:
                     check_agreement(float(np.abs(tally.column("engine_difference_T")).mean()))
@@ -270,7 +276,7 @@ class Learner:
     def _pass_loss(self, training_pass: TrainingPass, before: Before, tally: Tally) -> Tensor:
         micro, columns = training_pass
         logprobs_T, entropy_T = self._forward(self.state.wrapped, micro)
-        tally.add(entropy_T=entropy_T)
+        tally.add(entropy_T=entropy_T, token_T=torch.from_numpy(micro.token_T))
         reference_T = None
         if self.state.reference is not None and self._loss.kl_coefficient > 0:
             with torch.no_grad():

@@ -11,15 +11,15 @@ from rich.text import Text
 from agentrl.credit import Credit, CreditScheme, assign_credit
 from agentrl.report.records import TrajectoryRecord, TurnRecord, groups_of
 from agentrl.report.show import advantage_style
+from agentrl.types import TrajectoryGroup
 
 
-def credits_of(scheme: CreditScheme, records: Sequence[TrajectoryRecord]) -> dict[tuple[str, str], Credit]:
+def credits_of(scheme: CreditScheme, groups: Sequence[TrajectoryGroup]) -> dict[tuple[str, str], Credit]:
     """Return what a scheme makes of recorded rollouts, by the ids of group and trajectory.
 
     Raises:
-        CreditError: when the records lack what the scheme reads.
+        CreditError: when they lack what the scheme reads.
     """
-    groups = groups_of(records)
     return {
         (trajectory.group_id, trajectory.trajectory_id): credit
         for group, row in zip(groups, assign_credit(scheme, groups), strict=True)
@@ -37,7 +37,7 @@ def explain(
     Raises:
         CreditError: when the records lack what the scheme reads.
     """
-    credits = credits_of(scheme, records)
+    credits = credits_of(scheme, groups_of(records))
     chosen = [credits[record.group_id, record.trajectory_id] for record in shown]
     scale = max((float(np.abs(credit.advantages_T).max(initial=0.0)) for credit in chosen), default=0.0)
     for record, credit in zip(shown, chosen, strict=True):

@@ -1,16 +1,22 @@
 """Rollouts as lines of JSON: one trajectory a line, everything that training saw."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields
 from functools import cache
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Literal, Self
 
+import numpy as np
+import numpy.typing as npt
 from pydantic import BaseModel, ConfigDict, TypeAdapter, model_validator
 
 from agentrl.credit import Credit
 from agentrl.files import parse, read_bytes
 from agentrl.types import Fault, FinishReason, Message, Need, Split, StopReason, Trajectory, TrajectoryGroup, Turn
+
+Notes = Mapping[str, npt.NDArray[np.float64]]
+"""Columns of what the update computed of each action token of a trajectory; NaN: nothing."""
 
 _SIGNALS_BESIDE = {
     **{need.value: need for need in Need},
@@ -44,6 +50,9 @@ class TurnRecord(BaseModel):
     action_key: str | None
     finish_reason: FinishReason
     extras: dict[str, Any]
+    trained: dict[Literal["ratio", "entropy", "clipped"], list[float | None]] = {}
+    """What the update computed of each action token: the importance ratio of its unit, the policy's entropy, whether it was
+    clipped (1). None: nothing, for it left the loss or had no gradient."""
     branch_rewards: list[list[float]] | None = None
     """This and what follows stands only where the credit scheme read it."""
     signals: dict[Need, float | list[float]] = {}
@@ -61,7 +70,9 @@ class TurnRecord(BaseModel):
     @model_validator(mode="after")
     def _consistent(self) -> Self:
         per_token = ("action_pieces", "behavior_logprobs", "versions", "advantages", "keep")
-        columns = {name: getattr(self, name) for name in per_token} | dict(self.signals)
+        columns: dict[str, Any] = (
+            {name: getattr(self, name) for name in per_token} | dict(self.signals) | dict(self.trained)
+        )
         for name, column in columns.items():
             if isinstance(column, list) and len(column) != len(self.action_ids):
                 raise ValueError(f"{name} has {len(column)} entries for {len(self.action_ids)} action tokens")
@@ -107,11 +118,12 @@ def records(
     *,
     step: int,
     piece: Callable[[int], str],
+    notes_of: Callable[[Trajectory], Notes] = lambda _: {},
 ) -> Iterator[TrajectoryRecord]:
-    """Yield the record of each trajectory; `piece` gives the text of one token."""
+    """Yield the record of each trajectory; `piece` gives the text of one token, `notes_of` what the update computed."""
     for group, of_group in zip(groups, credits, strict=True):
         for trajectory, credit in zip(group.trajectories, of_group, strict=True):
-            turns = []
+            turns, notes = [], notes_of(trajectory)
             start = 0
             for turn in trajectory.turns:
                 end = start + len(turn.action_ids)
@@ -133,6 +145,7 @@ def records(
                         action_key=turn.action_key,
                         finish_reason=turn.finish_reason,
                         extras=dict(turn.extras),
+                        trained=_trained({name: column_T[start:end] for name, column_T in notes.items()}),
                         branch_rewards=_listed(turn.branch_rewards),
                         signals={Need(name): _listed(value) for name, value in turn.signals.items()},
                     )
@@ -190,6 +203,16 @@ def _turn(record: TurnRecord) -> Turn:
     columns: dict[str, Any] = {name: _frozen(value) for name, value in record.model_dump(include=own).items()}
     columns["signals"] = {name.value: _frozen(value) for name, value in record.signals.items()}
     return Turn(**columns, observation=tuple(record.observation))
+
+
+def _trained(notes: Notes) -> dict[Any, list[float | None]]:
+    """Return a turn's columns, short; none where nothing was computed."""
+    if all(np.isnan(column_T).all() for column_T in notes.values()):
+        return {}
+    return {
+        name: [None if math.isnan(value) else value for value in column_T.round(6).tolist()]
+        for name, column_T in notes.items()
+    }
 
 
 def _frozen(value: Any) -> Any:

@@ -29,7 +29,7 @@ class RunRecord:
             parts.learner.state.accelerator,
         )
         self._is_fallback = parts.credit != load_credit(parts.recipe.credit)
-        self._piece = pieces_of(parts.tokenizer)
+        self._piece, self._learner = pieces_of(parts.tokenizer), parts.learner
         self._rows = [row for row in folder.metrics() if row["step"] > 0] if is_main() else []
         """Metrics of the finished steps."""
 
@@ -59,7 +59,7 @@ class RunRecord:
             row = {**row, "credit/fallback": 1.0}
         every = recipe.report.rollouts_every
         if is_main() and every and (step == 1 or step % every == 0):
-            trajectories = records(groups, credits, step=step, piece=self._piece)
+            trajectories = records(groups, credits, step=step, piece=self._piece, notes_of=self._learner.notes.of)
             self.folder.add_rollouts(step, trajectories, keep=recipe.report.keep_rollouts)
         found, told = from_rank_zero(lambda: self._examine(row))
         row = row | {f"health/{sign}": float(sign in found) for sign in SIGNS}

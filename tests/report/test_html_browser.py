@@ -12,7 +12,7 @@ import pytest
 from agentrl.report.html import write_report
 from agentrl.report.html.page import write_page
 from agentrl.types import StopReason
-from tests.support.browser import Watched, browser
+from tests.support.browser import Watched, browser, until
 from tests.support.records import record, turn
 from tests.support.report_runs import make_run, member
 
@@ -202,7 +202,7 @@ def test_markup_that_slips_into_a_page_runs_nothing_all_the_same(tmp_path: Path,
     """
     path = write_page(tmp_path / "page.html", title="careless", data={}, scripts=[careless])
     watched = open_page(path)
-    watched.page.wait_for_function("refused.length === 4")
+    until(watched.page, "refused.length === 4")
     assert watched.page.evaluate("refused") == ["TypeError", "EvalError", "TypeError", "fetch"]
     assert watched.requests == [path.as_uri(), "http://evil.test/a.png"]
     assert watched.refused == ["http://evil.test/a.png"]  # before it left
@@ -301,7 +301,7 @@ def test_the_keyboard_is_enough(report: Path, open_page: Open) -> None:
     assert page.evaluate("document.activeElement.getAttribute('type')") == "search"
     page.keyboard.press("Escape")
     selected = "[...document.querySelectorAll('.row')].findIndex((each) => each.ariaSelected === 'true')"
-    page.wait_for_function(f"{selected} === 0")
+    until(page, f"{selected} === 0")
     page.keyboard.press("j")
     page.keyboard.press("j")
     assert page.evaluate(selected) == 2

@@ -15,7 +15,7 @@ from agentrl.report.html.report import report_data, write_report
 from agentrl.report.html.rollouts import Block, block_of
 from agentrl.report.html.runs import open_runs
 from agentrl.report.html.store import RolloutStore
-from agentrl.report.records import TrajectoryRecord
+from agentrl.report.records import TrajectoryRecord, groups_of
 from agentrl.types import Fault, StopReason
 from tests.support.records import record, turn
 from tests.support.report_runs import make_run, member
@@ -71,7 +71,7 @@ def test_other_schemes_give_what_explain_says_they_would(tmp_path: Path) -> None
     assert "gigpo" not in found  # it reads keys of states, which these lack
     assert "distill" not in found  # it reads a teacher
     for name in found:
-        expected = credits_of(load_credit({"scheme": name}), members)
+        expected = credits_of(load_credit({"scheme": name}), groups_of(members))
         assert {ids: list(given) for ids, given in found[name].items()} == {
             ids: credit.advantages_T.tolist() for ids, credit in expected.items()
         }
@@ -150,3 +150,11 @@ def test_of_an_empty_record_nothing_is_divided(tmp_path: Path) -> None:
     folder = make_run(tmp_path / "run", rollouts=[empty])
     (entry,) = store_of(folder.path).entries()
     assert (entry["turns"], entry["tokens"], entry["failed"], entry["error"]) == (0, 0, True, "the environment raised")
+
+
+def test_a_ratio_keeps_the_digits_that_a_clip_range_is_told_by() -> None:
+    said = turn([{"role": "user", "content": "?"}], ["a", "b"], [1.0, 1.0])
+    trained = {"ratio": [1.000312, 0.9996], "entropy": [0.123456, 0.5], "clipped": [1.0, None]}
+    block = block_of([record(said.model_copy(update={"trained": trained}))], run=0, others={})
+    columns = said_in(block)[0]["turns"][0]["columns"]
+    assert (columns["ratio"], columns["entropy"], columns["clipped"]) == ([1.00031, 0.9996], [0.123, 0.5], [1.0, None])

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from pydantic import ValidationError
 
 from agentrl.credit import Credit
 from agentrl.errors import UserError
@@ -146,3 +147,23 @@ def test_a_broken_line_is_named(tmp_path: Path, spoil: Any, words: str) -> None:
     with pytest.raises(UserError) as caught:
         next(lines)
     assert str(caught.value).startswith(f"{path}, line 2: {words}")
+
+
+def test_what_an_update_computed_of_each_token_stands_beside_it() -> None:
+    nan = float("nan")
+    notes = {"ratio": np.array([1.5, 0.25, nan, 2.0, 1.0]), "clipped": np.array([0.0, 1.0, nan, 0.0, 0.0])}
+    first, second = records(
+        [group()],
+        [credits_of(group())],
+        step=7,
+        piece=str,
+        notes_of=lambda trajectory: notes if trajectory.trajectory_id == group().trajectories[0].trajectory_id else {},
+    )
+    assert first.turns[0].trained == {"ratio": [1.5, 0.25], "clipped": [0.0, 1.0]}
+    assert first.turns[1].trained == {"ratio": [None, 2.0, 1.0], "clipped": [None, 0.0, 0.0]}
+    assert second.turns[0].trained == {}
+    data = first.model_dump(mode="json")
+    assert TrajectoryRecord.model_validate(data) == first
+    data["turns"][0]["trained"]["ratio"] = [1.5]
+    with pytest.raises(ValidationError, match="ratio has 1 entries for 2 action tokens"):
+        TrajectoryRecord.model_validate(data)

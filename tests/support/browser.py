@@ -1,6 +1,7 @@
 """A real browser without a window: Debian's chromium, driven by playwright."""
 
 import shutil
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -23,6 +24,14 @@ def browser() -> Iterator[Any]:
             yield found
         finally:
             found.close()
+
+
+def until(page: Any, expression: str, *, seconds: float = 60.0) -> None:
+    """Wait until an expression holds: playwright's own way evaluates text, which our pages refuse."""
+    deadline = time.monotonic() + seconds
+    while not page.evaluate(expression):
+        assert time.monotonic() < deadline, expression
+        page.wait_for_timeout(20)
 
 
 class Watched:

@@ -6,16 +6,17 @@ from agentrl.credit import CreditScheme, installed_credit, load_credit
 from agentrl.errors import CreditError
 from agentrl.report.explain import credits_of
 from agentrl.report.html.rollouts import OtherCredit
-from agentrl.report.records import TrajectoryRecord
+from agentrl.report.records import TrajectoryRecord, groups_of
 from agentrl.types import Need
 
 
 def other_credit(records: Sequence[TrajectoryRecord]) -> OtherCredit:
     """Credit the rollouts of a step by every installed scheme, with its defaults, that needs no more than was recorded."""
     found: dict[str, dict[tuple[str, str], list[float]]] = {}
+    groups = groups_of(records)
     for name, scheme in _schemes(_recorded(records)):
         try:
-            credits = credits_of(scheme, records)
+            credits = credits_of(scheme, groups)
         except CreditError:  # it wants what these lack, such as siblings
             continue
         found[name] = {ids: credit.advantages_T.tolist() for ids, credit in credits.items()}

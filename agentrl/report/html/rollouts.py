@@ -14,6 +14,9 @@ from agentrl.types import Message
 OtherCredit = Mapping[str, Mapping[tuple[str, str], Sequence[float]]]
 """By the name of a credit scheme, and the ids of group and trajectory: the advantage of each sampled token."""
 
+_DIGITS = {"ratio": 6, "logprob": 3, "entropy": 3, "entropies": 3}
+"""Of the numbers of tokens, where they are not four: a clip range is told from 1 by the fourth."""
+
 _MAX_TEXT, _MAX_PREVIEW = 20_000, 160
 """Characters of a message that are shown, and of what the list shows of it."""
 
@@ -94,11 +97,13 @@ def _turn(turn: TurnRecord, credited: dict[str, Any]) -> dict[str, Any]:
     components = turn.extras.get("reward_components")
     columns = {
         "advantage": _column(turn.advantages),
-        "logprob": _column(turn.behavior_logprobs),
+        "logprob": _column(turn.behavior_logprobs, _DIGITS["logprob"]),
         "version": _column(turn.versions),
         "keep": _column([int(keep) for keep in turn.keep]),
     }
-    columns |= {need.value: _column(value) for need, value in turn.signals.items() if isinstance(value, list)}
+    signals = {need.value: values for need, values in turn.signals.items() if isinstance(values, list)}
+    for name, values in (*turn.trained.items(), *signals.items()):
+        columns[name] = _column(values, _DIGITS.get(name, 4))
     return {
         "read": [_said(message) for message in turn.observation],
         "rewrites": not turn.extends,
@@ -165,18 +170,18 @@ def _bounded(text: str, limit: int) -> str:
     return text if len(text) <= limit else f"{text[:limit]}… ({len(text) - limit:,} more characters)"
 
 
-def _column(values: Any) -> Any:
-    """Return a number where all are alike, else all of them, with four digits."""
+def _column(values: Any, digits: int = 4) -> Any:
+    """Return a number where all are alike, else all of them, with a few digits."""
     first = values[0] if len(values) else 0
     if all(value == first for value in values):
-        return _short(first)
-    return [_short(value) for value in values]
+        return _short(first, digits)
+    return [_short(value, digits) for value in values]
 
 
-def _short(value: float) -> float | None:
-    if isinstance(value, int):
+def _short(value: float | None, digits: int = 4) -> float | None:
+    if value is None or isinstance(value, int):
         return value
-    return float(f"{value:.4g}") if math.isfinite(value) else None
+    return float(f"{value:.{digits}g}") if math.isfinite(value) else None
 
 
 def _finite(value: float | None) -> float:
