@@ -18,7 +18,7 @@ policy is fixed and tabular, with one log-odds parameter for each state; values 
   difference between a state's two actions, at the listed state where it is largest; unlike a bias that both actions
   share, it moves the gradient.
 
-Each scheme stands next to its shuffled control, its own credit dealt out to the turns of each trajectory at random.
+Each scheme stands next to its shuffled control (`scheme: shuffled`), its own credit dealt out to the wrong turns at random.
 
 Legend: `N` decisions of a batch, `G` groups, `S` states, `A` the two actions of a state.
 """
@@ -369,7 +369,7 @@ def main() -> None:
             batch = sample(process, seed=seed, num_branches=options.branches if forks else 0, **sizes)
             short = aliased(batch.groups) if any(alias for _, alias in chosen.values()) else []
             for name, (recipe, alias) in chosen.items():
-                control = {"scheme": "shuffled_credit:Shuffled", "of": recipe, "seed": seed}
+                control = {"scheme": "shuffled", "of": recipe, "seed": seed}
                 groups = short if alias else batch.groups
                 own[name].append(measure(process, batch, groups, recipe))
                 shuffled[name].append(measure(process, batch, groups, control))

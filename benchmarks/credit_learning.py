@@ -21,7 +21,6 @@ import multiprocessing
 import os
 import shutil
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Iterable, Sequence
@@ -78,7 +77,7 @@ def schemes(gamma: float) -> dict[str, dict[str, Any]]:
         "gigpo": {"scheme": "gigpo", "gamma": gamma},
         "group_gae": group_gae,
         "ecpo": {"scheme": "ecpo", "gamma": gamma, "lam": 0.5},
-        "shuffled": {"scheme": "benchmarks.shuffled_credit:Shuffled", "of": group_gae},
+        "shuffled": {"scheme": "shuffled", "of": group_gae},
     }
 
 
@@ -190,7 +189,6 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, nargs="+", default=list(range(10, 18)))
     parser.add_argument("--schemes", nargs="+", choices=list(SCHEMES["key_door"]), default=list(SCHEMES["key_door"]))
     options = parser.parse_args()
-    sys.path.insert(0, str(ROOT))  # for benchmarks.shuffled_credit, here and in the processes started below
     os.environ["OMP_NUM_THREADS"] = "1"
     rows = {name: SCHEMES["key_door"][name]["scheme"] for name in options.schemes}
     for name in [name for name, scheme in rows.items() if ":" not in scheme and scheme not in names("agentrl.credit")]:

@@ -60,6 +60,8 @@ class RunFolder:
         """A folder for each kind of fault of the environment, with a file for each episode of it that was kept."""
         self.tasks = path / "tasks.json"
         """Hashes of the tasks with which the run began, where its environment gives some."""
+        self.panel = path / "panel.json"
+        """Hashes of the evaluation tasks."""
         self._metrics = path / "metrics.jsonl"
         self._warnings = path / "warnings.jsonl"
         self._rollouts = path / "rollouts"

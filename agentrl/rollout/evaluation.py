@@ -1,5 +1,6 @@
 """Evaluation on the tasks of the eval split."""
 
+import hashlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -24,6 +25,8 @@ class EvaluationConfig(BaseModel):
     """Steps between evaluations; 0: only before the first step and after the last."""
     num_tasks: Count = 128
     """Evaluation tasks, each evaluated exactly once (`samples` episodes each); fewer where the environment has fewer."""
+    seed: int | None = Field(default=None, ge=0, lt=2**32)
+    """Seed of the evaluation tasks: runs of several seeds that share it are evaluated on the same tasks. None: the run's."""
     samples: Count = 1
     """Episodes for each task."""
     pass_at: tuple[PositiveInt, ...] = (1,)
@@ -64,6 +67,8 @@ class Evaluation:
     metrics: dict[str, float]
     """`reward`, `failed`, and so on; `success` (share of episodes) and `pass@k` where any episode came to report success."""
     groups: list[TrajectoryGroup]
+    panel: tuple[str | None, ...]
+    """A hash of each task, as it showed at its beginning. None: every episode of it failed before that."""
 
 
 async def play_evaluation(
@@ -93,7 +98,16 @@ def evaluated(groups: Iterable[TrajectoryGroup], config: EvaluationConfig) -> Ev
             for k in config.pass_at:
                 if rates := [pass_at_k(n, c, k) for n, c in right if n >= k]:
                     metrics[f"pass@{k}"] = float(np.mean(rates))
-    return Evaluation(metrics=metrics, groups=groups)
+    return Evaluation(metrics=metrics, groups=groups, panel=tuple(map(_hash_of_task, groups)))
+
+
+def _hash_of_task(group: TrajectoryGroup) -> str | None:
+    begun = next((t for t in group.trajectories if t.turns), None)
+    if begun is None:
+        return None
+    first = begun.turns[0]
+    shown = repr((first.observation, begun.gold_answer, first.state_key))
+    return hashlib.sha256(shown.encode(errors="backslashreplace")).hexdigest()[:12]
 
 
 def is_success(trajectory: Trajectory) -> bool:

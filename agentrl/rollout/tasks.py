@@ -38,6 +38,8 @@ class Tasks:
 
     seed: int
     """The run's."""
+    evaluation_seed: int | None = None
+    """Of the evaluation tasks (`evaluation.seed`). None: the run's."""
     num: NumTasks = ENDLESS
     """As the environment says."""
     hashes: TaskHashes = NO_HASHES
@@ -84,10 +86,9 @@ class Tasks:
                 "give it some (env.options)"
             )
         count = asked if num is None else min(asked, num)
+        seed = self.seed if self.evaluation_seed is None else self.evaluation_seed
         return [
-            EnvTask(
-                seed=held_out_seed(self.seed, place), split="eval", index=place if num is None else place * num // count
-            )
+            EnvTask(seed=held_out_seed(seed, place), split="eval", index=place if num is None else place * num // count)
             for place in range(count)
         ]
 

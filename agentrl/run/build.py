@@ -107,7 +107,13 @@ def _build(
 
     description = runner.run(describe_env(recipe.env.make, timeout_s=recipe.rollout.env_timeout_s))
     stages = describe_stages(recipe, description, runner)
-    tasks = Tasks(seed=recipe.seed, num=description.num_tasks, hashes=description.task_hashes, stages=stages)
+    tasks = Tasks(
+        seed=recipe.seed,
+        evaluation_seed=recipe.evaluation.seed,
+        num=description.num_tasks,
+        hashes=description.task_hashes,
+        stages=stages,
+    )
     others = describe_others(recipe, runner, stack)
     if not others:
         tasks.evaluation(1)  # refused here, where there are none

@@ -1,5 +1,8 @@
 """Evaluation, in a run or beside it."""
 
+from agentrl.distributed.processes import is_main
+from agentrl.report.folder import RunFolder
+from agentrl.report.panel import note_panels
 from agentrl.rollout.evaluation import Evaluation, evaluated, play_evaluation
 from agentrl.run.build import Parts
 from agentrl.run.sampling import sampled_by_all
@@ -24,7 +27,9 @@ def evaluate(parts: Parts) -> dict[str, Evaluation]:
 
 
 def evaluation_metrics(parts: Parts) -> dict[str, float]:
-    """Evaluate; return what was found as metrics of a step."""
-    return {
-        f"{prefix}{name}": value for prefix, found in evaluate(parts).items() for name, value in found.metrics.items()
-    }
+    """Evaluate a run under way; note in its folder on which tasks, and return what was found as metrics of a step."""
+    found = evaluate(parts)
+    if is_main() and parts.recipe.run_dir is not None:
+        panels = {prefix: evaluation.panel for prefix, evaluation in found.items()}
+        note_panels(RunFolder(parts.recipe.run_dir), panels, step=parts.engine.version)
+    return {f"{prefix}{name}": value for prefix, each in found.items() for name, value in each.metrics.items()}

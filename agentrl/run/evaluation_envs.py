@@ -36,7 +36,7 @@ def describe_others(recipe: Recipe, runner: asyncio.Runner, stack: ExitStack) ->
     for name, env in recipe.evaluation.env.items():
         try:
             description = runner.run(describe_env(env.make, timeout_s=recipe.rollout.env_timeout_s))
-            tasks = Tasks(seed=recipe.seed, num=description.num_tasks)
+            tasks = Tasks(seed=recipe.seed, evaluation_seed=recipe.evaluation.seed, num=description.num_tasks)
             tasks.evaluation(1)
         except UserError as error:
             raise type(error)(f"evaluation.env{f'.{name}' if name else ''}: {error}") from error

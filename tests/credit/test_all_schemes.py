@@ -27,7 +27,7 @@ from tests.support.signals import with_signals
 
 SCHEMES = names("agentrl.credit")
 EXPERIMENTAL = {"difference", "hindsight"}
-NESTED = {"judge": "then", "redistribute": "then", "entropy_modulated": "of"}
+NESTED = {"judge": "then", "redistribute": "then", "entropy_modulated": "of", "shuffled": "of"}
 """Schemes around another one, and the field that holds it."""
 
 
@@ -109,7 +109,7 @@ def test_the_built_in_schemes_are_installed() -> None:
     assert set(SCHEMES) >= {
         "uniform", "turn_return", "mt_grpo", "gigpo", "hgpo", "group_gae", "ecpo", "turn_gae", "bilevel_gae",
         "token_residual", "tree", "difference", "info_gain", "redistribute", "entropy_modulated", "distill", "hindsight",
-        "judge",
+        "judge", "shuffled",
     }  # fmt: skip
 
 

@@ -165,3 +165,18 @@ def test_an_episode_that_was_cut_off_before_it_reported_counts_as_zero() -> None
     cut, done = episode({"env_s": 1.0}), episode({"success": 1.0, "score": 0.5, "env_s": 1.0})
     assert reported_means([cut, done]) == {"success": 0.5, "score": 0.25}
     assert [is_success(t) for t in (cut, done)] == [False, True]
+
+
+def test_the_panel_names_tasks_by_what_they_show_and_not_by_what_becomes_of_them() -> None:
+    class Numbered(OneTurn):
+        def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> Any:
+            super().reset(seed=seed, options=options)
+            return ({"role": "user", "content": f"Task {seed}."},), {}
+
+    config = EvaluationConfig(num_tasks=3)
+    panel = played(Numbered, config).panel
+    assert len(set(panel)) == 3
+    assert None not in panel
+    assert played(Numbered, EvaluationConfig(num_tasks=3, samples=2)).panel == panel
+    assert played(Numbered, config, seed=4).panel != panel
+    assert len(set(played(OneTurn, config).panel)) == 1, "its tasks all show the same"

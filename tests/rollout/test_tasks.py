@@ -9,6 +9,14 @@ from agentrl.types import NumTasks
 SEEDS = st.integers(0, 2**32 - 1)
 
 
+def test_evaluation_tasks_have_a_seed_of_their_own() -> None:
+    one, other = (Tasks(seed=seed, evaluation_seed=7) for seed in (1, 2))
+    assert one.evaluation(5) == other.evaluation(5) == Tasks(seed=7).evaluation(5)
+    assert one.evaluation(5) != Tasks(seed=1).evaluation(5)
+    assert one.train(0) == Tasks(seed=1).train(0)
+    assert Tasks(seed=1, evaluation_seed=0).evaluation(1) == Tasks(seed=0).evaluation(1)
+
+
 def test_tasks_without_end_follow_from_their_seeds_and_are_numbered() -> None:
     tasks = Tasks(seed=3)
     trained, evaluated = [tasks.train(index) for index in range(5)], tasks.evaluation(5)
