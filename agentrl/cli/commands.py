@@ -6,7 +6,20 @@ from collections.abc import Callable
 from importlib import import_module
 from typing import Any
 
-FAMILIES = ("train", "evaluate", "export", "doctor", "chat", "serve", "show", "report", "envs", "credit", "fields")
+FAMILIES = (
+    "train",
+    "evaluate",
+    "export",
+    "doctor",
+    "chat",
+    "serve",
+    "show",
+    "report",
+    "compare",
+    "envs",
+    "credit",
+    "fields",
+)
 """Files of this folder, each with a function `add`, in the order of `agentrl --help`."""
 
 OVERRIDING = "Any field of the recipe can be given as an option: --rollout.group_size 4 --credit.gamma 0.5"

@@ -1,0 +1,20 @@
+"""`agentrl ...` that is interrupted when its standard input ends: with the process that holds the other end."""
+
+import os
+import signal
+import sys
+import threading
+
+from agentrl.cli import main
+
+
+def _watch() -> None:
+    while os.read(0, 4096):
+        pass
+    os.kill(os.getpid(), signal.SIGINT)
+
+
+if __name__ == "__main__":
+    threading.Thread(target=_watch, daemon=True).start()
+    sys.stdin = open(os.devnull)  # noqa: SIM115 - nothing else is to read what is watched
+    main()
