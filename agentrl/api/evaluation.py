@@ -47,6 +47,7 @@ def evaluate(
             for name, value in one.metrics.items()
         },
         groups=[group for one in found.values() for group in one.groups],
+        panel=tuple(task for one in found.values() for task in one.panel),
     )
 
 

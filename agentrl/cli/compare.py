@@ -5,8 +5,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from agentrl.api.progress import progress
 from agentrl.cli.commands import OVERRIDING, Commands
-from agentrl.cli.progress import progress
 from agentrl.errors import ConfigError, TrainingError
 from agentrl.report.terminal import Console
 
