@@ -2,6 +2,8 @@
 
 import copy
 import json
+import math
+import re
 from typing import Any, ClassVar, Self
 
 import gymnasium as gym
@@ -9,7 +11,11 @@ import numpy as np
 
 from agentrl.env.background import awaited
 from agentrl.env.spaces import ActionSpace, MessagesSpace
+from agentrl.errors import EnvironmentFailure
+from agentrl.plain_data import abbreviated
 from agentrl.types import Message, Need
+
+_LOGGED, _MAX_LOGGED = re.compile(r"[A-Za-z0-9_.-]{1,64}"), 64
 
 MAX_REWARD = 1e15
 """Largest reward of a turn, either way: advantages and gradients are float32, and gradients are squared."""
@@ -26,6 +32,15 @@ def base_env(env: gym.Env[tuple[Message, ...], str | Message]) -> "MessageEnv":
 def as_message(action: str | Message) -> Message:
     """Return the assistant message that an action stands for."""
     return {"role": "assistant", "content": action} if isinstance(action, str) else action
+
+
+def as_number(given: object) -> float | None:
+    """Return what an environment gives as a number. None: it is none, or not finite."""
+    try:
+        number = math.nan if isinstance(given, str) else float(given)  # type: ignore[arg-type]
+    except Exception:  # noqa: BLE001 - whatever is no number may raise anything
+        return None
+    return number if math.isfinite(number) else None
 
 
 def ask_oracle(env: "MessageEnv", *, skill: float = 1.0, rng: np.random.Generator | None = None) -> Message:
@@ -78,6 +93,33 @@ class MessageEnv(gym.Env[tuple[Message, ...], str | Message]):
     def __init__(self) -> None:
         self.observation_space = MessagesSpace()
         self.action_space = ActionSpace()
+
+    def log(self, **numbers: float) -> None:
+        """Report numbers of this turn beside the reward: metrics are their sums over an episode, as means over episodes.
+
+        What is logged more than once in a turn adds up too; log what is to be known at the end in the last turn alone. Numbers
+        logged in `start` or `reset` count to the first turn. They are in `info["logged"]`, and the policy never sees them.
+
+        Raises:
+            EnvironmentFailure: for what is no finite number, a name that is longer than 64 characters or holds others than
+                letters, digits and `_.-`, and more than 64 names in a turn. It fails the episode, in a tool too.
+        """
+        logged = dict(getattr(self, "_logged", {}))
+        for name, given in numbers.items():
+            if not _LOGGED.fullmatch(name):
+                raise EnvironmentFailure(f"log(): {abbreviated(name)} is no name: up to 64 letters, digits and _.-")
+            number = as_number(given)
+            if number is None or not math.isfinite(total := logged.get(name, 0.0) + number):
+                raise EnvironmentFailure(f"log({name}=...) takes a finite number, got {abbreviated(given)}")
+            logged[name] = total
+        if len(logged) > _MAX_LOGGED:
+            raise EnvironmentFailure(f"log(): more than {_MAX_LOGGED} names in one turn; log fewer")
+        self._logged = logged
+
+    def take_logged(self) -> dict[str, float]:
+        """Return what was logged since this was last called. A rollout does, and so does `ToolEnv.step`."""
+        logged, self._logged = dict(getattr(self, "_logged", {})), {}
+        return logged
 
     def state_key(self) -> str | None:
         """Return a key of this moment: equal keys mean situations with the same future. None: no keys."""

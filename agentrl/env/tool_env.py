@@ -1,12 +1,11 @@
 """An environment as most people write it: a few tools, a start and an answer."""
 
-import math
 from abc import abstractmethod
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, ClassVar, TypeAlias
 
 from agentrl.env.background import BlockedLoopError, awaited, run_in_background
-from agentrl.env.message_env import MessageEnv, as_message
+from agentrl.env.message_env import MessageEnv, as_message, as_number
 from agentrl.env.tools import ToolCallError, ToolSpec, tool_specs
 from agentrl.errors import EnvironmentFailure
 from agentrl.plain_data import abbreviated, words_of
@@ -72,11 +71,7 @@ class ToolEnv(MessageEnv):
         Raises:
             EnvironmentFailure: for what is no finite number. It fails the episode, in a tool too: the model did nothing wrong.
         """
-        try:
-            number = math.nan if isinstance(amount, str) else float(amount)
-        except Exception:  # noqa: BLE001 - whatever is no number may raise anything
-            number = math.nan
-        if not math.isfinite(number):
+        if (number := as_number(amount)) is None:
             raise EnvironmentFailure(f"reward() takes a finite number, got {abbreviated(amount)}")
         self._components[part] = self._components.get(part, 0.0) + number
 
@@ -100,6 +95,7 @@ class ToolEnv(MessageEnv):
         """Begin a task; the same seed begins the same one."""
         super().reset(seed=seed)
         self._components, self._info, self._is_over = {}, {}, False
+        self.take_logged()
         return self._messages_of(self.start(dict(options or {})), "start()"), {}
 
     def step(self, action: str | Message) -> tuple[tuple[Message, ...], float, bool, bool, dict[str, Any]]:
@@ -117,6 +113,8 @@ class ToolEnv(MessageEnv):
         else:
             replies.extend(self._messages_of(self.answer(str(message.get("content") or "")), "answer()"))
         info = {**self._info, "reward_components": dict(self._components)}
+        if logged := self.take_logged():
+            info["logged"] = logged
         return tuple(replies), sum(self._components.values(), 0.0), bool(self._is_over), False, info
 
     def run_tool(self, name: str, arguments: Any) -> str:

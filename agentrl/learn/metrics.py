@@ -16,7 +16,7 @@ from torch import Tensor
 
 from agentrl.credit import Credit
 from agentrl.rollout.evaluation import component_means, reported_means
-from agentrl.types import StopReason, TrajectoryGroup, valid_trajectories
+from agentrl.types import FinishReason, StopReason, TrajectoryGroup, valid_trajectories
 
 Array = npt.NDArray[np.float64]
 
@@ -114,10 +114,13 @@ def rollout_metrics(groups: Sequence[TrajectoryGroup], credits: Sequence[Sequenc
         "reward/mean": _mean(returns),
         "reward/spread": float(np.std(returns)),
         "episode/turns": _mean([len(t.turns) for t in trajectories]),
+        "episode/turns_max": float(max((len(t.turns) for t in trajectories), default=0)),
         "episode/action_tokens": _mean([t.num_action_tokens for t in trajectories]),
+        "episode/action_tokens_max": float(max((t.num_action_tokens for t in trajectories), default=0)),
         "episode/observation_tokens": _mean([sum(len(turn.observation_ids) for turn in t.turns) for t in trajectories]),
         "episode/truncated": _mean([t.truncated for t in trajectories]),
         "turn/action_tokens": _mean([len(turn.action_ids) for t in trajectories for turn in t.turns]),
+        "turn/cut_off": _mean([turn.finish_reason is FinishReason.LENGTH for t in trajectories for turn in t.turns]),
         "turn/thinks": _mean([bool(thought) for thought in thoughts]),
         "turn/thought_characters": _mean([len(thought) for thought in thoughts]),
         "groups/zero_spread": _mean([g.zero_spread for g in groups]),

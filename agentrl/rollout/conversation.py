@@ -8,8 +8,9 @@ from agentrl.chat import Dialogue
 from agentrl.chat.renderer import Tools
 from agentrl.engine import Sampler
 from agentrl.errors import EngineError
-from agentrl.plain_data import is_number, printable
+from agentrl.plain_data import printable
 from agentrl.rollout.context import EpisodeContext
+from agentrl.rollout.episode_metrics import episode_metrics
 from agentrl.rollout.live_episode import LiveEpisode, Task
 from agentrl.rollout.replay import Record
 from agentrl.rollout.seeds import derive_seed
@@ -220,7 +221,7 @@ class Conversation:
         """Return the episode, which has ended."""
         end = self.end
         assert end is not None, "the episode is under way"
-        errors = [turn.extras.get("tool_errors") for turn in self.turns]
+        tools = () if self.dialogue is None else self.dialogue.tools
         return Trajectory(
             group_id=self.task.group_id,
             trajectory_id=self.task.trajectory_id,
@@ -232,7 +233,7 @@ class Conversation:
             turns=tuple(self.turns),
             stop_reason=end.reason,
             truncated=end.truncated,
-            metrics={**metrics, "tool_errors": sum(float(count) for count in errors if is_number(count))},
+            metrics={**metrics, **episode_metrics(self.turns, tools)},
             error=None if end.error is None else printable(end.error),
             fault=end.fault,
             gold_answer=gold_answer,

@@ -74,6 +74,7 @@ def reset_options(task: EnvTask, *, rollout_index: int) -> dict[str, Any]:
 
 def reset(env: Env, base: MessageEnv, task: EnvTask, *, rollout_index: int) -> EnvReply:
     """Begin a task."""
+    base.take_logged()  # by an episode before
     result = env.reset(seed=task.seed, options=reset_options(task, rollout_index=rollout_index))
     returned = reset_return(result, method=f"reset() of {type(base).__name__}")
     return EnvReply(
@@ -106,6 +107,8 @@ def step(env: Env, base: MessageEnv, action: Message) -> EnvReply:
     action = copy.deepcopy(action)
     action_key = _key(base.action_key(action), base, "action_key()")
     returned = step_return(env.step(action), method=f"step() of {type(base).__name__}")
+    if logged := base.take_logged():  # by a `step` that leaves it to us
+        returned.info["logged"] = logged
     return EnvReply(
         messages=returned.messages,
         reward=returned.reward,

@@ -13,7 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat, PositiveInt
 from agentrl.env.config import EnvConfig
 from agentrl.plain_data import is_number
 from agentrl.rollout.pool import RolloutPool
-from agentrl.types import AmountOrZero, Count, Share, Trajectory, TrajectoryGroup
+from agentrl.types import AmountOrZero, Count, Share, StopReason, Trajectory, TrajectoryGroup
 
 
 class EvaluationConfig(BaseModel):
@@ -91,6 +91,11 @@ def evaluated(groups: Iterable[TrajectoryGroup], config: EvaluationConfig) -> Ev
     if trajectories:
         metrics["reward"] = float(np.mean([t.reward for t in trajectories]))
         metrics["turns"] = float(np.mean([len(t.turns) for t in trajectories]))
+        metrics["action_tokens"] = float(np.mean([t.num_action_tokens for t in trajectories]))
+        everyone = [t for group in groups for t in group.trajectories]
+        metrics |= {
+            f"stop/{reason}": float(np.mean([t.stop_reason is reason for t in everyone])) for reason in StopReason
+        }
         parts = {f"reward/{name}": value for name, value in component_means(trajectories).items()}
         metrics = reported_means(trajectories) | parts | metrics
         if any("success" in t.metrics for t in trajectories):

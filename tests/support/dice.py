@@ -21,7 +21,7 @@ class Dice(MessageEnv):
 
     def __init__(self, log: Log = lambda _what, _env: None) -> None:
         super().__init__()
-        self.log = log
+        self.tell = log
         self.secret = -1
         self.drawn: list[float] = []
         self.heard: list[str] = []
@@ -36,7 +36,7 @@ class Dice(MessageEnv):
         return ({"role": "user", "content": f"secret {self.secret}"},), {}
 
     def step(self, action: str | Message) -> tuple[tuple[Message, ...], float, bool, bool, dict[str, Any]]:
-        self.log("step", self)
+        self.tell("step", self)
         self.drawn.append(self.draw())
         self.heard.append(str(action["content"] if isinstance(action, dict) else action))
         said = {"role": "user", "content": f"{self.drawn[-1]:.3f} after {len(self.drawn)}"}
@@ -46,14 +46,14 @@ class Dice(MessageEnv):
         return float(self.np_random.random())
 
     def fork(self) -> "Dice":
-        self.log("fork", self)
+        self.tell("fork", self)
         copied = super().fork()
         copied.generation += 1
-        copied.log("forked", copied)
+        copied.tell("forked", copied)
         return copied
 
     def close(self) -> None:
-        self.log("close", self)
+        self.tell("close", self)
 
 
 def raises() -> None:

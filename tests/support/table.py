@@ -13,15 +13,15 @@ class Table(ToolEnv):
 
     def __init__(self, *, num_train: int | None = 7, num_eval: int | None = 3, log: str | None = None) -> None:
         super().__init__()
-        self.lengths, self.log, self.row = {"train": num_train, "eval": num_eval}, log, -1
+        self.lengths, self.path, self.row = {"train": num_train, "eval": num_eval}, log, -1
 
     def num_tasks(self, split: str) -> int | None:
         return self.lengths[split]
 
     def start(self, options: dict[str, Any]) -> str:
         self.row = (options.get("task_index") or 0) + 1000 * (options.get("split") == "eval")
-        if self.log is not None:
-            with Path(self.log).open("a") as file:
+        if self.path is not None:
+            with Path(self.path).open("a") as file:
                 file.write("{split} {task_index} {rollout_index}\n".format(**options))
         return f"What follows {self.row}?"
 

@@ -15,7 +15,7 @@ class Talk(MessageEnv):
 
     def __init__(self, log: Callable[[str, "Talk"], None] = lambda _what, _env: None) -> None:
         super().__init__()
-        self.log, self.turn, self.seed, self.member = log, 0, -1, -1
+        self.tell, self.turn, self.seed, self.member = log, 0, -1, -1
         log("made", self)
 
     def reset(
@@ -25,17 +25,17 @@ class Talk(MessageEnv):
         assert seed is not None
         assert options is not None
         self.turn, self.seed, self.member = 0, seed, options["rollout_index"]
-        self.log("reset", self)
+        self.tell("reset", self)
         return ({"role": "user", "content": f"task {seed}"},), {}
 
     def step(self, action: str | Message) -> tuple[tuple[Message, ...], float, bool, bool, dict[str, Any]]:
         self.turn += 1
-        self.log("step", self)
+        self.tell("step", self)
         said = {"role": "user", "content": f"{action['content'] if isinstance(action, dict) else action}?"}
         return (said,), float(self.turn), self.turn > self.seed % 4, False, {}
 
     def close(self) -> None:
-        self.log("close", self)
+        self.tell("close", self)
 
 
 def logged(log: Callable[[str, Talk], None]) -> MakeEnv:
