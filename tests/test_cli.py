@@ -381,6 +381,9 @@ def test_a_run_from_beginning_to_end(agentrl: Agentrl, tmp_path: Path) -> None:
     newest = next(read_records(folder.rollouts()[1]))
     assert newest.trajectory_id in out
     assert "advantage: " in out
+    read = "<|im_start|>system"  # what no message holds: the tools, as the template writes them
+    assert read in out
+    assert read not in agentrl("show", "run", "--messages").out
     status, out, err = agentrl("show", "run/rollouts/step-000001.jsonl", "-n", "9", "--trajectory", "train/000001/1")
     assert (status, out.count("train/000001/1"), out.count("train/000000")) == (0, 1, 0)
     assert agentrl("show", "run", "--trajectory", "x") == (
@@ -404,13 +407,26 @@ def test_a_run_from_beginning_to_end(agentrl: Agentrl, tmp_path: Path) -> None:
 
     status, out, err = agentrl("eval", "run")
     assert (status, err) == (0, "")
-    shown = dict(line.strip("│ ").split("│") for line in out.splitlines() if line.startswith("│"))
-    numbers = {name.strip(): float(value) for name, value in shown.items()}
+    metrics, _, unsolved = out.partition("tasks not solved")
+    shown = [line.strip("│ ").split("│") for line in metrics.splitlines() if line.startswith("│")]
+    numbers = {name.strip(): float(value) for name, value, *_ in shown}
     # The same weights on the same tasks as at the end of training.
     assert numbers["episodes"] == 4
     assert numbers == {
         name: pytest.approx(rows[2][f"eval/{name}"], rel=1e-3) for name in numbers if f"eval/{name}" in rows[2]
     }
+
+    assert unsolved == ""  # no episode came to its end, and told success
+    status, out, err = agentrl("eval", "run", "--json")
+    assert (status, err) == (0, "")
+    [evaluation], kept = json.loads(out)["evaluations"], json.loads(out)["rollouts"]
+    low, high = evaluation["intervals"]["reward"]
+    assert low <= evaluation["metrics"]["reward"] == rows[2]["eval/reward"] <= high
+    assert [task["group_id"] for task in evaluation["tasks"]] == [f"eval/{i:06d}" for i in range(4)]
+    assert kept == "run/evaluations/evaluation-000002.jsonl"
+    played = list(read_records(tmp_path / kept))
+    assert [(record.step, record.group_id) for record in played] == [(2, f"eval/{i:06d}") for i in range(4)]
+    assert not any(any(turn.keep) for record in played for turn in record.turns)  # nothing was trained on them
 
     before = files(tmp_path)
     status, out, err = agentrl("train", "run")
@@ -551,7 +567,7 @@ def test_a_fault_of_the_environment_is_told_once_kept_shown_and_played_again(age
 
     status, shown, _ = agentrl("show", "run", "--faults", "--trajectory", record.trajectory_id)
     assert status == 0
-    for piece in (f"user: {asked}", f"line {number}, in step", error):
+    for piece in (asked, f"line {number}, in step", error):
         assert piece in shown
 
     status, played, _ = agentrl("envs", "replay", "run", record.trajectory_id)

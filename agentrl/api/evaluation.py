@@ -1,6 +1,6 @@
 """Evaluation, from a script, a notebook or the command line."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +8,10 @@ from agentrl.api.given import sections
 from agentrl.api.notebook import without_running_loop
 from agentrl.api.target import Target, load, tokenizer_of, untrained
 from agentrl.config import Recipe
+from agentrl.credit import Credit
+from agentrl.distributed.checkpoints import newest_step
 from agentrl.report.folder import RunFolder
+from agentrl.report.records import pieces_of, records
 from agentrl.report.terminal import Console
 from agentrl.rollout.evaluation import Evaluation
 from agentrl.run.build import build
@@ -39,7 +42,7 @@ def evaluate(
     """
     recipe, run_dir = load(target, overrides, changes=sections({"env": env, "model": model, **others}))
     with without_running_loop():
-        found = evaluated(recipe, run_dir, console=Console(soft_wrap=True))
+        found, _ = evaluated(recipe, run_dir, console=Console(soft_wrap=True))
     return Evaluation(
         metrics={
             f"{prefix.removeprefix('eval/')}{name}": value
@@ -51,8 +54,11 @@ def evaluate(
     )
 
 
-def evaluated(recipe: Recipe, run_dir: Path | None, *, console: Console) -> dict[str, Evaluation]:
-    """Play the evaluation tasks of each environment; return what was found by the prefix of its metrics.
+def evaluated(recipe: Recipe, run_dir: Path | None, *, console: Console) -> tuple[dict[str, Evaluation], Path | None]:
+    """Play the evaluation tasks of each environment.
+
+    Returns: what was found, by the prefix of its metrics; and the file of the run's folder that holds its rollouts. None: there
+    is no run, or the disk would not take them, which is told.
 
     Args:
         recipe: names model, environments and tasks.
@@ -69,4 +75,18 @@ def evaluated(recipe: Recipe, run_dir: Path | None, *, console: Console) -> dict
             load_weights(parts, folder)
         parts.link.start(0)
         reuse_environments(parts)
-        return evaluate_parts(parts)
+        found = evaluate_parts(parts)
+        return found, _kept(found, folder, pieces_of(parts.tokenizer), warn) if folder else None
+
+
+def _kept(
+    found: Mapping[str, Evaluation], folder: RunFolder, piece: Callable[[int], str], warn: Callable[[str], None]
+) -> Path | None:
+    """Write the rollouts of an evaluation into a run's folder; nobody was trained on them."""
+    groups = [group for evaluation in found.values() for group in evaluation.groups]
+    credits = [[Credit.excluded(t) for t in group.trajectories] for group in groups]
+    try:
+        return folder.add_evaluation(records(groups, credits, step=newest_step(folder.checkpoints) or 0, piece=piece))
+    except OSError as error:  # what was found is worth more
+        warn(f"the rollouts could not be kept in {folder.evaluations}: {error.strerror}")
+        return None

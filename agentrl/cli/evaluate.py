@@ -1,9 +1,8 @@
 """`agentrl eval`."""
 
 import argparse
+import json
 from pathlib import Path
-
-from rich.table import Table
 
 from agentrl.api.target import load
 from agentrl.cli.commands import OVERRIDING, Commands
@@ -16,17 +15,19 @@ def add(commands: Commands) -> None:
     evaluate.add_argument(
         "target", type=Path, metavar="RECIPE|RUN", help="a recipe (its model untrained), or a run's folder"
     )
+    evaluate.add_argument("--json", action="store_true", help="metrics, intervals and every task, as one JSON object")
 
 
 def _eval(options: argparse.Namespace, rest: list[str]) -> None:
     recipe, run_dir = load(options.target, rest)
     from agentrl.api.evaluation import evaluated
+    from agentrl.report.evaluation import as_json, tables
 
-    found = evaluated(recipe, run_dir, console=Console(soft_wrap=True))
+    found, file = evaluated(recipe, run_dir, console=Console(soft_wrap=True, stderr=options.json))
     envs = {f"eval/{name}/" if name else "eval/": env.id for name, env in recipe.evaluation.env.items()}
-    for prefix, evaluation in found.items():
-        title = f"{envs.get(prefix, recipe.env.id)}: {len(evaluation.groups)} evaluation tasks"
-        table = Table("metric", "value", title=title)
-        for name, value in evaluation.metrics.items():
-            table.add_row(name, f"{value:.4g}")
+    env_ids = {prefix: envs.get(prefix, recipe.env.id) for prefix in found}
+    if options.json:
+        print(json.dumps(as_json(found, env_ids, file), indent=1))
+        return
+    for table in tables(found, env_ids, file):
         Console().print(table)

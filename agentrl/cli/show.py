@@ -14,9 +14,10 @@ if TYPE_CHECKING:
 
 def add(commands: Commands) -> None:
     """Add the commands of this file."""
-    show = commands.add("show", _show, "Print rollouts, sampled tokens coloured by advantage.")
+    show = commands.add("show", _show, "Print rollouts as the model read them, sampled tokens coloured by advantage.")
     add_rollouts(show, default=1)
     show.add_argument("--faults", action="store_true", help="those whose environment failed, each kind (RUN/faults)")
+    show.add_argument("--messages", action="store_true", help="messages, in place of the tokens that the model read")
 
 
 def add_rollouts(command: argparse.ArgumentParser, *, default: int) -> None:
@@ -53,13 +54,14 @@ def read_rollouts(options: argparse.Namespace) -> "tuple[list[TrajectoryRecord],
 
 
 def _show(options: argparse.Namespace, _: list[str]) -> None:
-    from agentrl.report.show import legend, render
+    from agentrl.report.show import decoder, legend, render, run_of
 
     chosen = read_rollouts(options)[1]
+    decode = None if options.messages else decoder(run_of(options.target))
     console = Console()
     console.print(legend())
     for record in chosen:
-        console.print(render(record))
+        console.print(render(record, decode))
 
 
 def _chosen(records: "list[TrajectoryRecord]", options: argparse.Namespace, path: Path) -> "list[TrajectoryRecord]":

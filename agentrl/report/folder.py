@@ -28,7 +28,7 @@ class Told:
 
 
 _WARNING = TypeAdapter(Told)
-_ROLLOUTS = "step-{}.jsonl"
+_ROLLOUTS, _EVALUATION = "step-{}.jsonl", "evaluation-{}.jsonl"
 _FIX = "mend that line, or delete it"
 _ROW = TypeAdapter(dict[str, float], config=ConfigDict(strict=True))
 
@@ -58,6 +58,8 @@ class RunFolder:
         """What happened to episodes since the newest checkpoint; the pool's."""
         self.faults = path / "faults"
         """A folder for each kind of fault of the environment, with a file for each episode of it that was kept."""
+        self.evaluations = path / "evaluations"
+        """Rollouts of `agentrl eval`, a file for each time."""
         self.tasks = path / "tasks.json"
         """Hashes of the tasks with which the run began, where its environment gives some."""
         self.panel = path / "panel.json"
@@ -170,6 +172,14 @@ class RunFolder:
     def rollouts(self) -> list[Path]:
         """List the rollout files, oldest first."""
         return [path for _, path in numbered(self._rollouts, _ROLLOUTS)]
+
+    def add_evaluation(self, trajectories: Iterable[TrajectoryRecord]) -> Path:
+        """Write the rollouts of an evaluation beside those of earlier ones; return the file."""
+        self.evaluations.mkdir(exist_ok=True)
+        number = max((number for number, _ in numbered(self.evaluations, _EVALUATION)), default=0) + 1
+        path = self.evaluations / _EVALUATION.format(f"{number:06d}")
+        write_whole(path, (record.model_dump_json(exclude_defaults=True).encode() + b"\n" for record in trajectories))
+        return path
 
     def fault_kinds(self) -> list[Path]:
         """List the folders of `faults`, in the order of their names."""

@@ -1,12 +1,14 @@
 """A rollout in the terminal, its sampled tokens coloured by advantage."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
 from rich.console import Group, RenderableType
 from rich.panel import Panel
 from rich.style import Style
 from rich.text import Text
+from tokenizers import Tokenizer
 
 from agentrl.plain_data import is_number
 from agentrl.report.records import TrajectoryRecord, TurnRecord
@@ -24,11 +26,39 @@ def advantage_style(advantage: float, scale: float) -> Style:
     return Style(bgcolor=f"#00{level:02x}00" if share > 0 else f"#{level:02x}0000", color="white")
 
 
-def render(record: TrajectoryRecord) -> RenderableType:
-    """Return a panel: messages as they came, actions token by token, with the reward and the advantage of each turn."""
+Decode = Callable[[list[int]], str]
+
+
+def run_of(path: Path) -> Path | None:
+    """Return the folder of the run that a file of rollouts, or the folder itself, belongs to. None: there is none."""
+    return next((folder for folder in (path, *path.resolve().parents[:3]) if (folder / "config.yaml").is_file()), None)
+
+
+def decoder(run: Path | None) -> Decode | None:
+    """Return what decodes a run's tokens, control tokens included. None: its tokenizer is not there, or has another form."""
+    file = run / "tokenizer" / "tokenizer.json" if run else None
+    if file is None or not file.is_file():
+        return None
+    try:
+        tokenizer = Tokenizer.from_file(str(file))
+    except Exception:  # noqa: BLE001 - tokenizers raises nothing narrower; messages are shown instead
+        return None
+    return lambda ids: str(tokenizer.decode(ids, skip_special_tokens=False))
+
+
+def render(record: TrajectoryRecord, decode: Decode | None = None) -> RenderableType:
+    """Return a panel: what the model read, its actions token by token, with the reward and the advantage of each turn.
+
+    Args:
+        record: what to show.
+        decode: turns tokens into text: what was read is shown so, as the template wrote it, with system text, tool schemas and
+            control tokens. None: messages as they came.
+    """
     scale = max((abs(a) for turn in record.turns for a in turn.advantages), default=0.0)
     parts = [
-        part for number, turn in enumerate(record.turns, 1) for part in _turn(turn, number, scale, record.fault is None)
+        part
+        for number, turn in enumerate(record.turns, 1)
+        for part in (*_read(turn, decode), _action(turn, number, scale, record.fault is None))
     ]
     if record.error:
         parts.append(Text(record.error, style="bold red"))
@@ -57,8 +87,17 @@ def said(message: Message) -> Text:
     return Text.assemble((f"{role}: ", f"bold {style}"), (" ".join(filter(None, words)), style))
 
 
-def _turn(turn: TurnRecord, number: int, scale: float, is_trained: bool) -> Iterator[Text]:
-    yield from map(said, turn.observation)
+def _read(turn: TurnRecord, decode: Decode | None) -> Iterator[Text]:
+    """Yield what a turn's tokens, or its messages, said before the action."""
+    if decode is None or not turn.observation_ids:
+        yield from map(said, turn.observation)
+        return
+    if not turn.extends:
+        yield Text("[the history was rewritten: this is the whole context]", "dim")
+    yield Text(decode(turn.observation_ids), "cyan")
+
+
+def _action(turn: TurnRecord, number: int, scale: float, is_trained: bool) -> Text:
     line = Text.assemble(("assistant: ", "bold"))
     for piece, advantage, is_kept in zip(turn.action_pieces, turn.advantages, turn.keep, strict=True):
         left_out = Style(strike=True, dim=True) if is_trained else Style()
@@ -69,4 +108,4 @@ def _turn(turn: TurnRecord, number: int, scale: float, is_trained: bool) -> Iter
     named = components if isinstance(components, dict) and components.keys() != {"reward"} else {}
     parts = ", ".join(f"{name} {amount:g}" for name, amount in named.items() if is_number(amount))
     line.append(f"   [turn {number}: reward {turn.reward:g}{f' ({parts})' if parts else ''}{credited}]", "dim")
-    yield line
+    return line

@@ -1,6 +1,7 @@
 """Evaluation on the tasks of the eval split."""
 
 import hashlib
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -12,6 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat, PositiveInt
 
 from agentrl.env.config import EnvConfig
 from agentrl.plain_data import is_number
+from agentrl.rollout.intervals import Interval, mean_interval, share_interval
 from agentrl.rollout.pool import RolloutPool
 from agentrl.types import AmountOrZero, Count, Share, StopReason, Trajectory, TrajectoryGroup
 
@@ -69,6 +71,55 @@ class Evaluation:
     groups: list[TrajectoryGroup]
     panel: tuple[str | None, ...]
     """A hash of each task, as it showed at its beginning. None: every episode of it failed before that."""
+
+    def intervals(self) -> dict[str, Interval]:
+        """Return 95 % intervals over tasks: of `reward`, and of `success` and `score` where they are told."""
+        valid = [group.valid for group in self.groups]
+        found = {"reward": mean_interval([[t.reward for t in group] for group in valid])}
+        told = {name for group in valid for t in group for name in t.metrics}
+        if "success" in told:
+            found["success"] = share_interval([[float(is_success(t)) for t in group] for group in valid])
+        if "score" in told:
+            found["score"] = mean_interval([[t.metrics.get("score", 0.0) for t in group] for group in valid])
+        return {name: interval for name, interval in found.items() if interval is not None}
+
+    def tasks(self) -> list["TaskResult"]:
+        """Return what came of each task."""
+        tells = any("success" in t.metrics for group in self.groups for t in group.valid)
+        return [_result(group, tells_success=tells) for group in self.groups]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TaskResult:
+    """What came of one evaluation task."""
+
+    group_id: str
+    seed: int
+    task_index: int | None
+    """Its number in the eval split. None: tasks follow from the seed."""
+    episodes: int
+    """Played, those that failed included."""
+    solved: int | None
+    """Of them. None: the environment does not report success."""
+    reward: float | None
+    """Mean of those that did not fail. None: all did."""
+    stop_reasons: dict[str, int]
+    error: str | None
+    """Of the first episode that has one."""
+
+
+def _result(group: TrajectoryGroup, *, tells_success: bool) -> TaskResult:
+    first, valid = group.trajectories[0], group.valid
+    return TaskResult(
+        group_id=group.group_id,
+        seed=first.seed,
+        task_index=first.task_index,
+        episodes=len(group.trajectories),
+        solved=sum(map(is_success, valid)) if tells_success else None,
+        reward=float(np.mean([t.reward for t in valid])) if valid else None,
+        stop_reasons=dict(Counter(str(t.stop_reason) for t in group.trajectories)),
+        error=next((t.error for t in group.trajectories if t.error), None),
+    )
 
 
 async def play_evaluation(

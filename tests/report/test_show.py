@@ -84,3 +84,13 @@ def test_an_error_stands_below_the_turns_and_empty_messages_do_no_harm() -> None
     assert "env_error" in lines[0]
     assert lines[2] == "assistant:    [turn 1: reward 0.25, advantage +0.000]"
     assert lines[3] == "step() raised"
+
+
+def test_tokens_are_decoded_where_there_is_a_tokenizer() -> None:
+    read = turn([{"role": "user", "content": "as a message"}], ["a"], [1.0])
+    again = read.model_copy(update={"observation_ids": [7, 8], "extends": False})
+    shown = printed(
+        render(record(read.model_copy(update={"observation_ids": [5]}), again), lambda ids: f"<read {ids}>")
+    )
+    assert "as a message" not in shown
+    assert shown.index("<read [5]>") < shown.index("the history was rewritten") < shown.index("<read [7, 8]>")

@@ -1,0 +1,62 @@
+"""Intervals over evaluation tasks."""
+
+import numpy as np
+import pytest
+
+from agentrl.rollout.intervals import mean_interval, share_interval, student, wilson
+
+
+def test_wilson_is_the_textbooks() -> None:
+    # n = 10, p = .5, z = 1.96: (.5 + .19207 +- 1.96 sqrt(.025 + .009604)) / 1.38415
+    assert wilson(0.5, 10) == pytest.approx((0.236593, 0.763407), abs=1e-5)
+    low, high = wilson(0.0, 20)
+    assert (low, high) == pytest.approx((0.0, 3.8415 / 23.8415), abs=1e-5)
+    assert wilson(1.0, 20)[1] == 1.0
+    with pytest.raises(ValueError, match="expected a share"):
+        wilson(1.2, 3)
+    with pytest.raises(ValueError, match="expected a share"):
+        wilson(0.5, 0)
+
+
+@pytest.mark.parametrize(
+    ("degrees", "quantile"), [(1, 12.706), (2, 4.303), (3, 3.182), (5, 2.571), (10, 2.228), (100, 1.984)]
+)
+def test_quantiles_of_student(degrees: int, quantile: float) -> None:
+    assert student(degrees) == pytest.approx(quantile, rel=0.01)
+
+
+def test_a_mean_over_single_episodes_has_the_usual_interval() -> None:
+    values = [1.0, 2.0, 4.0, 5.0, 8.0]  # mean 4, sd sqrt(30 / 4)
+    spread = student(4) * np.sqrt(7.5 / 5)
+    assert mean_interval([[value] for value in values]) == pytest.approx((4 - spread, 4 + spread))
+
+
+def test_copies_of_a_task_s_episode_tell_nothing_new() -> None:
+    values = [0.0, 1.0, 1.0, 0.0, 1.0]
+    once, often = ([[value] * number for value in values] for number in (1, 7))
+    assert mean_interval(often) == pytest.approx(mean_interval(once))
+    single, several = share_interval(once), share_interval(often)
+    assert single is not None
+    assert several is not None
+    assert several.low <= single.low + 1e-9
+    assert several.high >= single.high - 1e-9
+
+
+def test_too_little_gives_no_interval() -> None:
+    assert mean_interval([[1.0, 2.0]]) is None
+    assert mean_interval([[], [1.0]]) is None
+    assert share_interval([[], []]) is None
+    assert share_interval([[1.0, 1.0]]) == wilson(1.0, 1)
+
+
+@pytest.mark.parametrize("episodes", [1, 4])
+def test_intervals_cover_what_they_say(episodes: int) -> None:
+    rng, hits = np.random.default_rng(0), {"share": 0, "mean": 0}
+    for _ in range(600):
+        chances = rng.beta(1.2, 0.8, size=40)  # of tasks, which differ: mean .6
+        solved = [rng.binomial(1, chance, size=episodes).astype(float).tolist() for chance in chances]
+        for name, found in (("share", share_interval(solved)), ("mean", mean_interval(solved))):
+            assert found is not None
+            hits[name] += found.low <= 0.6 <= found.high
+    for name, number in hits.items():
+        assert 0.92 <= number / 600 <= 0.98, name
