@@ -15,6 +15,7 @@ from agentrl.types import StopReason
 from tests.support.browser import Watched, browser, until
 from tests.support.records import record, turn
 from tests.support.report_runs import make_run, member
+from tests.support.view_server import Server
 
 Open = Callable[..., Watched]
 
@@ -29,11 +30,11 @@ def chromium() -> Iterator[Any]:
 def open_page(chromium: Any) -> Iterator[Open]:
     contexts = []
 
-    def open_one(path: Path, *, width: int = 1300, **options: Any) -> Watched:
+    def open_one(path: Path | str, *, width: int = 1300, **options: Any) -> Watched:
         context = chromium.new_context(viewport={"width": width, "height": 850}, **options)
         contexts.append(context)
         watched = Watched(context.new_page())
-        watched.page.goto(path.as_uri())
+        watched.page.goto(path if isinstance(path, str) else path.as_uri())
         watched.page.wait_for_selector("[role=tab][aria-selected=true]")
         return watched
 
@@ -362,3 +363,30 @@ def test_a_narrow_window_scrolls_in_one_direction(report: Path, open_page: Open)
     for tab in ("overview", "metrics", "rollouts", "warnings", "recipe"):
         page.click(f"#tab-{tab}")
         assert page.evaluate("document.documentElement.scrollWidth") <= 390, tab
+
+
+def test_a_page_that_is_served_shows_what_a_run_adds(tmp_path: Path, open_page: Open) -> None:
+    pytest.importorskip("uvicorn", reason="pip install 'agentrl[view]'")
+    run = make_run(tmp_path / "run")
+    server = Server(run)
+    try:
+        watched = open_page(f"http://127.0.0.1:{server.port}/")
+        page = watched.page
+        page.click("#tab-rollouts")
+        page.wait_for_selector(".tokens")
+        assert page.locator(".row").count() == 2
+        page.keyboard.press("j")
+        seen = page.inner_text(".pane h2")
+        run.add_metrics({"step": 4.0, "reward/mean": 0.125})
+        run.add_rollouts(4, [member(7, reward=-1.0, step=4, group_id="train/000004")])
+        until(page, "document.querySelectorAll('.row').length === 3")
+        assert page.inner_text(".pane h2") == seen  # what is looked at stays
+        page.click("#tab-overview")
+        until(page, "document.querySelector('figure').ariaLabel === 'reward/mean, from 0 to 0.125'")
+        assert watched.errors == []
+        assert all(url.startswith(f"http://127.0.0.1:{server.port}/") for url in watched.requests)
+        server.process.kill()
+        until(page, "document.querySelector('.top').classList.contains('unreachable')")
+    finally:
+        server.process.kill()
+        server.process.wait()

@@ -1,57 +1,22 @@
 """`agentrl view`: served by the real command, in a process of its own."""
 
 import gzip
-import http.client
 import json
-import os
-import re
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from agentrl.report.folder import RunFolder
 from agentrl.report.html.live import LiveRuns
 from tests.support.report_runs import make_run, member
+from tests.support.view_server import Server
 
 pytest.importorskip("starlette", reason="pip install 'agentrl[view]'")
 pytest.importorskip("uvicorn", reason="pip install 'agentrl[view]'")
-
-
-class Server:
-    """The command at work."""
-
-    def __init__(self, run: RunFolder) -> None:
-        self.run = run
-        command = [sys.executable, "-m", "agentrl", "view", str(run.path), "--port", "0"]
-        self.process = subprocess.Popen(
-            command,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            env=os.environ | {"PYTHONUNBUFFERED": "1"},
-        )
-        assert self.process.stdout
-        found = re.search(r"http://127\.0\.0\.1:(\d+)/", self.process.stdout.readline())
-        assert found
-        self.port = int(found[1])
-
-    def get(self, path: str, *, host: str | None = None) -> tuple[int, bytes, dict[str, str]]:
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
-        connection.request("GET", path, headers={"Host": host or f"127.0.0.1:{self.port}"})
-        answer = connection.getresponse()
-        body = answer.read()
-        connection.close()
-        return answer.status, body, {name.lower(): value for name, value in answer.getheaders()}
-
-    def data(self) -> dict[str, Any]:
-        found: dict[str, Any] = json.loads(self.get("/data.json")[1])
-        return found
 
 
 @pytest.fixture(scope="module")

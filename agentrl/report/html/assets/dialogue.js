@@ -16,7 +16,7 @@ function plain(text) {
 const COLORINGS = {
   advantage: { label: "advantage", column: "advantage", scale: "diverging", ends: ["worse", "better"] },
   ratio: {
-    label: "ratio to the policy that sampled",
+    label: "importance ratio",
     column: "ratio",
     scale: "ratio",
     ends: ["now less likely", "now more likely"],
