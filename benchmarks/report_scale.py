@@ -15,6 +15,7 @@ import random
 import tempfile
 import time
 from collections.abc import Iterator
+from itertools import accumulate
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -39,14 +40,14 @@ def lines(
     rng: random.Random, vocabulary: list[str], options: argparse.Namespace, *, step: int, num: int
 ) -> Iterator[str]:
     """Yield the records of a step."""
-    weights = [1 / (rank + 3) for rank in range(len(vocabulary))]
+    weights = list(accumulate(1 / (rank + 3) for rank in range(len(vocabulary))))
     size = options.tokens
     for number in range(num):
         group = f"train/{step:06d}-{number // GROUP_SIZE:03d}"
         turns = []
         for turn in range(options.turns):
-            pieces = rng.choices(vocabulary, weights, k=size)
-            read = "".join(rng.choices(vocabulary, weights, k=size))
+            pieces = rng.choices(vocabulary, cum_weights=weights, k=size)
+            read = "".join(rng.choices(vocabulary, cum_weights=weights, k=size))
             advantage = round(rng.gauss(0, 1), 6)
             turns.append(
                 {

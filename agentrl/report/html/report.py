@@ -11,7 +11,7 @@ from agentrl.report.html.page import asset, write_page
 from agentrl.report.html.runs import Run, by_recipe, open_runs
 from agentrl.report.html.store import RolloutStore
 
-SCRIPTS, STYLES = ("runs.js", "rollouts.js", "dialogue.js", "report.js"), ("report.css", "rollouts.css")
+SCRIPTS, STYLES = ("runs.js", "rollouts.js", "dialogue.js", "report.js"), ("report.css", "rollouts.css", "dialogue.css")
 """Assets of the report, in the order in which they run."""
 
 

@@ -1,17 +1,6 @@
 "use strict";
 /* One rollout, its group side by side, and its group as a tree; sampled tokens coloured by what is known of them. */
 
-const HIDDEN =
-  /[\u0000-\u0008\u000b-\u001f\u007f-\u009f\u00ad\u061c\u180e\u200b-\u200f\u2028-\u202e\u2060-\u2069\ufeff\ufff9-\ufffb]|[\ud800-\udbff](?![\udc00-\udfff])|(?<![\ud800-\udbff])[\udc00-\udfff]/g;
-
-/** Text with what cannot be seen, or turns the direction of writing, by its number. */
-function plain(text) {
-  return String(text).replace(
-    HIDDEN,
-    (letter) => `⟨U+${letter.codePointAt(0).toString(16).toUpperCase().padStart(4, "0")}⟩`,
-  );
-}
-
 /** By what tokens can be coloured: how a value is read of a turn, what its scale is, and what the legend says of its ends. */
 const COLORINGS = {
   advantage: { label: "advantage", column: "advantage", scale: "diverging", ends: ["worse", "better"] },
@@ -22,8 +11,8 @@ const COLORINGS = {
     ends: ["now less likely", "now more likely"],
   },
   probability: { label: "probability", column: "logprob", scale: "unlikely", ends: ["1", "0"], of: Math.exp },
-  entropy: { label: "entropy", column: "entropy", scale: "amount", ends: ["0", ""] },
-  entropies: { label: "entropy when credited", column: "entropies", scale: "amount", ends: ["0", ""] },
+  entropy: { label: "entropy", column: "entropy", scale: "amount", ends: ["", ""] },
+  entropies: { label: "entropy when credited", column: "entropies", scale: "amount", ends: ["", ""] },
   version: { label: "policy version", column: "version", scale: "range", ends: ["oldest", "newest"] },
   clipped: { label: "clipping", column: "clipped", scale: "flag", ends: ["", "clipped"] },
   values: { label: "critic's value", column: "values", scale: "diverging", ends: ["low", "high"] },

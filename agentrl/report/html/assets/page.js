@@ -28,6 +28,17 @@ function el(tag, attributes = {}, ...children) {
   return made;
 }
 
+const HIDDEN =
+  /[\u0000-\u0008\u000b-\u001f\u007f-\u009f\u00ad\u061c\u180e\u200b-\u200f\u2028-\u202e\u2060-\u2069\ufeff\ufff9-\ufffb]|[\ud800-\udbff](?![\udc00-\udfff])|(?<![\ud800-\udbff])[\udc00-\udfff]/g;
+
+/** Text with what cannot be seen, or turns the direction of writing, by its number. */
+function plain(text) {
+  return String(text).replace(
+    HIDDEN,
+    (letter) => `⟨U+${letter.codePointAt(0).toString(16).toUpperCase().padStart(4, "0")}⟩`,
+  );
+}
+
 const UNITS = ["", " k", " M", " G", " T"];
 
 /** A number with a few digits, in the unit that its metric's name tells: bytes, seconds. */
@@ -40,6 +51,7 @@ function shown(number, name = "", digits = 4) {
 
 function short(number, digits) {
   const size = Math.abs(number);
+  if (size < 1e-12) return "0"; // what rounding leaves
   if (size >= 1e15 || (size > 0 && size < 1e-4)) return number.toExponential(2).replace("-", "−");
   let power = 0;
   while (size / 1000 ** power >= 100000 && power < 4) power += 1;
@@ -120,7 +132,7 @@ function widthOf(_, values) {
 function rangeOf(_, low, high) {
   if (low === null) return [0, 1];
   if (low === high) return low === 0 ? [0, 1] : [low - Math.abs(low) / 2, low + Math.abs(low) / 2];
-  const room = (high - low) * 0.08;
+  const room = (high - low) * 0.1;
   return [low >= 0 && low < 0.5 * high ? 0 : low - room, high + room];
 }
 
@@ -185,9 +197,10 @@ function lineChart({ title, note = "", metric = title, curves, height = 150 }) {
     for (const curve of curves) {
       const stroke = color(`curve-${curve.color % NUM_COLORS}`);
       const runs = curve.runs ?? [];
-      if (curve.low && runs.length !== 1) {
-        add(laid(curve, curve.low), { stroke: "transparent", points: { show: false } });
-        add(laid(curve, curve.high), { stroke: "transparent", points: { show: false } });
+      if (curve.low && (runs.length === 0 || runs.length > 2)) {
+        const bound = { stroke: "transparent", points: { show: false }, auto: runs.length === 0 }; // few seeds: wide bands
+        add(laid(curve, curve.low), bound);
+        add(laid(curve, curve.high), bound);
         bands.push({ series: [series.length, series.length - 1], fill: faded(stroke, 16) });
       }
       if (runs.length > 1)
@@ -222,8 +235,14 @@ function lineChart({ title, note = "", metric = title, curves, height = 150 }) {
     return values.length ? shown(values.at(-1), metric) : "";
   };
   readout.append(curves.length === 1 ? ended(curves[0]) : "");
-  const heading = el("figcaption", {}, el("span", { class: "name" }, title), note && el("small", {}, note), readout);
-  return chartFigure({ role: "img", "aria-label": `${title}, from ${words.join("; ")}` }, heading, height, draw);
+  const heading = el(
+    "figcaption",
+    {},
+    el("span", { class: "name" }, plain(title)),
+    note && el("small", {}, note),
+    readout,
+  );
+  return chartFigure({ role: "img", "aria-label": plain(`${title}, from ${words.join("; ")}`) }, heading, height, draw);
 }
 
 /** Draw parts of a whole over steps, one on the other: `parts` is `[{name, values}]`. */
@@ -272,7 +291,9 @@ function legendOf(entries) {
   return el(
     "ul",
     { class: "legend" },
-    entries.map((entry) => el("li", {}, el("i", { class: `swatch curve-${entry.color % NUM_COLORS}` }), entry.name)),
+    entries.map((entry) =>
+      el("li", {}, el("i", { class: `swatch curve-${entry.color % NUM_COLORS}` }), plain(entry.name)),
+    ),
   );
 }
 

@@ -103,13 +103,9 @@ function legendOfRuns(data) {
     name: `${recipe.name} (${count(recipe.runs.length, "run")})`,
     color: index,
   }));
-  const many = data.recipes.some((recipe) => recipe.runs.length > 1);
-  return el(
-    "div",
-    { class: "key" },
-    legendOf(entries),
-    many && el("small", {}, "Thin lines are single seeds; bands are 95 % intervals of their mean."),
-  );
+  const most = Math.max(...data.recipes.map((recipe) => recipe.runs.length));
+  const words = `Thin lines are single seeds${most > 2 ? "; bands are 95 % intervals of their mean" : ""}.`;
+  return el("div", { class: "key" }, legendOf(entries), most > 1 && el("small", {}, words));
 }
 
 /** The components of the reward in one chart, where there are several and one recipe. */
