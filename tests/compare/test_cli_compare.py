@@ -1,0 +1,184 @@
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from agentrl.cli import main
+from agentrl.config import Recipe
+from agentrl.report.folder import RunFolder
+from agentrl.report.panel import note_panels
+from tests.support.processes import Command
+
+TINY = """
+env: {id: key_door}
+model: {local: {hidden_size: 16, num_layers: 1, num_heads: 2, num_kv_heads: 1, intermediate_size: 32}}
+rollout: {num_groups: 2, group_size: 2, max_turns: 1, max_turn_tokens: 4, max_context_tokens: 512}
+train: {steps: 2, num_minibatches: 1, device: cpu}
+evaluation: {num_tasks: 2}
+report: {rollouts_every: 0}
+"""
+
+
+def under_way(folder: Path) -> list[psutil.Process]:
+    """List the processes that train a run of a folder."""
+    return [
+        p
+        for p in psutil.process_iter(["cmdline"])
+        if any(str(folder) in part for part in p.info["cmdline"] or []) and "agentrl.cli.attached" in p.info["cmdline"]
+    ]
+
+
+def test_a_comparison_that_is_killed_is_resumed_by_the_same_command(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    recipe, folder = tmp_path / "doors.yaml", tmp_path / "runs"
+    recipe.write_text(TINY)
+    command = (
+        "compare",
+        recipe,
+        "--vary",
+        "train.learning_rate=1e-3,2e-3",
+        "--seeds",
+        2,
+        "--jobs",
+        1,
+        "--folder",
+        folder,
+    )
+    process = Command(*command)
+    while len(list(folder.glob("doors-*/seed-*.log"))) < 2:
+        process.check_runs()
+        time.sleep(0.05)
+    process.kill()
+    psutil.wait_procs(under_way(folder), timeout=120)
+    assert not under_way(folder), "runs end with the comparison"
+    [finished] = [
+        path.parent for path in folder.glob("doors-*/seed-*/metrics.jsonl") if '"step": 2' in path.read_text()
+    ]
+    written = (finished / "metrics.jsonl").stat().st_mtime_ns
+    again = Command(*command, "--json")
+    again.finish()
+    found = json.loads(again.out)
+    [comparison] = found["comparisons"]
+    assert (finished / "metrics.jsonl").stat().st_mtime_ns == written, "what was there is not trained again"
+    assert [arm["name"] for arm in comparison["arms"]] == ["1e-3", "2e-3"]
+    assert [arm["seeds"] for arm in comparison["arms"]] == [[0, 1], [0, 1]]
+    assert comparison["num_tasks"] == 2, "all runs share their evaluation tasks"
+    assert comparison["panel"]
+    assert comparison["steps"] == [0, 1, 2]
+    assert 'id="data"' in Path(found["page"]).read_text()
+    runs = [run for arm in comparison["arms"] for run in arm["runs"]]
+    main(["compare", *runs, "--json", "--html", str(tmp_path / "page.html")])
+    [other] = json.loads(capsys.readouterr().out)["comparisons"]
+    same = ("metric", "panel", "steps", "threshold")
+    assert {name: other[name] for name in same} == {name: comparison[name] for name in same}
+    assert [arm["curves"] for arm in other["arms"]] == [arm["curves"] for arm in comparison["arms"]]
+
+
+def record(
+    folder: Path,
+    *,
+    seed: int,
+    success: list[float],
+    rate: float = 1e-3,
+    panel: tuple[str, ...] = ("a", "b"),
+    steps: int = 2,
+) -> str:
+    """Write the folder of a run of `steps` steps, with an evaluation at each that it has come to."""
+    recipe = Recipe.model_validate({"seed": seed, "train": {"steps": steps, "learning_rate": rate}})
+    run = RunFolder.create(folder, recipe.model_dump(mode="json"))
+    for step, value in enumerate(success):
+        run.add_metrics({"step": step, "eval/episodes": 2, "eval/success": value})
+    note_panels(run, {"eval/": panel}, step=0)
+    return str(folder)
+
+
+def fails(capsys: pytest.CaptureFixture[str], *arguments: object, status: int = 2) -> str:
+    with pytest.raises(SystemExit) as ended:
+        main([str(argument) for argument in arguments])
+    told = capsys.readouterr().err.strip()
+    assert ended.value.code == status, told
+    assert len(told.splitlines()) == 1
+    return told
+
+
+def test_user_mistakes_are_told_in_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    recipe = tmp_path / "doors.yaml"
+    recipe.write_text(TINY)
+    a = record(tmp_path / "a", seed=0, success=[0.0, 0.5, 0.5])
+    assert "not the folder of a run" in fails(capsys, "compare", a, tmp_path)
+    assert "all runs are of one recipe" in fails(capsys, "compare", a)
+    unfinished = record(tmp_path / "b", seed=0, success=[0.0, 0.5], rate=2e-3)
+    assert "is not finished" in fails(capsys, "compare", unfinished)
+    other = record(tmp_path / "c", seed=0, success=[0.0, 0.5, 0.6], rate=2e-3, panel=("a", "x"))
+    assert "were evaluated on different tasks" in fails(capsys, "compare", a, other)
+    lone = record(tmp_path / "d", seed=5, success=[0.0, 0.5, 0.6], rate=2e-3)
+    assert "no seed in common" in fails(capsys, "compare", a, lone)
+    assert "name either runs or recipes" in fails(capsys, "compare", a, recipe)
+    assert "--seeds: runs are compared as they are" in fails(capsys, "compare", a, other, "--seeds", 3)
+    assert "one recipe is nothing to compare" in fails(capsys, "compare", recipe)
+    assert "--vary: expected each field once" in fails(capsys, "compare", recipe, "--vary", "credit.scheme")
+    assert "--seeds: expected at least 1" in fails(capsys, "compare", recipe, "--vary", "train.steps=1,2", "--seeds", 0)
+    assert "give a field several values" in fails(capsys, "sweep", recipe, "--over", "train.steps=2")
+    assert "train.learning_rte" in fails(capsys, "sweep", recipe, "--over", "train.learning_rte=1,2")
+    assert not (tmp_path / "runs").exists()
+
+
+def test_unfinished_runs_and_single_seeds_are_told_beside_the_rest(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    runs = [
+        record(tmp_path / f"{rate}-{seed}", seed=seed, success=[0.0, 0.5, 0.5 + 10 * rate * (seed + 1)], rate=rate)
+        for rate in (1e-3, 2e-3)
+        for seed in (0, 1)
+    ]
+    cut_off = record(tmp_path / "cut", seed=2, success=[0.0, 0.4])
+    main(["compare", *runs, cut_off, "--html", str(tmp_path / "page.html")])
+    told = " ".join(capsys.readouterr().out.split())
+    assert "cut is left out: it is not finished" in told.replace(f"{tmp_path}/", "")
+    assert "2 seeds see a difference of" in told
+    main(["compare", runs[0], runs[2], "--html", str(tmp_path / "page.html")])
+    assert "one seed says nothing of others" in " ".join(capsys.readouterr().out.split())
+
+
+def test_a_sweep_reports_the_best_on_fresh_seeds(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe = tmp_path / "doors.yaml"
+    recipe.write_text(TINY)
+
+    def trained(runs: Any, **_: Any) -> list[Any]:
+        for run in runs:
+            rate = run.arm.recipe.train.learning_rate
+            luck = 0.1 if run.seed < 2 and rate == 2e-3 else 0.01 * run.seed * 1000 * rate
+            if not run.has_begun:
+                record(run.folder, seed=run.seed, rate=rate, success=[0.0, 0.3, 0.5 + luck])
+        return []
+
+    monkeypatch.setattr("agentrl.compare.runner.run_missing", trained)
+    command = [
+        "sweep",
+        str(recipe),
+        "--over",
+        "train.learning_rate=1e-3,2e-3,3e-3",
+        "--seeds",
+        "2",
+        "--folder",
+        str(tmp_path / "r"),
+    ]
+    main([*command, "--json"])
+    found = json.loads(capsys.readouterr().out)
+    chosen, fresh = found["comparisons"]
+    assert [arm["seeds"] for arm in chosen["arms"]] == [[0, 1]] * 3
+    assert [arm["name"] for arm in fresh["arms"]] == ["3e-3", "2e-3"], "the second, and the best"
+    assert [arm["seeds"] for arm in fresh["arms"]] == [[2, 3]] * 2
+    # on the seeds that chose it .6; on fresh ones .5 + .02 * (2 + 3) / 2
+    assert found["words"].startswith("best: 2e-3, 0.600 on the seeds that chose it and 0.550 on fresh ones")
+    main([*command, "--fresh", "0"])
+    assert "the winner's curse" in " ".join(capsys.readouterr().out.split())
