@@ -16,7 +16,9 @@ class Processes:
     """Stands in for processes that train: how each ends is said by the name of its run's folder."""
 
     def __init__(self, statuses: dict[str, int]) -> None:
-        self.statuses, self.begun, self.interrupted = statuses, [], []
+        self.statuses = statuses
+        self.begun: list[tuple[Path, bool, str]] = []
+        self.interrupted: list[Path] = []
         self.most_at_once = self.active = 0
 
     def start(self, arguments: Sequence[str], *, log: IO[bytes], environment: dict[str, str]) -> Any:
