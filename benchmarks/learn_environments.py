@@ -27,7 +27,7 @@ from agentrl.run import loop
 from agentrl.run.build import build
 
 ROOT = Path(__file__).resolve().parents[1]
-RECIPES = ("corridor", "frozen_lake", "sql_analyst")
+RECIPES = ("corridor", "frozen_lake", "sql_analyst", "tasks")
 Result: TypeAlias = dict[str, Any]
 """One line of the results file."""
 
@@ -112,13 +112,13 @@ def report(results: Sequence[Result], path: Path) -> None:
     """Write the table with the drawing beside it."""
     picture = path.with_suffix(".svg")
     plot(results, picture)
-    sizes = [r["parameters"] for r in results]
+    sizes, episodes = [r["parameters"] for r in results], [r["tasks"] for r in results]
     path.write_text(
         f"# {path.name[:10]}: environments that a tiny policy learns\n\n"
         "`python -m benchmarks.learn_environments`: recipes of examples/, from random weights through a warm-up on poor\n"
-        f"demonstrations to the last step; {min(sizes):,} to {max(sizes):,} parameters, {results[0]['tasks']} held-out\n"
-        f"tasks sampled at temperature 1, one thread of a CPU, torch {torch.__version__}. Before: after the warm-up.\n"
-        "Minutes are of a core's time, warm-up and evaluations included.\n\n"
+        f"demonstrations to the last step; {min(sizes):,} to {max(sizes):,} parameters, {min(episodes)} to {max(episodes)}\n"
+        f"episodes of held-out tasks at temperature 1, one thread of a CPU, torch {torch.__version__}. Before: after\n"
+        "the warm-up. Minutes are of a core's time, warm-up and evaluations included.\n\n"
         f"{table(results)}\n![curves]({picture.name})\n",
         encoding="utf-8",
     )

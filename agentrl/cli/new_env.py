@@ -19,15 +19,24 @@ from agentrl import Message, ToolEnv, tool, tool_call
 class $cls(ToolEnv):
     """One to $$highest: find the number. Each try is answered by "higher" or "lower"."""
 
-    def __init__(self, *, highest: int = 9) -> None:
+    def __init__(self, *, highest: int = 15) -> None:
         """Set the difficulty: a recipe gives these under `env.options`."""
         super().__init__()
         self.highest = highest
 
+    def numbers(self, split: str) -> list[int]:
+        """Return the tasks of a split: every fourth number is held out for evaluation."""
+        return [n for n in range(1, self.highest + 1) if (n % 4 == 0) == (split == "eval")]
+
+    def num_tasks(self, split: str) -> int:
+        """Say how many tasks a split has. Leave this out where tasks have no end."""
+        return len(self.numbers(split))
+
     def start(self, options: dict[str, Any]) -> str:
-        """Begin a task, all of it drawn from `self.np_random`; return what the agent reads first."""
+        """Begin the task that `options` names, or one drawn from `self.np_random`; return what the agent reads first."""
+        numbers, index = self.numbers(options.get("split", "train")), options.get("task_index")
+        self.number = numbers[int(self.np_random.integers(len(numbers))) if index is None else index]
         self.low, self.high = 1, self.highest
-        self.number = int(self.np_random.integers(1, self.highest + 1))
         return f"1 to {self.highest}?"
 
     @tool
@@ -68,7 +77,7 @@ def test_it_keeps_the_contract() -> None:
 _RECIPE = Template("""# agentrl train $name.yaml: a tiny model on a CPU, in two minutes; `model.name_or_path` takes a real one.
 env:
   id: $name:$cls
-  options: {highest: 9}
+  options: {highest: 15}
 model:
   local: {hidden_size: 96, num_layers: 2, vocab_size: 384}
 warmup:
@@ -79,7 +88,7 @@ warmup:
 rollout:
   num_groups: 8
   group_size: 8
-  max_turns: 3
+  max_turns: 4
   max_turn_tokens: 32
   max_context_tokens: 512
 credit:
@@ -87,6 +96,9 @@ credit:
 train:
   steps: 40
   learning_rate: 5.0e-4
+evaluation:
+  num_tasks: 3
+  samples: 32
 """)
 
 

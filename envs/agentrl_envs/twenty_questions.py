@@ -52,7 +52,7 @@ class TwentyQuestions(ToolEnv):
             self.tools = []
         self.thing = 0
         self.asked: list[str] = []
-        self.possible = np.ones(0, dtype=bool)  # by thing
+        self.possible = np.ones(self.num_things, dtype=bool)
 
     def num_tasks(self, split: str) -> int:
         """Count the things of a split."""

@@ -1,6 +1,7 @@
 """Tasks of reasoning-gym: a question, an answer, and the score of the data set's own scorer."""
 
 import re
+import warnings
 from collections.abc import Mapping
 from typing import Any
 
@@ -10,7 +11,9 @@ from agentrl_envs.adapters.splits import draw
 from agentrl_envs.options import whole_number
 
 try:
-    import reasoning_gym
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", SyntaxWarning)  # of a package that it imports
+        import reasoning_gym
     from reasoning_gym.factory import DATASETS
 except ModuleNotFoundError as error:
     raise UserError(f"reasoning-gym is not installed ({error}); pip install 'agentrl[reasoning-gym]'") from error
