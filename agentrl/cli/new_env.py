@@ -17,27 +17,28 @@ from agentrl import Message, ToolEnv, tool, tool_call
 
 
 class $cls(ToolEnv):
-    """One to $$highest: find the number. Each try is answered by "higher" or "lower"."""
+    """`1 to 8?`: find the number. Each try is answered by "higher" or "lower"."""
 
-    def __init__(self, *, highest: int = 15) -> None:
+    def __init__(self, *, highest: int = 9) -> None:
         """Set the difficulty: a recipe gives these under `env.options`."""
         super().__init__()
         self.highest = highest
 
-    def numbers(self, split: str) -> list[int]:
-        """Return the tasks of a split: every fourth number is held out for evaluation."""
-        return [n for n in range(1, self.highest + 1) if (n % 4 == 0) == (split == "eval")]
+    def tasks(self, split: str) -> list[tuple[int, int]]:
+        """Return the tasks of a split, each a number and the largest that it may be: one in four is held out for evaluation."""
+        every = [(number, high) for high in range(2, self.highest + 1) for number in range(1, high + 1)]
+        return [(number, high) for number, high in every if ((number + high) % 4 == 0) == (split == "eval")]
 
     def num_tasks(self, split: str) -> int:
         """Say how many tasks a split has. Leave this out where tasks have no end."""
-        return len(self.numbers(split))
+        return len(self.tasks(split))
 
     def start(self, options: dict[str, Any]) -> str:
         """Begin the task that `options` names, or one drawn from `self.np_random`; return what the agent reads first."""
-        numbers, index = self.numbers(options.get("split", "train")), options.get("task_index")
-        self.number = numbers[int(self.np_random.integers(len(numbers))) if index is None else index]
-        self.low, self.high = 1, self.highest
-        return f"1 to {self.highest}?"
+        tasks, index = self.tasks(options.get("split", "train")), options.get("task_index")
+        self.number, self.high = tasks[int(self.np_random.integers(len(tasks))) if index is None else index]
+        self.low = 1
+        return f"1 to {self.high}?"
 
     @tool
     def look(self, n: int) -> str:
@@ -77,7 +78,7 @@ def test_it_keeps_the_contract() -> None:
 _RECIPE = Template("""# agentrl train $name.yaml: a tiny model on a CPU, in two minutes; `model.name_or_path` takes a real one.
 env:
   id: $name:$cls
-  options: {highest: 15}
+  options: {highest: 9}
 model:
   local: {hidden_size: 96, num_layers: 2, vocab_size: 384}
 warmup:
@@ -88,7 +89,7 @@ warmup:
 rollout:
   num_groups: 8
   group_size: 8
-  max_turns: 4
+  max_turns: 3
   max_turn_tokens: 32
   max_context_tokens: 512
 credit:
@@ -97,8 +98,8 @@ train:
   steps: 40
   learning_rate: 5.0e-4
 evaluation:
-  num_tasks: 3
-  samples: 32
+  num_tasks: 12
+  samples: 8
 """)
 
 
