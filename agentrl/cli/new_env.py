@@ -25,7 +25,7 @@ class $cls(ToolEnv):
         self.highest = highest
 
     def tasks(self, split: str) -> list[tuple[int, int]]:
-        """Return the tasks of a split, each a number and the largest that it may be: 1 to 4 and 1 to 8 are held out for evaluation."""
+        """Return the tasks of a split, each a number and its bound: 1 to 4 and 1 to 8 are held out for evaluation."""
         every = [(number, high) for high in range(2, self.highest + 1) for number in range(1, high + 1)]
         return [(number, high) for number, high in every if (high % 4 == 0) == (split == "eval")]
 
