@@ -360,6 +360,10 @@ def test_a_run_from_beginning_to_end(agentrl: Agentrl, tmp_path: Path) -> None:
     assert lines[-1] == "run folder: run"
     assert [line for line in lines if line.startswith("training")][-1].startswith("training 2/2")
 
+    kept = (tmp_path / "run" / "log.txt").read_text(encoding="utf-8")
+    for line in (line for line in lines if line.strip() and not line.startswith("warm-up")):
+        assert line.strip() in kept
+
     folder = RunFolder.open(tmp_path / "run")
     config = yaml.safe_load(folder.config_file.read_text())
     assert (config["seed"], config["train"]["steps"], config["rollout"]["temperature"]) == (3, 2, 1.0)

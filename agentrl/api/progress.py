@@ -5,6 +5,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from agentrl.api.notebook import line_display
+from agentrl.report import terminal
 from agentrl.report.terminal import Console
 
 if TYPE_CHECKING:
@@ -13,8 +14,11 @@ if TYPE_CHECKING:
 
 
 @contextmanager
-def progress(console: Console) -> Iterator[Any]:
-    """Show one bar a phase; in a notebook, a line that changes; elsewhere, a line now and then."""
+def progress(console: Console, *, verbose: bool = False) -> Iterator[Any]:
+    """Show one bar a phase; in a notebook, a line that changes; elsewhere, a line now and then. The log has a line a step.
+
+    `verbose`: print what each step shows, too.
+    """
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
     columns = (
@@ -30,14 +34,20 @@ def progress(console: Console) -> Iterator[Any]:
 
         def on_progress(phase: str, step: int, total: int, metrics: dict[str, float]) -> None:
             note = _note(metrics)
+            line = f"{phase} {step}/{total}  {note}"
             if tell is not None:
-                tell(f"{phase} {step}/{total}  {note}")
+                tell(line)
+                terminal.note(line)
                 return
             if phase not in bars:
                 bars[phase] = progress.add_task(phase, total=total, note="")
             progress.update(bars[phase], completed=step, note=note)
             if not console.is_terminal and (step == total or step % max(1, total // 20) == 0):
-                console.print(f"{phase} {step}/{total}  {note}")
+                console.print(line)
+            else:
+                terminal.note(line)
+            if verbose and phase == "training":
+                console.print("\n".join(f"  {words}" for words in details(metrics)))
 
         yield on_progress
 
@@ -78,6 +88,26 @@ def _summary(rows: list[dict[str, float]], samples: int, prefix: str) -> str:
         return words
     steps = ", ".join(f"{row['step']:.0f}" for row in evaluations if f"{prefix}reward" not in row)
     return f"{words}; left out, because every episode of them failed: step {steps}"
+
+
+_DETAILS: tuple[tuple[str, tuple[str, ...]], ...] = (
+    ("reward", ("reward/",)),
+    ("episodes", ("episode/", "turn/")),
+    ("ended by", ("stop/",)),
+    ("groups", ("groups/", "credit/", "pool/")),
+    ("update", ("loss", "ratio/", "clip/", "kl/", "entropy", "grad_norm", "learning_rate", "staleness/", "first/")),
+    ("time", ("time/",)),
+    ("evaluation", ("eval/",)),
+)
+
+
+def details(metrics: dict[str, float]) -> Iterator[str]:
+    """Yield the metrics of a step, in a line for each theme; what is 0 is left out."""
+    for theme, prefixes in _DETAILS:
+        shown = {name: value for name, value in metrics.items() if name.startswith(prefixes) and value}
+        if shown:
+            theirs = prefixes[0] if prefixes[0].endswith("/") else ""
+            yield f"{theme}: " + ", ".join(f"{name.removeprefix(theirs)} {value:.4g}" for name, value in shown.items())
 
 
 def _note(metrics: dict[str, float]) -> str:

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from agentrl.errors import ConfigError, TrainingError, UserError
 from agentrl.files import dump_yaml
 from agentrl.launch import USER_MISTAKE
 from agentrl.report.folder import RunFolder
+from agentrl.report.log import logged
 from agentrl.report.terminal import Console
 from agentrl.run import loop
 from agentrl.run.build import build
@@ -116,8 +118,9 @@ def run(
     console: Console,
     on_step: OnStep | None = None,
     is_main: bool = True,
+    verbose: bool = False,
 ) -> TrainedRun:
-    """Train, and show how it goes.
+    """Train, and show how it goes; the first process keeps in the run's `log.txt` what is printed.
 
     Args:
         recipe: to train, with the run's folder.
@@ -125,7 +128,16 @@ def run(
         console: prints.
         on_step: told the metrics of each step.
         is_main: False for a process that tells only what it alone has found.
+        verbose: print what each step shows.
     """
+    assert recipe.run_dir is not None, "see `with_run_dir`"
+    with logged(recipe.run_dir) if is_main else nullcontext():
+        return _run(recipe, run_dir, console=console, on_step=on_step, is_main=is_main, verbose=verbose)
+
+
+def _run(
+    recipe: Recipe, run_dir: Path | None, *, console: Console, on_step: OnStep | None, is_main: bool, verbose: bool
+) -> TrainedRun:
     folder = RunFolder.open(run_dir) if run_dir else None
     if folder and newest_step(folder.checkpoints) == recipe.train.steps:
         print_end(console, folder, recipe)
@@ -147,7 +159,7 @@ def run(
             warnings.append("the recipe has changed: what was sampled since the last checkpoint is sampled again")
         for warning in warnings if is_main else ():
             warn(warning)
-        with progress(console) as show:
+        with progress(console, verbose=verbose) as show:
 
             def on_progress(phase: Any, step: int, total: int, metrics: dict[str, float]) -> None:
                 show(phase, step, total, metrics)

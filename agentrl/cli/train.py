@@ -17,9 +17,15 @@ def add(commands: Commands) -> None:
     train.add_argument(
         "target", type=Path, metavar="RECIPE|RUN", help="a YAML recipe, or the folder of a run to resume"
     )
+    _add_verbose(train)
     launched = commands.add("launch", _launch, f"Train as several processes. {OVERRIDING}", overrides=True)
     launch.add_options(launched)
     launched.add_argument("target", type=Path, metavar="RECIPE|RUN", help="as for `agentrl train`")
+    _add_verbose(launched)
+
+
+def _add_verbose(command: argparse.ArgumentParser) -> None:
+    command.add_argument("-v", "--verbose", action="store_true", help="print the metrics of each step")
 
 
 def _train(options: argparse.Namespace, rest: list[str]) -> None:
@@ -29,7 +35,8 @@ def _train(options: argparse.Namespace, rest: list[str]) -> None:
     is_main = rank() == 0
     recipe = with_run_dir(recipe, run_dir, name=name_of(options.target), is_main=is_main)
     with exits(recipe.run_dir):
-        run(recipe, run_dir, console=Console(soft_wrap=True, quiet=not is_main), is_main=is_main)
+        console = Console(soft_wrap=True, quiet=not is_main)
+        run(recipe, run_dir, console=console, is_main=is_main, verbose=options.verbose)
 
 
 def _launch(options: argparse.Namespace, rest: list[str]) -> None:
@@ -52,4 +59,4 @@ def _launch(options: argparse.Namespace, rest: list[str]) -> None:
         _train(options, rest)
         return
     sys.stdout.flush()
-    launch.launch(options, rest)
+    launch.launch(options, [*rest, *(["--verbose"] if options.verbose else [])])
