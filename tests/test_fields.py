@@ -255,7 +255,11 @@ def test_what_there_is_not_is_said(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("option", "meant"),
-    [("--lr", "--train.learning_rate"), ("--num-generations=4", "--rollout.group_size"), ("--train.run_dir", "--run_dir")],
+    [
+        ("--lr", "--train.learning_rate"),
+        ("--num-generations=4", "--rollout.group_size"),
+        ("--train.run_dir", "--run_dir"),
+    ],
 )
 def test_names_on_the_command_line_are_understood(option: str, meant: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(f"Did you mean '{meant}'?")):
