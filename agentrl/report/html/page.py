@@ -83,10 +83,10 @@ def page(
         "<noscript>This page draws itself with JavaScript, which is switched off here.</noscript>\n"
         f'<script type="application/json" id="data">{safe_json(data)}</script>\n'
     )
-    for number, block in enumerate(blocks):
-        yield f'<script type="text/plain" id="block-{number}">{base64.b64encode(block).decode()}</script>\n'
     for script in code:
         yield f"<script>{script}</script>\n"
+    for number, block in enumerate(blocks):  # behind the scripts: the page is there while these are still read
+        yield f'<script type="text/plain" id="block-{number}">{base64.b64encode(block).decode()}</script>\n'
     yield "</body>\n</html>\n"
 
 

@@ -11,6 +11,9 @@ function pageData() {
 
 /** Decompress a block of the page: gzip in base64, in an element of its own. */
 async function blockText(number) {
+  const isThere = () => document.getElementById(`block-${number}`)?.nextSibling; // whole: what follows has begun
+  if (!isThere() && document.readyState === "loading")
+    await new Promise((go) => addEventListener("DOMContentLoaded", go, { once: true }));
   const text = document.getElementById(`block-${number}`).textContent;
   const bytes = Uint8Array.from(atob(text), (letter) => letter.charCodeAt(0));
   return new Response(new Blob([bytes]).stream().pipeThrough(new DecompressionStream("gzip"))).text();
@@ -44,7 +47,7 @@ const UNITS = ["", " k", " M", " G", " T"];
 /** A number with a few digits, in the unit that its metric's name tells: bytes, seconds. */
 function shown(number, name = "", digits = 4) {
   if (number === null || number === undefined || Number.isNaN(number)) return "–";
-  if (name.endsWith("_bytes")) return `${short(number / 2 ** 20, digits)} MiB`;
+  if (name.endsWith("_bytes")) return `${short(number / 1e6, digits)} MB`;
   if (name.endsWith("_s") && !name.endsWith("per_s")) return `${short(number, 3)} s`;
   return short(number, digits);
 }
