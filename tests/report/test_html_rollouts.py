@@ -158,3 +158,11 @@ def test_a_ratio_keeps_the_digits_that_a_clip_range_is_told_by() -> None:
     block = block_of([record(said.model_copy(update={"trained": trained}))], run=0, others={})
     columns = said_in(block)[0]["turns"][0]["columns"]
     assert (columns["ratio"], columns["entropy"], columns["clipped"]) == ([1.00031, 0.9996], [0.123, 0.5], [1.0, None])
+
+
+def test_what_the_model_really_read_is_told_where_a_context_begins() -> None:
+    begins = turn([{"role": "user", "content": "?"}], ["a"], [0.0]).model_copy(update={"observation_ids": [7, 8]})
+    extends = begins.model_copy(update={"observation_ids": [9]})
+    rewrites = begins.model_copy(update={"observation_ids": [3], "extends": False})
+    block = block_of([record(begins, extends, rewrites)], run=0, others={}, decode=lambda ids: f"<{ids}>")
+    assert [told["context"] for told in said_in(block)[0]["turns"]] == ["<[7, 8]>", "", "<[3]>"]

@@ -6,12 +6,10 @@ from statistics import fmean, stdev
 from typing import Any
 
 from agentrl.report.html.runs import RecipeRuns
+from agentrl.report.statistics import t_quantile
 
 MAX_POINTS = 1500
 """Of a curve: of more steps, neighbours are averaged."""
-
-_T_95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131)
-"""Two-sided 95 % quantile of Student's t for 1 to 15 degrees of freedom."""
 
 _FAMILIES: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("Success", ("episode/success", "episode/score")),
@@ -37,8 +35,7 @@ def interval(values: Sequence[float]) -> tuple[float, float]:
     mean, num = fmean(values), len(values)
     if num < 2:
         return mean, mean
-    quantile = _T_95[num - 2] if num - 2 < len(_T_95) else 1.96 + 2.5 / (num - 1)
-    half = quantile * stdev(values) / math.sqrt(num)
+    half = t_quantile(0.975, num - 1) * stdev(values) / math.sqrt(num)
     return mean - half, mean + half
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from agentrl.plain_data import is_number
 from agentrl.report.records import TrajectoryRecord, TurnRecord
+from agentrl.report.show import Decode
 from agentrl.types import Message
 
 OtherCredit = Mapping[str, Mapping[tuple[str, str], Sequence[float]]]
@@ -31,15 +32,18 @@ class Block:
     """What was said in them, as JSON, compressed."""
 
 
-def block_of(records: Sequence[TrajectoryRecord], *, run: int, others: OtherCredit) -> Block:
+def block_of(
+    records: Sequence[TrajectoryRecord], *, run: int, others: OtherCredit, decode: Decode | None = None
+) -> Block:
     """Return the block of a group's records.
 
     Args:
         records: of one group of one step.
         run: number of the run.
         others: what other credit schemes give.
+        decode: turns tokens into text. None: what the template made of messages is not told.
     """
-    rollouts = [_rollout(record, others) for record in records]
+    rollouts = [_rollout(record, others, decode) for record in records]
     data = json.dumps(rollouts, separators=(",", ":")).encode()
     entries = [_entry(record) | {"run": run, "at": at} for at, record in enumerate(records)]
     return Block(entries=entries, data=gzip.compress(data, 6, mtime=0))
@@ -70,8 +74,8 @@ def _entry(record: TrajectoryRecord) -> dict[str, Any]:
     }
 
 
-def _rollout(record: TrajectoryRecord, others: OtherCredit) -> dict[str, Any]:
-    turns = []
+def _rollout(record: TrajectoryRecord, others: OtherCredit, decode: Decode | None) -> dict[str, Any]:
+    turns: list[dict[str, Any]] = []
     start = 0
     for turn in record.turns:
         end = start + len(turn.action_ids)
@@ -80,7 +84,9 @@ def _rollout(record: TrajectoryRecord, others: OtherCredit) -> dict[str, Any]:
             for name, of_scheme in others.items()
             if (given := of_scheme.get((record.group_id, record.trajectory_id))) is not None
         }
-        turns.append(_turn(turn, credited))
+        begins = not turns or not turn.extends
+        context = decode(turn.observation_ids) if decode and begins else ""
+        turns.append(_turn(turn, credited) | {"context": _bounded(context, _MAX_TEXT)})
         start = end
     return {
         "turns": turns,

@@ -12,6 +12,7 @@ from agentrl.report.html.other_credit import other_credit
 from agentrl.report.html.rollouts import Block, block_of
 from agentrl.report.html.runs import Run
 from agentrl.report.records import TrajectoryRecord, read_records
+from agentrl.report.show import decoder
 
 MAX_ROLLOUTS, MAX_CREDITED = 10_000, 1_000
 """Rollouts of a page, and those of them that other credit schemes are applied to: the newest."""
@@ -68,8 +69,9 @@ class RolloutStore:
         others = other_credit(records) if is_credited else {}
         self._num_credited += len(records) * is_credited
         self._num_rollouts += len(records)
+        decode = decoder(file.run.folder.path)
         for _, group in groupby(sorted(records, key=lambda record: record.group_id), lambda record: record.group_id):
-            self.blocks[self._next] = block_of(list(group), run=file.run.number, others=others)
+            self.blocks[self._next] = block_of(list(group), run=file.run.number, others=others, decode=decode)
             numbers.append(self._next)
             self._next += 1
 

@@ -127,6 +127,11 @@ function messageOf(said) {
   );
 }
 
+/** What the model really read before its first turn: system text, tools and control tokens, as the template wrote them. */
+function contextOf(text) {
+  return el("details", { class: "context" }, el("summary", {}, "As the template wrote it"), el("pre", {}, plain(text)));
+}
+
 function turnNotes(turn, number, key) {
   const components = Object.entries(turn.components).filter(
     ([name]) => name !== "reward" || Object.keys(turn.components).length > 1,
@@ -155,6 +160,7 @@ function dialogueOf(rollout, at, key, scale, { skip = 0 } = {}) {
     turn.rewrites &&
       index > 0 &&
       el("p", { class: "rewritten" }, "The history was rewritten here; this turn has a context of its own."),
+    turn.context && contextOf(turn.context),
     turn.read.slice(index === 0 ? skip : 0).map(messageOf),
     el(
       "article",
