@@ -31,6 +31,8 @@ from agentrl.report.statistics import t_quantile
 
 RECIPE = Path(__file__).parent / "letters.yaml"
 SEEDS = (4, 8, 16)
+_COMPARISONS = 40
+"""Of the recipe with itself, at most."""
 Rng = np.random.Generator
 Draws = Any
 """Outcomes or differences: a row for each comparison, a column for each seed."""
@@ -168,7 +170,7 @@ def with_itself(folder: Path, per_arm: int) -> dict[str, Any]:
         runs += [run] if run.is_finished else []
     runs.sort(key=lambda run: run.recipe.seed)
     metric, found = "eval/success", []
-    for start in range(0, len(runs) - 2 * per_arm + 1, 2 * per_arm):
+    for start in range(0, len(runs) - 2 * per_arm + 1, 2 * per_arm)[:_COMPARISONS]:
         curves = [
             replace(curve_of(run, metric=metric, recipe="AB"[place // per_arm]), seed=place % per_arm)
             for place, run in enumerate(runs[start : start + 2 * per_arm])
