@@ -19,6 +19,7 @@ FAMILIES = (
     "envs",
     "credit",
     "fields",
+    "new",
 )
 """Files of this folder, each with a function `add`, in the order of `agentrl --help`."""
 

@@ -1,0 +1,98 @@
+"""`agentrl new`."""
+
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from agentrl.cli import main
+from agentrl.config import Recipe, load_recipe
+
+TINY = (
+    *(
+        "--model.local",
+        '{"hidden_size": 16, "num_layers": 1, "num_heads": 2, "num_kv_heads": 1, "intermediate_size": 32}',
+    ),
+    *("--warmup.steps", "2", "--warmup.num_demonstrations", "8", "--train.steps", "1", "--train.device", "cpu"),
+    *("--rollout.num_groups", "2", "--rollout.group_size", "2", "--evaluation.num_tasks", "2"),
+)
+MINE = """
+from agentrl import ToolEnv
+
+
+class Mine(ToolEnv):
+    def __init__(self, *, size: int) -> None:
+        super().__init__()
+
+    def start(self, options):
+        return "?"
+
+    def answer(self, text):
+        self.finish(success=True)
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    (tmp_path / "my_module_of_new.py").write_text(MINE)
+    (tmp_path / "recipe.schema.json").write_text("{}")  # there already: it is left alone
+    return tmp_path
+
+
+def refused(*arguments: str, capsys: pytest.CaptureFixture[str]) -> str:
+    with pytest.raises(SystemExit) as ended:
+        main(["new", *arguments])
+    assert ended.value.code == 2
+    return capsys.readouterr().err
+
+
+def test_without_a_terminal_it_asks_nothing_and_what_it_writes_trains_at_once(folder: Path) -> None:
+    main(["new", "--env", "key_door", *TINY])
+    text = (folder / "key_door.yaml").read_text(encoding="utf-8")
+    assert text.startswith("# yaml-language-server: $schema=recipe.schema.json\n# agentrl train key_door.yaml; ")
+    assert "  # Episodes that start from the same task.\n  group_size: 2\n" in text
+    assert (folder / "recipe.schema.json").read_text() == "{}"
+    recipe = load_recipe(folder / "key_door.yaml")
+    assert recipe.model.local.hidden_size == 16
+    assert recipe.rollout.max_turns >= 5  # as many as the oracle takes
+    main(["train", "key_door.yaml", "--run_dir", "run"])
+    assert len((folder / "run" / "metrics.jsonl").read_text().splitlines()) == 2
+
+
+def test_it_never_writes_over_a_file(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (folder / "mine.yaml").write_text("precious")
+    words = refused("mine", "--env", "key_door", capsys=capsys)
+    assert words == "agentrl: NAME: mine.yaml is there already; choose another name\n"
+    assert (folder / "mine.yaml").read_text() == "precious"
+    assert "there is no folder no" in refused("no/where", "--env", "key_door", capsys=capsys)
+
+
+def test_it_asks_for_environment_and_model(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    answers = iter(["my_module_of_new:Mine", "owner/model"])
+    monkeypatch.setattr("sys.stdin.isatty", lambda: True, raising=False)
+    monkeypatch.setattr("builtins.input", lambda _question: next(answers))
+    main(["new", "--env.options.size", "3", "--train.learning_rate=2e-6"])
+    written = yaml.safe_load((folder / "mine.yaml").read_text(encoding="utf-8"))
+    assert written["env"] == {"id": "my_module_of_new:Mine", "options": {"size": 3}}
+    assert written["model"] == {"name_or_path": "owner/model"}
+    assert written["train"]["learning_rate"] == 2e-6  # a number, which YAML takes `2e-6` not for
+    assert "warmup" not in written
+    Recipe.model_validate(written)
+
+
+def test_a_small_model_without_an_oracle_is_told(folder: Path) -> None:
+    main(["new", "second.yaml", "--env", "my_module_of_new:Mine", "--env.options.size", "3"])
+    assert "has no oracle() to warm up from" in (folder / "second.yaml").read_text(encoding="utf-8")
+
+
+def test_mistakes_are_told_in_a_line_and_leave_no_file(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    before = sorted(folder.iterdir())
+    assert "no 'key_dor' is installed. Did you mean 'key_door'?" in refused("a", "--env", "key_dor", capsys=capsys)
+    assert "env.options: 'my_module_of_new:Mine' could not be made" in refused(
+        "a", "--env", "my_module_of_new:Mine", capsys=capsys
+    )
+    assert "Did you mean '--train.learning_rate'?" in refused("a", "--env", "key_door", "--lr", "1", capsys=capsys)
+    assert sorted(path for path in folder.iterdir() if path.name != "__pycache__") == before
