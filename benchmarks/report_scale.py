@@ -6,7 +6,7 @@ Rollouts of random words, with all columns that a run records, are written as a 
 Chromium (Debian's, without a window) opens from the disk. Compared first: the page lists all rollouts, and the one that is
 opened says what was recorded. `ready` is when the page has drawn its overview and takes input; `rollout` is from a click on
 the tab to the tokens of the first rollout; memory is that of the page's process (resident, with what it shares with others)
-and of its JavaScript heap after that, in MB.
+and of its JavaScript heap after that, and of a blank page's process, in MB.
 """
 
 import argparse
@@ -122,6 +122,8 @@ def open_once(found: Any, page_file: Path, folder: RunFolder, *, num: int) -> di
     """Open the page in a window of its own; return its figures."""
     context = found.new_context(viewport={"width": 1400, "height": 900})
     page = context.new_page()
+    page.goto("about:blank")
+    blank_mb = renderer_mb(found)
     begin = time.perf_counter()
     page.goto(page_file.as_uri(), wait_until="commit")
     until(page, "performance.getEntriesByName('ready').length > 0")
@@ -154,6 +156,7 @@ def open_once(found: Any, page_file: Path, folder: RunFolder, *, num: int) -> di
         "next_s": next_s,
         "heap_mb": heap["JSHeapUsedSize"] / MB,
         "memory_mb": memory_mb,
+        "blank_mb": blank_mb,
     }
 
 
