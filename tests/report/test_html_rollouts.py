@@ -166,3 +166,13 @@ def test_what_the_model_really_read_is_told_where_a_context_begins() -> None:
     rewrites = begins.model_copy(update={"observation_ids": [3], "extends": False})
     block = block_of([record(begins, extends, rewrites)], run=0, others={}, decode=lambda ids: f"<{ids}>")
     assert [told["context"] for told in said_in(block)[0]["turns"]] == ["<[7, 8]>", "", "<[3]>"]
+
+
+def test_rollouts_of_evaluations_are_there_without_credit(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "run")
+    said = turn([{"role": "user", "content": "?"}], ["a", "b"], [0.0, 0.0], keep=[False, False])
+    folder.add_evaluation([record(said).model_copy(update={"split": "eval", "group_id": "eval/000000", "step": 2})])
+    store = store_of(folder.path)
+    assert [(entry["split"], entry["step"]) for entry in store.entries()] == [("train", 3), ("train", 3), ("eval", 2)]
+    columns = said_in(list(store.blocks.values())[-1])[0]["turns"][0]["columns"]
+    assert set(columns) == {"logprob", "version"}

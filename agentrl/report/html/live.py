@@ -67,7 +67,7 @@ class LiveRuns:
 
     def _state(self) -> object:
         """Return what is another once a file of the runs is."""
-        watched = ("rollouts", "faults", "faults/*", "*.jsonl", "config.yaml")
+        watched = ("rollouts", "evaluations", "faults", "faults/*", "*.jsonl", "config.yaml")
         return [_stat(path) for folder in self._folders for pattern in watched for path in sorted(folder.glob(pattern))]
 
 

@@ -58,6 +58,7 @@ def _entry(record: TrajectoryRecord) -> dict[str, Any]:
         "step": record.step,
         "group": record.group_id,
         "id": record.trajectory_id,
+        "split": record.split,
         "reward": _short(record.reward),
         "success": None if success is None else success > 0,
         "stop": record.stop_reason.value,
@@ -75,6 +76,7 @@ def _entry(record: TrajectoryRecord) -> dict[str, Any]:
 
 
 def _rollout(record: TrajectoryRecord, others: OtherCredit, decode: Decode | None) -> dict[str, Any]:
+    is_trained = any(any(turn.keep) for turn in record.turns)  # else the whole is marked, not each token
     turns: list[dict[str, Any]] = []
     start = 0
     for turn in record.turns:
@@ -86,7 +88,10 @@ def _rollout(record: TrajectoryRecord, others: OtherCredit, decode: Decode | Non
         }
         begins = not turns or not turn.extends
         context = decode(turn.observation_ids) if decode and begins else ""
-        turns.append(_turn(turn, credited) | {"context": _bounded(context, _MAX_TEXT)})
+        told = _turn(turn, credited) | {"context": _bounded(context, _MAX_TEXT)}
+        if not is_trained:
+            del told["columns"]["keep"], told["columns"]["advantage"]
+        turns.append(told)
         start = end
     return {
         "turns": turns,

@@ -97,4 +97,5 @@ def _written(path: Path) -> int:
 
 def _files(run: Run) -> list[_File]:
     files = [_File(path, int(re.sub(r"\D", "", path.stem)), run, False) for path in run.folder.rollouts()]
+    files += [_File(path, 0, run, False) for path in sorted(run.folder.evaluations.glob("*.jsonl"))]
     return files + [_File(path, 0, run, True) for path in run.folder.kept_faults()]

@@ -132,6 +132,20 @@ function contextOf(text) {
   return el("details", { class: "context" }, el("summary", {}, "As the template wrote it"), el("pre", {}, plain(text)));
 }
 
+/** All that was said in a rollout, to search in. */
+function saidIn(rollout) {
+  return;
+  [
+    rollout.error,
+    ...rollout.turns.flatMap((turn) => [
+      ...turn.read.map((said) => `${said.text} ${said.calls ?? ""}`),
+      turn.pieces.join(""),
+    ]),
+  ]
+    .join("\n")
+    .toLowerCase();
+}
+
 function turnNotes(turn, number, key) {
   const components = Object.entries(turn.components).filter(
     ([name]) => name !== "reward" || Object.keys(turn.components).length > 1,

@@ -52,6 +52,7 @@ function rolloutsPanel(data, load) {
   ]);
   const stop = choice("Stop reason", []);
   const tool = choice("Tool", []);
+  const split = choice("Split", []);
   const run = choice("Run", []);
   const step = choice("Step", []);
   const bound = (label) =>
@@ -77,6 +78,11 @@ function rolloutsPanel(data, load) {
       stop,
       "Any stop reason",
       distinct((entry) => entry.stop).map((value) => [value, value.replaceAll("_", " ")]),
+    );
+    fill(
+      split,
+      "Training and evaluation",
+      distinct((entry) => entry.split).map((value) => [value, value === "eval" ? "Evaluation" : "Training"]),
     );
     fill(
       tool,
@@ -124,7 +130,10 @@ function rolloutsPanel(data, load) {
     };
     state.shown = state.entries
       .filter(
-        (entry) => (!stop.value || entry.stop === stop.value) && (!tool.value || entry.tools.includes(tool.value)),
+        (entry) =>
+          (!split.value || entry.split === split.value) &&
+          (!stop.value || entry.stop === stop.value) &&
+          (!tool.value || entry.tools.includes(tool.value)),
       )
       .filter(
         (entry) =>
@@ -168,16 +177,6 @@ function rolloutsPanel(data, load) {
     }
   }
 
-  const saidIn = (rollout) =>
-    [
-      rollout.error,
-      ...rollout.turns.flatMap((turn) => [
-        ...turn.read.map((said) => `${said.text} ${said.calls ?? ""}`),
-        turn.pieces.join(""),
-      ]),
-    ]
-      .join("\n")
-      .toLowerCase();
   const nameOf = (entry) => `${entry.block}/${entry.at}`;
 
   /* The list: a window onto rows of equal height */
@@ -271,8 +270,8 @@ function rolloutsPanel(data, load) {
   function look(entry, rollouts, isOther) {
     const entries = state.entries.filter((each) => each.block === entry.block).sort((a, b) => a.at - b.at);
     const colorings = coloringsOf(rollouts);
-    if (!colorings.some(({ key }) => key === state.key)) state.key = colorings[0]?.key ?? "advantage";
-    const scale = scaleOf(state.view === "dialogue" ? [rollouts[entry.at]] : rollouts, state.key);
+    const chosen = colorings.some(({ key }) => key === state.key) ? state.key : (colorings[0]?.key ?? "advantage");
+    const scale = scaleOf(state.view === "dialogue" ? [rollouts[entry.at]] : rollouts, chosen);
     const again = () => look(entry, rollouts, false);
     const colorBy = el(
       "select",
@@ -287,7 +286,7 @@ function rolloutsPanel(data, load) {
         ),
       ),
     );
-    colorBy.value = state.key;
+    colorBy.value = chosen;
     const views = { dialogue: "Dialogue", group: `Group of ${rollouts.length}`, tree: "Tree" };
     const buttons = Object.entries(views).map(([view, label]) =>
       el(
@@ -297,8 +296,8 @@ function rolloutsPanel(data, load) {
       ),
     );
     const body = {
-      dialogue: () => dialogueOf(rollouts[entry.at], entry.at, state.key, scale),
-      group: () => groupOf(rollouts, entries, state.key, scale, entry.at, select),
+      dialogue: () => dialogueOf(rollouts[entry.at], entry.at, chosen, scale),
+      group: () => groupOf(rollouts, entries, chosen, scale, entry.at, select),
       tree: () => treeOf(rollouts, entries, select),
     }[state.view]();
     inspector.replaceChildren("Point at a token for its numbers.");
@@ -368,7 +367,18 @@ function rolloutsPanel(data, load) {
         "details",
         { class: "more", open: innerWidth > 900 },
         el("summary", {}, "Filters"),
-        el("div", { class: "fields" }, order, ending, stop, tool, run, step, el("div", { class: "bounds" }, low, high)),
+        el(
+          "div",
+          { class: "fields" },
+          order,
+          split,
+          ending,
+          stop,
+          tool,
+          run,
+          step,
+          el("div", { class: "bounds" }, low, high),
+        ),
       ),
       status,
     ),
