@@ -134,16 +134,8 @@ function contextOf(text) {
 
 /** All that was said in a rollout, to search in. */
 function saidIn(rollout) {
-  return;
-  [
-    rollout.error,
-    ...rollout.turns.flatMap((turn) => [
-      ...turn.read.map((said) => `${said.text} ${said.calls ?? ""}`),
-      turn.pieces.join(""),
-    ]),
-  ]
-    .join("\n")
-    .toLowerCase();
+  const ofTurn = (turn) => [...turn.read.map((said) => `${said.text} ${said.calls ?? ""}`), turn.pieces.join("")];
+  return [rollout.error, ...rollout.turns.flatMap(ofTurn)].join("\n").toLowerCase();
 }
 
 function turnNotes(turn, number, key) {
