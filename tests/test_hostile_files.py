@@ -102,8 +102,12 @@ def damaged(draw: st.DrawFn, content: bytes, others: list[bytes]) -> bytes:
     )
 
 
+UNTOLD = (".lock", "log.txt")
+"""Files of a run that say what commands did, and that no command reads."""
+
+
 def contents(folder: Path) -> dict[Path, bytes]:
-    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file() and path.name != ".lock"}
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file() and path.name not in UNTOLD}
 
 
 def outcome(act: Callable[[], object]) -> str | None:

@@ -116,10 +116,10 @@ class Saved(Chancy):
     can_snapshot = True
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in self.__dict__.items() if name != "log"}
+        return {name: value for name, value in self.__dict__.items() if name != "tell"}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state, log=lambda _what, _env: None)
+        self.__dict__.update(state, tell=lambda _what, _env: None)
 
 
 class Patchy(Saved):
