@@ -599,3 +599,10 @@ def test_a_healthy_recorded_episode_is_played_again(agentrl: Agentrl, tmp_path: 
     assert "It was recorded to end like this: " in played
     status, _, err = agentrl("show", "run", "--faults")
     assert (status, err) == (2, "agentrl: run has no episode whose environment failed\n")
+
+
+def test_a_recipe_goes_by_its_name_in_comparisons_too(agentrl: Agentrl) -> None:
+    status, _, err = agentrl("compare", "calcualtor", "--vary", "credit.scheme=uniform,gigpo")
+    assert (status, "Did you mean 'calculator'?" in err) == (2, True)
+    status, _, err = agentrl("sweep", "calcualtor", "--over", "credit.scheme=uniform,gigpo")
+    assert (status, "Did you mean 'calculator'?" in err) == (2, True)

@@ -33,7 +33,7 @@ def load(
         target = target.model_dump(mode="json")
     if target is None or isinstance(target, Mapping):
         return load_recipe(target, overrides, changes=changes), None
-    path = _find(Path(target))
+    path = find(Path(target))
     if path.is_dir():
         return _of_run(path, overrides, changes or {}), path
     return load_recipe(path, overrides, changes=changes), None
@@ -44,8 +44,12 @@ def name_of(target: Target) -> str:
     return Path(target).stem if isinstance(target, str | Path) else "run"
 
 
-def _find(path: Path) -> Path:
-    """Return a path that is there, or that of the recipe of this name which comes with agentrl."""
+def find(path: Path) -> Path:
+    """Return a path that is there, or that of the recipe of this name which comes with agentrl.
+
+    Raises:
+        ConfigError: for a name that no recipe has.
+    """
     if path.exists() or not re.fullmatch(r"\w+", str(path)):
         return path
     known = {file.stem: file for folder in _SHIPPED for file in folder.glob("*.yaml")}

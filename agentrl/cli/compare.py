@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from agentrl.api.progress import progress
+from agentrl.api.target import find
 from agentrl.cli.commands import OVERRIDING, Commands
 from agentrl.errors import ConfigError, TrainingError
 from agentrl.report.terminal import Console
@@ -84,6 +85,7 @@ def _add_common(command: argparse.ArgumentParser, *, seeds: int) -> None:
 def _compare(options: argparse.Namespace, rest: list[str]) -> None:
     if options.effect <= 0:
         raise ConfigError(f"--effect: expected a number above 0, got {options.effect:g}")
+    options.targets = list(map(find, options.targets))
     if all(target.is_dir() for target in options.targets):
         _compare_runs(options, rest)
         return
@@ -130,6 +132,7 @@ def _compare_runs(options: argparse.Namespace, rest: list[str]) -> None:
 def _sweep(options: argparse.Namespace, rest: list[str]) -> None:
     from agentrl.compare.plan import make_arms, parse_varied
 
+    options.targets = list(map(find, options.targets))
     varied = parse_varied(options.over, option="--over")
     arms, _ = make_arms(options.targets, varied=varied, overrides=rest, folder=options.folder, control=False)
     if len(arms) == 1:
