@@ -94,7 +94,6 @@ def test_a_scheme_of_ones_own(folder: Path) -> None:
     run(folder, "custom_scheme")
     assert newest(folder).recipe.credit == {
         "scheme": "examples.custom_scheme:LateReward",
-        "lone": "error",
         "gamma": 0.8,
     }
 

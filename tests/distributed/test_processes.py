@@ -6,6 +6,7 @@ import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
+from tempfile import mkdtemp
 from typing import Any, Literal
 
 import numpy as np
@@ -36,8 +37,7 @@ def together(num_processes: int, folder: Path, work: Callable[..., Any], *argume
     """Do the same in several processes; return what each returned, None where it was killed."""
     # As torch's launcher does it: what the processes leave word in outlives each of them.
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    results = folder / f"results-{store.port}"
-    results.mkdir()
+    results = Path(mkdtemp(prefix="results-", dir=folder))  # a port comes again
     context = start_processes(
         _enter,
         (num_processes, store.port, results, work, arguments),

@@ -31,7 +31,7 @@ print(open({str(tmp_path / "secret")!r}).read())
 open({str(tmp_path / "written")!r}, "w").write("by code")
 socket.create_connection(("127.0.0.1", {port})).sendall(b"hello")
 os.kill({os.getpid()}, 0)
-print(b"PATH" in open("/proc/{os.getpid()}/environ", "rb").read())
+print(len(os.listdir("/proc/{os.getpid()}/fd")) > 2)
 """
         assert sandbox.exec(code).output == "in the open\nTrue\n"
         server.settimeout(10)
