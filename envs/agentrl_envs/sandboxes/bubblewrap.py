@@ -105,7 +105,7 @@ class Bubblewrap(FileSandbox):
 
 def _limits(config: BubblewrapConfig) -> list[str]:
     """Return the command that limits what it runs, as a user without rights."""
-    seconds = max(1, round(config.timeout_s + 0.5))
+    seconds = int(config.timeout_s) + 1  # above the deadline, which is told as such
     limits = {"as": config.max_memory_mb * 1_000_000, "cpu": seconds, "nproc": config.max_processes}
     limits |= {"fsize": config.max_files_mb * 1_000_000, "nofile": _OPEN_FILES, "stack": 8_000_000}
     limits |= dict.fromkeys(("core", "memlock", "msgqueue"), 0)

@@ -48,7 +48,7 @@ class Unsafe(FileSandbox):
     def _run(self, code: str, language: Language, files: Files) -> tuple[ExecResult, Files | None]:
         config = self.config
         program = [sys.executable, "-s"] if language == "python" else ["sh"]
-        limits = {"as": config.max_memory_mb * 1_000_000, "cpu": max(1, round(config.timeout_s + 0.5)), "core": 0}
+        limits = {"as": config.max_memory_mb * 1_000_000, "cpu": int(config.timeout_s) + 1, "core": 0}
         limits |= {"fsize": self.max_bytes, "nproc": config.max_processes}
         options = [limit(name, value) for name, value in limits.items()]
         with tempfile.TemporaryDirectory(prefix="agentrl-unsafe-", ignore_cleanup_errors=True) as top:
