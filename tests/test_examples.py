@@ -2,13 +2,16 @@
 
 import os
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
 
+import psutil
 import pytest
 
 from agentrl import TrainedRun
+from tests.support.threads import wait_until
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 SMALL = {
@@ -106,3 +109,22 @@ def test_two_schemes_are_compared(folder: Path) -> None:
 def test_several_processes(folder: Path) -> None:
     told = run(folder, "several_processes", "--rollout.num_groups", "2")
     assert "after 1 steps: " in told
+
+
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL], ids=["interrupted", "killed"])
+def test_several_processes_end_with_the_script(folder: Path, how: signal.Signals) -> None:
+    small = [str(word) for option in SMALL.items() for word in option]
+    many = ["--run_dir", f"runs/{how.name}", "--train.steps", "5000", "--train.process_timeout_s", "60"]
+    script = subprocess.Popen(
+        [sys.executable, "examples/several_processes.py", *small, *many],
+        cwd=folder,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    metrics = folder / "runs" / how.name / "metrics.jsonl"
+    wait_until(lambda: metrics.is_file() and len(metrics.read_bytes().splitlines()) > 2, timeout_s=300)
+    others = psutil.Process(script.pid).children(recursive=True)
+    assert len(others) >= 3  # the launcher, and its two
+    script.send_signal(how)
+    assert script.wait(timeout=120) != 0
+    assert psutil.wait_procs(others, timeout=120)[1] == []

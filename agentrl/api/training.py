@@ -187,13 +187,15 @@ def _launch(
         # The fields that changed of a run's recipe are options; a new one is whole in its file.
         options = [*(f"--{name}={json.dumps(value)}" for name, value in changes.items()), *overrides]
         where = [str(run_dir), *options] if run_dir else [str(file)]
-        command = [sys.executable, "-m", "agentrl", "launch", "--processes", str(processes), *where]
+        command = [sys.executable, "-m", "agentrl.cli.attached", "launch", "--processes", str(processes), *where]
         paths = os.pathsep.join([sys.path[0], *filter(None, [os.environ.get("PYTHONPATH")])])  # where the script lies
-        with subprocess.Popen(command, env={**os.environ, "PYTHONPATH": paths}) as launcher:
+        environment = {**os.environ, "PYTHONPATH": paths}
+        with subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, start_new_session=True) as launcher:
+            # It is interrupted when its standard input ends: by what follows, or with this process, however that ends.
             try:
                 status = launcher.wait()
             except KeyboardInterrupt:
-                launcher.wait()  # it was interrupted too, and saves nothing that is half done
+                launcher.communicate()
                 raise
     if status == USER_MISTAKE:
         raise UserError("the processes ended with what is told above")

@@ -16,6 +16,7 @@ from typing import Any
 from pydantic import TypeAdapter, ValidationError
 
 from agentrl.env.background import BlockedLoopError, run_in_background
+from agentrl.env.message_env import as_number
 from agentrl.errors import ConfigError, EnvironmentFailure, UserError
 from agentrl.plain_data import abbreviated
 from agentrl.registry import resolve, suggest
@@ -111,11 +112,7 @@ class Reward:
             returned = returned[0]
         if returned is None:
             return None
-        try:
-            number = math.nan if isinstance(returned, str) else float(returned)
-        except Exception:  # noqa: BLE001 - whatever is no number may raise anything
-            number = math.nan
-        if not math.isfinite(number):
+        if (number := as_number(returned)) is None:
             raise EnvironmentFailure(
                 f"reward {self.name!r} returned {abbreviated(returned)}; return a finite number, or None"
             )
