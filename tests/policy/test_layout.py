@@ -28,7 +28,7 @@ from agentrl.policy.tree import IntArray, plan_tree
 from agentrl.policy.tree_attention import tree_attention
 from agentrl.policy.tree_model import NAME, TreeError, why_not
 from benchmarks.architectures import ARCHITECTURES, tiny_model
-from tests.support.models import MODELS, SIZES, branching_rows, in_float64, made, tiny
+from tests.support.models import MODELS, SIZES, AllFloat64, branching_rows, made, tiny
 
 LAYOUTS: tuple[Layout, ...] = get_args(Layout)
 GEMMA2: dict[str, Any] = {
@@ -79,6 +79,17 @@ def largest_error(got: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
     return max(float((got[name] - expected[name]).abs().max() / expected[name].abs().max()) for name in expected)
 
 
+def float64_error(model: Any, layout: Layout) -> float:
+    """Largest error of log-probabilities and gradients in float64, against those of separate rows."""
+    model.double().set_experts_implementation("eager")  # the grouped product of experts has no float64
+    rows = branching_rows()
+    with AllFloat64():
+        got = with_gradients(model, logprobs(model, rows, layout))
+        expected = with_gradients(model, row_logprobs(model, rows))
+    assert all(tensor.dtype == torch.float64 for tensor in got.values())
+    return largest_error(got, expected)
+
+
 @given(rows=st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=9), min_size=1, max_size=6))
 def test_every_token_of_a_row_is_found_at_its_place_with_its_position(rows: list[list[int]]) -> None:
     for layout in LAYOUTS:
@@ -122,13 +133,9 @@ def test_logprobs_and_gradients_equal_those_of_separate_rows(name: str, layout: 
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("name", ["qwen3", "llama", "mistral", "gpt2"])
+@pytest.mark.parametrize("name", MODELS)
 def test_in_float64_they_are_equal_to_rounding(name: str, layout: Layout) -> None:
-    # Not so the routers of Qwen3-MoE and the norms of Gemma 3, which compute in float32 whatever they are given.
-    model, rows = in_float64(tiny(name)), branching_rows()
-    got = with_gradients(model, logprobs(model, rows, layout))
-    assert got["logprobs"].dtype == torch.float64
-    assert largest_error(got, with_gradients(model, row_logprobs(model, rows))) < 1e-9
+    assert float64_error(tiny(name), layout) < 1e-9
 
 
 def test_packed_rows_are_exact_where_scores_are_capped() -> None:
@@ -210,7 +217,7 @@ def test_a_tree_is_chosen_wherever_it_is_exact(name: str) -> None:
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_of_each_architecture_the_layout_that_is_chosen_is_exact(name: str) -> None:
-    model, rows = tiny_model(name, vocab_size=97, initializer_range=0.2), branching_rows()
+    model = tiny_model(name, vocab_size=97, initializer_range=0.2)
     layout, message = choose_layout(model, "auto")
     if name == "Qwen3.5":  # recurrent layers continue from whatever stands before a token
         assert layout == "padded"
@@ -218,9 +225,7 @@ def test_of_each_architecture_the_layout_that_is_chosen_is_exact(name: str) -> N
         assert "a branch would continue the state that its sibling left" in message
     else:
         assert (layout, message) == ("tree", None)
-    got = with_gradients(model, logprobs(model, rows, layout))
-    bound = 5e-5 if name == "Qwen3.5" else 1e-5  # gated delta rules add up chunks of 64 tokens, padding included
-    assert largest_error(got, with_gradients(model, row_logprobs(model, rows))) < bound
+    assert float64_error(model, layout) < 1e-9
 
 
 def test_rows_are_packed_where_a_tree_lacks_what_the_model_needs() -> None:

@@ -6,6 +6,7 @@ import numpy as np
 import torch
 import transformers
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
 from agentrl.policy.tree import IntArray
 
@@ -58,6 +59,21 @@ def in_float64(model: Any) -> Any:
                 norm.load_state_dict(child.state_dict())
                 setattr(module, name, norm)
     return model.double()
+
+
+class AllFloat64(TorchFunctionMode):
+    """Within it, what a model of float64 weights casts to float32 (norms, routers, sinks) stays float64."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Call the function of torch with float64 wherever float32 is named."""
+        if func is torch.Tensor.float:
+            return args[0].double()
+        named = {name: _not_float32(value) for name, value in (kwargs or {}).items()}
+        return func(*map(_not_float32, args), **named)
+
+
+def _not_float32(value: Any) -> Any:
+    return torch.float64 if value is torch.float32 else value
 
 
 def branching_rows() -> list[IntArray]:
