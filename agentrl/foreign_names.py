@@ -141,7 +141,8 @@ FIELDS: dict[str, str] = {
     **dict.fromkeys(("save_steps", "save_freq", "save_interval", "save_every"), "train.checkpoint_every"),
     **dict.fromkeys(("save_total_limit", "max_actor_ckpt_to_keep"), "train.keep_last"),
     **dict.fromkeys(("output_dir", "default_local_dir", "run_name", "experiment_name"), "run_dir"),
-    **dict.fromkeys(("report_to", "logger", "use_wandb", "wandb"), "report.trackers"),
+    **dict.fromkeys(("report_to", "logger", "use_wandb", "wandb", "log_with"), "report.trackers"),
+    **dict.fromkeys(("project_name", "wandb_project", "trackio_project"), "report.project"),
     **dict.fromkeys(("log_completions", "rollout_data_dir", "log_rollouts"), "report.rollouts_every"),
     **dict.fromkeys(("logging_steps", "log_freq", "log_every"), "There is none: every step is a row of metrics.jsonl."),
 }

@@ -89,7 +89,7 @@ def test_a_scheme_the_environment_cannot_serve_is_refused_or_replaced(tmp_path: 
 @pytest.mark.parametrize(
     ("sections", "words"),
     [
-        ({"report": {"trackers": ["wandbb"]}}, r"report\.trackers: 'wandbb' is not installed"),
+        ({"report": {"trackers": ["wandbb"]}}, r"report\.trackers: 'wandbb' is no tracker"),
         ({"rollout": {"max_context_tokens": 5000}}, r"max_context_tokens: 5000 exceeds the model's 4096 positions"),
         ({"credit": {"scheme": "turn_retrun"}}, r"Did you mean 'turn_return'"),
     ],

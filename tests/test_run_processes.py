@@ -172,12 +172,12 @@ def test_a_run_is_resumed_with_as_many_processes_as_it_started_with(tmp_path: Pa
 
 def test_a_mistake_that_processes_meet_ends_the_launch_with_its_message_and_status(tmp_path: Path) -> None:
     # By the real executable; others are forked.
-    recipe = written(tmp_path, report={"trackers": ["mlflow"]})
+    recipe = written(tmp_path, report={"trackers": ["aim"]})
     command: list[str | Path] = [sys.executable, "-m", "agentrl", "launch", "--processes", "2"]
     command += [recipe, "--run_dir", tmp_path / "run"]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=400, check=False)
     assert ended.returncode == 2
-    words = r"^agentrl, process [01] of 2: report\.trackers: 'mlflow' is not installed"
+    words = r"^agentrl, process [01] of 2: report\.trackers: 'aim' is not installed"
     assert re.search(words, ended.stderr, re.MULTILINE)
     assert "Traceback" not in ended.stderr
     assert "FAILED" not in ended.stderr  # the report of torch's launcher

@@ -7,9 +7,9 @@ import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Annotated, Any, TextIO
 
-from pydantic import BaseModel, ConfigDict, TypeAdapter
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
 
 from agentrl.errors import ConfigError
 from agentrl.files import dump_yaml, numbered, parse, parse_yaml, read_bytes, write_whole
@@ -43,7 +43,10 @@ class ReportConfig(BaseModel):
     keep_rollouts: Count = 100
     """Rollout files that are kept beside the first step's: the newest ones; older ones are deleted."""
     trackers: tuple[str, ...] = ()
-    """Trackers of accelerate, by name: tensorboard, wandb, trackio, ..."""
+    """Trackers that get metrics, the recipe and tables of rollouts, by name: trackio, tensorboard, wandb, mlflow. Others of
+    accelerate get metrics and the recipe."""
+    project: Annotated[str, Field(pattern=r"^[\w.-]+$")] = "agentrl"
+    """Project (MLflow: experiment) of the run in trackers; the run's name is that of its folder."""
 
 
 class RunFolder:
@@ -64,6 +67,8 @@ class RunFolder:
         """Hashes of the tasks with which the run began, where its environment gives some."""
         self.panel = path / "panel.json"
         """Hashes of the evaluation tasks."""
+        self.trackers = path / "trackers.json"
+        """By what each tracker finds the run again."""
         self._metrics = path / "metrics.jsonl"
         self._warnings = path / "warnings.jsonl"
         self._rollouts = path / "rollouts"

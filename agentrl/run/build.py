@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
-from accelerate.tracking import LOGGER_TYPE_TO_CLASS, get_available_trackers
 from accelerate.utils import InitProcessGroupKwargs, set_seed
 
 from agentrl.chat import ChatMLRenderer, describe
@@ -25,7 +24,6 @@ from agentrl.credit import CreditScheme, load_credit_for
 from agentrl.distributed.processes import from_rank_zero, is_main, num_processes, process_index, set_deadline
 from agentrl.engine import Engine
 from agentrl.env import EnvDescription
-from agentrl.errors import ConfigError
 from agentrl.learn.learner import Learner
 from agentrl.learn.policy_state import PolicyState
 from agentrl.learn.signals import hints, provided_by
@@ -37,6 +35,7 @@ from agentrl.policy.model import Policy, check_dropout
 from agentrl.report.faults import FaultLog
 from agentrl.report.folder import RunFolder
 from agentrl.report.records import pieces_of
+from agentrl.report.trackers import check_trackers
 from agentrl.rollout import EpisodeContext, Journal, RolloutPool, Tasks, check_limits, describe_env, try_environment
 from agentrl.run.engine_link import EngineLink
 from agentrl.run.engines import new_engine, share_of
@@ -257,20 +256,11 @@ def _new_reference(recipe: Recipe, credit: CreditScheme, policy: Policy) -> Poli
 def _new_accelerator(recipe: Recipe) -> Accelerator:
     # Said at every checkpoint of a model whose head and embedding are one tensor, which is then written once.
     logging.getLogger("accelerate.utils.other").addFilter(lambda line: "Removed shared tensor" not in line.getMessage())
-    trackers = list(recipe.report.trackers)
-    available = [str(name) for name in get_available_trackers()]
-    for name in trackers:
-        if name not in available:
-            known = ", ".join(sorted(map(str, LOGGER_TYPE_TO_CLASS)))
-            raise ConfigError(
-                f"report.trackers: {name!r} is not installed (pip install {name}), or none of accelerate's: {known}"
-            )
+    check_trackers(recipe.report.trackers)
     timeout_s = recipe.train.process_timeout_s
     set_deadline(timeout_s)
     return Accelerator(
         cpu=recipe.train.device == "cpu",
         mixed_precision="bf16" if recipe.train.precision == "bfloat16" else "no",
-        log_with=trackers or None,
-        project_dir=None if recipe.run_dir is None else str(recipe.run_dir),
         kwargs_handlers=[InitProcessGroupKwargs(timeout=timedelta(seconds=timeout_s))],
     )

@@ -7,8 +7,9 @@ from agentrl.credit import Credit, load_credit
 from agentrl.distributed.processes import from_rank_zero, is_main
 from agentrl.errors import TrainingError
 from agentrl.learn.health import SIGNS, Sign, first_told, signs
-from agentrl.report.folder import RunFolder, Told
+from agentrl.report.folder import ReportConfig, RunFolder, Told
 from agentrl.report.records import pieces_of, records
+from agentrl.report.trackers import Trackers
 from agentrl.run.build import Parts
 from agentrl.run.resume import newest_checkpoint
 from agentrl.types import TrajectoryGroup
@@ -20,25 +21,31 @@ OnProgress = Callable[[Literal["warm-up", "training"], int, int, dict[str, float
 class RunRecord:
     """Metrics, rollouts and warnings of a run: written by the first process, step by step. On every process alike."""
 
-    def __init__(self, parts: Parts, folder: RunFolder) -> None:
-        """Continue what a folder holds."""
+    def __init__(self, parts: Parts, folder: RunFolder, *, next_step: int) -> None:
+        """Continue what a folder holds.
+
+        Raises:
+            ConfigError: where a tracker does not start.
+        """
         self.folder = folder
-        self._recipe, self._on_warning, self._accelerator = (
-            parts.recipe,
-            parts.on_warning,
-            parts.learner.state.accelerator,
-        )
+        self._recipe, self._on_warning = parts.recipe, parts.on_warning
         self._is_fallback = parts.credit != load_credit(parts.recipe.credit)
         self._piece, self._learner = pieces_of(parts.tokenizer), parts.learner
         self._rows = [row for row in folder.metrics() if row["step"] > 0] if is_main() else []
         """Metrics of the finished steps."""
+        self.trackers = Trackers(
+            parts.recipe.report if is_main() else ReportConfig(),
+            folder,
+            config=parts.recipe.model_dump(mode="json"),
+            next_step=next_step,
+            on_failure=self.warn,
+        )
 
     def add_row(self, row: dict[str, float]) -> None:
         """Write the metrics of a step, or of what came before the first."""
         if is_main():
             self.folder.add_metrics(row)
-        if self._recipe.report.trackers:
-            self._accelerator.log(row, step=int(row["step"]))
+            self.trackers.add_row(row)
 
     def add_step(
         self, row: dict[str, float], groups: Sequence[TrajectoryGroup], credits: Sequence[Sequence[Credit]]
@@ -61,6 +68,7 @@ class RunRecord:
         if is_main() and every and (step == 1 or step % every == 0):
             trajectories = records(groups, credits, step=step, piece=self._piece, notes_of=self._learner.notes.of)
             self.folder.add_rollouts(step, trajectories, keep=recipe.report.keep_rollouts)
+            self.trackers.add_rollouts(groups, step)
         found, told = from_rank_zero(lambda: self._examine(row))
         row = row | {f"health/{sign}": float(sign in found) for sign in SIGNS}
         self._rows.append(row)

@@ -1,6 +1,5 @@
 """How a run begins or is resumed: nothing is written before everything that could be refused has been looked at."""
 
-import json
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -84,11 +83,8 @@ def begin_or_resume(parts: Parts, folder: RunFolder | None, on_progress: OnProgr
             write_folder(
                 folder.tokenizer, lambda path: is_main() and parts.tokenizer.save_pretrained(path), is_sealed=True
             )
-        if recipe.report.trackers:
-            accelerator = parts.learner.state.accelerator
-            accelerator.init_trackers("agentrl", config={"run": str(folder.path), "recipe": json.dumps(config)})
-            stack.callback(accelerator.end_training)
-        record = RunRecord(parts, folder)
+        record = RunRecord(parts, folder, next_step=finished_steps + 1 if is_resumed else 0)
+        stack.callback(record.trackers.finish)
         if prepared is not None:
             _begin(parts, record, prepared, on_progress)
         yield record, finished_steps

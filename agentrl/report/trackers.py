@@ -1,0 +1,307 @@
+"""Trackers by name, those of accelerate: metrics, the recipe and tables of rollouts. None of them can end a run.
+
+Another tracker's tables are one more class here, of a few lines.
+"""
+
+import json
+import os
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any, NamedTuple
+from uuid import uuid4
+
+from accelerate.tracking import LOGGER_TYPE_TO_CLASS, get_available_trackers
+from accelerate.utils import LoggerType
+from pydantic import TypeAdapter
+
+from agentrl.errors import ConfigError
+from agentrl.files import read_json, write_whole
+from agentrl.plain_data import line_of, printable
+from agentrl.registry import suggest
+from agentrl.report.folder import ReportConfig, RunFolder
+from agentrl.report.public import flat, public
+from agentrl.types import Message, Trajectory, TrajectoryGroup
+
+COLUMNS = ("step", "task", "reward", "ended by", "dialogue")
+"""Of a table of rollouts."""
+_NUM_ROLLOUTS, _MAX_CHARACTERS = 8, 20_000
+"""Rollouts in a table, and the length of a dialogue in it."""
+_KEYS = TypeAdapter(dict[str, str])
+_PACKAGES = {"comet_ml": "comet-ml"}
+"""What to install, where that is not the name."""
+
+
+def check_trackers(names: Iterable[str]) -> None:
+    """Look whether each can be had.
+
+    Raises:
+        ConfigError: for one that is not installed, or that accelerate does not know.
+    """
+    missing = set(map(str, LoggerType)) - set(map(str, get_available_trackers()))
+    for name in names:
+        if name not in LOGGER_TYPE_TO_CLASS:
+            known = sorted(map(str, LOGGER_TYPE_TO_CLASS))
+            raise ConfigError(
+                f"report.trackers: {name!r} is no tracker; accelerate has {', '.join(known)}.{suggest(name, known)}"
+            )
+        if name in missing:
+            raise ConfigError(f"report.trackers: {name!r} is not installed: pip install {_PACKAGES.get(name, name)}")
+
+
+class RolloutTable(NamedTuple):
+    """A few rollouts of a step."""
+
+    step: int
+    rows: list[tuple[int, str, float, str, str]]
+    """What `COLUMNS` names."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrackedRun:
+    """What a tracker is told of a run when it starts."""
+
+    project: str
+    folder: Path
+    """Its name is the run's name."""
+    key: str | None
+    """By which the tracker finds the run again. None: it begins."""
+    next_step: int
+    """The step that is about to come."""
+    config: dict[str, Any]
+    """Fields of the recipe by their whole names."""
+
+
+class Tracker:
+    """A tracker of which only what all of accelerate's have is used: no tables, and another run where one is resumed."""
+
+    def __init__(self, name: str, run: TrackedRun) -> None:
+        """Begin or resume a run in the tracker."""
+        self.name, self._run = name, run
+        self.key = run.key or self._new_key()
+        kind = LOGGER_TYPE_TO_CLASS[name]
+        place = [run.folder] if kind.requires_logging_directory else []
+        self._client = kind(self._project(), *place, **self._options())
+        self._client.start()
+
+    def add_config(self) -> None:
+        """Send the recipe."""
+        self._client.store_init_configuration(self._run.config)
+
+    def add_row(self, row: Mapping[str, float]) -> None:
+        """Send the metrics of a step."""
+        self._client.log({name: value for name, value in row.items() if name != "step"}, step=int(row["step"]))
+
+    def add_table(self, table: RolloutTable) -> None:
+        """Send a few rollouts."""
+
+    def finish(self) -> None:
+        """Send what has not been sent."""
+        self._client.finish()
+
+    def _project(self) -> str:
+        return self._run.project
+
+    def _new_key(self) -> str:
+        return self._run.folder.name
+
+    def _options(self) -> dict[str, Any]:
+        return {}
+
+
+class _TensorBoard(Tracker):
+    """In the folder `tensorboard` of the run; steps that are done again replace those that were lost."""
+
+    def _project(self) -> str:
+        return "tensorboard"
+
+    def _options(self) -> dict[str, Any]:
+        return {} if self._run.key is None else {"purge_step": self._run.next_step}
+
+    def add_config(self) -> None:
+        from torch.utils.tensorboard.summary import hparams
+
+        # What accelerate does instead shows as a second run beside this one.
+        for summary in hparams(self._run.config, {"reward/mean": 0.0}):
+            self._client.tracker.file_writer.add_summary(summary)
+
+    def add_table(self, table: RolloutTable) -> None:
+        text = "\n\n".join(_as_markdown(*row[1:]) for row in table.rows)
+        self._client.tracker.add_text("rollouts", text, global_step=table.step)
+
+
+class _WandB(Tracker):
+    """Its own files are in the folder `wandb` of the run."""
+
+    def _new_key(self) -> str:
+        return uuid4().hex[:12]
+
+    def _options(self) -> dict[str, Any]:
+        return {"name": self._run.folder.name, "id": self.key, "resume": "allow", "dir": str(self._run.folder)}
+
+    def add_table(self, table: RolloutTable) -> None:
+        self._client.log_table("rollouts", list(COLUMNS), [list(row) for row in table.rows], step=table.step)
+
+
+class _Trackio(Tracker):
+    """It finds runs by their names, which is why they end in what makes them unique."""
+
+    def _new_key(self) -> str:
+        return f"{self._run.folder.name}-{uuid4().hex[:6]}"
+
+    def _options(self) -> dict[str, Any]:
+        return {"name": self.key, "resume": "allow", "embed": False, "config": self._run.config}
+
+    def add_config(self) -> None:
+        """It was sent at the start: accelerate's way does not reach trackio's database."""
+
+    def add_table(self, table: RolloutTable) -> None:
+        import trackio
+
+        rows = [list(row) for row in table.rows]
+        self._client.log({"rollouts": trackio.Table(columns=list(COLUMNS), data=rows)}, step=table.step)
+
+
+class _MLflow(Tracker):
+    """Where `MLFLOW_TRACKING_URI` says; names of metrics are made such that it takes them."""
+
+    def __init__(self, name: str, run: TrackedRun) -> None:
+        import pandas  # noqa: F401, ICN001 - its tables need it, which mlflow-skinny does not bring; better told now
+
+        os.environ.setdefault(
+            "MLFLOW_HTTP_REQUEST_MAX_RETRIES", "3"
+        )  # with its 7, training waits 4 minutes for a dead server
+        os.environ.setdefault("MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR", "false")  # it draws one at each table
+        super().__init__(name, run)
+        self.key = self._client.tracker.info.run_id
+
+    def _options(self) -> dict[str, Any]:
+        return {"run_name": self._run.folder.name, "run_id": self._run.key}
+
+    def add_row(self, row: Mapping[str, float]) -> None:
+        super().add_row({re.sub(r"[^\w\-. /]", "_", name): value for name, value in row.items()})
+
+    def add_table(self, table: RolloutTable) -> None:
+        import mlflow
+
+        columns = {name: list(column) for name, column in zip(COLUMNS, zip(*table.rows, strict=True), strict=True)}
+        mlflow.log_table(columns, "rollouts.json", run_id=self.key)
+
+
+_KINDS = {"tensorboard": _TensorBoard, "wandb": _WandB, "trackio": _Trackio, "mlflow": _MLflow}
+
+
+class Trackers:
+    """All trackers of a run, on the process that writes its folder. One that fails is told once and left out from there on."""
+
+    def __init__(
+        self,
+        report: ReportConfig,
+        folder: RunFolder,
+        *,
+        config: Mapping[str, Any],
+        next_step: int,
+        on_failure: Callable[[int, str, str], object],
+    ) -> None:
+        """Begin or resume the run in each.
+
+        Args:
+            report: names them.
+            folder: of the run; it keeps by what each finds the run again.
+            config: the recipe, which is sent where a tracker's run begins, as are the steps so far.
+            next_step: the step that is about to come.
+            on_failure: told the step, a warning's name and its words.
+
+        Raises:
+            ConfigError: where a tracker's run cannot begin. One that cannot be resumed is left out.
+        """
+        self._on_failure, self._step = on_failure, next_step
+        self._live: list[Tracker] = []
+        keys = read_json(folder.trackers, _KEYS, fix="delete it") if folder.trackers.is_file() else {}
+        for name in dict.fromkeys(report.trackers):
+            run = TrackedRun(
+                project=report.project,
+                folder=folder.path.resolve(),
+                key=keys.get(name),
+                next_step=next_step,
+                config=_config(config),
+            )
+            try:
+                tracker = _KINDS.get(name, Tracker)(name, run)
+                if name not in keys:
+                    tracker.add_config()
+                    for row in folder.metrics():
+                        tracker.add_row(row)
+            except Exception as error:
+                if name not in keys:
+                    self.finish()
+                    raise ConfigError(_not_begun(name, error, folder.path)) from error
+                self._fail(name, error)
+            else:
+                self._live.append(tracker)
+                if name not in keys:
+                    keys[name] = tracker.key
+                    write_whole(folder.trackers, json.dumps(keys))
+
+    def add_row(self, row: Mapping[str, float]) -> None:
+        """Send the metrics of a step."""
+        self._step = int(row["step"])
+        self._each(lambda tracker: tracker.add_row(row))
+
+    def add_rollouts(self, groups: Sequence[TrajectoryGroup], step: int) -> None:
+        """Send a few rollouts of a step as a table, to those that have tables."""
+        if self._live:
+            trajectories = islice((t for group in groups for t in group.trajectories), _NUM_ROLLOUTS)
+            rows = [(step, t.group_id, t.reward, t.stop_reason.value, dialogue(t)) for t in trajectories]
+            self._each(lambda tracker: tracker.add_table(RolloutTable(step, rows)))
+
+    def finish(self) -> None:
+        """Send what has not been sent."""
+        self._each(Tracker.finish)
+
+    def _each(self, send: Callable[[Tracker], object]) -> None:
+        for tracker in list(self._live):
+            try:
+                send(tracker)
+            except Exception as error:  # noqa: BLE001 - a stranger's client, its network and its server
+                self._live.remove(tracker)
+                self._fail(tracker.name, error)
+
+    def _fail(self, name: str, error: Exception) -> None:
+        words = f"report.trackers: {name} fails, and the run continues without it until it is resumed: {line_of(error)}"
+        self._on_failure(self._step, f"tracker_{name}", words)
+
+
+def dialogue(trajectory: Trajectory) -> str:
+    """Return what was said in an episode as text, a message after the other."""
+    messages = [message for turn in trajectory.turns for message in (*turn.observation, turn.message)]
+    text = "\n\n".join(map(_said, messages))
+    return text if len(text) <= _MAX_CHARACTERS else f"{text[:_MAX_CHARACTERS]} ..."
+
+
+def _said(message: Message) -> str:
+    calls = [json.dumps(call, ensure_ascii=False) for call in message.get("tool_calls") or ()]
+    words = filter(None, [str(message.get("content") or ""), *calls])
+    return f"{message.get('role')}: {printable(' '.join(words))}"
+
+
+def _as_markdown(task: str, reward: float, ended_by: str, text: str) -> str:
+    """Return a rollout for a page that shows Markdown; four spaces before a line let it show as it is."""
+    lines = "\n".join(f"    {line}" for line in text.splitlines())
+    return f"**{task}, reward {reward:g}, {ended_by}**\n\n{lines}"
+
+
+def _config(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the recipe as all trackers take it."""
+    fields = flat(public(config))
+    return {name: value if isinstance(value, str | int | float) else json.dumps(value) for name, value in fields}
+
+
+def _not_begun(name: str, error: Exception, folder: Path) -> str:
+    again = f"agentrl train {folder}"
+    return (
+        f"report.trackers: {name} does not start: {line_of(error).rstrip('.')}. Mend that and run {again}, or leave it out: "
+        f"{again} --report.trackers '[]'"
+    )

@@ -1,0 +1,50 @@
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from agentrl.report.public import flat, public
+
+
+@pytest.mark.parametrize(
+    ("given", "shown"),
+    [
+        (
+            {"api_key": "abc", "HF_TOKEN": "abc", "password": "abc"},
+            dict.fromkeys(("api_key", "HF_TOKEN", "password"), "(hidden)"),
+        ),
+        ({"options": {"auth-token": ["abc"]}}, {"options": {"auth-token": ["(hidden)"]}}),
+        ({"note": "use sk-abcdefgh12345678 here"}, {"note": "use (hidden) here"}),
+        ({"url": "https://user:pw@lab.example.org:8000/v1"}, {"url": "https://(host)/v1"}),
+        ({"file": "/data/of/ann/tasks.jsonl"}, {"file": "tasks.jsonl"}),
+        ({"file": "C:\\Users\\ann\\tasks.jsonl"}, {"file": "tasks.jsonl"}),
+        ({"file": "~/tasks.jsonl"}, {"file": "tasks.jsonl"}),
+        ({"id": "/home/ann/envs.py:MyEnv"}, {"id": "envs.py:MyEnv"}),
+        ({"note": f"kept in {Path.home()}/x"}, {"note": "kept in ~/x"}),
+    ],
+)
+def test_what_is_private_is_not_shown(given: dict[str, Any], shown: dict[str, Any]) -> None:
+    assert public(given) == shown
+
+
+def test_what_is_not_private_stays_as_it_is() -> None:
+    given = {
+        "api_key_env": "OPENAI_API_KEY",
+        "max_turn_tokens": 12,
+        "stop_token": "</s>",
+        "state_key": "board",
+        "system": "Answer yes/no / maybe.",
+        "name_or_path": "org/model",
+        "data": "tasks/train.jsonl",
+        "nothing": None,
+        "rates": [1e-5, True],
+    }
+    assert public(given) == given
+
+
+def test_fields_go_by_their_whole_names() -> None:
+    assert dict(flat({"train": {"steps": 3, "more": {"a": [1]}}, "options": {}})) == {
+        "train.steps": 3,
+        "train.more.a": [1],
+        "options": {},
+    }
