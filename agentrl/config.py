@@ -19,7 +19,7 @@ from agentrl.env.config import EnvConfig
 from agentrl.errors import ConfigError
 from agentrl.files import MAX_DEPTH, parse_yaml
 from agentrl.foreign_names import at_home, of_field
-from agentrl.learn.loss import LossConfig
+from agentrl.learn.loss_config import LossConfig
 from agentrl.learn.signals import SignalsConfig
 from agentrl.learn.train_config import TrainConfig
 from agentrl.learn.warmup import WarmupConfig
@@ -157,7 +157,6 @@ def _read(path: Path | None) -> dict[str, Any]:
 def plan(recipe: Recipe) -> dict[str, str]:
     """Return what a step of this recipe amounts to, with units."""
     rollout, train = recipe.rollout, recipe.train
-    low, high = recipe.loss.clip_range()
     episodes = rollout.num_groups * rollout.group_size
     updates = min(train.num_minibatches, episodes)
     return {
@@ -167,7 +166,7 @@ def plan(recipe: Recipe) -> dict[str, str]:
         "tokens per micro-batch": f"at most {train.max_tokens_per_micro_batch}, shared ones once",
         "steps": f"{train.steps} (at most {train.steps * updates} updates)",
         "credit": ", ".join(f"{key} {value}" for key, value in recipe.credit.items()),
-        "ratio": f"one for each {recipe.loss.unit}, clipped to 1 - {low:g} .. 1 + {high:g}",
+        "ratio": recipe.loss.ratio_in_words(),
         "evaluation": f"{recipe.evaluation.num_tasks} evaluation tasks, {recipe.evaluation.samples} episodes each",
     }
 

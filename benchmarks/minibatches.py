@@ -46,7 +46,7 @@ from agentrl.config import Recipe, load_recipe
 from agentrl.credit import Credit
 from agentrl.distributed.checkpoints import checkpoints
 from agentrl.learn.learner import Before, CreditedMinibatch, Learner, TrainingPass
-from agentrl.learn.loss import LossConfig
+from agentrl.learn.loss_config import LossConfig
 from agentrl.learn.metrics import Tally
 from agentrl.learn.minibatches import Minibatch, draw_minibatches
 from agentrl.learn.policy_state import PolicyState
@@ -114,9 +114,9 @@ class VariantLearner(Learner):
         ]
 
     def add_gradients(
-        self, plan: Sequence[TrainingPass], befores: Sequence[Before], *, cancelled: Event | None = None
+        self, plan: Sequence[TrainingPass], befores: Sequence[Before], *, version: int, cancelled: Event | None = None
     ) -> tuple[Tally, list[Tensor]]:
-        tally, experts = super().add_gradients(plan, befores, cancelled=cancelled)
+        tally, experts = super().add_gradients(plan, befores, version=version, cancelled=cancelled)
         if self._variant == "before":
             tally = replace(tally, grad_norm=tally.grad_norm or 1e-300)
         return tally, experts

@@ -42,7 +42,7 @@ from agentrl.credit import Credit, assign_credit, load_credit
 from agentrl.engine.transformers import TransformersConfig, TransformersEngine
 from agentrl.env import make_env
 from agentrl.learn.learner import Learner
-from agentrl.learn.loss import LossConfig
+from agentrl.learn.loss_config import LossConfig
 from agentrl.learn.metrics import Tally
 from agentrl.learn.policy_state import PolicyState
 from agentrl.learn.train_config import TrainConfig

@@ -45,7 +45,7 @@ from transformers import PrinterCallback, Qwen3Config, Qwen3ForCausalLM, Trainer
 from agentrl.chat import train_tokenizer
 from agentrl.credit import Credit
 from agentrl.learn.learner import CreditedMinibatch, Learner, TrainingPass
-from agentrl.learn.loss import LossConfig
+from agentrl.learn.loss_config import LossConfig
 from agentrl.learn.policy_state import PolicyState
 from agentrl.learn.tokens import rows_of
 from agentrl.learn.train_config import TrainConfig

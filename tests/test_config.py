@@ -57,6 +57,8 @@ def test_the_tree_has_the_sections_of_a_run() -> None:
         "env",
         "evaluation",
         "loss",
+        "loss.calibrated",
+        "loss.kernel",
         "model",
         "model.local",
         "model.lora",

@@ -21,9 +21,10 @@ from agentrl.credit import Credit
 from agentrl.distributed.processes import all_gather
 from agentrl.errors import ConfigError, TrainingError
 from agentrl.learn.batch import LossColumns, make_batch
-from agentrl.learn.loss import LossConfig
+from agentrl.learn.calibration import Aim, Shown, observed, range_metrics
+from agentrl.learn.loss_config import LossConfig
 from agentrl.learn.metrics import Tally, first_metrics, update_metrics
-from agentrl.learn.micro_batch_loss import micro_batch_loss
+from agentrl.learn.micro_batch_loss import micro_batch_loss, trust_region
 from agentrl.learn.minibatches import draw_minibatches
 from agentrl.learn.plan import MicroBatch, Planner
 from agentrl.learn.policy_state import PolicyState
@@ -137,12 +138,16 @@ class Learner:
         state = self.state
         state.wrapped.train()
         tallies: list[Tally] = []
+        shown: list[Shown] = []
         self.notes = TokenNotes()
         num_updates = 0
         of_experts: dict[str, float] = {}
         for index, plan in enumerate(plans):
             if plan:
-                tally, first_experts = self.add_gradients(plan, befores[index], cancelled=cancelled)
+                tally, first_experts = self.add_gradients(plan, befores[index], version=version, cancelled=cancelled)
+                if self._loss.trust == "calibrated":
+                    shown.append(observed(tally, version=version))
+                    state.calibration = state.calibration.after(shown[-1], Aim.of(self._loss))
                 self.notes.add(minibatches[index].pairs, tally)
                 is_current = not (version - tally.column("version_T")).any()
                 if index == 0 and is_current and check_agreement is not None:
@@ -162,7 +167,9 @@ class Learner:
             state.advance_schedule()
         tallies = tallies or [Tally()]
         skipped = {"skipped_minibatches": float(len(plans) - num_updates)}
-        return update_metrics(tallies, current_version=version) | first_metrics(tallies[0]) | skipped | of_experts
+        of_ranges = range_metrics(state.calibration, shown) if shown else {}
+        metrics = update_metrics(tallies, current_version=version) | first_metrics(tallies[0]) | skipped
+        return metrics | of_ranges | of_experts
 
     def draw(
         self, groups: Sequence[TrajectoryGroup], credits: Sequence[Sequence[Credit]], *, version: int
@@ -205,7 +212,12 @@ class Learner:
         return [TrainingPass(micro, columns.of(micro)) for micro in micro_batches]
 
     def add_gradients(
-        self, plan: Sequence[TrainingPass], befores: Sequence[Before], *, cancelled: threading.Event | None = None
+        self,
+        plan: Sequence[TrainingPass],
+        befores: Sequence[Before],
+        *,
+        version: int,
+        cancelled: threading.Event | None = None,
     ) -> tuple[Tally, list[Tensor]]:
         """Add up a minibatch's gradient and clip it; return what it showed, and the experts of its first pass."""
         tally = Tally()
@@ -218,7 +230,7 @@ class Learner:
                 attending(self.state.policy.model, self._layout),
                 self._routing(before) as experts,
             ):
-                loss = self._pass_loss(training_pass, before, tally)
+                loss = self._pass_loss(training_pass, before, tally, version)
                 # Processes average their gradients; the loss is a sum over all of them.
                 self._accelerator.backward(loss * self._accelerator.num_processes)
             first_experts = first_experts or experts
@@ -273,7 +285,7 @@ class Learner:
             logprobs_T, entropy_T = policy(micro.inputs, micro.slot_T, micro.target_T, self._temperature)
         return logprobs_T, entropy_T
 
-    def _pass_loss(self, training_pass: TrainingPass, before: Before, tally: Tally) -> Tensor:
+    def _pass_loss(self, training_pass: TrainingPass, before: Before, tally: Tally, version: int) -> Tensor:
         micro, columns = training_pass
         logprobs_T, entropy_T = self._forward(self.state.wrapped, micro)
         tally.add(entropy_T=entropy_T, token_T=torch.from_numpy(micro.token_T))
@@ -286,6 +298,7 @@ class Learner:
             columns,
             config=self._loss,
             tally=tally,
+            trust=trust_region(self._loss, columns, calibration=self.state.calibration, version=version),
             proximal_logprobs_T=before.logprobs_T,
             reference_logprobs_T=reference_T,
         )

@@ -8,110 +8,16 @@ leave the loss are dropped by the caller before `unit_index` and `policy_loss`: 
 """
 
 from dataclasses import dataclass
-from math import isfinite, log
-from typing import Literal, Self
+from math import isfinite
+from typing import Literal
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field, model_validator
 from torch import Tensor
 
-from agentrl.learn.token_weights import Aggregation, RatioUnit
+from agentrl.learn.trust import Ratios, TrustRegion
 
 _LARGEST_LOG_RATIO = 80.0
 """float32 ends at e^88."""
-DEFAULT_CLIP: dict[RatioUnit, tuple[float, float]] = {
-    "trajectory": (3e-4, 4e-4),
-    "turn": (3e-3, 4e-3),
-    "version": (3e-3, 4e-3),
-    "token": (0.2, 0.27),
-}
-"""Clip range below and above 1 of each unit: the longer the mean, the closer to 1 its ratio stays."""
-
-
-class LossConfig(BaseModel):
-    """The loss section of a recipe."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
-
-    unit: RatioUnit = "trajectory"
-    """Tokens that share one importance ratio: `trajectory` (GSPO-token), `turn`, `version` (runs of one policy version
-    within a turn) or `token` (PPO, GRPO)."""
-    clip_low: float | None = Field(default=None, gt=0, le=1)
-    """A ratio below 1 - clip_low stops pushing a token of negative advantage further down. None: follows the unit
-    (trajectory 3e-4, turn and version 3e-3, token 0.2)."""
-    clip_high: float | None = Field(default=None, gt=0)
-    """A ratio above 1 + clip_high stops pushing a token of positive advantage further up. None: follows the unit
-    (trajectory 4e-4, turn and version 4e-3, token 0.27)."""
-    aggregation: Aggregation = "trajectory-mean"
-    """Weight of a token: every trajectory weighs the same (`trajectory-mean`), every turn (`turn-mean`), every token
-    (`token-mean`), or 1 / (number of trajectories * constant_length) (`constant`)."""
-    constant_length: int | None = Field(default=None, gt=0)
-    """Tokens by which `aggregation: constant` divides, and no other, in place of each trajectory's own length."""
-    anchor: Literal["behavior", "recomputed"] = "behavior"
-    """Denominator of the ratio: `behavior`, the log-probabilities recorded by the engine at sampling; `recomputed`, the
-    trainer's own before the first update on the batch."""
-    mismatch: Literal["off", "truncate", "mask"] = "off"
-    """What to do about units whose engine and trainer disagree, where `anchor: recomputed` leaves the engine out of the
-    ratio: weigh them by exp(mean of recomputed - engine log-probabilities), `truncate`d at the limit, or `mask`ed beyond
-    it."""
-    mismatch_limit: float = Field(default=2.0, gt=1)
-    """Largest weight (and, for `mask`, one over the smallest)."""
-    kl_coefficient: float = Field(default=0.0, ge=0)
-    """Weight of the KL divergence to the reference policy. 0: none is kept, but for a credit scheme that reads it."""
-    routing_replay: bool = False
-    """Updates of a mixture of experts take the experts that its weights before the first update choose (Routing Replay,
-    GSPO paper, section 5.3): ratios of `unit: token` need it, those of whole trajectories do not."""
-
-    @model_validator(mode="after")
-    def _check_constant_length(self) -> Self:
-        if self.aggregation == "constant" and self.constant_length is None:
-            raise ValueError("aggregation: constant needs constant_length, the number of tokens to divide by: set it")
-        if self.aggregation != "constant" and self.constant_length is not None:
-            raise ValueError(
-                f"constant_length: {self.constant_length} is only used by aggregation: constant, got aggregation: "
-                f"{self.aggregation}; remove constant_length or set aggregation: constant"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _check_mismatch(self) -> Self:
-        if self.mismatch != "off" and self.anchor == "behavior":
-            raise ValueError(
-                f"mismatch: {self.mismatch} corrects what anchor: behavior has in its ratio already; "
-                "set anchor: recomputed, or mismatch: off"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _check_replay(self) -> Self:
-        if self.routing_replay and self.anchor == "behavior":
-            raise ValueError(
-                "routing_replay: true sets the trainer's experts, and anchor: behavior compares with the engine's; set "
-                "anchor: recomputed"
-            )
-        return self
-
-    def clip_range(self) -> tuple[float, float]:
-        """Return (clip_low, clip_high), the unit's default where a field is None."""
-        low, high = DEFAULT_CLIP[self.unit]
-        return (low if self.clip_low is None else self.clip_low, high if self.clip_high is None else self.clip_high)
-
-    def warnings(self) -> list[str]:
-        """List what is allowed but is likely a mistake: a clip bound that reaches another unit's default."""
-        found = []
-        for side, name, value in ((0, "clip_low", self.clip_low), (1, "clip_high", self.clip_high)):
-            if value is None:
-                continue
-            own = DEFAULT_CLIP[self.unit][side]
-            others = {unit: bounds[side] for unit, bounds in DEFAULT_CLIP.items() if bounds[side] != own}
-            if any(own < bound <= value or value <= bound < own for bound in others.values()):
-                nearest = min(others.values(), key=lambda bound: abs(log(value / bound)))
-                units = " or ".join(unit for unit, bound in others.items() if bound == nearest)
-                found.append(
-                    f"{name}: {value:g} is a range for unit: {units}, but unit is {self.unit}, whose ratios call for "
-                    f"about {own:g}; remove {name} to use that, or change unit"
-                )
-        return found
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -125,7 +31,7 @@ class PolicyLoss:
     log_ratio_T: Tensor
     """policy_logprob - anchor_logprob of each token, before the mean over its unit."""
     clipped_T: Tensor
-    """True where the clipped branch is active, so that the token's gradient is zero."""
+    """True where the token has left the trust region, so that its gradient is zero."""
 
 
 def policy_loss(
@@ -135,18 +41,21 @@ def policy_loss(
     advantages_T: Tensor,
     unit_T: Tensor,
     weight_T: Tensor,
-    clip_low: float,
-    clip_high: float,
+    trust: TrustRegion,
 ) -> PolicyLoss:
-    """Clipped surrogate with one stop-gradient importance ratio for each unit.
+    """Surrogate with one stop-gradient importance ratio for each unit, within a trust region.
 
         log s_u = mean over the tokens t of unit u of (policy_logprob_t - anchor_logprob_t), within -80..80
-        s_t     = sg(s_u(t)) * exp(policy_logprob_t - sg(policy_logprob_t))
-        loss    = -sum_t weight_t * min(s_t A_t, clip(s_t, 1 - clip_low, 1 + clip_high) A_t)
+        f_t     = what the trust region makes of the ratio; s_u(t) in that of GSPO
+        loss    = -sum_t weight_t * A_t * f_t * exp(policy_logprob_t - sg(policy_logprob_t))
 
-    Source: GSPO-token, arXiv 2507.18071 eq. 13-17, where the unit is the trajectory. With an advantage that is constant
-    in each trajectory it is GSPO (eq. 5-7) in value, clip decisions and gradient; with one unit for each token it is
-    PPO and GRPO (the gradient of s_t is r_t times that of the log-probability).
+    Where a token has left the trust region, the last factor is 1: no gradient. With `fixed` it is
+
+        loss    = -sum_t weight_t * min(s_t A_t, clip(s_t, 1 - low, 1 + high) A_t),  s_t = sg(s_u(t)) * exp(...)
+
+    GSPO-token, arXiv 2507.18071 eq. 13-17, where the unit is the trajectory. With an advantage that is constant in each
+    trajectory it is GSPO (eq. 5-7) in value, clip decisions and gradient; with one unit for each token it is PPO and
+    GRPO (the gradient of s_t is r_t times that of the log-probability).
 
     Shapes: all `(T,)`; T = 0 gives a zero loss with a working backward. `unit_T` is int64 and uses every index 0..U-1,
     in any order. Every token given counts in its unit's mean: drop the tokens that leave the loss before the call. A
@@ -157,20 +66,16 @@ def policy_loss(
             a unit index without tokens. (A policy log-probability that is not finite shows in the loss.)
     """
     _check_tokens(policy_logprobs_T, anchor_logprobs_T=anchor_logprobs_T, advantages_T=advantages_T, weight_T=weight_T)
-    if not (0 <= clip_low <= 1 and clip_high >= 0):
-        raise ValueError(f"expected clip_low in [0, 1] and clip_high >= 0, got {clip_low} and {clip_high}")
     counts_U = _count_units(unit_T, policy_logprobs_T)
 
     # Detached: whatever a caller's graph holds, the only gradient is that of policy_logprobs_T in s_t.
     log_ratio_T = (policy_logprobs_T - anchor_logprobs_T).detach()
     # An infinite ratio would make 0 * inf of the gradient of a clipped token, or of an advantage of 0.
     ratio_U = _unit_mean(log_ratio_T, unit_T, counts_U).clamp(-_LARGEST_LOG_RATIO, _LARGEST_LOG_RATIO).exp()
-    ratio_T = ratio_U[unit_T]
     advantages_T = advantages_T.detach()
-    low, high = 1 - clip_low, 1 + clip_high
-    clipped_T = ((advantages_T > 0) & (ratio_T > high)) | ((advantages_T < 0) & (ratio_T < low))
+    factor_T, clipped_T = trust(Ratios(log_ratio_T, unit_T, ratio_U, advantages_T))
     # One decision for value, gradient and metric: torch.minimum would halve a gradient at a tie.
-    bounded_T = torch.where(clipped_T, ratio_T.clamp(low, high), ratio_T * _score(policy_logprobs_T))
+    bounded_T = torch.where(clipped_T, factor_T, factor_T * _score(policy_logprobs_T))
     loss = -(weight_T.detach() * bounded_T * advantages_T).sum()
     return PolicyLoss(loss=loss, ratio_U=ratio_U, log_ratio_T=log_ratio_T, clipped_T=clipped_T)
 

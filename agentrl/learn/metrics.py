@@ -101,6 +101,8 @@ def update_metrics(tallies: Sequence[Tally], *, current_version: int) -> dict[st
         mismatch_U = column("mismatch_U")
         metrics |= {"mismatch/mean": _mean(mismatch_U), "mismatch/max": _peak(mismatch_U)}
         metrics["mismatch/limited"] = _mean(column("limited_U"))
+    if any("rejected_U" in tally.columns for tally in tallies):
+        metrics["clip/units_rejected"] = _mean(column("rejected_U"))
     return metrics
 
 

@@ -3,11 +3,17 @@
 `T` trained tokens of the micro-batch, `U` ratio units.
 """
 
+from functools import partial
+
+import torch
 from torch import Tensor
 
 from agentrl.learn.batch import LossColumns
-from agentrl.learn.loss import LossConfig, kl_loss, mismatch_weights, policy_loss
+from agentrl.learn.calibration import Aim, Calibration, units_of
+from agentrl.learn.loss import kl_loss, mismatch_weights, policy_loss
+from agentrl.learn.loss_config import KernelConfig, LossConfig
 from agentrl.learn.metrics import Tally
+from agentrl.learn.trust import TrustRegion, fixed, is_rejected, kernel, rejecting, token
 
 
 def micro_batch_loss(
@@ -16,6 +22,7 @@ def micro_batch_loss(
     *,
     config: LossConfig,
     tally: Tally,
+    trust: TrustRegion,
     proximal_logprobs_T: Tensor | None = None,
     reference_logprobs_T: Tensor | None = None,
 ) -> Tensor:
@@ -26,6 +33,7 @@ def micro_batch_loss(
         columns: of the micro-batch.
         config: ratio, clip, corrections.
         tally: of the minibatch.
+        trust: of the micro-batch (`trust_region`).
         proximal_logprobs_T: those before the first update. None: the policy has not been updated yet, and they are its own.
         reference_logprobs_T: the KL target's. None: no divergence is added.
     """
@@ -38,15 +46,13 @@ def micro_batch_loss(
         )
         weight_T = weight_T * mismatch.weight_T
         tally.add(mismatch_U=mismatch.raw_U, limited_U=mismatch.limited_U)
-    clip_low, clip_high = config.clip_range()
     result = policy_loss(
         policy_logprobs_T,
         anchor_logprobs_T=anchor_T,
         advantages_T=columns.advantage_T,
         unit_T=columns.unit_T,
         weight_T=weight_T,
-        clip_low=clip_low,
-        clip_high=clip_high,
+        trust=trust,
     )
     loss = result.loss
     if reference_logprobs_T is not None:
@@ -57,6 +63,8 @@ def micro_batch_loss(
             coefficient=config.kl_coefficient,
         )
         tally.add(reference_kl_T=policy_logprobs_T - reference_logprobs_T)
+    if config.reject is not None:
+        tally.add(rejected_U=is_rejected(result.ratio_U, config.reject))
     tally.add(
         ratio_U=result.ratio_U,
         clipped_T=result.clipped_T,
@@ -68,3 +76,28 @@ def micro_batch_loss(
     )
     tally.loss += float(loss.detach())
     return loss
+
+
+def trust_region(config: LossConfig, columns: LossColumns, *, calibration: Calibration, version: int) -> TrustRegion:
+    """Return the trust region that a recipe asks for.
+
+    Args:
+        config: which, and its settings.
+        columns: of the micro-batch.
+        calibration: what `trust: calibrated` measured so far.
+        version: of the policy that is updated.
+    """
+    low, high = config.clip_range()
+    region = partial(fixed, low=low, high=high)
+    if config.trust == "calibrated":
+        units = units_of(columns.unit_T.cpu().numpy(), (version - columns.version_T).cpu().numpy())
+        down_U, up_U = (
+            torch.from_numpy(width_U).to(columns.weight_T) for width_U in calibration.widths(units, Aim.of(config))
+        )
+        region = partial(fixed, low=-torch.expm1(-down_U)[columns.unit_T], high=torch.expm1(up_U)[columns.unit_T])
+    elif config.trust == "token":
+        region = partial(token, low=low, high=high)
+    elif config.trust == "kernel":
+        exponents = config.kernel or KernelConfig()
+        region = partial(kernel, positive=exponents.positive, negative=exponents.negative)
+    return region if config.reject is None else partial(rejecting, within=region, limit=config.reject)

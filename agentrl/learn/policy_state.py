@@ -16,6 +16,7 @@ from agentrl.distributed.random_state import RandomState
 from agentrl.distributed.sharding import load_shards, load_whole, save_shards, save_whole, shard
 from agentrl.errors import ConfigError
 from agentrl.files import read_json, write_whole
+from agentrl.learn.calibration import Calibration
 from agentrl.learn.optimizer import make_optimizer
 from agentrl.learn.schedule import make_schedule
 from agentrl.learn.train_config import TrainConfig
@@ -33,6 +34,7 @@ class _SavedState(BaseModel):
     num_minibatches: NonNegativeInt
     """So far: where the schedule stands."""
     random: RandomState
+    calibration: Calibration = Calibration()
 
 
 class PolicyState:
@@ -66,6 +68,8 @@ class PolicyState:
             betas=config.betas,
             weight_decay=config.weight_decay,
         )
+        self.calibration = Calibration()
+        """What `loss.trust: calibrated` measured so far: on every process the same."""
         self._is_adapted = has_adapters(policy.model)
         self.wrapped: Any = policy
         """The policy as a pass of training calls it: gradients are averaged over processes where there are several."""
@@ -156,7 +160,9 @@ class PolicyState:
             save_whole(self.policy, folder / _WEIGHTS)
         if is_main() and not self.is_sharded:
             torch.save(self.optimizer.state_dict(), folder / _OPTIMIZER)
-        state = _SavedState(num_minibatches=self.schedule.last_epoch, random=RandomState.now())
+        state = _SavedState(
+            num_minibatches=self.schedule.last_epoch, random=RandomState.now(), calibration=self.calibration
+        )
         write_whole(folder / _state_file(), state.model_dump_json())
 
     def load(self, folder: Path) -> None:
@@ -176,6 +182,7 @@ class PolicyState:
             load_weights(self.policy, folder)
             self.optimizer.load_state_dict(torch.load(folder / _OPTIMIZER, map_location="cpu", weights_only=True))
         state.random.restore()
+        self.calibration = state.calibration
         config, schedule = self._config, self.schedule
         schedule.last_epoch, schedule._step_count = state.num_minibatches, state.num_minibatches + 1
         schedule.base_lrs = [config.learning_rate for _ in schedule.base_lrs]

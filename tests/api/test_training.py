@@ -10,7 +10,7 @@ import pytest
 import agentrl
 from agentrl import Credit, CreditScheme, ToolEnv, TrainedRun, TrajectoryGroup, registry, tool
 from agentrl.errors import ConfigError, UserError
-from agentrl.learn.loss import LossConfig
+from agentrl.learn.loss_config import LossConfig
 from tests.support.runs import SIZES
 
 TINY: dict[str, Any] = {

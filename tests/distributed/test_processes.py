@@ -21,7 +21,7 @@ from agentrl import Credit, TrajectoryGroup
 from agentrl.distributed.processes import all_gather, naming_absent_ranks, process_index, set_deadline
 from agentrl.errors import ConfigError, TrainingError
 from agentrl.learn.learner import Learner
-from agentrl.learn.loss import LossConfig
+from agentrl.learn.loss_config import LossConfig
 from agentrl.learn.signals.scoring import score_tokens
 from agentrl.learn.tokens import TokenBatch
 from agentrl.policy.layout import Layout
@@ -112,6 +112,7 @@ CASES = [
         [2, 4, 2], (1,), SOME.model_copy(update={"unit": "turn", "aggregation": "token-mean"}), id="idle group"
     ),
     pytest.param([4, 2], (), SOME.model_copy(update={"kl_coefficient": 0.1}), id="with a reference"),
+    pytest.param([4, 2], (), LossConfig(trust="calibrated", reject=1.1), id="calibrated"),
 ]
 
 

@@ -21,7 +21,7 @@ from agentrl import Credit, StopReason, TrajectoryGroup, Turn
 from agentrl.errors import ConfigError, TrainingError
 from agentrl.learn import learner as learner_module
 from agentrl.learn.learner import Before, CreditedMinibatch, Learner, TrainingPass
-from agentrl.learn.loss import LossConfig
+from agentrl.learn.loss_config import LossConfig
 from agentrl.learn.metrics import Tally, first_metrics, update_metrics
 from agentrl.learn.plan import Planner
 from agentrl.learn.policy_state import PolicyState
@@ -194,10 +194,10 @@ def test_a_pass_without_a_trajectory_adds_nothing_to_loss_gradient_or_metrics(lo
         [TrainingPass(micro, columns.of(micro)) for micro in planner.micro_batches(tokens, process=p, num_processes=2)]
         for p in (0, 1)
     )
-    tallies = [learner.add_gradients(full, [Before()])[0]]
+    tallies = [learner.add_gradients(full, [Before()], version=0)[0]]
     learner.state.wrapped.zero_grad()
     for proximal_T in (None, torch.empty(0)):
-        tallies.append(learner.add_gradients(empty, [Before(proximal_T)])[0])
+        tallies.append(learner.add_gradients(empty, [Before(proximal_T)], version=0)[0])
         assert tallies[-1].loss == 0
     for parameter in learner.state.policy.parameters():
         assert parameter.grad is not None

@@ -1,6 +1,7 @@
 """The worked trajectory of docs/life-of-a-step.md, through the functions that a step calls."""
 
 import re
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -8,7 +9,9 @@ import torch
 
 from agentrl import Trajectory, TrajectoryGroup, Turn, assign_credit, load_credit
 from agentrl.learn.batch import Batch, make_batch
-from agentrl.learn.loss import LossConfig, PolicyLoss, policy_loss
+from agentrl.learn.loss import PolicyLoss, policy_loss
+from agentrl.learn.loss_config import LossConfig
+from agentrl.learn.trust import fixed
 from agentrl.types import StopReason
 
 PAGE = Path(__file__).parents[2] / "docs" / "life-of-a-step.md"
@@ -62,8 +65,7 @@ def loss(found: Batch) -> PolicyLoss:
         advantages_T=columns.advantage_T.double(),
         unit_T=columns.unit_T,
         weight_T=columns.weight_T,
-        clip_low=low,
-        clip_high=high,
+        trust=partial(fixed, low=low, high=high),
     )
 
 

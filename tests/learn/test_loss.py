@@ -4,11 +4,10 @@
 """
 
 import math
-from dataclasses import dataclass
-from typing import Literal, get_args
+from functools import partial
+from typing import Any, Literal
 
 import numpy as np
-import numpy.typing as npt
 import pytest
 import torch
 from hypothesis import given, settings
@@ -16,168 +15,23 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 from torch import Tensor
 
-from agentrl.learn.loss import DEFAULT_CLIP, LossConfig, PolicyLoss, kl_loss, mismatch_weights, policy_loss
+from agentrl.learn.loss import PolicyLoss, kl_loss, mismatch_weights, policy_loss
+from agentrl.learn.loss_config import DEFAULT_CLIP, LossConfig
 from agentrl.learn.token_weights import Aggregation, RatioUnit, aggregation_weights, unit_index
+from agentrl.learn.trust import fixed
+from tests.support.ratio_batches import (
+    AGGREGATIONS,
+    UNITS,
+    Batch,
+    batch_weights,
+    close,
+    f64,
+    loss_and_gradient,
+    make_batch,
+    slow_units,
+)
 
 torch.set_num_threads(1)
-
-UNITS: tuple[RatioUnit, ...] = get_args(RatioUnit)
-AGGREGATIONS: tuple[Aggregation, ...] = get_args(Aggregation)
-
-
-def f64(*values: float) -> Tensor:
-    return torch.tensor(values, dtype=torch.float64)
-
-
-def close(got: Tensor, expected: Tensor, rtol: float = 1e-12) -> None:
-    torch.testing.assert_close(got, expected, rtol=rtol, atol=1e-14)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Batch:
-    """A global batch of ragged trajectories, flattened."""
-
-    trajectory_T: npt.NDArray[np.int64]
-    turn_T: npt.NDArray[np.int64]
-    """Numbered within the trajectory."""
-    version_T: npt.NDArray[np.int64]
-    keep_T: npt.NDArray[np.bool_]
-    policy_T: Tensor
-    anchor_T: Tensor
-    advantages_T: Tensor
-
-
-def make_batch(seed: int, *, spread: float, drop: float = 0.0) -> Batch:
-    """Up to five trajectories of up to four turns of one to five tokens; `spread` scales the log-ratios."""
-    rng = np.random.default_rng(seed)
-    rows = [
-        (trajectory, turn, int(version))
-        for trajectory in range(rng.integers(1, 6))
-        for turn in range(rng.integers(1, 5))
-        for version in np.sort(rng.integers(3, size=rng.integers(1, 6)))
-    ]
-    trajectory_T, turn_T, version_T = (np.array(column, dtype=np.int64) for column in zip(*rows, strict=True))
-    anchor_T = torch.from_numpy(-rng.exponential(size=len(rows)))
-    return Batch(
-        trajectory_T=trajectory_T,
-        turn_T=turn_T,
-        version_T=version_T,
-        keep_T=rng.random(len(rows)) >= drop,
-        policy_T=(anchor_T + spread * torch.from_numpy(rng.normal(size=len(rows)))),
-        anchor_T=anchor_T,
-        advantages_T=torch.from_numpy(rng.normal(size=len(rows))),
-    )
-
-
-def loss_and_gradient(
-    batch: Batch, unit: RatioUnit, weight_T: Tensor, clip: tuple[float, float], order: npt.NDArray[np.int64]
-) -> tuple[PolicyLoss, Tensor]:
-    """Apply `policy_loss` to the tokens in `order` alone, as one micro-batch; the gradient has its shape."""
-    # Version runs follow the order of sampling, so units are numbered before the tokens are shuffled.
-    rows = np.sort(order)
-    units = unit_index(unit, batch.trajectory_T[rows], batch.turn_T[rows], batch.version_T[rows])
-    unit_T = torch.from_numpy(units[np.searchsorted(rows, order)])
-    index = torch.from_numpy(order)
-    policy_T = batch.policy_T[index].clone().requires_grad_()
-    result = policy_loss(
-        policy_T,
-        anchor_logprobs_T=batch.anchor_T[index],
-        advantages_T=batch.advantages_T[index],
-        unit_T=unit_T,
-        weight_T=weight_T[index],
-        clip_low=clip[0],
-        clip_high=clip[1],
-    )
-    return result, torch.autograd.grad(result.loss, policy_T)[0]
-
-
-def slow_units(batch: Batch, unit: RatioUnit) -> list[list[int]]:
-    """List the kept tokens of each ratio unit with plain loops."""
-    units: list[list[int]] = []
-    last: tuple[int, ...] | None = None
-    for t in range(len(batch.keep_T)):
-        if not batch.keep_T[t]:
-            continue
-        key = {
-            "trajectory": (int(batch.trajectory_T[t]),),
-            "turn": (int(batch.trajectory_T[t]), int(batch.turn_T[t])),
-            "version": (int(batch.trajectory_T[t]), int(batch.turn_T[t]), int(batch.version_T[t])),
-            "token": (t,),
-        }[unit]
-        if key != last:
-            units.append([])
-        units[-1].append(t)
-        last = key
-    return units
-
-
-def slow_loss(
-    batch: Batch, unit: RatioUnit, weights: Tensor, clip: tuple[float, float]
-) -> tuple[float, list[float], set[int]]:
-    """Loss, gradient and clipped tokens, one token at a time, from the equations."""
-    loss, gradient, clipped = 0.0, [0.0] * len(batch.keep_T), set()
-    for tokens in slow_units(batch, unit):
-        ratio = math.exp(sum(float(batch.policy_T[t] - batch.anchor_T[t]) for t in tokens) / len(tokens))
-        for t in tokens:
-            advantage, weight = float(batch.advantages_T[t]), float(weights[t])
-            free, bound = ratio * advantage, min(max(ratio, 1 - clip[0]), 1 + clip[1]) * advantage
-            loss -= weight * min(free, bound)
-            if bound < free:
-                clipped.add(t)
-            else:
-                gradient[t] = -weight * ratio * advantage
-    return loss, gradient, clipped
-
-
-@settings(deadline=None, max_examples=60)
-@given(
-    seed=st.integers(0, 10_000),
-    unit=st.sampled_from(UNITS),
-    aggregation=st.sampled_from(AGGREGATIONS),
-    drop=st.sampled_from([0.0, 0.3]),
-)
-def test_loss_gradient_and_clip_decisions_follow_the_equations(
-    seed: int, unit: RatioUnit, aggregation: Aggregation, drop: float
-) -> None:
-    batch, clip = make_batch(seed, spread=0.1, drop=drop), (0.02, 0.03)
-    weight_T = torch.from_numpy(batch_weights(batch, aggregation))
-    loss, gradient, clipped = slow_loss(batch, unit, weight_T, clip)
-    kept = np.flatnonzero(batch.keep_T)
-    result, got = loss_and_gradient(batch, unit, weight_T, clip, kept)
-    close(result.loss, torch.tensor(loss, dtype=torch.float64))
-    close(got, f64(*gradient)[torch.from_numpy(kept)])
-    assert {int(kept[t]) for t in result.clipped_T.nonzero()[:, 0]} == clipped
-
-
-@settings(deadline=None, max_examples=60)
-@given(
-    seed=st.integers(0, 10_000),
-    unit=st.sampled_from(UNITS),
-    aggregation=st.sampled_from(AGGREGATIONS),
-    num_micro=st.integers(1, 7),
-)
-def test_no_split_into_micro_batches_and_no_order_changes_loss_or_gradient(
-    seed: int, unit: RatioUnit, aggregation: Aggregation, num_micro: int
-) -> None:
-    batch, clip = make_batch(seed, spread=0.1, drop=0.2), (0.02, 0.03)
-    weight_T = torch.from_numpy(batch_weights(batch, aggregation))
-    kept = np.flatnonzero(batch.keep_T)
-    whole, expected = loss_and_gradient(batch, unit, weight_T, clip, kept)
-
-    rng = np.random.default_rng(seed)
-    home = rng.integers(num_micro, size=batch.trajectory_T.max() + 1)  # some micro-batches stay empty
-    total = torch.zeros((), dtype=torch.float64)
-    gradient = torch.zeros(len(batch.keep_T), dtype=torch.float64)
-    clipped = torch.zeros(len(batch.keep_T), dtype=torch.bool)
-    for micro in range(num_micro):
-        order = rng.permutation(kept[home[batch.trajectory_T[kept]] == micro])
-        part, part_gradient = loss_and_gradient(batch, unit, weight_T, clip, order)
-        total = total + part.loss.detach()
-        gradient[torch.from_numpy(order)] = part_gradient
-        clipped[torch.from_numpy(order)] = part.clipped_T
-    close(total, whole.loss.detach())
-    close(gradient[torch.from_numpy(kept)], expected)
-    assert torch.equal(clipped[torch.from_numpy(kept)], whole.clipped_T)
 
 
 def gspo(
@@ -213,8 +67,7 @@ def test_with_constant_advantages_it_is_gspo_in_value_clip_decisions_and_gradien
         advantages_T=torch.from_numpy(advantages[batch.trajectory_T]),
         unit_T=torch.from_numpy(batch.trajectory_T),
         weight_T=torch.from_numpy(batch_weights(batch, "trajectory-mean")),
-        clip_low=clip[0],
-        clip_high=clip[1],
+        trust=partial(fixed, low=clip[0], high=clip[1]),
     )
     close(result.loss, expected)
     # Through the stop-gradient at 1/|y_i| a token, or through the mean: the same up to rounding.
@@ -236,7 +89,9 @@ def test_with_one_unit_for_each_token_it_is_grpo(seed: int) -> None:
     expected_gradient = torch.autograd.grad(expected, policy_T)[0]
 
     weight_T = torch.from_numpy(batch_weights(batch, "trajectory-mean"))
-    result, gradient = loss_and_gradient(batch, "token", weight_T, (low, high), np.arange(len(weight_T)))
+    result, gradient = loss_and_gradient(
+        batch, "token", weight_T, partial(fixed, low=low, high=high), np.arange(len(weight_T))
+    )
     close(result.loss, expected.detach())
     close(gradient, expected_gradient)
     assert torch.equal(result.clipped_T, (clip_T < ratio_T * batch.advantages_T).detach())
@@ -256,8 +111,7 @@ def coefficients(unit_T: list[int]) -> Tensor:
         advantages_T=f64(*ADVANTAGES),
         unit_T=torch.tensor(unit_T),
         weight_T=torch.full((5,), 0.2, dtype=torch.float64),
-        clip_low=0.03,
-        clip_high=0.04,
+        trust=partial(fixed, low=0.03, high=0.04),
     )
     return -torch.autograd.grad(result.loss, policy_T)[0]
 
@@ -296,8 +150,7 @@ def test_two_outlier_tokens_among_512_hardly_move_the_sequence_ratio_and_clip_al
             advantages_T=advantages_T,
             unit_T=unit_T,
             weight_T=torch.full_like(policy_T, 1 / 512),
-            clip_low=low,
-            clip_high=high,
+            trust=partial(fixed, low=low, high=high),
         )
 
     sequence = loss(torch.zeros(512, dtype=torch.int64), "trajectory")
@@ -325,8 +178,7 @@ def test_only_the_stop_gradient_keeps_advantages_that_differ_between_tokens() ->
             advantages_T=advantages_T,
             unit_T=torch.zeros(4, dtype=torch.int64),
             weight_T=torch.full_like(leaf_T, 0.25),
-            clip_low=0.2,
-            clip_high=0.2,
+            trust=partial(fixed, low=0.2, high=0.2),
         ).loss
         return -torch.autograd.grad(loss, leaf_T)[0]
 
@@ -338,12 +190,12 @@ def test_only_the_stop_gradient_keeps_advantages_that_differ_between_tokens() ->
 @settings(deadline=None, max_examples=40)
 @given(seed=st.integers(0, 10_000), unit=st.sampled_from(UNITS))
 def test_tokens_of_other_units_and_dropped_tokens_have_no_influence(seed: int, unit: RatioUnit) -> None:
-    batch, clip = make_batch(seed, spread=0.1, drop=0.3), (0.02, 0.03)
+    batch, trust = make_batch(seed, spread=0.1, drop=0.3), partial(fixed, low=0.02, high=0.03)
     kept = np.flatnonzero(batch.keep_T)
     if not len(kept):
         return
     weight_T = torch.from_numpy(batch_weights(batch, "trajectory-mean"))
-    before, gradient = loss_and_gradient(batch, unit, weight_T, clip, kept)
+    before, gradient = loss_and_gradient(batch, unit, weight_T, trust, kept)
     units = slow_units(batch, unit)
     chosen = units[seed % len(units)]
 
@@ -359,7 +211,7 @@ def test_tokens_of_other_units_and_dropped_tokens_have_no_influence(seed: int, u
         anchor_T=torch.where(inside, batch.anchor_T, batch.anchor_T - 0.5),
         advantages_T=torch.where(inside, batch.advantages_T, -7 * batch.advantages_T),
     )
-    after, gradient_after = loss_and_gradient(with_others, unit, weight_T, clip, kept)
+    after, gradient_after = loss_and_gradient(with_others, unit, weight_T, trust, kept)
     assert torch.equal(gradient_after[inside[kept_index]], gradient[inside[kept_index]])
     assert torch.equal(after.clipped_T[inside[kept_index]], before.clipped_T[inside[kept_index]])
 
@@ -373,7 +225,7 @@ def test_tokens_of_other_units_and_dropped_tokens_have_no_influence(seed: int, u
         anchor_T=torch.where(dropped, math.nan, batch.anchor_T),
         advantages_T=torch.where(dropped, math.nan, batch.advantages_T),
     )
-    same, same_gradient = loss_and_gradient(without, unit, weight_T, clip, kept)
+    same, same_gradient = loss_and_gradient(without, unit, weight_T, trust, kept)
     assert torch.equal(same.loss, before.loss)
     assert torch.equal(same_gradient, gradient)
 
@@ -386,8 +238,7 @@ def test_only_the_policy_gets_a_gradient() -> None:
         advantages_T=leaves[2],
         unit_T=torch.tensor([0, 0]),
         weight_T=leaves[3],
-        clip_low=0.2,
-        clip_high=0.2,
+        trust=partial(fixed, low=0.2, high=0.2),
     )
     gradients = torch.autograd.grad(result.loss, leaves, allow_unused=True)
     assert gradients[0] is not None
@@ -404,8 +255,7 @@ def test_on_the_first_pass_the_policy_is_its_own_anchor_and_the_gradient_is_rein
         advantages_T=advantages_T,
         unit_T=torch.tensor([0, 0, 1]),
         weight_T=weight_T,
-        clip_low=0.0,
-        clip_high=0.0,
+        trust=partial(fixed, low=0.0, high=0.0),
     )
     assert torch.equal(result.ratio_U, f64(1, 1))
     assert not bool(result.clipped_T.any())
@@ -421,8 +271,7 @@ def test_no_tokens_give_a_zero_loss_with_a_working_backward() -> None:
         advantages_T=empty_T,
         unit_T=torch.zeros(0, dtype=torch.int64),
         weight_T=empty_T,
-        clip_low=0.1,
-        clip_high=0.1,
+        trust=partial(fixed, low=0.1, high=0.1),
     )
     kl = kl_loss(policy_T, reference_logprobs_T=empty_T, weight_T=empty_T, coefficient=0.5)
     (result.loss + kl).backward()
@@ -444,8 +293,7 @@ def test_the_order_of_tokens_leaves_no_trace_in_float32() -> None:
                 advantages_T=zeros_T,
                 unit_T=torch.zeros(len(values_T), dtype=torch.int64),
                 weight_T=zeros_T,
-                clip_low=0.1,
-                clip_high=0.1,
+                trust=partial(fixed, low=0.1, high=0.1),
             ).ratio_U
         )
 
@@ -468,24 +316,23 @@ def test_the_order_of_tokens_leaves_no_trace_in_float32() -> None:
         ({"unit_T": torch.tensor([-1, 0])}, r"unit_T in 0\.\.U-1, got -1"),
         ({"unit_T": torch.tensor([1, 1])}, "no token of unit 0; number the units of each micro-batch again"),
         ({"unit_T": torch.tensor([0, 2**40])}, "got 1099511627776 among 2 tokens"),
-        ({"clip_low": 1.1}, r"clip_low in \[0, 1\] and clip_high >= 0, got 1\.1 and 0\.1"),
-        ({"clip_high": -0.1}, r"got 0\.1 and -0\.1"),
-        ({"clip_high": math.nan}, r"got 0\.1 and nan"),
+        ({"trust": partial(fixed, low=1.1, high=0.1)}, r"below 1 in \[0, 1\] and one above it >= 0, got 1\.1 and 0\.1"),
+        ({"trust": partial(fixed, low=0.1, high=-0.1)}, r"got 0\.1 and -0\.1"),
+        ({"trust": partial(fixed, low=0.1, high=math.nan)}, r"got 0\.1 and nan"),
     ],
 )
-def test_wrong_inputs_are_refused_with_what_was_got(change: dict[str, Tensor | float], message: str) -> None:
+def test_wrong_inputs_are_refused_with_what_was_got(change: dict[str, Any], message: str) -> None:
     arguments = {
         "policy_logprobs_T": f64(0, 0),
         "anchor_logprobs_T": f64(0, 0),
         "advantages_T": f64(1, 1),
         "unit_T": torch.tensor([0, 1]),
         "weight_T": f64(1, 1),
-        "clip_low": 0.1,
-        "clip_high": 0.1,
+        "trust": partial(fixed, low=0.1, high=0.1),
         **change,
     }
     with pytest.raises(ValueError, match=message):
-        policy_loss(arguments.pop("policy_logprobs_T"), **arguments)  # type: ignore[arg-type]
+        policy_loss(arguments.pop("policy_logprobs_T"), **arguments)
 
 
 # --- KL to the reference ---------------------------------------------------------------------------------------------
@@ -578,18 +425,6 @@ def test_mismatch_weights_refuse_other_modes_limits_and_lengths() -> None:
 
 
 # --- weights and units -----------------------------------------------------------------------------------------------
-
-
-def batch_weights(batch: Batch, aggregation: Aggregation) -> npt.NDArray[np.float64]:
-    """Weigh the tokens that stay in the loss; 0 for the others."""
-    weight_T = np.zeros(len(batch.keep_T))
-    weight_T[batch.keep_T] = aggregation_weights(
-        aggregation,
-        trajectory_T=batch.trajectory_T[batch.keep_T],
-        turn_T=batch.turn_T[batch.keep_T],
-        constant_length=16 if aggregation == "constant" else None,
-    )
-    return weight_T
 
 
 # Two trajectories: one of turns of 2 and 1 tokens, one of 1 token.
@@ -791,8 +626,7 @@ def test_ratios_beyond_the_range_of_numbers_leave_loss_and_gradient_finite(dtype
         advantages_T=torch.tensor([1.0, 0.0, 1.0, 1.0], dtype=dtype),
         unit_T=torch.arange(4),
         weight_T=torch.full((4,), 0.25, dtype=dtype),
-        clip_low=0.2,
-        clip_high=0.25,
+        trust=partial(fixed, low=0.2, high=0.25),
     )
     result.loss.backward()
     assert result.clipped_T.tolist() == [True, False, False, False]

@@ -24,6 +24,7 @@ from agentrl.learn.loss import policy_loss
 from agentrl.learn.plan import MicroBatch, Planner
 from agentrl.learn.token_weights import Aggregation, RatioUnit
 from agentrl.learn.tokens import rows_of
+from agentrl.learn.trust import fixed
 from agentrl.policy.layout import Layout
 from agentrl.policy.model import LocalModelConfig, Policy, make_local_model
 from agentrl.types import Trajectory, TrajectoryGroup
@@ -99,8 +100,7 @@ def loss_of(batch: Batch, micro: MicroBatch, policy: Policy) -> Tensor:
         advantages_T=columns.advantage_T.double(),
         unit_T=columns.unit_T,
         weight_T=columns.weight_T.double(),
-        clip_low=0.1,
-        clip_high=0.1,
+        trust=partial(fixed, low=0.1, high=0.1),
     )
     return result.loss
 

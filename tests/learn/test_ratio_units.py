@@ -2,6 +2,7 @@
 
 import math
 import re
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ from torch import Tensor
 
 from agentrl.learn.loss import policy_loss
 from agentrl.learn.metrics import Tally, update_metrics
+from agentrl.learn.trust import fixed
 
 LOG_RATIOS = (0.02, 0.04, 0.0, -0.10, 0.02)
 ADVANTAGES = (1.0, 1.0, 1.0, -0.5, -0.5)
@@ -31,8 +33,7 @@ def gspo_token(unit_T: list[int], *, log_ratios: tuple[float, ...] = LOG_RATIOS)
         advantages_T=f64(*ADVANTAGES),
         unit_T=torch.tensor(unit_T),
         weight_T=torch.full((5,), 0.2, dtype=torch.float64),
-        clip_low=LOW,
-        clip_high=HIGH,
+        trust=partial(fixed, low=LOW, high=HIGH),
     )
     coefficients: list[float] = (-torch.autograd.grad(result.loss, policy_T)[0]).tolist()
     return coefficients

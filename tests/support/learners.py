@@ -8,7 +8,7 @@ from accelerate import Accelerator
 
 from agentrl.chat import train_tokenizer
 from agentrl.learn.learner import Learner
-from agentrl.learn.loss import LossConfig
+from agentrl.learn.loss_config import LossConfig
 from agentrl.learn.policy_state import PolicyState
 from agentrl.learn.train_config import TrainConfig
 from agentrl.policy.layout import Layout

@@ -1,0 +1,227 @@
+"""Clip ranges that follow how far ratios spread: `trust: calibrated`.
+
+`U` ratio units. Only what earlier minibatches showed enters a range, and a minibatch is looked at whole, on every process
+alike: its split among processes and passes changes nothing.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from math import log, log1p, sqrt
+from statistics import NormalDist
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+from pydantic import BaseModel, ConfigDict
+
+from agentrl.learn.loss_config import DEFAULT_CLIP, CalibratedConfig, LossConfig
+from agentrl.learn.metrics import Tally
+
+Array = npt.NDArray[np.float64]
+Key = tuple[int, int]
+
+SCALE_RATE, GAIN_RATE = 0.1, 0.05
+"""Weight of the newest minibatch: in the spread, and in what corrects the range by the share that was clipped."""
+LARGEST_STEP = 0.5
+"""Of that correction in one minibatch: it changes a width at most by a factor of 1.65."""
+OUTLIER = 4.0
+"""Log-ratios count as at most so many times the spread so far: a single unit cannot widen a range."""
+NARROWEST = 1e-5
+"""Where widths end downwards: below it is what kernels round."""
+
+
+class Aim(NamedTuple):
+    """What a recipe asks of its ranges."""
+
+    clipped: float
+    """Share of the pushed tokens that are to be clipped, on each side."""
+    by_length: bool
+    """Whether units of other lengths have ranges of their own."""
+    start: tuple[float, float]
+    """Widths below and above 0, in log s_u, before anything was measured."""
+    token: tuple[float, float]
+    """Widths of units of one token, which bound those of longer ones."""
+
+    @classmethod
+    def of(cls, config: LossConfig) -> "Aim":
+        """Return what the loss section of a recipe asks."""
+        asked = config.calibrated or CalibratedConfig()
+        return cls(
+            asked.clipped, asked.by_length, _in_logs(*DEFAULT_CLIP[config.unit]), _in_logs(*DEFAULT_CLIP["token"])
+        )
+
+
+class Units(NamedTuple):
+    """Ratio units as a range sees them: `(U,)` each."""
+
+    staleness_U: Array
+    """Mean over the unit's tokens, in policy versions."""
+    length_U: Array
+    """Tokens."""
+
+
+class Shown(NamedTuple):
+    """What a minibatch showed of its units: `(U,)` each."""
+
+    staleness_U: Array
+    length_U: Array
+    log_ratio_U: Array
+    """log s_u."""
+    down_U: Array
+    """Tokens of negative advantage."""
+    up_U: Array
+    """Tokens of positive advantage."""
+    clipped_down_U: Array
+    """Those of them that had left the trust region."""
+    clipped_up_U: Array
+
+
+class Band(BaseModel):
+    """What was measured of units alike in staleness (and length)."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+    num_minibatches: int
+    mean_square: float
+    """Of log s_u: a running mean."""
+    gains: tuple[float, float]
+    """log(width / root of mean_square), below and above."""
+
+
+class Calibration(BaseModel):
+    """The ranges' state, which a checkpoint holds.
+
+        width = sqrt(m) exp(g), between 1e-5 and token_width / sqrt(tokens of the unit)
+        m <- m + .1 (mean of min(|log s_u|, 4 sqrt(m))^2 - m)        (the mean of all while these are fewer than ten)
+        g <- g + .05 (share clipped - aim) / (k phi(k)),  k = the normal distribution's quantile at 1 - aim
+
+    m follows the spread of log s_u. g begins at log k and corrects for what is not normal, until the share of tokens of
+    negative (positive) advantage that are clipped is the aim: a Newton step, a twentieth of it at a time. The upper bound is
+    what a mean over independent tokens moves by that may each move by the width of a token: it does not depend on what the
+    policy does, so that one that runs away cannot take its range along.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    bands: Mapping[str, Band] = {}
+    """By staleness and length."""
+
+    def widths(self, units: Units, aim: Aim) -> tuple[Array, Array]:
+        """Return how far log s_u may fall below and rise above 0, of each unit: two arrays (U,)."""
+        width_U2 = np.tile(aim.start, (len(units.length_U), 1))
+        for key, alike_U in _alike(*units, by_length=aim.by_length):
+            if (band := self._nearest(key)) is not None:
+                width_U2[alike_U] = sqrt(band.mean_square) * np.exp(band.gains)
+        bounded_U2 = width_U2.clip(NARROWEST, np.outer(1 / np.sqrt(units.length_U), aim.token))
+        return bounded_U2[:, 0], bounded_U2[:, 1]
+
+    def after(self, shown: Shown, aim: Aim) -> "Calibration":
+        """Return what a minibatch makes of this. Units whose ratio is exactly 1 were not updated yet, and tell nothing."""
+        bands = dict(self.bands)
+        for key, alike_U in _alike(shown.staleness_U, shown.length_U, by_length=aim.by_length):
+            moved_U = alike_U & (shown.log_ratio_U != 0)
+            if moved_U.any():
+                known = bands.get(_name(key)) or self._nearest(key)
+                band = _begun(aim) if known is None else known
+                bands[_name(key)] = _next(band, Shown(*(column_U[moved_U] for column_U in shown)), aim)
+        return Calibration(bands=bands)
+
+    def _nearest(self, key: Key) -> Band | None:
+        """Return the band of these units, else the nearest in length, else in staleness."""
+        if not self.bands:
+            return None
+        distances = {name: tuple(abs(a - b) for a, b in zip(_key(name), key, strict=True)) for name in self.bands}
+        return self.bands[min(distances, key=lambda name: (*distances[name], name))]
+
+
+def observed(tally: Tally, *, version: int) -> Shown:
+    """Return what a minibatch showed, from the columns of all its micro-batches."""
+    names = ("unit_T", "ratio_U", "version_T", "advantage_T", "clipped_T")
+    columns = zip(*(tally.columns.get(name, []) for name in names), strict=True)
+    parts = [_of_micro_batch(*of_micro_batch, version=version) for of_micro_batch in columns]
+    return Shown(*(np.concatenate([np.empty(0), *column]) for column in zip(*parts, strict=True)))
+
+
+def range_metrics(calibration: Calibration, shown: Sequence[Shown]) -> dict[str, float]:
+    """Describe a step: the share of tokens that `clipped` aims at, and the ranges of units sampled by the newest weights.
+
+    Of tokens with an advantage, in units that an update has moved.
+    """
+    moved = [part.log_ratio_U != 0 for part in shown]
+    pushed, clipped = (
+        sum(float((one_U + other_U)[moved_U].sum()) for (one_U, other_U), moved_U in zip(columns, moved, strict=True))
+        for columns in ([part[3:5] for part in shown], [part[5:7] for part in shown])
+    )
+    metrics = {"clip/pushed_tokens": clipped / pushed if pushed else 0.0}
+    if bands := [band for name, band in calibration.bands.items() if _key(name)[1] == 0]:
+        widths = [sqrt(band.mean_square) * np.exp(band.gains) for band in bands]
+        metrics |= dict(zip(("clip/width_low", "clip/width_high"), map(float, np.mean(widths, axis=0)), strict=True))
+    return metrics
+
+
+def units_of(unit_T: Array, staleness_T: Array) -> Units:
+    """Describe the units of a micro-batch."""
+    return Units(_sums(unit_T, staleness_T) / _sums(unit_T), _sums(unit_T))
+
+
+def _of_micro_batch(
+    unit_T: Array, ratio_U: Array, version_T: Array, advantage_T: Array, clipped_T: Array, *, version: int
+) -> Shown:
+    units = units_of(unit_T, version - version_T)
+    down_T, up_T = advantage_T < 0, advantage_T > 0
+    pushed = (_sums(unit_T, tokens_T) for tokens_T in (down_T, up_T, down_T * clipped_T, up_T * clipped_T))
+    return Shown(*units, np.log(ratio_U), *pushed)
+
+
+def _in_logs(low: float, high: float) -> tuple[float, float]:
+    return -log1p(-low), log1p(high)
+
+
+def _sums(unit_T: Array, values_T: npt.NDArray[np.generic] | None = None) -> Array:
+    return np.bincount(unit_T.astype(np.int64), weights=values_T).astype(np.float64)
+
+
+def _begun(aim: Aim) -> Band:
+    gain = log(NormalDist().inv_cdf(1 - aim.clipped))
+    return Band(num_minibatches=0, mean_square=0.0, gains=(gain, gain))
+
+
+def _next(band: Band, shown: Shown, aim: Aim) -> Band:
+    largest = OUTLIER * sqrt(band.mean_square) if band.num_minibatches else np.inf
+    measured = float((np.minimum(np.abs(shown.log_ratio_U), largest) ** 2).mean())
+    rate = max(SCALE_RATE, 1 / (band.num_minibatches + 1))
+    scale = sqrt(band.mean_square + rate * (measured - band.mean_square))
+    quantile = NormalDist().inv_cdf(1 - aim.clipped)
+    gains = []
+    for gain, pushed_U, clipped_U, token_width in zip(
+        band.gains,
+        (shown.down_U, shown.up_U),
+        (shown.clipped_down_U, shown.clipped_up_U),
+        aim.token,
+        strict=True,
+    ):
+        step = 0.0
+        if band.num_minibatches and pushed_U.any():
+            excess = float(clipped_U.sum() / pushed_U.sum()) - aim.clipped
+            step = GAIN_RATE * excess / (quantile * NormalDist().pdf(quantile))
+        # Not beyond where widths are bounded: it would take as long to come back.
+        widest = token_width / sqrt(float(shown.length_U.mean()))
+        moved = gain + min(max(step, -LARGEST_STEP), LARGEST_STEP)
+        gains.append(min(max(moved, log(NARROWEST / scale)), log(widest / scale)))
+    return Band(num_minibatches=band.num_minibatches + 1, mean_square=scale**2, gains=(gains[0], gains[1]))
+
+
+def _alike(staleness_U: Array, length_U: Array, *, by_length: bool) -> Iterator[tuple[Key, npt.NDArray[np.bool_]]]:
+    """Yield which units share a range: of staleness 0, 1, 2-3, 4-7, ...; where asked for, of 1, 2-7, 8-31, ... tokens."""
+    age_U = np.frexp(np.round(staleness_U).clip(min=0))[1]
+    size_U = np.frexp(length_U)[1] // 2 if by_length else np.zeros_like(age_U)
+    for size, age in sorted(set(zip(size_U.tolist(), age_U.tolist(), strict=True))):
+        yield (size, age), (age_U == age) & (size_U == size)
+
+
+def _name(key: Key) -> str:
+    return "/".join(map(str, key))
+
+
+def _key(name: str) -> Key:
+    size, age = name.split("/")
+    return int(size), int(age)

@@ -1,0 +1,167 @@
+"""The loss section of a recipe."""
+
+from math import log
+from typing import Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, model_validator
+
+from agentrl.learn.token_weights import Aggregation, RatioUnit
+
+Trust = Literal["fixed", "calibrated", "token", "kernel"]
+"""What ends the push on a token."""
+DEFAULT_CLIP: dict[RatioUnit, tuple[float, float]] = {
+    "trajectory": (3e-4, 4e-4),
+    "turn": (3e-3, 4e-3),
+    "version": (3e-3, 4e-3),
+    "token": (0.2, 0.27),
+}
+"""Clip range below and above 1 of each unit: the longer the mean, the closer to 1 its ratio stays."""
+
+
+class CalibratedConfig(BaseModel):
+    """Ranges that follow the spread of log-ratios, for each staleness."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+    clipped: float = Field(default=0.03, gt=0, lt=0.5)
+    """Share of the tokens of positive, and of negative, advantage that the range is to clip."""
+    by_length: bool = False
+    """Units of 1, 2 to 7, 8 to 31, ... tokens have ranges of their own."""
+
+
+class KernelConfig(BaseModel):
+    """Exponents c1, c2 of the weight W^c1 exp(c2 (1 - W)) of a unit, W being the product of its tokens' ratios."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+    positive: tuple[PositiveFloat, PositiveFloat] = (2.0, 3.0)
+    """For tokens of positive advantage."""
+    negative: tuple[PositiveFloat, PositiveFloat] = (3.0, 2.0)
+    """For tokens of negative advantage."""
+
+
+class LossConfig(BaseModel):
+    """The loss section of a recipe."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+    unit: RatioUnit = "trajectory"
+    """Tokens that share one importance ratio: `trajectory` (GSPO-token), `turn`, `version` (runs of one policy version
+    within a turn) or `token` (PPO, GRPO)."""
+    trust: Trust = "fixed"
+    """When a token is pushed no further: its unit's ratio leaves the clip range (`fixed`); leaves a range that follows how far
+    ratios spread (`calibrated`); its own ratio leaves the range of single tokens (`token`); never, but the unit's weight
+    fades as its whole probability changes (`kernel`: VESPO)."""
+    clip_low: float | None = Field(default=None, gt=0, le=1)
+    """A ratio below 1 - clip_low stops pushing a token of negative advantage further down. None: follows the ratio that is
+    looked at, the unit's or with `trust: token` the token's (trajectory 3e-4, turn and version 3e-3, token 0.2)."""
+    clip_high: float | None = Field(default=None, gt=0)
+    """A ratio above 1 + clip_high stops pushing a token of positive advantage further up. None: follows the ratio that is
+    looked at, the unit's or with `trust: token` the token's (trajectory 4e-4, turn and version 4e-3, token 0.27)."""
+    calibrated: CalibratedConfig | None = None
+    """Of `trust: calibrated`. None: its defaults."""
+    kernel: KernelConfig | None = None
+    """Of `trust: kernel`. None: its defaults."""
+    reject: float | None = Field(default=None, gt=1)
+    """A unit whose ratio is above this, or below one over it, leaves the loss whole. None: none does."""
+    aggregation: Aggregation = "trajectory-mean"
+    """Weight of a token: every trajectory weighs the same (`trajectory-mean`), every turn (`turn-mean`), every token
+    (`token-mean`), or 1 / (number of trajectories * constant_length) (`constant`)."""
+    constant_length: int | None = Field(default=None, gt=0)
+    """Tokens by which `aggregation: constant` divides, and no other, in place of each trajectory's own length."""
+    anchor: Literal["behavior", "recomputed"] = "behavior"
+    """Denominator of the ratio: `behavior`, the log-probabilities recorded by the engine at sampling; `recomputed`, the
+    trainer's own before the first update on the batch."""
+    mismatch: Literal["off", "truncate", "mask"] = "off"
+    """What to do about units whose engine and trainer disagree, where `anchor: recomputed` leaves the engine out of the
+    ratio: weigh them by exp(mean of recomputed - engine log-probabilities), `truncate`d at the limit, or `mask`ed beyond
+    it."""
+    mismatch_limit: float = Field(default=2.0, gt=1)
+    """Largest weight (and, for `mask`, one over the smallest)."""
+    kl_coefficient: float = Field(default=0.0, ge=0)
+    """Weight of the KL divergence to the reference policy. 0: none is kept, but for a credit scheme that reads it."""
+    routing_replay: bool = False
+    """Updates of a mixture of experts take the experts that its weights before the first update choose (Routing Replay,
+    GSPO paper, section 5.3): ratios of `unit: token` need it, those of whole trajectories do not."""
+
+    @model_validator(mode="after")
+    def _check_constant_length(self) -> Self:
+        if self.aggregation == "constant" and self.constant_length is None:
+            raise ValueError("aggregation: constant needs constant_length, the number of tokens to divide by: set it")
+        if self.aggregation != "constant" and self.constant_length is not None:
+            raise ValueError(
+                f"constant_length: {self.constant_length} is only used by aggregation: constant, got aggregation: "
+                f"{self.aggregation}; remove constant_length or set aggregation: constant"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _check_trust(self) -> Self:
+        if self.trust == "token" and self.unit == "token":
+            raise ValueError("trust: token and unit: token are trust: fixed; set that, or another unit")
+        if self.trust in ("calibrated", "kernel") and not (self.clip_low is None and self.clip_high is None):
+            raise ValueError(
+                f"clip_low and clip_high are ranges of trust: fixed and token, got trust: {self.trust}; remove them"
+            )
+        for name, value in (("calibrated", self.calibrated), ("kernel", self.kernel)):
+            if value is not None and self.trust != name:
+                raise ValueError(f"{name}: is only used by trust: {name}, got trust: {self.trust}; remove one of them")
+        return self
+
+    @model_validator(mode="after")
+    def _check_mismatch(self) -> Self:
+        if self.mismatch != "off" and self.anchor == "behavior":
+            raise ValueError(
+                f"mismatch: {self.mismatch} corrects what anchor: behavior has in its ratio already; "
+                "set anchor: recomputed, or mismatch: off"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _check_replay(self) -> Self:
+        if self.routing_replay and self.anchor == "behavior":
+            raise ValueError(
+                "routing_replay: true sets the trainer's experts, and anchor: behavior compares with the engine's; set "
+                "anchor: recomputed"
+            )
+        return self
+
+    def clip_range(self) -> tuple[float, float]:
+        """Return (clip_low, clip_high), the default of the ratio that is looked at where a field is None."""
+        low, high = DEFAULT_CLIP[self._clipped_unit]
+        return (low if self.clip_low is None else self.clip_low, high if self.clip_high is None else self.clip_high)
+
+    @property
+    def _clipped_unit(self) -> RatioUnit:
+        return "token" if self.trust == "token" else self.unit
+
+    def ratio_in_words(self) -> str:
+        """Return what the ratio is taken of, and what ends the push on a token."""
+        low, high = self.clip_range()
+        ends = {
+            "fixed": f"clipped to 1 - {low:g} .. 1 + {high:g}",
+            "calibrated": f"clipped so that {(self.calibrated or CalibratedConfig()).clipped:.0%} of the tokens are",
+            "token": f"of which a token leaves when its own is beyond 1 - {low:g} .. 1 + {high:g}",
+            "kernel": "weighed by a kernel of the whole unit's",
+        }
+        return f"one for each {self.unit}, {ends[self.trust]}"
+
+    def warnings(self) -> list[str]:
+        """List what is allowed but is likely a mistake: a clip bound that reaches another unit's default."""
+        found = []
+        for side, name, value in ((0, "clip_low", self.clip_low), (1, "clip_high", self.clip_high)):
+            if value is None:
+                continue
+            own = DEFAULT_CLIP[self._clipped_unit][side]
+            others = {unit: bounds[side] for unit, bounds in DEFAULT_CLIP.items() if bounds[side] != own}
+            if any(own < bound <= value or value <= bound < own for bound in others.values()):
+                nearest = min(others.values(), key=lambda bound: abs(log(value / bound)))
+                units = " or ".join(unit for unit, bound in others.items() if bound == nearest)
+                looked_at = (
+                    f"unit is {self.unit}, whose" if self.trust == "fixed" else "trust: token looks at tokens, whose"
+                )
+                found.append(
+                    f"{name}: {value:g} is a range for unit: {units}, but {looked_at} ratios call for "
+                    f"about {own:g}; remove {name} to use that, or change unit"
+                )
+        return found

@@ -1,0 +1,152 @@
+"""Ranges that follow the spread of ratios: what they hold, what cannot widen them, what they are kept in."""
+
+from math import exp, log1p, sqrt
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from agentrl import Credit
+from agentrl.learn.calibration import Aim, Array, Calibration, Shown, Units
+from agentrl.learn.learner import Learner
+from agentrl.learn.loss_config import CalibratedConfig, LossConfig
+from tests.support.learners import make_learner
+from tests.support.trajectories import some_groups
+
+AIM = Aim.of(LossConfig(trust="calibrated"))
+NUM_UNITS = 32
+
+
+def shown(
+    log_ratio_U: Array, *, length_U: Array, calibration: Calibration, aim: Aim = AIM, staleness: float = 0
+) -> Shown:
+    """What a minibatch shows under the present ranges; every second unit is pushed up, the others down."""
+    staleness_U = np.full(len(length_U), staleness)
+    low_U, high_U = calibration.widths(Units(staleness_U, length_U), aim)
+    up_U = np.where(np.arange(len(length_U)) % 2 == 0, length_U, 0.0)
+    down_U = length_U - up_U
+    clipped_down_U, clipped_up_U = down_U * (log_ratio_U < -low_U), up_U * (log_ratio_U > high_U)
+    return Shown(staleness_U, length_U, log_ratio_U, down_U, up_U, clipped_down_U, clipped_up_U)
+
+
+def clipped_share(length: int, *, seed: int, tail: float) -> float:
+    """Share that is clipped in steps 20 to 40 of four minibatches, in which ratios spread more and more."""
+    rng, calibration = np.random.default_rng(seed), Calibration()
+    clipped = pushed = 0.0
+    for step in range(40):
+        for minibatch in range(4):
+            length_U = rng.poisson(length, NUM_UNITS).clip(1).astype(np.float64)
+            spread_U = 0.03 * sqrt(minibatch) / np.sqrt(length_U)
+            found = shown(rng.standard_t(tail, NUM_UNITS) * spread_U, length_U=length_U, calibration=calibration)
+            calibration = calibration.after(found, AIM)
+            if step >= 20 and minibatch:
+                clipped += float((found.clipped_down_U + found.clipped_up_U).sum())
+                pushed += float(length_U.sum())
+    return clipped / pushed
+
+
+@pytest.mark.parametrize("tail", [4, 1000], ids=["heavy", "normal"])
+@pytest.mark.parametrize("length", [20, 100, 1000])
+def test_the_share_that_is_clipped_is_within_a_fifth_of_its_aim_after_twenty_steps(length: int, tail: float) -> None:
+    shares = [clipped_share(length, seed=seed, tail=tail) for seed in range(8)]
+    assert np.mean(shares) == pytest.approx(AIM.clipped, rel=0.2)
+
+
+def test_before_anything_was_measured_ranges_are_those_of_the_unit_and_after_that_of_the_spread() -> None:
+    length_U = np.full(2, 100.0)
+    low_U, high_U = Calibration().widths(Units(np.zeros(2), length_U), AIM)
+    assert (low_U[0], high_U[0]) == (-log1p(-3e-4), log1p(4e-4))
+    found = shown(np.array([0.01, -0.01]), length_U=length_U, calibration=Calibration())
+    low_U, high_U = Calibration().after(found, AIM).widths(Units(np.zeros(2), length_U), AIM)
+    assert low_U.tolist() == high_U.tolist() == pytest.approx([0.01 * 1.880794] * 2)  # the normal quantile at .97
+
+
+def test_units_that_no_update_has_moved_tell_nothing() -> None:
+    found = shown(np.zeros(4), length_U=np.full(4, 10.0), calibration=Calibration())
+    assert Calibration().after(found, AIM) == Calibration()
+
+
+def test_a_policy_that_runs_away_takes_its_range_no_further_than_single_tokens_allow() -> None:
+    rng, calibration, length_U = np.random.default_rng(0), Calibration(), np.full(NUM_UNITS, 100.0)
+    for step in range(40):
+        log_ratio_U = rng.normal(size=NUM_UNITS) * 1e-3 * 2**step
+        calibration = calibration.after(shown(log_ratio_U, length_U=length_U, calibration=calibration), AIM)
+    low_U, high_U = calibration.widths(Units(np.zeros(1), np.full(1, 100.0)), AIM)
+    assert (low_U[0], high_U[0]) == pytest.approx((-log1p(-0.2) / 10, log1p(0.27) / 10))
+    for _ in range(40):  # and comes back with it
+        calibration = calibration.after(
+            shown(rng.normal(size=NUM_UNITS) * 1e-3, length_U=length_U, calibration=calibration), AIM
+        )
+    low_U, high_U = calibration.widths(Units(np.zeros(1), np.full(1, 100.0)), AIM)
+    assert low_U[0] < 0.02
+
+
+def test_a_single_unit_cannot_widen_the_range() -> None:
+    rng, calibration, length_U = np.random.default_rng(0), Calibration(), np.full(NUM_UNITS, 20.0)
+    for _ in range(20):
+        found = shown(rng.normal(size=NUM_UNITS) * 1e-3, length_U=length_U, calibration=calibration)
+        calibration = calibration.after(found, AIM)
+    before = calibration.widths(Units(np.zeros(1), np.full(1, 20.0)), AIM)[1][0]
+    log_ratio_U = rng.normal(size=NUM_UNITS) * 1e-3
+    log_ratio_U[0] = 30.0
+    calibration = calibration.after(shown(log_ratio_U, length_U=length_U, calibration=calibration), AIM)
+    assert calibration.widths(Units(np.zeros(1), np.full(1, 20.0)), AIM)[1][0] < 1.2 * before
+
+
+def test_each_staleness_has_its_range_and_one_never_seen_that_of_the_nearest() -> None:
+    calibration, length_U = Calibration(), np.full(NUM_UNITS, 100.0)
+    for staleness, spread in ((0, 1e-3), (4, 5e-3)):
+        found = shown(
+            np.where(np.arange(NUM_UNITS) % 4 < 2, spread, -spread),
+            length_U=length_U,
+            calibration=calibration,
+            staleness=staleness,
+        )
+        calibration = Calibration(bands={**calibration.bands, **Calibration().after(found, AIM).bands})
+    widths_U = calibration.widths(Units(np.array([0.0, 1, 4, 7, 64]), np.full(5, 100.0)), AIM)[0]
+    assert widths_U / 1.880794 == pytest.approx([1e-3, 1e-3, 5e-3, 5e-3, 5e-3])
+
+
+def test_lengths_have_ranges_of_their_own_where_a_recipe_asks() -> None:
+    asked = Aim.of(LossConfig(trust="calibrated", calibrated=CalibratedConfig(by_length=True, clipped=0.1)))
+    length_U = np.array([4.0, 5.0, 100.0, 101.0])
+    found = shown(np.array([0.02, -0.02, 0.001, -0.001]), length_U=length_U, calibration=Calibration(), aim=asked)
+    widths_U = Calibration().after(found, asked).widths(Units(np.zeros(4), length_U), asked)[0]
+    assert widths_U == pytest.approx(1.281552 * np.array([0.02, 0.02, 0.001, 0.001]))  # the normal quantile at .9
+
+
+GROUPS = some_groups([4, 3, 4])
+RNG = np.random.default_rng(0)
+CREDITS = [[Credit.from_tokens(t, RNG.normal(size=t.num_action_tokens)) for t in g.trajectories] for g in GROUPS]
+
+
+def learner(**train: Any) -> Learner:
+    loss = LossConfig(trust="calibrated", unit="turn", anchor="recomputed")
+    return make_learner(loss=loss, is_double=True, **{"num_minibatches": 3, "learning_rate": 1e-3, **train})
+
+
+def test_no_budget_of_a_pass_changes_what_is_measured() -> None:
+    small, large = (learner(max_tokens_per_micro_batch=tokens) for tokens in (40, 4000))
+    for version in range(4):
+        of_small, of_large = (one.update(GROUPS, CREDITS, version=version) for one in (small, large))
+        assert of_small == pytest.approx(of_large, rel=1e-6, abs=1e-9)
+    bands, other_bands = small.state.calibration.bands, large.state.calibration.bands
+    assert list(bands) == list(other_bands)
+    for name, band in bands.items():
+        other = other_bands[name]
+        assert band.num_minibatches == other.num_minibatches
+        assert (band.mean_square, *band.gains) == pytest.approx((other.mean_square, *other.gains), rel=1e-6)
+    assert max(band.num_minibatches for band in bands.values()) > 2
+    assert 0 < of_small["clip/width_low"] < exp(0.3) - 1
+    assert 0 <= of_small["clip/pushed_tokens"] < 1
+
+
+def test_a_checkpoint_keeps_what_was_measured(tmp_path: Path) -> None:
+    whole, resumed = learner(), learner()
+    for version in range(2):
+        whole.update(GROUPS, CREDITS, version=version)
+    whole.state.save(tmp_path)
+    resumed.state.load(tmp_path)
+    assert resumed.state.calibration == whole.state.calibration != Calibration()
+    assert whole.update(GROUPS, CREDITS, version=2) == resumed.update(GROUPS, CREDITS, version=2)
