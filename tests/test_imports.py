@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 import agentrl
+from tests.support.packages import PACKAGES
 
 HEAVY = ("gymnasium", "torch", "transformers", "accelerate", "vllm", "agentrl_envs", "agentrl_credit")
 
@@ -21,8 +22,8 @@ def loaded_by(script: str) -> set[str]:
 
 PLUG_INS = sorted(
     path
-    for pattern in ("envs/agentrl_*/*.py", "envs/agentrl_*/sandboxes/*.py", "credit/agentrl_*/*.py")
-    for path in Path(__file__).parents[1].glob(pattern)
+    for package, pattern in (("agentrl_envs", "*.py"), ("agentrl_envs", "sandboxes/*.py"), ("agentrl_credit", "*.py"))
+    for path in PACKAGES[package].glob(pattern)
 )
 
 

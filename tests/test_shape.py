@@ -8,11 +8,12 @@ from statistics import median
 
 import pytest
 
-ROOT = Path(__file__).parents[1]
+from tests.support.packages import PACKAGES
+
 FILES = {
-    ".".join(path.relative_to(top).with_suffix("").parts).removesuffix(".__init__"): path
-    for top, package in ((ROOT, "agentrl"), (ROOT / "envs", "agentrl_envs"), (ROOT / "credit", "agentrl_credit"))
-    for path in sorted((top / package).rglob("*.py"))
+    ".".join(path.relative_to(package.parent).with_suffix("").parts).removesuffix(".__init__"): path
+    for package in PACKAGES.values()
+    for path in sorted(package.rglob("*.py"))
 }
 """Every module of the packages."""
 
@@ -41,7 +42,7 @@ def test_most_files_are_short() -> None:
 
 
 def test_the_loop_stands_on_one_page() -> None:
-    assert num_lines(ROOT / "agentrl" / "run" / "loop.py") <= 150
+    assert num_lines(FILES["agentrl.run.loop"]) <= 150
 
 
 @pytest.mark.parametrize("module", FILES)

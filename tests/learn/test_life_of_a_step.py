@@ -13,6 +13,7 @@ from agentrl.learn.loss import PolicyLoss, policy_loss
 from agentrl.learn.loss_config import LossConfig
 from agentrl.learn.trust import fixed
 from agentrl.types import StopReason
+from tests.support.packages import PACKAGES
 
 PAGE = Path(__file__).parents[2] / "docs" / "life-of-a-step.md"
 POLICY_LOGPROBS = (-0.997, -0.501, -1.999, -0.688, -0.4)
@@ -125,7 +126,7 @@ def test_a_slot_is_named_after_the_part_that_it_stands_in() -> None:
 
 
 def test_every_file_that_the_page_names_is_there() -> None:
-    root = PAGE.parents[1]
-    named = re.findall(r"`((?:agentrl|credit|envs)/[\w/]+(?:\.py|/))`", PAGE.read_text(encoding="utf-8"))
+    pattern = r"`(?:credit/|envs/)?((agentrl\w*)/[\w/]*(?:\.py)?)`"
+    named = re.findall(pattern, PAGE.read_text(encoding="utf-8"))
     assert len(named) > 15
-    assert [name for name in named if not (root / name).exists()] == []
+    assert [name for name, package in named if not (PACKAGES[package].parent / name).exists()] == []
