@@ -1,16 +1,19 @@
-"""Every script of examples/, run to its end as a user runs it, on sizes that take seconds."""
+"""Every script of examples/ and the default recipe, run to the end as by a user who has installed agentrl without extras.
+
+The sizes take seconds.
+"""
 
 import os
 import shutil
 import signal
 import subprocess
-import sys
 from pathlib import Path
 
 import psutil
 import pytest
 
 from agentrl import TrainedRun
+from tests.support.base_environment import make_base_environment
 from tests.support.threads import wait_until
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
@@ -30,21 +33,27 @@ SMALL = {
     "--train.num_minibatches": 2,
     "--evaluation.num_tasks": 2,
 }
+SMALL_OPTIONS = [str(word) for option in SMALL.items() for word in option]
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the examples in it, where all of them run."""
+    """A folder with the examples in it, where all of them run, and an environment without extras."""
     folder = tmp_path_factory.mktemp("user")
+    make_base_environment(folder / "venv")
     shutil.copytree(EXAMPLES, folder / "examples", ignore=shutil.ignore_patterns("__pycache__"))
     return folder
 
 
 def run(folder: Path, script: str, *arguments: str, is_small: bool = True) -> str:
-    small = [str(word) for option in SMALL.items() for word in option] if is_small else []
+    small = SMALL_OPTIONS if is_small else []
+    return run_python(folder, f"examples/{script}.py", *arguments, *small, cwd=folder)
+
+
+def run_python(folder: Path, *arguments: str, cwd: Path) -> str:
     ended = subprocess.run(
-        [sys.executable, f"examples/{script}.py", *arguments, *small],
-        cwd=folder,
+        [folder / "venv" / "bin" / "python", *arguments],
+        cwd=cwd,
         env={**os.environ, "COLUMNS": "200"},
         capture_output=True,
         text=True,
@@ -63,6 +72,18 @@ def test_every_script_is_here_and_short() -> None:
     for script in EXAMPLES.glob("*.py"):
         assert f'"{script.stem}"' in source or script.stem == "color_rewards"
         assert len(script.read_text(encoding="utf-8").splitlines()) <= 80
+
+
+def test_extras_are_not_there(folder: Path) -> None:
+    script = "from importlib.util import find_spec; print([find_spec(name) for name in ('peft', 'mcp', 'pytest')])"
+    assert run_python(folder, "-c", script, cwd=folder).strip() == "[None, None, None]"
+
+
+def test_the_default_recipe_from_an_empty_folder(folder: Path, tmp_path: Path) -> None:
+    told = run_python(folder, "-m", "agentrl", "train", "calculator", *SMALL_OPTIONS, cwd=tmp_path)
+    assert "run folder: runs/calculator-" in told
+    run_python(folder, "-m", "agentrl", "report", str(newest(tmp_path).path), cwd=tmp_path)
+    assert (newest(tmp_path).path / "report.html").is_file()
 
 
 def test_an_environment_of_ones_own_then_its_checkpoint_from_another_process(folder: Path) -> None:
@@ -113,10 +134,9 @@ def test_several_processes(folder: Path) -> None:
 
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL], ids=["interrupted", "killed"])
 def test_several_processes_end_with_the_script(folder: Path, how: signal.Signals) -> None:
-    small = [str(word) for option in SMALL.items() for word in option]
     many = ["--run_dir", f"runs/{how.name}", "--train.steps", "5000", "--train.process_timeout_s", "60"]
     script = subprocess.Popen(
-        [sys.executable, "examples/several_processes.py", *small, *many],
+        [folder / "venv" / "bin" / "python", "examples/several_processes.py", *SMALL_OPTIONS, *many],
         cwd=folder,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
