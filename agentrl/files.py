@@ -220,7 +220,9 @@ def write_whole(path: Path, data: str | bytes | Iterable[bytes]) -> None:
 
 def seal(folder: Path) -> None:
     """List the files of a folder, in one of it: with their sizes, and with checksums but for tensors, which are too large."""
-    files = {str(path.relative_to(folder)): _Entry.of(path) for path in sorted(folder.rglob("*")) if path.is_file()}
+    files = {
+        path.relative_to(folder).as_posix(): _Entry.of(path) for path in sorted(folder.rglob("*")) if path.is_file()
+    }
     (folder / _LIST).write_bytes(_ENTRIES.dump_json(files))
 
 
@@ -254,8 +256,8 @@ def sync_folder(folder: Path) -> None:
 
 
 def _sync(path: Path) -> None:
-    with suppress(PermissionError):  # Windows opens no folder
-        descriptor = os.open(path, os.O_RDONLY)
+    with suppress(PermissionError):  # Windows opens no folder, and writes back only what can be written to
+        descriptor = os.open(path, os.O_RDONLY if path.is_dir() else os.O_RDWR)
         try:
             os.fsync(descriptor)
         finally:

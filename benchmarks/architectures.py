@@ -205,7 +205,7 @@ def _train(name: str, engine: str) -> dict[str, Any]:
         folder, run_dir = Path(temporary, "model"), Path(temporary, "run")
         write_model(name, folder)
         file = Path(temporary, "recipe.yaml")
-        file.write_text(yaml.safe_dump(recipe(folder, run_dir, engine=engine)))
+        file.write_text(yaml.safe_dump(recipe(folder, run_dir, engine=engine)), encoding="utf-8")
         begin = time.perf_counter()
         command = [sys.executable, "-m", "agentrl", "train", str(file)]
         done = subprocess.run(command, check=False, capture_output=True, text=True)

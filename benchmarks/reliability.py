@@ -97,13 +97,13 @@ def row(category: str, tally: Tally, *, minutes: float) -> str:
 
 def write(document: Path, rows: dict[str, str]) -> None:
     """Put rows into a document's table, between its markers, each behind the name of its category."""
-    before, begin, rest = document.read_text().partition("<!-- reliability -->\n")
+    before, begin, rest = document.read_text(encoding="utf-8").partition("<!-- reliability -->\n")
     table, end, after = rest.partition("<!-- end -->")
     assert begin, f"{document} has no markers"
     assert end, f"{document} has no end marker"
     known = {line.split(" | ")[0].removeprefix("| "): line for line in table.splitlines()} | rows
     lines = "".join(f"{known[name]}\n" for name in CATEGORIES if name in known)
-    document.write_text(f"{before}{begin}{HEADER}{lines}{end}{after}")
+    document.write_text(f"{before}{begin}{HEADER}{lines}{end}{after}", encoding="utf-8")
 
 
 def main() -> None:

@@ -367,7 +367,7 @@ class Meter:
 
 def resident_mib(field: str) -> float:
     """Return what this process holds in memory (VmRSS), or the most that it ever held (VmHWM). Linux."""
-    lines = Path("/proc/self/status").read_text().splitlines()
+    lines = Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
     return next(int(line.split()[1]) / 1024 for line in lines if line.startswith(field))
 
 

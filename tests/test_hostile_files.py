@@ -5,7 +5,6 @@ import json
 import os
 import pickle
 import shutil
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import redirect_stderr, redirect_stdout
@@ -439,15 +438,3 @@ def test_a_run_folder_that_cannot_be_made_is_told() -> None:
     status, printed = run(["train", str(CALCULATOR), "--run_dir", "/proc/run", "--warmup.steps", "0"])
     assert status == 2
     assert printed.splitlines()[-1].startswith("agentrl: cannot ")
-
-
-def test_without_file_locks_the_package_is_there_and_training_says_what_it_takes(
-    interrupted: tuple[Parts, RunFolder], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(sys.modules, "fcntl", None)
-    folder = interrupted[1]
-    assert len(folder.metrics()) == 6
-    with pytest.raises(ConfigError, match=r"this system has no file locks \(fcntl\).*on Windows in WSL"):
-        folder.lock()
-    script = "import sys; sys.modules['fcntl'] = None; import agentrl.cli, agentrl.report.folder"
-    subprocess.run([sys.executable, "-c", script], check=True, timeout=300)

@@ -30,7 +30,7 @@ def test_a_run_trains_on_a_server_of_its_own(tmp_path: Path, monkeypatch: pytest
         "train": {"steps": 2, "num_minibatches": 1, "device": "cpu"},
         "evaluation": {"num_tasks": 2},
     }
-    Path("recipe.yaml").write_text(yaml.safe_dump(recipe))
+    Path("recipe.yaml").write_text(yaml.safe_dump(recipe), encoding="utf-8")
     command = [sys.executable, "-m", "agentrl", "serve", "recipe.yaml"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as serving:
         assert serving.stdout is not None

@@ -16,5 +16,5 @@ def _watch() -> None:
 
 if __name__ == "__main__":
     threading.Thread(target=_watch, daemon=True).start()
-    sys.stdin = open(os.devnull)  # noqa: SIM115 - nothing else is to read what is watched
+    sys.stdin = open(os.devnull, encoding="utf-8")  # noqa: SIM115 - nothing else is to read what is watched
     main()

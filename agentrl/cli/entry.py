@@ -4,6 +4,7 @@ import argparse
 import logging
 import sys
 from collections.abc import Sequence
+from io import TextIOWrapper
 from pathlib import Path
 
 from agentrl.cli.commands import make_parser
@@ -13,6 +14,8 @@ from agentrl.errors import ConfigError, UserError
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run a command, and exit as `exits` says."""
+    if isinstance(sys.stdout, TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # what models say has letters that not every terminal knows
     # peft imports bitsandbytes, which warns of a 4-bit kernel that nothing here calls.
     logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
     options, rest = make_parser().parse_known_args(arguments)

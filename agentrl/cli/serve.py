@@ -35,7 +35,8 @@ def _serve(options: argparse.Namespace, rest: list[str]) -> None:
     config, tokenizer = config.of_process(options.server), tokenizer_of(run_dir)
     recipe = untrained(recipe, process=options.server)
     console = Console(soft_wrap=True)
-    for number in (signal.SIGTERM, signal.SIGHUP):
+    hangup = [signal.SIGHUP] if hasattr(signal, "SIGHUP") else []  # Windows has none
+    for number in (signal.SIGTERM, *hangup):
         signal.signal(number, lambda number, _: sys.exit(128 + number))  # so that the server ends too
     with (
         build(recipe, tokenizer_folder=tokenizer) as parts,
@@ -50,4 +51,4 @@ def _serve(options: argparse.Namespace, rest: list[str]) -> None:
 
 
 def _tail(path: Path) -> str:
-    return path.read_text(errors="replace")[-2000:]
+    return path.read_text(encoding="utf-8", errors="replace")[-2000:]

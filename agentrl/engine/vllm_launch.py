@@ -147,7 +147,7 @@ def _wait(server: Server, log: Path, timeout_s: float) -> None:
     while not _is_healthy(server.url):
         status = server.process.poll()
         if status is not None or time.monotonic() > deadline:
-            end = log.read_text(errors="replace")[-_LOG_CHARACTERS:]
+            end = log.read_text(encoding="utf-8", errors="replace")[-_LOG_CHARACTERS:]
             what = f"was not up within {timeout_s:g} s" if status is None else f"ended with status {status}"
             raise EngineError(f"vLLM's server {what}; the end of {log}:\n{end}")
         time.sleep(0.1)

@@ -7,6 +7,8 @@ import signal
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from agentrl.errors import UserError
+
 _LAST_OUTPUT_S = 1.0
 """How long to wait for the end of the output once the process group is dead, in seconds."""
 
@@ -30,9 +32,12 @@ async def run_command(
     started stays behind (but for a daemon that opens a session of its own; against those, use a container).
 
     Raises:
+        UserError: on Windows, which has no process groups.
         TimeoutError: after `timeout_s` seconds.
         OSError: when the program cannot be started.
     """
+    if not hasattr(os, "killpg"):
+        raise UserError("run_command needs process groups, which Windows lacks: train in WSL")
     transport, protocol = await asyncio.get_running_loop().subprocess_exec(
         lambda: _Collector(max_output),
         *argv,

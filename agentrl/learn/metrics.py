@@ -16,6 +16,7 @@ from torch import Tensor
 
 from agentrl.credit import Credit
 from agentrl.rollout.evaluation import component_means, reported_means
+from agentrl.rollout.limits import num_open_files
 from agentrl.types import FinishReason, StopReason, TrajectoryGroup, valid_trajectories
 
 Array = npt.NDArray[np.float64]
@@ -149,7 +150,7 @@ def process_metrics() -> dict[str, float]:
         return {
             "process/memory_bytes": float(process.memory_info().rss),
             "process/threads": float(process.num_threads()),
-            "process/open_files": float(process.num_fds()),
+            "process/open_files": float(num_open_files(process)),
             "process/children": float(len(process.children(recursive=True))),
         }
 

@@ -5,10 +5,12 @@ import math
 import os
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated, Any, TextIO
+from typing import Annotated, Any
 
+from filelock import FileLock, Timeout
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
 
 from agentrl.errors import ConfigError
@@ -105,28 +107,18 @@ class RunFolder:
             raise ConfigError(f"{path} is not the folder of a run: it has no config.yaml")
         return cls(path)
 
-    def lock(self) -> TextIO:
-        """Keep other processes from training in this folder until the file that is returned is closed, or this process ends.
+    def lock(self) -> AbstractContextManager[object]:
+        """Keep other processes from training in this folder until what is returned is left, or this process ends.
 
         Raises:
             ConfigError: when another one does.
         """
         try:
-            import fcntl
-        except ImportError:
-            raise ConfigError(
-                "this system has no file locks (fcntl), without which two processes could train one run: train on Linux or "
-                "macOS, on Windows in WSL"
-            ) from None
-        file = (self.path / ".lock").open("w", encoding="utf-8")
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            file.close()
+            return FileLock(self.path / ".lock").acquire(blocking=False)
+        except Timeout as error:
             raise ConfigError(
                 f"{self.path}: another process is training this run; end it, or wait for its end"
             ) from error
-        return file
 
     @property
     def config_file(self) -> Path:
@@ -145,7 +137,7 @@ class RunFolder:
 
     def add_metrics(self, row: Mapping[str, float]) -> None:
         """Append one row; it is in the file when this returns."""
-        with self._metrics.open("a", encoding="utf-8") as file:
+        with self._metrics.open("a", encoding="utf-8", newline="\n") as file:
             file.write(json.dumps(dict(row)) + "\n")
             file.flush()
             os.fsync(file.fileno())  # before the checkpoint that counts on it
@@ -196,7 +188,7 @@ class RunFolder:
 
     def add_warning(self, warning: Told) -> None:
         """Note what was told."""
-        with self._warnings.open("a", encoding="utf-8") as file:
+        with self._warnings.open("a", encoding="utf-8", newline="\n") as file:
             file.write(json.dumps(asdict(warning)) + "\n")
 
     def warnings(self) -> list[Told]:

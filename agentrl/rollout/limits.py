@@ -11,7 +11,7 @@ _FILES_PER_EPISODE = 4
 def check_limits(live: int) -> list[str]:
     """Raise the limit of open files as far as it may be; return a warning for each limit that `live` episodes may reach."""
     process, found = psutil.Process(), []
-    if (files := _raise_open_files()) is not None and process.num_fds() + live * _FILES_PER_EPISODE > files:
+    if (files := _raise_open_files()) is not None and num_open_files(process) + live * _FILES_PER_EPISODE > files:
         found.append(
             f"rollout.max_live_episodes: {live} episodes may need {live * _FILES_PER_EPISODE} open files, and this process "
             f"may open {files}; raise that limit (`ulimit -Hn`), or lower it"
@@ -23,6 +23,11 @@ def check_limits(live: int) -> list[str]:
                 f"{used} are in use; raise that limit, or lower it"
             )
     return found
+
+
+def num_open_files(process: psutil.Process) -> int:
+    """Return how many files, pipes and connections a process has open."""
+    return int(process.num_fds() if hasattr(process, "num_fds") else process.num_handles())  # as Windows calls them
 
 
 def _raise_open_files() -> int | None:
@@ -52,9 +57,11 @@ def _thread_limits(process: psutil.Process) -> list[tuple[int, int, str]]:
         if soft != resource.RLIM_INFINITY:
             found.append((soft, process.num_threads(), "`ulimit -u`"))
     for folder in _pids_folders():
-        limit = (folder / "pids.max").read_text().strip()
+        limit = (folder / "pids.max").read_text(encoding="ascii").strip()
         if limit.isdecimal():
-            found.append((int(limit), int((folder / "pids.current").read_text()), f"{folder / 'pids.max'}"))
+            found.append(
+                (int(limit), int((folder / "pids.current").read_text(encoding="ascii")), f"{folder / 'pids.max'}")
+            )
     return found
 
 
@@ -62,7 +69,7 @@ def _pids_folders(root: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/s
     """List the control groups of this process that count threads, in version 2 or 1, innermost first."""
     folders = []
     try:
-        lines = own.read_text().splitlines()
+        lines = own.read_text(encoding="utf-8").splitlines()
     except OSError:
         return []
     for line in lines:

@@ -15,6 +15,7 @@ from agentrl.plain_data import abbreviated
 from agentrl.rollout.env_calls import Env, EnvReply, MakeEnv, construct, reset, step
 from agentrl.rollout.env_thread import EnvThread
 from agentrl.rollout.fault import raised_words
+from agentrl.rollout.limits import num_open_files
 from agentrl.rollout.tasks import EnvTask, Tasks
 from agentrl.types import Message
 
@@ -219,7 +220,7 @@ def _blind_actions(base: MessageEnv) -> Iterator[Message]:
 def _opened() -> tuple[int, int]:
     """Return how many files and child processes this process has."""
     process = psutil.Process()
-    return process.num_fds(), len(process.children(recursive=True))
+    return num_open_files(process), len(process.children(recursive=True))
 
 
 def _difference(a: EnvReply, b: EnvReply, turn: int) -> str:

@@ -260,7 +260,7 @@ def _new_accelerator(recipe: Recipe) -> Accelerator:
     timeout_s = recipe.train.process_timeout_s
     set_deadline(timeout_s)
     return Accelerator(
-        cpu=recipe.train.device == "cpu",
+        cpu=recipe.train.device == "cpu" or torch.backends.mps.is_available(),  # Apple's GPUs have no float64
         mixed_precision="bf16" if recipe.train.precision == "bfloat16" else "no",
         kwargs_handlers=[InitProcessGroupKwargs(timeout=timedelta(seconds=timeout_s))],
     )

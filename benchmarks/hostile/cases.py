@@ -133,7 +133,7 @@ def _in_child(function: Callable[[], object], folder: Path, out: Path, err: Path
 
 
 def _text(path: Path) -> str:
-    return path.read_text(errors="replace") if path.exists() else ""
+    return path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
 
 
 def warm_up(modules: Sequence[str]) -> None:

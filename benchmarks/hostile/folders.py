@@ -49,7 +49,7 @@ def _other_values(path: Path, rng: random.Random) -> None:
                 at[key] = rng.choice([None, "text", [], {}, -1, 10**30, 1e999, [[]], {"kind": "x"}])
                 break
             at = at[key]
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     return None
 
 

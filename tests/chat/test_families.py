@@ -243,7 +243,7 @@ def test_long_outputs_are_read_in_a_time_in_proportion(template: str) -> None:
     renderer, tokenizer = found(template), family_tokenizer(template)
     control = Encoder(tokenizer, spelled=tokenizer.chat_template).control_tokens
     call = renderer.encode(_turn(random.Random(1), parallel=False, thinks=False)[0])[:-1]
-    cases = [list(call), *([i] for text, i in control.items() if i not in renderer.stop_token_ids)]
+    cases = [list(call), *([i] for i in control.values() if i not in renderer.stop_token_ids)]
     for piece in cases:
         begun = time.process_time()
         renderer.parse(piece * (60_000 // len(piece)), (), TOOLS)

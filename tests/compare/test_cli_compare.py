@@ -69,7 +69,7 @@ def test_a_comparison_that_is_killed_is_resumed_by_the_same_command(
     assert comparison["num_tasks"] == 2, "all runs share their evaluation tasks"
     assert comparison["panel"]
     assert comparison["steps"] == [0, 1, 2]
-    assert 'id="data"' in Path(found["page"]).read_text()
+    assert 'id="data"' in Path(found["page"]).read_text(encoding="utf-8")
     runs = [run for arm in comparison["arms"] for run in arm["runs"]]
     main(["compare", *runs, "--json", "--html", str(tmp_path / "page.html")])
     [other] = json.loads(capsys.readouterr().out)["comparisons"]

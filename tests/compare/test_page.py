@@ -10,7 +10,7 @@ HOSTILE = "</script><img src=x onerror=alert(1)>"
 
 
 def data(page: Path) -> Any:
-    found = re.search(r'id="data">(.*?)</script>', page.read_text(), re.DOTALL)
+    found = re.search(r'id="data">(.*?)</script>', page.read_text(encoding="utf-8"), re.DOTALL)
     assert found is not None
     return json.loads(found[1])
 

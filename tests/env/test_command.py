@@ -30,7 +30,7 @@ time.sleep(60)
 def is_alive(pid: int) -> bool:
     """Tell whether a process runs; one that is dead and waits to be reaped does not."""
     try:
-        return "\nState:\tZ" not in Path(f"/proc/{pid}/status").read_text()
+        return "\nState:\tZ" not in Path(f"/proc/{pid}/status").read_text(encoding="utf-8")
     except FileNotFoundError:
         return False
 

@@ -25,7 +25,7 @@ def made(*wrappers: dict[str, Any], env: str = "key_door") -> Any:
 
 
 def lines(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
 def test_the_first_is_innermost_and_the_environment_is_found_within() -> None:

@@ -12,8 +12,9 @@ def make_base_environment(folder: Path) -> Path:
     """Return the interpreter of a new environment: with agentrl and what it requires without extras, and nothing else."""
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder], check=True, timeout=300)
     python = folder / "bin" / "python"
-    command = [python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"]
-    installed = Path(subprocess.run(command, check=True, capture_output=True, text=True, timeout=300).stdout.strip())
+    script = "import sysconfig; print(sysconfig.get_path('purelib'))"
+    told = subprocess.run([python, "-c", script], check=True, capture_output=True, text=True, timeout=300).stdout
+    installed = Path(told.strip())
     for found in map(distribution, {name for name, _ in _required("agentrl", frozenset(), {})}):
         for top in {file.parts[0] for file in found.files or ()} - {"..", "__pycache__"}:  # `..` leads to scripts
             if not (installed / top).exists():

@@ -40,7 +40,7 @@ def die_once(path: str) -> str:
     """End the server, unless there is a file."""
     if os.path.exists(path):
         return "alive"
-    open(path, "w").close()
+    open(path, "w", encoding="utf-8").close()
     os._exit(3)
 
 

@@ -149,11 +149,11 @@ def _become(folder: Path, cwd: str, environment: Mapping[str, str]) -> None:
     for number, name in ((1, "out"), (2, "err")):
         with (folder / name).open("ab") as file:
             os.dup2(file.fileno(), number)
-    sys.stdout, sys.stderr = (open(number, "w", closefd=False, buffering=1) for number in (1, 2))  # noqa: SIM115
+    sys.stdout, sys.stderr = (open(number, "w", encoding="utf-8", closefd=False, buffering=1) for number in (1, 2))  # noqa: SIM115
     os.chdir(cwd)
     os.environ.clear()
     os.environ.update(environment)
 
 
 def _text(path: Path) -> str:
-    return path.read_text() if path.exists() else ""
+    return path.read_text(encoding="utf-8") if path.exists() else ""

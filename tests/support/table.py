@@ -21,7 +21,7 @@ class Table(ToolEnv):
     def start(self, options: dict[str, Any]) -> str:
         self.row = (options.get("task_index") or 0) + 1000 * (options.get("split") == "eval")
         if self.path is not None:
-            with Path(self.path).open("a") as file:
+            with Path(self.path).open("a", encoding="utf-8") as file:
                 file.write("{split} {task_index} {rollout_index}\n".format(**options))
         return f"What follows {self.row}?"
 

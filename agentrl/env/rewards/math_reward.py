@@ -3,6 +3,7 @@
 import atexit
 import json
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -41,6 +42,8 @@ def math(
         return 1.0
     if find_spec("math_verify") is None:
         raise UserError("the reward math needs math-verify: pip install 'agentrl[math]'")
+    if not hasattr(signal, "setitimer"):
+        raise UserError("the reward math ends what takes too long by a timer that Windows lacks: train in WSL")
     result = _pool.ask({"answer": str(answer), "completion": completion, "timeout_s": timeout_s})
     info["math_undecided"] = float(result is None)
     if result == "no mathematics":

@@ -2,7 +2,6 @@
 
 import contextlib
 import json
-import urllib.error
 import urllib.request
 from typing import Any
 

@@ -310,7 +310,7 @@ def test_a_forked_process_reaches_a_server_of_its_own(make: Callable[..., Sums])
         os._exit(0)
     os.close(write)
     assert os.waitpid(child, 0)[1] == 0
-    with open(read) as said:
+    with open(read, encoding="utf-8") as said:
         assert said.read() == "1"
     assert contents(env, tool_call("count_up")) == ["2"]
 

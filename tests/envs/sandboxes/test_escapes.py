@@ -256,7 +256,7 @@ def test_it_stays_inside(sandbox: Bubblewrap, host: dict[str, Any], attempt: str
 
 
 def test_what_the_attempts_reach_for_can_be_had_outside(host: dict[str, Any]) -> None:
-    assert Path(host["HOST_FILE"]).read_text() == SECRET
+    assert Path(host["HOST_FILE"]).read_text(encoding="utf-8") == SECRET
     with socket.create_connection(("127.0.0.1", host["PORT"])), socket.socket(socket.AF_UNIX) as client:
         client.connect(b"\0" + host["ABSTRACT"])
 

@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from agentrl import Message
+from agentrl import Message, UserError
 
 _SCRIPT = Path(__file__).with_name("worker.py")
 
@@ -25,6 +25,8 @@ class Worker:
     """A process of a Python that has verifiers: one for all environments of a taskset, started again when it dies."""
 
     def __init__(self, python: str, *arguments: str, start_timeout_s: float) -> None:
+        if not hasattr(os, "killpg"):
+            raise UserError("verifiers is run in a process group of its own, which Windows lacks: train in WSL")
         self.num_users = 0
         # -P: the folder of the script is no place for imports; its neighbours bear the names of libraries.
         self._argv, self._start_timeout_s = (python, "-P", str(_SCRIPT), *arguments), start_timeout_s
