@@ -5,7 +5,7 @@ alike: its split among processes and passes changes nothing.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from math import log, log1p, sqrt
+from math import log, log1p, pi, sqrt
 from statistics import NormalDist
 from typing import NamedTuple
 
@@ -19,12 +19,10 @@ from agentrl.learn.metrics import Tally
 Array = npt.NDArray[np.float64]
 Key = tuple[int, int]
 
-SCALE_RATE, GAIN_RATE = 0.1, 0.05
+SPREAD_RATE, GAIN_RATE = 0.1, 0.05
 """Weight of the newest minibatch: in the spread, and in what corrects the range by the share that was clipped."""
 LARGEST_STEP = 0.5
 """Of that correction in one minibatch: it changes a width at most by a factor of 1.65."""
-OUTLIER = 4.0
-"""Log-ratios count as at most so many times the spread so far: a single unit cannot widen a range."""
 NARROWEST = 1e-5
 """Where widths end downwards: below it is what kernels round."""
 
@@ -81,23 +79,23 @@ class Band(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
     num_minibatches: int
-    mean_square: float
-    """Of log s_u: a running mean."""
+    spread: float
+    """Running mean of |log s_u|."""
     gains: tuple[float, float]
-    """log(width / root of mean_square), below and above."""
+    """log(width / spread), below and above."""
 
 
 class Calibration(BaseModel):
     """The ranges' state, which a checkpoint holds.
 
-        width = sqrt(m) exp(g), between 1e-5 and token_width / sqrt(tokens of the unit)
-        m <- m + .1 (mean of min(|log s_u|, 4 sqrt(m))^2 - m)        (the mean of all while these are fewer than ten)
+        width = m exp(g), between 1e-5 and b_u = token_width / sqrt(tokens of unit u)
+        m <- m + .1 (mean of min(|log s_u|, b_u) - m)                (the mean of all while these are fewer than ten)
         g <- g + .05 (share clipped - aim) / (k phi(k)),  k = the normal distribution's quantile at 1 - aim
 
-    m follows the spread of log s_u. g begins at log k and corrects for what is not normal, until the share of tokens of
-    negative (positive) advantage that are clipped is the aim: a Newton step, a twentieth of it at a time. The upper bound is
-    what a mean over independent tokens moves by that may each move by the width of a token: it does not depend on what the
-    policy does, so that one that runs away cannot take its range along.
+    m follows the spread of log s_u. g begins at log(k sqrt(pi / 2)), where it would stay were they normal, and moves until
+    the share of tokens of negative (positive) advantage that are clipped is the aim: a Newton step, a twentieth of it at a
+    time. b_u is how far a mean over independent tokens moves that may each move by the width of a token: it does not depend
+    on what the policy does, so that one that runs away cannot take its range along.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -110,7 +108,7 @@ class Calibration(BaseModel):
         width_U2 = np.tile(aim.start, (len(units.length_U), 1))
         for key, alike_U in _alike(*units, by_length=aim.by_length):
             if (band := self._nearest(key)) is not None:
-                width_U2[alike_U] = sqrt(band.mean_square) * np.exp(band.gains)
+                width_U2[alike_U] = band.spread * np.exp(band.gains)
         bounded_U2 = width_U2.clip(NARROWEST, np.outer(1 / np.sqrt(units.length_U), aim.token))
         return bounded_U2[:, 0], bounded_U2[:, 1]
 
@@ -153,7 +151,7 @@ def range_metrics(calibration: Calibration, shown: Sequence[Shown]) -> dict[str,
     )
     metrics = {"clip/pushed_tokens": clipped / pushed if pushed else 0.0}
     if bands := [band for name, band in calibration.bands.items() if _key(name)[1] == 0]:
-        widths = [sqrt(band.mean_square) * np.exp(band.gains) for band in bands]
+        widths = [band.spread * np.exp(band.gains) for band in bands]
         metrics |= dict(zip(("clip/width_low", "clip/width_high"), map(float, np.mean(widths, axis=0)), strict=True))
     return metrics
 
@@ -181,15 +179,14 @@ def _sums(unit_T: Array, values_T: npt.NDArray[np.generic] | None = None) -> Arr
 
 
 def _begun(aim: Aim) -> Band:
-    gain = log(NormalDist().inv_cdf(1 - aim.clipped))
-    return Band(num_minibatches=0, mean_square=0.0, gains=(gain, gain))
+    gain = log(NormalDist().inv_cdf(1 - aim.clipped) * sqrt(pi / 2))
+    return Band(num_minibatches=0, spread=0.0, gains=(gain, gain))
 
 
 def _next(band: Band, shown: Shown, aim: Aim) -> Band:
-    largest = OUTLIER * sqrt(band.mean_square) if band.num_minibatches else np.inf
-    measured = float((np.minimum(np.abs(shown.log_ratio_U), largest) ** 2).mean())
-    rate = max(SCALE_RATE, 1 / (band.num_minibatches + 1))
-    scale = sqrt(band.mean_square + rate * (measured - band.mean_square))
+    bound_U = max(aim.token) / np.sqrt(shown.length_U)
+    measured = float(np.minimum(np.abs(shown.log_ratio_U), bound_U).mean())
+    spread = band.spread + max(SPREAD_RATE, 1 / (band.num_minibatches + 1)) * (measured - band.spread)
     quantile = NormalDist().inv_cdf(1 - aim.clipped)
     gains = []
     for gain, pushed_U, clipped_U, token_width in zip(
@@ -206,8 +203,8 @@ def _next(band: Band, shown: Shown, aim: Aim) -> Band:
         # Not beyond where widths are bounded: it would take as long to come back.
         widest = token_width / sqrt(float(shown.length_U.mean()))
         moved = gain + min(max(step, -LARGEST_STEP), LARGEST_STEP)
-        gains.append(min(max(moved, log(NARROWEST / scale)), log(widest / scale)))
-    return Band(num_minibatches=band.num_minibatches + 1, mean_square=scale**2, gains=(gains[0], gains[1]))
+        gains.append(min(max(moved, log(NARROWEST / spread)), log(widest / spread)))
+    return Band(num_minibatches=band.num_minibatches + 1, spread=spread, gains=(gains[0], gains[1]))
 
 
 def _alike(staleness_U: Array, length_U: Array, *, by_length: bool) -> Iterator[tuple[Key, npt.NDArray[np.bool_]]]:
