@@ -366,7 +366,6 @@ def test_a_narrow_window_scrolls_in_one_direction(report: Path, open_page: Open)
 
 
 def test_a_page_that_is_served_shows_what_a_run_adds(tmp_path: Path, open_page: Open) -> None:
-    pytest.importorskip("uvicorn", reason="pip install 'agentrl[view]'")
     run = make_run(tmp_path / "run")
     server = Server(run)
     try:

@@ -15,9 +15,6 @@ from agentrl.report.html.live import LiveRuns
 from tests.support.report_runs import make_run, member
 from tests.support.view_server import Server
 
-pytest.importorskip("starlette", reason="pip install 'agentrl[view]'")
-pytest.importorskip("uvicorn", reason="pip install 'agentrl[view]'")
-
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:

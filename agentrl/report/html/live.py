@@ -75,19 +75,13 @@ def application(live: LiveRuns) -> "Starlette":
     """Return the server of a page, which answers this machine's browsers alone.
 
     A page of another site cannot read it: it answers to the names of this machine only, whatever a name resolves to.
-
-    Raises:
-        ConfigError: where starlette is not installed.
     """
-    try:
-        from starlette.applications import Starlette
-        from starlette.middleware import Middleware
-        from starlette.middleware.trustedhost import TrustedHostMiddleware
-        from starlette.requests import Request
-        from starlette.responses import HTMLResponse, Response
-        from starlette.routing import Route
-    except ImportError as error:
-        raise ConfigError(f"agentrl view needs starlette and uvicorn ({error}): pip install 'agentrl[view]'") from error
+    from starlette.applications import Starlette
+    from starlette.middleware import Middleware
+    from starlette.middleware.trustedhost import TrustedHostMiddleware
+    from starlette.requests import Request
+    from starlette.responses import HTMLResponse, Response
+    from starlette.routing import Route
 
     def show_page(_: Request) -> Response:
         data = live.data()
@@ -140,15 +134,13 @@ def serve(live: LiveRuns, where: socket.socket) -> None:
     """Serve until interrupted.
 
     Raises:
-        ConfigError: where starlette or uvicorn is not installed.
         KeyboardInterrupt: at Ctrl-C.
     """
-    served = application(live)
-    try:
-        import uvicorn
-    except ImportError as error:
-        raise ConfigError(f"agentrl view needs starlette and uvicorn ({error}): pip install 'agentrl[view]'") from error
-    config = uvicorn.Config(served, log_level="warning", access_log=False, lifespan="off", timeout_graceful_shutdown=1)
+    import uvicorn
+
+    config = uvicorn.Config(
+        application(live), log_level="warning", access_log=False, lifespan="off", timeout_graceful_shutdown=1
+    )
     uvicorn.Server(config).run(sockets=[where])
 
 
