@@ -143,6 +143,7 @@ FIELDS: dict[str, str] = {
     **dict.fromkeys(("output_dir", "default_local_dir", "run_name", "experiment_name"), "run_dir"),
     **dict.fromkeys(("report_to", "logger", "use_wandb", "wandb", "log_with"), "report.trackers"),
     **dict.fromkeys(("project_name", "wandb_project", "trackio_project"), "report.project"),
+    **dict.fromkeys(("push_to_hub", "hub_model_id"), "There is none: agentrl export RUN FOLDER --push OWNER/NAME."),
     **dict.fromkeys(("log_completions", "rollout_data_dir", "log_rollouts"), "report.rollouts_every"),
     **dict.fromkeys(("logging_steps", "log_freq", "log_every"), "There is none: every step is a row of metrics.jsonl."),
 }

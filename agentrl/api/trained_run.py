@@ -7,15 +7,13 @@ from typing import TYPE_CHECKING, Any
 from agentrl.api.target import load
 from agentrl.config import Recipe
 from agentrl.errors import ConfigError, UserError
+from agentrl.report.figure import draw, shown
 from agentrl.report.folder import RunFolder
 from agentrl.report.records import groups_of, read_records
 from agentrl.types import TrajectoryGroup
 
 if TYPE_CHECKING:
     from agentrl.rollout.evaluation import Evaluation
-
-_CURVES = ("reward/mean", "episode/success", "eval/success", "entropy", "clip/tokens")
-"""What `plot` shows, where the run has it."""
 
 
 class TrainedRun:
@@ -77,15 +75,25 @@ class TrainedRun:
 
         return evaluate(self.path, overrides=overrides, **sections)
 
-    def export(self, folder: str | Path) -> Path:
-        """Write the newest weights as a Hugging Face folder, adapters merged; return it.
+    def export(self, folder: str | Path, *, push: str | None = None, private: bool = False) -> Path:
+        """Write the newest weights as a Hugging Face folder with a model card, adapters merged; return it.
+
+        Args:
+            folder: to make.
+            push: upload it to the Hugging Face Hub as well: `OWNER/NAME`.
+            private: with `push`, where others do not see it.
 
         Raises:
-            ConfigError: where the run has no checkpoint, or the folder is not free.
+            ConfigError: where the run has no checkpoint, or the folder is not free; or it cannot be uploaded, and stays.
         """
+        from agentrl.report import hub
         from agentrl.run.export import export
 
-        export(self.recipe, self._folder, Path(folder))
+        if push is not None:
+            hub.check_repo_id(push)
+        export(self.recipe, self._folder, Path(folder), name=push)
+        if push is not None:
+            hub.push(Path(folder), push, private=private)
         return Path(folder)
 
     def report(self, file: str | Path | None = None) -> Path:
@@ -103,19 +111,5 @@ class TrainedRun:
         Raises:
             UserError: where matplotlib is not installed, or the run has no such metric.
         """
-        try:
-            from matplotlib import pyplot as plt
-        except ImportError as error:
-            raise UserError("plot() needs matplotlib: pip install matplotlib") from error
         rows = self.metrics
-        known = dict.fromkeys(name for row in rows for name in row)
-        shown = list(names) or [name for name in _CURVES if name in known]
-        if unknown := [name for name in shown if name not in known]:
-            raise ConfigError(f"plot: {self.path} has no metric {unknown[0]!r}; it has {', '.join(sorted(known))}")
-        figure = plt.figure(figsize=(3.2 * max(len(shown), 1), 2.6), layout="constrained")
-        for place, name in enumerate(shown, start=1):
-            points = [(row["step"], row[name]) for row in rows if name in row]
-            axes = figure.add_subplot(1, len(shown), place, title=name, xlabel="step")
-            axes.plot(*zip(*points, strict=True), marker="." if len(points) < 12 else None)
-        plt.close(figure)  # a notebook shows what a cell returns, and would show an open one once more
-        return figure
+        return draw(rows, list(names) or shown(rows))

@@ -1,7 +1,7 @@
 """A policy as a plain Hugging Face folder, which `AutoModelForCausalLM` and vLLM load."""
 
 import copy
-from functools import partial
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,13 @@ from agentrl.policy.lora import merged_weights, save_adapter
 __all__ = ["export_adapter", "export_model"]
 
 
-def export_model(model: Any, tokenizer: Any, folder: Path, *, dtype: torch.dtype | None = None) -> None:
+Also = Callable[[Path], object]
+"""Writes what else is to be in a folder."""
+
+
+def export_model(
+    model: Any, tokenizer: Any, folder: Path, *, dtype: torch.dtype | None = None, also: Also = lambda _: None
+) -> None:
     """Write a transformers model, adapters merged into its weights, and its tokenizer; the folder appears whole or not at all.
 
     Called on every process, and the first writes.
@@ -25,6 +31,7 @@ def export_model(model: Any, tokenizer: Any, folder: Path, *, dtype: torch.dtype
         tokenizer: with the chat template that the model was trained on.
         folder: to make, with its parents.
         dtype: of the weights in the folder. None: as they are.
+        also: writes what else is to be in it.
 
     Raises:
         ConfigError: where the folder exists and is not empty.
@@ -37,11 +44,12 @@ def export_model(model: Any, tokenizer: Any, folder: Path, *, dtype: torch.dtype
         if is_main():
             plain.save_pretrained(path)
             tokenizer.save_pretrained(path)
+            also(path)
 
     write_folder(folder, write)
 
 
-def export_adapter(model: Any, folder: Path) -> None:
+def export_adapter(model: Any, folder: Path, *, also: Also = lambda _: None) -> None:
     """Write the adapters of a model alone, as `save_adapter` does; the folder appears whole or not at all.
 
     Called on every process, and the first writes.
@@ -50,7 +58,13 @@ def export_adapter(model: Any, folder: Path) -> None:
         ConfigError: where the folder exists and is not empty.
         OSError: of a full disk.
     """
-    write_folder(_free(folder), partial(save_adapter, model))
+
+    def write(path: Path) -> None:
+        save_adapter(model, path)
+        if is_main():
+            also(path)
+
+    write_folder(_free(folder), write)
 
 
 def _free(folder: Path) -> Path:

@@ -11,6 +11,7 @@ _SECRET = re.compile(
 )
 _KEY_TEXT = re.compile(r"\b(hf_|sk-|ghp_|github_pat_|xox[a-z]-|AKIA)[\w-]{8,}")
 _PATH = re.compile(r"(?:~|/|[A-Za-z]:[\\/])[^\s]*[\\/](\S*)")
+_HOME = re.compile(r"/+(?:home|Users)/[^/\s]+")
 _HOST = re.compile(r"\b((?:https?|wss?)://)[^/\s]+")
 
 
@@ -35,7 +36,7 @@ def _public_text(text: str, name: str) -> str:
         return "(hidden)"
     if whole := _PATH.fullmatch(text):
         return whole[1] or "(a folder)"
-    text = text.replace(str(Path.home()), "~")
+    text = _HOME.sub("~", text.replace(str(Path.home()), "~"))
     return _KEY_TEXT.sub("(hidden)", _HOST.sub(r"\1(host)", text))
 
 

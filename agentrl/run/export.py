@@ -1,27 +1,43 @@
 """A run's newest weights, as other programs read them."""
 
+from functools import partial
 from pathlib import Path
 
 import torch
 
 from agentrl.chat import load_tokenizer
 from agentrl.config import Recipe
-from agentrl.distributed.checkpoints import checkpoint_errors
+from agentrl.distributed.checkpoints import checkpoint_errors, newest_step
 from agentrl.errors import ConfigError
 from agentrl.learn.policy_state import load_weights
 from agentrl.policy.export import export_adapter, export_model
 from agentrl.policy.lora import add_lora
 from agentrl.policy.model import Policy, load_pretrained, make_local_model
+from agentrl.report.card import write_card
 from agentrl.report.folder import RunFolder
 from agentrl.run.resume import newest_checkpoint
 
 
 def export(
-    recipe: Recipe, run: RunFolder, folder: Path, *, dtype: torch.dtype | None = None, only_adapter: bool = False
+    recipe: Recipe,
+    run: RunFolder,
+    folder: Path,
+    *,
+    dtype: torch.dtype | None = None,
+    only_adapter: bool = False,
+    name: str | None = None,
 ) -> None:
-    """Write a run's newest policy as a Hugging Face folder, or its adapters as a folder of peft's.
+    """Write a run's newest policy as a Hugging Face folder, or its adapters as a folder of peft's, with a model card.
 
     Neither environment nor engine is built.
+
+    Args:
+        recipe: of the run.
+        run: whose newest checkpoint it is.
+        folder: to make.
+        dtype: of the weights. None: as they were trained.
+        only_adapter: write the adapters alone.
+        name: under which the card says that the model is loaded. None: that of the folder.
 
     Raises:
         ConfigError: when the run has no checkpoint, or none that fits the recipe, or trains no adapter to write.
@@ -38,8 +54,17 @@ def export(
         raise ConfigError("this run trains no adapter (model.lora)")
     with checkpoint_errors(newest):
         load_weights(Policy(model), newest)
+
+    card = partial(
+        write_card,
+        run=run,
+        config=recipe.model_dump(mode="json"),
+        name=name or folder.resolve().name,
+        step=newest_step(run.checkpoints) or 0,
+        adapter=only_adapter,
+    )
     if only_adapter:
-        export_adapter(model, folder)
+        export_adapter(model, folder, also=card)
     else:
         tokenizer.chat_template = recipe.chat.exported_template(tokenizer)
-        export_model(model, tokenizer, folder, dtype=dtype)
+        export_model(model, tokenizer, folder, dtype=dtype, also=card)

@@ -1,0 +1,251 @@
+"""A model card, written from a run: the task, how it was trained, curves, and the evaluation with its intervals.
+
+What is private is left out (`report/public.py`); what environments and recipes say is escaped or fenced, so that it is text.
+"""
+
+import json
+import platform
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from agentrl.errors import UserError
+from agentrl.files import dump_yaml
+from agentrl.plain_data import printable
+from agentrl.report.docstring import first_line
+from agentrl.report.figure import draw, shown
+from agentrl.report.folder import RunFolder
+from agentrl.report.public import public
+from agentrl.report.records import groups_of, read_records
+from agentrl.rollout.evaluation import EvaluationConfig, evaluated
+from agentrl.rollout.intervals import Interval, wilson
+
+PICTURE = "curves.png"
+_HUB_MODEL = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
+_MEASURES = ("success", "score", "reward")
+_POINTS = 10
+"""Rows of the table of curves, where there is no picture."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measured:
+    """What an evaluation found in one environment."""
+
+    env_id: str
+    num_tasks: int
+    episodes: int
+    values: dict[str, float]
+    intervals: dict[str, Interval]
+
+
+def write_card(folder: Path, run: RunFolder, config: Mapping[str, Any], *, name: str, step: int, adapter: bool) -> None:
+    """Write `README.md`, and `curves.png` where matplotlib is installed.
+
+    Args:
+        folder: that is exported.
+        run: whose weights they are.
+        config: its recipe.
+        name: under which the model is going to be loaded.
+        step: of the weights.
+        adapter: whether the folder holds adapters alone.
+    """
+    rows = [row for row in run.metrics() if row["step"] <= step]
+    try:
+        draw(rows, shown(rows)).savefig(folder / PICTURE, dpi=120)
+        curves = f"![{', '.join(shown(rows))} over the steps]({PICTURE})"
+    except UserError:
+        curves = _table(_curve_rows(rows))
+    measured = measure(run, config, step=step)
+    text = "\n\n".join(
+        [
+            f"---\n{_header(config, measured, name=name, adapter=adapter)}---",
+            f"# {_escaped(name.rpartition('/')[2])}",
+            *_about(config),
+            "## Use",
+            _usage(name, config, adapter=adapter),
+            "## Training",
+            _table(_facts(config, step)),
+            f"<details><summary>The whole recipe</summary>\n\n{_fenced(_recipe(config), 'yaml')}\n\n</details>",
+            "## Curves",
+            curves,
+            "## Evaluation",
+            *_evaluation(measured, step),
+            f"Written by agentrl {version('agentrl')} with {_versions()}.",
+        ]
+    )
+    (folder / "README.md").write_text(text + "\n", encoding="utf-8")
+
+
+def measure(run: RunFolder, config: Mapping[str, Any], *, step: int) -> list[Measured]:
+    """Return what is known of the weights of a step: of the newest `agentrl eval`, else of the run's own evaluation."""
+    for file in sorted(run.evaluations.glob("evaluation-*.jsonl"), reverse=True):
+        records = list(read_records(file))
+        if records and records[0].step == step:
+            return list(_replayed(records, EvaluationConfig.model_validate(config["evaluation"])))
+    row = next((row for row in run.metrics() if row["step"] == step), {})
+    return list(_of_row(row, config))
+
+
+def _replayed(records: Sequence[Any], evaluation: EvaluationConfig) -> Iterator[Measured]:
+    env_ids = {record.group_id.rpartition("/")[0]: record.env_id for record in records}
+    for prefix, env_id in env_ids.items():
+        groups = groups_of(record for record in records if record.group_id.rpartition("/")[0] == prefix)
+        found = evaluated(groups, evaluation)
+        yield Measured(
+            env_id=env_id,
+            num_tasks=len(groups),
+            episodes=round(found.metrics["episodes"]),
+            values=_values(found.metrics),
+            intervals=found.intervals(),
+        )
+
+
+def _of_row(row: Mapping[str, float], config: Mapping[str, Any]) -> Iterator[Measured]:
+    envs = config["evaluation"]["env"] or {"": config["env"]}
+    for name, env in envs.items():
+        prefix = f"eval/{name}/" if name else "eval/"
+        values = {key.removeprefix(prefix): value for key, value in row.items() if key.startswith(prefix)}
+        if not (episodes := round(values.get("episodes", 0))):
+            continue
+        is_one_each = config["evaluation"]["samples"] == 1 and "success" in values
+        yield Measured(
+            env_id=env["id"],
+            num_tasks=round((episodes + values.get("failed", 0)) / config["evaluation"]["samples"]),
+            episodes=episodes,
+            values=_values(values),
+            intervals={"success": wilson(values["success"], episodes)} if is_one_each else {},
+        )
+
+
+def _values(metrics: Mapping[str, float]) -> dict[str, float]:
+    return {name: value for name, value in metrics.items() if name in _MEASURES or name.startswith("pass@")}
+
+
+def _header(config: Mapping[str, Any], measured: Sequence[Measured], *, name: str, adapter: bool) -> str:
+    from huggingface_hub import EvalResult, ModelCardData
+
+    results = [
+        EvalResult(
+            task_type="reinforcement-learning",
+            dataset_type=re.sub(r"[^\w.-]+", "-", _public(each.env_id)),
+            dataset_name=f"{_public(each.env_id)}, {each.num_tasks} evaluation tasks",
+            metric_type=measure,
+            metric_value=round(value, 6),
+            metric_name=_with_interval(measure, each.intervals.get(measure)),
+        )
+        for each in measured
+        for measure, value in each.values.items()
+    ]
+    data = ModelCardData(
+        library_name="peft" if adapter else "transformers",
+        pipeline_tag="text-generation",
+        tags=["agentrl", "reinforcement-learning", "agent"],
+        base_model=_base_model(config),
+        model_name=name.rpartition("/")[2],
+        eval_results=results or None,
+    )
+    return f"{data.to_yaml()}\n"
+
+
+def _about(config: Mapping[str, Any]) -> Iterator[str]:
+    env = config["env"]
+    base = _base_model(config)
+    made_from = f" from [{_escaped(base)}](https://huggingface.co/{base})" if base else ""
+    yield f"An agent for `{_code(env['id'])}`, trained{made_from} by multi-turn reinforcement learning with agentrl."
+    if line := first_line(env["id"]):
+        yield f"> {_escaped(line)}"
+    if env["options"]:
+        yield f"Options of the environment:\n\n{_fenced(dump_yaml(public(env['options'])), 'yaml')}"
+
+
+def _usage(name: str, config: Mapping[str, Any], *, adapter: bool) -> str:
+    model, tokenizer = json.dumps(name), json.dumps((_base_model(config) or "THE BASE MODEL") if adapter else name)
+    lines = ["from transformers import AutoModelForCausalLM, AutoTokenizer", ""]
+    kind = "AutoModelForCausalLM"
+    if adapter:
+        kind = "AutoPeftModelForCausalLM"
+        lines = [f"from peft import {kind}", "from transformers import AutoTokenizer", ""]
+    lines += [f"model = {kind}.from_pretrained({model})", f"tokenizer = AutoTokenizer.from_pretrained({tokenizer})"]
+    return _fenced("\n".join(lines), "python")
+
+
+def _facts(config: Mapping[str, Any], step: int) -> Iterator[tuple[str, ...]]:
+    loss, rollout, train, lora = config["loss"], config["rollout"], config["train"], config["model"]["lora"]
+    yield "field", "value"
+    yield "steps", f"{step} of {train['steps']}"
+    yield "credit", str(config["credit"]["scheme"])
+    yield "importance ratio", f"one for each {loss['unit']}"
+    yield "episodes of a step", f"{rollout['num_groups']} groups of {rollout['group_size']}"
+    yield "learning rate", f"{train['learning_rate']:g}, {train['optimizer']}"
+    if lora:
+        yield "adapters", f"of rank {lora['rank']}"
+    if config["warmup"]["steps"]:
+        yield "warm-up on demonstrations", f"{config['warmup']['steps']} steps"
+    yield "seed", str(config["seed"])
+
+
+def _recipe(config: Mapping[str, Any]) -> str:
+    return dump_yaml(public({name: value for name, value in config.items() if name not in ("run_dir", "report")}))
+
+
+def _curve_rows(rows: Sequence[dict[str, float]]) -> Iterator[tuple[str, ...]]:
+    names = shown(rows)
+    yield "step", *names
+    every = max(1, -(-len(rows) // _POINTS))
+    for row in [*rows[:-1:every], *rows[-1:]]:
+        yield f"{row['step']:.0f}", *(f"{row[name]:.4g}" if name in row else "" for name in names)
+
+
+def _evaluation(measured: Sequence[Measured], step: int) -> Iterator[str]:
+    if not measured:
+        yield f"These weights, of step {step}, were not evaluated."
+    for each in measured:
+        yield f"Of step {step}, in `{_code(each.env_id)}`: {each.num_tasks} evaluation tasks, {each.episodes} episodes."
+        rows = [("metric", "value", "95 % interval over tasks")]
+        for name, value in each.values.items():
+            interval = each.intervals.get(name)
+            rows.append((name, f"{value:.4g}", f"{interval.low:.4g} to {interval.high:.4g}" if interval else ""))
+        yield _table(rows)
+
+
+def _with_interval(name: str, interval: Interval | None) -> str:
+    return name if interval is None else f"{name} (95 % interval {interval.low:.4g} to {interval.high:.4g})"
+
+
+def _base_model(config: Mapping[str, Any]) -> str | None:
+    """Return the model of the Hub from which training began. None: a folder, or one made for the run."""
+    name = config["model"]["name_or_path"]
+    return name if name and _HUB_MODEL.fullmatch(name) and not Path(name).exists() else None
+
+
+def _versions() -> str:
+    packages = ", ".join(f"{name} {version(name)}" for name in ("transformers", "torch"))
+    return f"{packages} and Python {platform.python_version()}"
+
+
+def _public(text: str) -> str:
+    return printable(str(public(text)))
+
+
+def _code(text: str) -> str:
+    """Return text that stands between backticks."""
+    return " ".join(_public(text).replace("`", "'").split())
+
+
+def _escaped(text: str) -> str:
+    """Return text in which no character means anything to Markdown or HTML."""
+    return re.sub(r"([\\`*_{}\[\]<>()#+!|~&$])", r"\\\1", " ".join(_public(text).split()))
+
+
+def _fenced(text: str, language: str) -> str:
+    """Return text between fences that are longer than any in it."""
+    fence = "`" * max(3, 1 + max(map(len, re.findall("`+", text)), default=0))
+    return f"{fence}{language}\n{text.rstrip()}\n{fence}"
+
+
+def _table(rows: Iterator[tuple[str, ...]] | Sequence[tuple[str, ...]]) -> str:
+    head, *others = [[_escaped(cell) for cell in row] for row in rows]
+    return "\n".join(f"| {' | '.join(row)} |" for row in (head, ["---"] * len(head), *others))
