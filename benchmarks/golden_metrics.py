@@ -25,7 +25,13 @@ STEPS = 20
 
 
 def machine() -> dict[str, Any]:
-    return {"torch": torch.__version__, "cpu": torch.backends.cpu.get_cpu_capability()}
+    """Return what bits depend on: processors that can do the same add up in other orders."""
+    facts = {}
+    for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
+        name, _, value = line.partition(":")
+        facts[name.strip()] = value.strip()
+    processor = " ".join(facts.get(name, "?") for name in ("vendor_id", "cpu family", "model"))
+    return {"torch": torch.__version__, "cpu": torch.backends.cpu.get_cpu_capability(), "processor": processor}
 
 
 def train() -> list[dict[str, float]]:
