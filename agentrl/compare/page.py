@@ -11,7 +11,7 @@ from agentrl.report.html.page import write_page
 
 _BAND = 3
 """Seeds from which an interval is drawn: that of two hides everything else."""
-_STYLE = ".chart, .scroll { margin: 0 0 20px; }"
+_STYLE = ".chart, .scroll { margin: 0 0 20px; } .legend { margin: 16px 0 8px; } ul:not(.legend) { padding-left: 22px; }"
 
 
 def write_comparison(out: Path, comparisons: Sequence[Comparison], *, words: str | None = None) -> Path:

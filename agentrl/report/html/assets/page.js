@@ -309,7 +309,7 @@ function table(caption, columns, rows) {
     el(
       "table",
       {},
-      el("caption", {}, caption),
+      el("caption", {}, el("span", {}, caption)),
       el(
         "thead",
         {},

@@ -1,0 +1,80 @@
+"""The page of a comparison as a browser shows it, light and dark, narrow and wide."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from agentrl.compare.page import write_comparison
+from tests.compare.test_comparison import BASE, BETTER, compared, curve
+from tests.support.browser import Watched, browser, until
+
+LONG = "a recipe whose name does not fit into the window of a telephone, nor into a narrow column of a table"
+
+
+@pytest.fixture(scope="module")
+def chromium() -> Iterator[Any]:
+    with browser() as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    long = [curve(LONG, seed, [0.1, 0.2 + 0.05 * seed, 0.3]) for seed in range(4)]
+    return write_comparison(tmp_path_factory.mktemp("compare") / "compare.html", [compared(*BASE, *BETTER, *long)])
+
+
+@pytest.mark.parametrize("width", [390, 1400])
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_curves_names_and_numbers_are_seen(chromium: Any, page: Path, scheme: str, width: int) -> None:
+    context = chromium.new_context(viewport={"width": width, "height": 900}, color_scheme=scheme)
+    try:
+        watched = Watched(context.new_page())
+        found = watched.page
+        found.goto(page.as_uri())
+        until(found, "document.querySelector('.chart canvas') !== null")
+        assert found.evaluate("document.documentElement.scrollWidth") <= width
+        assert found.locator("li", has_text="better against base: better by 0.31").is_visible()
+        assert found.locator("tr", has_text="better - base").inner_text().split()[4] == "+0.310"
+        assert found.locator(".legend li").all_inner_texts() == ["base", "better", LONG]
+        for caption in found.locator("caption > span").all():
+            box = caption.bounding_box()
+            assert box["x"] >= 0
+            assert box["x"] + box["width"] <= width
+        drawn = found.evaluate(DRAWN)
+        names = ["surface", "curve-0", "curve-1", "curve-2"]
+        assert len({drawn["colors"][name] for name in names}) == len(names)
+        assert all(count > 20 for count in drawn["pixels"]), "each recipe's mean is drawn in the colour of the legend"
+        assert drawn["ground"] < 60 if scheme == "dark" else drawn["ground"] > 200
+        assert watched.errors == []
+        assert watched.requests == [page.as_uri()]
+    finally:
+        context.close()
+
+
+DRAWN = """
+() => {
+  const names = ["surface", "curve-0", "curve-1", "curve-2"];
+  const colors = Object.fromEntries(names.map((name) => [name, color(name)]));
+  const bytes = (text) => {
+    const pen = Object.assign(document.createElement("canvas"), { width: 1, height: 1 }).getContext("2d");
+    pen.fillStyle = text;
+    pen.fillRect(0, 0, 1, 1);
+    return [...pen.getImageData(0, 0, 1, 1).data];
+  };
+  const canvas = document.querySelector(".chart canvas");
+  const data = canvas.getContext("2d").getImageData(0, 0, canvas.width, canvas.height).data;
+  const count = ([r, g, b]) => {
+    let found = 0;
+    for (let at = 0; at < data.length; at += 4)
+      found += data[at + 3] > 250 && Math.abs(data[at] - r) + Math.abs(data[at + 1] - g) + Math.abs(data[at + 2] - b) < 12;
+    return found;
+  };
+  return {
+    colors,
+    pixels: names.slice(1).map((name) => count(bytes(colors[name]))),
+    ground: bytes(getComputedStyle(document.body).backgroundColor)[0],
+  };
+}
+"""
