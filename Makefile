@@ -10,7 +10,7 @@ ARGS ?=
 # cores: many tests wait for processes.
 WORKERS ?= 3
 
-.PHONY: train test check fields mutants clean
+.PHONY: train test check docs fields mutants clean
 
 train: $(VENV)/installed
 	$(BIN)/agentrl train $(RECIPE) $(ARGS)
@@ -23,6 +23,11 @@ check: $(VENV)/installed-dev
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	$(BIN)/python docs/build.py
+
+# The documents as a site, in .site/html; search needs a server: python -m http.server --directory .site/html
+docs: $(VENV)/installed-dev
+	$(BIN)/python docs/build.py
 
 # What tests hold up to date: the page of all fields, and the schema by which editors complete recipes.
 fields: $(VENV)/installed-dev
@@ -68,4 +73,4 @@ endif
 	touch $@
 
 clean:
-	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis .mutants
+	rm -rf $(VENV) .site .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis .mutants

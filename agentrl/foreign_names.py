@@ -23,7 +23,15 @@ FIELDS: dict[str, str] = {
     **dict.fromkeys(("max_completion_length", "max_new_tokens", "max_tokens"), "rollout.max_turn_tokens"),
     **dict.fromkeys(("max_response_length", "response_length"), "rollout.max_episode_tokens"),
     **dict.fromkeys(
-        ("max_prompt_length", "max_prompt_len", "max_seq_len", "max_seq_length", "max_length", "max_model_len"),
+        (
+            "max_prompt_length",
+            "max_prompt_len",
+            "max_seq_len",
+            "max_seq_length",
+            "max_length",
+            "max_model_len",
+            "seq_len",
+        ),
         "rollout.max_context_tokens (prompt and actions together)",
     ),
     "vllm_max_model_length": "rollout.max_context_tokens",

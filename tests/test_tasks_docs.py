@@ -1,27 +1,23 @@
-"""The examples of docs/tasks.md and docs/rewards.md, run as they stand."""
+"""What the examples of docs/tasks.md and docs/rewards.md come to; that all examples work: `test_docs.py`."""
 
 import importlib
-import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
 from agentrl import TaskEnv, tool_call
 from agentrl.config import load_recipe
-from agentrl.env.rewards.functions import load_rewards
-from agentrl.rollout import RolloutConfig
+from tests.support.docs import blocks
 
 DOCS = Path(__file__).parents[1] / "docs"
 EXAMPLES = DOCS.parent / "examples"
 
 
 def files(page: str) -> dict[str, str]:
-    text = (DOCS / page).read_text(encoding="utf-8")
-    return dict(re.findall(r"<!-- file: (\S+) -->\n```\w+\n(.*?)```", text, re.DOTALL))
+    return {block.file: block.text for block in blocks(DOCS / page) if block.file}
 
 
 @pytest.fixture
@@ -62,24 +58,6 @@ def test_the_functions_are_rewards(here: Path) -> None:
     rewards = ["my_rewards:polite", {"reward": "my_rewards:close", "scale": 20}, "my_rewards:as_trl_calls_it"]
     env = TaskEnv(tasks=[{"prompt": "?", "answer": "please"}], answer="answer", eval_share=0, rewards=rewards)
     assert played(env, "Please!") == {"polite": 1, "close": -1 / 20, "as_trl_calls_it": 0}
-
-
-def test_the_options_are_taken(here: Path) -> None:
-    (here / "my_rewards.py").write_text(files("rewards.md")["my_rewards.py"])
-    blocks = re.findall(r"<!-- options -->\n```yaml\n(.*?)```", (DOCS / "rewards.md").read_text(), re.DOTALL)
-    given = [yaml.safe_load(block) for block in blocks]
-    (rollout,) = [block for block in given if "group_rewards" in block]
-    assert [reward.label for reward in RolloutConfig.model_validate(rollout).group_rewards] == [
-        "shorter",
-        "overlong_tokens",
-    ]
-    found = [
-        load_rewards(block["rewards"], columns=["prompt"], has_answer=True) for block in given if "rewards" in block
-    ]
-    assert [[reward.name for reward in rewards] for rewards in found] == [
-        ["math", "format", "overlong", "polite"],
-        ["judge"],
-    ]
 
 
 def test_the_example_is_one_recipe_200_tasks_and_15_lines_of_rewards(monkeypatch: pytest.MonkeyPatch) -> None:
