@@ -74,16 +74,16 @@ def test_pages_are_read_and_searched_without_asking_anyone_else(
 def test_the_reference_has_docstrings_and_dead_links_end_the_build(tmp_path: Path, address: str) -> None:
     (tmp_path / "docs").mkdir()
     for name in ("build.py", "zensical.toml", "site.css"):
-        (tmp_path / "docs" / name).write_text((ROOT / "docs" / name).read_text())
+        (tmp_path / "docs" / name).write_text((ROOT / "docs" / name).read_text(encoding="utf-8"), encoding="utf-8")
     (tmp_path / "docs" / "design").mkdir()
-    settings = (tmp_path / "docs" / "zensical.toml").read_text()
+    settings = (tmp_path / "docs" / "zensical.toml").read_text(encoding="utf-8")
     head, _, tail = settings.partition("nav = [")
-    (tmp_path / "docs" / "zensical.toml").write_text(head + tail.partition("\n]\n")[2])
-    (tmp_path / "README.md").write_text("# Top\n\n[a](docs/page.md#here)\n")
+    (tmp_path / "docs" / "zensical.toml").write_text(head + tail.partition("\n]\n")[2], encoding="utf-8")
+    (tmp_path / "README.md").write_text("# Top\n\n[a](docs/page.md#here)\n", encoding="utf-8")
     page = tmp_path / "docs" / "page.md"
-    page.write_text("# Page\n\n## Here\n\n[code](build.py)\n")
+    page.write_text("# Page\n\n## Here\n\n[code](build.py)\n", encoding="utf-8")
     assert build(tmp_path / "site", tmp_path).returncode == 0
     assert (tmp_path / "site" / "html" / "build.py.html").is_file()
     for dead in ("[b](nowhere.md)", "[c](#there)", "![d](none.png)", "[e](../README.md#nope)", "::: agentrl.nothing"):
-        page.write_text(f"# Page\n\n## Here\n\n{dead}\n")
+        page.write_text(f"# Page\n\n## Here\n\n{dead}\n", encoding="utf-8")
         assert build(tmp_path / "site", tmp_path).returncode != 0, dead

@@ -23,8 +23,12 @@ QUICK = re.compile(
 )
 """Commands that are run."""
 _RUN = re.compile(r"runs/(compare/)?\w+-[\w…-]+|\bRUN(_FOLDER|\d)?\b")
-_EXTRAS = set(tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"])
-_TARGETS = {line.partition(":")[0] for line in (ROOT / "Makefile").read_text().splitlines() if re.match(r"\w+:", line)}
+_EXTRAS = set(tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["optional-dependencies"])
+_TARGETS = {
+    line.partition(":")[0]
+    for line in (ROOT / "Makefile").read_text(encoding="utf-8").splitlines()
+    if re.match(r"\w+:", line)
+}
 
 
 def commands(text: str) -> Iterator[tuple[list[str], str]]:
@@ -57,14 +61,14 @@ def check(words: list[str], comment: str, *, run: Path) -> None:
         is_again = [word == str(run) and word in given[:number] for number, word in enumerate(given)]
         _check_agentrl([word for word, again in zip(given, is_again, strict=True) if not again], comment)
     else:
-        assert program == "source", f"{program} is not known here: check it, or say why it is not run"
+        assert program in ("source", "trackio"), f"{program} is not known here: check it, or say why it is not run"
 
 
 def _check_agentrl(words: list[str], comment: str) -> None:
     for number, word in enumerate(words):
         if re.fullmatch(r"[\w-]+\.yaml", word) and not Path(word).exists():
-            recipe = (ROOT / "examples" / "calculator.yaml").read_text()
-            Path(word).write_text(recipe.replace("steps: 240", f"steps: {240 + number}"))
+            recipe = (ROOT / "examples" / "calculator.yaml").read_text(encoding="utf-8")
+            Path(word).write_text(recipe.replace("steps: 240", f"steps: {240 + number}"), encoding="utf-8")
     if comment.startswith("an error: "):
         with pytest.raises(ConfigError) as caught:
             load(Path(words[1]), words[2:])
