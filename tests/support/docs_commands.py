@@ -19,7 +19,7 @@ from agentrl.errors import ConfigError
 from tests.support.docs import ROOT
 
 QUICK = re.compile(
-    r"credit|fields|show(?!.*--faults)|report|export(?!.*--adapter)|eval|train runs/|envs$|envs (check|new|replay)"
+    r"credit|fields|show(?!.*--faults)|report|export(?!.*--(adapter|push))|eval|train runs/|envs$|envs (check|new|replay)"
 )
 """Commands that are run."""
 _RUN = re.compile(r"runs/(compare/)?\w+-[\w…-]+|\bRUN(_FOLDER|\d)?\b")
