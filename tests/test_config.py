@@ -449,7 +449,7 @@ def test_a_section_that_is_given_no_mapping_is_named(file: Path) -> None:
     assert message(file, "{}", "--rollout=text") == (
         "--rollout: expected JSON, such as {}; a field of it is --rollout.FIELD VALUE"
     )
-    assert message(file, "{}", f"--rollout={'[' * 3000}") == "command line: a value nests deeper than 200"
+    assert message(file, "{}", f"--rollout={'[' * 3000 + ']' * 3000}") == "command line: a value nests deeper than 200"
 
 
 def test_a_file_that_is_no_recipe_is_named(tmp_path: Path) -> None:

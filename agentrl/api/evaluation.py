@@ -6,7 +6,7 @@ from typing import Any
 
 from agentrl.api.given import sections
 from agentrl.api.notebook import without_running_loop
-from agentrl.api.target import Target, load, tokenizer_of, untrained
+from agentrl.api.target import Target, load, look_for_modules_here, tokenizer_of, untrained
 from agentrl.config import Recipe
 from agentrl.credit import Credit
 from agentrl.distributed.checkpoints import newest_step
@@ -40,6 +40,7 @@ def evaluate(
     Raises:
         UserError: for what cannot be carried out, naming the field and the fix.
     """
+    look_for_modules_here(target)
     recipe, run_dir = load(target, overrides, changes=sections({"env": env, "model": model, **others}))
     with without_running_loop():
         found, _ = evaluated(recipe, run_dir, console=Console(soft_wrap=True))

@@ -11,6 +11,7 @@ import numpy as np
 
 from agentrl.api.evaluation import evaluate
 from agentrl.api.given import sections
+from agentrl.api.target import look_for_modules_here
 from agentrl.env import MessageEnv, base_env
 from agentrl.env.config import EnvConfig
 from agentrl.errors import ConfigError, EnvironmentFailure
@@ -45,6 +46,7 @@ def play(
         UserError: for what cannot be carried out.
         EnvironmentFailure: where the endpoint does not answer, or the environment fails.
     """
+    look_for_modules_here(model)
     if endpoint is None:
         return _played_here(env, model, seed=seed, max_turns=max_turns, temperature=temperature)
     if env is None or not isinstance(model, str):

@@ -1,6 +1,7 @@
 """What a command or a function is told to work on: a recipe, or the folder of a run."""
 
 import re
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -37,6 +38,17 @@ def load(
     if path.is_dir():
         return _of_run(path, overrides, changes or {}), path
     return load_recipe(path, overrides, changes=changes), None
+
+
+def look_for_modules_here(target: Target) -> None:
+    """Let `module:Class` mean a file of the working directory also in a script that lies elsewhere, as commands do.
+
+    Not where that is a run's, of anyone.
+    """
+    here = Path.cwd()
+    is_of_run = isinstance(target, str | Path) and Path(target).is_dir() and here.is_relative_to(Path(target).resolve())
+    if str(here) not in sys.path and not is_of_run:
+        sys.path.append(str(here))
 
 
 def name_of(target: Target) -> str:

@@ -8,6 +8,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from itertools import chain, count
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from agentrl import registry
 from agentrl.api.given import sections
 from agentrl.api.notebook import without_running_loop
 from agentrl.api.progress import print_end, progress
-from agentrl.api.target import Target, load, name_of, tokenizer_of
+from agentrl.api.target import Target, load, look_for_modules_here, name_of, tokenizer_of
 from agentrl.api.trained_run import TrainedRun
 from agentrl.config import Recipe, plan
 from agentrl.distributed.checkpoints import newest_step
@@ -75,6 +76,7 @@ def train(
             f"{registry.importing[0]} trains while it is imported: put its agentrl.train(...) under `if __name__ == "
             '"__main__":`'
         )
+    look_for_modules_here(recipe)
     changes = sections({"env": env, "model": model, "credit": credit, **others})
     if processes != 1:
         return _launch(recipe, changes, overrides, processes=processes, on_step=on_step)
@@ -97,8 +99,10 @@ def with_run_dir(recipe: Recipe, run_dir: Path | None, *, name: str, is_main: bo
         ConfigError: where a run cannot begin there, or has more steps behind it than the recipe has.
     """
     if recipe.run_dir is None:
-        stamp = dt.datetime.now().strftime("%Y%m%d-%H%M%S")  # local time: a name for a person
-        return recipe.model_copy(update={"run_dir": Path("runs") / f"{name}-{stamp}"})
+        first = f"{name}-{dt.datetime.now():%Y%m%d-%H%M%S}"  # local time: a name for a person
+        names = chain([first], (f"{first}-{number}" for number in count(2)))  # a tiny run takes less than a second
+        free = next(path for name in names if not (path := Path("runs") / name).exists())
+        return recipe.model_copy(update={"run_dir": free})
     if run_dir is None:
         if is_main:
             RunFolder.check_free(recipe.run_dir)  # before the work of building a model

@@ -1,4 +1,5 @@
 import asyncio
+import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -9,6 +10,8 @@ import pytest
 
 import agentrl
 from agentrl import Credit, CreditScheme, ToolEnv, TrainedRun, TrajectoryGroup, registry, tool
+from agentrl.api.training import with_run_dir
+from agentrl.config import load_recipe
 from agentrl.errors import ConfigError, UserError
 from agentrl.learn.loss_config import LossConfig
 from tests.support.runs import SIZES
@@ -207,6 +210,36 @@ def test_naming_another_environment_or_scheme_drops_the_options_of_the_former() 
 
     recipe, _ = load("corridor", changes={"env": {"id": "key_door"}, "credit": {"scheme": "uniform"}})
     assert (recipe.env.options, recipe.credit) == ({}, {"scheme": "uniform"})
+
+
+def test_scripts_find_modules_of_the_working_directory_unless_it_is_a_runs(tmp_path: Path) -> None:
+    (tmp_path / "scripts").mkdir()
+    (tmp_path / "lies_here.py").write_text("from agentrl_envs.key_door import KeyDoor", encoding="utf-8")
+    script = """
+import agentrl
+try:
+    agentrl.play("lies_here:KeyDoor", {model!r}, endpoint="http://127.0.0.1:9/v1")
+except agentrl.AgentRLError as error:
+    print(error)
+"""
+    for model, words in (("any", "127.0.0.1"), (".", "cannot import 'lies_here'")):
+        (tmp_path / "scripts" / "play.py").write_text(script.format(model=model), encoding="utf-8")
+        command = [sys.executable, "scripts/play.py"]
+        told = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True, timeout=300).stdout
+        assert words in told
+
+
+def test_runs_that_begin_in_the_same_second_have_folders_of_their_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    paths = []
+    for _ in range(3):
+        path = with_run_dir(load_recipe({"env": {"id": "key_door"}}), None, name="doors").run_dir
+        assert path is not None
+        path.mkdir(parents=True)
+        paths.append(path)
+    assert len(set(paths)) == 3
 
 
 def test_a_script_that_trains_while_it_is_imported_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

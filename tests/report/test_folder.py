@@ -84,7 +84,7 @@ def test_metrics_are_in_the_file_as_soon_as_they_are_added(folder: RunFolder) ->
         (b'{"step": 1, "loss": "low"}', "loss: Input should be a valid number"),
         (b'{"loss": 1}', "it has no step"),
         (b"\xff\xfe{", "it is not UTF-8"),
-        (b"[" * 3000, "it nests deeper than 200"),
+        (b"[" * 3000 + b"]" * 3000, "it nests deeper than 200"),
         (b'{"step": ' + b"9" * 5000 + b"}", "Exceeds the limit"),
     ],
 )

@@ -297,7 +297,7 @@ def test_a_journal_that_cannot_be_read_says_where(tmp_path: Path) -> None:
         (sealed('{"kind": "ended"}'), "ended.trajectory: Field required"),
         (sealed('{"kind": "begun", "index": 1, "version": "x"}').replace("x", "0"), "it is damaged"),
         (sealed('{"kind": "dropped", "group": "train/000009", "counts": {}}'), "it does not follow on what was noted"),
-        (sealed("[" * 3000), "it nests deeper than 200"),
+        (sealed("[" * 3000 + "]" * 3000), "it nests deeper than 200"),
         ("\udcff", "it is damaged"),
     ):
         path.write_bytes((whole + line + "\n").encode(errors="surrogateescape"))
