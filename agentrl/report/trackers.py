@@ -8,7 +8,6 @@ import os
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 from uuid import uuid4
@@ -27,8 +26,10 @@ from agentrl.types import Message, Trajectory, TrajectoryGroup
 
 COLUMNS = ("step", "task", "reward", "ended by", "dialogue")
 """Of a table of rollouts."""
-_NUM_ROLLOUTS, _MAX_CHARACTERS = 8, 20_000
-"""Rollouts in a table, and the length of a dialogue in it."""
+_NUM_GROUPS, _OF_EACH = 4, 2
+"""Groups in a table, and rollouts of each."""
+_MAX_CHARACTERS = 20_000
+"""Of a dialogue."""
 _KEYS = TypeAdapter(dict[str, str])
 _PACKAGES = {"comet_ml": "comet-ml"}
 """What to install, where that is not the name."""
@@ -253,7 +254,7 @@ class Trackers:
     def add_rollouts(self, groups: Sequence[TrajectoryGroup], step: int) -> None:
         """Send a few rollouts of a step as a table, to those that have tables."""
         if self._live:
-            trajectories = islice((t for group in groups for t in group.trajectories), _NUM_ROLLOUTS)
+            trajectories = [t for group in groups[:_NUM_GROUPS] for t in group.trajectories[:_OF_EACH]]
             rows = [(step, t.group_id, t.reward, t.stop_reason.value, dialogue(t)) for t in trajectories]
             self._each(lambda tracker: tracker.add_table(RolloutTable(step, rows)))
 
