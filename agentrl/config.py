@@ -17,7 +17,7 @@ from agentrl.engine import EngineConfig
 from agentrl.engine.auto import AutoConfig as AutoEngineConfig
 from agentrl.env.config import EnvConfig
 from agentrl.errors import ConfigError
-from agentrl.files import MAX_DEPTH, parse_yaml
+from agentrl.files import MAX_DEPTH, nests_deeper, parse_yaml
 from agentrl.foreign_names import at_home, of_field
 from agentrl.learn.loss_config import LossConfig
 from agentrl.learn.signals import SignalsConfig
@@ -184,8 +184,12 @@ def _parse_overrides(arguments: Sequence[str]) -> dict[str, Any]:
         given: dict[str, Any] = source()
     except SettingsError as error:
         raise ConfigError(_wrong_options(str(error))) from error
-    except RecursionError as error:
-        raise ConfigError(f"command line: a value nests deeper than {MAX_DEPTH}") from error
+    except RecursionError:  # before Python 3.12; later ones read on
+        is_deep = True
+    else:
+        is_deep = nests_deeper(given, MAX_DEPTH)
+    if is_deep:
+        raise ConfigError(f"command line: a value nests deeper than {MAX_DEPTH}")
     return given
 
 
