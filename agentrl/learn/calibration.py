@@ -39,6 +39,10 @@ class Aim(NamedTuple):
     token: tuple[float, float]
     """Widths of units of one token, which bound those of longer ones."""
 
+    def bounds(self, length_U: Array) -> Array:
+        """Return the widest ranges of units of these lengths, below and above: (U, 2)."""
+        return np.outer(np.minimum(1, 2 / np.sqrt(length_U)), self.token)
+
     @classmethod
     def of(cls, config: LossConfig) -> "Aim":
         """Return what the loss section of a recipe asks."""
@@ -88,14 +92,14 @@ class Band(BaseModel):
 class Calibration(BaseModel):
     """The ranges' state, which a checkpoint holds.
 
-        width = m exp(g), between 1e-5 and b_u = token_width / sqrt(tokens of unit u)
+        width = m exp(g), between 1e-5 and b_u = token_width min(1, 2 / sqrt(tokens of unit u))
         m <- m + .1 (mean of min(|log s_u|, b_u) - m)                (the mean of all while these are fewer than ten)
         g <- g + .05 (share clipped - aim) / (k phi(k)),  k = the normal distribution's quantile at 1 - aim
 
     m follows the spread of log s_u. g begins at log(k sqrt(pi / 2)), where it would stay were they normal, and moves until
     the share of tokens of negative (positive) advantage that are clipped is the aim: a Newton step, a twentieth of it at a
-    time. b_u is how far a mean over independent tokens moves that may each move by the width of a token: it does not depend
-    on what the policy does, so that one that runs away cannot take its range along.
+    time. b_u is two standard deviations of a mean over independent tokens that each move by the width of a token: it does not
+    depend on what the policy does, so that one that runs away cannot take its range along.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -109,7 +113,7 @@ class Calibration(BaseModel):
         for key, alike_U in _alike(*units, by_length=aim.by_length):
             if (band := self._nearest(key)) is not None:
                 width_U2[alike_U] = band.spread * np.exp(band.gains)
-        bounded_U2 = width_U2.clip(NARROWEST, np.outer(1 / np.sqrt(units.length_U), aim.token))
+        bounded_U2 = width_U2.clip(NARROWEST, aim.bounds(units.length_U))
         return bounded_U2[:, 0], bounded_U2[:, 1]
 
     def after(self, shown: Shown, aim: Aim) -> "Calibration":
@@ -184,16 +188,15 @@ def _begun(aim: Aim) -> Band:
 
 
 def _next(band: Band, shown: Shown, aim: Aim) -> Band:
-    bound_U = max(aim.token) / np.sqrt(shown.length_U)
-    measured = float(np.minimum(np.abs(shown.log_ratio_U), bound_U).mean())
+    measured = float(np.minimum(np.abs(shown.log_ratio_U), aim.bounds(shown.length_U).max(axis=1)).mean())
     spread = band.spread + max(SPREAD_RATE, 1 / (band.num_minibatches + 1)) * (measured - band.spread)
     quantile = NormalDist().inv_cdf(1 - aim.clipped)
     gains = []
-    for gain, pushed_U, clipped_U, token_width in zip(
+    for gain, pushed_U, clipped_U, widest in zip(
         band.gains,
         (shown.down_U, shown.up_U),
         (shown.clipped_down_U, shown.clipped_up_U),
-        aim.token,
+        aim.bounds(shown.length_U.mean(keepdims=True))[0],
         strict=True,
     ):
         step = 0.0
@@ -201,7 +204,6 @@ def _next(band: Band, shown: Shown, aim: Aim) -> Band:
             excess = float(clipped_U.sum() / pushed_U.sum()) - aim.clipped
             step = GAIN_RATE * excess / (quantile * NormalDist().pdf(quantile))
         # Not beyond where widths are bounded: it would take as long to come back.
-        widest = token_width / sqrt(float(shown.length_U.mean()))
         moved = gain + min(max(step, -LARGEST_STEP), LARGEST_STEP)
         gains.append(min(max(moved, log(NARROWEST / spread)), log(widest / spread)))
     return Band(num_minibatches=band.num_minibatches + 1, spread=spread, gains=(gains[0], gains[1]))

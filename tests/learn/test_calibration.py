@@ -83,13 +83,13 @@ def test_a_policy_that_runs_away_takes_its_range_no_further_than_single_tokens_a
         log_ratio_U = rng.normal(size=NUM_UNITS) * 1e-3 * 2**step
         calibration = calibration.after(shown(log_ratio_U, length_U=length_U, calibration=calibration), AIM)
     low_U, high_U = calibration.widths(Units(np.zeros(1), np.full(1, 100.0)), AIM)
-    assert (low_U[0], high_U[0]) == pytest.approx((-log1p(-0.2) / 10, log1p(0.27) / 10))
+    assert (low_U[0], high_U[0]) == pytest.approx((-log1p(-0.2) / 5, log1p(0.27) / 5))
     for _ in range(40):  # and comes back with it
         calibration = calibration.after(
             shown(rng.normal(size=NUM_UNITS) * 1e-3, length_U=length_U, calibration=calibration), AIM
         )
     low_U, high_U = calibration.widths(Units(np.zeros(1), np.full(1, 100.0)), AIM)
-    assert low_U[0] < 0.02
+    assert low_U[0] < 0.04
 
 
 def test_a_single_unit_hardly_widens_the_range() -> None:
@@ -101,7 +101,7 @@ def test_a_single_unit_hardly_widens_the_range() -> None:
     log_ratio_U = rng.normal(size=NUM_UNITS) * 1e-3
     log_ratio_U[0] = 30.0
     calibration = calibration.after(shown(log_ratio_U, length_U=length_U, calibration=calibration), AIM)
-    assert calibration.widths(Units(np.zeros(1), np.full(1, 20.0)), AIM)[1][0] < 1.4 * before
+    assert calibration.widths(Units(np.zeros(1), np.full(1, 20.0)), AIM)[1][0] < 1.6 * before
 
 
 def test_each_staleness_has_its_range_and_one_never_seen_that_of_the_nearest() -> None:
