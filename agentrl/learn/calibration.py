@@ -19,10 +19,12 @@ from agentrl.learn.metrics import Tally
 Array = npt.NDArray[np.float64]
 Key = tuple[int, int]
 
-SPREAD_RATE, GAIN_RATE = 0.1, 0.05
+RATE = 0.1
 """Weight of the newest minibatch: in the spread, and in what corrects the range by the share that was clipped."""
 LARGEST_STEP = 0.5
 """Of that correction in one minibatch: it changes a width at most by a factor of 1.65."""
+SETTLED = 8
+"""Minibatches after which the spread is known well enough for a correction."""
 NARROWEST = 1e-5
 """Where widths end downwards: below it is what kernels round."""
 
@@ -94,10 +96,10 @@ class Calibration(BaseModel):
 
         width = m exp(g), between 1e-5 and b_u = token_width min(1, 2 / sqrt(tokens of unit u))
         m <- m + .1 (mean of min(|log s_u|, b_u) - m)                (the mean of all while these are fewer than ten)
-        g <- g + .05 (share clipped - aim) / (k phi(k)),  k = the normal distribution's quantile at 1 - aim
+        g <- g + .1 (share clipped - aim) / (k phi(k)) from the ninth on,  k = the normal distribution's quantile at 1 - aim
 
     m follows the spread of log s_u. g begins at log(k sqrt(pi / 2)), where it would stay were they normal, and moves until
-    the share of tokens of negative (positive) advantage that are clipped is the aim: a Newton step, a twentieth of it at a
+    the share of tokens of negative (positive) advantage that are clipped is the aim: a Newton step, a tenth of it at a
     time. b_u is two standard deviations of a mean over independent tokens that each move by the width of a token: it does not
     depend on what the policy does, so that one that runs away cannot take its range along.
     """
@@ -189,7 +191,7 @@ def _begun(aim: Aim) -> Band:
 
 def _next(band: Band, shown: Shown, aim: Aim) -> Band:
     measured = float(np.minimum(np.abs(shown.log_ratio_U), aim.bounds(shown.length_U).max(axis=1)).mean())
-    spread = band.spread + max(SPREAD_RATE, 1 / (band.num_minibatches + 1)) * (measured - band.spread)
+    spread = band.spread + max(RATE, 1 / (band.num_minibatches + 1)) * (measured - band.spread)
     quantile = NormalDist().inv_cdf(1 - aim.clipped)
     gains = []
     for gain, pushed_U, clipped_U, widest in zip(
@@ -200,9 +202,9 @@ def _next(band: Band, shown: Shown, aim: Aim) -> Band:
         strict=True,
     ):
         step = 0.0
-        if band.num_minibatches and pushed_U.any():
+        if band.num_minibatches >= SETTLED and pushed_U.any():
             excess = float(clipped_U.sum() / pushed_U.sum()) - aim.clipped
-            step = GAIN_RATE * excess / (quantile * NormalDist().pdf(quantile))
+            step = RATE * excess / (quantile * NormalDist().pdf(quantile))
         # Not beyond where widths are bounded: it would take as long to come back.
         moved = gain + min(max(step, -LARGEST_STEP), LARGEST_STEP)
         gains.append(min(max(moved, log(NARROWEST / spread)), log(widest / spread)))
