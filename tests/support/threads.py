@@ -1,5 +1,6 @@
 """What tests with threads need: threads that a test begins end with it."""
 
+import gc
 import threading
 import time
 from collections.abc import Callable
@@ -26,6 +27,8 @@ class Guard:
         """Release what hangs, wait for every thread started since, and return the names of those that do not end."""
         _is_over.set()
         deadline = time.monotonic() + timeout_s
+        if self._left():
+            gc.collect()  # a pool's threads end when nothing refers to it any more
         while (left := self._left()) and time.monotonic() < deadline:
             time.sleep(0.005)
         return left
