@@ -211,6 +211,7 @@ def update(
         behavior_T=sampled_KA[at],
         unit_T=unit_T,
         version_T=torch.zeros_like(unit_T),
+        trajectory_T=torch.from_numpy(trajectory_T),
     )
     result = policy_loss(
         row.logprobs()[at],

@@ -31,6 +31,8 @@ class LossColumns:
     """Ratio unit of each token."""
     version_T: Tensor
     """Policy version that sampled the token."""
+    trajectory_T: Tensor
+    """Number of the token's trajectory in the minibatch."""
 
     def of(self, micro: MicroBatch) -> "LossColumns":
         """Return the columns of a micro-batch's tokens; ratio units are numbered from 0 within it."""
@@ -41,6 +43,7 @@ class LossColumns:
             behavior_T=micro.take(self.behavior_T),
             unit_T=unit_T.to(micro.slot_T.device),
             version_T=micro.take(self.version_T),
+            trajectory_T=micro.take(self.trajectory_T),
         )
 
 
@@ -81,5 +84,6 @@ def make_batch(
         behavior_T=torch.from_numpy(behavior_T),
         unit_T=torch.from_numpy(unit_T),
         version_T=torch.from_numpy(version_T),
+        trajectory_T=torch.from_numpy(tokens.trajectory_T),
     )
     return Batch(tokens, columns)

@@ -23,7 +23,7 @@ from agentrl.errors import ConfigError, TrainingError
 from agentrl.learn.batch import LossColumns, make_batch
 from agentrl.learn.calibration import Aim, Shown, observed, range_metrics
 from agentrl.learn.loss_config import LossConfig
-from agentrl.learn.metrics import Tally, first_metrics, update_metrics
+from agentrl.learn.metrics import Tally, effective_samples, first_metrics, update_metrics
 from agentrl.learn.micro_batch_loss import micro_batch_loss, trust_region
 from agentrl.learn.minibatches import draw_minibatches
 from agentrl.learn.plan import MicroBatch, Planner
@@ -158,7 +158,8 @@ class Learner:
                         "train.learning_rate and resume from it"
                     )
                 if tally.grad_norm > 0:  # else AdamW would move by momentum alone, and forget how large gradients are
-                    state.optimizer.step()
+                    share = effective_samples(tally) if self._config.ess_scaling else 1.0
+                    tally = replace(tally, learning_rate=state.update(rate_factor=math.sqrt(share)))
                     num_updates += 1
                 state.optimizer.zero_grad()
                 tallies.append(tally)

@@ -62,6 +62,24 @@ def first_metrics(tally: Tally) -> dict[str, float]:
     }
 
 
+def effective_samples(tally: Tally) -> float:
+    """Return the effective sample size of a minibatch, as a share of its trajectories.
+
+        w_i = exp(sum over the tokens t of trajectory i of (policy_logprob_t - behavior_logprob_t))
+        share = (sum_i w_i)^2 / (I sum_i w_i^2)
+
+    1 where all trajectories weigh alike, 1 / I where one outweighs all others. Of the trajectories that were computed.
+
+    Source: Kong 1992; as a sign of a run about to collapse: VCPO, arXiv 2602.17616.
+    """
+    index_T = tally.column("trajectory_T").astype(np.int64)
+    sums_I = np.bincount(index_T, weights=tally.column("engine_difference_T"))[np.bincount(index_T) > 0]
+    if not len(sums_I):
+        return 1.0
+    weight_I = np.exp(sums_I - sums_I.max())
+    return float(weight_I.sum() ** 2 / (len(weight_I) * (weight_I**2).sum()))
+
+
 def update_metrics(tallies: Sequence[Tally], *, current_version: int) -> dict[str, float]:
     """Describe all minibatches of a step.
 
@@ -84,6 +102,7 @@ def update_metrics(tallies: Sequence[Tally], *, current_version: int) -> dict[st
         "ratio/spread": float(ratio_U.std()) if len(ratio_U) else 0.0,
         # Of the ratios that single tokens would have: what the unit averages out.
         "ratio/token_spread": float(np.exp(log_ratio_T).std()) if len(log_ratio_T) else 0.0,
+        "ratio/effective_samples": _mean([effective_samples(tally) for tally in tallies]),
         "clip/tokens": _mean(clipped_T),
         "clip/tokens_positive": _mean(clipped_T * (advantage_T > 0)),
         "clip/tokens_negative": _mean(clipped_T * (advantage_T < 0)),

@@ -73,6 +73,7 @@ def micro_batch_loss(
         log_ratio_T=result.log_ratio_T,
         engine_difference_T=policy_logprobs_T - columns.behavior_T,
         version_T=columns.version_T,
+        trajectory_T=columns.trajectory_T,
     )
     tally.loss += float(loss.detach())
     return loss

@@ -101,6 +101,16 @@ class PolicyState:
         """The rate of the next update."""
         return float(self.schedule.get_last_lr()[0])
 
+    def update(self, *, rate_factor: float = 1.0) -> float:
+        """Make an optimizer step at the schedule's rate times a factor, for this step alone; return the rate it had."""
+        for group in self.optimizer.param_groups:
+            group["lr"] *= rate_factor
+        rate = float(self.optimizer.param_groups[0]["lr"])
+        self.optimizer.step()
+        for group, scheduled in zip(self.optimizer.param_groups, self.schedule.get_last_lr(), strict=True):
+            group["lr"] = scheduled
+        return rate
+
     def advance_schedule(self) -> None:
         """Count a minibatch, skipped or not: a schedule then ends with the run, and a step begins at the same point in any."""
         with warnings.catch_warnings():  # torch expects each of its steps to follow one of the optimizer

@@ -44,6 +44,9 @@ class TrainConfig(BaseModel):
     warmup_minibatches: AmountOrZero = 0
     """Minibatches over which the learning rate rises from 0. Those without a gradient count, here and in the schedule: it is
     then at the same point of each step in any run, and ends with it."""
+    ess_scaling: bool = False
+    """Multiply the learning rate of each update by the square root of `ratio/effective_samples` of its minibatch: small where
+    few trajectories outweigh the rest, as among stale ones (VCPO)."""
     optimizer: OptimizerName = "adamw"
     """`adamw`: torch's. `adamw_8bit`, `paged_adamw`, `paged_adamw_8bit`: of bitsandbytes, for less memory."""
     gradient_checkpointing: Annotated[bool, MayChange()] = False

@@ -426,3 +426,14 @@ def test_staleness_is_that_of_all_minibatches() -> None:
     for tallies in ([old, new], [new, old]):
         metrics = update_metrics(tallies, current_version=5)
         assert (metrics["staleness/mean"], metrics["staleness/max"]) == (4 / 3, 3)
+
+
+def test_the_rate_follows_the_root_of_the_effective_sample_size_and_comes_back() -> None:
+    plain, scaled = (make_learner(num_minibatches=1, ess_scaling=is_scaled) for is_scaled in (False, True))
+    before = weights(plain)
+    first, second = (learner.update(GROUPS, CREDITS, version=1) for learner in (plain, scaled))
+    share = first["ratio/effective_samples"]
+    assert 1 / 12 <= share < 0.9
+    assert second["learning_rate"] == pytest.approx(1e-2 * share**0.5)
+    assert first["learning_rate"] == scaled.state.learning_rate == scaled.state.optimizer.param_groups[0]["lr"] == 1e-2
+    torch.testing.assert_close(weights(scaled) - before, (weights(plain) - before) * share**0.5, rtol=1e-3, atol=1e-6)

@@ -6,11 +6,12 @@ import threading
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
 from agentrl.credit import Credit
-from agentrl.learn.metrics import Tally, process_metrics, rollout_metrics
+from agentrl.learn.metrics import Tally, effective_samples, process_metrics, rollout_metrics
 from agentrl.testing import make_group
 from agentrl.types import StopReason
 
@@ -82,3 +83,23 @@ def test_what_an_environment_leaks_shows(tmp_path: Path) -> None:
     assert found["process/open_files"] - before["process/open_files"] == 6  # and the child's input
     assert found["process/children"] - before["process/children"] == 1
     assert found["process/memory_bytes"] - before["process/memory_bytes"] > 150_000_000
+
+
+def test_the_effective_sample_size_is_that_of_whole_trajectories_and_no_split_changes_it() -> None:
+    rng = np.random.default_rng(0)
+    difference_T, trajectory_T = torch.from_numpy(rng.normal(size=9)), torch.tensor([0, 0, 0, 2, 2, 5, 5, 5, 5])
+    weights = [float(difference_T[trajectory_T == i].sum().exp()) for i in (0, 2, 5)]
+    whole, first, second = Tally(), Tally(), Tally()
+    whole.add(engine_difference_T=difference_T, trajectory_T=trajectory_T)
+    first.add(engine_difference_T=difference_T[5:], trajectory_T=trajectory_T[5:])
+    second.add(engine_difference_T=difference_T[:5], trajectory_T=trajectory_T[:5])
+    expected = sum(weights) ** 2 / (3 * sum(weight**2 for weight in weights))
+    assert effective_samples(whole) == pytest.approx(expected, rel=1e-12)
+    assert effective_samples(Tally.joined([first, second])) == pytest.approx(expected, rel=1e-12)
+
+
+@pytest.mark.parametrize(("log_weights", "share"), [([-900, -900], 1), ([0, -800, -900, 900], 1 / 4), ([], 1)])
+def test_the_effective_sample_size_of_weights_beyond_all_numbers(log_weights: list[float], share: float) -> None:
+    tally = Tally()
+    tally.add(engine_difference_T=torch.tensor(log_weights), trajectory_T=torch.arange(len(log_weights)))
+    assert effective_samples(tally) == share

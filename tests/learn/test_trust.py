@@ -196,6 +196,7 @@ def test_a_recipe_gets_the_region_it_names(trust: str) -> None:
         behavior_T=f64(0, 0),
         unit_T=torch.tensor([0, 0]),
         version_T=torch.tensor([3, 3]),
+        trajectory_T=torch.tensor([0, 0]),
     )
     config = LossConfig(trust=trust)
     got = trust_region(config, columns, calibration=Calibration(), version=3)(ratios(0.3, -0.5, advantages_T=[1, -1]))

@@ -1,0 +1,256 @@
+"""GSPO and GRPO, trust regions and credit, on environments of few and of many turns: what `docs/evidence.md` quotes.
+
+    python -m benchmarks.evidence tune --out FILE [--jobs 2] [--envs ...] [--ratios ...] [--credits ...]
+    python -m benchmarks.evidence final --out FILE [--jobs 2] [...]
+    python -m benchmarks.evidence tell --out FILE
+
+For each environment and seed one policy is made and warmed up on poor demonstrations; each ratio with each credit scheme
+continues from that checkpoint: the same weights, the same first episodes, the same settings but for `loss:`, `credit:` and the
+learning rate.
+
+`tune` trains at each of `RATES` on the seeds 0 to 2; `final` at the rate whose area is largest there, for each environment,
+ratio and credit apart, on the seeds 10 to 19. `area` is the mean of held-out success over the evaluations after training
+began. A run has collapsed where its last success is below half of its best, and that was above .15.
+
+Results are appended to FILE as JSON lines, with what each step showed; what is in it under the same settings is not run
+again (take another file after a change of the mathematics). The last line printed by `tell` is JSON.
+"""
+
+import argparse
+import hashlib
+import json
+import multiprocessing
+import os
+import shutil
+import statistics
+import tempfile
+import time
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from pathlib import Path
+from typing import Any, NamedTuple, TypeAlias
+
+import torch
+
+from agentrl.config import Recipe, load_recipe
+from agentrl.distributed.checkpoints import checkpoints
+from agentrl.report.folder import RunFolder
+from agentrl.run import loop
+from agentrl.run.build import build
+from benchmarks.paper import new_model
+
+ROOT = Path(__file__).resolve().parents[1]
+Result: TypeAlias = dict[str, Any]
+"""One line of the results file."""
+
+TUNING_SEEDS, SEEDS = range(3), range(10, 20)
+RATES = (3e-4, 6e-4, 1.2e-3)
+COMMON = """
+    --train.schedule constant --train.num_minibatches 4 --train.checkpoint_every 1000
+    --evaluation.num_tasks 128 --report.rollouts_every 0
+"""
+_CALCULATOR = """
+    --warmup.steps 600 --warmup.learning_rate 2e-3 --warmup.num_demonstrations 3000 --warmup.skill 0.6
+    --rollout.num_groups 6 --train.steps 24 --evaluation.every 4
+"""
+SETTINGS = {
+    "key_door": (
+        "calculator",
+        """
+        --env.id key_door --env.options.num_boxes 6 --env.options.num_distractors 8 --env.options.key_reward 0
+        --env.options.noise 0.25
+        --model.local.hidden_size 64 --model.local.intermediate_size 192
+        --warmup.steps 800 --warmup.learning_rate 3e-3 --warmup.num_demonstrations 3000 --warmup.skill 0.35
+        --rollout.num_groups 4 --rollout.max_turns 12 --rollout.max_turn_tokens 24 --rollout.max_episode_tokens 320
+        --train.steps 24 --evaluation.every 4
+        """,
+    ),
+    "corridor": ("corridor", "--warmup.skill 0.4 --train.steps 12 --evaluation.every 2"),
+    "service_desk": ("service_desk", "--train.steps 40 --evaluation.every 8"),
+    "calculator": ("calculator", _CALCULATOR),
+    "calculator_moe": ("calculator", _CALCULATOR),
+}
+"""Each environment's recipe of examples/, and what changes in it."""
+RATIOS: dict[str, dict[str, Any]] = {
+    "grpo": {"unit": "token"},
+    "gspo, paper": {"unit": "trajectory"},
+    "gspo, fixed": {"unit": "trajectory", "clip_low": 2e-3, "clip_high": 2.7e-3},
+    "gspo, calibrated": {"unit": "trajectory", "trust": "calibrated"},
+    "gspo, token": {"unit": "trajectory", "trust": "token"},
+    "gspo, kernel": {"unit": "trajectory", "trust": "kernel"},
+}
+GAMMA = {"key_door": 1.0, "corridor": 0.8, "service_desk": 0.5, "calculator": 0.5, "calculator_moe": 0.5}
+KEPT = {
+    "reward": "reward/mean",
+    "entropy": "entropy",
+    "spread": "ratio/spread",
+    "token_spread": "ratio/token_spread",
+    "samples": "ratio/effective_samples",
+    "clipped": "clip/tokens",
+    "one_sided": "clip/units_one_sided",
+    "kl": "kl/behavior",
+    "gradient": "grad_norm",
+    "alike": "credit/zero_advantage",
+}
+"""Metrics of each step that a result keeps."""
+
+
+class Job(NamedTuple):
+    """One run."""
+
+    env: str
+    ratio: str
+    credit: str
+    rate: float
+    seed: int
+
+
+def credit_of(job: Job) -> dict[str, Any]:
+    gamma = GAMMA[job.env]
+    lam = {"scheme": job.credit, "gamma": gamma, "lam": 0.5}
+    return {"uniform": {"scheme": "uniform"}, "group_gae": lam, "ecpo": lam}[job.credit]
+
+
+def make_recipe(job: Job, *, run_dir: Path, model: Path | None, more: Sequence[str] = ()) -> Recipe:
+    name, changes = SETTINGS[job.env]
+    options = [*COMMON.split(), *changes.split(), "--seed", str(job.seed), "--run_dir", str(run_dir), *more]
+    recipe = load_recipe(ROOT / "examples" / f"{name}.yaml", options).model_dump()
+    recipe |= {"credit": credit_of(job), "loss": RATIOS[job.ratio]}
+    recipe["train"] |= {"learning_rate": job.rate}
+    if model is not None:
+        recipe["model"] = {"name_or_path": str(model)}
+    return Recipe.model_validate(recipe)
+
+
+def fingerprint(job: Job) -> str:
+    """Name the settings of a result: what is written down, so that a recipe's further field changes nothing."""
+    name, changes = SETTINGS[job.env]
+    recipe = (ROOT / "examples" / f"{name}.yaml").read_text(encoding="utf-8")
+    settings = [recipe, COMMON.split(), changes.split(), RATIOS[job.ratio], credit_of(job)]
+    return hashlib.sha256(json.dumps(settings).encode()).hexdigest()[:16]
+
+
+def train(recipe: Recipe, folder: RunFolder | None) -> list[dict[str, float]]:
+    with build(recipe, tokenizer_folder=None if folder is None else folder.tokenizer) as parts:
+        return loop.train(parts, folder)[1]
+
+
+def write_mixture(job: Job, folder: Path) -> Path:
+    """Write a mixture of experts that has the tokenizer of the dense policy; return where."""
+    with build(make_recipe(job, run_dir=folder / "dense", model=None), tokenizer_folder=None) as parts:
+        tokenizer = parts.tokenizer
+    new_model("moe", tokenizer).save_pretrained(folder / "moe")
+    tokenizer.save_pretrained(folder / "moe")
+    return folder / "moe"
+
+
+def train_all(jobs: Sequence[Job], out: Path) -> None:
+    """Warm up once, then make each of these runs of one environment and seed from there; append their results."""
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary)
+        model = write_mixture(jobs[0], folder) if jobs[0].env.endswith("moe") else None
+        warm = folder / "warm"
+        train(make_recipe(jobs[0], run_dir=warm, model=model, more=["--train.steps", "1"]), None)
+        _, after_a_step = checkpoints(warm / "checkpoints")
+        shutil.rmtree(after_a_step)  # what resumes from a copy now starts right after the warm-up
+        for job in jobs:
+            run_dir = folder / "run"
+            shutil.copytree(warm, run_dir)
+            begin = time.perf_counter()
+            rows = train(make_recipe(job, run_dir=run_dir, model=model), RunFolder.open(run_dir))
+            seconds = time.perf_counter() - begin
+            shutil.rmtree(run_dir)
+            result = job._asdict() | {"settings": fingerprint(job), "seconds": round(seconds)} | figures(rows)
+            with out.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(result) + "\n")
+            curve = " ".join(f"{success:.2f}" for success in result["curve"])
+            print(
+                f"{job.env:14} {job.ratio:16} {job.credit:9} {job.rate:<6g} seed {job.seed:2} {curve} ({seconds:.0f} s)",
+                flush=True,
+            )
+
+
+def figures(rows: Sequence[dict[str, float]]) -> Result:
+    # An evaluation in which no episode came to its end reports no success: there was none.
+    evaluated = [row for row in rows if "eval/episodes" in row]
+    curve = [row.get("eval/success", 0.0) for row in evaluated]
+    steps = {name: [float(f"{row[metric]:.4g}") for row in rows if row["step"] > 0] for name, metric in KEPT.items()}
+    return {"at": [int(row["step"]) for row in evaluated], "curve": curve, "steps": steps}
+
+
+def read_results(out: Path) -> dict[Job, Result]:
+    """Return the results under today's settings."""
+    lines = out.read_text(encoding="utf-8").splitlines() if out.is_file() else []
+    found = {Job(*(result[name] for name in Job._fields)): result for result in map(json.loads, lines)}
+    return {
+        job: result
+        for job, result in found.items()
+        if job.env in SETTINGS and job.ratio in RATIOS and result["settings"] == fingerprint(job)
+    }
+
+
+def area(result: Result) -> float:
+    return statistics.mean(result["curve"][1:])
+
+
+def has_collapsed(result: Result) -> bool:
+    best = max(result["curve"])
+    return bool(best > 0.15 and result["curve"][-1] < best / 2)
+
+
+def best_rate(known: dict[Job, Result], env: str, ratio: str, credit: str) -> float | None:
+    """Return the rate that was best on the tuning seeds; None where one was not tried on all of them."""
+    means = {}
+    for rate in RATES:
+        jobs = [Job(env, ratio, credit, rate, seed) for seed in TUNING_SEEDS]
+        if any(job not in known for job in jobs):
+            return None
+        means[rate] = statistics.mean(area(known[job]) for job in jobs)
+    return max(means, key=means.__getitem__)
+
+
+def run(wanted: Iterable[Job], out: Path, *, num_jobs: int) -> None:
+    """Make the runs that are missing, by environment and seed."""
+    known = read_results(out)
+    missing: dict[tuple[str, int], list[Job]] = {}
+    for job in wanted:
+        if job not in known:
+            missing.setdefault((job.env, job.seed), []).append(job)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(num_jobs, mp_context=context, max_tasks_per_child=1) as pool:
+        for future in as_completed([pool.submit(train_all, jobs, out) for jobs in missing.values()]):
+            future.result()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("part", choices=["tune", "final", "tell"])
+    parser.add_argument("--out", type=Path, required=True, help="results, one JSON line each; appended to")
+    parser.add_argument("--jobs", type=int, default=2, help="processes, of one thread each")
+    parser.add_argument("--envs", nargs="+", choices=list(SETTINGS), default=list(SETTINGS))
+    parser.add_argument("--ratios", nargs="+", choices=list(RATIOS), default=list(RATIOS))
+    parser.add_argument("--credits", nargs="+", default=["uniform", "group_gae", "ecpo"])
+    parser.add_argument("--seeds", type=int, nargs="+", help="others than those of the part")
+    options = parser.parse_args()
+    os.environ["OMP_NUM_THREADS"] = "1"
+    rows = [(env, ratio, credit) for env in options.envs for ratio in options.ratios for credit in options.credits]
+    if options.part == "tune":
+        seeds = options.seeds or TUNING_SEEDS
+        wanted = [Job(*row, rate, seed) for row in rows for seed in seeds for rate in RATES]
+    else:
+        known = read_results(options.out)
+        rates = {row: best_rate(known, *row) for row in rows}
+        wanted = [
+            Job(*row, rate, seed)
+            for row, rate in rates.items()
+            if rate is not None
+            for seed in options.seeds or SEEDS
+        ]
+    if options.part != "tell":
+        run(wanted, options.out, num_jobs=options.jobs)
+
+
+if __name__ == "__main__":
+    main()
