@@ -107,8 +107,8 @@ class Job(NamedTuple):
 
 def credit_of(job: Job) -> dict[str, Any]:
     gamma = GAMMA[job.env]
-    lam = {"scheme": job.credit, "gamma": gamma, "lam": 0.5}
-    return {"uniform": {"scheme": "uniform"}, "group_gae": lam, "ecpo": lam}[job.credit]
+    settings = {} if job.credit == "uniform" else {"gamma": gamma, "lam": 0.5}
+    return {"scheme": job.credit, **settings}
 
 
 def make_recipe(job: Job, *, run_dir: Path, model: Path | None, more: Sequence[str] = ()) -> Recipe:
@@ -191,7 +191,7 @@ def read_results(out: Path) -> dict[Job, Result]:
 
 
 def area(result: Result) -> float:
-    return statistics.mean(result["curve"][1:])
+    return float(statistics.mean(result["curve"][1:]))
 
 
 def has_collapsed(result: Result) -> bool:
@@ -243,10 +243,7 @@ def main() -> None:
         known = read_results(options.out)
         rates = {row: best_rate(known, *row) for row in rows}
         wanted = [
-            Job(*row, rate, seed)
-            for row, rate in rates.items()
-            if rate is not None
-            for seed in options.seeds or SEEDS
+            Job(*row, rate, seed) for row, rate in rates.items() if rate is not None for seed in options.seeds or SEEDS
         ]
     if options.part != "tell":
         run(wanted, options.out, num_jobs=options.jobs)

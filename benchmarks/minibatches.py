@@ -45,9 +45,10 @@ from torch import Tensor
 from agentrl.config import Recipe, load_recipe
 from agentrl.credit import Credit
 from agentrl.distributed.checkpoints import checkpoints
-from agentrl.learn.learner import Before, CreditedMinibatch, Learner, TrainingPass
+from agentrl.learn.learner import CreditedMinibatch, Learner, TrainingPass
 from agentrl.learn.loss_config import LossConfig
 from agentrl.learn.metrics import Tally
+from agentrl.learn.micro_batch_loss import Before
 from agentrl.learn.minibatches import Minibatch, draw_minibatches
 from agentrl.learn.policy_state import PolicyState
 from agentrl.learn.train_config import TrainConfig

@@ -10,6 +10,7 @@ import threading
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from itertools import chain
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -22,9 +23,10 @@ from agentrl.distributed.processes import all_gather
 from agentrl.errors import ConfigError, TrainingError
 from agentrl.learn.batch import LossColumns, make_batch
 from agentrl.learn.calibration import Aim, Shown, observed, range_metrics
+from agentrl.learn.kept_versions import KeptVersions
 from agentrl.learn.loss_config import LossConfig
-from agentrl.learn.metrics import Tally, effective_samples, first_metrics, update_metrics
-from agentrl.learn.micro_batch_loss import micro_batch_loss, trust_region
+from agentrl.learn.metrics import Tally, anchor_metrics, effective_samples, first_metrics, update_metrics
+from agentrl.learn.micro_batch_loss import Before, Earlier, micro_batch_loss, trust_region
 from agentrl.learn.minibatches import draw_minibatches
 from agentrl.learn.plan import MicroBatch, Planner
 from agentrl.learn.policy_state import PolicyState
@@ -54,14 +56,6 @@ class TrainingPass(NamedTuple):
     """Of the micro-batch's tokens."""
 
 
-class Before(NamedTuple):
-    """What a pass gave before the first update, where that is needed."""
-
-    logprobs_T: Tensor | None = None
-    experts_JPX: Tensor | None = None
-    """Of the model's J routers at each slot, in a mixture of experts."""
-
-
 class Learner:
     """How a step's credited groups update the policy.
 
@@ -84,7 +78,10 @@ class Learner:
         self.state = state
         self.notes = TokenNotes()
         """What the newest update computed of each token."""
-        self._accelerator, self._loss, self._config = state.accelerator, loss, config
+        self.kept = KeptVersions(state.policy.parameters(), most=loss.kept_versions if loss.anchor == "sampled" else 0)
+        """Weights of the versions before, by which stale tokens are compared."""
+        self.loss = loss
+        self._accelerator, self._config = state.accelerator, config
         self._temperature, self._seed = temperature, seed
         policy = state.policy
         self._layout = policy.layout
@@ -134,7 +131,9 @@ class Learner:
         """
         minibatches = self.draw(groups, credits, version=version)
         plans = [self.plan(minibatch) for minibatch in minibatches]
-        befores = self._before(plans)
+        befores = self._before(plans, version=version)
+        known = {version, *self.kept.versions}
+        self.kept.keep(version)
         state = self.state
         state.wrapped.train()
         tallies: list[Tally] = []
@@ -145,9 +144,9 @@ class Learner:
         for index, plan in enumerate(plans):
             if plan:
                 tally, first_experts = self.add_gradients(plan, befores[index], version=version, cancelled=cancelled)
-                if self._loss.trust == "calibrated":
+                if self.loss.trust == "calibrated":
                     shown.append(observed(tally, version=version))
-                    state.calibration = state.calibration.after(shown[-1], Aim.of(self._loss))
+                    state.calibration = state.calibration.after(shown[-1], Aim.of(self.loss))
                 self.notes.add(minibatches[index].pairs, tally)
                 is_current = not (version - tally.column("version_T")).any()
                 if index == 0 and is_current and check_agreement is not None:
@@ -167,10 +166,11 @@ class Learner:
                     of_experts = self._changed_experts(first_experts[0], plan[0].micro)
             state.advance_schedule()
         tallies = tallies or [Tally()]
+        of_anchor = anchor_metrics(tallies, known=known) if self.loss.anchor == "sampled" else {}
         skipped = {"skipped_minibatches": float(len(plans) - num_updates)}
         of_ranges = range_metrics(state.calibration, shown) if shown else {}
         metrics = update_metrics(tallies, current_version=version) | first_metrics(tallies[0]) | skipped
-        return metrics | of_ranges | of_experts
+        return metrics | of_anchor | of_ranges | of_experts
 
     def draw(
         self, groups: Sequence[TrajectoryGroup], credits: Sequence[Sequence[Credit]], *, version: int
@@ -182,7 +182,7 @@ class Learner:
             for trajectory, credit in zip(group.trajectories, of_group, strict=True)
             if not trajectory.failed and credit.keep_T.any()
         ]
-        has_kl = self._loss.kl_coefficient > 0
+        has_kl = self.loss.kl_coefficient > 0
         drawn = draw_minibatches(
             [number for number, _, _ in trained],
             has_gradient_I=[has_kl or bool(credit.advantages_T[credit.keep_T].any()) for _, _, credit in trained],
@@ -196,7 +196,7 @@ class Learner:
 
     def plan(self, minibatch: CreditedMinibatch) -> list[TrainingPass]:
         """Return this process's passes over a minibatch."""
-        loss = self._loss
+        loss = self.loss
         tokens, columns = make_batch(
             [trajectory for trajectory, _ in minibatch.pairs],
             [credit for _, credit in minibatch.pairs],
@@ -247,13 +247,13 @@ class Learner:
         """
         return nullcontext() if is_last or self.state.is_sharded else self._accelerator.no_sync(self.state.wrapped)
 
-    def _before(self, plans: list[list[TrainingPass]]) -> list[list[Before]]:
+    def _before(self, plans: list[list[TrainingPass]], *, version: int) -> list[list[Before]]:
         """Return what each pass gives before the first update, by the same plan and precision as in training.
 
         Nothing for the first minibatch: there the policy itself is the anchor, exactly, whatever the noise of a second pass.
         """
         nothing = [[Before() for _ in plan] for plan in plans]
-        if self._loss.anchor == "behavior":
+        if self.loss.anchor == "behavior":
             return nothing
         self.state.wrapped.train()
         later = []
@@ -262,9 +262,37 @@ class Learner:
             for micro, _ in plan:
                 with torch.no_grad(), self._routing(Before()) as experts:
                     logprobs_T = self._forward(self.state.wrapped, micro)[0]
-                found.append(Before(logprobs_T, experts[0].cpu() if self._loss.routing_replay else None))
+                experts_JPX = experts[0].cpu() if self.loss.routing_replay else None
+                found.append(Before(logprobs_T, experts_JPX=experts_JPX))
             later.append(found)
-        return nothing[:1] + later
+        befores = nothing[:1] + later
+        return self._with_earlier(plans, befores, version=version) if self.loss.anchor == "sampled" else befores
+
+    def _with_earlier(
+        self, plans: list[list[TrainingPass]], befores: list[list[Before]], *, version: int
+    ) -> list[list[Before]]:
+        """Add log-probabilities of tokens of earlier versions under the weights that sampled them.
+
+        The engine's, where those weights are not kept.
+        """
+        passes = list(chain(*plans))
+        logprobs = [columns.behavior_T.clone() for _, columns in passes]
+        own = {int(earlier) for _, columns in passes for earlier in columns.version_T.unique()}
+        for earlier in sorted(set(chain(*all_gather([own]))) & self.kept.versions - {version}):
+            with self.kept.at(earlier), torch.no_grad():
+                for (micro, columns), logprobs_T in zip(passes, logprobs, strict=True):
+                    is_its_own_T = columns.version_T == earlier
+                    if self.state.is_sharded or is_its_own_T.any():  # a pass over shards takes all processes
+                        recomputed_T = self._forward(self.state.wrapped, micro)[0]
+                        logprobs_T[is_its_own_T] = recomputed_T[is_its_own_T].to(logprobs_T.dtype)
+        found = iter(zip(passes, logprobs, strict=True))
+        return [
+            [
+                before._replace(earlier=Earlier(columns.version_T != version, logprobs_T))
+                for before, ((_, columns), logprobs_T) in zip(of_minibatch, found, strict=False)
+            ]
+            for of_minibatch in befores
+        ]
 
     def _routing(self, before: Before) -> AbstractContextManager[list[Tensor]]:
         """Return a context in which the experts of each pass are noted, and are those of before where these are known."""
@@ -291,16 +319,16 @@ class Learner:
         logprobs_T, entropy_T = self._forward(self.state.wrapped, micro)
         tally.add(entropy_T=entropy_T, token_T=torch.from_numpy(micro.token_T))
         reference_T = None
-        if self.state.reference is not None and self._loss.kl_coefficient > 0:
+        if self.state.reference is not None and self.loss.kl_coefficient > 0:
             with torch.no_grad():
                 reference_T, _ = self._forward(self.state.reference, micro)
         return micro_batch_loss(
             logprobs_T,
             columns,
-            config=self._loss,
+            config=self.loss,
             tally=tally,
-            trust=trust_region(self._loss, columns, calibration=self.state.calibration, version=version),
-            proximal_logprobs_T=before.logprobs_T,
+            trust=trust_region(self.loss, columns, calibration=self.state.calibration, version=version),
+            before=before,
             reference_logprobs_T=reference_T,
         )
 

@@ -6,6 +6,7 @@ from typing import Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, model_validator
 
 from agentrl.learn.token_weights import Aggregation, RatioUnit
+from agentrl.types import Count
 
 Trust = Literal["fixed", "calibrated", "token", "kernel"]
 """What ends the push on a token."""
@@ -69,12 +70,16 @@ class LossConfig(BaseModel):
     (`token-mean`), or 1 / (number of trajectories * constant_length) (`constant`)."""
     constant_length: int | None = Field(default=None, gt=0)
     """Tokens by which `aggregation: constant` divides, and no other, in place of each trajectory's own length."""
-    anchor: Literal["behavior", "recomputed"] = "behavior"
+    anchor: Literal["behavior", "recomputed", "sampled"] = "behavior"
     """Denominator of the ratio: `behavior`, the log-probabilities recorded by the engine at sampling; `recomputed`, the
-    trainer's own before the first update on the batch."""
+    trainer's own before the first update on the batch; `sampled`, the trainer's own under the weights that sampled each
+    token, so that the ratio holds its staleness, and nothing of the engine."""
+    kept_versions: Count = 4
+    """Of `anchor: sampled`: policy versions whose trained weights stay in the host's memory. Tokens of older ones are compared
+    with the engine's log-probabilities (`staleness/unkept`)."""
     mismatch: Literal["off", "truncate", "mask"] = "off"
-    """What to do about units whose engine and trainer disagree, where `anchor: recomputed` leaves the engine out of the
-    ratio: weigh them by exp(mean of recomputed - engine log-probabilities), `truncate`d at the limit, or `mask`ed beyond
+    """What to do about units whose engine and trainer disagree, where `anchor: recomputed` or `sampled` leaves the engine out
+    of the ratio: weigh them by exp(mean of anchor - engine log-probabilities), `truncate`d at the limit, or `mask`ed beyond
     it."""
     mismatch_limit: float = Field(default=2.0, gt=1)
     """Largest weight (and, for `mask`, one over the smallest)."""
@@ -113,7 +118,7 @@ class LossConfig(BaseModel):
         if self.mismatch != "off" and self.anchor == "behavior":
             raise ValueError(
                 f"mismatch: {self.mismatch} corrects what anchor: behavior has in its ratio already; "
-                "set anchor: recomputed, or mismatch: off"
+                "set anchor: recomputed or sampled, or mismatch: off"
             )
         return self
 
@@ -122,8 +127,14 @@ class LossConfig(BaseModel):
         if self.routing_replay and self.anchor == "behavior":
             raise ValueError(
                 "routing_replay: true sets the trainer's experts, and anchor: behavior compares with the engine's; set "
-                "anchor: recomputed"
+                "anchor: recomputed or sampled"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _check_kept_versions(self) -> Self:
+        if "kept_versions" in self.model_fields_set and self.anchor != "sampled":
+            raise ValueError(f"kept_versions: is only used by anchor: sampled, got anchor: {self.anchor}; remove it")
         return self
 
     def clip_range(self) -> tuple[float, float]:

@@ -5,7 +5,7 @@ lockstep.
 `T` trained tokens of a minibatch, `U` ratio units.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -78,6 +78,28 @@ def effective_samples(tally: Tally) -> float:
         return 1.0
     weight_I = np.exp(sums_I - sums_I.max())
     return float(weight_I.sum() ** 2 / (len(weight_I) * (weight_I**2).sum()))
+
+
+def anchor_metrics(tallies: Sequence[Tally], *, known: Collection[int]) -> dict[str, float]:
+    """Take the ratio to the engine apart, with `anchor: sampled`: the engine under the same weights, and staleness.
+
+        policy - behavior  =  (policy - anchor)  +  (anchor - behavior)        log-probabilities
+                               staleness            mismatch
+
+    `staleness/difference` is the mean |policy - anchor| of the first minibatch, before the first update, and
+    `mismatch/difference` the mean |anchor - behavior| of the tokens whose anchor the trainer recomputed, in nats.
+    `staleness/unkept` is the share of the others: the weights of their versions are not `known` any more.
+    """
+    difference_T, log_ratio_T, version_T = (
+        np.concatenate([tally.column(name) for tally in tallies])
+        for name in ("engine_difference_T", "log_ratio_T", "version_T")
+    )
+    kept_T = np.isin(version_T, list(known))
+    return {
+        "staleness/difference": _mean(np.abs(tallies[0].column("log_ratio_T"))),
+        "staleness/unkept": 1 - _mean(kept_T) if len(kept_T) else 0.0,
+        "mismatch/difference": _mean(np.abs(difference_T - log_ratio_T)[kept_T]),
+    }
 
 
 def update_metrics(tallies: Sequence[Tally], *, current_version: int) -> dict[str, float]:

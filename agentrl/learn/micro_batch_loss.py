@@ -1,9 +1,11 @@
 """The loss of one micro-batch as a recipe's loss section puts it together, and what it shows.
 
-`T` trained tokens of the micro-batch, `U` ratio units.
+`T` trained tokens of the micro-batch, `U` ratio units; `P` slots of its pass, `J` routers of a mixture of experts, `X`
+experts that each chooses at a slot.
 """
 
 from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,6 +18,24 @@ from agentrl.learn.metrics import Tally
 from agentrl.learn.trust import TrustRegion, fixed, is_rejected, kernel, rejecting, token
 
 
+class Earlier(NamedTuple):
+    """Tokens that versions before the present one sampled, under the weights of those."""
+
+    is_earlier_T: Tensor
+    logprobs_T: Tensor
+    """Of the others, whatever."""
+
+
+class Before(NamedTuple):
+    """What a pass gave before the first update, where that is needed."""
+
+    logprobs_T: Tensor | None = None
+    """None: the policy has not been updated yet, and they are its own."""
+    earlier: Earlier | None = None
+    experts_JPX: Tensor | None = None
+    """Of the model's J routers at each slot, in a mixture of experts."""
+
+
 def micro_batch_loss(
     policy_logprobs_T: Tensor,
     columns: LossColumns,
@@ -23,7 +43,7 @@ def micro_batch_loss(
     config: LossConfig,
     tally: Tally,
     trust: TrustRegion,
-    proximal_logprobs_T: Tensor | None = None,
+    before: Before,
     reference_logprobs_T: Tensor | None = None,
 ) -> Tensor:
     """Return a micro-batch's share of the loss of its global batch, and add what it shows to the tally.
@@ -34,12 +54,14 @@ def micro_batch_loss(
         config: ratio, clip, corrections.
         tally: of the minibatch.
         trust: of the micro-batch (`trust_region`).
-        proximal_logprobs_T: those before the first update. None: the policy has not been updated yet, and they are its own.
+        before: log-probabilities before the first update.
         reference_logprobs_T: the KL target's. None: no divergence is added.
     """
     weight_T, anchor_T = columns.weight_T, columns.behavior_T
-    if config.anchor == "recomputed":
-        anchor_T = policy_logprobs_T.detach() if proximal_logprobs_T is None else proximal_logprobs_T
+    if config.anchor != "behavior":
+        anchor_T = policy_logprobs_T.detach() if before.logprobs_T is None else before.logprobs_T
+        if before.earlier is not None:
+            anchor_T = torch.where(before.earlier.is_earlier_T, before.earlier.logprobs_T, anchor_T)
     if config.mismatch != "off":
         mismatch = mismatch_weights(
             anchor_T, columns.behavior_T, columns.unit_T, mode=config.mismatch, limit=config.mismatch_limit

@@ -80,6 +80,11 @@ def gradients(learner: Learner, groups: list[TrajectoryGroup], credits: list[lis
         grads = [p.grad for p in learner.state.policy.parameters()]
         found.extend([g.full_tensor() if hasattr(g, "full_tensor") else g.clone() for g in grads if g is not None])
 
+    if learner.loss.anchor == "sampled":  # by what tokens of version 0 are compared with
+        learner.kept.keep(0)
+        with torch.no_grad():
+            for parameter in learner.state.policy.parameters():
+                parameter.mul_(1.01)
     optimizer = getattr(
         learner.state.optimizer, "optimizer", learner.state.optimizer
     )  # out of what accelerate wraps around it
@@ -113,6 +118,7 @@ CASES = [
     ),
     pytest.param([4, 2], (), SOME.model_copy(update={"kl_coefficient": 0.1}), id="with a reference"),
     pytest.param([4, 2], (), LossConfig(trust="calibrated", reject=1.1), id="calibrated"),
+    pytest.param([4, 2], (), LossConfig(unit="turn", anchor="sampled", mismatch="truncate"), id="exact staleness"),
 ]
 
 

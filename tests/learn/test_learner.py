@@ -20,9 +20,10 @@ from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 from agentrl import Credit, StopReason, TrajectoryGroup, Turn
 from agentrl.errors import ConfigError, TrainingError
 from agentrl.learn import learner as learner_module
-from agentrl.learn.learner import Before, CreditedMinibatch, Learner, TrainingPass
+from agentrl.learn.learner import CreditedMinibatch, Learner, TrainingPass
 from agentrl.learn.loss_config import LossConfig
 from agentrl.learn.metrics import Tally, first_metrics, update_metrics
+from agentrl.learn.micro_batch_loss import Before
 from agentrl.learn.plan import Planner
 from agentrl.learn.policy_state import PolicyState
 from agentrl.learn.train_config import TrainConfig
