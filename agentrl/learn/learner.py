@@ -282,7 +282,7 @@ class Learner:
             with self.kept.at(earlier), torch.no_grad():
                 for (micro, columns), logprobs_T in zip(passes, logprobs, strict=True):
                     is_its_own_T = columns.version_T == earlier
-                    if self.state.is_sharded or is_its_own_T.any():  # a pass over shards takes all processes
+                    if is_its_own_T.any() or self._accelerator.num_processes > 1:  # a pass takes all of them
                         recomputed_T = self._forward(self.state.wrapped, micro)[0]
                         logprobs_T[is_its_own_T] = recomputed_T[is_its_own_T].to(logprobs_T.dtype)
         found = iter(zip(passes, logprobs, strict=True))
