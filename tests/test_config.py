@@ -183,8 +183,8 @@ def test_every_mistake_has_a_line_of_its_own(file: Path) -> None:
         ("evaluation: {pass_at: [1, 8]}", "evaluation.pass_at: 8 needs as many samples, got samples: 1"),
         (
             "loss: {mismatch: mask}",
-            "loss.mismatch: mask corrects what anchor: behavior has in its ratio already; set anchor: recomputed, or "
-            "mismatch: off",
+            "loss.mismatch: mask corrects what anchor: behavior has in its ratio already; set anchor: recomputed "
+            "or sampled, or mismatch: off",
         ),
         (
             "rollout: {top_p: 0.9}",

@@ -131,12 +131,6 @@ class LossConfig(BaseModel):
             )
         return self
 
-    @model_validator(mode="after")
-    def _check_kept_versions(self) -> Self:
-        if "kept_versions" in self.model_fields_set and self.anchor != "sampled":
-            raise ValueError(f"kept_versions: is only used by anchor: sampled, got anchor: {self.anchor}; remove it")
-        return self
-
     def clip_range(self) -> tuple[float, float]:
         """Return (clip_low, clip_high), the default of the ratio that is looked at where a field is None."""
         low, high = DEFAULT_CLIP[self._clipped_unit]

@@ -604,7 +604,7 @@ def test_both_bounds_of_another_unit_get_a_warning_each() -> None:
         ({"clip_high": math.inf}, "clip_high\n.*finite"),
         ({"kl_coefficient": -1}, "kl_coefficient\n.*greater than or equal to 0"),
         ({"unit": "sequence"}, "unit\n.*'trajectory', 'turn', 'version' or 'token'"),
-        ({"anchor": "old"}, "anchor\n.*'behavior' or 'recomputed'"),
+        ({"anchor": "old"}, "anchor\n.*'behavior', 'recomputed' or 'sampled'"),
         ({"temperature": 1.0}, "temperature\n.*not permitted"),
     ],
 )
