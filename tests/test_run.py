@@ -1,5 +1,6 @@
 """Runs built from recipes: other models, templates, credit and environments than the defaults."""
 
+import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,7 +11,9 @@ import torch
 from accelerate.state import AcceleratorState
 from safetensors.torch import load_file
 
+import agentrl
 from agentrl import MessageEnv
+from agentrl.config import Recipe, load_recipe
 from agentrl.distributed.checkpoints import checkpoints
 from agentrl.errors import ConfigError, EngineError, EnvironmentFailure, TrainingError
 from agentrl.report.folder import RunFolder, Told
@@ -253,6 +256,59 @@ def test_a_run_that_learns_nothing_says_so_once_and_ends_where_the_recipe_wants_
     assert [words for words in told if "nothing was learned" in words] == told[:1]  # step 8 was done again
     found = [(warning.step, warning.name) for warning in folder.warnings()]
     assert found == [(0, "shared_tasks"), (8, "alike")]  # the key is in one of three boxes
+
+
+class Fallen(Mute):
+    """Pays by chance, but for a time in which nothing is earned: by the number of episodes that ended in the process."""
+
+    num_ended = 0
+    pays_nothing: tuple[int, int] = (0, 0)
+
+    def step(self, action: Any) -> Any:
+        type(self).num_ended += 1
+        (first, last), number = self.pays_nothing, self.num_ended
+        return (), float(number % 2 and not first <= number <= last), True, False, {}
+
+
+def fallen(tmp_path: Path, *, until: int, **settings: Any) -> Recipe:
+    """A run of 14 steps of 16 episodes, whose reward falls in about the seventh."""
+    Fallen.num_ended, Fallen.pays_nothing = 0, (80, until)
+    train = {"steps": 14, "checkpoint_every": 2, "keep_last": 9, "learning_rate": 1e-3, **settings}
+    rollout = {"num_groups": 4, "group_size": 4, "max_turn_tokens": 200, "max_context_tokens": 512}
+    return recipe(tmp_path, env={"id": "tests.test_run:Fallen"}, rollout=rollout, train=train, evaluation={"every": 0})
+
+
+def test_a_run_whose_policy_collapsed_goes_back_once_with_half_the_rate(tmp_path: Path) -> None:
+    agentrl.train(fallen(tmp_path, until=122, on_collapse="rewind"))
+    folder = RunFolder(tmp_path / "run")
+    ((collapsed, back),) = [
+        (int(found[1]), int(found[2]))
+        for warning in folder.warnings()
+        if warning.name == "rewind"
+        and (
+            found := re.match(
+                r"step (\d+): the policy has collapsed: .* back to step (\d+), .* 0\.0005$", warning.words
+            )
+        )
+    ]
+    assert back == (collapsed - 5) // 2 * 2 > 0  # the newest from before the steps that showed it
+    rows = folder.metrics()
+    assert [row["step"] for row in rows] == list(range(15))
+    assert [row["learning_rate"] for row in rows[1:]] == [1e-3] * back + [5e-4] * (14 - back)
+    assert load_recipe(folder.config_file).train.on_collapse == "stop"
+
+
+def test_a_second_collapse_ends_the_run(tmp_path: Path) -> None:
+    with pytest.raises(TrainingError, match=r"^step \d+, train\.on_collapse: stop: the policy has collapsed") as caught:
+        agentrl.train(fallen(tmp_path, until=9999, on_collapse="rewind"))
+    assert str(caught.value).endswith(f"agentrl train {tmp_path / 'run'} --train.on_collapse warn")
+    ((warning),) = [w for w in RunFolder(tmp_path / "run").warnings() if w.name == "rewind"]
+    assert "half the learning rate, 0.0005" in warning.words
+
+
+def test_without_an_earlier_checkpoint_a_collapse_ends_the_run(tmp_path: Path) -> None:
+    with pytest.raises(TrainingError, match=r"No checkpoint from before is left.*train\.keep_last"):
+        agentrl.train(fallen(tmp_path, until=9999, on_collapse="rewind", checkpoint_every=1, keep_last=2))
 
 
 def test_an_oracle_that_cannot_end_within_the_limits_is_told(tmp_path: Path) -> None:

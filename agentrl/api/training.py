@@ -31,6 +31,7 @@ from agentrl.report.terminal import Console
 from agentrl.run import loop
 from agentrl.run.build import build
 from agentrl.run.resume import has_changed
+from agentrl.run.rewind import CollapsedError, go_back
 
 OnStep = Callable[[dict[str, float]], object]
 """Told the metrics of a step, with its number as `step`."""
@@ -142,6 +143,7 @@ def run(
 def _run(
     recipe: Recipe, run_dir: Path | None, *, console: Console, on_step: OnStep | None, is_main: bool, verbose: bool
 ) -> TrainedRun:
+    assert recipe.run_dir is not None, "see `with_run_dir`"
     folder = RunFolder.open(run_dir) if run_dir else None
     if folder and newest_step(folder.checkpoints) == recipe.train.steps:
         print_end(console, folder, recipe)
@@ -157,6 +159,7 @@ def _run(
     def warn(words: str) -> None:
         teller.print(f"warning: {words}", style="yellow")
 
+    resumed = None
     with build(recipe, tokenizer_folder=tokenizer_of(run_dir), on_warning=warn) as parts:
         warnings = list(parts.warnings)
         if folder and has_changed(parts.recipe, folder):
@@ -170,9 +173,16 @@ def _run(
                 if on_step is not None and phase == "training":
                     on_step(dict(metrics))
 
-            folder, _ = loop.train(parts, folder, on_progress=on_progress)
-    print_end(console, folder, recipe)
-    return TrainedRun(folder.path)
+            try:
+                loop.train(parts, folder, on_progress=on_progress)
+            except CollapsedError as collapsed:
+                resumed, words = go_back(recipe, RunFolder(recipe.run_dir), collapsed)
+    if resumed is not None:
+        if is_main:
+            warn(words)
+        return _run(resumed, resumed.run_dir, console=console, on_step=on_step, is_main=is_main, verbose=verbose)
+    print_end(console, RunFolder(recipe.run_dir), recipe)
+    return TrainedRun(recipe.run_dir)
 
 
 def _launch(

@@ -57,15 +57,19 @@ def write_folder(target: Path, write: Callable[[Path], object], *, is_sealed: bo
     barrier()
 
 
+def by_step(folder: Path) -> dict[int, Path]:
+    """Return the checkpoints of a run by their steps, oldest first."""
+    return {step: path for step, path in numbered(folder, NAME) if path.is_dir()}
+
+
 def checkpoints(folder: Path) -> list[Path]:
     """List the checkpoints of a run, oldest first."""
-    return [path for _, path in numbered(folder, NAME) if path.is_dir()]
+    return list(by_step(folder).values())
 
 
 def newest_step(folder: Path) -> int | None:
     """Return the step of a run's newest checkpoint. None: it has none yet."""
-    steps = [step for step, path in numbered(folder, NAME) if path.is_dir()]
-    return steps[-1] if steps else None
+    return max(by_step(folder), default=None)
 
 
 @contextmanager

@@ -13,7 +13,12 @@ Row = Mapping[str, float]
 Sign = Literal["alike", "cut_off", "collapse"]
 SIGNS: tuple[Sign, ...] = get_args(Sign)
 
-_STEPS, _STEPS_ALIKE = 4, 8
+COLLAPSED_STEPS = 4
+"""Steps that a policy which has collapsed has already sampled when the sign is first seen."""
+COLLAPSE_ADVICE = (
+    "lower train.learning_rate or raise rollout.num_groups, and begin again or export an earlier checkpoint"
+)
+_STEPS, _STEPS_ALIKE = COLLAPSED_STEPS, 8
 """Steps in a row for which a sign must hold; small batches of hard tasks earn alike now and then."""
 _FALL, _LEFT = 0.25, 0.4
 """A reward collapsed where its mean fell by so much of the largest spread there was, and so little of that spread is left."""
@@ -60,9 +65,8 @@ def _collapse(rows: Sequence[Row]) -> str | None:
     means = [row["reward/mean"] for row in before]
     windows = [means[max(0, end - _STEPS) : end] for end in range(1, len(means) + 1)]
     best, widest = max(map(fmean, windows)), max(row["reward/spread"] for row in before)
-    advice = "lower train.learning_rate or raise rollout.num_groups, and begin again or export an earlier checkpoint"
     if widest > 0 and reward <= best - _FALL * widest and spread <= _LEFT * widest:
-        return f"the policy has collapsed: its mean reward fell from {best:.3g} to {reward:.3g} for {_STEPS} steps; {advice}"
+        return f"the policy has collapsed: its mean reward fell from {best:.3g} to {reward:.3g} for {_STEPS} steps"
     # Where every advantage is 0, nothing is computed, and no entropy is known.
     measured = [row for row in rows if row["credit/zero_advantage"] < 1]
     early, late = measured[:_STEPS], measured[_STEPS:][-_STEPS:]
@@ -73,7 +77,7 @@ def _collapse(rows: Sequence[Row]) -> str | None:
     if entropy <= _ENTROPY_LEFT * first and gain < _FALL * widest:
         return (
             f"the policy has collapsed: its entropy fell from {first:.2g} to {entropy:.2g} nats a token, and its reward did "
-            f"not rise; {advice}"
+            "not rise"
         )
     return None
 

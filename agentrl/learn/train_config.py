@@ -11,7 +11,6 @@ from pydantic import (
     model_validator,
 )
 
-from agentrl.learn.health import Sign
 from agentrl.learn.optimizer import OptimizerName
 from agentrl.learn.schedule import ScheduleName
 from agentrl.may_change import MayChange
@@ -70,9 +69,12 @@ class TrainConfig(BaseModel):
     """Steps between checkpoints; the last step always has one."""
     keep_last: Annotated[Amount, MayChange()] = 2
     """Checkpoints kept."""
-    stop_on: Annotated[tuple[Sign, ...], MayChange()] = ()
-    """Signs (metrics `health/SIGN`) at which the run ends: `collapse` of reward or entropy, groups that earn `alike` for 8
-    steps, every episode `cut_off`. Each is told once anyway."""
+    on_collapse: Annotated[Literal["warn", "stop", "rewind"], MayChange()] = "warn"
+    """What follows where the policy collapses (metric `health/collapse`). `stop`: the run ends. `rewind`: once, it goes back to
+    the newest checkpoint from before, with half the learning rate; at the next collapse it ends. It is told anyway."""
+    stop_on: Annotated[tuple[Literal["alike", "cut_off"], ...], MayChange()] = ()
+    """Signs (metrics `health/SIGN`) at which the run ends: groups that earn `alike` for 8 steps, every episode `cut_off`. Each
+    is told once anyway."""
     agreement: Annotated[PositiveFloat | None, MayChange()] = None
     """Largest mean difference allowed between the engine's log-probabilities and the trainer's under the same weights, in
     nats. None: follows the precision (float32 1e-3, bfloat16 0.05)."""

@@ -6,12 +6,13 @@ from typing import Literal
 from agentrl.credit import Credit, load_credit
 from agentrl.distributed.processes import from_rank_zero, is_main
 from agentrl.errors import TrainingError
-from agentrl.learn.health import SIGNS, Sign, first_told, signs
+from agentrl.learn.health import COLLAPSE_ADVICE, SIGNS, Sign, first_told, signs
 from agentrl.report.folder import ReportConfig, RunFolder, Told
 from agentrl.report.records import pieces_of, records
 from agentrl.report.trackers import Trackers
 from agentrl.run.build import Parts
 from agentrl.run.resume import newest_checkpoint
+from agentrl.run.rewind import CollapsedError
 from agentrl.types import TrajectoryGroup
 
 OnProgress = Callable[[Literal["warm-up", "training"], int, int, dict[str, float]], None]
@@ -58,8 +59,9 @@ class RunRecord:
             credits: of each trajectory of each group.
 
         Raises:
-            TrainingError: where the run is to end at what it shows (`train.stop_on`): before a checkpoint, so that earlier ones
-                stay.
+            TrainingError: where the run is to end at what it shows (`train.stop_on`, `train.on_collapse`): before a
+                checkpoint, so that earlier ones stay.
+            CollapsedError: where it is to go back.
         """
         recipe, step = self._recipe, int(row["step"])
         if self._is_fallback:
@@ -73,15 +75,24 @@ class RunRecord:
         row = row | {f"health/{sign}": float(sign in found) for sign in SIGNS}
         self._rows.append(row)
         self.add_row(row)
+        if "collapse" in found and recipe.train.on_collapse == "rewind":
+            raise CollapsedError(step, found["collapse"])
         is_last = step == recipe.train.steps
-        stopping = [sign for sign in recipe.train.stop_on if sign in found and not is_last]
+        ends: dict[Sign, tuple[str, str]] = {
+            sign: (f"train.stop_on: {sign}", "--train.stop_on '[]'") for sign in recipe.train.stop_on
+        }
+        if recipe.train.on_collapse == "stop":
+            ends["collapse"] = ("train.on_collapse: stop", "--train.on_collapse warn")
+        stopping = [sign for sign in ends if sign in found and not is_last]
         for sign, words in told.items():
-            self.warn(step, sign, words, is_said=sign not in stopping)  # the run's last words say it then
+            advice = f"; {COLLAPSE_ADVICE}" if sign == "collapse" else ""
+            self.warn(step, sign, words + advice, is_said=sign not in stopping)  # the run's last words say it then
         if stopping:
+            cause, option = ends[stopping[0]]
             raise TrainingError(
-                f"step {step}, train.stop_on: {stopping[0]}: {found[stopping[0]]}. The newest checkpoint is "
+                f"step {step}, {cause}: {found[stopping[0]]}. The newest checkpoint is "
                 f"{newest_checkpoint(self.folder).name}; resume from it nevertheless: agentrl train {self.folder.path} "
-                "--train.stop_on '[]'"
+                f"{option}"
             )
         return row
 
