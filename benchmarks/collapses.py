@@ -1,0 +1,154 @@
+"""What happens in a run that collapses: minibatch by minibatch, tokens, advantages, entropy and Adam's moments.
+
+    python -m benchmarks.collapses watch --evidence FILE --out FILE [--most 12]
+    python -m benchmarks.collapses tell --out FILE [--plot FILE.svg]
+
+`watch` makes runs of `benchmarks/evidence.py` again that collapsed there, and beside each the same at half the rate, and notes
+of each minibatch, before its update, by the log-ratio to the policy that sampled: `log_ratio` by the sign of the advantage,
+`kl` (their mean, negated), the share of tokens that the trust region stops, effective samples, entropy and the gradient's norm; and
+of the update: `adam` = root mean square of m / (sqrt(v) + eps) over all weights, by which the learning rate is multiplied, and
+`along` = the cosine between that and the gradient. Each token is in one minibatch of a step: whatever its ratio is then, other
+tokens made it. `tell` prints the table; its last line is JSON.
+"""
+
+import argparse
+import json
+import math
+import os
+import shutil
+import statistics
+import tempfile
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from agentrl.distributed.checkpoints import checkpoints
+from agentrl.learn.learner import Learner
+from agentrl.learn.metrics import Tally, effective_samples
+from agentrl.report.folder import RunFolder
+from agentrl.run import loop
+from agentrl.run.build import build
+from benchmarks.evidence import Job, Result, has_collapsed, make_recipe, read_results
+from benchmarks.evidence import train as train_plainly
+
+
+class WatchedLearner(Learner):
+    """Notes what each minibatch showed, and what its update was."""
+
+    rows: list[dict[str, Any]]
+
+    def add_gradients(self, *parts: Any, **options: Any) -> tuple[Tally, list[torch.Tensor]]:
+        tally, experts = super().add_gradients(*parts, **options)
+        self.rows.append({"version": options["version"], **of_tally(tally), **self._of_update()})
+        return tally, experts
+
+    def _of_update(self) -> dict[str, float]:
+        """Describe the update that follows, from Adam's moments as it will leave them."""
+        optimizer = getattr(self.state.optimizer, "optimizer", self.state.optimizer)
+        squares = along = length = num = 0.0
+        for group in optimizer.param_groups:
+            first, second = group["betas"]
+            for parameter in group["params"]:
+                if parameter.grad is None:
+                    continue
+                state, gradient = optimizer.state.get(parameter, {}), parameter.grad
+                count = float(state.get("step", 0)) + 1
+                m = first * state.get("exp_avg", 0) + (1 - first) * gradient
+                v = second * state.get("exp_avg_sq", 0) + (1 - second) * gradient**2
+                step = (m / (1 - first**count)) / ((v / (1 - second**count)).sqrt() + group["eps"])
+                squares += float((step**2).sum())
+                along += float((step * gradient).sum())
+                length += float((gradient**2).sum())
+                num += step.numel()
+        cosine = along / math.sqrt(squares * length) if squares * length > 0 else 0.0
+        return {"adam": math.sqrt(squares / max(1, num)), "along": cosine}
+
+
+def of_tally(tally: Tally) -> dict[str, float]:
+    names = ("log_ratio_T", "advantage_T", "clipped_T", "entropy_T")
+    log_ratio_T, advantage_T, clipped_T, entropy_T = (tally.column(name) for name in names)
+
+    def mean(values: Any) -> float:
+        return float(np.mean(values)) if len(values) else 0.0
+
+    return {
+        "kl": mean(-log_ratio_T),
+        "up": mean(log_ratio_T[advantage_T > 0]),
+        "down": mean(log_ratio_T[advantage_T < 0]),
+        "far_up": mean(log_ratio_T[advantage_T > 0] < -0.2),
+        "far_down": mean(log_ratio_T[advantage_T < 0] > 0.2),
+        "clipped": mean(clipped_T),
+        "samples": effective_samples(tally),
+        "entropy": mean(entropy_T),
+        "gradient": tally.grad_norm,
+        "pushed_up": mean(advantage_T > 0),
+    }
+
+
+def watch(jobs: Sequence[Job], out: Path) -> None:
+    """Make runs of one environment and seed again, from one warm-up."""
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as temporary:
+        warm = Path(temporary) / "warm"
+        train_plainly(make_recipe(jobs[0], run_dir=warm, model=None, more=["--train.steps", "1"]), None)
+        shutil.rmtree(checkpoints(warm / "checkpoints")[1])
+        for job in jobs:
+            run_dir = Path(temporary) / "run"
+            shutil.copytree(warm, run_dir)
+            folder = RunFolder.open(run_dir)
+            recipe = make_recipe(job, run_dir=run_dir, model=None)
+            with build(recipe, tokenizer_folder=folder.tokenizer) as parts:
+                plain = parts.learner
+                learner = WatchedLearner(
+                    plain.state,
+                    loss=recipe.loss,
+                    config=recipe.train,
+                    temperature=recipe.rollout.temperature,
+                    seed=recipe.seed,
+                )
+                learner.rows = []
+                rows = loop.train(replace(parts, learner=learner), folder)[1]
+            shutil.rmtree(run_dir)
+            result = job._asdict() | {
+                "rewards": [row["reward/mean"] for row in rows if row["step"] > 0],
+                "curve": [row.get("eval/success", 0.0) for row in rows if "eval/episodes" in row],
+                "minibatches": learner.rows,
+            }
+            with out.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(result) + "\n")
+            print(*job, [round(success, 2) for success in result["curve"]], flush=True)
+
+
+def fall(result: Result) -> int | None:
+    """Return the step whose update made the reward fall for good: its rollouts are those of the next. None: none did."""
+    if not has_collapsed(result):
+        return None
+    rewards = result["rewards"]
+    best = max(statistics.mean(rewards[max(0, k - 2) : k + 1]) for k in range(len(rewards)))
+    last = len(rewards)
+    while last > 1 and rewards[last - 1] < best / 3:
+        last -= 1
+    return last
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("part", choices=["watch", "tell"])
+    parser.add_argument("--evidence", type=Path, help="results of benchmarks/evidence.py")
+    parser.add_argument("--out", type=Path, required=True, help="results, one JSON line each; appended to")
+    parser.add_argument("--most", type=int, default=12, help="runs that collapsed to make again")
+    parser.add_argument("--plot", type=Path)
+    options = parser.parse_args()
+    os.environ["OMP_NUM_THREADS"] = "1"
+    if options.part == "watch":
+        collapsed = [job for job, result in read_results(options.evidence).items() if has_collapsed(result)]
+        for job in collapsed[: options.most]:
+            watch([job, job._replace(rate=job.rate / 2)], options.out)
+
+
+if __name__ == "__main__":
+    main()
