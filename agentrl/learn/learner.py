@@ -25,7 +25,7 @@ from agentrl.learn.batch import LossColumns, make_batch
 from agentrl.learn.calibration import Aim, Shown, observed, range_metrics
 from agentrl.learn.kept_versions import KeptVersions
 from agentrl.learn.loss_config import LossConfig
-from agentrl.learn.metrics import Tally, anchor_metrics, effective_samples, first_metrics, update_metrics
+from agentrl.learn.metrics import Tally, anchor_metrics, divergence, effective_samples, first_metrics, update_metrics
 from agentrl.learn.micro_batch_loss import Before, Earlier, micro_batch_loss, trust_region
 from agentrl.learn.minibatches import draw_minibatches
 from agentrl.learn.plan import MicroBatch, Planner
@@ -139,10 +139,10 @@ class Learner:
         tallies: list[Tally] = []
         shown: list[Shown] = []
         self.notes = TokenNotes()
-        num_updates = 0
+        num_updates, is_far = 0, False
         of_experts: dict[str, float] = {}
         for index, plan in enumerate(plans):
-            if plan:
+            if plan and not is_far:
                 tally, first_experts = self.add_gradients(plan, befores[index], version=version, cancelled=cancelled)
                 if self.loss.trust == "calibrated":
                     shown.append(observed(tally, version=version))
@@ -156,18 +156,21 @@ class Learner:
                         f"step {version + 1}: the gradient is not finite. The last checkpoint is whole: lower "
                         "train.learning_rate and resume from it"
                     )
-                if tally.grad_norm > 0:  # else AdamW would move by momentum alone, and forget how large gradients are
+                tallies.append(tally)
+                is_far = self._config.target_kl is not None and divergence(tally) > self._config.target_kl
+                if (
+                    tally.grad_norm > 0 and not is_far
+                ):  # else AdamW would move by momentum alone, and forget how large gradients are
                     share = effective_samples(tally) if self._config.ess_scaling else 1.0
-                    tally = replace(tally, learning_rate=state.update(rate_factor=math.sqrt(share)))
+                    tallies[-1] = replace(tally, learning_rate=state.update(rate_factor=math.sqrt(share)))
                     num_updates += 1
                 state.optimizer.zero_grad()
-                tallies.append(tally)
                 if index == 0 and self._is_routed:
                     of_experts = self._changed_experts(first_experts[0], plan[0].micro)
             state.advance_schedule()
         tallies = tallies or [Tally()]
         of_anchor = anchor_metrics(tallies, known=known) if self.loss.anchor == "sampled" else {}
-        skipped = {"skipped_minibatches": float(len(plans) - num_updates)}
+        skipped = {"skipped_minibatches": float(len(plans) - num_updates), "stopped_early": float(is_far)}
         of_ranges = range_metrics(state.calibration, shown) if shown else {}
         metrics = update_metrics(tallies, current_version=version) | first_metrics(tallies[0]) | skipped
         return metrics | of_anchor | of_ranges | of_experts

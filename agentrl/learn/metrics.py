@@ -102,6 +102,17 @@ def anchor_metrics(tallies: Sequence[Tally], *, known: Collection[int]) -> dict[
     }
 
 
+def divergence(tally: Tally) -> float:
+    """Estimate the KL divergence of the policy from its anchor, at the tokens of a minibatch, in nats a token.
+
+        mean of r_t - 1 - log r_t,  r_t = exp(policy_logprob_t - anchor_logprob_t)
+
+    Never below 0. Source: "Approximating KL divergence", J. Schulman, 2020 (k3).
+    """
+    log_ratio_T = tally.column("log_ratio_T")
+    return _mean(np.expm1(log_ratio_T.clip(max=80)) - log_ratio_T)
+
+
 def update_metrics(tallies: Sequence[Tally], *, current_version: int) -> dict[str, float]:
     """Describe all minibatches of a step.
 
@@ -134,6 +145,8 @@ def update_metrics(tallies: Sequence[Tally], *, current_version: int) -> dict[st
         "credit/mixed_sign_units": _mean(mixed_U),
         "entropy": _mean(column("entropy_T")),
         "kl/behavior": _mean(-column("engine_difference_T")),
+        # Of the minibatch before whose update it was largest: what `train.target_kl` is compared with.
+        "kl/step": max(map(divergence, tallies)),
         "grad_norm": _mean([tally.grad_norm for tally in tallies]),
         "learning_rate": tallies[-1].learning_rate,
     }
