@@ -4,11 +4,11 @@
     python -m benchmarks.collapses tell --out FILE [--plot FILE.svg]
 
 `watch` makes runs of `benchmarks/evidence.py` again that collapsed there, and beside each the same at half the rate, and notes
-of each minibatch, before its update, by the log-ratio to the policy that sampled: `log_ratio` by the sign of the advantage,
-`kl` (their mean, negated), the share of tokens that the trust region stops, effective samples, entropy and the gradient's norm; and
-of the update: `adam` = root mean square of m / (sqrt(v) + eps) over all weights, by which the learning rate is multiplied, and
-`along` = the cosine between that and the gradient. Each token is in one minibatch of a step: whatever its ratio is then, other
-tokens made it. `tell` prints the table; its last line is JSON.
+of each minibatch, before its update, the mean log-ratio to the policy that sampled, of tokens of positive advantage (`up`) and
+negative (`down`) and of all (`kl`, negated), the share of tokens that the trust region stops, effective samples, entropy and
+the gradient's norm; and of the update: `adam` = root mean square of m / (sqrt(v) + eps) over all weights, by which the learning
+rate is multiplied, and `along` = the cosine between that and the gradient. Each token is in one minibatch of a step: whatever
+its ratio is then, other tokens made it. `tell` prints the table; its last line is JSON.
 """
 
 import argparse

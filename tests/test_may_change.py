@@ -12,7 +12,15 @@ MARKED = {
     *("run_dir", "engine", "evaluation", "report"),
     *("rollout.max_live_episodes", "rollout.env_timeout_s", "rollout.engine_timeout_s", "rollout.max_retries"),
     *("rollout.max_consecutive_failures", "signals.judge_timeout_s", "signals.judge_retries", "signals.judge_threads"),
-    *("train.steps", "train.checkpoint_every", "train.keep_last", "train.agreement", "train.stop_on", "train.layout"),
+    *(
+        "train.steps",
+        "train.checkpoint_every",
+        "train.keep_last",
+        "train.agreement",
+        "train.on_collapse",
+        "train.stop_on",
+        "train.layout",
+    ),
     *("train.max_tokens_per_micro_batch", "train.process_timeout_s", "train.gradient_checkpointing"),
 }
 

@@ -36,7 +36,7 @@ def go_back(recipe: Recipe, folder: RunFolder, collapsed: CollapsedError) -> tup
             "train.keep_last, and begin again"
         )
     rate = recipe.train.learning_rate / 2
-    words = f"{collapsed}. train.on_collapse: rewind: the run goes back to step {good[-1]}, with half the learning rate, {rate:g}"
+    words = f"{collapsed}. The run goes back to step {good[-1]}, with half the learning rate, {rate:g}"
     if is_main():
         for step, path in by_step(folder.checkpoints).items():
             if step > good[-1]:

@@ -1,6 +1,7 @@
 """Updates of the policy from credited groups, on a tiny model. `T` action tokens."""
 
 import copy
+import math
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -22,7 +23,7 @@ from agentrl.errors import ConfigError, TrainingError
 from agentrl.learn import learner as learner_module
 from agentrl.learn.learner import CreditedMinibatch, Learner, TrainingPass
 from agentrl.learn.loss_config import LossConfig
-from agentrl.learn.metrics import Tally, first_metrics, update_metrics
+from agentrl.learn.metrics import Tally, divergence, first_metrics, update_metrics
 from agentrl.learn.micro_batch_loss import Before
 from agentrl.learn.plan import Planner
 from agentrl.learn.policy_state import PolicyState
@@ -438,3 +439,27 @@ def test_the_rate_follows_the_root_of_the_effective_sample_size_and_comes_back()
     assert second["learning_rate"] == pytest.approx(1e-2 * share**0.5)
     assert first["learning_rate"] == scaled.state.learning_rate == scaled.state.optimizer.param_groups[0]["lr"] == 1e-2
     torch.testing.assert_close(weights(scaled) - before, (weights(plain) - before) * share**0.5, rtol=1e-3, atol=1e-6)
+
+
+def test_a_step_ends_where_the_policy_has_moved_too_far() -> None:
+    plain, generous, strict = (
+        make_learner(num_minibatches=3, schedule="cosine", steps=9, target_kl=target) for target in (None, 1e3, 1e-9)
+    )
+    expected, same, stopped = (learner.update(GROUPS, CREDITS, version=1) for learner in (plain, generous, strict))
+    assert same == expected
+    assert torch.equal(weights(generous), weights(plain))
+    assert (expected["stopped_early"], expected["skipped_minibatches"]) == (0, 0)
+    assert (stopped["stopped_early"], stopped["skipped_minibatches"]) == (1, 2)
+    (state, *_) = strict.state.optimizer.state.values()
+    assert state["step"] == 1  # the first minibatch shows no ratio yet, and is trained on
+    assert stopped["kl/step"] > 1e-9
+    assert strict.state.learning_rate == plain.state.learning_rate < 1e-2  # the schedule goes on as it would
+    assert all(parameter.grad is None or not parameter.grad.any() for parameter in strict.state.policy.parameters())
+
+
+def test_the_divergence_of_a_minibatch_is_that_of_schulman() -> None:
+    tally = Tally()
+    tally.add(log_ratio_T=torch.tensor([0.5, -1.0, 0.0], dtype=torch.float64))
+    expected = ((math.exp(0.5) - 1 - 0.5) + (math.exp(-1.0) - 1 + 1.0)) / 3
+    assert divergence(tally) == pytest.approx(expected, rel=1e-12)
+    assert divergence(Tally()) == 0
