@@ -157,7 +157,8 @@ class Learner:
                         "train.learning_rate and resume from it"
                     )
                 tallies.append(tally)
-                is_far = self._config.target_kl is not None and divergence(tally) > self._config.target_kl
+                moved = divergence(tally) - divergence(tallies[0])
+                is_far = self._config.target_kl is not None and moved > self._config.target_kl
                 if (
                     tally.grad_norm > 0 and not is_far
                 ):  # else AdamW would move by momentum alone, and forget how large gradients are
