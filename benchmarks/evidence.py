@@ -1,6 +1,7 @@
 """GSPO and GRPO, trust regions and credit, on environments of few and of many turns: what `docs/evidence.md` quotes.
 
-    python -m benchmarks.evidence tune --out FILE [--jobs 2] [--envs ...] [--ratios ...] [--credits ...]
+    python -m benchmarks.evidence cures --out FILE [--jobs 2] [--envs ...] [--ratios ...] [--credits ...] [--trains ...]
+    python -m benchmarks.evidence tune --out FILE [--jobs 2] [...]
     python -m benchmarks.evidence final --out FILE [--jobs 2] [...]
     python -m benchmarks.evidence tell --out FILE
 
@@ -8,7 +9,8 @@ For each environment and seed one policy is made and warmed up on poor demonstra
 continues from that checkpoint: the same weights, the same first episodes, the same settings but for `loss:`, `credit:` and the
 learning rate.
 
-`tune` trains at each of `RATES` on the seeds 0 to 2; `final` at the rate whose area is largest there, for each environment,
+`cures` trains at the highest of `RATES`, where runs collapse, with each of the ways of updating of `TRAINS`, on the seeds 20
+to 29. `tune` trains at each of `RATES` on the seeds 0 to 2; `final` at the rate whose area is largest there, for each environment,
 ratio and credit apart, on the seeds 10 to 19. `area` is the mean of held-out success over the evaluations after training
 began. A run has collapsed where its last success is below half of its best, and that was above .15.
 
@@ -27,6 +29,7 @@ import tempfile
 import time
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
+from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
@@ -43,7 +46,7 @@ ROOT = Path(__file__).resolve().parents[1]
 Result: TypeAlias = dict[str, Any]
 """One line of the results file."""
 
-TUNING_SEEDS, SEEDS = range(3), range(10, 20)
+TUNING_SEEDS, SEEDS, CURE_SEEDS = range(3), range(10, 20), range(20, 30)
 RATES = (3e-4, 6e-4, 1.2e-3)
 COMMON = """
     --train.schedule constant --train.num_minibatches 4 --train.checkpoint_every 1000
@@ -79,6 +82,17 @@ RATIOS: dict[str, dict[str, Any]] = {
     "gspo, token": {"unit": "trajectory", "trust": "token"},
     "gspo, kernel": {"unit": "trajectory", "trust": "kernel"},
 }
+TRAINS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "warm-up": {"warmup_minibatches": 20},
+    "kl": {"target_kl": 0.05},
+    "kl .02": {"target_kl": 0.02},
+    "norm": {"max_grad_norm": 0.1},
+    "betas": {"betas": (0.9, 0.99)},
+    "ess": {"ess_scaling": True},
+    "kl and warm-up": {"target_kl": 0.05, "warmup_minibatches": 20},
+}
+"""What changes in `train:`."""
 GAMMA = {"key_door": 1.0, "corridor": 0.8, "service_desk": 0.5, "calculator": 0.5, "calculator_moe": 0.5}
 KEPT = {
     "reward": "reward/mean",
@@ -91,6 +105,8 @@ KEPT = {
     "kl": "kl/behavior",
     "gradient": "grad_norm",
     "alike": "credit/zero_advantage",
+    "step_kl": "kl/step",
+    "stopped": "stopped_early",
 }
 """Metrics of each step that a result keeps."""
 
@@ -103,6 +119,7 @@ class Job(NamedTuple):
     credit: str
     rate: float
     seed: int
+    train: str = "plain"
 
 
 def credit_of(job: Job) -> dict[str, Any]:
@@ -116,7 +133,7 @@ def make_recipe(job: Job, *, run_dir: Path, model: Path | None, more: Sequence[s
     options = [*COMMON.split(), *changes.split(), "--seed", str(job.seed), "--run_dir", str(run_dir), *more]
     recipe = load_recipe(ROOT / "examples" / f"{name}.yaml", options).model_dump()
     recipe |= {"credit": credit_of(job), "loss": RATIOS[job.ratio]}
-    recipe["train"] |= {"learning_rate": job.rate}
+    recipe["train"] |= {"learning_rate": job.rate} | TRAINS[job.train]
     if model is not None:
         recipe["model"] = {"name_or_path": str(model)}
     return Recipe.model_validate(recipe)
@@ -127,6 +144,7 @@ def fingerprint(job: Job) -> str:
     name, changes = SETTINGS[job.env]
     recipe = (ROOT / "examples" / f"{name}.yaml").read_text(encoding="utf-8")
     settings = [recipe, COMMON.split(), changes.split(), RATIOS[job.ratio], credit_of(job)]
+    settings += [TRAINS[job.train]] if TRAINS[job.train] else []
     return hashlib.sha256(json.dumps(settings).encode()).hexdigest()[:16]
 
 
@@ -166,7 +184,8 @@ def train_all(jobs: Sequence[Job], out: Path) -> None:
                 file.write(json.dumps(result) + "\n")
             curve = " ".join(f"{success:.2f}" for success in result["curve"])
             print(
-                f"{job.env:14} {job.ratio:16} {job.credit:9} {job.rate:<6g} seed {job.seed:2} {curve} ({seconds:.0f} s)",
+                f"{job.env:14} {job.ratio:16} {job.credit:9} {job.train:14} {job.rate:<6g} seed {job.seed:2} {curve} "
+                f"({seconds:.0f} s)",
                 flush=True,
             )
 
@@ -182,7 +201,7 @@ def figures(rows: Sequence[dict[str, float]]) -> Result:
 def read_results(out: Path) -> dict[Job, Result]:
     """Return the results under today's settings."""
     lines = out.read_text(encoding="utf-8").splitlines() if out.is_file() else []
-    found = {Job(*(result[name] for name in Job._fields)): result for result in map(json.loads, lines)}
+    found = {Job(**{name: r.get(name, "plain") for name in Job._fields}): r for r in map(json.loads, lines)}
     return {
         job: result
         for job, result in found.items()
@@ -199,11 +218,11 @@ def has_collapsed(result: Result) -> bool:
     return bool(best > 0.15 and result["curve"][-1] < best / 2)
 
 
-def best_rate(known: dict[Job, Result], env: str, ratio: str, credit: str) -> float | None:
+def best_rate(known: dict[Job, Result], env: str, ratio: str, credit: str, train: str) -> float | None:
     """Return the rate that was best on the tuning seeds; None where one was not tried on all of them."""
     means = {}
     for rate in RATES:
-        jobs = [Job(env, ratio, credit, rate, seed) for seed in TUNING_SEEDS]
+        jobs = [Job(env, ratio, credit, rate, seed, train) for seed in TUNING_SEEDS]
         if any(job not in known for job in jobs):
             return None
         means[rate] = statistics.mean(area(known[job]) for job in jobs)
@@ -226,24 +245,28 @@ def run(wanted: Iterable[Job], out: Path, *, num_jobs: int) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("part", choices=["tune", "final", "tell"])
+    parser.add_argument("part", choices=["cures", "tune", "final", "tell"])
     parser.add_argument("--out", type=Path, required=True, help="results, one JSON line each; appended to")
     parser.add_argument("--jobs", type=int, default=2, help="processes, of one thread each")
     parser.add_argument("--envs", nargs="+", choices=list(SETTINGS), default=list(SETTINGS))
     parser.add_argument("--ratios", nargs="+", choices=list(RATIOS), default=list(RATIOS))
     parser.add_argument("--credits", nargs="+", default=["uniform", "group_gae", "ecpo"])
+    parser.add_argument("--trains", nargs="+", choices=list(TRAINS), default=["plain"])
     parser.add_argument("--seeds", type=int, nargs="+", help="others than those of the part")
     options = parser.parse_args()
     os.environ["OMP_NUM_THREADS"] = "1"
-    rows = [(env, ratio, credit) for env in options.envs for ratio in options.ratios for credit in options.credits]
-    if options.part == "tune":
-        seeds = options.seeds or TUNING_SEEDS
-        wanted = [Job(*row, rate, seed) for row in rows for seed in seeds for rate in RATES]
+    rows = list(product(options.envs, options.ratios, options.credits))
+    if options.part in ("cures", "tune"):
+        rates, seeds = (RATES, TUNING_SEEDS) if options.part == "tune" else (RATES[-1:], CURE_SEEDS)
+        chosen = product(rows, rates, options.seeds or seeds, options.trains)
+        wanted = [Job(*row, rate, seed, train) for row, rate, seed, train in chosen]
     else:
         known = read_results(options.out)
-        rates = {row: best_rate(known, *row) for row in rows}
         wanted = [
-            Job(*row, rate, seed) for row, rate in rates.items() if rate is not None for seed in options.seeds or SEEDS
+            Job(*row, rate, seed, train)
+            for row, train in product(rows, options.trains)
+            if (rate := best_rate(known, *row, train)) is not None
+            for seed in options.seeds or SEEDS
         ]
     if options.part != "tell":
         run(wanted, options.out, num_jobs=options.jobs)
