@@ -10,8 +10,8 @@ continues from that checkpoint: the same weights, the same first episodes, the s
 learning rate.
 
 `cures` trains at the highest of `RATES`, where runs collapse, with each of the ways of updating of `TRAINS`, on the seeds 20
-to 29. `tune` trains at each of `RATES` on the seeds 0 to 2; `final` at the rate whose area is largest there, for each environment,
-ratio and credit apart, on the seeds 10 to 19. `area` is the mean of held-out success over the evaluations after training
+to 29. `tune` trains at each of `RATES` on the seeds 0 to 2; `final` at the rate whose area is largest there, for each
+environment, ratio and credit apart, on the seeds 10 to 19. `area` is the mean of held-out success over the evaluations after training
 began. A run has collapsed where its last success is below half of its best, and that was above .15.
 
 Results are appended to FILE as JSON lines, with what each step showed; what is in it under the same settings is not run
@@ -218,11 +218,11 @@ def has_collapsed(result: Result) -> bool:
     return bool(best > 0.15 and result["curve"][-1] < best / 2)
 
 
-def best_rate(known: dict[Job, Result], env: str, ratio: str, credit: str, train: str) -> float | None:
+def best_rate(known: dict[Job, Result], like: Job) -> float | None:
     """Return the rate that was best on the tuning seeds; None where one was not tried on all of them."""
     means = {}
     for rate in RATES:
-        jobs = [Job(env, ratio, credit, rate, seed, train) for seed in TUNING_SEEDS]
+        jobs = [like._replace(rate=rate, seed=seed) for seed in TUNING_SEEDS]
         if any(job not in known for job in jobs):
             return None
         means[rate] = statistics.mean(area(known[job]) for job in jobs)
@@ -255,19 +255,20 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, nargs="+", help="others than those of the part")
     options = parser.parse_args()
     os.environ["OMP_NUM_THREADS"] = "1"
-    rows = list(product(options.envs, options.ratios, options.credits))
-    if options.part in ("cures", "tune"):
-        rates, seeds = (RATES, TUNING_SEEDS) if options.part == "tune" else (RATES[-1:], CURE_SEEDS)
-        chosen = product(rows, rates, options.seeds or seeds, options.trains)
-        wanted = [Job(*row, rate, seed, train) for row, rate, seed, train in chosen]
-    else:
-        known = read_results(options.out)
-        wanted = [
-            Job(*row, rate, seed, train)
-            for row, train in product(rows, options.trains)
-            if (rate := best_rate(known, *row, train)) is not None
-            for seed in options.seeds or SEEDS
-        ]
+    rows = [
+        Job(env, ratio, credit, RATES[-1], 0, train)
+        for env, ratio, credit, train in product(options.envs, options.ratios, options.credits, options.trains)
+    ]
+    known = read_results(options.out)
+    match options.part:
+        case "cures":
+            chosen, seeds = rows, CURE_SEEDS
+        case "tune":
+            chosen, seeds = [row._replace(rate=rate) for row in rows for rate in RATES], TUNING_SEEDS
+        case _:
+            rates = {row: best_rate(known, row) for row in rows}
+            chosen, seeds = [row._replace(rate=rate) for row, rate in rates.items() if rate is not None], SEEDS
+    wanted = [row._replace(seed=seed) for row in chosen for seed in options.seeds or seeds]
     if options.part != "tell":
         run(wanted, options.out, num_jobs=options.jobs)
 
