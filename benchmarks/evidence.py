@@ -11,25 +11,30 @@ learning rate.
 
 `cures` trains at the highest of `RATES`, where runs collapse, with each of the ways of updating of `TRAINS`, on the seeds 20
 to 29. `tune` trains at each of `RATES` on the seeds 0 to 2; `final` at the rate whose area is largest there, for each
-environment, ratio and credit apart, on the seeds 10 to 19. `area` is the mean of held-out success over the evaluations after training
-began. A run has collapsed where its last success is below half of its best, and that was above .15.
+environment, ratio and credit apart, on the seeds 10 to 19. `area` is the mean of held-out success over the evaluations
+after training began. A run has collapsed where its last success is below half of its best, and that was above .15.
 
 Results are appended to FILE as JSON lines, with what each step showed; what is in it under the same settings is not run
-again (take another file after a change of the mathematics). The last line printed by `tell` is JSON.
+again (take another file after a change of the mathematics).
+
+`tell` prints what each part found: mean ± standard error over seeds; differences are paired by seed, from GRPO with uniform
+credit that updates in the same way (`cures`: from `plain`). `steps` are those until the success that is .8 of the largest mean
+at the end, on straight lines between evaluations; a run that never gets there counts with all of its steps.
 """
 
 import argparse
 import hashlib
 import json
+import math
 import multiprocessing
 import os
 import shutil
 import statistics
 import tempfile
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from itertools import product
+from itertools import pairwise, product
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
@@ -229,6 +234,60 @@ def best_rate(known: dict[Job, Result], like: Job) -> float | None:
     return max(means, key=means.__getitem__)
 
 
+def steps_to(result: Result, success: float) -> float:
+    """Return after how many steps a success is reached."""
+    points = list(zip(result["at"], result["curve"], strict=True))
+    for (step, before), (next_step, after) in pairwise(points):
+        if after >= success:
+            return float(
+                step + (next_step - step) * max(0.0, success - before) / (after - before) if after > before else step
+            )
+    return float(points[-1][0])
+
+
+def mean_and_error(values: Sequence[float], digits: int = 3) -> str:
+    error = statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else math.nan
+    return f"{statistics.mean(values):.{digits}f} ± {error:.{digits}f}"
+
+
+def tell(known: dict[Job, Result], rows: Sequence[Job], seeds: Sequence[int], base: Callable[[Job], Job]) -> None:
+    """Print a table for each environment; a row is a job of whatever seed."""
+    for env in dict.fromkeys(row.env for row in rows):
+        found = {
+            row: [known[job] for seed in seeds if (job := row._replace(seed=seed)) in known]
+            for row in rows
+            if row.env == env
+        }
+        found = {row: results for row, results in found.items() if len(results) == len(seeds)}
+        if not found:
+            continue
+        best = max(statistics.mean(result["curve"][-1] for result in results) for results in found.values())
+        print(f"\n{env}, {len(seeds)} seeds; steps until {0.8 * best:.2f}\n")
+        print("| ratio | credit | updates | rate | final | area | steps | collapsed | final, gained | area, gained |")
+        print("|---|---|---|---|---|---|---|---|---|---|")
+        for row, results in found.items():
+            figures = {
+                "final": [result["curve"][-1] for result in results],
+                "area": [area(result) for result in results],
+            }
+            gained = ["-", "-"]
+            others = found.get(
+                next((other for other in found if base(row)[:3] == other[:3] and base(row)[5] == other[5]), row)
+            )
+            if others is not None and others is not results:
+                gained = [
+                    mean_and_error(
+                        [a - b for a, b in zip(figures["final"], [o["curve"][-1] for o in others], strict=True)]
+                    ),
+                    mean_and_error([a - b for a, b in zip(figures["area"], map(area, others), strict=True)]),
+                ]
+            steps = mean_and_error([steps_to(result, 0.8 * best) for result in results], 1)
+            collapsed = f"{sum(map(has_collapsed, results))} of {len(results)}"
+            means = [mean_and_error(values) for values in figures.values()]
+            cells = [row.ratio, row.credit, row.train, f"{row.rate:g}", *means, steps, collapsed, *gained]
+            print(f"| {' | '.join(cells)} |")
+
+
 def run(wanted: Iterable[Job], out: Path, *, num_jobs: int) -> None:
     """Make the runs that are missing, by environment and seed."""
     known = read_results(out)
@@ -271,6 +330,11 @@ def main() -> None:
     wanted = [row._replace(seed=seed) for row in chosen for seed in options.seeds or seeds]
     if options.part != "tell":
         run(wanted, options.out, num_jobs=options.jobs)
+        return
+    print("Ways of updating, at the highest rate")
+    tell(known, rows, CURE_SEEDS, lambda row: row._replace(train="plain"))
+    print("\nEach at its best rate")
+    tell(known, chosen, SEEDS, lambda row: row._replace(ratio="grpo", credit="uniform"))
 
 
 if __name__ == "__main__":
