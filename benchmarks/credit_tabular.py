@@ -1,7 +1,7 @@
 """Which credit scheme learns fastest where: the real schemes and the real loss on a policy that is a table.
 
     python -m benchmarks.credit_tabular RESULTS.jsonl [--cells base noise ...] [--seeds 100] [--jobs 2]
-    python -m benchmarks.credit_tabular RESULTS.jsonl --tell [--plot PATH.svg]
+    python -m benchmarks.credit_tabular RESULTS.jsonl --tell [--plot PATH.svg] [--map agentrl/report/credit_map.json]
 
 An episode is a row of decisions among four actions. A few of them are locks, spread evenly, with one right action each;
 the others change nothing. The episode pays 1 at its end if every lock was opened; with `paid: turn` each lock pays its share
@@ -34,6 +34,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
+from pydantic import TypeAdapter
 
 from agentrl import StopReason, Trajectory, TrajectoryGroup, Turn, assign_credit, load_credit
 from agentrl.learn.batch import LossColumns
@@ -43,6 +44,7 @@ from agentrl.learn.loss_config import LossConfig
 from agentrl.learn.micro_batch_loss import trust_region
 from agentrl.learn.minibatches import draw_minibatches
 from agentrl.learn.token_weights import aggregation_weights, unit_index
+from agentrl.report.advise import Shown, Task, show
 
 Array = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
@@ -264,6 +266,27 @@ def tell(rows: Sequence[dict[str, Any]]) -> None:
         print(f"| {name} | {' | '.join(cells)} |")
 
 
+def map_of(rows: Sequence[dict[str, Any]]) -> list[Task]:
+    """Return what rollouts show of each task, measured as those of a run are, and what each scheme gains there."""
+    found = {(row["name"], row["scheme"]): np.array(row["area"]) for row in rows}
+    tasks = []
+    for name, cell in CELLS.items():
+        # Where keys do not tell what matters, rollouts do not show it.
+        if (name, "uniform") not in found or cell.aliased:
+            continue
+        shown = show([group for seed in range(20) for group in Row(cell, seed).play()[0]])
+        gains = {}
+        for scheme in SCHEMES:
+            if (name, scheme) in found and scheme not in ("uniform", "shuffled ecpo"):
+                difference = found[name, scheme] - found[name, "uniform"]
+                error = difference.std(ddof=1) / math.sqrt(len(difference))
+                gains[scheme] = (round(float(difference.mean()), 4), round(float(error), 4))
+        assert shown is not None
+        rounded = Shown(**{field: round(value, 4) for field, value in shown.model_dump().items()})
+        tasks.append(Task(name=name, seeds=len(found[name, "uniform"]), shown=rounded, gains=gains))
+    return tasks
+
+
 def plot(rows: Sequence[dict[str, Any]], path: Path) -> None:
     """Draw the paired differences of each task."""
     from matplotlib import pyplot as plt  # only who asks for a plot needs it
@@ -299,6 +322,7 @@ def main() -> None:
     parser.add_argument("--jobs", type=int, default=1)
     parser.add_argument("--tell", action="store_true", help="measure nothing")
     parser.add_argument("--plot", type=Path)
+    parser.add_argument("--map", type=Path, help="what `agentrl credit advise` goes by")
     options = parser.parse_args()
     rows = [json.loads(line) for line in options.results.read_text().splitlines()] if options.results.exists() else []
     known = {(row["name"], row["scheme"], len(row["area"])) for row in rows}
@@ -313,6 +337,9 @@ def main() -> None:
     tell(rows)
     if options.plot:
         plot(rows, options.plot)
+    if options.map:
+        tasks = TypeAdapter(list[Task]).dump_python(map_of(rows), mode="json")
+        options.map.write_text("[\n" + ",\n".join(map(json.dumps, tasks)) + "\n]\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

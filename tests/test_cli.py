@@ -407,6 +407,11 @@ def test_a_run_from_beginning_to_end(agentrl: Agentrl, tmp_path: Path) -> None:
     status, out, err = agentrl("credit", "explain", "gigpo", "run", "--gama", "1")
     assert (status, out, err) == (2, "", "agentrl: credit.gama: 'gigpo' has no such option. Did you mean 'gamma'?\n")
     assert agentrl("credit", "explain", "gigpo", "run", "--gamma") == (2, "", "agentrl: --gamma: needs a value\n")
+    status, out, err = agentrl("credit", "advise", "run")
+    assert (status, err) == (0, "")
+    assert "4 groups of run" in out
+    assert "credit.scheme: " in out
+    assert agentrl("credit", "advise", "nowhere") == (2, "", "agentrl: there is no nowhere\n")
     assert agentrl("show", "run", "-n", "0") == (2, "", "agentrl: --number: at least 1, got 0\n")
 
     status, out, err = agentrl("eval", "run")

@@ -154,6 +154,7 @@ def test_a_command_on_a_damaged_file_ends_well_or_in_one_line(
                 (metrics, ["train", str(folder.path), "--train.steps", "4"]),
                 (rollouts, ["show", str(rollouts), "-n", "9"]),
                 (rollouts, ["credit", "explain", "gigpo", str(rollouts), "-n", "9"]),
+                (rollouts, ["credit", "advise", str(rollouts)]),
             ]
         )
     )

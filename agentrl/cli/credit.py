@@ -2,6 +2,7 @@
 
 import argparse
 import sys
+from pathlib import Path
 from typing import Any
 
 from rich.table import Table
@@ -19,7 +20,8 @@ def add(commands: Commands) -> None:
     credit = commands.add(
         "credit", _credit, "List installed credit schemes, or explain what one does to recorded rollouts."
     )
-    explain = credit.add_subparsers(dest="action").add_parser(
+    actions = credit.add_subparsers(dest="action")
+    explain = actions.add_parser(
         "explain",
         help="print the advantages of each turn of recorded rollouts",
         description="Print the advantages of each turn of recorded rollouts, coloured token by token. Any field of the scheme "
@@ -29,6 +31,15 @@ def add(commands: Commands) -> None:
     explain.set_defaults(run=_explain, takes_overrides=True)
     explain.add_argument("scheme", metavar="SCHEME", help="an installed scheme, or module:Class")
     add_rollouts(explain, default=8)
+    advise = actions.add_parser(
+        "advise",
+        help="say which scheme suits what a run's rollouts show",
+        description="Measure turns, groups, keys and noise of a run's recorded rollouts, and name the scheme that learned "
+        "fastest on the task most like them (docs/credit.md).",
+        allow_abbrev=False,
+    )
+    advise.set_defaults(run=_advise)
+    advise.add_argument("target", type=Path, metavar="RUN|FILE", help="a run's folder, or a rollouts file")
 
 
 def _credit(_: argparse.Namespace, __: list[str]) -> None:
@@ -70,6 +81,32 @@ def _explain(options: argparse.Namespace, rest: list[str]) -> None:
     console.print(legend())
     for table in tables:
         console.print(table)
+
+
+def _advise(options: argparse.Namespace, _: list[str]) -> None:
+    from agentrl.report.advise import advise, read_map, show
+    from agentrl.report.folder import RunFolder
+    from agentrl.report.records import groups_of, read_records
+
+    files = RunFolder.open(options.target).rollouts() if options.target.is_dir() else [options.target]
+    if not all(file.is_file() for file in files):
+        raise ConfigError(f"there is no {options.target}")
+    groups = [group for file in files for group in groups_of(read_records(file))]
+    if (shown := show(groups)) is None:
+        raise ConfigError(
+            f"{options.target} has no rollouts of usable episodes (report.rollouts_every says how often they are written)"
+        )
+    tasks = read_map()
+    found = advise(shown, tasks)
+    table = Table(title=f"{len(groups)} groups of {options.target}", title_justify="left", show_header=False, box=None)
+    table.add_row("turns of an episode", f"{shown.turns:.1f}")
+    table.add_row("usable episodes of a group", f"{shown.group_size:.1f}")
+    table.add_row("turns whose state key another episode of the group has", f"{shown.repeated:.0%}")
+    table.add_row("of the spread of what follows, with the action", f"{shown.explained:.0%}")
+    table.add_row("episodes that earn something before their last turn", f"{shown.by_turn:.0%}")
+    console = Console(soft_wrap=True)
+    console.print(table)
+    console.print(f"credit.scheme: {found.scheme}: {found.why}")
 
 
 def _fields(arguments: list[str]) -> dict[str, Any]:

@@ -1,0 +1,144 @@
+"""Which credit scheme suits a run: what its rollouts show, beside tasks on which schemes were compared.
+
+The tasks are those of `benchmarks/credit_tabular.py`, which writes `credit_map.json`.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from math import hypot, log2
+from pathlib import Path
+from statistics import fmean
+from typing import NamedTuple
+
+from pydantic import BaseModel, ConfigDict, TypeAdapter
+
+from agentrl.files import read_json
+from agentrl.types import TrajectoryGroup, Turn, valid_trajectories
+
+MAP = Path(__file__).with_name("credit_map.json")
+BY_KEYS = ("gigpo", "group_gae", "ecpo")
+"""Schemes that compare turns with the same state key."""
+_FEW = 0.1
+"""Share of turns below which too few keys repeat for those schemes."""
+
+
+class Shown(BaseModel):
+    """What rollouts show of a task."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    turns: float
+    """Mean of an episode."""
+    group_size: float
+    """Mean of usable episodes."""
+    repeated: float
+    """Share of turns whose state key another episode of the group has too."""
+    explained: float
+    """Share of the spread of what turns with one state key earn from there on that goes with their action, 0 to 1."""
+    by_turn: float
+    """Share of episodes that earn something before their last turn."""
+
+    def distance(self, other: "Shown") -> float:
+        """Return how far two tasks are apart, in steps of the map: twice the turns, twice the group, a fifth of the noise."""
+        return hypot(
+            log2(self.turns / other.turns),
+            log2(self.group_size / other.group_size),
+            (self.explained - other.explained) / 0.2,
+            (self.repeated - other.repeated) / 0.3,
+            (self.by_turn - other.by_turn) / 0.5,
+        )
+
+
+class Task(BaseModel):
+    """A task on which schemes were compared over seeds."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    name: str
+    seeds: int
+    shown: Shown
+    gains: Mapping[str, tuple[float, float]]
+    """Area under the curve of success, less that of `uniform`: mean and standard error of paired seeds."""
+
+
+class Advice(NamedTuple):
+    """A scheme, and why."""
+
+    scheme: str
+    why: str
+
+
+def show(groups: Sequence[TrajectoryGroup]) -> Shown | None:
+    """Measure rollouts. None: they hold no usable episode."""
+    if not (trajectories := valid_trajectories(groups)):
+        return None
+    sizes = [len(valid_trajectories([group])) for group in groups]
+    num_repeated = within = between = 0.0
+    num_within = num_between = 0.0
+    for returns in chosen_at_keys(groups):
+        num = sum(map(len, returns.values()))
+        num_repeated += num
+        mean = fmean(value for values in returns.values() for value in values)
+        within += sum((value - fmean(values)) ** 2 for values in returns.values() for value in values)
+        between += sum(len(values) * (fmean(values) - mean) ** 2 for values in returns.values())
+        num_within += num - len(returns)
+        num_between += len(returns) - 1
+    return Shown(
+        turns=fmean(len(t.turns) for t in trajectories),
+        group_size=fmean(size for size in sizes if size),
+        repeated=num_repeated / sum(len(t.turns) for t in trajectories),
+        explained=_share_between(within, num_within, between, num_between),
+        by_turn=fmean(any(turn.reward for turn in t.turns[:-1]) for t in trajectories),
+    )
+
+
+def chosen_at_keys(groups: Sequence[TrajectoryGroup]) -> Iterator[dict[str, list[float]]]:
+    """Yield, for each state key that two episodes of a group or more have, what was earned from there on, by action key."""
+    for group in groups:
+        at: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
+        owners: dict[str, set[str]] = defaultdict(set)
+        for trajectory in valid_trajectories([group]):
+            rest = sum(turn.reward for turn in trajectory.turns)
+            for turn in trajectory.turns:
+                if turn.state_key is not None:
+                    at[turn.state_key][_action_of(turn)].append(rest)
+                    owners[turn.state_key].add(trajectory.trajectory_id)
+                rest -= turn.reward
+        yield from (returns for key, returns in at.items() if len(owners[key]) > 1)
+
+
+def advise(shown: Shown, tasks: Sequence[Task]) -> Advice:
+    """Return the scheme that was best on the task that is most alike."""
+    nearest = min(tasks, key=lambda task: shown.distance(task.shown))
+    usable = {name: gain for name, gain in nearest.gains.items() if name not in BY_KEYS or shown.repeated >= _FEW}
+    lacking = (
+        ""
+        if shown.repeated >= _FEW
+        else " Schemes that compare turns with the same key are left out: give the environment a state_key() that repeats."
+    )
+    best = max(usable, key=lambda name: usable[name][0], default=None)
+    if best is None or usable[best][0] <= 2 * usable[best][1]:
+        return Advice("uniform", f"on the task most alike ({nearest.name}) no scheme was ahead of it.{lacking}")
+    mean, error = usable[best]
+    return Advice(
+        best,
+        f"on the task most alike ({nearest.name}) it was ahead of uniform by {mean:.3f} ± {error:.3f} of area under the "
+        f"curve of success, over {nearest.seeds} seeds.{lacking}",
+    )
+
+
+def read_map(path: Path = MAP) -> list[Task]:
+    """Return the tasks on which schemes were compared."""
+    return read_json(path, TypeAdapter(list[Task]), fix="install agentrl again")
+
+
+def _share_between(within: float, num_within: float, between: float, num_between: float) -> float:
+    """Return the share of variance between actions, without what chance alone puts there (omega squared)."""
+    if not num_within or not num_between or within + between == 0:
+        return 0.0
+    noise = within / num_within
+    return max(0.0, (between - num_between * noise) / (between + within + noise))
+
+
+def _action_of(turn: Turn) -> str:
+    return turn.action_key if turn.action_key is not None else repr(turn.action_ids)

@@ -1,0 +1,83 @@
+"""Which scheme suits what rollouts show."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from agentrl import TrajectoryGroup
+from agentrl.credit import installed_credit
+from agentrl.report.advise import Shown, Task, advise, read_map, show
+from agentrl.testing import make_group
+from benchmarks.credit_tabular import BASE, Row
+
+SHOWN = Shown(turns=10, group_size=8, repeated=1, explained=0.1, by_turn=0)
+
+
+def played(*, noise: float, keys: bool = True) -> list[TrajectoryGroup]:
+    """Rows of twelve decisions, four of which matter."""
+    cell = replace(BASE, noise=noise)
+    groups = [group for seed in range(8) for group in Row(cell, seed).play()[0]]
+    if keys:
+        return groups
+    return [
+        replace(
+            group,
+            trajectories=tuple(
+                replace(t, turns=tuple(replace(turn, state_key=None) for turn in t.turns)) for t in group.trajectories
+            ),
+        )
+        for group in groups
+    ]
+
+
+def test_what_rollouts_show_is_measured() -> None:
+    clear, noisy = (show(played(noise=noise)) for noise in (0.0, 2.0))
+    assert clear is not None
+    assert noisy is not None
+    assert (clear.turns, clear.group_size, clear.by_turn) == (12, 8, 0)
+    assert clear.repeated > 0.8
+    assert clear.explained > 3 * noisy.explained
+    without = show(played(noise=0.0, keys=False))
+    assert without is not None
+    assert (without.repeated, without.explained) == (0, 0)
+    assert show([]) is None
+
+
+def test_the_share_that_goes_with_the_action_is_that_of_the_variances() -> None:
+    rng, groups = np.random.default_rng(0), []
+    for number in range(200):
+        group = make_group([[0.0]] * 16, group_id=f"g{number}")
+        members = []
+        for index, trajectory in enumerate(group.trajectories):
+            action = index % 4  # worth -1.34 to 1.34: a variance of 1, beside a noise of 3
+            reward = (action - 1.5) / 1.118 + 3**0.5 * rng.normal()
+            turn = replace(trajectory.turns[0], reward=reward, state_key="s", action_key=str(action))
+            members.append(replace(trajectory, turns=(turn,)))
+        groups.append(replace(group, trajectories=tuple(members)))
+    shown = show(groups)
+    assert shown is not None
+    assert shown.explained == pytest.approx(1 / 4, abs=0.03)
+
+
+def test_the_nearest_task_decides() -> None:
+    def task(name: str, *, turns: float, **gains: tuple[float, float]) -> Task:
+        return Task(name=name, seeds=9, shown=SHOWN.model_copy(update={"turns": turns}), gains=gains)
+
+    tasks = [
+        task("short", turns=2, group_gae=(0.01, 0.01), turn_return=(0.0, 0.01)),
+        task("long", turns=12, ecpo=(0.2, 0.01), group_gae=(0.1, 0.01), turn_return=(0.05, 0.01)),
+    ]
+    assert advise(SHOWN, tasks).scheme == "ecpo"
+    assert "(long)" in advise(SHOWN, tasks).why
+    assert advise(SHOWN.model_copy(update={"turns": 2.5}), tasks).scheme == "uniform"
+    without_keys = advise(SHOWN.model_copy(update={"repeated": 0.05}), tasks)
+    assert without_keys.scheme == "turn_return"
+    assert "state_key()" in without_keys.why
+
+
+def test_the_map_that_comes_along_knows_tasks_and_installed_schemes() -> None:
+    tasks = read_map()
+    assert len({task.name for task in tasks}) == len(tasks) >= 8
+    assert all(set(task.gains) <= set(installed_credit()) and task.seeds >= 100 for task in tasks)
+    assert all(advise(task.shown, tasks).why.count(f"({task.name})") for task in tasks)
