@@ -90,12 +90,12 @@ RATIOS: dict[str, dict[str, Any]] = {
 TRAINS: dict[str, dict[str, Any]] = {
     "plain": {},
     "warm-up": {"warmup_minibatches": 20},
-    "kl": {"target_kl": 0.05},
-    "kl .02": {"target_kl": 0.02},
+    "kl .05": {"target_kl": 0.05},
+    "kl .01": {"target_kl": 0.01},
     "norm": {"max_grad_norm": 0.1},
     "betas": {"betas": (0.9, 0.99)},
     "ess": {"ess_scaling": True},
-    "kl and warm-up": {"target_kl": 0.05, "warmup_minibatches": 20},
+    "kl .05, warm-up": {"target_kl": 0.05, "warmup_minibatches": 20},
 }
 """What changes in `train:`."""
 GAMMA = {"key_door": 1.0, "corridor": 0.8, "service_desk": 0.5, "calculator": 0.5, "calculator_moe": 0.5}
@@ -111,7 +111,7 @@ KEPT = {
     "gradient": "grad_norm",
     "alike": "credit/zero_advantage",
     "step_kl": "kl/step",
-    "stopped": "stopped_early",
+    "shortened": "shortened_updates",
 }
 """Metrics of each step that a result keeps."""
 
@@ -199,7 +199,9 @@ def figures(rows: Sequence[dict[str, float]]) -> Result:
     # An evaluation in which no episode came to its end reports no success: there was none.
     evaluated = [row for row in rows if "eval/episodes" in row]
     curve = [row.get("eval/success", 0.0) for row in evaluated]
-    steps = {name: [float(f"{row[metric]:.4g}") for row in rows if row["step"] > 0] for name, metric in KEPT.items()}
+    steps = {
+        name: [float(f"{row.get(metric, 0.0):.4g}") for row in rows if row["step"] > 0] for name, metric in KEPT.items()
+    }
     return {"at": [int(row["step"]) for row in evaluated], "curve": curve, "steps": steps}
 
 

@@ -8,6 +8,31 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 
+class TrainedWeights:
+    """The weights of a policy that require a gradient, as they are; of those that are shared out, this process's shards."""
+
+    def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Take the parameters of the policy."""
+        self._parameters = [parameter for parameter in parameters if parameter.requires_grad]
+
+    def locals(self) -> list[Tensor]:
+        """Return them, without copying."""
+        return [
+            parameter.to_local().detach() if isinstance(parameter, DTensor) else parameter.detach()
+            for parameter in self._parameters
+        ]
+
+    def copy(self) -> list[Tensor]:
+        """Return what they are now."""
+        return [local.clone() for local in self.locals()]
+
+    def set(self, weights: list[Tensor], *, share: float = 1.0) -> None:
+        """Move them to others, or a share of the way."""
+        with torch.no_grad():
+            for local, value in zip(self.locals(), weights, strict=True):
+                local.lerp_(value.to(local.device), share) if share < 1 else local.copy_(value)
+
+
 class KeptVersions:
     """The trained weights of the newest versions, in the host's memory: adapters alone where these are trained.
 
@@ -21,7 +46,7 @@ class KeptVersions:
             parameters: of the policy. Those that require no gradient are the same in every version.
             most: versions that are kept. 0: none is.
         """
-        self._parameters = [parameter for parameter in parameters if parameter.requires_grad]
+        self._trained = TrainedWeights(parameters)
         self._most = most
         self._weights: dict[int, list[Tensor]] = {}
 
@@ -33,27 +58,16 @@ class KeptVersions:
     def keep(self, version: int) -> None:
         """Keep the present weights as those of a version, and forget the oldest."""
         if self._most:
-            self._weights[version] = [local.to("cpu", copy=True) for local in self._locals()]
+            self._weights[version] = [local.to("cpu", copy=True) for local in self._trained.locals()]
             while len(self._weights) > self._most:
                 del self._weights[min(self._weights)]
 
     @contextmanager
     def at(self, version: int) -> Iterator[None]:
         """Return a context in which the policy has the weights of a version that is kept."""
-        present = [local.clone() for local in self._locals()]
-        self._set(self._weights[version])
+        present = self._trained.copy()
+        self._trained.set(self._weights[version])
         try:
             yield
         finally:
-            self._set(present)
-
-    def _locals(self) -> list[Tensor]:
-        return [
-            parameter.to_local().detach() if isinstance(parameter, DTensor) else parameter.detach()
-            for parameter in self._parameters
-        ]
-
-    def _set(self, weights: list[Tensor]) -> None:
-        with torch.no_grad():
-            for local, value in zip(self._locals(), weights, strict=True):
-                local.copy_(value)
+            self._trained.set(present)

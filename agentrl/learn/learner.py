@@ -10,6 +10,7 @@ import threading
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from functools import partial
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -25,11 +26,12 @@ from agentrl.learn.batch import LossColumns, make_batch
 from agentrl.learn.calibration import Aim, Shown, observed, range_metrics
 from agentrl.learn.kept_versions import KeptVersions
 from agentrl.learn.loss_config import LossConfig
-from agentrl.learn.metrics import Tally, anchor_metrics, divergence, effective_samples, first_metrics, update_metrics
+from agentrl.learn.metrics import Tally, anchor_metrics, effective_samples, first_metrics, update_metrics
 from agentrl.learn.micro_batch_loss import Before, Earlier, micro_batch_loss, trust_region
 from agentrl.learn.minibatches import draw_minibatches
 from agentrl.learn.plan import MicroBatch, Planner
 from agentrl.learn.policy_state import PolicyState
+from agentrl.learn.reach import Reach
 from agentrl.learn.token_notes import TokenNotes
 from agentrl.learn.train_config import TrainConfig
 from agentrl.policy.layout import attending, lay_out
@@ -139,11 +141,17 @@ class Learner:
         tallies: list[Tally] = []
         shown: list[Shown] = []
         self.notes = TokenNotes()
-        num_updates, is_far = 0, False
+        num_updates = 0
         of_experts: dict[str, float] = {}
+        reach = Reach(state, target=self._config.target_kl)
         for index, plan in enumerate(plans):
-            if plan and not is_far:
+            if plan:
                 tally, first_experts = self.add_gradients(plan, befores[index], version=version, cancelled=cancelled)
+                if reach.shorten(tally, partial(self.show, plan, befores[index], version=version)):
+                    state.optimizer.zero_grad()
+                    tally, first_experts = self.add_gradients(
+                        plan, befores[index], version=version, cancelled=cancelled
+                    )
                 if self.loss.trust == "calibrated":
                     shown.append(observed(tally, version=version))
                     state.calibration = state.calibration.after(shown[-1], Aim.of(self.loss))
@@ -157,21 +165,21 @@ class Learner:
                         "train.learning_rate and resume from it"
                     )
                 tallies.append(tally)
-                moved = divergence(tally) - divergence(tallies[0])
-                is_far = self._config.target_kl is not None and moved > self._config.target_kl
-                if (
-                    tally.grad_norm > 0 and not is_far
-                ):  # else AdamW would move by momentum alone, and forget how large gradients are
+                if tally.grad_norm > 0:  # else AdamW would move by momentum alone, and forget how large gradients are
                     share = effective_samples(tally) if self._config.ess_scaling else 1.0
+                    reach.begin_update()
                     tallies[-1] = replace(tally, learning_rate=state.update(rate_factor=math.sqrt(share)))
                     num_updates += 1
                 state.optimizer.zero_grad()
                 if index == 0 and self._is_routed:
                     of_experts = self._changed_experts(first_experts[0], plan[0].micro)
             state.advance_schedule()
+        if reach.target is not None and (trained := [k for k, plan in enumerate(plans) if plan]):
+            show_last = partial(self.show, plans[trained[-1]], befores[trained[-1]], version=version)
+            reach.shorten(show_last(), show_last)
         tallies = tallies or [Tally()]
         of_anchor = anchor_metrics(tallies, known=known) if self.loss.anchor == "sampled" else {}
-        skipped = {"skipped_minibatches": float(len(plans) - num_updates), "stopped_early": float(is_far)}
+        skipped = {"skipped_minibatches": float(len(plans) - num_updates), **reach.metrics()}
         of_ranges = range_metrics(state.calibration, shown) if shown else {}
         metrics = update_metrics(tallies, current_version=version) | first_metrics(tallies[0]) | skipped
         return metrics | of_anchor | of_ranges | of_experts
@@ -243,6 +251,14 @@ class Learner:
         norm = self._accelerator.clip_grad_norm_(self.state.wrapped.parameters(), self._config.max_grad_norm)
         grad_norm = float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
         return replace(joined, grad_norm=grad_norm, learning_rate=self.state.learning_rate), first_experts
+
+    def show(self, plan: Sequence[TrainingPass], befores: Sequence[Before], *, version: int) -> Tally:
+        """Return what a minibatch shows of the present weights. No gradient."""
+        tally = Tally()
+        for training_pass, before in zip(plan, befores, strict=True):
+            with torch.no_grad(), attending(self.state.policy.model, self._layout), self._routing(before):
+                self._pass_loss(training_pass, before, tally, version)
+        return Tally.joined(all_gather([tally]))
 
     def _accumulating(self, *, is_last: bool) -> AbstractContextManager[Any]:
         """Return a context in which gradients are added up on this process, and with the others' at the last.

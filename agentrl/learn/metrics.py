@@ -145,7 +145,7 @@ def update_metrics(tallies: Sequence[Tally], *, current_version: int) -> dict[st
         "credit/mixed_sign_units": _mean(mixed_U),
         "entropy": _mean(column("entropy_T")),
         "kl/behavior": _mean(-column("engine_difference_T")),
-        # How far the policy moved within the step: what `train.target_kl` is compared with.
+        # How far the policy had moved within the step, before the last update: what `train.target_kl` bounds.
         "kl/step": max(map(divergence, tallies)) - divergence(tallies[0]),
         "grad_norm": _mean([tally.grad_norm for tally in tallies]),
         "learning_rate": tallies[-1].learning_rate,

@@ -44,8 +44,8 @@ class TrainConfig(BaseModel):
     """Minibatches over which the learning rate rises from 0. Those without a gradient count, here and in the schedule: it is
     then at the same point of each step in any run, and ends with it."""
     target_kl: PositiveFloat | None = None
-    """A step makes no further update once it has moved the policy so far, in nats a token, at the tokens of its next minibatch
-    (`kl/step`). None: it makes them all."""
+    """How far a step may move the policy, in nats a token (`kl/step`): an update that moves it further, at the tokens of the
+    next minibatch, is halved until it does not. None: as far as the updates take it."""
     ess_scaling: bool = False
     """Multiply the learning rate of each update by the square root of `ratio/effective_samples` of its minibatch: small where
     few trajectories outweigh the rest, as among stale ones (VCPO)."""

@@ -27,6 +27,7 @@ from agentrl.learn.metrics import Tally, divergence, first_metrics, update_metri
 from agentrl.learn.micro_batch_loss import Before
 from agentrl.learn.plan import Planner
 from agentrl.learn.policy_state import PolicyState
+from agentrl.learn.reach import Reach
 from agentrl.learn.train_config import TrainConfig
 from agentrl.policy import routing
 from agentrl.policy.layout import Layout
@@ -441,20 +442,51 @@ def test_the_rate_follows_the_root_of_the_effective_sample_size_and_comes_back()
     torch.testing.assert_close(weights(scaled) - before, (weights(plain) - before) * share**0.5, rtol=1e-3, atol=1e-6)
 
 
-def test_a_step_ends_where_the_policy_has_moved_too_far() -> None:
-    plain, generous, strict = (
-        make_learner(num_minibatches=3, schedule="cosine", steps=9, target_kl=target) for target in (None, 1e3, 1e-9)
-    )
-    expected, same, stopped = (learner.update(GROUPS, CREDITS, version=1) for learner in (plain, generous, strict))
-    assert same == expected
+def test_a_step_moves_the_policy_no_further_than_its_target() -> None:
+    recomputed = LossConfig(anchor="recomputed")
+    plain, generous = (make_learner(num_minibatches=3, target_kl=target) for target in (None, 1e3))
+    expected, same = (learner.update(GROUPS, CREDITS, version=1) for learner in (plain, generous))
+    assert same == expected | {"shortened_updates": 0.0}
     assert torch.equal(weights(generous), weights(plain))
-    assert (expected["stopped_early"], expected["skipped_minibatches"]) == (0, 0)
-    assert (stopped["stopped_early"], stopped["skipped_minibatches"]) == (1, 2)
-    (state, *_) = strict.state.optimizer.state.values()
-    assert state["step"] == 1  # the first minibatch shows no ratio yet, and is trained on
-    assert stopped["kl/step"] > 1e-9
-    assert strict.state.learning_rate == plain.state.learning_rate < 1e-2  # the schedule goes on as it would
-    assert all(parameter.grad is None or not parameter.grad.any() for parameter in strict.state.policy.parameters())
+    far, near = (
+        make_learner(loss=recomputed, num_minibatches=3, schedule="cosine", steps=9, target_kl=target)
+        for target in (None, 1e-3)
+    )
+    free, bounded = (learner.update(GROUPS, CREDITS, version=1) for learner in (far, near))
+    assert free["kl/step"] > 1e-2
+    assert 0 < bounded["kl/step"] <= 1e-3
+    assert bounded["shortened_updates"] == 3
+    assert bounded["skipped_minibatches"] == 0
+    assert near.state.learning_rate == far.state.learning_rate < 1e-2  # the schedule goes on as it would
+    start = weights(make_learner())
+    assert 0 < (weights(near) - start).norm() < (weights(far) - start).norm() / 2
+
+
+def test_an_update_is_halved_until_the_policy_is_within_reach_or_taken_back() -> None:
+    learner = make_learner()
+    before = weights(learner)
+
+    def tally(share: float) -> Tally:
+        found = Tally()
+        found.add(log_ratio_T=torch.tensor([share], dtype=torch.float64))
+        return found
+
+    for needed, left in ((0, 1.0), (2, 0.25), (99, 0.0)):
+        reach = Reach(learner.state, target=1e-3)
+        assert not reach.shorten(tally(9.0), lambda: tally(9.0))  # what is there before the first update is no movement
+        reach = Reach(learner.state, target=1e-3)
+        reach.shorten(tally(0.0), lambda: tally(0.0))
+        reach.begin_update()
+        with torch.no_grad():
+            for parameter in learner.state.policy.parameters():
+                parameter.add_(1.0)
+        shown = iter([*[tally(1.0)] * (needed - 1), *[tally(0.0)] * 9] if needed < 99 else [tally(1.0)] * 99)
+        assert reach.shorten(tally(1.0 if needed else 0.0), lambda shown=shown: next(shown)) == (needed > 0)
+        torch.testing.assert_close(weights(learner), before + left)
+        assert reach.metrics() == {"shortened_updates": float(needed > 0)}
+        with torch.no_grad():
+            for parameter in learner.state.policy.parameters():
+                parameter.sub_(left)
 
 
 def test_the_divergence_of_a_minibatch_is_that_of_schulman() -> None:
