@@ -147,6 +147,23 @@ def test_three_processes_and_other_layouts(sharding: Sharding, layout: Layout, t
     test_metrics_and_gradients_are_those_of_one_process(3, sharding, layout, [4, 3, 1, 2], (), SOME, tmp_path)
 
 
+def shortened(sharding: Sharding) -> tuple[dict[str, float], dict[str, Tensor]]:
+    settings: dict[str, Any] = {"num_minibatches": 3, "max_tokens_per_micro_batch": 60, "target_kl": 1e-3}
+    learner = make_learner(loss=LossConfig(anchor="recomputed"), sharding=sharding, is_double=True, **settings)
+    metrics = learner.update(*credited([4, 3, 2]), version=1)
+    return metrics, {name: tensor.clone() for name, tensor in learner.state.weights()}
+
+
+@pytest.mark.parametrize("sharding", ["none", "full"])
+def test_updates_are_shortened_alike(sharding: Sharding, tmp_path: Path) -> None:
+    metrics, weights = shortened("none")
+    assert metrics["shortened_updates"] == 3
+    for found, after in together(2, tmp_path, shortened, sharding):
+        assert found == pytest.approx(metrics, rel=1e-6, abs=1e-9)
+        for name, tensor in weights.items():
+            torch.testing.assert_close(after[name], tensor, rtol=1e-6, atol=1e-6)
+
+
 def trained(
     sharding: Sharding, lora: LoraSettings | None, folder: Path, steps: list[int], is_resumed: bool
 ) -> tuple[list[Any], dict[str, Tensor]]:

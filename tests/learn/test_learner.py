@@ -5,6 +5,7 @@ import math
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any, get_args
@@ -481,7 +482,7 @@ def test_an_update_is_halved_until_the_policy_is_within_reach_or_taken_back() ->
             for parameter in learner.state.policy.parameters():
                 parameter.add_(1.0)
         shown = iter([*[tally(1.0)] * (needed - 1), *[tally(0.0)] * 9] if needed < 99 else [tally(1.0)] * 99)
-        assert reach.shorten(tally(1.0 if needed else 0.0), lambda shown=shown: next(shown)) == (needed > 0)
+        assert reach.shorten(tally(1.0 if needed else 0.0), partial(next, shown)) == (needed > 0)
         torch.testing.assert_close(weights(learner), before + left)
         assert reach.metrics() == {"shortened_updates": float(needed > 0)}
         with torch.no_grad():
