@@ -8,7 +8,7 @@ of each minibatch, before its update, the mean log-ratio to the policy that samp
 negative (`down`) and of all (`kl`, negated), the share of tokens that the trust region stops, effective samples, entropy and
 the gradient's norm; and of the update: `adam` = root mean square of m / (sqrt(v) + eps) over all weights, by which the learning
 rate is multiplied, and `along` = the cosine between that and the gradient. Each token is in one minibatch of a step: whatever
-its ratio is then, other tokens made it. `tell` prints the table; its last line is JSON.
+its ratio is then, other tokens made it. `tell` prints the minibatches of the step after which a run fell.
 """
 
 import argparse
@@ -135,6 +135,68 @@ def fall(result: Result) -> int | None:
     return last
 
 
+def tell(results: Sequence[Result]) -> None:
+    """Print the minibatches of the step that made each run fall."""
+    print(
+        "| ratio, credit, rate, seed | fell after step | minibatch | kl | up | down | clipped | effective samples | entropy "
+        "| gradient | adam | along |"
+    )
+    print(f"|{'---|' * 12}")
+    for result in results:
+        if (step := fall(result)) is None:
+            continue
+        name = f"{result['ratio']}, {result['credit']}, {result['rate']:g}, {result['seed']}"
+        usual = statistics.median(m["gradient"] for m in result["minibatches"] if m["version"] < step - 1)
+        for number, m in enumerate([m for m in result["minibatches"] if m["version"] == step - 1], 1):
+            cells = [f"{m[key]:.3g}" for key in ("kl", "up", "down", "clipped", "samples", "entropy")]
+            cells += [f"{m['gradient'] / usual:.1f} times its median", f"{m['adam']:.2f}", f"{m['along']:+.2f}"]
+            print(f"| {name} | {step} | {number} | {' | '.join(cells)} |")
+
+
+def plot(results: Sequence[Result], path: Path) -> None:
+    """Draw each run that collapsed beside the same at half the rate."""
+    from matplotlib import pyplot as plt  # only who asks for a plot needs it
+
+    plt.switch_backend("Agg")
+    fallen = [result for result in results if fall(result) is not None][:4]
+    panels = {"reward": None, "kl": "log", "gradient": "log", "entropy": "log", "samples": None}
+    figure, axes = plt.subplots(len(panels), len(fallen), figsize=(3.2 * len(fallen), 8), squeeze=False, sharex="col")
+    for column, result in enumerate(fallen):
+        half = next((r for r in results if r["rate"] == result["rate"] / 2 and same_start(r, result)), None)
+        for row, (name, scale) in enumerate(panels.items()):
+            axis = axes[row][column]
+            for of_run, color in ((half, "tab:gray"), (result, "tab:red")):
+                if of_run is None:
+                    continue
+                if name == "reward":
+                    axis.plot(range(1, len(of_run["rewards"]) + 1), of_run["rewards"], color=color)
+                    continue
+                seen: dict[int, int] = {}
+                places, values = [], []
+                for m in of_run["minibatches"]:
+                    places.append(m["version"] + 1 + seen.get(m["version"], 0) / 4)
+                    seen[m["version"]] = seen.get(m["version"], 0) + 1
+                    values.append(abs(m[name]) if scale else m[name])
+                axis.plot(places, values, ".-", ms=2, lw=0.6, color=color)
+            if scale:
+                axis.set_yscale(scale)
+                axis.set_ylim(bottom=1e-4)
+            axis.axvline(fall(result) or 0, color="black", lw=0.5, ls=":")
+            axis.grid(alpha=0.3)
+            if column == 0:
+                axis.set_ylabel({"kl": "|kl|, nats a token", "samples": "effective samples"}.get(name, name))
+        axes[0][column].set_title(
+            f"{result['ratio']}, {result['credit']}, {result['rate']:g}, seed {result['seed']}", fontsize=8
+        )
+        axes[-1][column].set_xlabel("step")
+    figure.tight_layout()
+    figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else {})
+
+
+def same_start(one: Result, other: Result) -> bool:
+    return all(one[key] == other[key] for key in ("env", "ratio", "credit", "seed"))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("part", choices=["watch", "tell"])
@@ -146,8 +208,15 @@ def main() -> None:
     os.environ["OMP_NUM_THREADS"] = "1"
     if options.part == "watch":
         collapsed = [job for job, result in read_results(options.evidence).items() if has_collapsed(result)]
-        for job in collapsed[: options.most]:
+        lines = options.out.read_text(encoding="utf-8").splitlines() if options.out.is_file() else []
+        known = {tuple(json.loads(line)[name] for name in Job._fields) for line in lines}
+        for job in [job for job in collapsed if job not in known][: options.most]:
             watch([job, job._replace(rate=job.rate / 2)], options.out)
+        return
+    results = [json.loads(line) for line in options.out.read_text(encoding="utf-8").splitlines()]
+    tell(results)
+    if options.plot:
+        plot(results, options.plot)
 
 
 if __name__ == "__main__":
