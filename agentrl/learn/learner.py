@@ -144,6 +144,9 @@ class Learner:
         num_updates = 0
         of_experts: dict[str, float] = {}
         reach = Reach(state, target=self._config.target_kl)
+        # What the last update is measured by. In the first minibatch the policy is its own anchor, wherever it is.
+        last = max((index for index, plan in enumerate(plans) if plan), default=0)
+        shown_last = self._present(plans[0]) if reach.target is not None and last == 0 else befores[last]
         for index, plan in enumerate(plans):
             if plan:
                 tally, first_experts = self.add_gradients(plan, befores[index], version=version, cancelled=cancelled)
@@ -174,8 +177,8 @@ class Learner:
                 if index == 0 and self._is_routed:
                     of_experts = self._changed_experts(first_experts[0], plan[0].micro)
             state.advance_schedule()
-        if reach.target is not None and (trained := [k for k, plan in enumerate(plans) if plan]):
-            show_last = partial(self.show, plans[trained[-1]], befores[trained[-1]], version=version)
+        if num_updates and reach.target is not None:
+            show_last = partial(self.show, plans[last], shown_last, version=version)
             reach.shorten(show_last(), show_last)
         tallies = tallies or [Tally()]
         of_anchor = anchor_metrics(tallies, known=known) if self.loss.anchor == "sampled" else {}
@@ -276,17 +279,17 @@ class Learner:
         if self.loss.anchor == "behavior":
             return nothing
         self.state.wrapped.train()
-        later = []
-        for plan in plans[1:]:
-            found = []
-            for micro, _ in plan:
-                with torch.no_grad(), self._routing(Before()) as experts:
-                    logprobs_T = self._forward(self.state.wrapped, micro)[0]
-                experts_JPX = experts[0].cpu() if self.loss.routing_replay else None
-                found.append(Before(logprobs_T, experts_JPX=experts_JPX))
-            later.append(found)
-        befores = nothing[:1] + later
+        befores = nothing[:1] + [self._present(plan) for plan in plans[1:]]
         return self._with_earlier(plans, befores, version=version) if self.loss.anchor == "sampled" else befores
+
+    def _present(self, plan: Sequence[TrainingPass]) -> list[Before]:
+        """Return what each pass gives under the present weights."""
+        found = []
+        for micro, _ in plan:
+            with torch.no_grad(), self._routing(Before()) as experts:
+                logprobs_T = self._forward(self.state.wrapped, micro)[0]
+            found.append(Before(logprobs_T, experts_JPX=experts[0].cpu() if self.loss.routing_replay else None))
+        return found
 
     def _with_earlier(
         self, plans: list[list[TrainingPass]], befores: list[list[Before]], *, version: int
