@@ -10,7 +10,7 @@ from agentrl.rollout import RolloutConfig
 from agentrl.rollout.demonstrations import Demonstration
 
 Row = Mapping[str, float]
-Sign = Literal["alike", "cut_off", "collapse"]
+Sign = Literal["alike", "cut_off", "collapse", "runaway"]
 SIGNS: tuple[Sign, ...] = get_args(Sign)
 
 COLLAPSED_STEPS = 4
@@ -24,6 +24,8 @@ _FALL, _LEFT = 0.25, 0.4
 """A reward collapsed where its mean fell by so much of the largest spread there was, and so little of that spread is left."""
 _ENTROPY_LEFT = 0.1
 """Share of the entropy of the first steps."""
+_FEW_SAMPLES, _FAR = 0.5, 0.03
+"""Effective samples, and nats a token to the policy that sampled: found on runs that collapsed (docs/evidence.md)."""
 _LIMITS = {
     "stop/max_turns": "rollout.max_turns",
     "stop/max_tokens": "rollout.max_turn_tokens or rollout.max_episode_tokens",
@@ -40,7 +42,12 @@ def signs(rows: Sequence[Row]) -> dict[Sign, str]:
     Args:
         rows: metrics of the steps from the first one on.
     """
-    found: dict[Sign, str | None] = {"collapse": _collapse(rows), "alike": _alike(rows), "cut_off": _cut_off(rows)}
+    found: dict[Sign, str | None] = {
+        "collapse": _collapse(rows),
+        "runaway": _runaway(rows[-1]),
+        "alike": _alike(rows),
+        "cut_off": _cut_off(rows),
+    }
     return {sign: words for sign, words in found.items() if words is not None}
 
 
@@ -53,7 +60,7 @@ def first_told(found: Mapping[Sign, str], rows: Sequence[Row]) -> dict[Sign, str
     """
     told = {sign for sign in SIGNS if any(row.get(f"health/{sign}") for row in rows)}
     if "collapse" in told | found.keys():
-        told |= {"alike", "cut_off"}
+        told |= {"alike", "cut_off", "runaway"}
     return {sign: words for sign, words in found.items() if sign not in told}
 
 
@@ -80,6 +87,19 @@ def _collapse(rows: Sequence[Row]) -> str | None:
             "not rise"
         )
     return None
+
+
+def _runaway(row: Row) -> str | None:
+    """Tell of a step that moved the policy very far; where tokens are stale, they are far from it anyway."""
+    if row.get("staleness/max", 0.0) > 0 or "ratio/effective_samples" not in row:
+        return None
+    samples, far = row["ratio/effective_samples"], row["kl/behavior"]
+    if samples >= _FEW_SAMPLES or far <= _FAR:
+        return None
+    return (
+        f"one step moved the policy by {far:.2g} nats a token, so that few trajectories outweigh the rest (effective samples "
+        f"{samples:.0%}): runs often collapse by this; set train.target_kl: 0.05, or lower train.learning_rate"
+    )
 
 
 def _alike(rows: Sequence[Row]) -> str | None:

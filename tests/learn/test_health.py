@@ -133,3 +133,17 @@ def test_demonstrations_that_no_policy_could_play_are_told_with_the_limit() -> N
     assert words is not None
     assert "100% by rollout.max_turns" in words
     assert cut_demonstrations([*cut[:2], *played[:2]], wide) == (0.5, None)  # a poor oracle
+
+
+@pytest.mark.parametrize(
+    ("samples", "far", "staleness", "is_told"),
+    [(0.38, 0.6, 0, True), (0.8, 0.6, 0, False), (0.38, 0.01, 0, False), (0.38, 0.6, 1, False)],
+)
+def test_a_step_that_moves_the_policy_very_far_is_told(
+    samples: float, far: float, staleness: float, is_told: bool
+) -> None:
+    shown = {"ratio/effective_samples": samples, "kl/behavior": far, "staleness/max": staleness}
+    rows = [row(0.5) for _ in range(3)] + [row(0.5) | shown]
+    assert told(rows) == ([(4, "runaway")] if is_told else [])
+    fallen = [*rows, *[row(0.0)] * 12]
+    assert [sign for _, sign in told(fallen)] == (["runaway"] if is_told else []) + ["collapse"]

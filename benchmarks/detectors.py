@@ -1,0 +1,93 @@
+"""What a collapse shows itself by, and how early: rules over the metrics of each step, tried on the runs of evidence.py.
+
+    python -m benchmarks.detectors --evidence FILE
+
+A run has collapsed as `benchmarks/evidence.py` says. `found`: collapsed runs in which a rule holds at some step; `in time`: by
+the step after the one whose update made the reward fall, so that the checkpoint before it is good; `false`: other runs in which
+it holds. `samples` is `ratio/effective_samples`, `kl` is `kl/behavior`; the other names are those of evidence.py.
+"""
+
+import argparse
+import json
+from collections.abc import Callable
+from pathlib import Path
+from statistics import median
+
+from benchmarks.collapses import fall
+from benchmarks.evidence import Result, has_collapsed, read_results
+
+Steps = dict[str, list[float]]
+"""Metrics, by step."""
+Rule = Callable[[Steps, int], bool]
+"""Whether it holds at a step, by its index."""
+
+
+def below(metric: str, limit: float) -> tuple[str, Rule]:
+    return f"{metric} below {limit:g}", lambda steps, k: steps[metric][k] < limit
+
+
+def above(metric: str, limit: float) -> tuple[str, Rule]:
+    return f"{metric} above {limit:g}", lambda steps, k: steps[metric][k] > limit
+
+
+def against_median(metric: str, times: float) -> tuple[str, Rule]:
+    def holds(steps: Steps, k: int) -> bool:
+        if k < 4:
+            return False
+        usual = median(steps[metric][:k])
+        return steps[metric][k] > times * usual if times > 1 else steps[metric][k] < times * usual
+
+    return f"{metric} {'above' if times > 1 else 'below'} {times:g} times its median", holds
+
+
+def against_first(metric: str, times: float) -> tuple[str, Rule]:
+    return f"{metric} below {times:g} of the first", lambda steps, k: steps[metric][k] < times * steps[metric][0]
+
+
+def both(one: tuple[str, Rule], other: tuple[str, Rule]) -> tuple[str, Rule]:
+    return f"{one[0]}, {other[0]}", lambda steps, k: one[1](steps, k) and other[1](steps, k)
+
+
+RULES: list[tuple[str, Rule]] = [
+    *(below("samples", limit) for limit in (0.7, 0.6, 0.5)),
+    against_median("samples", 0.6),
+    *(above("kl", limit) for limit in (0.01, 0.03, 0.05)),
+    *(both(below("samples", limit), above("kl", 0.03)) for limit in (0.6, 0.5)),
+    *(above("token_spread", limit) for limit in (0.1, 0.2, 0.3)),
+    *(against_first("entropy", times) for times in (0.3, 0.1)),
+    against_median("entropy", 2),
+    *(above("one_sided", limit) for limit in (0.5, 0.7)),
+    *(against_median("gradient", times) for times in (3, 6, 10)),
+]
+
+
+def first(result: Result, rule: Rule) -> int | None:
+    """Return the step at which a rule first holds."""
+    steps: Steps = result["steps"]
+    return next((k + 1 for k in range(len(steps["kl"])) if rule(steps, k)), None)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--evidence", type=Path, required=True)
+    options = parser.parse_args()
+    results = [result for job, result in read_results(options.evidence).items() if "kl" not in job.train]
+    collapsed = [result for result in results if has_collapsed(result)]
+    print(f"{len(results)} runs, of which {len(collapsed)} collapsed\n")
+    print("| rule | found | in time | false |\n|---|---|---|---|")
+    told = {}
+    for name, rule in RULES:
+        at = [first(result, rule) for result in collapsed]
+        falls = [fall({**result, "rewards": result["steps"]["reward"]}) for result in collapsed]
+        found = sum(step is not None for step in at)
+        in_time = sum(
+            step is not None and end is not None and step <= end + 1 for step, end in zip(at, falls, strict=True)
+        )
+        false = sum(first(result, rule) is not None for result in results if not has_collapsed(result))
+        told[name] = (found, in_time, false)
+        print(f"| {name} | {found} | {in_time} | {false} of {len(results) - len(collapsed)} |")
+    print(json.dumps(told))
+
+
+if __name__ == "__main__":
+    main()
