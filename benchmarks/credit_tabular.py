@@ -272,7 +272,7 @@ def map_of(rows: Sequence[dict[str, Any]]) -> list[Task]:
     tasks = []
     for name, cell in CELLS.items():
         # Where keys do not tell what matters, rollouts do not show it.
-        if (name, "uniform") not in found or cell.aliased:
+        if cell.aliased or not all((name, scheme) in found for scheme in SCHEMES):
             continue
         shown = show([group for seed in range(20) for group in Row(cell, seed).play()[0]])
         gains = {}

@@ -334,9 +334,9 @@ def main() -> None:
         run(wanted, options.out, num_jobs=options.jobs)
         return
     print("Ways of updating, at the highest rate")
-    tell(known, rows, CURE_SEEDS, lambda row: row._replace(train="plain"))
+    tell(known, rows, options.seeds or CURE_SEEDS, lambda row: row._replace(train="plain"))
     print("\nEach at its best rate")
-    tell(known, chosen, SEEDS, lambda row: row._replace(ratio="grpo", credit="uniform"))
+    tell(known, chosen, options.seeds or SEEDS, lambda row: row._replace(ratio="grpo", credit="uniform"))
 
 
 if __name__ == "__main__":

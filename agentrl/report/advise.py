@@ -18,6 +18,8 @@ from agentrl.types import TrajectoryGroup, Turn, valid_trajectories
 MAP = Path(__file__).with_name("credit_map.json")
 BY_KEYS = ("gigpo", "group_gae", "ecpo")
 """Schemes that compare turns with the same state key."""
+_FAR = 2.0
+"""Distance beyond which no task is like another."""
 _FEW = 0.1
 """Share of turns below which too few keys repeat for those schemes."""
 
@@ -39,14 +41,22 @@ class Shown(BaseModel):
     """Share of episodes that earn something before their last turn."""
 
     def distance(self, other: "Shown") -> float:
-        """Return how far two tasks are apart, in steps of the map: twice the turns, twice the group, a fifth of the noise."""
+        """Return how far two tasks are apart, in steps of the map: twice the turns, twice the group, a fifth of the noise.
+
+        Where no key repeats, nothing is known of the noise, and no scheme that reads keys is asked for.
+        """
+        of_keys = (self.explained - other.explained) / 0.2, (self.repeated - other.repeated) / 0.3
         return hypot(
             log2(self.turns / other.turns),
             log2(self.group_size / other.group_size),
-            (self.explained - other.explained) / 0.2,
-            (self.repeated - other.repeated) / 0.3,
             (self.by_turn - other.by_turn) / 0.5,
+            *(of_keys if self.has_keys else ()),
         )
+
+    @property
+    def has_keys(self) -> bool:
+        """Whether keys repeat often enough for schemes that compare turns by them."""
+        return self.repeated >= _FEW
 
 
 class Task(BaseModel):
@@ -74,10 +84,11 @@ def show(groups: Sequence[TrajectoryGroup]) -> Shown | None:
         return None
     sizes = [len(valid_trajectories([group])) for group in groups]
     num_repeated = within = between = 0.0
-    num_within = num_between = 0.0
+    num_keys = num_within = num_between = 0
     for returns in chosen_at_keys(groups):
         num = sum(map(len, returns.values()))
         num_repeated += num
+        num_keys += 1
         mean = fmean(value for values in returns.values() for value in values)
         within += sum((value - fmean(values)) ** 2 for values in returns.values() for value in values)
         between += sum(len(values) * (fmean(values) - mean) ** 2 for values in returns.values())
@@ -87,7 +98,7 @@ def show(groups: Sequence[TrajectoryGroup]) -> Shown | None:
         turns=fmean(len(t.turns) for t in trajectories),
         group_size=fmean(size for size in sizes if size),
         repeated=num_repeated / sum(len(t.turns) for t in trajectories),
-        explained=_share_between(within, num_within, between, num_between),
+        explained=_share_between(within, num_within, between, num_between, num_keys),
         by_turn=fmean(any(turn.reward for turn in t.turns[:-1]) for t in trajectories),
     )
 
@@ -110,10 +121,12 @@ def chosen_at_keys(groups: Sequence[TrajectoryGroup]) -> Iterator[dict[str, list
 def advise(shown: Shown, tasks: Sequence[Task]) -> Advice:
     """Return the scheme that was best on the task that is most alike."""
     nearest = min(tasks, key=lambda task: shown.distance(task.shown))
-    usable = {name: gain for name, gain in nearest.gains.items() if name not in BY_KEYS or shown.repeated >= _FEW}
+    if shown.distance(nearest.shown) > _FAR:
+        return Advice("uniform", f"no task on which schemes were compared is like it (the nearest: {nearest.name})")
+    usable = {name: gain for name, gain in nearest.gains.items() if name not in BY_KEYS or shown.has_keys}
     lacking = (
         ""
-        if shown.repeated >= _FEW
+        if shown.has_keys
         else " Schemes that compare turns with the same key are left out: give the environment a state_key() that repeats."
     )
     best = max(usable, key=lambda name: usable[name][0], default=None)
@@ -132,12 +145,12 @@ def read_map(path: Path = MAP) -> list[Task]:
     return read_json(path, TypeAdapter(list[Task]), fix="install agentrl again")
 
 
-def _share_between(within: float, num_within: float, between: float, num_between: float) -> float:
-    """Return the share of variance between actions, without what chance alone puts there (omega squared)."""
+def _share_between(within: float, num_within: int, between: float, num_between: int, num_keys: int) -> float:
+    """Return the share of variance between actions, without what chance alone puts there (omega squared, over all keys)."""
     if not num_within or not num_between or within + between == 0:
         return 0.0
     noise = within / num_within
-    return max(0.0, (between - num_between * noise) / (between + within + noise))
+    return max(0.0, (between - num_between * noise) / (between + within + num_keys * noise))
 
 
 def _action_of(turn: Turn) -> str:
