@@ -252,6 +252,8 @@ def _kill_one(here: Path, mode: str, count: int, details: dict[str, Any]) -> str
         "max_turn_tokens": 48,
     }
     recipe["evaluation"] = {"every": 10, "num_tasks": 2}
+    # A fast machine makes more steps than a run keeps rollouts of.
+    recipe["report"] = {**TINY.get("report", {}), "rollouts_every": 1, "keep_rollouts": 10_000}
     if mode != "sync":
         recipe["loss"] = {"unit": "version", "anchor": "behavior"}
     here.mkdir(parents=True)
