@@ -13,7 +13,7 @@ from agentrl.errors import AgentRLError, EnvError
 from agentrl.plain_data import is_number, line_of
 from agentrl.rollout.conversation import Conversation, End, Outcome
 from agentrl.rollout.env_calls import Env, EnvReply, MakeEnv, construct, env_id, step
-from agentrl.rollout.env_thread import EnvThread
+from agentrl.rollout.env_thread import EnvThread, NoThreadError
 from agentrl.rollout.fault import fault_of, raised_words
 from agentrl.rollout.replay import ReplayError
 from agentrl.types import Message, StopReason, Trajectory
@@ -110,7 +110,7 @@ class EnvDriver:
         where = f"environment {self.name}: {what}" if self.name else f"environment: {what}"
         try:
             return await self.thread.call(function, timeout_s=timeout_s)
-        except (EnvError, asyncio.CancelledError):
+        except (EnvError, NoThreadError, asyncio.CancelledError):
             raise
         except Exception as error:
             if self.thread.is_lost:

@@ -12,8 +12,19 @@ from agentrl.errors import EnvironmentFailure
 from agentrl.plain_data import words_of
 from agentrl.rollout.env_calls import Env, MakeEnv
 from agentrl.rollout.fault import stack_of
+from agentrl.rollout.gate import Gate
 
 R = TypeVar("R")
+
+
+class NoThreadError(EnvironmentFailure):
+    """The system gives no other thread for an environment."""
+
+    def __init__(self, why: str) -> None:
+        super().__init__(
+            f"{why}: no other thread for an environment, beside {threading.active_count()} of this process; lower "
+            "rollout.max_live_episodes, or raise the limit of threads (`ulimit -u`, or the container's)"
+        )
 
 
 class EnvThread:
@@ -30,13 +41,7 @@ class EnvThread:
         self.made_by: MakeEnv | None = None
         """What made it."""
         self._thread = threading.Thread(target=self._run, name="agentrl-env", daemon=True)
-        try:
-            self._thread.start()
-        except RuntimeError as error:
-            raise EnvironmentFailure(
-                f"no other thread for an environment can be started, beside {threading.active_count()} of this process: lower "
-                "rollout.max_live_episodes, or raise the limit of threads (`ulimit -u`, or the container's)"
-            ) from error
+        """Started with the first call, when that is let in: the event loop waits until a thread runs."""
 
     @property
     def stack(self) -> StackSummary | None:
@@ -49,16 +54,33 @@ class EnvThread:
         return self._thread.is_alive()
 
     async def call(self, function: Callable[[], R], *, timeout_s: float) -> R:
-        """Run `function` on the thread.
+        """Run `function` on the thread, when its turn has come.
 
         Raises:
-            TimeoutError: after `timeout_s` seconds.
+            TimeoutError: `timeout_s` seconds after it began.
+            NoThreadError: when there is no thread for the first call.
             Exception: whatever `function` raises; a RuntimeError for what is no Exception, such as a call of `sys.exit`.
         """
         loop = asyncio.get_running_loop()
+        gate = Gate.of(loop)
         future: asyncio.Future[tuple[Any, Exception | None] | None] = loop.create_future()
+        deadline: asyncio.TimerHandle | None = None
+
+        def start() -> None:
+            nonlocal deadline
+            deadline = loop.call_later(
+                timeout_s, settle, None
+            )  # where the loop stood still, what came in time comes first
+            self._calls.put(work)
+            if self._thread.ident is None:
+                try:
+                    self._thread.start()
+                except RuntimeError as error:
+                    future.set_exception(NoThreadError(str(error)))
 
         def settle(outcome: tuple[Any, Exception | None] | None) -> None:
+            gate.leave(future)
+            gate.let_in_soon()
             if not future.done():
                 future.set_result(outcome)  # not set_exception: a future refuses StopIteration
 
@@ -69,18 +91,19 @@ class EnvThread:
             except BaseException as raised:  # noqa: BLE001 - carried over to the episode, which makes it data
                 error = raised if isinstance(raised, Exception) else RuntimeError(words_of(raised))
                 error.__traceback__ = raised.__traceback__
+            gate.leave(future)
             if not loop.is_closed():  # closed: a hanging call came back after the run had ended
                 loop.call_soon_threadsafe(settle, (result, error))
 
-        deadline = loop.call_later(timeout_s, settle, None)  # where the loop stood still, what came in time comes first
-        self._calls.put(work)
+        gate.enter(future, start)
         try:
             outcome = await future
         except asyncio.CancelledError:
-            self.is_lost = future.cancelled()
+            self.is_lost = future.cancelled() and deadline is not None
             raise
         finally:
-            deadline.cancel()
+            if deadline is not None:
+                deadline.cancel()
         if outcome is None:
             self.is_lost = True
             raise TimeoutError
@@ -112,7 +135,8 @@ class EnvThread:
 
     def join(self, *, timeout_s: float) -> None:
         """Wait for its end."""
-        self._thread.join(timeout_s)
+        if self._thread.ident is not None:
+            self._thread.join(timeout_s)
 
     def _run(self) -> None:
         while (work := self._calls.get()) is not None:

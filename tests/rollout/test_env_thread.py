@@ -4,10 +4,12 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Coroutine
+from functools import partial
 from typing import Any, TypeVar
 
 import pytest
 
+from agentrl.rollout import gate
 from agentrl.rollout.env_thread import EnvThread
 
 R = TypeVar("R")
@@ -105,6 +107,69 @@ def test_a_call_that_misses_its_deadline_loses_the_thread() -> None:
     assert waited_s >= 0.05
     assert is_lost
     released.set()  # the call comes back after its event loop was closed: nobody is told, nothing is raised
+
+
+def test_calls_that_wait_hold_up_no_others() -> None:
+    released = threading.Event()
+
+    async def run() -> str:
+        waiting = [asyncio.create_task(thread.call(released.wait, timeout_s=200)) for thread in threads[1:]]
+        await asyncio.sleep(0.01)
+        result = await asyncio.wait_for(threads[0].call(lambda: "done", timeout_s=60), 60)
+        released.set()
+        await asyncio.gather(*waiting)
+        return result
+
+    threads = [EnvThread() for _ in range(3 * gate._MAX_RUNNING)]
+    try:
+        assert asyncio.run(run()) == "done"
+    finally:
+        released.set()
+        for thread in threads:
+            thread.close()
+
+
+def test_so_many_calls_are_let_in_at_once_in_their_order() -> None:
+    async def run() -> tuple[list[int], list[int]]:
+        loop, begun = asyncio.get_running_loop(), list[int]()
+        calls: list[gate.Call] = [loop.create_future() for _ in range(100)]
+        for number, call in enumerate(calls):
+            gate.Gate.of(loop).enter(call, partial(begun.append, number))
+        await asyncio.sleep(0)
+        first = list(begun)
+        while len(begun) < len(calls):
+            for number in list(begun):
+                gate.Gate.of(loop).leave(calls[number])
+            await asyncio.sleep(0.001)
+        return first, begun
+
+    first, all_of_them = asyncio.run(run())
+    assert first == list(range(gate._MAX_RUNNING))
+    assert all_of_them == list(range(100))
+
+
+def test_a_call_that_is_cancelled_before_its_turn_never_begins() -> None:
+    released, begun = threading.Event(), threading.Event()
+
+    async def run() -> bool:
+        waiting = [asyncio.create_task(thread.call(released.wait, timeout_s=200)) for thread in threads[1:]]
+        late = asyncio.create_task(threads[0].call(begun.set, timeout_s=200))
+        await asyncio.sleep(0)  # all of them wait for their turn now
+        late.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await late
+        released.set()
+        await asyncio.gather(*waiting)
+        return threads[0].is_lost
+
+    threads = [EnvThread() for _ in range(gate._MAX_RUNNING + 1)]
+    try:
+        assert not asyncio.run(run())
+        assert not begun.is_set()
+    finally:
+        released.set()
+        for thread in threads:
+            thread.close()
 
 
 def test_a_lost_thread_still_does_what_is_left_to_do_when_its_call_returns() -> None:

@@ -1,5 +1,6 @@
 """Limits of the operating system, told before a run reaches them."""
 
+import asyncio
 import resource
 import threading
 from collections.abc import Iterator
@@ -7,9 +8,14 @@ from pathlib import Path
 
 import pytest
 
+from agentrl.chat import ChatMLRenderer, train_tokenizer
 from agentrl.errors import EnvironmentFailure
-from agentrl.rollout import limits
+from agentrl.rollout import EpisodeContext, RolloutConfig, limits
+from agentrl.rollout.conversation import Conversation
+from agentrl.rollout.env_driver import EnvDriver
 from agentrl.rollout.env_thread import EnvThread
+from agentrl.rollout.live_episode import Task
+from agentrl.testing import ScriptedEngine
 
 
 @pytest.fixture(autouse=True)
@@ -56,5 +62,12 @@ def test_a_thread_that_cannot_be_started_is_a_limit_to_raise(monkeypatch: pytest
         raise RuntimeError("can't start new thread")
 
     monkeypatch.setattr(threading.Thread, "start", refuse)
+    context = EpisodeContext(
+        engine=ScriptedEngine(lambda request_id, number: []),
+        renderer=ChatMLRenderer(train_tokenizer([], vocab_size=261)),
+        config=RolloutConfig(),
+    )
+    task = Task(group_id="train/000000", rollout_index=0, seed=1, sampling_seed=1)
+    driver = EnvDriver(Conversation(context, task), EnvThread())
     with pytest.raises(EnvironmentFailure, match=r"lower rollout.max_live_episodes, or raise the limit of threads"):
-        EnvThread()
+        asyncio.run(driver.call("construction", dict))
