@@ -7,7 +7,7 @@ from typing import Any, TypeAlias
 from weakref import WeakKeyDictionary
 
 _MAX_RUNNING = 32
-"""Calls that are let in at once: hundreds of threads that all want Python's lock spend their time taking it from one another."""
+"""Calls that are let in at once: hundreds of threads that want Python's lock spend their time taking it from one another."""
 _QUICK_S = 0.01
 """A call that takes longer waits for something else than the lock: others are let in beside it."""
 
