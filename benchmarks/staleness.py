@@ -1,0 +1,140 @@
+"""What stale rollouts cost in learning: `partial` and `async` with 1 to 64 versions between sampling and training.
+
+    python -m benchmarks.staleness run --out FILE [--jobs 2] [--modes sync partial async] [--ages 1 4 16 64] [--seeds ...]
+    python -m benchmarks.staleness tell --out FILE
+
+Each seed has one warmed-up policy (the calculator of `benchmarks/evidence.py`), from which each way of sampling trains for the
+same 96 steps of 48 episodes. `max_staleness: S` starts groups S steps ahead, and `max_live_episodes` lets all of them be played at
+once, so that the rollouts of step t were begun S updates before: the first S steps learn from the policy that the run began with.
+`recomputed` weighs tokens by exp(mean difference from the sampler), cut at 2; `sampled` compares with the weights that sampled.
+
+`area` is the mean of held-out success over the evaluations after training began; `of sync` is its ratio to sync's under the same
+seed, mean ± standard error. A run has collapsed where its last success is below half of its best, and that was above .15.
+"""
+
+import argparse
+import json
+import multiprocessing
+import os
+import shutil
+import statistics
+import tempfile
+from collections import defaultdict
+from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from itertools import product
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from agentrl.config import Recipe
+from agentrl.distributed.checkpoints import checkpoints
+from agentrl.report.folder import RunFolder
+from benchmarks.evidence import Job, area, figures, has_collapsed, make_recipe, mean_and_error, train
+
+STEPS, EPISODES = 96, 48
+ANCHORS: dict[str, dict[str, Any]] = {
+    "recomputed": {"anchor": "recomputed", "mismatch": "truncate"},
+    "sampled": {"anchor": "sampled"},
+}
+
+
+class Way(NamedTuple):
+    """How rollouts are sampled, and what tokens are compared with."""
+
+    mode: str
+    age: int
+    anchor: str
+
+
+def recipe_of(job: Job, way: Way | None, run_dir: Path) -> Recipe:
+    """Return the recipe of a run; None: of the warm-up alone."""
+    more = ["--train.steps", str(STEPS if way else 1), "--evaluation.every", "8"]
+    recipe = make_recipe(job, run_dir=run_dir, model=None, more=more).model_dump()
+    if way and way.mode != "sync":
+        live = EPISODES * (way.age + 1)
+        recipe["rollout"] |= {"mode": way.mode, "max_staleness": way.age, "max_live_episodes": live}
+        recipe["loss"] |= ANCHORS[way.anchor] | ({"kept_versions": way.age + 1} if way.anchor == "sampled" else {})
+    return Recipe.model_validate(recipe)
+
+
+def train_all(job: Job, ways: Sequence[Way], out: Path) -> None:
+    """Warm up once, then train each way from there; append what came of it."""
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as temporary:
+        warm, run_dir = Path(temporary) / "warm", Path(temporary) / "run"
+        train(recipe_of(job, None, warm), None)
+        _, after_a_step = checkpoints(warm / "checkpoints")
+        shutil.rmtree(after_a_step)
+        for way in ways:
+            shutil.copytree(warm, run_dir)
+            rows = train(recipe_of(job, way, run_dir), RunFolder.open(run_dir))
+            shutil.rmtree(run_dir)
+            steps = [row for row in rows if row["step"] > 0]
+            means = {
+                name: round(statistics.fmean(row.get(name, 0.0) for row in steps), 4)
+                for name in ("staleness/mean", "clip/tokens", "ratio/effective_samples", "kl/behavior")
+            }
+            result = job._asdict() | way._asdict() | means | {"oldest": max(row["staleness/max"] for row in steps)}
+            with out.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(result | figures(rows)) + "\n")
+            print(way, job.seed, means, " ".join(f"{success:.2f}" for success in figures(rows)["curve"]), flush=True)
+
+
+def tell(out: Path) -> None:
+    runs: dict[tuple[str, float, str], dict[Way, dict[int, Any]]] = defaultdict(lambda: defaultdict(dict))
+    for line in out.read_text(encoding="utf-8").splitlines():
+        result = json.loads(line)
+        way = Way(*(result[name] for name in Way._fields))
+        runs[result["ratio"], result["rate"], result["train"]][way][result["seed"]] = result
+    for settings, ways in runs.items():
+        print(f"\n{settings[0]}, rate {settings[1]:g}, {settings[2]}\n")
+        print("| mode | max_staleness | anchor | seeds | age, mean | oldest | final | area | of sync | collapsed |")
+        print("|---|---|---|---|---|---|---|---|---|---|")
+        sync = next((results for way, results in ways.items() if way.mode == "sync"), {})
+        for way, results in sorted(ways.items(), key=lambda one: (one[0].anchor, one[0].age, one[0].mode)):
+            ratios = [area(result) / area(sync[seed]) for seed, result in results.items() if seed in sync]
+            cells = [
+                *map(str, way),
+                str(len(results)),
+                f"{statistics.fmean(result['staleness/mean'] for result in results.values()):.1f}",
+                f"{max(result['oldest'] for result in results.values()):.0f}",
+                mean_and_error([result["curve"][-1] for result in results.values()]),
+                mean_and_error([area(result) for result in results.values()]),
+                mean_and_error(ratios) if ratios else "-",
+                f"{sum(map(has_collapsed, results.values()))} of {len(results)}",
+            ]
+            print(f"| {' | '.join(cells)} |")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("part", choices=["run", "tell"])
+    parser.add_argument("--out", type=Path, required=True, help="results, one JSON line each; appended to")
+    parser.add_argument("--jobs", type=int, default=2, help="processes, of one thread each")
+    parser.add_argument("--modes", nargs="+", default=["sync", "partial", "async"])
+    parser.add_argument("--ages", type=int, nargs="+", default=[1, 4, 16, 64])
+    parser.add_argument("--anchors", nargs="+", choices=list(ANCHORS), default=list(ANCHORS))
+    parser.add_argument("--seeds", type=int, nargs="+", default=list(range(10, 15)))
+    parser.add_argument("--ratio", default="gspo, calibrated")
+    parser.add_argument("--train", default="kl .01")
+    parser.add_argument("--rate", type=float, default=6e-4)
+    options = parser.parse_args()
+    if options.part == "tell":
+        tell(options.out)
+        return
+    os.environ["OMP_NUM_THREADS"] = "1"
+    ways = [Way("sync", 0, "-")] if "sync" in options.modes else []
+    stale = [mode for mode in options.modes if mode != "sync"]
+    ways += [Way(mode, age, anchor) for age, anchor, mode in product(options.ages, options.anchors, stale)]
+    jobs = [Job("calculator", options.ratio, "uniform", options.rate, seed, options.train) for seed in options.seeds]
+    with ProcessPoolExecutor(
+        options.jobs, mp_context=multiprocessing.get_context("spawn"), max_tasks_per_child=1
+    ) as pool:
+        for future in as_completed([pool.submit(train_all, job, ways, options.out) for job in jobs]):
+            future.result()
+
+
+if __name__ == "__main__":
+    main()
