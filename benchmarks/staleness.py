@@ -3,13 +3,15 @@
     python -m benchmarks.staleness run --out FILE [--jobs 2] [--modes sync partial async] [--ages 1 4 16 64] [--seeds ...]
     python -m benchmarks.staleness tell --out FILE
 
-Each seed has one warmed-up policy (the calculator of `benchmarks/evidence.py`), from which each way of sampling trains for the
-same 96 steps of 48 episodes. `max_staleness: S` starts groups S steps ahead, and `max_live_episodes` lets all of them be played at
-once, so that the rollouts of step t were begun S updates before: the first S steps learn from the policy that the run began with.
-`recomputed` weighs tokens by exp(mean difference from the sampler), cut at 2; `sampled` compares with the weights that sampled.
+Each seed has one warmed-up policy (the calculator of `benchmarks/evidence.py`), from which each way of sampling trains
+for the same 96 steps of 48 episodes. `max_staleness: S` starts groups S steps ahead, and `max_live_episodes` lets all of
+them be played at once, so that the rollouts of step t were begun S updates before: the first S steps learn from the policy
+that the run began with. `recomputed` weighs tokens by exp(mean difference from the sampler), cut at 2; `sampled` compares
+with the weights that sampled.
 
-`area` is the mean of held-out success over the evaluations after training began; `of sync` is its ratio to sync's under the same
-seed, mean ± standard error. A run has collapsed where its last success is below half of its best, and that was above .15.
+`area` is the mean of held-out success over the evaluations after training began; `of sync` is its ratio to sync's under
+the same seed, mean ± standard error. A run has collapsed where its last success is below half of its best, and that was
+above .15.
 """
 
 import argparse

@@ -1,5 +1,7 @@
 """What several processes of one run tell each other."""
 
+import io
+import pickle
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -8,6 +10,7 @@ from functools import cache
 from itertools import count
 from typing import Any, TypeVar
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d
@@ -97,20 +100,41 @@ def naming_absent_ranks() -> Iterator[None]:
 def all_gather(values: list[T]) -> list[T]:
     """Return what all processes have, in their order; each must call it as often as the others.
 
+    They tell one another in turn, so that beside what is returned a process holds one other's bytes at a time.
+
     Raises:
         TrainingError: as `barrier`.
     """
     if num_processes() == 1:
         return values
     barrier()
-    parts: list[Any] = [None] * num_processes()
-    dist.all_gather_object(parts, values, group=_gloo())
-    return [value for part in parts for value in part]
+    return [value for owner in range(num_processes()) for value in _told_by(owner, values)]
 
 
 def from_rank_zero(make: Callable[[], T]) -> T:
     """Return what the first process makes, on all: whatever depends on order, hash seeds or the machine is decided once."""
-    return all_gather([make()] if is_main() else [])[0]
+    if num_processes() == 1:
+        return make()
+    made = [make()] if is_main() else []
+    barrier()
+    return _told_by(0, made)[0]
+
+
+def _told_by(owner: int, values: list[T]) -> list[T]:
+    """Return the values of one process, on all of them; those of the others are not looked at."""
+    is_own, pickled = process_index() == owner, io.BytesIO()
+    if is_own:
+        pickle.dump(values, pickled)
+    length = torch.tensor([pickled.tell()])
+    dist.broadcast(length, src=owner, group=_gloo())
+    content = (
+        torch.frombuffer(pickled.getbuffer(), dtype=torch.uint8)
+        if is_own
+        else torch.empty(int(length), dtype=torch.uint8)
+    )
+    dist.broadcast(content, src=owner, group=_gloo())
+    told: list[T] = values if is_own else pickle.loads(content.numpy().data)
+    return told
 
 
 def broadcast(tensors: Iterable[Tensor]) -> None:
