@@ -180,7 +180,7 @@ class VLLMServer:
             async with self._deadline("load_weights"):
                 model = await self._served_model()
                 folder.mkdir(parents=True)
-                await write_weights(folder, named_tensors, model.shapes)
+                await write_weights(folder, named_tensors, model)
                 await self._replace(folder, version)
         except OSError as error:
             raise EngineError(f"load_weights: cannot write to engine.server.folder: {error}") from error
@@ -234,7 +234,7 @@ class VLLMServer:
                     f"vLLM's server at {self._config.urls[0]} reports {config['logprobs_mode']}: training needs the "
                     "log-probabilities of what is sampled; start it with --logprobs-mode processed_logprobs"
                 )
-            model = await asyncio.to_thread(read_model, str(config["model"]))
+            model = await asyncio.to_thread(read_model, str(config["model"]), config["dtype"])
             known = await self._http.ask("its version", "GET", "/weight_info", parse=lambda a: a["weight_version"])
             if str(known).isdecimal():
                 self._version = int(known)
@@ -366,7 +366,8 @@ def _names(server_ids: Iterable[str]) -> dict[str, list[str]]:
 
 def _model_config(answer: Any) -> dict[str, Any]:
     config = answer["vllm_config"]["model_config"]
-    return {key: config[key] for key in ("model", "logprobs_mode")}
+    dtype = getattr(torch, config["dtype"].removeprefix("torch."))
+    return {"model": config["model"], "logprobs_mode": config["logprobs_mode"], "dtype": dtype}
 
 
 def _check_success(answer: Any) -> None:

