@@ -108,24 +108,43 @@ def make_local_model(config: LocalModelConfig, tokenizer: Any, *, attention: str
 def load_pretrained(
     name_or_path: str, *, attention: str | None = None, field: str = "model.name_or_path"
 ) -> tuple[Any, Any]:
-    """Return (model in float32, tokenizer) of a Hugging Face folder or hub name.
+    """Return (model in float32, tokenizer) of a Hugging Face folder or hub name; gpt-oss's 4-bit experts are expanded.
 
     Raises:
-        ConfigError: when there is no such model.
+        ConfigError: when there is no such model, or its weights are quantized in another way.
     """
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers.utils.quantization_config import Mxfp4Config
 
     folder = local_folder(name_or_path)
     if folder and not (folder / "config.json").is_file():
         raise ConfigError(f"{field}: no model in {name_or_path!r}: {folder / 'config.json'} does not exist")
     tokenizer = pretrained_tokenizer(name_or_path, field=field)
+    options: dict[str, Any] = {"dtype": torch.float32, "attn_implementation": attention, "trust_remote_code": False}
     try:
-        model = AutoModelForCausalLM.from_pretrained(
-            folder or name_or_path, dtype=torch.float32, attn_implementation=attention, trust_remote_code=False
+        method = _quantization(AutoConfig.from_pretrained(folder or name_or_path, trust_remote_code=False))
+        if method == "mxfp4":
+            options["quantization_config"] = Mxfp4Config(dequantize=True)
+        model = (
+            AutoModelForCausalLM.from_pretrained(folder or name_or_path, **options)
+            if method in (None, "mxfp4")
+            else None
         )
     except (OSError, ValueError) as error:
         raise ConfigError(f"{field}: cannot load {name_or_path!r}: {error}") from error
-    return model, tokenizer
+    if model is None:
+        raise ConfigError(
+            f"{field}: the weights of {name_or_path!r} are quantized ({method}), and cannot be trained; name the model that "
+            "they were made from"
+        )
+    return model.float(), tokenizer  # what was quantized comes in bfloat16
+
+
+def _quantization(config: Any) -> str | None:
+    """Return how a checkpoint's weights are quantized, by its name in transformers. None: they are not."""
+    found = getattr(config, "quantization_config", None)
+    method = found.get("quant_method", "unknown") if isinstance(found, dict) else getattr(found, "quant_method", None)
+    return None if method is None else str(method)
 
 
 def check_head(config: Any, *, field: str = "model.name_or_path") -> None:

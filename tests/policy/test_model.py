@@ -1,16 +1,20 @@
+import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from pydantic import ValidationError
+from safetensors.torch import save_file
+from transformers import GptOssConfig, GptOssForCausalLM
 
 from agentrl.chat import train_tokenizer
 from agentrl.config import load_recipe
 from agentrl.errors import ConfigError
 from agentrl.policy.layout import hidden_states, lay_out
 from agentrl.policy.logprobs import fused_logprobs
-from agentrl.policy.model import LocalModelConfig, Policy, make_local_model
+from agentrl.policy.model import LocalModelConfig, Policy, load_pretrained, make_local_model
 
 
 @pytest.mark.parametrize(
@@ -83,3 +87,64 @@ def test_under_autocast_the_head_reads_hidden_states_in_bfloat16_and_its_logits_
     assert hidden_TD.dtype == torch.float32  # the last norm's weights are
     expected_T, _ = fused_logprobs(hidden_TD.bfloat16().float(), model.lm_head.weight, target_T)
     torch.testing.assert_close(got_T, expected_T.detach(), rtol=1e-6, atol=1e-6)
+
+
+def write_gpt_oss(folder: Path) -> tuple[torch.Tensor, torch.Tensor]:
+    """Write a tiny gpt-oss whose experts are in 4 bits, as the published ones; return codes and scales of one weight."""
+    sizes: dict[str, Any] = {
+        "vocab_size": 300,
+        "hidden_size": 64,
+        "intermediate_size": 64,
+        "num_hidden_layers": 1,
+        "head_dim": 16,
+    }
+    heads: dict[str, Any] = {
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+    }
+    config = GptOssConfig(**sizes, **heads, layer_types=["sliding_attention"])
+    draw, state = torch.Generator().manual_seed(0), {}
+    for name, weight in GptOssForCausalLM(config).state_dict().items():
+        if name.endswith(("experts.gate_up_proj", "experts.down_proj")):
+            experts, width, rows = weight.shape
+            shape = (experts, rows, width // 32)
+            state[f"{name}_blocks"] = torch.randint(0, 256, (*shape, 16), dtype=torch.uint8, generator=draw)
+            state[f"{name}_scales"] = torch.randint(118, 124, shape, dtype=torch.uint8, generator=draw)
+        else:
+            state[name] = weight.to(torch.bfloat16)
+    train_tokenizer([], vocab_size=261).save_pretrained(folder)
+    save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
+    config.save_pretrained(folder)
+    quantized = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}
+    settings = json.loads((folder / "config.json").read_text()) | {"quantization_config": quantized}
+    (folder / "config.json").write_text(json.dumps(settings))
+    name = "model.layers.0.mlp.experts.gate_up_proj"
+    return state[f"{name}_blocks"], state[f"{name}_scales"]
+
+
+def test_experts_in_four_bits_are_expanded_and_trained_in_single_precision(tmp_path: Path) -> None:
+    codes, scales = write_gpt_oss(tmp_path)
+    model, _ = load_pretrained(str(tmp_path))
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
+    values = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+    values = torch.cat([values, -values])
+    pairs = torch.stack([values[(codes & 15).long()], values[(codes >> 4).long()]], -1).flatten(-2)
+    expected = (pairs * torch.exp2(scales.float() - 127)[..., None]).flatten(-2).transpose(1, 2)
+    found = model.model.layers[0].mlp.experts.gate_up_proj
+    assert torch.equal(found.detach(), expected)
+    assert getattr(model.config, "quantization_config", None) is None  # nor is what is exported
+    model(torch.arange(8)[None]).logits.sum().backward()
+    assert found.grad is not None
+
+
+def test_weights_that_are_quantized_in_another_way_are_refused(tmp_path: Path) -> None:
+    write_gpt_oss(tmp_path)
+    settings = json.loads((tmp_path / "config.json").read_text())
+    settings["quantization_config"] = {"quant_method": "gptq", "bits": 4}
+    (tmp_path / "config.json").write_text(json.dumps(settings))
+    with pytest.raises(
+        ConfigError, match=r"are quantized \(gptq\), and cannot be trained; name the model that they were made"
+    ):
+        load_pretrained(str(tmp_path))
