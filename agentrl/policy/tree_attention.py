@@ -55,17 +55,55 @@ class TreeLayout:
         return self._blocks[window]
 
     def flex_mask(self, window: int | None) -> Any:
-        """Return the block mask for FlexAttention."""
-        from torch.nn.attention.flex_attention import create_block_mask
+        """Return the block mask for FlexAttention, from what its blocks of keys have in common: no pair is looked at."""
+        from torch.nn.attention.flex_attention import BlockMask
 
         def visible(_batch: Tensor, _head: Tensor, query: Tensor, key: Tensor) -> Tensor:
             is_visible = (key <= query) & (query < self.subtree_stop_P[key])
             return is_visible if window is None else is_visible & (self.depth_P[query] - self.depth_P[key] < window)
 
         if window not in self._flex_masks:
-            size, device = self.num_tokens, self.depth_P.device
-            self._flex_masks[window] = create_block_mask(visible, None, None, size, size, device=str(device))
+            some_QL, all_QL = self._flex_blocks(window)
+            self._flex_masks[window] = BlockMask.from_kv_blocks(
+                *_listed(some_QL & ~all_QL),
+                *_listed(all_QL),
+                BLOCK_SIZE=_FLEX_BLOCK,
+                mask_mod=visible,
+                seq_lengths=(self.num_tokens, self.num_tokens),
+            )
         return self._flex_masks[window]
+
+    def _flex_blocks(self, window: int | None) -> tuple[Tensor, Tensor]:
+        """Return of which blocks of queries and keys some pair may be visible, and of which all are: two (Q, L)."""
+        start_B = torch.arange(0, self.num_tokens, _FLEX_BLOCK, device=self.depth_P.device)
+        stop_B = (start_B + _FLEX_BLOCK).clamp(max=self.num_tokens)
+        least_stop_L, most_stop_L = _extremes(self.subtree_stop_P)
+        is_before_QL = stop_B[None, :] <= start_B[:, None]
+        # A block's own keys see themselves. One that ends behind the last token is under the mask, as flex wants it.
+        some_QL = torch.eye(len(start_B), dtype=torch.bool, device=start_B.device)
+        some_QL |= is_before_QL & (start_B[:, None] < most_stop_L)
+        all_QL = is_before_QL & (stop_B[:, None] <= least_stop_L) & (stop_B[:, None] == start_B[:, None] + _FLEX_BLOCK)
+        if window is not None:
+            least_B, most_B = _extremes(self.depth_P)
+            some_QL &= least_B[:, None] - most_B < window
+            all_QL &= most_B[:, None] - least_B < window
+        return some_QL, all_QL
+
+
+_FLEX_BLOCK = 128
+"""Queries and keys of one block of FlexAttention."""
+
+
+def _extremes(number_P: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the least and the largest number of each of FlexAttention's blocks."""
+    blocks = number_P.split(_FLEX_BLOCK)
+    return torch.stack([block.min() for block in blocks]), torch.stack([block.max() for block in blocks])
+
+
+def _listed(chosen_QL: Tensor) -> tuple[Tensor, Tensor]:
+    """Return how many blocks of keys are chosen for each block of queries, and which: (1, 1, Q) and (1, 1, Q, L)."""
+    order_QL = chosen_QL.int().argsort(dim=1, descending=True, stable=True)
+    return chosen_QL.sum(1, dtype=torch.int32)[None, None], order_QL.to(torch.int32)[None, None].contiguous()
 
 
 def tree_attention(
@@ -287,20 +325,28 @@ def _flex_attention(
         "enable_gqa": len(query_HPD) != len(key_YPD),
     }
     states = query_HPD[None], key_YPD[None], value_YPD[None]
+    attend = _compiled_flex_attention(window, torch.is_grad_enabled() and query_HPD.requires_grad)
     if sinks_H is None:
-        return cast("Tensor", _compiled_flex_attention()(*states, **arguments))[0]
+        return cast("Tensor", attend(*states, **arguments))[0]
     from torch.nn.attention.flex_attention import AuxRequest
 
-    out_1HPD, found = _compiled_flex_attention()(*states, **arguments, return_aux=AuxRequest(lse=True))
+    out_1HPD, found = attend(*states, **arguments, return_aux=AuxRequest(lse=True))
     share_1HP = torch.sigmoid(found.lse - sinks_H.to(found.lse.dtype)[:, None])
     return cast("Tensor", out_1HPD * share_1HP[..., None].to(out_1HPD.dtype))[0]
 
 
 @cache
-def _compiled_flex_attention() -> Any:
+def _compiled_flex_attention(window: int | None, has_gradient: bool) -> Any:  # noqa: ARG001
+    """Return FlexAttention compiled for one kind of layer: kinds that shared a function would use up its recompilations.
+
+    `fullgraph` fails where torch would fall back to attention that holds every pair.
+    """
     from torch.nn.attention.flex_attention import flex_attention
 
-    return torch.compile(flex_attention)
+    def attend(*args: Any, **kwargs: Any) -> Any:
+        return flex_attention(*args, **kwargs)
+
+    return torch.compile(attend, dynamic=True, fullgraph=True)
 
 
 def _check(query_HPD: Tensor, key_YPD: Tensor, value_YPD: Tensor, layout: TreeLayout, window: int | None) -> None:

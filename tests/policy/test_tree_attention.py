@@ -1,5 +1,6 @@
 """Tree attention against softmax attention under a dense mask."""
 
+import shutil
 from typing import Any
 
 import numpy as np
@@ -199,7 +200,7 @@ def test_the_mask_for_gpus_shows_the_same_pairs(
     # On a CPU FlexAttention has no backward pass, and is not compiled here.
     from torch.nn.attention.flex_attention import flex_attention
 
-    monkeypatch.setattr(module, "_compiled_flex_attention", lambda: flex_attention)
+    monkeypatch.setattr(module, "_compiled_flex_attention", lambda window, has_gradient: flex_attention)
     tree = branching([150, 140, 130], [150, 70, 100])
     query, key, value = (tensor.detach() for tensor in states(tree, heads=4, shared=2))
     flex: Any = module._flex_attention
@@ -224,3 +225,49 @@ def test_wrong_inputs_are_refused(shapes: list[tuple[int, ...]], dtypes: str, wi
     tensors = [torch.zeros(shape, dtype=kinds[kind]) for shape, kind in zip(shapes, dtypes, strict=True)]
     with pytest.raises(ValueError, match=words):
         attend(tensors, TreeLayout(planned([[1, 2, 3], [1, 4]])), window=window)
+
+
+@pytest.mark.parametrize("window", [None, 40, 200])
+@pytest.mark.parametrize(
+    ("lengths", "forks"),
+    [
+        ([700], [0]),
+        ([500, 400, 450], [0, 130, 300]),
+        ([128, 256, 300, 50], [0, 128, 100, 7]),
+        ([130, 20, 700], [0, 0, 0]),
+    ],
+)
+def test_flex_blocks_hold_every_visible_pair_and_whole_blocks_hold_no_other(
+    window: int | None, lengths: list[int], forks: list[int]
+) -> None:
+    tree = branching(lengths, forks)
+    layout, num = TreeLayout(tree), tree.num_tokens
+    visible = layout.visible(slice(0, num), slice(0, num), window)
+    padded = (
+        torch.nn.functional.pad(visible, (0, -num % 128, 0, -num % 128)).unflatten(1, (-1, 128)).unflatten(0, (-1, 128))
+    )
+    expected_some, expected_all = padded.amax((1, 3)), padded.amin((1, 3))
+    mask = layout.flex_mask(window)
+    whole = mask.full_kv_num_blocks[0, 0]
+    found_some, found_all = (torch.zeros_like(expected_some) for _ in range(2))
+    for row, (count, full) in enumerate(zip(mask.kv_num_blocks[0, 0].tolist(), whole.tolist(), strict=True)):
+        found_some[row, mask.kv_indices[0, 0, row, :count].long()] = True
+        found_all[row, mask.full_kv_indices[0, 0, row, :full].long()] = True
+    assert torch.equal(found_all, expected_all)
+    assert not (found_some & found_all).any()
+    # Depths of a block are between the least and the largest: a window may keep a block of which it hides every pair.
+    missed = expected_some & ~(found_some | found_all)
+    assert not missed.any()
+    if window is None:
+        assert torch.equal(found_some | found_all, expected_some)
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="torch compiles with g++")
+def test_compiled_flex_attention_is_attention_along_the_tree() -> None:
+    """On a CPU torch compiles the forward pass alone; it reads the lists of blocks, as a GPU does."""
+    tree = branching([500, 400, 450], [0, 130, 300])
+    query, key, value = (state.detach().float() for state in states(tree, heads=4, shared=2, size=32, value_size=32))
+    with torch.no_grad():
+        got = module._flex_attention(query, key, value, TreeLayout(tree), scale=SCALE, window=200, sinks_H=None)
+        expected = tree_attention(query, key, value, TreeLayout(tree), scale=SCALE, window=200)
+    torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-5)
