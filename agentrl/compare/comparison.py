@@ -19,6 +19,7 @@ from agentrl.report.statistics import (
     smallest_seen,
     spread,
     steps_to,
+    within,
 )
 
 ALPHA = 0.05
@@ -149,7 +150,7 @@ def compare(
         num_tasks=len(panel.tasks) if panel else None,
         threshold=threshold,
         effect=effect,
-        arms=[_arm(name, of, steps, threshold) for name, of in arms.items()],
+        arms=[_arm(name, of, steps, threshold, metric=metric) for name, of in arms.items()],
         differences=[pair.difference(adjusted.get(index), effect) for index, pair in enumerate(found)],
         notes=[*notes, *_notes(curves, arms, steps, found)],
     )
@@ -232,25 +233,26 @@ class _Pair:
         )
 
 
-def _arm(name: str, of: dict[int, Curve], steps: list[int], threshold: float) -> Arm:
+def _arm(name: str, of: dict[int, Curve], steps: list[int], threshold: float, *, metric: str) -> Arm:
     curves = [[curve.values[step] for step in steps] for curve in of.values()]
     reached = [_reached(curve, steps, threshold) is not None for curve in of.values()]
     return Arm(
         name=name,
         seeds=list(of),
         runs=[str(curve.path) for curve in of.values()],
-        final=_level([values[-1] for values in curves]),
-        area=_level([area(steps, values) for values in curves]) if len(steps) > 1 else None,
+        final=_level([values[-1] for values in curves], metric),
+        area=_level([area(steps, values) for values in curves], metric) if len(steps) > 1 else None,
         reached=sum(reached),
         steps=_level([_restricted(curve, steps, threshold) for curve in of.values()]) if any(reached) else None,
         curves=curves,
-        mean=[_level([values[index] for values in curves]) for index in range(len(steps))],
+        mean=[_level([values[index] for values in curves], metric) for index in range(len(steps))],
     )
 
 
-def _level(values: Sequence[float]) -> Level:
+def _level(values: Sequence[float], metric: str = "") -> Level:
+    """Return what values of a metric came to; of no metric: of differences and of steps."""
     found = estimate(values)
-    return Level(mean=found.mean, low=found.low, high=found.high, p=found.p)
+    return Level(mean=found.mean, low=within(metric, found.low), high=within(metric, found.high), p=found.p)
 
 
 def _area(curve: Curve, steps: list[int]) -> float:

@@ -46,6 +46,12 @@ def estimate(values: Sequence[float], *, level: float = 0.95) -> Estimate:
     return Estimate(mean=mean, low=mean - half, high=mean + half, p=1 - t_within(abs(mean) / error, num - 1))
 
 
+def within(metric: str, value: float | None) -> float | None:
+    """Return an end of a metric's interval where the metric can be: a share is between 0 and 1."""
+    is_share = metric.rpartition("/")[2].startswith(("success", "failed", "pass@"))
+    return min(1.0, max(0.0, value)) if is_share and value is not None else value
+
+
 def spread(values: Sequence[float]) -> float | None:
     """Return the standard deviation, which divides by n - 1. None: of one value."""
     values_N = _checked(values)

@@ -37,6 +37,21 @@ def test_differences_are_those_of_pairs() -> None:
     assert (difference.name, difference.against) == ("better", "base")
 
 
+def test_intervals_of_shares_end_where_shares_do() -> None:
+    high = [curve("high", seed, [0.0, 0.9, 1.0 if seed else 0.7]) for seed in range(3)]
+    low = [curve("low", seed, [0.0, 0.0, 0.0 if seed else 0.3]) for seed in range(3)]
+    comparison = compared(*high, *low)
+    assert comparison.arms[0].final.high == 1
+    assert comparison.arms[1].final.low == 0
+    assert comparison.arms[1].mean[-1].low == 0
+    rewards = compare([*high, *low], metric="eval/reward")
+    assert rewards.arms[0].final.high is not None
+    assert rewards.arms[0].final.high > 1
+    difference = comparison.differences[0].final.low
+    assert difference is not None
+    assert difference < -1  # may well be below 0, and where seeds say little below -1
+
+
 def test_areas_are_mean_heights() -> None:
     comparison = compared(*BASE, *BETTER)
     # base: (0 + .2) / 2 and (.2 + .4 + .1 s) / 2, over two equal widths: .2 + .025 s, mean .2375

@@ -23,6 +23,14 @@ def test_of_many_values_the_quantile_is_students_too(num: int, quantile: float) 
     assert (high - low) / 2 == pytest.approx(quantile * error, rel=4e-4)  # quantiles to three digits
 
 
+def test_bands_of_shares_end_where_shares_do(tmp_path: Path) -> None:
+    for seed, success in enumerate((1.0, 1.0, 0.6)):
+        make_run(tmp_path / f"{seed}", seed=seed).add_metrics({"step": 4.0, "eval/success": success})
+    [curve] = curves(by_recipe(open_runs(sorted(tmp_path.iterdir()))))["eval/success"]
+    assert curve["high"] == [1.0]
+    assert curve["low"][0] < 0.7
+
+
 def test_seeds_of_a_recipe_become_one_curve_and_other_recipes_others(tmp_path: Path) -> None:
     make_run(tmp_path / "a0", seed=0, rewards=[0.0, 2.0])
     make_run(tmp_path / "a1", seed=1, rewards=[1.0, 2.0, 3.0])

@@ -6,7 +6,7 @@ from statistics import fmean, stdev
 from typing import Any
 
 from agentrl.report.html.runs import RecipeRuns
-from agentrl.report.statistics import t_quantile
+from agentrl.report.statistics import t_quantile, within
 
 MAX_POINTS = 1500
 """Of a curve: of more steps, neighbours are averaged."""
@@ -61,7 +61,8 @@ def curves(recipes: Sequence[RecipeRuns]) -> dict[str, list[dict[str, Any]]]:
                 ],
             }
             if len(recipe.runs) > 1:
-                curve |= {"low": _short(low for low, _ in bounds), "high": _short(high for _, high in bounds)}
+                low, high = ([within(name, end) for end in ends] for ends in zip(*bounds, strict=True))
+                curve |= {"low": _short(low), "high": _short(high)}
             found.setdefault(name, []).append(curve)
     return found
 
