@@ -41,8 +41,9 @@ class ServerConfig(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     url: str | tuple[str, ...] = "http://127.0.0.1:8000"
-    """Where it listens. Of several servers each serves one training process: the first, the second, ...; processes beyond
-    them only train."""
+    """Where it listens. Several servers are dealt out to the training processes: the first to the first, the second to the
+    second, and so on, round and round. A process that has several spreads its conversations over them; one that has none only
+    trains."""
     folder: Path | None = None
     """A folder that trainer and server both see by this path, in which weights are handed over. None: one of this machine's for
     temporary files."""
@@ -72,6 +73,10 @@ class ServerConfig(BaseModel):
     def urls(self) -> tuple[str, ...]:
         """`url` as a list."""
         return (self.url,) if isinstance(self.url, str) else self.url
+
+
+class ServerLostError(EngineError):
+    """A server that does not answer any more, or that was started again and has other weights."""
 
 
 class Fault(Exception):  # noqa: N818  # it becomes an error when it has come too often
@@ -107,7 +112,7 @@ class Http:
         """Return what an attempt returns; after a fault wait and make another.
 
         Raises:
-            EngineError: when there were too many faults, with the last one's words.
+            ServerLostError: when there were too many faults, with the last one's words.
         """
         num = 1 + self._config.max_retries
         for remaining in reversed(range(num)):
@@ -115,7 +120,7 @@ class Http:
                 return await attempt()
             except Fault as fault:
                 if not remaining:
-                    raise EngineError(
+                    raise ServerLostError(
                         f"vLLM's server at {self._config.urls[0]}, asked {num} times for {what}, did not answer as it "
                         f"should; the last time: {fault}. {fault.fix}"
                     ) from fault

@@ -12,17 +12,19 @@ from uuid import uuid4
 import torch
 from pydantic import Field
 
-from agentrl.engine.base import EngineConfig, EngineContext
+from agentrl.engine.base import Engine, EngineConfig, EngineContext
 from agentrl.engine.vllm_common import (
     FINISH_REASONS,
     MIN_TEMPERATURE,
     check_reloadable,
+    check_success,
+    model_config,
     sampled_logprobs,
     sampling_fields,
 )
-from agentrl.engine.vllm_http import Fault, Http, ServerConfig
+from agentrl.engine.vllm_http import Fault, Http, ServerConfig, ServerLostError
 from agentrl.engine.vllm_weights import ServedModel, read_model, write_weights
-from agentrl.errors import ConfigError, EngineError
+from agentrl.errors import EngineError
 from agentrl.types import Amount, Completion, Count, FinishReason, Sampling
 
 _GENERATE = "/inference/v1/generate"
@@ -46,26 +48,26 @@ class VLLMServerConfig(EngineConfig):
     """Further arguments of vLLM's `EngineArgs` for such a server, such as gpu_memory_utilization."""
 
     def num_sampling(self, num_processes: int) -> int:
-        """Return the number of servers: each serves one process."""
-        if len(self.server.urls) > num_processes:
-            raise ConfigError(
-                f"engine.server.url: {len(self.server.urls)} servers for {num_processes} training processes; each serves one"
-            )
-        return len(self.server.urls)
+        """Return how many processes have a server."""
+        return min(num_processes, len(self.server.urls))
 
     def of_process(self, index: int) -> Self:
         """Return the fields with one server's address."""
         return self.model_copy(update={"server": self.server.model_copy(update={"url": self.server.urls[index]})})
 
-    def build(self, context: EngineContext) -> "VLLMServer":
-        """Return a client of the process's server.
+    def build(self, context: EngineContext) -> "Engine":
+        """Return a client of the process's server, or of all of its servers.
 
         Raises:
             ConfigError: for a model whose weights it could not replace.
         """
+        from agentrl.engine.vllm_servers import VLLMServers
+
         check_reloadable(context.model.config)
-        server = self.of_process(context.share.process).server
-        return VLLMServer(server, folder=server.folder or context.handover)
+        folder, share = self.server.folder or context.handover, context.share
+        urls = self.server.urls[share.process :: share.num_processes]
+        servers = [VLLMServer(self.server.model_copy(update={"url": url}), folder=folder) for url in urls]
+        return servers[0] if len(servers) == 1 else VLLMServers(servers)
 
 
 class VLLMServer:
@@ -103,6 +105,11 @@ class VLLMServer:
         self._is_closed = False
         self._busy_s = 0.0
         self._busy_since = 0.0
+
+    @property
+    def url(self) -> str:
+        """Where the server listens."""
+        return self._config.urls[0]
 
     @property
     def busy_s(self) -> float:
@@ -169,25 +176,41 @@ class VLLMServer:
         Names and shapes are compared on this side, before the server hears of them: a server that has refused weights
         itself fails at the next request, whatever is pushed to it.
         """
+        self.check_idle()
+        async with self.handing_over(named_tensors, version) as folder:
+            await self.take_weights(folder, version)
+
+    def check_idle(self) -> None:
+        """Refuse new weights while something is sampled."""
         if self._is_closed:
             raise EngineError("load_weights: the engine is closed")
         if self._out:
             raise EngineError("load_weights needs a paused or idle engine: call pause() first")
-        self._is_loading = True
-        self._set_gate()
+
+    @asynccontextmanager
+    async def handing_over(
+        self, named_tensors: Iterable[tuple[str, torch.Tensor]], version: int
+    ) -> AsyncIterator[Path]:
+        """Write weights that fit the server's model into a folder, which is there until the context ends."""
         folder = (self._folder / f"version-{version}-{uuid4().hex[:8]}").resolve()
-        try:
+        with self._loading():
+            try:
+                async with self._deadline("load_weights"):
+                    model = await self._served_model()
+                    folder.mkdir(parents=True)
+                    await write_weights(folder, named_tensors, model)
+                yield folder
+            except OSError as error:
+                raise EngineError(f"load_weights: cannot write to engine.server.folder: {error}") from error
+            finally:
+                shutil.rmtree(folder, ignore_errors=True)
+
+    async def take_weights(self, folder: Path, version: int) -> None:
+        """Let the server read weights that were written for it, or for another server of the same model."""
+        with self._loading():
             async with self._deadline("load_weights"):
-                model = await self._served_model()
-                folder.mkdir(parents=True)
-                await write_weights(folder, named_tensors, model)
+                await self._served_model()
                 await self._replace(folder, version)
-        except OSError as error:
-            raise EngineError(f"load_weights: cannot write to engine.server.folder: {error}") from error
-        finally:
-            shutil.rmtree(folder, ignore_errors=True)
-            self._is_loading = False
-            self._set_gate()
 
     async def close(self) -> None:
         """Stop all requests, and let go of the server, which runs on."""
@@ -200,6 +223,17 @@ class VLLMServer:
         await asyncio.gather(*tasks, return_exceptions=True)
         await asyncio.gather(*self._aborts)
         await self._http.close()
+
+    @contextmanager
+    def _loading(self) -> Iterator[None]:
+        """Send no request meanwhile."""
+        before, self._is_loading = self._is_loading, True
+        self._set_gate()
+        try:
+            yield
+        finally:
+            self._is_loading = before
+            self._set_gate()
 
     def _set_gate(self) -> None:
         if self._is_paused or self._is_loading:
@@ -228,7 +262,7 @@ class VLLMServer:
 
     async def _ask_model(self) -> ServedModel:
         async with self._deadline("its first answers"):
-            config = await self._http.ask("its configuration", "GET", _SERVER_INFO, parse=_model_config)
+            config = await self._http.ask("its configuration", "GET", _SERVER_INFO, parse=model_config)
             if config["logprobs_mode"] != "processed_logprobs":
                 raise EngineError(
                     f"vLLM's server at {self._config.urls[0]} reports {config['logprobs_mode']}: training needs the "
@@ -334,7 +368,7 @@ class VLLMServer:
             if name.isdecimal():
                 versions[start:end] = [int(name)] * (end - start)
             else:
-                raise EngineError(
+                raise ServerLostError(
                     f"vLLM's server at {self._config.urls[0]} samples with weights of version {name!r} and not with those "
                     "that were pushed: it was started again. Start the run again too; it resumes where it was"
                 )
@@ -351,7 +385,7 @@ class VLLMServer:
         reload = {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}}
         await self._http.ask(f"reading the weights in {folder}", "POST", "/collective_rpc", reload)
         reset = "/reset_prefix_cache?reset_running_requests=true&reset_external=true"
-        await self._http.ask("forgetting its cache", "POST", reset, parse=_check_success)
+        await self._http.ask("forgetting its cache", "POST", reset, parse=check_success)
         await self._tell_version(version)
         self._version = version
         if not self._is_paused:
@@ -362,14 +396,3 @@ class VLLMServer:
 def _names(server_ids: Iterable[str]) -> dict[str, list[str]]:
     """Name requests as the server does."""
     return {"request_ids": [f"generate-tokens-{server_id}" for server_id in server_ids]}
-
-
-def _model_config(answer: Any) -> dict[str, Any]:
-    config = answer["vllm_config"]["model_config"]
-    dtype = getattr(torch, config["dtype"].removeprefix("torch."))
-    return {"model": config["model"], "logprobs_mode": config["logprobs_mode"], "dtype": dtype}
-
-
-def _check_success(answer: Any) -> None:
-    if answer["success"] is not True:
-        raise ValueError("something still holds parts of the cache")

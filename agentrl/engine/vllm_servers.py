@@ -1,0 +1,140 @@
+"""Several vLLM servers as one engine."""
+
+import asyncio
+import logging
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+
+from agentrl.engine.vllm_http import ServerLostError
+from agentrl.engine.vllm_server import VLLMServer
+from agentrl.errors import EngineError
+from agentrl.types import Completion, Sampling
+
+log = logging.getLogger(__name__)
+
+
+class VLLMServers:
+    """Spreads conversations over servers, each where its prefix is cached; see `VLLMServer`.
+
+    A server that does not answer any more is left out: its conversations continue on the others. With the next push of
+    weights it comes back, where it has been started again.
+    """
+
+    def __init__(self, servers: Sequence[VLLMServer]) -> None:
+        """Take servers of the same model."""
+        self._servers = tuple(servers)
+        self._lost: dict[VLLMServer, ServerLostError] = {}
+        """Those that are left out, and why."""
+        self._homes: dict[str, VLLMServer | None] = {}
+        """Where each conversation is sampled. None: nowhere yet."""
+        self._load: Counter[VLLMServer] = Counter()
+        """Requests without an answer."""
+
+    @property
+    def busy_s(self) -> float:
+        """Seconds in which a server had at least one request, on the mean of all."""
+        return sum(server.busy_s for server in self._servers) / len(self._servers)
+
+    @property
+    def version(self) -> int:
+        """Policy version of the weights in use."""
+        return max(server.version for server in self._up() or self._servers)
+
+    @contextmanager
+    def conversation(self, request_id: str) -> Iterator[None]:
+        """Keep to the server that has what was computed for this id."""
+        self._homes[request_id] = None
+        try:
+            yield
+        finally:
+            del self._homes[request_id]
+
+    async def generate(self, prompt_ids: Sequence[int], sampling: Sampling, request_id: str) -> Completion:
+        """Sample on the conversation's server, and on another where that is lost; see `Engine.generate`."""
+        while True:
+            server = self._server_for(request_id)
+            self._load[server] += 1
+            try:
+                return await server.generate(prompt_ids, sampling, request_id)
+            except ServerLostError as error:
+                self._leave_out(server, error)
+            finally:
+                self._load[server] -= 1
+
+    async def pause(self) -> None:
+        """Return running requests as they stand; hold those of which no token was sampled yet."""
+        await self._tell_all(VLLMServer.pause)
+
+    async def resume(self) -> None:
+        """Sample again."""
+        await self._tell_all(VLLMServer.resume)
+
+    async def load_weights(self, named_tensors: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
+        """Replace the weights of all servers, also of those that were left out. They are written once, for all.
+
+        Raises:
+            EngineError: as `VLLMServer.load_weights`; also when no server takes them.
+        """
+        for server in self._up():
+            server.check_idle()
+        first, *_ = self._up() or self._servers
+        async with first.handing_over(named_tensors, version) as folder:
+
+            async def replace(server: VLLMServer) -> None:
+                try:
+                    await server.take_weights(folder, version)
+                except ServerLostError as error:
+                    self._leave_out(server, error)
+                else:
+                    if self._lost.pop(server, None):
+                        log.warning("%s is back, with the weights of version %d", server.url, version)
+
+            await asyncio.gather(*map(replace, self._servers))
+        self._check_some_left()
+
+    async def close(self) -> None:
+        """Stop all requests, and let go of the servers, which run on."""
+        await asyncio.gather(*(server.close() for server in self._servers))
+
+    def _up(self) -> list[VLLMServer]:
+        """Return those that are not left out."""
+        return [server for server in self._servers if server not in self._lost]
+
+    def _server_for(self, request_id: str) -> VLLMServer:
+        """Return the server of a conversation: its own, else the one that has least to do."""
+        self._check_some_left()
+        home = self._homes.get(request_id)
+        if home is None or home in self._lost:
+            of_server = Counter(self._homes.values())
+            home = min(self._up(), key=lambda server: (of_server[server], self._load[server]))
+            if request_id in self._homes:
+                self._homes[request_id] = home
+        return home
+
+    async def _tell_all(self, tell: Callable[[VLLMServer], Awaitable[None]]) -> None:
+        async def one(server: VLLMServer) -> None:
+            try:
+                await tell(server)
+            except ServerLostError as error:
+                self._leave_out(server, error)
+
+        await asyncio.gather(*map(one, self._up()))
+        self._check_some_left()
+
+    def _leave_out(self, server: VLLMServer, error: ServerLostError) -> None:
+        if server not in self._lost:
+            log.warning("%s is left out, and its conversations go on elsewhere: %s", server.url, error)
+        self._lost[server] = error
+
+    def _check_some_left(self) -> None:
+        """Refuse to go on without any server.
+
+        Raises:
+            EngineError: with the words of the last one that was lost.
+        """
+        if len(self._lost) == len(self._servers):
+            *_, error = self._lost.values()
+            raise EngineError(f"none of {len(self._servers)} vLLM servers is left; the last: {error}") from error

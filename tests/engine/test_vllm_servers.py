@@ -1,0 +1,157 @@
+"""Several of vLLM's own servers as one engine, started once; one of them dies and comes back."""
+
+import asyncio
+import os
+import signal
+from collections.abc import AsyncIterator, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from agentrl.engine.vllm_http import ServerConfig
+from agentrl.engine.vllm_launch import Server, start_server
+from agentrl.engine.vllm_server import VLLMServer
+from agentrl.engine.vllm_servers import VLLMServers
+from agentrl.errors import EngineError
+from agentrl.testing import check_engine
+from tests.engine.test_vllm_server import BOUND, LONG, needs_vllm, prompt, run, sampling, weights
+from tests.support.ports import free_port
+from tests.support.vllm_models import VOCAB, make_model, plain_logprobs
+
+NUM = 2
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    make_model(max_position_embeddings=LONG + 100).save_pretrained(folder)
+    return folder
+
+
+def start(folder: Path, port: int) -> Server:
+    options = {"max_model_len": LONG + 100, "max_num_seqs": 32}
+    return start_server(folder, port=port, log=folder / f"{port}.log", options=options, timeout_s=600)
+
+
+@pytest.fixture(scope="module")
+def servers(folder: Path) -> Iterator[list[Server]]:
+    with ThreadPoolExecutor(NUM) as pool:
+        found = list(pool.map(lambda port: start(folder, port), [free_port() for _ in range(NUM)]))
+    yield found
+    for server in found:
+        server.close()
+
+
+@asynccontextmanager
+async def client(
+    servers: list[Server], folder: Path, **config: Any
+) -> AsyncIterator[tuple[VLLMServers, list[VLLMServer]]]:
+    each = [VLLMServer(ServerConfig(url=server.url, **config), folder=folder) for server in servers]
+    engine = VLLMServers(each)
+    try:
+        yield engine, each
+    finally:
+        await engine.close()
+
+
+@needs_vllm
+def test_they_keep_to_the_contract_of_engines(servers: list[Server], tmp_path: Path) -> None:
+    plain = make_model()
+
+    async def main() -> None:
+        async with client(servers, tmp_path, timeout_s=100) as (engine, _):
+            await check_engine(
+                engine,
+                lambda p, t, z: plain_logprobs(plain, p, t, z),
+                vocab_size=VOCAB,
+                weights=(dict(weights(0)), dict(weights(1))),
+            )
+
+    run(main())
+
+
+@needs_vllm
+def test_conversations_are_spread_and_stay_where_their_prefix_is(servers: list[Server], tmp_path: Path) -> None:
+    async def main() -> None:
+        async with client(servers, tmp_path, timeout_s=100) as (engine, each):
+            await engine.load_weights(weights(0), 3)
+            assert not list(tmp_path.iterdir())
+
+            async def converse(number: int) -> int:
+                context = prompt(number, 70)
+                with engine.conversation(f"e{number}"):
+                    first = await engine.generate(context, sampling(8), f"e{number}")
+                    second = await engine.generate([*context, *first.token_ids], sampling(8), f"e{number}")
+                    assert {*first.versions, *second.versions} == {3}
+                    return second.num_cached_tokens
+
+            cached = await asyncio.gather(*map(converse, range(8)))
+            assert min(cached) >= 64  # which no server has of another's conversation
+            assert all(server.busy_s > 0 for server in each)
+            assert not engine._homes
+
+    run(main())
+
+
+@needs_vllm
+def test_a_server_that_dies_is_left_out_and_comes_back_with_a_push(
+    servers: list[Server], folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    plain = {seed: make_model(seed) for seed in (0, 1)}
+
+    async def main() -> None:
+        async with client(servers, tmp_path, timeout_s=100, max_retries=1) as (engine, each):
+            await engine.load_weights(weights(0), 0)
+
+            async def converse(number: int, *, seed: int, tokens: int) -> None:
+                with engine.conversation(f"e{number}"):
+                    done = await engine.generate(prompt(number, 40), sampling(tokens), f"e{number}")
+                    assert set(done.versions) == {seed}
+                    expected = plain_logprobs(plain[seed], prompt(number, 40), done.token_ids, 1.0)
+                    assert done.logprobs == pytest.approx(expected, abs=BOUND)
+
+            tasks = [asyncio.create_task(converse(number, seed=0, tokens=600)) for number in range(6)]
+            while not all(server._out for server in each):
+                await asyncio.sleep(0.01)
+            os.kill(servers[0].process.pid, signal.SIGKILL)
+            await asyncio.gather(*tasks)  # on the other one
+            assert f"{servers[0].url} is left out" in caplog.text
+            await engine.pause()
+            await engine.load_weights(weights(1), 1)
+            await engine.resume()
+            await asyncio.gather(*(converse(number, seed=1, tokens=20) for number in range(4)))
+            assert list(engine._lost) == [each[0]]
+            # Started again it has the weights of its folder, which are not those in use.
+            servers[0].close()
+            servers[0] = await asyncio.to_thread(start, folder, int(servers[0].url.rpartition(":")[2]))
+            await engine.pause()
+            await engine.load_weights(weights(0), 2)
+            await engine.resume()
+            assert not engine._lost
+            assert f"{servers[0].url} is back, with the weights of version 2" in caplog.text
+            before = each[0].busy_s
+            plain[2] = plain[0]
+            await asyncio.gather(*(converse(number, seed=2, tokens=20) for number in range(4)))
+            assert each[0].busy_s > before
+
+    run(main())
+
+
+@needs_vllm
+def test_where_none_is_left_the_last_one_says_why(servers: list[Server], tmp_path: Path) -> None:
+    """The last test that uses the servers."""
+
+    async def main() -> None:
+        async with client(servers, tmp_path, timeout_s=10, max_retries=0) as (engine, _):
+            await engine.load_weights(weights(0), 0)
+            for server in servers:
+                os.kill(server.process.pid, signal.SIGKILL)
+            with pytest.raises(EngineError, match=r"none of 2 vLLM servers is left; the last: .* asked 1 times for"):
+                await engine.generate(prompt(1), sampling(), "e")
+            with pytest.raises(EngineError, match="none of 2 vLLM servers is left"):
+                await engine.pause()
+
+    run(main())
