@@ -20,6 +20,7 @@ import torch
 import transformers
 import yaml
 
+from agentrl.policy.model import auto_class
 from benchmarks.families import FAMILIES, Family, family_of, make_tokenizer, templates_folder
 
 _SIZES: dict[str, Any] = {
@@ -35,6 +36,14 @@ _SIZES: dict[str, Any] = {
 }
 _WINDOW = 32
 """Tokens that a sliding window sees: fewer than any dialogue has."""
+_IMAGES = {
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "image_size": 28,
+    "patch_size": 14,
+}
 ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "Llama": ("Llama", {}),
     "Qwen3": ("Qwen3", {"tie_word_embeddings": True}),
@@ -81,8 +90,13 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "Phi-3": ("Phi3", {"head_dim": None, "hidden_size": 64}),
+    "Gemma 3 with images": (
+        "Gemma3",
+        {"vision_config": _IMAGES, "layer_types": ["sliding_attention", "full_attention"], "sliding_window": _WINDOW},
+    ),
+    "Mistral 3": ("Mistral3", {"vision_config": {**_IMAGES, "model_type": "pixtral"}, "model_type": "mistral"}),
 }
-"""What transformers calls each, and what it has beyond a plain decoder: sliding windows, experts, a recurrent layer."""
+"""What transformers calls each, and what it has beyond a plain decoder: sliding windows, experts, a recurrent layer, images."""
 
 
 _LISTED = """{{- bos_token }}
@@ -135,6 +149,8 @@ TEMPLATES = {
     "gpt-oss": "gptoss",
     "GLM-4 MoE": "glm4moe",
     "Phi-3": "phi3",
+    "Gemma 3 with images": "gemma3",
+    "Mistral 3": "mistral",
 }
 """The chat template of each, by its name in TRL, which has none of Mistral's."""
 _WITH_TOOLS = {
@@ -149,8 +165,11 @@ def tiny_model(name: str, *, vocab_size: int, **changes: Any) -> Any:
     family, own = ARCHITECTURES[name]
     sizes = {**_SIZES, **own, "pad_token_id": 0, "vocab_size": vocab_size, **changes}
     torch.manual_seed(0)
-    config = getattr(transformers, f"{family}Config")(**{k: v for k, v in sizes.items() if v is not None})
-    return transformers.AutoModelForCausalLM.from_config(config)
+    sizes = {name: size for name, size in sizes.items() if size is not None}
+    if images := sizes.pop("vision_config", None):
+        sizes = {"text_config": sizes, "vision_config": images, "tie_word_embeddings": sizes.pop("tie_word_embeddings")}
+    config = getattr(transformers, f"{family}Config")(**sizes)
+    return auto_class(config).from_config(config)
 
 
 def write_model(name: str, folder: Path) -> None:

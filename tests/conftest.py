@@ -12,6 +12,7 @@ from hypothesis import HealthCheck, settings
 from tests.support.threads import Guard
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # tests run side by side; this is read when torch is imported
+os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # else threads stay that would keep a pool of processes
 
 settings.register_profile(
     "ci", max_examples=200, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow]

@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from agentrl.distributed.processes import is_main
 from agentrl.errors import ConfigError
+from agentrl.policy.towers import text_modules
 from agentrl.registry import suggest
 from agentrl.types import Amount, Count
 
@@ -163,12 +164,12 @@ def load_adapter(model: Any, folder: Path) -> None:
 
 
 def _find_layers(model: Any, targets: Literal["all-linear"] | tuple[str, ...]) -> list[str]:
-    """Return the names of the linear layers to adapt."""
+    """Return the names of the linear layers to adapt, of those that text goes through."""
     from transformers.pytorch_utils import Conv1D
 
-    head = model.get_output_embeddings()
-    modules = model.named_modules()
-    known = [name for name, module in modules if isinstance(module, nn.Linear | Conv1D) and module is not head]
+    head, read = model.get_output_embeddings(), {id(one) for part in text_modules(model) for one in part.modules()}
+    modules = [(name, module) for name, module in model.named_modules() if id(module) in read and module is not head]
+    known = [name for name, module in modules if isinstance(module, nn.Linear | Conv1D)]
     if targets == "all-linear":
         return known
     for target in targets:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from agentrl.chat import local_folder, pretrained_tokenizer
 from agentrl.errors import ConfigError
+from agentrl.policy.autocast import cast_experts
 from agentrl.policy.layout import Inputs, Layout, hidden_states
 from agentrl.policy.logprobs import fused_logprobs
 from agentrl.policy.lora import LoraSettings
@@ -113,7 +114,7 @@ def load_pretrained(
     Raises:
         ConfigError: when there is no such model, or its weights are quantized in another way.
     """
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig
     from transformers.utils.quantization_config import Mxfp4Config
 
     folder = local_folder(name_or_path)
@@ -122,14 +123,12 @@ def load_pretrained(
     tokenizer = pretrained_tokenizer(name_or_path, field=field)
     options: dict[str, Any] = {"dtype": torch.float32, "attn_implementation": attention, "trust_remote_code": False}
     try:
-        method = _quantization(AutoConfig.from_pretrained(folder or name_or_path, trust_remote_code=False))
+        config = AutoConfig.from_pretrained(folder or name_or_path, trust_remote_code=False)
+        method = _quantization(config)
         if method == "mxfp4":
             options["quantization_config"] = Mxfp4Config(dequantize=True)
-        model = (
-            AutoModelForCausalLM.from_pretrained(folder or name_or_path, **options)
-            if method in (None, "mxfp4")
-            else None
-        )
+        family = auto_class(config)
+        model = family.from_pretrained(folder or name_or_path, **options) if method in (None, "mxfp4") else None
     except (OSError, ValueError) as error:
         raise ConfigError(f"{field}: cannot load {name_or_path!r}: {error}") from error
     if model is None:
@@ -138,6 +137,14 @@ def load_pretrained(
             "they were made from"
         )
     return model.float(), tokenizer  # what was quantized comes in bfloat16
+
+
+def auto_class(config: Any) -> Any:
+    """Return the class of transformers that makes a language model of a configuration; some are known with images only."""
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as WITHOUT_IMAGES
+
+    return AutoModelForCausalLM if config.model_type in WITHOUT_IMAGES else AutoModelForImageTextToText
 
 
 def _quantization(config: Any) -> str | None:
@@ -153,7 +160,8 @@ def check_head(config: Any, *, field: str = "model.name_or_path") -> None:
     Raises:
         ConfigError: naming what is in the way.
     """
-    scale = {name: getattr(config, name, None) for name in ("logit_scale", "logits_scaling", "final_logit_softcapping")}
+    text = config.get_text_config()
+    scale = {name: getattr(text, name, None) for name in ("logit_scale", "logits_scaling", "final_logit_softcapping")}
     if found := {name: value for name, value in scale.items() if value not in (None, 1, 1.0)}:
         raise ConfigError(f"{field}: {config.model_type} changes its logits by {found}, which the fused head lacks")
 
@@ -164,7 +172,7 @@ def check_dropout(config: Any) -> None:
     Raises:
         ConfigError: naming what is in the way.
     """
-    dropout = {k: v for k, v in config.to_dict().items() if "dropout" in k or k.endswith("_pdrop")}
+    dropout = {k: v for k, v in config.get_text_config().to_dict().items() if "dropout" in k or k.endswith("_pdrop")}
     if found := {name: value for name, value in dropout.items() if isinstance(value, float) and value > 0}:
         raise ConfigError(f"model.name_or_path: dropout makes importance ratios random; set {', '.join(found)} to 0")
 
@@ -178,6 +186,7 @@ class Policy(nn.Module):
     def __init__(self, model: Any, *, layout: Layout = "padded", field: str = "model.name_or_path") -> None:
         super().__init__()
         check_head(model.config, field=field)
+        cast_experts()
         self.model = model
         self.layout = layout
         """How rows are to be laid out for it (`choose_layout`)."""

@@ -13,6 +13,8 @@ from agentrl.errors import ConfigError
 from agentrl.learn.tokens import rows_of
 from agentrl.policy.layout import choose_layout
 from agentrl.policy.model import Policy, load_pretrained, make_local_model
+from agentrl.policy.rope import fix_frequencies
+from agentrl.policy.towers import freeze_towers
 from agentrl.rollout import Tasks
 from agentrl.rollout.demonstrations import Demonstration, demonstrations
 
@@ -38,7 +40,10 @@ def load_model(
     """
     settings = recipe.model
     if settings.name_or_path is not None:
-        return load_pretrained(settings.name_or_path, attention=settings.attention)
+        model, tokenizer = load_pretrained(settings.name_or_path, attention=settings.attention)
+        fix_frequencies(model, recipe.rollout.max_context_tokens)
+        freeze_towers(model)
+        return model, tokenizer
     tokenizer = (
         _train_tokenizer(recipe, runner, tasks) if tokenizer_folder is None else load_tokenizer(tokenizer_folder)
     )
@@ -77,6 +82,7 @@ def load_teacher(recipe: Recipe, tokenizer: Any) -> Policy:
     if other.get_vocab() != tokenizer.get_vocab():
         raise ConfigError(f"{field}: the tokenizer of {name!r} is not the policy's, so its tokens mean something else")
     check_positions(recipe, model.config, whose=f"{field}: the teacher's")
+    fix_frequencies(model, recipe.rollout.max_context_tokens)
     layout, _ = from_rank_zero(lambda: choose_layout(model, "auto", max_tokens=recipe.rollout.max_context_tokens))
     if recipe.train.precision == "bfloat16":
         model = model.to(torch.bfloat16)
@@ -89,7 +95,7 @@ def check_positions(recipe: Recipe, config: Any, *, whose: str = "the model's") 
     Raises:
         ConfigError: naming the limit.
     """
-    limit = getattr(config, "max_position_embeddings", None)
+    limit = getattr(config.get_text_config(), "max_position_embeddings", None)
     if limit is not None and recipe.rollout.max_context_tokens > limit:
         raise ConfigError(
             f"rollout.max_context_tokens: {recipe.rollout.max_context_tokens} exceeds {whose} {limit} positions; lower it"

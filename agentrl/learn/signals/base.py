@@ -55,7 +55,7 @@ class SignalContext:
         Raises:
             ConfigError: naming the trajectory and the field to lower.
         """
-        limit = getattr(self.policy.model.config, "max_position_embeddings", None)
+        limit = getattr(self.policy.model.config.get_text_config(), "max_position_embeddings", None)
         for trajectory, of_trajectory in zip(trajectories, rows, strict=True):
             longest = max(len(row.ids_L) for row in of_trajectory)
             if limit is not None and longest > limit:
