@@ -5,7 +5,8 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import groupby
+from heapq import heapreplace
+from itertools import chain, groupby
 
 import numpy as np
 import torch
@@ -68,7 +69,8 @@ class Planner:
 
         Every process gets as many micro-batches, which hold no token at the end of a short share: what synchronises
         processes then happens equally often on each. The shares are balanced by cost, largest first (LPT, Graham 1969):
-        visible pairs of tokens, and `pairs_per_token` for what else a token costs.
+        visible pairs of tokens, and `pairs_per_token` for what else a token costs. What stays together on a tree is halved, the
+        largest first, where that makes the dearest share cheaper, though its halves compute twice what they share.
 
         `trajectories` are those to compute (None: all). The others have their share of the denominators in the weights of
         these already.
@@ -99,14 +101,18 @@ class _Plan:
         parts = self._parts(trajectories)
         if num_processes == 1:
             return [self._fill(parts)]
-        cost = [self._cost(part) for part in parts]
-        loads = [0.0] * num_processes
-        owner = [0] * len(parts)
-        for number in sorted(range(len(parts)), key=lambda number: -cost[number]):
-            owner[number] = min(range(num_processes), key=loads.__getitem__)
-            loads[owner[number]] += cost[number]
-        owned = [[part for part, of in zip(parts, owner, strict=True) if of == rank] for rank in range(num_processes)]
-        return [self._fill(part) for part in owned]
+        costs = [self._cost(part) for part in parts]
+        best, best_cost = _dealt(parts, costs, num_processes)
+        while parts and len(part := parts[largest := max(range(len(parts)), key=costs.__getitem__)]) > 1:
+            if costs[largest] <= sum(costs) / num_processes / 2:  # the shares are about as even as they can be
+                break
+            halves = [part[: len(part) // 2], part[len(part) // 2 :]]
+            parts[largest : largest + 1] = halves
+            costs[largest : largest + 1] = map(self._cost, halves)
+            dealt, cost = _dealt(parts, costs, num_processes)
+            if cost < best_cost:
+                best, best_cost = dealt, cost
+        return [self._fill(share) for share in best]
 
     def micro_batch(self, trajectories: list[int]) -> MicroBatch:
         """Return the pass over trajectories."""
@@ -141,27 +147,30 @@ class _Plan:
         ordered = sorted(trajectories, key=lambda i: (first[self._tokens.groups[i]], self._tokens.groups[i], key[i], i))
         parts = []
         for _, group_members in groupby(ordered, key=lambda i: self._tokens.groups[i]):
-            parts += self._fill([[i] for i in group_members])
+            whole = list(group_members)
+            parts += [whole] if self._size(whole) <= self._planner.max_tokens else self._fill([[i] for i in whole])
         return parts
 
     def _fill(self, parts: Sequence[list[int]]) -> list[list[int]]:
         """Join neighbouring parts as long as they fit into the budget together."""
         passes: list[list[int]] = []
-        filled = 0  # no less than the size of the last
-        for part in parts:
-            own = self._size(part)
-            if passes:
-                both = filled + own
-                # Less where they share, more where they are padded.
-                if self._planner.layout != "tree" or both > self._planner.max_tokens:
-                    both = self._size([*passes[-1], *part])
-                if both <= self._planner.max_tokens:
-                    passes[-1] += part
-                    filled = both
-                    continue
-            passes.append(list(part))
-            filled = own
+        start = 0
+        while start < len(parts):
+            stop = start + self._num_fitting(parts[start:])
+            passes.append(list(chain.from_iterable(parts[start:stop])))
+            start = stop
         return passes
+
+    def _num_fitting(self, parts: Sequence[list[int]]) -> int:
+        """Return how many parts from the first on fit into the budget together, at least one: doubled, then halved in."""
+        fitting, too_many = 1, len(parts) + 1
+        while too_many - fitting > 1:
+            tried = min(2 * fitting, (fitting + too_many) // 2)
+            if self._size(list(chain.from_iterable(parts[:tried]))) <= self._planner.max_tokens:
+                fitting = tried
+            else:
+                too_many = tried
+        return fitting
 
     def _rows_of(self, trajectories: Sequence[int]) -> list[IntArray]:
         return [self.rows[row] for i in trajectories for row in self.members[i]]
@@ -186,3 +195,16 @@ class _Plan:
             tree = plan_tree(rows)
             return tree.attention_cost + self._planner.pairs_per_token * tree.num_tokens
         return sum(len(row) * ((len(row) + 1) / 2 + self._planner.pairs_per_token) for row in rows)
+
+
+def _dealt(
+    parts: Sequence[list[int]], costs: Sequence[float], num_processes: int
+) -> tuple[list[list[list[int]]], float]:
+    """Return the parts of each process, in their order, and what the dearest share costs: largest first (LPT)."""
+    loads = [(0.0, rank) for rank in range(num_processes)]
+    owner = [0] * len(parts)
+    for number in sorted(range(len(parts)), key=lambda number: -costs[number]):
+        load, owner[number] = loads[0]
+        heapreplace(loads, (load + costs[number], owner[number]))
+    shares = [[part for part, of in zip(parts, owner, strict=True) if of == rank] for rank in range(num_processes)]
+    return shares, max(load for load, _ in loads)
