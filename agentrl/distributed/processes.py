@@ -144,6 +144,13 @@ def broadcast(tensors: Iterable[Tensor]) -> None:
             dist.broadcast(tensor, src=0)
 
 
+def add_up(tensors: Iterable[Tensor]) -> None:
+    """Make tensors on all processes their sum over them."""
+    if num_processes() > 1:
+        for tensor in tensors:
+            dist.all_reduce(tensor)
+
+
 @cache
 def _store() -> Any:
     """Return what processes leave word in that have gone since."""

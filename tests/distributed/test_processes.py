@@ -5,6 +5,7 @@ import pickle
 import signal
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from tempfile import mkdtemp
 from typing import Any, Literal
@@ -12,6 +13,7 @@ from typing import Any, Literal
 import numpy as np
 import pytest
 import torch
+from accelerate import Accelerator
 from torch import Tensor
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # it does say so, at run time
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
@@ -22,11 +24,14 @@ from agentrl.distributed.processes import all_gather, naming_absent_ranks, proce
 from agentrl.errors import ConfigError, TrainingError
 from agentrl.learn.learner import Learner
 from agentrl.learn.loss_config import LossConfig
+from agentrl.learn.signals import CriticConfig
+from agentrl.learn.signals.critic import Critic
 from agentrl.learn.signals.scoring import score_tokens
 from agentrl.learn.tokens import TokenBatch
 from agentrl.policy.layout import Layout
 from agentrl.policy.lora import LoraSettings, merged_weights
 from tests.support.learners import make_learner
+from tests.support.played import new_policy, play
 from tests.support.processes import START_METHOD
 from tests.support.trajectories import some_groups
 
@@ -264,6 +269,31 @@ def test_scores_are_shared_out_and_put_together(sharding: Sharding, tmp_path: Pa
     for found in together(2, tmp_path, scores, sharding):
         for one, other in zip(found, expected, strict=True):
             np.testing.assert_allclose(one, other, rtol=1e-9)
+
+
+def critic_after_fits(kind: Literal["head", "separate"]) -> tuple[dict[str, float], list[Tensor]]:
+    """What a critic tells of its second fit, and its weights after it."""
+    Accelerator(cpu=True)
+    policy = new_policy()
+    policy.double()
+    critic = Critic(policy, CriticConfig(model=kind, num_minibatches=2), gamma=0.9, max_tokens=60, seed=3)
+    critic._head.double()
+    played = [
+        replace(t, turns=(*t.turns[:-1], replace(t.turns[-1], reward=float(number))))
+        for number, t in enumerate(play(new_policy(), num=5))
+    ]
+    critic.fit(critic.measure(played))
+    return critic.fit(critic.measure(played)), [p.detach() for p in critic._parameters()]
+
+
+@pytest.mark.parametrize(("kind", "num_processes"), [("head", 2), ("separate", 2), ("separate", 3)])
+def test_a_critic_is_shared_out(kind: Literal["head", "separate"], num_processes: int, tmp_path: Path) -> None:
+    expected_metrics, expected = critic_after_fits(kind)
+    assert expected_metrics["critic/loss"] > 0.1
+    for metrics, found in together(num_processes, tmp_path, critic_after_fits, kind):
+        assert metrics == pytest.approx(expected_metrics, rel=1e-9)
+        for one, other in zip(found, expected, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-7, atol=1e-10)
 
 
 def without_one(how: str, missing: int) -> str:

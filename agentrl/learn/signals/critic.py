@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from agentrl.distributed.processes import add_up, num_processes, process_index
 from agentrl.learn.plan import MicroBatch, Planner
 from agentrl.learn.signals.config import CriticConfig
 from agentrl.learn.signals.scoring import score_tokens, with_tokens
@@ -28,7 +29,7 @@ class Critic:
     """Predicts the return-to-go of the turn that a token belongs to, from the context before the token.
 
     Trained by least squares on G_k = r_k + gamma * G_{k+1}, where a truncated trajectory continues from the critic's own
-    value of where it was cut off.
+    value of where it was cut off. Several processes hold the same trajectories; each computes its share of every minibatch.
     """
 
     def __init__(
@@ -137,7 +138,7 @@ class Critic:
         """Return the value of each token's context: (T,)."""
         with self._autocast(), torch.set_grad_enabled(self._is_separate and torch.is_grad_enabled()):
             hidden_PD = hidden_states(self._body, micro.inputs)
-        values: Tensor = self._head(hidden_PD[micro.slot_T].float())[:, 0]
+        values: Tensor = self._head(hidden_PD[micro.slot_T].to(self._last.weight.dtype))[:, 0]
         return values
 
     def _targets(self, trajectory: Trajectory) -> FloatArray:
@@ -153,14 +154,15 @@ class Critic:
         """Fit the values of all action tokens to their targets by one step of the optimizer; return the mean square."""
         tokens, targets_T = TokenBatch.of(trajectories), torch.from_numpy(np.concatenate(targets))
         planner = Planner(max_tokens=self._max_tokens, layout=self._policy.layout, device=self._device)
-        weight, loss_value = 1 / len(tokens), 0.0
-        for micro in planner.micro_batches(tokens):
+        weight, total = 1 / len(tokens), torch.zeros((), device=self._device, dtype=torch.float64)
+        for micro in planner.micro_batches(tokens, process=process_index(), num_processes=num_processes()):
             with attending(self._body, self._policy.layout):
                 loss: Any = (weight * (self._value(micro) - micro.take(targets_T)) ** 2).sum()
                 loss.backward()
-            loss_value += loss.item()
+            total += loss.detach()
+        add_up([*(p.grad for p in self._parameters() if p.grad is not None), total])
         torch.nn.utils.clip_grad_norm_(self._parameters(), 1.0)
         self._optimizer.step()
         self._optimizer.zero_grad()
         self._num_updates += 1
-        return loss_value
+        return total.item()
