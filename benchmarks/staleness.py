@@ -10,7 +10,8 @@ that the run began with. `recomputed` weighs tokens by exp(mean difference from 
 with the weights that sampled.
 
 `area` is the mean of held-out success over the evaluations after training began; `of sync` is its ratio to sync's under
-the same seed, mean ± standard error. A run has collapsed where its last success is below half of its best, and that was
+the same seed, mean ± standard error; `of late sync` that to sync's area, had it begun `max_staleness` steps later: what is lost
+beyond the delay. A run has collapsed where its last success is below half of its best, and that was
 above .15.
 """
 
@@ -28,6 +29,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
 from agentrl.config import Recipe
@@ -84,6 +86,12 @@ def train_all(job: Job, ways: Sequence[Way], out: Path) -> None:
             print(way, job.seed, means, " ".join(f"{success:.2f}" for success in figures(rows)["curve"]), flush=True)
 
 
+def area_if_late(result: dict[str, Any], steps: int) -> float:
+    """Return the area of a run that had begun so many steps later, and waited as it was at first."""
+    at = np.array(result["at"])
+    return float(np.interp(at - steps, at, result["curve"])[1:].mean())
+
+
 def tell(out: Path) -> None:
     runs: dict[tuple[str, float, str], dict[Way, dict[int, Any]]] = defaultdict(lambda: defaultdict(dict))
     for line in out.read_text(encoding="utf-8").splitlines():
@@ -92,11 +100,15 @@ def tell(out: Path) -> None:
         runs[result["ratio"], result["rate"], result["train"]][way][result["seed"]] = result
     for settings, ways in runs.items():
         print(f"\n{settings[0]}, rate {settings[1]:g}, {settings[2]}\n")
-        print("| mode | max_staleness | anchor | seeds | age, mean | oldest | final | area | of sync | collapsed |")
-        print("|---|---|---|---|---|---|---|---|---|---|")
+        print(
+            "| mode | max_staleness | anchor | seeds | age, mean | oldest | final | area | of sync | of late sync | collapsed |"
+        )
+        print("|---|---|---|---|---|---|---|---|---|---|---|")
         sync = next((results for way, results in ways.items() if way.mode == "sync"), {})
         for way, results in sorted(ways.items(), key=lambda one: (one[0].anchor, one[0].age, one[0].mode)):
-            ratios = [area(result) / area(sync[seed]) for seed, result in results.items() if seed in sync]
+            both = [(area(result), sync[seed]) for seed, result in results.items() if seed in sync]
+            ratios = [of / area(reference) for of, reference in both]
+            late = [of / area_if_late(reference, way.age) for of, reference in both]
             cells = [
                 *map(str, way),
                 str(len(results)),
@@ -104,7 +116,7 @@ def tell(out: Path) -> None:
                 f"{max(result['oldest'] for result in results.values()):.0f}",
                 mean_and_error([result["curve"][-1] for result in results.values()]),
                 mean_and_error([area(result) for result in results.values()]),
-                mean_and_error(ratios) if ratios else "-",
+                *(mean_and_error(each) if each else "-" for each in (ratios, late)),
                 f"{sum(map(has_collapsed, results.values()))} of {len(results)}",
             ]
             print(f"| {' | '.join(cells)} |")
