@@ -3,6 +3,7 @@
 import re
 import shutil
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from agentrl.run.build import build
 from agentrl.run.export import export
 from agentrl.testing import check_env
 from tests.support.hugging_face import hugging_face_folder
+from tests.support.processes import in_process
 from tests.support.runs import SIZES, recipe, train
 
 
@@ -51,16 +53,25 @@ def test_the_same_recipe_trains_a_hugging_face_model(tmp_path: Path) -> None:
     assert all(turn.extends for r in read_records(folder.rollouts()[0]) for turn in r.turns)
 
 
-def test_a_run_of_adapters_resumes_and_is_exported_as_a_whole_model(tmp_path: Path) -> None:
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+def test_a_run_of_adapters_resumes_and_is_exported_as_a_whole_model(precision: str, tmp_path: Path) -> None:
+    in_process(partial(train_adapters, precision, tmp_path))  # accelerate's precision is that of a process
+
+
+def train_adapters(precision: str, tmp_path: Path) -> None:
     base = hugging_face_folder(tmp_path / "model", rewrites=False)
     settings: dict[str, Any] = {
         "model": {"name_or_path": base, "lora": {"rank": 2}},
         "warmup": {"steps": 2, "num_demonstrations": 4},
         "loss": {"kl_coefficient": 0.1},
     }
-    folder, _ = train(recipe(tmp_path, **settings))
+    with build(recipe(tmp_path, **settings, train={"precision": precision})) as parts:
+        dtypes = {(weight.requires_grad, str(weight.dtype)) for weight in parts.policy.parameters()}
+        assert dtypes == {(True, "torch.float32"), (False, f"torch.{precision}")}
+        assert parts.policy.layout == "tree"
+    folder, _ = train(recipe(tmp_path, **settings, train={"precision": precision}))
     assert not list(folder.path.rglob("model*.safetensors"))  # what is frozen is the base model's
-    longer = recipe(tmp_path, **settings, train={"steps": 3})
+    longer = recipe(tmp_path, **settings, train={"steps": 3, "precision": precision})
     _, rows = train(longer, folder)
     export(longer, folder, tmp_path / "exported")
     assert [row["step"] for row in rows] == [0, 1, 2, 3]

@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from agentrl.distributed.processes import is_main, num_processes
@@ -26,14 +26,21 @@ from agentrl.distributed.processes import is_main, num_processes
 _WITHOUT_FROZEN = StateDictOptions(strict=False)
 
 
-def shard(policy: nn.Module, layers: Collection[str], device: torch.device) -> None:
-    """Share a policy's weights out, layer by layer, where `layers` are class names; what is left over belongs to the whole."""
+def shard(
+    policy: nn.Module, layers: Collection[str], device: torch.device, *, compute_dtype: torch.dtype | None = None
+) -> None:
+    """Share a policy's weights out, layer by layer, where `layers` are class names; what is left over belongs to the whole.
+
+    With `compute_dtype` a layer is put together in that dtype, and freed after it is computed; autocast alone would keep a
+    copy of every weight in half precision until the backward pass. Gradients are added up in float32.
+    """
     mesh = init_device_mesh(device.type, (num_processes(),))
+    precision = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=compute_dtype and torch.float32)
     for module in list(policy.modules()):
         if type(module).__name__ in layers:
-            fully_shard(module, mesh=mesh)
+            fully_shard(module, mesh=mesh, mp_policy=precision)
     # By default the outermost stays whole after a pass without a backward one, and an optimizer made then trains a copy.
-    fully_shard(policy, mesh=mesh, reshard_after_forward=True)
+    fully_shard(policy, mesh=mesh, reshard_after_forward=True, mp_policy=precision)
 
 
 def whole(module: nn.Module) -> Iterator[tuple[str, Tensor]]:

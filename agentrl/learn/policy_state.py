@@ -59,8 +59,9 @@ class PolicyState:
         self.reference = None if reference is None else reference.eval().requires_grad_(False)
         """The policy with which the run began. Not trained."""
         if self.is_sharded:  # not by accelerate, which knows no FSDP2 on a CPU
+            dtype = torch.bfloat16 if config.precision == "bfloat16" else None
             for module in filter(None, (policy, self.reference)):
-                shard(module, policy.model._no_split_modules or (), self.device)
+                shard(module, policy.model._no_split_modules or (), self.device, compute_dtype=dtype)
         optimizer = make_optimizer(
             config.optimizer,
             policy.parameters(),

@@ -12,6 +12,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, Literal
 
+import torch
 from pydantic import BaseModel, ConfigDict
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
@@ -31,6 +32,7 @@ __all__ = [
     "holds_adapters",
     "load_adapter",
     "merged_weights",
+    "round_frozen",
     "save_adapter",
 ]
 
@@ -87,6 +89,13 @@ def add_lora(model: Any, settings: LoraSettings) -> None:
     for parameter in model.parameters():
         if parameter.requires_grad:
             parameter.data = parameter.data.float()
+
+
+def round_frozen(model: Any) -> None:
+    """Keep what is not trained in bfloat16, in place: autocast would round it for each pass, and hold both."""
+    for parameter in model.parameters():
+        if not parameter.requires_grad and parameter.is_floating_point():
+            parameter.data = parameter.data.to(torch.bfloat16)
 
 
 def merged_weights(model: Any) -> Iterator[tuple[str, Tensor]]:

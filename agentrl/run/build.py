@@ -30,7 +30,7 @@ from agentrl.learn.signals import hints, provided_by
 from agentrl.learn.signals.base import SignalContext
 from agentrl.learn.signals.signals import Signals
 from agentrl.policy.layout import choose_layout
-from agentrl.policy.lora import add_lora
+from agentrl.policy.lora import add_lora, round_frozen
 from agentrl.policy.model import Policy, check_dropout
 from agentrl.report.faults import FaultLog
 from agentrl.report.folder import RunFolder
@@ -242,6 +242,8 @@ def _new_policy(recipe: Recipe, model: Any, device: torch.device) -> tuple[Polic
         model.gradient_checkpointing_enable({"use_reentrant": False})
     max_tokens = recipe.rollout.max_context_tokens
     layout, warning = from_rank_zero(lambda: choose_layout(model, recipe.train.layout, max_tokens=max_tokens))
+    if recipe.model.lora is not None and recipe.train.precision == "bfloat16" and recipe.train.sharding != "full":
+        round_frozen(model)  # the layout is chosen by differences that rounding would hide
     return Policy(model, layout=layout), warning
 
 

@@ -28,7 +28,7 @@ from agentrl.learn.signals import CriticConfig
 from agentrl.learn.signals.critic import Critic
 from agentrl.learn.signals.scoring import score_tokens
 from agentrl.learn.tokens import TokenBatch
-from agentrl.policy.layout import Layout
+from agentrl.policy.layout import Layout, lay_out
 from agentrl.policy.lora import LoraSettings, merged_weights
 from tests.support.learners import make_learner
 from tests.support.played import new_policy, play
@@ -269,6 +269,37 @@ def test_scores_are_shared_out_and_put_together(sharding: Sharding, tmp_path: Pa
     for found in together(2, tmp_path, scores, sharding):
         for one, other in zip(found, expected, strict=True):
             np.testing.assert_allclose(one, other, rtol=1e-9)
+
+
+def pass_in_bfloat16(sharding: Sharding) -> tuple[int, Tensor, set[torch.dtype]]:
+    """How many copies of weights a pass keeps for the backward one; gradients of all weights, and their dtypes."""
+    state = make_learner(sharding=sharding, precision="bfloat16").state
+    shapes = {weight.shape for weight in state.policy.parameters() if weight.ndim == 2}
+    shapes |= {torch.Size(reversed(shape)) for shape in shapes}
+    kept: list[Tensor] = []
+
+    def keep(tensor: Tensor) -> Tensor:
+        if tensor.dtype == torch.bfloat16 and tensor.shape in shapes:
+            kept.append(tensor)
+        return tensor
+
+    inputs, _ = lay_out([np.arange(70)], "padded")
+    with torch.autocast("cpu", torch.bfloat16), torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        logprobs_T, _ = state.wrapped(inputs, torch.arange(69), torch.arange(69), 1.0)
+    num_kept = sum(tensor.untyped_storage().nbytes() > 0 for tensor in kept)
+    logprobs_T.sum().backward()
+    gradients = [p.grad for p in state.policy.parameters() if p.grad is not None]
+    whole = [g.full_tensor() if hasattr(g, "full_tensor") else g for g in gradients]
+    return num_kept, torch.cat([gradient.flatten() for gradient in whole]), {g.dtype for g in gradients}
+
+
+def test_in_bfloat16_no_process_keeps_copies_of_what_is_shared_out(tmp_path: Path) -> None:
+    num_kept, expected, _ = pass_in_bfloat16("none")
+    assert num_kept > 0  # which autocast makes
+    for num_kept, found, dtypes in together(2, tmp_path, pass_in_bfloat16, "full"):
+        assert num_kept == 0
+        assert dtypes == {torch.float32}
+        assert (found - expected).norm() < 0.05 * expected.norm()
 
 
 def critic_after_fits(kind: Literal["head", "separate"]) -> tuple[dict[str, float], list[Tensor]]:
