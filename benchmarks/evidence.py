@@ -39,6 +39,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
+import yaml
 
 from agentrl.config import Recipe, load_recipe
 from agentrl.distributed.checkpoints import checkpoints
@@ -81,20 +82,20 @@ SETTINGS = {
 """Each environment's recipe of examples/, and what changes in it."""
 RATIOS: dict[str, dict[str, Any]] = {
     "grpo": {"unit": "token"},
-    "gspo, paper": {"unit": "trajectory"},
-    "gspo, fixed": {"unit": "trajectory", "clip_low": 2e-3, "clip_high": 2.7e-3},
+    "gspo, paper": {"unit": "trajectory", "trust": "fixed"},
+    "gspo, fixed": {"unit": "trajectory", "trust": "fixed", "clip_low": 2e-3, "clip_high": 2.7e-3},
     "gspo, calibrated": {"unit": "trajectory", "trust": "calibrated"},
     "gspo, token": {"unit": "trajectory", "trust": "token"},
     "gspo, kernel": {"unit": "trajectory", "trust": "kernel"},
 }
 TRAINS: dict[str, dict[str, Any]] = {
-    "plain": {},
-    "warm-up": {"warmup_minibatches": 20},
+    "plain": {"target_kl": None},
+    "warm-up": {"target_kl": None, "warmup_minibatches": 20},
     "kl .05": {"target_kl": 0.05},
     "kl .01": {"target_kl": 0.01},
-    "norm": {"max_grad_norm": 0.1},
-    "betas": {"betas": (0.9, 0.99)},
-    "ess": {"ess_scaling": True},
+    "norm": {"target_kl": None, "max_grad_norm": 0.1},
+    "betas": {"target_kl": None, "betas": (0.9, 0.99)},
+    "ess": {"target_kl": None, "ess_scaling": True},
     "kl .05, warm-up": {"target_kl": 0.05, "warmup_minibatches": 20},
 }
 """What changes in `train:`."""
@@ -147,9 +148,9 @@ def make_recipe(job: Job, *, run_dir: Path, model: Path | None, more: Sequence[s
 def fingerprint(job: Job) -> str:
     """Name the settings of a result: what is written down, so that a recipe's further field changes nothing."""
     name, changes = SETTINGS[job.env]
-    recipe = (ROOT / "examples" / f"{name}.yaml").read_text(encoding="utf-8")
-    settings = [recipe, COMMON.split(), changes.split(), RATIOS[job.ratio], credit_of(job)]
-    settings += [TRAINS[job.train]] if TRAINS[job.train] else []
+    recipe = yaml.safe_load((ROOT / "examples" / f"{name}.yaml").read_text(encoding="utf-8"))
+    recipe = {section: fields for section, fields in recipe.items() if section not in ("credit", "loss")}
+    settings = [recipe, COMMON.split(), changes.split(), RATIOS[job.ratio], credit_of(job), TRAINS[job.train]]
     return hashlib.sha256(json.dumps(settings).encode()).hexdigest()[:16]
 
 

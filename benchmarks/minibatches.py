@@ -147,7 +147,7 @@ def measure_time(repeats: int, numbers: Sequence[int]) -> list[dict[str, Any]]:
         config = TrainConfig(num_minibatches=NUM_MINIBATCHES, learning_rate=1e-6, device="cpu")
         policy = Policy(make_model(row), layout="tree")
         state = PolicyState(policy, accelerator=Accelerator(cpu=True), config=config)
-        loss = LossConfig(clip_low=0.2, clip_high=0.27)
+        loss = LossConfig(trust="fixed", clip_low=0.2, clip_high=0.27)
         variants = distinct(num_groups)[1:]
         learners = {
             variant: VariantLearner(variant, state, loss=loss, config=config, temperature=1.0, seed=0)

@@ -63,8 +63,8 @@ Batch: TypeAlias = tuple[list[TrajectoryGroup], list[list[Credit]]]
 
 PAPER = {"GSPO": 0.15, "GRPO": 0.0013}
 """Clipped share of tokens, figure 2."""
-GSPO: Figures = {"unit": "trajectory", "clip_low": 3e-4, "clip_high": 4e-4, "anchor": "recomputed"}
-GRPO: Figures = {"unit": "token", "clip_low": 0.2, "clip_high": 0.27, "anchor": "recomputed"}
+GSPO: Figures = {"unit": "trajectory", "trust": "fixed", "clip_low": 3e-4, "clip_high": 4e-4, "anchor": "recomputed"}
+GRPO: Figures = {"unit": "token", "trust": "fixed", "clip_low": 0.2, "clip_high": 0.27, "anchor": "recomputed"}
 METHODS: dict[str, Figures] = {
     "GSPO": GSPO,
     "GRPO": GRPO,

@@ -218,7 +218,7 @@ def agentrl_side(task: Task, pipe: Connection) -> None:
     )
     learner = TimedLearner(
         PolicyState(Policy(model, layout=layout), accelerator=accelerator, config=config),
-        loss=LossConfig(clip_low=CLIP_LOW, clip_high=CLIP_HIGH),
+        loss=LossConfig(trust="fixed", clip_low=CLIP_LOW, clip_high=CLIP_HIGH),
         config=config,
         temperature=1.0,
         seed=0,

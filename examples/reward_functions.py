@@ -39,7 +39,7 @@ def main() -> None:
         warmup={"steps": 150, "num_demonstrations": 1000},
         rollout={"max_turns": 1, "max_turn_tokens": 8, "max_episode_tokens": 8, "max_context_tokens": 128},
         credit="uniform",
-        loss={"unit": "turn", "clip_low": None, "clip_high": None},  # the range that suits turns of a few tokens
+        loss={"unit": "turn"},
         train={"steps": 30},
         evaluation={"num_tasks": 64},
         overrides=sys.argv[1:],

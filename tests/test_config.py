@@ -430,7 +430,7 @@ def test_the_plan_says_what_a_step_amounts_to(file: Path) -> None:
 rollout: {num_groups: 3, group_size: 4, max_turns: 5, max_turn_tokens: 32}
 train: {steps: 10, num_minibatches: 2, max_tokens_per_micro_batch: 900}
 credit: {scheme: turn_return, gamma: 0.5}
-loss: {unit: turn, clip_high: 0.01}
+loss: {unit: turn, trust: fixed, clip_high: 0.01}
 evaluation: {num_tasks: 20, samples: 2}
 """
     assert plan(load(file, text)) == {

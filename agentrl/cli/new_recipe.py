@@ -116,8 +116,6 @@ def _proposed(env: str, model: str | None, seen: _Seen) -> Data:
         **warmup,
         "rollout": {"num_groups": 8, "group_size": 8, **limits},
         "credit": {"scheme": "uniform"},
-        # Wider than the defaults for long responses: the mean over a few dozen tokens is not as quiet.
-        "loss": {"clip_low": 2e-3, "clip_high": 2.7e-3},
         "train": {"steps": 100, "learning_rate": 3e-4, "schedule": "cosine"},
         "evaluation": {"every": 20, "num_tasks": 64},
     }

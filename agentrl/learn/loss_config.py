@@ -49,10 +49,10 @@ class LossConfig(BaseModel):
     unit: RatioUnit = "trajectory"
     """Tokens that share one importance ratio: `trajectory` (GSPO-token), `turn`, `version` (runs of one policy version
     within a turn) or `token` (PPO, GRPO)."""
-    trust: Trust = "fixed"
-    """When a token is pushed no further: its unit's ratio leaves the clip range (`fixed`); leaves a range that follows how far
-    ratios spread (`calibrated`); its own ratio leaves the range of single tokens (`token`); never, but the unit's weight
-    fades as its whole probability changes (`kernel`: VESPO)."""
+    trust: Trust = "token"
+    """When a token is pushed no further: its own ratio leaves the range of single tokens (`token`); its unit's ratio leaves the
+    clip range (`fixed`: the GSPO paper); leaves a range that follows how far ratios spread (`calibrated`); never, but the
+    unit's weight fades as its whole probability changes (`kernel`: VESPO)."""
     clip_low: float | None = Field(default=None, gt=0, le=1)
     """A ratio below 1 - clip_low stops pushing a token of negative advantage further down. None: follows the ratio that is
     looked at, the unit's or with `trust: token` the token's (trajectory 3e-4, turn and version 3e-3, token 0.2)."""
@@ -102,8 +102,6 @@ class LossConfig(BaseModel):
 
     @model_validator(mode="after")
     def _check_trust(self) -> Self:
-        if self.trust == "token" and self.unit == "token":
-            raise ValueError("trust: token and unit: token are trust: fixed; set that, or another unit")
         if self.trust in ("calibrated", "kernel") and not (self.clip_low is None and self.clip_high is None):
             raise ValueError(
                 f"clip_low and clip_high are ranges of trust: fixed and token, got trust: {self.trust}; remove them"
@@ -162,11 +160,14 @@ class LossConfig(BaseModel):
             if any(own < bound <= value or value <= bound < own for bound in others.values()):
                 nearest = min(others.values(), key=lambda bound: abs(log(value / bound)))
                 units = " or ".join(unit for unit, bound in others.items() if bound == nearest)
-                looked_at = (
-                    f"unit is {self.unit}, whose" if self.trust == "fixed" else "trust: token looks at tokens, whose"
+                is_token = self.trust == "token" and self.unit != "token"
+                looked_at, change = (
+                    ("trust: token looks at tokens", "set trust: fixed")
+                    if is_token
+                    else (f"unit is {self.unit}", "change unit")
                 )
                 found.append(
-                    f"{name}: {value:g} is a range for unit: {units}, but {looked_at} ratios call for "
-                    f"about {own:g}; remove {name} to use that, or change unit"
+                    f"{name}: {value:g} is a range for unit: {units}, but {looked_at}, whose ratios call for "
+                    f"about {own:g}; remove {name} to use that, or {change}"
                 )
         return found

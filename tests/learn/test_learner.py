@@ -45,7 +45,7 @@ CREDITS = [[Credit.from_tokens(t, RNG.normal(size=t.num_action_tokens)) for t in
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_an_update_equals_a_plain_loop_over_trajectories(layout: Layout) -> None:
-    settings = LossConfig(unit="turn", clip_low=0.1, clip_high=0.1)
+    settings = LossConfig(trust="fixed", unit="turn", clip_low=0.1, clip_high=0.1)
     learner = make_learner(loss=settings, layout=layout, num_minibatches=1, max_tokens_per_micro_batch=300)
     model = copy.deepcopy(learner.state.policy.model)
     metrics = learner.update(GROUPS, CREDITS, version=1)
@@ -372,7 +372,7 @@ def make_moe_learner(**loss: Any) -> Learner:
         norm_topk_prob=True,
         initializer_range=0.2,
     )
-    train = TrainConfig(device="cpu", learning_rate=1e-2, num_minibatches=3)
+    train = TrainConfig(target_kl=None, device="cpu", learning_rate=1e-2, num_minibatches=3)
     policy = Policy(Qwen3MoeForCausalLM(config), layout="tree")
     return Learner(
         PolicyState(policy, accelerator=Accelerator(cpu=True), config=train),

@@ -17,7 +17,7 @@ from tests.support.packages import PACKAGES
 
 PAGE = Path(__file__).parents[2] / "docs" / "life-of-a-step.md"
 POLICY_LOGPROBS = (-0.997, -0.501, -1.999, -0.688, -0.4)
-CONFIG = LossConfig(unit="version")
+CONFIG = LossConfig(unit="version", trust="fixed")
 
 
 def trajectory(number: int, *turns: Turn) -> Trajectory:

@@ -559,23 +559,29 @@ def test_units_refuse_unknown_names_and_uneven_lengths() -> None:
 def test_the_clip_range_follows_the_unit_and_its_own_default_gets_no_warning(
     unit: RatioUnit, expected: tuple[float, float]
 ) -> None:
-    assert LossConfig(unit=unit).clip_range() == expected
-    explicit = LossConfig(unit=unit, clip_low=expected[0], clip_high=expected[1])
-    assert explicit.warnings() == LossConfig(unit=unit).warnings() == []
-    assert LossConfig(unit=unit, clip_low=0.01).clip_range() == (0.01, expected[1])
-    assert LossConfig(unit=unit, clip_high=0.01).clip_range() == (expected[0], 0.01)
+    assert LossConfig(trust="fixed", unit=unit).clip_range() == expected
+    explicit = LossConfig(trust="fixed", unit=unit, clip_low=expected[0], clip_high=expected[1])
+    assert explicit.warnings() == LossConfig(trust="fixed", unit=unit).warnings() == []
+    assert LossConfig(trust="fixed", unit=unit, clip_low=0.01).clip_range() == (0.01, expected[1])
+    assert LossConfig(trust="fixed", unit=unit, clip_high=0.01).clip_range() == (expected[0], 0.01)
 
 
 @pytest.mark.parametrize(
     ("config", "message"),
     [
         (
-            LossConfig(unit="token", clip_low=3e-4),
+            LossConfig(trust="fixed", unit="token", clip_low=3e-4),
             "clip_low: 0.0003 is a range for unit: trajectory, but unit is token",
         ),
-        (LossConfig(unit="trajectory", clip_high=0.2), "clip_high: 0.2 is a range for unit: token"),
-        (LossConfig(unit="trajectory", clip_high=4e-3), "clip_high: 0.004 is a range for unit: turn or version"),
-        (LossConfig(unit="version", clip_low=0.2), "but unit is version, whose ratios call for about 0.003"),
+        (LossConfig(trust="fixed", unit="trajectory", clip_high=0.2), "clip_high: 0.2 is a range for unit: token"),
+        (
+            LossConfig(trust="fixed", unit="trajectory", clip_high=4e-3),
+            "clip_high: 0.004 is a range for unit: turn or version",
+        ),
+        (
+            LossConfig(trust="fixed", unit="version", clip_low=0.2),
+            "but unit is version, whose ratios call for about 0.003",
+        ),
     ],
 )
 def test_another_units_clip_range_gets_a_warning(config: LossConfig, message: str) -> None:
@@ -584,8 +590,17 @@ def test_another_units_clip_range_gets_a_warning(config: LossConfig, message: st
 
 
 def test_a_bound_short_of_another_units_gets_no_warning() -> None:
-    assert LossConfig(unit="trajectory", clip_low=2e-3, clip_high=2.7e-3).warnings() == []
-    assert LossConfig(unit="token", clip_low=0.01, clip_high=0.01).warnings() == []
+    assert LossConfig(trust="fixed", unit="trajectory", clip_low=2e-3, clip_high=2.7e-3).warnings() == []
+    assert LossConfig(trust="fixed", unit="token", clip_low=0.01, clip_high=0.01).warnings() == []
+
+
+def test_by_default_tokens_leave_by_their_own_ratio() -> None:
+    for unit in UNITS:
+        config = LossConfig(unit=unit)
+        assert (config.trust, config.clip_range(), config.warnings()) == ("token", (0.2, 0.27), [])
+    (warning,) = LossConfig(clip_high=2.7e-3).warnings()  # the range of a recipe from before
+    assert "trust: token looks at tokens" in warning
+    assert "set trust: fixed" in warning
 
 
 def test_both_bounds_of_another_unit_get_a_warning_each() -> None:

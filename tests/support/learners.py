@@ -30,15 +30,16 @@ def make_learner(
     learner_class: type[Learner] = Learner,
     **train: Any,
 ) -> Learner:
+    """Make a learner; by itself with plain GSPO's loss, and updates as the optimizer makes them."""
     torch.manual_seed(0)
     model = make_local_model(TINY, TOKENIZER)
     if lora is not None:
         add_lora(model, lora)
     policy = Policy(in_float64(model) if is_double else model, layout=layout)
-    config = TrainConfig(device="cpu", **{"learning_rate": 1e-2, **train})
+    config = TrainConfig(device="cpu", **{"learning_rate": 1e-2, "target_kl": None, **train})
     reference = copy.deepcopy(policy) if has_reference else None
     state = PolicyState(policy, accelerator=Accelerator(cpu=True), config=config, reference=reference)
-    return learner_class(state, loss=loss or LossConfig(), config=config, temperature=1.0, seed=1)
+    return learner_class(state, loss=loss or LossConfig(trust="fixed"), config=config, temperature=1.0, seed=1)
 
 
 def weights(learner: Learner) -> torch.Tensor:
