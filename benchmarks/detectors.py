@@ -1,6 +1,6 @@
 """What a collapse shows itself by, and how early: rules over the metrics of each step, tried on the runs of evidence.py.
 
-    python -m benchmarks.detectors --evidence FILE
+    python -m benchmarks.detectors --evidence FILE [--watched]
 
 A run has collapsed as `benchmarks/evidence.py` says. `found`: collapsed runs in which a rule holds at some step; `in time`: by
 the step after the one whose update made the reward fall, so that the checkpoint before it is good; `false`: other runs in which
@@ -59,6 +59,8 @@ RULES: list[tuple[str, Rule]] = [
     *(above("one_sided", limit) for limit in (0.5, 0.7)),
     *(against_median("gradient", times) for times in (3, 6, 10)),
 ]
+FROM_START = [above("start_kl", limit) for limit in (0.1, 0.3, 1.0, 3.0)]
+"""Of runs that measure the divergence from the policy they began with (`--watched`)."""
 
 
 def first(result: Result, rule: Rule) -> int | None:
@@ -70,13 +72,15 @@ def first(result: Result, rule: Rule) -> int | None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--evidence", type=Path, required=True)
+    parser.add_argument("--watched", action="store_true", help="only runs that measure the divergence from their start")
     options = parser.parse_args()
-    results = [result for job, result in read_results(options.evidence).items() if "kl" not in job.train]
+    known = {job: result for job, result in read_results(options.evidence).items() if "kl" not in job.train}
+    results = [result for job, result in known.items() if not options.watched or job.ratio.endswith("watched")]
     collapsed = [result for result in results if has_collapsed(result)]
     print(f"{len(results)} runs, of which {len(collapsed)} collapsed\n")
     print("| rule | found | in time | false |\n|---|---|---|---|")
     told = {}
-    for name, rule in RULES:
+    for name, rule in [*RULES, *(FROM_START if options.watched else [])]:
         at = [first(result, rule) for result in collapsed]
         falls = [fall({**result, "rewards": result["steps"]["reward"]}) for result in collapsed]
         found = sum(step is not None for step in at)

@@ -82,12 +82,14 @@ SETTINGS = {
 """Each environment's recipe of examples/, and what changes in it."""
 RATIOS: dict[str, dict[str, Any]] = {
     "grpo": {"unit": "token"},
+    "grpo, watched": {"unit": "token", "kl_coefficient": 1e-9},
     "gspo, paper": {"unit": "trajectory", "trust": "fixed"},
     "gspo, fixed": {"unit": "trajectory", "trust": "fixed", "clip_low": 2e-3, "clip_high": 2.7e-3},
     "gspo, calibrated": {"unit": "trajectory", "trust": "calibrated"},
     "gspo, token": {"unit": "trajectory", "trust": "token"},
     "gspo, kernel": {"unit": "trajectory", "trust": "kernel"},
 }
+"""What is in `loss:`. `watched`: a weight that changes nothing, so that the divergence from the start is measured."""
 TRAINS: dict[str, dict[str, Any]] = {
     "plain": {"target_kl": None},
     "warm-up": {"target_kl": None, "warmup_minibatches": 20},
@@ -109,6 +111,7 @@ KEPT = {
     "clipped": "clip/tokens",
     "one_sided": "clip/units_one_sided",
     "kl": "kl/behavior",
+    "start_kl": "kl/reference",
     "gradient": "grad_norm",
     "alike": "credit/zero_advantage",
     "step_kl": "kl/step",
@@ -311,7 +314,9 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True, help="results, one JSON line each; appended to")
     parser.add_argument("--jobs", type=int, default=2, help="processes, of one thread each")
     parser.add_argument("--envs", nargs="+", choices=list(SETTINGS), default=list(SETTINGS))
-    parser.add_argument("--ratios", nargs="+", choices=list(RATIOS), default=list(RATIOS))
+    parser.add_argument(
+        "--ratios", nargs="+", choices=list(RATIOS), default=[name for name in RATIOS if name != "grpo, watched"]
+    )
     parser.add_argument("--credits", nargs="+", default=["uniform", "group_gae", "ecpo"])
     parser.add_argument("--trains", nargs="+", choices=list(TRAINS), default=["plain"])
     parser.add_argument("--seeds", type=int, nargs="+", help="others than those of the part")
