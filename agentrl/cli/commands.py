@@ -11,6 +11,7 @@ FAMILIES = (
     "evaluate",
     "export",
     "doctor",
+    "plan",
     "chat",
     "serve",
     "show",

@@ -33,7 +33,7 @@ def tree_attention_of(model: Any) -> Iterator[None]:
     if reason := why_not(model):
         raise TreeError(reason)
     AttentionInterface.register(NAME, _attend)
-    AttentionMaskInterface.register(NAME, _no_mask)
+    AttentionMaskInterface.register(NAME, no_mask)
     parts = {name: getattr(model.config, name) for name in model.config.sub_configs}
     before = {name: part._attn_implementation for name, part in parts.items() if part is not None}
     before[""] = model.config._attn_implementation
@@ -59,7 +59,7 @@ def why_not(model: Any) -> str | None:
     return None
 
 
-def _no_mask(*args: Any, **kwargs: Any) -> None:
+def no_mask(*args: Any, **kwargs: Any) -> None:
     """Return no mask: the tree says which token sees which."""
 
 

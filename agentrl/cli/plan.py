@@ -1,0 +1,68 @@
+"""`agentrl plan`."""
+
+import argparse
+from pathlib import Path
+
+from rich.table import Table
+
+from agentrl.api.target import load
+from agentrl.cli.commands import OVERRIDING, Commands
+from agentrl.errors import ConfigError
+from agentrl.report.terminal import Console
+
+
+def add(commands: Commands) -> None:
+    """Add the commands of this file."""
+    words = f"Say what a recipe needs of GPUs' memory, and which field helps where it does not fit. {OVERRIDING}"
+    plan = commands.add("plan", _plan, words, overrides=True)
+    plan.add_argument("target", type=Path, metavar="RECIPE|RUN", help="a recipe, or a run's folder")
+    plan.add_argument("--gpus", type=int, default=1, help="how many in all, those of servers included (default 1)")
+    plan.add_argument("--memory", type=float, default=80, help="of each, in GB of 10^9 bytes (default 80)")
+
+
+def _plan(options: argparse.Namespace, rest: list[str]) -> None:
+    if options.gpus < 1 or options.memory <= 0:
+        raise ConfigError("--gpus and --memory: expected positive numbers")
+    recipe, _ = load(options.target, rest)
+    from agentrl.memory import GB, plan_memory, remedies
+
+    memory = int(options.memory * GB)
+    processes = plan_memory(recipe, gpus=options.gpus, memory=memory)
+    console = Console()
+    for process in processes:
+        table = Table(f"{process.count} x {process.name}", "GB", box=None, pad_edge=False)
+        table.columns[1].justify = "right"
+        for name, size in process.uses.items():
+            table.add_row(name, f"{size / GB:.2f}")
+        table.add_row("together", f"{process.total / GB:.2f} of {options.memory:g}", style="bold")
+        console.print(table)
+        if process.at_start:
+            console.print(
+                f"Before its weights are shared out, each holds the whole model: {process.at_start / GB:.2f} GB."
+            )
+        if process.cached_tokens is not None:
+            console.print(f"vLLM has room for keys and values of {process.cached_tokens:,} tokens.")
+        console.print()
+    console.print("Counted, not measured on a GPU. Leave a tenth: for fragments.")
+    for process in processes:
+        if process.cached_tokens is not None and process.cached_tokens < recipe.rollout.max_context_tokens:
+            raise ConfigError(
+                f"engine.vllm: beside the model's weights there is room for {process.cached_tokens} tokens, less than "
+                f"rollout.max_context_tokens: {recipe.rollout.max_context_tokens}; raise gpu_memory_utilization, or "
+                "set tensor_parallel_size"
+            )
+    training = processes[0]
+    if training.at_start > memory:
+        raise ConfigError(
+            f"before its weights are shared out, a training process holds the whole model: "
+            f"{training.at_start / GB:.1f} GB, and a GPU has {options.memory:g}; take a smaller model, or GPUs with more memory"
+        )
+    if training.total > memory:
+        found = sorted(remedies(recipe, gpus=options.gpus, memory=memory), key=lambda one: one[1])
+        helps = [f"{words} ({total / GB:.1f} GB)" for words, total in found]
+        if recipe.model.lora is None and recipe.model.name_or_path is not None:
+            helps.append("model.lora: {}")
+        raise ConfigError(
+            f"a training process needs {training.total / GB:.1f} GB, and a GPU has {options.memory:g}. What helps, each by "
+            f"itself: {'; '.join(helps) or 'more GPUs, or a smaller model'}"
+        )

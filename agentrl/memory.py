@@ -1,0 +1,204 @@
+"""What each process of a run needs of memory, by its recipe alone: before anything is loaded or rented."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from agentrl.chat import local_folder
+from agentrl.config import Recipe
+from agentrl.errors import ConfigError
+from agentrl.policy.sizes import count_kept, count_weights
+
+GB = 10**9
+_SINGLE, _HALF = 4, 2
+_OPTIMIZER_BYTES = {"adamw": 8, "paged_adamw": 8, "adamw_8bit": 2, "paged_adamw_8bit": 2}
+_TILE_ELEMENTS, _TILES = 2**21, 3
+_VLLM_SHARE, _SERVER_SHARE = 0.4, 0.9
+"""Of a GPU's memory that vLLM takes: in the trainer's process, and as a server."""
+_CONTEXT = GB
+"""What CUDA, kernels and communication take on each GPU: not measured, for no GPU has run it yet."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProcessMemory:
+    """What one kind of process needs."""
+
+    name: str
+    count: int
+    uses: Mapping[str, int]
+    """Bytes of each use, which are there at the same time."""
+    cached_tokens: int | None = None
+    """Tokens whose keys and values a vLLM has room for. None: there is none here."""
+    at_start: int = 0
+    """Bytes of the whole model before its weights are shared out."""
+
+    @property
+    def total(self) -> int:
+        """All of them."""
+        return sum(self.uses.values())
+
+
+def model_config(recipe: Recipe) -> Any:
+    """Return the configuration of a recipe's model; its weights are not looked at.
+
+    Raises:
+        ConfigError: where there is none.
+    """
+    from transformers import AutoConfig, Qwen3Config
+
+    name = recipe.model.name_or_path
+    if name is None:
+        local = recipe.model.local
+        return Qwen3Config(
+            vocab_size=local.vocab_size,
+            hidden_size=local.hidden_size,
+            num_hidden_layers=local.num_layers,
+            num_attention_heads=local.num_heads,
+            num_key_value_heads=local.num_kv_heads,
+            head_dim=local.hidden_size // local.num_heads,
+            intermediate_size=local.intermediate_size,
+            tie_word_embeddings=True,
+        )
+    try:
+        return AutoConfig.from_pretrained(local_folder(name) or name, trust_remote_code=False)
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"model.name_or_path: cannot read the configuration of {name!r}: {error}. A folder with its config.json is enough: "
+            "--model.name_or_path FOLDER"
+        ) from error
+
+
+def plan_memory(recipe: Recipe, *, gpus: int, memory: int) -> list[ProcessMemory]:
+    """Return what each process needs: those that train, and vLLM's servers where the recipe names some.
+
+    Args:
+        recipe: of the run.
+        gpus: in all; each server takes one (or its `tensor_parallel_size`), the others train.
+        memory: of each GPU, in bytes: what vLLM takes is a share of it.
+
+    Raises:
+        ConfigError: where servers leave no GPU to train on.
+    """
+    engine: Any = recipe.engine
+    servers = list(engine.server.urls) if engine.name == "vllm_server" else []
+    parallel = int(engine.vllm.get("tensor_parallel_size", 1)) if servers else 1
+    num_training = gpus - len(servers) * parallel
+    if num_training < 1:
+        raise ConfigError(
+            f"engine.server.url: {len(servers)} servers of {parallel} GPUs leave none of {gpus} to train on"
+        )
+    config = model_config(recipe)
+    found = [_trainer(recipe, config, num_training, memory)]
+    if servers:
+        taken = int(float(engine.vllm.get("gpu_memory_utilization", _SERVER_SHARE)) * memory)
+        cached = _cached_tokens(recipe, config, taken, parallel=parallel)
+        found.append(
+            ProcessMemory(name="sampling", count=len(servers) * parallel, uses={"vLLM": taken}, cached_tokens=cached)
+        )
+    return found
+
+
+def remedies(recipe: Recipe, *, gpus: int, memory: int) -> Iterator[tuple[str, int]]:
+    """Yield changes of single fields, and what a training process needs with each, where it is less."""
+    train: Any = recipe.train
+    now = plan_memory(recipe, gpus=gpus, memory=memory)[0].total
+    tokens = recipe.rollout.max_context_tokens
+    changes: list[tuple[str, dict[str, Any]]] = [
+        ("train.gradient_checkpointing: true", {"gradient_checkpointing": True}),
+        (f"train.max_tokens_per_micro_batch: {tokens}", {"max_tokens_per_micro_batch": tokens}),
+        ("train.precision: bfloat16", {"precision": "bfloat16"}),
+        ("train.sharding: full", {"sharding": "full"}),
+        ("train.optimizer: adamw_8bit", {"optimizer": "adamw_8bit"}),
+        ("train.target_kl: null", {"target_kl": None}),
+    ]
+    for words, change in changes:
+        if all(getattr(train, name) == value for name, value in change.items()):
+            continue
+        if change.get("optimizer") and train.sharding == "full":
+            continue
+        changed = recipe.model_copy(update={"train": train.model_copy(update=change)})
+        if (total := plan_memory(changed, gpus=gpus, memory=memory)[0].total) < now:
+            yield words, total
+
+
+def _half(recipe: Recipe) -> int:
+    return _HALF if recipe.train.precision == "bfloat16" else _SINGLE
+
+
+def _trainer(recipe: Recipe, config: Any, num_processes: int, memory: int) -> ProcessMemory:
+    """Return what a process that trains needs while the second micro-batch of an update is computed."""
+    train, lora = recipe.train, recipe.model.lora
+    is_half, is_sharded = train.precision == "bfloat16", train.sharding == "full" and num_processes > 1
+    shards = num_processes if is_sharded else 1
+    counted = count_weights(config, lora)
+    frozen = counted.total - counted.trained
+    is_rounded = lora is not None and is_half and not is_sharded
+    text = config.get_text_config()
+    num_tokens = max(train.max_tokens_per_micro_batch, recipe.rollout.max_context_tokens)
+    computed_in = torch.bfloat16 if is_half and (is_sharded or is_rounded) else torch.float32
+    options: dict[str, Any] = {"num_tokens": num_tokens, "weights": computed_in, "autocast": is_half}
+    whole = count_kept(config, lora, **options, checkpointing=False)
+    kept = count_kept(config, lora, **options, checkpointing=True) if train.gradient_checkpointing else whole
+    num_layers = text.num_hidden_layers
+    activations = kept.layer * num_layers + kept.rest + 2 * whole.largest
+    if train.gradient_checkpointing:
+        activations += whole.layer  # of the one that is computed again
+    uses = {
+        "weights": (_SINGLE * counted.trained + (_HALF if is_rounded else _SINGLE) * frozen) // shards,
+        "gradients": _SINGLE * counted.trained // shards,
+        "optimizer": _OPTIMIZER_BYTES[train.optimizer] * counted.trained // shards,
+        "weights before an update": _SINGLE * counted.trained // shards if train.target_kl else 0,
+        "reference": _SINGLE * counted.trained // shards if recipe.loss.kl_coefficient else 0,
+        "layers put together": 0,
+        "activations": activations,
+        "tiles of logits": _TILES * _SINGLE * _TILE_ELEMENTS,
+    }
+    if is_sharded:
+        # Two layers, for the next is fetched while one is computed; gradients of one before they are shared out.
+        at_once = counted.outside + 2 * counted.layer
+        uses["layers put together"] = (_HALF if is_half else _SINGLE) * at_once + _SINGLE * counted.layer
+    elif is_half and not is_rounded and train.gradient_checkpointing:
+        uses["layers put together"] = _HALF * (
+            counted.total - counted.outside
+        )  # autocast's copies, until the pass ends
+    if num_processes > 1 and not is_sharded:
+        uses["gradients, to be averaged"] = _SINGLE * counted.trained  # DDP's buckets
+    if memory:
+        uses["CUDA and kernels"] = _CONTEXT
+    uses |= _engine(recipe, config, counted.total, num_processes, memory)
+    cached = _cached_tokens(recipe, config, uses["vLLM"]) if "vLLM" in uses else None
+    uses = {name: size for name, size in uses.items() if size}
+    return ProcessMemory(
+        name="training",
+        count=num_processes,
+        uses=uses,
+        cached_tokens=cached,
+        at_start=_SINGLE * counted.total * is_sharded,
+    )
+
+
+def _engine(recipe: Recipe, config: Any, num_weights: int, num_processes: int, memory: int) -> dict[str, int]:
+    """Return what sampling in a process that trains needs."""
+    engine: Any = recipe.engine
+    if engine.name == "vllm_server":
+        return {}
+    if memory and num_processes == 1 and engine.name in ("auto", "vllm"):
+        return {"vLLM": int(float(engine.vllm.get("gpu_memory_utilization", _VLLM_SHARE)) * memory)}
+    tokens = recipe.rollout.max_context_tokens * engine.max_batch_size
+    return {"engine": num_weights * _half(recipe), "keys and values": tokens * _bytes_per_token(recipe, config)}
+
+
+def _bytes_per_token(recipe: Recipe, config: Any) -> int:
+    """Return what keys and values of a token take."""
+    text = config.get_text_config()
+    head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    return int(2 * text.num_hidden_layers * text.num_key_value_heads * head_dim * _half(recipe))
+
+
+def _cached_tokens(recipe: Recipe, config: Any, taken: int, *, parallel: int = 1) -> int:
+    """Return for how many tokens a vLLM has room that takes so much of each of its GPUs."""
+    weights = count_weights(config, None).total * _half(recipe)
+    left = parallel * (taken - _CONTEXT) - weights
+    return max(left, 0) // _bytes_per_token(recipe, config)

@@ -1,0 +1,110 @@
+"""`agentrl plan`: what it counts against what models hold, and what it says of recipes."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from transformers import Qwen3Config
+
+from agentrl.config import load_recipe
+from agentrl.errors import ConfigError
+from agentrl.memory import GB, plan_memory, remedies
+from agentrl.policy.layout import hidden_states, lay_out
+from agentrl.policy.lora import LoraSettings, add_lora
+from agentrl.policy.sizes import count_kept, count_weights
+from benchmarks.architectures import ARCHITECTURES, tiny_model
+from tests.support.processes import Command
+
+EXAMPLES = Path(__file__).parents[1] / "examples" / "gpu"
+QWEN3: dict[str, dict[str, Any]] = {
+    "0.6B": {"hidden_size": 1024, "num_hidden_layers": 28, "num_attention_heads": 16, "intermediate_size": 3072},
+    "8B": {"hidden_size": 4096, "num_hidden_layers": 36, "num_attention_heads": 32, "intermediate_size": 12288},
+}
+"""As the models' own configurations have them."""
+
+
+def folder_of(size: str, tmp_path: Path) -> Path:
+    """A folder with a model's configuration, and nothing else."""
+    common: dict[str, Any] = {
+        "vocab_size": 151936,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "tie_word_embeddings": size == "0.6B",
+    }
+    Qwen3Config(**common, **QWEN3[size]).save_pretrained(tmp_path)
+    return tmp_path
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+@pytest.mark.parametrize("lora", [None, LoraSettings(rank=2, target_modules=("q_proj",))])
+def test_weights_are_counted_as_a_model_has_them(name: str, lora: LoraSettings | None) -> None:
+    if name == "Phi-3" and lora is not None:
+        pytest.skip("its queries have no layer of their own")
+    model = tiny_model(name, vocab_size=97)
+    counted = count_weights(model.config, lora)
+    if lora is not None:
+        add_lora(model, lora)
+        assert counted.trained == sum(p.numel() for p in model.parameters() if p.requires_grad) > 0
+    assert counted.total == sum({id(p): p.numel() for p in model.parameters()}.values())
+    assert 0 < counted.layer < counted.total
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("name", ["Qwen3", "Llama", "Mistral", "GLM-4 MoE"])
+def test_what_a_pass_keeps_is_counted(name: str, checkpointing: bool) -> None:
+    dtype = torch.bfloat16 if "MoE" in name else torch.float32  # of a mixture in float32 the count is a guess
+    model = tiny_model(name, vocab_size=97).train().to(dtype)
+    if checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    own = {p.untyped_storage()._cdata for p in model.parameters()}
+    kept: dict[int, tuple[int, Tensor]] = {}
+
+    def keep(tensor: Tensor) -> Tensor:
+        if (storage := tensor.untyped_storage())._cdata not in own:
+            kept[storage._cdata] = storage.nbytes(), tensor
+        return tensor
+
+    inputs, _ = lay_out([np.arange(64)], "padded")
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        keep(hidden_states(model, inputs))
+    measured = sum(size for size, _ in kept.values())
+    counted = count_kept(model.config, None, num_tokens=64, weights=dtype, autocast=False, checkpointing=checkpointing)
+    assert counted.rest + counted.layer * model.config.num_hidden_layers == pytest.approx(measured, rel=0.1)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "size", "gpus", "memory"),
+    [("qwen3-0.6b", "0.6B", 1, 24), ("qwen3-8b-lora", "8B", 1, 80), ("qwen3-8b", "8B", 8, 80)],
+)
+def test_the_recipes_fit_where_they_say_and_a_tenth_is_left(
+    recipe: str, size: str, gpus: int, memory: int, tmp_path: Path
+) -> None:
+    given = load_recipe(EXAMPLES / f"{recipe}.yaml", ["--model.name_or_path", str(folder_of(size, tmp_path))])
+    processes = plan_memory(given, gpus=gpus, memory=memory * GB)
+    for process in processes:
+        assert process.total < 0.9 * memory * GB + 1
+        assert process.at_start < memory * GB
+        assert process.cached_tokens is None or process.cached_tokens >= 2 * given.rollout.max_context_tokens
+    assert sum(process.count for process in processes) == gpus
+
+
+def test_what_does_not_fit_is_refused_with_the_fields_that_help(tmp_path: Path) -> None:
+    model = ["--model.name_or_path", str(folder_of("8B", tmp_path))]
+    command = Command("plan", EXAMPLES / "qwen3-8b.yaml", *model, "--gpus", 4)
+    err = command.wait()
+    assert command.returncode == 2
+    assert "a training process needs 96.7 GB, and a GPU has 80. What helps, each by itself: train.target_kl: null" in (
+        " ".join(err.split())
+    )
+    given = load_recipe(EXAMPLES / "qwen3-8b.yaml", [*model, "--train.gradient_checkpointing", "false"])
+    least = min(remedies(given, gpus=8, memory=80 * GB), key=lambda one: one[1])
+    assert least[0] == "train.gradient_checkpointing: true"
+    with pytest.raises(ConfigError, match="2 servers of 1 GPUs leave none of 2 to train on"):
+        plan_memory(given, gpus=2, memory=80 * GB)
+    with pytest.raises(ConfigError, match=r"A folder with its config\.json is enough"):
+        plan_memory(
+            load_recipe(EXAMPLES / "qwen3-8b.yaml", ["--model.name_or_path", str(tmp_path / "none")]), gpus=8, memory=80
+        )
