@@ -3,7 +3,7 @@
     python -m benchmarks.evidence cures --out FILE [--jobs 2] [--envs ...] [--ratios ...] [--credits ...] [--trains ...]
     python -m benchmarks.evidence tune --out FILE [--jobs 2] [...]
     python -m benchmarks.evidence final --out FILE [--jobs 2] [...]
-    python -m benchmarks.evidence tell --out FILE
+    python -m benchmarks.evidence tell --out FILE [--plot FILE.png]
 
 For each environment and seed one policy is made and warmed up on poor demonstrations; each ratio with each credit scheme
 continues from that checkpoint: the same weights, the same first episodes, the same settings but for `loss:`, `credit:` and the
@@ -294,6 +294,47 @@ def tell(known: dict[Job, Result], rows: Sequence[Job], seeds: Sequence[int], ba
             print(f"| {' | '.join(cells)} |")
 
 
+DRAWN = {
+    "GRPO, uniform": ("grpo", "uniform", "plain"),
+    "GSPO with the range of the recipes before, uniform": ("gspo, fixed", "uniform", "plain"),
+    "the default, uniform": ("gspo, token", "uniform", "kl .01"),
+    "the default, group_gae": ("gspo, token", "group_gae", "kl .01"),
+    "the default, ecpo": ("gspo, token", "ecpo", "kl .01"),
+}
+"""What is drawn of each environment: ratio, credit and way of updating."""
+
+
+def plot(known: dict[Job, Result], path: Path) -> None:
+    """Draw held-out success over steps, mean and standard error over the seeds, each at its best rate."""
+    from matplotlib import pyplot as plt  # only who asks for a plot needs it
+
+    plt.switch_backend("Agg")
+    envs = [env for env in SETTINGS if best_rate(known, Job(env, *DRAWN["GRPO, uniform"][:2], 0, 0)) is not None]
+    figure, axes = plt.subplots(1, len(envs), figsize=(4.2 * len(envs), 3.6), squeeze=False)
+    for axis, env in zip(axes[0], envs, strict=True):
+        for number, (name, (ratio, credit, way)) in enumerate(DRAWN.items()):
+            like = Job(env, ratio, credit, 0, 0, way)
+            rate = best_rate(known, like)
+            found = [known[job] for seed in SEEDS if (job := like._replace(rate=rate or 0, seed=seed)) in known]
+            if len(found) < len(SEEDS):
+                continue
+            at = found[0]["at"]
+            curves = [statistics.mean(result["curve"][k] for result in found) for k in range(len(at))]
+            errors = [
+                statistics.stdev([result["curve"][k] for result in found]) / len(found) ** 0.5 for k in range(len(at))
+            ]
+            axis.plot(at, curves, color=f"C{number}", label=name)
+            low, high = ([mean + sign * error for mean, error in zip(curves, errors, strict=True)] for sign in (-1, 1))
+            axis.fill_between(at, low, high, color=f"C{number}", alpha=0.15)
+        axis.set_title(env)
+        axis.set_xlabel("step")
+        axis.grid(alpha=0.3)
+    axes[0][0].set_ylabel("held-out success")
+    figure.legend(*axes[0][0].get_legend_handles_labels(), loc="lower center", ncols=len(DRAWN), fontsize=8)
+    figure.tight_layout(rect=(0, 0.07, 1, 1))
+    figure.savefig(path, dpi=150)
+
+
 def run(wanted: Iterable[Job], out: Path, *, num_jobs: int) -> None:
     """Make the runs that are missing, by environment and seed."""
     known = read_results(out)
@@ -320,6 +361,7 @@ def main() -> None:
     parser.add_argument("--credits", nargs="+", default=["uniform", "group_gae", "ecpo"])
     parser.add_argument("--trains", nargs="+", choices=list(TRAINS), default=["plain"])
     parser.add_argument("--seeds", type=int, nargs="+", help="others than those of the part")
+    parser.add_argument("--plot", type=Path, help="with tell: draw the curves of what was measured")
     options = parser.parse_args()
     os.environ["OMP_NUM_THREADS"] = "1"
     rows = [
@@ -339,6 +381,8 @@ def main() -> None:
     if options.part != "tell":
         run(wanted, options.out, num_jobs=options.jobs)
         return
+    if options.plot:
+        plot(known, options.plot)
     print("Ways of updating, at the highest rate")
     tell(known, rows, options.seeds or CURE_SEEDS, lambda row: row._replace(train="plain"))
     print("\nEach at its best rate")
