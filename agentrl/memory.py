@@ -9,6 +9,7 @@ import torch
 from agentrl.chat import local_folder
 from agentrl.config import Recipe
 from agentrl.errors import ConfigError
+from agentrl.policy.model import local_config
 from agentrl.policy.sizes import count_kept, count_weights
 
 GB = 10**9
@@ -46,21 +47,11 @@ def model_config(recipe: Recipe) -> Any:
     Raises:
         ConfigError: where there is none.
     """
-    from transformers import AutoConfig, Qwen3Config
+    from transformers import AutoConfig
 
-    name = recipe.model.name_or_path
+    name, local = recipe.model.name_or_path, recipe.model.local
     if name is None:
-        local = recipe.model.local
-        return Qwen3Config(
-            vocab_size=local.vocab_size,
-            hidden_size=local.hidden_size,
-            num_hidden_layers=local.num_layers,
-            num_attention_heads=local.num_heads,
-            num_key_value_heads=local.num_kv_heads,
-            head_dim=local.hidden_size // local.num_heads,
-            intermediate_size=local.intermediate_size,
-            tie_word_embeddings=True,
-        )
+        return local_config(local, vocab_size=local.vocab_size)
     try:
         return AutoConfig.from_pretrained(local_folder(name) or name, trust_remote_code=False)
     except (OSError, ValueError) as error:

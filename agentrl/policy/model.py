@@ -83,27 +83,31 @@ class ModelConfig(BaseModel):
         return self
 
 
+def local_config(config: LocalModelConfig, *, vocab_size: int, **further: Any) -> Any:
+    """Return the Qwen3 configuration of a model to make."""
+    from transformers import Qwen3Config
+
+    return Qwen3Config(
+        vocab_size=vocab_size,
+        hidden_size=config.hidden_size,
+        num_hidden_layers=config.num_layers,
+        num_attention_heads=config.num_heads,
+        num_key_value_heads=config.num_kv_heads,
+        head_dim=config.hidden_size // config.num_heads,
+        intermediate_size=config.intermediate_size,
+        max_position_embeddings=config.max_positions,
+        initializer_range=config.initializer_std,
+        tie_word_embeddings=True,
+        **further,
+    )
+
+
 def make_local_model(config: LocalModelConfig, tokenizer: Any, *, attention: str | None = None) -> Any:
     """Return a Qwen3 with random weights (from torch's global generator) for a tokenizer."""
-    from transformers import Qwen3Config, Qwen3ForCausalLM
+    from transformers import Qwen3ForCausalLM
 
-    return Qwen3ForCausalLM(
-        Qwen3Config(
-            vocab_size=len(tokenizer),
-            hidden_size=config.hidden_size,
-            num_hidden_layers=config.num_layers,
-            num_attention_heads=config.num_heads,
-            num_key_value_heads=config.num_kv_heads,
-            head_dim=config.hidden_size // config.num_heads,
-            intermediate_size=config.intermediate_size,
-            max_position_embeddings=config.max_positions,
-            initializer_range=config.initializer_std,
-            tie_word_embeddings=True,
-            eos_token_id=tokenizer.eos_token_id,
-            pad_token_id=tokenizer.pad_token_id,
-            attn_implementation=attention,  # type: ignore[call-arg]  # a keyword of every configuration
-        )
-    )
+    tokens = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
+    return Qwen3ForCausalLM(local_config(config, vocab_size=len(tokenizer), **tokens, attn_implementation=attention))
 
 
 def load_pretrained(
