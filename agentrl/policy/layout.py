@@ -23,6 +23,8 @@ from agentrl.policy.tree_model import NAME, TreeError, tree_attention_of
 Layout = Literal["tree", "packed", "padded"]
 """`tree`: what rows share is computed once. `packed`: short rows stand behind one another. `padded`: one below the other."""
 
+_SHORT_ROW, _LONG_ROW = 48, 416
+"""Tokens of the probe's rows: on a GPU several blocks of FlexAttention, whose kernels are others for less than one."""
 _SMALL = 2**20
 """Entries of a weight whose gradient a machine has room for beside the model: of norms and adapters at least."""
 _LARGEST_GAP = 1e-4
@@ -148,7 +150,8 @@ def probe_layout(model: Any, layout: Layout, *, max_tokens: int = 8192) -> tuple
     was_training = model.training
     model.eval()
     try:
-        rows = _probe_rows(model.config.get_text_config(), max_tokens, seed=0)
+        least = _SHORT_ROW if device.type == "cpu" else _LONG_ROW
+        rows = _probe_rows(model.config.get_text_config(), max_tokens, seed=0, least=least)
         with torch.autocast(device.type, enabled=False):
             together, alone = (_probe(model, rows, how, device) for how in (layout, None))
     except (TreeError, RuntimeError) as error:  # what a kernel raises that the model or the machine does not fit
@@ -183,10 +186,13 @@ def _probe(model: Any, rows: list[IntArray], layout: Layout | None, device: torc
         return [found_T.detach(), torch.cat([gradient.flatten() for gradient in found])]
 
 
-def _probe_rows(config: Any, max_tokens: int, *, seed: int) -> list[IntArray]:
-    """Return three rows, of which one leaves the others after a third, these part after two thirds, and two short ones."""
+def _probe_rows(config: Any, max_tokens: int, *, seed: int, least: int = _SHORT_ROW) -> list[IntArray]:
+    """Return three rows, of which one leaves the others after a third, these part after two thirds, and two short ones.
+
+    The first has `least` tokens, and more where a sliding window cuts longer ones alone.
+    """
     window = getattr(config, "sliding_window", None) or 0
-    length = 48 if window >= max_tokens else max(48, window + 24)
+    length = least if window >= max_tokens else max(least, window + 24)
     length = min(length, getattr(config, "max_position_embeddings", None) or length)
     rng = np.random.default_rng(seed)
     ids_L = rng.integers(config.vocab_size, size=length)

@@ -357,6 +357,8 @@ def test_rows_of_the_probe_are_longer_than_a_window_that_cuts_rows() -> None:
         config = tiny("mistral", sliding_window=window).config
         lengths.append([len(row) for row in _probe_rows(config, max_tokens, seed=0)])
     assert [row[0] for row in lengths] == [48, 48, 124, 124, 48, 256]  # the model has 256 positions
+    long = transformers.Qwen3Config(vocab_size=2)
+    assert [len(row) for row in _probe_rows(long, 8192, seed=0, least=416)] == [416, 411, 411, 138, 138]
 
 
 @pytest.mark.parametrize("seed", range(5))
