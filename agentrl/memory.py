@@ -1,4 +1,7 @@
-"""What each process of a run needs of memory, by its recipe alone: before anything is loaded or rented."""
+"""What each process of a run needs of memory, by its recipe alone: before anything is loaded or rented.
+
+Models beside the policy (a teacher, a critic of its own) are not counted.
+"""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -8,6 +11,8 @@ import torch
 
 from agentrl.chat import local_folder
 from agentrl.config import Recipe
+from agentrl.engine.batched import BatchedConfig
+from agentrl.engine.vllm import VLLMConfig
 from agentrl.errors import ConfigError
 from agentrl.policy.model import local_config
 from agentrl.policy.sizes import count_kept, count_weights
@@ -92,7 +97,7 @@ def plan_memory(recipe: Recipe, *, gpus: int, memory: int) -> list[ProcessMemory
 
 
 def remedies(recipe: Recipe, *, gpus: int, memory: int) -> Iterator[tuple[str, int]]:
-    """Yield changes of single fields, and what a training process needs with each, where it is less."""
+    """Yield changes of single fields, and what a training process needs with each, where it is less by a fiftieth."""
     train: Any = recipe.train
     now = plan_memory(recipe, gpus=gpus, memory=memory)[0].total
     tokens = recipe.rollout.max_context_tokens
@@ -107,10 +112,10 @@ def remedies(recipe: Recipe, *, gpus: int, memory: int) -> Iterator[tuple[str, i
     for words, change in changes:
         if all(getattr(train, name) == value for name, value in change.items()):
             continue
-        if change.get("optimizer") and train.sharding == "full":
-            continue
+        if "full" in (train.sharding, change.get("sharding")) and change.get("optimizer", train.optimizer) != "adamw":
+            continue  # which no recipe may be
         changed = recipe.model_copy(update={"train": train.model_copy(update=change)})
-        if (total := plan_memory(changed, gpus=gpus, memory=memory)[0].total) < now:
+        if (total := plan_memory(changed, gpus=gpus, memory=memory)[0].total) < 0.98 * now:
             yield words, total
 
 
@@ -151,9 +156,8 @@ def _trainer(recipe: Recipe, config: Any, num_processes: int, memory: int) -> Pr
         at_once = counted.outside + 2 * counted.layer
         uses["layers put together"] = (_HALF if is_half else _SINGLE) * at_once + _SINGLE * counted.layer
     elif is_half and not is_rounded and train.gradient_checkpointing:
-        uses["layers put together"] = _HALF * (
-            counted.total - counted.outside
-        )  # autocast's copies, until the pass ends
+        # Autocast's copies, until the pass ends.
+        uses["layers put together"] = _HALF * (counted.total - counted.outside)
     if num_processes > 1 and not is_sharded:
         uses["gradients, to be averaged"] = _SINGLE * counted.trained  # DDP's buckets
     if memory:
@@ -166,17 +170,17 @@ def _trainer(recipe: Recipe, config: Any, num_processes: int, memory: int) -> Pr
         count=num_processes,
         uses=uses,
         cached_tokens=cached,
-        at_start=_SINGLE * counted.total * is_sharded,
+        at_start=_SINGLE * counted.total if is_sharded else 0,
     )
 
 
 def _engine(recipe: Recipe, config: Any, num_weights: int, num_processes: int, memory: int) -> dict[str, int]:
     """Return what sampling in a process that trains needs."""
-    engine: Any = recipe.engine
-    if engine.name == "vllm_server":
-        return {}
-    if memory and num_processes == 1 and engine.name in ("auto", "vllm"):
+    engine = recipe.engine
+    if memory and num_processes == 1 and isinstance(engine, VLLMConfig):
         return {"vLLM": int(float(engine.vllm.get("gpu_memory_utilization", _VLLM_SHARE)) * memory)}
+    if not isinstance(engine, BatchedConfig):
+        return {}  # elsewhere, or a stranger's
     tokens = recipe.rollout.max_context_tokens * engine.max_batch_size
     return {"engine": num_weights * _half(recipe), "keys and values": tokens * _bytes_per_token(recipe, config)}
 

@@ -33,8 +33,6 @@ class Weights(NamedTuple):
     """Of the largest layer."""
     outside: int
     """Of what is in no layer: embedding and head."""
-    head: int
-    """Of the head, which is read tile by tile."""
 
 
 class Kept(NamedTuple):
@@ -61,7 +59,6 @@ def count_weights(config: Any, lora: LoraSettings | None) -> Weights:
             trained=sum(p.numel() for p in model.parameters() if p.requires_grad),
             layer=max((sum(layer.values()) for layer in in_layers), default=0),
             outside=sum(sizes[number] for number in outside),
-            head=model.get_output_embeddings().weight.numel(),
         )
 
 
