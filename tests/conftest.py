@@ -8,11 +8,13 @@ from collections.abc import Iterator
 
 import pytest
 from hypothesis import HealthCheck, settings
+from tqdm import tqdm
 
 from tests.support.threads import Guard
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # tests run side by side; this is read when torch is imported
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # else threads stay that would keep a pool of processes
+tqdm.monitor_interval = 0  # each class of progress bars would keep a thread
 
 settings.register_profile(
     "ci", max_examples=200, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow]

@@ -62,8 +62,10 @@ def test_pages_are_read_and_searched_without_asking_anyone_else(
             )
         ground = page.evaluate("getComputedStyle(document.body).backgroundColor").strip("rgba()").split(",")
         assert (int(ground[0]) > 200) == (scheme == "light")
+        box = page.get_by_placeholder("Search")
+        box.wait_for(state="attached", timeout=60_000)  # by a script, which hears no key before
         page.keyboard.press("Control+k")
-        page.keyboard.type("staleness")
+        box.press_sequentially("staleness")
         page.get_by_text("How old a group may become").first.wait_for(timeout=60_000)
         assert all(url.startswith(("data:", "blob:", f"{address}/")) for url in watched.requests)
         assert watched.errors == []

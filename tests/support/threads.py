@@ -5,7 +5,7 @@ import threading
 import time
 from collections.abc import Callable
 
-SHARED = {"agentrl-tools", "tqdm_monitor"}
+SHARED = {"agentrl-tools"}
 """Threads of which a process keeps one each, from when it first needs it."""
 
 _is_over = threading.Event()
