@@ -250,8 +250,9 @@ def measure(job: tuple[str, str, int]) -> dict[str, Any]:
 
 def tell(rows: Sequence[dict[str, Any]]) -> None:
     """Print the table: area under the curve of success, and paired differences from `uniform`."""
-    names, schemes = (list(dict.fromkeys(row[key] for row in rows)) for key in ("name", "scheme"))
     found = {(row["name"], row["scheme"]): row for row in rows}
+    names, measured = ({row[key] for row in rows} for key in ("name", "scheme"))
+    schemes = [scheme for scheme in SCHEMES if scheme in measured]
     print(f"| task | {' | '.join(schemes)} |")
     print(f"|---|{'---|' * len(schemes)}")
     for name in (name for name in CELLS if name in names):

@@ -20,6 +20,8 @@ BY_KEYS = ("gigpo", "group_gae", "ecpo")
 """Schemes that compare turns with the same state key."""
 _FAR = 2.0
 """Distance beyond which no task is like another."""
+_ALIKE = 0.25
+"""Distance within which tasks cannot be told apart by what rollouts show."""
 _FEW = 0.1
 """Share of turns below which too few keys repeat for those schemes."""
 
@@ -119,24 +121,35 @@ def chosen_at_keys(groups: Sequence[TrajectoryGroup]) -> Iterator[dict[str, list
 
 
 def advise(shown: Shown, tasks: Sequence[Task]) -> Advice:
-    """Return the scheme that was best on the task that is most alike."""
+    """Return the scheme that was best on the tasks that are most alike, on average."""
     nearest = min(tasks, key=lambda task: shown.distance(task.shown))
-    if shown.distance(nearest.shown) > _FAR:
+    least = shown.distance(nearest.shown)
+    if least > _FAR:
         return Advice("uniform", f"no task on which schemes were compared is like it (the nearest: {nearest.name})")
-    usable = {name: gain for name, gain in nearest.gains.items() if name not in BY_KEYS or shown.has_keys}
+    alike = [task for task in tasks if shown.distance(task.shown) <= least + _ALIKE]
+    where = f"on {'the task' if len(alike) == 1 else 'average over the tasks'} most alike ({', '.join(t.name for t in alike)})"
+    schemes = set.intersection(*(set(task.gains) for task in alike))
     lacking = (
         ""
         if shown.has_keys
         else " Schemes that compare turns with the same key are left out: give the environment a state_key() that repeats."
     )
-    best = max(usable, key=lambda name: usable[name][0], default=None)
-    if best is None or usable[best][0] <= 2 * usable[best][1]:
-        return Advice("uniform", f"on the task most alike ({nearest.name}) no scheme was ahead of it.{lacking}")
-    mean, error = usable[best]
+    gains = {
+        scheme: (
+            fmean(task.gains[scheme][0] for task in alike),
+            hypot(*(task.gains[scheme][1] for task in alike)) / len(alike),
+        )
+        for scheme in sorted(schemes)
+        if scheme not in BY_KEYS or shown.has_keys
+    }
+    best = max(gains, key=lambda name: gains[name][0], default=None)
+    if best is None or gains[best][0] <= 2 * gains[best][1]:
+        return Advice("uniform", f"{where} no scheme was ahead of it.{lacking}")
+    mean, error = gains[best]
     return Advice(
         best,
-        f"on the task most alike ({nearest.name}) it was ahead of uniform by {mean:.3f} ± {error:.3f} of area under the "
-        f"curve of success, over {nearest.seeds} seeds.{lacking}",
+        f"{where} it was ahead of uniform by {mean:.3f} ± {error:.3f} of area under the curve of success, over "
+        f"{min(task.seeds for task in alike)} seeds each.{lacking}",
     )
 
 
