@@ -15,6 +15,7 @@ from agentrl.engine.batched import BatchedConfig
 from agentrl.engine.vllm import VLLMConfig
 from agentrl.errors import ConfigError
 from agentrl.policy.model import local_config
+from agentrl.policy.shares import comes_in_parts
 from agentrl.policy.sizes import count_kept, count_weights
 
 GB = 10**9
@@ -128,6 +129,7 @@ def _trainer(recipe: Recipe, config: Any, num_processes: int, memory: int) -> Pr
     train, lora = recipe.train, recipe.model.lora
     is_half, is_sharded = train.precision == "bfloat16", train.sharding == "full" and num_processes > 1
     shards = num_processes if is_sharded else 1
+    is_in_parts = recipe.model.name_or_path is not None and comes_in_parts(config, num_processes)
     counted = count_weights(config, lora)
     frozen = counted.total - counted.trained
     is_rounded = lora is not None and is_half and not is_sharded
@@ -170,7 +172,7 @@ def _trainer(recipe: Recipe, config: Any, num_processes: int, memory: int) -> Pr
         count=num_processes,
         uses=uses,
         cached_tokens=cached,
-        at_start=_SINGLE * counted.total if is_sharded else 0,
+        at_start=0 if is_in_parts or not is_sharded else _SINGLE * counted.total,
     )
 
 

@@ -13,6 +13,8 @@ from typing import Any
 import pytest
 import yaml
 
+from benchmarks.architectures import recipe as architecture_recipe
+from benchmarks.architectures import write_model
 from tests.support.ports import free_port
 from tests.support.processes import Command
 from tests.support.run_files import rollouts, rows
@@ -123,6 +125,25 @@ def test_episodes_under_way_in_each_process_survive_and_weights_may_be_shared_ou
     trained = [record for path in sorted((run / "rollouts").iterdir()) for record in path.read_bytes().splitlines()]
     names = [json.loads(record)["trajectory_id"] for record in trained]
     assert len(names) == len(set(names)) == 40 * 12
+
+
+def test_a_checkpoint_is_read_in_parts_and_the_run_is_resumed(tmp_path: Path) -> None:
+    write_model("Qwen3", tmp_path / "model")
+    given = architecture_recipe(tmp_path / "model", tmp_path / "unused")
+    given["train"] = {**given["train"], "sharding": "full", "steps": 3, "checkpoint_every": 1}
+    given["loss"] = {"kl_coefficient": 0.01}
+    path = tmp_path / "recipe.yaml"
+    path.write_text(yaml.safe_dump({name: value for name, value in given.items() if name != "run_dir"}))
+    alone, whole, halved = tmp_path / "alone", tmp_path / "whole", tmp_path / "halved"
+    Command("train", path, "--run_dir", alone, "--train.steps", 1, "--train.sharding", "none").finish()
+    launch(path, "--run_dir", whole).finish()
+    one, two = rows(alone)[-1], rows(whole)
+    for name in ("loss", "grad_norm", "ratio/spread", "entropy", "kl/reference", "reward/mean"):
+        assert two[-3][name] == pytest.approx(one[name], rel=1e-3, abs=1e-6), name
+    assert two[-3]["first/engine_difference"] < 1e-5
+    launch(path, "--run_dir", halved, "--train.steps", 2).finish()
+    launch(halved, "--train.steps", 3).finish()
+    assert rows(halved)[-1] == two[-1]
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import nn
 
 from agentrl.engine.attention import use_grouped_attention
 from agentrl.engine.base import EngineContext
@@ -55,7 +56,13 @@ class TransformersConfig(BatchedConfig):
 
     def build(self, context: EngineContext) -> "TransformersEngine":
         """Return an engine on a copy of the model."""
-        model = copy.deepcopy(context.model).to(context.device, context.dtype)
+        model = copy.deepcopy(context.model)
+        for weight in model.parameters():
+            if weight.is_meta:  # shared out among processes; they are pushed before anything is sampled
+                torch.utils.swap_tensors(
+                    weight, nn.Parameter(torch.empty_like(weight, device="cpu"), weight.requires_grad)
+                )
+        model = model.to(context.device, context.dtype)
         return TransformersEngine(model, self.settled(context))
 
 

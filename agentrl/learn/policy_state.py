@@ -22,6 +22,7 @@ from agentrl.learn.schedule import make_schedule
 from agentrl.learn.train_config import TrainConfig
 from agentrl.policy.lora import has_adapters, holds_adapters, load_adapter, merged_weights, save_adapter
 from agentrl.policy.model import Policy
+from agentrl.policy.shares import fill
 
 _WEIGHTS, _SHARDS, _OPTIMIZER = "model.safetensors", "shards", "optimizer.pt"
 
@@ -62,6 +63,8 @@ class PolicyState:
             dtype = torch.bfloat16 if config.precision == "bfloat16" else None
             for module in filter(None, (policy, self.reference)):
                 shard(module, policy.model._no_split_modules or (), self.device, compute_dtype=dtype)
+                fill(module.model, module.shares)
+                module.shares.clear()
         optimizer = make_optimizer(
             config.optimizer,
             policy.parameters(),

@@ -86,6 +86,11 @@ def add_lora(model: Any, settings: LoraSettings) -> None:
             f"model.lora.target_modules: peft cannot tell all linear layers of {type(model).__name__} from its experts; "
             "set it to those of its attention: [q_proj, k_proj, v_proj, o_proj]"
         )
+    for layer in _adapted(model).values():
+        if layer.weight.is_meta:  # of weights without content peft makes adapters without
+            for matrices in (layer.lora_A, layer.lora_B):
+                matrices[_ADAPTER].to_empty(device="cpu")
+            layer.reset_lora_parameters(_ADAPTER, init_lora_weights=True)
     for parameter in model.parameters():
         if parameter.requires_grad:
             parameter.data = parameter.data.float()

@@ -3,6 +3,9 @@
 `T` trained tokens, `D` hidden size, `V` vocabulary.
 """
 
+import copy
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, Literal, Self
 
 import torch
@@ -118,29 +121,51 @@ def load_pretrained(
     Raises:
         ConfigError: when there is no such model, or its weights are quantized in another way.
     """
-    from transformers import AutoConfig
     from transformers.utils.quantization_config import Mxfp4Config
+
+    source, config, tokenizer = open_checkpoint(name_or_path, field=field)
+    options = {"quantization_config": Mxfp4Config(dequantize=True)} if quantization(config) else {}
+    with naming_checkpoint(name_or_path, field=field):
+        model = auto_class(config).from_pretrained(
+            source, dtype=torch.float32, attn_implementation=attention, trust_remote_code=False, **options
+        )
+    return model.float(), tokenizer  # what was quantized comes in bfloat16
+
+
+def open_checkpoint(name_or_path: str, *, field: str) -> tuple[str, Any, Any]:
+    """Return (where transformers finds it, configuration, tokenizer) of a Hugging Face folder or hub name.
+
+    Raises:
+        ConfigError: when there is no such model, or its weights are quantized in a way that cannot be trained.
+    """
+    from transformers import AutoConfig
 
     folder = local_folder(name_or_path)
     if folder and not (folder / "config.json").is_file():
         raise ConfigError(f"{field}: no model in {name_or_path!r}: {folder / 'config.json'} does not exist")
     tokenizer = pretrained_tokenizer(name_or_path, field=field)
-    options: dict[str, Any] = {"dtype": torch.float32, "attn_implementation": attention, "trust_remote_code": False}
-    try:
-        config = AutoConfig.from_pretrained(folder or name_or_path, trust_remote_code=False)
-        method = _quantization(config)
-        if method == "mxfp4":
-            options["quantization_config"] = Mxfp4Config(dequantize=True)
-        family = auto_class(config)
-        model = family.from_pretrained(folder or name_or_path, **options) if method in (None, "mxfp4") else None
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{field}: cannot load {name_or_path!r}: {error}") from error
-    if model is None:
+    source = str(folder or name_or_path)
+    with naming_checkpoint(name_or_path, field=field):
+        config = AutoConfig.from_pretrained(source, trust_remote_code=False)
+    if (method := quantization(config)) not in (None, "mxfp4"):
         raise ConfigError(
             f"{field}: the weights of {name_or_path!r} are quantized ({method}), and cannot be trained; name the model that "
             "they were made from"
         )
-    return model.float(), tokenizer  # what was quantized comes in bfloat16
+    return source, config, tokenizer
+
+
+@contextmanager
+def naming_checkpoint(name_or_path: str, *, field: str) -> Iterator[None]:
+    """Turn what transformers raises for a model that it cannot load into one line with the field that names it.
+
+    Raises:
+        ConfigError: for a file that is not there or cannot be read.
+    """
+    try:
+        yield
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{field}: cannot load {name_or_path!r}: {error}") from error
 
 
 def auto_class(config: Any) -> Any:
@@ -151,7 +176,17 @@ def auto_class(config: Any) -> Any:
     return AutoModelForCausalLM if config.model_type in WITHOUT_IMAGES else AutoModelForImageTextToText
 
 
-def _quantization(config: Any) -> str | None:
+def with_layers(config: Any, num: int) -> Any:
+    """Return a configuration with so many layers, of the kinds that it begins with."""
+    config = copy.deepcopy(config)
+    text = config.get_text_config()
+    text.num_hidden_layers = min(num, text.num_hidden_layers)
+    if getattr(text, "layer_types", None):
+        text.layer_types = text.layer_types[: text.num_hidden_layers]
+    return config
+
+
+def quantization(config: Any) -> str | None:
     """Return how a checkpoint's weights are quantized, by its name in transformers. None: they are not."""
     found = getattr(config, "quantization_config", None)
     method = found.get("quant_method", "unknown") if isinstance(found, dict) else getattr(found, "quant_method", None)
@@ -187,13 +222,22 @@ class Policy(nn.Module):
     One module, so that wrappers of several processes see one forward pass.
     """
 
-    def __init__(self, model: Any, *, layout: Layout = "padded", field: str = "model.name_or_path") -> None:
+    def __init__(
+        self,
+        model: Any,
+        *,
+        layout: Layout = "padded",
+        field: str = "model.name_or_path",
+        shares: Mapping[str, Tensor] | None = None,
+    ) -> None:
         super().__init__()
         check_head(model.config, field=field)
         cast_experts()
         self.model = model
         self.layout = layout
         """How rows are to be laid out for it (`choose_layout`)."""
+        self.shares = dict(shares or {})
+        """This process's parts of weights that the model has not got yet, until they are shared out (`load_shares`)."""
 
     def forward(self, inputs: Inputs, slot_T: Tensor, targets_T: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
         """Return log-probability and entropy [T] of each target, read at its predecessor."""

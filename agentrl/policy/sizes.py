@@ -17,7 +17,7 @@ from transformers.masking_utils import AttentionMaskInterface
 
 from agentrl.policy.autocast import cast_experts
 from agentrl.policy.lora import LoraSettings, add_lora, round_frozen
-from agentrl.policy.model import auto_class
+from agentrl.policy.model import auto_class, with_layers
 from agentrl.policy.towers import freeze_towers
 from agentrl.policy.tree_model import no_mask
 
@@ -86,7 +86,7 @@ def count_kept(
     scale = 2 if weights == torch.float32 and not autocast and getattr(text, "num_experts_per_tok", None) else 1
     weights = torch.bfloat16 if scale == 2 else weights
     both = [
-        _kept_by(_with_layers(config, num), lora, num_tokens, weights, autocast=autocast, checkpointing=checkpointing)
+        _kept_by(with_layers(config, num), lora, num_tokens, weights, autocast=autocast, checkpointing=checkpointing)
         for num in (1, 2)
     ]
     (one, _), (two, largest) = ((scale * size, scale * most) for size, most in both)
@@ -158,16 +158,6 @@ def _make_fake(model: Any) -> None:
                     made[id(tensor)] = tensor, nn.Parameter(fake, tensor.requires_grad) if is_weight else fake
                 if tensor is not None:
                     tensors[name] = made[id(tensor)][1]
-
-
-def _with_layers(config: Any, num: int) -> Any:
-    """Return a configuration with so many layers, of the kinds that it begins with."""
-    config = copy.deepcopy(config)
-    text = config.get_text_config()
-    text.num_hidden_layers = min(num, text.num_hidden_layers)
-    if getattr(text, "layer_types", None):
-        text.layer_types = text.layer_types[: text.num_hidden_layers]
-    return config
 
 
 class _Attention(torch.autograd.Function):

@@ -29,9 +29,10 @@ from agentrl.learn.policy_state import PolicyState
 from agentrl.learn.signals import hints, provided_by
 from agentrl.learn.signals.base import SignalContext
 from agentrl.learn.signals.signals import Signals
-from agentrl.policy.layout import choose_layout
+from agentrl.policy.layout import Layout, choose_layout
 from agentrl.policy.lora import add_lora, round_frozen
 from agentrl.policy.model import Policy, check_dropout
+from agentrl.policy.shares import small_like
 from agentrl.report.faults import FaultLog
 from agentrl.report.folder import RunFolder
 from agentrl.report.records import pieces_of
@@ -40,7 +41,7 @@ from agentrl.rollout import EpisodeContext, Journal, RolloutPool, Tasks, check_l
 from agentrl.run.engine_link import EngineLink
 from agentrl.run.engines import new_engine, share_of
 from agentrl.run.evaluation_envs import EvaluationEnv, describe_others, own_env
-from agentrl.run.models import check_positions, load_model, load_teacher, make_bytes_tokenizer
+from agentrl.run.models import Loaded, check_positions, load_model, load_teacher, make_bytes_tokenizer
 from agentrl.run.stages import describe_stages, makers
 from agentrl.types import Need, Share, Trajectory
 
@@ -117,7 +118,8 @@ def _build(
     if not others:
         tasks.evaluation(1)  # refused here, where there are none
     credit, lack = _load_credit(recipe, description)
-    model, tokenizer = _load_model(recipe, credit, tasks, runner, tokenizer_folder=tokenizer_folder)
+    loaded = _load_model(recipe, credit, tasks, runner, tokenizer_folder=tokenizer_folder)
+    model, tokenizer = loaded.model, loaded.tokenizer
     renderer = recipe.chat.build(tokenizer, name=str(recipe.model.name_or_path or "local"))
     if description.tools or any(other.has_tools for other in others):
         renderer.start([USER], TOOLS)  # refused here, before anything is sampled
@@ -136,7 +138,7 @@ def _build(
     stack.callback(pool.close)
     stack.callback(lambda: runner.run(pool.stop()))
 
-    policy, layout = _new_policy(recipe, model, accelerator.device)
+    policy, layout = _new_policy(recipe, loaded, accelerator.device)
     reference = _new_reference(recipe, credit, policy)
     signals = Signals(
         SignalContext(
@@ -192,8 +194,8 @@ def _load_credit(recipe: Recipe, description: EnvDescription) -> tuple[CreditSch
 
 def _load_model(
     recipe: Recipe, credit: CreditScheme, tasks: Tasks, runner: asyncio.Runner, *, tokenizer_folder: Path | None
-) -> tuple[Any, Any]:
-    """Return the model to train, on the CPU, and its tokenizer."""
+) -> Loaded:
+    """Return the model to train, refused where it does not fit the recipe."""
     if recipe.model.name_or_path is None:
         # Demonstrations for the tokenizer are about to be played; the context is measured once there is one.
         trial = try_environment(
@@ -204,10 +206,10 @@ def _load_model(
             fork=reads_branches(credit),
         )
         runner.run(trial)
-    model, tokenizer = load_model(recipe, runner, tasks=tasks, tokenizer_folder=tokenizer_folder)
-    check_dropout(model.config)
-    check_positions(recipe, model.config)
-    return model, tokenizer
+    loaded = load_model(recipe, runner, tasks=tasks, tokenizer_folder=tokenizer_folder)
+    check_dropout(loaded.model.config)
+    check_positions(recipe, loaded.model.config)
+    return loaded
 
 
 def _new_engine(
@@ -233,18 +235,25 @@ def _journal(recipe: Recipe) -> Journal | None:
     return Journal(folder if is_main() else folder / f"process-{process_index()}")
 
 
-def _new_policy(recipe: Recipe, model: Any, device: torch.device) -> tuple[Policy, str | None]:
+def _new_policy(recipe: Recipe, loaded: Loaded, device: torch.device) -> tuple[Policy, str | None]:
     """Return the model as it is trained, and what to tell of the layout of its rows."""
-    model.to(device)
+    model = loaded.model
+    if not loaded.shares:
+        model.to(device)
     if recipe.model.lora is not None:
         add_lora(model, recipe.model.lora)
     if recipe.train.gradient_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     max_tokens = recipe.rollout.max_context_tokens
-    layout, warning = from_rank_zero(lambda: choose_layout(model, recipe.train.layout, max_tokens=max_tokens))
+
+    def choose() -> tuple[Layout, str | None]:
+        probed = small_like(model, device) if loaded.shares else model
+        return choose_layout(probed, recipe.train.layout, max_tokens=max_tokens)
+
+    layout, warning = from_rank_zero(choose)
     if recipe.model.lora is not None and recipe.train.precision == "bfloat16" and recipe.train.sharding != "full":
         round_frozen(model)  # the layout is chosen by differences that rounding would hide
-    return Policy(model, layout=layout), warning
+    return Policy(model, layout=layout, shares=loaded.shares), warning
 
 
 def _new_reference(recipe: Recipe, credit: CreditScheme, policy: Policy) -> Policy | None:

@@ -2,18 +2,20 @@
 
 import asyncio
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from agentrl.chat import ChatMLRenderer, Renderer, load_tokenizer, train_tokenizer
 from agentrl.config import Recipe
-from agentrl.distributed.processes import from_rank_zero
+from agentrl.distributed.processes import from_rank_zero, num_processes
 from agentrl.errors import ConfigError
 from agentrl.learn.tokens import rows_of
 from agentrl.policy.layout import choose_layout
 from agentrl.policy.model import Policy, load_pretrained, make_local_model
 from agentrl.policy.rope import fix_frequencies
+from agentrl.policy.shares import load_shares
 from agentrl.policy.towers import freeze_towers
 from agentrl.rollout import Tasks
 from agentrl.rollout.demonstrations import Demonstration, demonstrations
@@ -27,10 +29,17 @@ def make_bytes_tokenizer() -> Any:
     return train_tokenizer([], vocab_size=261)
 
 
-def load_model(
-    recipe: Recipe, runner: asyncio.Runner, *, tasks: Tasks, tokenizer_folder: Path | None
-) -> tuple[Any, Any]:
-    """Return the model to train, and its tokenizer.
+class Loaded(NamedTuple):
+    """A model to train."""
+
+    model: Any
+    tokenizer: Any
+    shares: dict[str, Tensor]
+    """This process's parts of the weights, where the model has none yet."""
+
+
+def load_model(recipe: Recipe, runner: asyncio.Runner, *, tasks: Tasks, tokenizer_folder: Path | None) -> Loaded:
+    """Return the model to train, on the CPU; or without weights, and this process's parts of them.
 
     Args:
         recipe: names the model, or the sizes of one to make.
@@ -40,14 +49,18 @@ def load_model(
     """
     settings = recipe.model
     if settings.name_or_path is not None:
-        model, tokenizer = load_pretrained(settings.name_or_path, attention=settings.attention)
+        shares: dict[str, Tensor] = {}
+        if recipe.train.sharding == "full" and num_processes() > 1:
+            model, tokenizer, shares = load_shares(settings.name_or_path, attention=settings.attention)
+        else:
+            model, tokenizer = load_pretrained(settings.name_or_path, attention=settings.attention)
         fix_frequencies(model, recipe.rollout.max_context_tokens)
         freeze_towers(model)
-        return model, tokenizer
+        return Loaded(model, tokenizer, shares)
     tokenizer = (
         _train_tokenizer(recipe, runner, tasks) if tokenizer_folder is None else load_tokenizer(tokenizer_folder)
     )
-    return make_local_model(settings.local, tokenizer, attention=settings.attention), tokenizer
+    return Loaded(make_local_model(settings.local, tokenizer, attention=settings.attention), tokenizer, {})
 
 
 def make_demonstrations(
