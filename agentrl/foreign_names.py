@@ -192,7 +192,11 @@ VALUES: dict[str, dict[str, str]] = {
         **dict.fromkeys(("tis", "token_truncate", "sequence_truncate"), "truncate"),
         **dict.fromkeys(("mis", "icepop", "token_mask", "sequence_mask"), "mask"),
     },
-    "model.attention": dict.fromkeys(("flash_attention_2", "flash_attention_3", "flex_attention"), "sdpa"),
+    "model.attention": {
+        "flash_attention": "flash_attention_2",
+        "flash_attn": "flash_attention_2",
+        "flex": "flex_attention",
+    },
     "engine.name": dict.fromkeys(("hf", "huggingface"), "transformers") | {"vllm-server": "vllm_server"},
     "rollout.mode": {"fully_async": "async"},
 }

@@ -29,6 +29,8 @@ _SMALL = 2**20
 """Entries of a weight whose gradient a machine has room for beside the model: of norms and adapters at least."""
 _LARGEST_GAP = 1e-4
 """Between a layout and separate rows, in nats and relative to the gradient, in float32: more is no rounding."""
+_LARGEST_NOISE = 2.0
+"""Of a layout in bfloat16, in units of what separate rows in bfloat16 differ from float32."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -116,8 +118,16 @@ def attending(model: Any, layout: Layout) -> AbstractContextManager[None]:
     return tree_attention_of(model) if layout == "tree" else nullcontext()
 
 
-def choose_layout(model: Any, wanted: Literal["auto"] | Layout, *, max_tokens: int = 8192) -> tuple[Layout, str | None]:
+def choose_layout(
+    model: Any, wanted: Literal["auto"] | Layout, *, max_tokens: int = 8192, half: bool = False
+) -> tuple[Layout, str | None]:
     """Return the layout that a model runs on, and a message where `auto` had to pass over a better one.
+
+    Args:
+        model: with its weights, where it is going to run.
+        wanted: by the recipe.
+        max_tokens: the longest row there is going to be.
+        half: it is going to be trained under autocast to bfloat16, whose kernels are others.
 
     Raises:
         ConfigError: where the layout that is wanted is not exact for the model.
@@ -127,6 +137,9 @@ def choose_layout(model: Any, wanted: Literal["auto"] | Layout, *, max_tokens: i
     passed_over = []
     for layout in get_args(Layout)[:2] if wanted == "auto" else (wanted,):
         gap, why = probe_layout(model, layout, max_tokens=max_tokens)
+        if gap <= _LARGEST_GAP and half:
+            noise, why = probe_noise(model, layout, max_tokens=max_tokens)
+            gap = 0.0 if noise <= _LARGEST_NOISE else inf
         if gap <= _LARGEST_GAP:
             break
         passed_over.append(f"{layout}: {why}")
@@ -146,22 +159,49 @@ def probe_layout(model: Any, layout: Layout, *, max_tokens: int = 8192) -> tuple
     float32 up to 1e-4 is rounding; weights of half precision add their own. Infinite for models that cannot run on the
     layout or give NaN.
     """
+    try:
+        together, alone = _probes(model, (layout, False), (None, False), max_tokens=max_tokens)
+    except (TreeError, RuntimeError) as error:  # what a kernel raises that the model or the machine does not fit
+        return inf, f"{type(model).__name__} does not run so: {error}"
+    gaps = [float((found - expected).abs().max()) for found, expected in zip(together, alone, strict=True)]
+    gaps[1:] = [gap / (float(expected.abs().max()) or 1.0) for gap, expected in zip(gaps[1:], alone[1:], strict=True)]
+    worst = inf if any(map(isnan, gaps)) else max(gaps)
+    return worst, f"{type(model).__name__} gives other log-probabilities or gradients so (by {worst:.1e})"
+
+
+def probe_noise(model: Any, layout: Layout, *, max_tokens: int = 8192) -> tuple[float, str]:
+    """Return how far a layout under autocast to bfloat16 is from float32, and in what; rows one by one so are 1.
+
+    The rows of `probe_layout`; the median over tokens of the difference of log-probabilities, and that over entries of the
+    gradient, whichever is more. Infinite for models that cannot run so or give NaN.
+    """
+    try:
+        passes = _probes(model, (layout, True), (None, True), (None, False), max_tokens=max_tokens)
+    except (TreeError, RuntimeError) as error:
+        return inf, f"{type(model).__name__} does not run so in bfloat16: {error}"
+    ratios = []
+    for together, alone, exact in zip(*passes, strict=True):
+        noise = float((alone - exact).abs().median())
+        ratios.append(float((together - exact).abs().median()) / (noise or 1.0))
+    worst = inf if any(map(isnan, ratios)) else max(ratios)
+    return worst, f"{type(model).__name__} in bfloat16 is {worst:.1f} times as far from float32 so as row by row"
+
+
+def _probes(model: Any, *hows: tuple[Layout | None, bool], max_tokens: int) -> list[list[Tensor]]:
+    """Return what `_probe` returns for each of (layout, whether under autocast to bfloat16), without dropout."""
     device = model.get_input_embeddings().weight.device
     was_training = model.training
     model.eval()
     try:
         least = _SHORT_ROW if device.type == "cpu" else _LONG_ROW
         rows = _probe_rows(model.config.get_text_config(), max_tokens, seed=0, least=least)
-        with torch.autocast(device.type, enabled=False):
-            together, alone = (_probe(model, rows, how, device) for how in (layout, None))
-    except (TreeError, RuntimeError) as error:  # what a kernel raises that the model or the machine does not fit
-        return inf, f"{type(model).__name__} does not run so: {error}"
+        found = []
+        for layout, half in hows:
+            with torch.autocast(device.type, torch.bfloat16, enabled=half):
+                found.append(_probe(model, rows, layout, device))
+        return found
     finally:
         model.train(was_training)
-    gaps = [float((found - expected).abs().max()) for found, expected in zip(together, alone, strict=True)]
-    gaps[1:] = [gap / (float(expected.abs().max()) or 1.0) for gap, expected in zip(gaps[1:], alone[1:], strict=True)]
-    worst = inf if any(map(isnan, gaps)) else max(gaps)
-    return worst, f"{type(model).__name__} gives other log-probabilities or gradients so (by {worst:.1e})"
 
 
 def _probe(model: Any, rows: list[IntArray], layout: Layout | None, device: torch.device) -> list[Tensor]:
@@ -177,7 +217,7 @@ def _probe(model: Any, rows: list[IntArray], layout: Layout | None, device: torc
             for number, ids_L in enumerate(group):
                 slot_L = index(np.full(len(ids_L) - 1, number), np.arange(len(ids_L) - 1))
                 targets_L = torch.from_numpy(ids_L[1:]).to(device)
-                logprobs.append(fused_logprobs(hidden_PD[slot_L], head.weight, targets_L, bias_V=head.bias)[0])
+                logprobs.append(fused_logprobs(hidden_PD[slot_L], head.weight, targets_L, bias_V=head.bias)[0].float())
         found_T = torch.cat(logprobs)
         if not small:
             return [found_T]

@@ -72,8 +72,9 @@ class ModelConfig(BaseModel):
     """A Hugging Face model: a folder, or a name on the hub. None: a small one is made locally, see `local`."""
     local: LocalModelConfig = LocalModelConfig()
     """The model to make where `name_or_path` is None."""
-    attention: Literal["sdpa", "eager"] | None = None
-    """Attention implementation of transformers. None: sdpa where the model has it, else eager (gpt-oss)."""
+    attention: Literal["sdpa", "eager", "flex_attention", "flash_attention_2", "flash_attention_3"] | None = None
+    """Attention implementation of transformers, where rows are not laid out as a tree. None: sdpa where the model has it,
+    else eager (gpt-oss). The last three train on GPUs alone, and make no mask of all pairs of a pass."""
     lora: LoraSettings | None = None
     """Train low-rank adapters in place of the weights. None: train the weights. An empty section: adapters of default size."""
 
@@ -203,6 +204,29 @@ def check_head(config: Any, *, field: str = "model.name_or_path") -> None:
     scale = {name: getattr(text, name, None) for name in ("logit_scale", "logits_scaling", "final_logit_softcapping")}
     if found := {name: value for name, value in scale.items() if value not in (None, 1, 1.0)}:
         raise ConfigError(f"{field}: {config.model_type} changes its logits by {found}, which the fused head lacks")
+
+
+def check_attention(name: str | None, device: torch.device, *, is_half: bool) -> None:
+    """Refuse attention that a machine or a precision cannot train with.
+
+    Raises:
+        ConfigError: naming what is missing.
+    """
+    if name in (None, "sdpa", "eager"):
+        return
+    from transformers import utils
+
+    field = f"model.attention: {name}"
+    if device.type != "cuda":
+        raise ConfigError(f"{field} trains on GPUs alone; set it to sdpa, or leave it out")
+    if name == "flex_attention":
+        return
+    if not is_half:
+        raise ConfigError(
+            f"{field} computes in half precision alone; set train.precision: bfloat16, or attention to sdpa"
+        )
+    if not getattr(utils, f"is_{name.replace('attention', 'attn')}_available")():
+        raise ConfigError(f"{field} is not installed here: `pip install flash-attn`, or set it to sdpa")
 
 
 def check_dropout(config: Any) -> None:

@@ -31,7 +31,7 @@ from agentrl.learn.signals.base import SignalContext
 from agentrl.learn.signals.signals import Signals
 from agentrl.policy.layout import Layout, choose_layout
 from agentrl.policy.lora import add_lora, round_frozen
-from agentrl.policy.model import Policy, check_dropout
+from agentrl.policy.model import Policy, check_attention, check_dropout
 from agentrl.policy.shares import small_like
 from agentrl.report.faults import FaultLog
 from agentrl.report.folder import RunFolder
@@ -118,6 +118,8 @@ def _build(
     if not others:
         tasks.evaluation(1)  # refused here, where there are none
     credit, lack = _load_credit(recipe, description)
+    is_half = recipe.train.precision == "bfloat16"
+    check_attention(recipe.model.attention, accelerator.device, is_half=is_half)
     loaded = _load_model(recipe, credit, tasks, runner, tokenizer_folder=tokenizer_folder)
     model, tokenizer = loaded.model, loaded.tokenizer
     renderer = recipe.chat.build(tokenizer, name=str(recipe.model.name_or_path or "local"))
@@ -248,7 +250,8 @@ def _new_policy(recipe: Recipe, loaded: Loaded, device: torch.device) -> tuple[P
 
     def choose() -> tuple[Layout, str | None]:
         probed = small_like(model, device) if loaded.shares else model
-        return choose_layout(probed, recipe.train.layout, max_tokens=max_tokens)
+        half = recipe.train.precision == "bfloat16"
+        return choose_layout(probed, recipe.train.layout, max_tokens=max_tokens, half=half)
 
     layout, warning = from_rank_zero(choose)
     if recipe.model.lora is not None and recipe.train.precision == "bfloat16" and recipe.train.sharding != "full":

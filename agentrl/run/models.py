@@ -96,8 +96,11 @@ def load_teacher(recipe: Recipe, tokenizer: Any) -> Policy:
         raise ConfigError(f"{field}: the tokenizer of {name!r} is not the policy's, so its tokens mean something else")
     check_positions(recipe, model.config, whose=f"{field}: the teacher's")
     fix_frequencies(model, recipe.rollout.max_context_tokens)
-    layout, _ = from_rank_zero(lambda: choose_layout(model, "auto", max_tokens=recipe.rollout.max_context_tokens))
-    if recipe.train.precision == "bfloat16":
+    half = recipe.train.precision == "bfloat16"
+    layout, _ = from_rank_zero(
+        lambda: choose_layout(model, "auto", max_tokens=recipe.rollout.max_context_tokens, half=half)
+    )
+    if half:
         model = model.to(torch.bfloat16)
     return Policy(model, layout=layout, field=field)
 

@@ -145,9 +145,14 @@ def warm_up(modules: Sequence[str]) -> None:
 
 
 def contents(folder: Path) -> dict[str, bytes]:
-    """Return the files below a folder by their names, without those that any process leaves that ran there."""
+    """Return the files below a folder by their names, without those that any process leaves that ran there.
+
+    Nor `log.txt`, which says what commands did, and which no command reads.
+    """
     return {
         str(path.relative_to(folder)): path.read_bytes() if path.is_file() else b"(no file)"
         for path in sorted(folder.rglob("*"))
-        if path.name != ".lock" and "__pycache__" not in path.parts and (path.is_file() or path.is_symlink())
+        if path.name not in (".lock", "log.txt")
+        and "__pycache__" not in path.parts
+        and (path.is_file() or path.is_symlink())
     }

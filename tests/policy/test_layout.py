@@ -1,5 +1,6 @@
 """Rows laid out together against the same rows one by one; which layout is exact for which model. `P` slots."""
 
+import re
 from collections.abc import Callable
 from itertools import combinations
 from typing import Any, get_args
@@ -23,6 +24,7 @@ from agentrl.policy.layout import (
     lay_out,
     pack,
     probe_layout,
+    probe_noise,
 )
 from agentrl.policy.towers import freeze_towers
 from agentrl.policy.tree import IntArray, plan_tree
@@ -269,6 +271,43 @@ def test_a_wanted_layout_that_is_not_exact_is_refused_with_the_reason(
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_wanted_layout_that_is_exact_is_taken(layout: Layout) -> None:
     assert choose_layout(tiny("qwen3"), layout) == (layout, None)
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_in_bfloat16_what_leaks_is_further_off_than_rounding(name: str) -> None:
+    model = tiny_model(name, vocab_size=97, initializer_range=0.2)
+    freeze_towers(model)
+    leaking = {"Qwen3.5": ("tree", "packed"), "gpt-oss": ("packed",)}.get(name, ())
+    for layout in ("tree", "packed"):
+        noise, _ = probe_noise(model, layout)
+        assert noise > 2 if layout in leaking else noise < 1.6, layout
+
+
+@pytest.mark.parametrize("half", [False, True])
+def test_a_kernel_of_bfloat16_that_is_wrong_is_passed_over(half: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = tree_attention
+
+    def attend(query: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        out = real(query, *args, **kwargs)
+        return out.roll(1, dims=1) if query.dtype == torch.bfloat16 else out
+
+    monkeypatch.setattr(tree_model, "tree_attention", attend)
+    layout, message = choose_layout(tiny("llama"), "auto", half=half)
+    if not half:
+        assert (layout, message) == ("tree", None)
+        return
+    assert layout == "packed"
+    assert message is not None
+    assert re.search(
+        r"not tree: LlamaForCausalLM in bfloat16 is \d+\.\d times as far from float32 so as row by row$", message
+    )
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_flex_attention_packs_rows() -> None:
+    model = tiny("qwen3", head_dim=16)
+    model.set_attn_implementation("flex_attention")
+    assert choose_layout(model.cuda(), "packed") == ("packed", None)
 
 
 def test_padded_rows_need_no_proof() -> None:

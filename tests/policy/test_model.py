@@ -1,4 +1,5 @@
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from agentrl.config import load_recipe
 from agentrl.errors import ConfigError
 from agentrl.policy.layout import hidden_states, lay_out
 from agentrl.policy.logprobs import fused_logprobs
-from agentrl.policy.model import LocalModelConfig, Policy, load_pretrained, make_local_model
+from agentrl.policy.model import LocalModelConfig, Policy, check_attention, load_pretrained, make_local_model
 
 
 @pytest.mark.parametrize(
@@ -148,3 +149,27 @@ def test_weights_that_are_quantized_in_another_way_are_refused(tmp_path: Path) -
         ConfigError, match=r"are quantized \(gptq\), and cannot be trained; name the model that they were made"
     ):
         load_pretrained(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("name", "device", "is_half", "words"),
+    [
+        ("flex_attention", "cpu", True, "trains on GPUs alone; set it to sdpa"),
+        ("flash_attention_2", "cpu", True, "trains on GPUs alone; set it to sdpa"),
+        ("flash_attention_3", "cuda", False, "computes in half precision alone; set train.precision: bfloat16"),
+        ("flash_attention_2", "cuda", True, "is not installed here: `pip install flash-attn`, or set it to sdpa"),
+    ],
+)
+def test_attention_that_cannot_train_here_is_refused(
+    name: str, device: str, is_half: bool, words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("transformers.utils.is_flash_attn_2_available", lambda: False)
+    with pytest.raises(ConfigError, match=rf"^model\.attention: {name} {re.escape(words)}"):
+        check_attention(name, torch.device(device), is_half=is_half)
+
+
+@pytest.mark.parametrize(
+    ("name", "device"), [(None, "cpu"), ("sdpa", "cpu"), ("eager", "cpu"), ("flex_attention", "cuda")]
+)
+def test_attention_that_can_train_is_taken(name: str | None, device: str) -> None:
+    check_attention(name, torch.device(device), is_half=False)
