@@ -1,13 +1,37 @@
-"""Columns of numbers, one for each token, as short text: how journals and checkpoints hold them, exactly."""
+"""Columns of numbers, one for each token, as short text: how journals and checkpoints hold them, exactly; and as arrays."""
 
 import base64
 import struct
+from array import array
 from collections.abc import Sequence
 from contextlib import suppress
+from functools import cache
 from itertools import groupby
 from typing import Annotated
 
 from pydantic import BeforeValidator, PlainSerializer
+
+
+def to_array(column: Sequence[int]) -> "array[int]":
+    """Return integers without an object for each."""
+    try:
+        return array("i", column)
+    except OverflowError:
+        return array("q", column)
+
+
+def from_array(column: "array[int]") -> tuple[int, ...]:
+    """Return the integers of `to_array`: equal ones, in the range of token ids, are one object in the whole process."""
+    known = _integers()
+    return tuple([known[value] if 0 <= value < _NUM_KNOWN else value for value in column])
+
+
+_NUM_KNOWN = 2**18
+
+
+@cache
+def _integers() -> list[int]:
+    return list(range(_NUM_KNOWN))
 
 
 def pack_integers(column: Sequence[int]) -> str:

@@ -3,14 +3,15 @@
 Tokens are tuples of Python ints exactly as they were sampled. Nothing here is ever decoded and tokenized again.
 """
 
+from array import array
 from collections.abc import Iterator, Mapping, Sequence, Sized
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from enum import StrEnum
 from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import Field, SerializerFunctionWrapHandler, ValidatorFunctionWrapHandler, WrapSerializer, WrapValidator
 
-from agentrl.columns import Floats, Integers, Runs
+from agentrl.columns import Floats, Integers, Runs, from_array, to_array
 
 Count = Annotated[int, Field(gt=0, le=1_000_000)]
 """Of what a recipe has made or kept at the same time: with more, a run would stand still before it could say why."""
@@ -186,6 +187,20 @@ class Turn:
         for name, column in columns.items():
             if isinstance(column, Sized) and len(column) != num:
                 raise ValueError(f"a turn of {num} action tokens needs as many {name}, got {len(column)}")
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Be pickled so that on the process that reads it a token takes 8 bytes, and no object of its own."""
+        columns = {name: to_array(getattr(self, name)) for name in _OF_INTEGERS}
+        others = {each.name: getattr(self, each.name) for each in fields(self) if each.name not in columns}
+        return _unpickled_turn, (columns, others)
+
+
+_OF_INTEGERS = ("observation_ids", "action_ids", "versions")
+
+
+def _unpickled_turn(columns: Mapping[str, "array[int]"], others: Mapping[str, Any]) -> Turn:
+    unpacked: dict[str, Any] = {name: from_array(column) for name, column in columns.items()}
+    return Turn(**unpacked, **others)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,4 +1,5 @@
 import json
+import pickle
 from dataclasses import FrozenInstanceError, replace
 from typing import Any
 
@@ -9,6 +10,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from agentrl.columns import Integers
 from agentrl.types import (
+    FinishReason,
     StopReason,
     Trajectory,
     TrajectoryGroup,
@@ -44,6 +46,20 @@ def test_what_belongs_to_tokens_has_one_number_for_each_action_token(field: str)
     changes: Any = {"signals": {"turn_scores": 0.5, field: (0, 0)}} if field == "values" else {field: (0, 0)}
     with pytest.raises(ValueError, match=f"3 action tokens needs as many {field}, got 2"):
         replace(turn(1, 2, 3), **changes)
+
+
+@given(st.lists(st.integers(-(2**62), 2**62) | st.integers(250, 300), max_size=20))
+def test_an_unpickled_turn_is_the_same_and_shares_its_numbers(ids: list[int]) -> None:
+    logprobs = tuple(-0.5 * number for number in range(len(ids)))
+    turn = Turn(
+        observation_ids=(5000, *ids), action_ids=tuple(ids), behavior_logprobs=logprobs, versions=tuple(ids), reward=1.0
+    )
+    turn = replace(turn, extras={"n": 3}, signals={"values": logprobs}, finish_reason=FinishReason.LENGTH)
+    found = pickle.loads(pickle.dumps([turn, turn.observation_ids]))[0]
+    assert found == turn
+    again = pickle.loads(pickle.dumps(turn))
+    assert found.observation_ids[0] is again.observation_ids[0]
+    assert isinstance(found.action_ids, tuple)
 
 
 def test_a_turn_cannot_be_changed() -> None:
