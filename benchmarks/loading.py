@@ -9,26 +9,21 @@ Beside it what is left afterwards, and its part of the weights with the largest 
 """
 
 import argparse
-import multiprocessing
-import os
-import socket
 import tempfile
 import threading
 import time
-from multiprocessing.queues import SimpleQueue
 from pathlib import Path
-from typing import Any
 
-import torch
-import torch.distributed as dist
 from accelerate import Accelerator
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from agentrl.chat import train_tokenizer
+from agentrl.distributed.processes import barrier
 from agentrl.learn.policy_state import PolicyState
 from agentrl.learn.train_config import TrainConfig
 from agentrl.policy.model import Policy, load_pretrained
 from agentrl.policy.shares import load_shares
+from benchmarks.several import together
 
 MB = 10**6
 
@@ -60,15 +55,11 @@ class Peak:
             self._most = max(self._most, own_memory())
 
 
-def load(rank: int, count: int, port: int, folder: str, how: str, told: "SimpleQueue[Any]") -> None:
-    """Load the checkpoint as one of `count` processes."""
-    who = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": count}
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)} | {k: str(v) for k, v in who.items()}
-    torch.set_num_threads(1)
+def load(folder: str, how: str) -> tuple[float, float, float]:
+    """Load the checkpoint as one of several processes; return peak and rest in MB, and seconds."""
     accelerator = Accelerator(cpu=True)
     load_pretrained(f"{folder}/tiny")  # imports, and what they keep
-    if count > 1:
-        dist.barrier()
+    barrier()
     start = time.monotonic()
     with Peak() as memory:
         if how == "parts":
@@ -77,31 +68,8 @@ def load(rank: int, count: int, port: int, folder: str, how: str, told: "SimpleQ
             del shares
         else:
             policy = Policy(load_pretrained(folder)[0])
-        config = TrainConfig(device="cpu", sharding="full")
-        state = PolicyState(policy, accelerator=accelerator, config=config)
-    told.put((memory.most, memory.left, time.monotonic() - start))
-    del state
-    if count > 1:
-        dist.barrier()
-        dist.destroy_process_group()
-
-
-def measure(count: int, folder: Path, how: str) -> tuple[float, ...]:
-    """Return the largest of peak, rest and seconds of `count` processes."""
-    context = multiprocessing.get_context("spawn")
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    told: SimpleQueue[Any] = context.SimpleQueue()
-    processes = [
-        context.Process(target=load, args=(rank, count, port, str(folder), how, told)) for rank in range(count)
-    ]
-    for process in processes:
-        process.start()
-    rows = [told.get() for _ in processes]
-    for process in processes:
-        process.join()
-    return tuple(max(column) for column in zip(*rows, strict=True))
+        PolicyState(policy, accelerator=accelerator, config=TrainConfig(device="cpu", sharding="full"))
+    return memory.most, memory.left, time.monotonic() - start
 
 
 def write(folder: Path, *, layers: int, hidden_size: int) -> tuple[float, float]:
@@ -138,7 +106,8 @@ def main() -> None:
         print("| processes | how | peak, MB | left, MB | part and a layer, MB | seconds |\n|---|---|---|---|---|---|")
         for count in options.processes:
             for how in ("whole", "parts"):
-                most, left, seconds = measure(count, folder, how)
+                rows = together(count, load, str(folder), how)
+                most, left, seconds = (max(column) for column in zip(*rows, strict=True))
                 part = whole / count + layer
                 print(f"| {count} | {how} | {most:.0f} | {left:.0f} | {part:.0f} | {seconds:.1f} |", flush=True)
 

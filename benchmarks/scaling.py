@@ -12,23 +12,16 @@ Then lines through memory over the tokens of all processes, where there are seve
 """
 
 import argparse
-import multiprocessing
-import os
 import pickle
-import socket
 import time
 from dataclasses import replace
-from multiprocessing.queues import SimpleQueue
-from typing import Any
 
 import numpy as np
-import torch
-import torch.distributed as dist
 from accelerate import Accelerator
 from transformers import Qwen3ForCausalLM
 
 from agentrl import Trajectory, TrajectoryGroup, Turn, assign_credit, load_credit
-from agentrl.distributed.processes import all_gather, barrier, from_rank_zero
+from agentrl.distributed.processes import all_gather, barrier, from_rank_zero, process_index
 from agentrl.learn.learner import Learner
 from agentrl.learn.loss_config import LossConfig
 from agentrl.learn.policy_state import PolicyState
@@ -36,6 +29,7 @@ from agentrl.learn.train_config import TrainConfig
 from agentrl.policy.model import LocalModelConfig, Policy, local_config
 from agentrl.testing import make_group
 from benchmarks.loading import Peak, own_memory
+from benchmarks.several import together
 
 OBSERVATION, ACTION, MEMBERS = 96, 32, 8
 IDS = (300, 2_000)
@@ -74,17 +68,13 @@ def played(process: int, number: int, *, turns: int) -> TrajectoryGroup:
     return replace(group, trajectories=tuple(members))
 
 
-def step(rank: int, count: int, port: int, options: argparse.Namespace, told: "SimpleQueue[Any]") -> None:
-    """Take a step as one of `count` processes."""
-    who = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": count}
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)} | {k: str(v) for k, v in who.items()}
-    torch.set_num_threads(1)
+def step(options: argparse.Namespace) -> tuple[float, ...]:
+    """Take a step as one of several processes; return memory in MB, seconds and bytes, as they are told."""
     learner = new_learner()
     credit = load_credit({"scheme": "uniform"})
-    own = [played(rank, number, turns=options.turns) for number in range(options.groups)]
+    own = [played(process_index(), number, turns=options.turns) for number in range(options.groups)]
     num_bytes = len(pickle.dumps(own))
-    if count > 1:
-        barrier()
+    barrier()
     before, start = own_memory(), time.monotonic()
     with Peak() as memory:
         groups = all_gather(own)
@@ -93,26 +83,7 @@ def step(rank: int, count: int, port: int, options: argparse.Namespace, told: "S
         crediting = time.monotonic() - start - gathering
         learner.update(groups, credits, version=1)
         updating = time.monotonic() - start - gathering - crediting
-    told.put((gathered, memory.most, gathering, crediting, updating, num_bytes))
-    if count > 1:
-        barrier()
-        dist.destroy_process_group()
-
-
-def measure(count: int, options: argparse.Namespace) -> tuple[float, ...]:
-    """Return the largest of what `count` processes tell."""
-    context = multiprocessing.get_context("spawn")
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    told: SimpleQueue[Any] = context.SimpleQueue()
-    processes = [context.Process(target=step, args=(rank, count, port, options, told)) for rank in range(count)]
-    for process in processes:
-        process.start()
-    rows = [told.get() for _ in processes]
-    for process in processes:
-        process.join()
-    return tuple(max(column) for column in zip(*rows, strict=True))
+    return gathered, memory.most, gathering, crediting, updating, num_bytes
 
 
 def main() -> None:
@@ -128,7 +99,7 @@ def main() -> None:
     print("|---|---|---|---|---|---|---|")
     found = []
     for count in options.processes:
-        row = measure(count, options)
+        row = tuple(max(column) for column in zip(*together(count, step, options), strict=True))
         found.append(row)
         seconds = " | ".join(f"{second:.1f}" for second in row[2:5])
         print(f"| {count} | {row[0]:.0f} | {row[1]:.0f} | {seconds} | {row[5] / 1e6:.1f} |", flush=True)

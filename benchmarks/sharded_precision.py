@@ -7,16 +7,10 @@ layers computed, and copies of weights.
 """
 
 import argparse
-import multiprocessing
-import os
-import socket
 from collections.abc import Sequence
-from multiprocessing.queues import SimpleQueue
-from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from accelerate import Accelerator
 from torch import Tensor
 from transformers import Qwen3Config, Qwen3ForCausalLM
@@ -25,6 +19,7 @@ from agentrl.learn.policy_state import PolicyState
 from agentrl.learn.train_config import TrainConfig
 from agentrl.policy.layout import lay_out
 from agentrl.policy.model import Policy
+from benchmarks.several import together
 
 
 def held(tensors: Sequence[Tensor]) -> float:
@@ -33,10 +28,8 @@ def held(tensors: Sequence[Tensor]) -> float:
     return sum(storages.values()) / 2**20
 
 
-def work(rank: int, port: int, options: argparse.Namespace, told: "SimpleQueue[Any]") -> None:
-    who = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2}
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)} | {k: str(v) for k, v in who.items()}
-    torch.set_num_threads(1)
+def work(options: argparse.Namespace) -> tuple[float, ...]:
+    """Compute a pass as one of two processes; return MB of weights, of what is kept, and of that as large as weights."""
     accelerator = Accelerator(cpu=True, mixed_precision="bf16")
     size = options.hidden_size
     model = Qwen3ForCausalLM(
@@ -63,9 +56,7 @@ def work(rank: int, port: int, options: argparse.Namespace, told: "SimpleQueue[A
 
     with accelerator.autocast(), torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         state.wrapped(inputs, torch.arange(63), torch.arange(63), 1.0)
-        told.put((whole, held(kept), held([t for t in kept if t.numel() >= size * size])))
-    dist.barrier()
-    dist.destroy_process_group()
+        return whole, held(kept), held([t for t in kept if t.numel() >= size * size])
 
 
 def main() -> None:
@@ -73,19 +64,9 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=12)
     parser.add_argument("--hidden-size", type=int, default=768)
     options = parser.parse_args()
-    context = multiprocessing.get_context("spawn")
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    told: SimpleQueue[Any] = context.SimpleQueue()
-    processes = [context.Process(target=work, args=(rank, port, options, told)) for rank in range(2)]
-    for process in processes:
-        process.start()
     print("| weights, MB | kept for the backward pass, MB | of it in tensors as large as weights, MB |\n|---|---|---|")
-    for row in [told.get() for _ in processes]:
+    for row in together(2, work, options):
         print(f"| {' | '.join(f'{number:.1f}' for number in row)} |")
-    for process in processes:
-        process.join()
 
 
 if __name__ == "__main__":
