@@ -38,13 +38,17 @@ class Hostile(MessageEnv):
 
     def __init__(self, harm: str, always: bool = False) -> None:
         super().__init__()
-        self._harm, self._always = HARMS[harm], always
+        self._name, self._always = harm, always
         self.shared: dict[str, Any] = {"role": "user", "content": "Well?"}
         self.action: Any = None
         self.num_turns = 0
         self.is_harmed = always
         if self._harm.method == "class":
             self._harm.do(self, None)
+
+    @property
+    def _harm(self) -> "Harm":
+        return HARMS[self._name]  # which no snapshot could hold
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> Any:
         super().reset(seed=seed)
@@ -284,7 +288,7 @@ INFOS: tuple[tuple[str, Callable[[], Any], Expected], ...] = (
     ("None", lambda: None, "fault"),
     ("a list", list, "fault"),
     ("text", lambda: "x", "fault"),
-    ("keyed by a number", lambda: {1: 2}, "fault"),
+    ("keyed by a number", lambda: {1: 2}, "fine"),
     ("keyed by half a letter", lambda: {"\ud800": 1}, "either"),
     ("10**400", lambda: {"n": 10**400}, "either"),
     ("5,000 digits", lambda: {"n": 10**5000}, "either"),
@@ -388,7 +392,7 @@ HARMS: dict[str, Harm] = {
     "a message of an unknown role": _step(_message(lambda env: {"role": "god", "content": "x"})),
     "a role that cannot be hashed": _step(_message(lambda env: {"role": [], "content": "x"})),
     "a role that is an array": _step(_message(lambda env: {"role": np.zeros(2), "content": "x"})),
-    "a message that is a UserDict": _step(_message(lambda env: UserDict(role="user", content="x"))),
+    "a message that is a UserDict": _step(_message(lambda env: UserDict(role="user", content="x")), "fine"),
     "a message that is an OrderedDict": _step(_message(lambda env: OrderedDict(role="user", content="x")), "fine"),
     "a message that lies": _step(_message(lambda env: LyingDict(role="user", content="x")), "either"),
     "one message again and again": _step(_message(_reuse), "fine"),
@@ -441,7 +445,7 @@ HARMS: dict[str, Harm] = {
         "class", lambda env, _: vars(env).update(can_snapshot=True, lock=threading.Lock()), "refused"
     ),
     "snapshots": _in("class", lambda env, _: vars(env).update(can_snapshot=True), "fine"),
-    "tools are None": _in("class", lambda env, _: vars(env).update(tools=None), "either"),
+    "tools are None": _in("class", lambda env, _: vars(env).update(tools=None), "refused"),
     "tools are nested": _in(
         "class",
         lambda env, _: vars(env).update(
@@ -452,7 +456,7 @@ HARMS: dict[str, Harm] = {
                 }
             ]
         ),
-        "either",
+        "refused",
     ),
     "a name that is half a letter": _in(
         "class",
