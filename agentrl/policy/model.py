@@ -5,7 +5,7 @@
 
 import copy
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, Literal, Self
 
 import torch
@@ -177,13 +177,19 @@ def auto_class(config: Any) -> Any:
     return AutoModelForCausalLM if config.model_type in WITHOUT_IMAGES else AutoModelForImageTextToText
 
 
+LAYER_KINDS = ("layer_types", "mlp_layer_types")
+"""What transformers calls the lists of a configuration that name a kind for each layer."""
+
+
 def with_layers(config: Any, num: int) -> Any:
     """Return a configuration with so many layers, of the kinds that it begins with."""
     config = copy.deepcopy(config)
     text = config.get_text_config()
     text.num_hidden_layers = min(num, text.num_hidden_layers)
-    if getattr(text, "layer_types", None):
-        text.layer_types = text.layer_types[: text.num_hidden_layers]
+    for name in LAYER_KINDS:
+        if kinds := getattr(text, name, None):
+            with suppress(AttributeError):  # of a family that derives them
+                setattr(text, name, kinds[: text.num_hidden_layers])
     return config
 
 

@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from agentrl.distributed.processes import num_processes
 from agentrl.policy.model import (
+    LAYER_KINDS,
     auto_class,
     load_pretrained,
     naming_checkpoint,
@@ -96,8 +97,10 @@ def small_like(model: Any, device: torch.device) -> Any:
     What layouts it can be run on is known without the weights of the model itself.
     """
     text = model.config.get_text_config()
-    kinds = list(getattr(text, "layer_types", None) or ())
-    config = with_layers(model.config, max(2, *(1 + kinds.index(kind) for kind in kinds), 2))
+    kinds = [list(getattr(text, name, None) or ()) for name in LAYER_KINDS]
+    firsts = [layers.index(kind) for layers in kinds for kind in layers]
+    num = 1 + max([1, getattr(text, "first_k_dense_replace", None) or 0, *firsts])
+    config = with_layers(model.config, num)
     small = config.get_text_config()
     small.vocab_size, small.pad_token_id = min(_VOCABULARY, small.vocab_size), None
     small.initializer_range = small.hidden_size**-0.5  # so that tokens matter to one another at any width
