@@ -28,7 +28,7 @@ from agentrl.rollout import Journal, Tasks
 from agentrl.rollout.stream import TaskStream
 from agentrl.run import loop
 from agentrl.run.build import Parts, build
-from agentrl.run.resume import RunState, load_checkpoint
+from agentrl.run.resume import RunState, load_checkpoint, resume
 from tests.support.runs import recipe
 
 CALCULATOR = Path(__file__).parents[1] / "examples" / "calculator.yaml"
@@ -230,6 +230,21 @@ def test_a_damaged_checkpoint_is_refused_with_the_one_before_it(
                 assert told.endswith("delete it, and the run resumes from step-000002")
 
     put(path, content, check)
+
+
+@pytest.mark.parametrize("content", [b"", b"[", b"null", b"{"])
+def test_a_damaged_panel_is_refused_before_anything_is_played(
+    content: bytes, interrupted: tuple[Parts, RunFolder]
+) -> None:
+    ours, folder = interrupted
+
+    def check() -> None:
+        told = outcome(lambda: resume(ours, folder))
+        assert told is not None
+        assert told.startswith(str(folder.panel))
+        assert "delete it" in told
+
+    put(folder.panel, content, check)
 
 
 @given(data=st.data())

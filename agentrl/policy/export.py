@@ -42,9 +42,9 @@ def export_model(
 
     def write(path: Path) -> None:
         if is_main():
+            also(path)  # first: what it refuses is told before anything large is written
             plain.save_pretrained(path)
             tokenizer.save_pretrained(path)
-            also(path)
 
     write_folder(folder, write)
 
@@ -60,9 +60,9 @@ def export_adapter(model: Any, folder: Path, *, also: Also = lambda _: None) -> 
     """
 
     def write(path: Path) -> None:
-        save_adapter(model, path)
         if is_main():
             also(path)
+        save_adapter(model, path)
 
     write_folder(_free(folder), write)
 

@@ -41,7 +41,7 @@ _PANELS = TypeAdapter(dict[str, Panel])
 
 def read_panels(folder: RunFolder) -> dict[str, Panel]:
     """Return the panel of each environment that a run is evaluated in, by the prefix of its metrics; none of an earlier run."""
-    if not folder.panel.is_file():
+    if not folder.panel.exists():
         return {}
     return read_json(folder.panel, _PANELS, fix="delete it, and nothing is known of the run's evaluation tasks")
 

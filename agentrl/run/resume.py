@@ -15,6 +15,7 @@ from agentrl.files import damage, read_json
 from agentrl.may_change import fixed
 from agentrl.plain_data import line_of
 from agentrl.report.folder import RunFolder
+from agentrl.report.panel import read_panels
 from agentrl.run.build import Parts
 from agentrl.types import ENDLESS, Need, NumTasks
 
@@ -61,9 +62,10 @@ def resume(parts: Parts, folder: RunFolder) -> int:
     """Bring policy, engine and pool to where a run stands; return the number of its finished steps.
 
     Raises:
-        ConfigError: when it has no checkpoint, or none that fits the recipe.
+        ConfigError: when it has no checkpoint, none that fits the recipe, or a file that is damaged.
     """
     newest = newest_checkpoint(folder)
+    read_panels(folder)  # which the next evaluation needs, and would refuse after steps
     if parts.learner.state.reference is not None:
         _load_reference(parts, folder)
     finished_steps = load_checkpoint(parts, newest)
