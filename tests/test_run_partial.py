@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from agentrl.config import Recipe
+from agentrl.config import Recipe, load_recipe
 from agentrl.engine.transformers import TransformersEngine
 from agentrl.errors import ConfigError
 from agentrl.report.folder import RunFolder
@@ -81,12 +81,35 @@ def test_a_run_resumes_under_another_recipe_in_another_mode(tmp_path: Path) -> N
     assert len(ids) == len(set(ids)) == 2 * 4 + 6 * 3  # two steps were in the checkpoint
 
 
+def test_settings_that_are_changed_in_the_folder_itself_are_seen(tmp_path: Path) -> None:
+    with pytest.raises(KeyboardInterrupt):
+        train(settings(tmp_path, "partial", 6), killed_at=3)
+    folder = RunFolder.open(tmp_path / "run")
+    text = folder.config_file.read_text()
+    assert "group_size: 2\n" in text
+    folder.config_file.write_text(text.replace("group_size: 2\n", "group_size: 3\n"))
+    changed = load_recipe(folder.config_file)
+    assert has_changed(changed, folder)
+    rows = train(changed, folder)
+    assert [row["step"] for row in rows] == list(range(7))
+    assert len(trained_on(folder)) == 2 * 4 + 4 * 6  # two steps were in the checkpoint
+
+
 def test_one_process_at_a_time_trains_a_run(tmp_path: Path) -> None:
     train(settings(tmp_path, "partial", 2))
     folder = RunFolder.open(tmp_path / "run")
     with folder.lock(), pytest.raises(ConfigError, match="another process is training this run; end it, or wait"):
         train(settings(tmp_path, "partial", 4), folder)
     assert len(train(settings(tmp_path, "partial", 4), folder)) == 5
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Recipe, RunFolder]:
+    """Return a recipe, and the folder of a run by it."""
+    path = tmp_path_factory.mktemp("trained")
+    before = settings(path, "partial", 1)
+    train(before)
+    return before, RunFolder.open(path / "run")
 
 
 @pytest.mark.parametrize(
@@ -101,9 +124,8 @@ def test_one_process_at_a_time_trains_a_run(tmp_path: Path) -> None:
     ],
 )
 def test_what_gets_a_run_over_a_fault_throws_nothing_away(
-    section: str, name: str, value: float, changes: bool, tmp_path: Path
+    section: str, name: str, value: float, changes: bool, trained: tuple[Recipe, RunFolder]
 ) -> None:
-    before = settings(tmp_path, "partial", 2)
-    folder = RunFolder.create(tmp_path / "run", before.model_dump(mode="json"))
+    before, folder = trained
     part = getattr(before, section).model_copy(update={name: value})
     assert has_changed(before.model_copy(update={section: part}), folder) is changes

@@ -162,7 +162,7 @@ def _run(
     resumed = None
     with build(recipe, tokenizer_folder=tokenizer_of(run_dir), on_warning=warn) as parts:
         warnings = list(parts.warnings)
-        if folder and has_changed(parts.recipe, folder):
+        if folder and newest_step(folder.checkpoints) is not None and has_changed(parts.recipe, folder):
             warnings.append("the recipe has changed: what was sampled since the last checkpoint is sampled again")
         for warning in warnings if is_main else ():
             warn(warning)

@@ -226,7 +226,7 @@ class RunFolder:
 
 def _lines(path: Path) -> Iterator[tuple[str, bytes]]:
     """Yield file and line number with each whole line of a file that grows by lines; there need be none."""
-    *lines, last = (read_bytes(path, fix=_FIX) if path.exists() else b"").split(b"\n")
+    *lines, last = (read_bytes(path, fix=_FIX) if os.path.lexists(path) else b"").split(b"\n")
     if last.endswith(b"}"):  # whole but for its end, or saved by an editor
         lines.append(last)
     for number, line in enumerate(lines, start=1):

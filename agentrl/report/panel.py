@@ -1,6 +1,7 @@
 """Which tasks a run is evaluated on: a hash of each, noted in the run's folder, so that runs can be compared."""
 
 import hashlib
+import os
 from collections.abc import Mapping
 from typing import Self
 
@@ -41,7 +42,7 @@ _PANELS = TypeAdapter(dict[str, Panel])
 
 def read_panels(folder: RunFolder) -> dict[str, Panel]:
     """Return the panel of each environment that a run is evaluated in, by the prefix of its metrics; none of an earlier run."""
-    if not folder.panel.exists():
+    if not os.path.lexists(folder.panel):
         return {}
     return read_json(folder.panel, _PANELS, fix="delete it, and nothing is known of the run's evaluation tasks")
 

@@ -1,5 +1,7 @@
 """The checkpoints of a run: written, read back, refused; and what of a recipe may change in between."""
 
+import hashlib
+import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -7,7 +9,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, NonNegativeInt, PositiveInt, TypeAdapter
 from safetensors import SafetensorError
 
-from agentrl.config import Recipe, load_recipe
+from agentrl.config import Recipe
 from agentrl.distributed.checkpoints import NAME, checkpoint_errors, checkpoints, write_folder
 from agentrl.distributed.processes import is_main, num_processes, process_index
 from agentrl.errors import ConfigError
@@ -32,6 +34,8 @@ class RunState(BaseModel):
     """That train the run together."""
     pool: dict[str, Any]
     """State of this process's stream of tasks."""
+    settings: str = ""
+    """A hash of the recipe's fields that are not marked `MayChange`. Empty: of an earlier version, and counts as changed."""
     num_tasks: NumTasks = ENDLESS
     """Of the environment: the order of tasks follows from them."""
 
@@ -47,6 +51,7 @@ def save(parts: Parts, folder: RunFolder, step: int) -> None:
             finished_steps=step,
             num_processes=num_processes(),
             pool=parts.pool.state_dict(),
+            settings=_settings(parts.recipe),
             num_tasks=parts.pool.tasks.num,
         )
         (path / _state_file()).write_text(state.model_dump_json(), encoding="utf-8")
@@ -135,8 +140,12 @@ def check_processes(path: Path, count: int) -> None:
 
 
 def has_changed(recipe: Recipe, folder: RunFolder) -> bool:
-    """Tell whether a field has changed, of the recipe that a run went by until now, that is not marked `MayChange`."""
-    return fixed(recipe) != fixed(load_recipe(folder.config_file))
+    """Tell whether a field that is not marked `MayChange` has changed since the newest checkpoint, here or in config.yaml."""
+    return _read_state(newest_checkpoint(folder) / _STATE).settings != _settings(recipe)
+
+
+def _settings(recipe: Recipe) -> str:
+    return hashlib.sha256(json.dumps(fixed(recipe), sort_keys=True).encode()).hexdigest()
 
 
 def _load_reference(parts: Parts, folder: RunFolder) -> None:

@@ -196,3 +196,11 @@ def test_a_warning_that_a_kill_cut_short_is_left_out(folder: RunFolder) -> None:
     folder.rewind(2)
     folder.add_warning(told)
     assert folder.warnings() == [told, told]
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "warnings.jsonl"])
+def test_a_file_that_links_to_itself_is_refused_and_not_taken_for_none(name: str, tmp_path: Path) -> None:
+    folder = RunFolder.create(tmp_path / "run", {})
+    (folder.path / name).symlink_to(name)
+    with pytest.raises(ConfigError, match=name):
+        folder.check()
