@@ -18,8 +18,9 @@ Results are appended to FILE as JSON lines, with what each step showed; what is 
 again (take another file after a change of the mathematics).
 
 `tell` prints what each part found: mean ± standard error over seeds; differences are paired by seed, from GRPO with uniform
-credit that updates in the same way (`cures`: from `plain`). `steps` are those until the success that is .8 of the largest mean
-at the end, on straight lines between evaluations; a run that never gets there counts with all of its steps.
+credit that updates as `--against` says (`cures`: from the same that updates so). `steps` are those until the success that is
+.8 of the largest mean at the end, on straight lines between evaluations; a run that never gets there counts with all of its
+steps.
 """
 
 import argparse
@@ -74,7 +75,7 @@ SETTINGS = {
         --train.steps 24 --evaluation.every 4
         """,
     ),
-    "corridor": ("corridor", "--warmup.skill 0.4 --train.steps 12 --evaluation.every 2"),
+    "corridor": ("corridor", "--warmup.skill 0.4 --train.steps 24 --evaluation.every 4"),
     "service_desk": ("service_desk", "--train.steps 40 --evaluation.every 8"),
     "calculator": ("calculator", _CALCULATOR),
     "calculator_moe": ("calculator", _CALCULATOR),
@@ -256,6 +257,15 @@ def mean_and_error(values: Sequence[float], digits: int = 3) -> str:
     return f"{statistics.mean(values):.{digits}f} ± {error:.{digits}f}"
 
 
+def figures_of(results: Sequence[Result], threshold: float) -> list[list[float]]:
+    """Return of each run the success at its end, its area, and its steps until a threshold."""
+    return [
+        [result["curve"][-1] for result in results],
+        [area(result) for result in results],
+        [steps_to(result, threshold) for result in results],
+    ]
+
+
 def tell(known: dict[Job, Result], rows: Sequence[Job], seeds: Sequence[int], base: Callable[[Job], Job]) -> None:
     """Print a table for each environment; a row is a job of whatever seed."""
     for env in dict.fromkeys(row.env for row in rows):
@@ -269,28 +279,21 @@ def tell(known: dict[Job, Result], rows: Sequence[Job], seeds: Sequence[int], ba
             continue
         best = max(statistics.mean(result["curve"][-1] for result in results) for results in found.values())
         print(f"\n{env}, {len(seeds)} seeds; steps until {0.8 * best:.2f}\n")
-        print("| ratio | credit | updates | rate | final | area | steps | collapsed | final, gained | area, gained |")
-        print("|---|---|---|---|---|---|---|---|---|---|")
+        print("| ratio | credit | updates | rate | final | area | steps | collapsed | final, gained | area | steps |")
+        print("|---|---|---|---|---|---|---|---|---|---|---|")
         for row, results in found.items():
-            figures = {
-                "final": [result["curve"][-1] for result in results],
-                "area": [area(result) for result in results],
-            }
-            gained = ["-", "-"]
-            others = found.get(
-                next((other for other in found if base(row)[:3] == other[:3] and base(row)[5] == other[5]), row)
-            )
-            if others is not None and others is not results:
+            figures = figures_of(results, 0.8 * best)
+            gained = ["-"] * len(figures)
+            other = next((other for other in found if base(row)[:3] == other[:3] and base(row)[5] == other[5]), row)
+            if other != row:
+                pairs = zip(figures, figures_of(found[other], 0.8 * best), strict=True)
                 gained = [
-                    mean_and_error(
-                        [a - b for a, b in zip(figures["final"], [o["curve"][-1] for o in others], strict=True)]
-                    ),
-                    mean_and_error([a - b for a, b in zip(figures["area"], map(area, others), strict=True)]),
+                    mean_and_error([a - b for a, b in zip(ours, theirs, strict=True)], 1 if place == 2 else 3)
+                    for place, (ours, theirs) in enumerate(pairs)
                 ]
-            steps = mean_and_error([steps_to(result, 0.8 * best) for result in results], 1)
             collapsed = f"{sum(map(has_collapsed, results))} of {len(results)}"
-            means = [mean_and_error(values) for values in figures.values()]
-            cells = [row.ratio, row.credit, row.train, f"{row.rate:g}", *means, steps, collapsed, *gained]
+            means = [mean_and_error(values, 1 if place == 2 else 3) for place, values in enumerate(figures)]
+            cells = [row.ratio, row.credit, row.train, f"{row.rate:g}", *means, collapsed, *gained]
             print(f"| {' | '.join(cells)} |")
 
 
@@ -360,6 +363,7 @@ def main() -> None:
     )
     parser.add_argument("--credits", nargs="+", default=["uniform", "group_gae", "ecpo"])
     parser.add_argument("--trains", nargs="+", choices=list(TRAINS), default=["plain"])
+    parser.add_argument("--against", choices=list(TRAINS), default="plain", help="with tell")
     parser.add_argument("--seeds", type=int, nargs="+", help="others than those of the part")
     parser.add_argument("--plot", type=Path, help="with tell: draw the curves of what was measured")
     options = parser.parse_args()
@@ -386,7 +390,8 @@ def main() -> None:
     print("Ways of updating, at the highest rate")
     tell(known, rows, options.seeds or CURE_SEEDS, lambda row: row._replace(train="plain"))
     print("\nEach at its best rate")
-    tell(known, chosen, options.seeds or SEEDS, lambda row: row._replace(ratio="grpo", credit="uniform"))
+    against = {"ratio": "grpo", "credit": "uniform", "train": options.against}
+    tell(known, chosen, options.seeds or SEEDS, lambda row: row._replace(**against))
 
 
 if __name__ == "__main__":

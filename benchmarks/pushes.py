@@ -1,22 +1,117 @@
-"""What a push of weights to vLLM's server writes: bytes and seconds, by the server's dtype.
+"""A push of weights to vLLM's server: directly, through a process group, against through files.
 
-    python -m benchmarks.pushes [--hidden 1024] [--layers 8] [--repeats 3]
+    python -m benchmarks.pushes [--hidden 1024] [--layers 8] [--repeats 3] [--dtype float32] [--servers 1]
 
-A random Qwen3 with the vocabulary of the real ones is written as a push writes it, into a folder that is deleted after.
+A random Qwen3 with the vocabulary of the real ones, and real servers of it, on this machine. Both ways in turn, each from a new
+process of its own; the first push of each process is left out of the times. Nothing is sampled while a push is under way.
+`memory` is by how much the peak of the process that pushes, or of a server's, rose above what it held before; `copy` is a plain
+copy of as many bytes within one process, which no push can beat.
 """
 
 import argparse
 import asyncio
+import multiprocessing
 import statistics
 import tempfile
 import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import psutil
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from agentrl.engine.vllm_weights import ServedModel, write_weights
+from agentrl.engine.vllm_http import ServerConfig
+from agentrl.engine.vllm_launch import Server, start_server
+from agentrl.engine.vllm_push import push
+from agentrl.engine.vllm_server import VLLMServer
+from agentrl.types import Sampling
+from tests.support.ports import free_port
+
+WAYS = ("files", "directly")
+SAMPLING = Sampling(max_tokens=1, stop_token_ids=(), temperature=1.0)
+
+
+class Found(NamedTuple):
+    """What pushes took."""
+
+    seconds: list[float]
+    file_bytes: int
+    """Largest size of the folder for weights."""
+    peak_bytes: int
+    server_bytes: int
+
+
+def new_model(hidden: int, layers: int) -> Any:
+    torch.manual_seed(0)
+    return Qwen3ForCausalLM(
+        Qwen3Config(
+            hidden_size=hidden,
+            num_hidden_layers=layers,
+            intermediate_size=3 * hidden,
+            vocab_size=151_936,
+            num_attention_heads=16,
+            num_key_value_heads=8,
+            head_dim=128,
+            tie_word_embeddings=True,
+            max_position_embeddings=512,
+        )
+    )
+
+
+def peak(process: psutil.Process) -> int:
+    """Return the largest resident memory of a process since `forget_peak`, in bytes."""
+    status = Path(f"/proc/{process.pid}/status").read_text(encoding="utf-8")
+    return 1024 * int(next(line for line in status.splitlines() if line.startswith("VmHWM")).split()[1])
+
+
+def forget_peak(process: psutil.Process) -> int:
+    """Begin to measure; return what it holds now."""
+    Path(f"/proc/{process.pid}/clear_refs").write_text("5", encoding="utf-8")
+    return int(process.memory_info().rss)
+
+
+def measure(urls: Sequence[str], pids: Sequence[int], model: Path, way: str, repeats: int) -> Found:
+    """Push in this process."""
+    read = Qwen3ForCausalLM.from_pretrained(model).state_dict()
+    state = {name: tensor.clone() for name, tensor in read.items()}  # of files it would count when it is first touched
+    del read
+    me, workers = psutil.Process(), [psutil.Process(pid) for pid in pids]
+    seconds, sizes = [], [0]
+
+    async def main(folder: Path) -> tuple[int, int]:
+        servers = [VLLMServer(ServerConfig(url=url), folder=folder) for url in urls]
+        for server in servers:
+            server.takes_channel = way == "directly"
+            await server.generate([1, 2, 3], SAMPLING, "first")  # so that all is up
+        held, held_there = forget_peak(me), [forget_peak(worker) for worker in workers]
+        for version in range(repeats + 1):
+            begin = time.perf_counter()
+            task = asyncio.create_task(push(servers, state.items(), version))
+            while not task.done():
+                sizes.append(sum(file.stat().st_size for file in folder.rglob("*.safetensors")))
+                await asyncio.wait({task}, timeout=0.05)
+            assert not await task
+            seconds.append(time.perf_counter() - begin)
+            assert all(server.takes_channel == (way == "directly") for server in servers)
+        above = [peak(worker) - before for worker, before in zip(workers, held_there, strict=True)]
+        found = peak(me) - held, max(above)
+        for server in servers:
+            await server.close()
+        return found
+
+    with tempfile.TemporaryDirectory() as folder:
+        mine, theirs = asyncio.run(main(Path(folder)))
+    return Found(seconds[1:], max(sizes), mine, theirs)
+
+
+def engine_process(server: Server) -> int:
+    """Return the process of a server that holds the model."""
+    found = [psutil.Process(server.process.pid), *psutil.Process(server.process.pid).children(recursive=True)]
+    return int(max(found, key=lambda process: process.memory_info().rss).pid)
 
 
 def main() -> None:
@@ -24,29 +119,49 @@ def main() -> None:
     parser.add_argument("--hidden", type=int, default=1024)
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--servers", type=int, default=1)
     options = parser.parse_args()
-    sizes: dict[str, Any] = {"hidden_size": options.hidden, "num_hidden_layers": options.layers, "vocab_size": 151_936}
-    heads: dict[str, Any] = {
-        "num_attention_heads": 16,
-        "num_key_value_heads": 8,
-        "head_dim": 128,
-        "tie_word_embeddings": True,
-    }
-    model = Qwen3ForCausalLM(Qwen3Config(intermediate_size=3 * options.hidden, **sizes, **heads))
-    state = model.state_dict()
-    print(f"{model.num_parameters() / 1e6:.0f} million parameters\n\n| server's dtype | MB | seconds |\n|---|---|---|")
-    for dtype in (torch.float32, torch.bfloat16):
-        served = ServedModel(shapes=state, vocab_size=sizes["vocab_size"], dtype=dtype)
-        seconds, num_bytes = [], 0
-        for _ in range(options.repeats):
-            with tempfile.TemporaryDirectory() as folder:
-                begin = time.perf_counter()
-                asyncio.run(write_weights(Path(folder), state.items(), served))
-                seconds.append(time.perf_counter() - begin)
-                num_bytes = sum(path.stat().st_size for path in Path(folder).iterdir())
+    context = multiprocessing.get_context("spawn")
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        model = new_model(options.hidden, options.layers)
+        num_bytes = (
+            sum(tensor.numel() for tensor in model.state_dict().values()) * getattr(torch, options.dtype).itemsize
+        )
+        model.save_pretrained(folder / "model")
+        del model
+        arguments = {"max_model_len": 256, "max_num_seqs": 8, "dtype": options.dtype}
+
+        def start(number: int) -> Server:
+            log = folder / f"{number}.log"
+            return start_server(folder / "model", port=free_port(), log=log, options=arguments, timeout_s=600)
+
+        with ThreadPoolExecutor(options.servers) as threads:
+            servers = [stack.enter_context(server) for server in threads.map(start, range(options.servers))]
+        urls, pids = [server.url for server in servers], [engine_process(server) for server in servers]
+        found: dict[str, list[Found]] = {way: [] for way in WAYS}
+        for _ in range(options.rounds):
+            for way in WAYS:
+                with context.Pool(1) as pool:
+                    arguments_ = (urls, pids, folder / "model", way, options.repeats)
+                    found[way].append(pool.apply(measure, arguments_))
+        source, target = torch.zeros(num_bytes, dtype=torch.uint8), torch.ones(num_bytes, dtype=torch.uint8)
+        begin = time.perf_counter()
+        target.copy_(source)
+        copy_s = time.perf_counter() - begin
+    print(f"{num_bytes / 1e6:.0f} MB to {options.servers} server(s) in {options.dtype}; copy: {copy_s:.2f} s\n")
+    print(
+        "| way | seconds | least | files, MB | memory of the trainer, MB | of a server, MB |\n|---|---|---|---|---|---|"
+    )
+    for way, rounds in found.items():
+        seconds = [second for one in rounds for second in one.seconds]
+        largest = [max(getattr(one, name) for one in rounds) / 1e6 for name in Found._fields[1:]]
         print(
-            f"| {str(dtype).removeprefix('torch.')} | {num_bytes / 1e6:.0f} | {statistics.median(seconds):.1f} |",
-            flush=True,
+            f"| {way} | {statistics.median(seconds):.2f} | {min(seconds):.2f} | "
+            + " | ".join(f"{size:.0f}" for size in largest)
+            + " |"
         )
 
 

@@ -3,8 +3,6 @@
 from importlib.util import find_spec
 from typing import Any
 
-import torch
-
 from agentrl.engine.vllm_worker import DRAWN, EXTENSION
 from agentrl.errors import ConfigError
 from agentrl.types import FinishReason, Sampling
@@ -80,13 +78,6 @@ def sampling_fields(sampling: Sampling) -> dict[str, Any]:
 def sampled_logprobs(values: list[float], sampling: Sampling) -> list[float]:
     """Return log-probabilities of sampled tokens from vLLM's: at temperature 0 it gives those of temperature 1."""
     return [0.0 if sampling.temperature == 0 else min(0.0, value) for value in values]
-
-
-def model_config(answer: Any) -> dict[str, Any]:
-    """Return what a server says of its model: name, mode of log-probabilities, and dtype."""
-    config = answer["vllm_config"]["model_config"]
-    dtype = getattr(torch, config["dtype"].removeprefix("torch."))
-    return {"model": config["model"], "logprobs_mode": config["logprobs_mode"], "dtype": dtype}
 
 
 def check_success(answer: Any) -> None:

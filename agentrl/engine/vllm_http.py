@@ -45,8 +45,8 @@ class ServerConfig(BaseModel):
     second, and so on, round and round. A process that has several spreads its conversations over them; one that has none only
     trains."""
     folder: Path | None = None
-    """A folder that trainer and server both see by this path, in which weights are handed over. None: one of this machine's for
-    temporary files."""
+    """A folder that trainer and server both see by this path, for weights that cannot go to the server directly. None: one of
+    this machine's for temporary files."""
     timeout_s: PositiveFloat = 600.0
     """Deadline of whatever is no completion: a push of weights, a pause."""
     max_retries: AmountOrZero = 3

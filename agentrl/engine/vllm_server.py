@@ -1,7 +1,6 @@
 """The client of vLLM's own HTTP server. Names and paths are those of vLLM 0.32."""
 
 import asyncio
-import shutil
 import time
 from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager, suppress
@@ -18,17 +17,18 @@ from agentrl.engine.vllm_common import (
     MIN_TEMPERATURE,
     check_reloadable,
     check_success,
-    model_config,
     sampled_logprobs,
     sampling_fields,
 )
 from agentrl.engine.vllm_http import Fault, Http, ServerConfig, ServerLostError
-from agentrl.engine.vllm_weights import ServedModel, read_model, write_weights
+from agentrl.engine.vllm_push import push
+from agentrl.engine.vllm_weights import ServedModel, read_answer, read_model
 from agentrl.errors import EngineError
 from agentrl.types import Amount, Completion, Count, FinishReason, Sampling
 
 _GENERATE = "/inference/v1/generate"
 _SERVER_INFO = "/server_info?config_format=json"
+_CPU = torch.device("cpu")
 _ABORT_S = 10.0
 """How long the server may take to hear that a request is not wanted any more."""
 _NO_LOGPROB = -9999.0
@@ -66,29 +66,36 @@ class VLLMServerConfig(EngineConfig):
         check_reloadable(context.model.config)
         folder, share = self.server.folder or context.handover, context.share
         urls = self.server.urls[share.process :: share.num_processes]
-        servers = [VLLMServer(self.server.model_copy(update={"url": url}), folder=folder) for url in urls]
+        servers = [
+            VLLMServer(self.server.model_copy(update={"url": url}), folder=folder, device=context.device)
+            for url in urls
+        ]
         return servers[0] if len(servers) == 1 else VLLMServers(servers)
 
 
 class VLLMServer:
-    """Asks a vLLM server for completions and hands it weights through a folder that both see.
+    """Asks a vLLM server for completions and hands it weights: directly, or through a folder that both see; see `push`.
 
     The server keeps what it has computed of a conversation by itself. A push goes to all that use the server, so
     let it serve one engine at a time.
     """
 
-    def __init__(self, config: ServerConfig, *, folder: Path) -> None:
+    def __init__(self, config: ServerConfig, *, folder: Path, device: torch.device = _CPU) -> None:
         """Begin idle; nothing is sent before the first request.
 
         Args:
             config: where it listens, and how patient to be.
-            folder: where weights are handed over, by the same path on both sides.
+            folder: where weights are handed over that cannot be directly, by the same path on both sides.
+            device: where the weights are.
         """
         self._config = config
         self._http = Http(config)
-        self._folder = folder
+        self.folder, self.device = folder, device
+        self.takes_channel = True
+        """Weights go there directly, as far as is known."""
         self._version = 0
-        self._model: ServedModel | None = None
+        self.model: ServedModel | None = None
+        """What it runs. None: it was not asked yet."""
         self._asking: asyncio.Task[ServedModel] | None = None
         self._inside: dict[str, asyncio.Task[Completion]] = {}
         """All requests without an answer, by id."""
@@ -110,6 +117,11 @@ class VLLMServer:
     def url(self) -> str:
         """Where the server listens."""
         return self._config.urls[0]
+
+    @property
+    def timeout_s(self) -> float:
+        """Deadline of whatever is no completion."""
+        return self._config.timeout_s
 
     @property
     def busy_s(self) -> float:
@@ -154,7 +166,7 @@ class VLLMServer:
         """Return running requests as they stand; hold those of which no token was sampled yet."""
         self._is_paused = True
         self._set_gate()
-        async with self._deadline("pause"):
+        async with self.deadline("pause"):
             await self._http.ask("a pause", "POST", "/pause?mode=abort&clear_cache=false")
             while self._out:
                 # What comes to the server after it was paused waits there: it must be told by name.
@@ -165,20 +177,16 @@ class VLLMServer:
 
     async def resume(self) -> None:
         """Sample again."""
-        async with self._deadline("resume"):
+        async with self.deadline("resume"):
             await self._http.ask("an end of the pause", "POST", "/resume")
         self._is_paused = False
         self._set_gate()
 
     async def load_weights(self, named_tensors: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
-        """Replace all weights, by the names of transformers' `state_dict`, and forget every cached key and value.
-
-        Names and shapes are compared on this side, before the server hears of them: a server that has refused weights
-        itself fails at the next request, whatever is pushed to it.
-        """
+        """Replace all weights, by the names of transformers' `state_dict`, and forget every cached key and value."""
         self.check_idle()
-        async with self.handing_over(named_tensors, version) as folder:
-            await self.take_weights(folder, version)
+        for error in (await push([self], named_tensors, version)).values():
+            raise error
 
     def check_idle(self) -> None:
         """Refuse new weights while something is sampled."""
@@ -186,31 +194,6 @@ class VLLMServer:
             raise EngineError("load_weights: the engine is closed")
         if self._out:
             raise EngineError("load_weights needs a paused or idle engine: call pause() first")
-
-    @asynccontextmanager
-    async def handing_over(
-        self, named_tensors: Iterable[tuple[str, torch.Tensor]], version: int
-    ) -> AsyncIterator[Path]:
-        """Write weights that fit the server's model into a folder, which is there until the context ends."""
-        folder = (self._folder / f"version-{version}-{uuid4().hex[:8]}").resolve()
-        with self._loading():
-            try:
-                async with self._deadline("load_weights"):
-                    model = await self._served_model()
-                    folder.mkdir(parents=True)
-                    await write_weights(folder, named_tensors, model)
-                yield folder
-            except OSError as error:
-                raise EngineError(f"load_weights: cannot write to engine.server.folder: {error}") from error
-            finally:
-                shutil.rmtree(folder, ignore_errors=True)
-
-    async def take_weights(self, folder: Path, version: int) -> None:
-        """Let the server read weights that were written for it, or for another server of the same model."""
-        with self._loading():
-            async with self._deadline("load_weights"):
-                await self._served_model()
-                await self._replace(folder, version)
 
     async def close(self) -> None:
         """Stop all requests, and let go of the server, which runs on."""
@@ -225,7 +208,7 @@ class VLLMServer:
         await self._http.close()
 
     @contextmanager
-    def _loading(self) -> Iterator[None]:
+    def loading(self) -> Iterator[None]:
         """Send no request meanwhile."""
         before, self._is_loading = self._is_loading, True
         self._set_gate()
@@ -242,7 +225,8 @@ class VLLMServer:
             self._may_send.set()
 
     @asynccontextmanager
-    async def _deadline(self, what: str) -> AsyncIterator[None]:
+    async def deadline(self, what: str) -> AsyncIterator[None]:
+        """End what does not within `timeout_s`."""
         try:
             async with asyncio.timeout(self._config.timeout_s):
                 yield
@@ -252,23 +236,23 @@ class VLLMServer:
                 f"{self._config.timeout_s:g}"
             ) from None
 
-    async def _served_model(self) -> ServedModel:
+    async def served_model(self) -> ServedModel:
         """Return what the server serves; it is asked once for all who wait for the answer."""
-        if self._model is None:
+        if self.model is None:
             if self._asking is None or self._asking.done():
                 self._asking = asyncio.create_task(self._ask_model())
-            self._model = await asyncio.shield(self._asking)
-        return self._model
+            self.model = await asyncio.shield(self._asking)
+        return self.model
 
     async def _ask_model(self) -> ServedModel:
-        async with self._deadline("its first answers"):
-            config = await self._http.ask("its configuration", "GET", _SERVER_INFO, parse=model_config)
-            if config["logprobs_mode"] != "processed_logprobs":
+        async with self.deadline("its first answers"):
+            config = await self._http.ask("its configuration", "GET", _SERVER_INFO, parse=read_answer)
+            if config.logprobs_mode != "processed_logprobs":
                 raise EngineError(
-                    f"vLLM's server at {self._config.urls[0]} reports {config['logprobs_mode']}: training needs the "
+                    f"vLLM's server at {self._config.urls[0]} reports {config.logprobs_mode}: training needs the "
                     "log-probabilities of what is sampled; start it with --logprobs-mode processed_logprobs"
                 )
-            model = await asyncio.to_thread(read_model, str(config["model"]), config["dtype"])
+            model = await asyncio.to_thread(read_model, config)
             known = await self._http.ask("its version", "GET", "/weight_info", parse=lambda a: a["weight_version"])
             if str(known).isdecimal():
                 self._version = int(known)
@@ -304,7 +288,7 @@ class VLLMServer:
 
     async def _send(self, prompt_ids: list[int], sampling: Sampling, request_id: str) -> Completion:
         """Make a request, once, under an id of its own, as soon as fewer than `max_connections` are out."""
-        model = await self._served_model()
+        model = await self.served_model()
         if (worst := max(prompt_ids)) >= model.vocab_size:  # it would end a server without a tokenizer
             raise EngineError(f"request {request_id}: token {worst} is outside the vocabulary of {model.vocab_size}")
         async with self._lines:
@@ -376,14 +360,28 @@ class VLLMServer:
             raise ValueError(f"versions of {len(versions)} tokens, not {num_tokens}")
         return tuple(versions)
 
-    async def _replace(self, folder: Path, version: int) -> None:
-        """Let the server read the weights; until that is done it stays paused, and every request is refused."""
+    async def begin_replacing(self) -> None:
+        """Stop the server; until its weights are replaced every request is refused."""
         self._is_half_loaded = True
         await self._http.ask("a pause", "POST", "/pause?mode=abort&clear_cache=false")
         await self._extend("draw_where_left_off")  # a server that was started again does not know how yet
         await self._extend("forget_kernels")
+
+    async def read_files(self, folder: Path) -> None:
+        """Let the server read weights."""
         reload = {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}}
         await self._http.ask(f"reading the weights in {folder}", "POST", "/collective_rpc", reload)
+
+    async def call_workers(self, method: str, **fields: Any) -> None:
+        """Call a method of our extension of its workers, once."""
+        await self._http.once("POST", "/collective_rpc", {"method": method, "kwargs": fields})
+
+    async def check_alive(self) -> None:
+        """Raise ServerLostError where it does not answer."""
+        await self._http.ask("a sign of life", "GET", "/weight_info")
+
+    async def end_replacing(self, version: int) -> None:
+        """Let the server sample from its new weights."""
         reset = "/reset_prefix_cache?reset_running_requests=true&reset_external=true"
         await self._http.ask("forgetting its cache", "POST", reset, parse=check_success)
         await self._tell_version(version)

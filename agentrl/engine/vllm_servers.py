@@ -9,6 +9,7 @@ from contextlib import contextmanager
 import torch
 
 from agentrl.engine.vllm_http import ServerLostError
+from agentrl.engine.vllm_push import push
 from agentrl.engine.vllm_server import VLLMServer
 from agentrl.errors import EngineError
 from agentrl.types import Completion, Sampling
@@ -73,26 +74,19 @@ class VLLMServers:
         await self._tell_all(VLLMServer.resume)
 
     async def load_weights(self, named_tensors: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
-        """Replace the weights of all servers, also of those that were left out. They are written once, for all.
+        """Replace the weights of all servers, also of those that were left out.
 
         Raises:
             EngineError: as `VLLMServer.load_weights`; also when no server takes them.
         """
         for server in self._up():
             server.check_idle()
-        first, *_ = self._up() or self._servers
-        async with first.handing_over(named_tensors, version) as folder:
-
-            async def replace(server: VLLMServer) -> None:
-                try:
-                    await server.take_weights(folder, version)
-                except ServerLostError as error:
-                    self._leave_out(server, error)
-                else:
-                    if self._lost.pop(server, None):
-                        log.warning("%s is back, with the weights of version %d", server.url, version)
-
-            await asyncio.gather(*map(replace, self._servers))
+        failed = await push(self._servers, named_tensors, version)
+        for server in self._servers:
+            if server in failed:
+                self._leave_out(server, failed[server])
+            elif self._lost.pop(server, None):
+                log.warning("%s is back, with the weights of version %d", server.url, version)
         self._check_some_left()
 
     async def close(self) -> None:

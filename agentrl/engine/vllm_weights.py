@@ -1,20 +1,36 @@
-"""Weights as files, on their way to vLLM's server."""
+"""Weights on their way to vLLM's server: in which dtype, in which order, and as files."""
 
 import asyncio
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 from safetensors.torch import save_file
 
 from agentrl.engine.batched import check_weight
+from agentrl.engine.vllm_worker import EXTENSION
+from agentrl.engine.weight_channel import Weight
 from agentrl.errors import EngineError
 
-_BUCKET_BYTES = 2**31
-"""Largest size of a file of weights, and of the copy in memory that it is written from; a larger weight has one of its own."""
+_BUCKET_BYTES = 2**24
+"""Largest size of what is handed over at once, of which there is a copy in memory; a larger weight is handed over alone."""
 _ROUTERS = (".gate.weight", ".router.weight")
 """Ends of names of weights that choose among experts: vLLM keeps some in single precision."""
+
+
+class Answer(NamedTuple):
+    """What a server says of itself."""
+
+    name: str
+    """Of its model."""
+    dtype: torch.dtype
+    """What it computes in."""
+    logprobs_mode: str
+    num_workers: int
+    """Processes of it that can take weights from a channel, all of them. 0: it reads files alone."""
+    is_gpu: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,52 +41,91 @@ class ServedModel:
     """Its `state_dict`, without values."""
     vocab_size: int
     dtype: torch.dtype
-    """What it computes in."""
+    num_workers: int = 0
+    is_gpu: bool = False
+    ties: Mapping[str, str] = field(default_factory=dict)
+    """Weights that are another one, by that one's name."""
 
 
-def read_model(name: str, dtype: torch.dtype) -> ServedModel:
+def read_answer(answer: Any) -> Answer:
+    """Take what matters here from a server's configuration."""
+    config = answer["vllm_config"]
+    model, workers = config["model_config"], config["parallel_config"]
+    can_receive = workers["worker_extension_cls"] == EXTENSION and workers["data_parallel_size"] == 1
+    return Answer(
+        name=str(model["model"]),
+        dtype=getattr(torch, model["dtype"].removeprefix("torch.")),
+        logprobs_mode=model["logprobs_mode"],
+        num_workers=workers["world_size"] if can_receive else 0,
+        is_gpu=config["device_config"]["device"].startswith("cuda"),
+    )
+
+
+def read_model(answer: Answer) -> ServedModel:
     """Read the configuration of the server's model, and what weights such a model has."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     try:
-        config = AutoConfig.from_pretrained(name)
+        config = AutoConfig.from_pretrained(answer.name)
     except (OSError, ValueError) as error:
         raise EngineError(
-            f"cannot read here the configuration of {name!r}, the model of vLLM's server: {error}. Start the server with "
-            "a name on the hub, or with the whole path of a folder that both see"
+            f"cannot read here the configuration of {answer.name!r}, the model of vLLM's server: {error}. Start the server "
+            "with a name on the hub, or with the whole path of a folder that both see"
         ) from error
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
-    return ServedModel(shapes=model.state_dict(), vocab_size=config.get_text_config().vocab_size, dtype=dtype)
+    first: dict[int, str] = {}
+    names = {
+        name: first.setdefault(id(weight), name) for name, weight in model.named_parameters(remove_duplicate=False)
+    }
+    return ServedModel(
+        shapes=model.state_dict(),
+        ties={name: other for name, other in names.items() if name != other},
+        vocab_size=config.get_text_config().vocab_size,
+        dtype=answer.dtype,
+        num_workers=answer.num_workers,
+        is_gpu=answer.is_gpu,
+    )
 
 
-async def write_weights(folder: Path, named_tensors: Iterable[tuple[str, torch.Tensor]], model: ServedModel) -> None:
-    """Write weights as files that vLLM's loader reads, one bucket after the other.
+def in_buckets(named_tensors: Iterable[tuple[str, torch.Tensor]], model: ServedModel) -> Iterator[list[Weight]]:
+    """Yield weights, some at a time, each with the dtype in which it is handed over.
 
-    Matrices are written in the server's dtype, to which it would round them itself; vectors, of which it keeps some in
-    single precision, and routers as they are.
+    That is the server's for matrices, to which it would round them itself; vectors, of which it keeps some in single
+    precision, and routers stay as they are. Tied weights go once.
 
     Raises:
         EngineError: when names or shapes are not the model's. vLLM keeps what is not pushed, and of tied embeddings it
             keeps a packed copy, which would go stale: so all must be there.
     """
-    missing, num, size = set(model.shapes), 0, 0
-    bucket: dict[str, torch.Tensor] = {}
+    missing, size = set(model.shapes), 0
+    bucket: list[Weight] = []
     for name, tensor in named_tensors:
         check_weight(name, tensor, model.shapes)
         missing.discard(name)
+        if name in model.ties:
+            continue
+        names = (name, *(tied for tied, other in model.ties.items() if other == name))
         is_rounded = tensor.is_floating_point() and tensor.ndim > 1 and not name.endswith(_ROUTERS)
-        dtype = model.dtype if is_rounded else tensor.dtype
-        if bucket and size + tensor.numel() * dtype.itemsize > _BUCKET_BYTES:
-            await _write_file(folder / f"model-{num:05}.safetensors", bucket)
-            bucket, num, size = {}, num + 1, 0
-        bucket[name] = tensor.detach().to("cpu", dtype, copy=True).contiguous()  # tied weights share their storage
-        size += bucket[name].nbytes
+        weight = Weight(names, tensor, model.dtype if is_rounded else tensor.dtype)
+        if bucket and size + weight.num_bytes > _BUCKET_BYTES:
+            yield bucket
+            bucket, size = [], 0
+        bucket.append(weight)
+        size += weight.num_bytes
     if missing:
         raise EngineError(f"load_weights needs every weight of the model; {min(missing)!r} is missing")
-    await _write_file(folder / f"model-{num:05}.safetensors", bucket)
+    yield bucket
 
 
-async def _write_file(path: Path, tensors: dict[str, torch.Tensor]) -> None:
-    await asyncio.to_thread(save_file, tensors, path)
-    path.chmod(0o644)  # the server may run under another user
+async def write_weights(folder: Path, buckets: Iterable[list[Weight]]) -> None:
+    """Write weights as files that vLLM's loader reads, a bucket in each."""
+    for num, bucket in enumerate(buckets):
+        tensors = {  # of tied weights each has its place in a file
+            name: tensor.detach().to("cpu", dtype, copy=True).contiguous()
+            for names, tensor, dtype in bucket
+            for name in names
+        }
+        path = folder / f"model-{num:05}.safetensors"
+        await asyncio.to_thread(save_file, tensors, path)
+        path.chmod(0o644)  # the server may run under another user

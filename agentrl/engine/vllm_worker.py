@@ -1,8 +1,12 @@
 """What agentrl adds to vLLM's workers; loaded by vLLM, in whatever process they are."""
 
+from datetime import timedelta
 from typing import Any
 
 import torch
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+from agentrl.engine.weight_channel import Channel, address_towards
 
 DRAWN = "agentrl_drawn"
 """Key of `SamplingParams.extra_args`: tokens at the end of the prompt that were drawn with this seed before."""
@@ -14,6 +18,8 @@ class WorkerExtension:
     """Mixed into vLLM's worker; each method is called on every worker by `collective_rpc`."""
 
     model_runner: Any
+    rank: int
+    reload_weights: Any
 
     def draw_where_left_off(self) -> None:
         """Let a request that continues an interrupted one draw the random numbers that come next there.
@@ -38,6 +44,38 @@ class WorkerExtension:
             return result
 
         runner._update_states = update_and_skip
+
+    def receive_weights(
+        self, *, host: str, port: int, num_workers: int, is_gpu: bool, join_s: float, timeout_s: float
+    ) -> None:
+        """Replace the weights by what a trainer sends, which listens at an address."""
+        store = TCPStore(host, port, is_master=False, timeout=timedelta(seconds=join_s))
+        store.set(str(1 + self.rank), "")  # it waits for us there
+        device = self.model_runner.device if is_gpu else torch.device("cpu")
+        channel = Channel(
+            store,
+            rank=1 + self.rank,
+            size=1 + num_workers,
+            device=device,
+            address=address_towards(host, port),
+            timeout_s=timeout_s,
+        )
+        try:
+            self.reload_weights(weights_iterator=channel.receive())
+        except BaseException:
+            channel.close()  # so that the trainer hears of it
+            self._end_reload()
+            raise
+        channel.close()
+
+    def _end_reload(self) -> None:
+        """Put the model together again where the weights came in part, so that it can take others."""
+        from vllm.config import set_current_vllm_config
+        from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
+
+        runner = self.model_runner
+        with set_current_vllm_config(runner.vllm_config):
+            finalize_layerwise_reload(runner.get_model(), runner.model_config)
 
     def forget_kernels(self) -> None:
         """Drop what experts' layers on a CPU have packed, before a reload: it would be packed again from packed weights."""

@@ -18,8 +18,9 @@ from typing import Any, TypeVar
 import httpx2
 import pytest
 import torch
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from agentrl.engine import vllm_weights
+from agentrl.engine import vllm_push, vllm_weights
 from agentrl.engine.vllm_common import is_installed
 from agentrl.engine.vllm_http import Http, ServerConfig
 from agentrl.engine.vllm_launch import Server, start_server
@@ -109,6 +110,79 @@ def test_it_keeps_to_the_contract_of_engines(server: Server, tmp_path: Path) -> 
             )
 
     run(main())
+
+
+async def check_logprobs(engine: VLLMServer, seed: int) -> None:
+    """Check that the server samples from the weights of a seed."""
+    done = await engine.generate(prompt(3, 40), sampling(20), "checked")
+    expected = plain_logprobs(make_model(seed), prompt(3, 40), done.token_ids, 1.0)
+    assert done.logprobs == pytest.approx(expected, abs=BOUND)
+    assert set(done.versions) == {engine.version}
+
+
+@needs_vllm
+def test_weights_go_to_the_server_directly_a_bucket_at_a_time(
+    server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(vllm_weights, "_BUCKET_BYTES", 5_000)
+
+    async def main() -> None:
+        async with client(server.url, tmp_path / "weights", timeout_s=100) as engine:
+            for version, seed in enumerate((0, 1, 0)):
+                await engine.load_weights(weights(seed), version)
+                await check_logprobs(engine, seed)
+            assert engine.takes_channel
+
+    run(main())
+    assert not (tmp_path / "weights").exists()
+
+
+@needs_vllm
+def test_a_push_that_breaks_off_leaves_a_server_that_takes_the_next(
+    server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(vllm_weights, "_BUCKET_BYTES", 5_000)
+
+    def cut(seed: int, num: int) -> Iterator[tuple[str, torch.Tensor]]:
+        yield from weights(seed)[:num]
+        raise EngineError("the trainer has lost the rest")
+
+    async def main() -> None:
+        async with with_weights(server, tmp_path) as engine:
+            for num in (3, 9, len(weights(0)) - 1):
+                with pytest.raises(EngineError, match="has lost the rest"):
+                    await engine.load_weights(cut(1, num), 1)
+                with pytest.raises(EngineError, match="failed half-way: push again"):
+                    await engine.generate(prompt(1), sampling(), "refused")
+                await engine.load_weights(weights(0), 2)
+                await check_logprobs(engine, 0)
+            assert engine.takes_channel
+
+    run(main())
+
+
+@needs_vllm
+@pytest.mark.parametrize("is_refused", [True, False])
+def test_weights_go_through_the_folder_where_the_server_cannot_reach_this_process(
+    is_refused: bool, server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    if is_refused:  # nobody listens there
+        monkeypatch.setattr(vllm_push, "_listen", lambda *_: (store, free_port()))
+    else:
+        monkeypatch.setattr(vllm_push, "address_towards", lambda *_: "192.0.2.1")  # no machine has this address
+    monkeypatch.setattr(vllm_push, "_JOIN_S", 2.0)
+
+    async def main() -> None:
+        async with client(server.url, tmp_path / "weights", timeout_s=100) as engine:
+            for version, seed in enumerate((0, 1)):
+                await engine.load_weights(weights(seed), version)
+                await check_logprobs(engine, seed)
+            assert not engine.takes_channel
+
+    run(main())
+    assert caplog.text.count("cannot take weights from this process directly") == 1
+    assert not list((tmp_path / "weights").iterdir())
 
 
 @needs_vllm
@@ -389,8 +463,12 @@ class FakeServer:
         if path == "/update_weight_version":
             self.version = body["new_version"]
         model = {"model": str(self._model_folder), "logprobs_mode": self.logprobs_mode, "dtype": self.dtype}
+        workers = {"worker_extension_cls": "", "data_parallel_size": 1, "world_size": 1}
+        device = {"device": "cpu"}
         answers = {
-            "/server_info": {"vllm_config": {"model_config": model}},
+            "/server_info": {
+                "vllm_config": {"model_config": model, "parallel_config": workers, "device_config": device}
+            },
             "/weight_info": {"weight_version": self.version},
             "/reset_prefix_cache": {"success": True},
             GENERATE: completion(version=self.version),
@@ -781,7 +859,7 @@ def test_weights_are_written_in_the_servers_precision_in_files_of_bounded_size(
     monkeypatch.setattr(vllm_weights, "_BUCKET_BYTES", 20_000)
     state = make_experts(1).state_dict()
     served = vllm_weights.ServedModel(shapes=state, vocab_size=VOCAB, dtype=torch.bfloat16)
-    asyncio.run(vllm_weights.write_weights(tmp_path, state.items(), served))
+    asyncio.run(vllm_weights.write_weights(tmp_path, vllm_weights.in_buckets(state.items(), served)))
     files = [load_file(file) for file in sorted(tmp_path.iterdir())]
     sizes = [sum(tensor.nbytes for tensor in file.values()) for file in files]
     assert all(size <= 20_000 or len(file) == 1 for size, file in zip(sizes, files, strict=True))
@@ -818,7 +896,7 @@ def test_weights_that_are_not_the_models_are_refused_before_the_server_hears_of_
             task.cancel()
 
     run(main())
-    assert not list((tmp_path / "weights").iterdir())
+    assert not (tmp_path / "weights").exists()
 
 
 def test_after_a_push_that_failed_half_way_nothing_is_sampled_until_one_succeeds(

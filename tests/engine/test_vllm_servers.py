@@ -10,7 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from agentrl.engine import vllm_weights
 from agentrl.engine.vllm_http import ServerConfig
 from agentrl.engine.vllm_launch import Server, start_server
 from agentrl.engine.vllm_server import VLLMServer
@@ -138,6 +140,40 @@ def test_a_server_that_dies_is_left_out_and_comes_back_with_a_push(
             assert each[0].busy_s > before
 
     run(main())
+
+
+@needs_vllm
+def test_a_server_that_dies_as_it_takes_weights_keeps_them_from_no_other(
+    servers: list[Server], folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = make_model(1)
+    monkeypatch.setattr(vllm_weights, "_BUCKET_BYTES", 5_000)
+
+    def killing(number: int) -> Iterator[tuple[str, torch.Tensor]]:
+        for place, pair in enumerate(weights(1)):
+            if place == number:
+                os.kill(servers[0].process.pid, signal.SIGKILL)
+            yield pair
+
+    async def main() -> None:
+        async with client(servers, tmp_path / "weights", timeout_s=100, max_retries=1) as (engine, each):
+            await engine.load_weights(weights(0), 0)
+            await engine.load_weights(killing(6), 1)
+            assert list(engine._lost) == [each[0]]
+            for number in range(4):
+                with engine.conversation(f"e{number}"):
+                    done = await engine.generate(prompt(number, 40), sampling(20), f"e{number}")
+                    expected = plain_logprobs(plain, prompt(number, 40), done.token_ids, 1.0)
+                    assert done.logprobs == pytest.approx(expected, abs=BOUND)
+                    assert set(done.versions) == {1}
+            servers[0].close()
+            servers[0] = await asyncio.to_thread(start, folder, int(servers[0].url.rpartition(":")[2]))
+            await engine.load_weights(weights(1), 2)
+            assert not engine._lost
+            assert all(server.takes_channel for server in each)
+
+    run(main())
+    assert not (tmp_path / "weights").exists()
 
 
 @needs_vllm

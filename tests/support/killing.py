@@ -13,8 +13,9 @@ from agentrl.config import load_recipe
 from agentrl.distributed.checkpoints import checkpoints
 from agentrl.report.folder import RunFolder
 from agentrl.report.records import read_records
-from agentrl.rollout import Journal, Tasks
+from agentrl.rollout import Journal, RolloutConfig, Tasks
 from agentrl.rollout.stream import TaskStream
+from agentrl.types import Share
 from tests.support.processes import Command
 
 RECIPE: dict[str, Any] = {
@@ -53,6 +54,7 @@ class OnDisk:
     """Every episode that is trained on, finished or under way, as far as it was sampled."""
     rows: dict[int, dict[str, float]]
     """Metrics of every step, without what depends on the machine or was not recorded."""
+    num_processes: int
     num_live: int
     num_partial: int
     """Episodes under way, and those of them in the middle of a turn."""
@@ -74,14 +76,11 @@ def look(run: Path) -> OnDisk | None:
         return None
     episodes: dict[str, Sampled] = {}
     num_live = num_partial = 0
-    state = json.loads((checkpoints(folder.checkpoints)[-1] / "agentrl.json").read_text())
-    with TemporaryDirectory() as scratch:
-        shutil.copytree(folder.journal, scratch, dirs_exist_ok=True)
-        stream = TaskStream(
-            load_recipe(folder.config_file).rollout, tasks=Tasks(seed=0), journal=Journal(Path(scratch))
-        )
-        stream.load_state_dict(state["pool"])
-        stream.recover(ignore=False, version=0)
+    newest, config = checkpoints(folder.checkpoints)[-1], load_recipe(folder.config_file).rollout
+    states = [json.loads(path.read_text()) for path in sorted(newest.glob("agentrl*.json"), key=lambda p: p.stem)]
+    for process, state in enumerate(states):
+        share = Share(process=process, num_processes=len(states), num_groups=config.num_groups)
+        stream = _recovered(config, share, folder.journal / f"process-{process}" if process else folder.journal, state)
         handed_out = [group for step in stream._handed_out for group in step]
         done = [t for group in stream._groups.values() for t in group.done]
         for trajectory in [*done, *(t for group in handed_out for t in group.trajectories)]:
@@ -97,7 +96,7 @@ def look(run: Path) -> OnDisk | None:
             episodes[episode.task.trajectory_id] = sampled
         stream.close()
     for path in folder.rollouts():
-        if int(path.stem.removeprefix("step-")) <= state["finished_steps"]:
+        if int(path.stem.removeprefix("step-")) <= states[0]["finished_steps"]:
             for record in read_records(path):
                 assert record.trajectory_id not in episodes, "trained on, and to be trained on again"
                 episodes[record.trajectory_id] = [
@@ -105,7 +104,17 @@ def look(run: Path) -> OnDisk | None:
                     for turn in record.turns
                 ]
     rows = {int(row["step"]): {k: v for k, v in row.items() if _repeats(k)} for row in folder.metrics()}
-    return OnDisk(episodes=episodes, rows=rows, num_live=num_live, num_partial=num_partial)
+    return OnDisk(episodes=episodes, rows=rows, num_processes=len(states), num_live=num_live, num_partial=num_partial)
+
+
+def _recovered(config: RolloutConfig, share: Share, journal: Path, state: dict[str, Any]) -> TaskStream:
+    """Return the tasks of a process as it would resume them; what is on the disk stays as it is."""
+    with TemporaryDirectory() as scratch:
+        shutil.copytree(journal, scratch, dirs_exist_ok=True)
+        stream = TaskStream(config, tasks=Tasks(seed=0), share=share, journal=Journal(Path(scratch)))
+        stream.load_state_dict(state["pool"])
+        stream.recover(ignore=False, version=0)
+    return stream
 
 
 def check_nothing_lost(snapshots: list[OnDisk], run: Path) -> None:
@@ -120,8 +129,10 @@ def check_nothing_lost(snapshots: list[OnDisk], run: Path) -> None:
         for step, row in snapshot.rows.items():
             otherwise = {k: (row.get(k), v) for k, v in end.rows[step].items() if row.get(k) != v}
             assert end.rows[step] == row, f"kill {number}: step {step} came out otherwise: {otherwise}"
-    started = {int(name.split("/")[1]) for name in end.episodes}
-    assert started == set(range(max(started) + 1)), "a group was passed over"
+    for process in range(end.num_processes):
+        numbers = {int(name.split("/")[1]) for name in end.episodes}
+        started = {number for number in numbers if number % end.num_processes == process}
+        assert started == set(range(process, max(started) + 1, end.num_processes)), "a group was passed over"
 
 
 def _begins_with(whole: Sampled, part: Sampled) -> bool:
