@@ -65,7 +65,7 @@ def pushed_share(learner: WatchedLearner) -> tuple[float, float]:
     clipped = pushed = 0.0
     for tally in learner.tallies:
         for unit_T, ratio_U, advantage_T, clipped_T in zip(
-            *(tally.columns[name] for name in ("unit_T", "ratio_U", "advantage_T", "clipped_T")), strict=True
+            *(tally.parts(name) for name in ("unit_T", "ratio_U", "advantage_T", "clipped_T")), strict=True
         ):
             moved_T = (ratio_U != 1)[unit_T.astype(np.int64)] & (advantage_T != 0)
             clipped += float(clipped_T[moved_T].sum())

@@ -3,7 +3,8 @@
     python -m benchmarks.pushes [--hidden 1024] [--layers 8] [--repeats 3] [--dtype float32] [--servers 1]
 
 A random Qwen3 with the vocabulary of the real ones, and real servers of it, on this machine. Both ways in turn, each from a new
-process of its own; the first push of each process is left out of the times. Nothing is sampled while a push is under way.
+process of its own; the first push of each process is left out of the times. Nothing is sampled while a push is under way. Then
+the same into vLLM within the process, of weights that are perturbed as they are pushed.
 `memory` is by how much the peak of the process that pushes, or of a server's, rose above what it held before; `copy` is a plain
 copy of as many bytes within one process, which no push can beat.
 """
@@ -108,6 +109,28 @@ def measure(urls: Sequence[str], pids: Sequence[int], model: Path, way: str, rep
     return Found(seconds[1:], max(sizes), mine, theirs)
 
 
+def measure_inside(model: Path, dtype: str, repeats: int) -> Found:
+    """Push perturbed weights, as a run does when it begins, to vLLM in this process."""
+    from agentrl.engine.vllm import VLLMConfig, VLLMEngine
+
+    trained = Qwen3ForCausalLM.from_pretrained(model)
+    state = {name: tensor.clone() for name, tensor in trained.state_dict().items()}
+    me, seconds = psutil.Process(), []
+
+    async def main() -> int:
+        engine = VLLMEngine(trained, VLLMConfig(), max_tokens=256, dtype=getattr(torch, dtype))
+        held = forget_peak(me)
+        for version in range(repeats + 1):
+            begin = time.perf_counter()
+            await engine.load_weights(((name, tensor * 1.1) for name, tensor in state.items()), version)
+            seconds.append(time.perf_counter() - begin)
+        await engine.close()
+        return peak(me) - held
+
+    above = asyncio.run(main())
+    return Found(seconds[1:], 0, above, 0)
+
+
 def engine_process(server: Server) -> int:
     """Return the process of a server that holds the model."""
     found = [psutil.Process(server.process.pid), *psutil.Process(server.process.pid).children(recursive=True)]
@@ -147,6 +170,8 @@ def main() -> None:
                 with context.Pool(1) as pool:
                     arguments_ = (urls, pids, folder / "model", way, options.repeats)
                     found[way].append(pool.apply(measure, arguments_))
+        with context.Pool(1) as pool:
+            found["in process"] = [pool.apply(measure_inside, (folder / "model", options.dtype, options.repeats))]
         source, target = torch.zeros(num_bytes, dtype=torch.uint8), torch.ones(num_bytes, dtype=torch.uint8)
         begin = time.perf_counter()
         target.copy_(source)

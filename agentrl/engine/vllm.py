@@ -9,6 +9,7 @@ import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from itertools import chain
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -16,7 +17,7 @@ import torch
 from pydantic import Field, ValidationError
 
 from agentrl.engine.base import Engine, EngineContext
-from agentrl.engine.batched import BatchedConfig, BatchedEngine, Request, check_weight
+from agentrl.engine.batched import BatchedConfig, BatchedEngine, Request
 from agentrl.engine.vllm_common import (
     FINISH_REASONS,
     HOW_TO_INSTALL,
@@ -27,6 +28,8 @@ from agentrl.engine.vllm_common import (
     sampled_logprobs,
     sampling_fields,
 )
+from agentrl.engine.vllm_weights import ServedModel, find_ties, in_buckets
+from agentrl.engine.weight_channel import Weight
 from agentrl.errors import ConfigError, EngineError
 from agentrl.types import Completion, FinishReason, Sampling
 
@@ -108,9 +111,13 @@ class VLLMEngine(BatchedEngine):
         """
         super().__init__(config := config or VLLMConfig())
         self._sleeps, self._arguments = config.sleep, config.vllm
-        self._shapes = {name: tensor.to("meta") for name, tensor in model.state_dict().items()}
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="agentrl-vllm")
-        self._vocab_size = model.config.get_text_config().vocab_size
+        self._model = ServedModel(
+            shapes={name: tensor.to("meta") for name, tensor in model.state_dict().items()},
+            vocab_size=model.config.get_text_config().vocab_size,
+            dtype=dtype or model.dtype,
+            ties=find_ties(model),
+        )
         self._is_half_loaded = False
         # Of the thread alone:
         self._is_asleep = False
@@ -149,18 +156,22 @@ class VLLMEngine(BatchedEngine):
     async def load_weights(self, named_tensors: "Iterable[tuple[str, torch.Tensor]]", version: int) -> None:
         """Replace all weights, by the names of transformers' `state_dict`, and forget every cached key and value."""
         self._check_loadable()
-        weights = dict(named_tensors)
-        for name, tensor in weights.items():
-            check_weight(name, tensor, self._shapes)
-        # vLLM keeps what is not pushed: of tied embeddings it keeps a packed copy, which would go stale.
-        if missing := self._shapes.keys() - weights.keys():
-            raise EngineError(f"load_weights needs every weight of the model; {sorted(missing)[0]!r} is missing")
+        buckets = in_buckets(named_tensors, self._model)
+        buckets = chain([next(buckets)], buckets)  # what is wrong with the first vLLM need not hear of
         self._is_half_loaded = True
+        await self._load(self._begin_reload)
         try:
-            await self._call(self._reload, weights, version)
+            for bucket in buckets:
+                await self._load(self._reload, bucket)
+        finally:
+            await self._load(self._end_reload, version)
+        self._is_half_loaded, self._version = False, version
+
+    async def _load(self, step: Callable[..., None], *arguments: Any) -> None:
+        try:
+            await self._call(step, *arguments)
         except Exception as error:
             raise EngineError(f"vLLM could not load the weights: {type(error).__name__}: {error}") from error
-        self._is_half_loaded, self._version = False, version
 
     async def close(self) -> None:
         """Release the model and the cache."""
@@ -278,8 +289,8 @@ class VLLMEngine(BatchedEngine):
 
         if 0 < request.sampling.temperature < MIN_TEMPERATURE:
             raise ValueError(f"it samples at no temperature between 0 and {MIN_TEMPERATURE}")
-        if (worst := max(request.prompt_ids)) >= self._vocab_size:  # it would fail all requests of the step
-            raise ValueError(f"token {worst} is outside the vocabulary of {self._vocab_size}")
+        if (worst := max(request.prompt_ids)) >= self._model.vocab_size:  # it would fail all requests of the step
+            raise ValueError(f"token {worst} is outside the vocabulary of {self._model.vocab_size}")
         self._number += 1
         prompt = TokensPrompt(prompt_token_ids=request.prompt_ids)
         vllm_id = self._llm.add_request(f"{request.request_id}:{self._number}", prompt, _params(request.sampling))
@@ -314,11 +325,18 @@ class VLLMEngine(BatchedEngine):
             self._llm.wake_up()
             self._is_asleep = False
 
-    def _reload(self, weights: dict[str, torch.Tensor], version: int) -> None:
+    def _begin_reload(self) -> None:
         if self._is_asleep:
             self._llm.wake_up(["weights"])
         self._llm.collective_rpc("forget_kernels")
-        self._llm.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(weights.items())})
+        self._llm.collective_rpc("begin_reload")
+
+    def _reload(self, bucket: Sequence[Weight]) -> None:
+        weights = [(name, weight.tensor) for weight in bucket for name in weight.names]
+        self._llm.collective_rpc("reload_some", kwargs={"weights": weights})
+
+    def _end_reload(self, version: int) -> None:
+        self._llm.collective_rpc("end_reload")
         self._llm.reset_prefix_cache(reset_running_requests=True)
         self._llm.set_weight_version(str(version))
 

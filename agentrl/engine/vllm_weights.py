@@ -74,18 +74,23 @@ def read_model(answer: Answer) -> ServedModel:
         ) from error
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
-    first: dict[int, str] = {}
-    names = {
-        name: first.setdefault(id(weight), name) for name, weight in model.named_parameters(remove_duplicate=False)
-    }
     return ServedModel(
         shapes=model.state_dict(),
-        ties={name: other for name, other in names.items() if name != other},
+        ties=find_ties(model),
         vocab_size=config.get_text_config().vocab_size,
         dtype=answer.dtype,
         num_workers=answer.num_workers,
         is_gpu=answer.is_gpu,
     )
+
+
+def find_ties(model: torch.nn.Module) -> dict[str, str]:
+    """Return which parameters of a model are another one, by that one's name."""
+    first: dict[int, str] = {}
+    names = {
+        name: first.setdefault(id(weight), name) for name, weight in model.named_parameters(remove_duplicate=False)
+    }
+    return {name: other for name, other in names.items() if name != other}
 
 
 def in_buckets(named_tensors: Iterable[tuple[str, torch.Tensor]], model: ServedModel) -> Iterator[list[Weight]]:

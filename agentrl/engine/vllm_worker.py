@@ -1,5 +1,6 @@
 """What agentrl adds to vLLM's workers; loaded by vLLM, in whatever process they are."""
 
+from collections.abc import Iterable
 from datetime import timedelta
 from typing import Any
 
@@ -19,7 +20,6 @@ class WorkerExtension:
 
     model_runner: Any
     rank: int
-    reload_weights: Any
 
     def draw_where_left_off(self) -> None:
         """Let a request that continues an interrupted one draw the random numbers that come next there.
@@ -60,16 +60,28 @@ class WorkerExtension:
             address=address_towards(host, port),
             timeout_s=timeout_s,
         )
+        self.begin_reload()
         try:
-            self.reload_weights(weights_iterator=channel.receive())
-        except BaseException:
-            channel.close()  # so that the trainer hears of it
-            self._end_reload()
-            raise
-        channel.close()
+            self.reload_some(channel.receive())
+        finally:
+            channel.close()  # where we fail, the trainer hears of it by that
+            self.end_reload()
 
-    def _end_reload(self) -> None:
-        """Put the model together again where the weights came in part, so that it can take others."""
+    def begin_reload(self) -> None:
+        """Let the model take other weights."""
+        from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
+
+        initialize_layerwise_reload(self.model_runner.get_model())
+
+    def reload_some(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Take some of them."""
+        from vllm.config import set_current_vllm_config
+
+        with set_current_vllm_config(self.model_runner.vllm_config):
+            self.model_runner.get_model().load_weights(weights)
+
+    def end_reload(self) -> None:
+        """Put the model together again; where weights are missing it has some of before, and can take others."""
         from vllm.config import set_current_vllm_config
         from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
 

@@ -140,7 +140,7 @@ class Calibration(BaseModel):
 def observed(tally: Tally, *, version: int) -> Shown:
     """Return what a minibatch showed, from the columns of all its micro-batches."""
     names = ("unit_T", "ratio_U", "version_T", "advantage_T", "clipped_T")
-    columns = zip(*(tally.columns.get(name, []) for name in names), strict=True)
+    columns = zip(*(tally.parts(name) for name in names), strict=True)
     parts = [_of_micro_batch(*of_micro_batch, version=version) for of_micro_batch in columns]
     return Shown(*(np.concatenate([np.empty(0), *column]) for column in zip(*parts, strict=True)))
 

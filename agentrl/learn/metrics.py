@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import psutil
+import torch
 from torch import Tensor
 
 from agentrl.credit import Credit
@@ -26,7 +27,8 @@ Array = npt.NDArray[np.float64]
 class Tally:
     """What one minibatch showed; grows by micro-batches."""
 
-    columns: dict[str, list[Array]] = field(default_factory=dict)
+    columns: dict[str, list[npt.NDArray[Any]]] = field(default_factory=dict)
+    """Of each name an array for each micro-batch, no wider than what was observed: processes gather them. See `parts`."""
     loss: float = 0.0
     grad_norm: float = 0.0
     """Norm of the gradient before it was clipped."""
@@ -35,7 +37,7 @@ class Tally:
     def add(self, **tensors: Tensor) -> None:
         """Append observations to the columns of these names."""
         for name, tensor in tensors.items():
-            self.columns.setdefault(name, []).append(tensor.detach().double().cpu().numpy())
+            self.columns.setdefault(name, []).append(_narrow(tensor.detach()).cpu().numpy())
 
     @classmethod
     def joined(cls, parts: "Sequence[Tally]") -> "Tally":
@@ -44,9 +46,13 @@ class Tally:
         columns = {name: [array for part in parts for array in part.columns.get(name, [])] for name in names}
         return cls(columns=columns, loss=sum(part.loss for part in parts))
 
+    def parts(self, name: str) -> list[Array]:
+        """Return the observations of a name, an array for each micro-batch."""
+        return [array.astype(np.float64) for array in self.columns.get(name, [])]
+
     def column(self, name: str) -> Array:
         """Return all observations of a name."""
-        return np.concatenate([np.empty(0), *self.columns.get(name, [])])
+        return np.concatenate([np.empty(0), *self.parts(name)])
 
 
 def first_metrics(tally: Tally) -> dict[str, float]:
@@ -212,7 +218,7 @@ def process_metrics() -> dict[str, float]:
 def _units(tally: Tally) -> dict[str, Array]:
     """Tell of each ratio unit of a minibatch whether it has a clipped token, and whether its advantages differ in sign."""
     found: dict[str, list[Array]] = {"clipped": [], "mixed": []}
-    columns = (tally.columns.get(name, []) for name in ("unit_T", "clipped_T", "advantage_T"))
+    columns = (tally.parts(name) for name in ("unit_T", "clipped_T", "advantage_T"))
     for unit_T, clipped_T, advantage_T in zip(*columns, strict=True):
         index_T = unit_T.astype(np.int64)
         clipped, up, down = (
@@ -221,6 +227,13 @@ def _units(tally: Tally) -> dict[str, Array]:
         found["clipped"].append(clipped.astype(np.float64))
         found["mixed"].append((up & down).astype(np.float64))
     return {name: np.concatenate([np.empty(0), *arrays]) for name, arrays in found.items()}
+
+
+def _narrow(tensor: Tensor) -> Tensor:
+    """Return whole numbers, which are counts and places, in 32 bits, and others in 32 or 64."""
+    if tensor.dtype == torch.bool or tensor.dtype == torch.float64:
+        return tensor
+    return tensor.float() if tensor.is_floating_point() else tensor.int()
 
 
 def _mean(values: Any) -> float:

@@ -27,7 +27,7 @@ class TokenNotes:
         num = sum(int(credit.keep_T.sum()) for _, credit in pairs)
         of_minibatch_P = {name: np.full(num, np.nan) for name in ("ratio", "entropy", "clipped")}
         names = ("token_T", "unit_T", "ratio_U", "entropy_T", "clipped_T")
-        for token, unit, ratio_U, entropy, clipped in zip(*(tally.columns.get(n, []) for n in names), strict=True):
+        for token, unit, ratio_U, entropy, clipped in zip(*(tally.parts(n) for n in names), strict=True):
             at = token.astype(np.int64)
             of_minibatch_P["ratio"][at] = ratio_U[unit.astype(np.int64)]
             of_minibatch_P["entropy"][at] = entropy

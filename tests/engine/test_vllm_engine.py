@@ -3,6 +3,7 @@
 import asyncio
 import random
 import threading
+import weakref
 from collections.abc import Coroutine, Iterator
 from typing import Any, TypeVar
 
@@ -10,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+from agentrl.engine import vllm_weights
 from agentrl.engine.vllm import VLLMConfig, VLLMEngine
 from agentrl.engine.vllm_common import is_installed
 from agentrl.errors import ConfigError, EngineError
@@ -210,6 +212,43 @@ def test_after_a_push_that_failed_half_way_nothing_is_sampled_until_one_succeeds
     engine._llm.reset_prefix_cache = reset
     run(runner, engine.load_weights(make_model(1).state_dict().items(), 1))
     assert run(runner, engine.generate([1, 2], sampling(), "a")).versions == (1,) * 8
+
+
+def test_a_push_holds_few_of_the_weights_at_once(
+    engine: VLLMEngine, runner: asyncio.Runner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    state = make_model(1).state_dict()
+    monkeypatch.setattr(vllm_weights, "_BUCKET_BYTES", 5_000)
+    alive: weakref.WeakSet[torch.Tensor] = weakref.WeakSet()
+    most = 0
+
+    def made() -> Iterator[tuple[str, torch.Tensor]]:
+        nonlocal most
+        for name, tensor in state.items():
+            alive.add(copied := tensor.clone())
+            most = max(most, sum(weight.nbytes for weight in alive))
+            yield name, copied
+            del copied
+
+    run(runner, engine.load_weights(made(), 1))
+    assert most < 0.6 * sum(tensor.nbytes for tensor in state.values())
+    done = run(runner, engine.generate([1, 2, 3], sampling(), "a"))
+    assert done.logprobs == pytest.approx(plain_logprobs(make_model(1), [1, 2, 3], done.token_ids, 1.0), abs=1e-4)
+
+
+def test_a_push_that_breaks_off_leaves_an_engine_that_takes_the_next(
+    engine: VLLMEngine, runner: asyncio.Runner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    right = list(make_model(1).state_dict().items())
+    monkeypatch.setattr(vllm_weights, "_BUCKET_BYTES", 5_000)
+    for num in (3, 9, len(right) - 1):
+        with pytest.raises(EngineError, match=r"every weight of the model; '.*' is missing"):
+            run(runner, engine.load_weights(right[:num], 1))
+        with pytest.raises(EngineError, match="failed half-way: push again"):
+            run(runner, engine.generate([1, 2], sampling(), "a"))
+        run(runner, engine.load_weights(right, 2))
+        done = run(runner, engine.generate([1, 2, 3], sampling(), "a"))
+        assert done.logprobs == pytest.approx(plain_logprobs(make_model(1), [1, 2, 3], done.token_ids, 1.0), abs=1e-4)
 
 
 def test_a_failure_of_vllm_fails_what_waits_and_not_what_comes(engine: VLLMEngine, runner: asyncio.Runner) -> None:

@@ -423,6 +423,22 @@ def test_routing_replay_takes_a_mixture_of_experts_and_the_trainers_own_anchor()
         LossConfig(routing_replay=True)
 
 
+def test_processes_tell_one_another_few_bytes_of_a_token() -> None:
+    learner = make_learner()
+    trajectories = [t for group in GROUPS for t in group.trajectories]
+    tokens, columns = batch_of(trajectories, [Credit.uniform(t, 1.0) for t in trajectories])
+    planner = Planner(max_tokens=10_000, layout="tree")
+    micros = list(planner.micro_batches(tokens, process=0, num_processes=1))
+    tally = learner.add_gradients(
+        [TrainingPass(m, columns.of(m)) for m in micros], [Before()] * len(micros), version=0
+    )[0]
+    sizes = {
+        name: sum(array.itemsize for array in tally.columns[name][:1]) for name in tally.columns if name[-1] == "T"
+    }
+    assert len(sizes) >= 9
+    assert sum(sizes.values()) <= 37, sizes
+
+
 def test_staleness_is_that_of_all_minibatches() -> None:
     old, new = Tally(), Tally()
     old.add(version_T=torch.tensor([2.0, 4.0]))
