@@ -4,6 +4,7 @@
 """
 
 import importlib
+import os
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -38,6 +39,10 @@ if TYPE_CHECKING:
     )
 
 __version__ = "0.1.0"
+
+# Read when torch is imported. Its threads wait for one another by spinning, which takes ten times as long where another program
+# has a core (benchmarks/busy_core.py); where none has, waiting asleep costs next to nothing.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 _HOMES = {
     "agentrl.api.evaluation": ("evaluate",),

@@ -1,4 +1,5 @@
 import ast
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -29,6 +30,15 @@ PLUG_INS = sorted(
 
 def test_importing_agentrl_loads_neither_torch_nor_a_plug_in() -> None:
     assert loaded_by("import agentrl") == set()
+
+
+@pytest.mark.parametrize("policy", [None, "ACTIVE"])
+def test_threads_sleep_while_they_wait_unless_somebody_has_said_otherwise(policy: str | None) -> None:
+    environment = {name: value for name, value in os.environ.items() if name != "OMP_WAIT_POLICY"}
+    environment |= {} if policy is None else {"OMP_WAIT_POLICY": policy}
+    code = "import agentrl.cli, os; print(os.environ['OMP_WAIT_POLICY'])"
+    shown = subprocess.run([sys.executable, "-c", code], env=environment, check=True, capture_output=True, text=True)
+    assert shown.stdout.strip() == (policy or "PASSIVE")
     assert loaded_by("from agentrl import Message, Trajectory, UserError") == set()
 
 

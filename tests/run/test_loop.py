@@ -116,6 +116,14 @@ def test_an_engine_that_runs_other_weights_is_found_out_at_the_start(
         runs.begin(engine_class=engine_class)
 
 
+@pytest.mark.parametrize("sharpness", [0.01, 1.0, 1000.0])
+def test_the_proof_holds_however_sure_a_policy_is(runs: Runs, sharpness: float) -> None:
+    parts = runs.build()
+    norm = dict(parts.policy.model.named_parameters())["model.norm.weight"]
+    norm.data *= sharpness
+    assert parts.link.start(0) < 1e-3
+
+
 class TiredEngine(TransformersEngine):
     """Takes the weights of the start and of the first two steps, and then continues with its own."""
 

@@ -1,0 +1,72 @@
+"""A training process with a server, against two of each: tokens a second that each server samples.
+
+    python -m benchmarks.server_pairs [--rounds 2] [--steps 6]
+
+Real servers of vLLM's build for CPUs, which `agentrl serve` starts, and `agentrl launch`; rollouts in mode `sync`, where
+trainers wait while servers sample, with as many episodes for each server. The machine needs a core for each server. `sampled`
+is the median over steps of the tokens a second while rollouts are collected, for each server; `all` that over the whole step,
+pushes included.
+"""
+
+import argparse
+import statistics
+import tempfile
+from pathlib import Path
+
+import yaml
+
+from agentrl.report.folder import RunFolder
+from benchmarks.server_kills import Side, serve
+from tests.support.ports import free_port
+
+LOCAL = {"hidden_size": 512, "num_layers": 12, "num_heads": 8, "num_kv_heads": 4, "intermediate_size": 1536}
+ROLLOUT = {"group_size": 8, "max_turns": 2, "max_turn_tokens": 192, "max_context_tokens": 1024, "max_live_episodes": 64}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--steps", type=int, default=6)
+    options = parser.parse_args()
+    found: dict[int, list[tuple[float, float]]] = {1: [], 2: []}
+    with tempfile.TemporaryDirectory() as name:
+        here = Path(name)
+        urls = [f"http://127.0.0.1:{free_port()}" for _ in range(2)]
+        recipe = {
+            "env": {"id": "key_door"},
+            "model": {"local": LOCAL},
+            "engine": {"name": "vllm_server", "server": {"url": urls}},
+            "rollout": {**ROLLOUT, "num_groups": 8},
+            "train": {"steps": options.steps, "num_minibatches": 1, "device": "cpu", "checkpoint_every": 1000},
+            "evaluation": {"every": 0},
+        }
+        file = here / "recipe.yaml"
+        file.write_text(yaml.safe_dump(recipe), encoding="utf-8")
+        servers = [serve(file, url, here / f"server-{number}.log") for number, url in enumerate(urls)]
+        try:
+            for number in range(options.rounds):
+                for pairs in found:
+                    run = here / f"run-{number}-{pairs}"
+                    count = ("--engine.server.url", urls[0], "--rollout.num_groups", "4") if pairs == 1 else ()
+                    side = Side(
+                        "launch", "--processes", pairs, file, "--run_dir", run, *count, log=here / f"{run.name}.log"
+                    )
+                    if side.process.wait():
+                        raise SystemExit((here / f"{run.name}.log").read_text(encoding="utf-8")[-3000:])
+                    rows = RunFolder.open(run).metrics()[2:]
+                    rates = [
+                        statistics.median(row[f"time/{what}"] for row in rows) / pairs
+                        for what in ("sampled_tokens_per_s", "tokens_per_s")
+                    ]
+                    found[pairs].append((rates[0], rates[1]))
+        finally:
+            for server in servers:
+                server.kill()
+    print("| pairs | sampled, tokens a second and server | all |\n|---|---|---|")
+    for pairs, rates_ in found.items():
+        medians = [statistics.median(column) for column in zip(*rates_, strict=True)]
+        print(f"| {pairs} | {medians[0]:.0f} | {medians[1]:.0f} |")
+
+
+if __name__ == "__main__":
+    main()
