@@ -40,9 +40,10 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-# Read when torch is imported. Its threads wait for one another by spinning, which takes ten times as long where another program
-# has a core (benchmarks/busy_core.py); where none has, waiting asleep costs next to nothing.
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+# Read when torch is imported. Its threads wait for one another by spinning, for long: beside a busy program that takes twice as
+# long. Asleep at once they take a quarter longer on an idle machine; a short spin costs neither (benchmarks/busy_core.py).
+if "OMP_WAIT_POLICY" not in os.environ:
+    os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
 _HOMES = {
     "agentrl.api.evaluation": ("evaluate",),

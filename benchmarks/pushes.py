@@ -1,10 +1,12 @@
-"""A push of weights to vLLM's server: directly, through a process group, against through files.
+"""A push of weights to vLLM's server: through files, directly through a process group, and of adapters alone.
 
     python -m benchmarks.pushes [--hidden 1024] [--layers 8] [--repeats 3] [--dtype float32] [--servers 1]
 
-A random Qwen3 with the vocabulary of the real ones, and real servers of it, on this machine. Both ways in turn, each from a new
+A random Qwen3 with the vocabulary of the real ones, and real servers of it, on this machine. The ways in turn, each from a new
 process of its own; the first push of each process is left out of the times. Nothing is sampled while a push is under way. Then
-the same into vLLM within the process, of weights that are perturbed as they are pushed.
+the same into vLLM within the process, of weights that are perturbed as they are pushed. `adapters`: of rank 16 for all linear
+layers, to be added to weights that the server keeps from the first push; `merged`: the same in the trainer, as a run does whose
+engine keeps none. `sent` is what goes to a server.
 `memory` is by how much the peak of the process that pushes, or of a server's, rose above what it held before; `copy` is a plain
 copy of as many bytes within one process, which no push can beat.
 """
@@ -15,7 +17,7 @@ import multiprocessing
 import statistics
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
@@ -29,10 +31,13 @@ from agentrl.engine.vllm_http import ServerConfig
 from agentrl.engine.vllm_launch import Server, start_server
 from agentrl.engine.vllm_push import push
 from agentrl.engine.vllm_server import VLLMServer
+from agentrl.engine.vllm_weights import changes_in_buckets, in_buckets
+from agentrl.engine.weight_channel import Weight
 from agentrl.types import Sampling
 from tests.support.ports import free_port
 
-WAYS = ("files", "directly")
+WAYS = ("files", "directly", "merged", "adapters")
+RANK = 16
 SAMPLING = Sampling(max_tokens=1, stop_token_ids=(), temperature=1.0)
 
 
@@ -40,8 +45,7 @@ class Found(NamedTuple):
     """What pushes took."""
 
     seconds: list[float]
-    file_bytes: int
-    """Largest size of the folder for weights."""
+    sent_bytes: int
     peak_bytes: int
     server_bytes: int
 
@@ -75,38 +79,60 @@ def forget_peak(process: psutil.Process) -> int:
     return int(process.memory_info().rss)
 
 
+def make_changes(state: Mapping[str, torch.Tensor]) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+    return {
+        name: (torch.randn(weight.shape[0], RANK) / 100, torch.randn(RANK, weight.shape[1]) / 100)
+        for name, weight in state.items()
+        if name.endswith("_proj.weight")
+    }
+
+
+def num_bytes(buckets: Iterable[list[Weight]]) -> int:
+    return sum(weight.num_bytes for bucket in buckets for weight in bucket)
+
+
 def measure(urls: Sequence[str], pids: Sequence[int], model: Path, way: str, repeats: int) -> Found:
     """Push in this process."""
     read = Qwen3ForCausalLM.from_pretrained(model).state_dict()
     state = {name: tensor.clone() for name, tensor in read.items()}  # of files it would count when it is first touched
     del read
+    changes = make_changes(state) if way in ("merged", "adapters") else {}
     me, workers = psutil.Process(), [psutil.Process(pid) for pid in pids]
-    seconds, sizes = [], [0]
+    seconds = []
 
-    async def main(folder: Path) -> tuple[int, int]:
+    def weights() -> Iterator[tuple[str, torch.Tensor]]:
+        for name, tensor in state.items():
+            if way == "merged" and name in changes:
+                left, right = changes[name]
+                yield name, tensor + left @ right
+            else:
+                yield name, tensor
+
+    async def main(folder: Path) -> tuple[int, int, int]:
         servers = [VLLMServer(ServerConfig(url=url), folder=folder) for url in urls]
         for server in servers:
-            server.takes_channel = way == "directly"
+            server.takes_channel = way != "files"
             await server.generate([1, 2, 3], SAMPLING, "first")  # so that all is up
+        served = await servers[0].served_model()
+        buckets = changes_in_buckets(changes.items(), served) if way == "adapters" else in_buckets(weights(), served)
+        sent = num_bytes(buckets)
         held, held_there = forget_peak(me), [forget_peak(worker) for worker in workers]
         for version in range(repeats + 1):
             begin = time.perf_counter()
-            task = asyncio.create_task(push(servers, state.items(), version))
-            while not task.done():
-                sizes.append(sum(file.stat().st_size for file in folder.rglob("*.safetensors")))
-                await asyncio.wait({task}, timeout=0.05)
-            assert not await task
+            pushed = changes.items() if way == "adapters" else None
+            lost = await push(servers, None if pushed and version else weights(), version, changes=pushed)
+            assert not lost
             seconds.append(time.perf_counter() - begin)
-            assert all(server.takes_channel == (way == "directly") for server in servers)
+            assert all(server.takes_channel == (way != "files") for server in servers)
         above = [peak(worker) - before for worker, before in zip(workers, held_there, strict=True)]
-        found = peak(me) - held, max(above)
+        found = sent, peak(me) - held, max(above)
         for server in servers:
             await server.close()
         return found
 
     with tempfile.TemporaryDirectory() as folder:
-        mine, theirs = asyncio.run(main(Path(folder)))
-    return Found(seconds[1:], max(sizes), mine, theirs)
+        sent, mine, theirs = asyncio.run(main(Path(folder)))
+    return Found(seconds[1:], sent, mine, theirs)
 
 
 def measure_inside(model: Path, dtype: str, repeats: int) -> Found:
@@ -150,7 +176,7 @@ def main() -> None:
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         model = new_model(options.hidden, options.layers)
-        num_bytes = (
+        model_bytes = (
             sum(tensor.numel() for tensor in model.state_dict().values()) * getattr(torch, options.dtype).itemsize
         )
         model.save_pretrained(folder / "model")
@@ -172,13 +198,13 @@ def main() -> None:
                     found[way].append(pool.apply(measure, arguments_))
         with context.Pool(1) as pool:
             found["in process"] = [pool.apply(measure_inside, (folder / "model", options.dtype, options.repeats))]
-        source, target = torch.zeros(num_bytes, dtype=torch.uint8), torch.ones(num_bytes, dtype=torch.uint8)
+        source, target = torch.zeros(model_bytes, dtype=torch.uint8), torch.ones(model_bytes, dtype=torch.uint8)
         begin = time.perf_counter()
         target.copy_(source)
         copy_s = time.perf_counter() - begin
-    print(f"{num_bytes / 1e6:.0f} MB to {options.servers} server(s) in {options.dtype}; copy: {copy_s:.2f} s\n")
+    print(f"{model_bytes / 1e6:.0f} MB to {options.servers} server(s) in {options.dtype}; copy: {copy_s:.2f} s\n")
     print(
-        "| way | seconds | least | files, MB | memory of the trainer, MB | of a server, MB |\n|---|---|---|---|---|---|"
+        "| way | seconds | least | sent, MB | memory of the trainer, MB | of a server, MB |\n|---|---|---|---|---|---|"
     )
     for way, rounds in found.items():
         seconds = [second for one in rounds for second in one.seconds]

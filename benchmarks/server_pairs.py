@@ -3,14 +3,17 @@
     python -m benchmarks.server_pairs [--rounds 2] [--steps 6]
 
 Real servers of vLLM's build for CPUs, which `agentrl serve` starts, and `agentrl launch`; rollouts in mode `sync`, where
-trainers wait while servers sample, with as many episodes for each server. The machine needs a core for each server. `sampled`
-is the median over steps of the tokens a second while rollouts are collected, for each server; `all` that over the whole step,
-pushes included.
+trainers wait while servers sample, with as many episodes for each server. Each pair has one core of this machine, whether it is
+alone or not. `sampled` is the median over steps of the tokens a second while rollouts are collected, for each server; `all`
+that over the whole step, pushes included.
 """
 
 import argparse
+import os
 import statistics
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import yaml
@@ -23,11 +26,23 @@ LOCAL = {"hidden_size": 512, "num_layers": 12, "num_heads": 8, "num_kv_heads": 4
 ROLLOUT = {"group_size": 8, "max_turns": 2, "max_turn_tokens": 192, "max_context_tokens": 1024, "max_live_episodes": 64}
 
 
+@contextmanager
+def on(cores: set[int]) -> Iterator[None]:
+    """Let what is started have these cores."""
+    before = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, cores)
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, before)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--steps", type=int, default=6)
     options = parser.parse_args()
+    cores = sorted(os.sched_getaffinity(0))[:2]
     found: dict[int, list[tuple[float, float]]] = {1: [], 2: []}
     with tempfile.TemporaryDirectory() as name:
         here = Path(name)
@@ -42,15 +57,19 @@ def main() -> None:
         }
         file = here / "recipe.yaml"
         file.write_text(yaml.safe_dump(recipe), encoding="utf-8")
-        servers = [serve(file, url, here / f"server-{number}.log") for number, url in enumerate(urls)]
+        servers = []
+        for number, (core, url) in enumerate(zip(cores, urls, strict=True)):
+            with on({core}):
+                servers.append(serve(file, url, here / f"server-{number}.log"))
         try:
             for number in range(options.rounds):
                 for pairs in found:
                     run = here / f"run-{number}-{pairs}"
                     count = ("--engine.server.url", urls[0], "--rollout.num_groups", "4") if pairs == 1 else ()
-                    side = Side(
-                        "launch", "--processes", pairs, file, "--run_dir", run, *count, log=here / f"{run.name}.log"
-                    )
+                    with on(set(cores[:pairs])):
+                        side = Side(
+                            "launch", "--processes", pairs, file, "--run_dir", run, *count, log=here / f"{run.name}.log"
+                        )
                     if side.process.wait():
                         raise SystemExit((here / f"{run.name}.log").read_text(encoding="utf-8")[-3000:])
                     rows = RunFolder.open(run).metrics()[2:]

@@ -32,13 +32,23 @@ def test_importing_agentrl_loads_neither_torch_nor_a_plug_in() -> None:
     assert loaded_by("import agentrl") == set()
 
 
-@pytest.mark.parametrize("policy", [None, "ACTIVE"])
-def test_threads_sleep_while_they_wait_unless_somebody_has_said_otherwise(policy: str | None) -> None:
-    environment = {name: value for name, value in os.environ.items() if name != "OMP_WAIT_POLICY"}
-    environment |= {} if policy is None else {"OMP_WAIT_POLICY": policy}
-    code = "import agentrl.cli, os; print(os.environ['OMP_WAIT_POLICY'])"
-    shown = subprocess.run([sys.executable, "-c", code], env=environment, check=True, capture_output=True, text=True)
-    assert shown.stdout.strip() == (policy or "PASSIVE")
+@pytest.mark.parametrize(
+    ("said", "spins"), [({}, "1000"), ({"GOMP_SPINCOUNT": "7"}, "7"), ({"OMP_WAIT_POLICY": "ACTIVE"}, "None")]
+)
+def test_threads_spin_shortly_while_they_wait_unless_somebody_has_said_otherwise(
+    said: dict[str, str], spins: str
+) -> None:
+    environment = {
+        name: value for name, value in os.environ.items() if name not in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")
+    }
+    code = "import agentrl.cli, os; print(os.environ.get('GOMP_SPINCOUNT'))"
+    shown = subprocess.run(
+        [sys.executable, "-c", code], env=environment | said, check=True, capture_output=True, text=True
+    )
+    assert shown.stdout.strip() == spins
+
+
+def test_importing_names_that_everybody_uses_loads_neither() -> None:
     assert loaded_by("from agentrl import Message, Trajectory, UserError") == set()
 
 

@@ -5,12 +5,16 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 import yaml
 
+import agentrl
+from agentrl.engine import vllm_server
 from agentrl.engine.vllm_common import is_installed
+from agentrl.engine.vllm_push import push
 from agentrl.report.folder import RunFolder
 from tests.support.ports import free_port
 from tests.support.processes import Command
@@ -33,17 +37,48 @@ def test_a_run_trains_on_a_server_of_its_own(tmp_path: Path, monkeypatch: pytest
     Path("recipe.yaml").write_text(yaml.safe_dump(recipe), encoding="utf-8")
     command = [sys.executable, "-m", "agentrl", "serve", "recipe.yaml"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as serving:
-        assert serving.stdout is not None
-        assert serving.stdout.readline().startswith(f"serving at {recipe['engine']['server']['url']}; log: ")  # type: ignore[index]
-        children = psutil.Process(serving.pid).children(recursive=True)
-        # Of two processes the first plays all groups on it, and the other only trains.
-        for how, *options in (("train",), ("launch", "--processes", "2")):
-            Command(how, *options, "recipe.yaml", "--run_dir", how, "--train.sharding", "full").finish()
-            rows = RunFolder.open(Path(how)).metrics()
-            assert [row["step"] for row in rows] == [0, 1, 2]
-            assert all(row["first/engine_difference"] < 1e-4 for row in rows[1:])
-        os.kill(serving.pid, signal.SIGTERM)
-        assert serving.wait(timeout=100) == 128 + signal.SIGTERM
+        try:
+            assert serving.stdout is not None
+            assert serving.stdout.readline().startswith(f"serving at {recipe['engine']['server']['url']}; log: ")  # type: ignore[index]
+            children = psutil.Process(serving.pid).children(recursive=True)
+            # Of two processes the first plays all groups on it, and the other only trains.
+            for how, *options in (("train",), ("launch", "--processes", "2")):
+                Command(how, *options, "recipe.yaml", "--run_dir", how, "--train.sharding", "full").finish()
+                rows = RunFolder.open(Path(how)).metrics()
+                assert [row["step"] for row in rows] == [0, 1, 2]
+                assert all(row["first/engine_difference"] < 1e-4 for row in rows[1:])
+            # Of a policy with adapters the server gets the weights once, and then adapters alone.
+            Command("export", "train", "base").finish()
+            recipe["model"] = {"name_or_path": "base", "lora": {"rank": 4, "target_modules": ["q_proj", "up_proj"]}}
+            recipe["warmup"] = {
+                "steps": 10,
+                "num_demonstrations": 16,
+                "learning_rate": 1e-2,
+            }  # so that adapters are something
+            Path("adapters.yaml").write_text(yaml.safe_dump(recipe), encoding="utf-8")
+            pushed: list[tuple[bool, bool]] = []
+
+            async def watched(servers: Any, weights: Any, version: int, *, changes: Any = None) -> Any:
+                pushed.append((weights is not None, changes is not None))
+                return await push(servers, weights, version, changes=changes)
+
+            with monkeypatch.context() as patch:
+                patch.setattr(vllm_server, "push", watched)
+                agentrl.train("adapters.yaml", overrides=("--run_dir", "adapters"), quiet=True)
+            assert (
+                pushed == [(True, False), (True, True)] * 2 + [(False, True)] * 2
+            )  # proven before the warm-up, and after it
+            Command(
+                "launch", "--processes", "2", "adapters.yaml", "--run_dir", "shared", "--train.sharding", "full"
+            ).finish()
+            for name in ("adapters", "shared"):
+                rows = RunFolder.open(Path(name)).metrics()
+                assert [row["step"] for row in rows] == [0, 1, 2]
+                assert all(row["first/engine_difference"] < 1e-4 for row in rows[1:])
+            os.kill(serving.pid, signal.SIGTERM)
+            assert serving.wait(timeout=100) == 128 + signal.SIGTERM
+        finally:
+            serving.terminate()  # whatever was found
     gone, alive = psutil.wait_procs(children, timeout=60)
     assert len(gone) >= 1
     assert alive == []

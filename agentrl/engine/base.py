@@ -4,8 +4,9 @@ from abc import abstractmethod
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from enum import IntEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, Self
+from typing import TYPE_CHECKING, Any, Protocol, Self, runtime_checkable
 
 from agentrl.plugin import Plugin, Seam
 from agentrl.types import Completion, Sampling, Share
@@ -121,3 +122,35 @@ class Engine(Sampler, Protocol):
 
     async def close(self) -> None:
         """Release what the engine holds; requests that still wait, and later ones, get an EngineError."""
+
+
+class KeptBase(IntEnum):
+    """Whether an engine has the weights that adapters change, so that a push need not bring them."""
+
+    IMPOSSIBLE = 0
+    """It takes merged weights alone."""
+    MISSING = 1
+    """It keeps those that come with the next push of adapters."""
+    THERE = 2
+
+
+@runtime_checkable
+class AdapterEngine(Engine, Protocol):
+    """An engine that can keep the weights of the model, and take low-rank changes of them."""
+
+    async def kept_base(self) -> KeptBase:
+        """Tell what the next push of adapters must bring."""
+
+    async def load_adapters(
+        self,
+        changes: "Iterable[tuple[str, tuple[torch.Tensor, torch.Tensor]]]",
+        base: "Iterable[tuple[str, torch.Tensor]] | None",
+        version: int,
+    ) -> None:
+        """Replace the weights by those of the model plus changes of some; otherwise as `load_weights`.
+
+        Args:
+            changes: by the weight's name, two matrices whose product is added to it.
+            base: all weights of the model, to be kept. None: those that are kept.
+            version: of the policy.
+        """

@@ -2,8 +2,10 @@
 
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from itertools import chain
 from typing import TYPE_CHECKING
 
+from agentrl.engine.base import KeptBase
 from agentrl.errors import EngineError
 from agentrl.types import Completion, Sampling
 
@@ -35,6 +37,21 @@ class IdleEngine:
     async def load_weights(self, named_tensors: "Iterable[tuple[str, torch.Tensor]]", version: int) -> None:
         """Let the weights pass, for putting each together takes every process."""
         for _ in named_tensors:
+            pass
+        self.version = version
+
+    async def kept_base(self) -> KeptBase:
+        """Need none."""
+        return KeptBase.THERE
+
+    async def load_adapters(
+        self,
+        changes: "Iterable[tuple[str, tuple[torch.Tensor, torch.Tensor]]]",
+        base: "Iterable[tuple[str, torch.Tensor]] | None",
+        version: int,
+    ) -> None:
+        """Let the weights pass."""
+        for _ in chain(changes, base or ()):
             pass
         self.version = version
 

@@ -8,7 +8,7 @@ from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 from urllib.parse import urlsplit
 from uuid import uuid4
 
@@ -16,7 +16,7 @@ import torch
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from agentrl.engine.vllm_http import Fault, ServerLostError
-from agentrl.engine.vllm_weights import ServedModel, in_buckets, write_weights
+from agentrl.engine.vllm_weights import ServedModel, changes_in_buckets, in_buckets, write_weights
 from agentrl.engine.weight_channel import Bucket, Channel, address_towards, pack
 from agentrl.errors import EngineError
 
@@ -28,26 +28,35 @@ _JOIN_S = 60.0
 _POLL_S = 0.005
 _WORDS_S = 10.0
 """How long one may take to say why it takes no more."""
+Changes: TypeAlias = Iterable[tuple[str, tuple[torch.Tensor, torch.Tensor]]]
+"""By a weight's name, two matrices whose product is added to it."""
 
 log = logging.getLogger(__name__)
 
 
 async def push(
     servers: Sequence["VLLMServer"],
-    named_tensors: Iterable[tuple[str, torch.Tensor]],
+    named_tensors: Iterable[tuple[str, torch.Tensor]] | None,
     version: int,
+    *,
+    changes: Changes | None = None,
 ) -> dict["VLLMServer", ServerLostError]:
     """Replace the weights of servers of one model; return those that did not take them, and why.
 
     Args:
         servers: to push to, none of which samples now.
-        named_tensors: every weight of the model, by the names of transformers' `state_dict`; all are taken from it.
+        named_tensors: every weight of the model, by the names of transformers' `state_dict`; all are taken from it. None, with
+            changes: those that the servers keep.
         version: of the policy.
+        changes: what is added to some of these weights, which the servers then keep; see `AdapterEngine.load_adapters`.
 
     Raises:
         EngineError: where weights are not the model's, or the folder cannot be written.
     """
-    receivers = [_Receiver(server, version) for server in servers]
+    receivers = [
+        _Receiver(server, version, has_changes=changes is not None, has_weights=named_tensors is not None)
+        for server in servers
+    ]
     lost: dict[VLLMServer, ServerLostError] = {}
 
     async def each(step: Callable[[_Receiver], Awaitable[None]]) -> None:
@@ -72,10 +81,14 @@ async def push(
             stack.enter_context(receiver.server.loading())
         await each(_Receiver.ask)
         if not receivers:
-            for _ in named_tensors:  # all training processes may have a part in it
+            for _ in chain(changes or (), named_tensors or ()):  # all training processes may have a part in it
                 pass
             return lost
-        buckets = in_buckets(named_tensors, receivers[0].model)
+        model = receivers[0].model
+        buckets = chain(
+            () if changes is None else changes_in_buckets(changes, model),
+            () if named_tensors is None else in_buckets(named_tensors, model, is_exact=changes is not None),
+        )
         buckets = chain([next(buckets)], buckets)  # what is wrong with the first the servers need not hear of
         device = servers[0].device
         if not all(receiver.model.is_gpu for receiver in receivers):
@@ -122,8 +135,11 @@ def _written(folder: Path, version: int) -> Iterator[Path]:
 class _Receiver:
     """A server that gets new weights."""
 
-    def __init__(self, server: "VLLMServer", version: int) -> None:
+    def __init__(self, server: "VLLMServer", version: int, *, has_changes: bool, has_weights: bool) -> None:
         self.server, self._version = server, version
+        self._has_changes, self._has_weights = has_changes, has_weights
+        self._base = (uuid4().hex if has_weights else server.base) if has_changes else None
+        """By what name it is to keep, or keeps, weights to which changes are added. None: it gets merged ones."""
         self.channel: Channel | None = None
         self._taking: asyncio.Task[None] | None = None
         """The server's answer, which comes when it has all weights."""
@@ -135,8 +151,12 @@ class _Receiver:
         return self.server.model
 
     async def ask(self) -> None:
-        """Find out what it runs."""
-        await self.server.served_model()
+        """Find out what it runs, and whether it can take what there is."""
+        model = await self.server.served_model()
+        if self._has_changes and not (self.server.takes_channel and model.num_workers and self._base):
+            raise ServerLostError(
+                f"vLLM's server at {self.server.url} has come back, and has no weights yet to which adapters could be added"
+            )
 
     async def join(self, device: torch.device) -> None:
         """Connect its workers with this process; where they cannot reach it, the server gets files from now on."""
@@ -144,11 +164,12 @@ class _Receiver:
         timeout_s = self.server.timeout_s
         join_s = min(_JOIN_S, timeout_s)
         await self.server.begin_replacing()
+        self.server.base = None
         try:
             address = await asyncio.to_thread(address_towards, str(url.hostname), url.port or 80)
             store, port = _listen(address, join_s)
             fields = {"host": address, "port": port, "num_workers": num_workers, "is_gpu": device.type == "cuda"}
-            fields |= {"join_s": join_s, "timeout_s": timeout_s}
+            fields |= {"join_s": join_s, "timeout_s": timeout_s, "base": self._base, "brings_base": self._has_weights}
             self._taking = asyncio.create_task(self.server.call_workers("receive_weights", **fields))
             async with asyncio.timeout(join_s):
                 while not store.check([str(rank) for rank in range(1, num_workers + 1)]):
@@ -160,6 +181,8 @@ class _Receiver:
             )
         except (RuntimeError, OSError, EngineError, Fault) as error:
             await self.server.check_alive()
+            if self._has_changes:
+                raise ServerLostError(f"vLLM's server at {self.server.url} did not take adapters: {error}") from error
             self.server.takes_channel = False
             log.warning(
                 "%s cannot take weights from this process directly, so they go there in files: %s",
@@ -193,6 +216,7 @@ class _Receiver:
     async def finish(self) -> None:
         """Let the server sample from the new weights."""
         await self.server.end_replacing(self._version)
+        self.server.base = self._base
 
     def close(self) -> None:
         """Let go of the channel; a server that still waits for weights is told so by that."""

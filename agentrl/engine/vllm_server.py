@@ -11,7 +11,7 @@ from uuid import uuid4
 import torch
 from pydantic import Field
 
-from agentrl.engine.base import Engine, EngineConfig, EngineContext
+from agentrl.engine.base import Engine, EngineConfig, EngineContext, KeptBase
 from agentrl.engine.vllm_common import (
     FINISH_REASONS,
     MIN_TEMPERATURE,
@@ -21,7 +21,7 @@ from agentrl.engine.vllm_common import (
     sampling_fields,
 )
 from agentrl.engine.vllm_http import Fault, Http, ServerConfig, ServerLostError
-from agentrl.engine.vllm_push import push
+from agentrl.engine.vllm_push import Changes, push
 from agentrl.engine.vllm_weights import ServedModel, read_answer, read_model
 from agentrl.errors import EngineError
 from agentrl.types import Amount, Completion, Count, FinishReason, Sampling
@@ -93,6 +93,8 @@ class VLLMServer:
         self.folder, self.device = folder, device
         self.takes_channel = True
         """Weights go there directly, as far as is known."""
+        self.base: str | None = None
+        """By what name it keeps weights to which adapters are added."""
         self._version = 0
         self.model: ServedModel | None = None
         """What it runs. None: it was not asked yet."""
@@ -186,6 +188,20 @@ class VLLMServer:
         """Replace all weights, by the names of transformers' `state_dict`, and forget every cached key and value."""
         self.check_idle()
         for error in (await push([self], named_tensors, version)).values():
+            raise error
+
+    async def kept_base(self) -> KeptBase:
+        """Tell what the next push of adapters must bring; see `AdapterEngine`."""
+        if not self.takes_channel or (self.model is not None and not self.model.num_workers):
+            return KeptBase.IMPOSSIBLE
+        return KeptBase.MISSING if self.base is None else KeptBase.THERE
+
+    async def load_adapters(
+        self, changes: Changes, base: Iterable[tuple[str, torch.Tensor]] | None, version: int
+    ) -> None:
+        """Replace the weights by those of the model plus changes; see `AdapterEngine`."""
+        self.check_idle()
+        for error in (await push([self], base, version, changes=changes)).values():
             raise error
 
     def check_idle(self) -> None:
@@ -365,16 +381,23 @@ class VLLMServer:
         self._is_half_loaded = True
         await self._http.ask("a pause", "POST", "/pause?mode=abort&clear_cache=false")
         await self._extend("draw_where_left_off")  # a server that was started again does not know how yet
-        await self._extend("forget_kernels")
 
     async def read_files(self, folder: Path) -> None:
         """Let the server read weights."""
+        await self._extend("forget_kernels")
         reload = {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}}
         await self._http.ask(f"reading the weights in {folder}", "POST", "/collective_rpc", reload)
 
     async def call_workers(self, method: str, **fields: Any) -> None:
         """Call a method of our extension of its workers, once."""
         await self._http.once("POST", "/collective_rpc", {"method": method, "kwargs": fields})
+
+    async def answers(self) -> bool:
+        """Tell whether it is up, as far as one request shows."""
+        with suppress(Fault, EngineError, TimeoutError):
+            await asyncio.wait_for(self._http.once("GET", "/weight_info"), _ABORT_S)
+            return True
+        return False
 
     async def check_alive(self) -> None:
         """Raise ServerLostError where it does not answer."""

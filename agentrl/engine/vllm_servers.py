@@ -8,8 +8,9 @@ from contextlib import contextmanager
 
 import torch
 
+from agentrl.engine.base import KeptBase
 from agentrl.engine.vllm_http import ServerLostError
-from agentrl.engine.vllm_push import push
+from agentrl.engine.vllm_push import Changes, push
 from agentrl.engine.vllm_server import VLLMServer
 from agentrl.errors import EngineError
 from agentrl.types import Completion, Sampling
@@ -79,9 +80,30 @@ class VLLMServers:
         Raises:
             EngineError: as `VLLMServer.load_weights`; also when no server takes them.
         """
+        await self._push(named_tensors, None, version)
+
+    async def kept_base(self) -> KeptBase:
+        """Tell what the next push of adapters must bring to one of the servers at least; see `AdapterEngine`.
+
+        One that was lost and answers again has nothing; one that does not will get nothing either.
+        """
+        for server in self._lost:
+            server.base = None
+        back = [server for server in self._lost if await server.answers()]
+        return min([await server.kept_base() for server in (*self._up(), *back)], default=KeptBase.THERE)
+
+    async def load_adapters(
+        self, changes: Changes, base: Iterable[tuple[str, torch.Tensor]] | None, version: int
+    ) -> None:
+        """Replace the weights by those of the model plus changes; see `AdapterEngine`."""
+        await self._push(base, changes, version)
+
+    async def _push(
+        self, named_tensors: Iterable[tuple[str, torch.Tensor]] | None, changes: Changes | None, version: int
+    ) -> None:
         for server in self._up():
             server.check_idle()
-        failed = await push(self._servers, named_tensors, version)
+        failed = await push(self._servers, named_tensors, version, changes=changes)
         for server in self._servers:
             if server in failed:
                 self._leave_out(server, failed[server])

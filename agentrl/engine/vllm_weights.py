@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import save_file
 
 from agentrl.engine.batched import check_weight
-from agentrl.engine.vllm_worker import EXTENSION
+from agentrl.engine.vllm_worker import EXTENSION, LEFT, RIGHT
 from agentrl.engine.weight_channel import Weight
 from agentrl.errors import EngineError
 
@@ -93,33 +93,64 @@ def find_ties(model: torch.nn.Module) -> dict[str, str]:
     return {name: other for name, other in names.items() if name != other}
 
 
-def in_buckets(named_tensors: Iterable[tuple[str, torch.Tensor]], model: ServedModel) -> Iterator[list[Weight]]:
+def in_buckets(
+    named_tensors: Iterable[tuple[str, torch.Tensor]], model: ServedModel, *, is_exact: bool = False
+) -> Iterator[list[Weight]]:
     """Yield weights, some at a time, each with the dtype in which it is handed over.
 
     That is the server's for matrices, to which it would round them itself; vectors, of which it keeps some in single
-    precision, and routers stay as they are. Tied weights go once.
+    precision, and routers stay as they are, and where it is to be exact all that rounding would change.
 
     Raises:
         EngineError: when names or shapes are not the model's. vLLM keeps what is not pushed, and of tied embeddings it
             keeps a packed copy, which would go stale: so all must be there.
     """
-    missing, size = set(model.shapes), 0
+    missing = set(model.shapes)
+
+    def checked() -> Iterator[Weight]:
+        for name, tensor in named_tensors:
+            check_weight(name, tensor, model.shapes)
+            missing.discard(name)
+            if name in model.ties:  # goes with the other one
+                continue
+            names = (name, *(tied for tied, other in model.ties.items() if other == name))
+            is_rounded = tensor.is_floating_point() and tensor.ndim > 1 and not name.endswith(_ROUTERS)
+            if is_rounded and is_exact:
+                is_rounded = tensor.to(model.dtype).to(tensor.dtype).equal(tensor)
+            yield Weight(names, tensor, model.dtype if is_rounded else tensor.dtype)
+        if missing:
+            raise EngineError(f"load_weights needs every weight of the model; {min(missing)!r} is missing")
+
+    return _in_buckets(checked())
+
+
+def changes_in_buckets(
+    changes: Iterable[tuple[str, tuple[torch.Tensor, torch.Tensor]]], model: ServedModel
+) -> Iterator[list[Weight]]:
+    """Yield what is added to weights, as `in_buckets` yields weights; each product is two that the worker multiplies.
+
+    Raises:
+        EngineError: when names or shapes are not the model's.
+    """
+
+    def checked() -> Iterator[Weight]:
+        for name, (left, right) in changes:
+            check_weight(name, torch.empty(left.shape[0], right.shape[1], device="meta"), model.shapes)
+            yield Weight((name + LEFT,), left, left.dtype)
+            yield Weight((name + RIGHT,), right, right.dtype)
+
+    return _in_buckets(checked())
+
+
+def _in_buckets(weights: Iterable[Weight]) -> Iterator[list[Weight]]:
     bucket: list[Weight] = []
-    for name, tensor in named_tensors:
-        check_weight(name, tensor, model.shapes)
-        missing.discard(name)
-        if name in model.ties:
-            continue
-        names = (name, *(tied for tied, other in model.ties.items() if other == name))
-        is_rounded = tensor.is_floating_point() and tensor.ndim > 1 and not name.endswith(_ROUTERS)
-        weight = Weight(names, tensor, model.dtype if is_rounded else tensor.dtype)
+    size = 0
+    for weight in weights:
         if bucket and size + weight.num_bytes > _BUCKET_BYTES:
             yield bucket
             bucket, size = [], 0
         bucket.append(weight)
         size += weight.num_bytes
-    if missing:
-        raise EngineError(f"load_weights needs every weight of the model; {min(missing)!r} is missing")
     yield bucket
 
 

@@ -20,7 +20,15 @@ from agentrl.learn.calibration import Calibration
 from agentrl.learn.optimizer import make_optimizer
 from agentrl.learn.schedule import make_schedule
 from agentrl.learn.train_config import TrainConfig
-from agentrl.policy.lora import has_adapters, holds_adapters, load_adapter, merged_weights, save_adapter
+from agentrl.policy.lora import (
+    base_weights,
+    has_adapters,
+    holds_adapters,
+    load_adapter,
+    merged_weights,
+    save_adapter,
+    weight_changes,
+)
 from agentrl.policy.model import Policy
 from agentrl.policy.shares import fill
 
@@ -124,6 +132,19 @@ class PolicyState:
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the model's weights, adapters merged into them, one whole at a time; called on every process."""
         return merged_weights(self.policy.model)
+
+    @property
+    def has_adapters(self) -> bool:
+        """Adapters are trained, and all else stays as it is."""
+        return has_adapters(self.policy.model)
+
+    def base_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield the model's weights without adapters, one whole at a time; called on every process."""
+        return base_weights(self.policy.model)
+
+    def weight_changes(self) -> Iterator[tuple[str, tuple[Tensor, Tensor]]]:
+        """Yield what adapters add to weights, each as two matrices to multiply; called on every process."""
+        return weight_changes(self.policy.model)
 
     def broadcast_weights(self) -> None:
         """Make the weights on all processes those of the first: they were made on each, to rounding the same."""

@@ -28,12 +28,14 @@ __all__ = [
     "LoraSettings",
     "adapter_state",
     "add_lora",
+    "base_weights",
     "has_adapters",
     "holds_adapters",
     "load_adapter",
     "merged_weights",
     "round_frozen",
     "save_adapter",
+    "weight_changes",
 ]
 
 _ADAPTER = "default"
@@ -111,20 +113,32 @@ def merged_weights(model: Any) -> Iterator[tuple[str, Tensor]]:
     The model is left as it is. Without adapters these are the entries of its `state_dict`.
     """
     layers, state = _adapted(model), model.state_dict()
-    for name, tensor in state.items():
-        if name.partition(".lora_")[0] in layers:
-            continue
-        layer, _, kind = name.rpartition(".base_layer.")
-        weight = _whole(tensor)
-        if layer not in layers:
+    for name, weight in base_weights(model):
+        layer, _, kind = name.rpartition(".")
+        if kind != "weight" or layer not in layers:
             yield name, weight
             continue
-        if kind == "weight":
-            lora_a_ZI, lora_b_OZ = (_whole(state[f"{layer}.lora_{matrix}.{_ADAPTER}.weight"]) for matrix in "AB")
-            change_OI = lora_b_OZ @ lora_a_ZI * layers[layer].scaling[_ADAPTER]
-            change = change_OI.T if layers[layer].fan_in_fan_out else change_OI  # GPT-2 keeps its weights as (in, out)
-            weight = (weight + change).to(weight.dtype)
-        yield f"{layer}.{kind}", weight
+        left, right = _change(layer, layers[layer], state)
+        yield name, (weight + left @ right).to(weight.dtype)
+
+
+def base_weights(model: Any) -> Iterator[tuple[str, Tensor]]:
+    """Yield each weight without its adapter, otherwise as `merged_weights`."""
+    layers = _adapted(model)
+    for name, tensor in model.state_dict().items():
+        if name.partition(".lora_")[0] not in layers:
+            layer, _, kind = name.rpartition(".base_layer.")
+            yield (f"{layer}.{kind}" if layer in layers else name), _whole(tensor)
+
+
+def weight_changes(model: Any) -> Iterator[tuple[str, tuple[Tensor, Tensor]]]:
+    """Yield for each adapted weight, by its name in the model without adapters, two matrices in float32.
+
+    Their product is what the adapter adds to the weight, in the weight's layout. Every process must go through all.
+    """
+    state = model.state_dict()
+    for name, layer in _adapted(model).items():
+        yield f"{name}.weight", _change(name, layer, state)
 
 
 def adapter_state(model: Any) -> dict[str, Tensor]:
@@ -194,6 +208,13 @@ def _find_layers(model: Any, targets: Literal["all-linear"] | tuple[str, ...]) -
                 f"head and its embeddings cannot).{suggest(target, endings)}"
             )
     return [name for name in known if any(f".{name}".endswith(f".{target}") for target in targets)]
+
+
+def _change(name: str, layer: Any, state: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+    lora_a_ZI, lora_b_OZ = (_whole(state[f"{name}.lora_{matrix}.{_ADAPTER}.weight"]) for matrix in "AB")
+    lora_b_OZ = lora_b_OZ * layer.scaling[_ADAPTER]
+    # GPT-2 keeps its weights as (in, out).
+    return (lora_a_ZI.T, lora_b_OZ.T) if layer.fan_in_fan_out else (lora_b_OZ, lora_a_ZI)
 
 
 def _whole(tensor: Tensor) -> Tensor:

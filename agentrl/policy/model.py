@@ -130,7 +130,7 @@ def load_pretrained(
         model = auto_class(config).from_pretrained(
             source, dtype=torch.float32, attn_implementation=attention, trust_remote_code=False, **options
         )
-    return model.float(), tokenizer  # what was quantized comes in bfloat16
+    return name_body(model.float()), tokenizer  # what was quantized comes in bfloat16
 
 
 def open_checkpoint(name_or_path: str, *, field: str) -> tuple[str, Any, Any]:
@@ -175,6 +175,13 @@ def auto_class(config: Any) -> Any:
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as WITHOUT_IMAGES
 
     return AutoModelForCausalLM if config.model_type in WITHOUT_IMAGES else AutoModelForImageTextToText
+
+
+def name_body(model: Any) -> Any:
+    """Return a model whose `base_model` is what is below its head: by the name that Llama 4's text models have, it is not."""
+    if model.base_model is model:
+        model.base_model_prefix = "model"
+    return model
 
 
 LAYER_KINDS = ("layer_types", "mlp_layer_types")

@@ -17,6 +17,7 @@ from agentrl.policy.model import (
     LAYER_KINDS,
     auto_class,
     load_pretrained,
+    name_body,
     naming_checkpoint,
     open_checkpoint,
     quantization,
@@ -56,7 +57,7 @@ def load_shares(
             distributed_config=DistributedConfig(fsdp_size=num_processes()),
         )
     with torch.device("meta"):
-        model = family.from_config(config, dtype=torch.float32, attn_implementation=attention).eval()
+        model = name_body(family.from_config(config, dtype=torch.float32, attn_implementation=attention).eval())
     for name, buffer in loaded.named_buffers():
         owner, _, key = name.rpartition(".")
         setattr(model.get_submodule(owner), key, buffer)
@@ -108,4 +109,4 @@ def small_like(model: Any, device: torch.device) -> Any:
         made = auto_class(config).from_config(
             config, dtype=torch.float32, attn_implementation=model.config._attn_implementation
         )
-    return made.eval()
+    return name_body(made.eval())

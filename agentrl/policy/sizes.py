@@ -17,7 +17,7 @@ from transformers.masking_utils import AttentionMaskInterface
 
 from agentrl.policy.autocast import cast_experts
 from agentrl.policy.lora import LoraSettings, add_lora, round_frozen
-from agentrl.policy.model import auto_class, with_layers
+from agentrl.policy.model import auto_class, name_body, with_layers
 from agentrl.policy.towers import freeze_towers
 from agentrl.policy.tree_model import no_mask
 
@@ -135,7 +135,7 @@ def _made(config: Any, lora: LoraSettings | None, *, dtype: torch.dtype) -> Iter
     AttentionMaskInterface.register(_NAME, no_mask)
     config = copy.deepcopy(config)
     with torch.device("meta"):
-        model = auto_class(config).from_config(config, attn_implementation=_NAME, dtype=dtype).train()
+        model = name_body(auto_class(config).from_config(config, attn_implementation=_NAME, dtype=dtype).train())
         freeze_towers(model)
         if lora is not None:
             add_lora(model, lora)

@@ -7,6 +7,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from agentrl.distributed.processes import all_gather
+from agentrl.engine.base import AdapterEngine, KeptBase
 from agentrl.errors import EngineError
 from agentrl.learn.learner import Learner
 from agentrl.rollout import RolloutPool
@@ -59,8 +61,24 @@ class EngineLink:
         return found
 
     def push(self, version: int) -> None:
-        """Hand the weights to the engine, as `version`."""
-        self._load(self._learner.state.weights(), version)
+        """Hand the weights to the engine, as `version`: the adapters alone where every process's engine has the rest."""
+        state, engine = self._learner.state, self._pool.context.engine
+        kept = KeptBase.IMPOSSIBLE
+        if state.has_adapters:
+            mine = self._runner.run(engine.kept_base()) if isinstance(engine, AdapterEngine) else kept
+            kept = min(all_gather([mine]))
+        if kept is KeptBase.IMPOSSIBLE:
+            self._load(state.weights(), version)
+            return
+        base = None if kept is KeptBase.THERE else state.base_weights()
+        changes = state.weight_changes()
+
+        async def load() -> None:
+            assert isinstance(engine, AdapterEngine)
+            await self._pool.pause()
+            await engine.load_adapters(changes, base, version)
+
+        self._runner.run(load())
 
     def check_samples(self) -> None:
         """Sample a few tokens, and compare their log-probabilities with the learner's.

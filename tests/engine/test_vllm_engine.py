@@ -14,6 +14,7 @@ import torch
 from agentrl.engine import vllm_weights
 from agentrl.engine.vllm import VLLMConfig, VLLMEngine
 from agentrl.engine.vllm_common import is_installed
+from agentrl.engine.vllm_worker import LEFT, RIGHT
 from agentrl.errors import ConfigError, EngineError
 from agentrl.testing import check_engine
 from agentrl.types import Completion, FinishReason, Sampling
@@ -264,6 +265,29 @@ def test_a_failure_of_vllm_fails_what_waits_and_not_what_comes(engine: VLLMEngin
     assert len(run(runner, engine.generate([1, 2], sampling(), "a")).token_ids) == 8
 
 
+def check_adapters(runner: asyncio.Runner, engine: VLLMEngine, model: Any, end: str) -> None:
+    """Check what a server's worker makes of adapters, on the worker in this process; the last has those of nothing."""
+    base = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    for seed, scale in ((1, 0.2), (2, 0.2), (3, 0.0)):
+        generator = torch.Generator().manual_seed(seed)
+        sent: dict[str, torch.Tensor] = {}
+        for name in (name for name in base if name.endswith(end)):
+            rows, columns = base[name].shape
+            left, right = (torch.randn(shape, generator=generator) for shape in ((rows, 2), (2, columns)))
+            sent |= {name + LEFT: left * scale, name + RIGHT: right}
+            model.load_state_dict({name: base[name] + scale * left @ right}, strict=False)
+        assert sent
+        fields = {
+            "weights": [*sent.items(), *(base.items() if seed == 1 else ())],
+            "base": end,
+            "brings_base": seed == 1,
+        }
+        run(runner, engine._call(lambda f: engine._llm.collective_rpc("replace_weights", kwargs=f), fields))
+        run(runner, engine._call(lambda: engine._llm.reset_prefix_cache(reset_running_requests=True)))
+        done = run(runner, engine.generate([1, 2, 3], sampling(16), "a"))
+        assert done.logprobs == pytest.approx(plain_logprobs(model, [1, 2, 3], done.token_ids, 1.0), rel=0, abs=1e-4)
+
+
 def test_engines_in_turn_leave_the_process_as_it_was(runner: asyncio.Runner) -> None:
     def drawn() -> tuple[float, float, float]:
         return random.random(), np.random.random(), float(torch.rand(()))
@@ -289,6 +313,8 @@ def test_engines_in_turn_leave_the_process_as_it_was(runner: asyncio.Runner) -> 
             assert done.logprobs == pytest.approx(
                 plain_logprobs(model, [1, 2, 3], done.token_ids, 1.0), rel=0, abs=1e-4
             )
+        for end in ("q_proj.weight", "mlp.gate.weight") if make is make_experts else ("up_proj.weight",):
+            check_adapters(runner, engine, models[0], end)
         # Last, because what was computed from no numbers stays in the cache's memory and spoils later requests.
         spoilt = {name: torch.full_like(weight, float("nan")) for name, weight in models[0].state_dict().items()}
         run(runner, engine.load_weights(spoilt.items(), 4))

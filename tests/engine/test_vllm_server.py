@@ -21,10 +21,12 @@ import torch
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from agentrl.engine import vllm_push, vllm_weights
+from agentrl.engine.base import KeptBase, Sampler
 from agentrl.engine.vllm_common import is_installed
 from agentrl.engine.vllm_http import Http, ServerConfig
 from agentrl.engine.vllm_launch import Server, start_server
 from agentrl.engine.vllm_server import VLLMServer
+from agentrl.engine.vllm_weights import ServedModel, find_ties, in_buckets
 from agentrl.errors import ConfigError, EngineError
 from agentrl.testing import check_engine
 from agentrl.types import Completion, FinishReason, Sampling
@@ -112,12 +114,34 @@ def test_it_keeps_to_the_contract_of_engines(server: Server, tmp_path: Path) -> 
     run(main())
 
 
-async def check_logprobs(engine: VLLMServer, seed: int) -> None:
-    """Check that the server samples from the weights of a seed."""
+def changes(seed: int) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+    """What adapters of a seed add to the weights of attention."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def matrix(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator) / 4
+
+    return {
+        name: (matrix(weight.shape[0], 3), matrix(3, weight.shape[1]))
+        for name, weight in weights(0)
+        if "q_proj" in name or "v_proj" in name
+    }
+
+
+def adapted(seed: int) -> Any:
+    """The model of seed 0 with adapters."""
+    model = make_model(0)
+    for name, (left, right) in changes(seed).items():
+        model.get_parameter(name).data += left @ right
+    return model
+
+
+async def check_logprobs(engine: Sampler, model: Any, version: int) -> None:
+    """Check that it samples from the weights of a model."""
     done = await engine.generate(prompt(3, 40), sampling(20), "checked")
-    expected = plain_logprobs(make_model(seed), prompt(3, 40), done.token_ids, 1.0)
+    expected = plain_logprobs(model, prompt(3, 40), done.token_ids, 1.0)
     assert done.logprobs == pytest.approx(expected, abs=BOUND)
-    assert set(done.versions) == {engine.version}
+    assert set(done.versions) == {version}
 
 
 @needs_vllm
@@ -130,11 +154,72 @@ def test_weights_go_to_the_server_directly_a_bucket_at_a_time(
         async with client(server.url, tmp_path / "weights", timeout_s=100) as engine:
             for version, seed in enumerate((0, 1, 0)):
                 await engine.load_weights(weights(seed), version)
-                await check_logprobs(engine, seed)
+                await check_logprobs(engine, make_model(seed), version)
             assert engine.takes_channel
 
     run(main())
     assert not (tmp_path / "weights").exists()
+
+
+@needs_vllm
+def test_adapters_are_added_to_weights_that_the_server_keeps(
+    server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(vllm_weights, "_BUCKET_BYTES", 5_000)
+
+    async def main() -> None:
+        async with client(server.url, tmp_path / "weights", timeout_s=100) as engine:
+            for first in (0, 4):
+                assert await engine.kept_base() is KeptBase.MISSING
+                await engine.load_adapters(changes(1).items(), weights(0), first)
+                await check_logprobs(engine, adapted(1), first)
+                for version, seed in ((first + 1, 2), (first + 2, 1)):  # what was added before is gone
+                    assert await engine.kept_base() is KeptBase.THERE
+                    await engine.load_adapters(changes(seed).items(), None, version)
+                    await check_logprobs(engine, adapted(seed), version)
+                await engine.load_weights(weights(1), first + 3)
+                await check_logprobs(engine, make_model(1), first + 3)
+            with pytest.raises(EngineError, match="has no weights yet to which adapters could be added"):
+                await engine.load_adapters(changes(1).items(), None, 9)
+
+    run(main())
+    assert not (tmp_path / "weights").exists()
+
+
+@needs_vllm
+def test_adapters_that_break_off_need_all_weights_again(
+    server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(vllm_weights, "_BUCKET_BYTES", 1_000)
+
+    def cut() -> Iterator[tuple[str, tuple[torch.Tensor, torch.Tensor]]]:
+        yield from [*changes(1).items()][:2]
+        raise EngineError("the trainer has lost the rest")
+
+    async def main() -> None:
+        async with client(server.url, tmp_path, timeout_s=100) as engine:
+            await engine.load_adapters(changes(1).items(), weights(0), 0)
+            wrong = {next(iter(changes(1))): (torch.zeros(3, 2), torch.zeros(2, 3))}
+            with pytest.raises(EngineError, match="shape"):
+                await engine.load_adapters(wrong.items(), None, 1)
+            assert await engine.kept_base() is KeptBase.THERE  # the server has not heard of it
+            with pytest.raises(EngineError, match="has lost the rest"):
+                await engine.load_adapters(cut(), None, 1)
+            assert await engine.kept_base() is KeptBase.MISSING
+            await engine.load_adapters(changes(2).items(), weights(0), 2)
+            await check_logprobs(engine, adapted(2), 2)
+
+    run(main())
+
+
+def test_weights_for_adapters_go_out_in_half_precision_only_where_nothing_is_lost() -> None:
+    model = make_model()
+    served = ServedModel(shapes=model.state_dict(), vocab_size=VOCAB, dtype=torch.bfloat16, ties=find_ties(model))
+    exact = [(name, tensor.bfloat16().float() if "q_proj" in name else tensor) for name, tensor in weights(0)]
+    sent = [weight for bucket in in_buckets(exact, served, is_exact=True) for weight in bucket]
+    assert {weight.names[0] for weight in sent if weight.dtype == torch.bfloat16} == {
+        name for name, _ in exact if "q_proj" in name
+    }
 
 
 @needs_vllm
@@ -155,7 +240,7 @@ def test_a_push_that_breaks_off_leaves_a_server_that_takes_the_next(
                 with pytest.raises(EngineError, match="failed half-way: push again"):
                     await engine.generate(prompt(1), sampling(), "refused")
                 await engine.load_weights(weights(0), 2)
-                await check_logprobs(engine, 0)
+                await check_logprobs(engine, make_model(0), 2)
             assert engine.takes_channel
 
     run(main())
@@ -177,7 +262,7 @@ def test_weights_go_through_the_folder_where_the_server_cannot_reach_this_proces
         async with client(server.url, tmp_path / "weights", timeout_s=100) as engine:
             for version, seed in enumerate((0, 1)):
                 await engine.load_weights(weights(seed), version)
-                await check_logprobs(engine, seed)
+                await check_logprobs(engine, make_model(seed), version)
             assert not engine.takes_channel
 
     run(main())

@@ -13,13 +13,25 @@ import pytest
 import torch
 
 from agentrl.engine import vllm_weights
+from agentrl.engine.base import KeptBase
 from agentrl.engine.vllm_http import ServerConfig
 from agentrl.engine.vllm_launch import Server, start_server
 from agentrl.engine.vllm_server import VLLMServer
 from agentrl.engine.vllm_servers import VLLMServers
 from agentrl.errors import EngineError
 from agentrl.testing import check_engine
-from tests.engine.test_vllm_server import BOUND, LONG, needs_vllm, prompt, run, sampling, weights
+from tests.engine.test_vllm_server import (
+    BOUND,
+    LONG,
+    adapted,
+    changes,
+    check_logprobs,
+    needs_vllm,
+    prompt,
+    run,
+    sampling,
+    weights,
+)
 from tests.support.ports import free_port
 from tests.support.vllm_models import VOCAB, make_model, plain_logprobs
 
@@ -174,6 +186,36 @@ def test_a_server_that_dies_as_it_takes_weights_keeps_them_from_no_other(
 
     run(main())
     assert not (tmp_path / "weights").exists()
+
+
+@needs_vllm
+def test_a_server_that_was_started_again_gets_the_weights_to_which_adapters_are_added(
+    servers: list[Server], folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def main() -> None:
+        async with client(servers, tmp_path, timeout_s=100, max_retries=1) as (engine, each):
+            assert await engine.kept_base() is KeptBase.MISSING
+            await engine.load_adapters(changes(1).items(), weights(0), 0)
+            assert await engine.kept_base() is KeptBase.THERE
+            servers[0].close()
+            servers[0] = await asyncio.to_thread(start, folder, int(servers[0].url.rpartition(":")[2]))
+            await engine.load_adapters(changes(2).items(), None, 1)  # nobody knows yet
+            assert list(engine._lost) == [each[0]]
+            assert "the server was started again" in caplog.text
+            await check_logprobs(engine, adapted(2), 1)
+            assert await engine.kept_base() is KeptBase.MISSING
+            await engine.load_adapters(changes(1).items(), weights(0), 2)
+            assert not engine._lost
+            for server in each:
+                await check_logprobs(server, adapted(1), 2)
+            os.kill(servers[0].process.pid, signal.SIGKILL)
+            await engine.load_adapters(changes(2).items(), None, 3)
+            assert list(engine._lost) == [each[0]]
+            assert await engine.kept_base() is KeptBase.THERE  # one that stays away costs the others nothing
+            servers[0].close()
+            servers[0] = await asyncio.to_thread(start, folder, int(servers[0].url.rpartition(":")[2]))
+
+    run(main())
 
 
 @needs_vllm

@@ -15,7 +15,16 @@ from torch import Tensor
 
 from agentrl.errors import ConfigError
 from agentrl.policy.layout import Layout, attending, hidden_states, lay_out
-from agentrl.policy.lora import LoraSettings, adapter_state, add_lora, load_adapter, merged_weights, save_adapter
+from agentrl.policy.lora import (
+    LoraSettings,
+    adapter_state,
+    add_lora,
+    base_weights,
+    load_adapter,
+    merged_weights,
+    save_adapter,
+    weight_changes,
+)
 from agentrl.policy.model import Policy
 from tests.support.models import SIZES
 
@@ -153,6 +162,17 @@ def test_merged_weights_are_the_models_own_plus_the_scaled_product(name: str, dt
             assert (merged[key] == expected.to(dtype)).float().mean() > 0.999
             assert torch.allclose(merged[key].double(), expected, rtol=2**-8)
     assert num_adapted == len(adapters) / 2 > 0
+
+
+@pytest.mark.parametrize("name", [*DENSE, "experts"])
+def test_weights_without_adapters_and_what_these_add_are_the_merged_weights(name: str) -> None:
+    model = trained(name)
+    weights, changes = dict(base_weights(model)), dict(weight_changes(model))
+    assert same(weights, tiny(name).state_dict())
+    assert len(changes) == len(adapter_state(model)) / 2 > 0
+    for key, (left, right) in changes.items():
+        weights[key] = weights[key] + left @ right
+    assert same(weights, dict(merged_weights(model)))
 
 
 @pytest.mark.parametrize("name", [*DENSE, "experts", "shared expert"])

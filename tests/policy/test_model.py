@@ -8,14 +8,15 @@ import pytest
 import torch
 from pydantic import ValidationError
 from safetensors.torch import save_file
-from transformers import GptOssConfig, GptOssForCausalLM
+from transformers import GptOssConfig, GptOssForCausalLM, Llama4ForCausalLM, Llama4TextConfig
 
 from agentrl.chat import train_tokenizer
 from agentrl.config import load_recipe
 from agentrl.errors import ConfigError
-from agentrl.policy.layout import hidden_states, lay_out
+from agentrl.policy.layout import choose_layout, hidden_states, lay_out
 from agentrl.policy.logprobs import fused_logprobs
 from agentrl.policy.model import LocalModelConfig, Policy, check_attention, load_pretrained, make_local_model
+from agentrl.policy.sizes import count_kept
 
 
 @pytest.mark.parametrize(
@@ -138,6 +139,19 @@ def test_experts_in_four_bits_are_expanded_and_trained_in_single_precision(tmp_p
     assert getattr(model.config, "quantization_config", None) is None  # nor is what is exported
     model(torch.arange(8)[None]).logits.sum().backward()
     assert found.grad is not None
+
+
+def test_llama_4_is_trained_though_it_misnames_what_is_below_its_head(tmp_path: Path) -> None:
+    sizes: dict[str, Any] = {"vocab_size": 300, "hidden_size": 32, "intermediate_size": 32, "intermediate_size_mlp": 32}
+    heads: dict[str, Any] = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16, "num_local_experts": 2}
+    config = Llama4TextConfig(**sizes, **heads, num_hidden_layers=2, max_position_embeddings=512)
+    Llama4ForCausalLM(config).save_pretrained(tmp_path)
+    train_tokenizer([], vocab_size=261).save_pretrained(tmp_path)
+    model, _ = load_pretrained(str(tmp_path))
+    layout, why = choose_layout(model.eval(), "auto", max_tokens=256)
+    assert layout == "packed"
+    assert "layers of type chunked_attention" in str(why)
+    assert count_kept(config, None, num_tokens=64, weights=torch.float32, autocast=False, checkpointing=False).layer > 0
 
 
 def test_weights_that_are_quantized_in_another_way_are_refused(tmp_path: Path) -> None:
