@@ -3,7 +3,6 @@
 Its recipe holds the fields of all engines, and its rollouts have what was measured beside the other columns.
 """
 
-import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -40,11 +39,13 @@ def agentrl(capsys: pytest.CaptureFixture[str]) -> Told:
     return call
 
 
-def test_it_is_refused_in_one_line_with_file_and_fields_until_these_are_removed_and_then_loses_nothing(
+def test_it_is_refused_in_one_line_with_file_and_fields_until_these_are_removed_and_then_goes_on_from_its_checkpoint(
     run: RunFolder, agentrl: Told
 ) -> None:
-    (handed_out,) = [json.loads(line.partition(" ")[2]) for line in (run.journal / "000003.jsonl").open()]
-    before = run.metrics()
+    before, trained = (
+        run.metrics(),
+        {group.group_id for file in run.rollouts() for group in groups_of(read_records(file))},
+    )
     status, told = agentrl("train", "run")
     assert status == 2
     assert told.startswith("agentrl: run/config.yaml: ")
@@ -54,11 +55,15 @@ def test_it_is_refused_in_one_line_with_file_and_fields_until_these_are_removed_
         del recipe[section][field]
     assert told.count("\n") == 1
     run.config_file.write_text(yaml.safe_dump(recipe))
-    status, _ = agentrl("train", "run")
+    status, told = agentrl("train", "run")
     assert status == 0
+    # Its checkpoint does not say by which settings the started episodes were sampled.
+    assert "what was sampled since the last checkpoint is sampled again" in told
     assert run.metrics()[: len(before)] == before
     assert [row["step"] for row in run.metrics()] == [0, 1, 2, 3]
-    assert [group.group_id for group in groups_of(read_records(run.rollouts()[-1]))] == handed_out["groups"]
+    (group,) = groups_of(read_records(run.rollouts()[-1]))
+    assert group.group_id not in trained
+    assert {version for t in group.trajectories for turn in t.turns for version in turn.versions} == {2}
 
 
 def test_its_rollouts_are_shown_with_what_was_measured(run: RunFolder, agentrl: Told) -> None:

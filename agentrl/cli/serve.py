@@ -24,7 +24,7 @@ def add(commands: Commands) -> None:
 def _serve(options: argparse.Namespace, rest: list[str]) -> None:
     # The model is only written down here: the server has the GPU to itself.
     recipe, run_dir = load(options.target, [*rest, "--engine.name", "vllm_server", "--train.device", "cpu"])
-    from agentrl.engine.vllm_server import VLLMServerConfig
+    from agentrl.engine.vllm_server_config import VLLMServerConfig
     from agentrl.run.build import build
     from agentrl.run.serve import serve
 

@@ -3,16 +3,13 @@
 import asyncio
 import errno
 from collections.abc import Awaitable, Callable
-from pathlib import Path
-from typing import Any, Self, TypeVar
-from urllib.parse import urlsplit
+from typing import Any, TypeVar
 
 import httpx2
-from pydantic import BaseModel, ConfigDict, PositiveFloat, model_validator
 
 from agentrl.engine.retry import retry_wait_s
+from agentrl.engine.vllm_server_config import ServerConfig
 from agentrl.errors import EngineError
-from agentrl.types import AmountOrZero, Count
 
 _T = TypeVar("_T")
 _FIRST_WAIT_S = 0.25
@@ -33,46 +30,6 @@ _NOT_ACCEPTED = (
 )
 _OTHERS = 16
 """Connections for what is no completion: a pause need not wait until completions are done."""
-
-
-class ServerConfig(BaseModel):
-    """A vLLM server that samples in a process of its own, or on another machine; `agentrl serve RECIPE` starts one on this."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-    url: str | tuple[str, ...] = "http://127.0.0.1:8000"
-    """Where it listens. Several servers are dealt out to the training processes: the first to the first, the second to the
-    second, and so on, round and round. A process that has several spreads its conversations over them; one that has none only
-    trains."""
-    folder: Path | None = None
-    """A folder that trainer and server both see by this path, for weights that cannot go to the server directly. None: one of
-    this machine's for temporary files."""
-    timeout_s: PositiveFloat = 600.0
-    """Deadline of whatever is no completion: a push of weights, a pause."""
-    max_retries: AmountOrZero = 3
-    """How often a request that the server did not answer, or answered with an error of its own (5xx), is made again."""
-    max_connections: Count = 512
-    """Completions that are asked for at the same time; others wait in line. Each takes an open file here and one at the server:
-    many servers may open 1,024."""
-
-    @model_validator(mode="after")
-    def _consistent(self) -> Self:
-        if not self.urls:
-            raise ValueError("url: expected at least one")
-        for url in self.urls:
-            try:
-                parts = urlsplit(url)
-                is_whole = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port is not None
-            except ValueError:
-                is_whole = False
-            if not is_whole:
-                raise ValueError(f"url: expected http://HOST:PORT, got {url!r}")
-        return self
-
-    @property
-    def urls(self) -> tuple[str, ...]:
-        """`url` as a list."""
-        return (self.url,) if isinstance(self.url, str) else self.url
 
 
 class ServerLostError(EngineError):

@@ -182,7 +182,7 @@ class _Receiver:
         except (RuntimeError, OSError, EngineError, Fault) as error:
             await self.server.check_alive()
             if self._has_changes:
-                raise ServerLostError(f"vLLM's server at {self.server.url} did not take adapters: {error}") from error
+                raise self._lost("adapters", error) from error
             self.server.takes_channel = False
             log.warning(
                 "%s cannot take weights from this process directly, so they go there in files: %s",
@@ -235,4 +235,8 @@ class _Receiver:
                 error = said
             except TimeoutError:
                 pass
-        return ServerLostError(f"vLLM's server at {self.server.url} did not take the weights: {error}")
+        return self._lost("the weights", error)
+
+    def _lost(self, what: str, error: Exception) -> ServerLostError:
+        words = f"vLLM's server at {self.server.url} did not take {what}: {error}"
+        return ServerLostError(f"{words}. {error.fix}" if isinstance(error, Fault) else words)

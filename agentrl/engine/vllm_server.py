@@ -5,26 +5,25 @@ import time
 from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager, suppress
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 from uuid import uuid4
 
 import torch
-from pydantic import Field
 
-from agentrl.engine.base import Engine, EngineConfig, EngineContext, KeptBase
+from agentrl.engine.base import KeptBase
 from agentrl.engine.vllm_common import (
     FINISH_REASONS,
     MIN_TEMPERATURE,
-    check_reloadable,
     check_success,
     sampled_logprobs,
     sampling_fields,
 )
-from agentrl.engine.vllm_http import Fault, Http, ServerConfig, ServerLostError
+from agentrl.engine.vllm_http import Fault, Http, ServerLostError
 from agentrl.engine.vllm_push import Changes, push
+from agentrl.engine.vllm_server_config import ServerConfig
 from agentrl.engine.vllm_weights import ServedModel, read_answer, read_model
 from agentrl.errors import EngineError
-from agentrl.types import Amount, Completion, Count, FinishReason, Sampling
+from agentrl.types import Completion, FinishReason, Sampling
 
 _GENERATE = "/inference/v1/generate"
 _SERVER_INFO = "/server_info?config_format=json"
@@ -33,44 +32,6 @@ _ABORT_S = 10.0
 """How long the server may take to hear that a request is not wanted any more."""
 _NO_LOGPROB = -9999.0
 """What the server sends where a log-probability is not a number."""
-
-
-class VLLMServerConfig(EngineConfig):
-    """vLLM in a process of its own, over HTTP; `agentrl serve RECIPE` starts one."""
-
-    name: str = "vllm_server"
-    server: ServerConfig = ServerConfig()
-    max_batch_size: Count = 64
-    """Largest number of requests that a server decodes together, where `agentrl serve` starts it."""
-    max_prefill_tokens: Amount = 8192
-    """Largest number of prompt tokens that such a server computes at once."""
-    vllm: dict[str, Any] = Field(default_factory=dict)
-    """Further arguments of vLLM's `EngineArgs` for such a server, such as gpu_memory_utilization."""
-
-    def num_sampling(self, num_processes: int) -> int:
-        """Return how many processes have a server."""
-        return min(num_processes, len(self.server.urls))
-
-    def of_process(self, index: int) -> Self:
-        """Return the fields with one server's address."""
-        return self.model_copy(update={"server": self.server.model_copy(update={"url": self.server.urls[index]})})
-
-    def build(self, context: EngineContext) -> "Engine":
-        """Return a client of the process's server, or of all of its servers.
-
-        Raises:
-            ConfigError: for a model whose weights it could not replace.
-        """
-        from agentrl.engine.vllm_servers import VLLMServers
-
-        check_reloadable(context.model.config)
-        folder, share = self.server.folder or context.handover, context.share
-        urls = self.server.urls[share.process :: share.num_processes]
-        servers = [
-            VLLMServer(self.server.model_copy(update={"url": url}), folder=folder, device=context.device)
-            for url in urls
-        ]
-        return servers[0] if len(servers) == 1 else VLLMServers(servers)
 
 
 class VLLMServer:

@@ -5,7 +5,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from agentrl.engine.vllm_launch import Server, start_server
-from agentrl.engine.vllm_server import VLLMServerConfig
+from agentrl.engine.vllm_server_config import VLLMServerConfig
 from agentrl.policy.export import export_model
 from agentrl.run.build import Parts
 

@@ -23,9 +23,10 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from agentrl.engine import vllm_push, vllm_weights
 from agentrl.engine.base import KeptBase, Sampler
 from agentrl.engine.vllm_common import is_installed
-from agentrl.engine.vllm_http import Http, ServerConfig
+from agentrl.engine.vllm_http import Http
 from agentrl.engine.vllm_launch import Server, start_server
 from agentrl.engine.vllm_server import VLLMServer
+from agentrl.engine.vllm_server_config import ServerConfig
 from agentrl.engine.vllm_weights import ServedModel, find_ties, in_buckets
 from agentrl.errors import ConfigError, EngineError
 from agentrl.testing import check_engine

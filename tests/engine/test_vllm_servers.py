@@ -14,9 +14,9 @@ import torch
 
 from agentrl.engine import vllm_weights
 from agentrl.engine.base import KeptBase
-from agentrl.engine.vllm_http import ServerConfig
 from agentrl.engine.vllm_launch import Server, start_server
 from agentrl.engine.vllm_server import VLLMServer
+from agentrl.engine.vllm_server_config import ServerConfig
 from agentrl.engine.vllm_servers import VLLMServers
 from agentrl.errors import EngineError
 from agentrl.testing import check_engine
@@ -172,6 +172,8 @@ def test_a_server_that_dies_as_it_takes_weights_keeps_them_from_no_other(
             await engine.load_weights(weights(0), 0)
             await engine.load_weights(killing(6), 1)
             assert list(engine._lost) == [each[0]]
+            assert "did not take the weights" in str(engine._lost[each[0]])
+            assert "Is it running? `agentrl serve RECIPE` starts it" in str(engine._lost[each[0]])
             for number in range(4):
                 with engine.conversation(f"e{number}"):
                     done = await engine.generate(prompt(number, 40), sampling(20), f"e{number}")
