@@ -95,6 +95,7 @@ TRAINS: dict[str, dict[str, Any]] = {
     "plain": {"target_kl": None},
     "warm-up": {"target_kl": None, "warmup_minibatches": 20},
     "kl .05": {"target_kl": 0.05},
+    "kl .02": {"target_kl": 0.02},
     "kl .01": {"target_kl": 0.01},
     "norm": {"target_kl": None, "max_grad_norm": 0.1},
     "betas": {"target_kl": None, "betas": (0.9, 0.99)},
