@@ -1,10 +1,11 @@
 """How long a forward and backward pass takes over padded rows, and over the same rows as a token tree.
 
 python benchmarks/tree.py [--shares 0.5 0.75 0.9] [--groups 4] [--group_size 8] [--length 512] [--repeats 5]
-    [--groups_per_pass 1] [--autocast]
+    [--groups_per_pass 1] [--autocast] [--hybrid]
 
-Rows of a group share their first tokens; the others are trained. A small Qwen3 (hidden 256, 4 layers, vocabulary 2,048)
-in float32, or under bfloat16 autocast. Losses and gradients are compared first; times are medians of interleaved runs.
+Rows of a group share their first tokens; the others are trained. A small Qwen3 (hidden 256, 4 layers, vocabulary 2,048;
+--hybrid: Qwen3.5, three of whose layers are recurrent) in float32, or under bfloat16 autocast.
+Losses and gradients are compared first; times are medians of interleaved runs.
 """
 
 import argparse
@@ -17,19 +18,27 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import Qwen3Config, Qwen3ForCausalLM
+import transformers
 
 from agentrl.policy.layout import Layout, hidden_states, lay_out
 from agentrl.policy.logprobs import fused_logprobs
 from agentrl.policy.tree import IntArray, plan_tree
 
 VOCAB_SIZE = 2048
+RECURRENT = {
+    "linear_num_key_heads": 4,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 64,
+    "linear_value_head_dim": 64,
+}
 LAYOUTS: tuple[Layout, ...] = ("padded", "tree")
 
 
-def make_model() -> Any:
+def make_model(*, is_hybrid: bool) -> Any:
     torch.manual_seed(0)
-    config = Qwen3Config(
+    kind = transformers.Qwen3_5TextConfig if is_hybrid else transformers.Qwen3Config
+    recurrent: dict[str, Any] = RECURRENT if is_hybrid else {}
+    config = kind(
         vocab_size=VOCAB_SIZE,
         hidden_size=256,
         intermediate_size=768,
@@ -38,9 +47,10 @@ def make_model() -> Any:
         num_key_value_heads=2,
         head_dim=64,
         tie_word_embeddings=True,
+        **recurrent,
     )
     config._attn_implementation = "sdpa"
-    return Qwen3ForCausalLM(config)
+    return transformers.AutoModelForCausalLM.from_config(config)
 
 
 def make_groups(groups: int, group_size: int, length: int, shared: int) -> list[list[IntArray]]:
@@ -91,8 +101,9 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--groups_per_pass", type=int, default=1)
     parser.add_argument("--autocast", action="store_true")
+    parser.add_argument("--hybrid", action="store_true")
     options = parser.parse_args()
-    model = make_model()
+    model = make_model(is_hybrid=options.hybrid)
     figures = {}
     print(f"seconds for {options.groups} groups of {options.group_size} rows of {options.length} tokens")
     print(f"{'shared':>6} {'tokens':>13} {'loss gap':>9} {'gradient gap':>12} {'padded':>7} {'tree':>7} {'ratio':>6}")

@@ -88,9 +88,9 @@ class Learner:
         policy = state.policy
         self._layout = policy.layout
         self._is_routed = _is_routed(state, must_be=loss.routing_replay)
-        self._planner = Planner(
+        self._planner = Planner.of(
+            policy,
             max_tokens=config.max_tokens_per_micro_batch,
-            layout=policy.layout,
             device=state.device,
             dtype=torch.float64 if next(policy.parameters()).dtype == torch.float64 else torch.float32,
             pairs_per_token=6 * policy.model.config.get_text_config().hidden_size,

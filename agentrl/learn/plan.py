@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from heapq import heapreplace
 from itertools import chain, groupby
+from typing import Any
 
 import numpy as np
 import torch
@@ -14,6 +15,7 @@ from torch import Tensor
 
 from agentrl.learn.tokens import TokenBatch
 from agentrl.policy.layout import Inputs, Layout, lay_out, pack
+from agentrl.policy.model import Policy
 from agentrl.policy.tree import IntArray, plan_tree
 
 _EMPTY = np.zeros(1, dtype=np.int64)
@@ -51,11 +53,18 @@ class Planner:
     max_tokens: int
     """Budget of a micro-batch."""
     layout: Layout = "padded"
+    is_recurrent: bool = False
+    """Parts of the model compute each row whole, whatever the layout: the budget counts rows as if they were padded."""
     device: torch.device | str = "cpu"
     dtype: torch.dtype = torch.float32
     """Of the columns that are taken for a micro-batch: that of the policy's log-probabilities."""
     pairs_per_token: int = 1024
     """What a token costs beside attention, in visible pairs of tokens."""
+
+    @classmethod
+    def of(cls, policy: Policy, **further: Any) -> "Planner":
+        """Return the planner of passes through a policy."""
+        return cls(layout=policy.layout, is_recurrent=policy.is_recurrent, **further)
 
     def micro_batches(
         self,
@@ -181,7 +190,7 @@ class _Plan:
     def _size(self, trajectories: Sequence[int]) -> int:
         """Return the tokens that a pass computes."""
         rows = self._rows_of(trajectories)
-        match self._planner.layout:
+        match "padded" if self._planner.is_recurrent else self._planner.layout:
             case "tree":
                 return plan_tree(rows).num_tokens
             case "packed":

@@ -55,7 +55,7 @@ def warm_up(
         max_tokens: budget of a micro-batch.
         on_step: told the step and its loss.
     """
-    planner = Planner(max_tokens=max_tokens, layout=policy.layout, device=next(policy.parameters()).device)
+    planner = Planner.of(policy, max_tokens=max_tokens, device=next(policy.parameters()).device)
     optimizer = torch.optim.AdamW(policy.parameters(), lr=config.learning_rate, betas=(0.9, 0.95), weight_decay=0.0)
     # Full rate for most of the way: copying from the context is learned late and at once, and a rate that falls early
     # stops short of it.

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from agentrl.errors import ConfigError
 from agentrl.policy.logprobs import fused_logprobs
+from agentrl.policy.recurrent import Rows, mixers_of, see_rows
 from agentrl.policy.tree import IntArray, plan_tree
 from agentrl.policy.tree_attention import TreeLayout
 from agentrl.policy.tree_model import NAME, TreeError, tree_attention_of
@@ -42,6 +43,8 @@ class Inputs:
     """Position of each token within its row. None: that of its column."""
     tree: TreeLayout | None = None
     """Which token sees which. None: the tokens before it in its row."""
+    paths: Sequence[IntArray] = ()
+    """Slots of each row's tokens, where rows share slots or stand behind one another."""
 
 
 Index = Callable[[IntArray, IntArray], IntArray]
@@ -53,7 +56,10 @@ def lay_out(rows: Sequence[IntArray], layout: Layout, *, device: torch.device | 
     if layout == "tree":
         tree = plan_tree(rows)
         ids_1P, depth_1P = (torch.from_numpy(column_P).to(device)[None] for column_P in (tree.ids_P, tree.depth_P))
-        return Inputs(ids_BL=ids_1P, positions_BL=depth_1P, tree=TreeLayout(tree, device=device)), tree.index
+        paths = np.split(tree.token_W, tree.row_start_R[1:-1])
+        return Inputs(
+            ids_BL=ids_1P, positions_BL=depth_1P, tree=TreeLayout(tree, device=device), paths=paths
+        ), tree.index
     lengths = [len(row) for row in rows]
     lines = pack(lengths) if layout == "packed" else [[number] for number in range(len(rows))]
     width = max(lengths)
@@ -71,6 +77,9 @@ def lay_out(rows: Sequence[IntArray], layout: Layout, *, device: torch.device | 
         Inputs(
             ids_BL=torch.from_numpy(ids_BL).to(device),
             positions_BL=torch.from_numpy(positions_BL).to(device) if layout == "packed" else None,
+            paths=[start + np.arange(length) for start, length in zip(start_R, lengths, strict=True)]
+            if layout == "packed"
+            else (),
         ),
         lambda row_Q, position_Q: start_R[row_Q] + position_Q,
     )
@@ -101,6 +110,9 @@ def hidden_states(model: Any, inputs: Inputs) -> Tensor:
     arguments: dict[str, Any] = {"input_ids": inputs.ids_BL, "use_cache": False}
     if inputs.positions_BL is not None:
         arguments["position_ids"] = inputs.positions_BL
+    if inputs.paths and mixers_of(model):
+        see_rows(model)
+        arguments["agentrl_rows"] = Rows.of(inputs.paths, inputs.ids_BL)
     if inputs.tree is None:
         return cast("Tensor", model.base_model(**arguments).last_hidden_state).flatten(0, 1)
     runs_again = model.training and torch.is_grad_enabled() and getattr(model, "is_gradient_checkpointing", False)

@@ -18,6 +18,7 @@ from agentrl.policy.autocast import cast_experts
 from agentrl.policy.layout import Inputs, Layout, hidden_states
 from agentrl.policy.logprobs import fused_logprobs
 from agentrl.policy.lora import LoraSettings
+from agentrl.policy.recurrent import mixers_of
 from agentrl.types import Amount, Count
 
 
@@ -275,6 +276,11 @@ class Policy(nn.Module):
         """How rows are to be laid out for it (`choose_layout`)."""
         self.shares = dict(shares or {})
         """This process's parts of weights that the model has not got yet, until they are shared out (`load_shares`)."""
+
+    @property
+    def is_recurrent(self) -> bool:
+        """Tell whether parts of the model compute each row whole, also what rows share (`see_rows`)."""
+        return bool(mixers_of(self.model))
 
     def forward(self, inputs: Inputs, slot_T: Tensor, targets_T: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
         """Return log-probability and entropy [T] of each target, read at its predecessor."""

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from agentrl.errors import TrainingError
+from agentrl.policy.recurrent import RECURRENT, mixers_of
 from agentrl.policy.tree_attention import TreeLayout, tree_attention
 
 __all__ = ["NAME", "TreeError", "tree_attention_of", "why_not"]
@@ -50,9 +51,12 @@ def why_not(model: Any) -> str | None:
     name = type(model).__name__
     if not model._can_set_attn_implementation():
         return f"{name} has an attention of its own, not one of transformers' attention functions"
-    if getattr(model, "_is_stateful", False):
+    follows = {"full_attention", "sliding_attention", "mlp", "moe"}
+    if mixers_of(model):  # which see rows, see `hidden_states`
+        follows |= RECURRENT
+    elif getattr(model, "_is_stateful", False):
         return f"{name} is recurrent: a branch would continue the state that its sibling left"
-    if others := set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}:
+    if others := set(getattr(config, "layer_types", None) or ()) - follows:
         return f"{name} has layers of type {', '.join(sorted(others))}, which do not look along the branches of a tree"
     if "position_ids" not in signature(model.base_model.forward).parameters:
         return f"{name} takes no position_ids, without which siblings would stand behind one another"

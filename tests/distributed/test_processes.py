@@ -24,6 +24,7 @@ from agentrl.distributed.processes import all_gather, naming_absent_ranks, proce
 from agentrl.errors import ConfigError, TrainingError
 from agentrl.learn.learner import Learner
 from agentrl.learn.loss_config import LossConfig
+from agentrl.learn.plan import Planner
 from agentrl.learn.signals import CriticConfig
 from agentrl.learn.signals.critic import Critic
 from agentrl.learn.signals.scoring import score_tokens
@@ -257,9 +258,7 @@ def scores(sharding: Sharding) -> list[Any]:
     return score_tokens(
         lambda micro: policy(micro.inputs, micro.slot_T, micro.target_T, 1.0)[0],
         TokenBatch.of(trajectories),
-        layout="tree",
-        max_tokens=60,
-        device=learner.state.device,
+        planner=Planner(layout="tree", max_tokens=60, device=learner.state.device),
     )
 
 

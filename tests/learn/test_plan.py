@@ -240,6 +240,14 @@ def test_the_budget_counts_shared_tokens_once_and_padding_too(layout: Layout, si
     assert len(shares_of(batch, layout=layout, max_tokens=size - 1)[0]) == 2
 
 
+@pytest.mark.parametrize("layout", ["tree", "packed"])
+def test_the_budget_of_a_recurrent_model_counts_rows_as_if_they_were_padded(layout: Layout) -> None:
+    batch = batch_of(ALIKE, [Credit.uniform(t, 1.0) for t in ALIKE])
+    ((micro,),) = shares_of(batch, layout=layout, max_tokens=4 * 7, is_recurrent=True)
+    assert micro.inputs.ids_BL.numel() < 4 * 7
+    assert len(shares_of(batch, layout=layout, max_tokens=4 * 7 - 1, is_recurrent=True)[0]) == 2
+
+
 def rows_read(trajectories: Sequence[Trajectory]) -> list[list[int]]:
     """Rows of trajectories all of whose tokens are kept, without the last one of each, which predicts none."""
     return [row.ids_L[:-1].tolist() for t in trajectories for row in rows_of(t.turns)]

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from agentrl.errors import ConfigError
+from agentrl.policy import layout as layout_module
 from agentrl.policy import tree_model
 from agentrl.policy.layout import (
     Layout,
@@ -26,12 +27,13 @@ from agentrl.policy.layout import (
     probe_layout,
     probe_noise,
 )
+from agentrl.policy.recurrent import Rows
 from agentrl.policy.towers import freeze_towers
 from agentrl.policy.tree import IntArray, plan_tree
 from agentrl.policy.tree_attention import tree_attention
-from agentrl.policy.tree_model import NAME, TreeError, why_not
+from agentrl.policy.tree_model import NAME, TreeError
 from benchmarks.architectures import ARCHITECTURES, tiny_model
-from tests.support.models import MODELS, SIZES, AllFloat64, branching_rows, made, tiny
+from tests.support.models import MODELS, SIZES, AllFloat64, branching_rows, in_float64, made, tiny
 
 LAYOUTS: tuple[Layout, ...] = get_args(Layout)
 GEMMA2: dict[str, Any] = {
@@ -44,7 +46,47 @@ GEMMA2: dict[str, Any] = {
 }
 LFM2: dict[str, Any] = {**SIZES, "layer_types": ["conv", "full_attention"], "initializer_range": 0.08}
 MAMBA2 = {"vocab_size": 97, "hidden_size": 32, "num_hidden_layers": 1, "num_heads": 8, "head_dim": 8}
-HYBRID = {**SIZES, "head_dim": 8, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+_STATES = {"mamba_d_head": 8, "mamba_d_state": 8, "mamba_chunk_size": 16}
+RECURRENT: dict[str, dict[str, Any]] = {
+    "Lfm2": LFM2,
+    "Mamba2": MAMBA2,
+    "Qwen3_5Text": {**SIZES, **ARCHITECTURES["Qwen3.5"][1], "head_dim": 8, "initializer_range": 0.2},
+    "Qwen3Next": {
+        **SIZES,
+        "head_dim": 8,
+        "layer_types": ["linear_attention", "full_attention"],
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 16,
+        "shared_expert_intermediate_size": 16,
+    },
+    "NemotronH": {
+        **SIZES,
+        "head_dim": 8,
+        "hybrid_override_pattern": "M*-M",
+        "num_hidden_layers": 4,
+        "mamba_num_heads": 4,
+        "mamba_head_dim": 8,
+        "ssm_state_size": 8,
+        "n_groups": 2,
+        "chunk_size": 16,
+    },
+    "FalconH1": {**SIZES, **_STATES, "mamba_d_ssm": 32, "mamba_n_heads": 4, "mamba_n_groups": 1},
+    "Bamba": {**SIZES, **_STATES, "attn_layer_indices": [1], "mamba_n_heads": 8},
+    "GraniteMoeHybrid": {
+        **SIZES,
+        **_STATES,
+        "layer_types": ["mamba", "attention"],
+        "mamba_n_heads": 8,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "shared_intermediate_size": 32,
+        "position_embedding_type": "rope",
+    },
+    "Jamba": {**SIZES, "attn_layer_period": 2, "attn_layer_offset": 1, "num_experts": 2, "mamba_dt_rank": 4},
+}
+"""Models with recurrent layers: alone, between layers of attention, and beside attention in one layer."""
+NOT_SO = {("Mamba2", "tree"): "does not run so: .*takes no position_ids", ("GraniteMoeHybrid", "packed"): "gives other"}
 
 
 def paths(rows: list[IntArray], index: Callable[[IntArray, IntArray], IntArray]) -> list[IntArray]:
@@ -223,12 +265,7 @@ def test_of_each_architecture_the_layout_that_is_chosen_is_exact(name: str) -> N
     model = tiny_model(name, vocab_size=97, initializer_range=0.2)
     freeze_towers(model)
     layout, message = choose_layout(model, "auto")
-    if name == "Qwen3.5":  # recurrent layers continue from whatever stands before a token
-        assert layout == "padded"
-        assert message is not None
-        assert "a branch would continue the state that its sibling left" in message
-    else:
-        assert (layout, message) == ("tree", None)
+    assert (layout, message) == ("tree", None)
     assert float64_error(model, layout) < 1e-9
 
 
@@ -240,32 +277,60 @@ def test_rows_are_packed_where_a_tree_lacks_what_the_model_needs() -> None:
     )
 
 
-RECURRENT = pytest.mark.parametrize(
-    ("family", "sizes", "words"), [("Mamba2", MAMBA2, "is recurrent"), ("Lfm2", LFM2, "has layers of type conv")]
-)
-
-
-@RECURRENT
-def test_rows_are_padded_where_they_would_leak_into_one_another(family: str, sizes: dict[str, Any], words: str) -> None:
-    layout, message = choose_layout(made(family, **sizes), "auto")
-    assert layout == "padded"
-    assert message is not None
-    tree, packed = message.split("; nor ")
-    assert tree.startswith(f"train.layout: rows are padded, since not tree: {family}ForCausalLM")
-    assert words in tree
-    assert packed.startswith(f"packed: {family}ForCausalLM gives other log-probabilities or gradients so (by ")
-
-
-@RECURRENT
 @pytest.mark.parametrize("layout", ["tree", "packed"])
-def test_a_wanted_layout_that_is_not_exact_is_refused_with_the_reason(
-    family: str, sizes: dict[str, Any], words: str, layout: Layout
-) -> None:
-    reason = words if layout == "tree" else "gives other log-probabilities"
-    with pytest.raises(
-        ConfigError, match=rf"^train\.layout: {layout}: {family}ForCausalLM .*{reason}.*set it to auto$"
-    ):
-        choose_layout(made(family, **sizes), layout)
+@pytest.mark.parametrize("family", RECURRENT)
+def test_the_recurrent_parts_of_a_model_see_rows_one_by_one(family: str, layout: Layout) -> None:
+    if (family, layout) in NOT_SO:
+        with pytest.raises(
+            ConfigError, match=rf"^train\.layout: {layout}: {family}ForCausalLM {NOT_SO[family, layout]}"
+        ):
+            choose_layout(made(family, **RECURRENT[family]), layout)
+        return
+    assert choose_layout(made(family, **RECURRENT[family]), layout) == (layout, None)
+    assert float64_error(made(family, **RECURRENT[family]), layout) < 1e-9
+
+
+@pytest.mark.parametrize("layout", ["tree", "packed"])
+def test_layers_that_run_again_see_the_rows_of_their_own_pass(layout: Layout) -> None:
+    model = in_float64(made("Lfm2", **LFM2))
+    rows = branching_rows()
+    expected = with_gradients(model, row_logprobs(model, rows))
+    model.train()
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    with attending(model, layout):
+        found = [logprobs(model, part, layout) for part in (rows[:2], rows[2:])]
+        got = with_gradients(model, [*found[0], *found[1]])
+    assert largest_error(got, expected) < 1e-9
+
+
+def test_rows_that_begin_others_are_not_computed_twice() -> None:
+    rows = [np.array(row) for row in ([1, 2], [1, 2, 3], [1, 2, 3], [1, 4], [5])]
+    cases: list[tuple[Layout, Any]] = [("tree", [[0, 1, 2], [0, 3, 0], [4, 0, 0]]), ("packed", None)]
+    for layout, slots in cases:
+        inputs, _ = lay_out(rows, layout)
+        found = Rows.of(inputs.paths, inputs.ids_BL)
+        assert slots is None or sorted(found.slot_RW.tolist()) == slots
+        for path in inputs.paths:  # each slot is read from a row that holds it
+            assert found.slot_RW.flatten()[found.read_BL.flatten()[path]].tolist() == path.tolist()
+
+
+@pytest.mark.parametrize("family", ["Lfm2", "Qwen3_5Text"])
+def test_what_leaks_from_row_to_row_is_found(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = RECURRENT[family]
+    monkeypatch.setattr(layout_module, "mixers_of", lambda model: [])
+    for layout in ("tree", "packed"):
+        assert probe_layout(made(family, **sizes), layout)[0] > 1e-2
+    monkeypatch.setattr(tree_model, "mixers_of", lambda model: [])
+    assert choose_layout(made(family, **sizes), "auto")[0] == "padded"
+
+
+@pytest.mark.parametrize(("layout", "words"), [("tree", "needs softcap"), ("padded", "")])
+def test_a_wanted_layout_that_is_not_exact_is_refused_with_the_reason(layout: Layout, words: str) -> None:
+    if layout == "padded":
+        assert choose_layout(made("Gemma2", **GEMMA2), layout) == (layout, None)
+        return
+    with pytest.raises(ConfigError, match=rf"^train\.layout: {layout}: Gemma2ForCausalLM .*{words}.*set it to auto$"):
+        choose_layout(made("Gemma2", **GEMMA2), layout)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -277,7 +342,7 @@ def test_a_wanted_layout_that_is_exact_is_taken(layout: Layout) -> None:
 def test_in_bfloat16_what_leaks_is_further_off_than_rounding(name: str) -> None:
     model = tiny_model(name, vocab_size=97, initializer_range=0.2)
     freeze_towers(model)
-    leaking = {"Qwen3.5": ("tree", "packed"), "gpt-oss": ("packed",)}.get(name, ())
+    leaking = {"gpt-oss": ("packed",)}.get(name, ())
     for layout in ("tree", "packed"):
         noise, _ = probe_noise(model, layout)
         assert noise > 2 if layout in leaking else noise < 1.6, layout
@@ -412,9 +477,8 @@ def test_the_probe_branches_at_two_depths_and_packs_two_rows_into_one(seed: int)
 @pytest.mark.parametrize(
     ("family", "sizes", "words"),
     [
-        ("Mamba2", MAMBA2, "is recurrent"),
-        ("Qwen3Next", {**HYBRID, "shared_expert_intermediate_size": 16}, "is recurrent"),
-        ("Lfm2", LFM2, "has layers of type conv"),
+        ("Mamba2", MAMBA2, "takes no position_ids"),
+        ("Rwkv", {"vocab_size": 97, "hidden_size": 32, "num_hidden_layers": 2}, "has an attention of its own"),
         ("Bloom", {"vocab_size": 97, "hidden_size": 32, "n_layer": 1, "n_head": 4}, "has an attention of its own"),
         ("Gemma2", GEMMA2, "needs softcap"),
     ],
@@ -426,10 +490,3 @@ def test_the_probe_refuses_models_that_cannot_take_a_tree(family: str, sizes: di
     assert gap == float("inf")
     assert words in why
     assert model.config._attn_implementation == before
-
-
-def test_a_recurrent_model_that_hides_it_differs(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = made("Lfm2", **LFM2)
-    assert why_not(model) is not None
-    monkeypatch.setattr(tree_model, "why_not", lambda model: None)
-    assert probe_layout(model, "tree")[0] > 1e-2

@@ -75,9 +75,7 @@ class Critic:
         """Return the trajectories with `values` at every turn, and that after the last token."""
         rows = [with_end(rows_of(t.turns)) for t in trajectories]
         tokens = TokenBatch.of_rows(rows, group_ids=[t.group_id for t in trajectories])
-        values = score_tokens(
-            self._value, tokens, layout=self._policy.layout, max_tokens=self._max_tokens, device=self._device
-        )
+        values = score_tokens(self._value, tokens, planner=self._planner())
         measured = with_tokens(trajectories, "values", [values_T[:-1] for values_T in values])
         return [
             replace(t, signals={**t.signals, "values": float(values_T[-1])})
@@ -150,10 +148,13 @@ class Critic:
             targets += [following] * len(turn.action_ids)
         return np.array(targets[::-1], dtype=np.float64)
 
+    def _planner(self) -> Planner:
+        return Planner.of(self._policy, max_tokens=self._max_tokens, device=self._device)
+
     def _update(self, trajectories: list[Trajectory], targets: list[FloatArray]) -> float:
         """Fit the values of all action tokens to their targets by one step of the optimizer; return the mean square."""
         tokens, targets_T = TokenBatch.of(trajectories), torch.from_numpy(np.concatenate(targets))
-        planner = Planner(max_tokens=self._max_tokens, layout=self._policy.layout, device=self._device)
+        planner = self._planner()
         weight, total = 1 / len(tokens), torch.zeros((), device=self._device, dtype=torch.float64)
         for micro in planner.micro_batches(tokens, process=process_index(), num_processes=num_processes()):
             with attending(self._body, self._policy.layout):

@@ -15,7 +15,6 @@ from agentrl.learn.plan import MicroBatch, Planner
 from agentrl.learn.signals.base import SignalContext
 from agentrl.learn.token_weights import FloatArray
 from agentrl.learn.tokens import TokenBatch
-from agentrl.policy.layout import Layout
 from agentrl.policy.model import Policy
 from agentrl.types import Trajectory
 
@@ -24,14 +23,11 @@ Score = Callable[[MicroBatch], Tensor]
 
 
 @torch.no_grad()
-def score_tokens(
-    score: Score, tokens: TokenBatch, *, layout: Layout, max_tokens: int, device: torch.device
-) -> list[FloatArray]:
+def score_tokens(score: Score, tokens: TokenBatch, *, planner: Planner) -> list[FloatArray]:
     """Score the tokens of each trajectory, each in its own context: (T,) each.
 
     Every process scores its share, and gets all scores.
     """
-    planner = Planner(max_tokens=max_tokens, layout=layout, device=device)
     passes = planner.micro_batches(tokens, process=process_index(), num_processes=num_processes())
     found_T = np.empty(len(tokens))
     for token_T, scores_T in all_gather([(micro.token_T, score(micro).double().cpu().numpy()) for micro in passes]):
@@ -56,7 +52,8 @@ def _passed(context: SignalContext, tokens: TokenBatch, *, policy: Policy, index
         return found[index]
 
     device = next(context.policy.parameters()).device
-    return score_tokens(score, tokens, layout=policy.layout, max_tokens=context.max_tokens, device=device)
+    planner = Planner.of(policy, max_tokens=context.max_tokens, device=device)
+    return score_tokens(score, tokens, planner=planner)
 
 
 def with_tokens(trajectories: Sequence[Trajectory], name: str, columns: Sequence[FloatArray]) -> list[Trajectory]:
