@@ -1,6 +1,6 @@
 """What a step takes of each process as there are more of them: memory, bytes that are told, seconds.
 
-    python -m benchmarks.scaling [--processes 1 2 4 8 16] [--groups 4] [--turns 16]
+    python -m benchmarks.scaling [--processes 1 2 4 8 16] [--groups 4] [--turns 16] [--minibatches 4]
 
 Each process has groups of eight trajectories of its own, each turn 96 tokens of observation and 32 of action, and takes a step
 with them as a run does: all tell all of their groups, the first assigns credit, all update (one layer of hidden size 16,
@@ -36,10 +36,10 @@ IDS = (300, 2_000)
 """Token ids: none of the small integers of which Python keeps one each."""
 
 
-def new_learner() -> Learner:
+def new_learner(num_minibatches: int) -> Learner:
     """Return a learner of a model that takes next to nothing."""
     sizes = LocalModelConfig(hidden_size=16, num_layers=1, num_heads=2, num_kv_heads=1, intermediate_size=32)
-    config = TrainConfig(device="cpu", num_minibatches=2, max_tokens_per_micro_batch=4096)
+    config = TrainConfig(device="cpu", num_minibatches=num_minibatches, max_tokens_per_micro_batch=4096)
     policy = Policy(Qwen3ForCausalLM(local_config(sizes, vocab_size=IDS[1])), layout="tree")
     state = PolicyState(policy, accelerator=Accelerator(cpu=True), config=config)
     return Learner(state, loss=LossConfig(), config=config, temperature=1.0, seed=1)
@@ -70,7 +70,7 @@ def played(process: int, number: int, *, turns: int) -> TrajectoryGroup:
 
 def step(options: argparse.Namespace) -> tuple[float, ...]:
     """Take a step as one of several processes; return memory in MB, seconds and bytes, as they are told."""
-    learner = new_learner()
+    learner = new_learner(options.minibatches)
     credit = load_credit({"scheme": "uniform"})
     own = [played(process_index(), number, turns=options.turns) for number in range(options.groups)]
     num_bytes = len(pickle.dumps(own))
@@ -91,6 +91,7 @@ def main() -> None:
     parser.add_argument("--processes", type=int, nargs="+", default=[1, 2, 4, 8, 16])
     parser.add_argument("--groups", type=int, default=4)
     parser.add_argument("--turns", type=int, default=16)
+    parser.add_argument("--minibatches", type=int, default=TrainConfig().num_minibatches)
     parser.add_argument("--say", nargs="+", default=["8,128,32768", "64,16,32768", "512,16,32768"])
     options = parser.parse_args()
     own = options.groups * MEMBERS * options.turns * (OBSERVATION + ACTION)
