@@ -1,11 +1,11 @@
-"""A training process with a server, against two of each: tokens a second that each server samples.
+"""A training process with a server, against two of each, apart and together: tokens a second that each server samples.
 
     python -m benchmarks.server_pairs [--rounds 2] [--steps 6]
 
 Real servers of vLLM's build for CPUs, which `agentrl serve` starts, and `agentrl launch`; rollouts in mode `sync`, where
 trainers wait while servers sample, with as many episodes for each server. Each pair has one core of this machine, whether it is
-alone or not. `sampled` is the median over steps of the tokens a second while rollouts are collected, for each server; `all`
-that over the whole step, pushes included.
+alone or not. *Apart* are two runs that know nothing of one another: what they lose, the machine takes. `sampled` is the median
+over steps of the tokens a second while rollouts are collected, for each server; `all` that over the whole step, pushes included.
 """
 
 import argparse
@@ -26,6 +26,10 @@ LOCAL = {"hidden_size": 512, "num_layers": 12, "num_heads": 8, "num_kv_heads": 4
 ROLLOUT = {"group_size": 8, "max_turns": 2, "max_turn_tokens": 192, "max_context_tokens": 1024, "max_live_episodes": 64}
 
 
+WAYS = {"one": [(0, 1)], "two, apart": [(0, 1), (1, 1)], "two, together": [(0, 2)]}
+"""Runs at once: the first of their servers, and how many pairs each has."""
+
+
 @contextmanager
 def on(cores: set[int]) -> Iterator[None]:
     """Let what is started have these cores."""
@@ -37,13 +41,19 @@ def on(cores: set[int]) -> Iterator[None]:
         os.sched_setaffinity(0, before)
 
 
+def rates_of(run: Path) -> list[float]:
+    """Return the tokens a second that all servers of a run sampled: while rollouts are collected, and over whole steps."""
+    rows = RunFolder.open(run).metrics()[2:]
+    return [statistics.median(row[f"time/{what}"] for row in rows) for what in ("sampled_tokens_per_s", "tokens_per_s")]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--steps", type=int, default=6)
     options = parser.parse_args()
     cores = sorted(os.sched_getaffinity(0))[:2]
-    found: dict[int, list[tuple[float, float]]] = {1: [], 2: []}
+    found: dict[str, list[tuple[float, float]]] = {way: [] for way in WAYS}
     with tempfile.TemporaryDirectory() as name:
         here = Path(name)
         urls = [f"http://127.0.0.1:{free_port()}" for _ in range(2)]
@@ -63,28 +73,30 @@ def main() -> None:
                 servers.append(serve(file, url, here / f"server-{number}.log"))
         try:
             for number in range(options.rounds):
-                for pairs in found:
-                    run = here / f"run-{number}-{pairs}"
-                    count = ("--engine.server.url", urls[0], "--rollout.num_groups", "4") if pairs == 1 else ()
-                    with on(set(cores[:pairs])):
-                        side = Side(
-                            "launch", "--processes", pairs, file, "--run_dir", run, *count, log=here / f"{run.name}.log"
-                        )
-                    if side.process.wait():
-                        raise SystemExit((here / f"{run.name}.log").read_text(encoding="utf-8")[-3000:])
-                    rows = RunFolder.open(run).metrics()[2:]
-                    rates = [
-                        statistics.median(row[f"time/{what}"] for row in rows) / pairs
-                        for what in ("sampled_tokens_per_s", "tokens_per_s")
-                    ]
-                    found[pairs].append((rates[0], rates[1]))
+                for way, runs in WAYS.items():
+                    sides = []
+                    for first, pairs in runs:
+                        run = here / f"run-{number}-{way}-{first}"
+                        urls_of_run = yaml.safe_dump(urls[first : first + pairs], default_flow_style=True).strip()
+                        words = ("--engine.server.url", urls_of_run, "--rollout.num_groups", 4 * pairs)
+                        with on(set(cores[first : first + pairs])):
+                            log = here / f"{run.name}.log"
+                            sides.append(Side("launch", "--processes", pairs, file, "--run_dir", run, *words, log=log))
+                    rates = []
+                    for (first, pairs), side in zip(runs, sides, strict=True):
+                        run = here / f"run-{number}-{way}-{first}"
+                        if side.process.wait():
+                            raise SystemExit((here / f"{run.name}.log").read_text(encoding="utf-8")[-3000:])
+                        rates.append([rate / pairs for rate in rates_of(run)])
+                    sampled, everything = (statistics.mean(column) for column in zip(*rates, strict=True))
+                    found[way].append((sampled, everything))
         finally:
             for server in servers:
                 server.kill()
     print("| pairs | sampled, tokens a second and server | all |\n|---|---|---|")
-    for pairs, rates_ in found.items():
+    for way, rates_ in found.items():
         medians = [statistics.median(column) for column in zip(*rates_, strict=True)]
-        print(f"| {pairs} | {medians[0]:.0f} | {medians[1]:.0f} |")
+        print(f"| {way} | {medians[0]:.0f} | {medians[1]:.0f} |")
 
 
 if __name__ == "__main__":
