@@ -14,9 +14,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from agentrl.errors import ConfigError
+from agentrl.errors import ConfigError, TrainingError
 from agentrl.policy.logprobs import fused_logprobs
-from agentrl.policy.recurrent import Rows, mixers_of, see_rows
+from agentrl.policy.recurrent import Rows, see_rows
 from agentrl.policy.tree import IntArray, plan_tree
 from agentrl.policy.tree_attention import TreeLayout
 from agentrl.policy.tree_model import NAME, TreeError, tree_attention_of
@@ -110,8 +110,7 @@ def hidden_states(model: Any, inputs: Inputs) -> Tensor:
     arguments: dict[str, Any] = {"input_ids": inputs.ids_BL, "use_cache": False}
     if inputs.positions_BL is not None:
         arguments["position_ids"] = inputs.positions_BL
-    if inputs.paths and mixers_of(model):
-        see_rows(model)
+    if inputs.paths and see_rows(model):
         arguments["agentrl_rows"] = Rows.of(inputs.paths, inputs.ids_BL)
     if inputs.tree is None:
         return cast("Tensor", model.base_model(**arguments).last_hidden_state).flatten(0, 1)
@@ -173,7 +172,7 @@ def probe_layout(model: Any, layout: Layout, *, max_tokens: int = 8192) -> tuple
     """
     try:
         together, alone = _probes(model, (layout, False), (None, False), max_tokens=max_tokens)
-    except (TreeError, RuntimeError) as error:  # what a kernel raises that the model or the machine does not fit
+    except (TrainingError, RuntimeError) as error:  # what a kernel raises that the model or the machine does not fit
         return inf, f"{type(model).__name__} does not run so: {error}"
     gaps = [float((found - expected).abs().max()) for found, expected in zip(together, alone, strict=True)]
     gaps[1:] = [gap / (float(expected.abs().max()) or 1.0) for gap, expected in zip(gaps[1:], alone[1:], strict=True)]
@@ -189,7 +188,7 @@ def probe_noise(model: Any, layout: Layout, *, max_tokens: int = 8192) -> tuple[
     """
     try:
         passes = _probes(model, (layout, True), (None, True), (None, False), max_tokens=max_tokens)
-    except (TreeError, RuntimeError) as error:
+    except (TrainingError, RuntimeError) as error:
         return inf, f"{type(model).__name__} does not run so in bfloat16: {error}"
     ratios = []
     for together, alone, exact in zip(*passes, strict=True):

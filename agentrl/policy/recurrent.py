@@ -5,6 +5,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from inspect import Parameter, signature
 from typing import Any
 
 import numpy as np
@@ -46,32 +47,43 @@ class Rows:
 
 
 def mixers_of(model: Any) -> list[tuple[nn.Module, nn.Module]]:
-    """Return the recurrent parts of a model, each after the layer that holds it: what has a convolution over tokens.
+    """Return the recurrent parts that text goes through, each after its layer: what has a convolution over tokens.
 
-    So have Mamba, gated delta nets and short convolutions in transformers; attention and feed-forward parts have none.
+    So have Mamba, gated delta nets and short convolutions in transformers; attention and feed-forward parts have none. One that
+    needs more than hidden states (RecurrentGemma's, which reads positions) is not among them: it could not be given rows.
     """
     return [
         (layer, mixer)
-        for layer in model.modules()
+        for layer in model.get_decoder().modules()
         for mixer in layer.children()
         if any(isinstance(part, nn.Conv1d) for part in mixer.children())
+        and [name for name, one in signature(mixer.forward).parameters.items() if _is_needed(one)] == ["hidden_states"]
     ]
 
 
-def see_rows(model: Any) -> None:
+def _is_needed(parameter: Parameter) -> bool:
+    return parameter.default is Parameter.empty and parameter.kind not in (
+        Parameter.VAR_POSITIONAL,
+        Parameter.VAR_KEYWORD,
+    )
+
+
+def see_rows(model: Any) -> bool:
     """Let the recurrent parts of a model see the rows that a pass is given as `agentrl_rows`; without, what they always do.
 
         out[slot] = mixer(hidden[slots of a row that holds the slot])[position in it]
 
     What rows share is computed for each of them here, and once by all other parts of the model. A layer that gradient
-    checkpointing runs again gets the rows of its own pass again.
+    checkpointing runs again gets the rows of its own pass again. Returns whether the model has such parts.
     """
-    for layer, mixer in mixers_of(model):
+    found = mixers_of(model)
+    for layer, mixer in found:
         if not hasattr(mixer, _HOOKED):
             setattr(mixer, _HOOKED, True)
             layer.register_forward_pre_hook(_take_rows, with_kwargs=True)
             mixer.register_forward_pre_hook(_apart, with_kwargs=True)
             mixer.register_forward_hook(_together)
+    return bool(found)
 
 
 def _take_rows(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:

@@ -27,7 +27,7 @@ from agentrl.policy.layout import (
     probe_layout,
     probe_noise,
 )
-from agentrl.policy.recurrent import Rows
+from agentrl.policy.recurrent import Rows, mixers_of
 from agentrl.policy.towers import freeze_towers
 from agentrl.policy.tree import IntArray, plan_tree
 from agentrl.policy.tree_attention import tree_attention
@@ -303,6 +303,39 @@ def test_layers_that_run_again_see_the_rows_of_their_own_pass(layout: Layout) ->
     assert largest_error(got, expected) < 1e-9
 
 
+def test_a_recurrent_part_that_needs_more_than_hidden_states_leaves_rows_padded() -> None:
+    sizes = {**SIZES, "block_types": ["recurrent", "attention"], "lru_width": 32, "attention_window_size": 32}
+    assert choose_layout(made("RecurrentGemma", **sizes), "auto")[0] == "padded"
+
+
+def test_a_recurrent_part_that_returns_more_than_hidden_states_leaves_rows_padded(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = made("Lfm2", **LFM2)
+    mixer = mixers_of(model)[0][1]
+    plain = mixer.forward
+    monkeypatch.setattr(mixer, "forward", lambda hidden_states, **_: (plain(hidden_states), None))
+    for layout in ("tree", "packed"):
+        gap, why = probe_layout(model, layout)
+        assert gap == float("inf")
+        assert "returns more than hidden states" in why
+
+
+def test_what_text_does_not_go_through_is_no_recurrent_part_of_a_model() -> None:
+    class Tower(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.convolution = torch.nn.Conv1d(4, 4, 3)
+
+        def forward(self, hidden_states: Tensor) -> Tensor:
+            return hidden_states
+
+    model = tiny("qwen3")
+    model.sound = torch.nn.ModuleList([Tower()])
+    assert mixers_of(model) == []
+    assert choose_layout(model, "auto") == ("tree", None)
+
+
 def test_rows_that_begin_others_are_not_computed_twice() -> None:
     rows = [np.array(row) for row in ([1, 2], [1, 2, 3], [1, 2, 3], [1, 4], [5])]
     cases: list[tuple[Layout, Any]] = [("tree", [[0, 1, 2], [0, 3, 0], [4, 0, 0]]), ("packed", None)]
@@ -317,7 +350,7 @@ def test_rows_that_begin_others_are_not_computed_twice() -> None:
 @pytest.mark.parametrize("family", ["Lfm2", "Qwen3_5Text"])
 def test_what_leaks_from_row_to_row_is_found(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     sizes = RECURRENT[family]
-    monkeypatch.setattr(layout_module, "mixers_of", lambda model: [])
+    monkeypatch.setattr(layout_module, "see_rows", lambda model: False)
     for layout in ("tree", "packed"):
         assert probe_layout(made(family, **sizes), layout)[0] > 1e-2
     monkeypatch.setattr(tree_model, "mixers_of", lambda model: [])
