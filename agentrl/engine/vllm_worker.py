@@ -117,7 +117,7 @@ class WorkerExtension:
             if name.endswith((LEFT, RIGHT)):
                 matrices[name] = tensor
                 continue
-            # vLLM puts some weights together, such as those of query, key and value: they are loaded anew together.
+            # vLLM puts some weights together, such as those of query, key and value: they are loaded again together.
             parts = parts or tuple({name.rsplit(".", 3)[0] + "." for name in matrices})
             if name.startswith(parts):
                 kept.append((name, tensor.cpu()))

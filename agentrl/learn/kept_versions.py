@@ -1,4 +1,4 @@
-"""Weights of earlier policy versions, by which the trainer computes anew what they sampled."""
+"""Weights of earlier policy versions, by which the trainer computes again what they sampled."""
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
