@@ -43,7 +43,7 @@ class TrainConfig(BaseModel):
     warmup_minibatches: AmountOrZero = 0
     """Minibatches over which the learning rate rises from 0. Those without a gradient count, here and in the schedule: it is
     then at the same point of each step in any run, and ends with it."""
-    target_kl: PositiveFloat | None = 0.01
+    target_kl: PositiveFloat | None = 0.02
     """How far a step may move the policy, in nats a token (`kl/step`): an update that moves it further, at the tokens of the
     next minibatch, is halved until it does not. None: as far as the updates take it."""
     ess_scaling: bool = False
