@@ -12,7 +12,8 @@ learning rate.
 `cures` trains at the highest of `RATES`, where runs collapse, with each of the ways of updating of `TRAINS`, on the seeds 20
 to 29. `tune` trains at each of `RATES` on the seeds 0, 1 and 30 to 35; `final` at the rate whose area is largest on those of
 them that were tried, for each environment, ratio and credit apart, on the seeds 10 to 19. `area` is the mean of held-out
-success over the evaluations after training began. A run has collapsed where its last success is below half of its best, and that was above .15.
+success over the evaluations after training began. A run has collapsed where its last success is below half of its best, and
+that was above .15.
 
 Results are appended to FILE as JSON lines, with what each step showed; what is in it under the same settings is not run
 again (take another file after a change of the mathematics).
