@@ -38,23 +38,28 @@ async def run_command(
     """
     if not hasattr(os, "killpg"):
         raise UserError("run_command needs process groups, which Windows lacks: train in WSL")
-    transport, protocol = await asyncio.get_running_loop().subprocess_exec(
-        lambda: _Collector(max_output),
-        *argv,
-        cwd=cwd,
-        stdin=asyncio.subprocess.PIPE,
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.STDOUT,
-        start_new_session=True,
+    # A start that is cancelled would kill the program alone, and wait for all that hold its output: it goes on, shielded.
+    start = asyncio.ensure_future(
+        asyncio.get_running_loop().subprocess_exec(
+            lambda: _Collector(max_output),
+            *argv,
+            cwd=cwd,
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.STDOUT,
+            start_new_session=True,
+        )
     )
-    pipe = transport.get_pipe_transport(0)
-    assert isinstance(pipe, asyncio.WriteTransport)
     try:
         async with asyncio.timeout(timeout_s):
+            transport, protocol = await asyncio.shield(start)
+            pipe = transport.get_pipe_transport(0)
+            assert isinstance(pipe, asyncio.WriteTransport)
             pipe.write(stdin.encode())
             pipe.write_eof()
             await protocol.exited.wait()
     finally:
+        transport, protocol = await start
         with contextlib.suppress(ProcessLookupError):
             os.killpg(transport.get_pid(), signal.SIGKILL)
         await protocol.exited.wait()

@@ -5,6 +5,7 @@ import sys
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 from agentrl.env import run_command
@@ -119,6 +120,34 @@ def test_children_die_on_cancellation(tmp_path: Path) -> None:
 
     asyncio.run(cancelled())
     assert wait_until_dead(int((tmp_path / "pid").read_text()))
+
+
+@linux_only
+@pytest.mark.parametrize("turns", range(6))
+def test_nothing_is_left_of_a_command_that_is_cancelled_as_it_starts(turns: int) -> None:
+    mark = f"600.{os.getpid()}{turns}"
+
+    async def cancelled() -> None:
+        task = asyncio.create_task(run_command(["sh", "-c", f"sleep {mark} & sleep 60"]))
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        time.sleep(0.3)  # noqa: ASYNC251 - the shell comes further than the event loop
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await asyncio.wait_for(task, 30)
+
+    asyncio.run(cancelled())
+    alive = [process for process in psutil.process_iter() if mark in " ".join(_arguments(process))]
+    for process in alive:
+        process.kill()
+    assert not alive
+
+
+def _arguments(process: psutil.Process) -> list[str]:
+    try:
+        return process.cmdline()
+    except psutil.Error:  # it ended meanwhile
+        return []
 
 
 @linux_only
