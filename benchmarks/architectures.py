@@ -94,7 +94,10 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
         "Gemma3",
         {"vision_config": _IMAGES, "layer_types": ["sliding_attention", "full_attention"], "sliding_window": _WINDOW},
     ),
-    "Mistral 3": ("Mistral3", {"vision_config": {**_IMAGES, "model_type": "pixtral"}, "model_type": "mistral"}),
+    "Mistral 3": (
+        "Mistral3",
+        {"vision_config": {**_IMAGES, "model_type": "pixtral"}, "model_type": "mistral", "sliding_window": _WINDOW},
+    ),
 }
 """What transformers calls each, and what it has beyond a plain decoder: sliding windows, experts, a recurrent layer, images."""
 
