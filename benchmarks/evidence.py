@@ -21,7 +21,7 @@ again (take another file after a change of the mathematics).
 `tell` prints what each part found: mean ± standard error over seeds; differences are paired by seed, from GRPO with uniform
 credit that updates as `--against` says (`cures`: from the same that updates so). `steps` are those until the success that is
 .8 of the largest mean at the end, on straight lines between evaluations; a run that never gets there counts with all of its
-steps.
+steps. `of half`: steps less half of those of GRPO.
 """
 
 import argparse
@@ -278,18 +278,22 @@ def tell(known: dict[Job, Result], rows: Sequence[Job], seeds: Sequence[int], ba
             continue
         best = max(statistics.mean(result["curve"][-1] for result in results) for results in found.values())
         print(f"\n{env}, {len(seeds)} seeds; steps until {0.8 * best:.2f}\n")
-        print("| ratio | credit | updates | rate | final | area | steps | collapsed | final, gained | area | steps |")
-        print("|---|---|---|---|---|---|---|---|---|---|---|")
+        print(
+            "| ratio | credit | updates | rate | final | area | steps | collapsed | final, gained | area | steps | of half |"
+        )
+        print("|---|---|---|---|---|---|---|---|---|---|---|---|")
         for row, results in found.items():
             figures = figures_of(results, 0.8 * best)
-            gained = ["-"] * len(figures)
+            gained = ["-"] * (len(figures) + 1)
             other = next((other for other in found if base(row)[:3] == other[:3] and base(row)[5] == other[5]), row)
             if other != row:
-                pairs = zip(figures, figures_of(found[other], 0.8 * best), strict=True)
+                others = figures_of(found[other], 0.8 * best)
+                pairs = zip(figures, others, strict=True)
                 gained = [
                     mean_and_error([a - b for a, b in zip(ours, theirs, strict=True)], 1 if place == 2 else 3)
                     for place, (ours, theirs) in enumerate(pairs)
                 ]
+                gained.append(mean_and_error([a - b / 2 for a, b in zip(figures[2], others[2], strict=True)], 1))
             collapsed = f"{sum(map(has_collapsed, results))} of {len(results)}"
             means = [mean_and_error(values, 1 if place == 2 else 3) for place, values in enumerate(figures)]
             cells = [row.ratio, row.credit, row.train, f"{row.rate:g}", *means, collapsed, *gained]
