@@ -131,7 +131,7 @@ def test_nothing_is_left_of_a_command_that_is_cancelled_as_it_starts(turns: int)
         task = asyncio.create_task(run_command(["sh", "-c", f"sleep {mark} & sleep 60"]))
         for _ in range(turns):
             await asyncio.sleep(0)
-        time.sleep(0.3)  # noqa: ASYNC251 - the shell comes further than the event loop
+        time.sleep(0.3)  # the shell comes further than the event loop
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await asyncio.wait_for(task, 30)
