@@ -375,6 +375,7 @@ def main() -> None:
         for env, ratio, credit, train in product(options.envs, options.ratios, options.credits, options.trains)
     ]
     known = read_results(options.out)
+    seeds: Sequence[int]
     match options.part:
         case "cures":
             chosen, seeds = rows, CURE_SEEDS

@@ -145,7 +145,7 @@ def test_nothing_is_left_of_a_command_that_is_cancelled_as_it_starts(turns: int)
 
 def _arguments(process: psutil.Process) -> list[str]:
     try:
-        return process.cmdline()
+        return list(process.cmdline())
     except psutil.Error:  # it ended meanwhile
         return []
 
