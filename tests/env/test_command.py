@@ -137,10 +137,8 @@ def test_nothing_is_left_of_a_command_that_is_cancelled_as_it_starts(turns: int)
             await asyncio.wait_for(task, 30)
 
     asyncio.run(cancelled())
-    alive = [process for process in psutil.process_iter() if mark in " ".join(_arguments(process))]
-    for process in alive:
-        process.kill()
-    assert not alive
+    found = [process.pid for process in psutil.process_iter() if mark in " ".join(_arguments(process))]
+    assert all(map(wait_until_dead, found))  # what was killed a moment ago may still be there
 
 
 def _arguments(process: psutil.Process) -> list[str]:
