@@ -18,10 +18,10 @@ that was above .15.
 Results are appended to FILE as JSON lines, with what each step showed; what is in it under the same settings is not run
 again (take another file after a change of the mathematics).
 
-`tell` prints what each part found: mean ± standard error over seeds; differences are paired by seed, from GRPO with uniform
-credit that updates as `--against` says (`cures`: from the same that updates so). `steps` are those until the success that is
-.8 of the largest mean at the end, on straight lines between evaluations; a run that never gets there counts with all of its
-steps. `of half`: steps less half of those of GRPO.
+`tell` prints what each part found: mean ± standard error over seeds; differences are paired by seed, from GRPO with the
+credit of `--against-credit` that updates as `--against` says (`cures`: from the same that updates so). `steps` are those until
+the success that is .8 of the largest mean at the end, on straight lines between evaluations; a run that never gets there
+counts with all of its steps. `of half`: steps less half of those of GRPO.
 """
 
 import argparse
@@ -366,6 +366,7 @@ def main() -> None:
     parser.add_argument("--credits", nargs="+", default=["uniform", "group_gae", "ecpo"])
     parser.add_argument("--trains", nargs="+", choices=list(TRAINS), default=["plain"])
     parser.add_argument("--against", choices=list(TRAINS), default="plain", help="with tell")
+    parser.add_argument("--against-credit", default="uniform", help="with tell")
     parser.add_argument("--seeds", type=int, nargs="+", help="others than those of the part")
     parser.add_argument("--plot", type=Path, help="with tell: draw the curves of what was measured")
     options = parser.parse_args()
@@ -393,7 +394,7 @@ def main() -> None:
     print("Ways of updating, at the highest rate")
     tell(known, rows, options.seeds or CURE_SEEDS, lambda row: row._replace(train="plain"))
     print("\nEach at its best rate")
-    against = {"ratio": "grpo", "credit": "uniform", "train": options.against}
+    against = {"ratio": "grpo", "credit": options.against_credit, "train": options.against}
     tell(known, chosen, options.seeds or SEEDS, lambda row: row._replace(**against))
 
 
