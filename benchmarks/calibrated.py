@@ -63,14 +63,12 @@ def sampled(learner: WatchedLearner, prompt: tuple[int, ...], *, length: int, co
 def pushed_share(learner: WatchedLearner) -> tuple[float, float]:
     """Return how many tokens were clipped, and of how many with an advantage in units that an update has moved."""
     clipped = pushed = 0.0
-    for tally in learner.tallies:
-        for unit_T, ratio_U, advantage_T, clipped_T in zip(
-            *(tally.parts(name) for name in ("unit_T", "ratio_U", "advantage_T", "clipped_T")), strict=True
-        ):
-            moved_T = (ratio_U != 1)[unit_T.astype(np.int64)] & (advantage_T != 0)
-            clipped += float(clipped_T[moved_T].sum())
+    for seen in learner.seen:
+        for part in seen.passes():
+            moved_T = (part["ratio_U"] != 1)[part["unit_T"].astype(np.int64)] & (part["advantage_T"] != 0)
+            clipped += float(part["clipped_T"][moved_T].sum())
             pushed += float(moved_T.sum())
-    learner.tallies.clear()
+    learner.seen.clear()
     return clipped, pushed
 
 

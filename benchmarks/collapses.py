@@ -27,8 +27,8 @@ import numpy as np
 import torch
 
 from agentrl.distributed.checkpoints import checkpoints
-from agentrl.learn.learner import Learner
-from agentrl.learn.metrics import Tally, effective_samples
+from agentrl.learn.learner import Gradient, Learner
+from agentrl.learn.metrics import effective_samples
 from agentrl.report.folder import RunFolder
 from agentrl.run import loop
 from agentrl.run.build import build
@@ -41,10 +41,10 @@ class WatchedLearner(Learner):
 
     rows: list[dict[str, Any]]
 
-    def add_gradients(self, *parts: Any, **options: Any) -> tuple[Tally, list[torch.Tensor]]:
-        tally, experts = super().add_gradients(*parts, **options)
-        self.rows.append({"version": options["version"], **of_tally(tally), **self._of_update()})
-        return tally, experts
+    def add_gradients(self, *parts: Any, **options: Any) -> Gradient:
+        gradient = super().add_gradients(*parts, **options)
+        self.rows.append({"version": options["version"], **of_minibatch(gradient), **self._of_update()})
+        return gradient
 
     def _of_update(self) -> dict[str, float]:
         """Describe the update that follows, from Adam's moments as it will leave them."""
@@ -68,9 +68,9 @@ class WatchedLearner(Learner):
         return {"adam": math.sqrt(squares / max(1, num)), "along": cosine}
 
 
-def of_tally(tally: Tally) -> dict[str, float]:
+def of_minibatch(gradient: Gradient) -> dict[str, float]:
     names = ("log_ratio_T", "advantage_T", "clipped_T", "entropy_T")
-    log_ratio_T, advantage_T, clipped_T, entropy_T = (tally.column(name) for name in names)
+    log_ratio_T, advantage_T, clipped_T, entropy_T = (gradient.observations.column(name) for name in names)
 
     def mean(values: Any) -> float:
         return float(np.mean(values)) if len(values) else 0.0
@@ -82,9 +82,9 @@ def of_tally(tally: Tally) -> dict[str, float]:
         "far_up": mean(log_ratio_T[advantage_T > 0] < -0.2),
         "far_down": mean(log_ratio_T[advantage_T < 0] > 0.2),
         "clipped": mean(clipped_T),
-        "samples": effective_samples(tally),
+        "samples": effective_samples(gradient.tally),
         "entropy": mean(entropy_T),
-        "gradient": tally.grad_norm,
+        "gradient": gradient.tally.grad_norm,
         "pushed_up": mean(advantage_T > 0),
     }
 

@@ -40,14 +40,12 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from accelerate import Accelerator
-from torch import Tensor
 
 from agentrl.config import Recipe, load_recipe
 from agentrl.credit import Credit
 from agentrl.distributed.checkpoints import checkpoints
-from agentrl.learn.learner import CreditedMinibatch, Learner, TrainingPass
+from agentrl.learn.learner import CreditedMinibatch, Gradient, Learner, TrainingPass
 from agentrl.learn.loss_config import LossConfig
-from agentrl.learn.metrics import Tally
 from agentrl.learn.micro_batch_loss import Before
 from agentrl.learn.minibatches import Minibatch, draw_minibatches
 from agentrl.learn.policy_state import PolicyState
@@ -116,11 +114,11 @@ class VariantLearner(Learner):
 
     def add_gradients(
         self, plan: Sequence[TrainingPass], befores: Sequence[Before], *, version: int, cancelled: Event | None = None
-    ) -> tuple[Tally, list[Tensor]]:
-        tally, experts = super().add_gradients(plan, befores, version=version, cancelled=cancelled)
-        if self._variant == "before":
-            tally = replace(tally, grad_norm=tally.grad_norm or 1e-300)
-        return tally, experts
+    ) -> Gradient:
+        gradient = super().add_gradients(plan, befores, version=version, cancelled=cancelled)
+        if self._variant != "before":
+            return gradient
+        return gradient._replace(tally=replace(gradient.tally, grad_norm=gradient.tally.grad_norm or 1e-300))
 
 
 def distinct(num_groups: int) -> list[str]:

@@ -41,10 +41,10 @@ from agentrl.config import Recipe, load_recipe
 from agentrl.credit import Credit, assign_credit, load_credit
 from agentrl.engine.transformers import TransformersConfig, TransformersEngine
 from agentrl.env import make_env
-from agentrl.learn.learner import Learner
+from agentrl.learn.learner import Gradient, Learner
 from agentrl.learn.loss_config import LossConfig
-from agentrl.learn.metrics import Tally
 from agentrl.learn.policy_state import PolicyState
+from agentrl.learn.tally import Observations
 from agentrl.learn.train_config import TrainConfig
 from agentrl.learn.warmup import WarmupConfig, warm_up
 from agentrl.policy.layout import choose_layout
@@ -169,12 +169,12 @@ class WatchedLearner(Learner):
 
     def __init__(self, state: PolicyState, **settings: Any) -> None:
         super().__init__(state, **settings)
-        self.tallies: list[Tally] = []
+        self.seen: list[Observations] = []
 
-    def add_gradients(self, *parts: Any, **options: Any) -> tuple[Tally, list[torch.Tensor]]:
-        tally, experts = super().add_gradients(*parts, **options)
-        self.tallies.append(tally)
-        return tally, experts
+    def add_gradients(self, *parts: Any, **options: Any) -> Gradient:
+        gradient = super().add_gradients(*parts, **options)
+        self.seen.append(gradient.observations)
+        return gradient
 
 
 def new_learner(start: Path, method: str, learning_rate: float) -> WatchedLearner:
@@ -204,14 +204,14 @@ class Updated:
     """What the update of a copy on one batch showed."""
 
     metrics: dict[str, float]
-    tallies: list[Tally]
+    seen: list[Observations]
     """Of each minibatch."""
 
 
 def update(start: Path, moments: Path, batch: Batch, method: str, learning_rate: float) -> Updated:
     learner = new_learner(start, method, learning_rate)
     learner.state.load(moments)
-    return Updated(metrics=learner.update(*batch, version=0), tallies=learner.tallies)
+    return Updated(metrics=learner.update(*batch, version=0), seen=learner.seen)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -224,13 +224,13 @@ class Ratios:
     """Number of each token's trajectory."""
 
     @classmethod
-    def of(cls, tallies: Sequence[Tally], by_trajectory: Sequence[Tally] | None = None) -> "Ratios":
+    def of(cls, seen: Sequence[Observations], by_trajectory: Sequence[Observations] | None = None) -> "Ratios":
         """Put minibatches together; `by_trajectory`: the same by a method of that unit, where theirs is another."""
         units: list[IntArray] = []
-        for unit_T in (column for tally in by_trajectory or tallies for column in tally.columns["unit_T"]):
+        for unit_T in (column for part in by_trajectory or seen for column in part.columns["unit_T"]):
             units.append(unit_T.astype(np.int64) + (1 + units[-1].max() if units else 0))
         log_ratio_T, advantage_T = (
-            np.concatenate([tally.column(name) for tally in tallies]) for name in ("log_ratio_T", "advantage_T")
+            np.concatenate([part.column(name) for part in seen]) for name in ("log_ratio_T", "advantage_T")
         )
         return cls(log_ratio_T=log_ratio_T, advantage_T=advantage_T, unit_T=np.concatenate(units))
 
@@ -331,7 +331,7 @@ def summarise(found: list[dict[str, Updated]]) -> Figures:
     gspo = [of_batch["GSPO"] for of_batch in found]
     for method in found[0]:
         updated = [of_batch[method] for of_batch in found]
-        seconds, gspo_seconds = [u.tallies[1] for u in updated], [u.tallies[1] for u in gspo]
+        seconds, gspo_seconds = [u.seen[1] for u in updated], [u.seen[1] for u in gspo]
         for own, other in zip(seconds, gspo_seconds, strict=True):
             is_same = np.array_equal(own.column("log_ratio_T"), other.column("log_ratio_T"))
             assert is_same or method == "GRPO, replay", "the first update was not the same"
@@ -444,8 +444,8 @@ def measure_length(start: Path, prompt: tuple[int, ...], size: Size) -> Figures:
     with tempfile.TemporaryDirectory() as folder:
         write_moments(start, [filling], Path(folder))
         for rate in size.long_rates:
-            later = [update(start, Path(folder), batch, "GSPO", rate).tallies[1:] for batch in measured]
-            ratios = Ratios.of([tally for tallies in later for tally in tallies])
+            later = [update(start, Path(folder), batch, "GSPO", rate).seen[1:] for batch in measured]
+            ratios = Ratios.of([part for parts in later for part in parts])
             rows = [
                 {"length": length, **part.spreads(), "GSPO": part.clipped("GSPO"), "GRPO": part.clipped("GRPO")}
                 for length in size.lengths

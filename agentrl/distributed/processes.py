@@ -111,6 +111,20 @@ def all_gather(values: list[T]) -> list[T]:
     return [value for owner in range(num_processes()) for value in _told_by(owner, values)]
 
 
+def to_rank_zero(values: list[T]) -> list[T]:
+    """Return what all processes have, in their order, on the first; nothing on the others, which must call it as often.
+
+    Raises:
+        TrainingError: as `barrier`.
+    """
+    if num_processes() == 1:
+        return values
+    barrier()
+    found: list[list[T]] = [[]] * num_processes()
+    dist.gather_object(values, found if is_main() else None, group=_gloo())
+    return [value for of_process in found for value in of_process]
+
+
 def from_rank_zero(make: Callable[[], T]) -> T:
     """Return what the first process makes, on all: whatever depends on order, hash seeds or the machine is decided once."""
     if num_processes() == 1:

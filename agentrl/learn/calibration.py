@@ -4,7 +4,7 @@
 alike: its split among processes and passes changes nothing.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from math import log, log1p, pi, sqrt
 from statistics import NormalDist
 from typing import NamedTuple
@@ -14,9 +14,8 @@ import numpy.typing as npt
 from pydantic import BaseModel, ConfigDict
 
 from agentrl.learn.loss_config import DEFAULT_CLIP, CalibratedConfig, LossConfig
-from agentrl.learn.metrics import Tally
+from agentrl.learn.tally import Array, Observations, Sums
 
-Array = npt.NDArray[np.float64]
 Key = tuple[int, int]
 
 RATE = 0.1
@@ -63,20 +62,24 @@ class Units(NamedTuple):
     """Tokens."""
 
 
-class Shown(NamedTuple):
-    """What a minibatch showed of its units: `(U,)` each."""
+class Alike(NamedTuple):
+    """What a minibatch showed of units alike in staleness (and length). Of those that an update had moved."""
 
-    staleness_U: Array
-    length_U: Array
-    log_ratio_U: Array
-    """log s_u."""
-    down_U: Array
-    """Tokens of negative advantage."""
-    up_U: Array
+    distance: Sums = Sums()
+    """|log s_u|, but no further than the unit's widest range."""
+    length: Sums = Sums()
+    """Tokens of a unit."""
+    down: Sums = Sums()
+    """Of a unit, tokens of negative advantage."""
+    up: Sums = Sums()
     """Tokens of positive advantage."""
-    clipped_down_U: Array
+    clipped_down: Sums = Sums()
     """Those of them that had left the trust region."""
-    clipped_up_U: Array
+    clipped_up: Sums = Sums()
+
+
+Shown = Mapping[str, Alike]
+"""What a minibatch showed of its units, by band."""
 
 
 class Band(BaseModel):
@@ -119,14 +122,11 @@ class Calibration(BaseModel):
         return bounded_U2[:, 0], bounded_U2[:, 1]
 
     def after(self, shown: Shown, aim: Aim) -> "Calibration":
-        """Return what a minibatch makes of this. Units whose ratio is exactly 1 were not updated yet, and tell nothing."""
+        """Return what a minibatch makes of this."""
         bands = dict(self.bands)
-        for key, alike_U in _alike(shown.staleness_U, shown.length_U, by_length=aim.by_length):
-            moved_U = alike_U & (shown.log_ratio_U != 0)
-            if moved_U.any():
-                known = bands.get(_name(key)) or self._nearest(key)
-                band = _begun(aim) if known is None else known
-                bands[_name(key)] = _next(band, Shown(*(column_U[moved_U] for column_U in shown)), aim)
+        for name in sorted(shown, key=_key):
+            known = bands.get(name) or self._nearest(_key(name))
+            bands[name] = _next(_begun(aim) if known is None else known, shown[name], aim)
         return Calibration(bands=bands)
 
     def _nearest(self, key: Key) -> Band | None:
@@ -137,12 +137,56 @@ class Calibration(BaseModel):
         return self.bands[min(distances, key=lambda name: (*distances[name], name))]
 
 
-def observed(tally: Tally, *, version: int) -> Shown:
-    """Return what a minibatch showed, from the columns of all its micro-batches."""
-    names = ("unit_T", "ratio_U", "version_T", "advantage_T", "clipped_T")
-    columns = zip(*(tally.parts(name) for name in names), strict=True)
-    parts = [_of_micro_batch(*of_micro_batch, version=version) for of_micro_batch in columns]
-    return Shown(*(np.concatenate([np.empty(0), *column]) for column in zip(*parts, strict=True)))
+def observed(observations: Observations, aim: Aim, *, version: int) -> Shown:
+    """Add up what passes showed."""
+    return joined(_of_pass(part, aim, version=version) for part in observations.passes())
+
+
+def _of_pass(part: Mapping[str, Array], aim: Aim, *, version: int) -> Shown:
+    unit_T, clipped_T = part["unit_T"], part["clipped_T"]
+    down_T, up_T = part["advantage_T"] < 0, part["advantage_T"] > 0
+    units = units_of(unit_T, version - part["version_T"])
+    pushed_U = [_sums(unit_T, tokens_T) for tokens_T in (down_T, up_T, down_T * clipped_T, up_T * clipped_T)]
+    return of_units(units, np.log(part["ratio_U"]), *pushed_U, aim=aim)
+
+
+def of_units(
+    units: Units,
+    log_ratio_U: Array,
+    down_U: Array,
+    up_U: Array,
+    clipped_down_U: Array,
+    clipped_up_U: Array,
+    *,
+    aim: Aim,
+) -> Shown:
+    """Add up what units showed. Those whose ratio is exactly 1 were not updated yet, and tell nothing.
+
+    Args:
+        units: of one pass.
+        log_ratio_U: log s_u.
+        down_U: tokens of negative advantage of each.
+        up_U: tokens of positive advantage.
+        clipped_down_U: those of them that had left the trust region.
+        clipped_up_U: likewise.
+        aim: what the recipe asks.
+    """
+    distance_U = np.minimum(np.abs(log_ratio_U), aim.bounds(units.length_U).max(axis=1))
+    columns = (distance_U, units.length_U, down_U, up_U, clipped_down_U, clipped_up_U)
+    return {
+        _name(key): Alike(*(Sums.of(column_U[moved_U]) for column_U in columns))
+        for key, alike_U in _alike(*units, by_length=aim.by_length)
+        if (moved_U := alike_U & (log_ratio_U != 0)).any()
+    }
+
+
+def joined(parts: Iterable[Shown]) -> Shown:
+    """Return what parts of a minibatch showed together."""
+    found: dict[str, Alike] = {}
+    for part in parts:
+        for name, alike in part.items():
+            found[name] = Alike(*(one.plus(other) for one, other in zip(found.get(name, Alike()), alike, strict=True)))
+    return found
 
 
 def range_metrics(calibration: Calibration, shown: Sequence[Shown]) -> dict[str, float]:
@@ -150,11 +194,9 @@ def range_metrics(calibration: Calibration, shown: Sequence[Shown]) -> dict[str,
 
     Of tokens with an advantage, in units that an update has moved.
     """
-    moved = [part.log_ratio_U != 0 for part in shown]
-    pushed, clipped = (
-        sum(float((one_U + other_U)[moved_U].sum()) for (one_U, other_U), moved_U in zip(columns, moved, strict=True))
-        for columns in ([part[3:5] for part in shown], [part[5:7] for part in shown])
-    )
+    found = [alike for part in shown for alike in part.values()]
+    pushed = sum(alike.down.total + alike.up.total for alike in found)
+    clipped = sum(alike.clipped_down.total + alike.clipped_up.total for alike in found)
     metrics = {"clip/pushed_tokens": clipped / pushed if pushed else 0.0}
     if bands := [band for name, band in calibration.bands.items() if _key(name)[1] == 0]:
         widths = [band.spread * np.exp(band.gains) for band in bands]
@@ -165,15 +207,6 @@ def range_metrics(calibration: Calibration, shown: Sequence[Shown]) -> dict[str,
 def units_of(unit_T: Array, staleness_T: Array) -> Units:
     """Describe the units of a micro-batch."""
     return Units(_sums(unit_T, staleness_T) / _sums(unit_T), _sums(unit_T))
-
-
-def _of_micro_batch(
-    unit_T: Array, ratio_U: Array, version_T: Array, advantage_T: Array, clipped_T: Array, *, version: int
-) -> Shown:
-    units = units_of(unit_T, version - version_T)
-    down_T, up_T = advantage_T < 0, advantage_T > 0
-    pushed = (_sums(unit_T, tokens_T) for tokens_T in (down_T, up_T, down_T * clipped_T, up_T * clipped_T))
-    return Shown(*units, np.log(ratio_U), *pushed)
 
 
 def _in_logs(low: float, high: float) -> tuple[float, float]:
@@ -189,21 +222,20 @@ def _begun(aim: Aim) -> Band:
     return Band(num_minibatches=0, spread=0.0, gains=(gain, gain))
 
 
-def _next(band: Band, shown: Shown, aim: Aim) -> Band:
-    measured = float(np.minimum(np.abs(shown.log_ratio_U), aim.bounds(shown.length_U).max(axis=1)).mean())
-    spread = band.spread + max(RATE, 1 / (band.num_minibatches + 1)) * (measured - band.spread)
+def _next(band: Band, shown: Alike, aim: Aim) -> Band:
+    spread = band.spread + max(RATE, 1 / (band.num_minibatches + 1)) * (shown.distance.mean - band.spread)
     quantile = NormalDist().inv_cdf(1 - aim.clipped)
     gains = []
-    for gain, pushed_U, clipped_U, widest in zip(
+    for gain, pushed, clipped, widest in zip(
         band.gains,
-        (shown.down_U, shown.up_U),
-        (shown.clipped_down_U, shown.clipped_up_U),
-        aim.bounds(shown.length_U.mean(keepdims=True))[0],
+        (shown.down, shown.up),
+        (shown.clipped_down, shown.clipped_up),
+        aim.bounds(np.array([shown.length.mean]))[0],
         strict=True,
     ):
         step = 0.0
-        if band.num_minibatches >= SETTLED and pushed_U.any():
-            excess = float(clipped_U.sum() / pushed_U.sum()) - aim.clipped
+        if band.num_minibatches >= SETTLED and pushed.total:
+            excess = clipped.total / pushed.total - aim.clipped
             step = RATE * excess / (quantile * NormalDist().pdf(quantile))
         # Not beyond where widths are bounded: it would take as long to come back.
         moved = gain + min(max(step, -LARGEST_STEP), LARGEST_STEP)

@@ -23,15 +23,16 @@ from agentrl.credit import Credit
 from agentrl.distributed.processes import all_gather
 from agentrl.errors import ConfigError, TrainingError
 from agentrl.learn.batch import LossColumns, make_batch
-from agentrl.learn.calibration import Aim, Shown, observed, range_metrics
+from agentrl.learn.calibration import Aim, Shown, joined, observed, range_metrics
 from agentrl.learn.kept_versions import KeptVersions
 from agentrl.learn.loss_config import LossConfig
-from agentrl.learn.metrics import Tally, anchor_metrics, effective_samples, first_metrics, update_metrics
+from agentrl.learn.metrics import anchor_metrics, effective_samples, first_metrics, update_metrics
 from agentrl.learn.micro_batch_loss import Before, Earlier, micro_batch_loss, trust_region
 from agentrl.learn.minibatches import draw_minibatches
 from agentrl.learn.plan import MicroBatch, Planner
 from agentrl.learn.policy_state import PolicyState
 from agentrl.learn.reach import Reach
+from agentrl.learn.tally import Observations, Tally
 from agentrl.learn.token_notes import TokenNotes
 from agentrl.learn.train_config import TrainConfig
 from agentrl.policy.layout import attending, lay_out
@@ -56,6 +57,18 @@ class TrainingPass(NamedTuple):
     micro: MicroBatch
     columns: LossColumns
     """Of the micro-batch's tokens."""
+
+
+class Gradient(NamedTuple):
+    """What computing a minibatch's gradient showed."""
+
+    tally: Tally
+    shown: Shown
+    """Nothing but with `trust: calibrated`."""
+    observations: Observations
+    """Of this process."""
+    experts: list[Tensor]
+    """Of this process's first pass: (J, P, X)."""
 
 
 class Learner:
@@ -149,19 +162,17 @@ class Learner:
         shown_last = self._present(plans[0]) if reach.target is not None and last == 0 else befores[last]
         for index, plan in enumerate(plans):
             if plan:
-                tally, first_experts = self.add_gradients(plan, befores[index], version=version, cancelled=cancelled)
-                if reach.shorten(tally, partial(self.show, plan, befores[index], version=version)):
+                add_gradients = partial(self.add_gradients, plan, befores[index], version=version, cancelled=cancelled)
+                gradient = add_gradients()
+                if reach.shorten(gradient.tally, partial(self.show, plan, befores[index], version=version)):
                     state.optimizer.zero_grad()
-                    tally, first_experts = self.add_gradients(
-                        plan, befores[index], version=version, cancelled=cancelled
-                    )
-                if self.loss.trust == "calibrated":
-                    shown.append(observed(tally, version=version))
-                    state.calibration = state.calibration.after(shown[-1], Aim.of(self.loss))
-                self.notes.add(minibatches[index].pairs, tally)
-                is_current = not (version - tally.column("version_T")).any()
-                if index == 0 and is_current and check_agreement is not None:
-                    check_agreement(float(np.abs(tally.column("engine_difference_T")).mean()))
+                    gradient = add_gradients()
+                tally = gradient.tally
+                shown.append(gradient.shown)
+                state.calibration = state.calibration.after(gradient.shown, Aim.of(self.loss))
+                self.notes.add(minibatches[index].pairs, gradient.observations)
+                if index == 0 and tally.versions.keys() <= {version} and check_agreement is not None:
+                    check_agreement(tally["engine_distance_T"].mean)
                 if not math.isfinite(tally.grad_norm):
                     raise TrainingError(
                         f"step {version + 1}: the gradient is not finite. The last checkpoint is whole: lower "
@@ -175,7 +186,7 @@ class Learner:
                     num_updates += 1
                 state.optimizer.zero_grad()
                 if index == 0 and self._is_routed:
-                    of_experts = self._changed_experts(first_experts[0], plan[0].micro)
+                    of_experts = self._changed_experts(gradient.experts[0], plan[0].micro)
             state.advance_schedule()
         if num_updates and reach.target is not None:
             show_last = partial(self.show, plans[last], shown_last, version=version)
@@ -183,7 +194,7 @@ class Learner:
         tallies = tallies or [Tally()]
         of_anchor = anchor_metrics(tallies, known=known) if self.loss.anchor == "sampled" else {}
         skipped = {"skipped_minibatches": float(len(plans) - num_updates), **reach.metrics()}
-        of_ranges = range_metrics(state.calibration, shown) if shown else {}
+        of_ranges = range_metrics(state.calibration, shown) if self.loss.trust == "calibrated" and shown else {}
         metrics = update_metrics(tallies, current_version=version) | first_metrics(tallies[0]) | skipped
         return metrics | of_anchor | of_ranges | of_experts
 
@@ -234,9 +245,9 @@ class Learner:
         *,
         version: int,
         cancelled: threading.Event | None = None,
-    ) -> tuple[Tally, list[Tensor]]:
-        """Add up a minibatch's gradient and clip it; return what it showed, and the experts of its first pass."""
-        tally = Tally()
+    ) -> Gradient:
+        """Add up a minibatch's gradient and clip it."""
+        observations = Observations()
         first_experts: list[Tensor] = []
         for number, (training_pass, before) in enumerate(zip(plan, befores, strict=True)):
             if cancelled is not None and cancelled.is_set():
@@ -246,22 +257,30 @@ class Learner:
                 attending(self.state.policy.model, self._layout),
                 self._routing(before) as experts,
             ):
-                loss = self._pass_loss(training_pass, before, tally, version)
+                loss = self._pass_loss(training_pass, before, observations, version)
                 # Processes average their gradients; the loss is a sum over all of them.
                 self._accelerator.backward(loss * self._accelerator.num_processes)
             first_experts = first_experts or experts
-        joined = Tally.joined(all_gather([tally]))
+        tally, shown = self._together(observations, version=version)
         norm = self._accelerator.clip_grad_norm_(self.state.wrapped.parameters(), self._config.max_grad_norm)
         grad_norm = float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
-        return replace(joined, grad_norm=grad_norm, learning_rate=self.state.learning_rate), first_experts
+        tally = replace(tally, grad_norm=grad_norm, learning_rate=self.state.learning_rate)
+        return Gradient(tally, shown, observations, first_experts)
 
     def show(self, plan: Sequence[TrainingPass], befores: Sequence[Before], *, version: int) -> Tally:
         """Return what a minibatch shows of the present weights. No gradient."""
-        tally = Tally()
+        observations = Observations()
         for training_pass, before in zip(plan, befores, strict=True):
             with torch.no_grad(), attending(self.state.policy.model, self._layout), self._routing(before):
-                self._pass_loss(training_pass, before, tally, version)
-        return Tally.joined(all_gather([tally]))
+                self._pass_loss(training_pass, before, observations, version)
+        return self._together(observations, version=version)[0]
+
+    def _together(self, observations: Observations, *, version: int) -> tuple[Tally, Shown]:
+        """Return what all processes saw of a minibatch, on all of them."""
+        is_calibrated = self.loss.trust == "calibrated"
+        shown = observed(observations, Aim.of(self.loss), version=version) if is_calibrated else {}
+        parts = all_gather([(Tally.of(observations), shown)])
+        return Tally.joined([tally for tally, _ in parts]), joined(shown for _, shown in parts)
 
     def _accumulating(self, *, is_last: bool) -> AbstractContextManager[Any]:
         """Return a context in which gradients are added up on this process, and with the others' at the last.
@@ -337,10 +356,12 @@ class Learner:
             logprobs_T, entropy_T = policy(micro.inputs, micro.slot_T, micro.target_T, self._temperature)
         return logprobs_T, entropy_T
 
-    def _pass_loss(self, training_pass: TrainingPass, before: Before, tally: Tally, version: int) -> Tensor:
+    def _pass_loss(
+        self, training_pass: TrainingPass, before: Before, observations: Observations, version: int
+    ) -> Tensor:
         micro, columns = training_pass
         logprobs_T, entropy_T = self._forward(self.state.wrapped, micro)
-        tally.add(entropy_T=entropy_T, token_T=torch.from_numpy(micro.token_T))
+        observations.add(entropy_T=entropy_T, token_T=torch.from_numpy(micro.token_T))
         reference_T = None
         if self.state.reference is not None and self.loss.kl_coefficient > 0:
             with torch.no_grad():
@@ -349,7 +370,7 @@ class Learner:
             logprobs_T,
             columns,
             config=self.loss,
-            tally=tally,
+            observations=observations,
             trust=trust_region(self.loss, columns, calibration=self.state.calibration, version=version),
             before=before,
             reference_logprobs_T=reference_T,

@@ -14,7 +14,7 @@ from agentrl.learn.batch import LossColumns
 from agentrl.learn.calibration import Aim, Calibration, units_of
 from agentrl.learn.loss import kl_loss, mismatch_weights, policy_loss
 from agentrl.learn.loss_config import KernelConfig, LossConfig
-from agentrl.learn.metrics import Tally
+from agentrl.learn.tally import Observations
 from agentrl.learn.trust import TrustRegion, fixed, is_rejected, kernel, rejecting, token
 
 
@@ -41,18 +41,18 @@ def micro_batch_loss(
     columns: LossColumns,
     *,
     config: LossConfig,
-    tally: Tally,
+    observations: Observations,
     trust: TrustRegion,
     before: Before,
     reference_logprobs_T: Tensor | None = None,
 ) -> Tensor:
-    """Return a micro-batch's share of the loss of its global batch, and add what it shows to the tally.
+    """Return a micro-batch's share of the loss of its global batch, and add what it shows to the observations.
 
     Args:
         policy_logprobs_T: with a gradient.
         columns: of the micro-batch.
         config: ratio, clip, corrections.
-        tally: of the minibatch.
+        observations: of the minibatch.
         trust: of the micro-batch (`trust_region`).
         before: log-probabilities before the first update.
         reference_logprobs_T: the KL target's. None: no divergence is added.
@@ -67,7 +67,7 @@ def micro_batch_loss(
             anchor_T, columns.behavior_T, columns.unit_T, mode=config.mismatch, limit=config.mismatch_limit
         )
         weight_T = weight_T * mismatch.weight_T
-        tally.add(mismatch_U=mismatch.raw_U, limited_U=mismatch.limited_U)
+        observations.add(mismatch_U=mismatch.raw_U, limited_U=mismatch.limited_U)
     result = policy_loss(
         policy_logprobs_T,
         anchor_logprobs_T=anchor_T,
@@ -84,10 +84,10 @@ def micro_batch_loss(
             weight_T=columns.weight_T,
             coefficient=config.kl_coefficient,
         )
-        tally.add(reference_kl_T=policy_logprobs_T - reference_logprobs_T)
+        observations.add(reference_kl_T=policy_logprobs_T - reference_logprobs_T)
     if config.reject is not None:
-        tally.add(rejected_U=is_rejected(result.ratio_U, config.reject))
-    tally.add(
+        observations.add(rejected_U=is_rejected(result.ratio_U, config.reject))
+    observations.add(
         ratio_U=result.ratio_U,
         clipped_T=result.clipped_T,
         advantage_T=columns.advantage_T,
@@ -97,7 +97,7 @@ def micro_batch_loss(
         version_T=columns.version_T,
         trajectory_T=columns.trajectory_T,
     )
-    tally.loss += float(loss.detach())
+    observations.loss += float(loss.detach())
     return loss
 
 

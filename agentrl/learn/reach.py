@@ -5,8 +5,9 @@ from collections.abc import Callable
 from torch import Tensor
 
 from agentrl.learn.kept_versions import TrainedWeights
-from agentrl.learn.metrics import Tally, divergence
+from agentrl.learn.metrics import divergence
 from agentrl.learn.policy_state import PolicyState
+from agentrl.learn.tally import Tally
 
 _MOST_HALVINGS = 6
 

@@ -67,10 +67,12 @@ class RunRecord:
         if self._is_fallback:
             row = {**row, "credit/fallback": 1.0}
         every = recipe.report.rollouts_every
-        if is_main() and every and (step == 1 or step % every == 0):
-            trajectories = records(groups, credits, step=step, piece=self._piece, notes_of=self._learner.notes.of)
-            self.folder.add_rollouts(step, trajectories, keep=recipe.report.keep_rollouts)
-            self.trackers.add_rollouts(groups, step)
+        if every and (step == 1 or step % every == 0):
+            notes_of = self._learner.notes.gathered()
+            if is_main():
+                trajectories = records(groups, credits, step=step, piece=self._piece, notes_of=notes_of)
+                self.folder.add_rollouts(step, trajectories, keep=recipe.report.keep_rollouts)
+                self.trackers.add_rollouts(groups, step)
         found, told = from_rank_zero(lambda: self._examine(row))
         row = row | {f"health/{sign}": float(sign in found) for sign in SIGNS}
         self._rows.append(row)

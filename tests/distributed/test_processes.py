@@ -160,6 +160,25 @@ def shortened(sharding: Sharding) -> tuple[dict[str, float], dict[str, Tensor]]:
     return metrics, {name: tensor.clone() for name, tensor in learner.state.weights()}
 
 
+def notes() -> list[dict[str, Any]]:
+    learner = make_learner(is_double=True, num_minibatches=2, max_tokens_per_micro_batch=60)
+    groups, credits = credited([4, 3, 2])
+    learner.update(groups, credits, version=0)
+    notes_of = learner.notes.gathered()
+    return [dict(notes_of(trajectory)) for group in groups for trajectory in group.trajectories]
+
+
+def test_the_first_process_hears_what_all_noted_of_each_token(tmp_path: Path) -> None:
+    alone = notes()
+    first, second = together(2, tmp_path, notes)
+    for found, expected in zip(first, alone, strict=True):
+        assert found.keys() == expected.keys() == {"ratio", "entropy", "clipped"}
+        for name, column_T in expected.items():
+            assert not np.isnan(column_T).any()
+            np.testing.assert_allclose(found[name], column_T, rtol=1e-9)
+    assert all(np.isnan(column_T).all() for found in second for column_T in found.values())
+
+
 @pytest.mark.parametrize("sharding", ["none", "full"])
 def test_updates_are_shortened_alike(sharding: Sharding, tmp_path: Path) -> None:
     metrics, weights = shortened("none")

@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 
 from agentrl import Credit
-from agentrl.learn.calibration import Aim, Array, Calibration, Shown, Units
+from agentrl.learn.calibration import Aim, Calibration, Shown, Units, of_units
 from agentrl.learn.learner import Learner
 from agentrl.learn.loss_config import CalibratedConfig, LossConfig
+from agentrl.learn.tally import Array
 from tests.support.learners import make_learner
 from tests.support.trajectories import some_groups
 
@@ -29,7 +30,8 @@ def shown(
     up_U = np.where(np.arange(len(length_U)) % 2 == 0, length_U, 0.0)
     down_U = length_U - up_U
     clipped_down_U, clipped_up_U = down_U * (log_ratio_U < -low_U), up_U * (log_ratio_U > high_U)
-    return Shown(staleness_U, length_U, log_ratio_U, down_U, up_U, clipped_down_U, clipped_up_U)
+    units = Units(staleness_U, length_U)
+    return of_units(units, log_ratio_U, down_U, up_U, clipped_down_U, clipped_up_U, aim=aim)
 
 
 def clipped_share(length: int, *, seed: int, tail: float) -> float:
@@ -43,8 +45,9 @@ def clipped_share(length: int, *, seed: int, tail: float) -> float:
             found = shown(rng.standard_t(tail, NUM_UNITS) * spread_U, length_U=length_U, calibration=calibration)
             calibration = calibration.after(found, AIM)
             if step >= 20 and minibatch:
-                clipped += float((found.clipped_down_U + found.clipped_up_U).sum())
-                pushed += float(length_U.sum())
+                (alike,) = found.values()
+                clipped += alike.clipped_down.total + alike.clipped_up.total
+                pushed += alike.down.total + alike.up.total
     return clipped / pushed
 
 

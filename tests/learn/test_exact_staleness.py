@@ -11,9 +11,9 @@ import torch
 
 from agentrl import Credit, TrajectoryGroup
 from agentrl.learn.kept_versions import KeptVersions
-from agentrl.learn.learner import Learner
+from agentrl.learn.learner import Gradient, Learner
 from agentrl.learn.loss_config import LossConfig
-from agentrl.learn.metrics import Tally
+from agentrl.learn.tally import Observations
 from agentrl.policy.lora import LoraSettings
 from tests.support.learners import make_learner, weights
 from tests.support.trajectories import some_groups
@@ -50,12 +50,12 @@ class Watched(Learner):
 
     def __init__(self, *args: Any, **settings: Any) -> None:
         super().__init__(*args, **settings)
-        self.tallies: list[Tally] = []
+        self.seen: list[Observations] = []
 
-    def add_gradients(self, *parts: Any, **options: Any) -> tuple[Tally, list[torch.Tensor]]:
-        tally, experts = super().add_gradients(*parts, **options)
-        self.tallies.append(tally)
-        return tally, experts
+    def add_gradients(self, *parts: Any, **options: Any) -> Gradient:
+        gradient = super().add_gradients(*parts, **options)
+        self.seen.append(gradient.observations)
+        return gradient
 
 
 def logprobs_under(model: Any, trajectory: Any) -> list[float]:
@@ -88,10 +88,10 @@ def test_each_token_is_compared_with_the_weights_that_sampled_it(lora: LoraSetti
     mixed = aged(groups, [0, 1, 2, 3])
     credits = credits_of(mixed)
     drawn = learner.draw(mixed, credits, version=3)
-    learner.tallies.clear()
+    learner.seen.clear()
     metrics = learner.update(mixed, credits, version=3)
     unkept = num_tokens = 0
-    for minibatch, tally in zip(drawn, learner.tallies, strict=True):
+    for minibatch, seen in zip(drawn, learner.seen, strict=True):
         expected_T, behavior_T = [], []
         for trajectory, _ in minibatch.pairs:
             under = {version: logprobs_under(model, trajectory) for version, model in models.items()}
@@ -102,8 +102,8 @@ def test_each_token_is_compared_with_the_weights_that_sampled_it(lora: LoraSetti
             behavior_T += behavior
             unkept += versions.count(0)
             num_tokens += len(versions)
-        order = tally.column("token_T").astype(int)
-        anchor_T = tally.column("engine_difference_T") - tally.column("log_ratio_T") + np.array(behavior_T)[order]
+        order = seen.column("token_T").astype(int)
+        anchor_T = seen.column("engine_difference_T") - seen.column("log_ratio_T") + np.array(behavior_T)[order]
         np.testing.assert_allclose(anchor_T, np.array(expected_T)[order], rtol=0, atol=1e-9)
     assert metrics["staleness/unkept"] == pytest.approx(unkept / num_tokens)
     assert metrics["staleness/difference"] > 1e-3

@@ -24,17 +24,19 @@ from agentrl.errors import ConfigError, TrainingError
 from agentrl.learn import learner as learner_module
 from agentrl.learn.learner import CreditedMinibatch, Learner, TrainingPass
 from agentrl.learn.loss_config import LossConfig
-from agentrl.learn.metrics import Tally, divergence, first_metrics, update_metrics
+from agentrl.learn.metrics import divergence, first_metrics, update_metrics
 from agentrl.learn.micro_batch_loss import Before
 from agentrl.learn.plan import Planner
 from agentrl.learn.policy_state import PolicyState
 from agentrl.learn.reach import Reach
+from agentrl.learn.tally import Tally
 from agentrl.learn.train_config import TrainConfig
 from agentrl.policy import routing
 from agentrl.policy.layout import Layout
 from agentrl.policy.lora import LoraSettings
 from agentrl.policy.model import Policy
 from tests.support.learners import make_learner, weights
+from tests.support.tallies import make_tally
 from tests.support.trajectories import batch_of, some_groups
 
 LAYOUTS: tuple[Layout, ...] = get_args(Layout)
@@ -423,26 +425,8 @@ def test_routing_replay_takes_a_mixture_of_experts_and_the_trainers_own_anchor()
         LossConfig(routing_replay=True)
 
 
-def test_processes_tell_one_another_few_bytes_of_a_token() -> None:
-    learner = make_learner()
-    trajectories = [t for group in GROUPS for t in group.trajectories]
-    tokens, columns = batch_of(trajectories, [Credit.uniform(t, 1.0) for t in trajectories])
-    planner = Planner(max_tokens=10_000, layout="tree")
-    micros = list(planner.micro_batches(tokens, process=0, num_processes=1))
-    tally = learner.add_gradients(
-        [TrainingPass(m, columns.of(m)) for m in micros], [Before()] * len(micros), version=0
-    )[0]
-    sizes = {
-        name: sum(array.itemsize for array in tally.columns[name][:1]) for name in tally.columns if name[-1] == "T"
-    }
-    assert len(sizes) >= 9
-    assert sum(sizes.values()) <= 37, sizes
-
-
 def test_staleness_is_that_of_all_minibatches() -> None:
-    old, new = Tally(), Tally()
-    old.add(version_T=torch.tensor([2.0, 4.0]))
-    new.add(version_T=torch.tensor([5.0]))
+    old, new = make_tally(version_T=[2.0, 4.0]), make_tally(version_T=[5.0])
     for tallies in ([old, new], [new, old]):
         metrics = update_metrics(tallies, current_version=5)
         assert (metrics["staleness/mean"], metrics["staleness/max"]) == (4 / 3, 3)
@@ -486,9 +470,7 @@ def test_an_update_is_halved_until_the_policy_is_within_reach_or_taken_back() ->
     before = weights(learner)
 
     def tally(share: float) -> Tally:
-        found = Tally()
-        found.add(log_ratio_T=torch.tensor([share], dtype=torch.float64))
-        return found
+        return make_tally(log_ratio_T=[share])
 
     for needed, left in ((0, 1.0), (2, 0.25), (99, 0.0)):
         reach = Reach(learner.state, target=1e-3)
@@ -509,8 +491,7 @@ def test_an_update_is_halved_until_the_policy_is_within_reach_or_taken_back() ->
 
 
 def test_the_divergence_of_a_minibatch_is_that_of_schulman() -> None:
-    tally = Tally()
-    tally.add(log_ratio_T=torch.tensor([0.5, -1.0, 0.0], dtype=torch.float64))
+    tally = make_tally(log_ratio_T=[0.5, -1.0, 0.0])
     expected = ((math.exp(0.5) - 1 - 0.5) + (math.exp(-1.0) - 1 + 1.0)) / 3
     assert divergence(tally) == pytest.approx(expected, rel=1e-12)
     assert divergence(Tally()) == 0

@@ -1,10 +1,12 @@
 """What a step reports of its trajectories, its minibatches and the process it runs in."""
 
 import mmap
+import pickle
 import subprocess
 import sys
 import threading
 from dataclasses import replace
+from functools import reduce
 from pathlib import Path
 
 import numpy as np
@@ -12,20 +14,106 @@ import pytest
 import torch
 
 from agentrl.credit import Credit
-from agentrl.learn.metrics import Tally, effective_samples, process_metrics, rollout_metrics
+from agentrl.learn.metrics import (
+    anchor_metrics,
+    effective_samples,
+    first_metrics,
+    process_metrics,
+    rollout_metrics,
+    update_metrics,
+)
+from agentrl.learn.tally import Observations, Sums, Tally
 from agentrl.testing import make_group
 from agentrl.types import StopReason
+from tests.support.tallies import add_pass, make_tally
 
 
-def test_parts_of_a_minibatch_join_to_the_whole() -> None:
-    whole, parts = Tally(), [Tally(), Tally()]
-    for part, values in zip(parts, ([1.0, 2.0], [3.0]), strict=True):
-        for tally in (whole, part):
-            tally.add(ratio_U=torch.tensor(values))
-            tally.loss += sum(values)
-    joined = Tally.joined([*parts, Tally()])  # the last had nothing to do
-    assert joined.column("ratio_U").tolist() == whole.column("ratio_U").tolist() == [1.0, 2.0, 3.0]
-    assert joined.loss == whole.loss == 6.0
+def test_sums_of_parts_are_those_of_the_whole() -> None:
+    values = np.random.default_rng(0).lognormal(size=50)
+    parts = [Sums.of(part) for part in np.split(values, [0, 7, 30])]  # the first had nothing to do
+    joined = reduce(Sums.plus, parts)
+    assert (joined.num, joined.peak) == (50, values.max())
+    assert (joined.mean, joined.spread) == pytest.approx((values.mean(), values.std()), rel=1e-12)
+    assert Sums().plus(parts[1]) == parts[1].plus(Sums()) == parts[1]
+    assert (Sums().mean, Sums().spread, Sums().peak) == (0, 0, 0)
+
+
+@pytest.mark.parametrize("num", [1, 3])
+def test_metrics_are_those_of_all_tokens_however_they_are_split(num: int) -> None:
+    rng = np.random.default_rng(num)
+    size = (5, 12)  # passes, tokens of each
+    unit = np.sort(rng.integers(0, 4, size), axis=1)
+    unit = np.array([np.unique(row, return_inverse=True)[1] for row in unit])
+    log_ratio, advantage = rng.normal(size=size), rng.normal(size=size)
+    clipped, entropy = rng.integers(0, 2, size), rng.random(size)
+    difference, version = rng.normal(size=size), rng.integers(3, 9, size)
+    ratio = [np.exp(rng.normal(size=row.max() + 1)) for row in unit]
+    observations = [Observations() for _ in range(num)]
+    for index, passes in enumerate(np.array_split(np.arange(5), num)):
+        for p in passes:
+            add_pass(
+                observations[index],
+                unit_T=unit[p].tolist(),
+                ratio_U=ratio[p].tolist(),
+                log_ratio_T=log_ratio[p].tolist(),
+                advantage_T=advantage[p].tolist(),
+                clipped_T=clipped[p].tolist(),
+                entropy_T=entropy[p].tolist(),
+                engine_difference_T=difference[p].tolist(),
+                version_T=version[p].tolist(),
+                reference_kl_T=(2 * difference[p]).tolist(),
+                mismatch_U=(3 * ratio[p]).tolist(),
+                limited_U=(ratio[p] > 1).astype(float).tolist(),
+            )
+    tally = Tally.joined([Tally.of(part) for part in observations])
+    ratio_U = np.concatenate(ratio)
+    is_in_unit = [[row == u for u in range(row.max() + 1)] for row in unit]
+    clipped_U = np.array([bool(clipped[p][at].any()) for p in range(5) for at in is_in_unit[p]])
+    mixed_U = np.array(
+        [bool((advantage[p][at] > 0).any() and (advantage[p][at] < 0).any()) for p in range(5) for at in is_in_unit[p]]
+    )
+    expected = {
+        "staleness/mean": (9 - version).mean(),
+        "staleness/max": (9 - version).max(),
+        "ratio/mean": ratio_U.mean(),
+        "ratio/spread": ratio_U.std(),
+        "ratio/token_spread": np.exp(log_ratio).std(),
+        "clip/tokens": clipped.mean(),
+        "clip/tokens_positive": (clipped * (advantage > 0)).mean(),
+        "clip/tokens_negative": (clipped * (advantage < 0)).mean(),
+        "clip/units": clipped_U.mean(),
+        "clip/units_one_sided": (clipped_U & mixed_U).mean(),
+        "credit/mixed_sign_units": mixed_U.mean(),
+        "entropy": entropy.mean(),
+        "kl/behavior": -difference.mean(),
+        "kl/reference": 2 * difference.mean(),
+        "mismatch/mean": 3 * ratio_U.mean(),
+        "mismatch/max": 3 * ratio_U.max(),
+        "mismatch/limited": (ratio_U > 1).mean(),
+        "first/ratio_deviation": np.abs(ratio_U - 1).max(),
+        "first/clipped_tokens": clipped.mean(),
+        "first/engine_difference": np.abs(difference).mean(),
+    }
+    found = update_metrics([tally], current_version=9) | first_metrics(tally)
+    assert {name: found[name] for name in expected} == pytest.approx(expected, rel=1e-12)
+    of_anchor = anchor_metrics([tally], known={9, 7, 4})
+    kept = np.isin(version, [7, 4])
+    assert of_anchor == pytest.approx(
+        {
+            "staleness/difference": np.abs(log_ratio).mean(),
+            "staleness/unkept": 1 - kept.mean(),
+            "mismatch/difference": np.abs(difference - log_ratio)[kept].mean(),
+        },
+        rel=1e-12,
+    )
+
+
+def test_what_processes_tell_one_another_does_not_grow_with_tokens() -> None:
+    few, many = (
+        len(pickle.dumps(make_tally(log_ratio_T=[0.1] * num, unit_T=[float(u) for u in range(num)])))
+        for num in (10, 10_000)
+    )
+    assert many < few + 100
 
 
 def test_the_share_without_an_advantage_counts_what_is_excluded_and_nothing_that_failed() -> None:
@@ -90,10 +178,10 @@ def test_the_effective_sample_size_is_that_of_whole_trajectories_and_no_split_ch
     rng = np.random.default_rng(0)
     difference_T, trajectory_T = torch.from_numpy(rng.normal(size=9)), torch.tensor([0, 0, 0, 2, 2, 5, 5, 5, 5])
     weights = [float(difference_T[trajectory_T == i].sum().exp()) for i in (0, 2, 5)]
-    whole, first, second = Tally(), Tally(), Tally()
-    whole.add(engine_difference_T=difference_T, trajectory_T=trajectory_T)
-    first.add(engine_difference_T=difference_T[5:], trajectory_T=trajectory_T[5:])
-    second.add(engine_difference_T=difference_T[:5], trajectory_T=trajectory_T[:5])
+    whole, first, second = (
+        make_tally(engine_difference_T=difference_T[at].tolist(), trajectory_T=trajectory_T[at].tolist())
+        for at in (slice(None), slice(5, None), slice(5))
+    )
     expected = sum(weights) ** 2 / (3 * sum(weight**2 for weight in weights))
     assert effective_samples(whole) == pytest.approx(expected, rel=1e-12)
     assert effective_samples(Tally.joined([first, second])) == pytest.approx(expected, rel=1e-12)
@@ -101,6 +189,5 @@ def test_the_effective_sample_size_is_that_of_whole_trajectories_and_no_split_ch
 
 @pytest.mark.parametrize(("log_weights", "share"), [([-900, -900], 1), ([0, -800, -900, 900], 1 / 4), ([], 1)])
 def test_the_effective_sample_size_of_weights_beyond_all_numbers(log_weights: list[float], share: float) -> None:
-    tally = Tally()
-    tally.add(engine_difference_T=torch.tensor(log_weights), trajectory_T=torch.arange(len(log_weights)))
+    tally = make_tally(engine_difference_T=log_weights, trajectory_T=[float(i) for i in range(len(log_weights))])
     assert effective_samples(tally) == share

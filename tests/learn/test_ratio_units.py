@@ -10,8 +10,10 @@ import torch
 from torch import Tensor
 
 from agentrl.learn.loss import policy_loss
-from agentrl.learn.metrics import Tally, update_metrics
+from agentrl.learn.metrics import update_metrics
+from agentrl.learn.tally import Observations, Tally
 from agentrl.learn.trust import fixed
+from tests.support.tallies import add_pass
 
 LOG_RATIOS = (0.02, 0.04, 0.0, -0.10, 0.02)
 ADVANTAGES = (1.0, 1.0, 1.0, -0.5, -0.5)
@@ -75,22 +77,12 @@ def test_one_ratio_over_a_change_of_sign_stops_one_side_alone() -> None:
     assert down == pytest.approx([0.190246] * 3 + [0.0] * 2, abs=5e-7)
 
 
-def tally(unit_T: list[int], clipped_T: list[int], advantages_T: list[float]) -> Tally:
-    found = Tally()
-    columns: dict[str, list[int] | list[float]] = {
-        "unit_T": unit_T,
-        "clipped_T": clipped_T,
-        "advantage_T": advantages_T,
-    }
-    found.add(**{name: f64(*values) for name, values in columns.items()})
-    return found
-
-
 def test_one_sided_clipping_is_counted_by_unit() -> None:
     # Unit 0: mixed and clipped. Unit 1: mixed, not clipped. Unit 2: clipped whole. Unit 3 of another micro-batch: neither.
-    first = tally([0, 0, 1, 1, 2, 2], [1, 0, 0, 0, 1, 1], [1, -0.5, 1, -1, 2, 2])
-    first.add(unit_T=f64(0, 0), clipped_T=f64(0, 0), advantage_T=f64(1, 0))
-    metrics = update_metrics([first], current_version=0)
+    found = Observations()
+    add_pass(found, unit_T=[0, 0, 1, 1, 2, 2], clipped_T=[1, 0, 0, 0, 1, 1], advantage_T=[1, -0.5, 1, -1, 2, 2])
+    add_pass(found, unit_T=[0, 0], clipped_T=[0, 0], advantage_T=[1, 0])
+    metrics = update_metrics([Tally.of(found)], current_version=0)
     assert metrics["clip/units"] == 2 / 4
     assert metrics["credit/mixed_sign_units"] == 2 / 4
     assert metrics["clip/units_one_sided"] == 1 / 4

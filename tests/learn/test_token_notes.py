@@ -46,9 +46,10 @@ def test_each_token_has_its_own_ratio_entropy_and_clipping(max_tokens: int) -> N
                 context += turn.action_ids
             alone[trajectory.group_id, trajectory.trajectory_id] = np.concatenate(logprobs)
     learner.update(GROUPS, given, version=0)
+    notes_of = learner.notes.gathered()
     for group, row in zip(GROUPS, given, strict=True):
         for trajectory, credit in zip(group.trajectories, row, strict=True):
-            notes = learner.notes.of(trajectory)
+            notes = notes_of(trajectory)
             if not credit.advantages_T.any():
                 assert all(np.isnan(column_T).all() for column_T in notes.values())
                 continue
@@ -65,7 +66,7 @@ def test_each_token_has_its_own_ratio_entropy_and_clipping(max_tokens: int) -> N
 def test_a_unit_of_many_tokens_has_one_ratio_and_an_entropy_is_each_tokens_own() -> None:
     learner = make_learner(num_minibatches=2)
     learner.update(GROUPS, credits(), version=0)
-    notes = learner.notes.of(GROUPS[1].trajectories[0])
+    notes = learner.notes.gathered()(GROUPS[1].trajectories[0])
     assert len(set(notes["ratio"])) == 1
     assert len(set(notes["entropy"])) > 1
     assert notes["entropy"].max() <= np.log(261) + 1e-6  # of the tokenizer's tokens
@@ -75,4 +76,4 @@ def test_notes_are_of_the_newest_update_alone() -> None:
     learner = make_learner()
     learner.update(GROUPS[:1], credits()[:1], version=0)
     learner.update(GROUPS[1:], credits()[1:], version=1)
-    assert learner.notes.of(GROUPS[0].trajectories[0]) == {}
+    assert learner.notes.gathered()(GROUPS[0].trajectories[0]) == {}
