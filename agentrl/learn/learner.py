@@ -4,7 +4,6 @@
 mixture of experts, `X` experts that each chooses at a slot.
 """
 
-import logging
 import math
 import threading
 from collections.abc import Callable, Sequence
@@ -21,9 +20,10 @@ from torch.distributed.tensor import DTensor
 
 from agentrl.credit import Credit
 from agentrl.distributed.processes import all_gather
-from agentrl.errors import ConfigError, TrainingError
+from agentrl.errors import TrainingError
 from agentrl.learn.batch import LossColumns, make_batch
 from agentrl.learn.calibration import Aim, Shown, joined, observed, range_metrics
+from agentrl.learn.experts import is_routed
 from agentrl.learn.kept_versions import KeptVersions
 from agentrl.learn.loss_config import LossConfig
 from agentrl.learn.metrics import anchor_metrics, effective_samples, first_metrics, update_metrics
@@ -36,11 +36,9 @@ from agentrl.learn.tally import Observations, Tally
 from agentrl.learn.token_notes import TokenNotes
 from agentrl.learn.train_config import TrainConfig
 from agentrl.policy.layout import attending, lay_out
-from agentrl.policy.routing import changed_share, recording, replaying, routers_of
+from agentrl.policy.routing import changed_share, recording, replaying
 from agentrl.rollout import derive_seed
 from agentrl.types import Trajectory, TrajectoryGroup
-
-log = logging.getLogger(__name__)
 
 
 class CreditedMinibatch(NamedTuple):
@@ -100,7 +98,7 @@ class Learner:
         self._temperature, self._seed = temperature, seed
         policy = state.policy
         self._layout = policy.layout
-        self._is_routed = _is_routed(state, must_be=loss.routing_replay)
+        self._is_routed = is_routed(state, must_be=loss.routing_replay)
         self._planner = Planner.of(
             policy,
             max_tokens=config.max_tokens_per_micro_batch,
@@ -375,29 +373,3 @@ class Learner:
             before=before,
             reference_logprobs_T=reference_T,
         )
-
-
-def _is_routed(state: PolicyState, *, must_be: bool) -> bool:
-    """Tell whether the experts of the policy can be noted; a model without any has none.
-
-    Raises:
-        ConfigError: where they must be.
-    """
-    policy = state.policy
-    model, device = policy.model, state.device
-    try:
-        with torch.no_grad(), recording(model) as experts:
-            if is_routed := bool(routers_of(model)):
-                inputs, _ = lay_out([np.zeros(2, dtype=np.int64)], policy.layout, device=device)
-                slot_1 = target_1 = torch.zeros(1, dtype=torch.long, device=device)
-                policy(inputs, slot_1, target_1, 1.0)
-                with replaying(model, experts[0]) if must_be else nullcontext():
-                    pass
-    except TrainingError as error:
-        if must_be:
-            raise ConfigError(f"loss.routing_replay: {error}") from error
-        log.info("the experts of this model are not reported: %s", error)
-        return False
-    if must_be and not is_routed:
-        raise ConfigError(f"loss.routing_replay: {type(model).__name__} is no mixture of experts; set it to false")
-    return is_routed
