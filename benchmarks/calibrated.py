@@ -1,6 +1,6 @@
 """Whether `trust: calibrated` holds its share of clipped tokens, on responses of 20 to 1,000 tokens.
 
-    python -m benchmarks.calibrated [--lengths 20 100 1000] [--steps 40] [--responses 32]
+    python -m benchmarks.calibrated [--lengths 20 100 1000] [--steps 40] [--responses 32] [--rate 3e-4]
 
 A small dense Qwen3 that has learned a Markov chain is trained, at a constant rate, to take steps upward: each step samples
 responses of one length by the present weights, and makes four minibatches of them (`benchmarks/paper.py`, `length`). Told
@@ -73,9 +73,9 @@ def pushed_share(learner: WatchedLearner) -> tuple[float, float]:
 
 
 def measure(
-    start: Path, prompt: tuple[int, ...], region: str, *, length: int, steps: int, count: int
+    start: Path, prompt: tuple[int, ...], region: str, *, length: int, steps: int, count: int, rate: float
 ) -> dict[str, Any]:
-    learner = new_learner(start, region, 3e-4)
+    learner = new_learner(start, region, rate)
     shares, rewards = [], []
     for step in range(steps):
         group = sampled(learner, prompt, length=length, count=count, step=step)
@@ -101,6 +101,7 @@ def main() -> None:
     parser.add_argument("--regions", nargs="+", choices=REGIONS, default=list(REGIONS))
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--responses", type=int, default=32)
+    parser.add_argument("--rate", type=float, default=3e-4)
     options = parser.parse_args()
     torch.manual_seed(0)
     METHODS.update(REGIONS)
@@ -111,7 +112,9 @@ def main() -> None:
         examples = [demonstrated(prompt, walk(chain_NN, 1024, rng)) for _ in range(200)]
         write_start("dense", tokenizer, examples, WarmupConfig(steps=100, batch_size=4, learning_rate=2e-3), start)
         rows = [
-            measure(start, prompt, region, length=length, steps=options.steps, count=options.responses)
+            measure(
+                start, prompt, region, length=length, steps=options.steps, count=options.responses, rate=options.rate
+            )
             for length in options.lengths
             for region in options.regions
         ]

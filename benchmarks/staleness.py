@@ -4,7 +4,7 @@
     python -m benchmarks.staleness tell --out FILE
 
 Each seed has one warmed-up policy (the calculator of `benchmarks/evidence.py`), from which each way of sampling trains
-for the same 96 steps of 48 episodes. `max_staleness: S` starts groups S steps ahead, and `max_live_episodes` lets all of
+for the same `--steps` of 48 episodes. `max_staleness: S` starts groups S steps ahead, and `max_live_episodes` lets all of
 them be played at once, so that the rollouts of step t were begun S updates before: the first S steps learn from the policy
 that the run began with. `recomputed` weighs tokens by exp(mean difference from the sampler), cut at 2; `sampled` compares
 with the weights that sampled.
@@ -37,7 +37,7 @@ from agentrl.distributed.checkpoints import checkpoints
 from agentrl.report.folder import RunFolder
 from benchmarks.evidence import Job, area, figures, has_collapsed, make_recipe, mean_and_error, train
 
-STEPS, EPISODES = 96, 48
+EPISODES = 48
 ANCHORS: dict[str, dict[str, Any]] = {
     "recomputed": {"anchor": "recomputed", "mismatch": "truncate"},
     "sampled": {"anchor": "sampled"},
@@ -52,9 +52,9 @@ class Way(NamedTuple):
     anchor: str
 
 
-def recipe_of(job: Job, way: Way | None, run_dir: Path) -> Recipe:
+def recipe_of(job: Job, way: Way | None, run_dir: Path, *, steps: int) -> Recipe:
     """Return the recipe of a run; None: of the warm-up alone."""
-    more = ["--train.steps", str(STEPS if way else 1), "--evaluation.every", "8"]
+    more = ["--train.steps", str(steps if way else 1), "--evaluation.every", str(steps // 12)]
     recipe = make_recipe(job, run_dir=run_dir, model=None, more=more).model_dump()
     if way and way.mode != "sync":
         live = EPISODES * (way.age + 1)
@@ -63,17 +63,17 @@ def recipe_of(job: Job, way: Way | None, run_dir: Path) -> Recipe:
     return Recipe.model_validate(recipe)
 
 
-def train_all(job: Job, ways: Sequence[Way], out: Path) -> None:
+def train_all(job: Job, ways: Sequence[Way], out: Path, num_steps: int) -> None:
     """Warm up once, then train each way from there; append what came of it."""
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as temporary:
         warm, run_dir = Path(temporary) / "warm", Path(temporary) / "run"
-        train(recipe_of(job, None, warm), None)
+        train(recipe_of(job, None, warm, steps=num_steps), None)
         _, after_a_step = checkpoints(warm / "checkpoints")
         shutil.rmtree(after_a_step)
         for way in ways:
             shutil.copytree(warm, run_dir)
-            rows = train(recipe_of(job, way, run_dir), RunFolder.open(run_dir))
+            rows = train(recipe_of(job, way, run_dir, steps=num_steps), RunFolder.open(run_dir))
             shutil.rmtree(run_dir)
             steps = [row for row in rows if row["step"] > 0]
             means = {
@@ -93,13 +93,13 @@ def area_if_late(result: dict[str, Any], steps: int) -> float:
 
 
 def tell(out: Path) -> None:
-    runs: dict[tuple[str, float, str], dict[Way, dict[int, Any]]] = defaultdict(lambda: defaultdict(dict))
+    runs: dict[tuple[str, float, str, int], dict[Way, dict[int, Any]]] = defaultdict(lambda: defaultdict(dict))
     for line in out.read_text(encoding="utf-8").splitlines():
         result = json.loads(line)
         way = Way(*(result[name] for name in Way._fields))
-        runs[result["ratio"], result["rate"], result["train"]][way][result["seed"]] = result
+        runs[result["ratio"], result["rate"], result["train"], result["at"][-1]][way][result["seed"]] = result
     for settings, ways in runs.items():
-        print(f"\n{settings[0]}, rate {settings[1]:g}, {settings[2]}\n")
+        print(f"\n{settings[0]}, rate {settings[1]:g}, {settings[2]}, {settings[3]} steps\n")
         print(
             "| mode | max_staleness | anchor | seeds | age, mean | oldest | final | area | of sync | of late sync | collapsed |"
         )
@@ -134,6 +134,7 @@ def main() -> None:
     parser.add_argument("--ratio", default="gspo, calibrated")
     parser.add_argument("--train", default="kl .01")
     parser.add_argument("--rate", type=float, default=6e-4)
+    parser.add_argument("--steps", type=int, default=96)
     options = parser.parse_args()
     if options.part == "tell":
         tell(options.out)
@@ -146,7 +147,7 @@ def main() -> None:
     with ProcessPoolExecutor(
         options.jobs, mp_context=multiprocessing.get_context("spawn"), max_tasks_per_child=1
     ) as pool:
-        for future in as_completed([pool.submit(train_all, job, ways, options.out) for job in jobs]):
+        for future in as_completed([pool.submit(train_all, job, ways, options.out, options.steps) for job in jobs]):
             future.result()
 
 

@@ -114,6 +114,8 @@ def all_gather(values: list[T]) -> list[T]:
 def to_rank_zero(values: list[T]) -> list[T]:
     """Return what all processes have, in their order, on the first; nothing on the others, which must call it as often.
 
+    The first holds them all in as many bytes as the largest: of little.
+
     Raises:
         TrainingError: as `barrier`.
     """

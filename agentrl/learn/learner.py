@@ -62,7 +62,7 @@ class Gradient(NamedTuple):
 
     tally: Tally
     shown: Shown
-    """Nothing but with `trust: calibrated`."""
+    """Empty without `trust: calibrated`."""
     observations: Observations
     """Of this process."""
     experts: list[Tensor]
@@ -166,8 +166,6 @@ class Learner:
                     state.optimizer.zero_grad()
                     gradient = add_gradients()
                 tally = gradient.tally
-                shown.append(gradient.shown)
-                state.calibration = state.calibration.after(gradient.shown, Aim.of(self.loss))
                 self.notes.add(minibatches[index].pairs, gradient.observations)
                 if index == 0 and tally.versions.keys() <= {version} and check_agreement is not None:
                     check_agreement(tally["engine_distance_T"].mean)
@@ -177,6 +175,8 @@ class Learner:
                         "train.learning_rate and resume from it"
                     )
                 tallies.append(tally)
+                shown.append(gradient.shown)
+                state.calibration = state.calibration.after(gradient.shown, Aim.of(self.loss))
                 if tally.grad_norm > 0:  # else AdamW would move by momentum alone, and forget how large gradients are
                     share = effective_samples(tally) if self._config.ess_scaling else 1.0
                     reach.begin_update()
@@ -259,11 +259,13 @@ class Learner:
                 # Processes average their gradients; the loss is a sum over all of them.
                 self._accelerator.backward(loss * self._accelerator.num_processes)
             first_experts = first_experts or experts
-        tally, shown = self._together(observations, version=version)
+        is_calibrated = self.loss.trust == "calibrated"
+        own = observed(observations, Aim.of(self.loss), version=version) if is_calibrated else {}
+        tallies, shown = zip(*all_gather([(Tally.of(observations), own)]), strict=True)
         norm = self._accelerator.clip_grad_norm_(self.state.wrapped.parameters(), self._config.max_grad_norm)
         grad_norm = float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
-        tally = replace(tally, grad_norm=grad_norm, learning_rate=self.state.learning_rate)
-        return Gradient(tally, shown, observations, first_experts)
+        tally = replace(Tally.joined(tallies), grad_norm=grad_norm, learning_rate=self.state.learning_rate)
+        return Gradient(tally, joined(shown), observations, first_experts)
 
     def show(self, plan: Sequence[TrainingPass], befores: Sequence[Before], *, version: int) -> Tally:
         """Return what a minibatch shows of the present weights. No gradient."""
@@ -271,14 +273,7 @@ class Learner:
         for training_pass, before in zip(plan, befores, strict=True):
             with torch.no_grad(), attending(self.state.policy.model, self._layout), self._routing(before):
                 self._pass_loss(training_pass, before, observations, version)
-        return self._together(observations, version=version)[0]
-
-    def _together(self, observations: Observations, *, version: int) -> tuple[Tally, Shown]:
-        """Return what all processes saw of a minibatch, on all of them."""
-        is_calibrated = self.loss.trust == "calibrated"
-        shown = observed(observations, Aim.of(self.loss), version=version) if is_calibrated else {}
-        parts = all_gather([(Tally.of(observations), shown)])
-        return Tally.joined([tally for tally, _ in parts]), joined(shown for _, shown in parts)
+        return Tally.joined(all_gather([Tally.of(observations)]))
 
     def _accumulating(self, *, is_last: bool) -> AbstractContextManager[Any]:
         """Return a context in which gradients are added up on this process, and with the others' at the last.

@@ -6,6 +6,7 @@ lockstep.
 """
 
 from collections.abc import Collection, Sequence
+from functools import reduce
 from typing import Any
 
 import numpy as np
@@ -43,7 +44,7 @@ def effective_samples(tally: Tally) -> float:
     """
     if not tally.trajectories:
         return 1.0
-    sums_I = np.array([tally.trajectories[index].total for index in sorted(tally.trajectories)])
+    sums_I = np.array([tally.trajectories[number] for number in sorted(tally.trajectories)])
     weight_I = np.exp(sums_I - sums_I.max())
     return float(weight_I.sum() ** 2 / (len(weight_I) * (weight_I**2).sum()))
 
@@ -58,13 +59,13 @@ def anchor_metrics(tallies: Sequence[Tally], *, known: Collection[int]) -> dict[
     `mismatch/difference` the mean |anchor - behavior| of the tokens whose anchor the trainer recomputed, in nats.
     `staleness/unkept` is the share of the others: the weights of their versions are not `known` any more.
     """
-    versions = Tally.joined(tallies).versions
-    unkept = sum(sums.num for version, sums in versions.items() if version not in known)
-    kept = together({0: sums} for version, sums in versions.items() if version in known)
+    versions = together(tally.versions for tally in tallies)
+    kept = reduce(Sums.plus, (sums for version, sums in versions.items() if version in known), Sums())
+    num = sum(sums.num for sums in versions.values())
     return {
-        "staleness/difference": tallies[0]["staleness_T"].mean,
-        "staleness/unkept": unkept / max(1, sum(sums.num for sums in versions.values())),
-        "mismatch/difference": kept.get(0, Sums()).mean,
+        "staleness/difference": tallies[0]["anchor_distance_T"].mean,
+        "staleness/unkept": 1 - kept.num / num if num else 0.0,
+        "mismatch/difference": kept.mean,
     }
 
 
@@ -84,7 +85,9 @@ def update_metrics(tallies: Sequence[Tally], *, current_version: int) -> dict[st
     `staleness` is how many policy versions older the weights that sampled a token are than those the step began with. A
     step makes one version, by as many updates (optimizer steps) as it has minibatches with a gradient.
     """
-    found = Tally.joined(tallies)
+    found = Tally(
+        sums=together(tally.sums for tally in tallies), versions=together(tally.versions for tally in tallies)
+    )
     staleness = {current_version - version: sums.num for version, sums in found.versions.items()}
     metrics = {
         "loss": _mean([tally.loss for tally in tallies]),

@@ -1,10 +1,10 @@
 """What a minibatch shows: of each token on the process that computes it, in sums on all.
 
-`T` trained tokens of a pass, `U` its ratio units.
+`I` trajectories of a minibatch; `T` trained tokens of a pass, `U` its ratio units.
 """
 
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import sqrt
 from typing import Any, NamedTuple, TypeVar
 
@@ -37,18 +37,18 @@ class Observations:
 
     def column(self, name: str) -> Array:
         """Return all observations of a name."""
-        return np.concatenate([np.empty(0), *(part[name] for part in self.passes())])
+        return np.concatenate([np.empty(0), *self.columns.get(name, [])])
 
 
 class Sums(NamedTuple):
-    """Some numbers, in as many bytes however many they are."""
+    """Some numbers, in as many bytes however many they are. All is 0 where there are none."""
 
     num: int = 0
     total: float = 0.0
     squares: float = 0.0
     """Of their distances from their mean."""
     peak: float = 0.0
-    """The largest of numbers that are never below 0."""
+    """The largest."""
 
     @classmethod
     def of(cls, values: npt.NDArray[Any]) -> "Sums":
@@ -66,14 +66,13 @@ class Sums(NamedTuple):
         """
         if not (self.num and other.num):
             return self if self.num else other
-        num = self.num + other.num
-        between = (other.mean - self.mean) ** 2 * self.num * other.num / num
-        squares = self.squares + other.squares + between
+        num, gap = self.num + other.num, other.mean - self.mean
+        squares = self.squares + other.squares + gap * gap * self.num * other.num / num  # gap**2 would raise for 1e200
         return Sums(num, self.total + other.total, squares, max(self.peak, other.peak))
 
     @property
     def mean(self) -> float:
-        """0 where there are none."""
+        """Mean."""
         return self.total / self.num if self.num else 0.0
 
     @property
@@ -97,8 +96,8 @@ class Tally:
 
     sums: Mapping[str, Sums] = field(default_factory=dict)
     """By name. `T` of tokens, `U` of ratio units."""
-    trajectories: Mapping[int, Sums] = field(default_factory=dict)
-    """Of policy - behavior log-probabilities, by number in the minibatch."""
+    trajectories: Mapping[int, float] = field(default_factory=dict)
+    """Sum over the tokens of policy - behavior log-probabilities, by number in the minibatch."""
     versions: Mapping[int, Sums] = field(default_factory=dict)
     """Of |anchor - behavior| log-probabilities, by the policy version that sampled the token."""
     loss: float = 0.0
@@ -109,22 +108,19 @@ class Tally:
     @classmethod
     def of(cls, observations: Observations) -> "Tally":
         """Add up what this process saw."""
-        passes = list(observations.passes())
-        return cls(
-            sums=together(map(_sums, passes)),
-            trajectories=together(_by_key(part["trajectory_T"], part["engine_difference_T"]) for part in passes),
-            versions=together(
-                _by_key(part["version_T"], np.abs(part["engine_difference_T"] - part["log_ratio_T"])) for part in passes
-            ),
-            loss=observations.loss,
-        )
+        tally = cls.joined([_of_pass(part) for part in observations.passes()])
+        return replace(tally, loss=observations.loss)
 
     @classmethod
     def joined(cls, parts: "Sequence[Tally]") -> "Tally":
         """Return what parts of one minibatch showed together."""
+        trajectories: dict[int, float] = {}
+        for part in parts:
+            for number, total in part.trajectories.items():
+                trajectories[number] = trajectories.get(number, 0.0) + total
         return cls(
             sums=together(part.sums for part in parts),
-            trajectories=together(part.trajectories for part in parts),
+            trajectories=trajectories,
             versions=together(part.versions for part in parts),
             loss=sum(part.loss for part in parts),
         )
@@ -134,9 +130,13 @@ class Tally:
         return self.sums.get(name, Sums())
 
 
-def _sums(part: Mapping[str, Array]) -> dict[str, Sums]:
-    """Add up what one pass showed."""
+def _of_pass(part: Mapping[str, Array]) -> Tally:
     index_T, ratio_U, log_ratio_T = part["unit_T"].astype(np.int64), part["ratio_U"], part["log_ratio_T"]
+    engine_T, version_T, trajectory_T = (
+        part["engine_difference_T"],
+        part["version_T"].astype(np.int64),
+        part["trajectory_T"].astype(np.int64),
+    )
     clipped_T, is_up_T, is_down_T = part["clipped_T"], part["advantage_T"] > 0, part["advantage_T"] < 0
     clipped_U, has_up_U, has_down_U = (
         np.bincount(index_T, weights=what_T) > 0 for what_T in (clipped_T, is_up_T, is_down_T)
@@ -146,8 +146,8 @@ def _sums(part: Mapping[str, Array]) -> dict[str, Sums]:
         "ratio_U": ratio_U,
         "ratio_deviation_U": np.abs(ratio_U - 1),
         "token_ratio_T": np.exp(log_ratio_T),
-        "staleness_T": np.abs(log_ratio_T),
-        "engine_distance_T": np.abs(part["engine_difference_T"]),
+        "anchor_distance_T": np.abs(log_ratio_T),
+        "engine_distance_T": np.abs(engine_T),
         # Source: "Approximating KL divergence", J. Schulman, 2020 (k3).
         "divergence_T": np.expm1(log_ratio_T.clip(max=80)) - log_ratio_T,
         "clipped_T": clipped_T,
@@ -157,12 +157,12 @@ def _sums(part: Mapping[str, Array]) -> dict[str, Sums]:
         "mixed_U": has_up_U & has_down_U,
         "one_sided_U": clipped_U & has_up_U & has_down_U,
     }
-    return {name: Sums.of(column) for name, column in columns.items()}
-
-
-def _by_key(key_T: Array, value_T: Array) -> dict[int, Sums]:
-    keys, index_T = np.unique(key_T.astype(np.int64), return_inverse=True)
-    return {int(key): Sums.of(value_T[index_T == number]) for number, key in enumerate(keys)}
+    distance_T, total_I = np.abs(engine_T - log_ratio_T), np.bincount(trajectory_T, weights=engine_T)
+    return Tally(
+        sums={name: Sums.of(column) for name, column in columns.items()},
+        trajectories={int(number): float(total_I[number]) for number in np.unique(trajectory_T)},
+        versions={int(version): Sums.of(distance_T[version_T == version]) for version in np.unique(version_T)},
+    )
 
 
 def _narrow(tensor: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from agentrl.credit import Credit
-from agentrl.distributed.processes import to_rank_zero
+from agentrl.distributed.processes import is_main, to_rank_zero
 from agentrl.learn.tally import Observations
 from agentrl.types import Trajectory
 
@@ -46,11 +46,14 @@ class TokenNotes:
     def gathered(self) -> Callable[[Trajectory], Notes]:
         """Return the notes of a trajectory; none where it was in no minibatch.
 
-        On the first process; the others, which must call it as often, are only asked for theirs.
+        On the first process; the others, which must call it as often, are asked for theirs and get none.
         """
         found: dict[tuple[str, str], Notes] = {}
         for pairs, own in self._minibatches:
-            start, columns = 0, _by_token(to_rank_zero(own), num=sum(int(credit.keep_T.sum()) for _, credit in pairs))
+            seen = to_rank_zero(own)
+            if not is_main():
+                continue
+            start, columns = 0, _by_token(seen, num=sum(int(credit.keep_T.sum()) for _, credit in pairs))
             for trajectory, credit in pairs:
                 end = start + int(credit.keep_T.sum())
                 notes = {name: np.full(credit.keep_T.shape, np.nan) for name in columns}

@@ -38,6 +38,14 @@ def test_sums_of_parts_are_those_of_the_whole() -> None:
     assert (Sums().mean, Sums().spread, Sums().peak) == (0, 0, 0)
 
 
+def test_ratios_beyond_all_numbers_end_no_run() -> None:
+    observations = Observations()
+    add_pass(observations, log_ratio_T=[0.0])
+    add_pass(observations, log_ratio_T=[400.0])
+    metrics = update_metrics([Tally.of(observations)], current_version=0)
+    assert metrics["ratio/token_spread"] == np.inf
+
+
 @pytest.mark.parametrize("num", [1, 3])
 def test_metrics_are_those_of_all_tokens_however_they_are_split(num: int) -> None:
     rng = np.random.default_rng(num)
