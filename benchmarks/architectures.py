@@ -20,7 +20,7 @@ import torch
 import transformers
 import yaml
 
-from agentrl.policy.model import auto_class
+from agentrl.engine.model_class import auto_class
 from benchmarks.families import FAMILIES, Family, family_of, make_tokenizer, templates_folder
 
 _SIZES: dict[str, Any] = {

@@ -21,10 +21,11 @@ from accelerate import Accelerator
 
 from agentrl import Credit, Trajectory, TrajectoryGroup, Turn
 from agentrl.config import Recipe
+from agentrl.engine.model_class import auto_class
 from agentrl.learn.learner import Learner
 from agentrl.learn.policy_state import PolicyState
 from agentrl.memory import model_config, plan_memory
-from agentrl.policy.model import Policy, auto_class
+from agentrl.policy.model import Policy
 from agentrl.types import StopReason
 
 _ENGINE = {"engine", "keys and values"}

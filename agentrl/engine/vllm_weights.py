@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import save_file
 
 from agentrl.engine.batched import check_weight
+from agentrl.engine.model_class import auto_class
 from agentrl.engine.vllm_worker import EXTENSION, LEFT, RIGHT
 from agentrl.engine.weight_channel import Weight
 from agentrl.errors import EngineError
@@ -63,7 +64,7 @@ def read_answer(answer: Any) -> Answer:
 
 def read_model(answer: Answer) -> ServedModel:
     """Read the configuration of the server's model, and what weights such a model has."""
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig
 
     try:
         config = AutoConfig.from_pretrained(answer.name)
@@ -73,7 +74,7 @@ def read_model(answer: Answer) -> ServedModel:
             "with a name on the hub, or with the whole path of a folder that both see"
         ) from error
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
+        model = auto_class(config).from_config(config)
     return ServedModel(
         shapes=model.state_dict(),
         ties=find_ties(model),

@@ -13,6 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, model_validato
 from torch import Tensor, nn
 
 from agentrl.chat import local_folder, pretrained_tokenizer
+from agentrl.engine.model_class import auto_class
 from agentrl.errors import ConfigError
 from agentrl.policy.autocast import cast_experts
 from agentrl.policy.layout import Inputs, Layout, hidden_states
@@ -168,14 +169,6 @@ def naming_checkpoint(name_or_path: str, *, field: str) -> Iterator[None]:
         yield
     except (OSError, ValueError) as error:
         raise ConfigError(f"{field}: cannot load {name_or_path!r}: {error}") from error
-
-
-def auto_class(config: Any) -> Any:
-    """Return the class of transformers that makes a language model of a configuration; some are known with images only."""
-    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as WITHOUT_IMAGES
-
-    return AutoModelForCausalLM if config.model_type in WITHOUT_IMAGES else AutoModelForImageTextToText
 
 
 def name_body(model: Any) -> Any:

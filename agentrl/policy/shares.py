@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from agentrl.distributed.processes import num_processes
+from agentrl.engine.model_class import auto_class
 from agentrl.policy.model import (
     LAYER_KINDS,
-    auto_class,
     load_pretrained,
     name_body,
     naming_checkpoint,
