@@ -124,6 +124,8 @@ CASES = [
     ),
     pytest.param([4, 2], (), SOME.model_copy(update={"kl_coefficient": 0.1}), id="with a reference"),
     pytest.param([4, 2], (), LossConfig(trust="calibrated", reject=1.1), id="calibrated"),
+    pytest.param([4, 2], (), LossConfig(trust="kernel"), id="kernel"),
+    pytest.param([4, 2], (), LossConfig(trust="fixed", clip_low=0.1, clip_high=0.1), id="fixed"),
     pytest.param([4, 2], (), LossConfig(unit="turn", anchor="sampled", mismatch="truncate"), id="exact staleness"),
 ]
 
@@ -151,6 +153,12 @@ def test_metrics_and_gradients_are_those_of_one_process(
 @pytest.mark.parametrize(("sharding", "layout"), [("none", "packed"), ("full", "padded")])
 def test_three_processes_and_other_layouts(sharding: Sharding, layout: Layout, tmp_path: Path) -> None:
     test_metrics_and_gradients_are_those_of_one_process(3, sharding, layout, [4, 3, 1, 2], (), SOME, tmp_path)
+
+
+@pytest.mark.parametrize("trust", ["fixed", "calibrated", "kernel"])
+def test_every_trust_region_on_three_processes(trust: Any, tmp_path: Path) -> None:
+    loss = LossConfig(trust=trust)
+    test_metrics_and_gradients_are_those_of_one_process(3, "none", "tree", [4, 3, 2], (), loss, tmp_path)
 
 
 def shortened(sharding: Sharding) -> tuple[dict[str, float], dict[str, Tensor]]:
@@ -289,9 +297,9 @@ def test_scores_are_shared_out_and_put_together(sharding: Sharding, tmp_path: Pa
             np.testing.assert_allclose(one, other, rtol=1e-9)
 
 
-def pass_in_bfloat16(sharding: Sharding) -> tuple[int, Tensor, set[torch.dtype]]:
+def pass_in_bfloat16(sharding: Sharding, lora: LoraSettings | None) -> tuple[int, Tensor, set[torch.dtype]]:
     """How many copies of weights a pass keeps for the backward one; gradients of all weights, and their dtypes."""
-    state = make_learner(sharding=sharding, precision="bfloat16").state
+    state = make_learner(sharding=sharding, precision="bfloat16", lora=lora).state
     shapes = {weight.shape for weight in state.policy.parameters() if weight.ndim == 2}
     shapes |= {torch.Size(reversed(shape)) for shape in shapes}
     kept: list[Tensor] = []
@@ -311,10 +319,11 @@ def pass_in_bfloat16(sharding: Sharding) -> tuple[int, Tensor, set[torch.dtype]]
     return num_kept, torch.cat([gradient.flatten() for gradient in whole]), {g.dtype for g in gradients}
 
 
-def test_in_bfloat16_no_process_keeps_copies_of_what_is_shared_out(tmp_path: Path) -> None:
-    num_kept, expected, _ = pass_in_bfloat16("none")
+@pytest.mark.parametrize("lora", [None, LoraSettings(rank=2)], ids=["whole", "adapters"])
+def test_in_bfloat16_no_process_keeps_copies_of_what_is_shared_out(lora: LoraSettings | None, tmp_path: Path) -> None:
+    num_kept, expected, _ = pass_in_bfloat16("none", lora)
     assert num_kept > 0  # which autocast makes
-    for num_kept, found, dtypes in together(2, tmp_path, pass_in_bfloat16, "full"):
+    for num_kept, found, dtypes in together(2, tmp_path, pass_in_bfloat16, "full", lora):
         assert num_kept == 0
         assert dtypes == {torch.float32}
         assert (found - expected).norm() < 0.05 * expected.norm()
@@ -335,7 +344,7 @@ def critic_after_fits(kind: Literal["head", "separate"]) -> tuple[dict[str, floa
     return critic.fit(critic.measure(played)), [p.detach() for p in critic._parameters()]
 
 
-@pytest.mark.parametrize(("kind", "num_processes"), [("head", 2), ("separate", 2), ("separate", 3)])
+@pytest.mark.parametrize(("kind", "num_processes"), [("head", 2), ("head", 3), ("separate", 2), ("separate", 3)])
 def test_a_critic_is_shared_out(kind: Literal["head", "separate"], num_processes: int, tmp_path: Path) -> None:
     expected_metrics, expected = critic_after_fits(kind)
     assert expected_metrics["critic/loss"] > 0.1

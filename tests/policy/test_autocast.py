@@ -9,7 +9,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from agentrl.policy.layout import lay_out
 from agentrl.policy.model import Policy
-from tests.support.models import branching_rows, tiny
+from benchmarks.architectures import tiny_model
+from tests.support.models import MODELS, branching_rows, tiny
 
 
 class Products(TorchDispatchMode):
@@ -27,17 +28,22 @@ class Products(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize("name", ["qwen3", "qwen3_moe"])
+@pytest.mark.parametrize("name", ["qwen3", "qwen3_moe", "gpt-oss", "GLM-4 MoE"])
 def test_under_autocast_every_layer_multiplies_in_bfloat16(name: str) -> None:
-    policy = Policy(tiny(name))
+    policy = Policy(tiny(name) if name in MODELS else tiny_model(name, vocab_size=97))
     inputs, _ = lay_out(branching_rows(), "padded")
-    slots_T, targets_T = torch.arange(80), torch.arange(80)
     with torch.autocast("cpu", torch.bfloat16), Products() as layers:
         hidden = policy.model.base_model(input_ids=inputs.ids_BL).last_hidden_state
         hidden.float().sum().backward()
     assert {dtype for (_, dtype) in layers.found} == {torch.bfloat16}
-    assert (layers.found["_grouped_mm", torch.bfloat16] > 0) == ("moe" in name)
-    policy.zero_grad()
+    assert (layers.found["_grouped_mm", torch.bfloat16] > 0) == (name != "qwen3")
+
+
+@pytest.mark.parametrize("name", ["qwen3", "qwen3_moe"])
+def test_gradients_under_autocast_are_those_of_float32_but_for_rounding(name: str) -> None:
+    policy = Policy(tiny(name))
+    inputs, _ = lay_out(branching_rows(), "padded")
+    slots_T, targets_T = torch.arange(80), torch.arange(80)
     with torch.autocast("cpu", torch.bfloat16):
         policy(inputs, slots_T, targets_T, 1.0)[0].sum().backward()
     rounded = {name: weight.grad for name, weight in policy.named_parameters()}

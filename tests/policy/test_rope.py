@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from agentrl.policy.layout import hidden_states, lay_out
+from agentrl.policy.layout import Layout, hidden_states, lay_out, probe_layout
 from agentrl.policy.rope import fix_frequencies
-from tests.support.models import SIZES, branching_rows, made
+from tests.support.models import SIZES, AllFloat64, branching_rows, made
 
 LONGROPE = {
     "rope_type": "longrope",
@@ -65,6 +65,17 @@ def test_a_row_is_the_same_beside_a_longer_one(name: str, max_tokens: int) -> No
     assert (states(model, ROWS) - states(model, ROWS[1:])).abs().max() > 1e-3  # what transformers does
     fix_frequencies(model, max_tokens)
     assert (states(model, ROWS) - states(model, ROWS[1:])).abs().max() < 1e-12
+
+
+@pytest.mark.parametrize("layout", ["tree", "packed"])
+@pytest.mark.parametrize("name", MODELS)
+def test_layouts_are_exact_on_either_side_of_the_original_length(name: str, layout: Layout) -> None:
+    family, sizes = MODELS[name]
+    model = made(family, **sizes).double().eval()
+    fix_frequencies(model, 90)
+    with AllFloat64():
+        gap, why = probe_layout(model, layout, max_tokens=90)
+    assert gap < 1e-9, why
 
 
 @pytest.mark.parametrize("name", MODELS)
