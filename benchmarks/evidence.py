@@ -7,7 +7,7 @@
 
 For each environment and seed one policy is made and warmed up on poor demonstrations; each ratio with each credit scheme
 continues from that checkpoint: the same weights, the same first episodes, the same settings but for `loss:`, `credit:` and the
-learning rate.
+learning rate. The credit `shuffled X` is the control of X: its advantages on turns at random, at the rate that X has.
 
 `cures` trains at the highest of `RATES`, where runs collapse, with each of the ways of updating of `TRAINS`, on the seeds 20
 to 29. `tune` trains at each of `RATES` on the seeds 0, 1 and 30 to 35; `final` at the rate whose area is largest on those of
@@ -104,6 +104,7 @@ TRAINS: dict[str, dict[str, Any]] = {
     "kl .05, warm-up": {"target_kl": 0.05, "warmup_minibatches": 20},
 }
 """What changes in `train:`."""
+_CONTROL = "shuffled "
 GAMMA = {"key_door": 1.0, "corridor": 0.8, "service_desk": 0.5, "calculator": 0.5, "calculator_moe": 0.5}
 KEPT = {
     "reward": "reward/mean",
@@ -112,6 +113,7 @@ KEPT = {
     "token_spread": "ratio/token_spread",
     "samples": "ratio/effective_samples",
     "clipped": "clip/tokens",
+    "pushed_clipped": "clip/pushed_tokens",
     "one_sided": "clip/units_one_sided",
     "kl": "kl/behavior",
     "start_kl": "kl/reference",
@@ -135,9 +137,16 @@ class Job(NamedTuple):
 
 
 def credit_of(job: Job) -> dict[str, Any]:
+    if job.credit.startswith(_CONTROL):
+        return {"scheme": "shuffled", "of": credit_of(without_control(job)), "seed": job.seed}
     gamma = GAMMA[job.env]
     settings = {} if job.credit == "uniform" else {"gamma": gamma, "lam": 0.5}
     return {"scheme": job.credit, **settings}
+
+
+def without_control(job: Job) -> Job:
+    """Return the job with the scheme of which it is the control."""
+    return job._replace(credit=job.credit.removeprefix(_CONTROL))
 
 
 def make_recipe(job: Job, *, run_dir: Path, model: Path | None, more: Sequence[str] = ()) -> Recipe:
@@ -233,7 +242,8 @@ def has_collapsed(result: Result) -> bool:
 
 
 def best_rate(known: dict[Job, Result], like: Job) -> float | None:
-    """Return the rate that was best on the tuning seeds that tried all; None where none did."""
+    """Return the rate that was best on the tuning seeds that tried all, a control's on its scheme's; None where none did."""
+    like = without_control(like)
     tried = [[like._replace(rate=rate, seed=seed) for rate in RATES] for seed in TUNING_SEEDS]
     areas = [[area(known[job]) for job in jobs] for jobs in tried if all(job in known for job in jobs)]
     means = [statistics.mean(column) for column in zip(*areas, strict=True)]
