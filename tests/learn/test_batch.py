@@ -7,6 +7,7 @@ import pytest
 
 from agentrl.credit import Credit
 from agentrl.errors import CreditError
+from agentrl.learn.batch import make_batch
 from agentrl.learn.tokens import TokenBatch, rows_of, with_end
 from tests.support.trajectories import FORKED, batch_of, some, trajectory, turn
 
@@ -57,6 +58,21 @@ def test_credit_that_does_not_fit_is_refused() -> None:
     short = trajectory(1, turn([1], [2]))
     with pytest.raises(CreditError, match="trajectory g/0 has 6 action tokens"):
         batch_of([FORKED], [Credit.uniform(short, 1.0)])
+
+
+def test_every_trajectory_has_its_credit() -> None:
+    with pytest.raises(ValueError, match="argument"):
+        make_batch([FORKED, FORKED], [Credit.uniform(FORKED, 1.0)], unit="token", aggregation="token-mean")
+
+
+def test_weights_are_those_of_the_constant_length_that_a_recipe_names() -> None:
+    weights = [
+        make_batch(
+            [FORKED], [Credit.uniform(FORKED, 1.0)], unit="token", aggregation="constant", constant_length=length
+        ).columns.weight_T
+        for length in (10, 20)
+    ]
+    assert (weights[0] == 2 * weights[1]).all()
 
 
 def test_rewards_keys_and_messages_are_no_part_of_a_batch() -> None:

@@ -8,11 +8,12 @@ import numpy as np
 import pytest
 
 from agentrl import Credit
-from agentrl.learn.calibration import Aim, Calibration, Shown, Units, of_units
+from agentrl.learn.calibration import Aim, Band, Calibration, Shown, Units, observed, of_units, range_metrics
 from agentrl.learn.learner import Learner
 from agentrl.learn.loss_config import CalibratedConfig, LossConfig
-from agentrl.learn.tally import Array
+from agentrl.learn.tally import Array, Observations
 from tests.support.learners import make_learner
+from tests.support.tallies import add_pass
 from tests.support.trajectories import some_groups
 
 AIM = Aim.of(LossConfig(trust="calibrated"))
@@ -129,6 +130,36 @@ def test_lengths_have_ranges_of_their_own_where_a_recipe_asks() -> None:
     assert widths_U == pytest.approx(
         1.281552 * sqrt(pi / 2) * np.array([0.02, 0.02, 0.001, 0.001])
     )  # the normal quantile at .9
+
+
+def test_what_passes_show_is_told_apart_by_sign_and_staleness() -> None:
+    observations = Observations()
+    add_pass(  # a unit of two old tokens that has moved, and one that has not
+        observations,
+        unit_T=[0, 0, 1],
+        ratio_U=[exp(0.01), 1.0],
+        advantage_T=[-0.5, 0.0, 0.5],
+        clipped_T=[1, 1, 1],
+        version_T=[3, 5, 7],
+    )
+    add_pass(observations, unit_T=[0] * 3, ratio_U=[exp(-0.02)], advantage_T=[0.5, 0.5, -1], version_T=[7] * 3)
+    add_pass(
+        observations, unit_T=[0] * 5, ratio_U=[exp(0.03)], advantage_T=[0.5] * 5, clipped_T=[1] * 5, version_T=[7] * 5
+    )
+    found = observed(observations, AIM, version=7)
+    assert sorted(found) == ["0/0", "0/2"]
+    old, new = found["0/2"], found["0/0"]  # of a mean staleness of three; of none
+    assert (old.length.total, new.length.total) == (2, 8)
+    assert (old.distance.mean, new.distance.mean) == pytest.approx((0.01, 0.025))
+    assert [sums.total for sums in old[2:]] == [1, 0, 1, 0]
+    assert [sums.total for sums in new[2:]] == [1, 7, 0, 5]
+    bands = {name: Band(num_minibatches=9, spread=0.01, gains=(0.5, 0.7)) for name in ("0/0", "0/2")}
+    bands["0/2"] = bands["0/2"].model_copy(update={"spread": 0.09})
+    metrics = range_metrics(Calibration(bands=bands), [found, found])
+    assert metrics == pytest.approx(
+        {"clip/pushed_tokens": 6 / 9, "clip/width_low": 0.01 * exp(0.5), "clip/width_high": 0.01 * exp(0.7)}
+    )
+    assert range_metrics(Calibration(), [{}]) == {"clip/pushed_tokens": 0.0}
 
 
 GROUPS = some_groups([4, 3, 4])

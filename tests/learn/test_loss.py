@@ -314,7 +314,14 @@ def test_the_order_of_tokens_leaves_no_trace_in_float32() -> None:
         ({"unit_T": torch.zeros(2, dtype=torch.int32)}, r"unit_T int64 .* got torch\.int32"),
         ({"unit_T": torch.tensor([0])}, r"unit_T int64 of shape \(2,\) .* of \(1,\)"),
         ({"unit_T": torch.tensor([-1, 0])}, r"unit_T in 0\.\.U-1, got -1"),
-        ({"unit_T": torch.tensor([1, 1])}, "no token of unit 0; number the units of each micro-batch again"),
+        (
+            {"unit_T": torch.tensor([1, 1])},
+            r"index 0\.\.1, got no token of unit 0; number the units of each micro-batch again with unit_index$",
+        ),
+        (
+            {"unit_T": torch.tensor([2, 0])},
+            "got 2 among 2 tokens; number the units of each micro-batch again with unit_in",
+        ),
         ({"unit_T": torch.tensor([0, 2**40])}, "got 1099511627776 among 2 tokens"),
         ({"trust": partial(fixed, low=1.1, high=0.1)}, r"below 1 in \[0, 1\] and one above it >= 0, got 1\.1 and 0\.1"),
         ({"trust": partial(fixed, low=0.1, high=-0.1)}, r"got 0\.1 and -0\.1"),
@@ -381,6 +388,9 @@ def test_a_kl_loss_refuses_a_negative_coefficient_and_references_that_are_not_fi
         kl_loss(f64(0), reference_logprobs_T=f64(0), weight_T=f64(1), coefficient=-0.1)
     with pytest.raises(ValueError, match="finite reference_logprobs_T, got -inf at token 0"):
         kl_loss(f64(0), reference_logprobs_T=f64(-math.inf), weight_T=f64(1), coefficient=0.1)
+    with pytest.raises(ValueError, match="finite weight_T, got nan at token 0"):
+        kl_loss(f64(0), reference_logprobs_T=f64(0), weight_T=f64(math.nan), coefficient=0.1)
+    assert kl_loss(f64(-1), reference_logprobs_T=f64(0), weight_T=f64(1), coefficient=0.0) == 0
 
 
 # --- engine mismatch -------------------------------------------------------------------------------------------------
@@ -495,6 +505,7 @@ def test_weights_refuse_columns_of_different_length_and_a_constant_length_of_no_
         aggregation_weights("constant", trajectory_T=[0], turn_T=[0])
     with pytest.raises(ValueError, match="constant_length >= 1, got 0"):
         aggregation_weights("constant", trajectory_T=[0], turn_T=[0], constant_length=0)
+    assert aggregation_weights("constant", trajectory_T=[0], turn_T=[0], constant_length=1).tolist() == [1]
     with pytest.raises(ValueError, match="got 'mean'"):
         aggregation_weights("mean", trajectory_T=[0], turn_T=[0])  # type: ignore[arg-type]
 

@@ -16,6 +16,7 @@ import torch
 from agentrl.credit import Credit
 from agentrl.learn.metrics import (
     anchor_metrics,
+    divergence,
     effective_samples,
     first_metrics,
     process_metrics,
@@ -38,6 +39,27 @@ def test_sums_of_parts_are_those_of_the_whole() -> None:
     assert (Sums().mean, Sums().spread, Sums().peak) == (0, 0, 0)
 
 
+def test_of_no_tokens_all_is_zero() -> None:
+    found = update_metrics([Tally()], current_version=3) | first_metrics(Tally()) | anchor_metrics([Tally()], known=[3])
+    assert found.pop("ratio/effective_samples") == 1
+    assert not any(found.values())
+
+
+def test_observations_are_kept_as_narrow_as_they_are() -> None:
+    observations = Observations()
+    observations.add(
+        of_float32=torch.tensor([0.5], dtype=torch.bfloat16),
+        of_float64=torch.tensor([0.1], dtype=torch.float64),
+        of_int32=torch.tensor([7]),
+        of_bool=torch.tensor([True]),
+    )
+    assert {name: columns[0].dtype for name, columns in observations.columns.items()} == {
+        f"of_{kind}": np.dtype(kind) for kind in ("float32", "float64", "int32", "bool")
+    }
+    assert [observations.column(name).tolist() for name in observations.columns] == [[0.5], [0.1], [7], [True]]
+    assert {column.dtype for part in observations.passes() for column in part.values()} == {np.dtype("float64")}
+
+
 def test_ratios_beyond_all_numbers_end_no_run() -> None:
     observations = Observations()
     add_pass(observations, log_ratio_T=[0.0])
@@ -52,7 +74,7 @@ def test_metrics_are_those_of_all_tokens_however_they_are_split(num: int) -> Non
     size = (5, 12)  # passes, tokens of each
     unit = np.sort(rng.integers(0, 4, size), axis=1)
     unit = np.array([np.unique(row, return_inverse=True)[1] for row in unit])
-    log_ratio, advantage = rng.normal(size=size), rng.normal(size=size)
+    log_ratio, advantage = rng.normal(size=size), rng.integers(-1, 2, size) * 0.5
     clipped, entropy = rng.integers(0, 2, size), rng.random(size)
     difference, version = rng.normal(size=size), rng.integers(3, 9, size)
     ratio = [np.exp(rng.normal(size=row.max() + 1)) for row in unit]
@@ -72,8 +94,15 @@ def test_metrics_are_those_of_all_tokens_however_they_are_split(num: int) -> Non
                 reference_kl_T=(2 * difference[p]).tolist(),
                 mismatch_U=(3 * ratio[p]).tolist(),
                 limited_U=(ratio[p] > 1).astype(float).tolist(),
+                rejected_U=(ratio[p] > 2).astype(float).tolist(),
+                trajectory_T=(np.arange(12) // 4).astype(float).tolist(),  # each in every pass
             )
+        observations[index].loss = float(index)
     tally = Tally.joined([Tally.of(part) for part in observations])
+    assert tally.loss == sum(range(num))
+    totals = difference.reshape(5, 3, 4).sum((0, 2))
+    assert tally.trajectories == pytest.approx(dict(enumerate(totals)), rel=1e-12)
+    assert divergence(tally) == pytest.approx((np.exp(log_ratio) - 1 - log_ratio).mean(), rel=1e-12)
     ratio_U = np.concatenate(ratio)
     is_in_unit = [[row == u for u in range(row.max() + 1)] for row in unit]
     clipped_U = np.array([bool(clipped[p][at].any()) for p in range(5) for at in is_in_unit[p]])
@@ -98,6 +127,7 @@ def test_metrics_are_those_of_all_tokens_however_they_are_split(num: int) -> Non
         "mismatch/mean": 3 * ratio_U.mean(),
         "mismatch/max": 3 * ratio_U.max(),
         "mismatch/limited": (ratio_U > 1).mean(),
+        "clip/units_rejected": (ratio_U > 2).mean(),
         "first/ratio_deviation": np.abs(ratio_U - 1).max(),
         "first/clipped_tokens": clipped.mean(),
         "first/engine_difference": np.abs(difference).mean(),

@@ -185,7 +185,17 @@ def test_a_rejected_unit_has_no_loss_on_either_side() -> None:
     far = ratios(1.0, 1.0, advantages_T=[1, -1])
     region = rejecting(far, within=partial(kernel, positive=POSITIVE, negative=NEGATIVE), limit=2.0)
     assert (region.factor_T.tolist(), region.clipped_T.tolist()) == ([0, 0], [True, True])
-    assert is_rejected(torch.tensor([0.4, 0.6, 1.9, 2.1]), 2.0).tolist() == [True, False, False, True]
+    assert is_rejected(torch.tensor([0.4, 0.5, 1.9, 2.0, 2.1]), 2.0).tolist() == [True, False, False, False, True]
+
+
+@pytest.mark.parametrize("region", ["fixed", "token", "kernel"])
+def test_a_token_without_an_advantage_leaves_no_region(region: str) -> None:
+    for log_ratio in (-1.0, 1.0):
+        assert REGIONS[region][0](ratios(log_ratio, advantages_T=[0.0])).clipped_T.tolist() == [False]
+
+
+def test_a_range_may_reach_down_to_zero() -> None:
+    assert fixed(ratios(-9.0, advantages_T=[-1.0]), low=1.0, high=0.0).clipped_T.tolist() == [False]
 
 
 @pytest.mark.parametrize("trust", get_args(LossConfig.model_fields["trust"].annotation))
