@@ -142,22 +142,19 @@ def put(path: Path, data: bytes, check: Callable[[], None]) -> None:
         path.write_bytes(before[path])
 
 
+@pytest.mark.parametrize("command", ["train", "show", "credit explain", "credit advise"])
 @given(data=st.data())
 def test_a_command_on_a_damaged_file_ends_well_or_in_one_line(
-    data: st.DataObject, interrupted: tuple[Parts, RunFolder]
+    data: st.DataObject, command: str, interrupted: tuple[Parts, RunFolder]
 ) -> None:
     folder = interrupted[1]
     metrics, rollouts = folder.path / "metrics.jsonl", folder.rollouts()[0]
-    path, arguments = data.draw(
-        st.sampled_from(
-            [
-                (metrics, ["train", str(folder.path), "--train.steps", "4"]),
-                (rollouts, ["show", str(rollouts), "-n", "9"]),
-                (rollouts, ["credit", "explain", "gigpo", str(rollouts), "-n", "9"]),
-                (rollouts, ["credit", "advise", str(rollouts)]),
-            ]
-        )
-    )
+    path, arguments = {
+        "train": (metrics, ["train", str(folder.path), "--train.steps", "4"]),
+        "show": (rollouts, ["show", str(rollouts), "-n", "9"]),
+        "credit explain": (rollouts, ["credit", "explain", "gigpo", str(rollouts), "-n", "9"]),
+        "credit advise": (rollouts, ["credit", "advise", str(rollouts)]),
+    }[command]
     others = [p.read_bytes() for p in (metrics, *folder.rollouts(), *folder.journal.iterdir())]
     content = data.draw(damaged(path.read_bytes(), others))
 

@@ -19,6 +19,7 @@ from agentrl.distributed.checkpoints import checkpoints
 from agentrl.errors import ConfigError, EngineError, EnvironmentFailure, TrainingError
 from agentrl.report.folder import RunFolder, Told
 from agentrl.report.records import read_records
+from agentrl.rollout import limits
 from agentrl.run.build import build
 from agentrl.run.export import export
 from agentrl.testing import check_env
@@ -320,6 +321,29 @@ def test_a_second_collapse_ends_the_run(tmp_path: Path) -> None:
 def test_without_an_earlier_checkpoint_a_collapse_ends_the_run(tmp_path: Path) -> None:
     with pytest.raises(TrainingError, match=r"No checkpoint from before is left.*train\.keep_last"):
         agentrl.train(fallen(tmp_path, until=9999, on_collapse="rewind", checkpoint_every=1, keep_last=2))
+
+
+def test_demonstrations_that_the_limits_cut_off_are_told(tmp_path: Path) -> None:
+    told: list[str] = []
+    settings = recipe(
+        tmp_path,
+        rollout={"max_turns": 12, "max_turn_tokens": 4},
+        warmup={"steps": 2, "num_demonstrations": 4},
+        train={"steps": 1},
+    )
+    folder, rows = train(settings, on_warning=told.append)
+    words = (
+        "demonstrations are cut off, 100% by rollout.max_turn_tokens: the policy is shown what it cannot play; raise it"
+    )
+    assert words in told
+    assert Told(step=0, name="demonstrations_cut_off", words=words) in folder.warnings()
+    assert rows[0]["health/demonstrations_cut_off"] == 1.0
+
+
+def test_limits_of_the_system_are_told_as_a_run_begins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "_raise_open_files", lambda: 10)
+    with build(recipe(tmp_path)) as parts:
+        assert any("open files, and this process may open 10; raise that limit" in words for words in parts.warnings)
 
 
 def test_an_oracle_that_cannot_end_within_the_limits_is_told(tmp_path: Path) -> None:

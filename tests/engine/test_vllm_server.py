@@ -20,7 +20,7 @@ import pytest
 import torch
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from agentrl.engine import vllm_push, vllm_weights
+from agentrl.engine import vllm_launch, vllm_push, vllm_weights
 from agentrl.engine.base import KeptBase, Sampler
 from agentrl.engine.vllm_common import is_installed
 from agentrl.engine.vllm_http import Http
@@ -426,6 +426,10 @@ def test_the_end_of_the_log_says_why_a_server_does_not_start(model_folder: Path,
 
 
 @needs_vllm
+def test_a_server_listens_on_this_machine_alone() -> None:
+    assert vllm_launch._arguments(Path("model"), 8000)["host"] == "127.0.0.1"
+
+
 def test_a_port_that_is_taken_is_refused(model_folder: Path, tmp_path: Path) -> None:
     with socket.socket() as other:
         other.bind(("127.0.0.1", 0))

@@ -459,6 +459,28 @@ def test_as_many_groups_in_a_row_as_the_recipe_says_may_be_replaced_and_no_more(
     assert subject.counts["replaced_groups"] == 7
 
 
+def test_groups_are_asked_as_they_end_and_not_all_of_them_each_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked, counts = [], []
+    is_complete = TaskStream._is_complete
+
+    def watched(self: TaskStream, group: Any) -> bool:
+        asked.append(group)
+        return is_complete(self, group)
+
+    monkeypatch.setattr(TaskStream, "_is_complete", watched)
+    for num in (100, 400):
+        asked.clear()
+        settings = RolloutConfig(mode="async", num_groups=num, group_size=SIZE, max_live_episodes=num * SIZE)
+        subject = TaskStream(settings, tasks=Tasks(seed=3))
+        subject.begin_step(num)
+        for number in range(num):
+            assert subject.hand_out(version=0) is None, number
+            ended(subject, failed=False)
+        assert len(subject.hand_out(version=0) or ()) == num
+        counts.append(len(asked))
+    assert counts[1] < 6 * counts[0]
+
+
 def test_files_of_a_journal_are_numbered_on_from_the_last_and_dropped_below_a_number(tmp_path: Path) -> None:
     def files() -> list[str]:
         return sorted(path.name for path in tmp_path.iterdir())
