@@ -1,8 +1,8 @@
-"""What a collapse shows itself by, and how early: rules over the metrics of each step, tried on the runs of evidence.py.
+"""What a collapse shows itself by, and how early: rules over the metrics of each step, tried on runs of evidence.py.
 
     python -m benchmarks.detectors --evidence FILE [--watched]
 
-A run has collapsed as `benchmarks/evidence.py` says. `found`: collapsed runs in which a rule holds at some step; `in time`: by
+The runs are those of `key_door` without `target_kl`. A run has collapsed as `benchmarks/evidence.py` says. `found`: collapsed runs in which a rule holds at some step; `in time`: by
 the step after the one whose update made the reward fall, so that the checkpoint before it is good; `false`: other runs in which
 it holds. `samples` is `ratio/effective_samples`, `kl` is `kl/behavior`; the other names are those of evidence.py.
 """
@@ -74,7 +74,11 @@ def main() -> None:
     parser.add_argument("--evidence", type=Path, required=True)
     parser.add_argument("--watched", action="store_true", help="only runs that measure the divergence from their start")
     options = parser.parse_args()
-    known = {job: result for job, result in read_results(options.evidence).items() if "kl" not in job.train}
+    known = {
+        job: result
+        for job, result in read_results(options.evidence).items()
+        if job.env == "key_door" and "kl" not in job.train
+    }
     results = [result for job, result in known.items() if not options.watched or job.ratio.endswith("watched")]
     collapsed = [result for result in results if has_collapsed(result)]
     print(f"{len(results)} runs, of which {len(collapsed)} collapsed\n")
