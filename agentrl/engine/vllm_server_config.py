@@ -17,9 +17,12 @@ class ServerConfig(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     url: str | tuple[str, ...] = "http://127.0.0.1:8000"
-    """Where it listens. Several servers are dealt out to the training processes: the first to the first, the second to the
-    second, and so on, round and round. A process that has several spreads its conversations over them; one that has none only
-    trains."""
+    """Where it listens. Several servers are dealt out evenly to training processes: of 2 processes each has 2 of 4 servers, of 3
+    servers the first has all. A process that has several spreads its conversations over them, and one that dies is left out;
+    a process that has none only trains."""
+    processes: Count | None = None
+    """How many training processes have servers, at most; 1: the first has all, and a run ends with the last of them alone.
+    None: as many as there can be."""
     folder: Path | None = None
     """A folder that trainer and server both see by this path, for weights that cannot go to the server directly. None: one of
     this machine's for temporary files."""
@@ -64,8 +67,10 @@ class VLLMServerConfig(EngineConfig):
     """Further arguments of vLLM's `EngineArgs` for such a server, such as gpu_memory_utilization."""
 
     def num_sampling(self, num_processes: int) -> int:
-        """Return how many processes have a server."""
-        return min(num_processes, len(self.server.urls))
+        """Return how many processes have servers: each as many as another."""
+        num = len(self.server.urls)
+        most = min(num, num_processes, self.server.processes or num)
+        return max(count for count in range(1, most + 1) if num % count == 0)
 
     def of_process(self, index: int) -> Self:
         """Return the fields with one server's address."""
