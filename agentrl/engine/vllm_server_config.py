@@ -17,9 +17,9 @@ class ServerConfig(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     url: str | tuple[str, ...] = "http://127.0.0.1:8000"
-    """Where it listens. Several servers are dealt out evenly to training processes: of 2 processes each has 2 of 4 servers, of 3
-    servers the first has all. A process that has several spreads its conversations over them, and one that dies is left out;
-    a process that has none only trains."""
+    """Where it listens. Several servers are dealt out evenly to training processes: of 2 processes each has 2 of 4 servers, of
+    3 servers the first has all. A process that has several spreads its conversations over them, and one that dies is left
+    out; a process that has none only trains."""
     processes: Count | None = None
     """How many training processes have servers, at most; 1: the first has all, and a run ends with the last of them alone.
     None: as many as there can be."""
