@@ -1,12 +1,13 @@
 """Two training processes and two of vLLM's servers, and `kill -9` of either side at random moments: is anything lost?
 
-    python -m benchmarks.server_kills [--kills 20] [--seed 0] [--folder FOLDER]
+    python -m benchmarks.server_kills [--kills 20] [--seed 0] [--folder FOLDER] [--one-plays]
 
 A run in mode `partial` is trained by `agentrl launch --processes 2`, its weights go to two servers that `agentrl serve` has
 started. The kills hit all training processes and one server in turn, two at a random moment and two while weights are on
-their way. Whatever was killed is started again, and the run is resumed. In the end what the disk held at each kill is compared
-with what the run made of it: an episode that was sampled again, trained on twice or passed over, or a step whose metrics came
-out otherwise, ends the benchmark with an error.
+their way. Whatever was killed is started again, and the run is resumed; with `--one-plays` (`engine.server.processes: 1`) it
+has to go on by itself when a server is killed, and with both again. In the end what the disk held at each kill is compared with
+what the run made of it: an episode that was sampled again, trained on twice or passed over, or a step whose metrics came out
+otherwise, ends the benchmark with an error.
 """
 
 import argparse
@@ -100,6 +101,15 @@ def wait_for_a_moment(run: Path, trainers: Side, rng: random.Random, *, is_push:
     time.sleep(rng.uniform(0, 0.3))
 
 
+def wait_for_steps(run: Path, trainers: Side, count: int) -> None:
+    """Wait until a run that was not started again has made more steps."""
+    goal = num_steps(run) + count
+    while num_steps(run) < goal:
+        if trainers.has_ended():
+            raise SystemExit(f"the run has ended with a server: {trainers.log.read_text(encoding='utf-8')[-3000:]}")
+        time.sleep(0.1)
+
+
 def num_steps(run: Path) -> int:
     """Return the number of rows of metrics."""
     file = run / "metrics.jsonl"
@@ -111,12 +121,14 @@ def main() -> None:
     parser.add_argument("--kills", type=int, default=20)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--folder", type=Path, default=None)
+    parser.add_argument("--one-plays", action="store_true", help="the first process has both servers")
     options = parser.parse_args()
     here = options.folder or Path(tempfile.mkdtemp(prefix="agentrl-kills-"))
     here.mkdir(parents=True, exist_ok=True)
     urls = [f"http://127.0.0.1:{free_port()}" for _ in range(2)]
     file, run, rng = here / "recipe.yaml", here / "run", random.Random(options.seed)
-    engine = {"name": "vllm_server", "server": {"url": urls, "max_retries": 2}}
+    server = {"url": urls, "max_retries": 2, "processes": 1 if options.one_plays else None}
+    engine = {"name": "vllm_server", "server": server}
     file.write_text(yaml.safe_dump({**RECIPE, "engine": engine}), encoding="utf-8")
     logs = [here / f"server-{number}.log" for number in range(2)]
     servers = [serve(file, url, log) for url, log in zip(urls, logs, strict=True)]
@@ -134,11 +146,22 @@ def main() -> None:
             if side == "server":
                 place = rng.randrange(2)
                 servers[place].kill()
-                trainers.process.wait(timeout=300)  # a process has one server, so it ends and says why
+                if options.one_plays:
+                    wait_for_steps(run, trainers, 2)
+                else:
+                    trainers.process.wait(timeout=300)  # a process has one server, so it ends and says why
                 servers[place] = serve(file, urls[place], logs[place])
+            sides[side] += 1
+            if side == "server" and options.one_plays:
+                wait_for_steps(run, trainers, 2)
+                seconds = time.monotonic() - begin
+                print(
+                    f"kill {number + 1}, of a server: the run went on, {num_steps(run) - 1} steps; {seconds:.0f} s",
+                    flush=True,
+                )
+                continue
             trainers.kill()
             trainers = None
-            sides[side] += 1
             if (found := look(run)) is not None:
                 snapshots.append(found)
             seconds = time.monotonic() - begin
@@ -161,7 +184,8 @@ def main() -> None:
     print(
         f"{sides['trainers']} kills of all trainers and {sides['server']} of a server, {len(steps) - 1} steps: {num_live} "
         f"episodes under way when killed, {num_partial} of them within a turn; nothing lost, nothing doubled. "
-        f"{log.count('Traceback')} tracebacks, {log.count('cannot take weights')} times through files"
+        f"{log.count('Traceback')} tracebacks, {log.count('cannot take weights')} times through files, "
+        f"{log.count('is left out')} times a server was left out"
     )
 
 
