@@ -1,7 +1,8 @@
 """Ranges that follow the spread of ratios: what they hold, what cannot widen them, what they are kept in."""
 
-from math import exp, log1p, pi, sqrt
+from math import exp, log, log1p, pi, sqrt
 from pathlib import Path
+from statistics import NormalDist
 from typing import Any
 
 import numpy as np
@@ -130,6 +131,39 @@ def test_lengths_have_ranges_of_their_own_where_a_recipe_asks() -> None:
     assert widths_U == pytest.approx(
         1.281552 * sqrt(pi / 2) * np.array([0.02, 0.02, 0.001, 0.001])
     )  # the normal quantile at .9
+
+
+@pytest.mark.parametrize("spread", [1e-7, 0.01, 1.0], ids=["narrowest", "between", "widest"])
+def test_ranges_follow_the_equations(spread: float) -> None:
+    rng, calibration = np.random.default_rng(0), Calibration()
+    k = NormalDist().inv_cdf(1 - AIM.clipped)
+    kept: dict[int, tuple[int, float, list[float]]] = {}
+    for number in range(14):
+        for staleness in (0, 5):
+            begun = kept.get(0, (0, 0.0, [log(k * sqrt(pi / 2))] * 2))  # of the nearest, where there is one
+            num, m, gains = kept.get(staleness, (begun[0], begun[1], begun[2].copy()))
+            length_U = rng.integers(1, 60, 8).astype(np.float64)
+            log_ratio_U, down_U, up_U = rng.normal(size=8) * spread, rng.integers(1, 9, 8), rng.integers(1, 9, 8)
+            # More is clipped below than above, in one band more than in the other.
+            down, up = down_U * rng.integers(0, 2, 8), up_U * (number % 3 == 0) * (staleness == 0)
+            units = Units(np.full(8, float(staleness)), length_U)
+            tokens = [np.asarray(column, dtype=np.float64) for column in (down_U, up_U, down, up)]
+            calibration = calibration.after(of_units(units, log_ratio_U, *tokens, aim=AIM), AIM)
+            bound_U = max(AIM.token) * np.minimum(1, 2 / np.sqrt(length_U))
+            m += max(0.1, 1 / (num + 1)) * (np.minimum(np.abs(log_ratio_U), bound_U).mean() - m)
+            for side, (pushed, clipped) in enumerate(((down_U, down), (up_U, up))):
+                step = 0.1 * (clipped.sum() / pushed.sum() - AIM.clipped) / (k * NormalDist().pdf(k)) if num >= 8 else 0
+                gains[side] += min(max(step, -0.5), 0.5)
+                widest = AIM.token[side] * min(1, 2 / sqrt(length_U.mean()))
+                gains[side] = min(max(gains[side], log(1e-5 / m)), log(widest / m))
+            kept[staleness] = (num + 1, m, gains)
+    for staleness, (num, m, gains) in kept.items():
+        band = calibration.bands["0/3" if staleness else "0/0"]
+        assert (band.num_minibatches, band.spread, *band.gains) == pytest.approx((num, m, *gains), rel=1e-12)
+        widths = calibration.widths(Units(np.full(3, float(staleness)), np.array([1.0, 4.0, 100.0])), AIM)
+        for side, width_U in enumerate(widths):
+            expected = np.clip(m * exp(gains[side]), 1e-5, AIM.token[side] * np.array([1, 1, 0.2]))
+            np.testing.assert_allclose(width_U, expected, rtol=1e-12)
 
 
 def test_what_passes_show_is_told_apart_by_sign_and_staleness() -> None:

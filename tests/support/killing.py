@@ -15,6 +15,7 @@ from agentrl.report.folder import RunFolder
 from agentrl.report.records import read_records
 from agentrl.rollout import Journal, RolloutConfig, Tasks
 from agentrl.rollout.stream import TaskStream
+from agentrl.run.engines import share_of
 from agentrl.types import Share
 from tests.support.processes import Command
 
@@ -76,11 +77,15 @@ def look(run: Path) -> OnDisk | None:
         return None
     episodes: dict[str, Sampled] = {}
     num_live = num_partial = 0
-    newest, config = checkpoints(folder.checkpoints)[-1], load_recipe(folder.config_file).rollout
+    newest, recipe = checkpoints(folder.checkpoints)[-1], load_recipe(folder.config_file)
     states = [json.loads(path.read_text()) for path in sorted(newest.glob("agentrl*.json"), key=lambda p: p.stem)]
     for process, state in enumerate(states):
-        share = Share(process=process, num_processes=len(states), num_groups=config.num_groups)
-        stream = _recovered(config, share, folder.journal / f"process-{process}" if process else folder.journal, state)
+        share = share_of(recipe, process, len(states))
+        if not share.num_groups:
+            continue  # it only trains
+        stream = _recovered(
+            recipe.rollout, share, folder.journal / f"process-{process}" if process else folder.journal, state
+        )
         handed_out = [group for step in stream._handed_out for group in step]
         done = [t for group in stream._groups.values() for t in group.done]
         for trajectory in [*done, *(t for group in handed_out for t in group.trajectories)]:
