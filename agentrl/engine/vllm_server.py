@@ -73,6 +73,8 @@ class VLLMServer:
         self._is_loading = False
         self._is_half_loaded = False
         self._is_closed = False
+        self._lost: ServerLostError | None = None
+        """Why it is left out, where there are others."""
         self._busy_s = 0.0
         self._busy_since = 0.0
 
@@ -184,6 +186,11 @@ class VLLMServer:
         await asyncio.gather(*self._aborts)
         await self._http.close()
 
+    def leave_out(self, error: ServerLostError) -> None:
+        """Let nobody wait for it, be it for the end of a pause, until it has weights again."""
+        self._lost = error
+        self._set_gate()
+
     @contextmanager
     def loading(self) -> Iterator[None]:
         """Send no request meanwhile."""
@@ -196,7 +203,7 @@ class VLLMServer:
             self._set_gate()
 
     def _set_gate(self) -> None:
-        if self._is_paused or self._is_loading:
+        if (self._is_paused or self._is_loading) and self._lost is None:
             self._may_send.clear()
         else:
             self._may_send.set()
@@ -271,6 +278,8 @@ class VLLMServer:
         async with self._lines:
             while not self._may_send.is_set():
                 await self._may_send.wait()
+            if self._lost is not None:
+                raise ServerLostError(str(self._lost)) from self._lost
             if self._is_half_loaded:
                 raise EngineError(f"request {request_id}: the last push of weights failed half-way: push again")
             server_id = f"{request_id}.{uuid4().hex}"
@@ -372,7 +381,8 @@ class VLLMServer:
         self._version = version
         if not self._is_paused:
             await self._http.ask("an end of the pause", "POST", "/resume")
-        self._is_half_loaded = False
+        self._is_half_loaded, self._lost = False, None
+        self._set_gate()
 
 
 def _names(server_ids: Iterable[str]) -> dict[str, list[str]]:

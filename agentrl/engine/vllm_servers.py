@@ -144,6 +144,7 @@ class VLLMServers:
         if server not in self._lost:
             log.warning("%s is left out, and its conversations go on elsewhere: %s", server.url, error)
         self._lost[server] = error
+        server.leave_out(error)
 
     def _check_some_left(self) -> None:
         """Refuse to go on without any server.

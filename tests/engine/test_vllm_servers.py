@@ -22,10 +22,13 @@ from agentrl.errors import EngineError
 from agentrl.testing import check_engine
 from tests.engine.test_vllm_server import (
     BOUND,
+    GENERATE,
     LONG,
+    RESET,
     adapted,
     changes,
     check_logprobs,
+    fake,
     needs_vllm,
     prompt,
     run,
@@ -150,6 +153,33 @@ def test_a_server_that_dies_is_left_out_and_comes_back_with_a_push(
             plain[2] = plain[0]
             await asyncio.gather(*(converse(number, seed=2, tokens=20) for number in range(4)))
             assert each[0].busy_s > before
+
+    run(main())
+
+
+def test_whoever_waits_at_a_server_that_dies_as_it_is_paused_goes_on_elsewhere(folder: Path, tmp_path: Path) -> None:
+    async def main() -> None:
+        async with fake(folder) as first, fake(folder) as second:
+            each = [VLLMServer(ServerConfig(url=one.url, max_retries=1), folder=tmp_path) for one in (first, second)]
+            engine = VLLMServers(each)
+            with engine.conversation("e"):
+                first.script[GENERATE], first.script["/pause"] = [RESET], [RESET] * 2
+                waiting = asyncio.create_task(engine.generate(prompt(0, 4), sampling(2), "e"))
+                await first.until_seen(GENERATE)
+                await engine.pause()
+                await engine.resume()
+                assert len((await asyncio.wait_for(waiting, 10)).token_ids) == 2
+            assert list(engine._lost) == [each[0]]
+            assert not first.bodies("/resume")[1:]  # but for that with which it was first asked
+            await engine.pause()
+            await engine.load_weights(weights(0), 1)
+            assert not engine._lost
+            held = asyncio.create_task(each[0].generate(prompt(0, 4), sampling(2), "f"))
+            await asyncio.sleep(0.1)
+            assert not held.done()  # it is paused with the others
+            await engine.resume()
+            await asyncio.wait_for(held, 10)
+            await engine.close()
 
     run(main())
 
