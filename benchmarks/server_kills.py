@@ -166,6 +166,8 @@ def main() -> None:
                 snapshots.append(found)
             seconds = time.monotonic() - begin
             print(f"kill {number + 1}, of the {side}, after {num_steps(run) - 1} steps; {seconds:.0f} s", flush=True)
+        if trainers is not None:
+            trainers.kill()
         last = Side(
             "launch", "--processes", "2", run, "--train.steps", num_steps(run) + 4, log=here / "trainers.log"
         ).process
