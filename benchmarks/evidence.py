@@ -313,6 +313,7 @@ def tell(known: dict[Job, Result], rows: Sequence[Job], seeds: Sequence[int], ba
 DRAWN = {
     "GRPO, uniform": ("grpo", "uniform", "plain"),
     "GSPO with the range of the recipes before, uniform": ("gspo, fixed", "uniform", "plain"),
+    "GRPO, ecpo": ("grpo", "ecpo", "plain"),
     "the default, uniform": ("gspo, token", "uniform", "kl .02"),
     "the default, ecpo": ("gspo, token", "ecpo", "kl .02"),
 }
