@@ -12,7 +12,6 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from agentrl.engine.model_class import auto_class
 from agentrl.errors import UserError
 from agentrl.files import dump_yaml
 from agentrl.plain_data import printable
@@ -66,7 +65,7 @@ def write_card(folder: Path, run: RunFolder, config: Mapping[str, Any], *, name:
             f"# {_escaped(name.rpartition('/')[2])}",
             *_about(config),
             "## Use",
-            _usage(name, config, kind="AutoPeftModelForCausalLM" if adapter else _auto_class(folder)),
+            _usage(name, config, adapter=adapter),
             "## Training",
             _table(_facts(config, step)),
             f"<details><summary>The whole recipe</summary>\n\n{_fenced(_recipe(config), 'yaml')}\n\n</details>",
@@ -162,18 +161,12 @@ def _about(config: Mapping[str, Any]) -> Iterator[str]:
         yield f"Options of the environment:\n\n{_fenced(dump_yaml(public(env['options'])), 'yaml')}"
 
 
-def _auto_class(folder: Path) -> str:
-    """Name the class of transformers that loads an exported folder."""
-    from transformers import AutoConfig
-
-    return str(auto_class(AutoConfig.from_pretrained(folder)).__name__)
-
-
-def _usage(name: str, config: Mapping[str, Any], *, kind: str) -> str:
-    is_adapter = "Peft" in kind
-    model, tokenizer = json.dumps(name), json.dumps((_base_model(config) or "THE BASE MODEL") if is_adapter else name)
-    lines = [f"from transformers import {kind}, AutoTokenizer", ""]
-    if is_adapter:
+def _usage(name: str, config: Mapping[str, Any], *, adapter: bool) -> str:
+    model, tokenizer = json.dumps(name), json.dumps((_base_model(config) or "THE BASE MODEL") if adapter else name)
+    lines = ["from transformers import AutoModelForCausalLM, AutoTokenizer", ""]
+    kind = "AutoModelForCausalLM"
+    if adapter:
+        kind = "AutoPeftModelForCausalLM"
         lines = [f"from peft import {kind}", "from transformers import AutoTokenizer", ""]
     lines += [f"model = {kind}.from_pretrained({model})", f"tokenizer = AutoTokenizer.from_pretrained({tokenizer})"]
     return _fenced("\n".join(lines), "python")
