@@ -3,7 +3,9 @@
 `HYPOTHESIS_PROFILE=nightly` for the long run.
 """
 
+import gc
 import os
+import signal
 from collections.abc import Iterator
 
 import pytest
@@ -14,6 +16,8 @@ from tests.support.threads import Guard
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # tests run side by side; this is read when torch is imported
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # else threads stay that would keep a pool of processes
+# A shell's `&` has Ctrl-C ignored, and what tests start would ignore it too.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 tqdm.monitor_interval = 0  # each class of progress bars would keep a thread
 
 settings.register_profile(
@@ -52,6 +56,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Begin with the files that take longest."""
     ranks = {name: rank for rank, name in enumerate(SLOW_FIRST)}
     items.sort(key=lambda item: ranks.get(item.path.stem, len(ranks)))
+
+
+@pytest.fixture(autouse=True, scope="module")
+def what_is_imported_is_not_looked_through() -> None:
+    """Keep what lasts out of later collections of garbage: a worker that has imported everything took a second for one."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)

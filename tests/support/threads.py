@@ -27,6 +27,8 @@ class Guard:
         """Release what hangs, wait for every thread started since, and return the names of those that do not end."""
         _is_over.set()
         deadline = time.monotonic() + timeout_s
+        while self._left() and time.monotonic() < deadline - timeout_s + 0.05:
+            time.sleep(0.001)
         if self._left():
             gc.collect()  # a pool's threads end when nothing refers to it any more
         while (left := self._left()) and time.monotonic() < deadline:
