@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from agentrl.cli import main
@@ -309,6 +309,7 @@ def test_options_of_any_kind_are_taken_or_refused(words: list[str]) -> None:
     assert told is None or len(told) < 20_000
 
 
+@example(words=["--", "turn_return", "--"])
 @given(
     words=st.lists(
         st.one_of(VALUES, st.sampled_from(["-n", "--number", "--trajectory", "--gamma", "turn_return"])), max_size=4

@@ -20,6 +20,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
     options, rest = make_parser().parse_known_args(arguments)
     with exits():
+        if "--" in (sys.argv if arguments is None else arguments):
+            raise ConfigError("-- means nothing to agentrl; leave it out")
         _look_for_modules_here(options)
         if rest and not options.takes_overrides:
             raise ConfigError(f"agentrl {options.command} does not take {' '.join(rest)}")

@@ -69,7 +69,8 @@ def _messages(messages: object, method: str) -> tuple[Message, ...]:
         if not is_message(message):
             raise EnvError(
                 f"{method} returned {abbreviated(message)} as a message; return a dict with role "
-                "(system, user, assistant, tool) and content (a str)"
+                "(system, user, assistant, tool) and content (a str); tool_calls, where it has any, are a list of "
+                '{"type": "function", "function": {"name": ..., "arguments": ...}}'
             )
     return tuple(plain)
 

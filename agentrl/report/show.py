@@ -82,7 +82,8 @@ def said(message: Message) -> Text:
     """Return one message, its tool calls included, in the colour of its role."""
     role = str(message.get("role"))
     style = _ROLE_STYLES.get(role, "white")
-    calls = [json.dumps(call, ensure_ascii=False) for call in message.get("tool_calls") or ()]
+    calls = message.get("tool_calls") or []
+    calls = [json.dumps(call, ensure_ascii=False) for call in (calls if isinstance(calls, list) else [calls])]
     words = [str(message.get("content") or ""), *calls]
     return Text.assemble((f"{role}: ", f"bold {style}"), (" ".join(filter(None, words)), style))
 

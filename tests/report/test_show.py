@@ -86,6 +86,12 @@ def test_an_error_stands_below_the_turns_and_empty_messages_do_no_harm() -> None
     assert lines[3] == "step() raised"
 
 
+def test_calls_that_are_no_list_are_told_as_they_stand() -> None:
+    assert "user: hm 1" in printed(
+        render(record(turn([{"role": "user", "content": "hm", "tool_calls": 1}], ["a"], [0.0])))
+    )
+
+
 def test_tokens_are_decoded_where_there_is_a_tokenizer() -> None:
     read = turn([{"role": "user", "content": "as a message"}], ["a"], [1.0])
     again = read.model_copy(update={"observation_ids": [7, 8], "extends": False})

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from rich.console import Console
 
@@ -103,6 +103,7 @@ def read_back(make_env: MakeEnv, renderer: ChatMLRenderer, folder: Path) -> Traj
     return group.trajectories[0]
 
 
+@example(reset=(({"tool_calls": 1, "role": "system", "content": ""},), {}))
 @given(reset=RESETS)
 def test_whatever_reset_returns(chatml: ChatMLRenderer, reset: Any) -> None:
     played(Says(reset, GOES_ON), chatml)

@@ -389,7 +389,10 @@ def returns(method: str, value: Any) -> MakeEnv:
 
 SAID = user("hm")
 FINITE = "return a finite float, at most 1e+15 in size"
-ROLE = "return a dict with role (system, user, assistant, tool) and content (a str)"
+ROLE = (
+    "return a dict with role (system, user, assistant, tool) and content (a str); tool_calls, where it has any, are a list of "
+    '{"type": "function", "function": {"name": ..., "arguments": ...}}'
+)
 
 
 @pytest.mark.parametrize(
@@ -405,6 +408,15 @@ ROLE = "return a dict with role (system, user, assistant, tool) and content (a s
             "reset",
             (({"role": "narrator", "content": "hm"},), {}),
             f"reset() of Odd returned dict {{'role': 'narrator', 'content': 'hm'}} as a message; {ROLE}",
+        ),
+        *(
+            (
+                "reset",
+                (({"role": "user", "content": "hm", "tool_calls": calls},), {}),
+                f"reset() of Odd returned dict {{'role': 'user', 'content': 'hm', 'tool_calls': {calls!r}}} "
+                f"as a message; {ROLE}",
+            )
+            for calls in (1, ["x"], [{"name": "x"}], [{"function": {"name": 1}}])
         ),
         (
             "step",
