@@ -65,7 +65,8 @@ def try_properties(folder: Path, every: int) -> Tally:
             tally.outcomes["held"] += int(passing)
             tally.outcomes["failed"] += int(failing)
     if done.returncode:
-        tally.add("pytest", "held", wrong=done.stdout[-2000:])
+        told = [line[:300] for line in done.stdout.splitlines() if line.startswith(("E ", "FAILED "))]
+        tally.add("pytest", "held", wrong="\n".join(told))
     return tally
 
 
