@@ -181,6 +181,7 @@ VALUES: dict[str, dict[str, str]] = {
         "paged_adamw_32bit": "paged_adamw",
     },
     "train.schedule": dict.fromkeys(("constant_with_warmup", "warmup"), "constant, with train.warmup_minibatches"),
+    "train.stop_on": {"collapse": "train.on_collapse: stop"},
     "train.sharding": dict.fromkeys(("fsdp", "fsdp2", "zero3", "full_shard"), "full") | {"ddp": "none"},
     "loss.unit": dict.fromkeys(("sequence", "sequence_token", "seq", "episode"), "trajectory") | {"step": "turn"},
     "loss.aggregation": {

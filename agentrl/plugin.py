@@ -175,6 +175,8 @@ def section_of(annotation: Any) -> type[BaseModel] | None:
 
 
 def _hint(field: str, value: object) -> str:
+    while field.rpartition(".")[2].isdigit():  # a place in a list
+        field = field.rpartition(".")[0]
     hint = foreign_names.of_value(field, value)
     return hint and f".{hint}"
 

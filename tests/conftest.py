@@ -58,6 +58,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: ranks.get(item.path.stem, len(ranks)))
 
 
+def pytest_unconfigure() -> None:
+    """Let what is left be found: else libraries tell of leaks."""
+    gc.unfreeze()
+
+
 @pytest.fixture(autouse=True, scope="module")
 def what_is_imported_is_not_looked_through() -> None:
     """Keep what lasts out of later collections of garbage: a worker that has imported everything took a second for one."""

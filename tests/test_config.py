@@ -139,6 +139,10 @@ def test_unknown_names_read_well(file: Path) -> None:
         ("rollout: {temperature: .inf}", "rollout.temperature: must be a finite number (got inf)"),
         ("train: {betas: [0.9, .nan]}", "train.betas.1: Input should be less than 1 (got nan)"),
         (
+            "train: {stop_on: [collapse]}",
+            "train.stop_on.0: Input should be 'alike' or 'cut_off' (got 'collapse'). Did you mean 'train.on_collapse: stop'?",
+        ),
+        (
             "rollout: {group_rewards: [{reward: shorter, wieght: 1}]}",
             "rollout.group_rewards.0.wieght: no such field. Did you mean 'weight'?",
         ),
