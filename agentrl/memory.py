@@ -24,6 +24,8 @@ _OPTIMIZER_BYTES = {"adamw": 8, "paged_adamw": 8, "adamw_8bit": 2, "paged_adamw_
 _TILE_ELEMENTS, _TILES = 2**21, 3
 _VLLM_SHARE, _SERVER_SHARE = 0.4, 0.9
 """Of a GPU's memory that vLLM takes: in the trainer's process, and as a server."""
+_WITHOUT_KEYS = frozenset({"linear_attention", "conv", "mlp", "moe"})
+"""Kinds of layers, as transformers names them."""
 _CONTEXT = GB
 """What CUDA, kernels and communication take on each GPU: not measured, for no GPU has run it yet."""
 
@@ -188,14 +190,18 @@ def _engine(recipe: Recipe, config: Any, num_weights: int, num_processes: int, m
 
 
 def _bytes_per_token(recipe: Recipe, config: Any) -> int:
-    """Return what keys and values of a token take."""
+    """Return what keys and values of a token take. Recurrent layers keep none, nor do those that are no attention."""
     text = config.get_text_config()
     head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-    return int(2 * text.num_hidden_layers * text.num_key_value_heads * head_dim * _half(recipe))
+    kinds = getattr(text, "layer_types", None) or ["full_attention"] * text.num_hidden_layers
+    num_attending = sum(kind not in _WITHOUT_KEYS for kind in kinds)
+    return int(2 * num_attending * text.num_key_value_heads * head_dim * _half(recipe))
 
 
-def _cached_tokens(recipe: Recipe, config: Any, taken: int, *, parallel: int = 1) -> int:
-    """Return for how many tokens a vLLM has room that takes so much of each of its GPUs."""
+def _cached_tokens(recipe: Recipe, config: Any, taken: int, *, parallel: int = 1) -> int | None:
+    """Return for how many tokens a vLLM has room that takes so much of each of its GPUs. None: they take none."""
+    if not (bytes_per_token := _bytes_per_token(recipe, config)):
+        return None
     weights = count_weights(config, None).total * _half(recipe)
     left = parallel * (taken - _CONTEXT) - weights
-    return max(left, 0) // _bytes_per_token(recipe, config)
+    return max(left, 0) // bytes_per_token

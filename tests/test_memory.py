@@ -63,6 +63,29 @@ def test_weights_are_counted_as_a_model_has_them(name: str, lora: LoraSettings |
     assert 0 < counted.layer < counted.total
 
 
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_keys_and_values_are_those_of_the_layers_that_have_them(name: str, tmp_path: Path) -> None:
+    model = tiny_model(name, vocab_size=97).eval()
+    with torch.no_grad():
+        layers = model(torch.arange(3, 13)[None], use_cache=True).past_key_values.layers
+    kept = [getattr(layer, part, None) for layer in layers for part in ("keys", "values")]
+    model.config.save_pretrained(tmp_path)
+    options = ("--engine.max_batch_size", "3", "--rollout.max_context_tokens", "512")
+    (process,) = plan_memory(load_recipe(None, ["--model.name_or_path", str(tmp_path), *options]), gpus=1, memory=0)
+    num_bytes = sum(4 * tensor.numel() for tensor in kept if tensor is not None)
+    assert process.uses["keys and values"] / (3 * 512) == num_bytes / 10 > 0
+
+
+def test_a_model_without_attention_has_room_for_any_number_of_tokens(tmp_path: Path) -> None:
+    config = tiny_model("Qwen3.5", vocab_size=97).config
+    config.layer_types = ["linear_attention"] * len(config.layer_types)
+    config.save_pretrained(tmp_path)
+    recipe = load_recipe(None, ["--model.name_or_path", str(tmp_path), "--engine.name", "vllm"])
+    (process,) = plan_memory(recipe, gpus=1, memory=80 * GB)
+    assert process.uses["vLLM"] > 0
+    assert process.cached_tokens is None
+
+
 @pytest.mark.parametrize("checkpointing", [False, True])
 @pytest.mark.parametrize("name", ["Qwen3", "Llama", "Mistral", "GLM-4 MoE"])
 def test_what_a_pass_keeps_is_counted(name: str, checkpointing: bool) -> None:
