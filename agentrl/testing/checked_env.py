@@ -39,7 +39,7 @@ def look_at(name: str, make_env: MakeEnv, env: MessageEnv, *, num_seeds: int) ->
 def _lines(make_env: MakeEnv, env: MessageEnv, description: EnvDescription, num_seeds: int) -> Iterator[str]:
     yield f"a seed begins the same task again, and plays alike with the same actions ({num_seeds} seeds tried)"
     yield f"{len(list(bad_actions(description.tools)))} kinds of nonsense are answered with messages"
-    yield "copies by fork() and pickle play like the original"
+    yield f"copies by {'fork() and pickle play' if env.can_fork else 'pickle play'} like the original"
     has_oracle = type(env).oracle is not MessageEnv.oracle
     yield "the oracle ends each task that was tried" if has_oracle else "it has no oracle(), so warmup.steps must be 0"
     for need in sorted(description.needs):

@@ -212,7 +212,7 @@ class Session:
 
     def fork(self) -> "Session":
         """Copy the moment."""
-        fix = "override fork() where a deep copy is not enough"
+        fix = "override fork() where a deep copy is not enough, or set can_fork = False"
         copy = self.report.call("fork()", self.env.fork, fix=fix)
         if copy is self.env or not isinstance(copy, type(self.env)):
             what = "the environment itself" if copy is self.env else type(copy).__name__

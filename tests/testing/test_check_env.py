@@ -533,6 +533,13 @@ class Locked(Sound):
         self.lock = threading.Lock()
 
 
+class NotToFork(Sound):
+    can_fork = False
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        raise TypeError("there is one of it")
+
+
 class UnpickledState(Sound):
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "presses": []}
@@ -606,10 +613,15 @@ def test_a_copy_that_is_none() -> None:
 
 def test_what_cannot_be_copied_or_pickled() -> None:
     assert problems(Locked) == [
-        "fork() raised TypeError: cannot pickle '_thread.lock' object; override fork() where a deep copy is not enough",
+        "fork() raised TypeError: cannot pickle '_thread.lock' object; override fork() where a deep copy is not enough, "
+        "or set can_fork = False",
         "pickle raised TypeError: cannot pickle '_thread.lock' object; an environment crosses processes: define its class "
         "at the top of a module and keep no open handles in it",
     ]
+
+
+def test_what_says_that_it_cannot_be_forked_is_not() -> None:
+    assert "copies by pickle play like the original" in check_env(NotToFork).lines
 
 
 def test_a_pickle_that_forgets() -> None:
