@@ -41,7 +41,16 @@ class Measured:
     intervals: dict[str, Interval]
 
 
-def write_card(folder: Path, run: RunFolder, config: Mapping[str, Any], *, name: str, step: int, adapter: bool) -> None:
+def write_card(
+    folder: Path,
+    run: RunFolder,
+    config: Mapping[str, Any],
+    *,
+    name: str,
+    step: int,
+    adapter: bool,
+    auto_class: str = "AutoModelForCausalLM",
+) -> None:
     """Write `README.md`, and `curves.png` where matplotlib is installed.
 
     Args:
@@ -51,6 +60,7 @@ def write_card(folder: Path, run: RunFolder, config: Mapping[str, Any], *, name:
         name: under which the model is going to be loaded.
         step: of the weights.
         adapter: whether the folder holds adapters alone.
+        auto_class: of transformers, that loads the model.
     """
     rows = [row for row in run.metrics() if row["step"] <= step]
     try:
@@ -65,7 +75,7 @@ def write_card(folder: Path, run: RunFolder, config: Mapping[str, Any], *, name:
             f"# {_escaped(name.rpartition('/')[2])}",
             *_about(config),
             "## Use",
-            _usage(name, config, adapter=adapter),
+            _usage(name, config, kind="AutoPeftModelForCausalLM" if adapter else auto_class),
             "## Training",
             _table(_facts(config, step)),
             f"<details><summary>The whole recipe</summary>\n\n{_fenced(_recipe(config), 'yaml')}\n\n</details>",
@@ -161,12 +171,11 @@ def _about(config: Mapping[str, Any]) -> Iterator[str]:
         yield f"Options of the environment:\n\n{_fenced(dump_yaml(public(env['options'])), 'yaml')}"
 
 
-def _usage(name: str, config: Mapping[str, Any], *, adapter: bool) -> str:
-    model, tokenizer = json.dumps(name), json.dumps((_base_model(config) or "THE BASE MODEL") if adapter else name)
-    lines = ["from transformers import AutoModelForCausalLM, AutoTokenizer", ""]
-    kind = "AutoModelForCausalLM"
-    if adapter:
-        kind = "AutoPeftModelForCausalLM"
+def _usage(name: str, config: Mapping[str, Any], *, kind: str) -> str:
+    is_adapter = kind.startswith("AutoPeft")
+    model, tokenizer = json.dumps(name), json.dumps((_base_model(config) or "THE BASE MODEL") if is_adapter else name)
+    lines = [f"from transformers import {kind}, AutoTokenizer", ""]
+    if is_adapter:
         lines = [f"from peft import {kind}", "from transformers import AutoTokenizer", ""]
     lines += [f"model = {kind}.from_pretrained({model})", f"tokenizer = AutoTokenizer.from_pretrained({tokenizer})"]
     return _fenced("\n".join(lines), "python")

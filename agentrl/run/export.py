@@ -8,6 +8,7 @@ import torch
 from agentrl.chat import load_tokenizer
 from agentrl.config import Recipe
 from agentrl.distributed.checkpoints import checkpoint_errors, newest_step
+from agentrl.engine.model_class import auto_class
 from agentrl.errors import ConfigError
 from agentrl.learn.policy_state import load_weights
 from agentrl.policy.export import export_adapter, export_model
@@ -62,6 +63,7 @@ def export(
         name=name or folder.resolve().name,
         step=newest_step(run.checkpoints) or 0,
         adapter=only_adapter,
+        auto_class=auto_class(model.config).__name__,
     )
     if only_adapter:
         export_adapter(model, folder, also=card)
