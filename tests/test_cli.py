@@ -541,6 +541,10 @@ def test_the_summary_compares_the_first_and_the_last_evaluation_that_was_played(
     failed = "no result on 4 evaluation tasks: every episode of them failed"
     assert summary([row(0), training, row(2)], 2) == failed
     assert summary([], 2) == "no result: nothing was evaluated"
+    assert (
+        summary([{"step": 0, "eval/episodes": 4.0}], 2)
+        == "no result on 2 evaluation tasks: every episode of them failed"
+    )
 
 
 def test_a_finished_run_whose_every_evaluated_episode_failed_says_so(agentrl: Agentrl, tmp_path: Path) -> None:

@@ -71,7 +71,7 @@ def _summary(rows: list[dict[str, float]], samples: int, prefix: str) -> str:
     evaluations = [row for row in rows if f"{prefix}episodes" in row]
     played = [row for row in evaluations if f"{prefix}reward" in row]
     of = f"{prefix.split('/')[1]}: " if prefix != "eval/" else ""
-    number = (evaluations[-1][f"{prefix}episodes"] + evaluations[-1][f"{prefix}failed"]) / samples
+    number = (evaluations[-1][f"{prefix}episodes"] + evaluations[-1].get(f"{prefix}failed", 0.0)) / samples
     tasks = f"{number:.0f} evaluation task{'s' if number > 1 else ''}"
     if not played:
         return f"{of}no result on {tasks}: every episode of them failed"

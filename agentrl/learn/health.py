@@ -26,6 +26,7 @@ _ENTROPY_LEFT = 0.1
 """Share of the entropy of the first steps."""
 _FEW_SAMPLES, _FAR = 0.5, 0.03
 """Effective samples, and nats a token to the policy that sampled: found on runs that collapsed (docs/evidence.md)."""
+_OF_REWARDS = {"reward/mean", "reward/spread", "credit/zero_advantage"}
 _LIMITS = {
     "stop/max_turns": "rollout.max_turns",
     "stop/max_tokens": "rollout.max_turn_tokens or rollout.max_episode_tokens",
@@ -66,7 +67,7 @@ def first_told(found: Mapping[Sign, str], rows: Sequence[Row]) -> dict[Sign, str
 
 def _collapse(rows: Sequence[Row]) -> str | None:
     before, last = rows[:-_STEPS], rows[-_STEPS:]
-    if not before or any("reward/mean" not in row for row in rows):
+    if not before or any(_OF_REWARDS - row.keys() for row in rows):  # a file may have lost some
         return None
     reward, spread = (fmean(row[name] for row in last) for name in ("reward/mean", "reward/spread"))
     means = [row["reward/mean"] for row in before]
@@ -75,7 +76,7 @@ def _collapse(rows: Sequence[Row]) -> str | None:
     if widest > 0 and reward <= best - _FALL * widest and spread <= _LEFT * widest:
         return f"the policy has collapsed: its mean reward fell from {best:.3g} to {reward:.3g} for {_STEPS} steps"
     # Where every advantage is 0, nothing is computed, and no entropy is known.
-    measured = [row for row in rows if row["credit/zero_advantage"] < 1]
+    measured = [row for row in rows if row["credit/zero_advantage"] < 1 and "entropy" in row]
     early, late = measured[:_STEPS], measured[_STEPS:][-_STEPS:]
     if len(late) < _STEPS or last[-1] is not late[-1]:
         return None

@@ -89,6 +89,12 @@ def test_entropy_of_steps_in_which_nothing_was_computed_is_not_known() -> None:
     assert told([row(0.2, entropy=0.2)] * 4 + [row(1.0, entropy=0.0)] * 6) == []
 
 
+@pytest.mark.parametrize("name", row())
+def test_steps_of_which_a_file_has_lost_a_metric_end_no_run(name: str) -> None:
+    damaged = [{key: value for key, value in row(1 - n / 10).items() if key != name} for n in range(5)]
+    told([*damaged, *(row(0.5, entropy=0.001) for _ in range(9))])
+
+
 def test_groups_that_earn_alike_for_long_are_told_with_the_field() -> None:
     never = [row(0.0)] * 8
     assert told(never) == [(8, "alike")]
