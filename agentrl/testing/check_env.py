@@ -219,10 +219,8 @@ def _check_history(session: Session, observations: Sequence[tuple[Message, ...]]
 def _fork(make: Make, seed: int) -> None:
     for num_before in range(3):
         session = make()
-        if not session.env.can_fork:
-            return
         session.reset(seed)
-        if any(r.is_end for r in _probe(session, num_before)[1]):
+        if not session.env.can_fork or any(r.is_end for r in _probe(session, num_before)[1]):
             return
         num_known = len(session.report.lines())
         _compare_copies(session, session.fork(), "fork()", "copy everything that changes, self.np_random included")
