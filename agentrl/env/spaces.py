@@ -11,13 +11,13 @@ ROLES = ("system", "user", "assistant", "tool")
 
 def is_message(value: object) -> bool:
     """Tell whether `value` is one chat message: a dict with a known role and with text content or tool calls."""
-    if not isinstance(value, dict) or value.get("role") not in ROLES or not has_calls_or_none(value):
+    if not isinstance(value, dict) or value.get("role") not in ROLES or not _has_sound_calls(value):
         return False
     content = value.get("content")
     return isinstance(content, str) or (content is None and bool(value.get("tool_calls")))
 
 
-def has_calls_or_none(message: Message) -> bool:
+def _has_sound_calls(message: Message) -> bool:
     """Tell whether `tool_calls`, where a message has them, are a list of dicts, each with a function that has a name."""
     calls = message.get("tool_calls")
     return calls is None or (isinstance(calls, list) and all(map(_is_call, calls)))

@@ -66,8 +66,9 @@ def first_told(found: Mapping[Sign, str], rows: Sequence[Row]) -> dict[Sign, str
 
 
 def _collapse(rows: Sequence[Row]) -> str | None:
+    rows = [row for row in rows if row.keys() >= _OF_REWARDS]  # a file may have lost some
     before, last = rows[:-_STEPS], rows[-_STEPS:]
-    if not before or any(_OF_REWARDS - row.keys() for row in rows):  # a file may have lost some
+    if not before:
         return None
     reward, spread = (fmean(row[name] for row in last) for name in ("reward/mean", "reward/spread"))
     means = [row["reward/mean"] for row in before]

@@ -75,7 +75,7 @@ def write_card(
             f"# {_escaped(name.rpartition('/')[2])}",
             *_about(config),
             "## Use",
-            _usage(name, config, kind="AutoPeftModelForCausalLM" if adapter else auto_class),
+            _usage(name, config, adapter=adapter, auto_class=auto_class),
             "## Training",
             _table(_facts(config, step)),
             f"<details><summary>The whole recipe</summary>\n\n{_fenced(_recipe(config), 'yaml')}\n\n</details>",
@@ -171,11 +171,11 @@ def _about(config: Mapping[str, Any]) -> Iterator[str]:
         yield f"Options of the environment:\n\n{_fenced(dump_yaml(public(env['options'])), 'yaml')}"
 
 
-def _usage(name: str, config: Mapping[str, Any], *, kind: str) -> str:
-    is_adapter = kind.startswith("AutoPeft")
-    model, tokenizer = json.dumps(name), json.dumps((_base_model(config) or "THE BASE MODEL") if is_adapter else name)
+def _usage(name: str, config: Mapping[str, Any], *, adapter: bool, auto_class: str) -> str:
+    model, tokenizer = json.dumps(name), json.dumps((_base_model(config) or "THE BASE MODEL") if adapter else name)
+    kind = "AutoPeftModelForCausalLM" if adapter else auto_class
     lines = [f"from transformers import {kind}, AutoTokenizer", ""]
-    if is_adapter:
+    if adapter:
         lines = [f"from peft import {kind}", "from transformers import AutoTokenizer", ""]
     lines += [f"model = {kind}.from_pretrained({model})", f"tokenizer = AutoTokenizer.from_pretrained({tokenizer})"]
     return _fenced("\n".join(lines), "python")

@@ -93,6 +93,8 @@ def test_entropy_of_steps_in_which_nothing_was_computed_is_not_known() -> None:
 def test_steps_of_which_a_file_has_lost_a_metric_end_no_run(name: str) -> None:
     damaged = [{key: value for key, value in row(1 - n / 10).items() if key != name} for n in range(5)]
     told([*damaged, *(row(0.5, entropy=0.001) for _ in range(9))])
+    one = {key: value for key, value in row(COLLAPSES[0]).items() if key != name}
+    assert [sign for _, sign in told([one, *map(row, COLLAPSES[1:])])] == ["collapse"]
 
 
 def test_groups_that_earn_alike_for_long_are_told_with_the_field() -> None:
