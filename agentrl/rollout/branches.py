@@ -33,7 +33,7 @@ class Branches:
         talk = self._driver.conversation
         number = len(talk.turns)
         if talk.dialogue is not None and number % talk.context.config.branches.every == 0:
-            copied = await self._driver.call("fork()", partial(copy_env, env))
+            copied = await self._driver.new("fork()", partial(copy_env, env))
             self._forks[number] = copied, talk.dialogue
 
     async def play(self, trajectory: Trajectory) -> Trajectory:
@@ -69,7 +69,7 @@ class Branches:
         driver = EnvDriver(branch, self._driver.thread, name=self._driver.name)
         with talk.context.engine.conversation(name):
             try:
-                copied = await driver.call("fork()", partial(copy_env, env, seed=seed))
+                copied = await driver.new("fork()", partial(copy_env, env, seed=seed))
                 async with driver.closing(copied):
                     await driver.play(copied)
             except EnvError as error:

@@ -48,11 +48,8 @@ class EnvDriver:
                 return kept, EnvDriver(self.conversation, self.thread, name=env_id(kept))
             await self.call("close()", kept.close)
 
-        def named() -> tuple[Env, str]:
-            env = construct(make_env)
-            return env, env_id(env)
-
-        env, name = await self.call("construction", named)
+        env = await self.new("construction", partial(construct, make_env))
+        name = await self.call("construction", partial(env_id, env))
         self.thread.made_by = make_env
         return env, EnvDriver(self.conversation, self.thread, name=name, env_s=self._env_s)
 
@@ -118,6 +115,24 @@ class EnvDriver:
             raise EnvError(f"{where} raised {raised_words(error)}") from error
         finally:
             self._env_s += time.perf_counter() - begin
+
+    async def new(self, what: str, make: Callable[[], Env]) -> Env:
+        """Call what makes an environment, which is closed where no one waits for it any more."""
+        made: list[Env] = []
+
+        def keep() -> None:
+            made.append(make())
+
+        def close() -> None:
+            for env in made:
+                env.close()
+
+        try:
+            await self.call(what, keep)
+        except BaseException:
+            self.thread.call_unattended(close)
+            raise
+        return made.pop()
 
     @asynccontextmanager
     async def closing(self, env: Env, *, keeps: bool = False) -> AsyncIterator[None]:

@@ -30,12 +30,13 @@ class NoThreadError(EnvironmentFailure):
 class EnvThread:
     """Runs calls one at a time on a daemon thread, so that an environment that hangs cannot hold up the process.
 
-    After a call has missed its deadline the thread is lost: it stays in the hanging call, and `is_lost` says so.
+    After a call that was cancelled the thread is lost, as `is_lost` says: that call may still run. After one that missed its
+    deadline it `is_hanging` as well.
     """
 
     def __init__(self) -> None:
         self._calls: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
-        self.is_lost = False
+        self.is_lost = self.is_hanging = False
         self.env: Env | None = None
         """An environment that may play another episode: on this thread, because handles such as SQLite's are bound to it."""
         self.made_by: MakeEnv | None = None
@@ -92,7 +93,7 @@ class EnvThread:
                 error = raised if isinstance(raised, Exception) else RuntimeError(words_of(raised))
                 error.__traceback__ = raised.__traceback__
             gate.leave(future)
-            if not loop.is_closed():  # closed: a hanging call came back after the run had ended
+            with suppress(RuntimeError):  # the loop is closed: the call came back after the run had ended
                 loop.call_soon_threadsafe(settle, (result, error))
 
         gate.enter(future, start)
@@ -105,7 +106,7 @@ class EnvThread:
             if deadline is not None:
                 deadline.cancel()
         if outcome is None:
-            self.is_lost = True
+            self.is_lost = self.is_hanging = True
             raise TimeoutError
         result, error = outcome
         if error is not None:

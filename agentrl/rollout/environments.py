@@ -7,7 +7,7 @@ from agentrl.rollout.env_calls import MakeEnv
 from agentrl.rollout.env_thread import EnvThread
 
 _CLOSING_S = 10.0
-"""How long to wait for idle environments to close, in seconds."""
+"""How long to wait for environments to close, in seconds."""
 
 
 class Environments:
@@ -20,6 +20,7 @@ class Environments:
         self.is_reused = False
         """An environment whose episode ended well plays another one, on its thread: set where `reset` is proven to forget."""
         self._idle: list[EnvThread] = []
+        self._lost: list[EnvThread] = []
 
     def make_for(self, stage: int) -> MakeEnv:
         """Return what makes an environment with an entry of the schedule, from 1; 0: with none."""
@@ -33,11 +34,17 @@ class Environments:
         """Keep a thread that plays no episode at the moment."""
         self._idle.append(thread)
 
+    def lose(self, thread: EnvThread) -> int:
+        """Let a lost thread end when its call returns, if ever; return how many have not."""
+        thread.close()
+        self._lost = [lost for lost in [*self._lost, thread] if lost.is_alive]
+        return len(self._lost)
+
     def close(self) -> None:
-        """Close the idle environments, and let their threads end."""
+        """Close the idle environments and those of cancelled calls, and let their threads end."""
         idle, self._idle = self._idle, []
         for thread in idle:
             thread.close()
         deadline = time.monotonic() + _CLOSING_S
-        for thread in idle:
+        for thread in [*idle, *(lost for lost in self._lost if not lost.is_hanging)]:
             thread.join(timeout_s=max(0.0, deadline - time.monotonic()))

@@ -89,7 +89,7 @@ class Episode:
         # Forks are made of every reply. And unpickling runs code, which a file cannot ask for: only an environment can.
         if self._recorded.snapshot is not None and branches is None and base_env(env).can_snapshot:
             async with driver.closing(env):
-                env = await driver.call("its snapshot", partial(restore, self._recorded.snapshot))
+                env = await driver.new("its snapshot", partial(restore, self._recorded.snapshot))
             begin, keeps = self._resume, False
         async with driver.closing(env, keeps=keeps):
             await begin(driver, env)

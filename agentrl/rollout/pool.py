@@ -79,7 +79,6 @@ class RolloutPool:
         self._engine, self._config, self._clock = context.engine, context.config, context.clock
         self._stream = TaskStream(context.config, tasks=tasks, share=self.share, journal=journal)
         self._is_paused = False
-        self._lost: list[EnvThread] = []
         self._failures_in_a_row = 0
         self._live: dict[str, Episode] = {}
         """Episodes of the stream that are being played, by their names."""
@@ -210,7 +209,7 @@ class RolloutPool:
         self._stream.forget()
 
     def close(self) -> None:
-        """Close the environments that are kept, let their threads end, and the journal."""
+        """Close the environments that are kept or were cancelled, let their threads end, and close the journal."""
         self._own.close()
         self._stream.close()
 
@@ -353,12 +352,10 @@ class RolloutPool:
         Raises:
             EnvironmentFailure: when too many of them hang.
         """
-        thread.close()
         self._stream.counts["lost_threads"] += 1
-        self._lost = [lost for lost in [*self._lost, thread] if lost.is_alive]
-        if len(self._lost) > _MAX_LOST * self._config.max_live_episodes:
+        if (num_lost := self.environments.lose(thread)) > _MAX_LOST * self._config.max_live_episodes:
             raise EnvironmentFailure(
-                f"{len(self._lost)} threads hang in calls of environments that missed rollout.env_timeout_s: "
+                f"{num_lost} threads hang in calls of environments that missed rollout.env_timeout_s: "
                 f"{self._config.env_timeout_s:g} s and never came back. Give what may hang a deadline of its own, or a "
                 "subprocess"
             )

@@ -3,6 +3,7 @@
 import asyncio
 import sqlite3
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
@@ -172,12 +173,15 @@ def test_one_whose_messages_cannot_be_rendered_is_closed(new_pool: NewPool) -> N
     assert log.count("close") >= 1
 
 
-def test_what_is_cancelled_is_closed(new_pool: NewPool) -> None:
-    begun = threading.Event()
+@pytest.mark.parametrize("where", ["made", "reset", "step"])
+def test_what_is_cancelled_within_a_call_is_closed(new_pool: NewPool, where: str) -> None:
+    begun, cancelled = threading.Event(), threading.Event()
 
-    def act(what: str, env: Talk) -> None:
-        if what == "reset" and env.seed == task_seed(5, 3):
+    def act(what: str, _: Talk) -> None:
+        if what == where and not cancelled.is_set():
             begun.set()
+            cancelled.wait(60)
+            time.sleep(0.2)  # the event loop ends before
 
     log = Log(act)
     pool = new_pool(log.make)
@@ -188,9 +192,11 @@ def test_what_is_cancelled_is_closed(new_pool: NewPool) -> None:
         collecting.cancel()
         with pytest.raises(asyncio.CancelledError):
             await collecting
+        cancelled.set()
 
     asyncio.run(interrupt())
     pool.close()
+    assert log.count("made") > 0
     assert log.count("close") == log.count("made")
 
 
