@@ -1,9 +1,9 @@
 """How long the test suite takes, and whether it passes beside programs that keep all cores busy.
 
-    python -m benchmarks.suite --out FILE [--busy 0] [--passes 1] [--workers 3]
+    python -m benchmarks.suite --out FILE [--busy 0] [--beside WORDS] [--passes 1] [--workers 3]
 
-Runs `make test` so often, one pass after the other, beside so many loops that only compute. What each pass said is appended
-to FILE as a line of JSON, with the commit; the table of all lines is printed. `processor minutes` are those of all processes
+Runs `make test` so often, one pass after the other, beside so many loops that only compute; `--beside` says what else keeps
+the cores busy. What each pass said is appended to FILE as a line of JSON, with the commit; the table of all lines is printed. `processor minutes` are those of all processes
 that were waited for: killed servers of vLLM are not in it.
 """
 
@@ -25,7 +25,7 @@ _COUNTS = re.compile(r"^=+ (.*) in [\d.]+s", re.MULTILINE)
 _NOT_PASSED = re.compile(r"^(?:FAILED|ERROR) (\S+)", re.MULTILINE)
 
 
-def one_pass(*, busy: int, workers: int) -> dict[str, Any]:
+def one_pass(*, busy: int, beside: str, workers: int) -> dict[str, Any]:
     """Run the suite once, and return what it said."""
     commit = subprocess.run(
         ["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=True
@@ -46,6 +46,7 @@ def one_pass(*, busy: int, workers: int) -> dict[str, Any]:
         "date": time.strftime("%Y-%m-%d"),
         "cores": os.cpu_count(),
         "busy": busy,
+        "beside": beside,
         "workers": workers,
         "minutes": round(minutes, 1),
         "processor minutes": round(processor, 1),
@@ -59,20 +60,21 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="results, one JSON line each; appended to")
     parser.add_argument("--busy", type=int, default=0, help="loops that only compute")
+    parser.add_argument("--beside", default="", help="what else runs meanwhile, for the record")
     parser.add_argument("--passes", type=int, default=1)
     parser.add_argument("--workers", type=int, default=3)
     options = parser.parse_args()
     for _ in range(options.passes):
-        found = one_pass(busy=options.busy, workers=options.workers)
+        found = one_pass(busy=options.busy, beside=options.beside, workers=options.workers)
         with options.out.open("a", encoding="utf-8") as file:
             file.write(json.dumps(found) + "\n")
     print(
-        "| date | commit | cores | busy loops | workers | minutes | of a processor | outcome | not passed |\n"
-        "|---|---|---|---|---|---|---|---|---|"
+        "| date | commit | cores | busy loops | beside | workers | minutes | of a processor | outcome | not passed |\n"
+        "|---|---|---|---|---|---|---|---|---|---|"
     )
     for line in options.out.read_text(encoding="utf-8").splitlines():
         found = json.loads(line)
-        names = ("date", "commit", "cores", "busy", "workers", "minutes", "processor minutes", "counts")
+        names = ("date", "commit", "cores", "busy", "beside", "workers", "minutes", "processor minutes", "counts")
         print(f"| {' | '.join(str(found.get(name, '')) for name in names)} | {', '.join(found['not passed'])} |")
 
 
