@@ -1,14 +1,16 @@
 """`agentrl plan` against what an update takes: models of 5 to 150 million weights, on a CPU.
 
-    python -m benchmarks.plan_memory
+    python -m benchmarks.plan_memory [--only WORD ...]
 
-Each case is a process of its own: two steps of two minibatches of two micro-batches each, filled to the budget, on made-up
-trajectories that share nothing. Printed: megabytes that the plan counts for training (no engine), by how much the resident set
-rose over that of a process that has trained a model of nothing, at its highest, and their ratio. Memory that is freed goes back
-at once (`MALLOC_MMAP_THRESHOLD_`), so that the highest is not what allocators keep.
+Each case is a process of its own, or two (`ddp`, `fsdp`): two steps of two minibatches of two micro-batches each, filled to
+the budget, on made-up trajectories that share nothing. Printed: megabytes that the plan counts for training (no engine), by how
+much the resident set rose over that of a process that has trained a model of nothing, at its highest (of two, where it rose
+most), and their ratio. Memory that is freed goes back at once (`MALLOC_MMAP_THRESHOLD_`), so that the highest is not what
+allocators keep. `--only` takes the cases whose `how` has each of these words.
 """
 
 import argparse
+import copy
 import os
 import subprocess
 import sys
@@ -25,8 +27,10 @@ from agentrl.engine.model_class import auto_class
 from agentrl.learn.learner import Learner
 from agentrl.learn.policy_state import PolicyState
 from agentrl.memory import model_config, plan_memory
+from agentrl.policy.lora import add_lora, round_frozen
 from agentrl.policy.model import Policy
 from agentrl.types import StopReason
+from benchmarks.several import together
 
 _ENGINE = {"engine", "keys and values"}
 _NOTHING = {"hidden_size": 16, "num_layers": 1, "num_heads": 2, "num_kv_heads": 1, "intermediate_size": 32}
@@ -40,8 +44,12 @@ class Case:
     num_layers: int
     vocab_size: int
     tokens: int
-    checkpointing: bool = False
-    bfloat16: bool = False
+    how: str = ""
+    """Words: checkpointing, bfloat16, adapters, reference (a KL term), ddp, fsdp."""
+
+    @property
+    def num_processes(self) -> int:
+        return 2 if {"ddp", "fsdp"} & set(self.how.split()) else 1
 
     def recipe(self) -> Recipe:
         """Return what is planned and measured."""
@@ -53,16 +61,24 @@ class Case:
             "intermediate_size": 3 * self.hidden_size,
             "vocab_size": self.vocab_size,
         }
+        words = self.how.split()
         train = {
             "num_minibatches": 2,
             "max_tokens_per_micro_batch": self.tokens,
-            "gradient_checkpointing": self.checkpointing,
-            "precision": "bfloat16" if self.bfloat16 else "float32",
+            "gradient_checkpointing": "checkpointing" in words,
+            "precision": "bfloat16" if "bfloat16" in words else "float32",
+            "sharding": "full" if "fsdp" in words else "none",
             "device": "cpu",
         }
         rollout = {"max_context_tokens": min(self.tokens, 512)}
         return Recipe.model_validate(
-            {"model": {"local": local}, "train": train, "rollout": rollout, "engine": {"name": "transformers"}}
+            {
+                "model": {"local": local, "lora": {} if "adapters" in words else None},
+                "loss": {"kl_coefficient": 0.1 if "reference" in words else 0.0},
+                "train": train,
+                "rollout": rollout,
+                "engine": {"name": "transformers"},
+            }
         )
 
 
@@ -70,18 +86,36 @@ CASES = [
     Case(256, 4, 4096, 1024),
     Case(512, 8, 8192, 512),
     Case(512, 8, 8192, 2048),
-    Case(512, 8, 8192, 2048, checkpointing=True),
+    Case(512, 8, 8192, 2048, "checkpointing"),
     Case(768, 12, 16384, 512),
-    Case(768, 12, 16384, 1024, checkpointing=True),
+    Case(768, 12, 16384, 1024, "checkpointing"),
     Case(1024, 10, 8192, 512),
+    Case(512, 8, 8192, 1024, "bfloat16"),
+    Case(768, 12, 16384, 512, "bfloat16"),
+    Case(512, 8, 8192, 1024, "bfloat16 checkpointing"),
+    Case(512, 8, 8192, 1024, "adapters"),
+    Case(768, 12, 16384, 512, "adapters checkpointing"),
+    Case(512, 8, 8192, 1024, "adapters bfloat16"),
+    Case(768, 12, 16384, 512, "adapters bfloat16 checkpointing"),
+    Case(512, 8, 8192, 1024, "reference"),
+    Case(512, 8, 8192, 1024, "adapters reference"),
+    Case(512, 8, 8192, 1024, "ddp"),
+    Case(768, 12, 16384, 512, "ddp"),
+    Case(512, 8, 8192, 1024, "ddp adapters"),
+    Case(512, 8, 8192, 1024, "fsdp"),
+    Case(768, 12, 16384, 512, "fsdp"),
+    Case(512, 8, 8192, 1024, "fsdp checkpointing"),
+    Case(512, 8, 8192, 1024, "fsdp bfloat16"),
+    Case(768, 12, 16384, 512, "fsdp bfloat16 checkpointing"),
+    Case(512, 8, 8192, 1024, "fsdp adapters bfloat16"),
 ]
 
 
-def groups(tokens: int, vocab_size: int) -> tuple[list[TrajectoryGroup], list[list[Credit]]]:
-    """Return trajectories of 512 tokens that fill two minibatches of two micro-batches each."""
+def groups(tokens: int, vocab_size: int, num_processes: int) -> tuple[list[TrajectoryGroup], list[list[Credit]]]:
+    """Return trajectories of 512 tokens that fill two minibatches of two micro-batches of each process."""
     rng = np.random.default_rng(0)
     made = []
-    for number in range(4 * tokens // 512):
+    for number in range(4 * num_processes * tokens // 512):
         ids = rng.integers(vocab_size, size=512).tolist()
         turn = Turn(
             observation_ids=tuple(ids[:64]),
@@ -105,17 +139,27 @@ def groups(tokens: int, vocab_size: int) -> tuple[list[TrajectoryGroup], list[li
 
 
 def update(recipe: Recipe, tokens: int) -> None:
-    """Train twice."""
+    """Train twice; the policy is made as `agentrl.run.build` makes it."""
     torch.manual_seed(0)
-    config = model_config(recipe)
+    config, train = model_config(recipe), recipe.train
+    half = train.precision == "bfloat16"
+    accelerator = Accelerator(cpu=True, mixed_precision="bf16" if half else "no")
     model = auto_class(config).from_config(config)
-    if recipe.train.gradient_checkpointing:
+    if recipe.model.lora is not None:
+        add_lora(model, recipe.model.lora)
+    if train.gradient_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
-    accelerator = Accelerator(cpu=True, mixed_precision="bf16" if recipe.train.precision == "bfloat16" else "no")
-    state = PolicyState(Policy(model, layout="tree"), accelerator=accelerator, config=recipe.train)
-    learner = Learner(state, loss=recipe.loss, config=recipe.train, temperature=1.0, seed=0)
+    if recipe.model.lora is not None and half and train.sharding != "full":
+        round_frozen(model)
+    policy, reference = Policy(model, layout="tree"), None
+    del model
+    if recipe.loss.kl_coefficient:
+        frozen = [p for p in policy.parameters() if not p.requires_grad and train.sharding != "full"]
+        reference = copy.deepcopy(policy, {id(p): p for p in frozen})
+    state = PolicyState(policy, accelerator=accelerator, config=train, reference=reference)
+    learner = Learner(state, loss=recipe.loss, config=train, temperature=1.0, seed=0)
     for version in range(2):
-        learner.update(*groups(tokens, config.vocab_size), version=version)
+        learner.update(*groups(tokens, config.vocab_size, accelerator.num_processes), version=version)
 
 
 def resident(of: str) -> float:
@@ -124,8 +168,8 @@ def resident(of: str) -> float:
     return int(status.partition(f"{of}:")[2].split()[0]) / 1024
 
 
-def measure(case: Case) -> None:
-    """Print by how many megabytes a case raises the resident set."""
+def measure(case: Case) -> float:
+    """Return by how many megabytes a case raises the resident set of this process."""
     torch.set_num_threads(1)
     nothing = case.recipe().model_dump()
     nothing["model"]["local"] |= _NOTHING
@@ -133,32 +177,35 @@ def measure(case: Case) -> None:
     before = resident("VmRSS")
     Path("/proc/self/clear_refs").write_text("5", encoding="utf-8")
     update(case.recipe(), case.tokens)
-    print(resident("VmHWM") - before)
+    return resident("VmHWM") - before
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--case", type=int, help="measure this one here, and print the number alone")
+    parser.add_argument("--only", nargs="*", default=[], help="words of the cases to measure; all by default")
     options = parser.parse_args()
     if options.case is not None:
-        measure(CASES[options.case])
+        case = CASES[options.case]
+        rises = [measure(case)] if case.num_processes == 1 else together(case.num_processes, measure, case)
+        print(max(rises))
         return
     environment = os.environ | {
         "MALLOC_MMAP_THRESHOLD_": "65536",
         "MALLOC_TRIM_THRESHOLD_": "65536",
         "OMP_NUM_THREADS": "1",
     }
-    print(
-        "| hidden size | layers | vocabulary | tokens | checkpointing | bfloat16 | planned, MB | measured, MB | ratio |"
-    )
-    print("|---|---|---|---|---|---|---|---|---|")
+    print("| hidden size | layers | vocabulary | tokens | how | planned, MB | measured, MB | ratio |")
+    print("|---|---|---|---|---|---|---|---|")
     for number, case in enumerate(CASES):
-        (process,) = plan_memory(case.recipe(), gpus=1, memory=0)
+        if not set(options.only) <= set(case.how.split()):
+            continue
+        (process,) = plan_memory(case.recipe(), gpus=case.num_processes, memory=0)
         planned = sum(size for name, size in process.uses.items() if name not in _ENGINE) / 2**20
         command = [sys.executable, "-m", "benchmarks.plan_memory", "--case", str(number)]
         done = subprocess.run(command, check=True, capture_output=True, text=True, env=environment)
         measured = float(done.stdout.split()[-1])
-        cells = [case.hidden_size, case.num_layers, case.vocab_size, case.tokens, case.checkpointing, case.bfloat16]
+        cells = [case.hidden_size, case.num_layers, case.vocab_size, case.tokens, case.how]
         print(
             f"| {' | '.join(map(str, cells))} | {planned:.0f} | {measured:.0f} | {planned / measured:.2f} |", flush=True
         )

@@ -31,7 +31,9 @@ from agentrl.learn.signals.scoring import score_tokens
 from agentrl.learn.tokens import TokenBatch
 from agentrl.policy.layout import Layout, lay_out
 from agentrl.policy.lora import LoraSettings, merged_weights
-from tests.support.learners import make_learner
+from agentrl.policy.towers import freeze_towers
+from benchmarks.architectures import tiny_model
+from tests.support.learners import TOKENIZER, make_learner
 from tests.support.played import new_policy, play
 from tests.support.processes import START_METHOD
 from tests.support.trajectories import some_groups
@@ -159,6 +161,23 @@ def test_three_processes_and_other_layouts(sharding: Sharding, layout: Layout, t
 def test_every_trust_region_on_three_processes(trust: Any, tmp_path: Path) -> None:
     loss = LossConfig(trust=trust)
     test_metrics_and_gradients_are_those_of_one_process(3, "none", "tree", [4, 3, 2], (), loss, tmp_path)
+
+
+def multimodal(name: str) -> list[Tensor]:
+    """The gradients of two updates, one after the other, but for what norms round."""
+    model = tiny_model(name, vocab_size=len(TOKENIZER)).double()
+    freeze_towers(model)
+    learner = make_learner(model=model, layout="padded", num_minibatches=1, max_tokens_per_micro_batch=60)
+    return [gradient for _ in range(2) for gradient in gradients(learner, *credited([4, 3, 2]))[1]]
+
+
+@pytest.mark.parametrize("name", ["Gemma 3 with images", "Mistral 3"])
+def test_multimodal_models_are_trained_by_two_processes_as_by_one(name: str, tmp_path: Path) -> None:
+    expected = multimodal(name)
+    largest = max(float(gradient.abs().max()) for gradient in expected)
+    for found in together(2, tmp_path, multimodal, name):
+        for one, other in zip(found, expected, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4 * largest)
 
 
 def shortened(sharding: Sharding) -> tuple[dict[str, float], dict[str, Tensor]]:

@@ -22,6 +22,7 @@ TINY = LocalModelConfig(hidden_size=16, num_layers=1, num_heads=2, num_kv_heads=
 
 def make_learner(
     *,
+    model: Any = None,
     loss: LossConfig | None = None,
     layout: Layout = "tree",
     has_reference: bool = False,
@@ -32,7 +33,7 @@ def make_learner(
 ) -> Learner:
     """Make a learner; by itself with plain GSPO's loss, and updates as the optimizer makes them."""
     torch.manual_seed(0)
-    model = make_local_model(TINY, TOKENIZER)
+    model = model or make_local_model(TINY, TOKENIZER)
     if lora is not None:
         add_lora(model, lora)
     policy = Policy(in_float64(model) if is_double else model, layout=layout)
