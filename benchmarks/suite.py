@@ -3,8 +3,8 @@
     python -m benchmarks.suite --out FILE [--busy 0] [--beside WORDS] [--passes 1] [--workers 3]
 
 Runs `make test` so often, one pass after the other, beside so many loops that only compute; `--beside` says what else keeps
-the cores busy. What each pass said is appended to FILE as a line of JSON, with the commit; the table of all lines is printed. `processor minutes` are those of all processes
-that were waited for: killed servers of vLLM are not in it.
+the cores busy. What each pass said is appended to FILE as a line of JSON, with the commit; the table of all lines is printed.
+`processor minutes` are those of all processes that were waited for: killed servers of vLLM are not in it.
 """
 
 import argparse
