@@ -26,15 +26,29 @@ def test_three_steps_of_a_tool_environment_with_the_family_s_template(
     played = "".join(file.read_text(encoding="utf-8") for file in folder.path.glob("rollouts/*"))
     assert '"role":"tool"' in played.replace(": ", ":")  # calls were read from what the model wrote, and carried out
 
-    main(["export", str(folder.path), str(tmp_path / "exported")])
-    usage = (
-        (tmp_path / "exported" / "README.md")
-        .read_text(encoding="utf-8")
-        .partition("```python\n")[2]
-        .partition("```")[0]
-    )
     monkeypatch.chdir(tmp_path)
-    loaded: dict[str, Any] = {}
-    exec(usage, loaded)
+    loaded = run_card(folder.path, tmp_path / "exported")
     assert type(loaded["model"]).__name__ in loaded["model"].config.architectures
     assert loaded["tokenizer"].chat_template
+
+
+def test_the_card_of_adapters_loads_them_beside_a_multimodal_base(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_model("Mistral 3", tmp_path / "model")
+    made = recipe(tmp_path / "model", tmp_path / "run")
+    made["model"]["lora"], made["warmup"]["steps"], made["train"]["steps"] = {"rank": 2}, 0, 1
+    folder, _ = train(Recipe.model_validate(made))
+    monkeypatch.chdir(tmp_path)
+    loaded = run_card(folder.path, tmp_path / "exported", "--adapter", base=tmp_path / "model")
+    assert type(loaded["model"].get_base_model()).__name__ == "Mistral3ForConditionalGeneration"
+    assert any("lora_A" in name for name in loaded["model"].state_dict())
+
+
+def run_card(run: Path, folder: Path, *options: str, base: Path = Path()) -> dict[str, Any]:
+    """Export a run; return what the Python of its card makes. A base from a folder of one's own has no name there."""
+    main(["export", str(run), str(folder), *options])
+    usage = (folder / "README.md").read_text(encoding="utf-8").partition("```python\n")[2].partition("```")[0]
+    made: dict[str, Any] = {}
+    exec(usage.replace("THE BASE MODEL", str(base)), made)
+    return made

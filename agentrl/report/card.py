@@ -172,12 +172,11 @@ def _about(config: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _usage(name: str, config: Mapping[str, Any], *, adapter: bool, auto_class: str) -> str:
-    model, tokenizer = json.dumps(name), json.dumps((_base_model(config) or "THE BASE MODEL") if adapter else name)
-    kind = "AutoPeftModelForCausalLM" if adapter else auto_class
-    lines = [f"from transformers import {kind}, AutoTokenizer", ""]
+    base = json.dumps((_base_model(config) or "THE BASE MODEL") if adapter else name)
+    lines = [f"from transformers import {auto_class}, AutoTokenizer", "", f"model = {auto_class}.from_pretrained({base})"]
     if adapter:
-        lines = [f"from peft import {kind}", "from transformers import AutoTokenizer", ""]
-    lines += [f"model = {kind}.from_pretrained({model})", f"tokenizer = AutoTokenizer.from_pretrained({tokenizer})"]
+        lines = ["from peft import PeftModel", *lines, f"model = PeftModel.from_pretrained(model, {json.dumps(name)})"]
+    lines.append(f"tokenizer = AutoTokenizer.from_pretrained({base})")
     return _fenced("\n".join(lines), "python")
 
 
