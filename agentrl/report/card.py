@@ -173,7 +173,11 @@ def _about(config: Mapping[str, Any]) -> Iterator[str]:
 
 def _usage(name: str, config: Mapping[str, Any], *, adapter: bool, auto_class: str) -> str:
     base = json.dumps((_base_model(config) or "THE BASE MODEL") if adapter else name)
-    lines = [f"from transformers import {auto_class}, AutoTokenizer", "", f"model = {auto_class}.from_pretrained({base})"]
+    lines = [
+        f"from transformers import {auto_class}, AutoTokenizer",
+        "",
+        f"model = {auto_class}.from_pretrained({base})",
+    ]
     if adapter:
         lines = ["from peft import PeftModel", *lines, f"model = PeftModel.from_pretrained(model, {json.dumps(name)})"]
     lines.append(f"tokenizer = AutoTokenizer.from_pretrained({base})")
