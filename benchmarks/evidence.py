@@ -45,9 +45,11 @@ import yaml
 
 from agentrl.config import Recipe, load_recipe
 from agentrl.distributed.checkpoints import checkpoints
+from agentrl.errors import TrainingError
 from agentrl.report.folder import RunFolder
 from agentrl.run import loop
 from agentrl.run.build import build
+from agentrl.run.rewind import CollapsedError, go_back
 from benchmarks.paper import new_model
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -102,6 +104,7 @@ TRAINS: dict[str, dict[str, Any]] = {
     "betas": {"target_kl": None, "betas": (0.9, 0.99)},
     "ess": {"target_kl": None, "ess_scaling": True},
     "kl .05, warm-up": {"target_kl": 0.05, "warmup_minibatches": 20},
+    "rewind": {"target_kl": None, "on_collapse": "rewind", "checkpoint_every": 2, "keep_last": 20},
 }
 """What changes in `train:`."""
 _CONTROL = "shuffled "
@@ -170,8 +173,19 @@ def fingerprint(job: Job) -> str:
 
 
 def train(recipe: Recipe, folder: RunFolder | None) -> list[dict[str, float]]:
-    with build(recipe, tokenizer_folder=None if folder is None else folder.tokenizer) as parts:
-        return loop.train(parts, folder)[1]
+    """Train; return the metrics of every step. A run that goes back has those after it alone."""
+    try:
+        with build(recipe, tokenizer_folder=None if folder is None else folder.tokenizer) as parts:
+            return loop.train(parts, folder)[1]
+    except CollapsedError as collapsed:
+        assert recipe.run_dir is not None
+        resumed, words = go_back(recipe, RunFolder(recipe.run_dir), collapsed)
+    print(words, flush=True)
+    try:
+        return train(resumed, RunFolder.open(recipe.run_dir))
+    except TrainingError as error:  # the second collapse ends a run
+        print(error, flush=True)
+        return RunFolder.open(recipe.run_dir).metrics()
 
 
 def write_mixture(job: Job, folder: Path) -> Path:
