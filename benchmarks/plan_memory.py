@@ -14,6 +14,8 @@ import copy
 import os
 import subprocess
 import sys
+import tempfile
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -28,7 +30,7 @@ from agentrl.learn.learner import Learner
 from agentrl.learn.policy_state import PolicyState
 from agentrl.memory import model_config, plan_memory
 from agentrl.policy.lora import add_lora, round_frozen
-from agentrl.policy.model import Policy
+from agentrl.policy.model import LocalModelConfig, Policy, local_config
 from agentrl.types import StopReason
 from benchmarks.several import together
 
@@ -51,8 +53,8 @@ class Case:
     def num_processes(self) -> int:
         return 2 if {"ddp", "fsdp"} & set(self.how.split()) else 1
 
-    def recipe(self) -> Recipe:
-        """Return what is planned and measured."""
+    def recipe(self, folder: Path, changes: Mapping[str, int] | None = None) -> Recipe:
+        """Return what is planned and measured, of a model's `config.json` in a folder; `changes`: of its sizes."""
         local = {
             "hidden_size": self.hidden_size,
             "num_layers": self.num_layers,
@@ -60,7 +62,8 @@ class Case:
             "num_kv_heads": self.hidden_size // 128,
             "intermediate_size": 3 * self.hidden_size,
             "vocab_size": self.vocab_size,
-        }
+        } | dict(changes or {})
+        local_config(LocalModelConfig(**local), vocab_size=local["vocab_size"]).save_pretrained(folder)
         words = self.how.split()
         train = {
             "num_minibatches": 2,
@@ -73,7 +76,7 @@ class Case:
         rollout = {"max_context_tokens": min(self.tokens, 512)}
         return Recipe.model_validate(
             {
-                "model": {"local": local, "lora": {} if "adapters" in words else None},
+                "model": {"name_or_path": str(folder), "lora": {} if "adapters" in words else None},
                 "loss": {"kl_coefficient": 0.1 if "reference" in words else 0.0},
                 "train": train,
                 "rollout": rollout,
@@ -171,12 +174,11 @@ def resident(of: str) -> float:
 def measure(case: Case) -> float:
     """Return by how many megabytes a case raises the resident set of this process."""
     torch.set_num_threads(1)
-    nothing = case.recipe().model_dump()
-    nothing["model"]["local"] |= _NOTHING
-    update(Recipe.model_validate(nothing), 512)
-    before = resident("VmRSS")
-    Path("/proc/self/clear_refs").write_text("5", encoding="utf-8")
-    update(case.recipe(), case.tokens)
+    with tempfile.TemporaryDirectory() as folder:
+        update(case.recipe(Path(folder), _NOTHING), 512)
+        before = resident("VmRSS")
+        Path("/proc/self/clear_refs").write_text("5", encoding="utf-8")
+        update(case.recipe(Path(folder)), case.tokens)
     return resident("VmHWM") - before
 
 
@@ -200,7 +202,8 @@ def main() -> None:
     for number, case in enumerate(CASES):
         if not set(options.only) <= set(case.how.split()):
             continue
-        (process,) = plan_memory(case.recipe(), gpus=case.num_processes, memory=0)
+        with tempfile.TemporaryDirectory() as folder:
+            (process,) = plan_memory(case.recipe(Path(folder)), gpus=case.num_processes, memory=0)
         planned = sum(size for name, size in process.uses.items() if name not in _ENGINE) / 2**20
         command = [sys.executable, "-m", "benchmarks.plan_memory", "--case", str(number)]
         done = subprocess.run(command, check=True, capture_output=True, text=True, env=environment)
