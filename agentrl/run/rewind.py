@@ -32,7 +32,7 @@ def go_back(recipe: Recipe, folder: RunFolder, collapsed: CollapsedError) -> tup
     steps = from_rank_zero(lambda: list(by_step(folder.checkpoints)))
     if not (good := [step for step in steps if step <= newest_good]):
         raise TrainingError(
-            f"{collapsed}. No checkpoint from before is left to go back to: lower train.checkpoint_every or raise "
+            f"{collapsed}. No checkpoint from before is left to go back to: raise train.checkpoint_every or "
             "train.keep_last, and begin again"
         )
     rate = recipe.train.learning_rate / 2
