@@ -48,10 +48,16 @@ class EnvDriver:
                 return kept, EnvDriver(self.conversation, self.thread, name=env_id(kept))
             await self.call("close()", kept.close)
 
-        env = await self.new("construction", partial(construct, make_env))
-        name = await self.call("construction", partial(env_id, env))
+        names: list[str] = []
+
+        def construct_named() -> Env:
+            env = construct(make_env)
+            names.append(env_id(env))
+            return env
+
+        env = await self.new("construction", construct_named)
         self.thread.made_by = make_env
-        return env, EnvDriver(self.conversation, self.thread, name=name, env_s=self._env_s)
+        return env, EnvDriver(self.conversation, self.thread, name=names[0], env_s=self._env_s)
 
     async def play(self, env: Env, *, before_action: Callable[[], Awaitable[None]] | None = None) -> None:
         """Carry out one action after the other, to the end.

@@ -73,8 +73,10 @@ class Record(
 
     def close(self) -> None:
         """Write what was played, and close the environment."""
-        self._write()
-        self.env.close()
+        try:
+            self._write()
+        finally:
+            self.env.close()
 
     def _write(self) -> None:
         """Append the present episode, if any: in one write."""
