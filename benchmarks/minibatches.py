@@ -33,7 +33,6 @@ from dataclasses import replace
 from functools import partial
 from itertools import product
 from pathlib import Path
-from threading import Event
 from typing import Any
 
 import numpy as np
@@ -112,10 +111,8 @@ class VariantLearner(Learner):
             for computed, counted in drawn
         ]
 
-    def add_gradients(
-        self, plan: Sequence[TrainingPass], befores: Sequence[Before], *, version: int, cancelled: Event | None = None
-    ) -> Gradient:
-        gradient = super().add_gradients(plan, befores, version=version, cancelled=cancelled)
+    def add_gradients(self, plan: Sequence[TrainingPass], befores: Sequence[Before], *, version: int) -> Gradient:
+        gradient = super().add_gradients(plan, befores, version=version)
         if self._variant != "before":
             return gradient
         return gradient._replace(tally=replace(gradient.tally, grad_norm=gradient.tally.grad_norm or 1e-300))

@@ -1,6 +1,7 @@
 """One event loop on a daemon thread, shared by all coroutines of the environments of a process."""
 
 import asyncio
+import atexit
 import concurrent.futures
 import logging
 import os
@@ -8,6 +9,7 @@ import sys
 import threading
 import traceback
 from collections.abc import Awaitable, Coroutine
+from contextlib import suppress
 from typing import Any
 
 from agentrl.errors import EnvironmentFailure
@@ -29,7 +31,7 @@ class _Loop:
 
     def __init__(self) -> None:
         self._loop = asyncio.new_event_loop()
-        self._end = self._loop.create_future()
+        self._has_ended = False
         self._waiting: set[concurrent.futures.Future[Any]] = set()
         self.is_abandoned = False
         self.thread = threading.Thread(target=self._run, name="agentrl-tools", daemon=True)
@@ -52,7 +54,7 @@ class _Loop:
         self.is_abandoned = True
         for future in list(self._waiting):
             future.cancel()
-        self._loop.call_soon_threadsafe(self._end.set_result, None)
+        self._loop.call_soon_threadsafe(self._end)
 
     def where(self) -> str:
         """Return the line that the loop's thread is at."""
@@ -62,10 +64,15 @@ class _Loop:
 
     def _run(self) -> None:
         with asyncio.Runner(loop_factory=lambda: self._loop) as runner:  # cancels what is left, and closes the loop
-            runner.run(self._until_abandoned())
+            while not self._has_ended:
+                with suppress(
+                    SystemExit, KeyboardInterrupt
+                ):  # of a task that a coroutine began: whoever awaits it hears of it
+                    runner.get_loop().run_forever()
 
-    async def _until_abandoned(self) -> None:
-        await self._end
+    def _end(self) -> None:
+        self._has_ended = True
+        self._loop.stop()
 
 
 class _Shared:
@@ -105,8 +112,17 @@ class _Shared:
                 f"{num_blocked} coroutines block their event loops, the last one at {where}; write them as `def`"
             )
 
+    def close(self) -> None:
+        """Cancel what runs as the process ends, so that a command that a tool has started ends with it."""
+        with self._lock:
+            loop, self._current = self._current, None
+        if loop is not None:
+            loop.abandon()
+            loop.thread.join(_GRACE_S)
+
 
 _shared = _Shared()
+atexit.register(lambda: _shared.close())  # another one, after a fork
 
 
 def _begin_again() -> None:

@@ -5,7 +5,6 @@ mixture of experts, `X` experts that each chooses at a slot.
 """
 
 import math
-import threading
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
@@ -24,6 +23,7 @@ from agentrl.errors import TrainingError
 from agentrl.learn.batch import LossColumns, make_batch
 from agentrl.learn.calibration import Aim, Shown, joined, observed, range_metrics
 from agentrl.learn.experts import is_routed
+from agentrl.learn.interrupt import check_interrupt
 from agentrl.learn.kept_versions import KeptVersions
 from agentrl.learn.loss_config import LossConfig
 from agentrl.learn.metrics import anchor_metrics, effective_samples, first_metrics, update_metrics
@@ -125,7 +125,6 @@ class Learner:
         *,
         version: int,
         check_agreement: Callable[[float], None] | None = None,
-        cancelled: threading.Event | None = None,
     ) -> dict[str, float]:
         """Go once over a step's trajectories, in minibatches drawn at random; return metrics.
 
@@ -137,10 +136,9 @@ class Learner:
             version: of the policy before.
             check_agreement: told the mean |policy - behavior| log-probability in nats of the first minibatch, where its
                 tokens were sampled by these very weights.
-            cancelled: once it is set, from another thread, the update ends at the next micro-batch.
 
         Raises:
-            TrainingError: where the gradient is not finite, or the update was cancelled.
+            TrainingError: where the gradient is not finite, or the update was interrupted.
         """
         minibatches = self.draw(groups, credits, version=version)
         plans = [self.plan(minibatch) for minibatch in minibatches]
@@ -160,7 +158,7 @@ class Learner:
         shown_last = self._present(plans[0]) if reach.target is not None and last == 0 else befores[last]
         for index, plan in enumerate(plans):
             if plan:
-                add_gradients = partial(self.add_gradients, plan, befores[index], version=version, cancelled=cancelled)
+                add_gradients = partial(self.add_gradients, plan, befores[index], version=version)
                 gradient = add_gradients()
                 if reach.shorten(gradient.tally, partial(self.show, plan, befores[index], version=version)):
                     state.optimizer.zero_grad()
@@ -236,20 +234,12 @@ class Learner:
         )
         return [TrainingPass(micro, columns.of(micro)) for micro in micro_batches]
 
-    def add_gradients(
-        self,
-        plan: Sequence[TrainingPass],
-        befores: Sequence[Before],
-        *,
-        version: int,
-        cancelled: threading.Event | None = None,
-    ) -> Gradient:
+    def add_gradients(self, plan: Sequence[TrainingPass], befores: Sequence[Before], *, version: int) -> Gradient:
         """Add up a minibatch's gradient and clip it."""
         observations = Observations()
         first_experts: list[Tensor] = []
         for number, (training_pass, before) in enumerate(zip(plan, befores, strict=True)):
-            if cancelled is not None and cancelled.is_set():
-                raise TrainingError("the update was interrupted")
+            check_interrupt()
             with (
                 self._accumulating(is_last=number == len(plan) - 1),
                 attending(self.state.policy.model, self._layout),
@@ -271,6 +261,7 @@ class Learner:
         """Return what a minibatch shows of the present weights. No gradient."""
         observations = Observations()
         for training_pass, before in zip(plan, befores, strict=True):
+            check_interrupt()
             with torch.no_grad(), attending(self.state.policy.model, self._layout), self._routing(before):
                 self._pass_loss(training_pass, before, observations, version)
         return Tally.joined(all_gather([Tally.of(observations)]))
@@ -298,6 +289,7 @@ class Learner:
         """Return what each pass gives under the present weights."""
         found = []
         for micro, _ in plan:
+            check_interrupt()
             with torch.no_grad(), self._routing(Before()) as experts:
                 logprobs_T = self._forward(self.state.wrapped, micro)[0]
             found.append(Before(logprobs_T, experts_JPX=experts[0].cpu() if self.loss.routing_replay else None))
@@ -316,6 +308,7 @@ class Learner:
         for earlier in sorted(set(chain(*all_gather([own]))) & self.kept.versions - {version}):
             with self.kept.at(earlier), torch.no_grad():
                 for (micro, columns), logprobs_T in zip(passes, logprobs, strict=True):
+                    check_interrupt()
                     is_its_own_T = columns.version_T == earlier
                     if is_its_own_T.any() or self._accelerator.num_processes > 1:  # a pass takes all of them
                         recomputed_T = self._forward(self.state.wrapped, micro)[0]

@@ -75,18 +75,17 @@ async def oracle_ends(make_env: MakeEnv, *, max_turns: int, timeout_s: float, ta
             env.close()
 
     tasks = replace(tasks, seed=derive_seed(tasks.seed, "oracle"))
-    thread = EnvThread()
-    try:
-        for task in map(tasks.train, range(_ORACLE_TASKS)):
-            if await thread.call(partial(ends, task), timeout_s=timeout_s * (max_turns + 2)):
-                return True
-    except NotImplementedError:
-        return None
-    except Exception as error:
-        words = " did not return" if thread.is_lost else _words(error)
-        raise EnvironmentFailure(f"an episode with the environment's oracle(), task seed {task.seed}{words}") from error
-    finally:
-        thread.close()
+    with EnvThread() as thread:
+        try:
+            for task in map(tasks.train, range(_ORACLE_TASKS)):
+                if await thread.call(partial(ends, task), timeout_s=timeout_s * (max_turns + 2)):
+                    return True
+        except NotImplementedError:
+            return None
+        except Exception as error:
+            words = " did not return" if thread.is_lost else _words(error)
+            where = f"an episode with the environment's oracle(), task seed {task.seed}"
+            raise EnvironmentFailure(f"{where}{words}") from error
     return False
 
 
@@ -102,28 +101,27 @@ async def demonstrations(
         EnvironmentFailure: with the words of what an episode raised, or when it hung.
     """
     tasks = replace(tasks, seed=derive_seed(tasks.seed, "demonstrations"))
-    thread, max_turns = EnvThread(), config.max_turns
+    max_turns = config.max_turns
     limit_s = config.env_timeout_s * (max_turns + 2)
     played = []
-    try:
-        for index in range(count):
-            task = tasks.train(index)
-            play = partial(
-                demonstrate, make_env, renderer, task=task, skill=skill, max_turns=max_turns, view=config.history
-            )
-            played.append(await thread.call(play, timeout_s=limit_s))
-    except UserError:
-        raise
-    except NotImplementedError as error:
-        raise ConfigError(f"env.id: {error}") from error
-    except Exception as error:
-        if thread.is_lost:
-            words = f" did not end within {limit_s:g} s (rollout.env_timeout_s for each of its calls)"
-        else:
-            words = _words(error)
-        raise EnvironmentFailure(f"a demonstration with the environment's oracle(){words}") from error
-    finally:
-        thread.close()
+    with EnvThread() as thread:
+        try:
+            for index in range(count):
+                task = tasks.train(index)
+                play = partial(
+                    demonstrate, make_env, renderer, task=task, skill=skill, max_turns=max_turns, view=config.history
+                )
+                played.append(await thread.call(play, timeout_s=limit_s))
+        except UserError:
+            raise
+        except NotImplementedError as error:
+            raise ConfigError(f"env.id: {error}") from error
+        except Exception as error:
+            if thread.is_lost:
+                words = f" did not end within {limit_s:g} s (rollout.env_timeout_s for each of its calls)"
+            else:
+                words = _words(error)
+            raise EnvironmentFailure(f"a demonstration with the environment's oracle(){words}") from error
     return played
 
 

@@ -46,13 +46,17 @@ class EnvDriver:
         if (kept := self.thread.take_env()) is not None:
             if reuses and self.thread.made_by is make_env:
                 return kept, EnvDriver(self.conversation, self.thread, name=env_id(kept))
-            await self.call("close()", kept.close)
+            await self._close(kept)
 
         names: list[str] = []
 
         def construct_named() -> Env:
             env = construct(make_env)
-            names.append(env_id(env))
+            try:
+                names.append(env_id(env))
+            except BaseException:
+                env.close()
+                raise
             return env
 
         env = await self.new("construction", construct_named)
@@ -150,13 +154,21 @@ class EnvDriver:
                 self.thread.call_unattended(env.close)
             else:
                 with suppress(EnvError):  # what went wrong first says more
-                    await self.call("close()", env.close)
+                    await self._close(env)
             raise
         end = self.conversation.end
         if keeps and end is not None and not end.reason.failed:
             self.thread.env = env
         else:
+            await self._close(env)
+
+    async def _close(self, env: Env) -> None:
+        try:
             await self.call("close()", env.close)
+        except asyncio.CancelledError:
+            if not self.thread.is_lost:  # its turn had not come, and nobody waits for it any more
+                self.thread.call_unattended(env.close)
+            raise
 
     def failed(self, error: EnvError) -> Trajectory:
         """Return what was played, with the action at which the environment failed."""

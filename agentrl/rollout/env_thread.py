@@ -6,7 +6,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from queue import SimpleQueue
 from traceback import StackSummary
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 from agentrl.errors import EnvironmentFailure
 from agentrl.plain_data import words_of
@@ -15,6 +15,9 @@ from agentrl.rollout.fault import stack_of
 from agentrl.rollout.gate import Gate
 
 R = TypeVar("R")
+
+CLOSING_S = 10.0
+"""How long to wait for environments to close, in seconds."""
 
 
 class NoThreadError(EnvironmentFailure):
@@ -138,6 +141,16 @@ class EnvThread:
         """Wait for its end."""
         if self._thread.ident is not None:
             self._thread.join(timeout_s)
+
+    def __enter__(self) -> Self:
+        """Return the thread."""
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        """Close it, and wait a while for its end unless it hangs: a call that was cancelled closes what it made."""
+        self.close()
+        if not self.is_hanging:
+            self.join(timeout_s=CLOSING_S)
 
     def _run(self) -> None:
         while (work := self._calls.get()) is not None:

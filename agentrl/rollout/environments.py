@@ -4,10 +4,7 @@ import time
 from collections.abc import Sequence
 
 from agentrl.rollout.env_calls import MakeEnv
-from agentrl.rollout.env_thread import EnvThread
-
-_CLOSING_S = 10.0
-"""How long to wait for environments to close, in seconds."""
+from agentrl.rollout.env_thread import CLOSING_S, EnvThread
 
 
 class Environments:
@@ -45,6 +42,6 @@ class Environments:
         idle, self._idle = self._idle, []
         for thread in idle:
             thread.close()
-        deadline = time.monotonic() + _CLOSING_S
+        deadline = time.monotonic() + CLOSING_S
         for thread in [*idle, *(lost for lost in self._lost if not lost.is_hanging)]:
             thread.join(timeout_s=max(0.0, deadline - time.monotonic()))

@@ -1,6 +1,7 @@
 """One episode in an environment: make it, reset it or restore it, play to the end, close it."""
 
 from collections.abc import Callable
+from contextlib import AsyncExitStack
 from functools import partial
 
 from agentrl.chat import Dialogue
@@ -85,14 +86,16 @@ class Episode:
         return trajectory
 
     async def _play(self, driver: EnvDriver, env: Env, branches: Branches | None, *, keeps: bool) -> None:
-        begin = self._reset
-        # Forks are made of every reply. And unpickling runs code, which a file cannot ask for: only an environment can.
-        if self._recorded.snapshot is not None and branches is None and base_env(env).can_snapshot:
-            async with driver.closing(env):
-                env = await driver.new("its snapshot", partial(restore, self._recorded.snapshot))
-            begin, keeps = self._resume, False
-        async with driver.closing(env, keeps=keeps):
-            await begin(driver, env)
+        async with AsyncExitStack() as stack:
+            # Forks are made of every reply. And unpickling runs code, which a file cannot ask for: only an environment can.
+            if self._recorded.snapshot is not None and branches is None and base_env(env).can_snapshot:
+                async with driver.closing(env):
+                    env = await driver.new("its snapshot", partial(restore, self._recorded.snapshot))
+                    await stack.enter_async_context(driver.closing(env))
+                await self._resume(driver, env)
+            else:
+                await stack.enter_async_context(driver.closing(env, keeps=keeps))
+                await self._reset(driver, env)
             await driver.play(env, before_action=None if branches is None else partial(branches.fork, env))
 
     async def _reset(self, driver: EnvDriver, env: Env) -> None:

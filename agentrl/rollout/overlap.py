@@ -46,13 +46,11 @@ async def overlap(make_env: MakeEnv, tasks: Tasks, *, timeout_s: float) -> Overl
         tasks: of the run.
         timeout_s: deadline of construction, and of each reset.
     """
-    thread = EnvThread()
-    try:
-        return await thread.call(lambda: find_overlap(make_env, tasks), timeout_s=2 * timeout_s + _LIMIT_S)
-    except Exception:  # noqa: BLE001 - of a stranger's environment, which was tried before
-        return None
-    finally:
-        thread.close()
+    with EnvThread() as thread:
+        try:
+            return await thread.call(lambda: find_overlap(make_env, tasks), timeout_s=2 * timeout_s + _LIMIT_S)
+        except Exception:  # noqa: BLE001 - of a stranger's environment, which was tried before
+            return None
 
 
 def find_overlap(make_env: MakeEnv, tasks: Tasks) -> Overlap | None:

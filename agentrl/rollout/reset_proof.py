@@ -64,13 +64,11 @@ async def prove_reset(make_env: MakeEnv, tasks: Tasks, *, timeout_s: float) -> R
         tasks: of the run.
         timeout_s: deadline of each call, in seconds.
     """
-    thread = EnvThread()
-    try:
-        return await thread.call(lambda: reset_proof(make_env, tasks), timeout_s=2 * timeout_s + _LIMIT_S)
-    except Exception:  # noqa: BLE001 - it hangs: the run is going to count it
-        return ResetProof(flaw="it did not return", construction_s=0.0)
-    finally:
-        thread.close()
+    with EnvThread() as thread:
+        try:
+            return await thread.call(lambda: reset_proof(make_env, tasks), timeout_s=2 * timeout_s + _LIMIT_S)
+        except Exception:  # noqa: BLE001 - it hangs: the run is going to count it
+            return ResetProof(flaw="it did not return", construction_s=0.0)
 
 
 def reset_proof(make_env: MakeEnv, tasks: Tasks) -> ResetProof:

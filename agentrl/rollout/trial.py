@@ -43,21 +43,19 @@ async def describe_env(make_env: MakeEnv, *, timeout_s: float) -> EnvDescription
         finally:
             env.close()
 
-    thread = EnvThread()
-    try:
-        return await thread.call(look, timeout_s=timeout_s)
-    except UserError:
-        raise
-    except Exception as error:
-        if thread.is_lost:
+    with EnvThread() as thread:
+        try:
+            return await thread.call(look, timeout_s=timeout_s)
+        except UserError:
+            raise
+        except Exception as error:
+            if thread.is_lost:
+                raise EnvironmentFailure(
+                    f"environment: construction did not return within rollout.env_timeout_s: {timeout_s:g} s"
+                ) from error
             raise EnvironmentFailure(
-                f"environment: construction did not return within rollout.env_timeout_s: {timeout_s:g} s"
+                f"environment: provides(), tools, num_tasks() or close() raised {raised_words(error)}"
             ) from error
-        raise EnvironmentFailure(
-            f"environment: provides(), tools, num_tasks() or close() raised {raised_words(error)}"
-        ) from error
-    finally:
-        thread.close()
 
 
 async def try_environment(
@@ -71,13 +69,10 @@ async def try_environment(
         EnvironmentFailure: with the words of what went wrong.
         UserError: for what the recipe must change, such as a first prompt that fills the context.
     """
-    thread = EnvThread()
     split: Split = "eval" if tasks.num.train == 0 else "train"
     task = Task(group_id="trial", rollout_index=0, seed=tasks.seed, sampling_seed=tasks.seed, split=split, task_index=0)
-    try:
-        context = EpisodeContext(engine=_Silence(), renderer=renderer, config=config)
+    context = EpisodeContext(engine=_Silence(), renderer=renderer, config=config)
+    with EnvThread() as thread:
         trajectory = await Episode(task, context=context, thread=thread, fork=fork).play(make_env)
-    finally:
-        thread.close()
     if trajectory.failed:
         raise EnvironmentFailure(trajectory.error)

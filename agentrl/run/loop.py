@@ -14,6 +14,7 @@ import torch
 
 from agentrl.credit import Credit, assign_credit
 from agentrl.distributed.processes import all_gather, from_rank_zero, naming_absent_ranks
+from agentrl.learn.interrupt import interrupted
 from agentrl.learn.metrics import process_metrics, rollout_metrics
 from agentrl.learn.staleness import mask_stale, share_too_old
 from agentrl.report.folder import RunFolder
@@ -97,13 +98,18 @@ def train_step(parts: Parts, step: int, *, proves_push: bool = False) -> StepRes
     return replace(result, metrics=metrics)
 
 
-def while_sampling(runner: asyncio.Runner, update: Callable[..., StepResult]) -> StepResult:
+def while_sampling(runner: asyncio.Runner, update: Callable[[], StepResult]) -> StepResult:
     """Update on another thread; on the event loop, the episodes are continued meanwhile."""
-    cancelled = Event()
+    event = Event()
+
+    def interruptible() -> StepResult:
+        interrupted.set(event)
+        return update()
+
     try:
-        return runner.run(asyncio.to_thread(update, cancelled=cancelled))
+        return runner.run(asyncio.to_thread(interruptible))
     except BaseException:
-        cancelled.set()  # An interrupt leaves the thread behind, and the process would wait for its end.
+        event.set()  # An interrupt leaves the thread behind, and the process would wait for its end.
         raise
 
 
@@ -114,7 +120,6 @@ def credit_and_update(
     version: int,
     is_replaying: bool,
     clock: Stopwatch,
-    cancelled: Event | None = None,
 ) -> StepResult:
     """Put together what the processes collected; measure it, credit it, and update the policy.
 
@@ -124,7 +129,6 @@ def credit_and_update(
         version: policy version before the update.
         is_replaying: `own_groups` were collected before a kill, and the engine may have other weights than those that sampled.
         clock: times the parts of the step.
-        cancelled: once set, the update ends soon.
     """
     if (device := parts.learner.state.device).type == "cuda":
         torch.cuda.set_device(device)  # which each thread has of its own
@@ -143,7 +147,7 @@ def credit_and_update(
     # The first minibatch is computed with the weights that sampled it: a difference tells that the last push went wrong.
     is_any_replaying = any(replaying for _, replaying, _ in everyones)
     check = None if is_any_replaying else parts.link.check_agreement
-    metrics |= parts.learner.update(groups, credits, version=version, check_agreement=check, cancelled=cancelled)
+    metrics |= parts.learner.update(groups, credits, version=version, check_agreement=check)
     metrics |= parts.signals.fit(groups)  # what learns of them: the critic, where the scheme reads values
     clock.lap("update_s")
     metrics |= {f"pool/{name}": float(sum(counts[name] for *_, counts in everyones)) for name in parts.pool.counts}

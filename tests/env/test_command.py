@@ -1,6 +1,7 @@
 import asyncio
 import os
 import signal
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -120,6 +121,30 @@ def test_children_die_on_cancellation(tmp_path: Path) -> None:
 
     asyncio.run(cancelled())
     assert wait_until_dead(int((tmp_path / "pid").read_text()))
+
+
+@linux_only
+def test_children_die_with_the_process_that_waits_for_them(tmp_path: Path) -> None:
+    file = tmp_path / "pid"
+    script = f"""
+import contextlib, threading, time
+from pathlib import Path
+from agentrl.env import run_command
+from agentrl.env.background import run_in_background
+
+argv, file = {parent(file, "sleep 60")}, Path({str(file)!r})
+
+def tool():
+    with contextlib.suppress(TimeoutError):
+        run_in_background(run_command(argv, timeout_s=600), timeout_s=600)
+
+threading.Thread(target=tool, daemon=True).start()
+while not (file.exists() and file.read_text()):
+    time.sleep(0.02)
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=300, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert wait_until_dead(int(file.read_text()))
 
 
 @linux_only

@@ -1,6 +1,7 @@
 """`async def` start, answer and oracle."""
 
 import asyncio
+import sys
 import threading
 import time
 from typing import Any
@@ -91,3 +92,21 @@ def test_what_one_raises_leaves_step() -> None:
     env.reset(seed=0)
     with pytest.raises(KeyError, match="number"):
         env.step("1")
+
+
+def test_one_that_leaves_within_a_task_ends_the_loop_of_no_other() -> None:
+    async def leave() -> None:
+        sys.exit(3)
+
+    class Leaves(Phone):
+        async def answer(self, text: str) -> str:
+            await asyncio.gather(leave(), asyncio.sleep(60))
+            return "never"
+
+    leaves, other = Leaves(), Phone()
+    leaves.reset(seed=0)
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="SystemExit: 3"):
+            leaves.step("1")
+        other.reset(seed=1)
+        assert other.step(ask_oracle(other))[4]["success"]

@@ -12,11 +12,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from agentrl.errors import TrainingError
 from agentrl.learn.signals import CriticConfig
 from agentrl.learn.signals.critic import Critic
 from agentrl.policy.layout import Layout
 from agentrl.policy.model import LocalModelConfig, Policy
 from agentrl.types import StopReason, Trajectory, Turn
+from tests.support.interrupts import After, run_with
 from tests.support.played import TINY, contexts, new_policy, play
 from tests.support.signals import with_signals, without_signals
 
@@ -300,3 +302,13 @@ def test_each_epoch_goes_once_over_the_trajectories(
     critic = new_critic(new_policy(), epochs=epochs, num_minibatches=num_minibatches)
     critic.fit(critic.measure(with_returns(played)))
     assert critic.state_dict()["num_updates"] == updates  # no more than one for each of the 8 trajectories
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_interrupted_critic_ends_before_its_next_pass(kind: Kind, played: list[Trajectory]) -> None:
+    critic = new_critic(new_policy(), model=kind, num_minibatches=2)
+    measured, before = critic.measure(played), weights(critic._head)
+    for work in (critic.measure, critic.fit):
+        with pytest.raises(TrainingError, match="the update was interrupted"):
+            run_with(After(0), lambda work=work: work(measured))  # type: ignore[misc]
+    assert same(weights(critic._head), before)

@@ -13,9 +13,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from agentrl.errors import ConfigError, UserError
+from agentrl.errors import ConfigError, TrainingError, UserError
 from agentrl.learn.signals.turn_scores import load_judge, score_turns
 from agentrl.types import StopReason, Trajectory, Turn
+from tests.support.interrupts import run_with
 from tests.support.signals import without_signals
 from tests.support.threads import hang, wait_until
 
@@ -68,6 +69,25 @@ def test_numbers_of_any_kind_become_floats(scores: Any) -> None:
     (found,) = scored(lambda _: scores, [trajectory(0)])
     assert [turn.signals["turn_scores"] for turn in found.turns] == [float(score) for score in scores]
     assert {type(turn.signals["turn_scores"]) for turn in found.turns} == {float}
+
+
+def test_an_interrupted_update_waits_for_no_judge() -> None:
+    begun, event = threading.Event(), threading.Event()
+
+    def judge(_: Trajectory) -> list[float]:
+        begun.set()
+        hang()
+        return []
+
+    def interrupt() -> None:
+        begun.wait(60)
+        event.set()
+
+    thread = threading.Thread(target=interrupt)
+    thread.start()
+    with pytest.raises(TrainingError, match="the update was interrupted"):
+        run_with(event, lambda: scored(judge, [trajectory(n) for n in range(3)], timeout_s=600))
+    thread.join()
 
 
 def test_no_trajectories_need_no_judge() -> None:

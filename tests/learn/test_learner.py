@@ -2,8 +2,8 @@
 
 import copy
 import math
-import threading
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from itertools import chain
@@ -35,6 +35,7 @@ from agentrl.policy import routing
 from agentrl.policy.layout import Layout
 from agentrl.policy.lora import LoraSettings
 from agentrl.policy.model import Policy
+from tests.support.interrupts import After, run_with
 from tests.support.learners import make_learner, weights
 from tests.support.tallies import make_tally
 from tests.support.trajectories import batch_of, some_groups
@@ -350,13 +351,26 @@ def test_a_gradient_that_is_not_finite_is_never_applied() -> None:
     assert torch.equal(weights(learner), before)
 
 
-def test_an_update_that_is_cancelled_ends_soon_and_changes_no_weight() -> None:
-    learner, cancelled = make_learner(), threading.Event()
-    before = weights(learner)
-    cancelled.set()
-    with pytest.raises(TrainingError, match="the update was interrupted"):
-        learner.update(GROUPS, CREDITS, version=0, cancelled=cancelled)
-    assert torch.equal(weights(learner), before)
+def test_an_update_that_is_interrupted_ends_before_the_next_pass() -> None:
+    def update(event: After) -> int:
+        """Return how many passes it made."""
+        learner = make_learner(loss=LossConfig(anchor="sampled"), num_minibatches=3, target_kl=1e-6)
+        passes = 0
+
+        def count(*_: Any) -> None:
+            nonlocal passes
+            passes += 1
+
+        learner.state.policy.register_forward_hook(count)
+        before = weights(learner)
+        with suppress(TrainingError):
+            run_with(event, partial(learner.update, GROUPS, CREDITS, version=0))
+        assert torch.equal(weights(learner), before) == (passes < num_befores + 1)
+        return passes
+
+    num_befores = 2
+    whole = update(After(1000))
+    assert [update(After(num)) for num in range(whole)] == list(range(whole))
 
 
 def make_moe_learner(**loss: Any) -> Learner:

@@ -2,6 +2,7 @@
 
 import asyncio
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from threading import Event
 from typing import Any, Literal
@@ -15,11 +16,13 @@ from agentrl.distributed.checkpoints import checkpoints
 from agentrl.engine.batched import Request
 from agentrl.engine.transformers import TransformersEngine
 from agentrl.errors import EngineError, TrainingError
+from agentrl.learn.interrupt import interrupted
 from agentrl.report.folder import RunFolder
 from agentrl.run import loop
 from agentrl.run.build import Parts
 from agentrl.run.resume import load_checkpoint, save
 from agentrl.run.stopwatch import Stopwatch
+from tests.support.interrupts import run_with
 from tests.support.run_files import repeatable
 from tests.support.runs import Runs, Steps
 
@@ -169,21 +172,24 @@ def test_an_engine_that_hangs_after_a_push_has_a_deadline(runs: Runs) -> None:
 
 
 def test_an_update_on_another_thread_is_cancelled_when_the_loop_ends(runs: Runs) -> None:
-    events: list[Event] = []
+    events: list[Event | None] = []
 
-    def interrupted(*, cancelled: Event) -> loop.StepResult:
-        events.append(cancelled)
+    def update() -> loop.StepResult:
+        events.append(interrupted.get())
         raise KeyboardInterrupt
 
     with asyncio.Runner() as runner, pytest.raises(KeyboardInterrupt):
-        loop.while_sampling(runner, interrupted)
-    (cancelled,) = events
-    assert cancelled.is_set()
+        loop.while_sampling(runner, update)
+    (event,) = events
+    assert event is not None
+    assert event.is_set()
+    assert interrupted.get() is None
     parts = runs.begin().parts
     groups = parts.runner.run(parts.pool.collect())
     before = weights(parts)
+    credit_and_update = partial(loop.credit_and_update, parts, groups, version=0, is_replaying=False, clock=Stopwatch())
     with pytest.raises(TrainingError, match="the update was interrupted"):
-        loop.credit_and_update(parts, groups, version=0, is_replaying=False, clock=Stopwatch(), cancelled=cancelled)
+        run_with(event, credit_and_update)
     assert torch.equal(weights(parts), before)
 
 

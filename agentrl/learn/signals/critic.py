@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from agentrl.distributed.processes import add_up, num_processes, process_index
+from agentrl.learn.interrupt import check_interrupt
 from agentrl.learn.plan import MicroBatch, Planner
 from agentrl.learn.signals.config import CriticConfig
 from agentrl.learn.signals.scoring import score_tokens, with_tokens
@@ -157,6 +158,7 @@ class Critic:
         planner = self._planner()
         weight, total = 1 / len(tokens), torch.zeros((), device=self._device, dtype=torch.float64)
         for micro in planner.micro_batches(tokens, process=process_index(), num_processes=num_processes()):
+            check_interrupt()
             with attending(self._body, self._policy.layout):
                 loss: Any = (weight * (self._value(micro) - micro.take(targets_T)) ** 2).sum()
                 loss.backward()

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from agentrl.distributed.processes import all_gather, num_processes, process_index
+from agentrl.learn.interrupt import check_interrupt
 from agentrl.learn.plan import MicroBatch, Planner
 from agentrl.learn.signals.base import SignalContext
 from agentrl.learn.token_weights import FloatArray
@@ -28,9 +29,11 @@ def score_tokens(score: Score, tokens: TokenBatch, *, planner: Planner) -> list[
 
     Every process scores its share, and gets all scores.
     """
-    passes = planner.micro_batches(tokens, process=process_index(), num_processes=num_processes())
-    found_T = np.empty(len(tokens))
-    for token_T, scores_T in all_gather([(micro.token_T, score(micro).double().cpu().numpy()) for micro in passes]):
+    found_T, own = np.empty(len(tokens)), []
+    for micro in planner.micro_batches(tokens, process=process_index(), num_processes=num_processes()):
+        check_interrupt()
+        own.append((micro.token_T, score(micro).double().cpu().numpy()))
+    for token_T, scores_T in all_gather(own):
         found_T[token_T] = scores_T
     return np.split(found_T, np.searchsorted(tokens.trajectory_T, np.arange(1, tokens.num_trajectories)))
 

@@ -7,12 +7,16 @@ from functools import partial
 from typing import Any, ClassVar
 
 from agentrl.errors import AgentRLError, ConfigError, UserError
+from agentrl.learn.interrupt import check_interrupt
 from agentrl.learn.signals.base import Sample, Signal, SignalContext
 from agentrl.learn.signals.config import SignalsConfig
 from agentrl.plain_data import PlainDataError, abbreviated, plain_data, words_of
 from agentrl.registry import import_attribute
 from agentrl.rollout.env_thread import EnvThread
 from agentrl.types import Trajectory
+
+_ASK_S = 0.1
+"""How often to ask whether the update was interrupted, in seconds."""
 
 
 class TurnScores(Signal):
@@ -109,7 +113,12 @@ async def score_turns(
 
     workers = [asyncio.create_task(work()) for _ in range(min(num_threads, len(trajectories)))]
     try:
-        await asyncio.gather(*workers)
+        pending = set(workers)
+        while pending:
+            done, pending = await asyncio.wait(pending, timeout=_ASK_S, return_when=asyncio.FIRST_EXCEPTION)
+            for worker in done:
+                worker.result()
+            check_interrupt()
     finally:
         for worker in workers:
             worker.cancel()
