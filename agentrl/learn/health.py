@@ -34,7 +34,7 @@ _LIMITS = {
 }
 _CUT_TURNS, _CUT_TOKENS = 0.9, 0.1
 """Shares of demonstrations from which on one tells that a limit cuts them off."""
-_FAILED = ("stop/env_error", "stop/engine_error", "stop/stale")
+_FAILED = ("stop/env_error", "stop/engine_error")
 
 
 def signs(rows: Sequence[Row]) -> dict[Sign, str]:

@@ -17,7 +17,10 @@ _FAMILIES: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("Components of the reward", ("reward/",)),
     ("Evaluation", ("eval/",)),
     ("Ratios and clipping", ("ratio/", "clip/", "first/", "kl/", "mismatch/", "moe/")),
-    ("Learning", ("loss", "entropy", "grad_norm", "learning_rate", "skipped_minibatches", "credit/", "groups/")),
+    (
+        "Learning",
+        ("loss", "entropy", "grad_norm", "learning_rate", "skipped_", "shortened_", "credit/", "critic/", "groups/"),
+    ),
     ("Staleness", ("staleness/",)),
     ("Episodes", ("episode/", "turn/", "tool/", "tools/")),
     ("How episodes end", ("stop/",)),
