@@ -201,8 +201,8 @@ def load_credit_for(
     `hints` says what the recipe must set for a need that no environment provides.
 
     Returns:
-        the scheme and None; or, where the environment cannot serve it and the recipe has `fallback: uniform`, plain GSPO
-        and a warning.
+        the scheme and None; or, where the environment cannot serve it and the recipe has `fallback: uniform`, uniform
+        advantages (plain GSPO) and a warning.
 
     Raises:
         ConfigError: naming the scheme, what it needs and the installed schemes that would work.
@@ -225,7 +225,7 @@ def load_credit_for(
 
 
 def load_fallback(scheme: CreditScheme) -> CreditScheme:
-    """Return plain GSPO in place of a scheme, with its rule for a lone trajectory."""
+    """Return the scheme of uniform advantages in place of another, with its rule for a lone trajectory."""
     rules = (layer.lone_rule() for layer in scheme.chain())
     rule = next((rule for rule in rules if rule is not None), None)
     return load_credit({"scheme": "uniform"} | ({} if rule is None else {"lone": rule}))

@@ -44,7 +44,7 @@ from agentrl.learn.loss_config import LossConfig
 from agentrl.learn.micro_batch_loss import trust_region
 from agentrl.learn.minibatches import draw_minibatches
 from agentrl.learn.token_weights import aggregation_weights, unit_index
-from agentrl.report.advise import Shown, Task, show
+from agentrl.report.advise import COMPARED, Shown, Task, show
 
 Array = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
@@ -79,12 +79,8 @@ CELLS: dict[str, Cell] = {
     "paid by turn": replace(BASE, paid="turn"),
 }
 SCHEMES: dict[str, dict[str, Any]] = {
-    "uniform": {"scheme": "uniform"},
-    "turn_return": {"scheme": "turn_return"},
-    "gigpo": {"scheme": "gigpo"},
-    "group_gae": {"scheme": "group_gae", "lam": 0.5},
-    "ecpo": {"scheme": "ecpo", "lam": 0.5},
-    "shuffled ecpo": {"scheme": "shuffled", "of": {"scheme": "ecpo", "lam": 0.5}},
+    **{name: {"scheme": name, **options} for name, options in COMPARED.items()},
+    "shuffled ecpo": {"scheme": "shuffled", "of": {"scheme": "ecpo", **COMPARED["ecpo"]}},
 }
 
 

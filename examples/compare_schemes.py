@@ -9,7 +9,7 @@ import sys
 import agentrl
 
 SCHEMES: dict[str, dict[str, object]] = {
-    "plain GSPO": {"scheme": "uniform"},
+    "uniform advantages": {"scheme": "uniform"},
     "GiGPO": {"scheme": "gigpo", "gamma": 0.8},
 }
 SEEDS = (0, 1, 2)

@@ -410,7 +410,7 @@ def test_a_run_from_beginning_to_end(agentrl: Agentrl, tmp_path: Path) -> None:
     status, out, err = agentrl("credit", "advise", "run")
     assert (status, err) == (0, "")
     assert "4 groups of run" in out
-    assert "credit.scheme: " in out
+    assert "\ncredit: {scheme: " in out
     assert agentrl("credit", "advise", "nowhere") == (2, "", "agentrl: there is no nowhere\n")
     assert agentrl("show", "run", "-n", "0") == (2, "", "agentrl: --number: at least 1, got 0\n")
 

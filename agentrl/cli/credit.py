@@ -106,7 +106,8 @@ def _advise(options: argparse.Namespace, _: list[str]) -> None:
     table.add_row("episodes that earn something before their last turn", f"{shown.by_turn:.0%}")
     console = Console(soft_wrap=True)
     console.print(table)
-    console.print(f"credit.scheme: {found.scheme}: {found.why}")
+    console.print(found.recipe)
+    console.print(found.why[0].upper() + found.why[1:])
 
 
 def _fields(arguments: list[str]) -> dict[str, Any]:

@@ -16,6 +16,14 @@ from agentrl.files import read_json
 from agentrl.types import TrajectoryGroup, Turn, valid_trajectories
 
 MAP = Path(__file__).with_name("credit_map.json")
+COMPARED: Mapping[str, Mapping[str, float]] = {
+    "uniform": {},
+    "turn_return": {},
+    "gigpo": {},
+    "group_gae": {"lam": 0.5},
+    "ecpo": {"lam": 0.5},
+}
+"""Schemes that were compared, and what they had beside their defaults."""
 BY_KEYS = ("gigpo", "group_gae", "ecpo")
 """Schemes that compare turns with the same state key."""
 _FAR = 2.0
@@ -78,6 +86,12 @@ class Advice(NamedTuple):
 
     scheme: str
     why: str
+
+    @property
+    def recipe(self) -> str:
+        """The section of a recipe that asks for the scheme as it was compared."""
+        options = "".join(f", {name}: {value:g}" for name, value in COMPARED[self.scheme].items())
+        return f"credit: {{scheme: {self.scheme}{options}}}"
 
 
 def show(groups: Sequence[TrajectoryGroup]) -> Shown | None:

@@ -1,4 +1,4 @@
-"""One advantage for the whole trajectory: GRPO, Dr. GRPO, RLOO, REINFORCE++ with baseline; plain GSPO."""
+"""One advantage for the whole trajectory: GRPO, Dr. GRPO, RLOO, REINFORCE++ with baseline, plain GSPO."""
 
 from typing import ClassVar, Literal
 

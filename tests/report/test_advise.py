@@ -4,12 +4,13 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+import yaml
 
 from agentrl import TrajectoryGroup
-from agentrl.credit import installed_credit
-from agentrl.report.advise import Shown, Task, advise, read_map, show
+from agentrl.credit import installed_credit, load_credit
+from agentrl.report.advise import Advice, Shown, Task, advise, read_map, show
 from agentrl.testing import make_group
-from benchmarks.credit_tabular import BASE, Row
+from benchmarks.credit_tabular import BASE, SCHEMES, Row
 
 SHOWN = Shown(turns=10, group_size=8, repeated=1, explained=0.1, by_turn=0)
 
@@ -75,6 +76,15 @@ def test_the_nearest_task_decides() -> None:
     without_keys = advise(SHOWN.model_copy(update={"repeated": 0.05}), tasks)
     assert without_keys.scheme == "turn_return"
     assert "state_key()" in without_keys.why
+
+
+def test_the_recipe_has_the_options_with_which_the_scheme_was_compared() -> None:
+    tasks = [Task(name="one", seeds=9, shown=SHOWN, gains={"ecpo": (0.3, 0.03), "turn_return": (0.0, 0.01)})]
+    assert advise(SHOWN, tasks).recipe == "credit: {scheme: ecpo, lam: 0.5}"
+    for scheme in {name for task in read_map() for name in task.gains} | {"uniform"}:
+        section = yaml.safe_load(Advice(scheme, "").recipe)["credit"]
+        assert section == SCHEMES[scheme]
+        load_credit(section)
 
 
 def test_tasks_that_rollouts_cannot_tell_apart_decide_together() -> None:
