@@ -18,7 +18,9 @@ from agentrl.report.terminal import Console
 def add(commands: Commands) -> None:
     """Add the commands of this file."""
     credit = commands.add(
-        "credit", _credit, "List installed credit schemes, or explain what one does to recorded rollouts."
+        "credit",
+        _credit,
+        "List installed credit schemes, explain what one does to recorded rollouts, or say which one suits them.",
     )
     actions = credit.add_subparsers(dest="action")
     explain = actions.add_parser(
@@ -34,8 +36,8 @@ def add(commands: Commands) -> None:
     advise = actions.add_parser(
         "advise",
         help="say which scheme suits what a run's rollouts show",
-        description="Measure turns, groups, keys and noise of a run's recorded rollouts, and name the scheme that learned "
-        "fastest on the task most like them (docs/credit.md).",
+        description="Measure turns, groups, keys and noise of a run's recorded rollouts, and print the recipe's line for the scheme "
+        "that learned fastest on the tasks most like them (docs/credit.md).",
         allow_abbrev=False,
     )
     advise.set_defaults(run=_advise)
