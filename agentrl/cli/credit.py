@@ -36,8 +36,8 @@ def add(commands: Commands) -> None:
     advise = actions.add_parser(
         "advise",
         help="say which scheme suits what a run's rollouts show",
-        description="Measure turns, groups, keys and noise of a run's recorded rollouts, and print the recipe's line for the scheme "
-        "that learned fastest on the tasks most like them (docs/credit.md).",
+        description="Measure turns, groups, keys and noise of a run's recorded rollouts, and print the recipe's line for the "
+        "scheme that learned fastest on the tasks most like them (docs/credit.md).",
         allow_abbrev=False,
     )
     advise.set_defaults(run=_advise)

@@ -158,7 +158,7 @@ def advise(shown: Shown, tasks: Sequence[Task]) -> Advice:
     }
     best = max(gains, key=lambda name: gains[name][0], default=None)
     if best is None or gains[best][0] <= 2 * gains[best][1]:
-        return Advice("uniform", f"{where} no scheme was ahead of it.{lacking}")
+        return Advice("uniform", f"{where} no scheme was ahead of uniform.{lacking}")
     mean, error = gains[best]
     return Advice(
         best,

@@ -1,4 +1,4 @@
-"""One advantage for the whole trajectory: GRPO, Dr. GRPO, RLOO, REINFORCE++ with baseline, plain GSPO."""
+"""One advantage for the whole trajectory: that of GRPO, GSPO, Dr. GRPO, RLOO, REINFORCE++ with baseline."""
 
 from typing import ClassVar, Literal
 
