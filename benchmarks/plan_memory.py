@@ -4,8 +4,8 @@
 
 Each case is a process of its own, or two (`ddp`, `fsdp`): two steps of two minibatches of two micro-batches each, filled to
 the budget, on made-up trajectories that share nothing. Printed: megabytes that the plan counts for training (no engine), by how
-much the resident set rose over that of a process that has trained a model of nothing, at its highest (of two, where it rose
-most), and their ratio. Memory that is freed goes back at once (`MALLOC_MMAP_THRESHOLD_`), so that the highest is not what
+much the resident set rose over that of a process that has trained a model of nothing, at its highest within the updates (of
+two, where it rose most), and their ratio. Memory that is freed goes back at once (`MALLOC_MMAP_THRESHOLD_`), so that the highest is not what
 allocators keep. `--only` takes the cases whose `how` has each of these words.
 """
 
@@ -161,6 +161,7 @@ def update(recipe: Recipe, tokens: int) -> None:
         reference = copy.deepcopy(policy, {id(p): p for p in frozen})
     state = PolicyState(policy, accelerator=accelerator, config=train, reference=reference)
     learner = Learner(state, loss=recipe.loss, config=train, temperature=1.0, seed=0)
+    Path("/proc/self/clear_refs").write_text("5", encoding="utf-8")  # what counts is the highest of the updates
     for version in range(2):
         learner.update(*groups(tokens, config.vocab_size, accelerator.num_processes), version=version)
 
@@ -177,7 +178,6 @@ def measure(case: Case) -> float:
     with tempfile.TemporaryDirectory() as folder:
         update(case.recipe(Path(folder), _NOTHING), 512)
         before = resident("VmRSS")
-        Path("/proc/self/clear_refs").write_text("5", encoding="utf-8")
         update(case.recipe(Path(folder)), case.tokens)
     return resident("VmHWM") - before
 

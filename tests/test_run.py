@@ -5,12 +5,14 @@ import shutil
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
+from unittest.mock import patch
 
 import pytest
 import torch
 from accelerate.state import AcceleratorState
 from safetensors.torch import load_file
+from transformers import PreTrainedModel
 
 import agentrl
 from agentrl import MessageEnv
@@ -66,7 +68,18 @@ def train_adapters(precision: str, tmp_path: Path) -> None:
         "warmup": {"steps": 2, "num_demonstrations": 4},
         "loss": {"kl_coefficient": 0.1},
     }
-    with build(recipe(tmp_path, **settings, train={"precision": precision})) as parts:
+    moved: list[str] = []
+    to = PreTrainedModel.to
+
+    def record(model: PreTrainedModel, device: torch.device, *dtype: torch.dtype) -> PreTrainedModel:
+        moved.append(str(*dtype or (model.get_input_embeddings().weight.dtype,)))
+        return cast("PreTrainedModel", to(model, device, *dtype))
+
+    with (
+        patch.object(PreTrainedModel, "to", record),
+        build(recipe(tmp_path, **settings, train={"precision": precision})) as parts,
+    ):
+        assert set(moved) == {f"torch.{precision}"}  # no device has to hold more
         dtypes = {(weight.requires_grad, str(weight.dtype)) for weight in parts.policy.parameters()}
         assert dtypes == {(True, "torch.float32"), (False, f"torch.{precision}")}
         assert parts.policy.layout == "tree"

@@ -239,8 +239,10 @@ def _journal(recipe: Recipe) -> Journal | None:
 
 def _new_policy(recipe: Recipe, loaded: Loaded, device: torch.device) -> tuple[Policy, str | None]:
     """Return the model as it is trained, and what to tell of the layout of its rows."""
-    model = loaded.model
-    if not loaded.shares:
+    model, is_half = loaded.model, recipe.train.precision == "bfloat16"
+    is_rounded = recipe.model.lora is not None and is_half and recipe.train.sharding != "full"
+    is_whole = not (loaded.shares or is_rounded)
+    if is_whole:
         model.to(device)
     if recipe.model.lora is not None:
         add_lora(model, recipe.model.lora)
@@ -248,14 +250,14 @@ def _new_policy(recipe: Recipe, loaded: Loaded, device: torch.device) -> tuple[P
         model.gradient_checkpointing_enable({"use_reentrant": False})
     max_tokens = recipe.rollout.max_context_tokens
 
-    def choose() -> tuple[Layout, str | None]:
-        probed = small_like(model, device) if loaded.shares else model
-        half = recipe.train.precision == "bfloat16"
-        return choose_layout(probed, recipe.train.layout, max_tokens=max_tokens, half=half)
+    def choose() -> tuple[Layout, str | None]:  # in float32: rounding would hide differences
+        probed = model if is_whole else small_like(model, device)
+        return choose_layout(probed, recipe.train.layout, max_tokens=max_tokens, half=is_half)
 
     layout, warning = from_rank_zero(choose)
-    if recipe.model.lora is not None and recipe.train.precision == "bfloat16" and recipe.train.sharding != "full":
-        round_frozen(model)  # the layout is chosen by differences that rounding would hide
+    if is_rounded:  # before it goes to the device, which may have no room for it in float32
+        round_frozen(model)
+        model.to(device)
     return Policy(model, layout=layout, shares=loaded.shares), warning
 
 
