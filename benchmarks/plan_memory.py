@@ -4,7 +4,7 @@
 
 Each case is a process of its own, or two (`ddp`, `fsdp`): two steps of two minibatches of two micro-batches each, filled to
 the budget, on made-up trajectories that share nothing. Printed: megabytes that the plan counts for training (no engine), by how
-much the resident set rose over that of a process that has trained a model of nothing, at its highest within the updates (of two,
+much the resident set rose over that of a process that has trained a model of nothing, at its highest in the updates (of two,
 where it rose most), and their ratio. Memory that is freed goes back at once (`MALLOC_MMAP_THRESHOLD_`), so that the highest is
 not what allocators keep. `--only` takes the cases whose `how` has each of these words.
 """
