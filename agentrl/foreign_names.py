@@ -160,7 +160,8 @@ FIELDS: dict[str, str] = {
 SCHEMES = {
     "grpo": "credit.scheme: uniform with loss.unit: token",
     **dict.fromkeys(("gspo", "gspo_token", "gspo-token"), "credit.scheme: uniform with loss.unit: trajectory"),
-    "dr_grpo": "credit: {scheme: uniform, normalize: none} with loss: {unit: token, aggregation: constant}",
+    "dr_grpo": "credit: {scheme: uniform, normalize: none} with loss: {unit: token, aggregation: constant, "
+    "constant_length: 1024}",
     "dapo": "credit.scheme: uniform with loss: {unit: token, aggregation: token-mean} and rollout.dynamic_sampling",
     "bnpo": "credit.scheme: uniform with loss: {unit: token, aggregation: token-mean}",
     "rloo": "credit: {scheme: uniform, normalize: leave_one_out}",
@@ -187,7 +188,7 @@ VALUES: dict[str, dict[str, str]] = {
     "loss.aggregation": {
         **dict.fromkeys(("grpo", "seq-mean-token-mean"), "trajectory-mean"),
         **dict.fromkeys(("dapo", "bnpo", "token_mean"), "token-mean"),
-        **dict.fromkeys(("dr_grpo", "seq-mean-token-sum-norm"), "constant"),
+        **dict.fromkeys(("dr_grpo", "seq-mean-token-sum-norm"), "constant, with loss.constant_length"),
     },
     "loss.mismatch": {
         **dict.fromkeys(("tis", "token_truncate", "sequence_truncate"), "truncate"),

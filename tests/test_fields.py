@@ -277,6 +277,17 @@ def test_what_foreign_names_lead_to_is_there() -> None:
     assert named - {"metrics.jsonl"} <= listed
 
 
+@pytest.mark.parametrize("algorithm", foreign_names.SCHEMES)
+def test_what_an_algorithm_leads_to_is_a_recipe(algorithm: str) -> None:
+    sections: dict[str, Any] = {}
+    for told in re.split(" with | and ", foreign_names.SCHEMES[algorithm]):
+        path, _, value = told.partition(": ")
+        section, _, name = path.partition(".")
+        given = yaml.safe_load(value or "true")
+        sections[section] = sections.get(section, {}) | ({name: given} if name else given)
+    load_recipe(sections)
+
+
 def test_no_field_of_ours_is_taken_for_a_foreign_one() -> None:
     ours = {path.rpartition(".")[2] for path in leaves(Recipe)}
     assert not ours & foreign_names.FIELDS.keys()
