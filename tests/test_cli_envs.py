@@ -114,7 +114,35 @@ def test_a_task_that_is_none_is_refused(play: Played, capsys: pytest.CaptureFixt
 
 def test_what_is_wrong_is_said_in_plain_words_and_what_is_right_too(capsys: pytest.CaptureFixture[str]) -> None:
     main(["envs", "check", "key_door", "--seeds", "2"])
-    assert "reset() forgets" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert shown.startswith("key_door\n")
+    assert "reset() forgets" in shown
+
+
+def test_an_environment_is_checked_with_the_wrappers_of_its_recipe(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "deaf.py").write_text(
+        "import gymnasium\n\n\nclass Deaf(gymnasium.Wrapper):\n    def step(self, action):\n        raise ValueError('hm?')\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    recipe, record = tmp_path / "recipe.yaml", tmp_path / "episodes.jsonl"
+
+    def check(wrapper: str) -> None:
+        recipe.write_text(f"env: {{id: key_door, wrappers: [{wrapper}]}}\n")
+        main(["envs", "check", str(recipe), "--seeds", "1"])
+
+    check(f"{{id: record, path: {record}}}")
+    assert capsys.readouterr().out.startswith("key_door\n")
+    assert record.read_text(encoding="utf-8").count("\n") > 1
+    for wrapper, words in (
+        ("{id: 'deaf:Deaf'}", "- step() in its wrappers raised ValueError: hm?"),
+        ("{id: recrod}", "env.wrappers.0.id: no 'recrod' is installed"),
+    ):
+        with pytest.raises(SystemExit) as ended:
+            check(wrapper)
+        assert ended.value.code == 2
+        assert words in capsys.readouterr().err
 
 
 @pytest.mark.timeout(600)

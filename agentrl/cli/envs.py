@@ -101,8 +101,13 @@ def _play(options: argparse.Namespace, rest: list[str]) -> None:
 def _check(options: argparse.Namespace, rest: list[str]) -> None:
     from agentrl.testing import check_env
 
-    env = _recipe(options.env, rest).env
-    Console(soft_wrap=True).print(str(check_env(env.id, seeds=range(options.seeds), **env.options)))
+    config = _recipe(options.env, rest).env
+
+    def make() -> "Env":
+        return config.make()
+
+    make.__name__ = config.id
+    Console(soft_wrap=True).print(str(check_env(make, seeds=range(options.seeds))))
 
 
 def _new(options: argparse.Namespace, _: list[str]) -> None:

@@ -18,6 +18,7 @@ from agentrl.env.probing import CALL_ID, bad_actions, call, is_schema, likely_ar
 from agentrl.errors import CheckError, EnvironmentFailure
 from agentrl.testing.checked_env import CheckedEnv, look_at
 from agentrl.testing.env_session import Hang, Problem, Report, Session, StepResult
+from agentrl.testing.wrapped_env import check_wrappers
 from agentrl.types import Message
 
 _MAX_TURNS = 100
@@ -38,7 +39,7 @@ def check_env(
 
     Args:
         make: what a recipe's `env.id` takes, or a class or function that makes a fresh environment at each call.
-            Wrappers are looked through.
+            Wrappers are looked through, and a few turns are played in them.
         seeds: tasks to try.
         timeout_s: deadline of each call of the environment, in seconds.
         options: options of the environment.
@@ -50,7 +51,7 @@ def check_env(
     build = (lambda: make_env(make, options)) if isinstance(make, str) else (lambda: make(**options))
     name = make if isinstance(make, str) else getattr(make, "__name__", repr(make))
     checks = [_tools, _reset, _garbage, _determinism, _fork, _pickle, _oracle, _end, _rollout_index]
-    checks += [_splits, _close, _gymnasium]
+    checks += [_splits, _close, _gymnasium, check_wrappers]
     global_states = random.getstate(), np.random.get_state()
     try:
         _session(report, build).close()
@@ -75,8 +76,7 @@ def check_env(
         np.random.set_state(global_states[1])
         report.close()
     lines = report.lines()
-    listed = "\n".join(f"- {line}" for line in lines)
-    raise CheckError(f"{name}: {len(lines)} problem{'s' if len(lines) > 1 else ''}\n{listed}")
+    raise CheckError("\n- ".join([f"{name}: {len(lines)} problem{'s' if len(lines) > 1 else ''}", *lines]))
 
 
 Make = Callable[[], Session]
@@ -89,7 +89,7 @@ def _session(report: Report, build: Callable[[], Any]) -> Session:
         raise Problem(f"{type(env).__name__} is no agentrl.MessageEnv; subclass agentrl.ToolEnv or agentrl.MessageEnv")
     if not hasattr(env, "observation_space") or not hasattr(env, "action_space"):
         raise Problem("__init__() leaves the spaces unset; call super().__init__() in its first line")
-    return Session(env, report)
+    return Session(env, report, made=made)
 
 
 def _tools(make: Make, seed: int) -> None:  # noqa: ARG001 - tools do not depend on the seed

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from agentrl.env import MessageEnv, ask_oracle, tool_schemas
+from agentrl.env.make import Env
 from agentrl.env.returned import key_return, reset_return, step_return
 from agentrl.env.spaces import is_message
 from agentrl.errors import EnvError
@@ -130,8 +131,10 @@ class StepResult(NamedTuple):
 class Session:
     """One environment, driven through its report."""
 
-    def __init__(self, env: MessageEnv, report: Report) -> None:
+    def __init__(self, env: MessageEnv, report: Report, *, made: Env | None = None) -> None:
         self.env = env
+        self.made: Env = env if made is None else made
+        """The environment with the wrappers around it."""
         self.report = report
         self._is_closed = False
         report.sessions.append(self)
@@ -227,7 +230,7 @@ class Session:
         """Close the environment, once."""
         if not self._is_closed:
             self._is_closed = True
-            self.report.call("close()", self.env.close)
+            self.report.call("close()", self.made.close)
 
     def _check_tuple(self, method: str, messages: object) -> None:
         self.add_if(

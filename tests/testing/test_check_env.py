@@ -103,6 +103,23 @@ def test_wrappers_are_looked_through() -> None:
     check_env(lambda **options: gym.wrappers.TimeLimit(Sound(**options), 5), num_buttons=3)
 
 
+class Deaf(gym.Wrapper[Any, Any, Any, Any]):
+    def step(self, action: Any) -> Any:
+        raise ValueError(f"cannot hear {action['content']}")
+
+
+class Mute(gym.Wrapper[Any, Any, Any, Any]):
+    def reset(self, **told: Any) -> Any:
+        return self.env.reset(**told)[0]
+
+
+def test_wrappers_in_which_nothing_can_be_played_are_told() -> None:
+    assert only_problem(lambda: Deaf(TextOnly())) == "step() in its wrappers raised ValueError: cannot hear Hello."
+    assert only_problem(lambda: Mute(TextOnly())).startswith(
+        "reset() in its wrappers raised EnvError: reset() of TextOnly"
+    )
+
+
 def test_the_global_random_numbers_are_left_as_they_were() -> None:
     states = random.getstate(), np.random.get_state()[1].tolist()  # type: ignore[index]
     check_env(Sound)
