@@ -332,8 +332,26 @@ def test_a_second_collapse_ends_the_run(tmp_path: Path) -> None:
 
 
 def test_without_an_earlier_checkpoint_a_collapse_ends_the_run(tmp_path: Path) -> None:
+    agentrl.train(fallen(tmp_path, until=9999, steps=9, checkpoint_every=1, keep_last=1))
+    resumed = ["--train.steps", "14", "--train.on_collapse", "rewind", "--train.keep_last", "9"]
     with pytest.raises(TrainingError, match=r"No checkpoint from before is left.*train\.keep_last"):
-        agentrl.train(fallen(tmp_path, until=9999, on_collapse="rewind", checkpoint_every=1, keep_last=2))
+        agentrl.train(tmp_path / "run", overrides=resumed)
+
+
+@pytest.mark.parametrize(("every", "last", "is_kept"), [(1, 4, False), (1, 5, True), (2, 3, True), (20, 1, False)])
+def test_going_back_is_refused_where_no_earlier_checkpoint_would_be_kept(
+    every: int, last: int, *, is_kept: bool
+) -> None:
+    given = {"train": {"on_collapse": "rewind", "checkpoint_every": every, "keep_last": last}}
+    if is_kept:
+        load_recipe(given)
+        return
+    with pytest.raises(ConfigError) as caught:
+        load_recipe(given)
+    assert str(caught.value) == (
+        f"train.on_collapse: rewind takes a checkpoint from 5 steps before, and checkpoint_every: {every} with keep_last: "
+        f"{last} may keep none; raise one of them until checkpoint_every * (keep_last - 1) is at least 4"
+    )
 
 
 def test_demonstrations_that_the_limits_cut_off_are_told(tmp_path: Path) -> None:
