@@ -107,7 +107,7 @@ def update_metrics(tallies: Sequence[Tally], *, current_version: int) -> dict[st
         "credit/mixed_sign_units": found["mixed_U"].mean,
         "entropy": found["entropy_T"].mean,
         "kl/behavior": -found["engine_difference_T"].mean,
-        # How far the policy had moved within the step, before the last update: what `train.target_kl` bounds.
+        # The furthest that the policy had moved within the step where a minibatch began: the last update is in none.
         "kl/step": max(map(divergence, tallies)) - divergence(tallies[0]),
         "grad_norm": _mean([tally.grad_norm for tally in tallies]),
         "learning_rate": tallies[-1].learning_rate,
