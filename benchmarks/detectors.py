@@ -1,11 +1,14 @@
 """What a collapse shows itself by, and how early: rules over the metrics of each step, tried on runs of evidence.py.
 
-    python -m benchmarks.detectors --evidence FILE [--watched] [--begin 0] [--end N]
+    python -m benchmarks.detectors --evidence FILE [--watched | --collapse] [--begin 0] [--end N]
 
 The runs are those of `key_door` without `target_kl`, in the order of the file: limits were chosen on the first 88. A run has
 collapsed as `benchmarks/evidence.py` says. `found`: collapsed runs in which a rule holds at some step; `in time`: by the step
 after the one whose update made the reward fall, so that the checkpoint before it is good; `false`: other runs in which it
 holds. `samples` is `ratio/effective_samples`, `kl` is `kl/behavior`; the other names are those of evidence.py.
+
+`--collapse` tries `health/collapse` instead, on the runs that noted success and the spread of rewards in each step, and
+prints of each run that collapsed the step after which its success was gone, and the one that tells.
 """
 
 import argparse
@@ -14,8 +17,9 @@ from collections.abc import Callable
 from pathlib import Path
 from statistics import median
 
+from agentrl.learn.health import signs
 from benchmarks.collapses import fall
-from benchmarks.evidence import Result, has_collapsed, read_results
+from benchmarks.evidence import KEPT, Job, Result, has_collapsed, read_results
 
 Steps = dict[str, list[float]]
 """Metrics, by step."""
@@ -64,16 +68,46 @@ FROM_START = [above("start_kl", limit) for limit in (0.1, 0.3, 1.0, 3.0)]
 """Of runs that measure the divergence from the policy they began with (`--watched`)."""
 
 
+def collapse(name: str, *, without: tuple[str, ...] = ()) -> tuple[str, Rule]:
+    def holds(steps: Steps, k: int) -> bool:
+        kept = {name: values for name, values in steps.items() if name not in without}
+        return "collapse" in signs([{KEPT[name]: values[j] for name, values in kept.items()} for j in range(k + 1)])
+
+    return name, holds
+
+
+COLLAPSE = [collapse("health/collapse"), collapse("the same, of rewards alone", without=("success",))]
+"""With `--collapse`."""
+
+
 def first(result: Result, rule: Rule) -> int | None:
     """Return the step at which a rule first holds."""
     steps: Steps = result["steps"]
     return next((k + 1 for k in range(len(steps["kl"])) if rule(steps, k)), None)
 
 
+def tell_collapse(known: dict[Job, Result]) -> None:
+    noted = {job: result for job, result in known.items() if {"success", "reward_spread"} <= result["steps"].keys()}
+    collapsed = {job: result for job, result in noted.items() if has_collapsed(result)}
+    print(f"{len(noted)} runs, of which {len(collapsed)} collapsed\n")
+    print("| rule | found | false |\n|---|---|---|")
+    for name, rule in COLLAPSE:
+        found, false = (
+            sum(first(result, rule) is not None for job, result in noted.items() if (job in collapsed) is has)
+            for has in (True, False)
+        )
+        print(f"| {name} | {found} of {len(collapsed)} | {false} of {len(noted) - len(collapsed)} |")
+    for job, result in collapsed.items():
+        told = [first(result, rule) for _, rule in COLLAPSE]
+        gone = fall({**result, "rewards": result["steps"]["success"]})
+        print(f"{job.ratio}, {job.credit}, {job.train}, seed {job.seed}: gone after step {gone}, told in step {told}")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--evidence", type=Path, required=True)
     parser.add_argument("--watched", action="store_true", help="only runs that measure the divergence from their start")
+    parser.add_argument("--collapse", action="store_true", help="try health/collapse on the runs that noted success")
     parser.add_argument("--begin", type=int, default=0)
     parser.add_argument("--end", type=int)
     options = parser.parse_args()
@@ -83,6 +117,9 @@ def main() -> None:
         if job.env == "key_door" and "kl" not in job.train
     }
     chosen = list(known.items())[options.begin : options.end]
+    if options.collapse:
+        tell_collapse(dict(chosen))
+        return
     results = [result for job, result in chosen if not options.watched or job.ratio.endswith("watched")]
     collapsed = [result for result in results if has_collapsed(result)]
     print(f"{len(results)} runs, of which {len(collapsed)} collapsed\n")

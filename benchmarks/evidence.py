@@ -111,6 +111,8 @@ _CONTROL = "shuffled "
 GAMMA = {"key_door": 1.0, "corridor": 0.8, "service_desk": 0.5, "calculator": 0.5, "calculator_moe": 0.5}
 KEPT = {
     "reward": "reward/mean",
+    "reward_spread": "reward/spread",
+    "success": "episode/success",
     "entropy": "entropy",
     "spread": "ratio/spread",
     "token_spread": "ratio/token_spread",

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
+from math import sqrt
 from statistics import fmean
 from typing import Literal, get_args
 
@@ -21,7 +22,7 @@ COLLAPSE_ADVICE = (
 _STEPS, _STEPS_ALIKE = COLLAPSED_STEPS, 8
 """Steps in a row for which a sign must hold; small batches of hard tasks earn alike now and then."""
 _FALL, _LEFT = 0.25, 0.4
-"""A reward collapsed where its mean fell by so much of the largest spread there was, and so little of that spread is left."""
+"""Reward or success collapsed where its mean fell by so much of the largest spread there was, and so little of that is left."""
 _ENTROPY_LEFT = 0.1
 """Share of the entropy of the first steps."""
 _FEW_SAMPLES, _FAR = 0.5, 0.03
@@ -67,28 +68,42 @@ def first_told(found: Mapping[Sign, str], rows: Sequence[Row]) -> dict[Sign, str
 
 def _collapse(rows: Sequence[Row]) -> str | None:
     rows = [row for row in rows if row.keys() >= _OF_REWARDS]  # a file may have lost some
-    before, last = rows[:-_STEPS], rows[-_STEPS:]
-    if not before:
+    if len(rows) <= _STEPS:
         return None
-    reward, spread = (fmean(row[name] for row in last) for name in ("reward/mean", "reward/spread"))
-    means = [row["reward/mean"] for row in before]
-    windows = [means[max(0, end - _STEPS) : end] for end in range(1, len(means) + 1)]
-    best, widest = max(map(fmean, windows)), max(row["reward/spread"] for row in before)
-    if widest > 0 and reward <= best - _FALL * widest and spread <= _LEFT * widest:
-        return f"the policy has collapsed: its mean reward fell from {best:.3g} to {reward:.3g} for {_STEPS} steps"
+    levels = {"reward": [(row["reward/mean"], row["reward/spread"]) for row in rows]}
+    if any("episode/success" in row for row in rows):
+        # Noise of rewards, which keeps their spread up, is not in it. Steps that cut off all of their episodes do not tell it.
+        shares = [row.get("episode/success", 0.0) for row in rows]
+        levels["success"] = [(share, sqrt(max(0.0, share * (1 - share)))) for share in shares]
+    for name, of_steps in levels.items():
+        if fell := _fall(of_steps):
+            best, now = fell
+            return f"the policy has collapsed: its mean {name} fell from {best:.3g} to {now:.3g} for {_STEPS} steps"
     # Where every advantage is 0, nothing is computed, and no entropy is known.
     measured = [row for row in rows if row["credit/zero_advantage"] < 1 and "entropy" in row]
     early, late = measured[:_STEPS], measured[_STEPS:][-_STEPS:]
-    if len(late) < _STEPS or last[-1] is not late[-1]:
+    if len(late) < _STEPS or rows[-1] is not late[-1]:
         return None
     entropy, first = (fmean(row["entropy"] for row in part) for part in (late, early))
-    gain = reward - fmean(row["reward/mean"] for row in early)
+    gain = fmean(row["reward/mean"] for row in rows[-_STEPS:]) - fmean(row["reward/mean"] for row in early)
+    widest = max(row["reward/spread"] for row in rows[:-_STEPS])
     if entropy <= _ENTROPY_LEFT * first and gain < _FALL * widest:
         return (
             f"the policy has collapsed: its entropy fell from {first:.2g} to {entropy:.2g} nats a token, and its reward did "
             "not rise"
         )
     return None
+
+
+def _fall(levels: Sequence[tuple[float, float]]) -> tuple[float, float] | None:
+    """Return from where to where something fell for good, by its mean and spread in each step. None: it did not."""
+    before, last = levels[:-_STEPS], levels[-_STEPS:]
+    means = [mean for mean, _ in before]
+    best = max(fmean(means[max(0, end - _STEPS) : end]) for end in range(1, len(means) + 1))
+    widest = max(spread for _, spread in before)
+    now, spread = (fmean(column) for column in zip(*last, strict=True))
+    has_fallen = widest > 0 and now <= best - _FALL * widest and spread <= _LEFT * widest
+    return (best, now) if has_fallen else None
 
 
 def _runaway(row: Row) -> str | None:

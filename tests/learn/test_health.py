@@ -33,6 +33,11 @@ LEARNS = [
 ]
 COLLAPSES = [0.25, 0.09, 0.19, 0.31, 0.31, 0.38, 0.25, 0.16, *[0.0] * 12]
 
+# key_door whose turns pay by chance: the policy has lost all success after step 5, and the rewards' spread stays.
+NOISY_SUCCESS = [0.19, 0.38, 0.28, 0.28, 0.56, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0]
+NOISY_REWARD = [0.17, 0.28, 0.12, 0.31, 0.59, -0.12, -0.02, 0.05, -0.01, -0.08, -0.12, -0.06, 0.15, 0.16]
+NOISY_SPREAD = [0.66, 0.9, 0.84, 1.04, 0.75, 0.77, 0.59, 0.54, 0.65, 0.86, 0.57, 0.7, 0.64, 0.68]
+
 
 def row(success: float = 0.5, *, entropy: float = 0.15, **changes: float) -> dict[str, float]:
     is_alike = float(success in (0, 1))
@@ -71,6 +76,31 @@ def test_a_reward_that_falls_and_stays_down_is_told_once_and_what_follows_is_not
     ((step, sign),) = told(rows)
     assert sign == "collapse"
     assert step in (11, 12)  # it fell at step 9
+
+
+def noisy(success: Sequence[float]) -> list[dict[str, float]]:
+    """Rows of a run whose rewards are noisy; where no episode came to its end, success is not told."""
+    shown = zip(success, NOISY_REWARD, NOISY_SPREAD, strict=True)
+    return [
+        row(reward__mean=reward, reward__spread=spread, credit__zero_advantage=0.1)
+        | ({"episode/success": share} if share else {})
+        for share, reward, spread in shown
+    ]
+
+
+def test_success_that_is_gone_under_noisy_rewards_is_a_collapse() -> None:
+    rows = noisy(NOISY_SUCCESS)
+    assert told(rows) == [(8, "collapse")]
+    assert signs(rows[:9])["collapse"].endswith("its mean success fell from 0.375 to 0 for 4 steps")
+
+
+def test_noisy_rewards_alone_are_none_while_success_stays() -> None:
+    assert told(noisy([0.2, 0.1, 0.25, 0.1, 0.15, 0.05, 0.1, 0.2, 0.05, 0.15, 0.1, 0.05, 0.1, 0.2])) == []
+
+
+def test_rewards_may_fall_where_no_episode_ever_succeeds() -> None:
+    rows = [row(success) | {"episode/success": 0.0} for success in COLLAPSES]
+    assert [sign for _, sign in told(rows)] == ["collapse"]
 
 
 def test_a_collapse_at_the_first_update_is_told() -> None:
