@@ -1,12 +1,25 @@
 """An interrupt of an update that runs on another thread: what takes long asks for it where it may end."""
 
+from collections.abc import Callable
 from contextvars import ContextVar
 from threading import Event
+from typing import TypeVar
 
 from agentrl.errors import TrainingError
 
-interrupted: ContextVar[Event | None] = ContextVar("interrupted", default=None)
-"""Where what runs on this thread is told that it shall end. None: it goes on to its end."""
+R = TypeVar("R")
+
+_interrupted: ContextVar[Event | None] = ContextVar("interrupted", default=None)
+
+
+def run_until(interrupted: Event, work: Callable[[], R]) -> R:
+    """Run what ends soon once `interrupted` is set; to be called in a context of its own, as `asyncio.to_thread` does.
+
+    Raises:
+        TrainingError: where it ended for that.
+    """
+    _interrupted.set(interrupted)
+    return work()
 
 
 def check_interrupt() -> None:
@@ -15,6 +28,6 @@ def check_interrupt() -> None:
     Raises:
         TrainingError: where it was.
     """
-    event = interrupted.get()
+    event = _interrupted.get()
     if event is not None and event.is_set():
         raise TrainingError("the update was interrupted")

@@ -14,7 +14,7 @@ import torch
 
 from agentrl.credit import Credit, assign_credit
 from agentrl.distributed.processes import all_gather, from_rank_zero, naming_absent_ranks
-from agentrl.learn.interrupt import interrupted
+from agentrl.learn.interrupt import run_until
 from agentrl.learn.metrics import process_metrics, rollout_metrics
 from agentrl.learn.staleness import mask_stale, share_too_old
 from agentrl.report.folder import RunFolder
@@ -100,16 +100,11 @@ def train_step(parts: Parts, step: int, *, proves_push: bool = False) -> StepRes
 
 def while_sampling(runner: asyncio.Runner, update: Callable[[], StepResult]) -> StepResult:
     """Update on another thread; on the event loop, the episodes are continued meanwhile."""
-    event = Event()
-
-    def interruptible() -> StepResult:
-        interrupted.set(event)
-        return update()
-
+    interrupted = Event()
     try:
-        return runner.run(asyncio.to_thread(interruptible))
+        return runner.run(asyncio.to_thread(run_until, interrupted, update))
     except BaseException:
-        event.set()  # An interrupt leaves the thread behind, and the process would wait for its end.
+        interrupted.set()  # An interrupt leaves the thread behind, and the process would wait for its end.
         raise
 
 

@@ -16,7 +16,7 @@ from agentrl.distributed.checkpoints import checkpoints
 from agentrl.engine.batched import Request
 from agentrl.engine.transformers import TransformersEngine
 from agentrl.errors import EngineError, TrainingError
-from agentrl.learn.interrupt import interrupted
+from agentrl.learn.interrupt import _interrupted
 from agentrl.report.folder import RunFolder
 from agentrl.run import loop
 from agentrl.run.build import Parts
@@ -175,7 +175,7 @@ def test_an_update_on_another_thread_is_cancelled_when_the_loop_ends(runs: Runs)
     events: list[Event | None] = []
 
     def update() -> loop.StepResult:
-        events.append(interrupted.get())
+        events.append(_interrupted.get())
         raise KeyboardInterrupt
 
     with asyncio.Runner() as runner, pytest.raises(KeyboardInterrupt):
@@ -183,7 +183,7 @@ def test_an_update_on_another_thread_is_cancelled_when_the_loop_ends(runs: Runs)
     (event,) = events
     assert event is not None
     assert event.is_set()
-    assert interrupted.get() is None
+    assert _interrupted.get() is None
     parts = runs.begin().parts
     groups = parts.runner.run(parts.pool.collect())
     before = weights(parts)

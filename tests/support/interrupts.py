@@ -5,7 +5,7 @@ from contextvars import copy_context
 from threading import Event
 from typing import TypeVar
 
-from agentrl.learn.interrupt import interrupted
+from agentrl.learn.interrupt import run_until
 
 R = TypeVar("R")
 
@@ -24,9 +24,4 @@ class After(Event):
 
 def run_with(event: Event, work: Callable[[], R]) -> R:
     """Run what ends once the event is set."""
-
-    def run() -> R:
-        interrupted.set(event)
-        return work()
-
-    return copy_context().run(run)
+    return copy_context().run(run_until, event, work)
