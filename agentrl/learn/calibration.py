@@ -20,8 +20,9 @@ Key = tuple[int, int]
 
 RATE = 0.1
 """Weight of the newest minibatch: in the spread, and in what corrects the range by the share that was clipped."""
-LARGEST_STEP = 0.5
-"""Of that correction in one minibatch: it changes a width at most by a factor of 1.65."""
+LARGEST_STEP = 1.0
+"""Of that correction in one minibatch. No share asks for more where the aim is .02 or above: what is cut off one way alone
+would leave another share than the aim, above all where few units, or those of a step together, leave their range at once."""
 SETTLED = 8
 """Minibatches after which the spread is known well enough for a correction."""
 NARROWEST = 1e-5

@@ -36,15 +36,19 @@ def shown(
     return of_units(units, log_ratio_U, down_U, up_U, clipped_down_U, clipped_up_U, aim=aim)
 
 
-def clipped_share(length: int, *, seed: int, tail: float) -> float:
-    """Share that is clipped in steps 20 to 40 of four minibatches, in which ratios spread more and more."""
+def clipped_share(length: int, *, seed: int, tail: float, together: float) -> float:
+    """Share that is clipped in steps 20 to 40 of four minibatches, in which ratios spread more and more.
+
+    `together`: by how much the units of a minibatch move alike, in what they move apart.
+    """
     rng, calibration = np.random.default_rng(seed), Calibration()
     clipped = pushed = 0.0
     for step in range(40):
         for minibatch in range(4):
             length_U = rng.poisson(length, NUM_UNITS).clip(1).astype(np.float64)
             spread_U = 0.03 * sqrt(minibatch) / np.sqrt(length_U)
-            found = shown(rng.standard_t(tail, NUM_UNITS) * spread_U, length_U=length_U, calibration=calibration)
+            moved_U = (rng.standard_t(tail, NUM_UNITS) + together * rng.normal()) / sqrt(1 + together**2)
+            found = shown(moved_U * spread_U, length_U=length_U, calibration=calibration)
             calibration = calibration.after(found, AIM)
             if step >= 20 and minibatch:
                 (alike,) = found.values()
@@ -53,10 +57,13 @@ def clipped_share(length: int, *, seed: int, tail: float) -> float:
     return clipped / pushed
 
 
+@pytest.mark.parametrize("together", [0, 3], ids=["apart", "together"])
 @pytest.mark.parametrize("tail", [4, 1000], ids=["heavy", "normal"])
 @pytest.mark.parametrize("length", [20, 100, 1000])
-def test_the_share_that_is_clipped_is_within_a_fifth_of_its_aim_after_twenty_steps(length: int, tail: float) -> None:
-    shares = [clipped_share(length, seed=seed, tail=tail) for seed in range(8)]
+def test_the_share_that_is_clipped_is_within_a_fifth_of_its_aim_after_twenty_steps(
+    length: int, tail: float, together: float
+) -> None:
+    shares = [clipped_share(length, seed=seed, tail=tail, together=together) for seed in range(24)]
     assert np.mean(shares) == pytest.approx(AIM.clipped, rel=0.2)
 
 
@@ -133,10 +140,12 @@ def test_lengths_have_ranges_of_their_own_where_a_recipe_asks() -> None:
     )  # the normal quantile at .9
 
 
+@pytest.mark.parametrize("share", [0.03, 0.003])
 @pytest.mark.parametrize("spread", [1e-7, 0.01, 1.0], ids=["narrowest", "between", "widest"])
-def test_ranges_follow_the_equations(spread: float) -> None:
+def test_ranges_follow_the_equations(spread: float, share: float) -> None:
     rng, calibration = np.random.default_rng(0), Calibration()
-    k = NormalDist().inv_cdf(1 - AIM.clipped)
+    aim = Aim.of(LossConfig(trust="calibrated", calibrated=CalibratedConfig(clipped=share)))
+    k = NormalDist().inv_cdf(1 - share)
     kept: dict[int, tuple[int, float, list[float]]] = {}
     for number in range(14):
         for staleness in (0, 5):
@@ -148,21 +157,21 @@ def test_ranges_follow_the_equations(spread: float) -> None:
             down, up = down_U * rng.integers(0, 2, 8), up_U * (number % 3 == 0) * (staleness == 0)
             units = Units(np.full(8, float(staleness)), length_U)
             tokens = [np.asarray(column, dtype=np.float64) for column in (down_U, up_U, down, up)]
-            calibration = calibration.after(of_units(units, log_ratio_U, *tokens, aim=AIM), AIM)
-            bound_U = max(AIM.token) * np.minimum(1, 2 / np.sqrt(length_U))
+            calibration = calibration.after(of_units(units, log_ratio_U, *tokens, aim=aim), aim)
+            bound_U = max(aim.token) * np.minimum(1, 2 / np.sqrt(length_U))
             m += max(0.1, 1 / (num + 1)) * (np.minimum(np.abs(log_ratio_U), bound_U).mean() - m)
             for side, (pushed, clipped) in enumerate(((down_U, down), (up_U, up))):
-                step = 0.1 * (clipped.sum() / pushed.sum() - AIM.clipped) / (k * NormalDist().pdf(k)) if num >= 8 else 0
-                gains[side] += min(max(step, -0.5), 0.5)
-                widest = AIM.token[side] * min(1, 2 / sqrt(length_U.mean()))
+                step = 0.1 * (clipped.sum() / pushed.sum() - share) / (k * NormalDist().pdf(k)) if num >= 8 else 0
+                gains[side] += min(max(step, -1), 1)
+                widest = aim.token[side] * min(1, 2 / sqrt(length_U.mean()))
                 gains[side] = min(max(gains[side], log(1e-5 / m)), log(widest / m))
             kept[staleness] = (num + 1, m, gains)
     for staleness, (num, m, gains) in kept.items():
         band = calibration.bands["0/3" if staleness else "0/0"]
         assert (band.num_minibatches, band.spread, *band.gains) == pytest.approx((num, m, *gains), rel=1e-12)
-        widths = calibration.widths(Units(np.full(3, float(staleness)), np.array([1.0, 4.0, 100.0])), AIM)
+        widths = calibration.widths(Units(np.full(3, float(staleness)), np.array([1.0, 4.0, 100.0])), aim)
         for side, width_U in enumerate(widths):
-            expected = np.clip(m * exp(gains[side]), 1e-5, AIM.token[side] * np.array([1, 1, 0.2]))
+            expected = np.clip(m * exp(gains[side]), 1e-5, aim.token[side] * np.array([1, 1, 0.2]))
             np.testing.assert_allclose(width_U, expected, rtol=1e-12)
 
 
