@@ -11,6 +11,7 @@ import pytest
 
 from agentrl.env import run_command
 from agentrl.env.command import CommandResult
+from tests.support.processes import is_alive
 
 
 def run(code: str, **options: object) -> CommandResult:
@@ -27,14 +28,6 @@ os.setsid()
 open(PID_FILE, 'w').write(str(os.getpid()))
 time.sleep(60)
 """
-
-
-def is_alive(pid: int) -> bool:
-    """Tell whether a process runs; one that is dead and waits to be reaped does not."""
-    try:
-        return "\nState:\tZ" not in Path(f"/proc/{pid}/status").read_text(encoding="utf-8")
-    except FileNotFoundError:
-        return False
 
 
 def wait_until_dead(pid: int) -> bool:

@@ -25,6 +25,14 @@ _CONTEXT = multiprocessing.get_context("forkserver")
 T = TypeVar("T")
 
 
+def is_alive(pid: int) -> bool:
+    """Tell whether a process runs; one that is dead and waits to be reaped does not."""
+    try:
+        return "\nState:\tZ" not in Path(f"/proc/{pid}/status").read_text(encoding="utf-8")
+    except FileNotFoundError:
+        return False
+
+
 def in_process(function: Callable[[], T]) -> T:
     """Call a function of a test's module in a process of its own, and return what it returns."""
     with ProcessPoolExecutor(1, mp_context=_CONTEXT) as pool:

@@ -1,5 +1,6 @@
 """Run a program that may do anything, and be rid of it by a deadline."""
 
+import atexit
 import contextlib
 import os
 import selectors
@@ -16,6 +17,9 @@ _CLOSED_POLL_S = 0.001
 """The same, where nothing will tell."""
 _LAST_OUTPUT_S = 1.0
 """How long to wait for the end of the outputs once the program is dead, in seconds."""
+
+_running: set[int] = set()
+"""Process groups of what runs now, on threads that the end of this process does not wait for."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,6 +52,7 @@ def run_process(
 ) -> Finished:
     """Run a program in its own session and process group, and kill the group at the deadline and when the program ends.
 
+    The end of this process kills it too.
     Its environment is the one given, and it inherits no descriptor but `pass_fds`. Outputs are read on to the end, but no more
     of them is kept than asked for.
 
@@ -66,19 +71,17 @@ def run_process(
         start_new_session=True,
         bufsize=0,
     ) as process:
-        pipes = _Pipes(process, stdin, (max_output, max_second))
+        _running.add(process.pid)
         try:
-            while not (has_ended := _has_ended(process.pid)) and not pipes.is_over and time.monotonic() < deadline:
-                pipes.move(_POLL_S if pipes.are_open else _CLOSED_POLL_S)
+            with contextlib.closing(_Pipes(process, stdin, (max_output, max_second))) as pipes:
+                while not (has_ended := _has_ended(process.pid)) and not pipes.is_over and time.monotonic() < deadline:
+                    pipes.move(_POLL_S if pipes.are_open else _CLOSED_POLL_S)
+                returncode = _end(process)
+                last = time.monotonic() + _LAST_OUTPUT_S
+                while pipes.are_open and time.monotonic() < last:
+                    pipes.move(_POLL_S)
         finally:
-            # Its status is collected after the kill: until then no other process can have its number.
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(process.pid, signal.SIGKILL)
-            returncode = process.wait()
-            last = time.monotonic() + _LAST_OUTPUT_S
-            while pipes.are_open and time.monotonic() < last:
-                pipes.move(_POLL_S)
-            pipes.close()
+            _end(process)
     (output, second), (num_cut, num_over) = pipes.kept, pipes.num_cut
     return Finished(
         returncode=returncode,
@@ -96,6 +99,25 @@ def limit(name: str, value: int) -> str:
 
     most = resource.getrlimit(getattr(resource, f"RLIMIT_{name.upper()}"))[1]
     return f"--{name}={value if most == resource.RLIM_INFINITY else min(value, most)}"
+
+
+def _end(process: "subprocess.Popen[bytes]") -> int:
+    """Kill the process group, and collect the status: only then can another process have its number."""
+    if process.returncode is None:
+        _kill(process.pid)
+        _running.discard(process.pid)
+    return process.wait()
+
+
+def _kill(group: int) -> None:
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(group, signal.SIGKILL)
+
+
+@atexit.register
+def _kill_all() -> None:
+    for group in tuple(_running):
+        _kill(group)
 
 
 def _has_ended(pid: int) -> bool:

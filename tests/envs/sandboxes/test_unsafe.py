@@ -1,8 +1,12 @@
 """What the option named `unsafe` holds, and what it does not: the column of docs/sandboxes.md."""
 
+import errno
 import os
+import selectors
 import signal
 import socket
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,6 +16,7 @@ import pytest
 
 from agentrl import Sandbox
 from agentrl_envs.sandboxes.unsafe import UnsafeConfig
+from tests.support.processes import is_alive
 from tests.support.threads import wait_until
 
 
@@ -79,3 +84,46 @@ if os.fork() == 0:
     assert daemon.is_running()
     daemon.send_signal(signal.SIGKILL)
     daemon.wait(20)
+
+
+WAITS = "import os, time\nopen({path!r}, 'w').write(f'{{os.getpid()}}.')\ntime.sleep(600)"
+"""Says who it is, and waits."""
+
+
+def wait_for(file: Path) -> int:
+    """Return the process whose number a program writes."""
+    wait_until(lambda: file.is_file() and file.read_text(encoding="utf-8").endswith("."))
+    return int(file.read_text(encoding="utf-8")[:-1])
+
+
+def test_what_runs_ends_with_the_process_that_waits_for_it(tmp_path: Path) -> None:
+    file = tmp_path / "pid"
+    script = f"""
+import threading, time
+from pathlib import Path
+from agentrl_envs.sandboxes.unsafe import UnsafeConfig
+
+sandbox, file = UnsafeConfig(timeout_s=600).build(), Path({str(file)!r})
+threading.Thread(target=sandbox.exec, args=({WAITS.format(path=str(file))!r},), daemon=True).start()
+while not (file.is_file() and file.read_text().endswith(".")):
+    time.sleep(0.02)
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=300, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    wait_until(lambda: not is_alive(wait_for(file)))
+
+
+def test_a_program_is_killed_whose_outputs_cannot_be_read(
+    sandbox: Sandbox, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "pid"
+
+    class NoneLeft(selectors.DefaultSelector):
+        def __init__(self) -> None:
+            wait_for(file)
+            raise OSError(errno.EMFILE, "Too many open files")
+
+    monkeypatch.setattr(selectors, "DefaultSelector", NoneLeft)
+    with pytest.raises(OSError, match="Too many open files"):
+        sandbox.exec(WAITS.format(path=str(file)))
+    assert not is_alive(wait_for(file))
