@@ -3,12 +3,15 @@
 import asyncio
 import logging
 import shutil
+import threading
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
+from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 from urllib.parse import urlsplit
 from uuid import uuid4
 
@@ -28,6 +31,8 @@ _JOIN_S = 60.0
 _POLL_S = 0.005
 _WORDS_S = 10.0
 """How long one may take to say why it takes no more."""
+R = TypeVar("R")
+
 Changes: TypeAlias = Iterable[tuple[str, tuple[torch.Tensor, torch.Tensor]]]
 """By a weight's name, two matrices whose product is added to it."""
 
@@ -112,6 +117,21 @@ async def push(
     return lost
 
 
+async def _beside(function: Callable[[], R]) -> R:
+    """Call on a thread that nobody waits for after an interrupt: gloo returns late where the other end hangs."""
+    called: Future[R] = Future()
+
+    def call() -> None:
+        called.set_running_or_notify_cancel()
+        try:
+            called.set_result(function())
+        except Exception as error:  # noqa: BLE001 - carried over
+            called.set_exception(error)
+
+    threading.Thread(target=call, name="agentrl-push", daemon=True).start()
+    return await asyncio.wrap_future(called)
+
+
 def _listen(address: str, timeout_s: float) -> tuple[Any, int]:
     """Return where a server's workers are to meet this process, and its port."""
     timeout = timedelta(seconds=timeout_s)
@@ -169,15 +189,18 @@ class _Receiver:
             address = await asyncio.to_thread(address_towards, str(url.hostname), url.port or 80)
             store, port = _listen(address, join_s)
             fields = {"host": address, "port": port, "num_workers": num_workers, "is_gpu": device.type == "cuda"}
-            fields |= {"join_s": join_s, "timeout_s": timeout_s, "base": self._base, "brings_base": self._has_weights}
+            # While another server hangs, until its deadline, this one waits for the next bucket: longer than that.
+            fields |= {"join_s": join_s, "timeout_s": 2 * timeout_s}
+            fields |= {"base": self._base, "brings_base": self._has_weights}
             self._taking = asyncio.create_task(self.server.call_workers("receive_weights", **fields))
             async with asyncio.timeout(join_s):
                 while not store.check([str(rank) for rank in range(1, num_workers + 1)]):
                     if self._taking.done():
                         await self._taking
                     await asyncio.sleep(_POLL_S)
-            self.channel = await asyncio.to_thread(
-                Channel, store, rank=0, size=1 + num_workers, device=device, address=address, timeout_s=timeout_s
+            size = 1 + num_workers
+            self.channel = await _beside(
+                lambda: Channel(store, rank=0, size=size, device=device, address=address, timeout_s=timeout_s)
             )
         except (RuntimeError, OSError, EngineError, Fault) as error:
             await self.server.check_alive()
@@ -194,7 +217,7 @@ class _Receiver:
         """Hand over some weights."""
         assert self.channel is not None
         try:
-            await asyncio.to_thread(self.channel.send, bucket)
+            await _beside(partial(self.channel.send, bucket))
         except RuntimeError as error:
             raise await self._why(error) from error
 
@@ -203,7 +226,7 @@ class _Receiver:
         assert self.channel is not None
         assert self._taking is not None
         try:
-            await asyncio.to_thread(self.channel.end)
+            await _beside(self.channel.end)
             await self._taking
         except (RuntimeError, Fault) as error:
             raise await self._why(error) from error

@@ -1,7 +1,6 @@
 """The client of vLLM's own HTTP server. Names and paths are those of vLLM 0.32."""
 
 import asyncio
-import time
 from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager, suppress
 from pathlib import Path
@@ -19,6 +18,7 @@ from agentrl.engine.vllm_common import (
     sampling_fields,
 )
 from agentrl.engine.vllm_http import Fault, Http, ServerLostError
+from agentrl.engine.vllm_outstanding import Outstanding
 from agentrl.engine.vllm_push import Changes, push
 from agentrl.engine.vllm_server_config import ServerConfig
 from agentrl.engine.vllm_weights import ServedModel, read_answer, read_model
@@ -27,9 +27,13 @@ from agentrl.types import Completion, FinishReason, Sampling
 
 _GENERATE = "/inference/v1/generate"
 _SERVER_INFO = "/server_info?config_format=json"
+_SIGN_OF_LIFE = "/weight_info"
+"""Answered by what samples, between two tokens."""
 _CPU = torch.device("cpu")
 _ABORT_S = 10.0
 """How long the server may take to hear that a request is not wanted any more."""
+_BACK_S = 10.0
+"""How long one that was lost may take to say that it is there again."""
 _NO_LOGPROB = -9999.0
 """What the server sends where a log-probability is not a number."""
 
@@ -62,10 +66,9 @@ class VLLMServer:
         self._asking: asyncio.Task[ServedModel] | None = None
         self._inside: dict[str, asyncio.Task[Completion]] = {}
         """All requests without an answer, by id."""
-        self._out: set[str] = set()
-        """Those that the server has, by the id it was given."""
+        self._out = Outstanding(self.check_alive)
+        """Those that the server has."""
         self._lines = asyncio.Semaphore(config.max_connections)
-        self._is_idle = asyncio.Event()
         self._aborts: set[asyncio.Task[None]] = set()
         self._may_send = asyncio.Event()
         self._may_send.set()
@@ -75,8 +78,6 @@ class VLLMServer:
         self._is_closed = False
         self._lost: ServerLostError | None = None
         """Why it is left out, where there are others."""
-        self._busy_s = 0.0
-        self._busy_since = 0.0
 
     @property
     def url(self) -> str:
@@ -91,7 +92,7 @@ class VLLMServer:
     @property
     def busy_s(self) -> float:
         """Seconds in which at least one request was out."""
-        return self._busy_s + (time.perf_counter() - self._busy_since if self._out else 0.0)
+        return self._out.busy_s
 
     @property
     def version(self) -> int:
@@ -131,19 +132,22 @@ class VLLMServer:
         """Return running requests as they stand; hold those of which no token was sampled yet."""
         self._is_paused = True
         self._set_gate()
+        if self._lost is not None:
+            return
         async with self.deadline("pause"):
             await self._http.ask("a pause", "POST", "/pause?mode=abort&clear_cache=false")
             while self._out:
                 # What comes to the server after it was paused waits there: it must be told by name.
                 with suppress(TimeoutError):
-                    await asyncio.wait_for(self._is_idle.wait(), 0.1)
+                    await asyncio.wait_for(self._out.wait_until_none(), 0.1)
                 if self._out:
                     await self._http.ask("an abort", "POST", "/abort_requests", _names(self._out))
 
     async def resume(self) -> None:
         """Sample again."""
-        async with self.deadline("resume"):
-            await self._http.ask("an end of the pause", "POST", "/resume")
+        if self._lost is None:
+            async with self.deadline("resume"):
+                await self._http.ask("an end of the pause", "POST", "/resume")
         self._is_paused = False
         self._set_gate()
 
@@ -187,9 +191,10 @@ class VLLMServer:
         await self._http.close()
 
     def leave_out(self, error: ServerLostError) -> None:
-        """Let nobody wait for it, be it for the end of a pause, until it has weights again."""
+        """Let nobody wait for it, be it for an answer or for the end of a pause, until it has weights again."""
         self._lost = error
         self._set_gate()
+        self._out.fail(error)
 
     @contextmanager
     def loading(self) -> Iterator[None]:
@@ -210,14 +215,18 @@ class VLLMServer:
 
     @asynccontextmanager
     async def deadline(self, what: str) -> AsyncIterator[None]:
-        """End what does not within `timeout_s`."""
+        """End what does not within `timeout_s`.
+
+        Raises:
+            ServerLostError: where it does not: a server that hangs is lost like one that is down.
+        """
         try:
             async with asyncio.timeout(self._config.timeout_s):
                 yield
         except TimeoutError:
-            raise EngineError(
+            raise ServerLostError(
                 f"vLLM's server at {self._config.urls[0]} did not finish {what} within engine.server.timeout_s: "
-                f"{self._config.timeout_s:g}"
+                f"{self._config.timeout_s:g}. Start it again where it hangs; where it is slow, raise that"
             ) from None
 
     async def served_model(self) -> ServedModel:
@@ -225,6 +234,9 @@ class VLLMServer:
         if self.model is None:
             if self._asking is None or self._asking.done():
                 self._asking = asyncio.create_task(self._ask_model())
+                self._asking.add_done_callback(
+                    lambda task: task.cancelled() or task.exception()
+                )  # nobody may wait any more
             self.model = await asyncio.shield(self._asking)
         return self.model
 
@@ -237,7 +249,7 @@ class VLLMServer:
                     "log-probabilities of what is sampled; start it with --logprobs-mode processed_logprobs"
                 )
             model = await asyncio.to_thread(read_model, config)
-            known = await self._http.ask("its version", "GET", "/weight_info", parse=lambda a: a["weight_version"])
+            known = await self._http.ask("its version", "GET", _SIGN_OF_LIFE, parse=lambda a: a["weight_version"])
             if str(known).isdecimal():
                 self._version = int(known)
             else:  # not used yet
@@ -284,28 +296,16 @@ class VLLMServer:
                 raise EngineError(f"request {request_id}: the last push of weights failed half-way: push again")
             server_id = f"{request_id}.{uuid4().hex}"
             body = {"token_ids": prompt_ids, "request_id": server_id, "sampling_params": sampling_fields(sampling)}
-            self._begin(server_id)
             try:
-                return await self._http.once("POST", _GENERATE, body, parse=lambda answer: self._read(answer, sampling))
+                async with self._out.waiting(server_id):
+                    return await self._http.once(
+                        "POST", _GENERATE, body, parse=lambda answer: self._read(answer, sampling)
+                    )
             except (asyncio.CancelledError, Fault):
                 task = asyncio.create_task(self._abort(server_id))
                 self._aborts.add(task)
                 task.add_done_callback(self._aborts.discard)
                 raise
-            finally:
-                self._end(server_id)
-
-    def _begin(self, server_id: str) -> None:
-        if not self._out:
-            self._busy_since = time.perf_counter()
-        self._out.add(server_id)
-        self._is_idle.clear()
-
-    def _end(self, server_id: str) -> None:
-        self._out.discard(server_id)
-        if not self._out:
-            self._busy_s += time.perf_counter() - self._busy_since
-            self._is_idle.set()
 
     async def _abort(self, server_id: str) -> None:
         """Tell the server that a request is no longer waited for; one that cannot be told samples nothing."""
@@ -365,13 +365,14 @@ class VLLMServer:
     async def answers(self) -> bool:
         """Tell whether it is up, as far as one request shows."""
         with suppress(Fault, EngineError, TimeoutError):
-            await asyncio.wait_for(self._http.once("GET", "/weight_info"), _ABORT_S)
+            await asyncio.wait_for(self._http.once("GET", _SIGN_OF_LIFE), _BACK_S)
             return True
         return False
 
     async def check_alive(self) -> None:
         """Raise ServerLostError where it does not answer."""
-        await self._http.ask("a sign of life", "GET", "/weight_info")
+        async with self.deadline("telling that it is alive"):
+            await self._http.ask("a sign of life", "GET", _SIGN_OF_LIFE)
 
     async def end_replacing(self, version: int) -> None:
         """Let the server sample from its new weights."""

@@ -21,8 +21,8 @@ log = logging.getLogger(__name__)
 class VLLMServers:
     """Spreads conversations over servers, each where its prefix is cached; see `VLLMServer`.
 
-    A server that does not answer any more is left out: its conversations continue on the others. With the next push of
-    weights it comes back, where it has been started again.
+    A server that is down, or that does not answer within its deadline, is left out: its conversations continue on the others.
+    With the next push of weights it comes back, where it answers again.
     """
 
     def __init__(self, servers: Sequence[VLLMServer]) -> None:
@@ -89,8 +89,7 @@ class VLLMServers:
         """
         for server in self._lost:
             server.base = None
-        back = [server for server in self._lost if await server.answers()]
-        return min([await server.kept_base() for server in (*self._up(), *back)], default=KeptBase.THERE)
+        return min([await server.kept_base() for server in await self._reachable()], default=KeptBase.THERE)
 
     async def load_adapters(
         self, changes: Changes, base: Iterable[tuple[str, torch.Tensor]] | None, version: int
@@ -103,8 +102,9 @@ class VLLMServers:
     ) -> None:
         for server in self._up():
             server.check_idle()
-        failed = await push(self._servers, named_tensors, version, changes=changes)
-        for server in self._servers:
+        servers = await self._reachable()
+        failed = await push(servers, named_tensors, version, changes=changes)
+        for server in servers:
             if server in failed:
                 self._leave_out(server, failed[server])
             elif self._lost.pop(server, None):
@@ -119,6 +119,12 @@ class VLLMServers:
         """Return those that are not left out."""
         return [server for server in self._servers if server not in self._lost]
 
+    async def _reachable(self) -> list[VLLMServer]:
+        """Return all but those of the lost that do not answer, for which a push would wait until its deadlines."""
+        lost = list(self._lost)
+        answers = await asyncio.gather(*(server.answers() for server in lost))
+        return [server for server in self._servers if server not in lost or answers[lost.index(server)]]
+
     def _server_for(self, request_id: str) -> VLLMServer:
         """Return the server of a conversation: its own, else the one that has least to do."""
         self._check_some_left()
@@ -131,13 +137,15 @@ class VLLMServers:
         return home
 
     async def _tell_all(self, tell: Callable[[VLLMServer], Awaitable[None]]) -> None:
+        """Tell them, and let those that are left out note it."""
+
         async def one(server: VLLMServer) -> None:
             try:
                 await tell(server)
             except ServerLostError as error:
                 self._leave_out(server, error)
 
-        await asyncio.gather(*map(one, self._up()))
+        await asyncio.gather(*map(one, self._servers))
         self._check_some_left()
 
     def _leave_out(self, server: VLLMServer, error: ServerLostError) -> None:

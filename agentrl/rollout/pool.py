@@ -29,6 +29,8 @@ _FIRST_WAIT_S = 1.0
 """Wait before an episode's second retry; doubles each time, up to a minute. The first retry is made at once."""
 _MAX_LOST = 4
 """Threads that hang in environments, for each episode that is played at once, beyond which a run stops."""
+_LAST_PAUSE_S = 10.0
+"""How long an engine may take to return what it has sampled of actions, once collecting has failed or was interrupted."""
 _TICK_S = 0.02
 """How often the event loop's lag is measured."""
 
@@ -134,8 +136,9 @@ class RolloutPool:
                 await self.pause()
         except BaseException as error:
             if not isinstance(error, EngineError):  # one that fails need not be asked for what it has
-                with suppress(EngineError, OSError):
-                    await self.pause()
+                with suppress(EngineError, OSError):  # the deadline's TimeoutError is one
+                    async with asyncio.timeout(_LAST_PAUSE_S):
+                        await self.pause()
             await self.stop()
             raise
         return groups

@@ -20,7 +20,7 @@ import pytest
 import torch
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from agentrl.engine import vllm_launch, vllm_push, vllm_weights
+from agentrl.engine import vllm_launch, vllm_outstanding, vllm_push, vllm_weights
 from agentrl.engine.base import KeptBase, Sampler
 from agentrl.engine.vllm_common import is_installed
 from agentrl.engine.vllm_http import Http
@@ -515,6 +515,9 @@ class FakeServer:
         """Path and body of each request."""
         self.logprobs_mode, self.dtype = "processed_logprobs", "torch.float32"
         self.version = "default"
+        self.awake = asyncio.Event()
+        """Cleared, it hangs: it takes connections and requests, and answers them when it is set."""
+        self.awake.set()
         self._model_folder = model_folder
         self._changed = asyncio.Condition()
 
@@ -536,7 +539,9 @@ class FakeServer:
             async with self._changed:
                 self.seen.append((path, json.loads(content) if content else None))
                 self._changed.notify_all()
-            answer = self.script[path].pop(0) if self.script[path] else self._usual(path, *self.seen[-1][1:])
+                body = self.seen[-1][1]
+            await self.awake.wait()
+            answer = self.script[path].pop(0) if self.script[path] else self._usual(path, body)
             if answer == RESET:
                 writer.transport.abort()
                 return
@@ -815,6 +820,47 @@ def test_a_pause_or_push_that_never_ends_has_a_deadline(model_folder: Path, tmp_
                 await engine.pause()
             with pytest.raises(EngineError, match=r"did not finish load_weights within engine\.server\.timeout_s: 3"):
                 await engine.load_weights(weights(0), 1)
+
+    run(main())
+
+
+def test_a_completion_that_takes_long_is_waited_for_while_the_server_is_alive(
+    model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(vllm_outstanding, "_WATCH_S", 0.01)
+
+    async def main() -> None:
+        async with fake_and_client(model_folder, tmp_path, timeout_s=5) as (server, engine):
+            await engine.generate(prompt(1), sampling(), "e")
+            server.script[GENERATE] = [NEVER]
+            server.script["/weight_info"] = [reply({}, 404)]  # an answer as well
+            long = asyncio.create_task(engine.generate(prompt(1), sampling(), "e"))
+            await server.until_seen("/weight_info", 30)
+            assert not long.done()
+            long.cancel()
+            await asyncio.gather(long, return_exceptions=True)
+            await asyncio.sleep(0.05)  # what was under way
+            num = len(server.bodies("/weight_info"))
+            await asyncio.sleep(0.1)
+            assert len(server.bodies("/weight_info")) == num  # nobody asks a server that has nothing to do
+
+    run(main())
+
+
+def test_a_completion_of_a_server_that_hangs_is_an_error_and_the_next_a_new_try(
+    model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(vllm_outstanding, "_WATCH_S", 0.01)
+
+    async def main() -> None:
+        async with fake_and_client(model_folder, tmp_path, timeout_s=5) as (server, engine):
+            await engine.generate(prompt(1), sampling(), "e")
+            server.awake.clear()
+            for _ in range(2):
+                with pytest.raises(EngineError, match=r"did not finish telling that it is alive within .*timeout_s: 5"):
+                    await engine.generate(prompt(1), sampling(), "e")
+            server.awake.set()
+            assert (await engine.generate(prompt(1), sampling(), "e")).token_ids == (5, 6)
 
     run(main())
 

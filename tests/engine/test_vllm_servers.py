@@ -1,4 +1,4 @@
-"""Several of vLLM's own servers as one engine, started once; one of them dies and comes back."""
+"""Several servers as one engine: vLLM's own, started once, and such as misbehave; one dies or hangs, and comes back."""
 
 import asyncio
 import os
@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from agentrl.engine import vllm_weights
+from agentrl.engine import vllm_outstanding, vllm_server, vllm_weights
 from agentrl.engine.base import KeptBase
 from agentrl.engine.vllm_launch import Server, start_server
 from agentrl.engine.vllm_server import VLLMServer
@@ -24,7 +24,9 @@ from tests.engine.test_vllm_server import (
     BOUND,
     GENERATE,
     LONG,
+    NEVER,
     RESET,
+    FakeServer,
     adapted,
     changes,
     check_logprobs,
@@ -179,6 +181,118 @@ def test_whoever_waits_at_a_server_that_dies_as_it_is_paused_goes_on_elsewhere(f
             assert not held.done()  # it is paused with the others
             await engine.resume()
             await asyncio.wait_for(held, 10)
+            await engine.close()
+
+    run(main())
+
+
+@asynccontextmanager
+async def two_fakes(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> AsyncIterator[tuple[VLLMServers, list[FakeServer]]]:
+    """Two servers, of which one is to hang, with weights of version 0."""
+    monkeypatch.setattr(vllm_outstanding, "_WATCH_S", 0.05)
+    monkeypatch.setattr(vllm_server, "_BACK_S", 5.0)
+    async with fake(folder) as first, fake(folder) as second:
+        each = [VLLMServer(ServerConfig(url=one.url, timeout_s=5), folder=tmp_path) for one in (first, second)]
+        engine = VLLMServers(each)
+        await engine.load_weights(weights(0), 0)
+        yield engine, [first, second]
+        for server in (first, second):
+            server.awake.set()
+        await engine.close()
+
+
+async def check_back(engine: VLLMServers, servers: list[FakeServer]) -> None:
+    """Check that the first one, which hangs, gets weights and requests again after it answers."""
+    await engine.pause()
+    await engine.load_weights(weights(1), 1)
+    assert [server.url for server in engine._lost] == [servers[0].url]
+    assert servers[1].version == "1"
+    servers[0].awake.set()
+    await engine.load_weights(weights(0), 2)
+    assert not engine._lost
+    num = len(servers[0].bodies(GENERATE))
+    waiting = [asyncio.create_task(server.generate(prompt(1), sampling(2), "f")) for server in engine._servers]
+    await asyncio.sleep(0.1)
+    assert len(servers[0].bodies(GENERATE)) == num  # it is paused with the other one
+    await engine.resume()
+    assert [set((await task).versions) for task in waiting] == [{2}, {2}]
+
+
+def test_a_server_that_hangs_as_it_samples_is_left_out_and_comes_back(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def main() -> None:
+        async with two_fakes(folder, tmp_path, monkeypatch) as (engine, servers):
+            servers[0].awake.clear()
+
+            async def converse(number: int) -> None:
+                with engine.conversation(f"e{number}"):
+                    for _ in range(2):
+                        done = await engine.generate(prompt(number), sampling(2), f"e{number}")
+                        assert done.versions == (0, 0)
+
+            await asyncio.gather(*map(converse, range(6)))
+            assert len(servers[0].bodies(GENERATE)) == 3
+            assert f"{servers[0].url} is left out" in caplog.text
+            assert "did not finish telling that it is alive within engine.server.timeout_s: 5" in caplog.text
+            await check_back(engine, servers)
+
+    run(main())
+
+
+def test_a_server_that_hangs_as_it_is_paused_is_left_out_and_comes_back(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def main() -> None:
+        async with two_fakes(folder, tmp_path, monkeypatch) as (engine, servers):
+            monkeypatch.setattr(vllm_outstanding, "_WATCH_S", 100.0)
+            with engine.conversation("e"):
+                servers[0].awake.clear()
+                waiting = asyncio.create_task(engine.generate(prompt(0), sampling(2), "e"))
+                await servers[0].until_seen(GENERATE)
+                await engine.pause()
+                assert "did not finish pause within engine.server.timeout_s: 5" in caplog.text
+                assert not waiting.done()
+                await engine.resume()
+                assert (await waiting).versions == (0, 0)
+                assert len(servers[1].bodies(GENERATE)) == 1
+            await check_back(engine, servers)
+
+    run(main())
+
+
+@pytest.mark.parametrize("path", ["/pause", "/collective_rpc", "/reset_prefix_cache", "/resume"])
+def test_a_server_that_hangs_as_it_takes_weights_or_is_resumed_is_left_out(
+    path: str, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def main() -> None:
+        async with two_fakes(folder, tmp_path, monkeypatch) as (engine, servers):
+            await engine.pause()
+            servers[0].script[path] = [NEVER]
+            await engine.load_weights(weights(1), 1)
+            await engine.resume()
+            assert [server.url for server in engine._lost] == [servers[0].url]
+            for number in range(4):
+                assert (await engine.generate(prompt(number), sampling(2), f"e{number}")).versions == (1, 1)
+            assert not servers[0].bodies(GENERATE)
+            await engine.load_weights(weights(0), 2)
+            assert not engine._lost
+
+    run(main())
+
+
+def test_a_server_that_hangs_from_the_first_is_left_out(folder: Path, tmp_path: Path) -> None:
+    async def main() -> None:
+        async with fake(folder) as first, fake(folder) as second:
+            first.awake.clear()
+            each = [VLLMServer(ServerConfig(url=one.url, timeout_s=5), folder=tmp_path) for one in (first, second)]
+            engine = VLLMServers(each)
+            await engine.load_weights(weights(0), 0)
+            assert list(engine._lost) == [each[0]]
+            assert (await engine.generate(prompt(1), sampling(2), "e")).versions == (0, 0)
+            first.awake.set()
             await engine.close()
 
     run(main())

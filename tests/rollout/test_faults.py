@@ -311,6 +311,32 @@ def test_an_episode_that_the_engine_refuses_is_given_up(mode: str, new_pool: New
     assert pool.counts["failed_episodes"] == 1
 
 
+class HangsInPause(TransformersEngine):
+    """Is never done with a pause."""
+
+    async def pause(self) -> None:
+        await asyncio.Event().wait()
+
+
+def test_an_engine_that_hangs_does_not_hold_up_an_interrupt(
+    new_pool: NewPool, new_engine: NewEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("agentrl.rollout.pool._LAST_PAUSE_S", 0.1)
+    pool = new_pool(mode="partial", engine=new_engine(HangsInPause, lockstep=False))
+
+    async def main() -> None:
+        collecting = asyncio.create_task(pool.collect())
+        async with asyncio.timeout(60):
+            while not pool._engine.busy_s:
+                await asyncio.sleep(0.01)
+        collecting.cancel()
+        await asyncio.wait([collecting], timeout=60)
+        assert collecting.cancelled()
+        assert not pool._runners
+
+    asyncio.run(main())
+
+
 def test_in_async_mode_groups_are_started_during_the_update(new_pool: NewPool) -> None:
     pool = new_pool(mode="async", num_groups=1, max_staleness=2)
 

@@ -1,0 +1,98 @@
+"""Both ends of a channel in one process."""
+
+import asyncio
+import threading
+from collections.abc import Iterator
+from contextlib import suppress
+from datetime import timedelta
+
+import pytest
+import torch
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+from agentrl.engine.vllm_push import _beside, _listen
+from agentrl.engine.weight_channel import Bucket, Channel, Weight, pack
+
+CPU = torch.device("cpu")
+
+
+class Receiver:
+    """The other end, which takes nothing until it is told to."""
+
+    def __init__(self, port: int) -> None:
+        self.may_take = threading.Event()
+        self.taken: dict[str, torch.Tensor] = {}
+        self._port = port
+        self._thread = threading.Thread(target=self._run)
+        self._thread.start()
+
+    def close(self) -> None:
+        self.may_take.set()
+        self._thread.join(60)
+
+    def _run(self) -> None:
+        store = TCPStore("127.0.0.1", self._port, is_master=False, timeout=timedelta(seconds=60))
+        channel = Channel(store, rank=1, size=2, device=CPU, address="127.0.0.1", timeout_s=60)
+        self.may_take.wait(60)
+        with suppress(RuntimeError):  # the sender has gone
+            self.taken.update(channel.receive())
+        channel.close()
+
+
+@pytest.fixture
+def ends() -> Iterator[tuple[Channel, Receiver]]:
+    store, port = _listen("127.0.0.1", 60)
+    receiver = Receiver(port)
+    channel = Channel(store, rank=0, size=2, device=CPU, address="127.0.0.1", timeout_s=60)
+    yield channel, receiver
+    receiver.close()
+
+
+def bucket(size: int) -> tuple[torch.Tensor, Bucket]:
+    tensor = torch.arange(size, dtype=torch.float32)
+    return tensor, pack([Weight(("a", "b"), tensor, torch.float32)], CPU)
+
+
+def test_weights_arrive_as_they_were_sent(ends: tuple[Channel, Receiver]) -> None:
+    channel, receiver = ends
+    tensor, packed = bucket(1000)
+    receiver.may_take.set()
+    channel.send(packed)
+    channel.end()
+    receiver.close()
+    assert receiver.taken.keys() == {"a", "b"}
+    assert torch.equal(receiver.taken["b"], tensor)
+
+
+def test_an_interrupt_waits_for_no_server_that_hangs(ends: tuple[Channel, Receiver]) -> None:
+    channel, receiver = ends
+    begun, ended = threading.Event(), threading.Event()
+
+    def send() -> None:
+        begun.set()
+        try:
+            channel.send(bucket(10_000_000)[1])  # more than any buffer on the way holds
+        finally:
+            ended.set()
+
+    async def interrupted() -> None:
+        sending = asyncio.create_task(_beside(send))
+        while not begun.is_set():
+            await asyncio.sleep(0.01)
+        sending.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await sending
+
+    asyncio.run(interrupted())
+    assert not ended.is_set()
+    receiver.may_take.set()
+    assert ended.wait(60)
+    channel.end()
+
+
+def test_what_a_call_beside_raises_comes_back() -> None:
+    def fail() -> None:
+        raise RuntimeError("connection reset")
+
+    with pytest.raises(RuntimeError, match="connection reset"):
+        asyncio.run(_beside(fail))
