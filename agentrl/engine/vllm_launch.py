@@ -29,7 +29,7 @@ class Server:
 
     url: str
     process: "subprocess.Popen[bytes]"
-    guard: "subprocess.Popen[bytes]"
+    guard: "subprocess.Popen[bytes] | None" = None
     """Ends the server where this process is killed and cannot."""
 
     def close(self) -> None:
@@ -41,8 +41,9 @@ class Server:
         with suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
-        self.guard.kill()
-        self.guard.communicate()
+        if self.guard is not None:
+            self.guard.kill()
+            self.guard.communicate()
 
     def __enter__(self) -> Self:
         return self
@@ -82,13 +83,13 @@ def start_server(model: Path, *, port: int, log: Path, options: Mapping[str, Any
             env=_environment() | os.environ | {"VLLM_SERVER_DEV_MODE": "1"},
             start_new_session=True,
         )
-    guard = subprocess.Popen(  # so that no server outlives us, even where we are killed
-        [sys.executable, str(Path(__file__).with_name("guard.py")), str(process.pid)],
-        stdin=subprocess.PIPE,  # is never written to: its end tells of ours
-        start_new_session=True,
-    )
-    server = Server(url=f"http://{f'[{host}]' if ':' in host else host}:{port}", process=process, guard=guard)
+    server = Server(url=f"http://{f'[{host}]' if ':' in host else host}:{port}", process=process)
     try:
+        server.guard = subprocess.Popen(  # so that no server outlives us, even where we are killed
+            [sys.executable, str(Path(__file__).with_name("guard.py")), str(process.pid)],
+            stdin=subprocess.PIPE,  # is never written to: its end tells of ours
+            start_new_session=True,
+        )
         _wait(server, log, timeout_s)
     except BaseException:
         server.close()

@@ -1,11 +1,13 @@
 """The client against vLLM's own server, started once (half a minute), and against one that misbehaves as it is told."""
 
 import asyncio
+import errno
 import json
 import os
 import resource
 import signal
 import socket
+import subprocess
 import threading
 import time
 from collections import defaultdict
@@ -448,6 +450,26 @@ def live_processes(group: int) -> list[str]:
             state, _, of_group = stat.rpartition(")")[2].split()[:3]
             found += [stat] if int(of_group) == group and state not in "ZX" else []
     return found
+
+
+@needs_vllm
+def test_no_server_is_left_behind_whose_guard_cannot_start(
+    model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started: list[int] = []
+
+    class OneLeft(subprocess.Popen[bytes]):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            if started:
+                raise OSError(errno.EMFILE, "Too many open files")
+            super().__init__(*args, **kwargs)
+            started.append(self.pid)
+
+    monkeypatch.setattr(subprocess, "Popen", OneLeft)
+    with pytest.raises(OSError, match="Too many open files"):
+        start_server(model_folder, port=free_port(), log=tmp_path / "log", options={}, timeout_s=600)
+    (group,) = started
+    assert not live_processes(group)
 
 
 @needs_vllm
