@@ -16,10 +16,12 @@ from transformers import PreTrainedModel
 
 import agentrl
 from agentrl import MessageEnv
+from agentrl.compare.curves import read_run
 from agentrl.config import Recipe, load_recipe
 from agentrl.distributed.checkpoints import checkpoints
 from agentrl.errors import ConfigError, EngineError, EnvironmentFailure, TrainingError
 from agentrl.report.folder import RunFolder, Told
+from agentrl.report.html.runs import by_recipe, open_runs
 from agentrl.report.records import read_records
 from agentrl.rollout import limits
 from agentrl.run.build import build
@@ -321,6 +323,10 @@ def test_a_run_whose_policy_collapsed_goes_back_once_with_half_the_rate(tmp_path
     assert [row["step"] for row in rows] == list(range(15))
     assert [row["learning_rate"] for row in rows[1:]] == [1e-3] * back + [5e-4] * (14 - back)
     assert load_recipe(folder.config_file).train.on_collapse == "stop"
+    agentrl.train(fallen(tmp_path, until=0, on_collapse="rewind"), run_dir=tmp_path / "other", seed=1)
+    folders = [tmp_path / "run", tmp_path / "other"]
+    assert len({read_run(path).identity for path in folders}) == 1  # it began with the same recipe
+    assert len(by_recipe(open_runs(folders))) == 1
 
 
 def test_a_second_collapse_ends_the_run(tmp_path: Path) -> None:

@@ -67,7 +67,7 @@ def read_run(path: Path) -> RecordedRun:
     """
     folder = RunFolder.open(path)
     return RecordedRun(
-        path=path, recipe=load_recipe(folder.config_file), rows=folder.metrics(), panels=read_panels(folder)
+        path=path, recipe=load_recipe(folder.begun_config_file), rows=folder.metrics(), panels=read_panels(folder)
     )
 
 

@@ -31,6 +31,7 @@ class Told:
 
 _WARNING = TypeAdapter(Told)
 _ROLLOUTS, _EVALUATION = "step-{}.jsonl", "evaluation-{}.jsonl"
+_BEGUN = "config.begun.yaml"
 _FIX = "mend that line, or delete it"
 _ROW = TypeAdapter(dict[str, float], config=ConfigDict(strict=True))
 
@@ -125,10 +126,21 @@ class RunFolder:
         """The resolved recipe."""
         return self.path / "config.yaml"
 
-    def config(self) -> dict[str, Any]:
-        """Read the resolved recipe."""
-        data = read_bytes(self.config_file, fix="put it back, or begin a new run")
-        found: dict[str, Any] = parse_yaml(data, where=str(self.config_file))
+    @property
+    def begun_config_file(self) -> Path:
+        """The recipe that it began with, where the run itself has changed it since (`train.on_collapse: rewind`)."""
+        begun = self.path / _BEGUN
+        return begun if begun.is_file() else self.config_file
+
+    def keep_begun_config(self) -> None:
+        """Keep the recipe as it is beside the one that the run goes on with."""
+        if self.begun_config_file == self.config_file:
+            write_whole(self.path / _BEGUN, self.config_file.read_bytes())
+
+    def config(self, *, begun: bool = False) -> dict[str, Any]:
+        """Read the resolved recipe; `begun`: that with which it began."""
+        path = self.begun_config_file if begun else self.config_file
+        found: dict[str, Any] = parse_yaml(read_bytes(path, fix="put it back, or begin a new run"), where=str(path))
         return found
 
     def write_config(self, config: Mapping[str, Any]) -> None:

@@ -41,6 +41,7 @@ def go_back(recipe: Recipe, folder: RunFolder, collapsed: CollapsedError) -> tup
         for step, path in by_step(folder.checkpoints).items():
             if step > good[-1]:
                 shutil.rmtree(path)
+        folder.keep_begun_config()
         folder.add_warning(Told(step=good[-1], name="rewind", words=words))
     barrier()
     changed = {"learning_rate": rate, "on_collapse": "stop"}

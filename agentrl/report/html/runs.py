@@ -23,6 +23,8 @@ class Run:
     """Among the runs of the page."""
     folder: RunFolder
     config: dict[str, Any]
+    begun: dict[str, Any]
+    """The recipe that it began with: a run that went back after a collapse has changed it since."""
     rows: list[dict[str, float]]
     """Its metrics."""
 
@@ -82,7 +84,8 @@ def open_runs(folders: Sequence[Path]) -> list[Run]:
         config = folder.config()
         if not isinstance(config, dict):
             raise ConfigError(f"{folder.config_file}: expected a recipe, with a section for each part of a run")
-        runs.append(Run(number=number, folder=folder, config=config, rows=folder.metrics()))
+        begun = folder.config(begun=True)
+        runs.append(Run(number=number, folder=folder, config=config, begun=begun, rows=folder.metrics()))
     return runs
 
 
@@ -90,9 +93,9 @@ def by_recipe(runs: Sequence[Run]) -> list[RecipeRuns]:
     """Put the runs of one recipe together, and name each recipe by what sets it apart."""
     found: dict[str, list[Run]] = {}
     for run in runs:
-        common = {name: value for name, value in run.config.items() if name not in _OF_ONE_RUN}
+        common = {name: value for name, value in run.begun.items() if name not in _OF_ONE_RUN}
         found.setdefault(json.dumps(common, sort_keys=True, default=str), []).append(run)
-    flat = [dict(_fields(of_recipe[0].config)) for of_recipe in found.values()]
+    flat = [dict(_fields(of_recipe[0].begun)) for of_recipe in found.values()]
     names = sorted({name for fields in flat for name in fields if name.partition(".")[0] not in _OF_ONE_RUN})
     apart = [name for name in names if any(fields.get(name) != flat[0].get(name) for fields in flat)]
     apart.sort(key=lambda name: (not name.startswith("credit."), not name.startswith("loss.")))  # what is compared most
