@@ -52,7 +52,7 @@ def run_process(
 ) -> Finished:
     """Run a program in its own session and process group, and kill the group at the deadline and when the program ends.
 
-    The end of this process kills it too.
+    The end of this process kills it too, where that is not killed itself.
     Its environment is the one given, and it inherits no descriptor but `pass_fds`. Outputs are read on to the end, but no more
     of them is kept than asked for.
 
