@@ -27,7 +27,8 @@ class ServerConfig(BaseModel):
     """A folder that trainer and server both see by this path, for weights that cannot go to the server directly. None: one of
     this machine's for temporary files."""
     timeout_s: PositiveFloat = 600.0
-    """Deadline of whatever is no completion: a push of weights, a pause."""
+    """Deadline of whatever is no completion: a push of weights, a pause, a sign of life while it samples. A server that misses
+    it counts as down. No more than `rollout.engine_timeout_s`."""
     max_retries: AmountOrZero = 3
     """How often a request that the server did not answer, or answered with an error of its own (5xx), is made again."""
     max_connections: Count = 512

@@ -150,8 +150,9 @@ class Channel:
         self._share(torch.tensor([header, payload], device=self._device))
 
     def _share(self, tensor: Tensor) -> None:
-        if self._group is None:
+        group = self._group  # kept until the end: whoever drops it last waits for what gloo does
+        if group is None:
             raise RuntimeError("the channel is closed")
         options = c10d.BroadcastOptions()
         options.rootRank = 0
-        self._group.broadcast([tensor], options).wait()
+        group.broadcast([tensor], options).wait()

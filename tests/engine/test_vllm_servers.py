@@ -335,6 +335,39 @@ def test_a_server_that_dies_as_it_takes_weights_keeps_them_from_no_other(
 
 
 @needs_vllm
+def test_a_server_that_hangs_as_it_takes_weights_keeps_them_from_no_other(
+    servers: list[Server], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(vllm_weights, "_BUCKET_BYTES", 5_000)
+
+    def stopping(number: int) -> Iterator[tuple[str, torch.Tensor]]:
+        for place, pair in enumerate(weights(1)):
+            if place == number:
+                os.killpg(servers[0].process.pid, signal.SIGSTOP)
+            yield pair
+
+    async def main() -> None:
+        async with client(servers, tmp_path, timeout_s=20) as (engine, each):
+            await engine.load_weights(weights(0), 0)
+            await engine.load_weights(stopping(6), 1)
+            assert list(engine._lost) == [each[0]]
+            await check_logprobs(engine, make_model(1), 1)
+            os.killpg(servers[0].process.pid, signal.SIGCONT)
+            version = 1
+            while engine._lost:  # it may need a moment
+                version += 1
+                await engine.load_weights(weights(0), version)
+            for server in each:
+                await check_logprobs(server, make_model(0), version)
+                assert server.takes_channel
+
+    try:
+        run(main())
+    finally:
+        os.killpg(servers[0].process.pid, signal.SIGCONT)
+
+
+@needs_vllm
 def test_a_server_that_was_started_again_gets_the_weights_to_which_adapters_are_added(
     servers: list[Server], folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
