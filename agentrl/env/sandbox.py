@@ -30,7 +30,7 @@ class Sandbox(Protocol):
     """A small world of files in which code of a model runs, and out of which it does not get.
 
     Paths are relative to the folder in which code runs. Whatever the code does, `exec` returns, by its deadline and a second;
-    it raises for what the caller did wrong alone. It blocks its thread: in a coroutine tool, call it as
+    it raises for what the caller or the machine did wrong alone. It blocks its thread: in a coroutine tool, call it as
     `await asyncio.to_thread(sandbox.exec, code)`; a plain `def` tool has a thread of its own anyway.
     A deep copy of a sandbox is another one with the same files, where its environment is to be forked.
     """
@@ -42,7 +42,8 @@ class Sandbox(Protocol):
 
         Raises:
             UserError: for a language that the sandbox does not have.
-            ValueError: after `close`.
+            EnvironmentFailure: where the machine does not let it run, as where a disk is full. No code ends in it.
+            ValueError: after `close`, and for files that were written with names that cannot stand beside one another.
         """
         ...
 

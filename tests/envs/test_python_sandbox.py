@@ -1,10 +1,11 @@
 import json
+import resource
 from typing import Any
 
 import numpy as np
 import pytest
 
-from agentrl import UserError, tool_call
+from agentrl import EnvironmentFailure, UserError, tool_call
 from agentrl_envs.python_sandbox import PythonSandbox
 from agentrl_envs.python_tasks import Example, Problem, bundled, drawn
 from agentrl_envs.sandboxes import bubblewrap
@@ -206,3 +207,15 @@ def test_a_wrong_turn_is_the_solution_with_a_slip() -> None:
         "def solve(n):\n    return n + 2\n",
         "def solve(n):\n    return n * 3\n",
     }
+
+
+@pytest.mark.parametrize("sandbox", [*SANDBOXES[1:], "unsafe"])
+def test_a_sandbox_that_cannot_start_fails_the_episode_and_is_no_wrong_answer(sandbox: str) -> None:
+    env = double(sandbox=sandbox)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (3, hard))
+    try:
+        with pytest.raises(EnvironmentFailure, match="Too many open files"):
+            env.step(tool_call("submit", code=DOUBLE.solution))
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))

@@ -5,7 +5,6 @@ import os
 import platform
 import shutil
 import sys
-from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Annotated, Literal
@@ -13,9 +12,9 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 import agentrl
-from agentrl import ExecResult, Language, SandboxConfig, UserError
+from agentrl import EnvironmentFailure, ExecResult, Language, SandboxConfig, UserError
 from agentrl_envs.sandboxes.files import Files, FileSandbox, packed, unpacked
-from agentrl_envs.sandboxes.process import limit, run_process
+from agentrl_envs.sandboxes.process import Finished, limit, run_process
 from agentrl_envs.sandboxes.seccomp import architectures, seccomp_filter
 
 _SYSTEM = ("/bin", "/sbin", "/lib", "/lib32", "/lib64", "/etc/alternatives", "/etc/ld.so.cache")
@@ -23,12 +22,14 @@ _ENVIRONMENT = {"PATH": "/usr/local/bin:/usr/bin:/bin", "HOME": "/work", "LANG":
 _ENVIRONMENT |= {"PYTHONHASHSEED": "0", "PYTHONDONTWRITEBYTECODE": "1", "PYTHONNOUSERSITE": "1"}
 _RUNS = itertools.count()
 _OPEN_FILES = 64
-_HEADER = 512
-"""Bytes at the start of an archive."""
+_BEGUN = b"begun\n"
+"""What the script says first: without it, bubblewrap or the machine has failed, and no code has run."""
+_MAX_WORDS = 500
 
 # Its input is an archive of the files, its output what the code says, and its standard error an archive of what the code left.
 # `kill -1` ends whatever else runs in here, so that nothing changes the files while they are packed.
-_SCRIPT = """
+_SCRIPT = f"""
+echo {_BEGUN.decode().strip()} >&2
 exec 3>&2 2>&1
 tar -xmf - --no-same-owner -C / && cd /work || exit 125
 "$@" </dev/null 3>&-
@@ -75,21 +76,16 @@ class Bubblewrap(FileSandbox):
         command = [_python(config.python), "-s", "/tmp/main"] if language == "python" else ["sh", "/tmp/main"]
         inside = {f"work/{path}": content for path, content in files.items()}
         archive = packed({**inside, "tmp/main": code.encode(errors="replace")})
-        filter_end, filter_start = os.pipe()
+        command = [*_limits(config), "sh", "-c", _SCRIPT, "sh", *command]
         try:
-            os.write(filter_start, seccomp_filter(platform.machine()))  # less than a pipe holds
-            os.close(filter_start)
-            done = run_process(
-                [*_bubblewrap(config, filter_end), *_limits(config), "sh", "-c", _SCRIPT, "sh", *command],
-                stdin=archive,
-                timeout_s=config.timeout_s,
-                max_output=config.max_output_bytes,
-                max_second=2 * self.max_bytes + 1_000_000,
-                environment=_ENVIRONMENT,
-                pass_fds=(filter_end,),
+            done = _finished(config, command, archive)
+        except OSError as error:
+            raise _failure(f"{type(error).__name__}: {error}") from error
+        if not done.second.startswith(_BEGUN):
+            ended = f"within {config.timeout_s:g} s" if done.timed_out else f"and ended with status {done.returncode}"
+            raise _failure(
+                " ".join(done.second.decode(errors="replace").split())[:_MAX_WORDS] or f"it did not begin {ended}"
             )
-        finally:
-            os.close(filter_end)
         result = ExecResult(
             output=done.output.decode(errors="replace"),
             returncode=done.returncode,
@@ -97,10 +93,32 @@ class Bubblewrap(FileSandbox):
             num_cut=done.num_cut,
         )
         try:
-            return result, unpacked(done.second)
-        except ValueError:  # cut short, as where the script itself was killed; or words of bubblewrap
-            words = "" if b"ustar" in done.second[:_HEADER] else done.second[:_HEADER].decode(errors="replace")
-            return replace(result, output=result.output + words), None
+            return result, unpacked(done.second.removeprefix(_BEGUN))
+        except ValueError:  # cut short, as where the script itself was killed
+            return result, None
+
+
+def _finished(config: BubblewrapConfig, command: list[str], archive: bytes) -> Finished:
+    """Run a command in new namespaces."""
+    filter_end, filter_start = os.pipe()
+    try:
+        os.write(filter_start, seccomp_filter(platform.machine()))  # less than a pipe holds
+        os.close(filter_start)
+        return run_process(
+            [*_bubblewrap(config, filter_end), *command],
+            stdin=archive,
+            timeout_s=config.timeout_s,
+            max_output=config.max_output_bytes,
+            max_second=2 * config.max_files_mb * 1_000_000 + 1_000_000,
+            environment=_ENVIRONMENT,
+            pass_fds=(filter_end,),
+        )
+    finally:
+        os.close(filter_end)
+
+
+def _failure(words: str) -> EnvironmentFailure:
+    return EnvironmentFailure(f"the sandbox 'bubblewrap' could not run code: {words}")
 
 
 def _limits(config: BubblewrapConfig) -> list[str]:
@@ -187,7 +205,10 @@ def _problem(config: BubblewrapConfig) -> str:
     )  # on a busy machine, too
     first: dict[Language, str] = {"sh": "echo well", "python": "print('well')"}
     for language, code in first.items():
-        result = sandbox.exec(code, language=language)
+        try:
+            result = sandbox.exec(code, language=language)
+        except EnvironmentFailure as error:
+            return f"a first {language} program did not run: {error}"
         if result.output != "well\n":
             return f"a first {language} program ended with {' '.join(result.output.split())[:300] or result!r}"
     return ""

@@ -1,5 +1,6 @@
 """A plain process under limits, for code that is trusted: it can read, write and send whatever you can."""
 
+import errno
 import os
 import shutil
 import sys
@@ -9,9 +10,21 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from agentrl import ExecResult, Language, SandboxConfig, UserError
+from agentrl import EnvironmentFailure, ExecResult, Language, SandboxConfig, UserError
 from agentrl_envs.sandboxes.files import Files, FileSandbox, plain_path
-from agentrl_envs.sandboxes.process import limit, run_process
+from agentrl_envs.sandboxes.process import Finished, limit, run_process
+
+_OF_NAMES = {
+    errno.EACCES,
+    errno.EEXIST,
+    errno.EISDIR,
+    errno.ELOOP,
+    errno.ENAMETOOLONG,
+    errno.ENOENT,
+    errno.ENOTDIR,
+    errno.EPERM,
+}
+"""What names and modes of files bring about, which are the code's own; other errors are the machine's."""
 
 
 class UnsafeConfig(SandboxConfig):
@@ -46,6 +59,21 @@ class Unsafe(FileSandbox):
         self.config = config
 
     def _run(self, code: str, language: Language, files: Files) -> tuple[ExecResult, Files | None]:
+        try:
+            done, left = self._finished(code, language, files)
+        except OSError as error:
+            raise EnvironmentFailure(
+                f"the sandbox 'unsafe' could not run code: {type(error).__name__}: {error}"
+            ) from error
+        result = ExecResult(
+            output=done.output.decode(errors="replace"),
+            returncode=done.returncode,
+            timed_out=done.timed_out,
+            num_cut=done.num_cut,
+        )
+        return result, left
+
+    def _finished(self, code: str, language: Language, files: Files) -> tuple[Finished, Files | None]:
         config = self.config
         program = [sys.executable, "-s"] if language == "python" else ["sh"]
         limits = {"as": config.max_memory_mb * 1_000_000, "cpu": int(config.timeout_s) + 1, "core": 0}
@@ -64,36 +92,48 @@ class Unsafe(FileSandbox):
                 environment={"PATH": os.defpath, "HOME": str(work), "LANG": "C.UTF-8", "PYTHONPATH": str(work)},
                 cwd=str(work),
             )
-            left = None if done.timed_out else _collected(work, self.max_bytes)
-        result = ExecResult(
-            output=done.output.decode(errors="replace"),
-            returncode=done.returncode,
-            timed_out=done.timed_out,
-            num_cut=done.num_cut,
-        )
-        return result, left
+            return done, None if done.timed_out else _collected(work, self.max_bytes)
 
 
 def _lay_out(files: Files, top: Path) -> None:
+    """Write the files.
+
+    Raises:
+        ValueError: for names that cannot be those of files, or not beside one another.
+    """
     for path, content in files.items():
-        if path.endswith("/"):
-            (top / path).mkdir(parents=True, exist_ok=True)
-        else:
-            (top / path).parent.mkdir(parents=True, exist_ok=True)
-            (top / path).write_bytes(content)
+        try:
+            if path.endswith("/"):
+                (top / path).mkdir(parents=True, exist_ok=True)
+            else:
+                (top / path).parent.mkdir(parents=True, exist_ok=True)
+                (top / path).write_bytes(content)
+        except OSError as error:
+            if error.errno in _OF_NAMES:
+                raise ValueError(f"{path}: {error.strerror}") from error
+            raise
 
 
 def _collected(top: Path, max_bytes: int) -> Files | None:
-    """Return the plain files and folders; links and whatever is no file stay out. None: there are too many."""
+    """Return the plain files and folders; links and what is no file, or cannot be read, stay out. None: there are too many."""
     files: Files = {}
-    for folder, folders, names in os.walk(top):
+    for folder, _, names in os.walk(top, onerror=_unless_of_names):
         at = Path(folder)
-        files |= {f"{plain_path(str((at / name).relative_to(top)))}/": b"" for name in folders}
+        if at != top:
+            files[f"{plain_path(str(at.relative_to(top)))}/"] = b""
         for path in (at / name for name in names):
-            if path.is_symlink() or not path.is_file():
-                continue
-            max_bytes -= path.stat().st_size
-            if max_bytes < 0:
-                return None
-            files[plain_path(str(path.relative_to(top)))] = path.read_bytes()
+            try:
+                if path.is_symlink() or not path.is_file():
+                    continue
+                max_bytes -= path.stat().st_size
+                if max_bytes < 0:
+                    return None
+                files[plain_path(str(path.relative_to(top)))] = path.read_bytes()
+            except OSError as error:
+                _unless_of_names(error)
     return files
+
+
+def _unless_of_names(error: OSError) -> None:
+    if error.errno not in _OF_NAMES:
+        raise error

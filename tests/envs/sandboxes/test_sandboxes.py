@@ -16,7 +16,7 @@ from typing import Any
 import psutil
 import pytest
 
-from agentrl import ConfigError, Sandbox, SandboxConfig, UserError
+from agentrl import ConfigError, EnvironmentFailure, Sandbox, SandboxConfig, UserError
 from agentrl_envs.sandboxes import bubblewrap
 from agentrl_envs.sandboxes.bubblewrap import BubblewrapConfig
 from agentrl_envs.sandboxes.files import packed, plain_path, unpacked
@@ -222,6 +222,59 @@ def test_a_bubblewrap_that_may_not_make_namespaces_is_refused_in_its_own_words(
             BubblewrapConfig().build()
     finally:
         bubblewrap._problem.cache_clear()
+
+
+@pytest.mark.parametrize("config", CONFIGS[1:])
+def test_a_machine_without_files_to_open_is_no_fault_of_the_code(config: type[SandboxConfig]) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with config(timeout_s=30).build() as sandbox:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (3, hard))
+        try:
+            with pytest.raises(EnvironmentFailure, match=r"^the sandbox .* could not run code: .*Too many open files"):
+                sandbox.exec("print(1)")
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        assert sandbox.exec("print(1)").output == "1\n"
+
+
+@pytest.mark.parametrize(
+    ("script", "words"),
+    [
+        (
+            "echo 'bwrap: Creating new namespace failed: No space left on device' >&2; exit 1",
+            "No space left on device$",
+        ),
+        ("exit 3", "did not begin and ended with status 3$"),
+        ("exec sleep 600", "did not begin within 1 s$"),
+    ],
+)
+def test_a_bubblewrap_that_fails_later_is_no_fault_of_the_code(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, script: str, words: str
+) -> None:
+    (tmp_path / "bwrap").write_text(f"#!/bin/sh\n{script}\n")
+    (tmp_path / "bwrap").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    with (
+        bubblewrap.Bubblewrap(BubblewrapConfig(timeout_s=1)) as sandbox,
+        pytest.raises(EnvironmentFailure, match=words),
+    ):
+        sandbox.exec("print(1)")
+
+
+@needs_bubblewrap
+@pytest.mark.parametrize(
+    "code",
+    [
+        "import os\nos.kill(-1, 9)",
+        "import os\nos.kill(os.getppid(), 9)",
+        "import os\nopen(f'/proc/{os.getppid()}/fd/3', 'w').write('bwrap: No space left on device')\nos.kill(-1, 9)",
+        "import os\nos._exit(125)",
+    ],
+)
+def test_code_cannot_pass_for_a_bubblewrap_that_failed(code: str) -> None:
+    with BubblewrapConfig(timeout_s=30).build() as sandbox:
+        assert sandbox.exec(code).returncode != 0
+        assert sandbox.exec("print(1)").output == "1\n"
 
 
 def test_monty_without_its_package_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from agentrl import Sandbox
+from agentrl import EnvironmentFailure, Sandbox
 from agentrl_envs.sandboxes.unsafe import UnsafeConfig
 from tests.support.processes import is_alive
 from tests.support.threads import wait_until
@@ -124,6 +124,28 @@ def test_a_program_is_killed_whose_outputs_cannot_be_read(
             raise OSError(errno.EMFILE, "Too many open files")
 
     monkeypatch.setattr(selectors, "DefaultSelector", NoneLeft)
-    with pytest.raises(OSError, match="Too many open files"):
+    with pytest.raises(EnvironmentFailure, match=r"'unsafe' could not run code: OSError.*Too many open files"):
         sandbox.exec(WAITS.format(path=str(file)))
     assert not is_alive(wait_for(file))
+
+
+def test_names_that_no_disk_holds_are_the_callers_fault(sandbox: Sandbox) -> None:
+    sandbox.write("a", "one")
+    sandbox.write("a/b", "within it")
+    with pytest.raises(ValueError, match=r"^a/b: ") as caught:
+        sandbox.exec("print(1)")
+    assert not isinstance(caught.value, EnvironmentFailure)
+
+
+def test_files_out_of_reach_stay_out(sandbox: Sandbox) -> None:
+    code = """
+import os
+open("kept", "w").write("here")
+for _ in range(30):  # its path grows longer than any call takes
+    os.mkdir("d" * 200)
+    os.chdir("d" * 200)
+    open("f" * 200, "w").write("far")
+"""
+    assert sandbox.exec(code).returncode == 0
+    assert sandbox.read("kept") == b"here"
+    assert sandbox.exec("print(1)").output == "1\n"
