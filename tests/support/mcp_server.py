@@ -45,6 +45,15 @@ def die_once(path: str) -> str:
 
 
 @server.tool()
+async def only_once(path: str) -> str:
+    """Answer at once, and where there is a file not within a minute."""
+    if os.path.exists(path):
+        await asyncio.sleep(60)
+    open(path, "w", encoding="utf-8").close()
+    return "once"
+
+
+@server.tool()
 async def wait(seconds: float) -> str:
     """Wait."""
     await asyncio.sleep(seconds)

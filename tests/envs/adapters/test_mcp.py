@@ -221,6 +221,19 @@ def test_a_server_that_dies_again_and_again_fails_the_episode_with_its_last_word
     assert contents(env, tool_call("add", a=1, b=2)) == ["3"]
 
 
+def test_a_server_that_does_not_take_the_calls_again_fails_the_episode_and_is_ended(
+    make: Callable[..., Sums], tmp_path: Path
+) -> None:
+    env = make(server=STDIO, call_timeout_s=2)
+    before = num_open()
+    env.reset(seed=0)
+    assert contents(env, tool_call("only_once", path=str(tmp_path / "a"))) == ["once"]
+    for action in (tool_call("die", words=""), tool_call("count_up")):
+        with pytest.raises(EnvironmentFailure, match=r"does not take the episode's calls again: only_once timed out$"):
+            env.step(action)
+        assert num_open() == before
+
+
 def test_an_http_server_that_ends_fails_the_episode(make: Callable[..., Sums]) -> None:
     with Http() as server:
         env = make(server=server.url, max_restarts=1)

@@ -10,6 +10,7 @@ from mcp import StdioServerParameters
 from mcp.types import CallToolResult, Tool
 
 from agentrl import EnvironmentFailure
+from agentrl.env import ToolCallError
 from agentrl_envs.adapters.mcp.connection import Connection, ServerDiedError, ServerOption, target_of
 
 
@@ -132,7 +133,11 @@ class McpServer:
             return result
 
     def _ready(self) -> Connection:
-        """Return a connection to a server that has seen the calls of this episode."""
+        """Return a connection to a server that has seen the calls of this episode.
+
+        Raises:
+            EnvironmentFailure: for a server that dies too often, or does not take those calls again.
+        """
         while self._connection is None or not self._connection.is_usable:
             connection = None
             try:
@@ -143,6 +148,11 @@ class McpServer:
                 self._connection = connection
             except ServerDiedError as error:
                 self._bury(connection, error)
+            except ToolCallError as error:
+                raise EnvironmentFailure(f"a new MCP server does not take the episode's calls again: {error}") from error
+            finally:  # what failed in whatever way is not left running
+                if connection is not None and connection is not self._connection:
+                    connection.close()
         return self._connection
 
     def _connect(self) -> Connection:
