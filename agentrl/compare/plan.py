@@ -56,8 +56,11 @@ class PlannedRun:
         return (self.folder / "config.yaml").is_file()
 
     def recorded(self) -> RecordedRun | None:
-        """Return what it has written so far. None: nothing."""
-        return read_run(self.folder) if self.has_begun else None
+        """Return what it has written so far. None: nothing, or what is damaged, which resuming it tells."""
+        try:
+            return read_run(self.folder) if self.has_begun else None
+        except ConfigError:
+            return None
 
     def arguments(self) -> list[str]:
         """Return what begins or resumes it, after `agentrl`."""

@@ -21,7 +21,7 @@ _END_S = 60.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Failure:
-    """A run that ended before its last step."""
+    """A run that ended before its last step, or was left out."""
 
     run: PlannedRun
     words: str
@@ -48,13 +48,14 @@ def run_missing(
 ) -> list[Failure]:
     """Begin or resume each run that is not finished; one that fails is told, and the others go on.
 
+    Where a mistake ends a run before it has begun, the recipe's waiting seeds are left out, and told too: they would meet it.
     What interrupts this interrupts the runs, which the next call resumes from their checkpoints.
 
     Args:
         runs: of the comparison, those of one seed beside one another.
         jobs: how many at once.
         on_progress: told the steps done, and those in all, now and then.
-        on_end: told each run that ends, and the last words of one that fails.
+        on_end: told each run that ends or is left out, and of one that fails why.
     """
     waiting = [run for run in runs if not is_done(run)]
     for arm in {run.arm.folder: run.arm for run in waiting}.values():
@@ -76,12 +77,18 @@ def run_missing(
                 if (status := process.poll()) is None:
                     continue
                 del active[slot]
-                words = None if status == 0 and is_done(process.run) else process.last_words(status)
-                on_end(process.run, words)
-                if words is not None:
-                    failures.append(Failure(run=process.run, words=words))
-                    if status == USER_MISTAKE:  # the recipe's other seeds would meet it too
-                        waiting = [run for run in waiting if run.arm is not process.run.arm]
+                ended = process.run
+                words = None if status == 0 and is_done(ended) else process.last_words(status)
+                on_end(ended, words)
+                if words is None:
+                    continue
+                failures.append(Failure(run=ended, words=words))
+                if status == USER_MISTAKE and not ended.has_begun:
+                    words = f"left out, as seed {ended.seed} could not begin"
+                    for run in [run for run in waiting if run.arm is ended.arm]:
+                        waiting.remove(run)
+                        on_end(run, words)
+                        failures.append(Failure(run=run, words=words))
     finally:
         for process in active.values():
             process.interrupt()

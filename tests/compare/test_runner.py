@@ -34,9 +34,10 @@ class _Process:
     def __init__(self, of: Processes, run: Path, log: IO[bytes], status: int) -> None:
         self._of, self._run, self._status, self._polls = of, run, status, 0
         self.stdin = self
-        if not (run / "config.yaml").is_file():
-            RunFolder.create(run, {"train": {"steps": 2}})
-        RunFolder(run).add_metrics({"step": 1 if status else 2})
+        if status != 2:
+            if not (run / "config.yaml").is_file():
+                RunFolder.create(run, {"train": {"steps": 2}})
+            RunFolder(run).add_metrics({"step": 1 if status else 2})
         if status:
             log.write(b"run folder: x\nagentrl: the disk is full\n")
             log.flush()
@@ -109,10 +110,35 @@ def test_a_run_that_fails_is_told_and_resumed_by_the_next_call(
     assert len(again.begun) == 1
 
 
-def test_a_mistake_in_a_recipe_is_met_once(monkeypatch: pytest.MonkeyPatch, two_arms: list[Arm]) -> None:
-    processes = stand_in(monkeypatch, alpha_seed_0=2)
-    assert len(run_missing(runs(two_arms, 3), jobs=1)) == 1
+def test_a_mistake_in_a_recipe_is_met_once_and_its_other_seeds_are_told(
+    monkeypatch: pytest.MonkeyPatch, two_arms: list[Arm]
+) -> None:
+    processes, told = stand_in(monkeypatch, alpha_seed_0=2), []
+    failures = run_missing(runs(two_arms, 3), jobs=1, on_end=lambda run, words: told.append((run.name, words)))
     assert [run.parent.name[:5] for run, _, _ in processes.begun] == ["alpha", "gamma", "gamma", "gamma"]
+    assert [(failure.run.name, failure.words) for failure in failures] == [pair for pair in told if pair[1]]
+    assert told[1:3] == [(f"alpha, seed {seed}", "left out, as seed 0 could not begin") for seed in (1, 2)]
+
+
+def test_a_run_that_cannot_be_resumed_leaves_no_other_seed_out(
+    monkeypatch: pytest.MonkeyPatch, two_arms: list[Arm]
+) -> None:
+    stand_in(monkeypatch, alpha_seed_0=2)
+    planned = runs(two_arms, 3)
+    RunFolder.create(planned[0].folder, {"train": {"steps": 2}})
+    [failure] = run_missing(planned, jobs=1)
+    assert failure.run == planned[0]
+    assert all(map(is_done, planned[1:]))
+
+
+def test_a_run_whose_metrics_are_damaged_fails_alone(monkeypatch: pytest.MonkeyPatch, two_arms: list[Arm]) -> None:
+    stand_in(monkeypatch, gamma_seed_1=2)
+    planned = runs(two_arms, 2)
+    RunFolder.create(planned[3].folder, {"train": {"steps": 2}})
+    (planned[3].folder / "metrics.jsonl").write_text("no row\n")
+    [failure] = run_missing(planned, jobs=1)
+    assert failure.run == planned[3]
+    assert all(map(is_done, planned[:3]))
 
 
 def test_an_interrupt_ends_the_runs_under_way(monkeypatch: pytest.MonkeyPatch, two_arms: list[Arm]) -> None:
