@@ -1,4 +1,6 @@
 import json
+import os
+import signal
 import time
 from pathlib import Path
 from typing import Any
@@ -7,6 +9,7 @@ import psutil
 import pytest
 
 from agentrl.cli import main
+from agentrl.compare.runner import start
 from agentrl.config import Recipe
 from agentrl.report.folder import RunFolder
 from agentrl.report.panel import note_panels
@@ -75,6 +78,27 @@ def test_a_comparison_that_is_killed_is_resumed_by_the_same_command(
     same = ("metric", "panel", "steps", "threshold")
     assert {name: other[name] for name in same} == {name: comparison[name] for name in same}
     assert [arm["curves"] for arm in other["arms"]] == [arm["curves"] for arm in comparison["arms"]]
+
+
+def test_a_run_ends_with_what_started_it_where_interrupts_are_ignored(tmp_path: Path) -> None:
+    recipe, run, log = tmp_path / "doors.yaml", tmp_path / "run", tmp_path / "log"
+    recipe.write_text(TINY)
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # as for a script's `agentrl compare ... &`
+    try:
+        with log.open("wb") as file:
+            arguments = ["train", str(recipe), "--run_dir", str(run), "--train.steps", "1000000"]
+            process = start(arguments, log=file, environment=dict(os.environ))
+    finally:
+        signal.signal(signal.SIGINT, before)
+    try:
+        while not (run / "metrics.jsonl").is_file():
+            assert process.poll() is None, log.read_text()
+            time.sleep(0.05)
+        process.stdin.close()
+        assert process.wait(120) == 130
+    finally:
+        process.kill()
+        process.wait()
 
 
 def record(
