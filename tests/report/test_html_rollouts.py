@@ -135,6 +135,34 @@ def test_a_file_that_is_written_again_replaces_what_it_held(tmp_path: Path) -> N
     assert [entry["id"] for entry in store.entries()] == ["train/000001/5"]
 
 
+def test_as_a_run_goes_on_the_newest_rollouts_take_the_place_of_the_oldest(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "run", rollouts=[])
+    store = RolloutStore(max_rollouts=4)
+    shown = []
+    for step in range(1, 7):
+        folder.add_rollouts(step, [member(k, reward=0.0, step=step, group_id=f"g{step}") for k in (0, 1)], keep=4)
+        assert store.read(open_runs([folder.path]))
+        shown.append((sorted({entry["step"] for entry in store.entries()}), len(store.entries()), store.left_out))
+    assert shown == [([1], 2, 0), ([1, 2], 4, 0), ([2, 3], 4, 1), ([3, 4], 4, 2), ([4, 5], 4, 3), ([5, 6], 4, 3)]
+    for path in folder.rollouts()[2:]:
+        path.unlink()
+    assert store.read(open_runs([folder.path]))
+    assert sorted(entry["step"] for entry in store.entries()) == [1, 1, 3, 3]
+    assert store.left_out == 0
+
+
+def test_the_newest_rollouts_have_other_credit_whenever_they_come(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("agentrl.report.html.store.MAX_CREDITED", 2)
+    folder = make_run(tmp_path / "run", rollouts=[])
+    store = RolloutStore()
+    for step in (1, 2):
+        folder.add_rollouts(step, [member(k, reward=float(k), step=step, group_id=f"g{step}") for k in (0, 1)])
+        assert store.read(open_runs([folder.path]))
+    assert all(rollout["turns"][0]["others"] for block in store.blocks.values() for rollout in said_in(block))
+
+
 def test_the_same_runs_give_the_same_page_but_for_the_time(tmp_path: Path) -> None:
     folder = make_run(tmp_path / "run")
 

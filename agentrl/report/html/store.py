@@ -31,44 +31,54 @@ class RolloutStore:
     def __init__(self, *, max_rollouts: int = MAX_ROLLOUTS) -> None:
         self.blocks: dict[int, Block] = {}
         self.left_out = 0
-        """Files of which nothing is shown, because there are rollouts enough."""
-        self.notices: list[str] = []
-        """What is damaged, and shown without the damaged part."""
+        """Files of which nothing is shown, because there are newer rollouts enough."""
         self._max_rollouts = max_rollouts
         self._read: dict[Path, tuple[int, list[int]]] = {}
         """When each file was last written, and its blocks."""
-        self._num_rollouts = self._num_credited = self._next = 0
+        self._damage: dict[Path, str] = {}
+        self._next = 0
+
+    @property
+    def notices(self) -> list[str]:
+        """What is damaged, and shown without the damaged part."""
+        return list(self._damage.values())
 
     def read(self, runs: Sequence[Run], *, seconds: float = float("inf")) -> bool:
-        """Read what is not read yet, for so long; return whether all is read."""
+        """Read what is not read yet, for so long, and forget what is gone or too old; return whether all is read."""
         deadline = time.monotonic() + seconds
-        pending = [file for run in runs for file in _files(run) if self._is_new(file.path)]
-        for file in sorted(pending, key=lambda file: (not file.is_fault, -file.step)):
-            if time.monotonic() > deadline:
-                return False
-            self._forget(file.path)
-            if self._num_rollouts >= self._max_rollouts:
+        files = [file for run in runs for file in _files(run)]
+        for path in self._read.keys() - {file.path for file in files}:
+            self._forget(path)
+        self.left_out = num_newer = num_credited = 0
+        for file in sorted(files, key=lambda file: (not file.is_fault, -file.step)):
+            if num_newer >= self._max_rollouts:
+                self._forget(file.path)
                 self.left_out += 1
-            else:
-                self._add(file)
+                continue
+            if self._is_new(file.path):
+                if time.monotonic() > deadline:
+                    return False
+                self._forget(file.path)
+                self._add(file, max_credited=0 if file.is_fault else MAX_CREDITED - num_credited)
+            size = sum(len(self.blocks[number].entries) for number in self._read[file.path][1])
+            num_newer += size
+            num_credited += 0 if file.is_fault else size
         return True
 
     def entries(self) -> list[dict[str, object]]:
         """List the rollouts, with the number of the block in which each is told."""
         return [entry | {"block": number} for number, block in self.blocks.items() for entry in block.entries]
 
-    def _add(self, file: _File) -> None:
+    def _add(self, file: _File, *, max_credited: int) -> None:
+        numbers: list[int] = []
+        self._read[file.path] = _written(file.path), numbers
         records: list[TrajectoryRecord] = []
-        numbers = self._read[file.path][1]
         try:
             for record in read_records(file.path):
                 records.append(record)  # noqa: PERF402  # those before the damage are kept
         except ConfigError as error:
-            self.notices.append(f"{error}. It is shown without that line and what follows")
-        is_credited = not file.is_fault and self._num_credited + len(records) <= MAX_CREDITED
-        others = other_credit(records) if is_credited else {}
-        self._num_credited += len(records) * is_credited
-        self._num_rollouts += len(records)
+            self._damage[file.path] = f"{error}. It is shown without that line and what follows"
+        others = other_credit(records) if len(records) <= max_credited else {}
         decode = decoder(file.run.folder.path)
         for _, group in groupby(sorted(records, key=lambda record: record.group_id), lambda record: record.group_id):
             self.blocks[self._next] = block_of(list(group), run=file.run.number, others=others, decode=decode)
@@ -80,11 +90,11 @@ class RolloutStore:
         return written != _written(path)
 
     def _forget(self, path: Path) -> None:
-        """Drop what a file held before it was written again: a run that was resumed has gone back."""
+        """Drop what a file held: it is gone, too old, or written again, as by a run that was resumed and has gone back."""
         _, numbers = self._read.pop(path, (0, []))
+        self._damage.pop(path, None)
         for number in numbers:
-            self._num_rollouts -= len(self.blocks.pop(number).entries)
-        self._read[path] = _written(path), []
+            del self.blocks[number]
 
 
 def _written(path: Path) -> int:

@@ -149,7 +149,9 @@ class McpServer:
             except ServerDiedError as error:
                 self._bury(connection, error)
             except ToolCallError as error:
-                raise EnvironmentFailure(f"a new MCP server does not take the episode's calls again: {error}") from error
+                raise EnvironmentFailure(
+                    f"a new MCP server does not take the episode's calls again: {error}"
+                ) from error
             finally:  # what failed in whatever way is not left running
                 if connection is not None and connection is not self._connection:
                     connection.close()
