@@ -49,11 +49,12 @@ class OpenEnv(ReplayedEnv):
         self.url, self.prompt, self.goal, self.timeout_s = url.rstrip("/"), prompt, goal, timeout_s
         try:
             with urllib.request.urlopen(f"{self.url}/schema", timeout=timeout_s) as reply:
-                self.schema = json.load(reply)["action"]
-        except (OSError, ValueError, KeyError) as error:
+                action = json.load(reply)["action"]
+            fields = action.get("properties", {}).items()  # an action may have none
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise UserError(f"url: {url!r} is no OpenEnv server: {type(error).__name__}: {error}") from error
-        properties = {name: schema for name, schema in self.schema["properties"].items() if name != "metadata"}
-        self.schema = self.schema | {"properties": properties}
+        properties = {name: schema for name, schema in fields if name != "metadata"}
+        self.schema = {**action, "properties": properties}
         self.field = next(iter(properties)) if len(properties) == 1 else None
         function = {"name": "act", "description": "Take an action.", "parameters": self.schema}
         self.tools = [{"type": "function", "function": function}]

@@ -1,9 +1,13 @@
+import http.server
+import json
 import os
 import random
 import subprocess
 import sys
+import threading
 import urllib.request
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -132,3 +136,37 @@ def test_a_server_that_dies_fails_the_episode_and_a_new_one_serves_the_next(kind
     server.close()
     with pytest.raises(UserError, match=r"url: .* is no OpenEnv server"):
         OpenEnv(url=server.url)
+
+
+@contextmanager
+def schema_server(said: Any) -> Iterator[str]:
+    """Serve a schema and nothing else."""
+
+    class Schema(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(json.dumps(said).encode())
+
+        def log_message(self, *_: Any) -> None:
+            pass
+
+    with http.server.HTTPServer(("127.0.0.1", 0), Schema) as server:
+        threading.Thread(target=server.serve_forever).start()
+        try:
+            yield f"http://127.0.0.1:{server.server_port}"
+        finally:
+            server.shutdown()
+
+
+def test_an_action_without_fields_is_a_call_without_arguments() -> None:
+    with schema_server({"action": {"type": "object"}}) as url:
+        env = OpenEnv(url=url)
+    assert env.tools[0]["function"]["parameters"] == {"type": "object", "properties": {}}
+    assert env.answer("anything") == "Call act."
+
+
+@pytest.mark.parametrize("said", [[], {}, {"action": None}, {"action": {"properties": ["number"]}}])
+def test_a_server_of_something_else_is_told_in_a_line(said: Any) -> None:
+    with schema_server(said) as url, pytest.raises(UserError, match=r"^url: .* is no OpenEnv server: "):
+        OpenEnv(url=url)
