@@ -8,6 +8,7 @@ import pytest
 
 from agentrl.env.rewards import math_reward
 from agentrl.env.rewards.math_reward import math
+from agentrl.env.worker_pool import MAX_WORKERS
 
 
 def graded(completion: str, answer: Any, **options: Any) -> tuple[float, float]:
@@ -47,7 +48,7 @@ def test_many_threads_ask_and_few_processes_answer() -> None:
         found = list(pool.map(lambda k: graded(f"${k}+1$", str(k + 1 + k % 2)), range(64)))
     assert found == [(float(k % 2 == 0), 0.0) for k in range(64)]
     ours = [child for child in psutil.Process().children() if "math_worker" in " ".join(child.cmdline())]
-    assert 1 <= len(ours) <= math_reward._MAX_WORKERS
+    assert 1 <= len(ours) <= MAX_WORKERS
     math_reward._pool.close()
     psutil.wait_procs(ours, timeout=30)
     assert not any(child.is_running() for child in ours)

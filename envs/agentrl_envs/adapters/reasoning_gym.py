@@ -1,11 +1,15 @@
 """Tasks of reasoning-gym: a question, an answer, and the score of the data set's own scorer."""
 
+import base64
+import pickle
 import re
 import warnings
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from agentrl import EnvironmentFailure, Message, ToolEnv, UserError
+from agentrl.env.worker_pool import WorkerPool
 from agentrl_envs.adapters.global_random import OwnRandom
 from agentrl_envs.adapters.splits import draw
 from agentrl_envs.options import whole_number
@@ -20,14 +24,18 @@ except ModuleNotFoundError as error:
 
 _SIZE = 5
 """The least that all data sets can be made of."""
+_DEADLINE_S = 5.0
+"""How long a score may take."""
+_pool = WorkerPool(Path(__file__).with_name("reasoning_gym_worker.py"), purpose="reasoning_gym")
 _TAGGED = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 
 
 class ReasoningGym(ToolEnv):
     """One question, one turn: what stands in the last `<answer>` is scored, or the whole turn where there is none.
 
-    The score, from 0 to 1, is the reward; 1 is success. Some scorers raise on answers that they cannot read: such an answer is
-    wrong, and counts in `info["scorer_errors"]`. A scorer that raises on the right answer too fails the episode.
+    The score, from 0 to 1, is the reward; 1 is success. Scorers run in processes of their own, which read answers and run none
+    of them. Some raise on answers that they cannot read, or take more than five seconds or 2 GiB: such an answer is wrong, and
+    counts in `info["scorer_errors"]`. A scorer that fails at the right answer too fails the episode.
     """
 
     turn_rewards = False
@@ -41,9 +49,10 @@ class ReasoningGym(ToolEnv):
             max_chars: longest question; a longer one fails the episode.
 
         Raises:
-            UserError: for a name or a field that there is none of.
+            UserError: for a name or a field that there is none of, and on Windows.
         """
         super().__init__()
+        _pool.check_platform()
         if dataset not in DATASETS:
             raise UserError(f"dataset: reasoning-gym has no {dataset!r}; it has {', '.join(sorted(DATASETS))}")
         self.dataset, self.config = dataset, dict(config or {})
@@ -90,7 +99,7 @@ class ReasoningGym(ToolEnv):
         return {"role": "assistant", "content": f"<answer>{said}</answer>"}
 
     def _entry(self, seed: int) -> dict[str, Any]:
-        with OwnRandom(seed).in_use():  # some draw from the global generators
+        with OwnRandom(seed).in_use(f"reasoning-gym's {self.dataset}"):  # some draw from the global generators
             entry = dict(self._data_set(seed)[0])
         if len(entry["question"]) > self.max_chars:
             raise EnvironmentFailure(
@@ -99,22 +108,31 @@ class ReasoningGym(ToolEnv):
         return entry
 
     def _score(self, answer: str) -> float:
-        scorer = self._data_set(0)
-        try:
-            with OwnRandom().in_use():
-                score = float(scorer.score_answer(answer, self.entry))
-        except Exception as error:  # noqa: BLE001 - a stranger's scorer may raise anything
-            try:
-                scorer.score_answer(self.gold_answer(), self.entry)
-            except Exception:  # noqa: BLE001 - it is not the answer
-                raise EnvironmentFailure(
-                    f"the scorer of {self.dataset} raises on the right answer too: {error!r}"
-                ) from error
+        scored = self._scored(answer)
+        if "score" not in scored:
+            if "score" not in self._scored(self.gold_answer()):
+                raise EnvironmentFailure(f"the scorer of {self.dataset} fails at the right answer too: {scored['error']}")
             self._info["scorer_errors"] = 1
             return 0.0
-        return min(max(score, 0.0), 1.0)
+        return min(max(scored["score"], 0.0), 1.0)
+
+    def _scored(self, answer: str | None) -> dict[str, Any]:
+        """Return `{"score": ...}`, or the `error` of the scorer."""
+        question = {
+            "data_set": _pickled((self.dataset, _SIZE, self.config)),
+            "entry": _pickled(self.entry),
+            "answer": answer,
+            "timeout_s": _DEADLINE_S,
+        }
+        error = f"its process has ended, as it does after {_DEADLINE_S:g} s or where it takes more than 2 GiB"
+        return _pool.ask(question) or {"error": error}
 
     def _data_set(self, seed: int) -> Any:
         # One for each seed, of which the first entry is taken: sets of two seeds that lie close share most of their entries,
         # and some make all of their entries at once.
         return reasoning_gym.create_dataset(self.dataset, seed=seed, size=_SIZE, **self.config)
+
+
+def _pickled(value: Any) -> str:
+    # JSON would make tuples and numbered keys of an entry into something else.
+    return base64.b64encode(pickle.dumps(value)).decode()

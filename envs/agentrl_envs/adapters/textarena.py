@@ -87,13 +87,13 @@ class TextArena(ToolEnv):
 
     def _begin(self, seed: int) -> str:
         self._random = OwnRandom(seed)
-        with self._random.in_use():
+        with self._random.in_use(f"TextArena's {self.id}"):
             self.game: Any = textarena.make(self.id, **self.options)
             self.game.reset(num_players=1, seed=seed)
             return self._said()
 
     def _move(self, text: str) -> tuple[str, bool]:
-        with self._random.in_use():
+        with self._random.in_use(f"TextArena's {self.id}"):
             is_over, _ = self.game.step(action=text)
             return self._said(), bool(is_over)
 

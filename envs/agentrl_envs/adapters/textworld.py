@@ -4,7 +4,6 @@ import hashlib
 import os
 import re
 import tempfile
-import threading
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +39,6 @@ _META = {
 """Commands to the interpreter, which is written in C: it writes files, ends the process, or crashes it."""
 _MAX_TEXT, _MAX_COMMAND = 1_000, 80
 """Characters that are looked at, and those of a command: the interpreter's buffer is short."""
-_making = threading.Lock()
 
 
 class TextWorld(ReplayedEnv):
@@ -146,9 +144,10 @@ class TextWorld(ReplayedEnv):
     def _file(self) -> Path:
         size = f"{self.num_rooms}-{self.num_objects}-{self.quest_length}"
         file = self.folder / f"{textworld.__version__}-{size}-{self.game}.z8"
-        with _making:
-            if not file.exists():
-                self._make(file)
+        if not file.exists():
+            with OwnRandom(self.game).in_use(f"TextWorld's game {self.game}"):  # of one maker at a time
+                if not file.exists():
+                    self._make(file)
         return file
 
     def _make(self, file: Path) -> None:
@@ -156,7 +155,7 @@ class TextWorld(ReplayedEnv):
         options.seeds = self.game
         options.nb_rooms, options.nb_objects, options.quest_length = self.num_rooms, self.num_objects, self.quest_length
         self.folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=self.folder) as folder, OwnRandom(self.game).in_use():
+        with tempfile.TemporaryDirectory(dir=self.folder) as folder:
             options.path = str(Path(folder) / file.name)
             try:
                 made = Path(textworld.generator.compile_game(textworld.generator.make_game(options), options))

@@ -1,4 +1,7 @@
+import ast
+import importlib.util
 import random
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -8,7 +11,23 @@ from agentrl.testing import check_env
 
 pytest.importorskip("reasoning_gym", reason="needs reasoning-gym: pip install 'agentrl[reasoning-gym]'")
 
+import sympy
+
 from agentrl_envs.adapters.reasoning_gym import ReasoningGym
+from agentrl_envs.adapters.reasoning_gym_worker import OWN_TEXTS, read_expression
+
+READERS = [
+    "binary_matrix",
+    "countdown",
+    "intermediate_integration",
+    "n_queens",
+    "polynomial_multiplication",
+    "puzzle24",
+    "simple_integration",
+    "spiral_matrix",
+    "string_insertion",
+]
+"""Data sets whose scorers give an answer to `eval` or `parse_expr`."""
 
 
 @pytest.mark.parametrize("dataset", ["chain_sum", "list_functions", "pool_matrix"])  # two draw from global generators
@@ -46,33 +65,141 @@ def test_seeds_that_lie_close_ask_different_questions() -> None:
     assert len({env.reset(seed=s)[0][0]["content"] for s in range(100)}) == 100
 
 
-class Scorer:
-    def __init__(self, raises_on: set[str]) -> None:
-        self.raises_on = raises_on
-
-    def score_answer(self, answer: str, entry: dict[str, Any]) -> float:
-        random.random()
-        if answer in self.raises_on:
-            raise ZeroDivisionError("division by zero")
-        return float(answer == entry["answer"])
-
-
-def test_an_answer_that_the_scorer_cannot_read_is_wrong_and_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    env = ReasoningGym(dataset="chain_sum")
+def test_an_answer_that_the_scorer_cannot_read_is_wrong_and_counted() -> None:
+    env = ReasoningGym(dataset="prime_factorization")
     env.reset(seed=0)
-    monkeypatch.setattr(env, "_data_set", lambda seed: Scorer({"1/0"}))
-    _, reward, _, _, info = env.step("1/0")
+    _, reward, _, _, info = env.step("2 × two")
     assert (reward, info["success"], info["scorer_errors"]) == (0.0, False, 1)
 
 
-def test_a_scorer_that_raises_on_the_right_answer_too_fails_the_episode(monkeypatch: pytest.MonkeyPatch) -> None:
-    env = ReasoningGym(dataset="chain_sum")
+def test_a_scorer_that_fails_at_the_right_answer_too_fails_the_episode() -> None:
+    env = ReasoningGym(dataset="prime_factorization")
     env.reset(seed=0)
-    monkeypatch.setattr(env, "_data_set", lambda seed: Scorer({"1/0", str(env.gold_answer())}))
-    with pytest.raises(
-        EnvironmentFailure, match="the scorer of chain_sum raises on the right answer too: ZeroDivision"
+    env.entry["answer"] = "?"
+    with pytest.raises(EnvironmentFailure, match="the scorer of prime_factorization fails at the right answer too: ValueError"):
+        env.step("2 × two")
+
+
+@pytest.mark.parametrize("dataset", READERS)
+def test_nothing_of_an_answer_is_run(dataset: str, tmp_path: Path) -> None:
+    env = ReasoningGym(dataset=dataset)
+    mkdir = f"__import__('os').mkdir({str(tmp_path / 'made')!r})"
+    for text in (
+        mkdir,
+        f"[{mkdir} for _ in [1]]",
+        f"(lambda: {mkdir})()",
+        f"f'{{{mkdir}}}'",
+        f"eval({mkdir!r})",
+        f"parse_expr({mkdir!r})",
+        f"sympify({mkdir!r})",
+        f"sqrt({mkdir!r})",
+        f"{mkdir}!",
+        f"2 {mkdir}",
+        mkdir.replace("import", "\uff49mport"),  # as Python reads it, the same name
     ):
-        env.step("1/0")
+        env.reset(seed=1)
+        assert env.step(f"<answer>{text}</answer>")[1] < 0.1, text
+        assert not (tmp_path / "made").exists(), text
+
+
+@pytest.mark.parametrize("dataset", READERS)
+def test_right_answers_are_still_right(dataset: str) -> None:
+    env = ReasoningGym(dataset=dataset)
+    for seed in range(20):
+        env.reset(seed=seed)
+        assert env.step(env.oracle())[1] == 1.0, f"seed {seed}: {env.gold_answer()}"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "49*(85 - 1)/14 - 42 - 73",
+        "-9*x**8/10 + 1.5*x + C",
+        "2*(-10*x - 10)**(3/2)/3",
+        "exp(x)*sin(2*x) - log(x) + atan(x)/pi + sqrt(2)*E",
+        "3*Integral(x**3*cos(3*x), x)",
+        "7//2 + 7 % 4 - +2",
+    ],
+)
+def test_arithmetic_is_read_as_sympy_reads_it(text: str) -> None:
+    variables = {"x": sympy.Symbol("x"), "C": sympy.Symbol("C")}
+    assert read_expression(text, local_dict=variables) == sympy.parse_expr(text, local_dict=variables)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "x.func",
+        "x[0]",
+        "'x'",
+        "__import__",
+        "__import__(x)",
+        "eval(x)",
+        "Symbol(x)",
+        "sqrt(*x)",
+        "sqrt(x, evaluate=y)",
+        "sqrt('x')",
+        "sqrt(x)(y)",
+        "lambda: x",
+        "[x for x in y]",
+        "(y := x)",
+        "x if y else z",
+        "x < y",
+        "x and y",
+        "x ^ y",
+        "~x",
+        "not x",
+        "True",
+        "None",
+        "...",
+        "3j",
+        "x, y",
+        "{x}",
+        "f'{x}'",
+    ],
+)
+def test_all_but_arithmetic_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match="an answer cannot hold"):
+        read_expression(text)
+
+
+def test_an_answer_that_takes_too_long_is_wrong_and_the_next_is_scored() -> None:
+    env = ReasoningGym(dataset="countdown")
+    env.reset(seed=1)
+    _, reward, _, _, info = env.step("<answer>9**9**9**9</answer>")
+    assert (reward, info["scorer_errors"]) == (0.0, 1)
+    env.reset(seed=1)
+    assert env.step(env.oracle())[1] == 1.0
+
+
+def test_all_of_reasoning_gym_that_runs_text_is_known() -> None:
+    """A module that is missing here is new: does its scorer give the call what a model says? Then see that it reads it instead."""
+    spec = importlib.util.find_spec("reasoning_gym")
+    assert spec is not None
+    assert spec.origin is not None
+    folder = Path(spec.origin).parent
+    found: dict[str, set[str]] = {}
+    for file in folder.rglob("*.py"):
+        module = ".".join(file.relative_to(folder).with_suffix("").parts)
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            name = node.id if isinstance(node, ast.Name) else node.attr if isinstance(node, ast.Attribute) else ""
+            is_builtin = isinstance(node, ast.Name) and name in {"eval", "exec", "compile", "__import__"}
+            if is_builtin or name in {"parse_expr", "sympify", "nsimplify", "lambdify", "import_module", "system", "Popen"}:
+                found.setdefault(name, set()).add(module)
+    own = {name.removeprefix("reasoning_gym.") for name in OWN_TEXTS}
+    literals = {"binary_matrix", "number_sorting", "spiral_matrix", "string_insertion"}
+    assert found == {
+        "eval": {f"algorithmic.{name}" for name in literals} | {"games.n_queens"} | own,
+        "parse_expr": {
+            "algebra.intermediate_integration",
+            "algebra.polynomial_multiplication",
+            "algebra.simple_integration",
+            "games.countdown",
+            "games.puzzle24",
+            "logic.propositional_logic",  # its own, which splits text
+        },
+        "exec": {"code.codeio"},  # of its programs, for the right answer
+    }
 
 
 def test_the_global_random_numbers_stay_as_they_are() -> None:
