@@ -148,10 +148,17 @@ def _sweep(options: argparse.Namespace, rest: list[str]) -> None:
         finalists = [next(arm for arm in arms if arm.name == one.name) for one in (second, best)]
         fresh = [seeds[-1] + 1 + number for number in range(num_fresh)]
         failed += (more := _train(console, options, [arm.run(seed) for seed in fresh for arm in finalists]))
-        found.append(_judge(options, finalists, fresh, notes=more))
+        try:
+            found.append(_judge(options, finalists, fresh, notes=more))
+        except (ConfigError, TrainingError):
+            if not more:
+                raise
+            found = [chosen.model_copy(update={"notes": [*more, *chosen.notes]})]
     words = f"best: {best.name}, {best.final.mean:.3f} on the seeds that chose it"
-    if num_fresh > 0:
+    if len(found) > 1:
         words += f" and {found[1].arms[-1].final.mean:.3f} on fresh ones, which is what to expect and to report"
+    elif num_fresh > 0:
+        words += "; too few fresh seeds have finished to say what to expect"
     else:
         words += (
             f". The best of {len(arms)} is partly luck, and its mean too high on these seeds (the winner's curse): "

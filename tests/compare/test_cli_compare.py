@@ -9,7 +9,7 @@ import psutil
 import pytest
 
 from agentrl.cli import main
-from agentrl.compare.runner import start
+from agentrl.compare.runner import Failure, start
 from agentrl.config import Recipe
 from agentrl.report.folder import RunFolder
 from agentrl.report.panel import note_panels
@@ -205,3 +205,36 @@ def test_a_sweep_reports_the_best_on_fresh_seeds(
     assert found["words"].startswith("best: 2e-3, 0.600 on the seeds that chose it and 0.550 on fresh ones")
     main([*command, "--fresh", "0"])
     assert "the winner's curse" in " ".join(capsys.readouterr().out.split())
+
+
+@pytest.mark.parametrize("failing", [(1e-3,), (2e-3,), (1e-3, 2e-3)])
+def test_a_sweep_whose_fresh_seeds_fail_shows_what_it_has(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, failing: tuple[float, ...]
+) -> None:
+    recipe = tmp_path / "doors.yaml"
+    recipe.write_text(TINY)
+
+    def trained(runs: Any, **_: Any) -> list[Failure]:
+        failures = []
+        for run in runs:
+            rate = run.arm.recipe.train.learning_rate
+            if run.seed >= 2 and rate in failing:
+                failures.append(Failure(run=run, words="the disk is full"))
+            else:
+                record(run.folder, seed=run.seed, rate=rate, success=[0.0, 0.3, 100 * rate])
+        return failures
+
+    monkeypatch.setattr("agentrl.compare.runner.run_missing", trained)
+    command = ["sweep", str(recipe), "--over", "train.learning_rate=1e-3,2e-3", "--seeds", "2", "--json"]
+    with pytest.raises(SystemExit) as ended:
+        main([*command, "--folder", str(tmp_path / "r")])
+    told = capsys.readouterr()
+    assert (ended.value.code, f"{2 * len(failing)} runs failed" in told.err) == (1, True)
+    found = json.loads(told.out)
+    assert [[arm["seeds"] for arm in each["arms"]] for each in found["comparisons"]] == [[[0, 1]] * 2]
+    assert found["words"] == (
+        "best: 2e-3, 0.200 on the seeds that chose it; too few fresh seeds have finished to say what to expect"
+    )
+    told_of = [note for note in found["comparisons"][0]["notes"] if note.endswith(" failed: the disk is full")]
+    assert len(told_of) == 2 * len(failing)
+    assert Path(found["page"]).is_file()
