@@ -9,7 +9,6 @@ from agentrl.api.notebook import without_running_loop
 from agentrl.api.target import Target, load, look_for_modules_here, tokenizer_of, untrained
 from agentrl.config import Recipe
 from agentrl.credit import Credit
-from agentrl.distributed.checkpoints import newest_step
 from agentrl.report.folder import RunFolder
 from agentrl.report.records import pieces_of, records
 from agentrl.report.terminal import Console
@@ -72,22 +71,25 @@ def evaluated(recipe: Recipe, run_dir: Path | None, *, console: Console) -> tupl
         console.print(f"warning: {words}", style="yellow")
 
     with build(untrained(recipe), tokenizer_folder=tokenizer_of(run_dir), on_warning=warn) as parts:
-        if folder:
-            load_weights(parts, folder)
+        step = load_weights(parts, folder) if folder else 0
         parts.link.start(0)
         reuse_environments(parts)
         found = evaluate_parts(parts)
-        return found, _kept(found, folder, pieces_of(parts.tokenizer), warn) if folder else None
+        return found, _kept(found, folder, step, pieces_of(parts.tokenizer), warn) if folder else None
 
 
 def _kept(
-    found: Mapping[str, Evaluation], folder: RunFolder, piece: Callable[[int], str], warn: Callable[[str], None]
+    found: Mapping[str, Evaluation],
+    folder: RunFolder,
+    step: int,
+    piece: Callable[[int], str],
+    warn: Callable[[str], None],
 ) -> Path | None:
     """Write the rollouts of an evaluation into a run's folder; nobody was trained on them."""
     groups = [group for evaluation in found.values() for group in evaluation.groups]
     credits = [[Credit.excluded(t) for t in group.trajectories] for group in groups]
     try:
-        return folder.add_evaluation(records(groups, credits, step=newest_step(folder.checkpoints) or 0, piece=piece))
+        return folder.add_evaluation(records(groups, credits, step=step, piece=piece))
     except OSError as error:  # what was found is worth more
         warn(f"the rollouts could not be kept in {folder.evaluations}: {error.strerror}")
         return None

@@ -67,6 +67,11 @@ def checkpoints(folder: Path) -> list[Path]:
     return list(by_step(folder).values())
 
 
+def step_of(checkpoint: Path) -> int:
+    """Return the step that a checkpoint's name tells."""
+    return int(checkpoint.name.removeprefix(NAME.format("")))
+
+
 def newest_step(folder: Path) -> int | None:
     """Return the step of a run's newest checkpoint. None: it has none yet."""
     return max(by_step(folder), default=None)

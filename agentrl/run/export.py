@@ -7,7 +7,7 @@ import torch
 
 from agentrl.chat import load_tokenizer
 from agentrl.config import Recipe
-from agentrl.distributed.checkpoints import checkpoint_errors, newest_step
+from agentrl.distributed.checkpoints import checkpoint_errors, step_of
 from agentrl.engine.model_class import auto_class
 from agentrl.errors import ConfigError
 from agentrl.learn.policy_state import load_weights
@@ -61,7 +61,7 @@ def export(
         run=run,
         config=recipe.model_dump(mode="json"),
         name=name or folder.resolve().name,
-        step=newest_step(run.checkpoints) or 0,
+        step=step_of(newest),
         adapter=only_adapter,
         auto_class=auto_class(model.config).__name__,
     )

@@ -10,7 +10,7 @@ from pydantic import BaseModel, ConfigDict, NonNegativeInt, PositiveInt, TypeAda
 from safetensors import SafetensorError
 
 from agentrl.config import Recipe
-from agentrl.distributed.checkpoints import NAME, checkpoint_errors, checkpoints, write_folder
+from agentrl.distributed.checkpoints import NAME, checkpoint_errors, checkpoints, step_of, write_folder
 from agentrl.distributed.processes import is_main, num_processes, process_index
 from agentrl.errors import ConfigError
 from agentrl.files import damage, read_json
@@ -105,8 +105,8 @@ def _check_num_tasks(*, before: NumTasks, now: NumTasks) -> None:
             )
 
 
-def load_weights(parts: Parts, folder: RunFolder) -> None:
-    """Bring the policy alone to the newest checkpoint of a run.
+def load_weights(parts: Parts, folder: RunFolder) -> int:
+    """Bring the policy alone to the newest checkpoint of a run; return its step.
 
     Raises:
         ConfigError: when it has none, or none that fits the recipe.
@@ -114,6 +114,7 @@ def load_weights(parts: Parts, folder: RunFolder) -> None:
     newest = newest_checkpoint(folder)
     with checkpoint_errors(newest):
         parts.learner.state.load_weights(newest)
+    return step_of(newest)
 
 
 def newest_checkpoint(folder: RunFolder) -> Path:

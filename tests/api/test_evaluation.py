@@ -1,0 +1,53 @@
+"""What is done with the newest weights of a run, which may go on meanwhile."""
+
+import shutil
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+import agentrl
+from agentrl import TrainedRun
+from agentrl.api import evaluation
+from agentrl.report.records import read_records
+from agentrl.run import export
+from tests.support.runs import recipe, train
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of two steps."""
+    folder, _ = train(recipe(tmp_path_factory.mktemp("trained")))
+    return folder.path
+
+
+@pytest.fixture
+def run(trained: Path, tmp_path: Path) -> Path:
+    """A copy of it."""
+    return Path(shutil.copytree(trained, tmp_path / "run"))
+
+
+def train_on(run: Path, module: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the run write another checkpoint as soon as a module has loaded its weights."""
+    load = module.load_weights
+
+    def loaded(*given: Any) -> Any:
+        found = load(*given)
+        shutil.copytree(run / "checkpoints" / "step-000002", run / "checkpoints" / "step-000003")
+        return found
+
+    monkeypatch.setattr(module, "load_weights", loaded)
+
+
+def test_an_evaluation_has_the_step_of_the_weights_that_played(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    train_on(run, evaluation, monkeypatch)
+    agentrl.evaluate(run)
+    (file,) = (run / "evaluations").glob("*.jsonl")
+    assert {record.step for record in read_records(file)} == {2}
+
+
+def test_an_export_has_the_step_of_its_weights(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    train_on(run, export, monkeypatch)
+    model = TrainedRun(run).export(tmp_path / "model")
+    assert "| steps | 2 of 2 |" in (model / "README.md").read_text(encoding="utf-8")
