@@ -9,7 +9,8 @@ from agentrl.api.notebook import without_running_loop
 from agentrl.api.target import Target, load, look_for_modules_here, tokenizer_of, untrained
 from agentrl.config import Recipe
 from agentrl.credit import Credit
-from agentrl.report.folder import RunFolder
+from agentrl.report.evaluation import settings_of
+from agentrl.report.folder import EvaluationNote, RunFolder
 from agentrl.report.records import pieces_of, records
 from agentrl.report.terminal import Console
 from agentrl.rollout.evaluation import Evaluation
@@ -54,16 +55,19 @@ def evaluate(
     )
 
 
-def evaluated(recipe: Recipe, run_dir: Path | None, *, console: Console) -> tuple[dict[str, Evaluation], Path | None]:
+def evaluated(
+    recipe: Recipe, run_dir: Path | None, *, console: Console, keep: bool = True
+) -> tuple[dict[str, Evaluation], Path | None]:
     """Play the evaluation tasks of each environment.
 
     Returns: what was found, by the prefix of its metrics; and the file of the run's folder that holds its rollouts. None: there
-    is no run, or the disk would not take them, which is told.
+    is no run, nothing is kept, or the disk would not take them, which is told.
 
     Args:
         recipe: names model, environments and tasks.
         run_dir: of the run whose newest weights play; None: the recipe's model plays as it is.
         console: prints warnings.
+        keep: write the rollouts into the run's folder.
     """
     folder = RunFolder.open(run_dir) if run_dir else None
 
@@ -75,13 +79,16 @@ def evaluated(recipe: Recipe, run_dir: Path | None, *, console: Console) -> tupl
         parts.link.start(0)
         reuse_environments(parts)
         found = evaluate_parts(parts)
-        return found, _kept(found, folder, step, pieces_of(parts.tokenizer), warn) if folder else None
+        if folder is None or not keep:
+            return found, None
+        note = EvaluationNote(step=step, settings=settings_of(recipe.model_dump(mode="json")))
+        return found, _kept(found, folder, note, pieces_of(parts.tokenizer), warn)
 
 
 def _kept(
     found: Mapping[str, Evaluation],
     folder: RunFolder,
-    step: int,
+    note: EvaluationNote,
     piece: Callable[[int], str],
     warn: Callable[[str], None],
 ) -> Path | None:
@@ -89,7 +96,7 @@ def _kept(
     groups = [group for evaluation in found.values() for group in evaluation.groups]
     credits = [[Credit.excluded(t) for t in group.trajectories] for group in groups]
     try:
-        return folder.add_evaluation(records(groups, credits, step=step, piece=piece))
+        return folder.add_evaluation(records(groups, credits, step=note.step, piece=piece), note)
     except OSError as error:  # what was found is worth more
         warn(f"the rollouts could not be kept in {folder.evaluations}: {error.strerror}")
         return None

@@ -9,13 +9,15 @@ from typing import Any
 import httpx2
 import numpy as np
 
-from agentrl.api.evaluation import evaluate
+from agentrl.api.evaluation import evaluated
 from agentrl.api.given import sections
-from agentrl.api.target import look_for_modules_here
+from agentrl.api.notebook import without_running_loop
+from agentrl.api.target import load, look_for_modules_here
 from agentrl.env import MessageEnv, base_env
 from agentrl.env.config import EnvConfig
 from agentrl.errors import ConfigError, EnvironmentFailure
 from agentrl.plain_data import abbreviated, line_of
+from agentrl.report.terminal import Console
 from agentrl.testing.baselines import Played
 from agentrl.testing.baselines import play as play_with
 from agentrl.types import Message, Trajectory
@@ -66,15 +68,17 @@ def play(
 
 def _played_here(env: Any, model: str | Path | None, *, seed: int, max_turns: int, temperature: float) -> Played:
     is_run = model is not None and (Path(model) / "config.yaml").is_file()
-    found = evaluate(
-        model if is_run else None,
-        env=env,
-        model=None if is_run else model,
-        seed=seed,
-        rollout={"max_turns": max_turns},
-        evaluation={"num_tasks": 1, "samples": 1, "temperature": temperature, "env": {}},
-    )
-    trajectory: Trajectory = found.groups[0].trajectories[0]
+    changes = {
+        "env": env,
+        "model": None if is_run else model,
+        "seed": seed,
+        "rollout": {"max_turns": max_turns},
+        "evaluation": {"num_tasks": 1, "samples": 1, "temperature": temperature},
+    }
+    recipe, run_dir = load(model if is_run else None, changes=sections(changes))
+    with without_running_loop():
+        found, _ = evaluated(recipe, run_dir, console=Console(soft_wrap=True), keep=False)
+    trajectory: Trajectory = next(iter(found.values())).groups[0].trajectories[0]
     if trajectory.error is not None:
         raise EnvironmentFailure(trajectory.error)
     return Played(

@@ -16,8 +16,9 @@ from agentrl.errors import UserError
 from agentrl.files import dump_yaml
 from agentrl.plain_data import printable
 from agentrl.report.docstring import first_line
+from agentrl.report.evaluation import settings_of
 from agentrl.report.figure import draw, shown
-from agentrl.report.folder import RunFolder
+from agentrl.report.folder import EvaluationNote, RunFolder
 from agentrl.report.public import public
 from agentrl.report.records import groups_of, read_records
 from agentrl.rollout.evaluation import EvaluationConfig, evaluated
@@ -90,11 +91,14 @@ def write_card(
 
 
 def measure(run: RunFolder, config: Mapping[str, Any], *, step: int) -> list[Measured]:
-    """Return what is known of the weights of a step: of the newest `agentrl eval`, else of the run's own evaluation."""
-    for file in sorted(run.evaluations.glob("evaluation-*.jsonl"), reverse=True):
-        records = list(read_records(file))
-        if records and records[0].step == step:
-            return list(_replayed(records, EvaluationConfig.model_validate(config["evaluation"])))
+    """Return what is known of the weights of a step: of the newest `agentrl eval`, else of the run's own evaluation.
+
+    One that was played with other settings than the recipe's says nothing here.
+    """
+    wanted = EvaluationNote(step=step, settings=settings_of(config))
+    for file, note in reversed(run.played_evaluations()):
+        if note == wanted:
+            return list(_replayed(list(read_records(file)), EvaluationConfig.model_validate(config["evaluation"])))
     row = next((row for row in run.metrics() if row["step"] == step), {})
     return list(_of_row(row, config))
 

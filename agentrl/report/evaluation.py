@@ -50,6 +50,20 @@ def as_json(found: Mapping[str, Evaluation], env_ids: Mapping[str, str], file: P
     return {"evaluations": evaluations, "rollouts": None if file is None else str(file)}
 
 
+def settings_of(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what of a recipe, as it is written down, decides what an evaluation of given weights finds."""
+    evaluation, rollout = config["evaluation"], config["rollout"]
+    envs = evaluation["env"] or {"": config["env"]}
+    limits = ("max_turns", "max_turn_tokens", "max_episode_tokens", "max_context_tokens", "history")
+    return {
+        "env": {name: {key: env[key] for key in ("id", "options", "wrappers")} for name, env in envs.items()},
+        "seed": config["seed"] if evaluation["seed"] is None else evaluation["seed"],
+        **{key: evaluation[key] for key in ("num_tasks", "samples", "temperature")},
+        **{key: rollout[key] for key in limits},
+        "chat": config["chat"],
+    }
+
+
 def is_failed(task: TaskResult) -> bool:
     """Tell whether no episode of a task solved it; where success is not reported, whether every episode of it failed."""
     return task.reward is None if task.solved is None else task.solved == 0

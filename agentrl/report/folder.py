@@ -14,7 +14,7 @@ from filelock import FileLock, Timeout
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
 
 from agentrl.errors import ConfigError
-from agentrl.files import dump_yaml, numbered, parse, parse_yaml, read_bytes, write_whole
+from agentrl.files import dump_yaml, numbered, parse, parse_yaml, read_bytes, read_json, write_whole
 from agentrl.report.records import TrajectoryRecord
 from agentrl.types import AmountOrZero, Count
 
@@ -29,7 +29,18 @@ class Told:
     words: str
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvaluationNote:
+    """What stands beside the rollouts of an evaluation."""
+
+    step: int
+    """Of the weights that played."""
+    settings: dict[str, Any]
+    """What of the recipe decided what came out, by name."""
+
+
 _WARNING = TypeAdapter(Told)
+_NOTE = TypeAdapter(EvaluationNote)
 _ROLLOUTS, _EVALUATION = "step-{}.jsonl", "evaluation-{}.jsonl"
 _BEGUN = "config.begun.yaml"
 _FIX = "mend that line, or delete it"
@@ -65,7 +76,7 @@ class RunFolder:
         self.faults = path / "faults"
         """A folder for each kind of fault of the environment, with a file for each episode of it that was kept."""
         self.evaluations = path / "evaluations"
-        """Rollouts of `agentrl eval`, a file for each time."""
+        """Rollouts of `agentrl eval`, a file for each time, with a note beside it."""
         self.tasks = path / "tasks.json"
         """Hashes of the tasks with which the run began, where its environment gives some."""
         self.panel = path / "panel.json"
@@ -182,13 +193,23 @@ class RunFolder:
         """List the rollout files, oldest first."""
         return [path for _, path in numbered(self._rollouts, _ROLLOUTS)]
 
-    def add_evaluation(self, trajectories: Iterable[TrajectoryRecord]) -> Path:
+    def add_evaluation(self, trajectories: Iterable[TrajectoryRecord], note: EvaluationNote) -> Path:
         """Write the rollouts of an evaluation beside those of earlier ones; return the file."""
         self.evaluations.mkdir(exist_ok=True)
         number = max((number for number, _ in numbered(self.evaluations, _EVALUATION)), default=0) + 1
         path = self.evaluations / _EVALUATION.format(f"{number:06d}")
+        write_whole(_note_of(path), _NOTE.dump_json(note))
         write_whole(path, (record.model_dump_json(exclude_defaults=True).encode() + b"\n" for record in trajectories))
         return path
+
+    def played_evaluations(self) -> list[tuple[Path, EvaluationNote | None]]:
+        """List the files that `add_evaluation` wrote, oldest first, with their notes. None: of an earlier version.
+
+        Raises:
+            ConfigError: for a note that is damaged.
+        """
+        paths = [path for _, path in numbered(self.evaluations, _EVALUATION)]
+        return [(path, _read_note(_note_of(path))) for path in paths]
 
     def fault_kinds(self) -> list[Path]:
         """List the folders of `faults`, in the order of their names."""
@@ -219,6 +240,7 @@ class RunFolder:
         """
         self.metrics()
         self.warnings()
+        self.played_evaluations()
         for path in self.rollouts():
             if not path.is_file():
                 raise ConfigError(f"{path} is no file; delete it")
@@ -229,11 +251,25 @@ class RunFolder:
         for number, path in numbered(self._rollouts, _ROLLOUTS):
             if number > step:
                 path.unlink()
+        for path, note in self.played_evaluations():
+            if note is not None and note.step > step:
+                path.unlink()
+                _note_of(path).unlink()
         if self._warnings.is_file():
             kept = [warning for warning in self.warnings() if warning.step <= step]
             write_whole(self._warnings, "".join(json.dumps(asdict(warning)) + "\n" for warning in kept))
         for partial in self.checkpoints.glob(".*.partial"):
             shutil.rmtree(partial)
+
+
+def _note_of(evaluation: Path) -> Path:
+    return evaluation.with_suffix(".json")
+
+
+def _read_note(path: Path) -> EvaluationNote | None:
+    if not os.path.lexists(path):
+        return None
+    return read_json(path, _NOTE, fix="delete it, and no card tells of that evaluation")
 
 
 def _lines(path: Path) -> Iterator[tuple[str, bytes]]:

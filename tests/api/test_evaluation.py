@@ -10,6 +10,8 @@ import pytest
 import agentrl
 from agentrl import TrainedRun
 from agentrl.api import evaluation
+from agentrl.report.card import measure
+from agentrl.report.folder import RunFolder
 from agentrl.report.records import read_records
 from agentrl.run import export
 from tests.support.runs import recipe, train
@@ -45,6 +47,15 @@ def test_an_evaluation_has_the_step_of_the_weights_that_played(run: Path, monkey
     agentrl.evaluate(run)
     (file,) = (run / "evaluations").glob("*.jsonl")
     assert {record.step for record in read_records(file)} == {2}
+
+
+def test_one_played_episode_is_no_evaluation_of_the_run(run: Path) -> None:
+    agentrl.evaluate(run)
+    agentrl.evaluate(run, evaluation={"num_tasks": 1})
+    agentrl.play(model=run, max_turns=2)
+    assert len(list((run / "evaluations").glob("*.jsonl"))) == 2
+    (measured,) = measure(RunFolder.open(run), TrainedRun(run).recipe.model_dump(mode="json"), step=2)
+    assert (measured.num_tasks, measured.intervals.keys()) == (2, {"reward"})  # those of its rollouts
 
 
 def test_an_export_has_the_step_of_its_weights(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,10 +10,11 @@ import pytest
 import yaml
 from markdown_it import MarkdownIt
 
-from agentrl.config import Recipe
+from agentrl.config import Recipe, load_recipe
 from agentrl.report.card import measure, write_card
 from agentrl.report.docstring import first_line
-from agentrl.report.folder import RunFolder
+from agentrl.report.evaluation import settings_of
+from agentrl.report.folder import EvaluationNote, RunFolder
 from agentrl.rollout.intervals import mean_interval, wilson
 from tests.support.report_runs import member
 
@@ -69,18 +70,21 @@ def test_a_model_of_the_hub_is_named_and_a_folder_is_not(tmp_path: Path) -> None
     assert "base_model" not in header
 
 
-def test_evaluation_comes_from_the_newest_rollouts_of_these_weights_with_intervals(tmp_path: Path) -> None:
-    run, config = make_run(tmp_path / "run")
-
-    def evaluation(step: int, successes: list[float]) -> None:
-        run.add_evaluation(
+def add_evaluation(run: RunFolder, config: dict[str, Any], *, step: int, successes: list[float]) -> Path:
+    return run.add_evaluation(
+        (
             member(0, reward=2 * success, group_id=f"eval/{task:06d}", step=step, metrics={"success": success})
             for task, success in enumerate(successes)
-        )
+        ),
+        EvaluationNote(step=step, settings=settings_of(config)),
+    )
 
-    evaluation(2, [1.0] * 4)
-    evaluation(2, [1.0, 0.0, 1.0, 1.0])
-    evaluation(9, [0.0] * 4)  # of other weights
+
+def test_evaluation_comes_from_the_newest_rollouts_of_these_weights_with_intervals(tmp_path: Path) -> None:
+    run, config = make_run(tmp_path / "run")
+    add_evaluation(run, config, step=2, successes=[1.0] * 4)
+    add_evaluation(run, config, step=2, successes=[1.0, 0.0, 1.0, 1.0])
+    add_evaluation(run, config, step=9, successes=[0.0] * 4)  # of other weights
     low, high = wilson(0.75, 4)
     (found,) = measure(run, config, step=2)
     assert found.values == {"success": 0.75, "reward": 1.5, "pass@1": 0.75}
@@ -92,6 +96,38 @@ def test_evaluation_comes_from_the_newest_rollouts_of_these_weights_with_interva
     metrics = {metric["type"]: metric for metric in result["metrics"]}
     assert metrics["success"]["value"] == 0.75
     assert metrics["success"]["name"] == f"success (95 % interval {low:.4g} to {high:.4g})"
+
+
+@pytest.mark.parametrize(
+    "option",
+    [
+        "--evaluation.temperature=0",
+        "--evaluation.num_tasks=1",
+        "--evaluation.samples=2",
+        "--evaluation.seed=5",
+        "--seed=5",
+        "--env.id=key_door",
+        "--env.options.max_depth=1",
+        "--rollout.max_turns=1",
+        "--chat.system=Hurry.",
+    ],
+)
+def test_an_evaluation_with_other_settings_than_the_recipes_is_left_out(tmp_path: Path, option: str) -> None:
+    run, config = make_run(tmp_path / "run")
+    add_evaluation(run, config, step=2, successes=[1.0, 0.0])
+    other = load_recipe(run.config_file, [option]).model_dump(mode="json")
+    add_evaluation(run, other, step=2, successes=[1.0] * 4)
+    (found,) = measure(run, config, step=2)
+    assert found.num_tasks == 2
+    (found,) = measure(run, other, step=2)
+    assert found.num_tasks == 4
+
+
+def test_an_evaluation_of_which_nothing_was_noted_is_left_out(tmp_path: Path) -> None:
+    run, config = make_run(tmp_path / "run")
+    add_evaluation(run, config, step=2, successes=[1.0, 0.0]).with_suffix(".json").unlink()
+    (found,) = measure(run, config, step=2)
+    assert found.num_tasks == 8  # of the run's own
 
 
 def test_without_rollouts_the_runs_own_evaluation_is_told(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ import yaml
 
 from agentrl.errors import ConfigError
 from agentrl.files import write_whole
-from agentrl.report.folder import RunFolder, Told
+from agentrl.report.folder import EvaluationNote, RunFolder, Told
 from agentrl.report.records import TrajectoryRecord
 from agentrl.types import StopReason
 
@@ -163,6 +163,16 @@ def test_going_back_drops_what_was_written_after_the_step_and_nothing_else(folde
     folder.rewind(-1)
     assert (folder.metrics(), folder.rollouts()) == ([], [])
     assert names(folder.path) == ["checkpoints/step-000002/weights", "config.yaml", "metrics.jsonl"]
+
+
+def test_going_back_drops_the_evaluations_of_later_steps(folder: RunFolder) -> None:
+    paths = [folder.add_evaluation([record(s)], EvaluationNote(step=s, settings={"samples": s})) for s in (2, 4, 2)]
+    folder.rewind(3)
+    kept = EvaluationNote(step=2, settings={"samples": 2})
+    assert folder.played_evaluations() == [(paths[0], kept), (paths[2], kept)]
+    assert names(folder.evaluations) == [f"evaluation-00000{n}.{ext}" for n in (1, 3) for ext in ("json", "jsonl")]
+    paths[0].with_suffix(".json").write_text("[")
+    assert message(folder.check).endswith("; delete it, and no card tells of that evaluation")
 
 
 def test_rollout_files_are_listed_by_step(folder: RunFolder) -> None:

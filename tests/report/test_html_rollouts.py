@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from agentrl.credit import load_credit
 from agentrl.report.explain import credits_of
+from agentrl.report.folder import EvaluationNote
 from agentrl.report.html.other_credit import other_credit
 from agentrl.report.html.report import report_data, write_report
 from agentrl.report.html.rollouts import Block, block_of
@@ -199,7 +200,8 @@ def test_what_the_model_really_read_is_told_where_a_context_begins() -> None:
 def test_rollouts_of_evaluations_are_there_without_credit(tmp_path: Path) -> None:
     folder = make_run(tmp_path / "run")
     said = turn([{"role": "user", "content": "?"}], ["a", "b"], [0.0, 0.0], keep=[False, False])
-    folder.add_evaluation([record(said).model_copy(update={"split": "eval", "group_id": "eval/000000", "step": 2})])
+    played = record(said).model_copy(update={"split": "eval", "group_id": "eval/000000", "step": 2})
+    folder.add_evaluation([played], EvaluationNote(step=2, settings={}))
     store = store_of(folder.path)
     assert [(entry["split"], entry["step"]) for entry in store.entries()] == [("train", 3), ("train", 3), ("eval", 2)]
     columns = said_in(list(store.blocks.values())[-1])[0]["turns"][0]["columns"]
