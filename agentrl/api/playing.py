@@ -73,7 +73,7 @@ def _played_here(env: Any, model: str | Path | None, *, seed: int, max_turns: in
         "model": None if is_run else model,
         "seed": seed,
         "rollout": {"max_turns": max_turns},
-        "evaluation": {"num_tasks": 1, "samples": 1, "temperature": temperature},
+        "evaluation": {"num_tasks": 1, "seed": seed, "samples": 1, "pass_at": [1], "temperature": temperature},
     }
     recipe, run_dir = load(model if is_run else None, changes=sections(changes))
     with without_running_loop():

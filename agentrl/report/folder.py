@@ -5,8 +5,9 @@ import math
 import os
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from dataclasses import asdict, dataclass
+from itertools import count
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -196,10 +197,25 @@ class RunFolder:
     def add_evaluation(self, trajectories: Iterable[TrajectoryRecord], note: EvaluationNote) -> Path:
         """Write the rollouts of an evaluation beside those of earlier ones; return the file."""
         self.evaluations.mkdir(exist_ok=True)
-        number = max((number for number, _ in numbered(self.evaluations, _EVALUATION)), default=0) + 1
-        path = self.evaluations / _EVALUATION.format(f"{number:06d}")
-        write_whole(_note_of(path), _NOTE.dump_json(note))
-        write_whole(path, (record.model_dump_json(exclude_defaults=True).encode() + b"\n" for record in trajectories))
+        path = self._new_evaluation()
+        try:
+            write_whole(_note_of(path), _NOTE.dump_json(note))
+            write_whole(
+                path, (record.model_dump_json(exclude_defaults=True).encode() + b"\n" for record in trajectories)
+            )
+        except OSError:
+            _note_of(path).unlink()
+            raise
+        return path
+
+    def _new_evaluation(self) -> Path:
+        """Return a file that no other process takes for an evaluation of its own: its note is there, and empty."""
+        first = max((number for number, _ in numbered(self.evaluations, _EVALUATION)), default=0) + 1
+        for number in count(first):
+            path = self.evaluations / _EVALUATION.format(f"{number:06d}")
+            with suppress(FileExistsError):
+                _note_of(path).touch(exist_ok=False)
+                break
         return path
 
     def played_evaluations(self) -> list[tuple[Path, EvaluationNote | None]]:

@@ -14,6 +14,7 @@ from agentrl.report.card import measure
 from agentrl.report.folder import RunFolder
 from agentrl.report.records import read_records
 from agentrl.run import export
+from agentrl.types import Message
 from tests.support.runs import recipe, train
 
 
@@ -55,7 +56,21 @@ def test_one_played_episode_is_no_evaluation_of_the_run(run: Path) -> None:
     agentrl.play(model=run, max_turns=2)
     assert len(list((run / "evaluations").glob("*.jsonl"))) == 2
     (measured,) = measure(RunFolder.open(run), TrainedRun(run).recipe.model_dump(mode="json"), step=2)
-    assert (measured.num_tasks, measured.intervals.keys()) == (2, {"reward"})  # those of its rollouts
+    assert measured.num_tasks == 2
+    assert "reward" in measured.intervals  # of its rollouts: metrics tell none
+
+
+def test_the_seed_says_which_task_is_played_whatever_the_run_is_evaluated_with(run: Path) -> None:
+    def shown(seed: int) -> Message:
+        return agentrl.play({"options": {"num_boxes": 1000}}, run, seed=seed, max_turns=1).messages[0]
+
+    before = [shown(1), shown(2)]
+    assert before[0] != before[1]
+    folder = RunFolder.open(run)
+    config = folder.config()
+    config["evaluation"] |= {"seed": 7, "samples": 4, "pass_at": [1, 4]}
+    folder.write_config(config)
+    assert [shown(1), shown(2)] == before
 
 
 def test_an_export_has_the_step_of_its_weights(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,5 +1,6 @@
+import errno
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -8,7 +9,7 @@ import yaml
 from agentrl.errors import ConfigError
 from agentrl.files import write_whole
 from agentrl.report.folder import EvaluationNote, RunFolder, Told
-from agentrl.report.records import TrajectoryRecord
+from agentrl.report.records import TrajectoryRecord, read_records
 from agentrl.types import StopReason
 
 
@@ -173,6 +174,33 @@ def test_going_back_drops_the_evaluations_of_later_steps(folder: RunFolder) -> N
     assert names(folder.evaluations) == [f"evaluation-00000{n}.{ext}" for n in (1, 3) for ext in ("json", "jsonl")]
     paths[0].with_suffix(".json").write_text("[")
     assert message(folder.check).endswith("; delete it, and no card tells of that evaluation")
+
+
+def test_two_evaluations_at_once_have_files_of_their_own(folder: RunFolder) -> None:
+    notes = [EvaluationNote(step=step, settings={}) for step in (1, 2)]
+
+    def while_another_is_written() -> Iterator[TrajectoryRecord]:
+        yield record(1)
+        folder.add_evaluation([record(2)], notes[1])
+        yield record(1)
+
+    folder.add_evaluation(while_another_is_written(), notes[0])
+    (first, note), (second, other) = folder.played_evaluations()
+    assert [note, other] == notes
+    assert [[r.step for r in read_records(path)] for path in (first, second)] == [[1, 1], [2]]
+
+
+def test_an_evaluation_that_the_disk_does_not_take_leaves_nothing(folder: RunFolder) -> None:
+    def failing() -> Iterator[TrajectoryRecord]:
+        yield record(1)
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    note = EvaluationNote(step=1, settings={})
+    with pytest.raises(OSError, match="No space left"):
+        folder.add_evaluation(failing(), note)
+    assert names(folder.evaluations) == []
+    (folder.evaluations / "evaluation-000001.json").touch()  # of one that was killed as it wrote
+    assert folder.add_evaluation([record(1)], note).name == "evaluation-000002.jsonl"
 
 
 def test_rollout_files_are_listed_by_step(folder: RunFolder) -> None:

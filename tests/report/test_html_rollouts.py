@@ -143,12 +143,14 @@ def test_as_a_run_goes_on_the_newest_rollouts_take_the_place_of_the_oldest(tmp_p
     for step in range(1, 7):
         folder.add_rollouts(step, [member(k, reward=0.0, step=step, group_id=f"g{step}") for k in (0, 1)], keep=4)
         assert store.read(open_runs([folder.path]))
-        shown.append((sorted({entry["step"] for entry in store.entries()}), len(store.entries()), store.left_out))
+        shown.append(
+            (sorted({entry["step"] for entry in store.entries()}, key=str), len(store.entries()), store.left_out)
+        )
     assert shown == [([1], 2, 0), ([1, 2], 4, 0), ([2, 3], 4, 1), ([3, 4], 4, 2), ([4, 5], 4, 3), ([5, 6], 4, 3)]
     for path in folder.rollouts()[2:]:
         path.unlink()
     assert store.read(open_runs([folder.path]))
-    assert sorted(entry["step"] for entry in store.entries()) == [1, 1, 3, 3]
+    assert sorted((entry["step"] for entry in store.entries()), key=str) == [1, 1, 3, 3]
     assert store.left_out == 0
 
 
