@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from agentrl.credit import load_credit
 from agentrl.report.explain import credits_of
+from agentrl.report.folder import EvaluationNote
 from agentrl.report.html.other_credit import other_credit
 from agentrl.report.html.report import report_data, write_report
 from agentrl.report.html.rollouts import Block, block_of
@@ -24,10 +25,6 @@ from tests.support.report_runs import make_run, member
 def said_in(block: Block) -> list[dict[str, Any]]:
     found: list[dict[str, Any]] = json.loads(gzip.decompress(block.data))
     return found
-
-
-def steps_shown(store: RolloutStore) -> set[object]:
-    return {entry["step"] for entry in store.entries()}
 
 
 def store_of(*folders: Path, **options: Any) -> RolloutStore:
@@ -146,12 +143,15 @@ def test_as_a_run_goes_on_the_newest_rollouts_take_the_place_of_the_oldest(tmp_p
     for step in range(1, 7):
         folder.add_rollouts(step, [member(k, reward=0.0, step=step, group_id=f"g{step}") for k in (0, 1)], keep=4)
         assert store.read(open_runs([folder.path]))
-        shown.append((steps_shown(store), store.left_out))
-    assert shown == [({1}, 0), ({1, 2}, 0), ({2, 3}, 1), ({3, 4}, 2), ({4, 5}, 3), ({5, 6}, 3)]
+        shown.append(
+            (sorted({entry["step"] for entry in store.entries()}, key=str), len(store.entries()), store.left_out)
+        )
+    assert shown == [([1], 2, 0), ([1, 2], 4, 0), ([2, 3], 4, 1), ([3, 4], 4, 2), ([4, 5], 4, 3), ([5, 6], 4, 3)]
     for path in folder.rollouts()[2:]:
         path.unlink()
     assert store.read(open_runs([folder.path]))
-    assert (steps_shown(store), len(store.entries()), store.left_out) == ({1, 3}, 4, 0)
+    assert sorted((entry["step"] for entry in store.entries()), key=str) == [1, 1, 3, 3]
+    assert store.left_out == 0
 
 
 def test_the_newest_rollouts_have_other_credit_whenever_they_come(
@@ -202,7 +202,8 @@ def test_what_the_model_really_read_is_told_where_a_context_begins() -> None:
 def test_rollouts_of_evaluations_are_there_without_credit(tmp_path: Path) -> None:
     folder = make_run(tmp_path / "run")
     said = turn([{"role": "user", "content": "?"}], ["a", "b"], [0.0, 0.0], keep=[False, False])
-    folder.add_evaluation([record(said).model_copy(update={"split": "eval", "group_id": "eval/000000", "step": 2})])
+    played = record(said).model_copy(update={"split": "eval", "group_id": "eval/000000", "step": 2})
+    folder.add_evaluation([played], EvaluationNote(step=2, settings={}))
     store = store_of(folder.path)
     assert [(entry["split"], entry["step"]) for entry in store.entries()] == [("train", 3), ("train", 3), ("eval", 2)]
     columns = said_in(list(store.blocks.values())[-1])[0]["turns"][0]["columns"]

@@ -111,10 +111,12 @@ class ReasoningGym(ToolEnv):
         scored = self._scored(answer)
         if "score" not in scored:
             if "score" not in self._scored(self.gold_answer()):
-                raise EnvironmentFailure(f"the scorer of {self.dataset} fails at the right answer too: {scored['error']}")
+                raise EnvironmentFailure(
+                    f"the scorer of {self.dataset} fails at the right answer too: {scored['error']}"
+                )
             self._info["scorer_errors"] = 1
             return 0.0
-        return min(max(scored["score"], 0.0), 1.0)
+        return float(min(max(scored["score"], 0.0), 1.0))
 
     def _scored(self, answer: str | None) -> dict[str, Any]:
         """Return `{"score": ...}`, or the `error` of the scorer."""
