@@ -166,17 +166,22 @@ def _by_recipe(curves: Sequence[Curve]) -> dict[str, dict[int, Curve]]:
 
 
 def _check_panels(curves: Sequence[Curve]) -> None:
-    """Refuse runs of a pair that were evaluated on different tasks."""
+    """Refuse runs of a pair that were evaluated on different tasks, or in different ways."""
     for a, b in combinations(curves, 2):
         if a.seed == b.seed and a.panel is not None and b.panel is not None and not a.panel.agrees(b.panel):
             raise ConfigError(
-                f"{a.path} and {b.path} were evaluated on different tasks ({len(a.panel.tasks)} tasks {a.panel.name}, "
-                f"{len(b.panel.tasks)} tasks {b.panel.name}); give both the same evaluation (seed, num_tasks, env)"
+                f"{a.path} and {b.path} were not evaluated alike ({_words(a.panel)}; {_words(b.panel)}); give both the same "
+                "evaluation (seed, num_tasks, env, temperature, samples)"
             )
 
 
+def _words(panel: Panel) -> str:
+    played = [f"{name} {value:g}" for name, value in panel.played.items()]
+    return ", ".join([f"{len(panel.tasks)} tasks {panel.name}", *played])
+
+
 def _shared_panel(curves: Sequence[Curve]) -> Panel | None:
-    """Return the tasks that all runs were evaluated on. None: there are no such, or they are not known."""
+    """Return the tasks that all runs were evaluated on, alike. None: there are no such, or they are not known."""
     shared: Panel | None = None
     for panel in (curve.panel for curve in curves):
         if panel is None or (shared is not None and not shared.agrees(panel)):
@@ -291,6 +296,11 @@ def _notes(
     if any(curve.panel is None for curve in curves):
         notes.append(
             "the evaluation tasks of some runs are not known (an earlier version trained them): see that they are the same"
+        )
+    elif len({str(curve.panel.played) for curve in curves if curve.panel}) > 1:
+        notes.append(
+            "seeds were evaluated at different temperatures, or with different evaluation.samples (the same for all recipes): "
+            "a mean over seeds mixes them"
         )
     elif _shared_panel(curves) is None:
         notes.append("each seed has evaluation tasks of its own (evaluation.seed is not set), the same for all recipes")

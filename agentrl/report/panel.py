@@ -1,4 +1,4 @@
-"""Which tasks a run is evaluated on: a hash of each, noted in the run's folder, so that runs can be compared."""
+"""Which tasks a run is evaluated on, and how: noted in the run's folder, so that runs can be compared."""
 
 import hashlib
 import os
@@ -19,21 +19,34 @@ class Panel(BaseModel):
     tasks: tuple[str | None, ...]
     """A hash of each, as it showed at its beginning. None: every episode of it failed before that."""
     since: int = 0
-    """First step that was evaluated on them: a run may be resumed with others."""
+    """First step that was evaluated on them like this: a run may be resumed with others."""
+    temperature: float | None = None
+    """Of sampling. None: an earlier version did not note it."""
+    samples: int | None = None
+    """Episodes for each task. None: as above."""
 
     def agrees(self, other: Self) -> bool:
-        """Tell whether these are the same tasks, as far as both are known."""
-        pairs = zip(self.tasks, other.tasks, strict=False)
+        """Tell whether these are the same tasks, played alike, as far as both are known."""
+        pairs: list[tuple[object, object]] = [
+            (self.temperature, other.temperature),
+            (self.samples, other.samples),
+            *zip(self.tasks, other.tasks, strict=False),
+        ]
         return len(self.tasks) == len(other.tasks) and all(a == b or None in (a, b) for a, b in pairs)
 
     def joined(self, other: Self) -> Self:
         """Return the same tasks, with what either knows of them."""
         tasks = tuple(a or b for a, b in zip(self.tasks, other.tasks, strict=True))
-        return self.model_copy(update={"tasks": tasks})
+        return self.model_copy(update={"tasks": tasks, **other.played})
+
+    @property
+    def played(self) -> dict[str, float]:
+        """How the tasks were played, as far as it is known."""
+        return self.model_dump(include={"temperature", "samples"}, exclude_none=True)
 
     @property
     def name(self) -> str:
-        """A hash of them all."""
+        """A hash of all tasks."""
         return hashlib.sha256(repr(self.tasks).encode()).hexdigest()[:12]
 
 
@@ -47,12 +60,12 @@ def read_panels(folder: RunFolder) -> dict[str, Panel]:
     return read_json(folder.panel, _PANELS, fix="delete it, and nothing is known of the run's evaluation tasks")
 
 
-def note_panels(folder: RunFolder, found: Mapping[str, tuple[str | None, ...]], *, step: int) -> None:
-    """Note the tasks of an evaluation; where they are others than before, those before are forgotten."""
+def note_panels(folder: RunFolder, found: Mapping[str, Panel]) -> None:
+    """Note the panels of an evaluation; where they are others than before, those before are forgotten."""
     known = read_panels(folder)
     noted = dict(known)
-    for prefix, tasks in found.items():
-        panel, before = Panel(tasks=tasks, since=step), known.get(prefix)
+    for prefix, panel in found.items():
+        before = known.get(prefix)
         noted[prefix] = before.joined(panel) if before is not None and before.agrees(panel) else panel
     if noted != known:
         write_whole(folder.panel, _PANELS.dump_json(noted, indent=1))

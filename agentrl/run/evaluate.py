@@ -2,7 +2,7 @@
 
 from agentrl.distributed.processes import is_main
 from agentrl.report.folder import RunFolder
-from agentrl.report.panel import note_panels
+from agentrl.report.panel import Panel, note_panels
 from agentrl.rollout.evaluation import Evaluation, evaluated, play_evaluation
 from agentrl.run.build import Parts
 from agentrl.run.sampling import sampled_by_all
@@ -27,9 +27,13 @@ def evaluate(parts: Parts) -> dict[str, Evaluation]:
 
 
 def evaluation_metrics(parts: Parts) -> dict[str, float]:
-    """Evaluate a run under way; note in its folder on which tasks, and return what was found as metrics of a step."""
+    """Evaluate a run under way; note in its folder on which tasks and how, and return what was found as metrics of a step."""
     found = evaluate(parts)
     if is_main() and parts.recipe.run_dir is not None:
-        panels = {prefix: evaluation.panel for prefix, evaluation in found.items()}
-        note_panels(RunFolder(parts.recipe.run_dir), panels, step=parts.engine.version)
+        step, config = parts.engine.version, parts.recipe.evaluation
+        panels = {
+            prefix: Panel(tasks=each.panel, since=step, temperature=config.temperature, samples=config.samples)
+            for prefix, each in found.items()
+        }
+        note_panels(RunFolder(parts.recipe.run_dir), panels)
     return {f"{prefix}{name}": value for prefix, each in found.items() for name, value in each.metrics.items()}

@@ -12,7 +12,7 @@ from agentrl.cli import main
 from agentrl.compare.runner import Failure, start
 from agentrl.config import Recipe
 from agentrl.report.folder import RunFolder
-from agentrl.report.panel import note_panels
+from agentrl.report.panel import Panel, note_panels
 from tests.support.processes import Command
 
 TINY = """
@@ -115,7 +115,7 @@ def record(
     run = RunFolder.create(folder, recipe.model_dump(mode="json"))
     for step, value in enumerate(success):
         run.add_metrics({"step": step, "eval/episodes": 2, "eval/success": value})
-    note_panels(run, {"eval/": panel}, step=0)
+    note_panels(run, {"eval/": Panel(tasks=panel)})
     return str(folder)
 
 
@@ -140,7 +140,7 @@ def test_user_mistakes_are_told_in_one_line(
     unfinished = record(tmp_path / "b", seed=0, success=[0.0, 0.5], rate=2e-3)
     assert "is not finished" in fails(capsys, "compare", unfinished)
     other = record(tmp_path / "c", seed=0, success=[0.0, 0.5, 0.6], rate=2e-3, panel=("a", "x"))
-    assert "were evaluated on different tasks" in fails(capsys, "compare", a, other)
+    assert "were not evaluated alike" in fails(capsys, "compare", a, other)
     lone = record(tmp_path / "d", seed=5, success=[0.0, 0.5, 0.6], rate=2e-3)
     assert "no seed in common" in fails(capsys, "compare", a, lone)
     assert "name either runs or recipes" in fails(capsys, "compare", a, recipe)

@@ -83,7 +83,7 @@ def test_the_threshold_lies_halfway_for_all_alike() -> None:
 
 def test_other_tasks_in_a_pair_are_refused_and_across_seeds_are_told() -> None:
     other = Panel(tasks=("a", "x"))
-    with pytest.raises(ConfigError, match=r"base-0 and better-0 were evaluated on different tasks"):
+    with pytest.raises(ConfigError, match=r"base-0 and better-0 were not evaluated alike \(2 tasks"):
         compared(*BASE, curve("better", 0, [0.0, 0.4, 0.7], panel=other), *BETTER[1:])
     pair = [curve(recipe, 9, [0.0, 0.4, 0.7], panel=other) for recipe in ("base", "better")]
     comparison = compared(*BASE, *BETTER, *pair)
@@ -92,6 +92,22 @@ def test_other_tasks_in_a_pair_are_refused_and_across_seeds_are_told() -> None:
     assert compared(*BASE, *BETTER).panel == PANEL.name
     old = [curve("base", 9, [0.0, 0.4, 0.7], panel=None), curve("better", 9, [0.0, 0.4, 0.7])]
     assert any("not known" in note for note in compared(*BASE, *BETTER, *old).notes)
+
+
+@pytest.mark.parametrize("other", [{"temperature": 0.0}, {"samples": 4}])
+def test_another_way_to_evaluate_in_a_pair_is_refused_and_across_seeds_is_told(other: dict[str, float]) -> None:
+    sampled = PANEL.model_copy(update={"temperature": 1.0, "samples": 1})
+    greedy = sampled.model_copy(update=other)
+    base, better = ([curve(name, seed, [0.0, 0.4], panel=sampled) for seed in (0, 1)] for name in ("base", "better"))
+    assert not any("mixes" in note for note in compared(*base, *better).notes)
+    with pytest.raises(
+        ConfigError, match=r"base-1 and better-1 were not evaluated alike .*\(seed.*temperature, samples\)"
+    ):
+        compared(*base, better[0], curve("better", 1, [0.0, 0.4], panel=greedy))
+    pair = [curve(recipe, 9, [0.0, 0.4], panel=greedy) for recipe in ("base", "better")]
+    comparison = compared(*base, *better, *pair)
+    assert comparison.panel is None
+    assert any("a mean over seeds mixes them" in note for note in comparison.notes)
 
 
 def test_unequal_steps_are_compared_at_the_last_that_all_have() -> None:

@@ -1,14 +1,15 @@
-"""Evaluation as a library's user calls it: of parts that no run has begun with."""
+"""Evaluation in a run, and as a library's user calls it: of parts that no run has begun with."""
 
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from agentrl.report.panel import read_panels
 from agentrl.run.build import build
 from agentrl.run.evaluate import evaluate
 from agentrl_envs.key_door import KeyDoor
-from tests.support.runs import recipe
+from tests.support.runs import recipe, train
 
 
 class Breakable(KeyDoor):
@@ -32,3 +33,10 @@ def test_a_fault_is_told_and_nothing_is_written_where_no_run_has_begun(
     (words,) = told
     assert words.startswith("environment Breakable: reset() raised KeyError: 'answer' (test_evaluate.py:")
     assert not (tmp_path / "run").exists()
+
+
+def test_a_run_notes_how_it_was_evaluated(tmp_path: Path) -> None:
+    settings = recipe(tmp_path, train={"steps": 1}, evaluation={"temperature": 0.0, "samples": 2})
+    folder, _ = train(settings)
+    panel = read_panels(folder)["eval/"]
+    assert (len(panel.tasks), panel.since, panel.temperature, panel.samples) == (2, 0, 0.0, 2)
