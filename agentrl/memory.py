@@ -11,12 +11,14 @@ import torch
 
 from agentrl.chat import local_folder
 from agentrl.config import Recipe
+from agentrl.credit import load_credit
 from agentrl.engine.batched import BatchedConfig
 from agentrl.engine.vllm import VLLMConfig
 from agentrl.errors import ConfigError
 from agentrl.policy.model import local_config
 from agentrl.policy.shares import comes_in_parts
 from agentrl.policy.sizes import count_kept, count_weights
+from agentrl.types import Need
 
 GB = 10**9
 _SINGLE, _HALF = 4, 2
@@ -135,6 +137,9 @@ def _trainer(recipe: Recipe, config: Any, num_processes: int, memory: int) -> Pr
     counted = count_weights(config, lora)
     frozen = counted.total - counted.trained
     is_rounded = lora is not None and is_half and not is_sharded
+    has_reference = (
+        recipe.loss.kl_coefficient > 0 or Need.REFERENCE_LOGPROBS in load_credit(recipe.credit).requirements()
+    )
     text = config.get_text_config()
     num_tokens = max(train.max_tokens_per_micro_batch, recipe.rollout.max_context_tokens)
     computed_in = torch.bfloat16 if is_half and (is_sharded or is_rounded) else torch.float32
@@ -150,7 +155,8 @@ def _trainer(recipe: Recipe, config: Any, num_processes: int, memory: int) -> Pr
         "gradients": _SINGLE * counted.trained // shards,
         "optimizer": _OPTIMIZER_BYTES[train.optimizer] * counted.trained // shards,
         "weights before an update": _SINGLE * counted.trained // shards if train.target_kl else 0,
-        "reference": _SINGLE * counted.trained // shards if recipe.loss.kl_coefficient else 0,
+        # It shares what is not trained; but shards have one owner.
+        "reference": _SINGLE * (counted.total if is_sharded else counted.trained) // shards if has_reference else 0,
         "layers put together": 0,
         "activations": activations,
         "tiles of logits": _TILES * _SINGLE * _TILE_ELEMENTS,

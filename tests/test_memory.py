@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import yaml
 from torch import Tensor
 from transformers import Qwen3Config, Qwen3MoeConfig
 
@@ -128,6 +129,24 @@ def test_the_recipes_fit_where_they_say_and_a_tenth_is_left(
         assert process.at_start == 0
         assert process.cached_tokens is None or process.cached_tokens >= 2 * given.rollout.max_context_tokens
     assert sum(process.count for process in processes) == gpus
+
+
+def test_a_reference_is_counted_wherever_a_run_keeps_one(tmp_path: Path) -> None:
+    recipe = yaml.safe_load((EXAMPLES / "qwen3-8b.yaml").read_text(encoding="utf-8"))
+    model = str(folder_of("8B", tmp_path))
+
+    def reference(*changes: str, **sections: Any) -> int:
+        given = load_recipe(recipe | sections, ["--model.name_or_path", model, *changes])
+        (process,) = (one for one in plan_memory(given, gpus=8, memory=80 * GB) if one.name == "training")
+        return process.uses.get("reference", 0) * process.count
+
+    plain, adapted = (count_weights(Qwen3Config.from_pretrained(model), lora) for lora in (None, LoraSettings()))
+    lora, kl = ["--model.lora", "{}"], ["--loss.kl_coefficient", "0.1"]
+    assert reference() == 0
+    assert reference(*kl) == pytest.approx(4 * plain.total, rel=1e-6)
+    assert reference(credit={"scheme": "distill", "teacher": "reference"}) == reference(*kl)
+    assert reference(*lora, *kl) == pytest.approx(4 * adapted.total, rel=1e-6)  # shards have one owner
+    assert reference(*lora, *kl, "--train.sharding", "none") == 6 * 4 * adapted.trained
 
 
 def test_what_does_not_fit_is_refused_with_the_fields_that_help(tmp_path: Path) -> None:

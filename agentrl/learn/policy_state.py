@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
-from pydantic import BaseModel, ConfigDict, NonNegativeInt, TypeAdapter
+from pydantic import BaseModel, ConfigDict, NonNegativeInt, PositiveInt, TypeAdapter
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -17,7 +17,7 @@ from agentrl.distributed.sharding import load_shards, load_whole, save_shards, s
 from agentrl.errors import ConfigError
 from agentrl.files import read_json, write_whole
 from agentrl.learn.calibration import Calibration
-from agentrl.learn.optimizer import make_optimizer
+from agentrl.learn.optimizer import OptimizerName, make_optimizer
 from agentrl.learn.schedule import make_schedule
 from agentrl.learn.train_config import TrainConfig
 from agentrl.policy.lora import (
@@ -42,6 +42,10 @@ class _SavedState(BaseModel):
 
     num_minibatches: NonNegativeInt
     """So far: where the schedule stands."""
+    minibatches_a_step: PositiveInt | None = None
+    """Of which they were so many in each step. None: an earlier version did not note it, nor the next."""
+    optimizer: OptimizerName | None = None
+    """Whose moments there are."""
     random: RandomState
     calibration: Calibration = Calibration()
 
@@ -196,7 +200,11 @@ class PolicyState:
         if is_main() and not self.is_sharded:
             torch.save(self.optimizer.state_dict(), folder / _OPTIMIZER)
         state = _SavedState(
-            num_minibatches=self.schedule.last_epoch, random=RandomState.now(), calibration=self.calibration
+            num_minibatches=self.schedule.last_epoch,
+            minibatches_a_step=self._config.num_minibatches,
+            optimizer=self._config.optimizer,
+            random=RandomState.now(),
+            calibration=self.calibration,
         )
         write_whole(folder / _state_file(), state.model_dump_json())
 
@@ -204,13 +212,18 @@ class PolicyState:
         """Read what `save` wrote. Rates and betas are those of the recipe.
 
         Raises:
-            ConfigError: where the weights were laid out among processes otherwise, or adapters were trained and are not now, or
-                the other way round.
+            ConfigError: where the weights were laid out among processes otherwise, adapters were trained and are not now, or
+                the other way round, or another optimizer's moments are there.
         """
         _check_adapters(self.policy, folder)
         if (folder / _SHARDS).is_dir() != self.is_sharded:
             raise ConfigError(f"train.sharding: {folder} was written under another; resume as the run began")
         state = read_json(folder / _state_file(), TypeAdapter(_SavedState), fix="resume from an older checkpoint")
+        if state.optimizer not in (None, self._config.optimizer):
+            raise ConfigError(
+                f"train.optimizer: {folder} has the moments of {state.optimizer}, which {self._config.optimizer} cannot "
+                "take over; resume as the run began"
+            )
         if self.is_sharded:
             load_shards(self.policy, self.optimizer, folder / _SHARDS)
         else:
@@ -219,7 +232,10 @@ class PolicyState:
         state.random.restore()
         self.calibration = state.calibration
         config, schedule = self._config, self.schedule
-        schedule.last_epoch, schedule._step_count = state.num_minibatches, state.num_minibatches + 1
+        position = (
+            state.num_minibatches * config.num_minibatches // (state.minibatches_a_step or config.num_minibatches)
+        )
+        schedule.last_epoch, schedule._step_count = position, position + 1
         schedule.base_lrs = [config.learning_rate for _ in schedule.base_lrs]
         for group, factor in zip(self.optimizer.param_groups, schedule.lr_lambdas, strict=True):
             group["initial_lr"] = config.learning_rate

@@ -237,14 +237,17 @@ def check_attention(name: str | None, device: torch.device, *, is_half: bool) ->
 
 
 def check_dropout(config: Any) -> None:
-    """Refuse to train models that drop out.
+    """Refuse to train models that draw random numbers in a pass: that drop out, or shake the choice of experts.
 
     Raises:
         ConfigError: naming what is in the way.
     """
-    dropout = {k: v for k, v in config.get_text_config().to_dict().items() if "dropout" in k or k.endswith("_pdrop")}
-    if found := {name: value for name, value in dropout.items() if isinstance(value, float) and value > 0}:
-        raise ConfigError(f"model.name_or_path: dropout makes importance ratios random; set {', '.join(found)} to 0")
+    words = ("dropout", "_pdrop", "layerdrop", "jitter")
+    random = {k: v for k, v in config.get_text_config().to_dict().items() if any(word in k for word in words)}
+    if found := {name: value for name, value in random.items() if isinstance(value, float) and value > 0}:
+        raise ConfigError(
+            f"model.name_or_path: chance within a pass makes importance ratios random; set {', '.join(found)} to 0"
+        )
 
 
 class Policy(nn.Module):

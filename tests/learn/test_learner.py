@@ -1,6 +1,7 @@
 """Updates of the policy from credited groups, on a tiny model. `T` action tokens."""
 
 import copy
+import json
 import math
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -233,6 +234,34 @@ def test_resuming_takes_the_recipes_rates_and_not_the_checkpoints(tmp_path: Path
     for version in (1, 2):
         assert (group["lr"], group["betas"], group["weight_decay"]) == (1e-3, (0.5, 0.6), 0.25)
         assert late.update(GROUPS, CREDITS, version=version)["learning_rate"] == 1e-3
+
+
+@pytest.mark.parametrize("now", [1, 2, 4, 8])
+def test_a_schedule_stands_at_the_same_step_where_a_run_is_resumed_with_other_minibatches(
+    now: int, tmp_path: Path
+) -> None:
+    early = make_learner(num_minibatches=4, warmup_minibatches=48)
+    for version in (0, 1):
+        early.update(GROUPS, CREDITS, version=version)
+    early.state.save(tmp_path)
+    late = make_learner(num_minibatches=now, warmup_minibatches=48)
+    late.state.load(tmp_path)
+    assert late.state.learning_rate == pytest.approx(1e-2 * (2 * now) / 48)
+
+
+def test_a_run_is_not_resumed_with_an_optimizer_that_cannot_take_over_the_moments(tmp_path: Path) -> None:
+    learner = make_learner()
+    learner.state.save(tmp_path)
+    file = tmp_path / "learner-0.json"
+    state = json.loads(file.read_text(encoding="utf-8"))
+    file.write_text(json.dumps({**state, "optimizer": "adamw_8bit"}), encoding="utf-8")
+    with pytest.raises(
+        ConfigError, match=r"train\.optimizer: .* has the moments of adamw_8bit, which adamw cannot take"
+    ):
+        make_learner().state.load(tmp_path)
+    del state["optimizer"], state["minibatches_a_step"]
+    file.write_text(json.dumps(state), encoding="utf-8")  # of an earlier version
+    make_learner().state.load(tmp_path)
 
 
 def test_a_checkpoint_of_adapters_leaves_out_what_is_frozen_and_resumes_bit_for_bit(tmp_path: Path) -> None:

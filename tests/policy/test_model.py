@@ -8,14 +8,21 @@ import pytest
 import torch
 from pydantic import ValidationError
 from safetensors.torch import save_file
-from transformers import GptOssConfig, GptOssForCausalLM, Llama4ForCausalLM, Llama4TextConfig
+from transformers import GptOssConfig, GptOssForCausalLM, Llama4ForCausalLM, Llama4TextConfig, PhimoeConfig
 
 from agentrl.chat import train_tokenizer
 from agentrl.config import load_recipe
 from agentrl.errors import ConfigError
 from agentrl.policy.layout import choose_layout, hidden_states, lay_out
 from agentrl.policy.logprobs import fused_logprobs
-from agentrl.policy.model import LocalModelConfig, Policy, check_attention, load_pretrained, make_local_model
+from agentrl.policy.model import (
+    LocalModelConfig,
+    Policy,
+    check_attention,
+    check_dropout,
+    load_pretrained,
+    make_local_model,
+)
 from agentrl.policy.sizes import count_kept
 
 
@@ -47,6 +54,13 @@ def test_heads_that_do_not_fit_are_refused_when_the_recipe_is_read(sizes: str, w
     with pytest.raises(ConfigError) as caught:
         load_recipe(recipe)
     assert str(caught.value) == f"model.local.{words}"
+
+
+@pytest.mark.parametrize("name", ["attention_dropout", "router_jitter_noise"])
+def test_a_model_whose_passes_have_chance_in_them_is_refused(name: str) -> None:
+    check_dropout(PhimoeConfig(router_jitter_noise=0.0))
+    with pytest.raises(ConfigError, match=rf"chance within a pass makes importance ratios random; set {name} to 0"):
+        check_dropout(PhimoeConfig.from_dict({"router_jitter_noise": 0.0, name: 0.01}))
 
 
 def test_adapters_need_a_model_to_adapt(tmp_path: Path) -> None:
