@@ -48,6 +48,15 @@ class CreditedMinibatch(NamedTuple):
     num_computed: int
     """The first ones. The others have no gradient, and count in the denominators."""
 
+    def is_stale(self, version: int) -> bool:
+        """Tell whether versions before this one sampled any of what is computed."""
+        return any(
+            sampled < version
+            for trajectory, _ in self.pairs[: self.num_computed]
+            for turn in trajectory.turns
+            for sampled in turn.versions
+        )
+
 
 class TrainingPass(NamedTuple):
     """One forward and backward pass of a process."""
@@ -142,7 +151,7 @@ class Learner:
         """
         minibatches = self.draw(groups, credits, version=version)
         plans = [self.plan(minibatch) for minibatch in minibatches]
-        befores = self._before(plans, version=version)
+        befores = self._before(minibatches, plans, version=version)
         known = {version, *self.kept.versions}
         self.kept.keep(version)
         state = self.state
@@ -273,16 +282,24 @@ class Learner:
         """
         return nullcontext() if is_last or self.state.is_sharded else self._accelerator.no_sync(self.state.wrapped)
 
-    def _before(self, plans: list[list[TrainingPass]], *, version: int) -> list[list[Before]]:
+    def _before(
+        self, minibatches: list[CreditedMinibatch], plans: list[list[TrainingPass]], *, version: int
+    ) -> list[list[Before]]:
         """Return what each pass gives before the first update, by the same plan and precision as in training.
 
-        Nothing for the first minibatch: there the policy itself is the anchor, exactly, whatever the noise of a second pass.
+        Of the first minibatch nothing is computed: there the policy itself is the anchor, exactly, whatever the noise of a
+        second pass. With `anchor: behavior` of none, unless a step is bounded and tokens are stale: where all are fresh, what
+        they were sampled with tells how far the policy has moved.
         """
-        nothing = [[Before() for _ in plan] for plan in plans]
-        if self.loss.anchor == "behavior":
-            return nothing
+        of_behavior = self.loss.anchor == "behavior"
+        is_bounded = self._config.target_kl is not None
+        if of_behavior and not (is_bounded and any(minibatch.is_stale(version) for minibatch in minibatches)):
+            return [[Before() for _ in plan] for plan in plans]
         self.state.wrapped.train()
-        befores = nothing[:1] + [self._present(plan) for plan in plans[1:]]
+        befores = [[Before(is_start=True) for _ in plan] for plan in plans[:1]]
+        befores += [self._present(plan) for plan in plans[1:]]
+        if of_behavior:  # its experts are not those of the sampling version
+            befores = [[before._replace(experts_JPX=None) for before in of_minibatch] for of_minibatch in befores]
         return self._with_earlier(plans, befores, version=version) if self.loss.anchor == "sampled" else befores
 
     def _present(self, plan: Sequence[TrainingPass]) -> list[Before]:
@@ -359,5 +376,6 @@ class Learner:
             observations=observations,
             trust=trust_region(self.loss, columns, calibration=self.state.calibration, version=version),
             before=before,
+            version=version,
             reference_logprobs_T=reference_T,
         )

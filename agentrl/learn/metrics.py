@@ -70,9 +70,11 @@ def anchor_metrics(tallies: Sequence[Tally], *, known: Collection[int]) -> dict[
 
 
 def divergence(tally: Tally) -> float:
-    """Estimate the KL divergence of the policy from its anchor, at the tokens of a minibatch, in nats a token.
+    """Estimate the KL divergence of the policy from that before the step, at the tokens of a minibatch, in nats a token.
 
-        mean of r_t - 1 - log r_t,  r_t = exp(policy_logprob_t - anchor_logprob_t)
+        mean of r_t - 1 - log r_t,  r_t = exp(policy_logprob_t - logprob_t before the step)
+
+    Where that was not computed, over the tokens that it sampled, with what the loss compares them with.
 
     Never below 0. Source: "Approximating KL divergence", J. Schulman, 2020 (k3).
     """

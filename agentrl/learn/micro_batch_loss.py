@@ -32,6 +32,8 @@ class Before(NamedTuple):
     logprobs_T: Tensor | None = None
     """None: the policy has not been updated yet, and they are its own."""
     earlier: Earlier | None = None
+    is_start: bool = False
+    """The policy has not been updated yet, so that nothing has moved, whatever the anchor is."""
     experts_JPX: Tensor | None = None
     """Of the model's J routers at each slot, in a mixture of experts."""
 
@@ -44,6 +46,7 @@ def micro_batch_loss(
     observations: Observations,
     trust: TrustRegion,
     before: Before,
+    version: int,
     reference_logprobs_T: Tensor | None = None,
 ) -> Tensor:
     """Return a micro-batch's share of the loss of its global batch, and add what it shows to the observations.
@@ -55,6 +58,7 @@ def micro_batch_loss(
         observations: of the minibatch.
         trust: of the micro-batch (`trust_region`).
         before: log-probabilities before the first update.
+        version: of the policy that is updated.
         reference_logprobs_T: the KL target's. None: no divergence is added.
     """
     weight_T, anchor_T = columns.weight_T, columns.behavior_T
@@ -87,12 +91,19 @@ def micro_batch_loss(
         observations.add(reference_kl_T=policy_logprobs_T - reference_logprobs_T)
     if config.reject is not None:
         observations.add(rejected_U=is_rejected(result.ratio_U, config.reject))
+    if before.logprobs_T is not None:
+        moved_T = policy_logprobs_T.detach() - before.logprobs_T
+    elif before.is_start:
+        moved_T = torch.zeros_like(result.log_ratio_T)
+    else:  # what the anchor tells of tokens that the present version sampled
+        moved_T = torch.where(columns.version_T == version, result.log_ratio_T, torch.nan)
     observations.add(
         ratio_U=result.ratio_U,
         clipped_T=result.clipped_T,
         advantage_T=columns.advantage_T,
         unit_T=columns.unit_T,
         log_ratio_T=result.log_ratio_T,
+        moved_T=moved_T,
         engine_difference_T=policy_logprobs_T - columns.behavior_T,
         version_T=columns.version_T,
         trajectory_T=columns.trajectory_T,

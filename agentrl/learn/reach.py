@@ -47,7 +47,7 @@ class Reach:
         if self.target is None:
             return False
         if self._before is None:
-            self._start = divergence(tally)  # of staleness, and of the engine
+            self._start = divergence(tally)  # of the engine
             return False
         halvings = 0
         while divergence(tally) - self._start > self.target and halvings < _MOST_HALVINGS:

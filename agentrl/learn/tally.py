@@ -137,6 +137,7 @@ def _of_pass(part: Mapping[str, Array]) -> Tally:
         part["version_T"].astype(np.int64),
         part["trajectory_T"].astype(np.int64),
     )
+    moved_T = part["moved_T"][~np.isnan(part["moved_T"])]  # those whose log-probability before the step is known
     clipped_T, is_up_T, is_down_T = part["clipped_T"], part["advantage_T"] > 0, part["advantage_T"] < 0
     clipped_U, has_up_U, has_down_U = (
         np.bincount(index_T, weights=what_T) > 0 for what_T in (clipped_T, is_up_T, is_down_T)
@@ -149,7 +150,7 @@ def _of_pass(part: Mapping[str, Array]) -> Tally:
         "anchor_distance_T": np.abs(log_ratio_T),
         "engine_distance_T": np.abs(engine_T),
         # Source: "Approximating KL divergence", J. Schulman, 2020 (k3).
-        "divergence_T": np.expm1(log_ratio_T.clip(max=80)) - log_ratio_T,
+        "divergence_T": np.expm1(moved_T.clip(max=80)) - moved_T,
         "clipped_T": clipped_T,
         "clipped_up_T": clipped_T * is_up_T,
         "clipped_down_T": clipped_T * is_down_T,

@@ -86,6 +86,7 @@ def test_metrics_are_those_of_all_tokens_however_they_are_split(num: int) -> Non
                 unit_T=unit[p].tolist(),
                 ratio_U=ratio[p].tolist(),
                 log_ratio_T=log_ratio[p].tolist(),
+                moved_T=log_ratio[p].tolist(),
                 advantage_T=advantage[p].tolist(),
                 clipped_T=clipped[p].tolist(),
                 entropy_T=entropy[p].tolist(),

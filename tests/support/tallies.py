@@ -11,6 +11,7 @@ _OF_TOKENS = (
     "clipped_T",
     "advantage_T",
     "log_ratio_T",
+    "moved_T",
     "engine_difference_T",
     "version_T",
     "trajectory_T",
