@@ -47,8 +47,8 @@ class TrainConfig(BaseModel):
     target_kl: PositiveFloat | None = 0.02
     """How far a step may move the policy, in nats a token: an update that moves it further, at the tokens of the next minibatch
     (the last update: of the last one), is halved until it does not. None: as far as the updates take it. The metric `kl/step`
-    is the furthest that minibatches showed, before the last update: 0 with one minibatch. Where tokens are stale, all minibatches
-    but the first take a forward pass more."""
+    is the furthest that minibatches showed, before the last update: 0 with one minibatch. Where tokens are stale, all
+    minibatches but the first take a forward pass more."""
     ess_scaling: bool = False
     """Multiply the learning rate of each update by the square root of `ratio/effective_samples` of its minibatch: small where
     few trajectories outweigh the rest, as among stale ones (VCPO)."""
