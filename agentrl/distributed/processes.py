@@ -20,8 +20,8 @@ from agentrl.errors import TrainingError
 
 T = TypeVar("T")
 
-_GRACE_S = 3.0
-"""Between the news that a process is missing and the last of the others to hear it."""
+_GRACE_S = 10.0
+"""Between the news that a process is missing and the last of the others to hear it, which may still wait for a third."""
 _deadline = timedelta(minutes=30)
 _barriers = count()
 
