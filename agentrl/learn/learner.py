@@ -50,12 +50,8 @@ class CreditedMinibatch(NamedTuple):
 
     def is_stale(self, version: int) -> bool:
         """Tell whether versions before this one sampled any of what is computed."""
-        return any(
-            sampled < version
-            for trajectory, _ in self.pairs[: self.num_computed]
-            for turn in trajectory.turns
-            for sampled in turn.versions
-        )
+        computed = chain(*(trajectory.turns for trajectory, _ in self.pairs[: self.num_computed]))
+        return any(min(turn.versions, default=version) < version for turn in computed)
 
 
 class TrainingPass(NamedTuple):

@@ -145,7 +145,7 @@ class RunFolder:
         return begun if begun.is_file() else self.config_file
 
     def keep_begun_config(self) -> None:
-        """Keep the recipe as it is beside the one that the run goes on with."""
+        """Keep the recipe as it is beside the one with which the run continues."""
         if self.begun_config_file == self.config_file:
             write_whole(self.path / _BEGUN, self.config_file.read_bytes())
 
