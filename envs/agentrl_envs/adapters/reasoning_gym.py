@@ -18,6 +18,7 @@ try:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", SyntaxWarning)  # of a package that it imports
         import reasoning_gym
+    from reasoning_gym.composite import DatasetSpec
     from reasoning_gym.factory import DATASETS
 except ModuleNotFoundError as error:
     raise UserError(f"reasoning-gym is not installed ({error}); pip install 'agentrl[reasoning-gym]'") from error
@@ -45,7 +46,8 @@ class ReasoningGym(ToolEnv):
 
         Args:
             dataset: its name in reasoning-gym, such as `chain_sum`.
-            config: its fields, such as {min_terms: 2}; not `seed` and `size`.
+            config: its fields, such as {min_terms: 2}; not `seed` and `size`. Of `composite`, which mixes others, {datasets:
+                [{name: chain_sum, weight: 2, config: {min_terms: 2}}, ...]}, where weight is 1 unless told.
             max_chars: longest question; a longer one fails the episode.
 
         Raises:
@@ -60,6 +62,9 @@ class ReasoningGym(ToolEnv):
         if taken := self.config.keys() & {"seed", "size"}:
             raise UserError(f"config: {min(taken)} follows from the task's seed; remove it")
         try:
+            if dataset == "composite":
+                parts = self.config.get("datasets") or []
+                self.config["datasets"] = [DatasetSpec(**{"weight": 1, "config": {}} | dict(part)) for part in parts]
             self._entry(0)
         except (TypeError, ValueError, AssertionError) as error:  # what its fields are refused with
             raise UserError(f"config: {' '.join(str(error).split())}") from error

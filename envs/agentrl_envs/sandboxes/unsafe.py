@@ -25,6 +25,8 @@ _OF_NAMES = {
     errno.EPERM,
 }
 """What names and modes of files bring about, which are the code's own; other errors are the machine's."""
+_DIES_WITH_US = ("setpriv", "--pdeathsig", "KILL", "--")
+"""The program ends with the thread that runs it, also where this process is killed; what it has started in turn does not."""
 
 
 class UnsafeConfig(SandboxConfig):
@@ -43,11 +45,12 @@ class UnsafeConfig(SandboxConfig):
         Raises:
             UserError: where its limits cannot be set.
         """
-        if shutil.which("prlimit") is None:
-            raise UserError(
-                "sandbox: 'unsafe' sets its limits by the program prlimit, which is not installed "
-                "(Linux: apt-get install util-linux); or name another sandbox: 'monty'"
-            )
+        for program in ("prlimit", "setpriv"):
+            if shutil.which(program) is None:
+                raise UserError(
+                    f"sandbox: 'unsafe' sets its limits by the program {program}, which is not installed "
+                    "(Linux: apt-get install util-linux); or name another sandbox: 'monty'"
+                )
         return Unsafe(self)
 
 
@@ -85,7 +88,7 @@ class Unsafe(FileSandbox):
             _lay_out(files, work)
             main.write_text(code, encoding="utf-8", errors="replace")
             done = run_process(
-                ["sh", "-c", 'exec "$@" 2>&1', "sh", "prlimit", *options, "--", *program, str(main)],
+                ["sh", "-c", 'exec "$@" 2>&1', "sh", *_DIES_WITH_US, "prlimit", *options, "--", *program, str(main)],
                 timeout_s=config.timeout_s,
                 max_output=config.max_output_bytes,
                 max_second=0,

@@ -45,6 +45,30 @@ def test_the_oracle_solves_every_task(dataset: str) -> None:
         assert (terminated, info["success"]) == (True, True), f"seed {seed}: {reward}"
 
 
+def test_a_mixture_of_data_sets_is_one_too() -> None:
+    parts = [{"name": "chain_sum", "weight": 2}, {"name": "countdown", "config": {"max_numbers": 4}}]
+    env = ReasoningGym(dataset="composite", config={"datasets": parts})
+    questions = set()
+    for seed in range(20):
+        questions.add(env.reset(seed=seed)[0][0]["content"][:5])
+        assert env.step(env.oracle())[4]["success"]
+    assert len(questions) > 1
+
+
+@pytest.mark.parametrize(
+    ("parts", "message"),
+    [
+        (None, "at least one dataset"),
+        (["chain_sum"], "dictionary update sequence"),
+        ([{"name": "chain_sum", "weigth": 2}], "weigth"),
+        ([{"name": "no_such"}], "no_such"),
+    ],
+)
+def test_a_mixture_of_what_is_none_is_refused(parts: Any, message: str) -> None:
+    with pytest.raises(UserError, match=rf"config: .*{message}"):
+        ReasoningGym(dataset="composite", config={"datasets": parts})
+
+
 def test_what_is_tagged_is_the_answer() -> None:
     env = ReasoningGym(dataset="chain_sum")
     for text, reward in (("I think {}", None), ("<answer>{}</answer>, not <answer>0.5</answer>", 0.0), ("{}", 1.0)):

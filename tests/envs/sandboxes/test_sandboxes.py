@@ -10,6 +10,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -187,7 +188,11 @@ def test_nothing_is_left_behind(config: type[SandboxConfig], tmp_path: Path, mon
     before = there()
     for _ in range(int(os.environ.get("SANDBOX_RUNS", "40")) // len(codes)):
         for code in codes:
-            with config(timeout_s=0.3 if "while" in code else 30).build() as sandbox:
+            is_killed = "while" in code  # on a busy machine perhaps before it has begun
+            with (
+                suppress(*([EnvironmentFailure] if is_killed else [])),
+                config(timeout_s=0.3 if is_killed else 30).build() as sandbox,
+            ):
                 sandbox.exec(code)
     deadline = time.monotonic() + 10
     while there() != before and time.monotonic() < deadline:

@@ -96,10 +96,11 @@ def wait_for(file: Path) -> int:
     return int(file.read_text(encoding="utf-8")[:-1])
 
 
-def test_what_runs_ends_with_the_process_that_waits_for_it(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("end", "status"), [("", 0), ("os.kill(os.getpid(), signal.SIGKILL)", -signal.SIGKILL)])
+def test_what_runs_ends_with_the_process_that_waits_for_it(end: str, status: int, tmp_path: Path) -> None:
     file = tmp_path / "pid"
     script = f"""
-import threading, time
+import os, signal, threading, time
 from pathlib import Path
 from agentrl_envs.sandboxes.unsafe import UnsafeConfig
 
@@ -107,9 +108,10 @@ sandbox, file = UnsafeConfig(timeout_s=600).build(), Path({str(file)!r})
 threading.Thread(target=sandbox.exec, args=({WAITS.format(path=str(file))!r},), daemon=True).start()
 while not (file.is_file() and file.read_text().endswith(".")):
     time.sleep(0.02)
+{end}
 """
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=300, check=False)
-    assert (done.returncode, done.stderr) == (0, "")
+    assert (done.returncode, done.stderr) == (status, "")
     wait_until(lambda: not is_alive(wait_for(file)))
 
 
