@@ -325,7 +325,7 @@ def _flex_attention(
         "enable_gqa": len(query_HPD) != len(key_YPD),
     }
     states = query_HPD[None], key_YPD[None], value_YPD[None]
-    attend = _compiled_flex_attention(window, torch.is_grad_enabled() and query_HPD.requires_grad)
+    attend = _compiled_flex_attention(window, query_HPD.dtype, torch.is_grad_enabled(), query_HPD.requires_grad)
     if sinks_H is None:
         return cast("Tensor", attend(*states, **arguments))[0]
     from torch.nn.attention.flex_attention import AuxRequest
@@ -336,16 +336,19 @@ def _flex_attention(
 
 
 @cache
-def _compiled_flex_attention(window: int | None, has_gradient: bool) -> Any:  # noqa: ARG001
-    """Return FlexAttention compiled for one kind of layer: kinds that shared a function would use up its recompilations.
+def _compiled_flex_attention(*kind: Any) -> Any:
+    """Return FlexAttention compiled for one kind of layer and pass.
 
-    `fullgraph` fails where torch would fall back to attention that holds every pair.
+    `fullgraph` fails where torch would fall back to attention that holds every pair, as it would after eight compilations of
+    one function's code. So each kind has code of its own. That is compiled four times at most: for the first mask, for masks
+    of any number of blocks, of one block, and for one token.
     """
     from torch.nn.attention.flex_attention import flex_attention
 
     def attend(*args: Any, **kwargs: Any) -> Any:
         return flex_attention(*args, **kwargs)
 
+    attend.__code__ = attend.__code__.replace(co_name=f"attend {kind}")
     return torch.compile(attend, dynamic=True, fullgraph=True)
 
 

@@ -1,6 +1,8 @@
 """Tree attention against softmax attention under a dense mask."""
 
 import shutil
+from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -200,7 +202,7 @@ def test_the_mask_for_gpus_shows_the_same_pairs(
     # On a CPU FlexAttention has no backward pass, and is not compiled here.
     from torch.nn.attention.flex_attention import flex_attention
 
-    monkeypatch.setattr(module, "_compiled_flex_attention", lambda window, has_gradient: flex_attention)
+    monkeypatch.setattr(module, "_compiled_flex_attention", lambda *kind: flex_attention)
     tree = branching([150, 140, 130], [150, 70, 100])
     query, key, value = (tensor.detach() for tensor in states(tree, heads=4, shared=2))
     flex: Any = module._flex_attention
@@ -271,3 +273,55 @@ def test_compiled_flex_attention_is_attention_along_the_tree() -> None:
         got = module._flex_attention(query, key, value, TreeLayout(tree), scale=SCALE, window=200, sinks_H=None)
         expected = tree_attention(query, key, value, TreeLayout(tree), scale=SCALE, window=200)
     torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.fixture
+def compiled(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
+    """What torch has compiled, which runs as it is: no compiler takes its time."""
+    from torch._dynamo import reset
+
+    graphs: list[Any] = []
+
+    def as_it_is(graph: Any, inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=as_it_is))
+    module._compiled_flex_attention.cache_clear()
+    yield graphs
+    module._compiled_flex_attention.cache_clear()
+    reset()
+
+
+def attend_by_flex(length: int, *, window: int | None, dtype: torch.dtype, has_gradient: bool) -> None:
+    tree = branching([length], [0])
+    query, key, value = (state.detach().to(dtype) for state in states(tree, heads=4, shared=2))
+    with torch.set_grad_enabled(has_gradient):  # inputs that require one are refused on a CPU
+        module._flex_attention(query, key, value, TreeLayout(tree), scale=SCALE, window=window, sinks_H=None)
+
+
+def test_no_run_recompiles_flex_attention_more_often_than_torch_lets_it(compiled: list[Any]) -> None:
+    """Lengths of the probe, the proof, rows that are scored and trained, short ones and empty passes, in any order."""
+    kinds = [
+        (None, torch.float32, True),
+        (None, torch.float32, False),
+        (64, torch.float32, True),
+        (64, torch.half, True),
+    ]
+    for length in (416, 300, 32, 1, 129):
+        for window, dtype, has_gradient in kinds:
+            attend_by_flex(length, window=window, dtype=dtype, has_gradient=has_gradient)
+    assert len(kinds) < len(compiled) <= 4 * len(kinds)
+
+
+def test_attention_that_torch_would_not_compile_again_ends_the_run(
+    compiled: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from torch._dynamo import config
+    from torch._dynamo.exc import FailOnRecompileLimitHit
+
+    monkeypatch.setattr(config, "recompile_limit", 1)
+    attend_by_flex(300, window=None, dtype=torch.float32, has_gradient=True)
+    with pytest.raises(FailOnRecompileLimitHit):
+        attend_by_flex(1, window=None, dtype=torch.float32, has_gradient=True)
+    assert len(compiled) == 1
