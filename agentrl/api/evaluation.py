@@ -6,7 +6,7 @@ from typing import Any
 
 from agentrl.api.given import sections
 from agentrl.api.notebook import without_running_loop
-from agentrl.api.target import Target, load, look_for_modules_here, tokenizer_of, untrained
+from agentrl.api.target import Target, load_to_play, look_for_modules_here, tokenizer_of, untrained
 from agentrl.config import Recipe
 from agentrl.credit import Credit
 from agentrl.report.evaluation import settings_of
@@ -32,7 +32,7 @@ def evaluate(
 
     Args:
         target: the folder of a run, whose newest weights play; or a recipe, whose model plays as it is.
-        env: as in `agentrl.train`; with a run, another environment than it was trained in.
+        env: as in `agentrl.train`: the environment to play in, whatever the run was trained or is evaluated in.
         model: as in `agentrl.train`.
         overrides: options as on the command line.
         **others: further sections, with only what changes: `evaluation={"num_tasks": 512, "samples": 4}`.
@@ -41,7 +41,7 @@ def evaluate(
         UserError: for what cannot be carried out, naming the field and the fix.
     """
     look_for_modules_here(target)
-    recipe, run_dir = load(target, overrides, changes=sections({"env": env, "model": model, **others}))
+    recipe, run_dir = load_to_play(target, overrides, changes=sections({"env": env, "model": model, **others}))
     with without_running_loop():
         found, _ = evaluated(recipe, run_dir, console=Console(soft_wrap=True))
     return Evaluation(

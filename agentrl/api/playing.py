@@ -12,7 +12,7 @@ import numpy as np
 from agentrl.api.evaluation import evaluated
 from agentrl.api.given import sections
 from agentrl.api.notebook import without_running_loop
-from agentrl.api.target import load, look_for_modules_here
+from agentrl.api.target import load_to_play, look_for_modules_here
 from agentrl.env import MessageEnv, base_env
 from agentrl.env.config import EnvConfig
 from agentrl.errors import ConfigError, EnvironmentFailure
@@ -75,7 +75,7 @@ def _played_here(env: Any, model: str | Path | None, *, seed: int, max_turns: in
         "rollout": {"max_turns": max_turns},
         "evaluation": {"num_tasks": 1, "seed": seed, "samples": 1, "pass_at": [1], "temperature": temperature},
     }
-    recipe, run_dir = load(model if is_run else None, changes=sections(changes))
+    recipe, run_dir = load_to_play(model if is_run else None, changes=sections(changes))
     with without_running_loop():
         found, _ = evaluated(recipe, run_dir, console=Console(soft_wrap=True), keep=False)
     trajectory: Trajectory = next(iter(found.values())).groups[0].trajectories[0]

@@ -40,6 +40,23 @@ def load(
     return load_recipe(path, overrides, changes=changes), None
 
 
+def load_to_play(
+    target: Target, overrides: Sequence[str] = (), *, changes: Mapping[str, Any] | None = None
+) -> "tuple[Recipe, Path | None]":
+    """Return what `load` does. An environment that is asked for is played in, and none of the recipe's `evaluation.env`.
+
+    Raises:
+        ConfigError: as `load`.
+    """
+    recipe, run_dir = load(target, overrides, changes=changes)
+    changes, names = changes or {}, [option.partition("=")[0] for option in overrides]
+    is_asked = "env" in changes or any(re.fullmatch(r"--env(\..*)?", name) for name in names)
+    others = changes.get("evaluation", {}).get("env") or any(name.startswith("--evaluation.env") for name in names)
+    if is_asked and not others:
+        recipe = recipe.model_copy(update={"evaluation": recipe.evaluation.model_copy(update={"env": {}})})
+    return recipe, run_dir
+
+
 def look_for_modules_here(target: Target) -> None:
     """Let `module:Class` mean a file of the working directory also in a script that lies elsewhere, as commands do.
 

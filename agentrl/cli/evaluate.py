@@ -4,7 +4,7 @@ import argparse
 import json
 from pathlib import Path
 
-from agentrl.api.target import load
+from agentrl.api.target import load_to_play
 from agentrl.cli.commands import OVERRIDING, Commands
 from agentrl.report.terminal import Console
 
@@ -19,7 +19,7 @@ def add(commands: Commands) -> None:
 
 
 def _eval(options: argparse.Namespace, rest: list[str]) -> None:
-    recipe, run_dir = load(options.target, rest)
+    recipe, run_dir = load_to_play(options.target, rest)
     from agentrl.api.evaluation import evaluated
     from agentrl.report.evaluation import as_json, tables
 

@@ -1,5 +1,6 @@
 """What is done with the newest weights of a run, which may go on meanwhile."""
 
+import json
 import shutil
 from pathlib import Path
 from types import ModuleType
@@ -10,11 +11,12 @@ import pytest
 import agentrl
 from agentrl import TrainedRun
 from agentrl.api import evaluation
+from agentrl.cli import main
 from agentrl.report.card import measure
 from agentrl.report.folder import RunFolder
 from agentrl.report.records import read_records
 from agentrl.run import export
-from agentrl.types import Message
+from agentrl.types import Message, TrajectoryGroup
 from tests.support.runs import recipe, train
 
 
@@ -71,6 +73,30 @@ def test_the_seed_says_which_task_is_played_whatever_the_run_is_evaluated_with(r
     config["evaluation"] |= {"seed": 7, "samples": 4, "pass_at": [1, 4]}
     folder.write_config(config)
     assert [shown(1), shown(2)] == before
+
+
+def test_the_environment_that_is_asked_for_is_played_in_and_not_the_one_that_the_run_is_evaluated_in(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = RunFolder.open(run)
+    config = folder.config()
+    config["evaluation"] |= {"env": {"other": {"id": "calculator"}}}
+    folder.write_config(config)
+
+    def asked(*groups: TrajectoryGroup) -> set[str]:
+        return {t.env_id for group in groups for t in group.trajectories}
+
+    assert asked(*agentrl.evaluate(run).groups) == {"Calculator"}
+    assert asked(*agentrl.evaluate(run, env="frozen_lake").groups) == {"FrozenLake"}
+    assert asked(*agentrl.evaluate(run, overrides=["--env.id", "frozen_lake"]).groups) == {"FrozenLake"}
+    both = agentrl.evaluate(run, env="frozen_lake", evaluation={"env": {"third": {"id": "key_door"}}})
+    assert asked(*both.groups) == {"Calculator", "KeyDoor"}
+    lake = agentrl.play("frozen_lake", run, max_turns=1).messages[0]["content"]
+    assert "box" not in lake
+    assert lake != agentrl.play(model=run, max_turns=1).messages[0]["content"]
+    main(["eval", str(run), "--env.id=frozen_lake", "--json"])
+    (evaluation,) = json.loads(capsys.readouterr().out)["evaluations"]
+    assert evaluation["env"] == "frozen_lake"
 
 
 def test_an_export_has_the_step_of_its_weights(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
