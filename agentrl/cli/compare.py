@@ -114,7 +114,7 @@ def _compare_runs(options: argparse.Namespace, rest: list[str]) -> None:
     if given:
         raise ConfigError(f"{given[0]}: runs are compared as they are; name recipes to train others")
     from agentrl.compare.comparison import compare
-    from agentrl.compare.curves import choose_metric, curve_of, name_recipes, read_run
+    from agentrl.compare.curves import choose_metric, code_notes, curve_of, name_recipes, read_run
 
     runs = [read_run(path) for path in options.targets]
     finished = [run for run in runs if run.is_finished]
@@ -123,6 +123,7 @@ def _compare_runs(options: argparse.Namespace, rest: list[str]) -> None:
     ]
     if not finished:
         raise ConfigError("; ".join(notes))
+    notes += code_notes(finished)
     metric, names = choose_metric(finished, options.metric), name_recipes(finished)
     curves = [curve_of(run, metric=metric, recipe=names[run.identity]) for run in finished]
     comparison = compare(curves, metric=metric, threshold=options.threshold, effect=options.effect, notes=notes)
@@ -181,8 +182,10 @@ def _seeds(options: argparse.Namespace, arms: Sequence["Arm"]) -> list[int]:
 
 def _train(console: Console, options: argparse.Namespace, runs: "Sequence[PlannedRun]") -> list[str]:
     """Train what is missing; return what to say of the runs that failed."""
+    from agentrl.compare.plan import check_sources
     from agentrl.compare.runner import default_jobs, is_done, run_missing
 
+    check_sources(runs)
     is_cpu = all(run.arm.recipe.train.device == "cpu" for run in runs)
     missing = sum(not is_done(run) for run in runs)
     jobs = min(options.jobs or default_jobs(is_cpu=is_cpu), max(1, missing))

@@ -4,6 +4,7 @@ import hashlib
 import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from agentrl.config import Recipe, load_recipe
 from agentrl.errors import ConfigError
 from agentrl.report.folder import RunFolder
 from agentrl.report.panel import Panel, read_panels
+from agentrl.report.sources import differing, read_sources
 
 _PREFERRED = ("success", "score", "reward")
 _REPORTED = ("success", "score")
@@ -25,6 +27,8 @@ class RecordedRun:
     recipe: Recipe
     rows: list[dict[str, float]]
     panels: dict[str, Panel]
+    sources: dict[str, str]
+    """Of the code that it began with; see `agentrl.report.sources`."""
 
     @property
     def is_finished(self) -> bool:
@@ -67,8 +71,23 @@ def read_run(path: Path) -> RecordedRun:
     """
     folder = RunFolder.open(path)
     return RecordedRun(
-        path=path, recipe=load_recipe(folder.begun_config_file), rows=folder.metrics(), panels=read_panels(folder)
+        path=path,
+        recipe=load_recipe(folder.begun_config_file),
+        rows=folder.metrics(),
+        panels=read_panels(folder),
+        sources=read_sources(folder),
     )
+
+
+def code_notes(runs: Sequence[RecordedRun]) -> list[str]:
+    """Return what to tell of runs that did not begin with the same code, as far as that is known."""
+    changed = dict.fromkeys(
+        module for one, other in combinations(runs, 2) for module in differing(one.sources, other.sources)
+    )
+    return [
+        f"the file of the module {module!r} changed between these runs: they were not trained on the same code"
+        for module in changed
+    ]
 
 
 def name_recipes(runs: Iterable[RecordedRun]) -> dict[str, str]:

@@ -13,6 +13,8 @@ from agentrl.compare.curves import RecordedRun, identity, read_run
 from agentrl.config import Recipe, load_recipe
 from agentrl.errors import ConfigError
 from agentrl.files import dump_yaml
+from agentrl.report.folder import RunFolder
+from agentrl.report.sources import differing, read_sources, sources
 
 _EVALUATIONS = 10
 """Evaluations of a run whose recipe asks for none on its way."""
@@ -99,6 +101,26 @@ def make_arms(
             if other.folder == arm.folder:
                 raise ConfigError(f"{other.name} and {arm.name} are the same recipe; there is nothing to compare")
     return arms, controls
+
+
+def check_sources(runs: Sequence[PlannedRun]) -> None:
+    """See that what has begun was trained on the code that is there now.
+
+    Raises:
+        ConfigError: naming what has changed since, and what to do.
+    """
+    changed: dict[str, set[str]] = {}
+    for run in runs:
+        if run.has_begun:
+            began, now = read_sources(RunFolder(run.folder)), sources(run.arm.recipe.model_dump(mode="json"))
+            for module in differing(began, now):
+                changed.setdefault(module, set()).add(str(run.arm.folder))
+    if changed:
+        module, folders = next(iter(changed.items()))
+        raise ConfigError(
+            f"the file of the module {module!r} has changed since runs in {', '.join(sorted(folders))} began: delete these to "
+            "train them again, put the file back, or train elsewhere (--folder)"
+        )
 
 
 def parse_varied(given: Sequence[str], *, option: str) -> dict[str, list[str]]:

@@ -82,6 +82,8 @@ class RunFolder:
         """Hashes of the tasks with which the run began, where its environment gives some."""
         self.panel = path / "panel.json"
         """Hashes of the evaluation tasks."""
+        self.sources = path / "sources.json"
+        """Hashes of the files of code that its recipe named as it began."""
         self.trackers = path / "trackers.json"
         """By what each tracker finds the run again."""
         self._metrics = path / "metrics.jsonl"

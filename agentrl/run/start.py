@@ -11,6 +11,7 @@ from agentrl.errors import ConfigError, EnvironmentFailure
 from agentrl.learn.health import cut_demonstrations
 from agentrl.learn.warmup import warm_up
 from agentrl.report.folder import RunFolder
+from agentrl.report.sources import note_sources
 from agentrl.rollout import try_environment
 from agentrl.rollout.demonstrations import Demonstration, oracle_ends
 from agentrl.rollout.overlap import overlap
@@ -77,6 +78,7 @@ def begin_or_resume(parts: Parts, folder: RunFolder | None, on_progress: OnProgr
         if is_main():
             if not is_resumed:
                 keep_hashes(parts.pool.tasks, folder)
+                note_sources(folder, config)
             folder.write_config(config)
             folder.rewind(finished_steps if is_resumed else -1)
         if not folder.tokenizer.is_dir():

@@ -1,5 +1,6 @@
 import json
 import os
+import shutil
 import signal
 import time
 from pathlib import Path
@@ -168,6 +169,47 @@ def test_unfinished_runs_and_single_seeds_are_told_beside_the_rest(
     assert "2 seeds see a difference of" in told
     main(["compare", runs[0], runs[2], "--html", str(tmp_path / "page.html")])
     assert "one seed says nothing of others" in " ".join(capsys.readouterr().out.split())
+
+
+ENV = """
+from agentrl_envs.key_door import KeyDoor
+
+class MyEnv(KeyDoor):
+    pass
+"""
+
+
+def test_runs_that_began_with_other_code_are_not_taken(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    env, recipe, folder = tmp_path / "my_env.py", tmp_path / "doors.yaml", tmp_path / "runs"
+    env.write_text(ENV)
+    recipe.write_text(TINY.replace("id: key_door", "id: 'my_env:MyEnv'"))
+    command = ("compare", recipe, "--vary", "train.learning_rate=1e-3,2e-3", "--jobs", 1, "--folder", folder, "--json")
+    again = Command(*command, "--seeds", 1)
+    again.finish()
+    runs = [run for arm in json.loads(again.out)["comparisons"][0]["arms"] for run in arm["runs"]]
+    main([*map(str, command), "--seeds", "1"])
+    assert json.loads(capsys.readouterr().out)["comparisons"][0]["arms"][0]["seeds"] == [0]
+    env.write_text(ENV + "# of today")
+    for seeds in (1, 2):
+        told = fails(capsys, *command, "--seeds", seeds)
+        assert "the file of the module 'my_env' has changed since runs in " in told
+        assert all(str(Path(run).parent) in told for run in runs)
+    shutil.rmtree(Path(runs[0]).parent)
+    assert str(Path(runs[0]).parent) not in fails(capsys, *command, "--seeds", 1)
+    main(["compare", runs[1], other(runs[1], tmp_path), "--json", "--html", str(tmp_path / "page.html")])
+    [found] = json.loads(capsys.readouterr().out)["comparisons"]
+    assert any("'my_env' changed between these runs" in note for note in found["notes"])
+
+
+def other(run: str, folder: Path) -> str:
+    """Copy a run, as one of another rate whose code was another."""
+    copy = RunFolder(shutil.copytree(run, folder / "other"))
+    copy.config_file.write_text(copy.config_file.read_text().replace("learning_rate: 0.002", "learning_rate: 0.003"))
+    copy.sources.write_text('{"my_env": "of before"}')
+    return str(copy.path)
 
 
 def test_a_sweep_reports_the_best_on_fresh_seeds(
