@@ -134,7 +134,19 @@ class _TensorBoard(Tracker):
 
 
 class _WandB(Tracker):
-    """Its own files are in the folder `wandb` of the run."""
+    """Its own files are in the folder `wandb` of the run.
+
+    It drops rows below its own count of steps, which only rises: a run that goes back would lose them. So the step is a
+    metric, and the axis of the others.
+    """
+
+    def __init__(self, name: str, run: TrackedRun) -> None:
+        super().__init__(name, run)
+        self._client.tracker.define_metric("step")
+        self._client.tracker.define_metric("*", step_metric="step")
+
+    def add_row(self, row: Mapping[str, float]) -> None:
+        self._client.log(dict(row))
 
     def _new_key(self) -> str:
         return uuid4().hex[:12]
@@ -143,7 +155,10 @@ class _WandB(Tracker):
         return {"name": self._run.folder.name, "id": self.key, "resume": "allow", "dir": str(self._run.folder)}
 
     def add_table(self, table: RolloutTable) -> None:
-        self._client.log_table("rollouts", list(COLUMNS), [list(row) for row in table.rows], step=table.step)
+        import wandb
+
+        rows = [list(row) for row in table.rows]
+        self._client.log({"rollouts": wandb.Table(columns=list(COLUMNS), data=rows), "step": table.step})
 
 
 class _Trackio(Tracker):

@@ -118,8 +118,9 @@ def test_wandb_has_metrics_recipe_and_rollouts(tracked: Tracked) -> None:
     files = sorted((folder / "wandb").glob("offline-run-*/run-*.wandb"))
     found = [record for file in files for record in wandb_records(file)]
     history = [{i.key or "/".join(i.nested_key): json.loads(i.value_json) for i in r.history.item} for r in found]
-    entropies = [(row["_step"], row["entropy"]) for row in history if "entropy" in row]
+    entropies = [(row["step"], row["entropy"]) for row in history if "entropy" in row]
     assert entropies == [(row["step"], pytest.approx(row["entropy"])) for row in rows[1:]]
+    assert [row["step"] for row in history if "rollouts/_type" in row] == [1, 2]
     assert {(r.run.project, r.run.display_name) for r in found if r.HasField("run")} == {("tried", "first")}
     assert {r.run.run_id for r in found if r.HasField("run")} == {
         json.loads((folder / "trackers.json").read_text())["wandb"]
@@ -129,6 +130,35 @@ def test_wandb_has_metrics_recipe_and_rollouts(tracked: Tracked) -> None:
     tables = [json.loads(file.read_text()) for file in (folder / "wandb").glob("offline-*/files/media/table/*.json")]
     assert len(tables) == 2
     check_table(folder, min((table["data"] for table in tables), key=lambda data: data[0][0]), tables[0]["columns"])
+
+
+def test_wandb_keeps_the_steps_that_a_run_does_again(tmp_path: Path) -> None:
+    script = """
+import sys
+from pathlib import Path
+from accelerate import PartialState
+from agentrl.report.folder import ReportConfig, RunFolder
+from agentrl.report.trackers import Trackers
+
+PartialState()
+folder = RunFolder.create(Path(sys.argv[1]), {})
+trackers = Trackers(ReportConfig(trackers=("wandb",)), folder, config={}, next_step=0, on_failure=print)
+for step, entropy in enumerate([0.5, 0.4, 0.3, 0.2]):
+    trackers.add_row({"step": step, "entropy": entropy})
+# Offline, nothing but an open run knows how far it has come.
+trackers = Trackers(ReportConfig(trackers=("wandb",)), folder, config={}, next_step=2, on_failure=print)
+for step, entropy in ((2, 0.35), (3, 0.25)):
+    trackers.add_row({"step": step, "entropy": entropy})
+trackers.finish()
+"""
+    folder = tmp_path / "run"
+    subprocess.run([sys.executable, "-c", script, folder], env=os.environ | places(tmp_path), check=True, timeout=400)
+    found = [r for file in (folder / "wandb").glob("offline-run-*/run-*.wandb") for r in wandb_records(file)]
+    history = [{i.key or "/".join(i.nested_key): json.loads(i.value_json) for i in r.history.item} for r in found]
+    entropies = [(row.get("step", row["_step"]), row["entropy"]) for row in history if "entropy" in row]
+    assert entropies == [(0, 0.5), (1, 0.4), (2, 0.3), (3, 0.2), (2, 0.35), (3, 0.25)]
+    axes = {r.metric.glob_name or r.metric.name: r.metric.step_metric for r in found if r.HasField("metric")}
+    assert axes["*"] == "step"
 
 
 def wandb_records(file: Path) -> Iterator[Any]:
