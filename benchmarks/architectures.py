@@ -238,7 +238,7 @@ def _train(name: str, engine: str) -> dict[str, Any]:
         steps = [row for row in rows if row["step"] > 0]
         return {
             **found,
-            "nats": max(row["first/engine_difference"] for row in steps),
+            "nats": max(row["first/engine_difference"] for row in steps if "first/engine_difference" in row),
             "turns": sum(row["episode/turns"] for row in steps) / len(steps),
         }
 

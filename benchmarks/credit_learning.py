@@ -131,7 +131,7 @@ def figures(rows: Sequence[dict[str, float]]) -> Result:
     # An evaluation in which no episode came to its end reports no success: there was none.
     curve = [row.get("eval/success", 0.0) for row in rows if "eval/episodes" in row]
     shown = {"grad_norm": "grad_norm", "clipped_tokens": "clip/tokens", "truncated": "episode/truncated"}
-    means = {name: statistics.mean(row[metric] for row in rows[1:]) for name, metric in shown.items()}
+    means = {name: statistics.mean(row[metric] for row in rows[1:] if metric in row) for name, metric in shown.items()}
     return {"start": curve[0], "final": curve[-1], "area": statistics.mean(curve[1:]), "curve": curve} | means
 
 

@@ -30,9 +30,11 @@ def train(recipe: Path, seed: int) -> dict[str, float]:
         "success_before": rows[0].get("eval/success", 0.0),
         "success_after": rows[-1].get("eval/success", 0.0),
         "minutes": (time.perf_counter() - begin) / 60,
-        "first_ratio_deviation": max(row["first/ratio_deviation"] for row in rows[1:]),
+        "first_ratio_deviation": max(
+            row["first/ratio_deviation"] for row in rows[1:] if "first/ratio_deviation" in row
+        ),
         "skipped_minibatches": sum(row["skipped_minibatches"] for row in rows[1:]),
-        "first_clipped_tokens": max(row["first/clipped_tokens"] for row in rows[1:]),
+        "first_clipped_tokens": max(row["first/clipped_tokens"] for row in rows[1:] if "first/clipped_tokens" in row),
     }
 
 

@@ -485,7 +485,8 @@ def train(start: Path, method: str, seed: int, size: Size) -> Figures:
         _, rows = loop.train(parts)
     first, *steps = rows
     names = {"clipped": "clip/tokens", "grad_norm": "grad_norm", "changed_experts": "moe/changed_experts"}
-    means = {name: statistics.mean(row[key] for row in steps) for name, key in names.items() if key in steps[0]}
+    columns = {name: [row[key] for row in steps if key in row] for name, key in names.items()}
+    means = {name: statistics.mean(column) for name, column in columns.items() if column}
     rewards = [row["reward/mean"] for row in steps]
     # It is missing where no episode came to its end.
     success = {"before": first.get("eval/success", 0.0), "after": steps[-1].get("eval/success", 0.0)}

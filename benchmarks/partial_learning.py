@@ -30,12 +30,13 @@ def train(recipe: Path, seed: int, mode: str, options: list[str]) -> dict[str, f
     ):
         _, rows = loop.train(parts)
     steps = rows[1:]
+    trained = [row for row in steps if "staleness/mean" in row]  # a step of which no token was computed has no means
     return {
         "before": rows[0]["eval/score"],
         "after": rows[-1]["eval/score"],
-        "staleness": statistics.fmean(row["staleness/mean"] for row in steps),
-        "oldest": max(row["staleness/max"] for row in steps),
-        "clipped": statistics.fmean(row["clip/tokens"] for row in steps),
+        "staleness": statistics.fmean(row["staleness/mean"] for row in trained),
+        "oldest": max(row["staleness/max"] for row in trained),
+        "clipped": statistics.fmean(row["clip/tokens"] for row in trained),
         "steps_per_s": len(steps) / sum(row["time/step_s"] for row in steps),
     }
 

@@ -80,7 +80,9 @@ def train_all(job: Job, ways: Sequence[Way], out: Path, num_steps: int) -> None:
                 name: round(statistics.fmean(row.get(name, 0.0) for row in steps), 4)
                 for name in ("staleness/mean", "clip/tokens", "ratio/effective_samples", "kl/behavior")
             }
-            result = job._asdict() | way._asdict() | means | {"oldest": max(row["staleness/max"] for row in steps)}
+            result = (
+                job._asdict() | way._asdict() | means | {"oldest": max(row.get("staleness/max", 0.0) for row in steps)}
+            )
             with out.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(result | figures(rows)) + "\n")
             print(way, job.seed, means, " ".join(f"{success:.2f}" for success in figures(rows)["curve"]), flush=True)

@@ -1,5 +1,6 @@
 """Train the default recipe, a calculator task, from Python: python examples/train_default.py"""
 
+import math
 import sys
 
 import agentrl
@@ -7,7 +8,8 @@ import agentrl
 
 def show(metrics: dict[str, float]) -> None:
     if metrics["step"] % 20 == 0:
-        print(f"step {metrics['step']:.0f}: reward {metrics['reward/mean']:.2f}, entropy {metrics['entropy']:.2f}")
+        entropy = metrics.get("entropy", math.nan)  # a step in which nothing could be trained on has none
+        print(f"step {metrics['step']:.0f}: reward {metrics['reward/mean']:.2f}, entropy {entropy:.2f}")
 
 
 def main() -> None:

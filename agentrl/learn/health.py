@@ -79,7 +79,7 @@ def _collapse(rows: Sequence[Row]) -> str | None:
         if fell := _fall(of_steps):
             best, now = fell
             return f"the policy has collapsed: its mean {name} fell from {best:.3g} to {now:.3g} for {_STEPS} steps"
-    # Where every advantage is 0, nothing is computed, and no entropy is known.
+    # Where every advantage is 0, the entropy is that of one episode at most. Where no token is computed, there is none.
     measured = [row for row in rows if row["credit/zero_advantage"] < 1 and "entropy" in row]
     early, late = measured[:_STEPS], measured[_STEPS:][-_STEPS:]
     if len(late) < _STEPS or rows[-1] is not late[-1]:

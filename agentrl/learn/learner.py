@@ -133,7 +133,8 @@ class Learner:
     ) -> dict[str, float]:
         """Go once over a step's trajectories, in minibatches drawn at random; return metrics.
 
-        A minibatch without any gradient moves neither weights nor the optimizer's state, and is counted.
+        A minibatch without any gradient moves neither weights nor the optimizer's state, and is counted. Where no token is
+        computed, there are counts alone.
 
         Args:
             groups: of the step, on every process the same.
@@ -192,10 +193,11 @@ class Learner:
         if num_updates and reach.target is not None:
             show_last = partial(self.show, plans[last], shown_last, version=version)
             reach.shorten(show_last(), show_last)
-        tallies = tallies or [Tally()]
-        of_anchor = anchor_metrics(tallies, known=known) if self.loss.anchor == "sampled" else {}
         skipped = {"skipped_minibatches": float(len(plans) - num_updates), **reach.metrics()}
-        of_ranges = range_metrics(state.calibration, shown) if self.loss.trust == "calibrated" and shown else {}
+        if not tallies:  # no token was computed: of none there is no mean
+            return skipped
+        of_anchor = anchor_metrics(tallies, known=known) if self.loss.anchor == "sampled" else {}
+        of_ranges = range_metrics(state.calibration, shown) if self.loss.trust == "calibrated" else {}
         metrics = update_metrics(tallies, current_version=version) | first_metrics(tallies[0]) | skipped
         return metrics | of_anchor | of_ranges | of_experts
 

@@ -23,13 +23,15 @@ from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 from agentrl import Credit, StopReason, Trajectory, TrajectoryGroup, Turn
 from agentrl.errors import ConfigError, TrainingError
 from agentrl.learn import learner as learner_module
+from agentrl.learn.health import signs
 from agentrl.learn.learner import CreditedMinibatch, Learner, TrainingPass
 from agentrl.learn.loss_config import LossConfig
-from agentrl.learn.metrics import divergence, first_metrics, update_metrics
+from agentrl.learn.metrics import divergence, first_metrics, rollout_metrics, update_metrics
 from agentrl.learn.micro_batch_loss import Before
 from agentrl.learn.plan import Planner
 from agentrl.learn.policy_state import PolicyState
 from agentrl.learn.reach import Reach
+from agentrl.learn.staleness import mask_stale
 from agentrl.learn.tally import Tally
 from agentrl.learn.train_config import TrainConfig
 from agentrl.policy import routing
@@ -341,11 +343,34 @@ def test_a_minibatch_without_a_gradient_moves_neither_weights_nor_the_optimizers
     assert learner.update(GROUPS, CREDITS, version=0)["skipped_minibatches"] == 0
     before = copy.deepcopy((weights(learner), learner.state.optimizer.state_dict()["state"]))
     metrics = learner.update(groups, credits, version=1)
-    assert (metrics["skipped_minibatches"], metrics["grad_norm"]) == (3, 0)
+    assert (metrics["skipped_minibatches"], metrics.get("grad_norm", 0)) == (3, 0)
     assert torch.equal(weights(learner), before[0])
     torch.testing.assert_close(learner.state.optimizer.state_dict()["state"], before[1], rtol=0, atol=0)
     learner.update(GROUPS, CREDITS, version=2)
     assert not torch.equal(weights(learner), before[0])
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize(
+    "loss", [LossConfig(), LossConfig(trust="calibrated"), LossConfig(anchor="sampled", mismatch="truncate")], ids=str
+)
+def test_a_step_in_which_no_token_is_computed_reports_counts_alone(loss: LossConfig) -> None:
+    learner = make_learner(loss=loss, num_minibatches=3, target_kl=0.02)
+    stale = mask_stale(GROUPS, CREDITS, oldest=9)
+    assert learner.update(GROUPS, stale, version=9) == {"skipped_minibatches": 3, "shortened_updates": 0}
+    assert learner.update([], [], version=10) == {"skipped_minibatches": 3, "shortened_updates": 0}
+
+
+def test_steps_in_which_no_token_is_computed_are_no_collapse() -> None:
+    learner = make_learner(num_minibatches=1)
+    stale = mask_stale(GROUPS, CREDITS, oldest=9)
+    rows = []
+    for version in range(10):
+        credits = CREDITS if version < 5 else stale
+        earned = rollout_metrics(GROUPS, credits) | {"reward/spread": 0.3}
+        rows.append(learner.update(GROUPS, credits, version=version) | earned)
+    assert rows[-1]["credit/zero_advantage"] < 1
+    assert "collapse" not in signs(rows)
 
 
 @pytest.mark.filterwarnings("error")
