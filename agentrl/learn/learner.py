@@ -34,6 +34,7 @@ from agentrl.learn.policy_state import PolicyState
 from agentrl.learn.reach import Reach
 from agentrl.learn.tally import Observations, Tally
 from agentrl.learn.token_notes import TokenNotes
+from agentrl.learn.tokens import TokenBatch
 from agentrl.learn.train_config import TrainConfig
 from agentrl.policy.layout import attending, lay_out
 from agentrl.policy.routing import changed_share, recording, replaying
@@ -70,8 +71,6 @@ class Gradient(NamedTuple):
     """Empty without `trust: calibrated`."""
     observations: Observations
     """Of this process."""
-    experts: list[Tensor]
-    """Of this process's first pass: (J, P, X)."""
 
 
 class Learner:
@@ -158,6 +157,7 @@ class Learner:
         self.notes = TokenNotes()
         num_updates = 0
         of_experts: dict[str, float] = {}
+        routed = self._first_routed(minibatches[0]) if self._is_routed and plans[0] else None
         reach = Reach(state, target=self._config.target_kl)
         # What the last update is measured by. In the first minibatch the policy is its own anchor, wherever it is.
         last = max((index for index, plan in enumerate(plans) if plan), default=0)
@@ -187,8 +187,8 @@ class Learner:
                     tallies[-1] = replace(tally, learning_rate=state.update(rate_factor=math.sqrt(share)))
                     num_updates += 1
                 state.optimizer.zero_grad()
-                if index == 0 and self._is_routed:
-                    of_experts = self._changed_experts(gradient.experts[0], plan[0].micro)
+                if index == 0 and routed is not None:
+                    of_experts = self._changed_experts(*routed)
             state.advance_schedule()
         if num_updates and reach.target is not None:
             show_last = partial(self.show, plans[last], shown_last, version=version)
@@ -225,14 +225,7 @@ class Learner:
 
     def plan(self, minibatch: CreditedMinibatch) -> list[TrainingPass]:
         """Return this process's passes over a minibatch."""
-        loss = self.loss
-        tokens, columns = make_batch(
-            [trajectory for trajectory, _ in minibatch.pairs],
-            [credit for _, credit in minibatch.pairs],
-            unit=loss.unit,
-            aggregation=loss.aggregation,
-            constant_length=loss.constant_length,
-        )
+        tokens, columns = self._batch(minibatch)
         micro_batches = self._planner.micro_batches(
             tokens,
             process=self._accelerator.process_index,
@@ -241,28 +234,35 @@ class Learner:
         )
         return [TrainingPass(micro, columns.of(micro)) for micro in micro_batches]
 
+    def _batch(self, minibatch: CreditedMinibatch) -> tuple[TokenBatch, LossColumns]:
+        return make_batch(
+            [trajectory for trajectory, _ in minibatch.pairs],
+            [credit for _, credit in minibatch.pairs],
+            unit=self.loss.unit,
+            aggregation=self.loss.aggregation,
+            constant_length=self.loss.constant_length,
+        )
+
     def add_gradients(self, plan: Sequence[TrainingPass], befores: Sequence[Before], *, version: int) -> Gradient:
         """Add up a minibatch's gradient and clip it."""
         observations = Observations()
-        first_experts: list[Tensor] = []
         for number, (training_pass, before) in enumerate(zip(plan, befores, strict=True)):
             check_interrupt()
             with (
                 self._accumulating(is_last=number == len(plan) - 1),
                 attending(self.state.policy.model, self._layout),
-                self._routing(before) as experts,
+                self._routing(before),
             ):
                 loss = self._pass_loss(training_pass, before, observations, version)
                 # Processes average their gradients; the loss is a sum over all of them.
                 self._accelerator.backward(loss * self._accelerator.num_processes)
-            first_experts = first_experts or experts
         is_calibrated = self.loss.trust == "calibrated"
         own = observed(observations, Aim.of(self.loss), version=version) if is_calibrated else {}
         tallies, shown = zip(*all_gather([(Tally.of(observations), own)]), strict=True)
         norm = self._accelerator.clip_grad_norm_(self.state.wrapped.parameters(), self._config.max_grad_norm)
         grad_norm = float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
         tally = replace(Tally.joined(tallies), grad_norm=grad_norm, learning_rate=self.state.learning_rate)
-        return Gradient(tally, joined(shown), observations, first_experts)
+        return Gradient(tally, joined(shown), observations)
 
     def show(self, plan: Sequence[TrainingPass], befores: Sequence[Before], *, version: int) -> Tally:
         """Return what a minibatch shows of the present weights. No gradient."""
@@ -345,12 +345,22 @@ class Learner:
             return recording(self.state.policy.model)
         return replaying(self.state.policy.model, before.experts_JPX)
 
-    def _changed_experts(self, before_JPX: Tensor, micro: MicroBatch) -> dict[str, float]:
+    def _first_routed(self, minibatch: CreditedMinibatch) -> tuple[MicroBatch, Tensor]:
+        """Return the first pass that one process would make over a minibatch, and its experts: the same on all processes."""
+        tokens, _ = self._batch(minibatch)
+        micro = next(self._planner.micro_batches(tokens, trajectories=range(minibatch.num_computed)))
+        return micro, self._experts(micro)
+
+    def _changed_experts(self, micro: MicroBatch, before_JPX: Tensor) -> dict[str, float]:
         """Return the share of experts that an update has changed, at the slots where trained tokens are read."""
-        with torch.no_grad(), recording(self.state.policy.model) as after:
+        changed_T = changed_share(before_JPX, self._experts(micro), slots_Q=micro.slot_T)
+        return {"moe/changed_experts": float(changed_T.mean())}
+
+    def _experts(self, micro: MicroBatch) -> Tensor:
+        """Return the experts that the present weights choose in a pass: (J, P, X)."""
+        with torch.no_grad(), recording(self.state.policy.model) as experts:
             self._forward(self.state.wrapped, micro)
-        changed_T = changed_share(before_JPX, after[0], slots_Q=micro.slot_T)
-        return {"moe/changed_experts": float(np.concatenate(all_gather([changed_T.cpu().numpy()])).mean())}
+        return experts[0]
 
     def _forward(self, policy: Any, micro: MicroBatch) -> tuple[Tensor, Tensor]:
         with self._accelerator.autocast():

@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # it does say so, at run time
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 from torch.multiprocessing.spawn import start_processes
+from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from agentrl import Credit, TrajectoryGroup
 from agentrl.distributed.processes import all_gather, naming_absent_ranks, process_index, set_deadline
@@ -117,6 +118,18 @@ def update(
 
 
 SOME = LossConfig(clip_low=0.1, clip_high=0.1)
+MIXTURE: dict[str, Any] = {
+    "hidden_size": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "intermediate_size": 32,
+    "moe_intermediate_size": 16,
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "initializer_range": 0.2,
+    "experts_implementation": "eager",  # the other takes no float64
+}
 CASES = [
     pytest.param([4, 3, 1, 2], (), SOME, id="uneven work"),
     pytest.param([4], (), SOME, id="less to share out than processes"),
@@ -178,6 +191,21 @@ def test_multimodal_models_are_trained_by_two_processes_as_by_one(name: str, tmp
     for found in together(2, tmp_path, multimodal, name):
         for one, other in zip(found, expected, strict=True):
             torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4 * largest)
+
+
+def routed(sharding: Sharding) -> dict[str, float]:
+    torch.manual_seed(0)
+    config = Qwen3MoeConfig(**MIXTURE, vocab_size=len(TOKENIZER))
+    model = Qwen3MoeForCausalLM(config).double()
+    settings: dict[str, Any] = {"num_minibatches": 2, "max_tokens_per_micro_batch": 60, "sharding": sharding}
+    return make_learner(model=model, loss=SOME, **settings).update(*credited([4, 3, 2]), version=1)
+
+
+@pytest.mark.parametrize("sharding", ["none", "full"])
+def test_changed_experts_are_told_alike(sharding: Sharding, tmp_path: Path) -> None:
+    expected = routed("none")["moe/changed_experts"]
+    assert 0.01 < expected < 0.9
+    assert [found["moe/changed_experts"] for found in together(2, tmp_path, routed, sharding)] == [expected] * 2
 
 
 def shortened(sharding: Sharding) -> tuple[dict[str, float], dict[str, Tensor]]:
