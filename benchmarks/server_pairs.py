@@ -60,7 +60,7 @@ def main() -> None:
         recipe = {
             "env": {"id": "key_door"},
             "model": {"local": LOCAL},
-            "engine": {"name": "vllm_server", "server": {"url": urls}},
+            "engine": {"name": "vllm_server", "server": {"url": urls, "processes": len(urls)}},
             "rollout": {**ROLLOUT, "num_groups": 8},
             "train": {"steps": options.steps, "num_minibatches": 1, "device": "cpu", "checkpoint_every": 1000},
             "evaluation": {"every": 0},

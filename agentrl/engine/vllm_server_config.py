@@ -18,11 +18,11 @@ class ServerConfig(BaseModel):
 
     url: str | tuple[str, ...] = "http://127.0.0.1:8000"
     """Where it listens. Several servers are dealt out evenly to training processes: of 2 processes each has 2 of 4 servers, of
-    3 servers the first has all. A process that has several spreads its conversations over them, and one that dies is left
-    out; a process that has none only trains."""
+    2 or 3 servers the first has all. A process spreads its conversations over its servers, and one that dies is left out, as
+    long as another is up; a process that has none only trains."""
     processes: Count | None = None
-    """How many training processes have servers, at most; 1: the first has all, and a run ends with the last of them alone.
-    None: as many as there can be."""
+    """How many training processes have servers, at most; 1: the first has all. As many as there are servers: each has one of
+    its own, which plays faster where environments are slow, and a run ends with any of them. None: as many as can have two."""
     folder: Path | None = None
     """A folder that trainer and server both see by this path, for weights that cannot go to the server directly. None: one of
     this machine's for temporary files."""
@@ -70,7 +70,7 @@ class VLLMServerConfig(EngineConfig):
     def num_sampling(self, num_processes: int) -> int:
         """Return how many processes have servers: each as many as another."""
         num = len(self.server.urls)
-        most = min(num, num_processes, self.server.processes or num)
+        most = min(num, num_processes, self.server.processes or max(1, num // 2))
         return max(count for count in range(1, most + 1) if num % count == 0)
 
     def of_process(self, index: int) -> Self:

@@ -266,7 +266,7 @@ class TaskStream:
         loaded = _STATE.validate_python(state)
         if loaded.share != (self._share.process, self._share.num_processes):
             raise ConfigError(
-                "this run's tasks were dealt out to other engines; resume with as many (engine.server.url)"
+                "this run's tasks were dealt out to other engines; resume with as many (engine.server.url, .processes)"
             )
         self._next_group, self._groups = loaded.next_group, loaded.groups
         self.counts |= loaded.counts

@@ -10,12 +10,15 @@ from agentrl.engine.vllm_server_config import ServerConfig, VLLMServerConfig
     [
         (1, 1, None, 1),
         (1, 8, None, 1),
-        (2, 6, None, 2),
-        (2, 6, 1, 1),  # so that the run outlives either
+        (2, 6, None, 1),  # so that the run outlives either
+        (2, 6, 2, 2),
         (2, 1, None, 1),
         (3, 2, None, 1),  # else one of them would have half of the episodes
         (4, 2, None, 2),
         (4, 3, None, 2),
+        (4, 8, None, 2),
+        (4, 8, 4, 4),
+        (4, 8, 1, 1),
         (6, 6, 4, 3),
     ],
 )
