@@ -35,6 +35,7 @@ class Reach:
     def begin_update(self) -> None:
         """Keep the weights before an update."""
         if self.target is not None:
+            self._before = None  # which makes room for the copy
             self._before = self._weights.copy()
 
     def shorten(self, tally: Tally, show: Callable[[], Tally]) -> bool:

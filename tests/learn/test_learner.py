@@ -10,6 +10,7 @@ from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any, Literal, get_args
+from weakref import ref
 
 import numpy as np
 import pytest
@@ -18,6 +19,7 @@ from accelerate import Accelerator
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from agentrl import Credit, StopReason, Trajectory, TrajectoryGroup, Turn
@@ -595,6 +597,24 @@ def test_an_update_is_halved_until_the_policy_is_within_reach_or_taken_back() ->
         with torch.no_grad():
             for parameter in learner.state.policy.parameters():
                 parameter.sub_(left)
+
+
+def test_weights_before_an_update_are_let_go_before_those_of_the_next_are_copied() -> None:
+    class Living(TorchDispatchMode):
+        """Counts the earlier copies that are alive whenever something is copied."""
+
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if func is torch.ops.aten.clone.default:
+                counted.append(sum(earlier() is not None for earlier in copies))
+            return func(*args, **(kwargs or {}))
+
+    reach = Reach(make_learner().state, target=1e-3)
+    reach.begin_update()
+    copies, counted = [ref(weight) for weight in reach._before or ()], list[int]()
+    with Living():
+        reach.begin_update()
+    assert counted == [0] * len(copies)
+    assert len(copies) > 0
 
 
 def test_the_divergence_of_a_minibatch_is_that_of_schulman() -> None:
