@@ -96,6 +96,28 @@ def train_adapters(precision: str, tmp_path: Path) -> None:
     assert not all(torch.equal(before[name], after[name]) for name in before)
 
 
+def test_one_process_alone_rounds_what_is_frozen_and_shares_it_with_the_reference_though_sharding_is_full(
+    tmp_path: Path,
+) -> None:
+    in_process(partial(build_adapters_alone, tmp_path))
+
+
+def build_adapters_alone(tmp_path: Path) -> None:
+    base = hugging_face_folder(tmp_path / "model", rewrites=False)
+    given = recipe(
+        tmp_path,
+        model={"name_or_path": base, "lora": {"rank": 2}},
+        loss={"kl_coefficient": 0.1},
+        train={"precision": "bfloat16", "sharding": "full"},
+    )
+    with build(given) as parts:
+        reference = parts.learner.state.reference
+        assert reference is not None
+        for weight, kept in zip(parts.policy.parameters(), reference.parameters(), strict=True):
+            assert weight.dtype == (torch.float32 if weight.requires_grad else torch.bfloat16)
+            assert (weight is kept) == (not weight.requires_grad)
+
+
 def test_a_template_that_rewrites_history_is_trained_turn_by_turn(tmp_path: Path) -> None:
     name = hugging_face_folder(tmp_path / "model", rewrites=True)
     folder, rows = train(recipe(tmp_path, model={"name_or_path": name}))

@@ -68,7 +68,7 @@ class PolicyState:
             reference: a copy of the policy, which stays as it is until `keep_reference`: the KL target.
         """
         self.accelerator, self._config = accelerator, config
-        self.is_sharded = config.sharding == "full" and num_processes() > 1
+        self.is_sharded = config.is_shared_out(num_processes())
         self.reference = None if reference is None else reference.eval().requires_grad_(False)
         """The policy with which the run began. Not trained."""
         if self.is_sharded:  # not by accelerate, which knows no FSDP2 on a CPU

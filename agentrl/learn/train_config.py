@@ -97,6 +97,10 @@ class TrainConfig(BaseModel):
             )
         return self
 
+    def is_shared_out(self, num_processes: int) -> bool:
+        """Tell whether weights are shared out: one process alone has them whole, whatever `sharding` is."""
+        return self.sharding == "full" and num_processes > 1
+
     def agreement_bound(self) -> float:
         """Return `agreement`, the precision's default where it is None."""
         return self.agreement or {"float32": 1e-3, "bfloat16": 0.05}[self.precision]

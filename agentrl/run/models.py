@@ -50,7 +50,7 @@ def load_model(recipe: Recipe, runner: asyncio.Runner, *, tasks: Tasks, tokenize
     settings = recipe.model
     if settings.name_or_path is not None:
         shares: dict[str, Tensor] = {}
-        if recipe.train.sharding == "full" and num_processes() > 1:
+        if recipe.train.is_shared_out(num_processes()):
             model, tokenizer, shares = load_shares(settings.name_or_path, attention=settings.attention)
         else:
             model, tokenizer = load_pretrained(settings.name_or_path, attention=settings.attention)
