@@ -17,7 +17,7 @@ from agentrl.engine.vllm import VLLMConfig
 from agentrl.errors import ConfigError
 from agentrl.policy.model import local_config
 from agentrl.policy.shares import comes_in_parts
-from agentrl.policy.sizes import count_kept, count_weights
+from agentrl.policy.sizes import Sizes
 from agentrl.types import Need
 
 GB = 10**9
@@ -71,16 +71,31 @@ def model_config(recipe: Recipe) -> Any:
         ) from error
 
 
-def plan_memory(recipe: Recipe, *, gpus: int, memory: int) -> list[ProcessMemory]:
+def model_sizes(recipe: Recipe) -> Sizes:
+    """Return what is counted of a recipe's model, for several plans.
+
+    Raises:
+        ConfigError: where there is no model.
+    """
+    return Sizes(model_config(recipe), recipe.model.lora)
+
+
+def tokens_of_a_pass(recipe: Recipe) -> int:
+    """Return the tokens of the largest pass, where no history is rewritten."""
+    return max(recipe.train.max_tokens_per_micro_batch, recipe.rollout.max_context_tokens)
+
+
+def plan_memory(recipe: Recipe, *, gpus: int, memory: int, sizes: Sizes | None = None) -> list[ProcessMemory]:
     """Return what each process needs: those that train, and vLLM's servers where the recipe names some.
 
     Args:
         recipe: of the run.
         gpus: in all; each server takes one (or its `tensor_parallel_size`), the others train.
         memory: of each GPU, in bytes: what vLLM takes is a share of it.
+        sizes: of the recipe's model, where other plans have counted it. None: it is counted.
 
     Raises:
-        ConfigError: where servers leave no GPU to train on.
+        ConfigError: where servers leave no GPU to train on, or there is no model.
     """
     engine: Any = recipe.engine
     servers = list(engine.server.urls) if engine.name == "vllm_server" else []
@@ -90,21 +105,25 @@ def plan_memory(recipe: Recipe, *, gpus: int, memory: int) -> list[ProcessMemory
         raise ConfigError(
             f"engine.server.url: {len(servers)} servers of {parallel} GPUs leave none of {gpus} to train on"
         )
-    config = model_config(recipe)
-    found = [_trainer(recipe, config, num_training, memory)]
+    sizes = model_sizes(recipe) if sizes is None else sizes
+    found = [_trainer(recipe, sizes, num_training, memory)]
     if servers:
         taken = int(float(engine.vllm.get("gpu_memory_utilization", _SERVER_SHARE)) * memory)
-        cached = _cached_tokens(recipe, config, taken, parallel=parallel)
+        cached = _cached_tokens(recipe, sizes, taken, parallel=parallel)
         found.append(
             ProcessMemory(name="sampling", count=len(servers) * parallel, uses={"vLLM": taken}, cached_tokens=cached)
         )
     return found
 
 
-def remedies(recipe: Recipe, *, gpus: int, memory: int) -> Iterator[tuple[str, int]]:
-    """Yield changes of single fields, and what a training process needs with each, where it is less by a fiftieth."""
+def remedies(recipe: Recipe, *, gpus: int, memory: int, sizes: Sizes | None = None) -> Iterator[tuple[str, int]]:
+    """Yield changes of single fields, and what a training process needs with each, where it is less by a fiftieth.
+
+    The arguments are those of `plan_memory`.
+    """
     train: Any = recipe.train
-    now = plan_memory(recipe, gpus=gpus, memory=memory)[0].total
+    sizes = model_sizes(recipe) if sizes is None else sizes
+    now = plan_memory(recipe, gpus=gpus, memory=memory, sizes=sizes)[0].total
     tokens = recipe.rollout.max_context_tokens
     changes: list[tuple[str, dict[str, Any]]] = [
         ("train.gradient_checkpointing: true", {"gradient_checkpointing": True}),
@@ -120,7 +139,7 @@ def remedies(recipe: Recipe, *, gpus: int, memory: int) -> Iterator[tuple[str, i
         if "full" in (train.sharding, change.get("sharding")) and change.get("optimizer", train.optimizer) != "adamw":
             continue  # which no recipe may be
         changed = recipe.model_copy(update={"train": train.model_copy(update=change)})
-        if (total := plan_memory(changed, gpus=gpus, memory=memory)[0].total) < 0.98 * now:
+        if (total := plan_memory(changed, gpus=gpus, memory=memory, sizes=sizes)[0].total) < 0.98 * now:
             yield words, total
 
 
@@ -128,52 +147,32 @@ def _half(recipe: Recipe) -> int:
     return _HALF if recipe.train.precision == "bfloat16" else _SINGLE
 
 
-def _trainer(recipe: Recipe, config: Any, num_processes: int, memory: int) -> ProcessMemory:
+def _trainer(recipe: Recipe, sizes: Sizes, num_processes: int, memory: int) -> ProcessMemory:
     """Return what a process that trains needs while the second micro-batch of an update is computed."""
-    train, lora = recipe.train, recipe.model.lora
-    is_half, is_sharded = train.precision == "bfloat16", train.sharding == "full" and num_processes > 1
+    train, counted = recipe.train, sizes.weights
+    is_sharded = train.is_shared_out(num_processes)
     shards = num_processes if is_sharded else 1
-    is_in_parts = recipe.model.name_or_path is not None and comes_in_parts(config, num_processes)
-    counted = count_weights(config, lora)
+    is_in_parts = recipe.model.name_or_path is not None and comes_in_parts(sizes.config, num_processes)
     frozen = counted.total - counted.trained
-    is_rounded = lora is not None and is_half and not is_sharded
     has_reference = (
         recipe.loss.kl_coefficient > 0 or Need.REFERENCE_LOGPROBS in load_credit(recipe.credit).requirements()
     )
-    text = config.get_text_config()
-    num_tokens = max(train.max_tokens_per_micro_batch, recipe.rollout.max_context_tokens)
-    computed_in = torch.bfloat16 if is_half and (is_sharded or is_rounded) else torch.float32
-    options: dict[str, Any] = {"num_tokens": num_tokens, "weights": computed_in, "autocast": is_half}
-    whole = count_kept(config, lora, **options, checkpointing=False)
-    kept = count_kept(config, lora, **options, checkpointing=True) if train.gradient_checkpointing else whole
-    num_layers = text.num_hidden_layers
-    activations = kept.layer * num_layers + kept.rest + 2 * whole.largest
-    if train.gradient_checkpointing:
-        activations += whole.layer  # of the one that is computed again
     uses = {
-        "weights": (_SINGLE * counted.trained + (_HALF if is_rounded else _SINGLE) * frozen) // shards,
+        "weights": (_SINGLE * counted.trained + (_HALF if _is_rounded(recipe, shards) else _SINGLE) * frozen) // shards,
         "gradients": _SINGLE * counted.trained // shards,
         "optimizer": _OPTIMIZER_BYTES[train.optimizer] * counted.trained // shards,
         "weights before an update": _SINGLE * counted.trained // shards if train.target_kl else 0,
         # It shares what is not trained; but shards have one owner.
         "reference": _SINGLE * (counted.total if is_sharded else counted.trained) // shards if has_reference else 0,
-        "layers put together": 0,
-        "activations": activations,
-        "tiles of logits": _TILES * _SINGLE * _TILE_ELEMENTS,
     }
-    if is_sharded:
-        # Two layers, for the next is fetched while one is computed; gradients of one before they are shared out.
-        at_once = counted.outside + 2 * counted.layer
-        uses["layers put together"] = (_HALF if is_half else _SINGLE) * at_once + _SINGLE * counted.layer
-    elif is_half and not is_rounded and train.gradient_checkpointing:
-        # Autocast's copies, until the pass ends.
-        uses["layers put together"] = _HALF * (counted.total - counted.outside)
+    uses |= max(_moments(recipe, sizes, shards), key=lambda moment: sum(moment.values()))
+    uses["tiles of logits"] = _TILES * _SINGLE * _TILE_ELEMENTS
     if num_processes > 1 and not is_sharded:
         uses["gradients, to be averaged"] = _SINGLE * counted.trained  # DDP's buckets
     if memory:
         uses["CUDA and kernels"] = _CONTEXT
-    uses |= _engine(recipe, config, counted.total, num_processes, memory)
-    cached = _cached_tokens(recipe, config, uses["vLLM"]) if "vLLM" in uses else None
+    uses |= _engine(recipe, sizes, num_processes, memory)
+    cached = _cached_tokens(recipe, sizes, uses["vLLM"]) if "vLLM" in uses else None
     uses = {name: size for name, size in uses.items() if size}
     return ProcessMemory(
         name="training",
@@ -184,7 +183,53 @@ def _trainer(recipe: Recipe, config: Any, num_processes: int, memory: int) -> Pr
     )
 
 
-def _engine(recipe: Recipe, config: Any, num_weights: int, num_processes: int, memory: int) -> dict[str, int]:
+def _is_rounded(recipe: Recipe, shards: int) -> bool:
+    """Tell whether frozen weights are kept in half precision."""
+    return recipe.model.lora is not None and recipe.train.precision == "bfloat16" and shards == 1
+
+
+def _moments(recipe: Recipe, sizes: Sizes, shards: int) -> Iterator[dict[str, int]]:
+    """Yield what a backward pass needs beside weights and optimizer: at the head, in a layer, at the embedding, at its end."""
+    train, counted = recipe.train, sizes.weights
+    is_half, is_sharded, is_rounded = train.precision == "bfloat16", shards > 1, _is_rounded(recipe, shards)
+    options: dict[str, Any] = {
+        "num_tokens": tokens_of_a_pass(recipe),
+        "weights": torch.bfloat16 if is_half and (is_sharded or is_rounded) else torch.float32,
+        "autocast": is_half,
+    }
+    whole = sizes.kept(**options, checkpointing=False)
+    kept = sizes.kept(**options, checkpointing=True) if train.gradient_checkpointing else whole
+    all_kept = kept.layer * sizes.config.get_text_config().num_hidden_layers + kept.rest
+    in_layer = 2 * whole.largest + (whole.layer if train.gradient_checkpointing else 0)  # computed again
+
+    together = _HALF if is_half else _SINGLE  # bytes of each weight that is put together, and of its gradient
+    layer, outside = (together * counted.layer, together * counted.outside) if is_sharded else (0, 0)
+    copies = 0
+    if is_half and not (is_sharded or is_rounded) and train.gradient_checkpointing:
+        copies = _HALF * (counted.total - counted.outside)  # autocast's, until the pass ends
+    of_weight = together if is_sharded else _SINGLE
+    embedding, head = of_weight * counted.embedding, of_weight * counted.head
+    # The head's gradient is there to the end where it is added to the embedding's, or shared out with it.
+    staying = head if counted.is_tied or is_sharded else 0
+
+    def moment(activations: int, put_together: int, gradients: int) -> dict[str, int]:
+        return {
+            "activations": activations,
+            "layers put together": put_together,
+            "gradients of embedding and head": gradients,
+        }
+
+    yield moment(all_kept, outside + layer + copies, _SINGLE * counted.head)
+    # Two layers, for the next is fetched while one is computed; gradients of one before they are shared out.
+    of_layer = _SINGLE * counted.layer if is_sharded else 0
+    yield moment(all_kept + in_layer, outside + 2 * layer + of_layer + copies, staying)
+    yield moment(kept.rest, outside + copies, staying + embedding)
+    if is_sharded:  # in single precision: what goes to all, and what comes back
+        own = counted.embedding + (0 if counted.is_tied else counted.head)
+        yield moment(0, _SINGLE * own + _SINGLE * own // shards, of_weight * own)
+
+
+def _engine(recipe: Recipe, sizes: Sizes, num_processes: int, memory: int) -> dict[str, int]:
     """Return what sampling in a process that trains needs."""
     engine = recipe.engine
     if memory and num_processes == 1 and isinstance(engine, VLLMConfig):
@@ -192,7 +237,8 @@ def _engine(recipe: Recipe, config: Any, num_weights: int, num_processes: int, m
     if not isinstance(engine, BatchedConfig):
         return {}  # elsewhere, or a stranger's
     tokens = recipe.rollout.max_context_tokens * engine.max_batch_size
-    return {"engine": num_weights * _half(recipe), "keys and values": tokens * _bytes_per_token(recipe, config)}
+    keys_and_values = tokens * _bytes_per_token(recipe, sizes.config)
+    return {"engine": sizes.weights.total * _half(recipe), "keys and values": keys_and_values}
 
 
 def _bytes_per_token(recipe: Recipe, config: Any) -> int:
@@ -204,10 +250,10 @@ def _bytes_per_token(recipe: Recipe, config: Any) -> int:
     return int(2 * num_attending * text.num_key_value_heads * head_dim * _half(recipe))
 
 
-def _cached_tokens(recipe: Recipe, config: Any, taken: int, *, parallel: int = 1) -> int | None:
+def _cached_tokens(recipe: Recipe, sizes: Sizes, taken: int, *, parallel: int = 1) -> int | None:
     """Return for how many tokens a vLLM has room that takes so much of each of its GPUs. None: they take none."""
-    if not (bytes_per_token := _bytes_per_token(recipe, config)):
+    if not (bytes_per_token := _bytes_per_token(recipe, sizes.config)):
         return None
-    weights = count_weights(config, None).total * _half(recipe)
+    weights = sizes.base.total * _half(recipe)
     left = parallel * (taken - _CONTEXT) - weights
     return max(left, 0) // bytes_per_token

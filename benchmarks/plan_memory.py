@@ -47,7 +47,8 @@ class Case:
     vocab_size: int
     tokens: int
     how: str = ""
-    """Words: checkpointing, bfloat16, adapters, reference (a KL term), ddp, fsdp."""
+    """Words: checkpointing, bfloat16, adapters, reference (a KL term), vocabulary (a large one), untied (head and embedding),
+    ddp, fsdp."""
 
     @property
     def num_processes(self) -> int:
@@ -63,8 +64,10 @@ class Case:
             "intermediate_size": 3 * self.hidden_size,
             "vocab_size": self.vocab_size,
         } | dict(changes or {})
-        local_config(LocalModelConfig(**local), vocab_size=local["vocab_size"]).save_pretrained(folder)
         words = self.how.split()
+        config = local_config(LocalModelConfig(**local), vocab_size=local["vocab_size"])
+        config.tie_word_embeddings = "untied" not in words
+        config.save_pretrained(folder)
         train = {
             "num_minibatches": 2,
             "max_tokens_per_micro_batch": self.tokens,
@@ -111,6 +114,16 @@ CASES = [
     Case(512, 8, 8192, 1024, "fsdp bfloat16"),
     Case(768, 12, 16384, 512, "fsdp bfloat16 checkpointing"),
     Case(512, 8, 8192, 1024, "fsdp adapters bfloat16"),
+    Case(256, 2, 65536, 512, "vocabulary"),
+    Case(256, 2, 65536, 512, "vocabulary checkpointing"),
+    Case(256, 2, 65536, 512, "vocabulary untied checkpointing"),
+    Case(256, 2, 65536, 512, "vocabulary bfloat16 checkpointing"),
+    Case(256, 8, 65536, 2048, "vocabulary untied"),
+    Case(256, 2, 65536, 512, "vocabulary ddp checkpointing"),
+    Case(256, 2, 65536, 512, "vocabulary fsdp checkpointing"),
+    Case(256, 2, 65536, 512, "vocabulary untied fsdp checkpointing"),
+    Case(256, 2, 65536, 512, "vocabulary fsdp bfloat16 checkpointing"),
+    Case(256, 2, 65536, 512, "vocabulary untied fsdp bfloat16 checkpointing"),
 ]
 
 
@@ -152,12 +165,13 @@ def update(recipe: Recipe, tokens: int) -> None:
         add_lora(model, recipe.model.lora)
     if train.gradient_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
-    if recipe.model.lora is not None and half and train.sharding != "full":
+    is_shared_out = train.is_shared_out(accelerator.num_processes)
+    if recipe.model.lora is not None and half and not is_shared_out:
         round_frozen(model)
     policy, reference = Policy(model, layout="tree"), None
     del model
     if recipe.loss.kl_coefficient:
-        frozen = [p for p in policy.parameters() if not p.requires_grad and train.sharding != "full"]
+        frozen = [p for p in policy.parameters() if not p.requires_grad and not is_shared_out]
         reference = copy.deepcopy(policy, {id(p): p for p in frozen})
     state = PolicyState(policy, accelerator=accelerator, config=train, reference=reference)
     learner = Learner(state, loss=recipe.loss, config=train, temperature=1.0, seed=0)
@@ -182,6 +196,21 @@ def measure(case: Case) -> float:
     return resident("VmHWM") - before
 
 
+def planned_and_measured(case: Case) -> tuple[float, float]:
+    """Return the megabytes that the plan counts for training, and those that an update took in a process of its own."""
+    with tempfile.TemporaryDirectory() as folder:
+        (process,) = plan_memory(case.recipe(Path(folder)), gpus=case.num_processes, memory=0)
+    planned = sum(size for name, size in process.uses.items() if name not in _ENGINE) / 2**20
+    environment = os.environ | {
+        "MALLOC_MMAP_THRESHOLD_": "65536",
+        "MALLOC_TRIM_THRESHOLD_": "65536",
+        "OMP_NUM_THREADS": "1",
+    }
+    command = [sys.executable, "-m", "benchmarks.plan_memory", "--case", str(CASES.index(case))]
+    done = subprocess.run(command, check=True, capture_output=True, text=True, env=environment)
+    return planned, float(done.stdout.split()[-1])
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--case", type=int, help="measure this one here, and print the number alone")
@@ -192,22 +221,12 @@ def main() -> None:
         rises = [measure(case)] if case.num_processes == 1 else together(case.num_processes, measure, case)
         print(max(rises))
         return
-    environment = os.environ | {
-        "MALLOC_MMAP_THRESHOLD_": "65536",
-        "MALLOC_TRIM_THRESHOLD_": "65536",
-        "OMP_NUM_THREADS": "1",
-    }
     print("| hidden size | layers | vocabulary | tokens | how | planned, MB | measured, MB | ratio |")
     print("|---|---|---|---|---|---|---|---|")
-    for number, case in enumerate(CASES):
+    for case in CASES:
         if not set(options.only) <= set(case.how.split()):
             continue
-        with tempfile.TemporaryDirectory() as folder:
-            (process,) = plan_memory(case.recipe(Path(folder)), gpus=case.num_processes, memory=0)
-        planned = sum(size for name, size in process.uses.items() if name not in _ENGINE) / 2**20
-        command = [sys.executable, "-m", "benchmarks.plan_memory", "--case", str(number)]
-        done = subprocess.run(command, check=True, capture_output=True, text=True, env=environment)
-        measured = float(done.stdout.split()[-1])
+        planned, measured = planned_and_measured(case)
         cells = [case.hidden_size, case.num_layers, case.vocab_size, case.tokens, case.how]
         print(
             f"| {' | '.join(map(str, cells))} | {planned:.0f} | {measured:.0f} | {planned / measured:.2f} |", flush=True

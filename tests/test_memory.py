@@ -17,6 +17,7 @@ from agentrl.policy.layout import hidden_states, lay_out
 from agentrl.policy.lora import LoraSettings, add_lora
 from agentrl.policy.sizes import count_kept, count_weights
 from benchmarks.architectures import ARCHITECTURES, tiny_model
+from benchmarks.plan_memory import CASES, planned_and_measured
 from tests.support.processes import Command
 
 EXAMPLES = Path(__file__).parents[1] / "examples" / "gpu"
@@ -110,6 +111,13 @@ def test_what_a_pass_keeps_is_counted(name: str, checkpointing: bool) -> None:
     assert counted.rest + counted.layer * model.config.num_hidden_layers == pytest.approx(measured, rel=0.1)
 
 
+@pytest.mark.parametrize("how", ["vocabulary checkpointing", "vocabulary fsdp checkpointing"])
+def test_what_updates_take_with_a_large_vocabulary_is_counted(how: str) -> None:
+    (case,) = (case for case in CASES if case.how == how)
+    planned, measured = planned_and_measured(case)
+    assert planned == pytest.approx(measured, rel=0.15)
+
+
 @pytest.mark.parametrize(
     ("recipe", "size", "gpus", "memory"),
     [
@@ -147,6 +155,22 @@ def test_a_reference_is_counted_wherever_a_run_keeps_one(tmp_path: Path) -> None
     assert reference(credit={"scheme": "distill", "teacher": "reference"}) == reference(*kl)
     assert reference(*lora, *kl) == pytest.approx(4 * adapted.total, rel=1e-6)  # shards have one owner
     assert reference(*lora, *kl, "--train.sharding", "none") == 6 * 4 * adapted.trained
+
+
+def test_a_plan_says_that_episodes_with_rewritten_history_may_take_more(tmp_path: Path) -> None:
+    model = ["--model.name_or_path", str(folder_of("0.6B", tmp_path)), "--train.max_tokens_per_micro_batch", "8192"]
+
+    def told(*changes: str) -> str:
+        command = Command(
+            "plan", EXAMPLES / "qwen3-0.6b.yaml", *model, "--rollout.max_context_tokens", "4096", *changes
+        )
+        command.wait()
+        return " ".join(command.out.split())
+
+    words = "one pass of all its contexts, up to 3. Where these have more than the 8,192 tokens that are counted here"
+    assert words in told("--rollout.history.turns", "2", "--rollout.max_turns", "3")
+    assert "all its contexts" not in told("--rollout.history.turns", "2", "--rollout.max_turns", "2")
+    assert "all its contexts" not in told("--rollout.max_turns", "3")
 
 
 def test_what_does_not_fit_is_refused_with_the_fields_that_help(tmp_path: Path) -> None:

@@ -23,6 +23,11 @@ class HistoryConfig(BaseModel):
     turns: Count | None = None
     """So many of the last turns, actions with the replies to them, are shown beside the opening. Null: all."""
 
+    @property
+    def rewrites(self) -> bool:
+        """Tell whether history may be rewritten."""
+        return self != HistoryConfig()
+
     def shown(self, messages: Sequence[Message], *, num_opening: int) -> list[Message]:
         """Return the messages that the next context shows.
 

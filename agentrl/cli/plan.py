@@ -24,10 +24,11 @@ def _plan(options: argparse.Namespace, rest: list[str]) -> None:
     if options.gpus < 1 or options.memory <= 0:
         raise ConfigError("--gpus and --memory: expected positive numbers")
     recipe, _ = load(options.target, rest)
-    from agentrl.memory import GB, plan_memory, remedies
+    from agentrl.memory import GB, model_sizes, plan_memory, remedies, tokens_of_a_pass
 
     memory = int(options.memory * GB)
-    processes = plan_memory(recipe, gpus=options.gpus, memory=memory)
+    sizes = model_sizes(recipe)
+    processes = plan_memory(recipe, gpus=options.gpus, memory=memory, sizes=sizes)
     console = Console()
     for process in processes:
         table = Table(f"{process.count} x {process.name}", "GB", box=None, pad_edge=False)
@@ -43,6 +44,12 @@ def _plan(options: argparse.Namespace, rest: list[str]) -> None:
         if process.cached_tokens is not None:
             console.print(f"vLLM has room for keys and values of {process.cached_tokens:,} tokens.")
         console.print()
+    tokens, rollout = tokens_of_a_pass(recipe), recipe.rollout
+    if rollout.history.rewrites and rollout.max_turns * rollout.max_context_tokens > tokens:
+        console.print(
+            f"rollout.history: an episode is one pass of all its contexts, up to {rollout.max_turns}. Where these have more "
+            f"than the {tokens:,} tokens that are counted here, it takes more."
+        )
     console.print("Counted, not measured on a GPU. Leave a tenth: for fragments.")
     for process in processes:
         if process.cached_tokens is not None and process.cached_tokens < recipe.rollout.max_context_tokens:
@@ -58,7 +65,7 @@ def _plan(options: argparse.Namespace, rest: list[str]) -> None:
             f"{training.at_start / GB:.1f} GB, and a GPU has {options.memory:g}; take a smaller model, or GPUs with more memory"
         )
     if training.total > memory:
-        found = sorted(remedies(recipe, gpus=options.gpus, memory=memory), key=lambda one: one[1])
+        found = sorted(remedies(recipe, gpus=options.gpus, memory=memory, sizes=sizes), key=lambda one: one[1])
         helps = [f"{words} ({total / GB:.1f} GB)" for words, total in found]
         if recipe.model.lora is None and recipe.model.name_or_path is not None:
             helps.append("model.lora: {}")

@@ -6,6 +6,7 @@ The model is made of fake tensors, which have sizes and no content: a pass over 
 import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache, cached_property, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -34,6 +35,12 @@ class Weights(NamedTuple):
     """Of the largest layer."""
     outside: int
     """Of what is in no layer: embedding and head."""
+    embedding: int
+    """Of the embedding, where it is trained."""
+    head: int
+    """Of the head, where it is trained."""
+    is_tied: bool
+    """Head and embedding are one."""
 
 
 class Kept(NamedTuple):
@@ -47,6 +54,32 @@ class Kept(NamedTuple):
     """Of the largest tensor that a layer keeps."""
 
 
+class Sizes:
+    """What is counted of one model, each of it once."""
+
+    def __init__(self, config: Any, lora: LoraSettings | None) -> None:
+        """Count nothing yet.
+
+        Args:
+            config: of the model.
+            lora: adapters, where these are trained.
+        """
+        self.config = config
+        self.kept = cache(partial(count_kept, config, lora))
+        """`count_kept` of this model."""
+        self._lora = lora
+
+    @cached_property
+    def weights(self) -> Weights:
+        """Those of the model as it is trained."""
+        return count_weights(self.config, self._lora)
+
+    @cached_property
+    def base(self) -> Weights:
+        """Those of the model without adapters."""
+        return self.weights if self._lora is None else count_weights(self.config, None)
+
+
 def count_weights(config: Any, lora: LoraSettings | None) -> Weights:
     """Count the weights of a model by its configuration."""
     with _made(config, lora, dtype=torch.float32) as model:
@@ -55,11 +88,15 @@ def count_weights(config: Any, lora: LoraSettings | None) -> Weights:
         layers = [module for module in model.modules() if type(module).__name__ in names]
         in_layers = [{id(p): p.numel() for p in layer.parameters()} for layer in layers]
         outside = sizes.keys() - {number for layer in in_layers for number in layer}
+        embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
         return Weights(
             total=sum(sizes.values()),
             trained=sum(p.numel() for p in model.parameters() if p.requires_grad),
             layer=max((sum(layer.values()) for layer in in_layers), default=0),
             outside=sum(sizes[number] for number in outside),
+            embedding=embedding.numel() if embedding.requires_grad else 0,
+            head=head.numel() if head.requires_grad else 0,
+            is_tied=head is embedding,
         )
 
 
