@@ -1,5 +1,6 @@
 """`agentrl plan`: what it counts against what models hold, and what it says of recipes."""
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from transformers import Qwen3Config, Qwen3MoeConfig
 
 from agentrl.config import load_recipe
 from agentrl.errors import ConfigError
-from agentrl.memory import GB, plan_memory, remedies
+from agentrl.memory import GB, model_sizes, plan_memory, remedies
 from agentrl.policy.layout import hidden_states, lay_out
 from agentrl.policy.lora import LoraSettings, add_lora
 from agentrl.policy.sizes import count_kept, count_weights
@@ -173,12 +174,21 @@ def test_a_plan_says_that_episodes_with_rewritten_history_may_take_more(tmp_path
     assert "all its contexts" not in told("--rollout.max_turns", "3")
 
 
+def test_a_model_is_counted_once_for_all_plans_of_it(tmp_path: Path) -> None:
+    given = load_recipe(EXAMPLES / "qwen3-8b.yaml", ["--model.name_or_path", str(folder_of("8B", tmp_path))])
+    sizes = model_sizes(given)
+    plan = partial(plan_memory, gpus=8, memory=80 * GB)
+    assert plan(given, sizes=sizes) == plan(given)
+    assert list(remedies(given, gpus=8, memory=80 * GB, sizes=sizes)) == list(remedies(given, gpus=8, memory=80 * GB))
+    assert sizes.kept.cache_info().misses == 2  # with checkpointing and without: the other remedies keep what is kept
+
+
 def test_what_does_not_fit_is_refused_with_the_fields_that_help(tmp_path: Path) -> None:
     model = ["--model.name_or_path", str(folder_of("8B", tmp_path))]
     command = Command("plan", EXAMPLES / "qwen3-8b.yaml", *model, "--gpus", 4)
     err = command.wait()
     assert command.returncode == 2
-    assert "a training process needs 96.7 GB, and a GPU has 80. What helps, each by itself: train.target_kl: null" in (
+    assert "a training process needs 97.9 GB, and a GPU has 80. What helps, each by itself: train.target_kl: null" in (
         " ".join(err.split())
     )
     given = load_recipe(EXAMPLES / "qwen3-8b.yaml", [*model, "--train.gradient_checkpointing", "false"])
