@@ -165,7 +165,8 @@ def _trainer(recipe: Recipe, sizes: Sizes, num_processes: int, memory: int) -> P
         # It shares what is not trained; but shards have one owner.
         "reference": _SINGLE * (counted.total if is_sharded else counted.trained) // shards if has_reference else 0,
     }
-    uses |= max(_moments(recipe, sizes, shards), key=lambda moment: sum(moment.values()))
+    largest = max(_moments(recipe, sizes, shards), key=lambda moment: sum(moment.values()))
+    uses |= largest
     uses["tiles of logits"] = _TILES * _SINGLE * _TILE_ELEMENTS
     if num_processes > 1 and not is_sharded:
         uses["gradients, to be averaged"] = _SINGLE * counted.trained  # DDP's buckets
