@@ -110,9 +110,10 @@ async def push(
         else:
             for receiver in receivers:
                 receiver.close()
+            knows_ties = all(receiver.model.num_workers for receiver in receivers)
             with _written(servers[0].folder, version) as place:
-                await write_weights(place, buckets)
-                await each(lambda receiver: receiver.read(place))
+                await write_weights(place, buckets, has_ties=not knows_ties)
+                await each(lambda receiver: receiver.read(place, knows_ties=knows_ties))
         await each(_Receiver.finish)
     return lost
 
@@ -231,10 +232,10 @@ class _Receiver:
         except (RuntimeError, Fault) as error:
             raise await self._why(error) from error
 
-    async def read(self, place: Path) -> None:
-        """Let the server read files."""
+    async def read(self, place: Path, *, knows_ties: bool) -> None:
+        """Let the server read files, with or without those of tied weights."""
         await self.server.begin_replacing()
-        await self.server.read_files(place)
+        await self.server.read_files(place, ties=self.model.ties if knows_ties else None)
 
     async def finish(self) -> None:
         """Let the server sample from the new weights."""

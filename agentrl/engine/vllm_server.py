@@ -1,7 +1,7 @@
 """The client of vLLM's own HTTP server. Names and paths are those of vLLM 0.32."""
 
 import asyncio
-from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -352,10 +352,13 @@ class VLLMServer:
         await self._http.ask("a pause", "POST", "/pause?mode=abort&clear_cache=false")
         await self._extend("draw_where_left_off")  # a server that was started again does not know how yet
 
-    async def read_files(self, folder: Path) -> None:
-        """Let the server read weights."""
-        await self._extend("forget_kernels")
-        reload = {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}}
+    async def read_files(self, folder: Path, *, ties: Mapping[str, str] | None) -> None:
+        """Let the server read weights: by our extension, which knows what is tied, or (None) by itself."""
+        if ties is None:
+            await self._extend("forget_kernels")
+            reload = {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}}
+        else:
+            reload = {"method": "read_weights", "kwargs": {"folder": str(folder), "ties": dict(ties)}}
         await self._http.ask(f"reading the weights in {folder}", "POST", "/collective_rpc", reload)
 
     async def call_workers(self, method: str, **fields: Any) -> None:

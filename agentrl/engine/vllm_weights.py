@@ -155,14 +155,22 @@ def _in_buckets(weights: Iterable[Weight]) -> Iterator[list[Weight]]:
     yield bucket
 
 
-async def write_weights(folder: Path, buckets: Iterable[list[Weight]]) -> None:
-    """Write weights as files that vLLM's loader reads, a bucket in each."""
-    for num, bucket in enumerate(buckets):
-        tensors = {  # of tied weights each has its place in a file
-            name: tensor.detach().to("cpu", dtype, copy=True).contiguous()
-            for names, tensor, dtype in bucket
-            for name in names
-        }
-        path = folder / f"model-{num:05}.safetensors"
-        await asyncio.to_thread(save_file, tensors, path)
-        path.chmod(0o644)  # the server may run under another user
+async def write_weights(folder: Path, buckets: Iterable[list[Weight]], *, has_ties: bool) -> None:
+    """Write weights as files that vLLM's loader reads, a bucket in each.
+
+    Args:
+        folder: where.
+        buckets: the weights.
+        has_ties: weights that are another one are written too, each in a file of its own.
+    """
+    num_files = 0
+    for bucket in buckets:
+        files = [[(weight.names[0], weight) for weight in bucket]]
+        if has_ties:
+            files += [[(name, weight)] for weight in bucket for name in weight.names[1:]]
+        for file in files:
+            path = folder / f"model-{num_files:05}.safetensors"
+            tensors = {name: tensor.detach().to("cpu", dtype).contiguous() for name, (_, tensor, dtype) in file}
+            await asyncio.to_thread(save_file, tensors, path)
+            path.chmod(0o644)  # the server may run under another user
+            num_files += 1

@@ -3,9 +3,11 @@
 import logging
 from collections.abc import Iterable, Iterator
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from agentrl.engine.weight_channel import Channel, address_towards
@@ -86,6 +88,17 @@ class WorkerExtension:
             self.replace_weights(channel.receive(), base=base, brings_base=brings_base)
         finally:
             channel.close()  # where we fail, the trainer hears of it by that
+
+    def read_weights(self, *, folder: str, ties: dict[str, str]) -> None:
+        """Replace the weights by those of files; a weight is loaded under the names that are tied to it as well."""
+
+        def read() -> Iterator[tuple[str, torch.Tensor]]:
+            for path in sorted(Path(folder).glob("*.safetensors")):
+                for name, tensor in load_file(path).items():
+                    yield name, tensor
+                    yield from ((tied, tensor) for tied, other in ties.items() if other == name)
+
+        self.replace_weights(read(), base=None, brings_base=False)
 
     def replace_weights(
         self, weights: Iterable[tuple[str, torch.Tensor]], *, base: str | None, brings_base: bool

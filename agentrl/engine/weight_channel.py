@@ -25,8 +25,8 @@ class Weight(NamedTuple):
 
     @property
     def num_bytes(self) -> int:
-        """Its size on the way."""
-        return self.tensor.numel() * self.dtype.itemsize
+        """Its size on the way, with what is left free behind it."""
+        return _padded(self.tensor.numel() * self.dtype.itemsize)
 
 
 class Bucket(NamedTuple):
@@ -39,10 +39,13 @@ class Bucket(NamedTuple):
 
 
 def pack(weights: Sequence[Weight], device: torch.device) -> Bucket:
-    """Copy weights into a bucket on the device from which it is sent."""
+    """Put weights into a bucket on the device from which it is sent; one alone that is as it is sent is not copied."""
     kinds = [(names, str(dtype).removeprefix("torch."), list(tensor.shape)) for names, tensor, dtype in weights]
     header = torch.frombuffer(bytearray(json.dumps(kinds).encode()), dtype=torch.uint8).to(device)
-    payload = torch.empty(sum(_padded(weight.num_bytes) for weight in weights), dtype=torch.uint8, device=device)
+    if len(weights) == 1:
+        alone = weights[0].tensor.detach().to(device, weights[0].dtype).contiguous()
+        return Bucket(header, alone.view(-1).view(torch.uint8))
+    payload = torch.empty(sum(weight.num_bytes for weight in weights), dtype=torch.uint8, device=device)
     for weight, place in zip(weights, _views(payload, ((w.dtype, w.tensor.shape) for w in weights)), strict=True):
         place.copy_(weight.tensor.detach())
     return Bucket(header, payload)

@@ -260,12 +260,23 @@ def test_weights_go_through_the_folder_where_the_server_cannot_reach_this_proces
     else:
         monkeypatch.setattr(vllm_push, "address_towards", lambda *_: "192.0.2.1")  # no machine has this address
     monkeypatch.setattr(vllm_push, "_JOIN_S", 2.0)
+    written: dict[str, int] = {}
+    save_file = vllm_weights.save_file
+
+    def save(tensors: dict[str, torch.Tensor], path: Path) -> None:
+        written.update({name: tensor.data_ptr() for name, tensor in tensors.items()})
+        save_file(tensors, path)
+
+    monkeypatch.setattr(vllm_weights, "save_file", save)
 
     async def main() -> None:
         async with client(server.url, tmp_path / "weights", timeout_s=100) as engine:
             for version, seed in enumerate((0, 1)):
-                await engine.load_weights(weights(seed), version)
-                await check_logprobs(engine, make_model(seed), version)
+                model = make_model(seed)
+                await engine.load_weights(model.state_dict().items(), version)
+                await check_logprobs(engine, model, version)
+                # Each once, the head with the embedding, and as it is.
+                assert written == {name: weight.data_ptr() for name, weight in model.named_parameters()}
             assert not engine.takes_channel
 
     run(main())
@@ -430,6 +441,28 @@ def test_the_end_of_the_log_says_why_a_server_does_not_start(model_folder: Path,
 @needs_vllm
 def test_a_server_listens_on_this_machine_alone() -> None:
     assert vllm_launch._arguments(Path("model"), 8000)["host"] == "127.0.0.1"
+
+
+@needs_vllm
+@pytest.mark.parametrize("own", [None, "3"])
+def test_on_a_cpu_a_server_has_one_thread_unless_the_user_says_otherwise(
+    own: str | None, model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started: list[str] = []
+
+    class NotStarted(subprocess.Popen[bytes]):
+        def __init__(self, *_: Any, env: dict[str, str], **__: Any) -> None:
+            started.append(env["OMP_NUM_THREADS"])
+            raise OSError("not started")
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    if own is not None:
+        monkeypatch.setenv("OMP_NUM_THREADS", own)
+    monkeypatch.setattr(subprocess, "Popen", NotStarted)
+    with pytest.raises(OSError, match="not started"):
+        start_server(model_folder, port=free_port(), log=tmp_path / "log", options={}, timeout_s=600)
+    assert started == [own or "1"]
 
 
 def test_a_port_that_is_taken_is_refused(model_folder: Path, tmp_path: Path) -> None:
@@ -1017,7 +1050,7 @@ def test_weights_are_written_in_the_servers_precision_in_files_of_bounded_size(
     monkeypatch.setattr(vllm_weights, "_BUCKET_BYTES", 20_000)
     state = make_experts(1).state_dict()
     served = vllm_weights.ServedModel(shapes=state, vocab_size=VOCAB, dtype=torch.bfloat16)
-    asyncio.run(vllm_weights.write_weights(tmp_path, vllm_weights.in_buckets(state.items(), served)))
+    asyncio.run(vllm_weights.write_weights(tmp_path, vllm_weights.in_buckets(state.items(), served), has_ties=True))
     files = [load_file(file) for file in sorted(tmp_path.iterdir())]
     sizes = [sum(tensor.nbytes for tensor in file.values()) for file in files]
     assert all(size <= 20_000 or len(file) == 1 for size, file in zip(sizes, files, strict=True))

@@ -10,8 +10,10 @@ import pytest
 import torch
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
+from agentrl.engine import vllm_weights
 from agentrl.engine.vllm_push import _beside, _listen
-from agentrl.engine.weight_channel import Bucket, Channel, Weight, pack
+from agentrl.engine.vllm_weights import ServedModel, in_buckets
+from agentrl.engine.weight_channel import Bucket, Channel, Weight, pack, unpack
 
 CPU = torch.device("cpu")
 
@@ -62,6 +64,24 @@ def test_weights_arrive_as_they_were_sent(ends: tuple[Channel, Receiver]) -> Non
     receiver.close()
     assert receiver.taken.keys() == {"a", "b"}
     assert torch.equal(receiver.taken["b"], tensor)
+
+
+def test_a_weight_that_is_alone_in_its_bucket_is_copied_only_to_be_rounded() -> None:
+    tensor, packed = bucket(1000)
+    assert packed.payload.data_ptr() == tensor.data_ptr()
+    rounded = pack([Weight(("a",), tensor, torch.bfloat16)], CPU)
+    ((_, found),) = unpack(rounded)
+    assert torch.equal(found, tensor.bfloat16())
+
+
+def test_no_bucket_of_several_weights_is_larger_than_the_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(vllm_weights, "_BUCKET_BYTES", 1000)
+    state = {f"{n}": torch.full((1 + n % 20,), float(n)) for n in range(100)}  # each begins at a multiple of 64 bytes
+    served = ServedModel(shapes=state, vocab_size=1, dtype=torch.float32)
+    packed = [pack(weights, CPU) for weights in in_buckets(state.items(), served)]
+    assert max(len(one.payload) for one in packed) <= 1000
+    found = {name: tensor for one in packed for name, tensor in unpack(one)}
+    assert all(torch.equal(found[name], tensor) for name, tensor in state.items())
 
 
 def test_an_interrupt_waits_for_no_server_that_hangs(ends: tuple[Channel, Receiver]) -> None:
