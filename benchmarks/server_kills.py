@@ -5,9 +5,9 @@
 A run in mode `partial` is trained by `agentrl launch --processes 2`, its weights go to two servers that `agentrl serve` has
 started. The kills hit all training processes and one server in turn, two at a random moment and two while weights are on
 their way. Whatever was killed is started again, and the run is resumed; with `--one-plays` (`engine.server.processes: 1`) it
-has to go on by itself when a server is killed, and with both again. In the end what the disk held at each kill is compared with
-what the run made of it: an episode that was sampled again, trained on twice or passed over, or a step whose metrics came out
-otherwise, ends the benchmark with an error.
+has to go on by itself when a server is killed, and with both again. In the end what the disk held at each kill, of either side,
+is compared with what the run made of it: an episode that was sampled again, trained on twice or passed over, or a step whose
+metrics came out otherwise, ends the benchmark with an error.
 """
 
 import argparse
@@ -18,7 +18,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -63,11 +64,23 @@ class Side:
 
     def kill(self) -> None:
         """End all of it at once."""
+        self._signal(signal.SIGKILL)
+        self.process.wait()
+
+    @contextmanager
+    def stopped(self) -> Iterator[None]:
+        """Let all of it stand still meanwhile, so that the disk is as a kill at this moment would leave it."""
+        self._signal(signal.SIGSTOP)
+        try:
+            yield
+        finally:
+            self._signal(signal.SIGCONT)
+
+    def _signal(self, number: int) -> None:
         with suppress(psutil.NoSuchProcess):
             for found in [*psutil.Process(self.process.pid).children(recursive=True), psutil.Process(self.process.pid)]:
                 with suppress(psutil.NoSuchProcess):
-                    os.kill(found.pid, signal.SIGKILL)
-        self.process.wait()
+                    os.kill(found.pid, number)
 
     def has_ended(self) -> bool:
         return self.process.poll() is not None
@@ -110,6 +123,12 @@ def wait_for_steps(run: Path, trainers: Side, count: int) -> None:
         time.sleep(0.1)
 
 
+def on_disk(run: Path) -> list[OnDisk]:
+    """Return what the disk holds of a run, once there is a checkpoint."""
+    found = look(run)
+    return [] if found is None else [found]
+
+
 def num_steps(run: Path) -> int:
     """Return the number of rows of metrics."""
     file = run / "metrics.jsonl"
@@ -147,6 +166,8 @@ def main() -> None:
                 place = rng.randrange(2)
                 servers[place].kill()
                 if options.one_plays:
+                    with trainers.stopped():
+                        snapshots += on_disk(run)
                     wait_for_steps(run, trainers, 2)
                 else:
                     trainers.process.wait(timeout=300)  # a process has one server, so it ends and says why
@@ -162,8 +183,7 @@ def main() -> None:
                 continue
             trainers.kill()
             trainers = None
-            if (found := look(run)) is not None:
-                snapshots.append(found)
+            snapshots += on_disk(run)
             seconds = time.monotonic() - begin
             print(f"kill {number + 1}, of the {side}, after {num_steps(run) - 1} steps; {seconds:.0f} s", flush=True)
         if trainers is not None:
@@ -184,7 +204,8 @@ def main() -> None:
     assert steps == list(range(len(steps))), steps
     num_live, num_partial = (sum(getattr(one, name) for one in snapshots) for name in ("num_live", "num_partial"))
     print(
-        f"{sides['trainers']} kills of all trainers and {sides['server']} of a server, {len(steps) - 1} steps: {num_live} "
+        f"{sides['trainers']} kills of all trainers and {sides['server']} of a server, {len(snapshots)} looks at the disk, "
+        f"{len(steps) - 1} steps: {num_live} "
         f"episodes under way when killed, {num_partial} of them within a turn; nothing lost, nothing doubled. "
         f"{log.count('Traceback')} tracebacks, {log.count('cannot take weights')} times through files, "
         f"{log.count('is left out')} times a server was left out"
