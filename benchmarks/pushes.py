@@ -3,30 +3,39 @@
     python -m benchmarks.pushes [--hidden 1024] [--layers 8] [--repeats 3] [--dtype float32] [--servers 1]
 
 A random Qwen3 with the vocabulary of the real ones, and real servers of it, on this machine. The ways in turn, each from a new
-process of its own; the first push of each process is left out of the times. Nothing is sampled while a push is under way. Then
-the same into vLLM within the process, of weights that are perturbed as they are pushed. `adapters`: of rank 16 for all linear
-layers, to be added to weights that the server keeps from the first push; `merged`: the same in the trainer, as a run does whose
-engine keeps none. `sent` is what goes to a server.
+process of its own; the first push of each process is left out of the times. Then the same into vLLM within the process, of
+weights that are perturbed as they are pushed. `adapters`: of rank 16 for all linear layers, to be added to weights that the
+server keeps from the first push; `merged`: the same in the trainer, as a run does whose engine keeps none.
+
+A client lets the first server sample all the time and notes when each token comes. `push` is the push alone; `without tokens`
+is from the last token before the pause to the first one after it: pause, push, end of the pause, and the first token itself. A
+run that proves its engine after a push does so after that. `sent` is what goes to a server, of files their sizes.
 `memory` is by how much the peak of the process that pushes, or of a server's, rose above what it held before; `copy` is a plain
 copy of as many bytes within one process, which no push can beat.
 """
 
 import argparse
 import asyncio
+import json
 import multiprocessing
 import statistics
 import tempfile
+import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
+import httpx2
 import psutil
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
+from agentrl.engine.vllm_common import sampling_fields
 from agentrl.engine.vllm_launch import Server, start_server
 from agentrl.engine.vllm_push import push
 from agentrl.engine.vllm_server import VLLMServer
@@ -45,6 +54,7 @@ class Found(NamedTuple):
     """What pushes took."""
 
     seconds: list[float]
+    without_tokens: list[float]
     sent_bytes: int
     peak_bytes: int
     server_bytes: int
@@ -91,6 +101,60 @@ def num_bytes(buckets: Iterable[list[Weight]]) -> int:
     return sum(weight.num_bytes for bucket in buckets for weight in bucket)
 
 
+class Pushed(VLLMServer):
+    """Counts what is in the files that it lets the server read."""
+
+    file_bytes = 0
+
+    async def read_files(self, folder: Path, *, ties: Mapping[str, str] | None) -> None:
+        self.file_bytes = sum(path.stat().st_size for path in folder.iterdir())
+        await super().read_files(folder, ties=ties)
+
+
+class Tokens:
+    """Lets a server sample all the time, but while it is held; a request that a pause ends is followed by another."""
+
+    def __init__(self, url: str) -> None:
+        self.times: list[float] = []
+        """When each token came."""
+        self.may_ask = threading.Event()
+        self._url, self._is_done = url, False
+        self._thread = threading.Thread(target=self._ask_on)
+
+    def __enter__(self) -> Self:
+        self.may_ask.set()
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._is_done = True
+        self.may_ask.set()
+        self._thread.join()
+
+    async def more(self) -> None:
+        """Wait for two more tokens."""
+        goal = len(self.times) + 2
+        while len(self.times) < goal:
+            assert self._thread.is_alive()
+            await asyncio.sleep(0.002)
+
+    def _ask_on(self) -> None:
+        fields = sampling_fields(replace(SAMPLING, max_tokens=200))
+        body = {"token_ids": [1, 2, 3], "sampling_params": fields, "stream": True}
+        with httpx2.Client(timeout=None, trust_env=False) as http:
+            while not self._is_done:
+                self.may_ask.wait()
+                with http.stream("POST", f"{self._url}/inference/v1/generate", json=body) as response:
+                    response.raise_for_status()
+                    for line in response.iter_lines():
+                        now = time.perf_counter()
+                        if line.startswith("data: {"):
+                            choices = json.loads(line.removeprefix("data: "))["choices"]
+                            self.times += [now for choice in choices for _ in choice["token_ids"]]
+                        if self._is_done:
+                            break
+
+
 def measure(urls: Sequence[str], pids: Sequence[int], model: Path, way: str, repeats: int) -> Found:
     """Push in this process."""
     read = Qwen3ForCausalLM.from_pretrained(model).state_dict()
@@ -98,7 +162,7 @@ def measure(urls: Sequence[str], pids: Sequence[int], model: Path, way: str, rep
     del read
     changes = make_changes(state) if way in ("merged", "adapters") else {}
     me, workers = psutil.Process(), [psutil.Process(pid) for pid in pids]
-    seconds = []
+    seconds, without_tokens = [], []
 
     def weights() -> Iterator[tuple[str, torch.Tensor]]:
         for name, tensor in state.items():
@@ -109,7 +173,7 @@ def measure(urls: Sequence[str], pids: Sequence[int], model: Path, way: str, rep
                 yield name, tensor
 
     async def main(folder: Path) -> tuple[int, int, int]:
-        servers = [VLLMServer(ServerConfig(url=url), folder=folder) for url in urls]
+        servers = [Pushed(ServerConfig(url=url), folder=folder) for url in urls]
         for server in servers:
             server.takes_channel = way != "files"
             await server.generate([1, 2, 3], SAMPLING, "first")  # so that all is up
@@ -117,22 +181,32 @@ def measure(urls: Sequence[str], pids: Sequence[int], model: Path, way: str, rep
         buckets = changes_in_buckets(changes.items(), served) if way == "adapters" else in_buckets(weights(), served)
         sent = num_bytes(buckets)
         held, held_there = forget_peak(me), [forget_peak(worker) for worker in workers]
-        for version in range(repeats + 1):
-            begin = time.perf_counter()
-            pushed = changes.items() if way == "adapters" else None
-            lost = await push(servers, None if pushed and version else weights(), version, changes=pushed)
-            assert not lost
-            seconds.append(time.perf_counter() - begin)
-            assert all(server.takes_channel == (way != "files") for server in servers)
+        with Tokens(urls[0]) as tokens:
+            for version in range(repeats + 1):
+                await tokens.more()
+                tokens.may_ask.clear()
+                for server in servers:
+                    await server.pause()
+                num_before, begin = len(tokens.times), time.perf_counter()
+                pushed = changes.items() if way == "adapters" else None
+                lost = await push(servers, None if pushed and version else weights(), version, changes=pushed)
+                assert not lost
+                seconds.append(time.perf_counter() - begin)
+                for server in servers:
+                    await server.resume()
+                tokens.may_ask.set()
+                await tokens.more()
+                without_tokens.append(max(b - a for a, b in pairwise(tokens.times[num_before - 1 :])))
+                assert all(server.takes_channel == (way != "files") for server in servers)
         above = [peak(worker) - before for worker, before in zip(workers, held_there, strict=True)]
-        found = sent, peak(me) - held, max(above)
+        found = servers[0].file_bytes or sent, peak(me) - held, max(above)
         for server in servers:
             await server.close()
         return found
 
     with tempfile.TemporaryDirectory() as folder:
         sent, mine, theirs = asyncio.run(main(Path(folder)))
-    return Found(seconds[1:], sent, mine, theirs)
+    return Found(seconds[1:], without_tokens[1:], sent, mine, theirs)
 
 
 def measure_inside(model: Path, dtype: str, repeats: int) -> Found:
@@ -154,7 +228,7 @@ def measure_inside(model: Path, dtype: str, repeats: int) -> Found:
         return peak(me) - held
 
     above = asyncio.run(main())
-    return Found(seconds[1:], 0, above, 0)
+    return Found(seconds[1:], [], 0, above, 0)
 
 
 def engine_process(server: Server) -> int:
@@ -176,9 +250,7 @@ def main() -> None:
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         model = new_model(options.hidden, options.layers)
-        model_bytes = (
-            sum(tensor.numel() for tensor in model.state_dict().values()) * getattr(torch, options.dtype).itemsize
-        )
+        model_bytes = sum(tensor.numel() for tensor in model.parameters()) * getattr(torch, options.dtype).itemsize
         model.save_pretrained(folder / "model")
         del model
         arguments = {"max_model_len": 256, "max_num_seqs": 8, "dtype": options.dtype}
@@ -204,16 +276,14 @@ def main() -> None:
         copy_s = time.perf_counter() - begin
     print(f"{model_bytes / 1e6:.0f} MB to {options.servers} server(s) in {options.dtype}; copy: {copy_s:.2f} s\n")
     print(
-        "| way | seconds | least | sent, MB | memory of the trainer, MB | of a server, MB |\n|---|---|---|---|---|---|"
+        "| way | push, s | least | without tokens, s | least | sent, MB | memory of the trainer, MB | of a server, MB |"
     )
+    print("|---|---|---|---|---|---|---|---|")
     for way, rounds in found.items():
-        seconds = [second for one in rounds for second in one.seconds]
-        largest = [max(getattr(one, name) for one in rounds) / 1e6 for name in Found._fields[1:]]
-        print(
-            f"| {way} | {statistics.median(seconds):.2f} | {min(seconds):.2f} | "
-            + " | ".join(f"{size:.0f}" for size in largest)
-            + " |"
-        )
+        columns = [[second for one in rounds for second in getattr(one, name)] for name in Found._fields[:2]]
+        cells = [f"{take(column):.2f}" if column else "-" for column in columns for take in (statistics.median, min)]
+        cells += [f"{max(getattr(one, name) for one in rounds) / 1e6:.0f}" for name in Found._fields[2:]]
+        print(f"| {' | '.join([way, *cells])} |")
 
 
 if __name__ == "__main__":
