@@ -358,7 +358,8 @@ class VLLMServer:
             await self._extend("forget_kernels")
             reload = {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}}
         else:
-            reload = {"method": "read_weights", "kwargs": {"folder": str(folder), "ties": dict(ties)}}
+            paths = [str(path) for path in sorted(folder.iterdir())]
+            reload = {"method": "read_weights", "kwargs": {"paths": paths, "ties": dict(ties)}}
         await self._http.ask(f"reading the weights in {folder}", "POST", "/collective_rpc", reload)
 
     async def call_workers(self, method: str, **fields: Any) -> None:

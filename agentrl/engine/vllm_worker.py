@@ -3,7 +3,6 @@
 import logging
 from collections.abc import Iterable, Iterator
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -89,11 +88,11 @@ class WorkerExtension:
         finally:
             channel.close()  # where we fail, the trainer hears of it by that
 
-    def read_weights(self, *, folder: str, ties: dict[str, str]) -> None:
+    def read_weights(self, *, paths: list[str], ties: dict[str, str]) -> None:
         """Replace the weights by those of files; a weight is loaded under the names that are tied to it as well."""
 
         def read() -> Iterator[tuple[str, torch.Tensor]]:
-            for path in sorted(Path(folder).glob("*.safetensors")):
+            for path in paths:
                 for name, tensor in load_file(path).items():
                     yield name, tensor
                     yield from ((tied, tensor) for tied, other in ties.items() if other == name)

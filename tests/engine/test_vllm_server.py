@@ -25,7 +25,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from agentrl.engine import vllm_launch, vllm_outstanding, vllm_push, vllm_weights
 from agentrl.engine.base import KeptBase, Sampler
 from agentrl.engine.vllm_common import is_installed
-from agentrl.engine.vllm_http import Http
+from agentrl.engine.vllm_http import Fault, Http
 from agentrl.engine.vllm_launch import Server, start_server
 from agentrl.engine.vllm_server import VLLMServer
 from agentrl.engine.vllm_server_config import ServerConfig
@@ -282,6 +282,19 @@ def test_weights_go_through_the_folder_where_the_server_cannot_reach_this_proces
     run(main())
     assert caplog.text.count("cannot take weights from this process directly") == 1
     assert not list((tmp_path / "weights").iterdir())
+
+
+@needs_vllm
+def test_a_server_that_does_not_see_the_folder_says_so_and_takes_the_next_push(server: Server, tmp_path: Path) -> None:
+    async def main() -> None:
+        async with with_weights(server, tmp_path) as engine:
+            unseen = str(tmp_path / "model-00000.safetensors")
+            with pytest.raises(Fault, match="No such file"):
+                await engine.call_workers("read_weights", paths=[unseen], ties={})
+            await engine.load_weights(weights(1), 1)
+            await check_logprobs(engine, make_model(1), 1)
+
+    run(main())
 
 
 @needs_vllm
