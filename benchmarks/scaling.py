@@ -8,11 +8,14 @@ so that the model takes nothing). Told are the largest of the processes: memory 
 the groups are there and at its peak; seconds of each part; and the bytes that a process tells of its groups.
 
 Then lines through memory over the tokens of all processes, where there are several, and what they say for larger machines
-(`--say`: processes, trajectories of each, tokens of each).
+(`--say`: processes, trajectories of each, tokens of each). Seconds of telling there are those of a process with a core to
+itself, which takes in as many bytes a second as a core did here (the median over the rows); the network takes what it takes.
 """
 
 import argparse
+import os
 import pickle
+import statistics
 import time
 from dataclasses import replace
 
@@ -108,17 +111,24 @@ def main() -> None:
     tokens, rows = np.array([size for size, _ in several]), np.array([row for _, row in several])
     there, peak = (np.polyfit(tokens, rows[:, which] * 1e6, 1) for which in (0, 1))
     told = rows[-1, 5] / own
+    cores = len(os.sched_getaffinity(0))
+    taken_in = [
+        c * c * row[5] / row[2] / min(c, cores) for c, row in zip(options.processes, found, strict=True) if c > 1
+    ]
+    rate = statistics.median(taken_in)
     print(
         f"\nOf each token of all processes, where there are several, a process has {there[0]:.0f} bytes once groups are there "
-        f"and {peak[0]:.0f} at its peak; {told:.1f} bytes of it are told.\n"
+        f"and {peak[0]:.0f} at its peak; {told:.1f} bytes of it are told. Each of {cores} cores took in {rate / 1e6:.0f} MB a "
+        f"second ({min(taken_in) / 1e6:.0f} to {max(taken_in) / 1e6:.0f}).\n"
     )
-    print("| processes | trajectories of each | tokens of each | told to a process, GB | peak, GB |")
-    print("|---|---|---|---|---|")
+    print("| processes | trajectories of each | tokens of each | told to a process, GB | telling, s | peak, GB |")
+    print("|---|---|---|---|---|---|")
     for words in options.say:
         count, trajectories, length = map(int, words.split(","))
         everything = count * trajectories * length
-        largest = np.polyval(peak, everything) / 1e9
-        print(f"| {count} | {trajectories} | {length:,} | {everything * told / 1e9:.1f} | {largest:.1f} |")
+        gigabytes, largest = everything * told / 1e9, np.polyval(peak, everything) / 1e9
+        seconds = 1e9 * gigabytes / rate
+        print(f"| {count} | {trajectories} | {length:,} | {gigabytes:.1f} | {seconds:.0f} | {largest:.1f} |")
 
 
 if __name__ == "__main__":
