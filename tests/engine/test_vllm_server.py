@@ -20,6 +20,7 @@ from typing import Any, TypeVar
 import httpx2
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from agentrl.engine import vllm_launch, vllm_outstanding, vllm_push, vllm_weights
@@ -261,7 +262,6 @@ def test_weights_go_through_the_folder_where_the_server_cannot_reach_this_proces
         monkeypatch.setattr(vllm_push, "address_towards", lambda *_: "192.0.2.1")  # no machine has this address
     monkeypatch.setattr(vllm_push, "_JOIN_S", 2.0)
     written: dict[str, int] = {}
-    save_file = vllm_weights.save_file
 
     def save(tensors: dict[str, torch.Tensor], path: Path) -> None:
         written.update({name: tensor.data_ptr() for name, tensor in tensors.items()})
