@@ -364,7 +364,10 @@ def owning_groups(groups: Sequence[TrajectoryGroup], **plan: Any) -> list[set[in
     ("pairs_per_token", "expected"),
     [
         (0, [{0}, {1, 2, 3}]),  # 741 pairs and 3 * 210
-        (160, [{0}, {1, 2, 3}]),  # the third of the short ones goes where less is: 741 + 38 * 160 and 2 * (210 + 20 * 160)
+        (
+            160,
+            [{0}, {1, 2, 3}],
+        ),  # the third of the short ones goes where less is: 741 + 38 * 160 and 2 * (210 + 20 * 160)
         (161, [{0, 3}, {1, 2}]),
         (10**6, [{0, 3}, {1, 2}]),  # 38 + 20 tokens and 20 + 20
     ],
