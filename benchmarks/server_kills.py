@@ -5,10 +5,10 @@
 A run in mode `partial` is trained by `agentrl launch --processes 2`, its weights go to two servers that `agentrl serve` has
 started. The kills hit all training processes and one server in turn, two at a random moment and two while weights are on
 their way. Trainers are started again, and the run is resumed; when a server is killed, the run has to go on by itself, and with
-both once that is started again. With `--each-plays` each process has a server of its own (`engine.server.processes: 2`), and the
-run is resumed then too. In the end what the disk held at each kill, of either side, is compared with what the run made of it: an
-episode that was sampled again, trained on twice or passed over, or a step whose metrics came out otherwise, ends the benchmark
-with an error.
+both once that is started again. With `--each-plays` each process has a server of its own (`engine.server.processes: 2`), and
+the run is resumed then too. In the end what the disk held at each kill, of either side, is compared with what the run made of
+it: an episode that was sampled again, trained on twice or passed over, or a step whose metrics came out otherwise, ends the
+benchmark with an error.
 """
 
 import argparse
