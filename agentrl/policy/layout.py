@@ -16,10 +16,11 @@ from torch import Tensor
 
 from agentrl.errors import ConfigError, TrainingError
 from agentrl.policy.logprobs import fused_logprobs
+from agentrl.policy.packed_attention import PackedRows, attends_by_rows, packed_attention_of
 from agentrl.policy.recurrent import Rows, see_rows
 from agentrl.policy.tree import IntArray, plan_tree
 from agentrl.policy.tree_attention import TreeLayout
-from agentrl.policy.tree_model import NAME, TreeError, tree_attention_of
+from agentrl.policy.tree_model import tree_attention_of
 
 Layout = Literal["tree", "packed", "padded"]
 """`tree`: what rows share is computed once. `packed`: short rows stand behind one another. `padded`: one below the other."""
@@ -105,28 +106,35 @@ def hidden_states(model: Any, inputs: Inputs) -> Tensor:
     Under gradient checkpointing layers run again in the backward pass, which must then lie within `attending` as well.
 
     Raises:
-        TreeError: for a tree and a model that cannot run on one, or for gradient checkpointing outside of `attending`.
+        TrainingError: for a tree and a model that cannot run on one, or for gradient checkpointing outside of `attending`.
     """
+    layout: Layout = "tree" if inputs.tree is not None else "packed" if inputs.paths else "padded"
     arguments: dict[str, Any] = {"input_ids": inputs.ids_BL, "use_cache": False}
     if inputs.positions_BL is not None:
         arguments["position_ids"] = inputs.positions_BL
     if inputs.paths and see_rows(model):
         arguments["agentrl_rows"] = Rows.of(inputs.paths, inputs.ids_BL)
-    if inputs.tree is None:
-        return cast("Tensor", model.base_model(**arguments).last_hidden_state).flatten(0, 1)
+    if layout == "tree":
+        arguments["agentrl_tree"] = inputs.tree
+    elif layout == "packed" and attends_by_rows(model):
+        arguments["agentrl_packed"] = PackedRows.of(inputs.paths, inputs.ids_BL)
+        arguments["attention_mask"] = torch.ones_like(inputs.ids_BL)
+    before = model.config._attn_implementation
     runs_again = model.training and torch.is_grad_enabled() and getattr(model, "is_gradient_checkpointing", False)
-    if runs_again and model.config._attn_implementation != NAME:
-        raise TreeError(
-            "gradient checkpointing runs layers again in the backward pass, with the attention that is set then; "
-            "put forward and backward into `with attending(model, layout):`"
-        )
-    with tree_attention_of(model):
-        return cast("Tensor", model.base_model(**arguments, agentrl_tree=inputs.tree).last_hidden_state)[0]
+    with attending(model, layout):
+        if runs_again and model.config._attn_implementation != before:
+            raise TrainingError(
+                "gradient checkpointing runs layers again in the backward pass, with the attention that is set then; "
+                "put forward and backward into `with attending(model, layout):`"
+            )
+        return cast("Tensor", model.base_model(**arguments).last_hidden_state).flatten(0, 1)
 
 
 def attending(model: Any, layout: Layout) -> AbstractContextManager[None]:
     """Return a context for forward and backward together: gradient checkpointing runs layers again in the latter."""
-    return tree_attention_of(model) if layout == "tree" else nullcontext()
+    if layout == "tree":
+        return tree_attention_of(model)
+    return packed_attention_of(model) if layout == "packed" and attends_by_rows(model) else nullcontext()
 
 
 def choose_layout(

@@ -4,7 +4,7 @@
 """
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from inspect import signature
 from typing import Any
 
@@ -15,7 +15,7 @@ from agentrl.errors import TrainingError
 from agentrl.policy.recurrent import RECURRENT, mixers_of
 from agentrl.policy.tree_attention import TreeLayout, tree_attention
 
-__all__ = ["NAME", "TreeError", "tree_attention_of", "why_not"]
+__all__ = ["NAME", "TreeError", "attention_set", "tree_attention_of", "why_not"]
 
 NAME = "agentrl_tree"
 
@@ -24,8 +24,7 @@ class TreeError(TrainingError):
     """A model whose attention is more than a masked softmax over all ancestors, or those in a window."""
 
 
-@contextmanager
-def tree_attention_of(model: Any) -> Iterator[None]:
+def tree_attention_of(model: Any) -> AbstractContextManager[None]:
     """Let a transformers model attend along trees, and as before afterwards. May be nested.
 
     Raises:
@@ -35,10 +34,16 @@ def tree_attention_of(model: Any) -> Iterator[None]:
         raise TreeError(reason)
     AttentionInterface.register(NAME, _attend)
     AttentionMaskInterface.register(NAME, no_mask)
+    return attention_set(model, NAME)
+
+
+@contextmanager
+def attention_set(model: Any, name: str) -> Iterator[None]:
+    """Let all of a model attend by a registered attention function, and as before afterwards."""
     parts = {name: getattr(model.config, name) for name in model.config.sub_configs}
     before = {name: part._attn_implementation for name, part in parts.items() if part is not None}
     before[""] = model.config._attn_implementation
-    model.set_attn_implementation(NAME)
+    model.set_attn_implementation(name)
     try:
         yield
     finally:

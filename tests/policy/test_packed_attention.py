@@ -1,0 +1,83 @@
+"""Packed rows attend one by one: what reaches the kernel, and what is refused."""
+
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from agentrl.errors import TrainingError
+from agentrl.policy.layout import hidden_states, lay_out, probe_layout
+from agentrl.policy.model import name_body
+from agentrl.policy.packed_attention import PackedRows, _by_length, packed_attention_of
+from tests.support.models import made, tiny
+
+LENGTHS = (50, 40, 6, 5, 4, 9)
+"""On the lines 50, and 40 + 9, and 6 + 5 + 4; by length (50, 40), (9, 6, 5) and (4)."""
+
+
+def calls(model: Any, monkeypatch: pytest.MonkeyPatch) -> list[tuple[tuple[int, ...], tuple[int, ...], Any, bool]]:
+    """Shapes of queries and keys, mask, and whether causal, of each attention of a pass over rows of `LENGTHS`."""
+    found: list[Any] = []
+    plain = torch.nn.functional.scaled_dot_product_attention
+
+    def seen(query: Tensor, key: Tensor, value: Tensor, **kwargs: Any) -> Tensor:
+        found.append((tuple(query.shape), tuple(key.shape), kwargs["attn_mask"], kwargs["is_causal"]))
+        return plain(query, key, value, **kwargs)
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", seen)
+    hidden_states(model, lay_out([np.arange(length) for length in LENGTHS], "packed")[0])
+    return found
+
+
+@pytest.mark.parametrize("name", ["qwen3", "llama", "qwen3_moe"])
+def test_causal_rows_reach_the_kernel_by_length_without_a_mask(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = [
+        ((rows, 4, width, 8), (rows, 2, width, 8), None, True) for rows, width in ((2, 50), (3, 9), (1, 4))
+    ]  # four query heads on two of keys, which are not repeated
+    assert calls(tiny(name), monkeypatch) == 2 * expected  # of two layers
+
+
+def test_a_window_shorter_than_a_row_masks_pairs_of_one_row_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    masks = [mask_11WW for _, _, mask_11WW, _ in calls(tiny("mistral"), monkeypatch)]
+    assert [tuple(mask_11WW.shape) for mask_11WW in masks] == 2 * [(1, 1, width, width) for width in (50, 9, 4)]
+    back_WW = torch.arange(50)[:, None] - torch.arange(50)
+    assert torch.equal(masks[0][0, 0], (back_WW >= 0) & (back_WW < 20))
+
+
+@given(lengths=st.lists(st.integers(0, 40), min_size=1, max_size=12).filter(any))
+def test_rows_of_a_group_are_at_most_twice_as_long_as_one_another(lengths: list[int]) -> None:
+    rows = [np.full(length, number) for number, length in enumerate(lengths)]
+    groups = _by_length(rows)
+    assert sorted(int(row[0]) for group in groups for row in group) == np.flatnonzero(lengths).tolist()
+    assert all(len(group[0]) == max(map(len, group)) <= 2 * min(map(len, group)) for group in groups)
+    assert all(len(group[0]) > 2 * len(after[0]) for group, after in pairwise(groups))  # so that there are few
+
+
+@given(lengths=st.lists(st.integers(1, 9), min_size=1, max_size=8))
+def test_every_slot_of_a_row_is_read_from_where_it_was_computed(lengths: list[int]) -> None:
+    inputs, _ = lay_out([np.arange(length) for length in lengths], "packed")
+    rows = PackedRows.of(inputs.paths, inputs.ids_BL)
+    computed_P = torch.cat([slot_RW.flatten() for slot_RW in rows.slots])[rows.read_BL.flatten()]
+    for path in inputs.paths:
+        assert computed_P[path].tolist() == path.tolist()
+
+
+def test_chunks_are_counted_from_the_beginning_of_a_row() -> None:
+    """Not from that of the line, as by the mask that transformers makes of packed positions."""
+    sizes: dict[str, Any] = {"vocab_size": 97, "hidden_size": 32, "intermediate_size": 32, "intermediate_size_mlp": 32}
+    heads: dict[str, Any] = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16, "num_local_experts": 2}
+    further: dict[str, Any] = {"num_hidden_layers": 2, "max_position_embeddings": 256, "initializer_range": 0.2}
+    model = name_body(made("Llama4Text", **sizes, **heads, **further, attention_chunk_size=20))
+    assert set(model.config.layer_types) == {"chunked_attention"}
+    assert probe_layout(model, "packed")[0] < 1e-5
+
+
+def test_without_rows_nothing_is_computed() -> None:
+    model = tiny("qwen3")
+    with packed_attention_of(model), pytest.raises(TrainingError, match="was called without rows"):
+        model(torch.arange(20)[None])
