@@ -153,6 +153,13 @@ def choose_layout(
     """
     if wanted == "padded":
         return wanted, None
+    if "flash" in (attention := str(model.config.get_text_config()._attn_implementation)):
+        why = f"model.attention: {attention} has no float32, in which layouts are proven"
+        if wanted != "auto":
+            raise ConfigError(
+                f"train.layout: {wanted}: {why}; leave model.attention out, or set train.layout to padded"
+            )
+        return "padded", f"train.layout: rows are padded, since {why}; leave it out to have them as a tree"
     passed_over = []
     for layout in get_args(Layout)[:2] if wanted == "auto" else (wanted,):
         gap, why = probe_layout(model, layout, max_tokens=max_tokens)

@@ -76,7 +76,8 @@ class ModelConfig(BaseModel):
     """The model to make where `name_or_path` is None."""
     attention: Literal["sdpa", "eager", "flex_attention", "flash_attention_2", "flash_attention_3"] | None = None
     """Attention implementation of transformers, where rows are not laid out as a tree. None: sdpa where the model has it,
-    else eager (gpt-oss). The last three train on GPUs alone, and make no mask of all pairs of a pass."""
+    else eager (gpt-oss). The last three train on GPUs alone; with flash_attention_2 and 3, which have no float32 to prove a
+    layout in, rows are padded."""
     lora: LoraSettings | None = None
     """Train low-rank adapters in place of the weights. None: train the weights. An empty section: adapters of default size."""
 

@@ -420,6 +420,19 @@ def test_flex_attention_packs_rows() -> None:
     assert choose_layout(model.cuda(), "packed") == ("packed", None)
 
 
+def test_of_attention_that_has_no_float32_rows_are_padded() -> None:
+    model = tiny("qwen3")
+    model.config._attn_implementation = "flash_attention_2"  # which only a machine with its kernels can set by itself
+    why = "model.attention: flash_attention_2 has no float32, in which layouts are proven; leave "
+    warning = f"train.layout: rows are padded, since {why}it out to have them as a tree"
+    assert choose_layout(model, "auto") == ("padded", warning)
+    assert choose_layout(model, "padded") == ("padded", None)
+    with pytest.raises(
+        ConfigError, match=rf"^train\.layout: packed: {why}model\.attention out, or set train\.layout to padded$"
+    ):
+        choose_layout(model, "packed")
+
+
 def test_padded_rows_need_no_proof() -> None:
     assert choose_layout(None, "padded") == ("padded", None)
 
