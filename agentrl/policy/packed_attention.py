@@ -97,7 +97,7 @@ def _attend(
     for slot_RW in agentrl_packed.slots:
         width = slot_RW.shape[1]
         mask_11WW = None if mask_11LL is None else mask_11LL[..., :width, :width]
-        rows = [states_PHD[slot_RW].transpose(1, 2) for states_PHD in states]
-        out_RWHD, _ = sdpa_attention_forward(module, *rows, mask_11WW, **kwargs)
+        query_RHWD, key_RHWD, value_RHWD = (states_PHD[slot_RW].transpose(1, 2) for states_PHD in states)
+        out_RWHD, _ = sdpa_attention_forward(module, query_RHWD, key_RHWD, value_RHWD, mask_11WW, **kwargs)
         parts.append(out_RWHD.flatten(0, 1))
     return torch.cat(parts)[agentrl_packed.read_BL], None
