@@ -111,8 +111,8 @@ class VariantLearner(Learner):
             for computed, counted in drawn
         ]
 
-    def add_gradients(self, plan: Sequence[TrainingPass], befores: Sequence[Before], *, version: int) -> Gradient:
-        gradient = super().add_gradients(plan, befores, version=version)
+    def add_gradients(self, *parts: Any, **options: Any) -> Gradient:
+        gradient = super().add_gradients(*parts, **options)
         if self._variant != "before":
             return gradient
         return gradient._replace(tally=replace(gradient.tally, grad_norm=gradient.tally.grad_norm or 1e-300))

@@ -138,17 +138,26 @@ class Calibration(BaseModel):
         return self.bands[min(distances, key=lambda name: (*distances[name], name))]
 
 
-def observed(observations: Observations, aim: Aim, *, version: int) -> Shown:
-    """Add up what passes showed."""
-    return joined(_of_pass(part, aim, version=version) for part in observations.passes())
+def observed(observations: Observations, aim: Aim, *, version: int, is_updated: bool) -> Shown:
+    """Add up what passes showed.
+
+    Args:
+        observations: of the minibatch.
+        aim: what the recipe asks.
+        version: of the policy that is updated.
+        is_updated: it has been in this step. Else units that it sampled have not moved: their ratios are what the engine rounds.
+    """
+    return joined(_of_pass(part, aim, version=version, is_updated=is_updated) for part in observations.passes())
 
 
-def _of_pass(part: Mapping[str, Array], aim: Aim, *, version: int) -> Shown:
+def _of_pass(part: Mapping[str, Array], aim: Aim, *, version: int, is_updated: bool) -> Shown:
     unit_T, clipped_T = part["unit_T"], part["clipped_T"]
     down_T, up_T = part["advantage_T"] < 0, part["advantage_T"] > 0
     units = units_of(unit_T, version - part["version_T"])
     pushed_U = [_sums(unit_T, tokens_T) for tokens_T in (down_T, up_T, down_T * clipped_T, up_T * clipped_T)]
-    return of_units(units, np.log(part["ratio_U"]), *pushed_U, aim=aim)
+    tells_U = (units.staleness_U > 0) | is_updated
+    of_all = (np.log(part["ratio_U"]), *pushed_U)
+    return of_units(Units(*(column_U[tells_U] for column_U in units)), *(column_U[tells_U] for column_U in of_all), aim=aim)
 
 
 def of_units(

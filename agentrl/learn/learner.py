@@ -164,7 +164,9 @@ class Learner:
         shown_last = self._present(plans[0]) if reach.target is not None and last == 0 else befores[last]
         for index, plan in enumerate(plans):
             if plan:
-                add_gradients = partial(self.add_gradients, plan, befores[index], version=version)
+                add_gradients = partial(
+                    self.add_gradients, plan, befores[index], version=version, is_updated=num_updates > 0
+                )
                 gradient = add_gradients()
                 if reach.shorten(gradient.tally, partial(self.show, plan, befores[index], version=version)):
                     state.optimizer.zero_grad()
@@ -243,8 +245,10 @@ class Learner:
             constant_length=self.loss.constant_length,
         )
 
-    def add_gradients(self, plan: Sequence[TrainingPass], befores: Sequence[Before], *, version: int) -> Gradient:
-        """Add up a minibatch's gradient and clip it."""
+    def add_gradients(
+        self, plan: Sequence[TrainingPass], befores: Sequence[Before], *, version: int, is_updated: bool = True
+    ) -> Gradient:
+        """Add up a minibatch's gradient and clip it. Whether an update of the step came before, calibration asks."""
         observations = Observations()
         for number, (training_pass, before) in enumerate(zip(plan, befores, strict=True)):
             check_interrupt()
@@ -257,7 +261,8 @@ class Learner:
                 # Processes average their gradients; the loss is a sum over all of them.
                 self._accelerator.backward(loss * self._accelerator.num_processes)
         is_calibrated = self.loss.trust == "calibrated"
-        own = observed(observations, Aim.of(self.loss), version=version) if is_calibrated else {}
+        aim = Aim.of(self.loss)
+        own = observed(observations, aim, version=version, is_updated=is_updated) if is_calibrated else {}
         tallies, shown = zip(*all_gather([(Tally.of(observations), own)]), strict=True)
         norm = self._accelerator.clip_grad_norm_(self.state.wrapped.parameters(), self._config.max_grad_norm)
         grad_norm = float(norm.full_tensor() if isinstance(norm, DTensor) else norm)

@@ -1,5 +1,6 @@
 """Ranges that follow the spread of ratios: what they hold, what cannot widen them, what they are kept in."""
 
+from dataclasses import replace
 from math import exp, log, log1p, pi, sqrt
 from pathlib import Path
 from statistics import NormalDist
@@ -13,9 +14,10 @@ from agentrl.learn.calibration import Aim, Band, Calibration, Shown, Units, obse
 from agentrl.learn.learner import Learner
 from agentrl.learn.loss_config import CalibratedConfig, LossConfig
 from agentrl.learn.tally import Array, Observations
+from agentrl.types import TrajectoryGroup
 from tests.support.learners import make_learner
 from tests.support.tallies import add_pass
-from tests.support.trajectories import some_groups
+from tests.support.trajectories import some_groups, some_ids, trajectory, turn
 
 AIM = Aim.of(LossConfig(trust="calibrated"))
 NUM_UNITS = 32
@@ -81,9 +83,9 @@ def test_units_that_no_update_has_moved_tell_nothing() -> None:
     assert Calibration().after(found, AIM) == Calibration()
 
 
-def test_a_first_minibatch_of_mere_rounding_does_not_hold_the_range_down() -> None:
+def test_a_first_minibatch_that_hardly_moved_does_not_hold_the_range_down() -> None:
     rng, calibration, length_U = np.random.default_rng(0), Calibration(), np.full(NUM_UNITS, 40.0)
-    for spread in (1e-7, 1e-2, 1e-2, 1e-2):  # against the engine's log-probabilities, before the first update
+    for spread in (1e-7, 1e-2, 1e-2, 1e-2):
         found = shown(rng.normal(size=NUM_UNITS) * spread, length_U=length_U, calibration=calibration)
         calibration = calibration.after(found, AIM)
     assert calibration.widths(Units(np.zeros(1), np.full(1, 40.0)), AIM)[1][0] > 0.01
@@ -189,7 +191,7 @@ def test_what_passes_show_is_told_apart_by_sign_and_staleness() -> None:
     add_pass(
         observations, unit_T=[0] * 5, ratio_U=[exp(0.03)], advantage_T=[0.5] * 5, clipped_T=[1] * 5, version_T=[7] * 5
     )
-    found = observed(observations, AIM, version=7)
+    found = observed(observations, AIM, version=7, is_updated=True)
     assert sorted(found) == ["0/0", "0/2"]
     old, new = found["0/2"], found["0/0"]  # of a mean staleness of three; of none
     assert (old.length.total, new.length.total) == (2, 8)
@@ -213,6 +215,32 @@ CREDITS = [[Credit.from_tokens(t, RNG.normal(size=t.num_action_tokens)) for t in
 def learner(**train: Any) -> Learner:
     loss = LossConfig(trust="calibrated", unit="turn", anchor="recomputed")
     return make_learner(loss=loss, is_double=True, **{"num_minibatches": 3, "learning_rate": 1e-3, **train})
+
+
+@pytest.mark.parametrize("staleness", [0, 1])
+def test_what_an_engine_rounds_before_the_first_update_of_a_step_is_no_movement(staleness: int) -> None:
+    """Against the engine's log-probabilities a fresh minibatch shows what it does against the trainer's own: nothing."""
+    rng, clipped, bands = np.random.default_rng(0), {}, {}
+    asked = [(some_ids(rng, 3, 9), some_ids(rng, 8, 20)) for _ in range(24)]
+    for anchor in ("behavior", "recomputed"):
+        one = make_learner(
+            loss=LossConfig(trust="calibrated", unit="turn", anchor=anchor), is_double=True, num_minibatches=2
+        )
+        trajectories = []
+        for number, (prompt, action) in enumerate(asked):
+            noise_T = 1e-5 * rng.standard_normal(len(action))
+            sampled = turn(prompt, action, logprobs=(one.logprobs(prompt, action).numpy() + noise_T).tolist())
+            trajectories.append(trajectory(number, replace(sampled, versions=(0,) * len(action))))
+        group = TrajectoryGroup(group_id="g", trajectories=tuple(trajectories))
+        credits = [Credit.uniform(t, (-1.0) ** number) for number, t in enumerate(trajectories)]
+        clipped[anchor] = one.update([group], [credits], version=staleness)["clip/pushed_tokens"]
+        (bands[anchor],) = one.state.calibration.bands.values()
+    # Stale units differ by updates of steps before, which only the engine's log-probabilities tell.
+    assert (bands["behavior"].num_minibatches, bands["recomputed"].num_minibatches) == (1 + staleness, 1)
+    if not staleness:
+        assert bands["behavior"].spread == pytest.approx(bands["recomputed"].spread, rel=1e-2)
+        assert clipped["behavior"] == pytest.approx(clipped["recomputed"], rel=1e-12)
+        assert clipped["behavior"] > 0.1
 
 
 def test_no_budget_of_a_pass_changes_what_is_measured() -> None:
