@@ -139,7 +139,7 @@ class Calibration(BaseModel):
 
 
 def observed(observations: Observations, aim: Aim, *, version: int, is_updated: bool) -> Shown:
-    """Add up what passes showed.
+    """Add up what passes showed of units that `reject` leaves in the loss.
 
     Args:
         observations: of the minibatch.
@@ -155,7 +155,8 @@ def _of_pass(part: Mapping[str, Array], aim: Aim, *, version: int, is_updated: b
     down_T, up_T = part["advantage_T"] < 0, part["advantage_T"] > 0
     units = units_of(unit_T, version - part["version_T"])
     pushed_U = [_sums(unit_T, tokens_T) for tokens_T in (down_T, up_T, down_T * clipped_T, up_T * clipped_T)]
-    tells_U = (units.staleness_U > 0) | is_updated
+    # A rejected unit tells nothing: no width would keep it.
+    tells_U = ((units.staleness_U > 0) | is_updated) & (part.get("rejected_U", np.zeros(len(units.length_U))) == 0)
     of_all = (np.log(part["ratio_U"]), *pushed_U)
     return of_units(Units(*(column_U[tells_U] for column_U in units)), *(column_U[tells_U] for column_U in of_all), aim=aim)
 

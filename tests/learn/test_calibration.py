@@ -8,11 +8,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from agentrl import Credit
+from agentrl.learn.batch import LossColumns
 from agentrl.learn.calibration import Aim, Band, Calibration, Shown, Units, observed, of_units, range_metrics
 from agentrl.learn.learner import Learner
 from agentrl.learn.loss_config import CalibratedConfig, LossConfig
+from agentrl.learn.micro_batch_loss import Before, micro_batch_loss, trust_region
 from agentrl.learn.tally import Array, Observations
 from agentrl.types import TrajectoryGroup
 from tests.support.learners import make_learner
@@ -205,6 +208,43 @@ def test_what_passes_show_is_told_apart_by_sign_and_staleness() -> None:
         {"clip/pushed_tokens": 6 / 9, "clip/width_low": 0.01 * exp(0.5), "clip/width_high": 0.01 * exp(0.7)}
     )
     assert range_metrics(Calibration(), [{}]) == {"clip/pushed_tokens": 0.0}
+
+
+def test_rejected_units_leave_ranges_as_they_would_be_without_them() -> None:
+    rng, config = np.random.default_rng(0), LossConfig(trust="calibrated", unit="turn", reject=1.5)
+    aim, num_units, length = Aim.of(config), 64, 20
+    with_them, without = Calibration(), Calibration()
+    for _ in range(40):
+        log_ratio_U = rng.normal(size=num_units) * 0.004
+        log_ratio_U[::8] = -0.5
+        sign_U = rng.choice([-1.0, 1.0], size=num_units)
+        calibrations = []
+        for calibration, chosen_U in ((with_them, np.arange(num_units)), (without, np.flatnonzero(log_ratio_U != -0.5))):
+            unit_T = torch.arange(len(chosen_U)).repeat_interleave(length)
+            log_ratio_T, sign_T = (torch.from_numpy(column_U[chosen_U])[unit_T] for column_U in (log_ratio_U, sign_U))
+            columns = LossColumns(
+                advantage_T=sign_T,
+                weight_T=torch.full_like(sign_T, 1 / len(sign_T)),
+                behavior_T=torch.full_like(sign_T, -2),
+                unit_T=unit_T,
+                version_T=torch.full_like(unit_T, 3),
+                trajectory_T=unit_T,
+            )
+            observations = Observations()
+            micro_batch_loss(
+                columns.behavior_T + log_ratio_T,
+                columns,
+                config=config,
+                observations=observations,
+                trust=trust_region(config, columns, calibration=calibration, version=3),
+                before=Before(),
+                version=3,
+            )
+            calibrations.append(calibration.after(observed(observations, aim, version=3, is_updated=True), aim))
+        with_them, without = calibrations
+    (band,), (expected,) = with_them.bands.values(), without.bands.values()
+    assert (band.spread, *band.gains) == pytest.approx((expected.spread, *expected.gains), rel=1e-12)
+    assert max(with_them.widths(Units(np.zeros(1), np.full(1, 20.0)), aim)[1]) < 0.02  # not its bound, .107
 
 
 GROUPS = some_groups([4, 3, 4])
