@@ -191,6 +191,16 @@ def test_every_mistake_has_a_line_of_its_own(file: Path) -> None:
             "or sampled, or mismatch: off",
         ),
         (
+            "loss: {trust: kernel, kernel: {positive: [30, 0.1]}}",
+            "loss.kernel.positive: [30, 0.1] gives weights of up to e^141, beyond float32; bring c1 and c2 "
+            "closer together",
+        ),
+        (
+            "loss: {trust: kernel, kernel: {negative: [1.0e-2, 90]}}",
+            "loss.kernel.negative: [0.01, 90] gives weights of up to e^90, beyond float32; bring c1 and c2 "
+            "closer together",
+        ),
+        (
             "rollout: {top_p: 0.9}",
             "rollout.top_p: 0.9 cuts the support off, so importance ratios would be wrong; train with top_p: 1 and lower "
             "the temperature instead",

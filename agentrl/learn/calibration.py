@@ -158,7 +158,9 @@ def _of_pass(part: Mapping[str, Array], aim: Aim, *, version: int, is_updated: b
     # A rejected unit tells nothing: no width would keep it.
     tells_U = ((units.staleness_U > 0) | is_updated) & (part.get("rejected_U", np.zeros(len(units.length_U))) == 0)
     of_all = (np.log(part["ratio_U"]), *pushed_U)
-    return of_units(Units(*(column_U[tells_U] for column_U in units)), *(column_U[tells_U] for column_U in of_all), aim=aim)
+    return of_units(
+        Units(*(column_U[tells_U] for column_U in units)), *(column_U[tells_U] for column_U in of_all), aim=aim
+    )
 
 
 def of_units(

@@ -1,9 +1,9 @@
 """The loss section of a recipe."""
 
 from math import log
-from typing import Literal, Self
+from typing import Annotated, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, model_validator
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from agentrl.learn.token_weights import Aggregation, RatioUnit
 from agentrl.types import Count
@@ -24,10 +24,15 @@ class CalibratedConfig(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
-    clipped: float = Field(default=0.03, gt=0, lt=0.5)
+    clipped: float = Field(default=0.03, ge=0.001, lt=0.5)
     """Share of the tokens of positive, and of negative, advantage that the range is to clip."""
     by_length: bool = False
     """Units of 1, 2 to 7, 8 to 31, ... tokens have ranges of their own."""
+
+
+_LARGEST_LOG_FACTOR = 80.0
+"""float32 ends at e^88."""
+Exponent = Annotated[float, Field(gt=0, le=1000)]
 
 
 class KernelConfig(BaseModel):
@@ -35,10 +40,21 @@ class KernelConfig(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
-    positive: tuple[PositiveFloat, PositiveFloat] = (2.0, 3.0)
+    positive: tuple[Exponent, Exponent] = (2.0, 3.0)
     """For tokens of positive advantage."""
-    negative: tuple[PositiveFloat, PositiveFloat] = (3.0, 2.0)
+    negative: tuple[Exponent, Exponent] = (3.0, 2.0)
     """For tokens of negative advantage."""
+
+    @model_validator(mode="after")
+    def _check_largest(self) -> Self:
+        for name, (c1, c2) in (("positive", self.positive), ("negative", self.negative)):
+            largest = c1 * (log(c1) - log(c2)) - c1 + c2  # log of the weight at W = c1 / c2, where it is largest
+            if largest >= _LARGEST_LOG_FACTOR:
+                raise ValueError(
+                    f"{name}: [{c1:g}, {c2:g}] gives weights of up to e^{largest:.0f}, beyond float32; bring c1 and c2 "
+                    "closer together"
+                )
+        return self
 
 
 class LossConfig(BaseModel):

@@ -219,7 +219,10 @@ def test_rejected_units_leave_ranges_as_they_would_be_without_them() -> None:
         log_ratio_U[::8] = -0.5
         sign_U = rng.choice([-1.0, 1.0], size=num_units)
         calibrations = []
-        for calibration, chosen_U in ((with_them, np.arange(num_units)), (without, np.flatnonzero(log_ratio_U != -0.5))):
+        for calibration, chosen_U in (
+            (with_them, np.arange(num_units)),
+            (without, np.flatnonzero(log_ratio_U != -0.5)),
+        ):
             unit_T = torch.arange(len(chosen_U)).repeat_interleave(length)
             log_ratio_T, sign_T = (torch.from_numpy(column_U[chosen_U])[unit_T] for column_U in (log_ratio_U, sign_U))
             columns = LossColumns(

@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from agentrl.learn.batch import LossColumns
-from agentrl.learn.calibration import Calibration
-from agentrl.learn.loss_config import LossConfig
+from agentrl.learn.calibration import Aim, Calibration, Units, of_units
+from agentrl.learn.loss_config import CalibratedConfig, KernelConfig, LossConfig
 from agentrl.learn.micro_batch_loss import trust_region
 from agentrl.learn.token_weights import Aggregation, RatioUnit
 from agentrl.learn.trust import Ratios, TrustRegion, fixed, is_rejected, kernel, rejecting, token
@@ -179,6 +179,34 @@ def test_the_kernel_is_one_at_the_sampling_policy_and_largest_at_the_quotient_of
 def test_the_kernel_of_a_unit_that_moved_beyond_float32_is_zero(log_ratio: float) -> None:
     region = kernel(ratios(log_ratio, advantages_T=[-1.0], dtype=torch.float32), positive=POSITIVE, negative=NEGATIVE)
     assert region.factor_T.tolist() == [0.0]
+
+
+def test_no_weight_of_exponents_that_a_recipe_may_have_ends_float32() -> None:
+    for exponents in ((23.4, 0.3), (0.01, 79.0), (1000.0, 1000.0), (1000.0, 655.0)):
+        allowed = KernelConfig(positive=exponents).positive
+        peak = math.log(exponents[0] / exponents[1])
+        for log_weight in (peak, -80.0, 0.0, 80.0):
+            moved = ratios(log_weight, advantages_T=[0.0], dtype=torch.float32)
+            factor = kernel(moved, positive=allowed, negative=NEGATIVE).factor_T
+            assert (0 * factor).tolist() == [0.0]
+    for exponents in ((30.0, 0.1), (1e308, 1e308), (1e-300, 81.0)):
+        with pytest.raises(ValueError, match=r"beyond float32|less than or equal to 1000"):
+            KernelConfig(negative=exponents)
+
+
+@pytest.mark.parametrize("share", [0.001, 0.4999999])
+def test_ranges_of_any_share_that_a_recipe_may_have_are_numbers(share: float) -> None:
+    aim, units = Aim.of(LossConfig(trust="calibrated", calibrated=CalibratedConfig(clipped=share))), 4
+    calibration, length_U, half_U = Calibration(), np.full(units, 10.0), np.full(units, 5.0)
+    for minibatch in range(30):
+        clipped_U = half_U * (minibatch % 2)
+        shown = of_units(
+            Units(np.zeros(units), length_U), np.full(units, 0.01), half_U, half_U, clipped_U, clipped_U, aim=aim
+        )
+        calibration = calibration.after(shown, aim)
+    assert np.isfinite(calibration.widths(Units(np.zeros(units), length_U), aim)).all()
+    with pytest.raises(ValueError, match="greater than or equal to 0.001"):
+        CalibratedConfig(clipped=1e-17)
 
 
 def test_a_rejected_unit_has_no_loss_on_either_side() -> None:
