@@ -145,7 +145,7 @@ def observed(observations: Observations, aim: Aim, *, version: int, is_updated: 
         observations: of the minibatch.
         aim: what the recipe asks.
         version: of the policy that is updated.
-        is_updated: it has been in this step. Else units that it sampled have not moved: their ratios are what the engine rounds.
+        is_updated: it has been in this step. Else units that it sampled have not moved: their ratios are rounding.
     """
     return joined(_of_pass(part, aim, version=version, is_updated=is_updated) for part in observations.passes())
 

@@ -205,7 +205,7 @@ def test_ranges_of_any_share_that_a_recipe_may_have_are_numbers(share: float) ->
         )
         calibration = calibration.after(shown, aim)
     assert np.isfinite(calibration.widths(Units(np.zeros(units), length_U), aim)).all()
-    with pytest.raises(ValueError, match="greater than or equal to 0.001"):
+    with pytest.raises(ValueError, match=r"greater than or equal to 0\.001"):
         CalibratedConfig(clipped=1e-17)
 
 
