@@ -43,9 +43,8 @@ from accelerate import Accelerator
 from agentrl.config import Recipe, load_recipe
 from agentrl.credit import Credit
 from agentrl.distributed.checkpoints import checkpoints
-from agentrl.learn.learner import CreditedMinibatch, Gradient, Learner, TrainingPass
+from agentrl.learn.learner import CreditedMinibatch, Gradient, Learner
 from agentrl.learn.loss_config import LossConfig
-from agentrl.learn.micro_batch_loss import Before
 from agentrl.learn.minibatches import Minibatch, draw_minibatches
 from agentrl.learn.policy_state import PolicyState
 from agentrl.learn.train_config import TrainConfig
