@@ -89,9 +89,8 @@ def kernel(ratios: Ratios, *, positive: tuple[float, float], negative: tuple[flo
     sums_U = torch.zeros(len(ratios.ratio_U), dtype=torch.float64, device=ratios.ratio_U.device)
     sums_U.index_add_(0, ratios.unit_T, ratios.log_ratio_T.double())
     log_weight_T = sums_U.clamp(-_LARGEST_LOG_WEIGHT, _LARGEST_LOG_WEIGHT)[ratios.unit_T]
-    powers_T, rates_T = (
-        torch.where(ratios.advantages_T < 0, below, above) for above, below in zip(positive, negative, strict=True)
-    )
+    exponents = torch.tensor([positive, negative], dtype=torch.float64, device=sums_U.device)
+    powers_T, rates_T = exponents[(ratios.advantages_T < 0).long()].unbind(1)
     factor_T = (powers_T * log_weight_T + rates_T * (1 - log_weight_T.exp())).exp()
     return Region(factor_T.to(ratios.ratio_U.dtype), torch.zeros_like(ratios.unit_T, dtype=torch.bool))
 
