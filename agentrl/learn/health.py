@@ -67,7 +67,9 @@ def first_told(found: Mapping[Sign, str], rows: Sequence[Row]) -> dict[Sign, str
 
 
 def _collapse(rows: Sequence[Row]) -> str | None:
-    rows = [row for row in rows if row.keys() >= _OF_REWARDS]  # a file may have lost some
+    stage = _stage(rows[-1])  # a harder one earns less; steps in which two are mixed are compared with nothing
+    # A file may have lost some.
+    rows = [row for row in rows if row.keys() >= _OF_REWARDS and _stage(row) == stage]
     if len(rows) <= _STEPS:
         return None
     levels = {"reward": [(row["reward/mean"], row["reward/spread"]) for row in rows]}
@@ -93,6 +95,10 @@ def _collapse(rows: Sequence[Row]) -> str | None:
             "not rise"
         )
     return None
+
+
+def _stage(row: Row) -> float:
+    return row.get("episode/stage", 0.0)  # not written before the first entry of `env.schedule`
 
 
 def _fall(levels: Sequence[tuple[float, float]]) -> tuple[float, float] | None:

@@ -107,6 +107,18 @@ def test_a_collapse_at_the_first_update_is_told() -> None:
     assert told([row(0.25), *[row(0.0)] * 12]) == [(5, "collapse")]
 
 
+def test_a_harder_stage_is_no_collapse_and_a_collapse_within_it_is() -> None:
+    def played(success: Sequence[float], **stage: float) -> list[dict[str, float]]:
+        return [row(share, **stage) | {"episode/success": share} for share in success]
+
+    easy = played([0.5 + 0.04 * step for step in range(12)])
+    mixed = played([0.5], episode__stage=0.6)  # `mode: async`: groups of both stages
+    hard = played([0.02, 0.02, 0.02, 0.02, 0.04, 0.3, 0.5, 0.4, 0.6, 0.5], episode__stage=1.0)
+    assert told(easy + mixed + hard) == []
+    assert told(easy + mixed + hard + played([0.0] * 4, episode__stage=1.0)) == [(26, "collapse")]
+    assert told(easy + played([0.02] * 4)) == [(15, "collapse")]
+
+
 def test_entropy_that_vanishes_without_a_gain_is_a_collapse() -> None:
     falling = [row(0.2, entropy=0.2)] * 4 + [row(0.2, entropy=0.01)] * 4
     assert told(falling) == [(8, "collapse")]
