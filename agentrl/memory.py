@@ -44,6 +44,8 @@ class ProcessMemory:
     """Tokens whose keys and values a vLLM has room for. None: there is none here."""
     at_start: int = 0
     """Bytes of the whole model before its weights are shared out."""
+    kept_versions: int = 0
+    """Bytes in the host's memory: trained weights of earlier versions (`loss.anchor: sampled`)."""
 
     @property
     def total(self) -> int:
@@ -175,12 +177,14 @@ def _trainer(recipe: Recipe, sizes: Sizes, num_processes: int, memory: int) -> P
     uses |= _engine(recipe, sizes, num_processes, memory)
     cached = _cached_tokens(recipe, sizes, uses["vLLM"]) if "vLLM" in uses else None
     uses = {name: size for name, size in uses.items() if size}
+    num_kept = recipe.loss.kept_versions if recipe.loss.anchor == "sampled" else 0
     return ProcessMemory(
         name="training",
         count=num_processes,
         uses=uses,
         cached_tokens=cached,
         at_start=0 if is_in_parts or not is_sharded else _SINGLE * counted.total,
+        kept_versions=num_kept * _SINGLE * counted.trained // shards,
     )
 
 

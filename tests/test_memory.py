@@ -13,6 +13,7 @@ from transformers import Qwen3Config, Qwen3MoeConfig
 
 from agentrl.config import load_recipe
 from agentrl.errors import ConfigError
+from agentrl.learn.kept_versions import KeptVersions
 from agentrl.memory import GB, model_sizes, plan_memory, remedies
 from agentrl.policy.layout import hidden_states, lay_out
 from agentrl.policy.lora import LoraSettings, add_lora
@@ -172,6 +173,39 @@ def test_a_plan_says_that_episodes_with_rewritten_history_may_take_more(tmp_path
     assert words in told("--rollout.history.turns", "2", "--rollout.max_turns", "3")
     assert "all its contexts" not in told("--rollout.history.turns", "2", "--rollout.max_turns", "2")
     assert "all its contexts" not in told("--rollout.max_turns", "3")
+
+
+@pytest.mark.parametrize("lora", [None, LoraSettings(rank=2, target_modules=("q_proj",))])
+def test_kept_versions_are_counted_in_the_hosts_memory(lora: LoraSettings | None, tmp_path: Path) -> None:
+    model = tiny_model("Qwen3", vocab_size=97)
+    model.config.save_pretrained(tmp_path)
+    if lora is not None:
+        add_lora(model, lora)
+    kept = KeptVersions(model.parameters(), most=3)
+    for version in range(4):
+        kept.keep(version)
+    held = sum(tensor.nbytes for weights in kept._weights.values() for tensor in weights)
+    plain = ["--model.name_or_path", str(tmp_path)]
+    if lora is not None:
+        plain += ["--model.lora", lora.model_dump_json()]
+    options = [*plain, "--loss.anchor", "sampled", "--loss.kept_versions", "3"]
+
+    def counted(*options: str, gpus: int = 1) -> int:
+        return plan_memory(load_recipe(None, options), gpus=gpus, memory=0)[0].kept_versions
+
+    assert counted(*options) == counted(*options, gpus=4) == held > 0
+    assert counted(*options, "--train.sharding", "full", gpus=4) == held // 4
+    assert counted(*plain) == 0
+
+
+def test_a_plan_says_what_kept_versions_take(tmp_path: Path) -> None:
+    model = ["--model.name_or_path", str(folder_of("0.6B", tmp_path))]
+    command = Command(
+        "plan", EXAMPLES / "qwen3-0.6b.yaml", *model, "--loss.anchor", "sampled", "--loss.kept_versions", "1000"
+    )
+    command.wait()
+    # 596,049,920 weights of 4 bytes.
+    assert "kept_versions: 1000 take 2384.20 GB of the host's memory for each" in " ".join(command.out.split())
 
 
 def test_a_model_is_counted_once_for_all_plans_of_it(tmp_path: Path) -> None:

@@ -41,6 +41,11 @@ def _plan(options: argparse.Namespace, rest: list[str]) -> None:
             console.print(
                 f"Before its weights are shared out, each holds the whole model: {process.at_start / GB:.2f} GB."
             )
+        if process.kept_versions:
+            console.print(
+                f"loss.kept_versions: {recipe.loss.kept_versions} take {process.kept_versions / GB:.2f} GB of the host's "
+                "memory for each."
+            )
         if process.cached_tokens is not None:
             console.print(f"vLLM has room for keys and values of {process.cached_tokens:,} tokens.")
         console.print()

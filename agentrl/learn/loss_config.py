@@ -137,6 +137,17 @@ class LossConfig(BaseModel):
         return self
 
     @model_validator(mode="after")
+    def _check_unused(self) -> Self:
+        for name, is_used, users in (
+            ("kept_versions", self.anchor == "sampled", "anchor: sampled"),
+            ("mismatch_limit", self.mismatch != "off", "mismatch: truncate or mask"),
+        ):
+            value = getattr(self, name)
+            if not is_used and value != type(self).model_fields[name].default:  # a run's recipe has all defaults
+                raise ValueError(f"{name}: {value:g} is only used by {users}; remove it, or set that")
+        return self
+
+    @model_validator(mode="after")
     def _check_replay(self) -> Self:
         if self.routing_replay and self.anchor == "behavior":
             raise ValueError(
@@ -165,9 +176,19 @@ class LossConfig(BaseModel):
         }
         return f"one for each {self.unit}, {ends[self.trust]}"
 
-    def warnings(self) -> list[str]:
-        """List what is allowed but is likely a mistake: a clip bound that reaches another unit's default."""
+    def warnings(self, *, staleness_bound: int = 0) -> list[str]:
+        """List what is allowed but likely a mistake: too few kept versions, a clip bound that reaches another unit's default.
+
+        Args:
+            staleness_bound: policy versions that a token may be behind.
+        """
         found = []
+        if self.anchor == "sampled" and staleness_bound >= self.kept_versions:
+            found.append(
+                f"loss.kept_versions: {self.kept_versions} is too few for rollout.max_staleness: {staleness_bound}: older "
+                "tokens are compared with the engine's log-probabilities, noise included; set it to "
+                f"{staleness_bound + 1}, or lower max_staleness"
+            )
         for side, name, value in ((0, "clip_low", self.clip_low), (1, "clip_high", self.clip_high)):
             if value is None:
                 continue

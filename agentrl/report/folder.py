@@ -84,6 +84,8 @@ class RunFolder:
         """Hashes of the evaluation tasks."""
         self.sources = path / "sources.json"
         """Hashes of the files of code that its recipe named as it began."""
+        self.going_back = path / "going_back.json"
+        """There while the run goes back to before a collapse (`train.on_collapse: rewind`)."""
         self.trackers = path / "trackers.json"
         """By what each tracker finds the run again."""
         self._metrics = path / "metrics.jsonl"

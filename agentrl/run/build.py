@@ -165,7 +165,14 @@ def _build(
     )
     evaluation_envs = others or (own_env(pool, has_tools=bool(description.tools)),)
     few = [each.tasks.words_if_fewer(recipe.evaluation.num_tasks) for each in evaluation_envs]
-    warnings = [*recipe.loss.warnings(), *limits, lack, *few, *describe(renderer).notes, layout]
+    warnings = [
+        *recipe.loss.warnings(staleness_bound=recipe.rollout.staleness_bound),
+        *limits,
+        lack,
+        *few,
+        *describe(renderer).notes,
+        layout,
+    ]
     return Parts(
         recipe=recipe,
         warnings=tuple(filter(None, warnings)),

@@ -1,13 +1,25 @@
 """Back to before a policy collapsed: `train.on_collapse: rewind`."""
 
-import shutil
+from pydantic import BaseModel, ConfigDict, TypeAdapter
 
 from agentrl.config import Recipe
 from agentrl.distributed.checkpoints import by_step
 from agentrl.distributed.processes import barrier, from_rank_zero, is_main
 from agentrl.errors import TrainingError
+from agentrl.files import read_json, rename, write_whole
 from agentrl.learn.health import COLLAPSED_STEPS
 from agentrl.report.folder import RunFolder, Told
+
+
+class _Note(BaseModel):
+    """What a run goes back to: in its folder until it has."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    step: int
+    learning_rate: float
+    """From then on. Once the run's recipe has it, the run has gone back, whatever is left to be dropped."""
+    words: str
 
 
 class CollapsedError(TrainingError):
@@ -22,7 +34,8 @@ class CollapsedError(TrainingError):
 def go_back(recipe: Recipe, folder: RunFolder, collapsed: CollapsedError) -> tuple[Recipe, str]:
     """Drop the checkpoints since a policy began to collapse; return the recipe to resume with, and what to tell.
 
-    That has half the learning rate, and ends the run at the next collapse. Called on every process.
+    That has half the learning rate, and ends the run at the next collapse. Called on every process. A run that is killed
+    meanwhile goes back when it is resumed: its recipe says so already (`finish_going_back`), or its policy collapses again.
 
     Raises:
         TrainingError: where no earlier checkpoint is left.
@@ -37,12 +50,34 @@ def go_back(recipe: Recipe, folder: RunFolder, collapsed: CollapsedError) -> tup
         )
     rate = recipe.train.learning_rate / 2
     words = f"{collapsed}. The run goes back to step {good[-1]}, with half the learning rate, {rate:g}"
-    if is_main():
-        for step, path in by_step(folder.checkpoints).items():
-            if step > good[-1]:
-                shutil.rmtree(path)
-        folder.keep_begun_config()
-        folder.add_warning(Told(step=good[-1], name="rewind", words=words))
-    barrier()
     changed = {"learning_rate": rate, "on_collapse": "stop"}
+    if is_main():
+        write_whole(folder.going_back, _Note(step=good[-1], learning_rate=rate, words=words).model_dump_json())
+        folder.keep_begun_config()
+        config = folder.config()
+        folder.write_config({**config, "train": {**config["train"], **changed}})
+        finish_going_back(folder)
+    barrier()
     return recipe.model_copy(update={"train": recipe.train.model_copy(update=changed)}), words
+
+
+def finish_going_back(folder: RunFolder) -> None:
+    """Drop what a run leaves behind that goes back, where its recipe says that it does: also after a kill in between.
+
+    Raises:
+        ConfigError: where a file of the folder is damaged.
+    """
+    if not folder.going_back.is_file():
+        return
+    note = read_json(
+        folder.going_back, TypeAdapter(_Note), fix="delete it, and checkpoints of the policy that collapsed"
+    )
+    if folder.config()["train"]["learning_rate"] == note.learning_rate:
+        for step, path in by_step(folder.checkpoints).items():
+            if step > note.step:
+                rename(path, path.with_name(f".{path.name}.partial"))  # none is there in part
+        folder.rewind(note.step)
+        told = Told(step=note.step, name="rewind", words=note.words)
+        if told not in folder.warnings():
+            folder.add_warning(told)
+    folder.going_back.unlink()

@@ -21,6 +21,7 @@ from agentrl.run.evaluate import evaluation_metrics
 from agentrl.run.models import make_demonstrations
 from agentrl.run.record import OnProgress, RunRecord
 from agentrl.run.resume import resume, save
+from agentrl.run.rewind import finish_going_back
 from agentrl.run.same_tasks import check_hashes, keep_hashes
 from agentrl.run.stages import naming_stage
 
@@ -59,6 +60,8 @@ def begin_or_resume(parts: Parts, folder: RunFolder | None, on_progress: OnProgr
         if folder is not None and is_main():
             stack.enter_context(folder.lock())
             _check_folder(folder, is_resumed=is_resumed)
+            finish_going_back(folder)
+        barrier()  # all resume from the newest checkpoint that is left
         finished_steps, prepared = 0, None
         if folder is not None and is_resumed:
             check_hashes(parts.pool.tasks, folder)

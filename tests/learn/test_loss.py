@@ -631,12 +631,28 @@ def test_both_bounds_of_another_unit_get_a_warning_each() -> None:
         ({"kl_coefficient": -1}, "kl_coefficient\n.*greater than or equal to 0"),
         ({"unit": "sequence"}, "unit\n.*'trajectory', 'turn', 'version' or 'token'"),
         ({"anchor": "old"}, "anchor\n.*'behavior', 'recomputed' or 'sampled'"),
+        ({"kept_versions": 8}, "kept_versions: 8 is only used by anchor: sampled; remove it"),
+        ({"anchor": "recomputed", "kept_versions": 8}, "kept_versions: 8 is only used by anchor: sampled"),
+        ({"anchor": "recomputed", "mismatch_limit": 3}, "mismatch_limit: 3 is only used by mismatch: truncate or mask"),
         ({"temperature": 1.0}, "temperature\n.*not permitted"),
     ],
 )
 def test_contradictions_and_unknown_fields_are_errors(fields: dict[str, object], message: str) -> None:
     with pytest.raises(ValidationError, match=message):
         LossConfig.model_validate(fields)
+
+
+def test_the_defaults_of_unused_fields_may_be_written_out() -> None:
+    for config in (LossConfig(), LossConfig(anchor="sampled", kept_versions=8)):
+        assert LossConfig.model_validate(config.model_dump()) == config
+
+
+def test_fewer_kept_versions_than_tokens_are_old_are_told() -> None:
+    config = LossConfig(anchor="sampled")  # of the present version and three before it
+    assert config.warnings(staleness_bound=3) == LossConfig().warnings(staleness_bound=9) == []
+    (words,) = config.warnings(staleness_bound=4)
+    assert words.startswith("loss.kept_versions: 4 is too few for rollout.max_staleness: 4: older tokens")
+    assert "set it to 5" in words
 
 
 def test_a_constant_length_goes_with_its_aggregation() -> None:
