@@ -220,7 +220,7 @@ def test_the_recipe_says_what_becomes_of_tokens_that_are_too_old(rule: str, runs
     assert metrics["staleness/too_old"] == pytest.approx(np.mean(np.array(trained) < oldest))
     if rule == "mask":
         assert kept.tolist() == [version >= oldest for version in trained]
-        assert metrics["staleness/max"] <= 1
+        assert metrics.get("staleness/max", 0) <= 1  # not told where no token is left
     else:
         assert kept.all()
         assert metrics["staleness/max"] > 1
