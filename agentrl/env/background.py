@@ -18,6 +18,8 @@ log = logging.getLogger(__name__)
 
 _GRACE_S = 2.0
 """How long a cancelled coroutine may take to give way, in seconds."""
+_LAST_WORK_S = 5.0
+"""How long the end of the process waits for coroutines that it has cancelled, in seconds."""
 _MAX_BLOCKED = 8
 """Loops that are blocked at the same time, beyond which coroutines fail their episodes."""
 
@@ -33,12 +35,13 @@ class _Loop:
         self._loop = asyncio.new_event_loop()
         self._has_ended = False
         self._waiting: set[concurrent.futures.Future[Any]] = set()
+        self._tasks: set[asyncio.Task[Any]] = set()
         self.is_abandoned = False
         self.thread = threading.Thread(target=self._run, name="agentrl-tools", daemon=True)
         self.thread.start()
 
     def submit(self, coroutine: Coroutine[Any, Any, Any]) -> "concurrent.futures.Future[Any]":
-        future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+        future = asyncio.run_coroutine_threadsafe(self._as_task(coroutine), self._loop)
         self._waiting.add(future)
         future.add_done_callback(self._waiting.discard)
         return future
@@ -54,7 +57,7 @@ class _Loop:
         self.is_abandoned = True
         for future in list(self._waiting):
             future.cancel()
-        self._loop.call_soon_threadsafe(self._end)
+        self._loop.call_soon_threadsafe(lambda: self._tasks.add(self._loop.create_task(self._end(set(self._tasks)))))
 
     def where(self) -> str:
         """Return the line that the loop's thread is at."""
@@ -70,7 +73,17 @@ class _Loop:
                 ):  # of a task that a coroutine began: whoever awaits it hears of it
                     runner.get_loop().run_forever()
 
-    def _end(self) -> None:
+    async def _as_task(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
+        task = asyncio.current_task()
+        assert task is not None
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return await coroutine
+
+    async def _end(self, tasks: set[asyncio.Task[Any]]) -> None:
+        """Stop once those that were cancelled have given way: then the runner cancels what they themselves wait for."""
+        if tasks:
+            await asyncio.wait(tasks, timeout=_GRACE_S)
         self._has_ended = True
         self._loop.stop()
 
@@ -118,7 +131,7 @@ class _Shared:
             loop, self._current = self._current, None
         if loop is not None:
             loop.abandon()
-            loop.thread.join(_GRACE_S)
+            loop.thread.join(_LAST_WORK_S)
 
 
 _shared = _Shared()

@@ -116,10 +116,25 @@ def test_children_die_on_cancellation(tmp_path: Path) -> None:
     assert wait_until_dead(int((tmp_path / "pid").read_text()))
 
 
+SLOW_START = """
+import asyncio, asyncio.base_subprocess
+transport = asyncio.base_subprocess.BaseSubprocessTransport
+connect = transport._connect_pipes
+
+async def later(*args):
+    await asyncio.sleep(0.3)
+    await connect(*args)
+
+transport._connect_pipes = later
+"""
+
+
 @linux_only
-def test_children_die_with_the_process_that_waits_for_them(tmp_path: Path) -> None:
+@pytest.mark.parametrize("before", ["", SLOW_START], ids=["", "that is starting them"])
+def test_children_die_with_the_process_that_waits_for_them(tmp_path: Path, before: str) -> None:
     file = tmp_path / "pid"
     script = f"""
+{before}
 import contextlib, threading, time
 from pathlib import Path
 from agentrl.env import run_command

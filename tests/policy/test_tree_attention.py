@@ -264,6 +264,13 @@ def test_flex_blocks_hold_every_visible_pair_and_whole_blocks_hold_no_other(
         assert torch.equal(found_some | found_all, expected_some)
 
 
+@pytest.fixture
+def compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch compiles, whatever vLLM has set in this process."""
+    monkeypatch.delenv("TORCHDYNAMO_DISABLE", raising=False)
+
+
+@pytest.mark.usefixtures("compiler")
 @pytest.mark.skipif(shutil.which("g++") is None, reason="torch compiles with g++")
 def test_compiled_flex_attention_is_attention_along_the_tree() -> None:
     """On a CPU torch compiles the forward pass alone; it reads the lists of blocks, as a GPU does."""
@@ -276,7 +283,7 @@ def test_compiled_flex_attention_is_attention_along_the_tree() -> None:
 
 
 @pytest.fixture
-def compiled(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
+def compiled(compiler: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
     """What torch has compiled, which runs as it is: no compiler takes its time."""
     from torch._dynamo import reset
 
