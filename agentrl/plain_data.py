@@ -97,9 +97,9 @@ def words_of(error: BaseException) -> str:
     """Return the type and the words of an exception, whatever its `__str__` does, fit for a terminal and a file."""
     try:
         words = str(error)
-    except Exception as failure:  # noqa: BLE001 - it says nothing, and that is all there is to say
+    except BaseException as failure:  # noqa: BLE001 - it says nothing, and that is all there is to say
         words = f"(its __str__ raised {type(failure).__name__})"
-    return f"{type(error).__name__}: {printable(words)}" if words else type(error).__name__
+    return printable(f"{type(error).__name__}: {words}" if words else type(error).__name__)
 
 
 def line_of(error: BaseException) -> str:

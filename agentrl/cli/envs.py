@@ -147,6 +147,7 @@ def _replay(options: argparse.Namespace, _: list[str]) -> None:
 @contextmanager
 def _telling(env: "Env") -> Iterator[Console]:
     """Close an environment in the end; where it raises, print the traceback and exit with 1."""
+    from agentrl.env import close_env
     from agentrl.plain_data import words_of
     from agentrl.rollout.fault import fault_of
 
@@ -159,4 +160,4 @@ def _telling(env: "Env") -> Iterator[Console]:
             raise
         sys.exit(1)
     finally:
-        env.close()
+        close_env(env)

@@ -3,7 +3,7 @@
 from agentrl.env.command import run_command
 from agentrl.env.describe import EnvDescription, describe
 from agentrl.env.make import make_env
-from agentrl.env.message_env import MAX_REWARD, MessageEnv, as_message, ask_oracle, base_env
+from agentrl.env.message_env import MAX_REWARD, MessageEnv, as_message, ask_oracle, base_env, close_env
 from agentrl.env.sandbox import ExecResult, Language, Sandbox, SandboxConfig, sandbox_config
 from agentrl.env.spaces import ActionSpace, MessagesSpace
 from agentrl.env.task_env import TaskEnv
@@ -27,6 +27,7 @@ __all__ = [
     "as_message",
     "ask_oracle",
     "base_env",
+    "close_env",
     "describe",
     "make_env",
     "run_command",

@@ -10,6 +10,9 @@ from agentrl.errors import EnvironmentFailure
 from agentrl.plain_data import PlainDataError, abbreviated
 from agentrl.types import Need, NumTasks, Split, TaskHashes
 
+MAX_TASKS = 10**8
+"""Tasks of a split: each epoch has an order of its own, of eight bytes a task."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EnvDescription:
@@ -60,6 +63,11 @@ def _num_tasks(env: MessageEnv, split: Split) -> int | None:
         number = -1 if isinstance(given, bool) else operator.index(given)
     except TypeError:
         number = -1
+    if number > MAX_TASKS:
+        raise EnvironmentFailure(
+            f"environment {type(env).__name__}: num_tasks({split!r}) returned {abbreviated(given)}; an order is kept of up to "
+            f"{MAX_TASKS:,} tasks: return None, and let tasks follow from the seed"
+        )
     if number < 0:
         raise EnvironmentFailure(
             f"environment {type(env).__name__}: num_tasks({split!r}) returned {abbreviated(given)}; return the number of "

@@ -4,6 +4,7 @@ import copy
 import json
 import math
 import re
+from collections.abc import Callable
 from typing import Any, ClassVar, Self
 
 import gymnasium as gym
@@ -27,6 +28,16 @@ def base_env(env: gym.Env[tuple[Message, ...], str | Message]) -> "MessageEnv":
     if not isinstance(base, MessageEnv):
         raise TypeError(f"expected a MessageEnv, got {type(base).__name__}")
     return base
+
+
+def close_env(env: gym.Env[tuple[Message, ...], str | Message]) -> None:
+    """Close an environment; a coroutine is run.
+
+    Raises:
+        EnvironmentFailure: when a coroutine does not end within `coroutine_timeout_s`.
+    """
+    close: Callable[[], object] = env.close
+    awaited(close(), "close()", timeout_s=base_env(env).coroutine_timeout_s)
 
 
 def as_message(action: str | Message) -> Message:

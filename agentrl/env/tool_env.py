@@ -2,13 +2,14 @@
 
 from abc import abstractmethod
 from collections.abc import Awaitable, Callable, Sequence
+from itertools import islice
 from typing import Any, ClassVar, TypeAlias
 
 from agentrl.env.background import BlockedLoopError, awaited, run_in_background
 from agentrl.env.message_env import MessageEnv, as_message, as_number
 from agentrl.env.tools import ToolCallError, ToolSpec, tool_specs
 from agentrl.errors import EnvironmentFailure
-from agentrl.plain_data import abbreviated, words_of
+from agentrl.plain_data import MAX_VALUES, abbreviated, words_of
 from agentrl.types import Message
 
 Said: TypeAlias = str | Sequence[Message] | None
@@ -170,7 +171,9 @@ class ToolEnv(MessageEnv):
 def _messages(said: Said) -> tuple[Message, ...]:
     if said is None:
         return ()
-    return ({"role": "user", "content": said},) if isinstance(said, str) else tuple(said)
+    if isinstance(said, str):
+        return ({"role": "user", "content": said},)
+    return tuple(islice(said, MAX_VALUES))  # what has no end is refused by its size
 
 
 def _bounded(text: str, limit: int) -> str:

@@ -79,6 +79,9 @@ def tool_schemas(tools: object) -> list[dict[str, Any]]:
             raise PlainDataError(
                 f"{place}: parameters is {abbreviated(parameters)}; give a JSON schema of type 'object'"
             )
+        required = parameters.get("required", [])
+        if not (isinstance(required, list) and all(isinstance(name, str) for name in required)):
+            raise PlainDataError(f"{place}: required is {abbreviated(required)}; give a list of names")
         properties = parameters.get("properties", {})
         if not isinstance(properties, dict):
             raise PlainDataError(f"{place}: properties is {abbreviated(properties)}; map names to JSON schemas")

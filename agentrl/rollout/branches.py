@@ -6,6 +6,7 @@ from functools import partial
 from itertools import product
 
 from agentrl.chat import Dialogue
+from agentrl.env import close_env
 from agentrl.errors import EngineError, EnvError
 from agentrl.rollout.conversation import End
 from agentrl.rollout.env_calls import Env, copy_env
@@ -58,7 +59,7 @@ class Branches:
     def close(self) -> None:
         """Close the copies, when there is time."""
         for env, _ in self._forks.values():
-            self._driver.thread.call_unattended(env.close)
+            self._driver.thread.call_unattended(partial(close_env, env))
 
     async def _play_one(self, env: Env, dialogue: Dialogue, number: int, count: int) -> Trajectory:
         """Play one rollout from before a turn, with chance of its own."""

@@ -6,12 +6,12 @@ from functools import partial
 import numpy as np
 
 from agentrl.chat import Dialogue, HistoryConfig, Renderer, TurnTokens
-from agentrl.env import ask_oracle, base_env
+from agentrl.env import ask_oracle, base_env, close_env
 from agentrl.errors import ConfigError, EnvError, EnvironmentFailure, UserError
 from agentrl.rollout.config import RolloutConfig
 from agentrl.rollout.env_calls import Env, MakeEnv, construct, reset, step
 from agentrl.rollout.env_thread import EnvThread
-from agentrl.rollout.fault import raised_words
+from agentrl.rollout.fault import RaisedError
 from agentrl.rollout.seeds import derive_seed
 from agentrl.rollout.tasks import EnvTask, Tasks
 
@@ -35,7 +35,7 @@ def demonstrate(
     try:
         return _play(env, renderer, task, skill=skill, max_turns=max_turns, view=view)
     finally:
-        env.close()
+        close_env(env)
 
 
 def _play(
@@ -72,7 +72,7 @@ async def oracle_ends(make_env: MakeEnv, *, max_turns: int, timeout_s: float, ta
             replies = (step(env, base, ask_oracle(base, rng=rng)) for _ in range(max_turns))
             return any(reply.terminated or reply.truncated for reply in replies)
         finally:
-            env.close()
+            close_env(env)
 
     tasks = replace(tasks, seed=derive_seed(tasks.seed, "oracle"))
     with EnvThread() as thread:
@@ -80,12 +80,12 @@ async def oracle_ends(make_env: MakeEnv, *, max_turns: int, timeout_s: float, ta
             for task in map(tasks.train, range(_ORACLE_TASKS)):
                 if await thread.call(partial(ends, task), timeout_s=timeout_s * (max_turns + 2)):
                     return True
-        except NotImplementedError:
-            return None
-        except Exception as error:
-            words = " did not return" if thread.is_lost else _words(error)
-            where = f"an episode with the environment's oracle(), task seed {task.seed}"
-            raise EnvironmentFailure(f"{where}{words}") from error
+        except TimeoutError as error:
+            raise EnvironmentFailure(f"{_where(task)} did not return") from error
+        except RaisedError as error:
+            if isinstance(error.raised, NotImplementedError):
+                return None
+            raise EnvironmentFailure(f"{_where(task)}{_words(error)}") from error
     return False
 
 
@@ -103,6 +103,7 @@ async def demonstrations(
     tasks = replace(tasks, seed=derive_seed(tasks.seed, "demonstrations"))
     max_turns = config.max_turns
     limit_s = config.env_timeout_s * (max_turns + 2)
+    what = "a demonstration with the environment's oracle()"
     played = []
     with EnvThread() as thread:
         try:
@@ -112,19 +113,23 @@ async def demonstrations(
                     demonstrate, make_env, renderer, task=task, skill=skill, max_turns=max_turns, view=config.history
                 )
                 played.append(await thread.call(play, timeout_s=limit_s))
-        except UserError:
-            raise
-        except NotImplementedError as error:
-            raise ConfigError(f"env.id: {error}") from error
-        except Exception as error:
-            if thread.is_lost:
-                words = f" did not end within {limit_s:g} s (rollout.env_timeout_s for each of its calls)"
-            else:
-                words = _words(error)
-            raise EnvironmentFailure(f"a demonstration with the environment's oracle(){words}") from error
+        except TimeoutError as error:
+            raise EnvironmentFailure(
+                f"{what} did not end within {limit_s:g} s (rollout.env_timeout_s for each of its calls)"
+            ) from error
+        except RaisedError as error:
+            if isinstance(error.raised, UserError):
+                raise error.raised from None
+            if isinstance(error.raised, NotImplementedError):
+                raise ConfigError(f"env.id: {error.line}") from error
+            raise EnvironmentFailure(f"{what}{_words(error)}") from error
     return played
 
 
-def _words(error: Exception) -> str:
+def _where(task: EnvTask) -> str:
+    return f"an episode with the environment's oracle(), task seed {task.seed}"
+
+
+def _words(error: RaisedError) -> str:
     """Say what an episode ended in, after its name."""
-    return f": {error}" if isinstance(error, EnvError) else f" raised {raised_words(error)}"
+    return f": {error.raised}" if isinstance(error.raised, EnvError) else f" raised {error.line}"

@@ -4,7 +4,7 @@ import base64
 import copy
 import pickle
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import gymnasium as gym
 import numpy as np
@@ -86,9 +86,15 @@ def reset(env: Env, base: MessageEnv, task: EnvTask, *, rollout_index: int) -> E
 
 
 def restore(snapshot: str) -> Env:
-    """Return the environment of a moment's snapshot."""
-    env: Env = pickle.loads(base64.b64decode(snapshot))
-    return env
+    """Return the environment of a moment's snapshot.
+
+    Raises:
+        EnvError: where unpickling gives none.
+    """
+    env: object = pickle.loads(base64.b64decode(snapshot))
+    if not isinstance(env, gym.Env):
+        raise EnvError(f"its snapshot is restored as {abbreviated(env)}; let pickling keep the environment")
+    return cast("Env", env)
 
 
 def check_restored(base: MessageEnv, recorded: EnvReply) -> EnvReply:

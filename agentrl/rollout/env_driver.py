@@ -8,13 +8,13 @@ from functools import partial
 from typing import Any
 
 from agentrl.chat import Dialogue
-from agentrl.env import MessageEnv, base_env
+from agentrl.env import base_env, close_env
 from agentrl.errors import AgentRLError, EnvError
 from agentrl.plain_data import is_number, line_of
 from agentrl.rollout.conversation import Conversation, End, Outcome
 from agentrl.rollout.env_calls import Env, EnvReply, MakeEnv, construct, env_id, step
-from agentrl.rollout.env_thread import EnvThread, NoThreadError
-from agentrl.rollout.fault import fault_of, raised_words
+from agentrl.rollout.env_thread import EnvThread
+from agentrl.rollout.fault import RaisedError, fault_of
 from agentrl.rollout.replay import ReplayError
 from agentrl.types import Message, StopReason, Trajectory
 
@@ -55,7 +55,7 @@ class EnvDriver:
             try:
                 names.append(env_id(env))
             except BaseException:
-                env.close()
+                close_env(env)
                 raise
             return env
 
@@ -74,7 +74,7 @@ class EnvDriver:
             EnvError: when the environment fails.
             EngineError: when the engine does.
         """
-        talk, base = self.conversation, base_env(env)
+        talk = self.conversation
         try:
             while talk.end is None:
                 if before_action is not None:
@@ -82,7 +82,7 @@ class EnvDriver:
                 if (message := await talk.act()) is None:
                     return
                 # Rendered on the environment's thread, beside the event loop, where other episodes continue.
-                reply, following = await self.call("step()", partial(self._step, env, base, message))
+                reply, following = await self.call("step()", partial(self._step, env, message))
                 self.info = reply.info
                 outcome = Outcome(
                     reward=reply.reward,
@@ -96,8 +96,8 @@ class EnvDriver:
             advice = "make it depend on its seed and the actions alone, or set can_snapshot"
             raise EnvError(f"environment {self.name}: {error}; {advice}") from error
 
-    def _step(self, env: Env, base: MessageEnv, message: Message) -> tuple[EnvReply, Dialogue | End]:
-        reply = step(env, base, message)
+    def _step(self, env: Env, message: Message) -> tuple[EnvReply, Dialogue | End]:
+        reply = step(env, base_env(env), message)
         if reply.terminated or reply.truncated:
             return reply, End(reason=StopReason.TERMINATED, truncated=not reply.terminated)
         return reply, self.rendered(partial(self.conversation.after, reply.messages))
@@ -117,14 +117,17 @@ class EnvDriver:
         where = f"environment {self.name}: {what}" if self.name else f"environment: {what}"
         try:
             return await self.thread.call(function, timeout_s=timeout_s)
-        except (EnvError, NoThreadError, asyncio.CancelledError):
-            raise
-        except Exception as error:
-            if self.thread.is_lost:
-                raise EnvError(f"{where} did not return within rollout.env_timeout_s: {timeout_s:g} s") from error
-            raise EnvError(f"{where} raised {raised_words(error)}") from error
+        except TimeoutError as error:
+            raise EnvError(f"{where} did not return within rollout.env_timeout_s: {timeout_s:g} s") from error
+        except RaisedError as error:
+            words = str(error.raised) if isinstance(error.raised, EnvError) else f"{where} raised {error.line}"
+            raise EnvError(words) from error
         finally:
             self._env_s += time.perf_counter() - begin
+
+    async def can_snapshot(self, env: Env) -> bool:
+        """Tell whether the environment may be restored from a moment's snapshot."""
+        return bool(await self.call("can_snapshot", lambda: base_env(env).can_snapshot))
 
     async def new(self, what: str, make: Callable[[], Env]) -> Env:
         """Call what makes an environment, which is closed where no one waits for it any more."""
@@ -133,14 +136,14 @@ class EnvDriver:
         def keep() -> None:
             made.append(make())
 
-        def close() -> None:
+        def close_made() -> None:
             for env in made:
-                env.close()
+                close_env(env)
 
         try:
             await self.call(what, keep)
         except BaseException:
-            self.thread.call_unattended(close)
+            self.thread.call_unattended(close_made)
             raise
         return made.pop()
 
@@ -151,7 +154,7 @@ class EnvDriver:
             yield
         except BaseException:
             if self.thread.is_lost:  # hanging, or cancelled within a call
-                self.thread.call_unattended(env.close)
+                self.thread.call_unattended(partial(close_env, env))
             else:
                 with suppress(EnvError):  # what went wrong first says more
                     await self._close(env)
@@ -164,16 +167,16 @@ class EnvDriver:
 
     async def _close(self, env: Env) -> None:
         try:
-            await self.call("close()", env.close)
+            await self.call("close()", partial(close_env, env))
         except asyncio.CancelledError:
             if not self.thread.is_lost:  # its turn had not come, and nobody waits for it any more
-                self.thread.call_unattended(env.close)
+                self.thread.call_unattended(partial(close_env, env))
             raise
 
     def failed(self, error: EnvError) -> Trajectory:
         """Return what was played, with the action at which the environment failed."""
-        hanging = self.thread.stack if self.thread.is_lost else None
-        fault = fault_of(error.__cause__ or error, hanging=hanging)
+        cause, hanging = error.__cause__, self.thread.stack if self.thread.is_lost else None
+        fault = cause.fault if isinstance(cause, RaisedError) else fault_of(cause or error, hanging=hanging)
         self.conversation.fail(End(reason=StopReason.ENV_ERROR, error=str(error), fault=fault))
         return self.trajectory()
 

@@ -4,14 +4,15 @@ import asyncio
 import threading
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from queue import SimpleQueue
 from traceback import StackSummary
 from typing import Any, Self, TypeVar
 
+from agentrl.env import close_env
 from agentrl.errors import EnvironmentFailure
-from agentrl.plain_data import words_of
 from agentrl.rollout.env_calls import Env, MakeEnv
-from agentrl.rollout.fault import stack_of
+from agentrl.rollout.fault import RaisedError, stack_of
 from agentrl.rollout.gate import Gate
 
 R = TypeVar("R")
@@ -63,11 +64,11 @@ class EnvThread:
         Raises:
             TimeoutError: `timeout_s` seconds after it began.
             NoThreadError: when there is no thread for the first call.
-            Exception: whatever `function` raises; a RuntimeError for what is no Exception, such as a call of `sys.exit`.
+            RaisedError: for whatever `function` raises, a call of `sys.exit` too.
         """
         loop = asyncio.get_running_loop()
         gate = Gate.of(loop)
-        future: asyncio.Future[tuple[Any, Exception | None] | None] = loop.create_future()
+        future: asyncio.Future[tuple[Any, RaisedError | None] | None] = loop.create_future()
         deadline: asyncio.TimerHandle | None = None
 
         def start() -> None:
@@ -82,19 +83,18 @@ class EnvThread:
                 except RuntimeError as error:
                     future.set_exception(NoThreadError(str(error)))
 
-        def settle(outcome: tuple[Any, Exception | None] | None) -> None:
+        def settle(outcome: tuple[Any, RaisedError | None] | None) -> None:
             gate.leave(future)
             gate.let_in_soon()
             if not future.done():
-                future.set_result(outcome)  # not set_exception: a future refuses StopIteration
+                future.set_result(outcome)
 
         def work() -> None:
             result, error = None, None
             try:
                 result = function()
             except BaseException as raised:  # noqa: BLE001 - carried over to the episode, which makes it data
-                error = raised if isinstance(raised, Exception) else RuntimeError(words_of(raised))
-                error.__traceback__ = raised.__traceback__
+                error = RaisedError(raised)
             gate.leave(future)
             with suppress(RuntimeError):  # the loop is closed: the call came back after the run had ended
                 loop.call_soon_threadsafe(settle, (result, error))
@@ -134,7 +134,7 @@ class EnvThread:
     def close(self) -> None:
         """Let the thread end after its last call, and close the environment that it keeps."""
         if (env := self.take_env()) is not None:
-            self.call_unattended(env.close)
+            self.call_unattended(partial(close_env, env))
         self._calls.put(None)
 
     def join(self, *, timeout_s: float) -> None:

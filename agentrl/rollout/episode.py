@@ -88,7 +88,7 @@ class Episode:
     async def _play(self, driver: EnvDriver, env: Env, branches: Branches | None, *, keeps: bool) -> None:
         async with AsyncExitStack() as stack:
             # Forks are made of every reply. And unpickling runs code, which a file cannot ask for: only an environment can.
-            if self._recorded.snapshot is not None and branches is None and base_env(env).can_snapshot:
+            if self._recorded.snapshot is not None and branches is None and await driver.can_snapshot(env):
                 async with driver.closing(env):
                     env = await driver.new("its snapshot", partial(restore, self._recorded.snapshot))
                     await stack.enter_async_context(driver.closing(env))
@@ -100,10 +100,10 @@ class Episode:
 
     async def _reset(self, driver: EnvDriver, env: Env) -> None:
         """Begin with the environment's first words."""
-        base, task, talk = base_env(env), self._task, self._conversation
+        task, talk = self._task, self._conversation
 
         def begin() -> tuple[EnvReply, Dialogue | End]:
-            reply = reset(env, base, task.env_task, rollout_index=task.rollout_index)
+            reply = reset(env, base_env(env), task.env_task, rollout_index=task.rollout_index)
             return reply, driver.rendered(partial(talk.opening, reply.messages, reply.tools))
 
         reply, opening = await driver.call("reset()", begin)

@@ -9,13 +9,27 @@ from traceback import FrameSummary, StackSummary, TracebackException
 
 import gymnasium as gym
 
-from agentrl.plain_data import line_of, printable
+from agentrl.errors import EnvError
+from agentrl.plain_data import line_of, printable, words_of
 from agentrl.types import Fault
 
 _MAX_LINES = 60
 """Lines of a traceback that are kept; its middle gives way."""
 _CALLERS = tuple(f"{os.path.dirname(file)}{os.sep}" for file in (os.path.dirname(__file__), gym.__file__))
 """Folders of the code that calls environments: agentrl's and gymnasium's."""
+
+
+class RaisedError(Exception):
+    """What a stranger's code raised, described on the thread that called it: words of an exception are code that may hang."""
+
+    def __init__(self, raised: BaseException) -> None:
+        """Describe it."""
+        self.raised = raised
+        """To be raised again, or asked for its type."""
+        self.line = raised_words(raised)
+        """What, and where, in a line."""
+        self.fault = fault_of((raised.__cause__ or raised) if isinstance(raised, EnvError) else raised)
+        super().__init__(line_of(raised))
 
 
 def fault_of(error: BaseException, *, hanging: StackSummary | None = None) -> Fault:
@@ -28,22 +42,20 @@ def fault_of(error: BaseException, *, hanging: StackSummary | None = None) -> Fa
         error: raised by the environment, or by agentrl where it broke its contract.
         hanging: where the environment's thread stands, where it missed a deadline.
     """
-    raised = TracebackException.from_exception(error)
-    frames = raised.stack if hanging is None else hanging
+    frames = traceback.extract_tb(error.__traceback__) if hanging is None else hanging
     own = _own(frames)
     text = ""  # of a contract that was broken the message says all, and every frame is agentrl's
     if hanging is not None:
         text = f"It hangs here (most recent call last):\n{''.join((own or frames).format())}"
     elif own:
-        raised.stack[:] = own
-        text = "".join(raised.format())
+        text = _traceback(error, own)
     place = _place(own) or (_line(frames[-1]) if frames else "an unknown line")
     return Fault(kind=printable(f"{type(error).__name__} at {place}"), traceback=_bounded(text))
 
 
 def raised_words(error: BaseException) -> str:
     """Return what an environment raised, and where, in one line: `KeyError: 'answer' (desk.py:40)`."""
-    place = _place(_own(TracebackException.from_exception(error).stack))
+    place = _place(_own(traceback.extract_tb(error.__traceback__)))
     return f"{line_of(error)} ({place})" if place else line_of(error)
 
 
@@ -51,6 +63,15 @@ def stack_of(thread: threading.Thread) -> StackSummary | None:
     """Return where a thread stands. None: it has ended."""
     frame = sys._current_frames().get(thread.ident or 0)
     return None if frame is None else traceback.extract_stack(frame)
+
+
+def _traceback(error: BaseException, own: StackSummary) -> str:
+    try:
+        raised = TracebackException.from_exception(error)
+        raised.stack[:] = own
+        return "".join(raised.format())
+    except BaseException:  # noqa: BLE001 - of its parts, which may be anything
+        return "".join([*own.format(), words_of(error)])
 
 
 def _own(frames: StackSummary) -> StackSummary:

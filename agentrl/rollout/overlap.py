@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import takewhile
 
-from agentrl.env import base_env
+from agentrl.env import base_env, close_env
 from agentrl.rollout.env_calls import EnvReply, MakeEnv, construct, reset
 from agentrl.rollout.env_thread import EnvThread
 from agentrl.rollout.tasks import EnvTask, Tasks
@@ -73,7 +73,7 @@ def find_overlap(make_env: MakeEnv, tasks: Tasks) -> Overlap | None:
         evaluated = identities(tasks.evaluation(_EVALUATION_TASKS))
         trained = identities(map(tasks.train, range(_TRAINING_TASKS)))
     finally:
-        env.close()
+        close_env(env)
     known = set(trained)
     return Overlap(
         num_shared=sum(identity in known for identity in evaluated),

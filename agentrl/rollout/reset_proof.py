@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import psutil
 
-from agentrl.env import MessageEnv, as_message, ask_oracle, base_env
+from agentrl.env import MessageEnv, as_message, ask_oracle, base_env, close_env
 from agentrl.env.probing import bad_actions, call, is_schema, likely_arguments
 from agentrl.errors import EnvError
 from agentrl.plain_data import abbreviated
@@ -120,7 +120,7 @@ class _Prober:
             one = self._make()
             actions, fresh = self._play(one, task, index)
             self._made.remove(one)
-            one.close()
+            close_env(one)
             used = between[index](used, tasks[(index + 1) % len(tasks)])
             _, again = self._play(used, task, index, actions)
             for turn, (a, b) in enumerate(zip(fresh, again, strict=False)):
@@ -136,7 +136,7 @@ class _Prober:
         """Close all environments."""
         for env in self._made:
             try:
-                env.close()
+                close_env(env)
             except Exception:  # noqa: BLE001 - it was closed before, when it was tried: the run is going to count it
                 continue
 

@@ -4,14 +4,14 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from agentrl.chat import Renderer
-from agentrl.env import EnvDescription, base_env, describe
+from agentrl.env import EnvDescription, base_env, close_env, describe
 from agentrl.errors import EnvironmentFailure, UserError
 from agentrl.rollout.config import RolloutConfig
 from agentrl.rollout.context import EpisodeContext
 from agentrl.rollout.env_calls import MakeEnv
 from agentrl.rollout.env_thread import EnvThread
 from agentrl.rollout.episode import Episode
-from agentrl.rollout.fault import raised_words
+from agentrl.rollout.fault import RaisedError
 from agentrl.rollout.live_episode import Task
 from agentrl.rollout.tasks import Tasks
 from agentrl.types import Completion, FinishReason, Sampling, Split
@@ -41,20 +41,20 @@ async def describe_env(make_env: MakeEnv, *, timeout_s: float) -> EnvDescription
         try:
             return describe(base_env(env))
         finally:
-            env.close()
+            close_env(env)
 
     with EnvThread() as thread:
         try:
             return await thread.call(look, timeout_s=timeout_s)
-        except UserError:
-            raise
-        except Exception as error:
-            if thread.is_lost:
-                raise EnvironmentFailure(
-                    f"environment: construction did not return within rollout.env_timeout_s: {timeout_s:g} s"
-                ) from error
+        except TimeoutError as error:
             raise EnvironmentFailure(
-                f"environment: provides(), tools, num_tasks() or close() raised {raised_words(error)}"
+                f"environment: construction did not return within rollout.env_timeout_s: {timeout_s:g} s"
+            ) from error
+        except RaisedError as error:
+            if isinstance(error.raised, UserError):
+                raise error.raised from None
+            raise EnvironmentFailure(
+                f"environment: provides(), tools, num_tasks() or close() raised {error.line}"
             ) from error
 
 

@@ -18,7 +18,7 @@ from agentrl.learn.interrupt import run_until
 from agentrl.learn.metrics import process_metrics, rollout_metrics
 from agentrl.learn.staleness import mask_stale, share_too_old
 from agentrl.report.folder import RunFolder
-from agentrl.rollout.group_rewards import reward_groups
+from agentrl.rollout.rewarding import reward_groups
 from agentrl.run.build import Parts
 from agentrl.run.evaluate import evaluation_metrics
 from agentrl.run.record import OnProgress
@@ -127,16 +127,17 @@ def credit_and_update(
     """
     if (device := parts.learner.state.device).type == "cuda":
         torch.cuda.set_device(device)  # which each thread has of its own
-    own_groups = reward_groups(own_groups, parts.recipe.rollout.group_rewards)
+    rollout = parts.recipe.rollout
+    own_groups = reward_groups(own_groups, rollout.group_rewards, timeout_s=rollout.env_timeout_s)
     everyones = all_gather([(own_groups, is_replaying, dict(parts.pool.counts))])
     groups = sorted((group for collected, *_ in everyones for group in collected), key=lambda group: group.group_id)
     clock.lap()
     groups = parts.signals.measure(groups)
     clock.lap("signals_s")
     credits = from_rank_zero(lambda: assign_credit(parts.credit, groups))  # the same on all processes
-    oldest = version - parts.recipe.rollout.staleness_bound
+    oldest = version - rollout.staleness_bound
     metrics = {"staleness/too_old": share_too_old(groups, oldest=oldest)}
-    if parts.recipe.rollout.stale == "mask":
+    if rollout.stale == "mask":
         credits = mask_stale(groups, credits, oldest=oldest)
     clock.lap("credit_s")
     # The first minibatch is computed with the weights that sampled it: a difference tells that the last push went wrong.

@@ -5,18 +5,19 @@ import math
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from functools import cached_property
+from functools import cached_property, partial
 from queue import SimpleQueue
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from agentrl.env import MessageEnv, ask_oracle, tool_schemas
+from agentrl.env import MessageEnv, ask_oracle, close_env, tool_schemas
 from agentrl.env.make import Env
 from agentrl.env.returned import key_return, reset_return, step_return
 from agentrl.env.spaces import is_message
 from agentrl.errors import EnvError
 from agentrl.plain_data import PlainDataError, abbreviated
+from agentrl.rollout.fault import RaisedError
 from agentrl.types import Message
 
 
@@ -80,21 +81,21 @@ class Report:
             try:
                 outcome.set_result(function())
             except BaseException as error:  # noqa: BLE001 - whatever it raises, SystemExit too, is what the report is about
-                outcome.set_exception(error)
+                outcome.set_exception(RaisedError(error))
 
         self._jobs.put(job)
         limit_s = num_calls * self._timeout_s
         try:
-            error = outcome.exception(limit_s)
+            outcome.exception(limit_s)
         except TimeoutError:
             raise Hang(
                 f"{what} did not return within {limit_s:g} s; give whatever can block a deadline of its own"
             ) from None
-        if error is not None:
-            words = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
-            end = f"; {fix}" if fix else ""
-            raise Problem(f"{what} raised {words}{end}", words) from error
-        return outcome.result()
+        try:
+            return outcome.result()
+        except RaisedError as error:
+            words, end = str(error)[:300], f"; {fix}" if fix else ""
+            raise Problem(f"{what} raised {words}{end}", words) from error.raised
 
     def close_sessions(self) -> None:
         """Close every environment made so far."""
@@ -230,7 +231,7 @@ class Session:
         """Close the environment, once."""
         if not self._is_closed:
             self._is_closed = True
-            self.report.call("close()", self.made.close)
+            self.report.call("close()", partial(close_env, self.made))
 
     def _check_tuple(self, method: str, messages: object) -> None:
         self.add_if(

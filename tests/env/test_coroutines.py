@@ -8,10 +8,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+from gymnasium.wrappers import TimeLimit
 
 from agentrl import EnvironmentFailure, Message, ToolEnv
 from agentrl.chat import ChatMLRenderer, train_tokenizer
-from agentrl.env import ask_oracle
+from agentrl.env import ask_oracle, close_env
 from agentrl.rollout import RolloutConfig, Tasks
 from agentrl.rollout.demonstrations import demonstrations, oracle_ends
 from agentrl.testing import check_env
@@ -42,6 +43,25 @@ def test_they_are_awaited_on_the_loop_of_coroutines() -> None:
     assert (first["content"], env.thread) == (f"Dial {env.number}", "agentrl-tools")
     messages, _, terminated, _, info = env.step(ask_oracle(env))
     assert ([m["content"] for m in messages], terminated, info["success"]) == (["Bye."], True, True)
+
+
+class HangsUp(Phone):
+    """Is closed by a coroutine."""
+
+    num_closed = 0
+
+    async def close(self) -> None:  # type: ignore[override]
+        await asyncio.sleep(0)
+        HangsUp.num_closed += 1
+
+
+def test_one_that_closes_is_awaited() -> None:
+    HangsUp.num_closed = 0
+    assert asyncio.run(oracle_ends(HangsUp, max_turns=2, timeout_s=10, tasks=Tasks(seed=0)))
+    assert HangsUp.num_closed == 1
+    close_env(TimeLimit(HangsUp(), 3))
+    assert HangsUp.num_closed == 2
+    check_env(HangsUp)
 
 
 def test_they_keep_the_contract() -> None:

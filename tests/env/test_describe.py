@@ -28,6 +28,10 @@ def offering(tools: Any, needs: Any = frozenset()) -> Says:
             [{"type": "function", **LOOK}],
             r"tools\[0\] is dict .*, which is no OpenAI-style schema; give {'type': 'function', 'fu",
         ),
+        (
+            [{"type": "function", "function": LOOK | {"parameters": {"type": "object", "required": 3}}}],
+            r"tools\[0\], str 'look': required is int 3; give a list of names",
+        ),
         ([{"function": LOOK}, LOOK], r"tools\[1\] is dict .*, which is no OpenAI-style schema"),
         ([{"function": {"name": ""}}], r"tools\[0\] is dict .*, which is no OpenAI-style schema"),
         (None, "tools is NoneType None; give a list"),
@@ -58,6 +62,16 @@ def test_what_provides_no_set_of_needs_is_told(needs: Any) -> None:
 
 def test_needs_may_be_named() -> None:
     assert describe(offering([], {"turn_rewards"})).needs == {Need.TURN_REWARDS}
+
+
+@pytest.mark.parametrize("num", [2**33, 10**12, 2**63, 10**40])
+def test_more_tasks_than_an_order_is_kept_of_are_refused(num: int) -> None:
+    class Endless(Says):
+        def num_tasks(self, split: str) -> int:
+            return num
+
+    with pytest.raises(EnvironmentFailure, match=r"Endless: num_tasks\('train'\) returned int .*: return None"):
+        describe(Endless((), ()))
 
 
 @pytest.fixture(scope="module")

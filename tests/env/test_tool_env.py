@@ -1,5 +1,6 @@
 import asyncio
 import contextlib
+import itertools
 import multiprocessing
 import sys
 import threading
@@ -13,7 +14,8 @@ import pytest
 
 from agentrl.env import MessageEnv, ToolEnv, tool, tool_call
 from agentrl.env.background import BlockedLoopError, run_in_background
-from agentrl.errors import EnvironmentFailure
+from agentrl.env.returned import step_return
+from agentrl.errors import EnvError, EnvironmentFailure
 from agentrl.types import Message, Need
 
 
@@ -346,6 +348,20 @@ def test_a_missing_oracle_says_what_to_do(desk: Desk) -> None:
 def test_tools_of_a_tool_environment_are_its_methods() -> None:
     with pytest.raises(TypeError, match=r"Listed.tools: the tools of a ToolEnv are its methods marked with @tool"):
         type("Listed", (Desk,), {"tools": []})
+
+
+def test_messages_without_end_are_cut_and_refused() -> None:
+    class Talks(ToolEnv):
+        def start(self, options: dict[str, Any]) -> str:
+            return "go"
+
+        def answer(self, text: str) -> Any:
+            return itertools.repeat({"role": "user", "content": text})
+
+    env = Talks()
+    env.reset(seed=0)
+    with pytest.raises(EnvError, match=r"step\(\): messages.* values"):
+        step_return(env.step("more"))
 
 
 @pytest.mark.parametrize("amount", [None, "1.0"])

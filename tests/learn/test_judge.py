@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from agentrl.errors import ConfigError, TrainingError, UserError
+from agentrl.errors import ConfigError, EngineError, TrainingError, UserError
 from agentrl.learn.signals.turn_scores import load_judge, score_turns
 from agentrl.types import StopReason, Trajectory, Turn
 from tests.support.interrupts import run_with
@@ -141,19 +141,27 @@ def exits(given: Trajectory) -> list[float]:
     raise SystemExit(3)
 
 
+def gives_up(given: Trajectory) -> list[float]:
+    raise EngineError("no\nmodel\x1b[2J")
+
+
 def asks_too_long(given: Trajectory) -> list[float]:
     raise TimeoutError("the judge's own backend")
 
 
-SHAPE = "signals.judge, trajectory g/1: return one finite number for each of its 2 turns, got "
+SHAPE = "signals.judge, trajectory g/1: return one finite number, at most 1e+15 in size, for each of its 2 turns, got "
 
 
 @pytest.mark.parametrize(
     ("judge", "words"),
     [
-        (raises, "signals.judge, trajectory g/1: LookupError: no rubric for this task"),
-        (exits, "signals.judge, trajectory g/1: RuntimeError: SystemExit: 3"),
-        (asks_too_long, "signals.judge, trajectory g/1: TimeoutError: the judge's own backend"),
+        (raises, "signals.judge, trajectory g/1 raised LookupError: no rubric for this task (test_judge.py:{line})"),
+        (exits, "signals.judge, trajectory g/1 raised SystemExit: 3 (test_judge.py:{line})"),
+        (gives_up, r"signals.judge, trajectory g/1 raised EngineError: no model\x1b[2J (test_judge.py:{line})"),
+        (
+            asks_too_long,
+            "signals.judge, trajectory g/1 raised TimeoutError: the judge's own backend (test_judge.py:{line})",
+        ),
         (lambda _: [1.0], f"{SHAPE}list [1.0]"),
         (lambda _: [1.0, 2.0, 3.0], f"{SHAPE}list [1.0, 2.0, 3.0]"),
         (lambda _: [[1.0, 2.0]], f"{SHAPE}list [[1.0, 2.0]]"),
@@ -161,6 +169,7 @@ SHAPE = "signals.judge, trajectory g/1: return one finite number for each of its
         (lambda _: None, f"{SHAPE}NoneType None"),
         (lambda _: [1.0, math.nan], f"{SHAPE}list [1.0, nan]"),
         (lambda _: [-math.inf, 1.0], f"{SHAPE}list [-inf, 1.0]"),
+        (lambda _: [1.0, -2e15], f"{SHAPE}list [1.0, -2000000000000000.0]"),
         (lambda _: [1.0, None], f"{SHAPE}list [1.0, None]"),
         (lambda _: ["good", "bad"], f"{SHAPE}list ['good', 'bad']"),
         (lambda _: {"scores": 1}, f"{SHAPE}dict {{'scores': 1}}"),
@@ -175,7 +184,19 @@ def test_a_bad_judge_is_one_error_that_names_the_trajectory_and_what_it_did(
 
     with pytest.raises(UserError) as caught:
         scored(second_is_bad, [trajectory(number) for number in range(3)])
-    assert str(caught.value) == words
+    line = judge.__code__.co_firstlineno + 1
+    assert str(caught.value) == words.replace("{line}", str(line))
+
+
+def test_a_judge_gets_a_copy() -> None:
+    def rewrites(given: Trajectory) -> list[float]:
+        given.turns[0].message["content"] = "rewritten"
+        return by_hand(given)
+
+    one = trajectory(0)
+    one = replace(one, turns=tuple(replace(turn, message={"role": "assistant", "content": "a"}) for turn in one.turns))
+    (found,) = scored(rewrites, [one])
+    assert [turn.message["content"] for turn in (*one.turns, *found.turns)] == ["a"] * 4
 
 
 def test_a_judge_that_hangs_is_given_up_at_its_deadline() -> None:
@@ -227,7 +248,7 @@ def generated(given: Trajectory) -> Iterator[float]:
 
 def test_a_generator_is_no_list_of_numbers() -> None:
     with pytest.raises(
-        UserError, match=r"trajectory g/1: return one finite number for each of its 2 turns, got generator"
+        UserError, match=r"trajectory g/1: return one finite number, .* for each of its 2 turns, got generator"
     ):
         scored(generated, [trajectory(1)])
 

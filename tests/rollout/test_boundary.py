@@ -21,7 +21,19 @@ from agentrl.rollout import EpisodeContext, Journal, RolloutConfig, RolloutPool,
 from agentrl.rollout.env_calls import MakeEnv
 from agentrl.testing import ScriptedEngine
 from agentrl.types import Message, StopReason, Trajectory, TrajectoryGroup
-from tests.support.hostile import KEYS, OBSERVATIONS, RESETS, STEPS, TOOLS, VALUES, Says, SpeechlessError, nested
+from tests.support.hostile import (
+    HOSTILE_ERRORS,
+    KEYS,
+    OBSERVATIONS,
+    RESETS,
+    STEPS,
+    TOOLS,
+    VALUES,
+    HangsInWordsError,
+    Says,
+    SpeechlessError,
+    nested,
+)
 
 USER = ({"role": "user", "content": "Go on."},)
 GOES_ON: Any = (USER, 0.5, False, False, {})
@@ -144,6 +156,26 @@ def test_what_no_file_can_hold_is_that_episodes_fault(step: Any, words: str, cha
     assert len(trajectory.error) < 3000
     with pytest.raises(AssertionError, match=words):
         raise AssertionError(trajectory.error)
+
+
+@pytest.mark.parametrize("error", HOSTILE_ERRORS, ids=repr)
+def test_an_exception_that_cannot_be_described_is_that_episodes_fault(error: Exception, chatml: ChatMLRenderer) -> None:
+    for env in (Says(error, GOES_ON), Says((USER, {}), error)):
+        trajectory = played(env, chatml)
+        assert trajectory.stop_reason is StopReason.ENV_ERROR
+        assert f"raised {type(error).__name__}" in str(trajectory.error)
+        assert trajectory.fault is not None
+        assert trajectory.fault.kind.startswith(f"{type(error).__name__} at hostile.py:")
+        assert "hostile.py" in trajectory.fault.traceback
+
+
+def test_an_exception_whose_words_take_for_ever_misses_the_deadline_of_its_call(chatml: ChatMLRenderer) -> None:
+    makes = iter([Says((USER, {}), HangsInWordsError())])
+    pool = pool_of(
+        lambda: next(makes, Says((USER, {}), GOES_ON)), chatml, group_size=3, max_live_episodes=1, env_timeout_s=2.0
+    )
+    ended = [trajectory.stop_reason for trajectory in collect(pool).trajectories]
+    assert sorted(ended) == [StopReason.ENV_ERROR, StopReason.MAX_TURNS, StopReason.MAX_TURNS]
 
 
 @pytest.mark.parametrize("count", [None, "many", [1]])

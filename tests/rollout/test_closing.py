@@ -113,6 +113,20 @@ def test_one_that_has_no_name_is_closed(context: EpisodeContext[Any]) -> None:
     assert counts.all_closed_once
 
 
+class Shut(Talk):
+    """Has a `close` that cannot be looked up."""
+
+    @property
+    def close(self) -> Any:
+        raise RuntimeError("no door")
+
+
+def test_a_close_that_cannot_be_looked_up_fails_its_episode_alone(context: EpisodeContext[Any]) -> None:
+    trajectory = play(context, lambda: Shut(Counts()))
+    assert trajectory.stop_reason is StopReason.ENV_ERROR
+    assert "close() raised RuntimeError: no door" in str(trajectory.error)
+
+
 class Saved(Talk):
     """Is restored from a snapshot; the one that was there before closes badly."""
 

@@ -11,6 +11,7 @@ import pytest
 
 from agentrl.rollout import gate
 from agentrl.rollout.env_thread import EnvThread
+from agentrl.rollout.fault import RaisedError
 
 R = TypeVar("R")
 
@@ -68,26 +69,24 @@ def test_the_event_loop_continues_while_an_environment_blocks() -> None:
 
 
 @pytest.mark.parametrize(
-    ("function", "kind", "words"),
+    ("function", "words"),
     [
-        (lambda: 1 // 0, ZeroDivisionError, "division"),
-        (lambda: next(iter(())), RuntimeError, "StopIteration"),
-        (leave, RuntimeError, "SystemExit: 3"),
-        (cancel, RuntimeError, "CancelledError"),
-        (time_out, TimeoutError, "the shop did not answer"),
+        (lambda: 1 // 0, "ZeroDivisionError: .*division"),
+        (lambda: next(iter(())), "StopIteration"),
+        (leave, "SystemExit: 3"),
+        (cancel, "CancelledError"),
+        (time_out, "TimeoutError: the shop did not answer"),
     ],
 )
-def test_whatever_a_call_raises_comes_back_at_once(
-    function: Callable[[], Any], kind: type[Exception], words: str
-) -> None:
-    with pytest.raises(kind, match=words):
+def test_whatever_a_call_raises_comes_back_at_once(function: Callable[[], Any], words: str) -> None:
+    with pytest.raises(RaisedError, match=words):
         on_a_thread(lambda thread: thread.call(function, timeout_s=60))
 
 
 def test_a_thread_continues_after_a_call_that_raised() -> None:
     async def run(thread: EnvThread) -> tuple[bool, int]:
         for function in (leave, time_out):
-            with pytest.raises((RuntimeError, TimeoutError)):
+            with pytest.raises(RaisedError):
                 await thread.call(function, timeout_s=60)
         return thread.is_lost, await thread.call(lambda: 7, timeout_s=60)
 

@@ -1,3 +1,6 @@
+import copy
+import itertools
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -7,9 +10,12 @@ import pytest
 from agentrl import ConfigError, StopReason
 from agentrl.report.records import read_records
 from agentrl.rollout.config import RolloutConfig
-from agentrl.rollout.group_rewards import GroupReward, overlong_tokens, reward_groups, shorter
+from agentrl.rollout.group_rewards import GroupReward, overlong_tokens, shorter
+from agentrl.rollout.rewarding import reward_groups
 from agentrl.testing import make_group
+from agentrl.types import Message
 from tests.support.runs import recipe, train
+from tests.support.threads import hang
 
 HERE = "tests.rollout.test_group_rewards"
 
@@ -26,6 +32,33 @@ def fails(completions: list[str]) -> list[float]:
     raise RuntimeError("no idea")
 
 
+def leaves(completions: list[str]) -> list[float]:
+    raise SystemExit(3)
+
+
+def hangs(completions: list[str]) -> list[float]:
+    hang()
+    return []
+
+
+def never_ends(completions: list[str]) -> Iterator[float]:
+    return itertools.repeat(1.0)
+
+
+def much(completions: list[str]) -> list[float]:
+    return [1e300] * len(completions)
+
+
+def rewrites(messages: list[list[Message]], rewards: list[float], *, names: list[str]) -> list[float]:
+    amounts = [0.0 if names else 1.0 for _ in rewards]
+    for said in messages:
+        for message in said:
+            message["content"] = "rewritten"
+    rewards.clear()
+    names.clear()
+    return amounts
+
+
 def nothing(words: list[str]) -> list[float]:
     return [0.0]
 
@@ -35,12 +68,12 @@ def test_numbers_are_added_to_the_last_turn_with_their_weight_and_their_name() -
     lost = replace(group.trajectories[2], stop_reason=StopReason.ENV_ERROR)
     group = replace(group, trajectories=(*group.trajectories[:2], lost))
     rewards = [GroupReward(reward=f"{HERE}:rank", weight=0.5, options={"step": 4.0})]
-    (found,) = reward_groups([group], rewards)
+    (found,) = reward_groups([group], rewards, timeout_s=60)
     # Of the two that did not fail, the second has earned more: rank 1, four a step, half of it.
     assert [[turn.reward for turn in t.turns] for t in found.trajectories] == [[1, 0], [0, 5], [5]]
     assert found.trajectories[1].turns[-1].extras["reward_components"] == {"rank": 2.0}
     assert found.trajectories[2] is lost
-    assert reward_groups([group], []) == [group]
+    assert reward_groups([group], [], timeout_s=60) == [group]
 
 
 def test_the_length_of_siblings_is_compared_as_the_paper_has_it() -> None:
@@ -75,10 +108,33 @@ def test_two_of_one_name_are_refused() -> None:
         RolloutConfig.model_validate({"group_rewards": [{"reward": "shorter"}] * 2})
 
 
-@pytest.mark.parametrize(("name", "words"), [("too_few", "return a finite number for each of 2"), ("fails", "no idea")])
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("too_few", "return a finite number for each of 2"),
+        ("fails", r"raised RuntimeError: no idea \(test_group_rewards.py:"),
+        ("leaves", r"raised SystemExit: 3 \(test_group_rewards.py:"),
+        ("never_ends", "returned repeat .*; return a finite number for each of 2"),
+        ("much", r"returned list \[1e.300, 1e.300\]; return a finite number for each of 2 episodes, at most 1e.15"),
+    ],
+)
 def test_what_a_function_gets_wrong_is_told(name: str, words: str) -> None:
     with pytest.raises(ConfigError, match=words):
-        reward_groups([make_group([[0.0], [1.0]])], [GroupReward(reward=f"{HERE}:{name}")])
+        reward_groups([make_group([[0.0], [1.0]])], [GroupReward(reward=f"{HERE}:{name}")], timeout_s=60)
+
+
+def test_a_function_that_hangs_is_given_up_at_its_deadline() -> None:
+    with pytest.raises(ConfigError, match=r"hangs' did not return within rollout.env_timeout_s: 0.5 s"):
+        reward_groups([make_group([[0.0]])], [GroupReward(reward=f"{HERE}:hangs")], timeout_s=0.5)
+
+
+def test_a_function_gets_copies() -> None:
+    group = make_group([[0.0], [1.0]])
+    before = copy.deepcopy(group)
+    given = GroupReward(reward=f"{HERE}:rewrites", options={"names": ["a"]})
+    found = reward_groups([group, group], [given], timeout_s=60)
+    assert group == before
+    assert [[t.reward for t in one.trajectories] for one in found] == [[0.0, 1.0]] * 2
 
 
 def test_a_run_trains_on_them_and_tells_of_them(tmp_path: Path) -> None:

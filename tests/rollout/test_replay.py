@@ -129,6 +129,21 @@ class Patchy(Saved):
         return super().__getstate__() | {"drawn": []}
 
 
+class Hollow(Saved):
+    """Is restored as what is no environment."""
+
+    def __reduce__(self) -> Any:
+        return int, (3,)
+
+
+class Torn(Saved):
+    """Cannot say any more whether it may be restored."""
+
+    @property
+    def can_snapshot(self) -> bool:  # type: ignore[override]
+        raise RuntimeError("no idea")
+
+
 def stations(table: Table, make_env: MakeEnv) -> tuple[Trajectory, list[LiveEpisode]]:
     """Play an episode; return it, and where it stood after each turn, and before it took its last action."""
     found: list[LiveEpisode] = []
@@ -221,6 +236,23 @@ def test_an_environment_that_neither_repeats_nor_saves_itself_fails_in_so_many_w
     assert ended.error is not None
     assert "its snapshot has the state_key" in ended.error
     assert ended.error.endswith("let pickling keep all of its state")
+
+
+@pytest.mark.parametrize(
+    ("env", "words"),
+    [
+        (Hollow, "its snapshot is restored as int 3; let pickling keep the environment"),
+        (Torn, "environment Torn: can_snapshot raised RuntimeError: no idea (test_replay.py:"),
+    ],
+)
+def test_one_that_cannot_be_restored_fails_its_episode_alone(
+    env: type[Saved], words: str, new_engine: NewEngine, renderer: Renderer
+) -> None:
+    table = Table(new_engine(), renderer)
+    _, found = stations(table, Hollow)
+    ended = table.play(found[1], make_env=env)
+    assert ended.stop_reason is StopReason.ENV_ERROR
+    assert words in str(ended.error)
 
 
 def test_what_was_recorded_is_not_sampled_again(new_engine: NewEngine, renderer: Renderer) -> None:

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from agentrl.env import MessageEnv
 from agentrl.types import Message
+from tests.support.threads import hang
 
 
 class Rude:
@@ -139,6 +140,54 @@ KEYS = st.none() | _TEXT | VALUES
 """What stands for a key."""
 
 
+class ExitsInWordsError(Exception):
+    """Ends whoever asks for its words."""
+
+    def __str__(self) -> str:
+        raise SystemExit(3)
+
+
+class InterruptsInWordsError(Exception):
+    """Interrupts whoever asks for its words."""
+
+    def __str__(self) -> str:
+        raise KeyboardInterrupt
+
+
+class HangsInWordsError(Exception):
+    """Has words that take for ever."""
+
+    def __str__(self) -> str:
+        hang()
+        return ""
+
+
+class CauselessError(Exception):
+    """Has a cause that cannot be looked at."""
+
+    @property
+    def __cause__(self) -> BaseException:  # type: ignore[override]
+        raise RuntimeError("no cause")
+
+
+class ExitsInSearch:
+    """Ends whoever looks for a name that is like the one it has not."""
+
+    def __dir__(self) -> list[str]:
+        raise SystemExit(4)
+
+
+HOSTILE_ERRORS: list[Exception] = [
+    ExitsInWordsError(),
+    InterruptsInWordsError(),
+    CauselessError("x"),
+    SyntaxError("bad", ("f", 1, "x", "text")),  # type: ignore[arg-type]
+    SyntaxError("bad", ("f", 1, 10**9, "text\n" * 3)),
+    AttributeError("x", name="aa", obj=ExitsInSearch()),
+]
+"""Exceptions whose description raises."""
+
+
 class Says(MessageEnv):
     """Returns what it is given, or raises it where it is an exception."""
 
@@ -165,6 +214,6 @@ class Says(MessageEnv):
 
 
 def _said(value: Any) -> Any:
-    if isinstance(value, Exception):
+    if isinstance(value, BaseException):
         raise value
     return value

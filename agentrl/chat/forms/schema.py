@@ -50,22 +50,40 @@ def _schema(name: str, key: str, tools: Tools) -> tuple[Any, Any]:
     return None, {}
 
 
-def _types(schema: Any, whole: Any, steps: int = _MAX_STEPS) -> set[str]:
-    """Return the types that a schema allows: all where it names none, none where there is no schema."""
-    if not isinstance(schema, dict) or not steps:
-        return set()
-    if isinstance(reference := schema.get("$ref"), str):
-        return _types(_referred(reference, whole), whole, steps - 1)
-    named = schema.get("type")
-    found = {named} if isinstance(named, str) else set(named or ())
-    parts = [part for key in ("anyOf", "oneOf", "allOf") for part in schema.get(key) or ()]
-    found = found.union(*(_types(part, whole, steps - 1) for part in parts))
-    values = schema.get("enum", [schema["const"]] if "const" in schema else [])
-    if not named:
-        found = found.union(*(_type_names(value) for value in values))
-    if found and schema.get("nullable"):
-        found.add("null")
-    return found or set(_ALL)
+def _types(schema: Any, whole: Any) -> set[str]:
+    """Return the types that a schema allows: all where it names none, none where there is no schema.
+
+    What is no JSON schema says nothing, wherever it stands: a server's tools may hold anything.
+    """
+    known: dict[tuple[int, int], set[str]] = {}
+
+    def of(schema: Any, steps: int) -> set[str]:
+        if not isinstance(schema, dict) or not steps:
+            return set()
+        place = id(schema), steps  # schemas that refer to one another are many paths, and few schemas
+        if place not in known:
+            known[place] = set()
+            known[place] = found(schema, steps - 1)
+        return known[place]
+
+    def found(schema: dict[str, Any], steps: int) -> set[str]:
+        if isinstance(reference := schema.get("$ref"), str):
+            return of(_referred(reference, whole), steps)
+        named = {name for name in [schema.get("type"), *_list(schema.get("type"))] if isinstance(name, str)}
+        parts = [part for key in ("anyOf", "oneOf", "allOf") for part in _list(schema.get(key))]
+        values = _list(schema.get("enum")) if "enum" in schema else [schema["const"]] if "const" in schema else []
+        types = named.union(*(of(part, steps) for part in parts))
+        if not named:
+            types = types.union(*map(_type_names, values))
+        if types and schema.get("nullable"):
+            types = types | {"null"}
+        return types or set(_ALL)
+
+    return of(schema, _MAX_STEPS)
+
+
+def _list(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else []
 
 
 def _referred(reference: str, whole: Any) -> Any:

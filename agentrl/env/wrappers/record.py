@@ -9,6 +9,7 @@ from typing import Any, SupportsFloat
 import gymnasium as gym
 from gymnasium.utils import RecordConstructorArgs
 
+from agentrl.env.message_env import close_env
 from agentrl.types import Message
 
 Env = gym.Env[tuple[Message, ...], str | Message]
@@ -76,7 +77,7 @@ class Record(
         try:
             self._write()
         finally:
-            self.env.close()
+            close_env(self.env)
 
     def _write(self) -> None:
         """Append the present episode, if any: in one write."""

@@ -1,18 +1,21 @@
 """A score of each turn from the user's own callable, the judge."""
 
 import asyncio
+import copy
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, ClassVar
+from typing import ClassVar
 
-from agentrl.errors import AgentRLError, ConfigError, UserError
+from agentrl.env import MAX_REWARD
+from agentrl.errors import ConfigError, UserError
 from agentrl.learn.interrupt import check_interrupt
 from agentrl.learn.signals.base import Sample, Signal, SignalContext
 from agentrl.learn.signals.config import SignalsConfig
-from agentrl.plain_data import PlainDataError, abbreviated, plain_data, words_of
+from agentrl.plain_data import PlainDataError, abbreviated, is_number, plain_data
 from agentrl.registry import import_attribute
 from agentrl.rollout.env_thread import EnvThread
+from agentrl.rollout.fault import RaisedError
 from agentrl.types import Trajectory
 
 _ASK_S = 0.1
@@ -94,19 +97,17 @@ async def score_turns(
                 index, trajectory, retries = waiting.pop()
                 where = f"signals.judge, trajectory {trajectory.trajectory_id}"
                 try:
-                    scores = await thread.call(partial(judge, trajectory), timeout_s=timeout_s)
-                except AgentRLError:
-                    raise
-                except Exception as error:
+                    scores = await thread.call(partial(_asked, judge, trajectory), timeout_s=timeout_s)
+                except (TimeoutError, RaisedError) as error:
                     if retries < max_retries:
                         waiting.append((index, trajectory, retries + 1))
                         if thread.is_lost:
                             thread.close()
                             thread = EnvThread()
                         continue
-                    if thread.is_lost:
+                    if isinstance(error, TimeoutError):
                         raise UserError(f"{where}: no score within signals.judge_timeout_s: {timeout_s:g} s") from error
-                    raise UserError(f"{where}: {words_of(error)}") from error
+                    raise UserError(f"{where} raised {error.line}") from error
                 found[index] = _scored(trajectory, scores, where)
         finally:
             thread.close()
@@ -126,18 +127,27 @@ async def score_turns(
     return [found[index] for index in range(len(trajectories))]
 
 
-def _scored(trajectory: Trajectory, scores: Any, where: str) -> Trajectory:
+def _asked(judge: Callable[[Trajectory], Sequence[float]], trajectory: Trajectory) -> tuple[list[float] | None, str]:
+    """Return the scores of a judge, who gets a copy, and what he returned in a line. None: they are no scores."""
+    returned: object = judge(copy.deepcopy(trajectory))
     try:
-        plain = plain_data(scores)
+        scores = plain_data(returned)
     except PlainDataError:
-        plain = None
-    turns = trajectory.turns
-    if not (isinstance(plain, list) and len(plain) == len(turns) and all(isinstance(s, int | float) for s in plain)):
+        scores = None
+    fits = isinstance(scores, list) and len(scores) == len(trajectory.turns)
+    fits = fits and all(is_number(score) and abs(score) <= MAX_REWARD for score in scores)
+    return scores if fits else None, abbreviated(returned)
+
+
+def _scored(trajectory: Trajectory, asked: tuple[list[float] | None, str], where: str) -> Trajectory:
+    turns, (scores, returned) = trajectory.turns, asked
+    if scores is None:
         raise UserError(
-            f"{where}: return one finite number for each of its {len(turns)} turns, got {abbreviated(scores)}"
+            f"{where}: return one finite number, at most {MAX_REWARD:g} in size, for each of its {len(turns)} turns, "
+            f"got {returned}"
         )
     scored = (
         replace(turn, signals={**turn.signals, "turn_scores": float(score)})
-        for turn, score in zip(turns, plain, strict=True)
+        for turn, score in zip(turns, scores, strict=True)
     )
     return replace(trajectory, turns=tuple(scored))

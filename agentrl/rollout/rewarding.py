@@ -1,0 +1,100 @@
+"""Add the rewards that a recipe's functions give to groups that are complete."""
+
+import asyncio
+import copy
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from itertools import islice
+from typing import Any
+
+from agentrl.env import MAX_REWARD
+from agentrl.errors import ConfigError
+from agentrl.plain_data import abbreviated
+from agentrl.rollout.env_thread import EnvThread
+from agentrl.rollout.fault import RaisedError
+from agentrl.rollout.group_rewards import OFFERED, GroupReward
+from agentrl.types import Trajectory, TrajectoryGroup
+
+
+def reward_groups(
+    groups: Sequence[TrajectoryGroup], rewards: Sequence[GroupReward], *, timeout_s: float
+) -> list[TrajectoryGroup]:
+    """Return groups whose last turns carry the rewards of groups too; episodes that failed are no siblings.
+
+    Args:
+        groups: that are complete.
+        rewards: functions of a group.
+        timeout_s: deadline of each call, in seconds.
+
+    Raises:
+        ConfigError: in the words of what a function raised, where it does not return in time, and for what is not a number for
+            each episode.
+    """
+    functions = [(reward, reward.function()) for reward in rewards]
+    return asyncio.run(_all_rewarded(groups, functions, timeout_s)) if functions else list(groups)
+
+
+async def _all_rewarded(
+    groups: Sequence[TrajectoryGroup], functions: Sequence[tuple[GroupReward, Callable[..., Any]]], timeout_s: float
+) -> list[TrajectoryGroup]:
+    rewarded = []
+    with EnvThread() as thread:
+        for group in groups:
+            columns = {}
+            for reward, function in functions if group.valid else ():
+                ask = partial(_numbers, reward, function, group.valid)
+                try:
+                    columns[reward.label] = await thread.call(ask, timeout_s=timeout_s)
+                except TimeoutError as error:
+                    raise ConfigError(
+                        f"{reward.where} did not return within rollout.env_timeout_s: {timeout_s:g} s"
+                    ) from error
+                except RaisedError as error:
+                    words = (
+                        error.raised if isinstance(error.raised, ConfigError) else f"{reward.where} raised {error.line}"
+                    )
+                    raise ConfigError(str(words)) from error
+            rewarded.append(_rewarded(group, columns) if columns else group)
+    return rewarded
+
+
+def _rewarded(group: TrajectoryGroup, columns: Mapping[str, Sequence[float]]) -> TrajectoryGroup:
+    valid = group.valid
+    parts = [{name: column[index] for name, column in columns.items()} for index in range(len(valid))]
+    added = {t.trajectory_id: _added(t, amounts) for t, amounts in zip(valid, parts, strict=True)}
+    return replace(group, trajectories=tuple(added.get(t.trajectory_id, t) for t in group.trajectories))
+
+
+def _numbers(reward: GroupReward, function: Callable[..., Any], trajectories: Sequence[Trajectory]) -> list[float]:
+    """Return what is added to each episode; the function gets copies."""
+    takes = inspect.signature(function).parameters
+    columns = {
+        "completions": [str(t.turns[-1].message.get("content") or "") for t in trajectories],
+        "messages": [[m for turn in t.turns for m in (*turn.observation, turn.message)] for t in trajectories],
+        "num_tokens": [t.num_action_tokens for t in trajectories],
+        "rewards": [t.reward for t in trajectories],
+        "successes": [t.metrics.get("success", 0.0) > 0 for t in trajectories],
+        "truncated": [t.truncated for t in trajectories],
+    }
+    given = copy.deepcopy({name: columns[name] for name in OFFERED if name in takes} | reward.options)
+    returned = function(**given)
+    numbers = [reward.weight * float(number) for number in islice(returned, len(trajectories) + 1)]
+    if len(numbers) != len(trajectories) or not all(abs(number) <= MAX_REWARD for number in numbers):
+        raise ConfigError(
+            f"{reward.where} returned {abbreviated(returned)}; return a finite number for each of {len(trajectories)} "
+            f"episodes, at most {MAX_REWARD:g} in size with its weight"
+        )
+    return numbers
+
+
+def _added(trajectory: Trajectory, amounts: Mapping[str, float]) -> Trajectory:
+    *turns, last = trajectory.turns
+    before = last.extras.get("reward_components")
+    components = {**(before if isinstance(before, dict) else {})}
+    for name, amount in amounts.items():
+        components[name] = components.get(name, 0.0) + amount
+    extras = {**last.extras, "reward_components": components}
+    last = replace(last, reward=last.reward + sum(amounts.values()), extras=extras)
+    return replace(trajectory, turns=(*turns, last))
