@@ -11,15 +11,18 @@ import gymnasium as gym
 import numpy as np
 
 from agentrl.env.background import awaited
-from agentrl.env.spaces import ActionSpace, MessagesSpace
+from agentrl.env.spaces import ActionSpace, MessagesSpace, is_message
 from agentrl.errors import EnvironmentFailure
-from agentrl.plain_data import abbreviated
+from agentrl.plain_data import PlainDataError, abbreviated, plain_data
 from agentrl.types import Message, Need
 
 _LOGGED, _MAX_LOGGED = re.compile(r"[A-Za-z0-9_.-]{1,64}"), 64
 
 MAX_REWARD = 1e15
 """Largest reward of a turn, either way: advantages and gradients are float32, and gradients are squared."""
+
+
+_ORACLE_FIX = "return an assistant message (agentrl.env.tool_call makes one)"
 
 
 def base_env(env: gym.Env[tuple[Message, ...], str | Message]) -> "MessageEnv":
@@ -58,11 +61,17 @@ def ask_oracle(env: "MessageEnv", *, skill: float = 1.0, rng: np.random.Generato
     """Return what the environment's `oracle` says; a coroutine is run.
 
     Raises:
-        EnvironmentFailure: when a coroutine does not end within `coroutine_timeout_s`.
+        EnvironmentFailure: when a coroutine does not end within `coroutine_timeout_s`, and for what is no assistant message.
         NotImplementedError: where there is none.
     """
-    said: Message = awaited(env.oracle(skill=skill, rng=rng), "oracle()", timeout_s=env.coroutine_timeout_s)
-    return said
+    said = awaited(env.oracle(skill=skill, rng=rng), "oracle()", timeout_s=env.coroutine_timeout_s)
+    try:
+        message: Message = plain_data(said, "oracle(): the message")
+    except PlainDataError as error:
+        raise EnvironmentFailure(f"{error}; {_ORACLE_FIX}") from error
+    if not (is_message(message) and message["role"] == "assistant"):
+        raise EnvironmentFailure(f"oracle() returned {abbreviated(said)}; {_ORACLE_FIX}")
+    return message
 
 
 class MessageEnv(gym.Env[tuple[Message, ...], str | Message]):

@@ -14,8 +14,7 @@ import numpy as np
 from agentrl.env import MessageEnv, ask_oracle, close_env, tool_schemas
 from agentrl.env.make import Env
 from agentrl.env.returned import key_return, reset_return, step_return
-from agentrl.env.spaces import is_message
-from agentrl.errors import EnvError
+from agentrl.errors import EnvError, EnvironmentFailure
 from agentrl.plain_data import PlainDataError, abbreviated
 from agentrl.rollout.fault import RaisedError
 from agentrl.types import Message
@@ -205,14 +204,15 @@ class Session:
 
     def oracle(self, *, skill: float = 1.0, rng: np.random.Generator | None = None) -> Message:
         """Ask the oracle for a message."""
-        message = self.report.call(
-            "oracle()", lambda: ask_oracle(self.env) if rng is None else ask_oracle(self.env, skill=skill, rng=rng)
-        )
-        if not (is_message(message) and message["role"] == "assistant"):
-            raise Problem(
-                f"oracle() returned {message!r}; return an assistant message (agentrl.env.tool_call makes one)"
+        try:
+            message: Message = self.report.call(
+                "oracle()", lambda: ask_oracle(self.env) if rng is None else ask_oracle(self.env, skill=skill, rng=rng)
             )
-        return dict(message)
+        except Problem as problem:
+            if isinstance(problem.__cause__, EnvironmentFailure):  # which says it all
+                raise Problem(str(problem.__cause__)) from problem.__cause__
+            raise
+        return message
 
     def fork(self) -> "Session":
         """Copy the moment."""

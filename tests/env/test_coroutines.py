@@ -13,6 +13,7 @@ from gymnasium.wrappers import TimeLimit
 from agentrl import EnvironmentFailure, Message, ToolEnv
 from agentrl.chat import ChatMLRenderer, train_tokenizer
 from agentrl.env import ask_oracle, close_env
+from agentrl.errors import CheckError
 from agentrl.rollout import RolloutConfig, Tasks
 from agentrl.rollout.demonstrations import demonstrations, oracle_ends
 from agentrl.testing import check_env
@@ -43,6 +44,30 @@ def test_they_are_awaited_on_the_loop_of_coroutines() -> None:
     assert (first["content"], env.thread) == (f"Dial {env.number}", "agentrl-tools")
     messages, _, terminated, _, info = env.step(ask_oracle(env))
     assert ([m["content"] for m in messages], terminated, info["success"]) == (["Bye."], True, True)
+
+
+@pytest.mark.parametrize(
+    ("said", "words"),
+    [
+        (None, r"oracle\(\) returned NoneType None; return an assistant message"),
+        (3, r"oracle\(\) returned int 3; return an assistant message"),
+        ("ok", r"oracle\(\) returned str 'ok'; return an assistant message"),
+        ({"role": "user", "content": "x"}, r"oracle\(\) returned dict .*'user'.*; return an assistant message"),
+        (
+            {"role": "assistant", "content": b"x"},
+            r"oracle\(\): the message\['content'\] is bytes b'x'.*; return an assist",
+        ),
+    ],
+)
+def test_an_oracle_that_says_something_else_is_told(said: Any, words: str) -> None:
+    class Odd(Phone):
+        def oracle(self, *, skill: float = 1.0, rng: np.random.Generator | None = None) -> Any:
+            return said
+
+    with pytest.raises(EnvironmentFailure, match=words):
+        asyncio.run(oracle_ends(Odd, max_turns=2, timeout_s=10, tasks=Tasks(seed=0)))
+    with pytest.raises(CheckError, match=words):
+        check_env(Odd)
 
 
 class HangsUp(Phone):

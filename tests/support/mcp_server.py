@@ -12,6 +12,7 @@ from pydantic import Field
 
 server = MCPServer("counter")
 count = 0
+_messages = os.dup(1)  # the SDK gives tools another one
 
 
 @server.tool()
@@ -26,6 +27,13 @@ def count_up(by: int = 1) -> str:
     global count
     count += by
     return str(count)
+
+
+@server.tool()
+def babble(words: str) -> str:
+    """Write what is no message where messages go."""
+    os.write(_messages, f"{words}\n".encode())
+    return "said"
 
 
 @server.tool()

@@ -654,7 +654,7 @@ def test_an_oracle_that_does_not_solve_the_task() -> None:
 
 def test_an_oracle_that_returns_text() -> None:
     assert only_problem(MutteringOracle) == (
-        "oracle() returned 'press'; return an assistant message (agentrl.env.tool_call makes one)"
+        "oracle() returned str 'press'; return an assistant message (agentrl.env.tool_call makes one)"
     )
 
 

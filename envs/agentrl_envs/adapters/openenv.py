@@ -10,10 +10,10 @@ from agentrl.env import ToolCallError, arguments_object
 from agentrl_envs.adapters.replay import ReplayedEnv
 
 try:
-    import jsonschema
-    import referencing
     from websockets.exceptions import WebSocketException
     from websockets.sync.client import ClientConnection, connect
+
+    from agentrl_envs.adapters.arguments import check_arguments
 except ModuleNotFoundError as error:
     raise UserError(f"OpenEnv's protocol needs websockets ({error}); pip install 'agentrl[openenv]'") from error
 
@@ -72,9 +72,7 @@ class OpenEnv(ReplayedEnv):
         if name != "act":
             raise ToolCallError(f"unknown tool {name!r}; the tools are act")
         given = arguments_object(name, arguments)
-        validator = jsonschema.Draft202012Validator(self.schema, registry=referencing.Registry())
-        if (problem := jsonschema.exceptions.best_match(validator.iter_errors(given))) is not None:
-            raise ToolCallError(f"wrong arguments for act: {problem.message}")
+        check_arguments(name, given, self.schema)
         return self._take(given)
 
     def answer(self, text: str) -> str:

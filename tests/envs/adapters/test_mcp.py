@@ -212,6 +212,18 @@ def test_a_server_that_dies_is_started_and_called_again(make: Callable[..., Sums
     assert said == ["1", "alive", "2" if lives == "episode" else "1"]
 
 
+def test_what_a_server_writes_between_messages_is_told_in_a_line(
+    make: Callable[..., Sums], caplog: pytest.LogCaptureFixture
+) -> None:
+    env = make(server=STDIO)
+    env.reset(seed=0)
+    assert contents(env, tool_call("babble", words="hello \x1b[2J"), tool_call("add", a=1, b=2)) == ["said", "3"]
+    (record,) = caplog.records
+    assert record.exc_info is None
+    assert "Failed to parse" in record.getMessage()
+    assert not set(record.getMessage()) & set("\n\x1b")
+
+
 def test_a_server_that_dies_again_and_again_fails_the_episode_with_its_last_words(make: Callable[..., Sums]) -> None:
     env = make(server=STDIO, max_restarts=1)
     env.reset(seed=0)

@@ -2,6 +2,7 @@
 
 import atexit
 import contextlib
+import logging
 import math
 import os
 import pkgutil
@@ -21,6 +22,7 @@ from mcp.types import CONNECTION_CLOSED, CallToolResult, Tool
 
 from agentrl import EnvironmentFailure, UserError
 from agentrl.env import ToolCallError
+from agentrl.plain_data import line_of
 
 ServerOption: TypeAlias = "str | Sequence[str] | Mapping[str, Any] | MCPServer | Server[Any]"
 _GRACE_S = 2.0
@@ -31,6 +33,16 @@ _MAX_PAGES = 100
 """Pages of a list of tools: a server may page without end."""
 _MAX_WORDS = 500
 """Characters of what a server wrote to stderr, the last ones, in an error message."""
+
+
+def _in_a_line(record: logging.LogRecord) -> bool:
+    """Tell of an exception in a line: the SDK logs each line of a server that is no message with its whole traceback."""
+    if record.exc_info and record.exc_info[1] is not None:
+        record.msg, record.args, record.exc_info = f"{record.getMessage()}: {line_of(record.exc_info[1])}", None, None
+    return True
+
+
+logging.getLogger("mcp.client.stdio").addFilter(_in_a_line)
 
 
 class ServerDiedError(Exception):

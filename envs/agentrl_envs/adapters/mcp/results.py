@@ -6,8 +6,6 @@ from collections.abc import Sequence
 from fnmatch import fnmatchcase
 from typing import Any
 
-import jsonschema
-import referencing
 from mcp.types import (
     AudioContent,
     CallToolResult,
@@ -21,6 +19,7 @@ from mcp.types import (
 
 from agentrl import UserError
 from agentrl.env import ToolCallError, arguments_object
+from agentrl_envs.adapters.arguments import check_arguments
 
 _NOT_IN_NAMES = re.compile(r"[^A-Za-z0-9_-]")
 _MAX_NAME = 64
@@ -70,14 +69,7 @@ def checked_arguments(name: str, tool: Tool, arguments: Any) -> dict[str, Any]:
         json.dumps(given, ensure_ascii=False, allow_nan=False).encode()
     except ValueError as error:
         raise ToolCallError(f"wrong arguments for {name}: {error}") from None
-    validator = jsonschema.validators.validator_for(tool.input_schema, default=jsonschema.Draft202012Validator)
-    # A registry of our own: by default a `$ref` to a URL would be downloaded.
-    problem = jsonschema.exceptions.best_match(
-        validator(tool.input_schema, registry=referencing.Registry()).iter_errors(given)
-    )
-    if problem is not None:
-        place = ".".join(map(str, problem.absolute_path))
-        raise ToolCallError(f"wrong arguments for {name}: {f'{place}: ' if place else ''}{problem.message}")
+    check_arguments(name, given, tool.input_schema)
     return given
 
 

@@ -1,0 +1,54 @@
+import threading
+from typing import Any
+
+import pytest
+
+pytest.importorskip("jsonschema")
+
+from agentrl.env import ToolCallError
+from agentrl_envs.adapters.arguments import check_arguments
+
+
+@pytest.mark.parametrize(
+    ("schema", "arguments", "words"),
+    [
+        (
+            {"properties": {"n": {"type": "integer"}}},
+            {"n": "x"},
+            "wrong arguments for look: n: 'x' is not of type 'integer'",
+        ),
+        ({"required": ["n"]}, {}, "wrong arguments for look: 'n' is a required property"),
+        (
+            {"properties": {"n": {}}, "additionalProperties": False},
+            {"m": 1},
+            r"wrong arguments .*Additional properties",
+        ),
+        (
+            {"properties": {"n": {"anyOf": [{"type": "null"}, {"minimum": 3}]}}},
+            {"n": 1},
+            "wrong arguments for look: n: ",
+        ),
+    ],
+)
+def test_what_does_not_fit_is_told(schema: Any, arguments: Any, words: str) -> None:
+    with pytest.raises(ToolCallError, match=words):
+        check_arguments("look", arguments, {"type": "object", **schema})
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"properties": {"a": {"type": "string", "pattern": "^(a+)+$"}}},
+        {"patternProperties": {"^(a+)+$": {"type": "string"}}, "additionalProperties": False},
+        {"patternProperties": {"^(a+)+$": {"type": "string"}}, "unevaluatedProperties": False},
+        {"propertyNames": {"pattern": "^(a+)+$"}},
+    ],
+)
+def test_patterns_are_left_to_the_server(schema: Any) -> None:
+    text = "a" * 60 + "!"  # a search that would outlast this machine
+    checking = threading.Thread(
+        target=check_arguments, args=("look", {"a": text, text: text}, {"type": "object", **schema}), daemon=True
+    )
+    checking.start()
+    checking.join(120)
+    assert not checking.is_alive()
