@@ -13,7 +13,7 @@ from pydantic.fields import FieldInfo
 
 @dataclass(frozen=True, slots=True)
 class MayChange:
-    """Mark of a field, or of a whole section: `env_timeout_s: Annotated[PositiveFloat, MayChange()] = 60.0`.
+    """Mark of a field, or of a whole section: `env_timeout_s: Annotated[Seconds, MayChange()] = 60.0`.
 
     It is what one changes to get over a fault, or to look at a run otherwise: deadlines, bounds, budgets. Nothing but rounding
     comes out otherwise by it, so that episodes recorded since the last checkpoint stay as good as they were.

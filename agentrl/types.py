@@ -3,13 +3,22 @@
 Tokens are tuples of Python ints exactly as they were sampled. Nothing here is ever decoded and tokenized again.
 """
 
+import math
 from array import array
 from collections.abc import Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass, field, fields, replace
 from enum import StrEnum
 from typing import Annotated, Any, Literal, NamedTuple
 
-from pydantic import Field, SerializerFunctionWrapHandler, ValidatorFunctionWrapHandler, WrapSerializer, WrapValidator
+from pydantic import (
+    AfterValidator,
+    Field,
+    SerializerFunctionWrapHandler,
+    ValidatorFunctionWrapHandler,
+    WrapSerializer,
+    WrapValidator,
+)
+from pydantic_core import PydanticCustomError
 
 from agentrl.columns import Floats, Integers, Runs, from_array, to_array
 
@@ -18,6 +27,27 @@ Count = Annotated[int, Field(gt=0, le=1_000_000)]
 AmountOrZero = Annotated[int, Field(ge=0, le=1_000_000_000)]
 Amount = Annotated[int, Field(gt=0, le=1_000_000_000)]
 """Of tokens, steps and whatever else is only counted."""
+
+
+def between(least: float, most: float) -> AfterValidator:
+    """Return the check that a finite float of a recipe is in a range, in words that write it short."""
+
+    def check(value: float) -> float:
+        if math.isfinite(value) and not least <= value <= most:
+            raise PydanticCustomError(
+                "range", "Input should be from {least} to {most}", {"least": f"{least:g}", "most": f"{most:g}"}
+            )
+        return value
+
+    return AfterValidator(check)
+
+
+Positive = Annotated[float, Field(gt=0), between(1e-12, 1e12)]
+"""Of scales: float32 holds it, its inverse and its square."""
+Rate = Annotated[float, Field(gt=0), between(1e-12, 10)]
+"""Of learning."""
+Seconds = Annotated[float, Field(gt=0), between(1e-3, 1e9)]
+"""Of deadlines."""
 
 Message = dict[str, Any]
 """One chat message, OpenAI style: role, content, and where they apply tool_calls, tool_call_id, name."""

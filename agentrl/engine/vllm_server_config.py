@@ -4,11 +4,11 @@ from pathlib import Path
 from typing import Any, Self
 from urllib.parse import urlsplit
 
-from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, model_validator
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from agentrl.engine.base import Engine, EngineConfig, EngineContext
 from agentrl.engine.vllm_common import check_reloadable
-from agentrl.types import Amount, AmountOrZero, Count
+from agentrl.types import Amount, AmountOrZero, Count, Seconds
 
 
 class ServerConfig(BaseModel):
@@ -26,7 +26,7 @@ class ServerConfig(BaseModel):
     folder: Path | None = None
     """A folder that trainer and server both see by this path, for weights that cannot go to the server directly. None: one of
     this machine's for temporary files."""
-    timeout_s: PositiveFloat = 600.0
+    timeout_s: Seconds = 600.0
     """Deadline of whatever is no completion: a push of weights, a pause, a sign of life while it samples. A server that misses
     it counts as down. No more than `rollout.engine_timeout_s`."""
     max_retries: AmountOrZero = 3

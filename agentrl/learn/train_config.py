@@ -6,8 +6,6 @@ from pydantic import (
     BaseModel,
     ConfigDict,
     Field,
-    NonNegativeFloat,
-    PositiveFloat,
     model_validator,
 )
 
@@ -16,7 +14,7 @@ from agentrl.learn.optimizer import OptimizerName
 from agentrl.learn.schedule import ScheduleName
 from agentrl.may_change import MayChange
 from agentrl.policy.layout import Layout
-from agentrl.types import Amount, AmountOrZero, Count
+from agentrl.types import Amount, AmountOrZero, Count, Positive, Rate, between
 
 Beta = Annotated[float, Field(ge=0, lt=1)]
 
@@ -37,14 +35,14 @@ class TrainConfig(BaseModel):
     layout: Annotated[Literal["auto"] | Layout, MayChange()] = "auto"
     """How rows are laid out: `tree` computes what they share once, `packed` puts short ones behind one another, `padded` below
     one another. `auto`: the first of these that is proven exact for the model when the run begins."""
-    learning_rate: PositiveFloat = 3e-4
+    learning_rate: Rate = 3e-4
     """Step size of AdamW."""
     schedule: ScheduleName = "constant"
     """Course of the learning rate after its warm-up."""
     warmup_minibatches: AmountOrZero = 0
     """Minibatches over which the learning rate rises from 0. Those without a gradient count, here and in the schedule: it is
     then at the same point of each step in any run, and ends with it."""
-    target_kl: PositiveFloat | None = 0.02
+    target_kl: Positive | None = 0.02
     """How far a step may move the policy, in nats a token: an update that moves it further, at the tokens of the next minibatch
     (the last update: of the last one), is halved until it does not. None: as far as the updates take it. The metric `kl/step`
     is the furthest that minibatches showed, before the last update: 0 with one minibatch. Where tokens are stale, all
@@ -58,9 +56,9 @@ class TrainConfig(BaseModel):
     """Keep what enters each layer and compute the rest again in the backward pass: slower, for less memory."""
     betas: tuple[Beta, Beta] = (0.9, 0.95)
     """Decay of Adam's running means of the gradient and of its square."""
-    weight_decay: NonNegativeFloat = 0.0
+    weight_decay: Annotated[float, Field(ge=0), between(0, 1e6)] = 0.0
     """Decoupled weight decay of AdamW."""
-    max_grad_norm: PositiveFloat = 1.0
+    max_grad_norm: Positive = 1.0
     """Gradients are scaled down to this norm."""
     precision: Literal["float32", "bfloat16"] = "float32"
     """`bfloat16`: autocast over float32 weights."""
@@ -81,7 +79,7 @@ class TrainConfig(BaseModel):
     stop_on: Annotated[tuple[Literal["alike", "cut_off"], ...], MayChange()] = ()
     """Signs (metrics `health/SIGN`) at which the run ends: groups that earn `alike` for 8 steps, every episode `cut_off`. Each
     is told once anyway."""
-    agreement: Annotated[PositiveFloat | None, MayChange()] = None
+    agreement: Annotated[Annotated[float, Field(gt=0), between(1e-9, 1)] | None, MayChange()] = None
     """Largest mean difference allowed between the engine's log-probabilities and the trainer's under the same weights, in
     nats. None: follows the precision (float32 1e-3, bfloat16 0.05)."""
 

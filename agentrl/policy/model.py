@@ -6,10 +6,10 @@
 import copy
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
-from typing import Any, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, model_validator
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 from torch import Tensor, nn
 
 from agentrl.chat import local_folder, pretrained_tokenizer
@@ -20,7 +20,7 @@ from agentrl.policy.layout import Inputs, Layout, hidden_states
 from agentrl.policy.logprobs import fused_logprobs
 from agentrl.policy.lora import LoraSettings
 from agentrl.policy.recurrent import mixers_of
-from agentrl.types import Amount, Count
+from agentrl.types import Amount, Count, between
 
 
 class LocalModelConfig(BaseModel):
@@ -40,7 +40,7 @@ class LocalModelConfig(BaseModel):
     """Width of the feed-forward layers."""
     max_positions: Amount = 4096
     """Longest row the model takes, in tokens; `rollout.max_context_tokens` must fit."""
-    initializer_std: PositiveFloat = 0.08
+    initializer_std: Annotated[float, Field(gt=0), between(1e-3, 10)] = 0.08
     """Standard deviation of the initial weights."""
     vocab_size: int = Field(default=448, ge=261, le=1_000_000)
     """Largest number of tokenizer entries: 256 bytes, 5 control tokens, and what is merged from them."""

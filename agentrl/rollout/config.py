@@ -2,13 +2,13 @@
 
 from typing import Annotated, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, model_validator
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from agentrl.chat.history import HistoryConfig
 from agentrl.may_change import MayChange
 from agentrl.rollout.curriculum import CurriculumConfig
 from agentrl.rollout.group_rewards import GroupReward
-from agentrl.types import Amount, AmountOrZero, Count
+from agentrl.types import Amount, AmountOrZero, Count, Seconds, between
 
 
 class BranchConfig(BaseModel):
@@ -45,7 +45,7 @@ class RolloutConfig(BaseModel):
     """Tasks for each step."""
     group_size: Count = 8
     """Episodes that start from the same task."""
-    temperature: PositiveFloat = 1.0
+    temperature: Annotated[float, Field(gt=0), between(0.01, 100)] = 1.0
     """Sampling temperature; log-probabilities are those of the tempered distribution, in rollouts and in training."""
     top_p: float = Field(default=1.0, gt=0, le=1)
     """Must stay 1: a truncated support makes the importance ratio of the tokens cut off undefined."""
@@ -61,9 +61,9 @@ class RolloutConfig(BaseModel):
     """How much of earlier turns a context shows; by default all."""
     max_live_episodes: Annotated[Count, MayChange()] = 64
     """Episodes that are kept going at the same time, each environment on a thread of its own."""
-    env_timeout_s: Annotated[PositiveFloat, MayChange()] = 60.0
+    env_timeout_s: Annotated[Seconds, MayChange()] = 60.0
     """Deadline of each reset and each step of an environment, in seconds."""
-    engine_timeout_s: Annotated[PositiveFloat, MayChange()] = 600.0
+    engine_timeout_s: Annotated[Seconds, MayChange()] = 600.0
     """Deadline of each completion, in seconds. With `engine.lockstep` it includes waiting for the environments of the
     other live episodes: leave it well above `env_timeout_s`."""
     max_retries: Annotated[AmountOrZero, MayChange()] = 2

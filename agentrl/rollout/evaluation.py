@@ -9,13 +9,13 @@ from math import comb
 from typing import Annotated, Self
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat, PositiveInt, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, PositiveInt, field_validator, model_validator
 
 from agentrl.env.config import EnvConfig
 from agentrl.plain_data import is_number
 from agentrl.rollout.intervals import Interval, mean_interval, share_interval
 from agentrl.rollout.pool import RolloutPool
-from agentrl.types import AmountOrZero, Count, Share, StopReason, Trajectory, TrajectoryGroup
+from agentrl.types import AmountOrZero, Count, Share, StopReason, Trajectory, TrajectoryGroup, between
 
 
 class EvaluationConfig(BaseModel):
@@ -36,7 +36,7 @@ class EvaluationConfig(BaseModel):
     env: dict[Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]*$")], EnvConfig] = {}
     """Other environments to evaluate in, by name: their metrics are `eval/NAME/...`. One may stand alone (`{id: ...}`), as
     `eval/...`. None: that of training."""
-    temperature: NonNegativeFloat = 1.0
+    temperature: Annotated[float, Field(ge=0), between(0, 100)] = 1.0
     """Sampling temperature; 0 takes the most probable token."""
 
     @field_validator("env", mode="before")

@@ -2,10 +2,10 @@
 
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, PositiveFloat
+from pydantic import BaseModel, ConfigDict
 
 from agentrl.may_change import MayChange
-from agentrl.types import Amount, AmountOrZero, Count
+from agentrl.types import Amount, AmountOrZero, Count, Rate, Seconds
 
 
 class CriticConfig(BaseModel):
@@ -16,7 +16,7 @@ class CriticConfig(BaseModel):
     model: Literal["head", "separate"] = "head"
     """`head`: two small layers on the policy's hidden states, which they do not change. `separate`: a copy of the policy as
     it begins, trained as a whole."""
-    learning_rate: PositiveFloat = 1e-3
+    learning_rate: Rate = 1e-3
     """Step size of AdamW."""
     epochs: Amount = 2
     """Passes over each step's trajectories."""
@@ -35,7 +35,7 @@ class SignalsConfig(BaseModel):
     the policy's."""
     judge: str | None = None
     """`module:function` that is given a trajectory and returns one score for each of its turns. Called on threads."""
-    judge_timeout_s: Annotated[PositiveFloat, MayChange()] = 60.0
+    judge_timeout_s: Annotated[Seconds, MayChange()] = 60.0
     """Deadline of each call of the judge, in seconds."""
     judge_retries: Annotated[AmountOrZero, MayChange()] = 2
     """How often a call of the judge that raised or hung is made again before the run stops."""
