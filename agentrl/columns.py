@@ -9,7 +9,7 @@ from functools import cache
 from itertools import groupby
 from typing import Annotated
 
-from pydantic import BeforeValidator, PlainSerializer
+from pydantic import AfterValidator, BeforeValidator, PlainSerializer
 
 
 def to_array(column: Sequence[int]) -> "array[int]":
@@ -100,9 +100,31 @@ def _pack(form: str, column: Sequence[float]) -> str:
     return form + base64.b64encode(struct.pack(f"<{len(column)}{form}", *column)).decode()
 
 
-Integers = Annotated[tuple[int, ...], BeforeValidator(unpack), PlainSerializer(pack_integers, when_used="json")]
-"""Integers of all sizes, such as token ids."""
+def _token_ids(column: tuple[int, ...]) -> tuple[int, ...]:
+    if column and not 0 <= min(column) <= max(column) < 2**31:
+        raise ValueError(f"{min(column)} to {max(column)} are no token ids")
+    return column
+
+
+def _logprobs(column: tuple[float, ...]) -> tuple[float, ...]:
+    if not all(-_MAX_NATS <= value <= _MAX_NATS for value in column):
+        raise ValueError("these are no log-probabilities: some are not finite in single precision")
+    return column
+
+
+_MAX_NATS = 1e30
+
+TokenIds = Annotated[
+    tuple[int, ...],
+    BeforeValidator(unpack),
+    AfterValidator(_token_ids),
+    PlainSerializer(pack_integers, when_used="json"),
+]
 Runs = Annotated[tuple[int, ...], BeforeValidator(unpack_runs), PlainSerializer(pack_runs, when_used="json")]
 """Integers that stay the same for long, such as policy versions."""
-Floats = Annotated[tuple[float, ...], BeforeValidator(unpack), PlainSerializer(pack_floats, when_used="json")]
-"""Finite numbers, infinities and NaN."""
+LogProbs = Annotated[
+    tuple[float, ...],
+    BeforeValidator(unpack),
+    AfterValidator(_logprobs),
+    PlainSerializer(pack_floats, when_used="json"),
+]

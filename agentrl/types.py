@@ -20,7 +20,7 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
-from agentrl.columns import Floats, Integers, Runs, from_array, to_array
+from agentrl.columns import LogProbs, Runs, TokenIds, from_array, to_array
 
 Count = Annotated[int, Field(gt=0, le=1_000_000)]
 """Of what a recipe has made or kept at the same time: with more, a run would stand still before it could say why."""
@@ -163,9 +163,9 @@ class Sampling:
 class Completion:
     """What an engine sampled for one request."""
 
-    token_ids: Integers
+    token_ids: TokenIds
     """The sampled tokens, the stop token included."""
-    logprobs: Floats
+    logprobs: LogProbs
     """Natural-log probability of each token under the distribution that sampled it (temperature applied)."""
     versions: Runs
     """Policy version that sampled each token."""
@@ -178,13 +178,13 @@ class Completion:
 class Turn:
     """One action of the policy, with what the environment said before it and what it gave for it."""
 
-    observation_ids: Integers
+    observation_ids: TokenIds
     """Tokens that the environment's messages added before the action, the generation prompt included."""
     extends: bool = True
     """False: the history was rewritten, and `observation_ids` is the whole new context."""
-    action_ids: Integers
+    action_ids: TokenIds
     """Every sampled token, the stop token included."""
-    behavior_logprobs: Floats
+    behavior_logprobs: LogProbs
     """One natural-log probability for each action token, under the distribution that sampled it."""
     versions: Runs
     """Policy version that sampled each action token."""
@@ -296,6 +296,8 @@ def _load_turns(rows: Any, load: ValidatorFunctionWrapHandler) -> tuple[Turn, ..
         if not isinstance(shared, int):
             raise ValueError(f"shared: {shared!r} is no number")
         turns.append(lengthen(turn, turns, shared))
+    if turns and not turns[0].observation_ids:
+        raise ValueError("the first turn has no context")
     return tuple(turns)
 
 

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import TypeAdapter, ValidationError
 
-from agentrl.columns import Integers
+from agentrl.columns import TokenIds
 from agentrl.types import (
     FinishReason,
     StopReason,
@@ -157,7 +157,7 @@ def test_a_turn_that_rewrote_the_end_of_its_history_is_written_without_the_rest(
     second = replace(turn(3, extends=False), observation_ids=(*range(4990), 8, 9))
     row = TURNS.dump_python((first, second), mode="json")[1]
     assert row["shared"] == 4990
-    assert TypeAdapter(Integers).validate_python(row["observation_ids"]) == (8, 9)
+    assert TypeAdapter(TokenIds).validate_python(row["observation_ids"]) == (8, 9)
 
 
 @pytest.mark.parametrize("shared", [-1, 4, 10**30, "1", None])

@@ -90,6 +90,10 @@ def load_checkpoint(parts: Parts, path: Path) -> int:
         parts.learner.state.load(path)
         parts.signals.load(path, device=parts.learner.state.device)
         state = _read_state(path / _state_file())
+        if state.finished_steps != step_of(path):
+            raise ConfigError(
+                f"the checkpoint {path} was written after step {state.finished_steps}; give it its name back, or delete it"
+            )
         _check_num_tasks(before=state.num_tasks, now=parts.pool.tasks.num)
         parts.pool.load_state_dict(state.pool)
     return state.finished_steps
