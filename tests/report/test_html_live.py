@@ -90,3 +90,30 @@ def test_a_run_that_has_not_begun_to_train_is_waited_for(tmp_path: Path) -> None
     news = live.news(data["stamp"])
     assert news is not None
     assert news["stamp"] > data["stamp"]
+
+
+@pytest.mark.parametrize("path", ["/", "/data.json", "/data.json?stamp=1"])
+def test_a_run_that_is_damaged_or_gone_is_told_until_it_is_mended(path: str, tmp_path: Path) -> None:
+    server = Server(make_run(tmp_path / "run"))
+    metrics = server.run.path / "metrics.jsonl"
+    whole = metrics.read_bytes()
+    try:
+        metrics.write_bytes(b"[1]\n" + whole)
+        status, body, _ = server.get(path)
+        assert status == 503
+        assert body.decode().startswith(f"{metrics}, line 1: ")
+        metrics.write_bytes(whole)
+        assert server.get(path)[0] == 200
+        server.run.path.rename(tmp_path / "gone")
+        assert server.get(path)[:2] == (503, f"{server.run.path} is not the folder of a run: there is none".encode())
+        (tmp_path / "gone").rename(server.run.path)
+        assert server.get(path)[0] in (200, 204)
+    finally:
+        server.process.kill()
+        server.process.wait()
+
+
+@pytest.mark.parametrize("number", ["9" * 20, "9" * 5000, "-1", "%C2%B2", "1.5", "x"])
+def test_a_number_in_an_address_that_is_none_of_ours_names_nothing(number: str, server: Server) -> None:
+    assert server.get(f"/data.json?stamp={number}")[0] == 200
+    assert server.get(f"/blocks/{number}")[0] == 404

@@ -1,6 +1,6 @@
 """The report of runs that go on: served on this machine, read again as their folders grow."""
 
-import json
+import re
 import socket
 from collections.abc import Sequence
 from pathlib import Path
@@ -8,7 +8,7 @@ from threading import Lock
 from typing import TYPE_CHECKING, Any
 
 from agentrl.errors import ConfigError
-from agentrl.report.html.page import asset, page
+from agentrl.report.html.page import asset, page, safe_json
 from agentrl.report.html.report import SCRIPTS, STYLES, report_data
 from agentrl.report.html.runs import open_runs
 from agentrl.report.html.store import RolloutStore
@@ -80,7 +80,7 @@ def application(live: LiveRuns) -> "Starlette":
     from starlette.middleware import Middleware
     from starlette.middleware.trustedhost import TrustedHostMiddleware
     from starlette.requests import Request
-    from starlette.responses import HTMLResponse, Response
+    from starlette.responses import HTMLResponse, PlainTextResponse, Response
     from starlette.routing import Route
 
     def show_page(_: Request) -> Response:
@@ -90,23 +90,24 @@ def application(live: LiveRuns) -> "Starlette":
         return HTMLResponse(text, headers=_HEADERS)
 
     def show_news(request: Request) -> Response:
-        given = request.query_params.get("stamp", "")
-        try:
-            news = live.news(int(given) if given.isdecimal() else -1)
-        except ConfigError as error:  # the folder is gone, or damaged by now
-            return Response(str(error), status_code=503, headers=_HEADERS)
+        news = live.news(_number(request.query_params.get("stamp", "")))
         if news is None:
             return Response(status_code=204, headers=_HEADERS)
-        return Response(json.dumps(news), media_type="application/json", headers=_HEADERS)
+        return Response(safe_json(news), media_type="application/json", headers=_HEADERS)
 
     def show_block(request: Request) -> Response:
-        block = live.block(request.path_params["number"])
+        block = live.block(_number(request.path_params["number"]))
         if block is None:
             return Response(status_code=404, headers=_HEADERS)
         return Response(block, media_type="application/json", headers=_HEADERS | {"Content-Encoding": "gzip"})
 
+    def show_error(_: Request, error: Exception) -> Response:
+        """Answer where the folder is gone or damaged by now; it may be mended by the next request."""
+        return PlainTextResponse(str(error), status_code=503, headers=_HEADERS)
+
     return Starlette(
-        routes=[Route("/", show_page), Route("/data.json", show_news), Route("/blocks/{number:int}", show_block)],
+        routes=[Route("/", show_page), Route("/data.json", show_news), Route("/blocks/{number}", show_block)],
+        exception_handlers={ConfigError: show_error, OSError: show_error},
         middleware=[Middleware(TrustedHostMiddleware, allowed_hosts=[HOST, "localhost"])],
     )
 
@@ -144,9 +145,14 @@ def serve(live: LiveRuns, where: socket.socket) -> None:
     uvicorn.Server(config).run(sockets=[where])
 
 
+def _number(given: str) -> int:
+    """Return a number that an address gives; -1 for what is none of ours."""
+    return int(given) if re.fullmatch(r"[0-9]{1,15}", given) else -1
+
+
 def _stat(path: Path) -> tuple[str, int, int]:
     try:
         found = path.stat()
-    except FileNotFoundError:
+    except OSError:  # it is gone by now
         return str(path), 0, 0
     return str(path), found.st_mtime_ns, found.st_size
