@@ -48,6 +48,14 @@ Rate = Annotated[float, Field(gt=0), between(1e-12, 10)]
 """Of learning."""
 Seconds = Annotated[float, Field(gt=0), between(1e-3, 1e9)]
 """Of deadlines."""
+MAX_REWARD = 1e15
+"""Largest reward of a turn, either way: advantages and gradients are float32, and gradients are squared."""
+MAX_NUMBER = 1e100
+"""In size, of what a run writes: sums and squares of such numbers, and squares of their sums, are finite."""
+Number = Annotated[float, Field(ge=-MAX_NUMBER, le=MAX_NUMBER, allow_inf_nan=False)]
+"""As a file of a run holds it, so that nothing that computes with it needs to look first."""
+TokenId = Annotated[int, Field(ge=0, lt=2**32)]
+"""As a file of a run holds it: tokenizers take no other."""
 
 Message = dict[str, Any]
 """One chat message, OpenAI style: role, content, and where they apply tool_calls, tool_call_id, name."""

@@ -18,8 +18,8 @@ from agentrl.types import Message, Need
 
 _LOGGED, _MAX_LOGGED = re.compile(r"[A-Za-z0-9_.-]{1,64}"), 64
 
-MAX_REWARD = 1e15
-"""Largest reward of a turn, either way: advantages and gradients are float32, and gradients are squared."""
+MAX_METRIC = 1e50
+"""Largest number in `info` that becomes a metric, either way: what is summed over a step's turns, and squared, stays finite."""
 
 
 _ORACLE_FIX = "return an assistant message (agentrl.env.tool_call makes one)"
@@ -79,7 +79,7 @@ class MessageEnv(gym.Env[tuple[Message, ...], str | Message]):
 
     `reset` and `step` follow Gymnasium: `terminated` means that the task ended, `truncated` that a limit was met; the
     reward is this turn's alone. `info["success"]` (bool) and `info["score"]` (0 to 1) at the end are what evaluation
-    reports.
+    reports; other numbers in it are metrics too.
     Messages and `info` hold plain data: text, numbers, lists and dicts. They are copied when they are returned; tuples,
     sets, numpy and dates take their plain form, and an object or bytes fail the episode.
 
@@ -121,16 +121,18 @@ class MessageEnv(gym.Env[tuple[Message, ...], str | Message]):
         logged in `start` or `reset` count to the first turn. They are in `info["logged"]`, and the policy never sees them.
 
         Raises:
-            EnvironmentFailure: for what is no finite number, a name that is longer than 64 characters or holds others than
-                letters, digits and `_.-`, and more than 64 names in a turn. It fails the episode, in a tool too.
+            EnvironmentFailure: for what is no number up to 1e50 in size, a name that is longer than 64 characters or holds
+                others than letters, digits and `_.-`, and more than 64 names in a turn. It fails the episode, in a tool too.
         """
         logged = dict(getattr(self, "_logged", {}))
         for name, given in numbers.items():
             if not _LOGGED.fullmatch(name):
                 raise EnvironmentFailure(f"log(): {abbreviated(name)} is no name: up to 64 letters, digits and _.-")
             number = as_number(given)
-            if number is None or not math.isfinite(total := logged.get(name, 0.0) + number):
-                raise EnvironmentFailure(f"log({name}=...) takes a finite number, got {abbreviated(given)}")
+            if number is None or abs(total := logged.get(name, 0.0) + number) > MAX_METRIC:
+                raise EnvironmentFailure(
+                    f"log({name}=...) takes a finite number, got {abbreviated(given)}; at most {MAX_METRIC:g} in size"
+                )
             logged[name] = total
         if len(logged) > _MAX_LOGGED:
             raise EnvironmentFailure(f"log(): more than {_MAX_LOGGED} names in one turn; log fewer")

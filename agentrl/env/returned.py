@@ -2,11 +2,11 @@
 
 from typing import Any, NamedTuple
 
-from agentrl.env.message_env import MAX_REWARD
+from agentrl.env.message_env import MAX_METRIC
 from agentrl.env.spaces import is_message
 from agentrl.errors import EnvError
 from agentrl.plain_data import PlainDataError, abbreviated, is_number, plain_data
-from agentrl.types import Message
+from agentrl.types import MAX_REWARD, Message
 
 
 class ResetReturn(NamedTuple):
@@ -49,7 +49,7 @@ def step_return(result: object, *, method: str = "step()") -> StepReturn:
         )
     messages, reward, terminated, truncated, info = result
     return StepReturn(
-        _messages(messages, method), _reward(reward, method), bool(terminated), bool(truncated), _info(info, method)
+        _messages(messages, method), _reward(reward, method), bool(terminated), bool(truncated), _metrics(info, method)
     )
 
 
@@ -88,6 +88,22 @@ def _info(info: object, method: str) -> dict[str, Any]:
     if not isinstance(info, dict):
         raise EnvError(f"{method} returned {abbreviated(info)} as info; return a dict")
     plain: dict[str, Any] = _plain(info, f"{method}: info")
+    return plain
+
+
+def _metrics(info: object, method: str) -> dict[str, Any]:
+    """Return the `info` of a step, whose numbers become metrics of the episode."""
+    plain = _info(info, method)
+    success = plain.get("success")
+    if success is not None and not (is_number(success) and 0 <= success <= 1):
+        raise EnvError(f"{method} returned info['success'] = {abbreviated(success)}; return a bool")
+    for part in (plain, plain.get("logged"), plain.get("reward_components")):
+        for name, value in part.items() if isinstance(part, dict) else ():
+            if is_number(value) and abs(value) > MAX_METRIC:
+                raise EnvError(
+                    f"{method} returned {abbreviated(value)} in info as {name[:80]!r}; numbers there become metrics: return at "
+                    f"most {MAX_METRIC:g} in size, or text"
+                )
     return plain
 
 

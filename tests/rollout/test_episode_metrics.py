@@ -83,7 +83,7 @@ def test_a_copy_logs_for_itself() -> None:
     assert (env.take_logged(), other.take_logged()) == ({"a": 1.0}, {"a": 2.0})
 
 
-@pytest.mark.parametrize("value", ["x", "1", None, float("nan"), float("inf"), [1], 10**400])
+@pytest.mark.parametrize("value", ["x", "1", None, float("nan"), float("inf"), [1], 10**400, 1e308])
 def test_what_is_no_number_fails_the_episode(value: Any) -> None:
     env = Logging()
     env.reset(seed=1)
