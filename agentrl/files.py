@@ -7,6 +7,7 @@ import json
 import math
 import os
 import re
+import stat
 import zlib
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
@@ -27,6 +28,9 @@ _MAX_VALUES = 100_000
 """At one depth of a YAML file, whose aliases can make billions out of a page."""
 _FLOAT = re.compile(r"[-+]?(\d[\d_]*\.?[\d_]*|\.\d[\d_]*)[eE][-+]?\d+\Z")
 """YAML 1.2's numbers that PyYAML, which knows 1.1, takes for text: `1e-3`."""
+
+_LONG = re.compile(r"\d{20,300}")
+"""A bound of a number, as pydantic writes it out."""
 
 MAX_DEPTH = 200
 """Of lists and mappings within one another, in a file: pydantic writes no more than 255."""
@@ -95,10 +99,6 @@ def parse(data: bytes | str, kind: TypeAdapter[T], *, where: str, fix: str) -> T
         value = json.loads(data)
         if nests_deeper(value, MAX_DEPTH):
             raise ValueError(f"it nests deeper than {MAX_DEPTH}")
-        return kind.validate_python(value)
-    except ValidationError as error:
-        first = error.errors()[0]
-        words = ": ".join(filter(None, [".".join(map(str, first["loc"])), first["msg"]]))
     except json.JSONDecodeError as error:
         words = f"it is not JSON ({error.msg} at character {error.pos})"
     except UnicodeDecodeError:
@@ -107,6 +107,23 @@ def parse(data: bytes | str, kind: TypeAdapter[T], *, where: str, fix: str) -> T
         words = f"it nests deeper than {MAX_DEPTH}"
     except ValueError as error:
         words = str(error)
+    else:
+        return typed(value, kind, where=where, fix=fix)
+    raise ConfigError(f"{where}: {words}; {fix}")
+
+
+def typed(value: object, kind: TypeAdapter[T], *, where: str, fix: str) -> T:
+    """Return what stood in a file, as data of a type; see `parse`.
+
+    Raises:
+        ConfigError: where it is of another.
+    """
+    try:
+        return kind.validate_python(value)
+    except ValidationError as error:
+        first = error.errors()[0]
+        message = _LONG.sub(lambda number: f"{float(number[0]):g}", first["msg"])
+        words = ": ".join(filter(None, [".".join(map(str, first["loc"])), message]))
     raise ConfigError(f"{where}: {words}; {fix}")
 
 
@@ -151,9 +168,11 @@ def read_bytes(path: Path, *, fix: str) -> bytes:
     """Read a file.
 
     Raises:
-        ConfigError: where it cannot be read.
+        ConfigError: where it cannot be read, or is no file: a pipe or a device may never end, or never begin.
     """
     try:
+        if not stat.S_ISREG(path.stat().st_mode) and not path.is_dir():  # opening a folder is an error of its own
+            raise ConfigError(f"{path}: it is no regular file; {fix}")
         return path.read_bytes()
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror}; {fix}") from error
@@ -195,12 +214,22 @@ def numbered(folder: Path, pattern: str) -> Iterator[tuple[int, Path]]:
     Args:
         folder: to look into; there need be none.
         pattern: `step-{}.jsonl`, where `{}` stands for six digits, or more from a million on.
+
+    Raises:
+        ConfigError: where something else than a folder stands there.
     """
+    check_folder(folder)
     before, after = map(re.escape, pattern.split("{}"))
     name = re.compile(rf"{before}(\d{{6}}|[1-9]\d{{6,17}}){after}", re.ASCII)
     paths = folder.iterdir() if folder.is_dir() else ()
     found = ((name.fullmatch(path.name), path) for path in paths)
     yield from sorted((int(match[1]), path) for match, path in found if match)
+
+
+def check_folder(path: Path) -> None:
+    """Raise ConfigError where a folder is to be, and something else stands: a file, or a link that leads nowhere."""
+    if os.path.lexists(path) and not path.is_dir():
+        raise ConfigError(f"{path}: it is no folder; move it away")
 
 
 def write_whole(path: Path, data: str | bytes | Iterable[bytes]) -> None:

@@ -7,7 +7,6 @@ import pickle
 import shutil
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,6 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from agentrl.cli import main
 from agentrl.config import load_recipe, plan
 from agentrl.distributed.checkpoints import checkpoint_errors, checkpoints
 from agentrl.errors import ConfigError, UserError
@@ -29,6 +27,7 @@ from agentrl.rollout.stream import TaskStream
 from agentrl.run import loop
 from agentrl.run.build import Parts, build
 from agentrl.run.resume import RunState, load_checkpoint, resume
+from tests.support.commands import run
 from tests.support.runs import recipe
 
 CALCULATOR = Path(__file__).parents[1] / "examples" / "calculator.yaml"
@@ -116,18 +115,6 @@ def outcome(act: Callable[[], object]) -> str | None:
     except UserError as error:
         return str(error)
     return None
-
-
-def run(arguments: list[str]) -> tuple[Any, str]:
-    """Run a command; return its exit status, and what it printed."""
-    printed = io.StringIO()
-    status: Any = 0
-    with redirect_stdout(printed), redirect_stderr(printed):
-        try:
-            main(arguments)
-        except SystemExit as ended:
-            status = ended.code
-    return status, printed.getvalue()
 
 
 def put(path: Path, data: bytes, check: Callable[[], None]) -> None:

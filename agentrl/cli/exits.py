@@ -59,6 +59,8 @@ def _disk_words(error: OSError, *, resume_command: str | None) -> str | None:
     file = error.filename or "the run folder"
     if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
         return f"no permission for {file}: {error.strerror}"
+    if error.errno == errno.EEXIST:
+        return f"cannot make {file}: something else stands there; move it away"
     if error.errno == errno.ENOTDIR:
         return f"cannot write {file}: a part of this path is a file"
     if error.errno in (errno.ENOENT, errno.EISDIR, errno.ENAMETOOLONG, errno.ELOOP, errno.EIO) and error.filename:

@@ -7,6 +7,7 @@ import gymnasium as gym
 from pydantic import BaseModel, ConfigDict, model_validator
 
 from agentrl.env.make import make_env
+from agentrl.errors import ConfigError
 from agentrl.types import Amount, Message
 
 
@@ -45,8 +46,10 @@ class EnvConfig(BaseModel):
             stage: with the options of an entry of the schedule, from 1. 0: with `options` alone.
 
         Raises:
-            ConfigError: see `make_env`.
+            ConfigError: see `make_env`; and for an entry that there is not.
         """
+        if not 0 <= stage <= (num := len(self.schedule)):
+            raise ConfigError(f"env.schedule has no entry {stage}; it has {num}")
         options = self.options | (self.schedule[stage - 1].options if stage else {})
         return make_env(self.id, options, wrappers=self.wrappers)
 

@@ -12,7 +12,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from agentrl.errors import UserError
+from agentrl.errors import ConfigError, UserError
 from agentrl.files import dump_yaml
 from agentrl.plain_data import printable
 from agentrl.report.docstring import first_line
@@ -27,6 +27,8 @@ from agentrl.rollout.intervals import Interval, wilson
 PICTURE = "curves.png"
 _HUB_MODEL = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 _MEASURES = ("success", "score", "reward")
+_RANGES = {"success": 1.0, "episodes": 1e9, "failed": 1e9}
+"""What an evaluation finds is from 0 to this."""
 _POINTS = 10
 """Rows of the table of curves, where there is no picture."""
 
@@ -119,9 +121,15 @@ def _replayed(records: Sequence[Any], evaluation: EvaluationConfig) -> Iterator[
 
 def _of_row(row: Mapping[str, float], config: Mapping[str, Any]) -> Iterator[Measured]:
     envs = config["evaluation"]["env"] or {"": config["env"]}
-    for name, env in envs.items():
-        prefix = f"eval/{name}/" if name else "eval/"
+    for env_name, env in envs.items():
+        prefix = f"eval/{env_name}/" if env_name else "eval/"
         values = {key.removeprefix(prefix): value for key, value in row.items() if key.startswith(prefix)}
+        for name, most in _RANGES.items():
+            if not 0 <= (number := values.get(name, 0.0)) <= most:
+                raise ConfigError(
+                    f"metrics.jsonl is damaged: {prefix}{name} of step {row['step']:.0f} is {number:g}; mend that line, or "
+                    "measure these weights with `agentrl eval`"
+                )
         if not (episodes := round(values.get("episodes", 0))):
             continue
         is_one_each = config["evaluation"]["samples"] == 1 and "success" in values

@@ -1,7 +1,6 @@
 """A run's folder: config.yaml, metrics.jsonl, warnings.jsonl, rollouts/, faults/, checkpoints/, journal/, and so on."""
 
 import json
-import math
 import os
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
@@ -12,12 +11,22 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from filelock import FileLock, Timeout
-from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
+from pydantic import BaseModel, ConfigDict, Field, JsonValue, TypeAdapter
 
 from agentrl.errors import ConfigError
-from agentrl.files import dump_yaml, numbered, parse, parse_yaml, read_bytes, read_json, write_whole
+from agentrl.files import (
+    check_folder,
+    dump_yaml,
+    numbered,
+    parse,
+    parse_yaml,
+    read_bytes,
+    read_json,
+    typed,
+    write_whole,
+)
 from agentrl.report.records import TrajectoryRecord
-from agentrl.types import AmountOrZero, Count
+from agentrl.types import MAX_NUMBER, AmountOrZero, Count, Number
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,7 +54,8 @@ _NOTE = TypeAdapter(EvaluationNote)
 _ROLLOUTS, _EVALUATION = "step-{}.jsonl", "evaluation-{}.jsonl"
 _BEGUN = "config.begun.yaml"
 _FIX = "mend that line, or delete it"
-_ROW = TypeAdapter(dict[str, float], config=ConfigDict(strict=True))
+_CONFIG: TypeAdapter[dict[str, Any]] = TypeAdapter(dict[str, JsonValue])
+_ROW = TypeAdapter(dict[str, Number], config=ConfigDict(strict=True))
 
 
 class ReportConfig(BaseModel):
@@ -154,19 +164,30 @@ class RunFolder:
             write_whole(self.path / _BEGUN, self.config_file.read_bytes())
 
     def config(self, *, begun: bool = False) -> dict[str, Any]:
-        """Read the resolved recipe; `begun`: that with which it began."""
+        """Read the resolved recipe; `begun`: that with which it began.
+
+        Raises:
+            ConfigError: where it is not what `write_config` writes: a mapping, with text as keys throughout.
+        """
         path = self.begun_config_file if begun else self.config_file
-        found: dict[str, Any] = parse_yaml(read_bytes(path, fix="put it back, or begin a new run"), where=str(path))
-        return found
+        fix = "put it back, or begin a new run"
+        found = parse_yaml(read_bytes(path, fix=fix), where=str(path))
+        if not isinstance(found, dict):
+            raise ConfigError(f"{path}: expected a recipe, with a section for each part of a run; {fix}")
+        return typed(found, _CONFIG, where=str(path), fix=fix)
 
     def write_config(self, config: Mapping[str, Any]) -> None:
         """Write the resolved recipe; resuming with other settings replaces it."""
         write_whole(self.config_file, dump_yaml(dict(config)))
 
     def add_metrics(self, row: Mapping[str, float]) -> None:
-        """Append one row; it is in the file when this returns."""
+        """Append one row; it is in the file when this returns.
+
+        A metric that is no `Number`, such as a ratio that has overflowed, is left out: nobody could compute with it.
+        """
+        row = {name: value for name, value in row.items() if abs(value) <= MAX_NUMBER}
         with self._metrics.open("a", encoding="utf-8", newline="\n") as file:
-            file.write(json.dumps(dict(row)) + "\n")
+            file.write(json.dumps(row) + "\n")
             file.flush()
             os.fsync(file.fileno())  # before the checkpoint that counts on it
 
@@ -182,7 +203,7 @@ class RunFolder:
         """Yield each row with its line."""
         for where, line in _lines(self._metrics):
             row = parse(line, _ROW, where=where, fix=_FIX)
-            if not math.isfinite(row.get("step", math.nan)):
+            if "step" not in row:
                 raise ConfigError(f"{where}: it has no step; {_FIX}")
             yield row, line
 
@@ -258,6 +279,8 @@ class RunFolder:
         Raises:
             ConfigError: where something of it is damaged.
         """
+        for each in (self._rollouts, self.evaluations, self.faults, self.checkpoints, self.journal):
+            check_folder(each)
         self.metrics()
         self.warnings()
         self.played_evaluations()

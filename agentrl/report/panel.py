@@ -3,12 +3,13 @@
 import hashlib
 import os
 from collections.abc import Mapping
-from typing import Self
+from typing import Annotated, Self
 
-from pydantic import BaseModel, ConfigDict, TypeAdapter
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
 
 from agentrl.files import read_json, write_whole
 from agentrl.report.folder import RunFolder
+from agentrl.types import AmountOrZero, Count
 
 
 class Panel(BaseModel):
@@ -18,11 +19,11 @@ class Panel(BaseModel):
 
     tasks: tuple[str | None, ...]
     """A hash of each, as it showed at its beginning. None: every episode of it failed before that."""
-    since: int = 0
+    since: AmountOrZero = 0
     """First step that was evaluated on them like this: a run may be resumed with others."""
-    temperature: float | None = None
+    temperature: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
     """Of sampling. None: an earlier version did not note it."""
-    samples: int | None = None
+    samples: Count | None = None
     """Episodes for each task. None: as above."""
 
     def agrees(self, other: Self) -> bool:

@@ -9,11 +9,23 @@ from typing import Any, Literal, Self
 
 import numpy as np
 import numpy.typing as npt
-from pydantic import BaseModel, ConfigDict, TypeAdapter, model_validator
+from pydantic import BaseModel, ConfigDict, NonNegativeInt, TypeAdapter, model_validator
 
 from agentrl.credit import Credit
 from agentrl.files import parse, read_bytes
-from agentrl.types import Fault, FinishReason, Message, Need, Split, StopReason, Trajectory, TrajectoryGroup, Turn
+from agentrl.types import (
+    Fault,
+    FinishReason,
+    Message,
+    Need,
+    Number,
+    Split,
+    StopReason,
+    TokenId,
+    Trajectory,
+    TrajectoryGroup,
+    Turn,
+)
 
 Notes = Mapping[str, npt.NDArray[np.float64]]
 """Columns of what the update computed of each action token of a trajectory; NaN: nothing."""
@@ -33,18 +45,18 @@ class TurnRecord(BaseModel):
 
     observation: list[Message]
     message: Message
-    observation_ids: list[int]
+    observation_ids: list[TokenId]
     extends: bool
-    action_ids: list[int]
+    action_ids: list[TokenId]
     action_pieces: list[str]
     """Text of each action token by itself, for display."""
     behavior_logprobs: list[float]
     versions: list[int]
-    advantages: list[float]
+    advantages: list[Number]
     """Advantage of each action token."""
     keep: list[bool]
     """Loss mask of each action token."""
-    reward: float
+    reward: Number
     state_key: str | None
     next_state_key: str | None
     action_key: str | None
@@ -53,7 +65,7 @@ class TurnRecord(BaseModel):
     trained: dict[Literal["ratio", "entropy", "clipped"], list[float | None]] = {}
     """What the update computed of each action token: the importance ratio of its unit, the policy's entropy, whether it was
     clipped (1). None: nothing, for it left the loss or had no gradient."""
-    branch_rewards: list[list[float]] | None = None
+    branch_rewards: list[list[Number]] | None = None
     """This and what follows stands only where the credit scheme read it."""
     signals: dict[Need, float | list[float]] = {}
     """One number for each action token, or one for the turn."""
@@ -88,18 +100,18 @@ class TrajectoryRecord(BaseModel):
     group_id: str
     trajectory_id: str
     env_id: str
-    seed: int
+    seed: NonNegativeInt
     stop_reason: StopReason
     truncated: bool
-    reward: float
-    metrics: dict[str, float]
+    reward: Number
+    metrics: dict[str, Number]
     error: str | None
     fault: Fault | None = None
     turns: list[TurnRecord]
     gold_answer: str | None = None
     split: Split = "train"
-    task_index: int | None = None
-    stage: int = 0
+    task_index: NonNegativeInt | None = None
+    stage: NonNegativeInt = 0
     signals: dict[Need, float] = {}
     """Of the trajectory as a whole."""
 

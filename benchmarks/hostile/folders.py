@@ -1,6 +1,7 @@
 """Run folders that were damaged, and every command on them."""
 
 import json
+import os
 import random
 import shutil
 from collections.abc import Callable, Iterator
@@ -36,7 +37,7 @@ def _shuffle(path: Path, rng: random.Random) -> None:
 
 
 def _other_values(path: Path, rng: random.Random) -> None:
-    """Put other values in the place of some of a JSON file's own: null, text, a list, a huge number."""
+    """Put other values in the place of some of a JSON file's own: null, text, a list, a number that is huge or none."""
     try:
         rows: list[Any] = [json.loads(line) for line in path.read_bytes().splitlines()]
     except ValueError:
@@ -46,7 +47,7 @@ def _other_values(path: Path, rng: random.Random) -> None:
         while isinstance(at, dict | list) and at:
             key = rng.choice(list(at)) if isinstance(at, dict) else rng.randrange(len(at))
             if not (isinstance(at[key], dict | list) and at[key]) or rng.random() < 0.25:
-                at[key] = rng.choice([None, "text", [], {}, -1, 10**30, 1e999, [[]], {"kind": "x"}])
+                at[key] = rng.choice([None, "text", [], {}, -1, 99, 10**30, 1e308, 1e999, [[]], {"kind": "x"}])
                 break
             at = at[key]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
@@ -68,6 +69,11 @@ def _delete(path: Path, _: random.Random) -> None:
 def _folder(path: Path, _: random.Random) -> None:
     path.unlink()
     path.mkdir()
+
+
+def _pipe(path: Path, _: random.Random) -> None:
+    path.unlink()
+    os.mkfifo(path)
 
 
 def _loop(path: Path, _: random.Random) -> None:
@@ -94,6 +100,7 @@ DAMAGES: dict[str, Damage] = {
     "shuffled": _shuffle,
     "a folder": _folder,
     "a link to itself": _loop,
+    "a pipe": _pipe,
 }
 STRAY = (
     "checkpoints/step-000004-backup/agentrl.json", "checkpoints/step-99/agentrl.json", "checkpoints/step-x/agentrl.json",

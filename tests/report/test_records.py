@@ -13,7 +13,7 @@ from agentrl.errors import UserError
 from agentrl.report.folder import RunFolder
 from agentrl.report.records import TrajectoryRecord, groups_of, read_records, records
 from agentrl.testing.groups import make_group
-from agentrl.types import Fault, StopReason, Trajectory, TrajectoryGroup
+from agentrl.types import Fault, Need, StopReason, Trajectory, TrajectoryGroup
 
 
 def group() -> TrajectoryGroup:
@@ -107,17 +107,19 @@ def test_a_failed_trajectory_is_recorded_with_its_error(tmp_path: Path) -> None:
     assert groups_of([record])[0].trajectories[0].fault == fault
 
 
-def test_numbers_that_are_not_finite_come_back_and_the_file_stays_json(tmp_path: Path) -> None:
-    path = saved(tmp_path, with_extras({}, {"score": float("nan"), "worst": float("-inf")}))
+def test_signals_that_are_not_finite_come_back_and_the_file_stays_json(tmp_path: Path) -> None:
+    signals = [{"values": float("nan")}, {"values": float("-inf")}]
+    members = [replace(t, signals=given) for t, given in zip(group().trajectories, signals, strict=True)]
+    path = saved(tmp_path, TrajectoryGroup(group_id="g", trajectories=tuple(members)))
 
     def refuse(word: str) -> None:
         raise AssertionError(f"{word} is no JSON")
 
     for line in path.read_bytes().splitlines():
         json.loads(line, parse_constant=refuse)
-    metrics = next(read_records(path)).metrics
-    assert np.isnan(metrics["score"])
-    assert metrics["worst"] == float("-inf")
+    first, second = (record.signals[Need.VALUES] for record in read_records(path))
+    assert np.isnan(first)
+    assert second == float("-inf")
 
 
 @pytest.mark.parametrize(

@@ -81,10 +81,7 @@ def open_runs(folders: Sequence[Path]) -> list[Run]:
                 f"{path} is not the folder of a run: {'it is a file' if path.exists() else 'there is none'}"
             )
         folder = RunFolder.open(path)
-        config = folder.config()
-        if not isinstance(config, dict):
-            raise ConfigError(f"{folder.config_file}: expected a recipe, with a section for each part of a run")
-        begun = folder.config(begun=True)
+        config, begun = folder.config(), folder.config(begun=True)
         runs.append(Run(number=number, folder=folder, config=config, begun=begun, rows=folder.metrics()))
     return runs
 
