@@ -250,3 +250,31 @@ def test_an_episode_of_an_entry_that_the_schedule_lacks_is_not_replayed(
     folder.add_rollouts(STEPS, [each.model_copy(update={"stage": 99}) for each in members("train/000001")])
     told = run(["envs", "replay", str(folder.path), "train/000001/1"])
     assert told == (2, "agentrl: env.schedule has no entry 99; it has 0\n")
+
+
+@pytest.mark.parametrize(
+    ("command", "option", "values", "words"),
+    [
+        ("compare", "--effect", ["nan", "inf", "0", "1e400"], "--effect: expected a finite number above 0, got "),
+        ("compare", "--threshold", ["nan", "inf"], "--threshold: expected a finite number, got "),
+        ("sweep", "--effect", ["nan", "inf", "0"], "--effect: expected a finite number above 0, got "),
+        (
+            "plan",
+            "--memory",
+            ["nan", "inf", "1e300", "0"],
+            "--gpus and --memory: expected positive numbers, and at most ",
+        ),
+        ("serve", "--server", ["-1", "1"], "--server: expected 0 to 0, the numbers of engine.server.url, got "),
+        ("serve", "--start-timeout-s", ["nan", "inf", "0"], "--start-timeout-s: expected seconds above 0, got "),
+        ("envs check", "--seeds", ["0", "-3"], "--seeds: expected at least 1, got "),
+    ],
+)
+def test_a_number_of_a_command_line_that_is_out_of_range_is_refused(
+    command: str, option: str, values: list[str], words: str, runs: tuple[RunFolder, RunFolder]
+) -> None:
+    folders = [str(each.path) for each in runs]
+    targets = {"compare": folders, "envs check": ["key_door"]}.get(command, folders[:1])
+    for value in values:
+        status, printed = run([*command.split(), *targets, option, value])
+        assert (status, printed.count("\n")) == (2, 1), printed
+        assert printed.startswith(f"agentrl: {words}")

@@ -1,6 +1,7 @@
 """`agentrl compare` and `agentrl sweep`."""
 
 import argparse
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -83,8 +84,7 @@ def _add_common(command: argparse.ArgumentParser, *, seeds: int) -> None:
 
 
 def _compare(options: argparse.Namespace, rest: list[str]) -> None:
-    if options.effect <= 0:
-        raise ConfigError(f"--effect: expected a number above 0, got {options.effect:g}")
+    _check_numbers(options)
     options.targets = list(map(find, options.targets))
     if all(target.is_dir() for target in options.targets):
         _compare_runs(options, rest)
@@ -133,6 +133,7 @@ def _compare_runs(options: argparse.Namespace, rest: list[str]) -> None:
 def _sweep(options: argparse.Namespace, rest: list[str]) -> None:
     from agentrl.compare.plan import make_arms, parse_varied
 
+    _check_numbers(options)
     options.targets = list(map(find, options.targets))
     varied = parse_varied(options.over, option="--over")
     arms, _ = make_arms(options.targets, varied=varied, overrides=rest, folder=options.folder, control=False)
@@ -168,6 +169,14 @@ def _sweep(options: argparse.Namespace, rest: list[str]) -> None:
     _show(options, found, options.folder, words=words)
     if failed:
         raise TrainingError(f"{len(failed)} run{'s' if len(failed) > 1 else ''} failed; the same command tries again")
+
+
+def _check_numbers(options: argparse.Namespace) -> None:
+    if not 0 < options.effect < math.inf:
+        raise ConfigError(f"--effect: expected a finite number above 0, got {options.effect:g}")
+    threshold = getattr(options, "threshold", None)
+    if threshold is not None and not math.isfinite(threshold):
+        raise ConfigError(f"--threshold: expected a finite number, got {threshold:g}")
 
 
 def _seeds(options: argparse.Namespace, arms: Sequence["Arm"]) -> list[int]:

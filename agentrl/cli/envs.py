@@ -99,8 +99,11 @@ def _play(options: argparse.Namespace, rest: list[str]) -> None:
 
 
 def _check(options: argparse.Namespace, rest: list[str]) -> None:
+    from agentrl.errors import ConfigError
     from agentrl.testing import check_env
 
+    if options.seeds < 1:
+        raise ConfigError(f"--seeds: expected at least 1, got {options.seeds}")
     config = _recipe(options.env, rest).env
 
     def make() -> "Env":

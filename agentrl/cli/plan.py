@@ -10,6 +10,8 @@ from agentrl.cli.commands import OVERRIDING, Commands
 from agentrl.errors import ConfigError
 from agentrl.report.terminal import Console
 
+_MAX_GB = 1_000_000
+
 
 def add(commands: Commands) -> None:
     """Add the commands of this file."""
@@ -21,8 +23,8 @@ def add(commands: Commands) -> None:
 
 
 def _plan(options: argparse.Namespace, rest: list[str]) -> None:
-    if options.gpus < 1 or options.memory <= 0:
-        raise ConfigError("--gpus and --memory: expected positive numbers")
+    if options.gpus < 1 or not 0 < options.memory <= _MAX_GB:
+        raise ConfigError(f"--gpus and --memory: expected positive numbers, and at most {_MAX_GB:,} GB")
     recipe, _ = load(options.target, rest)
     from agentrl.memory import GB, model_sizes, plan_memory, remedies, tokens_of_a_pass
 

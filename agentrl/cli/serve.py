@@ -1,6 +1,7 @@
 """`agentrl serve`."""
 
 import argparse
+import math
 import signal
 import sys
 import tempfile
@@ -22,6 +23,8 @@ def add(commands: Commands) -> None:
 
 
 def _serve(options: argparse.Namespace, rest: list[str]) -> None:
+    if not 0 < options.start_timeout_s < math.inf:
+        raise ConfigError(f"--start-timeout-s: expected seconds above 0, got {options.start_timeout_s:g}")
     # The model is only written down here: the server has the GPU to itself.
     recipe, run_dir = load(options.target, [*rest, "--engine.name", "vllm_server", "--train.device", "cpu"])
     from agentrl.engine.vllm_server_config import VLLMServerConfig
@@ -30,7 +33,8 @@ def _serve(options: argparse.Namespace, rest: list[str]) -> None:
 
     config = recipe.engine
     assert isinstance(config, VLLMServerConfig)  # as named above
-    if not 0 <= options.server < (num := len(config.server.urls)):
+    num = len(config.server.urls)
+    if not 0 <= options.server < num:
         raise ConfigError(f"--server: expected 0 to {num - 1}, the numbers of engine.server.url, got {options.server}")
     config, tokenizer = config.of_process(options.server), tokenizer_of(run_dir)
     recipe = untrained(recipe, process=options.server)
