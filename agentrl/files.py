@@ -237,6 +237,7 @@ def write_whole(path: Path, data: str | bytes | Iterable[bytes]) -> None:
     partial = path.with_name(f".{path.name}.partial")
     pieces = [data.encode()] if isinstance(data, str) else [data] if isinstance(data, bytes) else data
     try:
+        partial.unlink(missing_ok=True)  # of a write that was cut short; opening a pipe would wait for its reader
         with partial.open("wb") as file:
             file.writelines(pieces)
             file.flush()

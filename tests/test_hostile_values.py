@@ -18,6 +18,7 @@ from agentrl.files import read_bytes
 from agentrl.report.card import write_card
 from agentrl.report.evaluation import settings_of
 from agentrl.report.folder import EvaluationNote, RunFolder, Told
+from agentrl.report.log import RunLog
 from agentrl.report.panel import Panel, note_panels
 from agentrl.report.records import TrajectoryRecord
 from tests.support.commands import run
@@ -240,6 +241,16 @@ def test_a_pipe_in_the_place_of_a_file_is_not_waited_for(
     with pytest.raises(ConfigError, match="it is no regular file; do something"):
         read_bytes(path, fix="do something")
     check(commands(path, folder, runs[1], tmp_path / "out.html")[command])
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="Windows has no pipes with a path")
+def test_a_pipe_in_the_place_of_a_file_that_is_written_is_not_waited_for(tmp_path: Path) -> None:
+    folder = RunFolder.create(tmp_path / "run", {})
+    os.mkfifo(folder.path / ".config.yaml.partial")
+    os.mkfifo(folder.path / "log.txt")
+    folder.write_config({"seed": 3})
+    assert folder.config() == {"seed": 3}
+    RunLog(folder.path).write("hello")
 
 
 def test_an_episode_of_an_entry_that_the_schedule_lacks_is_not_replayed(

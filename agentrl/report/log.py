@@ -28,6 +28,8 @@ class RunLog:
             if not (self.path.parent / "config.yaml").is_file():  # a run begins in a folder that is empty
                 return
             text, self._waiting = "".join(self._waiting), []
+            if self.path.exists() and not self.path.is_file():  # a pipe would be waited for
+                return
             if self.path.is_file() and self.path.stat().st_size > MAX_BYTES:
                 self.path.replace(self.path.with_name("log.1.txt"))
             with self.path.open("a", encoding="utf-8", errors="replace") as file:
