@@ -90,7 +90,9 @@ def checkpoint_errors(path: Path) -> Iterator[None]:
         yield
     except ConfigError:
         raise
-    except (SafetensorError, UnpicklingError, EOFError) as error:
+    except UnpicklingError as error:  # whose words advise to read it all the same
+        raise _damaged(path, "a file of tensors holds something else, which is not read") from error
+    except (SafetensorError, EOFError) as error:
         raise _damaged(path, " ".join(str(error).split())) from error
     except ValidationError as error:
         raise ConfigError(f"the checkpoint {path} does not fit this recipe: {error.errors()[0]['msg']}") from error
