@@ -81,7 +81,9 @@ def credited(sizes: list[int], idle: tuple[int, ...] = ()) -> tuple[list[Traject
     return groups, credits
 
 
-def gradients(learner: Learner, groups: list[TrajectoryGroup], credits: list[list[Credit]]) -> tuple[Any, list[Tensor]]:
+def gradients(
+    learner: Learner, groups: list[TrajectoryGroup], credits: list[list[Credit]], version: int = 1
+) -> tuple[Any, list[Tensor]]:
     """Update once, in float64; return the metrics, and the gradient of each weight before the optimizer took it."""
     found = []
 
@@ -98,7 +100,7 @@ def gradients(learner: Learner, groups: list[TrajectoryGroup], credits: list[lis
         learner.state.optimizer, "optimizer", learner.state.optimizer
     )  # out of what accelerate wraps around it
     optimizer.register_step_pre_hook(lambda *_: keep())
-    return learner.update(groups, credits, version=1), found
+    return learner.update(groups, credits, version=version), found
 
 
 def update(

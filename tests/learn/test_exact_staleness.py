@@ -16,6 +16,7 @@ from agentrl.learn.loss_config import LossConfig
 from agentrl.learn.tally import Observations
 from agentrl.policy.lora import LoraSettings
 from tests.support.learners import make_learner, weights
+from tests.support.models import action_logprobs
 from tests.support.trajectories import some_groups
 
 RNG = np.random.default_rng(0)
@@ -58,20 +59,6 @@ class Watched(Learner):
         return gradient
 
 
-def logprobs_under(model: Any, trajectory: Any) -> list[float]:
-    """Log-probability of each action token, by a pass for each turn."""
-    ids: list[int] = []
-    found = []
-    for turn in trajectory.turns:
-        ids = [*(ids if turn.extends else ()), *turn.observation_ids]
-        start = len(ids)
-        ids += turn.action_ids
-        with torch.no_grad():
-            table = model(torch.tensor([ids])).logits[0].log_softmax(-1)
-        found += [float(table[start + j - 1, token]) for j, token in enumerate(turn.action_ids)]
-    return found
-
-
 @pytest.mark.parametrize("lora", [None, LoraSettings(rank=2)], ids=["whole", "adapters"])
 def test_each_token_is_compared_with_the_weights_that_sampled_it(lora: LoraSettings | None) -> None:
     loss = LossConfig(unit="turn", anchor="sampled", kept_versions=2, clip_low=0.5, clip_high=0.5)
@@ -94,7 +81,8 @@ def test_each_token_is_compared_with_the_weights_that_sampled_it(lora: LoraSetti
     for minibatch, seen in zip(drawn, learner.seen, strict=True):
         expected_T, behavior_T = [], []
         for trajectory, _ in minibatch.pairs:
-            under = {version: logprobs_under(model, trajectory) for version, model in models.items()}
+            with torch.no_grad():
+                under = {version: action_logprobs(model, trajectory).tolist() for version, model in models.items()}
             behavior = list(chain(*(turn.behavior_logprobs for turn in trajectory.turns)))
             versions = list(chain(*(turn.versions for turn in trajectory.turns)))
             under[0] = behavior  # two versions are kept: of 0, only the engine knows

@@ -9,6 +9,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from agentrl.policy.tree import IntArray
+from agentrl.types import Trajectory
 
 SIZES = {
     "vocab_size": 97,
@@ -74,6 +75,19 @@ class AllFloat64(TorchFunctionMode):
 
 def _not_float32(value: Any) -> Any:
     return torch.float64 if value is torch.float32 else value
+
+
+def action_logprobs(model: Any, trajectory: Trajectory) -> torch.Tensor:
+    """Log-probability of each action token, by a pass for each turn."""
+    ids: list[int] = []
+    found = []
+    for turn in trajectory.turns:
+        ids = [*(ids if turn.extends else ()), *turn.observation_ids]
+        start = len(ids)
+        ids += turn.action_ids
+        table = model(torch.tensor([ids])).logits[0].log_softmax(-1)
+        found += [table[start + j - 1, token] for j, token in enumerate(turn.action_ids)]
+    return torch.stack(found)
 
 
 def branching_rows() -> list[IntArray]:

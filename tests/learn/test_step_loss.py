@@ -1,0 +1,139 @@
+"""The loss as a training step computes it, from recipe to gradient, against plain loops in float64.
+
+Pure functions have tests of their own (`test_loss`, `test_trust`, `test_calibration`). Here is what stands between them: what a
+recipe asks, which state and which units a trust region is given, what leaves the loss, and what is counted.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from agentrl.learn.batch import LossColumns, make_batch
+from agentrl.learn.calibration import Aim, joined, observed
+from agentrl.learn.loss_config import LossConfig
+from agentrl.learn.metrics import divergence, update_metrics
+from agentrl.learn.micro_batch_loss import Before, Earlier, micro_batch_loss, trust_region
+from agentrl.learn.plan import Planner
+from agentrl.learn.tally import Observations, Tally
+from agentrl.learn.token_weights import RatioUnit
+from tests.support.loss_oracle import (
+    BY_LENGTH,
+    BY_STALENESS,
+    VERSION,
+    Measured,
+    expected_step,
+    filled,
+    stale_batch,
+)
+from tests.support.ratio_batches import UNITS, close, f64
+
+TRAJECTORIES, CREDITS, TOKENS = stale_batch()
+RANGE = {"clip_low": 0.03, "clip_high": 0.05}
+EXPONENTS = {"kernel": {"positive": (1.5, 0.7), "negative": (0.6, 2.2)}}
+RECIPES: dict[str, tuple[dict[str, Any], Measured]] = {
+    "fixed": ({"trust": "fixed", **RANGE}, {}),
+    "fixed, the papers' ranges": ({"trust": "fixed", "aggregation": "token-mean"}, {}),
+    "fixed, of what is left": ({"trust": "fixed", **RANGE, "reject": 1.4}, {}),
+    "token": ({"trust": "token", "clip_low": 0.08, "clip_high": 0.12}, {}),
+    "token, of what is left": ({"trust": "token", **RANGE, "reject": 1.4, "aggregation": "turn-mean"}, {}),
+    "calibrated, before anything was measured": ({"trust": "calibrated"}, {}),
+    "calibrated": ({"trust": "calibrated"}, BY_STALENESS),
+    "calibrated, of what is left": ({"trust": "calibrated", "reject": 1.4}, BY_STALENESS),
+    "calibrated by length": ({"trust": "calibrated", "calibrated": {"by_length": True}, "reject": 1.4}, BY_LENGTH),
+    "kernel": ({"trust": "kernel", **EXPONENTS, "aggregation": "constant", "constant_length": 16}, {}),
+    "kernel, its authors' exponents": ({"trust": "kernel"}, {}),
+    "kernel, of what is left": ({"trust": "kernel", **EXPONENTS, "reject": 1.4}, {}),
+    "recomputed": ({"trust": "fixed", **RANGE, "anchor": "recomputed", "kl_coefficient": 0.3}, {}),
+    "truncated": ({"trust": "token", "anchor": "recomputed", "mismatch": "truncate", "mismatch_limit": 1.2}, {}),
+    "sampled, masked": (
+        {"trust": "calibrated", "anchor": "sampled", "mismatch": "mask", "mismatch_limit": 1.2, "reject": 1.4},
+        BY_STALENESS,
+    ),
+}
+SPLITS = [(1, 10**6), (1, 60), (1, 1), (2, 60), (3, 60), (20, 60)]
+"""Processes, two of the twenty without a trajectory; tokens of a pass."""
+
+
+def column(name: str) -> Tensor:
+    return f64(*(getattr(token, name) for token in TOKENS))
+
+
+def before(config: LossConfig, tokens_T: Tensor) -> Before:
+    """What a learner knows of these tokens from before the first update."""
+    if config.anchor == "behavior":
+        return Before()
+    earlier = Earlier(column("version")[tokens_T] != VERSION, column("sampled")[tokens_T])
+    return Before(column("start")[tokens_T], earlier=earlier if config.anchor == "sampled" else None)
+
+
+def shares(num_processes: int, max_tokens: int, config: LossConfig) -> Iterator[list[tuple[Tensor, LossColumns]]]:
+    """The passes of each process: which tokens of the batch, and their columns."""
+    tokens, columns = make_batch(
+        TRAJECTORIES,
+        CREDITS,
+        unit=config.unit,
+        aggregation=config.aggregation,
+        constant_length=config.constant_length,
+    )
+    planner = Planner(max_tokens=max_tokens, dtype=torch.float64)
+    for process in range(num_processes):
+        passes = planner.micro_batches(tokens, process=process, num_processes=num_processes)
+        yield [(torch.from_numpy(micro.token_T), columns.of(micro)) for micro in passes]
+
+
+@pytest.mark.parametrize("unit", UNITS)
+def test_the_batch_has_what_recipes_tell_apart(unit: RatioUnit) -> None:
+    settings, measured = RECIPES["calibrated, of what is left"]
+    found = expected_step(TOKENS, LossConfig(unit=unit, **settings), measured)
+    assert sorted(found.shown) == ["0/0", "0/1", "0/2", "0/3"]  # of staleness 0, 1, 2 and 3, 4 to 7
+    assert 0.05 < found.metrics["clip/units_rejected"] < 0.3
+    for side, pushed in (("positive", lambda a: a > 0), ("negative", lambda a: a < 0)):
+        share = sum(pushed(token.advantage) for token in TOKENS) / len(TOKENS)
+        assert 0.05 < found.metrics[f"clip/tokens_{side}"] < 0.7 * share
+
+
+@pytest.mark.parametrize(("num_processes", "max_tokens"), SPLITS)
+@pytest.mark.parametrize("unit", UNITS)
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_loss_gradient_decisions_and_metrics_of_a_recipe_follow_the_equations(
+    recipe: str, unit: RatioUnit, num_processes: int, max_tokens: int
+) -> None:
+    settings, measured = RECIPES[recipe]
+    config = LossConfig(unit=unit, **settings)
+    calibration, expected = filled(measured), expected_step(TOKENS, config, measured)
+    policy_T, reference_T = column("policy").requires_grad_(), column("reference")
+    loss, clipped_T = torch.zeros((), dtype=torch.float64), torch.zeros(len(TOKENS), dtype=torch.bool)
+    found: list[Observations] = []
+    for passes in shares(num_processes, max_tokens, config):
+        found.append(Observations())
+        for tokens_T, columns in passes:
+            loss = loss + micro_batch_loss(
+                policy_T[tokens_T],
+                columns,
+                config=config,
+                observations=found[-1],
+                trust=trust_region(config, columns, calibration=calibration, version=VERSION),
+                before=before(config, tokens_T),
+                version=VERSION,
+                reference_logprobs_T=reference_T[tokens_T] if config.kl_coefficient else None,
+            )
+            clipped_T[tokens_T] = torch.from_numpy(found[-1].columns["clipped_T"][-1])
+    assert sum(len(one.columns["clipped_T"]) for one in found) >= (
+        len(TRAJECTORIES) if max_tokens == 1 else num_processes
+    )
+    close(loss.detach(), f64(expected.loss)[0])
+    close(torch.autograd.grad(loss, policy_T)[0], f64(*expected.gradient))
+    assert clipped_T.tolist() == expected.clipped
+    tally = Tally.joined([*map(Tally.of, found)])
+    metrics = update_metrics([tally], current_version=VERSION) | {"divergence": divergence(tally)}
+    assert {name: metrics.get(name) for name in expected.metrics} == pytest.approx(expected.metrics, rel=1e-12)
+    assert ("clip/units_rejected" in metrics) == (config.reject is not None)
+    for is_updated in (True, False):
+        shown = joined(observed(one, Aim.of(config), version=VERSION, is_updated=is_updated) for one in found)
+        told = expected_step(TOKENS, config, measured, is_updated=is_updated).shown
+        assert shown.keys() == told.keys()
+        for name, alike in shown.items():
+            assert [alike.distance.num, *(sums.total for sums in alike)] == pytest.approx(told[name], rel=1e-12)
