@@ -325,6 +325,7 @@ def test_the_order_of_tokens_leaves_no_trace_in_float32() -> None:
         ({"unit_T": torch.tensor([0, 2**40])}, "got 1099511627776 among 2 tokens"),
         ({"trust": partial(fixed, low=1.1, high=0.1)}, r"below 1 in \[0, 1\] and one above it >= 0, got 1\.1 and 0\.1"),
         ({"trust": partial(fixed, low=0.1, high=-0.1)}, r"got 0\.1 and -0\.1"),
+        ({"trust": partial(fixed, low=-0.1, high=0.1)}, r"got -0\.1 and 0\.1"),
         ({"trust": partial(fixed, low=0.1, high=math.nan)}, r"got 0\.1 and nan"),
     ],
 )

@@ -36,6 +36,7 @@ def test_tokens_of_older_versions_leave_the_loss_and_are_counted() -> None:
     assert np.array_equal(found[0].advantages_T, credits[0][0].advantages_T)
     assert share_too_old([group], oldest=4) == 3 / 8
     assert share_too_old([group], oldest=3) == 0
+    assert share_too_old([], oldest=3) == 0
 
 
 def test_in_sync_mode_there_is_nothing_to_mask() -> None:

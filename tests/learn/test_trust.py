@@ -16,7 +16,7 @@ from agentrl.learn.calibration import Aim, Calibration, Units, of_units
 from agentrl.learn.loss_config import CalibratedConfig, KernelConfig, LossConfig
 from agentrl.learn.micro_batch_loss import trust_region
 from agentrl.learn.token_weights import Aggregation, RatioUnit
-from agentrl.learn.trust import Ratios, TrustRegion, fixed, is_rejected, kernel, rejecting, token
+from agentrl.learn.trust import Ratios, Region, TrustRegion, fixed, is_rejected, kernel, rejecting, token
 from tests.support.ratio_batches import (
     AGGREGATIONS,
     UNITS,
@@ -181,6 +181,16 @@ def test_the_kernel_of_a_unit_that_moved_beyond_float32_is_zero(log_ratio: float
     assert region.factor_T.tolist() == [0.0]
 
 
+@pytest.mark.parametrize(
+    ("log_ratio", "exponents", "log_factor"), [(-1e4, (0.01, 1.0), -0.8 + 1), (1e4, (0.5, 1e-50), 40)]
+)
+def test_a_units_weight_ends_at_the_bounds_of_its_logarithm(
+    log_ratio: float, exponents: tuple[float, float], log_factor: float
+) -> None:
+    region = kernel(ratios(log_ratio, advantages_T=[1.0]), positive=exponents, negative=NEGATIVE)
+    assert region.factor_T.tolist() == pytest.approx([math.exp(log_factor)])
+
+
 def test_no_weight_of_exponents_that_a_recipe_may_have_ends_float32() -> None:
     for exponents in ((23.4, 0.3), (0.01, 79.0), (1000.0, 1000.0), (1000.0, 655.0)):
         allowed = KernelConfig(positive=exponents).positive
@@ -220,6 +230,12 @@ def test_a_rejected_unit_has_no_loss_on_either_side() -> None:
 def test_a_token_without_an_advantage_leaves_no_region(region: str) -> None:
     for log_ratio in (-1.0, 1.0):
         assert REGIONS[region][0](ratios(log_ratio, advantages_T=[0.0])).clipped_T.tolist() == [False]
+
+
+@pytest.mark.parametrize("region", [fixed, token])
+def test_a_token_at_the_end_of_its_range_is_still_within(region: Callable[..., Region]) -> None:
+    for advantage in (1.0, -1.0):
+        assert region(ratios(0.0, advantages_T=[advantage]), low=0.0, high=0.0).clipped_T.tolist() == [False]
 
 
 def test_a_range_may_reach_down_to_zero() -> None:
