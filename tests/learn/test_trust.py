@@ -243,17 +243,20 @@ def test_a_range_may_reach_down_to_zero() -> None:
 
 
 @pytest.mark.parametrize("trust", get_args(LossConfig.model_fields["trust"].annotation))
-def test_a_recipe_gets_the_region_it_names(trust: str) -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_recipe_gets_the_region_it_names(trust: str, dtype: torch.dtype) -> None:
     columns = LossColumns(
-        advantage_T=f64(1, -1),
-        weight_T=f64(0.5, 0.5),
-        behavior_T=f64(0, 0),
+        advantage_T=f64(1, -1).to(dtype),
+        weight_T=f64(0.5, 0.5).to(dtype),
+        behavior_T=f64(0, 0).to(dtype),
         unit_T=torch.tensor([0, 0]),
         version_T=torch.tensor([3, 3]),
         trajectory_T=torch.tensor([0, 0]),
     )
     config = LossConfig(trust=trust)
-    got = trust_region(config, columns, calibration=Calibration(), version=3)(ratios(0.3, -0.5, advantages_T=[1, -1]))
+    moved = ratios(0.3, -0.5, advantages_T=[1, -1], dtype=dtype)
+    got = trust_region(config, columns, calibration=Calibration(), version=3)(moved)
+    assert got.factor_T.dtype == dtype
     assert (
         got.clipped_T.tolist()
         == {
