@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from agentrl.chat import TurnTokens
-from agentrl.learn.health import SIGNS, Row, cut_demonstrations, first_told, signs
+from agentrl.learn.health import SIGNS, Row, Sign, cut_demonstrations, first_told, signs
 from agentrl.rollout import RolloutConfig
 from agentrl.rollout.demonstrations import Demonstration
 
@@ -78,6 +78,18 @@ def test_a_reward_that_falls_and_stays_down_is_told_once_and_what_follows_is_not
     assert step in (11, 12)  # it fell at step 9
 
 
+def test_what_fell_is_told_by_its_best_four_steps_in_a_row() -> None:
+    rows = [row(success) for success in (0.0, 0.8, 0.8, 0.8, 0.0, 0.0, 0.0, 0.0)]
+    assert signs(rows)["collapse"] == "the policy has collapsed: its mean reward fell from 0.6 to 0 for 4 steps"
+
+
+def test_where_a_policy_collapsed_what_follows_is_not_told() -> None:
+    follows: dict[Sign, str] = {"alike": "a", "cut_off": "b", "runaway": "c"}
+    assert first_told({"collapse": "d", **follows}, [row()]) == {"collapse": "d"}
+    assert first_told(follows, [row(health__collapse=1.0), row()]) == {}
+    assert first_told(follows, [row(health__alike=1.0), row()]) == {"cut_off": "b", "runaway": "c"}
+
+
 def noisy(success: Sequence[float]) -> list[dict[str, float]]:
     """Rows of a run whose rewards are noisy; where no episode came to its end, success is not told."""
     shown = zip(success, NOISY_REWARD, NOISY_SPREAD, strict=True)
@@ -92,6 +104,7 @@ def test_success_that_is_gone_under_noisy_rewards_is_a_collapse() -> None:
     rows = noisy(NOISY_SUCCESS)
     assert told(rows) == [(8, "collapse")]
     assert signs(rows[:9])["collapse"].endswith("its mean success fell from 0.375 to 0 for 4 steps")
+    assert told([{"episode/success": 0.0} | of_step for of_step in rows]) == [(8, "collapse")]
 
 
 def test_noisy_rewards_alone_are_none_while_success_stays() -> None:
@@ -122,13 +135,22 @@ def test_a_harder_stage_is_no_collapse_and_a_collapse_within_it_is() -> None:
 def test_entropy_that_vanishes_without_a_gain_is_a_collapse() -> None:
     falling = [row(0.2, entropy=0.2)] * 4 + [row(0.2, entropy=0.01)] * 4
     assert told(falling) == [(8, "collapse")]
-    assert "entropy fell from 0.2 to 0.01" in signs(falling)["collapse"]
+    assert signs(falling)["collapse"].endswith("fell from 0.2 to 0.01 nats a token, and its reward did not rise")
     gained = [row(0.2, entropy=0.2)] * 4 + [row(0.6, entropy=0.01)] * 4
     assert told(gained) == []
 
 
+@pytest.mark.parametrize(("first", "between", "last"), [(0.2, 0.8, 0.2), (0.02, 0.5, 0.1)])
+def test_a_gain_is_that_of_the_last_steps_beside_the_largest_spread_before_them(
+    first: float, between: float, last: float
+) -> None:
+    rows = [row(first, entropy=0.2)] * 4 + [row(between, entropy=0.2)] * 4 + [row(last, entropy=0.01)] * 4
+    assert told(rows) == [(12, "collapse")]
+
+
 def test_entropy_of_steps_in_which_nothing_was_computed_is_not_known() -> None:
     assert told([row(0.2, entropy=0.2)] * 4 + [row(1.0, entropy=0.0)] * 6) == []
+    assert told([row(0.2, entropy=0.2)] * 4 + [row(0.2, entropy=0.0, credit__zero_advantage=1.0)] * 6) == []
 
 
 @pytest.mark.parametrize("name", row())
@@ -143,7 +165,11 @@ def test_groups_that_earn_alike_for_long_are_told_with_the_field() -> None:
     never = [row(0.0)] * 8
     assert told(never) == [(8, "alike")]
     assert told([*never[:7], row(0.1), *never[:7]]) == []
-    assert "env.options" in signs(never)["alike"]
+    lost = {name: value for name, value in never[3].items() if name != "credit/zero_advantage"}
+    assert told([*never[:3], lost, *never[4:]]) == []
+    words = signs([row(reward__mean=step, credit__zero_advantage=1.0) for step in range(8)])["alike"]
+    assert "mean reward 7)" in words
+    assert "env.options" in words
 
 
 @pytest.mark.parametrize(
@@ -162,6 +188,10 @@ def test_limits_that_cut_every_episode_off_are_named(reason: str, field: str) ->
     assert told([*rows[:3], row(), *rows[:3]]) == []
 
 
+def test_steps_in_which_every_episode_failed_tell_of_no_limit() -> None:
+    assert told([row(stop__terminated=0.0, stop__env_error=0.75, stop__engine_error=0.25)] * 4) == []
+
+
 def test_a_sign_is_told_once_in_a_run_also_when_it_comes_back() -> None:
     never = [row(0.0)] * 8
     assert told([*never, row(0.5), *never]) == [(8, "alike"), (13, "collapse")]
@@ -177,6 +207,12 @@ def test_demonstrations_that_no_policy_could_play_are_told_with_the_limit() -> N
         assert share == 1.0
         assert words is not None
         assert f"100% by rollout.{field}" in words
+    longer = replace(played[0], turns=(replace(turn, action_ids=(2,) * 5), turn))
+    assert cut_demonstrations([longer, *played[:3]], wide) == (
+        0.25,
+        "demonstrations are cut off, 25% by rollout.max_turn_tokens, 25% by rollout.max_episode_tokens, "
+        "25% by rollout.max_context_tokens: the policy is shown what it cannot play; raise it",
+    )
     cut = [replace(demonstration, is_over=False) for demonstration in played]
     share, words = cut_demonstrations(cut, wide)
     assert share == 1.0
@@ -195,5 +231,7 @@ def test_a_step_that_moves_the_policy_very_far_is_told(
     shown = {"ratio/effective_samples": samples, "kl/behavior": far, "staleness/max": staleness}
     rows = [row(0.5) for _ in range(3)] + [row(0.5) | shown]
     assert told(rows) == ([(4, "runaway")] if is_told else [])
+    without = {name: value for name, value in rows[-1].items() if name != "staleness/max"}  # a file may have lost it
+    assert told([*rows[:3], without]) == ([(4, "runaway")] if is_told or staleness else [])
     fallen = [*rows, *[row(0.0)] * 12]
     assert [sign for _, sign in told(fallen)] == (["runaway"] if is_told else []) + ["collapse"]
