@@ -44,7 +44,7 @@ def between(least: float, most: float) -> AfterValidator:
 
 Positive = Annotated[float, Field(gt=0), between(1e-12, 1e12)]
 """Of scales: float32 holds it, its inverse and its square."""
-Rate = Annotated[float, Field(gt=0), between(1e-12, 10)]
+Rate = Annotated[float, Field(gt=0), between(1e-30, 10)]
 """Of learning."""
 Seconds = Annotated[float, Field(gt=0), between(1e-3, 1e9)]
 """Of deadlines."""

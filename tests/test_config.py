@@ -142,12 +142,12 @@ def test_unknown_names_read_well(file: Path) -> None:
             "rollout: {engine_timeout_s: 1.0e-320}",
             "rollout.engine_timeout_s: Input should be from 0.001 to 1e+09 (got 1e-320)",
         ),
-        ("warmup: {learning_rate: 1.0e+308}", "warmup.learning_rate: Input should be from 1e-12 to 10 (got 1e+308)"),
+        ("warmup: {learning_rate: 1.0e+308}", "warmup.learning_rate: Input should be from 1e-30 to 10 (got 1e+308)"),
         (
             "signals: {critic: {learning_rate: 11}}",
-            "signals.critic.learning_rate: Input should be from 1e-12 to 10 (got 11)",
+            "signals.critic.learning_rate: Input should be from 1e-30 to 10 (got 11)",
         ),
-        ("train: {agreement: 1.0e+308}", "train.agreement: Input should be from 1e-09 to 1 (got 1e+308)"),
+        ("train: {agreement: 1.0e+308}", "train.agreement: Input should be from 1e-12 to 1 (got 1e+308)"),
         (
             "model: {local: {initializer_std: 20}}",
             "model.local.initializer_std: Input should be from 0.001 to 10 (got 20)",

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from agentrl.errors import UserError
 from agentrl.learn.tokens import TokenBatch
 from agentrl.policy.layout import Inputs, Layout, lay_out, pack
 from agentrl.policy.model import Policy
@@ -58,13 +59,16 @@ class Planner:
     device: torch.device | str = "cpu"
     dtype: torch.dtype = torch.float32
     """Of the columns that are taken for a micro-batch: that of the policy's log-probabilities."""
+    vocab_size: int | None = None
+    """Tokens that the model knows: one beyond them would end the process on a GPU. None: it is not asked."""
     pairs_per_token: int = 1024
     """What a token costs beside attention, in visible pairs of tokens."""
 
     @classmethod
     def of(cls, policy: Policy, **further: Any) -> "Planner":
         """Return the planner of passes through a policy."""
-        return cls(layout=policy.layout, is_recurrent=policy.is_recurrent, **further)
+        vocab_size = policy.model.config.get_text_config().vocab_size
+        return cls(layout=policy.layout, is_recurrent=policy.is_recurrent, vocab_size=vocab_size, **further)
 
     def micro_batches(
         self,
@@ -83,7 +87,16 @@ class Planner:
 
         `trajectories` are those to compute (None: all). The others have their share of the denominators in the weights of
         these already.
+
+        Raises:
+            UserError: for a token that the model does not know.
         """
+        largest = max((int(row.max()) for row in tokens.rows if len(row)), default=0)
+        if self.vocab_size is not None and largest >= self.vocab_size:
+            raise UserError(
+                f"token {largest} was recorded, and the model knows {self.vocab_size}: the run's journal or checkpoint is of "
+                "another model; delete what is newest of them, and it is sampled again"
+            )
         plan = _Plan(tokens, self)
         chosen = range(tokens.num_trajectories) if trajectories is None else trajectories
         shares = plan.shares([i for i in chosen if plan.members[i]], num_processes)

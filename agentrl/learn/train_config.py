@@ -79,7 +79,7 @@ class TrainConfig(BaseModel):
     stop_on: Annotated[tuple[Literal["alike", "cut_off"], ...], MayChange()] = ()
     """Signs (metrics `health/SIGN`) at which the run ends: groups that earn `alike` for 8 steps, every episode `cut_off`. Each
     is told once anyway."""
-    agreement: Annotated[Annotated[float, Field(gt=0), between(1e-9, 1)] | None, MayChange()] = None
+    agreement: Annotated[Annotated[float, Field(gt=0), between(1e-12, 1)] | None, MayChange()] = None
     """Largest mean difference allowed between the engine's log-probabilities and the trainer's under the same weights, in
     nats. None: follows the precision (float32 1e-3, bfloat16 0.05)."""
 

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from agentrl.chat import train_tokenizer
 from agentrl.credit import Credit
+from agentrl.errors import UserError
 from agentrl.learn.batch import Batch
 from agentrl.learn.loss import policy_loss
 from agentrl.learn.plan import MicroBatch, Planner
@@ -416,6 +417,15 @@ def test_a_forked_trajectory_loses_what_its_parts_would_lose_in_their_own_contex
     whole = batch_of([FORKED], [Credit.from_tokens(FORKED, advantages)], unit="token", aggregation="token-mean")
     parts = batch_of([first, second], apart, unit="token", aggregation="token-mean")
     assert_same(loss_and_gradient(parts, max_tokens=1), loss_and_gradient(whole, layout=layout))
+
+
+def test_a_token_that_the_model_does_not_know_is_told() -> None:
+    tokens = batch_of([FORKED], [Credit.uniform(FORKED, 1.0)]).tokens
+    largest = max(int(row.max()) for row in tokens.rows)
+    assert list(Planner(max_tokens=100, vocab_size=largest + 1).micro_batches(tokens))
+    with pytest.raises(UserError, match=rf"token {largest} was recorded, and the model knows {largest}: "):
+        list(Planner(max_tokens=100, vocab_size=largest).micro_batches(tokens))
+    assert Planner.of(POLICY, max_tokens=100).vocab_size == POLICY.model.config.vocab_size
 
 
 def logprobs_of(batch: Batch, layout: Layout) -> dict[tuple[int, int, int], float]:
