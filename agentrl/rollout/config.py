@@ -62,7 +62,7 @@ class RolloutConfig(BaseModel):
     max_live_episodes: Annotated[Count, MayChange()] = 64
     """Episodes that are kept going at the same time, each environment on a thread of its own."""
     env_timeout_s: Annotated[Seconds, MayChange()] = 60.0
-    """Deadline of each reset and each step of an environment, in seconds."""
+    """Deadline of each reset and each step of an environment, and of each call of a group reward, in seconds."""
     engine_timeout_s: Annotated[Seconds, MayChange()] = 600.0
     """Deadline of each completion, in seconds. With `engine.lockstep` it includes waiting for the environments of the
     other live episodes: leave it well above `env_timeout_s`."""
