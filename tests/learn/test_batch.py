@@ -103,3 +103,6 @@ def test_a_row_with_its_end_is_read_after_its_last_token_as_well() -> None:
     assert tokens.position_T.tolist() == [1, 2, 4, 2, 4, 5, 6, 2, 3]
     assert tokens.target_T.tolist() == [3, 4, 6, 10, 12, 13, 0, 23, 0]
     assert tokens.trajectory_T.tolist() == [0] * 7 + [1] * 2
+    assert tokens.turn_T.tolist() == [0, 0, 1, 2, 3, 3, 4, 0, 1]
+    (silent,) = with_end(rows_of([turn([20, 21, 22], [])]))
+    assert (silent.positions_T.tolist(), silent.turn_T.tolist()) == ([3], [0])

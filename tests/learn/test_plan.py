@@ -187,6 +187,7 @@ def test_a_pass_holds_the_columns_of_its_tokens_and_reads_them_at_their_predeces
         np.testing.assert_array_equal(micro.target_T.numpy(), batch.tokens.target_T[chosen])
         columns = batch.columns.of(micro)
         np.testing.assert_array_equal(columns.version_T, batch.columns.version_T[chosen])
+        torch.testing.assert_close(micro.take(torch.arange(len(batch.tokens))), torch.from_numpy(chosen))
         for name in ("behavior_T", "advantage_T", "weight_T"):  # float32 on the device
             assert getattr(columns, name).dtype == torch.float32
             np.testing.assert_allclose(getattr(columns, name), getattr(batch.columns, name)[chosen], rtol=1e-7)
@@ -289,11 +290,23 @@ def shared_out(groups: Sequence[TrajectoryGroup], **plan: Any) -> list[list[set[
     return owners_of(batch_of(trajectories, [Credit.uniform(t, 1.0) for t in trajectories]), **plan)
 
 
-def test_groups_whose_first_tokens_are_the_same_are_neighbours() -> None:
-    groups = [alone(number, 20, 20, first=1 + number % 2) for number in range(4)]
+@pytest.mark.parametrize("first", [1, 10_000])
+def test_groups_whose_first_tokens_are_the_same_are_neighbours(first: int) -> None:
+    groups = [alone(number, 20, 20, first=first + number % 2) for number in range(4)]
     # Two groups of 2 + 2 * 18 tokens, of which the first one is shared.
     owners = shared_out(groups, layout="tree", max_tokens=2 * (2 + 2 * 18) - 1)
     assert owners == [[{0, 1, 4, 5}, {2, 3, 6, 7}]]
+
+
+def apart(number: int, *firsts: int) -> TrajectoryGroup:
+    """A group of trajectories of 21 tokens each that share nothing, by their first tokens: 20 are read."""
+    members = [trajectory(i, turn([first], [100] * 20), group=f"g{number}") for i, first in enumerate(firsts)]
+    return TrajectoryGroup(group_id=f"g{number}", trajectories=tuple(members))
+
+
+def test_a_group_stands_where_the_least_of_its_rows_does() -> None:
+    owners = shared_out([apart(0, 1, 9), apart(1, 5, 6), apart(2, 2, 3)], layout="tree", max_tokens=80)
+    assert owners == [[{0, 1, 4, 5}, {2, 3}]]
 
 
 def test_padded_rows_of_a_pass_are_near_in_length_whatever_their_groups() -> None:
@@ -351,6 +364,13 @@ def test_groups_stay_whole_where_that_is_as_even() -> None:
         [{0, 1}, {2, 3}],
         [{0, 2}, {1, 3}],
         [{0, 3}, {1, 2}],
+    )
+
+
+def test_groups_stay_whole_where_their_halves_would_share_nothing() -> None:
+    assert shared_out([apart(0, 1, 2), apart(1, 3, 4)], layout="tree", num_processes=2) in (
+        [[{0, 1}], [{2, 3}]],
+        [[{2, 3}], [{0, 1}]],
     )
 
 
