@@ -259,7 +259,8 @@ def shorten(turn: Turn, before: Sequence[Turn]) -> tuple[Turn, int]:
     if turn.extends:
         return turn, 0
     context, ids = _context_after(before), turn.observation_ids
-    most = min(len(context), len(ids))
+    # One token stays: a journal writes what is left of an episode as a trajectory, which begins with a context.
+    most = min(len(context), max(len(ids) - 1, 0))
     shared = next(
         (start for start in range(0, most, 1024) if context[start : start + 1024] != ids[start : start + 1024]), most
     )

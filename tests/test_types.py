@@ -150,6 +150,7 @@ def test_turns_come_out_of_a_file_as_they_were(turns: tuple[Turn, ...]) -> None:
     for index, whole in enumerate(turns):
         short, shared = shorten(whole, turns[:index])
         assert lengthen(short, turns[:index], shared) == whole
+        assert short.observation_ids
 
 
 def test_a_turn_that_rewrote_the_end_of_its_history_is_written_without_the_rest() -> None:

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import re
 import resource
 import shutil
 import signal
@@ -21,7 +22,18 @@ from agentrl.files import sealed
 from agentrl.rollout import LiveEpisode, RolloutConfig, Tasks
 from agentrl.rollout.journal import Journal, Started
 from agentrl.rollout.stream import TaskStream
-from agentrl.types import ENDLESS, Completion, FinishReason, NumTasks, StopReason, Trajectory, TrajectoryGroup, Turn
+from agentrl.types import (
+    ENDLESS,
+    Completion,
+    FinishReason,
+    NumTasks,
+    Share,
+    StopReason,
+    Trajectory,
+    TrajectoryGroup,
+    Turn,
+    Turns,
+)
 
 GROUPS, SIZE = 2, 3
 Choose = Callable[[int], int]
@@ -63,6 +75,22 @@ def partial(number: int) -> Completion:
     )
 
 
+def ending(
+    episode: LiveEpisode, turns: Turns, *, stop_reason: StopReason = StopReason.TERMINATED, **further: Any
+) -> Trajectory:
+    """The trajectory of an episode that ends after these turns."""
+    return Trajectory(
+        group_id=episode.task.group_id,
+        trajectory_id=episode.task.trajectory_id,
+        env_id="made up",
+        seed=episode.task.seed,
+        turns=turns,
+        stop_reason=stop_reason,
+        task_index=episode.task.task_index,
+        **further,
+    )
+
+
 class Driver:
     """Plays a stream: what the pool and the trainer do to it, one thing at a time."""
 
@@ -85,15 +113,19 @@ class Driver:
         if self.live:
             name = sorted(self.live)[self.choose(len(self.live))]
             episode = self.live[name]
-            new = turn(len(episode.turns), reward=float(self.choose(2)))
-            context = [token for t in episode.turns for token in (*t.observation_ids, *t.action_ids)]
-            if context and self.choose(3) == 0:  # its template rewrites the end of its history
-                new = replace(new, extends=False, observation_ids=(*context[: self.choose(len(context) + 1)], 9))
+            new = self.turn_of(episode, len(episode.turns))
             snapshot = "bmV3" if self.choose(2) else None
             self.live[name] = played = LiveEpisode(
                 task=episode.task, turns=(*episode.turns, new), observation=new.observation, snapshot=snapshot
             )
             self.stream.note(played)
+
+    def turn_of(self, episode: LiveEpisode, number: int) -> Turn:
+        new = turn(number, reward=float(self.choose(2)))
+        context = [token for t in episode.turns for token in (*t.observation_ids, *t.action_ids)]
+        if context and self.choose(3) == 0:  # its template rewrites the end of its history
+            new = replace(new, extends=False, observation_ids=(*context[: self.choose(len(context) + 1)], 9))
+        return new
 
     def begin_again(self) -> None:
         if self.live:
@@ -110,25 +142,16 @@ class Driver:
     def end(self) -> None:
         if self.live:
             episode = self.live.pop(sorted(self.live)[self.choose(len(self.live))])
-            task, turns = episode.task, episode.turns
+            turns = episode.turns
             if not turns or self.choose(2):  # else it ends for want of room, after a turn like any other
                 self.stream.note(replace(episode, partial=partial(2)))
-                turns = (*turns, turn(9, reward=float(self.choose(2))))
+                turns = (*turns, self.turn_of(episode, 9))
             forks, reason = self.choose(5) == 0, StopReason.TERMINATED
             if self.fails and self.choose(8) == 7:
                 reason = StopReason.ENGINE_ERROR if self.choose(2) else StopReason.ENV_ERROR
-            self.stream.take(
-                Trajectory(
-                    group_id=task.group_id,
-                    trajectory_id=task.trajectory_id,
-                    env_id="made up",
-                    seed=task.seed,
-                    turns=tuple(replace(t, branch_rewards=((1.0,),)) for t in turns) if forks else turns,
-                    stop_reason=reason,
-                    metrics={"success": (float("nan"), 1.0, 1.0)[self.choose(3)]},
-                    task_index=task.task_index,
-                )
-            )
+            turns = tuple(replace(t, branch_rewards=((1.0,),)) for t in turns) if forks else turns
+            metrics = {"success": (float("nan"), 1.0, 1.0)[self.choose(3)]}
+            self.stream.take(ending(episode, turns, stop_reason=reason, metrics=metrics))
 
     def give_up(self) -> None:
         if self.choose(5) == 0:
@@ -240,9 +263,12 @@ def test_killed_anywhere_it_is_what_it_was(curriculum: dict[str, int] | None, se
         killed = stream(Path(folder), dynamic_sampling=2, curriculum=curriculum)
         killed.load_state_dict(json.loads(state))
         killed.recover(ignore=False, version=0)
-        assert killed.is_replaying == (steps > 0)
-        handed = [[group.group_id for group in killed.hand_out_again()] for _ in range(steps)]
-        assert [name for names in handed for name in names] == driver.handed_out[len(driver.handed_out) - 2 * steps :]
+        again = stream(dynamic_sampling=2, curriculum=curriculum)
+        again.load_state_dict(json.loads(json.dumps(killed.state_dict())))
+        for replayed in (again, killed):
+            assert replayed.is_replaying == (steps > 0)
+            handed = [group.group_id for _ in range(steps) for group in replayed.hand_out_again()]
+            assert handed == driver.handed_out[len(driver.handed_out) - 2 * steps :]
         found, expected = json.loads(json.dumps(killed.state_dict())), driver.seen()
         assert list(found["groups"]) == list(expected["groups"])
         for name, group in expected["groups"].items():
@@ -254,6 +280,41 @@ def test_killed_anywhere_it_is_what_it_was(curriculum: dict[str, int] | None, se
                 one["done"] = [t for t in one["done"] if t["trajectory_id"] not in failed]
                 one["is_trainable"] = None  # is found out again
         assert {**found, "journal": None} == expected
+
+
+def played_on(subject: TaskStream, live: list[LiveEpisode], *, version: int) -> list[tuple[str, list[Turns]]]:
+    """What three more steps are given, where episodes end as they stand."""
+    given = list[tuple[str, list[Turns]]]()
+    for step in range(3):
+        while (groups := subject.hand_out(version=version + step)) is None:
+            while (episode := subject.next(version=version + step)) is not None:
+                live.append(episode)
+            assert live, "nothing can be waited for"
+            for one in live:
+                subject.take(ending(one, (*one.turns, turn(9, reward=float(one.task.rollout_index)))))
+            live.clear()
+        given += [(group.group_id, [t.turns for t in group.trajectories]) for group in groups]
+        subject.begin_step(None)
+    return given
+
+
+@pytest.mark.parametrize("curriculum", [None, {"visits": 1, "rest": 1}])
+@given(seed=st.integers(0, 2**32 - 1))
+def test_a_resumed_stream_hands_out_what_an_unbroken_one_does(curriculum: dict[str, int] | None, seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    with TemporaryDirectory() as folder:
+        subject = stream(Path(folder), curriculum=curriculum)
+        driver = Driver(subject, Path(folder), lambda num: int(rng.integers(num)))
+        actions = [driver.begin, driver.play, driver.end, driver.end, driver.step]
+        for _ in range(int(rng.integers(60))):
+            actions[int(rng.integers(len(actions)))]()
+        driver.stream.begin_step(None)
+        resumed = stream(curriculum=curriculum)
+        resumed.begin_step(None)
+        assert resumed.hand_out(version=0) is None
+        resumed.load_state_dict(json.loads(json.dumps(driver.stream.state_dict())))
+        live = list(driver.live.values())
+        assert played_on(resumed, [], version=driver.version) == played_on(driver.stream, live, version=driver.version)
 
 
 def test_a_second_kill_before_the_next_checkpoint_loses_nothing_either(tmp_path: Path) -> None:
@@ -280,6 +341,7 @@ def test_a_journal_that_does_not_fit_the_recipe_is_dropped(tmp_path: Path) -> No
     subject.load_state_dict(json.loads(state))
     subject.recover(ignore=True, version=4)
     assert subject.next(version=4) == stream().next(version=4)
+    assert [event.kind for event in Journal(tmp_path).read(2)] == ["restarted", "begun"]
     again = stream(tmp_path)
     again.load_state_dict(json.loads(state))
     again.recover(ignore=False, version=0)
@@ -428,17 +490,10 @@ def ended(subject: TaskStream, *, failed: bool) -> None:
     for _ in range(SIZE):
         episode = subject.next(version=0)
         assert episode is not None
-        subject.take(
-            Trajectory(
-                group_id=episode.task.group_id,
-                trajectory_id=episode.task.trajectory_id,
-                env_id="made up",
-                seed=episode.task.seed,
-                turns=(turn(0, reward=float(episode.task.rollout_index)),),
-                stop_reason=StopReason.ENV_ERROR if failed else StopReason.TERMINATED,
-                error=f"the lamp of {episode.task.trajectory_id} is out" if failed else None,
-            )
-        )
+        turns = (turn(0, reward=float(episode.task.rollout_index)),)
+        reason = StopReason.ENV_ERROR if failed else StopReason.TERMINATED
+        error = f"the lamp of {episode.task.trajectory_id} is out" if failed else None
+        subject.take(ending(episode, turns, stop_reason=reason, error=error))
 
 
 def test_as_many_groups_in_a_row_as_the_recipe_says_may_be_replaced_and_no_more() -> None:
@@ -496,3 +551,50 @@ def test_files_of_a_journal_are_numbered_on_from_the_last_and_dropped_below_a_nu
     assert files() == []
     assert journal.begin() == 1
     journal.close()
+
+
+def test_what_an_earlier_run_left_is_dropped_where_nothing_is_resumed(tmp_path: Path) -> None:
+    Driver(stream(tmp_path), tmp_path, lambda _: 0).begin()
+    stream(tmp_path).recover(ignore=False, version=0)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_journal_is_flushed_forgotten_before_a_checkpoint_that_is_safe_and_closed(tmp_path: Path) -> None:
+    driver = Driver(stream(tmp_path), tmp_path, lambda _: 0)
+
+    async def main() -> None:
+        driver.begin()
+        assert list(Journal(tmp_path).read(1)) == []
+        driver.stream.flush()
+        assert list(Journal(tmp_path).read(1)) == [Started(index=0, version=0)]
+
+    asyncio.run(main())
+    driver.stream.state_dict()
+    assert len(list(tmp_path.iterdir())) == 2
+    driver.stream.forget()
+    assert [path.name for path in tmp_path.iterdir()] == ["000002.jsonl"]
+    driver.stream.close()
+    while driver.begin():
+        pass
+    assert list(Journal(tmp_path).read(2)) == []
+    for unwritten in (stream().forget, stream().flush, stream().close):
+        unwritten()
+
+
+def test_tasks_that_were_dealt_out_otherwise_are_refused() -> None:
+    tasks, settings = Tasks(seed=3), RolloutConfig(num_groups=GROUPS, group_size=SIZE)
+    state = TaskStream(settings, tasks=tasks, share=Share(1, process=1, num_processes=2)).state_dict()
+    words = "this run's tasks were dealt out to other engines; resume with as many (engine.server.url, .processes)"
+    with pytest.raises(ConfigError, match=f"^{re.escape(words)}$"):
+        TaskStream(settings, tasks=tasks).load_state_dict(state)
+
+
+def test_a_state_that_knows_fewer_counts_and_no_curriculum_is_resumed() -> None:
+    unplanned = TaskStream(RolloutConfig(mode="sync", num_groups=GROUPS, group_size=SIZE), tasks=Tasks(seed=3))
+    unplanned.begin_step(None)
+    ended(unplanned, failed=False)
+    subject = stream(curriculum={"visits": 1, "rest": 1})
+    expected = {**subject.counts, "faults": 2}
+    subject.load_state_dict({**unplanned.state_dict(), "counts": {"faults": 2}})
+    assert subject.counts == expected
+    assert subject.state_dict()["curriculum"]["place"] == 1
