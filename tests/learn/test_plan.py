@@ -29,7 +29,7 @@ from agentrl.learn.trust import fixed
 from agentrl.policy.layout import Layout
 from agentrl.policy.model import LocalModelConfig, Policy, make_local_model
 from agentrl.types import Trajectory, TrajectoryGroup
-from tests.support.models import in_float64
+from tests.support.models import SIZES, in_float64, made
 from tests.support.trajectories import (
     FORKED,
     VOCABULARY,
@@ -446,6 +446,12 @@ def test_a_token_that_the_model_does_not_know_is_told() -> None:
     with pytest.raises(UserError, match=rf"token {largest} was recorded, and the model knows {largest}: "):
         list(Planner(max_tokens=100, vocab_size=largest).micro_batches(tokens))
     assert Planner.of(POLICY, max_tokens=100).vocab_size == POLICY.model.config.vocab_size
+
+
+def test_a_planner_is_that_of_its_policy() -> None:
+    policy = Policy(made("Lfm2", **SIZES, layer_types=["conv", "full_attention"]), layout="tree")
+    expected = Planner(max_tokens=100, layout="tree", is_recurrent=True, vocab_size=SIZES["vocab_size"])
+    assert Planner.of(policy, max_tokens=100) == expected
 
 
 def logprobs_of(batch: Batch, layout: Layout) -> dict[tuple[int, int, int], float]:
