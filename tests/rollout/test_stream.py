@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from agentrl.errors import ConfigError, EnvironmentFailure
 from agentrl.files import sealed
 from agentrl.rollout import LiveEpisode, RolloutConfig, Tasks
-from agentrl.rollout.journal import Journal, Started
+from agentrl.rollout.journal import Journal, Played, Started
 from agentrl.rollout.stream import TaskStream
 from agentrl.types import (
     ENDLESS,
@@ -598,3 +598,18 @@ def test_a_state_that_knows_fewer_counts_and_no_curriculum_is_resumed() -> None:
     subject.load_state_dict({**unplanned.state_dict(), "counts": {"faults": 2}})
     assert subject.counts == expected
     assert subject.state_dict()["curriculum"]["place"] == 1
+
+
+def test_a_turn_is_written_without_what_it_repeats(tmp_path: Path) -> None:
+    subject = stream(tmp_path)
+    subject.state_dict()
+    subject.begin_step(None)
+    episode = subject.next(version=0)
+    assert episode is not None
+    turns = (turn(0, reward=0.0), turn(1, reward=0.0))
+    context = tuple(token for t in turns for token in (*t.observation_ids, *t.action_ids))
+    turns += (replace(turn(2, reward=0.0), extends=False, observation_ids=(*context, 9)),)
+    subject.note(replace(episode, turns=turns))
+    (_, written) = Journal(tmp_path).read(1)
+    assert isinstance(written, Played)
+    assert (written.turn.observation_ids, written.shared) == ((9,), len(context))
