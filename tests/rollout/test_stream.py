@@ -428,8 +428,10 @@ def test_a_write_that_failed_between_two_rounds_is_told_to_the_next_writer(tmp_p
     journal.begin()
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     heard = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    unexpected: list[Any] = []
 
     async def main() -> None:
+        asyncio.get_running_loop().set_exception_handler(lambda _, context: unexpected.append(context))
         journal.write(Started(index=0, version=0))
         await asyncio.sleep(0)
         with pytest.raises(OSError, match="File too large"):
@@ -443,6 +445,7 @@ def test_a_write_that_failed_between_two_rounds_is_told_to_the_next_writer(tmp_p
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
         signal.signal(signal.SIGXFSZ, heard)
+    assert unexpected == []
     journal.close()
 
 
