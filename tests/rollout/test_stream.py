@@ -609,7 +609,7 @@ def test_a_turn_is_written_without_what_it_repeats(tmp_path: Path) -> None:
     subject.begin_step(None)
     episode = subject.next(version=0)
     assert episode is not None
-    turns = (turn(0, reward=0.0), turn(1, reward=0.0))
+    turns: Turns = (turn(0, reward=0.0), turn(1, reward=0.0))
     context = tuple(token for t in turns for token in (*t.observation_ids, *t.action_ids))
     turns += (replace(turn(2, reward=0.0), extends=False, observation_ids=(*context, 9)),)
     subject.note(replace(episode, turns=turns))
