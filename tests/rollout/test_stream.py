@@ -243,6 +243,18 @@ def test_what_would_become_too_old_is_waited_for_unless_the_recipe_says_otherwis
             assert [group.group_id for group in groups or []] == ["train/000003", "train/000004"]
 
 
+def test_what_began_under_late_weights_is_no_older_for_it(tmp_path: Path) -> None:
+    driver = Driver(stream(tmp_path, max_staleness=1, stale="wait"), tmp_path, lambda _: 0)
+    driver.version = 20
+    while driver.begin():
+        pass
+    slow = {name: driver.live.pop(name) for name in list(driver.live) if name >= "train/000003"}
+    while driver.live:
+        driver.end()
+    assert len({name.rpartition("/")[0] for name in slow}) == 1  # one group is left, of this version
+    assert [group.group_id for group in driver.step() or []] == ["train/000000", "train/000001"]
+
+
 @pytest.mark.parametrize("curriculum", [None, {"visits": 1, "rest": 1}])
 @given(seed=st.integers(0, 2**32 - 1))
 def test_killed_anywhere_it_is_what_it_was(curriculum: dict[str, int] | None, seed: int) -> None:
