@@ -23,7 +23,7 @@ KILLS: list[tuple[Any, str, int]] = [
     (RunFolder, "add_warning", 1),
     (Path, "unlink", 1),
 ]
-"""Some of what `go_back` calls, in this order: owner, name, and for which time."""
+"""Some of what `go_back` calls, in this order: owner, name, and for which time, that of files written in part left out."""
 
 
 class Killed(BaseException):
@@ -36,7 +36,7 @@ def killed_before(owner: Any, name: str, nth: int = 1) -> Iterator[None]:
 
     def call(*args: Any, **options: Any) -> Any:
         nonlocal num_calls
-        num_calls += 1
+        num_calls += not (isinstance(args[0], Path) and args[0].suffix == ".partial")
         if num_calls == nth:
             raise Killed
         return real(*args, **options)
