@@ -14,6 +14,7 @@ from agentrl.engine.vllm_common import is_installed
 from tests.support.killing import RECIPE, OnDisk, check_nothing_lost, look, wait_for_a_moment
 from tests.support.ports import free_port
 from tests.support.processes import Command
+from tests.support.vllm_forks import VLLMForks
 
 pytestmark = [
     pytest.mark.timeout(2400),  # six servers are started, one after the other
@@ -35,8 +36,8 @@ def recipe(port: int) -> dict[str, Any]:
 class Serving:
     """`agentrl serve`, and every process that it has started."""
 
-    def __init__(self, recipe: Path) -> None:
-        self.process = Command("serve", recipe)
+    def __init__(self, recipe: Path, forks: VLLMForks) -> None:
+        self.process = Command("serve", recipe, vllm=forks)
         while "\n" not in self.process.out:
             self.process.check_runs()
             time.sleep(0.05)
@@ -44,17 +45,17 @@ class Serving:
 
     def kill(self, rng: random.Random) -> None:
         """Kill `agentrl serve` or vLLM's own process; none of the others may stay."""
-        everyone = [psutil.Process(self.process.pid), *psutil.Process(self.process.pid).children(recursive=True)]
-        servers = [process for process in everyone if "vllm.entrypoints.openai.api_server" in process.cmdline()[2:4]]
-        assert len(servers) == 1
-        rng.choice([everyone[0], servers[0]]).kill()
+        leaders = [psutil.Process(self.process.pid), self.process.server]
+        everyone = [process for leader in leaders for process in (leader, *leader.children(recursive=True))]
+        assert len(everyone) > 3  # the guard, and what computes
+        rng.choice(leaders).kill()
         _, alive = psutil.wait_procs(everyone, timeout=60)
         assert alive == []
 
     def end(self) -> None:
         """Clear up, whatever the test has found."""
         with suppress(psutil.NoSuchProcess):
-            for process in psutil.Process(self.process.pid).children(recursive=True):
+            for process in self.process.server.children(recursive=True):
                 process.kill()
         self.process.kill()
 
@@ -67,7 +68,8 @@ def test_ten_kills_of_trainer_and_server_lose_no_episode_and_train_on_none_twice
     rng = random.Random(seed)
     victims = ["trainer"] * 5 + ["server"] * 3 + ["both"] * 2
     rng.shuffle(victims)
-    serving = Serving(file)
+    forks = VLLMForks()
+    serving = Serving(file, forks)
     process = Command("train", file, "--run_dir", run)
     snapshots: list[OnDisk] = []
     try:
@@ -92,7 +94,7 @@ def test_ten_kills_of_trainer_and_server_lose_no_episode_and_train_on_none_twice
             assert found is not None
             snapshots.append(found)
             if victim != "trainer":
-                serving = Serving(file)
+                serving = Serving(file, forks)
             started, process = time.time(), Command("train", run)
         process.kill()
         steps = max(snapshots[-1].rows) + 5

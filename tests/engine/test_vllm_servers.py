@@ -5,7 +5,7 @@ import os
 import signal
 from collections.abc import AsyncIterator, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ import torch
 
 from agentrl.engine import vllm_outstanding, vllm_server, vllm_weights
 from agentrl.engine.base import KeptBase
+from agentrl.engine.vllm_common import is_installed
 from agentrl.engine.vllm_launch import Server, start_server
 from agentrl.engine.vllm_server import VLLMServer
 from agentrl.engine.vllm_server_config import ServerConfig
@@ -38,6 +39,7 @@ from tests.engine.test_vllm_server import (
     weights,
 )
 from tests.support.ports import free_port
+from tests.support.vllm_forks import VLLMForks
 from tests.support.vllm_models import VOCAB, make_model, plain_logprobs
 
 NUM = 2
@@ -48,6 +50,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("model")
     make_model(max_position_embeddings=LONG + 100).save_pretrained(folder)
     return folder
+
+
+@pytest.fixture(scope="module", autouse=True)
+def forks() -> Iterator[None]:
+    """Start them fast."""
+    with VLLMForks().used() if is_installed() else nullcontext():
+        yield
 
 
 def start(folder: Path, port: int) -> Server:

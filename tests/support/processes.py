@@ -9,12 +9,17 @@ import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import nullcontext
+from functools import partial
 from multiprocessing import forkserver
 from pathlib import Path
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 from unittest.mock import patch
 
 import psutil
+
+if TYPE_CHECKING:
+    from tests.support.vllm_forks import VLLMForks
 
 # For all processes that are forked, by whichever test.
 multiprocessing.set_forkserver_preload(
@@ -42,10 +47,10 @@ def in_process(function: Callable[[], T]) -> T:
 class Command:
     """`agentrl ...`, started as `subprocess.Popen` would start it; what it prints is kept in files."""
 
-    def __init__(self, *arguments: object) -> None:
+    def __init__(self, *arguments: object, vllm: "VLLMForks | None" = None) -> None:
         self._folder = Path(tempfile.mkdtemp(prefix="agentrl-command-"))
         self._process = _CONTEXT.Process(
-            target=_command, args=(list(map(str, arguments)), self._folder, os.getcwd(), dict(os.environ))
+            target=_command, args=(list(map(str, arguments)), self._folder, os.getcwd(), dict(os.environ), vllm)
         )
         self._process.start()
 
@@ -63,6 +68,11 @@ class Command:
     def out(self) -> str:
         """What it has written to standard output so far."""
         return _text(self._folder / "out")
+
+    @property
+    def server(self) -> psutil.Process:
+        """The server that `agentrl serve` has started."""
+        return psutil.Process(int((self._folder / "server").read_text()))
 
     def member(self, index: int) -> psutil.Process:
         """Return a process that `agentrl launch` has started, by its number."""
@@ -100,20 +110,20 @@ class Command:
         return errors
 
 
-class _Member:
-    """One of the processes of `agentrl launch`, forked where torch's launcher starts Python, with the interface it uses."""
+class ForkedPython:
+    """A function's process, forked where others start Python, with what they use of `subprocess.Popen`. It leads a group."""
 
-    def __init__(self, arguments: Sequence[str], environment: Mapping[str, str], folder: Path) -> None:
-        assert tuple(arguments[:4]) == (sys.executable, "-u", "-m", "agentrl")
+    def __init__(
+        self, function: Callable[[], object], *, environment: Mapping[str, str], out: Path, err: Path | None = None
+    ) -> None:
         has_begun, begins = _CONTEXT.Pipe(duplex=False)
         self._process = _CONTEXT.Process(
-            target=_member, args=(list(arguments[4:]), folder, os.getcwd(), dict(environment), begins)
+            target=_lead, args=(function, (out, err or out), os.getcwd(), dict(environment), begins)
         )
         self._process.start()
         assert self._process.pid is not None
         self.pid = self._process.pid
-        has_begun.recv()  # it leads a group of its own, which the launcher may end
-        (folder / f"member-{environment['RANK']}").write_text(str(self.pid))
+        has_begun.recv()  # its group may be ended
 
     def poll(self) -> int | None:
         return self._process.exitcode
@@ -121,41 +131,56 @@ class _Member:
     def wait(self, timeout: float | None = None) -> int:
         self._process.join(timeout)
         if (status := self.poll()) is None:
-            raise subprocess.TimeoutExpired("agentrl", timeout or 0.0)
+            raise subprocess.TimeoutExpired("python", timeout or 0.0)
         return status
 
 
-def _command(arguments: list[str], folder: Path, cwd: str, environment: dict[str, str]) -> None:
-    _become(folder, cwd, environment)
+def _command(
+    arguments: list[str], folder: Path, cwd: str, environment: dict[str, str], vllm: "VLLMForks | None"
+) -> None:
+    _become((folder / "out", folder / "err"), cwd, environment)
     if arguments[:1] == ["launch"]:
         patch.object(forkserver._forkserver, "ensure_running").start()  # it is ours that runs; else it starts another
         from torch.distributed.elastic.multiprocessing.subprocess_handler.subprocess_handler import SubprocessHandler
 
-        patch.object(SubprocessHandler, "_popen", lambda _, given, env: _Member(given, env, folder)).start()
+        patch.object(SubprocessHandler, "_popen", lambda _, given, env: _member(given, env, folder)).start()
+    with nullcontext() if vllm is None else vllm.used(folder / "server"):
+        _main(arguments)
+
+
+def _member(arguments: Sequence[str], environment: Mapping[str, str], folder: Path) -> ForkedPython:
+    """Fork one of the processes of `agentrl launch`, where torch's launcher starts Python."""
+    assert tuple(arguments[:4]) == (sys.executable, "-u", "-m", "agentrl")
+    member = ForkedPython(
+        partial(_main, list(arguments[4:])), environment=environment, out=folder / "out", err=folder / "err"
+    )
+    (folder / f"member-{environment['RANK']}").write_text(str(member.pid))
+    return member
+
+
+def _main(arguments: list[str]) -> None:
     from agentrl.cli import main
 
     main(arguments)
 
 
-def _member(
-    arguments: list[str],
-    folder: Path,
+def _lead(
+    function: Callable[[], object],
+    streams: tuple[Path, Path],
     cwd: str,
     environment: dict[str, str],
     begins: "multiprocessing.connection.Connection",
 ) -> None:
     os.setsid()
     begins.send(None)
-    _become(folder, cwd, environment)
-    from agentrl.cli import main
-
-    main(arguments)
+    _become(streams, cwd, environment)
+    function()
 
 
-def _become(folder: Path, cwd: str, environment: Mapping[str, str]) -> None:
+def _become(streams: tuple[Path, Path], cwd: str, environment: Mapping[str, str]) -> None:
     """Take on what a process that is started is given: streams, working directory and environment."""
-    for number, name in ((1, "out"), (2, "err")):
-        with (folder / name).open("ab") as file:
+    for number, path in enumerate(streams, start=1):
+        with path.open("ab") as file:
             os.dup2(file.fileno(), number)
     sys.stdout, sys.stderr = (open(number, "w", encoding="utf-8", closefd=False, buffering=1) for number in (1, 2))  # noqa: SIM115
     os.chdir(cwd)
