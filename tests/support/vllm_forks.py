@@ -37,7 +37,8 @@ class VLLMForks:
 
     def __init__(self, address: str | None = None) -> None:
         """Start it; with an address, another process has."""
-        self._forks, self._lock = forkserver.ForkServer(), Lock()
+        self._forks: Any = forkserver.ForkServer()
+        self._lock = Lock()
         self._forks.set_forkserver_preload(_PRELOAD)
         if address is None:
             with patch.dict(os.environ, vllm_launch._environment()):
@@ -45,7 +46,7 @@ class VLLMForks:
         else:
             self._forks._forkserver_address = address
             self._forks._forkserver_alive_fd = os.pipe()[1]
-            self._forks.ensure_running = lambda: None  # type: ignore[method-assign]
+            self._forks.ensure_running = lambda: None
 
     def __reduce__(self) -> tuple[type["VLLMForks"], tuple[str]]:
         return VLLMForks, (self._forks._forkserver_address,)
