@@ -13,7 +13,7 @@ from multiprocessing import forkserver
 from pathlib import Path
 from threading import Lock
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 from unittest.mock import patch
 
 from agentrl.engine import vllm_launch
@@ -37,7 +37,7 @@ class VLLMForks:
 
     def __init__(self, address: str | None = None) -> None:
         """Start it; with an address, another process has."""
-        self._forks: Any = forkserver.ForkServer()
+        self._forks = cast("Any", forkserver.ForkServer())
         self._lock = Lock()
         self._forks.set_forkserver_preload(_PRELOAD)
         if address is None:
