@@ -1,6 +1,5 @@
 """Add the rewards that a recipe's functions give to groups that are complete."""
 
-import asyncio
 import copy
 import inspect
 from collections.abc import Callable, Mapping, Sequence
@@ -18,7 +17,7 @@ from agentrl.rollout.group_rewards import OFFERED, GroupReward
 from agentrl.types import Trajectory, TrajectoryGroup
 
 
-def reward_groups(
+async def reward_groups(
     groups: Sequence[TrajectoryGroup], rewards: Sequence[GroupReward], *, timeout_s: float
 ) -> list[TrajectoryGroup]:
     """Return groups whose last turns carry the rewards of groups too; episodes that failed are no siblings.
@@ -33,14 +32,9 @@ def reward_groups(
             each episode.
     """
     functions = [(reward, reward.function()) for reward in rewards]
-    return asyncio.run(_all_rewarded(groups, functions, timeout_s)) if functions else list(groups)
-
-
-async def _all_rewarded(
-    groups: Sequence[TrajectoryGroup], functions: Sequence[tuple[GroupReward, Callable[..., Any]]], timeout_s: float
-) -> list[TrajectoryGroup]:
     rewarded = []
-    with EnvThread() as thread:
+    thread = EnvThread()
+    try:
         for group in groups:
             columns = {}
             for reward, function in functions if group.valid else ():
@@ -57,6 +51,8 @@ async def _all_rewarded(
                     )
                     raise ConfigError(str(words)) from error
             rewarded.append(_rewarded(group, columns) if columns else group)
+    finally:
+        thread.close()  # and not waited for: a function of numbers leaves nothing open
     return rewarded
 
 

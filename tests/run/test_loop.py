@@ -1,6 +1,7 @@
 """The whole step on a tiny model: real environment, engine, credit, loss and optimizer."""
 
 import asyncio
+import time
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -22,9 +23,10 @@ from agentrl.run import loop
 from agentrl.run.build import Parts
 from agentrl.run.resume import load_checkpoint, save
 from agentrl.run.stopwatch import Stopwatch
-from tests.support.interrupts import run_with
+from tests.support.interrupts import After, run_with
 from tests.support.run_files import repeatable
 from tests.support.runs import Runs, Steps
+from tests.support.threads import hang
 
 
 def weights(parts: Parts) -> torch.Tensor:
@@ -191,6 +193,22 @@ def test_an_update_on_another_thread_is_cancelled_when_the_loop_ends(runs: Runs)
     with pytest.raises(TrainingError, match="the update was interrupted"):
         run_with(event, credit_and_update)
     assert torch.equal(weights(parts), before)
+
+
+def sleepy(num_tokens: list[int]) -> list[float]:
+    hang()
+    return []
+
+
+def test_an_interrupt_ends_an_update_whose_group_reward_hangs(runs: Runs) -> None:
+    rollout = {"group_rewards": [{"reward": "tests.run.test_loop:sleepy"}], "env_timeout_s": 600}
+    parts = runs.begin(rollout=rollout).parts
+    groups = parts.runner.run(parts.pool.collect())
+    update = partial(loop.credit_and_update, parts, groups, version=0, is_replaying=False, clock=Stopwatch())
+    begin = time.monotonic()
+    with pytest.raises(TrainingError, match="the update was interrupted"):
+        run_with(After(3), update)
+    assert time.monotonic() - begin < 5  # and waits for nothing: EnvThread's `with` takes up to ten seconds
 
 
 @pytest.mark.parametrize("rule", ["wait", "mask", "keep"])

@@ -9,7 +9,7 @@ from typing import ClassVar
 
 from agentrl.env import MAX_REWARD
 from agentrl.errors import ConfigError, UserError
-from agentrl.learn.interrupt import check_interrupt
+from agentrl.learn.interrupt import unless_interrupted
 from agentrl.learn.signals.base import Sample, Signal, SignalContext
 from agentrl.learn.signals.config import SignalsConfig
 from agentrl.plain_data import PlainDataError, abbreviated, is_number, plain_data
@@ -17,9 +17,6 @@ from agentrl.registry import import_attribute
 from agentrl.rollout.env_thread import EnvThread
 from agentrl.rollout.fault import RaisedError
 from agentrl.types import Trajectory
-
-_ASK_S = 0.1
-"""How often to ask whether the update was interrupted, in seconds."""
 
 
 class TurnScores(Signal):
@@ -114,12 +111,7 @@ async def score_turns(
 
     workers = [asyncio.create_task(work()) for _ in range(min(num_threads, len(trajectories)))]
     try:
-        pending = set(workers)
-        while pending:
-            done, pending = await asyncio.wait(pending, timeout=_ASK_S, return_when=asyncio.FIRST_EXCEPTION)
-            for worker in done:
-                worker.result()
-            check_interrupt()
+        await unless_interrupted(asyncio.gather(*workers))
     finally:
         for worker in workers:
             worker.cancel()
