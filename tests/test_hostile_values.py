@@ -166,6 +166,13 @@ def test_a_metric_that_is_no_finite_number_is_not_written(tmp_path: Path) -> Non
     assert folder.metrics() == [{"step": 1, "loss": -1e100}]
 
 
+def test_a_run_whose_metrics_an_earlier_version_wrote_with_infinities_is_read(tmp_path: Path) -> None:
+    folder = RunFolder.create(tmp_path / "run", {})
+    (folder.path / "metrics.jsonl").write_text('{"step": 1, "mismatch/max": Infinity, "kl/reference": NaN, "loss": 0.5}\n')
+    folder.check()
+    assert folder.metrics() == [{"step": 1, "loss": 0.5}]
+
+
 @pytest.mark.parametrize("name", ["config.yaml", "config.begun.yaml"])
 @pytest.mark.parametrize(
     "text", ["[]", "", "text", "1: 2", "~: 2", "2020-01-01: 2", "env: {1: 2, id: x}", "a: 2020-01-01"]

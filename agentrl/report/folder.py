@@ -26,7 +26,7 @@ from agentrl.files import (
     write_whole,
 )
 from agentrl.report.records import TrajectoryRecord
-from agentrl.types import MAX_NUMBER, AmountOrZero, Count, Number
+from agentrl.types import MAX_NUMBER, AmountOrZero, Count
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,7 +55,7 @@ _ROLLOUTS, _EVALUATION = "step-{}.jsonl", "evaluation-{}.jsonl"
 _BEGUN = "config.begun.yaml"
 _FIX = "mend that line, or delete it"
 _CONFIG: TypeAdapter[dict[str, Any]] = TypeAdapter(dict[str, JsonValue])
-_ROW = TypeAdapter(dict[str, Number], config=ConfigDict(strict=True))
+_ROW = TypeAdapter(dict[str, float], config=ConfigDict(strict=True))
 
 
 class ReportConfig(BaseModel):
@@ -183,11 +183,10 @@ class RunFolder:
     def add_metrics(self, row: Mapping[str, float]) -> None:
         """Append one row; it is in the file when this returns.
 
-        A metric that is no `Number`, such as a ratio that has overflowed, is left out: nobody could compute with it.
+        A metric beyond `MAX_NUMBER`, such as a ratio that has overflowed, is left out: nobody could compute with it.
         """
-        row = {name: value for name, value in row.items() if abs(value) <= MAX_NUMBER}
         with self._metrics.open("a", encoding="utf-8", newline="\n") as file:
-            file.write(json.dumps(row) + "\n")
+            file.write(json.dumps(_numbers(row)) + "\n")
             file.flush()
             os.fsync(file.fileno())  # before the checkpoint that counts on it
 
@@ -200,9 +199,9 @@ class RunFolder:
         return [row for row, _ in self._rows()]
 
     def _rows(self) -> Iterator[tuple[dict[str, float], bytes]]:
-        """Yield each row with its line."""
+        """Yield each row with its line; earlier versions wrote infinities and NaN too."""
         for where, line in _lines(self._metrics):
-            row = parse(line, _ROW, where=where, fix=_FIX)
+            row = _numbers(parse(line, _ROW, where=where, fix=_FIX))
             if "step" not in row:
                 raise ConfigError(f"{where}: it has no step; {_FIX}")
             yield row, line
@@ -303,6 +302,10 @@ class RunFolder:
             write_whole(self._warnings, "".join(json.dumps(asdict(warning)) + "\n" for warning in kept))
         for partial in self.checkpoints.glob(".*.partial"):
             shutil.rmtree(partial)
+
+
+def _numbers(row: Mapping[str, float]) -> dict[str, float]:
+    return {name: value for name, value in row.items() if abs(value) <= MAX_NUMBER}
 
 
 def _note_of(evaluation: Path) -> Path:
