@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 
 from agentrl.cli import main
+from agentrl.types import Need
+from agentrl_envs.key_door import KeyDoor
 
 Played = Callable[..., str]
 
@@ -103,6 +105,106 @@ def test_an_oracle_that_raises_is_no_slip_of_the_persons(
         play("/oracle\n", "wrong_oracle:Wrong")
     assert ended.value.code == 1
     assert "in oracle" in capsys.readouterr().out
+
+
+UNFIT = """
+from agentrl_envs.key_door import KeyDoor
+
+
+class Reset(KeyDoor):
+    def reset(self, **given):
+        raise SystemExit(0)
+
+
+class Step(KeyDoor):
+    def step(self, action):
+        raise SystemExit(0)
+
+
+class Close(KeyDoor):
+    def close(self):
+        raise OSError("no close")
+
+
+class Unwrapped(KeyDoor):
+    @property
+    def unwrapped(self):
+        raise RuntimeError("no")
+
+
+class Tasks(KeyDoor):
+    def num_tasks(self, split):
+        raise SystemExit(0)
+
+
+class Key(KeyDoor):
+    def state_key(self):
+        return 5
+
+
+class Closes(KeyDoor):
+    async def close(self):
+        print("closed")
+"""
+
+
+@pytest.fixture
+def unfit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    (tmp_path / "unfit_envs.py").write_text(UNFIT)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    return "unfit_envs"
+
+
+def test_an_installed_environment_that_fails_leaves_the_others_listed(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def provides(_: KeyDoor) -> frozenset[Need]:
+        raise SystemExit(0)
+
+    monkeypatch.setattr(KeyDoor, "provides", provides)
+    main(["envs"])
+    assert "calculator" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", ["Reset", "Step", "Close", "Unwrapped", "Tasks", "Key"])
+def test_no_recipe_is_written_for_an_environment_that_fails_and_it_is_told_in_a_line(
+    name: str, unfit: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["new", "a", "--env", f"{unfit}:{name}"])
+    told = capsys.readouterr().err
+    assert (ended.value.code, told.count("\n")) == (2, 1), told
+    assert told.startswith("agentrl: ")
+    assert not Path("a.yaml").exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "status", "words"),
+    [
+        ("Reset", 1, "SystemExit: 0"),
+        ("Step", 1, "SystemExit: 0"),
+        ("Close", 1, "OSError: no close"),
+        ("Unwrapped", 2, "'unfit_envs:Unwrapped' could not be made: RuntimeError: no"),
+        ("Tasks", 2, "the environment raised SystemExit: 0 (unfit_envs.py:"),
+    ],
+)
+def test_an_environment_that_ends_the_process_or_cannot_be_closed_is_told(
+    name: str, status: int, words: str, unfit: str, play: Played, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        play("hello\n", f"{unfit}:{name}")
+    printed = capsys.readouterr()
+    assert ended.value.code == status
+    assert words in (printed.out, printed.err)[status - 1]
+
+
+def test_an_environment_whose_close_is_a_coroutine_is_closed(
+    unfit: str, play: Played, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert "closed" in play("hello\n", f"{unfit}:Closes")
+    main(["new", "a", "--env", f"{unfit}:Closes"])
+    assert "closed" in capsys.readouterr().out
 
 
 def test_a_task_that_is_none_is_refused(play: Played, capsys: pytest.CaptureFixture[str]) -> None:

@@ -168,7 +168,9 @@ def test_a_metric_that_is_no_finite_number_is_not_written(tmp_path: Path) -> Non
 
 def test_a_run_whose_metrics_an_earlier_version_wrote_with_infinities_is_read(tmp_path: Path) -> None:
     folder = RunFolder.create(tmp_path / "run", {})
-    (folder.path / "metrics.jsonl").write_text('{"step": 1, "mismatch/max": Infinity, "kl/reference": NaN, "loss": 0.5}\n')
+    (folder.path / "metrics.jsonl").write_text(
+        '{"step": 1, "mismatch/max": Infinity, "kl/reference": NaN, "loss": 0.5}\n'
+    )
     folder.check()
     assert folder.metrics() == [{"step": 1, "loss": 0.5}]
 

@@ -13,7 +13,7 @@ from agentrl.api.evaluation import evaluated
 from agentrl.api.given import sections
 from agentrl.api.notebook import without_running_loop
 from agentrl.api.target import load_to_play, look_for_modules_here
-from agentrl.env import MessageEnv, base_env
+from agentrl.env import MessageEnv, base_env, close_env
 from agentrl.env.config import EnvConfig
 from agentrl.errors import ConfigError, EnvironmentFailure
 from agentrl.plain_data import abbreviated, line_of
@@ -63,7 +63,7 @@ def play(
             rng=np.random.default_rng(seed),
         )
     finally:
-        made.close()
+        close_env(made)
 
 
 def _played_here(env: Any, model: str | Path | None, *, seed: int, max_turns: int, temperature: float) -> Played:

@@ -71,16 +71,18 @@ def _envs(_: argparse.Namespace, __: list[str]) -> None:
     from agentrl.env import describe, make_env
     from agentrl.errors import UserError
     from agentrl.registry import names, resolve
+    from agentrl.rollout.fault import environment_failures
     from agentrl.types import Need
 
     for name in names("agentrl.envs"):
         try:
-            base: Any = make_env(name).unwrapped
-        except UserError:  # it needs options
+            with environment_failures():
+                base: Any = make_env(name).unwrapped
+                described = describe(base)
+        except UserError:  # it needs options, or fails
             cls = resolve(name, group="agentrl.envs", field="env.id")
             table.add_row(name, first_line(cls), "as its options say", "", "")
             continue
-        described = describe(base)
         keys, rewards = ("yes" if need in described.needs else "no" for need in (Need.STATE_KEYS, Need.TURN_REWARDS))
         tools = ", ".join(tool["function"]["name"] for tool in described.tools)
         table.add_row(name, first_line(type(base)), tools, keys, rewards)
@@ -90,9 +92,11 @@ def _envs(_: argparse.Namespace, __: list[str]) -> None:
 def _play(options: argparse.Namespace, rest: list[str]) -> None:
     recipe = _recipe(options.env, rest)
     from agentrl.report.play import nth_task, play
+    from agentrl.rollout.fault import environment_failures
 
-    env = recipe.env.make()
-    task = nth_task(env, options.split, options.task, seed=recipe.seed)
+    with environment_failures():
+        env = recipe.env.make()
+        task = nth_task(env, options.split, options.task, seed=recipe.seed)
     with _telling(env) as console:
         for line in play(env, task, _ask):
             console.print(line)
@@ -156,11 +160,12 @@ def _telling(env: "Env") -> Iterator[Console]:
 
     console = Console(soft_wrap=True)
     try:
-        yield console
-    except (Exception, KeyboardInterrupt) as error:
+        try:
+            yield console
+        finally:
+            close_env(env)
+    except (Exception, SystemExit, KeyboardInterrupt) as error:
         console.print(Text(fault_of(error).traceback or words_of(error), "red"))
         if isinstance(error, KeyboardInterrupt):  # it hung
             raise
         sys.exit(1)
-    finally:
-        close_env(env)

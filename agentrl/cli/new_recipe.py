@@ -8,10 +8,11 @@ from typing import Any, NamedTuple
 import yaml
 
 from agentrl.config import Recipe, load_recipe
-from agentrl.env import ask_oracle, base_env, describe
+from agentrl.env import ask_oracle, base_env, close_env, describe
 from agentrl.fields.docstrings import attribute_docstrings
 from agentrl.plugin import section_of
 from agentrl.rollout.env_calls import Env, reset, step
+from agentrl.rollout.fault import environment_failures
 from agentrl.rollout.tasks import Tasks
 from agentrl.types import Message
 
@@ -46,11 +47,13 @@ def new_recipe(name: str, *, env: str, model: str | None, overrides: Sequence[st
     Raises:
         UserError: for an environment that cannot be made or played, and fields that cannot be set.
     """
-    made = load_recipe({"env": {"id": env}}, overrides).env.make()
-    try:
-        seen = _look(made)
-    finally:
-        made.close()
+    config = load_recipe({"env": {"id": env}}, overrides).env
+    with environment_failures():
+        made = config.make()
+        try:
+            seen = _look(made)
+        finally:
+            close_env(made)
     data = _proposed(env, model, seen)
     recipe = load_recipe(data, overrides).model_dump(mode="json")
     for option in (word.partition("=")[0] for word in overrides if word.startswith("--")):

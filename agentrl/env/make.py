@@ -43,7 +43,9 @@ def make_env(spec: str, options: Mapping[str, Any] | None = None, *, wrappers: S
     options = dict(options or {})
     create = _from_gymnasium(spec, options) if _GYMNASIUM_ID.search(spec) else _from_registry(spec, options)
     env: Env = _created(partial(create, **options), spec, field=_OPTIONS)
-    if not isinstance(env, gym.Env) or not isinstance(env.unwrapped, MessageEnv):
+    if not isinstance(env, gym.Env) or not isinstance(
+        _created(lambda: env.unwrapped, spec, field=_OPTIONS), MessageEnv
+    ):
         raise _no_message_env(spec, env)
     for place, wrapper in enumerate(wrappers):
         env = _wrapped(env, wrapper, field=f"{_WRAPPERS}.{place}")

@@ -4,12 +4,13 @@ import os
 import sys
 import threading
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from traceback import FrameSummary, StackSummary, TracebackException
 
 import gymnasium as gym
 
-from agentrl.errors import EnvError
+from agentrl.errors import EnvError, EnvironmentFailure, UserError
 from agentrl.plain_data import line_of, printable, words_of
 from agentrl.types import Fault
 
@@ -57,6 +58,23 @@ def raised_words(error: BaseException) -> str:
     """Return what an environment raised, and where, in one line: `KeyError: 'answer' (desk.py:40)`."""
     place = _place(_own(traceback.extract_tb(error.__traceback__)))
     return f"{line_of(error)} ({place})" if place else line_of(error)
+
+
+@contextmanager
+def environment_failures() -> Iterator[None]:
+    """Tell in a line whatever an environment raises outside an episode, a call of `sys.exit` too.
+
+    Raises:
+        UserError: that it raised itself; an EnvironmentFailure for anything else.
+    """
+    try:
+        yield
+    except UserError:
+        raise
+    except EnvError as error:  # which says it all
+        raise EnvironmentFailure(str(error)) from error
+    except (Exception, SystemExit) as error:
+        raise EnvironmentFailure(f"the environment raised {raised_words(error)}") from error
 
 
 def stack_of(thread: threading.Thread) -> StackSummary | None:

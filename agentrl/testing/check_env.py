@@ -45,8 +45,11 @@ def check_env(
         options: options of the environment.
 
     Raises:
+        ValueError: for no seeds, with which nothing would be checked.
         CheckError: with one line for each thing that is wrong: the method at fault, what it did, and the fix.
     """
+    if not seeds:
+        raise ValueError("seeds: give at least one; with none, nothing is checked")
     report = Report(timeout_s=timeout_s)
     build = (lambda: make_env(make, options)) if isinstance(make, str) else (lambda: make(**options))
     name = make if isinstance(make, str) else getattr(make, "__name__", repr(make))
@@ -84,10 +87,11 @@ Make = Callable[[], Session]
 
 def _session(report: Report, build: Callable[[], Any]) -> Session:
     made = report.call("__init__()", build)
-    env = made.unwrapped if isinstance(made, gym.Env) else made
+    env = report.call("unwrapped", lambda: made.unwrapped if isinstance(made, gym.Env) else made)
     if not isinstance(env, MessageEnv):
         raise Problem(f"{type(env).__name__} is no agentrl.MessageEnv; subclass agentrl.ToolEnv or agentrl.MessageEnv")
-    if not hasattr(env, "observation_space") or not hasattr(env, "action_space"):
+    spaces = "observation_space", "action_space"
+    if not report.call("a space", lambda: all(hasattr(env, name) for name in spaces)):
         raise Problem("__init__() leaves the spaces unset; call super().__init__() in its first line")
     return Session(env, report, made=made)
 
@@ -220,7 +224,7 @@ def _fork(make: Make, seed: int) -> None:
     for num_before in range(3):
         session = make()
         session.reset(seed)
-        if not session.env.can_fork or any(r.is_end for r in _probe(session, num_before)[1]):
+        if not session.attribute("can_fork") or any(r.is_end for r in _probe(session, num_before)[1]):
             return
         num_known = len(session.report.lines())
         _compare_copies(session, session.fork(), "fork()", "copy everything that changes, self.np_random included")
@@ -233,6 +237,7 @@ def _pickle(make: Make, seed: int) -> None:
     session.reset(seed)
     if any(r.is_end for r in _probe(session, 1)[1]):
         session.reset(seed)
+    session.attribute("can_snapshot")  # which a rollout asks for before it pickles
     line = "an environment crosses processes: define its class at the top of a module and keep no open handles in it"
     copy = session.report.call("pickle", lambda: pickle.loads(pickle.dumps(session.env)), fix=line)
     _compare_copies(session, Session(copy, session.report), "pickle", "restore everything that changes")
@@ -292,7 +297,7 @@ def _oracle(make: Make, seed: int) -> None:
         f"oracle(): seed {seed} ends without success; play right at every turn when skill is 1",
     )
     early = [turn for turn, reward in enumerate(rewards[:-1]) if reward != 0]
-    if early and not session.env.turn_rewards:
+    if early and not session.attribute("turn_rewards"):
         session.add(f"step(): turn {early[0]} has a reward of {rewards[early[0]]} although turn_rewards is False; "
                     "pay at the end alone, or set turn_rewards = True")  # fmt: skip
 

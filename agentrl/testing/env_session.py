@@ -202,6 +202,10 @@ class Session:
         )
         return plain
 
+    def attribute(self, name: str) -> Any:
+        """Return an attribute, which may be a property."""
+        return self.report.call(name, lambda: getattr(self.env, name))
+
     def oracle(self, *, skill: float = 1.0, rng: np.random.Generator | None = None) -> Message:
         """Ask the oracle for a message."""
         try:

@@ -155,6 +155,44 @@ def test_a_constructor_without_super() -> None:
     assert only_problem(NoSuper) == "__init__() leaves the spaces unset; call super().__init__() in its first line"
 
 
+class Unwilling(Sound):
+    @property
+    def unwrapped(self) -> Any:
+        raise RuntimeError("no")
+
+
+class Spaceless(Sound):
+    @property
+    def action_space(self) -> Any:
+        raise RuntimeError("no")
+
+    @action_space.setter
+    def action_space(self, space: Any) -> None:
+        pass
+
+
+class Forkless(Sound):
+    @property
+    def can_fork(self) -> Any:
+        raise RuntimeError("no")
+
+
+class Snapless(Sound):
+    @property
+    def can_snapshot(self) -> Any:
+        raise RuntimeError("no")
+
+
+@pytest.mark.parametrize("cls", [Unwilling, Spaceless, Forkless, Snapless])
+def test_a_property_that_raises(cls: type[MessageEnv]) -> None:
+    assert any(problem.endswith("raised RuntimeError: no") for problem in problems(cls))
+
+
+def test_no_seeds_would_prove_everything() -> None:
+    with pytest.raises(ValueError, match="seeds: give at least one"):
+        check_env(Sound, seeds=())
+
+
 def test_a_constructor_that_raises() -> None:
     assert only_problem(Sound, colour="red").startswith("__init__() raised TypeError: ")
     assert problems("calculator", max_operand=0) == [
