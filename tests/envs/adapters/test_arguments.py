@@ -8,6 +8,8 @@ pytest.importorskip("jsonschema")
 from agentrl.env import ToolCallError
 from agentrl_envs.adapters.arguments import check_arguments
 
+DIALECT = "https://json-schema.org/draft/2020-12/schema"
+
 
 @pytest.mark.parametrize(
     ("schema", "arguments", "words"),
@@ -22,6 +24,11 @@ from agentrl_envs.adapters.arguments import check_arguments
             {"properties": {"n": {}}, "additionalProperties": False},
             {"m": 1},
             r"wrong arguments .*Additional properties",
+        ),
+        (
+            {"$schema": DIALECT, "properties": {"$schema": {"type": "string"}, "in": {"$ref": "#"}}},
+            {"$schema": "x", "in": {"$schema": 3}},
+            r"wrong arguments for look: in.\$schema: 3 is not of type 'string'",
         ),
         (
             {"properties": {"n": {"anyOf": [{"type": "null"}, {"minimum": 3}]}}},
@@ -42,12 +49,15 @@ def test_what_does_not_fit_is_told(schema: Any, arguments: Any, words: str) -> N
         {"patternProperties": {"^(a+)+$": {"type": "string"}}, "additionalProperties": False},
         {"patternProperties": {"^(a+)+$": {"type": "string"}}, "unevaluatedProperties": False},
         {"propertyNames": {"pattern": "^(a+)+$"}},
+        {"properties": {"a": {"$schema": DIALECT, "type": "string", "pattern": "^(a+)+$"}}},
+        {"$schema": DIALECT, "properties": {"a": {"pattern": "^(a+)+$"}, "in": {"$ref": "#"}}},
     ],
 )
 def test_patterns_are_left_to_the_server(schema: Any) -> None:
     text = "a" * 60 + "!"  # a search that would outlast this machine
+    arguments = {"a": text, text: text, "in": {"a": text}}
     checking = threading.Thread(
-        target=check_arguments, args=("look", {"a": text, text: text}, {"type": "object", **schema}), daemon=True
+        target=check_arguments, args=("look", arguments, {"type": "object", **schema}), daemon=True
     )
     checking.start()
     checking.join(120)
