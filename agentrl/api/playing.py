@@ -15,9 +15,11 @@ from agentrl.api.notebook import without_running_loop
 from agentrl.api.target import load_to_play, look_for_modules_here
 from agentrl.env import MessageEnv, base_env, close_env
 from agentrl.env.config import EnvConfig
+from agentrl.env.spaces import is_message
 from agentrl.errors import ConfigError, EnvironmentFailure
-from agentrl.plain_data import abbreviated, line_of
+from agentrl.plain_data import abbreviated, line_of, plain_data
 from agentrl.report.terminal import Console
+from agentrl.rollout.fault import environment_failures
 from agentrl.testing.baselines import Played
 from agentrl.testing.baselines import play as play_with
 from agentrl.types import Message, Trajectory
@@ -53,17 +55,13 @@ def play(
         return _played_here(env, model, seed=seed, max_turns=max_turns, temperature=temperature)
     if env is None or not isinstance(model, str):
         raise ConfigError("play: with an endpoint, name an environment, and the model as the endpoint knows it")
-    made = base_env(EnvConfig.model_validate(sections({"env": env})["env"]).make())
-    try:
-        return play_with(
-            made,
-            _endpoint_policy(endpoint, model, temperature=temperature, key=os.environ.get(api_key_env)),
-            seed=seed,
-            max_turns=max_turns,
-            rng=np.random.default_rng(seed),
-        )
-    finally:
-        close_env(made)
+    policy = _endpoint_policy(endpoint, model, temperature=temperature, key=os.environ.get(api_key_env))
+    with environment_failures():
+        made = base_env(EnvConfig.model_validate(sections({"env": env})["env"]).make())
+        try:
+            return play_with(made, policy, seed=seed, max_turns=max_turns, rng=np.random.default_rng(seed))
+        finally:
+            close_env(made)
 
 
 def _played_here(env: Any, model: str | Path | None, *, seed: int, max_turns: int, temperature: float) -> Played:
@@ -106,11 +104,14 @@ def _endpoint_policy(
         if response.status_code != 200:
             raise EnvironmentFailure(f"{url} refused the request: HTTP {response.status_code}: {response.text[:300]}")
         try:
-            message = response.json()["choices"][0]["message"]
+            message = plain_data(response.json()["choices"][0]["message"])
             said: Message = {"role": "assistant", "content": message.get("content") or ""}
-        except (ValueError, LookupError, TypeError, AttributeError) as error:
+            said |= {"tool_calls": message["tool_calls"]} if message.get("tool_calls") else {}
+            if not is_message(said):
+                raise ValueError("it is no message")
+        except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
             raise EnvironmentFailure(f"{url}: no chat completion: {abbreviated(response.text)}") from error
-        return said | ({"tool_calls": message["tool_calls"]} if message.get("tool_calls") else {})
+        return said
 
     return policy
 
@@ -122,7 +123,7 @@ def _sent(message: Message) -> Message:
     calls = []
     for call in message["tool_calls"]:
         function = call["function"]
-        arguments = function["arguments"]
+        arguments = function.get("arguments", {})
         text = arguments if isinstance(arguments, str) else json.dumps(arguments)
         calls.append({**call, "function": {**function, "arguments": text}})
     return {**message, "tool_calls": calls}

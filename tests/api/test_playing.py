@@ -1,3 +1,4 @@
+import json
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -7,6 +8,7 @@ import pytest
 
 import agentrl
 from agentrl.errors import ConfigError, EnvironmentFailure
+from agentrl_envs.key_door import KeyDoor
 from tests.support import chat_server
 
 
@@ -27,6 +29,33 @@ def test_a_model_behind_an_endpoint_calls_tools(url: str) -> None:
     assert [message["role"] for message in played.messages[:3]] == ["user", "assistant", "tool"]
     again = agentrl.play({"id": "key_door", "options": {"num_distractors": 0}}, "opens", endpoint=url, seed=4)
     assert len(again.rewards) == 2
+
+
+def call(function: object) -> dict[str, object]:
+    return {"tool_calls": [{"type": "function", "function": function}]}
+
+
+@pytest.mark.parametrize(
+    "message", [{"content": 5}, {"tool_calls": "look"}, {"tool_calls": [1]}, call(None), call({"name": 5})]
+)
+def test_what_an_endpoint_answers_may_be_no_message(message: dict[str, object], url: str) -> None:
+    with pytest.raises(EnvironmentFailure, match="no chat completion"):
+        agentrl.play("key_door", json.dumps(message), endpoint=url, max_turns=2)
+
+
+@pytest.mark.parametrize("message", [call({"name": "look"}), {"content": "\ud800"}])
+def test_an_odd_message_of_an_endpoint_is_played(message: dict[str, object], url: str) -> None:
+    assert len(agentrl.play("key_door", json.dumps(message), endpoint=url, max_turns=2).rewards) == 2
+
+
+class Raises(KeyDoor):
+    def answer(self, text: str) -> str:
+        raise SystemExit(0)
+
+
+def test_an_environment_that_fails_behind_an_endpoint_is_told(url: str) -> None:
+    with pytest.raises(EnvironmentFailure, match=r"the environment raised SystemExit: 0 \(test_playing.py:"):
+        agentrl.play(Raises, '{"content": "hello"}', endpoint=url)
 
 
 def test_an_endpoint_that_does_not_answer_is_named(url: str, monkeypatch: pytest.MonkeyPatch) -> None:

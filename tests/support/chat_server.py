@@ -54,6 +54,8 @@ class Handler(BaseHTTPRequestHandler):
             status = 500
         elif model == "unknown":
             status, answer = 404, {"error": "no such model"}
+        elif model.startswith("{"):
+            answer = {"choices": [{"message": json.loads(model)}]}
         elif model == "empty":
             answer = {"choices": []}
         elif model == "keyed":
