@@ -10,6 +10,7 @@ from agentrl.chat import AutoConfig, ChatMLConfig, RendererConfig, TemplateConfi
 from agentrl.config import Recipe, load_recipe, plan
 from agentrl.errors import ConfigError
 from agentrl.plugin import Plugin
+from agentrl.report.folder import RunFolder
 
 RECIPES = sorted((Path(__file__).parents[1] / "examples").glob("*.yaml"))
 
@@ -505,3 +506,26 @@ def test_a_key_that_stands_twice_is_refused_because_yaml_would_drop_one(file: Pa
     merged = load(file, "env: {options: &base {a: 1, b: 2}}\nrollout: {max_turns: 3}")
     assert merged.env.options == {"a": 1, "b": 2}
     assert load(file, "env: {options: {<<: {a: 1, b: 2}, b: 3}}").env.options == {"a": 1, "b": 3}
+
+
+def test_options_of_an_environment_are_the_same_in_a_run_that_is_resumed(file: Path) -> None:
+    text = (
+        "env: {options: {since: 2024-01-01, levels: {1: easy}}, schedule: [{from_step: 2, options: {at: 2024-01-02}}]}"
+    )
+    begun = load(file, text)
+    folder = RunFolder.create(file.parent / "run", begun.model_dump(mode="json"))
+    assert load_recipe(folder.config()).env == begun.env
+    assert begun.env.options == {"since": "2024-01-01", "levels": {"1": "easy"}}
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ("{x: .inf}", "env.options: expected finite numbers"),
+        ("{x: {1: a, true: b, null: c}}", r"env.options: the value\['x'\] has the key NoneType None"),
+        ("{x: !!binary aGk=}", r"env.options: the value\['x'\] is bytes b'hi'; give plain data"),
+    ],
+)
+def test_options_that_no_file_of_a_run_can_hold_are_refused(options: str, words: str, file: Path) -> None:
+    with pytest.raises(ConfigError, match=words):
+        load(file, f"env: {{options: {options}}}")

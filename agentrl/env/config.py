@@ -1,14 +1,32 @@
 """The recipe's section about the environment."""
 
+import json
 from itertools import pairwise
-from typing import Any, Self
+from typing import Annotated, Any, Self
 
 import gymnasium as gym
-from pydantic import BaseModel, ConfigDict, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, model_validator
+from pydantic_core import PydanticCustomError
 
 from agentrl.env.make import make_env
 from agentrl.errors import ConfigError
+from agentrl.plain_data import PlainDataError, plain_data
 from agentrl.types import Amount, Message
+
+
+def _as_kept(options: dict[str, Any]) -> dict[str, Any]:
+    """Return options as a run's folder keeps them: a run is resumed in the environment in which it began."""
+    try:
+        kept: dict[str, Any] = plain_data(options)
+        json.dumps(options, allow_nan=False, default=str)
+    except PlainDataError as error:
+        raise PydanticCustomError("plain", "{words}", {"words": str(error)}) from error
+    except ValueError:
+        raise PydanticCustomError("finite", "expected finite numbers") from None
+    return kept
+
+
+Options = Annotated[dict[str, Any], AfterValidator(_as_kept)]
 
 
 class StageConfig(BaseModel):
@@ -18,7 +36,7 @@ class StageConfig(BaseModel):
 
     from_step: Amount
     """The first step whose groups are started with them."""
-    options: dict[str, Any]
+    options: Options
     """Laid over `env.options`, until the next entry."""
 
 
@@ -29,10 +47,10 @@ class EnvConfig(BaseModel):
 
     id: str = "calculator"
     """An installed name (`agentrl envs` lists them), `module:Class`, or a Gymnasium id."""
-    options: dict[str, Any] = {}
+    options: Options = {}
     """Keyword arguments of the environment's constructor."""
 
-    wrappers: tuple[dict[str, Any], ...] = ()
+    wrappers: tuple[Options, ...] = ()
     """What is put around it, the first innermost: each an `id`, an installed name or `module:Class` of a
     `gymnasium.Wrapper`, and beside it keyword arguments of its constructor."""
 
