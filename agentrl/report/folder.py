@@ -55,7 +55,7 @@ _ROLLOUTS, _EVALUATION = "step-{}.jsonl", "evaluation-{}.jsonl"
 _BEGUN = "config.begun.yaml"
 _FIX = "mend that line, or delete it"
 _CONFIG: TypeAdapter[dict[str, Any]] = TypeAdapter(dict[str, JsonValue])
-_ROW = TypeAdapter(dict[str, float], config=ConfigDict(strict=True))
+_ROW: TypeAdapter[dict[str, float]] = TypeAdapter(dict[str, float], config=ConfigDict(strict=True))
 
 
 class ReportConfig(BaseModel):
@@ -201,7 +201,8 @@ class RunFolder:
     def _rows(self) -> Iterator[tuple[dict[str, float], bytes]]:
         """Yield each row with its line; earlier versions wrote infinities and NaN too."""
         for where, line in _lines(self._metrics):
-            row = _numbers(parse(line, _ROW, where=where, fix=_FIX))
+            found = parse(line, _ROW, where=where, fix=_FIX)
+            row = _numbers(found)
             if "step" not in row:
                 raise ConfigError(f"{where}: it has no step; {_FIX}")
             yield row, line

@@ -14,11 +14,11 @@ import torch
 
 from agentrl.credit import Credit, assign_credit
 from agentrl.distributed.processes import all_gather, from_rank_zero, naming_absent_ranks
-from agentrl.learn.interrupt import run_until, unless_interrupted
+from agentrl.learn.interrupt import run_until
 from agentrl.learn.metrics import process_metrics, rollout_metrics
+from agentrl.learn.rewarding import reward_groups
 from agentrl.learn.staleness import mask_stale, share_too_old
 from agentrl.report.folder import RunFolder
-from agentrl.rollout.rewarding import reward_groups
 from agentrl.run.build import Parts
 from agentrl.run.evaluate import evaluation_metrics
 from agentrl.run.record import OnProgress
@@ -128,9 +128,7 @@ def credit_and_update(
     if (device := parts.learner.state.device).type == "cuda":
         torch.cuda.set_device(device)  # which each thread has of its own
     rollout = parts.recipe.rollout
-    if rollout.group_rewards:
-        rewarding = reward_groups(own_groups, rollout.group_rewards, timeout_s=rollout.env_timeout_s)
-        own_groups = asyncio.run(unless_interrupted(rewarding))
+    own_groups = reward_groups(own_groups, rollout.group_rewards, timeout_s=rollout.env_timeout_s)
     everyones = all_gather([(own_groups, is_replaying, dict(parts.pool.counts))])
     groups = sorted((group for collected, *_ in everyones for group in collected), key=lambda group: group.group_id)
     clock.lap()

@@ -17,7 +17,7 @@ from agentrl.env import MessageEnv, ToolEnv, close_env, describe, make_env
 from agentrl.env.probing import CALL_ID, bad_actions, call, is_schema, likely_arguments
 from agentrl.errors import CheckError, EnvironmentFailure
 from agentrl.testing.checked_env import CheckedEnv, look_at
-from agentrl.testing.env_session import Hang, Problem, Report, Session, StepResult
+from agentrl.testing.env_session import Hang, Problem, Report, Session, StepResult, new_session
 from agentrl.testing.wrapped_env import check_wrappers
 from agentrl.types import Message
 
@@ -57,17 +57,17 @@ def check_env(
     checks += [_splits, _close, _gymnasium, check_wrappers]
     global_states = random.getstate(), np.random.get_state()
     try:
-        _session(report, build).close()
+        new_session(report, build).close()
         for check in checks:
             num_before = len(report.lines())
             for seed in seeds if check in (_reset, _determinism, _fork, _oracle) else seeds[:1]:
                 with report.collecting():
-                    check(lambda: _session(report, build), seed)
+                    check(lambda: new_session(report, build), seed)
                 report.close_sessions()
                 if len(report.lines()) > num_before:  # the other seeds would say the same
                     break
         if not report.lines():
-            env = _session(report, build).env
+            env = new_session(report, build).env
             look = partial(look_at, str(name), build, env, num_seeds=len(seeds))
             found: CheckedEnv = report.call("an episode after other episodes", look, num_calls=3)
             report.close_sessions()
@@ -83,17 +83,6 @@ def check_env(
 
 
 Make = Callable[[], Session]
-
-
-def _session(report: Report, build: Callable[[], Any]) -> Session:
-    made = report.call("__init__()", build)
-    env = report.call("unwrapped", lambda: made.unwrapped if isinstance(made, gym.Env) else made)
-    if not isinstance(env, MessageEnv):
-        raise Problem(f"{type(env).__name__} is no agentrl.MessageEnv; subclass agentrl.ToolEnv or agentrl.MessageEnv")
-    spaces = "observation_space", "action_space"
-    if not report.call("a space", lambda: all(hasattr(env, name) for name in spaces)):
-        raise Problem("__init__() leaves the spaces unset; call super().__init__() in its first line")
-    return Session(env, report, made=made)
 
 
 def _tools(make: Make, seed: int) -> None:  # noqa: ARG001 - tools do not depend on the seed
@@ -237,7 +226,7 @@ def _pickle(make: Make, seed: int) -> None:
     session.reset(seed)
     if any(r.is_end for r in _probe(session, 1)[1]):
         session.reset(seed)
-    session.attribute("can_snapshot")  # which a rollout asks for before it pickles
+    session.attribute("can_snapshot")  # as a rollout asks before it pickles
     line = "an environment crosses processes: define its class at the top of a module and keep no open handles in it"
     copy = session.report.call("pickle", lambda: pickle.loads(pickle.dumps(session.env)), fix=line)
     _compare_copies(session, Session(copy, session.report), "pickle", "restore everything that changes")

@@ -9,6 +9,7 @@ from functools import cached_property, partial
 from queue import SimpleQueue
 from typing import Any, NamedTuple
 
+import gymnasium as gym
 import numpy as np
 
 from agentrl.env import MessageEnv, ask_oracle, close_env, tool_schemas
@@ -266,3 +267,14 @@ def _as_problem() -> Iterator[None]:
         yield
     except EnvError as error:
         raise Problem(str(error)) from error
+
+
+def new_session(report: Report, build: Callable[[], Any]) -> Session:
+    """Make an environment, and begin a session with it."""
+    made = report.call("__init__()", build)
+    env = report.call("unwrapped", lambda: made.unwrapped if isinstance(made, gym.Env) else made)
+    if not isinstance(env, MessageEnv):
+        raise Problem(f"{type(env).__name__} is no agentrl.MessageEnv; subclass agentrl.ToolEnv or agentrl.MessageEnv")
+    if not report.call("a space", lambda: hasattr(env, "observation_space") and hasattr(env, "action_space")):
+        raise Problem("__init__() leaves the spaces unset; call super().__init__() in its first line")
+    return Session(env, report, made=made)

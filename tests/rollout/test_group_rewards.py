@@ -1,4 +1,3 @@
-import asyncio
 import copy
 import itertools
 from collections.abc import Iterator
@@ -9,20 +8,16 @@ from typing import Any
 import pytest
 
 from agentrl import ConfigError, StopReason
+from agentrl.learn.rewarding import reward_groups
 from agentrl.report.records import read_records
 from agentrl.rollout.config import RolloutConfig
 from agentrl.rollout.group_rewards import GroupReward, overlong_tokens, shorter
-from agentrl.rollout.rewarding import reward_groups
 from agentrl.testing import make_group
-from agentrl.types import Message, TrajectoryGroup
+from agentrl.types import Message
 from tests.support.runs import recipe, train
 from tests.support.threads import hang
 
 HERE = "tests.rollout.test_group_rewards"
-
-
-def rewarded(groups: list[TrajectoryGroup], rewards: list[GroupReward], *, timeout_s: float) -> list[TrajectoryGroup]:
-    return asyncio.run(reward_groups(groups, rewards, timeout_s=timeout_s))
 
 
 def rank(rewards: list[float], *, step: float = 1.0) -> list[float]:
@@ -73,12 +68,12 @@ def test_numbers_are_added_to_the_last_turn_with_their_weight_and_their_name() -
     lost = replace(group.trajectories[2], stop_reason=StopReason.ENV_ERROR)
     group = replace(group, trajectories=(*group.trajectories[:2], lost))
     rewards = [GroupReward(reward=f"{HERE}:rank", weight=0.5, options={"step": 4.0})]
-    (found,) = rewarded([group], rewards, timeout_s=60)
+    (found,) = reward_groups([group], rewards, timeout_s=60)
     # Of the two that did not fail, the second has earned more: rank 1, four a step, half of it.
     assert [[turn.reward for turn in t.turns] for t in found.trajectories] == [[1, 0], [0, 5], [5]]
     assert found.trajectories[1].turns[-1].extras["reward_components"] == {"rank": 2.0}
     assert found.trajectories[2] is lost
-    assert rewarded([group], [], timeout_s=60) == [group]
+    assert reward_groups([group], [], timeout_s=60) == [group]
 
 
 def test_the_length_of_siblings_is_compared_as_the_paper_has_it() -> None:
@@ -125,19 +120,19 @@ def test_two_of_one_name_are_refused() -> None:
 )
 def test_what_a_function_gets_wrong_is_told(name: str, words: str) -> None:
     with pytest.raises(ConfigError, match=words):
-        rewarded([make_group([[0.0], [1.0]])], [GroupReward(reward=f"{HERE}:{name}")], timeout_s=60)
+        reward_groups([make_group([[0.0], [1.0]])], [GroupReward(reward=f"{HERE}:{name}")], timeout_s=60)
 
 
 def test_a_function_that_hangs_is_given_up_at_its_deadline() -> None:
     with pytest.raises(ConfigError, match=r"hangs' did not return within rollout.env_timeout_s: 0.5 s"):
-        rewarded([make_group([[0.0]])], [GroupReward(reward=f"{HERE}:hangs")], timeout_s=0.5)
+        reward_groups([make_group([[0.0]])], [GroupReward(reward=f"{HERE}:hangs")], timeout_s=0.5)
 
 
 def test_a_function_gets_copies() -> None:
     group = make_group([[0.0], [1.0]])
     before = copy.deepcopy(group)
     given = GroupReward(reward=f"{HERE}:rewrites", options={"names": ["a"]})
-    found = rewarded([group, group], [given], timeout_s=60)
+    found = reward_groups([group, group], [given], timeout_s=60)
     assert group == before
     assert [[t.reward for t in one.trajectories] for one in found] == [[0.0, 1.0]] * 2
 

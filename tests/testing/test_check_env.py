@@ -163,7 +163,7 @@ class Unwilling(Sound):
 
 class Spaceless(Sound):
     @property
-    def action_space(self) -> Any:
+    def action_space(self) -> Any:  # type: ignore[override]
         raise RuntimeError("no")
 
     @action_space.setter
@@ -173,13 +173,13 @@ class Spaceless(Sound):
 
 class Forkless(Sound):
     @property
-    def can_fork(self) -> Any:
+    def can_fork(self) -> Any:  # type: ignore[override]
         raise RuntimeError("no")
 
 
 class Snapless(Sound):
     @property
-    def can_snapshot(self) -> Any:
+    def can_snapshot(self) -> Any:  # type: ignore[override]
         raise RuntimeError("no")
 
 

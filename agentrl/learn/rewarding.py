@@ -1,5 +1,6 @@
 """Add the rewards that a recipe's functions give to groups that are complete."""
 
+import asyncio
 import copy
 import inspect
 from collections.abc import Callable, Mapping, Sequence
@@ -10,6 +11,7 @@ from typing import Any
 
 from agentrl.env import MAX_REWARD
 from agentrl.errors import ConfigError
+from agentrl.learn.interrupt import unless_interrupted
 from agentrl.plain_data import abbreviated
 from agentrl.rollout.env_thread import EnvThread
 from agentrl.rollout.fault import RaisedError
@@ -17,7 +19,7 @@ from agentrl.rollout.group_rewards import OFFERED, GroupReward
 from agentrl.types import Trajectory, TrajectoryGroup
 
 
-async def reward_groups(
+def reward_groups(
     groups: Sequence[TrajectoryGroup], rewards: Sequence[GroupReward], *, timeout_s: float
 ) -> list[TrajectoryGroup]:
     """Return groups whose last turns carry the rewards of groups too; episodes that failed are no siblings.
@@ -30,8 +32,15 @@ async def reward_groups(
     Raises:
         ConfigError: in the words of what a function raised, where it does not return in time, and for what is not a number for
             each episode.
+        TrainingError: where the update was interrupted.
     """
     functions = [(reward, reward.function()) for reward in rewards]
+    return asyncio.run(unless_interrupted(_all_rewarded(groups, functions, timeout_s))) if functions else list(groups)
+
+
+async def _all_rewarded(
+    groups: Sequence[TrajectoryGroup], functions: Sequence[tuple[GroupReward, Callable[..., Any]]], timeout_s: float
+) -> list[TrajectoryGroup]:
     rewarded = []
     thread = EnvThread()
     try:
