@@ -163,7 +163,7 @@ class Unwilling(Sound):
 
 class Spaceless(Sound):
     @property
-    def action_space(self) -> Any:  # type: ignore[override]
+    def action_space(self) -> Any:
         raise RuntimeError("no")
 
     @action_space.setter
