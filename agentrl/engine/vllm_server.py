@@ -1,6 +1,7 @@
 """The client of vLLM's own HTTP server. Names and paths are those of vLLM 0.32."""
 
 import asyncio
+import math
 from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager, suppress
 from pathlib import Path
@@ -320,7 +321,7 @@ class VLLMServer:
         reason = FINISH_REASONS[choice["finish_reason"]]
         if len(logprobs) != len(token_ids) or not (token_ids or reason is FinishReason.ABORTED):
             raise ValueError(f"{len(token_ids)} tokens with {len(logprobs)} log-probabilities")
-        if min(logprobs, default=0.0) <= _NO_LOGPROB:
+        if not all(_NO_LOGPROB < logprob < math.inf for logprob in logprobs):
             raise EngineError("vLLM's server sampled from a distribution that is not one: its weights are not finite")
         details = answer["usage"].get("prompt_tokens_details") or {}
         return Completion(

@@ -3,6 +3,7 @@
 import asyncio
 import errno
 import json
+import math
 import os
 import resource
 import signal
@@ -1008,10 +1009,11 @@ def test_each_token_has_the_version_that_the_server_says(model_folder: Path, tmp
     run(main())
 
 
-def test_weights_that_are_not_finite_are_an_error(model_folder: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("logprob", [-9999.0, math.nan, math.inf])
+def test_weights_that_are_not_finite_are_an_error(logprob: float, model_folder: Path, tmp_path: Path) -> None:
     async def main() -> None:
         async with fake_and_client(model_folder, tmp_path) as (server, engine):
-            server.script[GENERATE] = [reply(completion(logprob=-9999.0))]
+            server.script[GENERATE] = [reply(completion(logprob=logprob))]
             with pytest.raises(EngineError, match="its weights are not finite"):
                 await engine.generate(prompt(1), sampling(), "e")
 
