@@ -13,7 +13,7 @@ from agentrl.api.evaluation import evaluated
 from agentrl.api.given import sections
 from agentrl.api.notebook import without_running_loop
 from agentrl.api.target import load_to_play, look_for_modules_here
-from agentrl.env import MessageEnv, base_env, close_env
+from agentrl.env import MessageEnv, close_env
 from agentrl.env.config import EnvConfig
 from agentrl.env.spaces import is_message
 from agentrl.errors import ConfigError, EnvironmentFailure
@@ -57,7 +57,7 @@ def play(
         raise ConfigError("play: with an endpoint, name an environment, and the model as the endpoint knows it")
     policy = _endpoint_policy(endpoint, model, temperature=temperature, key=os.environ.get(api_key_env))
     with environment_failures():
-        made = base_env(EnvConfig.model_validate(sections({"env": env})["env"]).make())
+        made = EnvConfig.model_validate(sections({"env": env})["env"]).make()
         try:
             return play_with(made, policy, seed=seed, max_turns=max_turns, rng=np.random.default_rng(seed))
         finally:

@@ -7,9 +7,10 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from agentrl.env import MessageEnv, as_message, ask_oracle, tool_call
+from agentrl.env import MessageEnv, as_message, ask_oracle, base_env, tool_call
 from agentrl.env.probing import is_schema, likely_arguments
 from agentrl.plain_data import printable
+from agentrl.rollout.env_calls import Env
 from agentrl.types import Message
 
 Policy: TypeAlias = Callable[[MessageEnv, Sequence[Message], np.random.Generator], str | Message]
@@ -53,17 +54,18 @@ def _calls(message: Message) -> list[str]:
 
 
 def play(
-    env: MessageEnv, policy: Policy, *, seed: int, max_turns: int, rng: np.random.Generator, split: str = "eval"
+    env: Env, policy: Policy, *, seed: int, max_turns: int, rng: np.random.Generator, split: str = "eval"
 ) -> Played:
     """Play an episode, on at most `max_turns` turns."""
-    num_tasks = env.num_tasks(split)
+    base = base_env(env)
+    num_tasks = base.num_tasks(split)
     task = None if num_tasks is None else seed % num_tasks
     first, _ = env.reset(seed=seed, options={"rollout_index": 0, "split": split, "task_index": task})
     messages, is_over = list(first), False
     rewards: list[float] = []
     info: dict[str, Any] = {}
     while not is_over and len(rewards) < max_turns:
-        action = policy(env, messages, rng)
+        action = policy(base, messages, rng)
         observation, reward, terminated, truncated, info = env.step(action)
         messages += [as_message(action), *observation]
         rewards.append(float(reward))

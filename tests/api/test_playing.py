@@ -53,6 +53,12 @@ class Raises(KeyDoor):
         raise SystemExit(0)
 
 
+def test_what_is_put_around_an_environment_is_there_behind_an_endpoint(url: str) -> None:
+    limit = {"id": "agentrl.env.wrappers.limit_observation:LimitObservation", "max_chars": 10}
+    played = agentrl.play({"id": "key_door", "wrappers": [limit]}, "opens", endpoint=url, max_turns=1)
+    assert "characters" in played.messages[0]["content"]
+
+
 def test_an_environment_that_fails_behind_an_endpoint_is_told(url: str) -> None:
     with pytest.raises(EnvironmentFailure, match=r"the environment raised SystemExit: 0 \(test_playing.py:"):
         agentrl.play(Raises, '{"content": "hello"}', endpoint=url)
