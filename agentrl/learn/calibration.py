@@ -19,11 +19,8 @@ from agentrl.learn.tally import Array, Observations, Sums
 Key = tuple[int, int]
 
 RATE = 0.1
-"""Weight of the newest minibatch in the spread."""
-CORRECTION = 0.2
-"""Part of a Newton step by which the share that a minibatch clipped corrects the range. Where the spread's shape changes, the
-share stays away from the aim by as much as the correction lags behind."""
-LARGEST_STEP = 2.0
+"""Weight of the newest minibatch: in the spread, and in what corrects the range by the share that was clipped."""
+LARGEST_STEP = 1.0
 """Of that correction in one minibatch. No share asks for more where the aim is .02 or above: what is cut off one way alone
 would leave another share than the aim, above all where few units, or those of a step together, leave their range at once."""
 SETTLED = 8
@@ -103,10 +100,10 @@ class Calibration(BaseModel):
 
         width = m exp(g), between 1e-5 and b_u = token_width min(1, 2 / sqrt(tokens of unit u))
         m <- m + .1 (mean of min(|log s_u|, b_u) - m)                (the mean of all while these are fewer than ten)
-        g <- g + .2 (share clipped - aim) / (k phi(k)) from the ninth on,  k = the normal distribution's quantile at 1 - aim
+        g <- g + .1 (share clipped - aim) / (k phi(k)) from the ninth on,  k = the normal distribution's quantile at 1 - aim
 
     m follows the spread of log s_u. g begins at log(k sqrt(pi / 2)), where it would stay were they normal, and moves until
-    the share of tokens of negative (positive) advantage that are clipped is the aim: a Newton step, a fifth of it at a
+    the share of tokens of negative (positive) advantage that are clipped is the aim: a Newton step, a tenth of it at a
     time. b_u is two standard deviations of a mean over independent tokens that each move by the width of a token: it does not
     depend on what the policy does, so that one that runs away cannot take its range along.
     """
@@ -252,7 +249,7 @@ def _next(band: Band, shown: Alike, aim: Aim) -> Band:
         step = 0.0
         if band.num_minibatches >= SETTLED and pushed.total:
             excess = clipped.total / pushed.total - aim.clipped
-            step = CORRECTION * excess / (quantile * NormalDist().pdf(quantile))
+            step = RATE * excess / (quantile * NormalDist().pdf(quantile))
         # Not beyond where widths are bounded: it would take as long to come back.
         moved = gain + min(max(step, -LARGEST_STEP), LARGEST_STEP)
         gains.append(min(max(moved, log(NARROWEST / spread)), log(widest / spread)))

@@ -118,7 +118,7 @@ def test_a_single_unit_hardly_widens_the_range() -> None:
     log_ratio_U = rng.normal(size=NUM_UNITS) * 1e-3
     log_ratio_U[0] = 30.0
     calibration = calibration.after(shown(log_ratio_U, length_U=length_U, calibration=calibration), AIM)
-    assert calibration.widths(Units(np.zeros(1), np.full(1, 20.0)), AIM)[1][0] < 1.7 * before
+    assert calibration.widths(Units(np.zeros(1), np.full(1, 20.0)), AIM)[1][0] < 1.6 * before
 
 
 def test_each_staleness_has_its_range_and_one_never_seen_that_of_the_nearest() -> None:
@@ -166,8 +166,8 @@ def test_ranges_follow_the_equations(spread: float, share: float) -> None:
             bound_U = max(aim.token) * np.minimum(1, 2 / np.sqrt(length_U))
             m += max(0.1, 1 / (num + 1)) * (np.minimum(np.abs(log_ratio_U), bound_U).mean() - m)
             for side, (pushed, clipped) in enumerate(((down_U, down), (up_U, up))):
-                step = 0.2 * (clipped.sum() / pushed.sum() - share) / (k * NormalDist().pdf(k)) if num >= 8 else 0
-                gains[side] += min(max(step, -2), 2)
+                step = 0.1 * (clipped.sum() / pushed.sum() - share) / (k * NormalDist().pdf(k)) if num >= 8 else 0
+                gains[side] += min(max(step, -1), 1)
                 widest = aim.token[side] * min(1, 2 / sqrt(length_U.mean()))
                 gains[side] = min(max(gains[side], log(1e-5 / m)), log(widest / m))
             kept[staleness] = (num + 1, m, gains)
