@@ -10,6 +10,7 @@ from itertools import islice
 from typing import Any
 
 from agentrl.env import MAX_REWARD
+from agentrl.env.background import awaited
 from agentrl.errors import ConfigError
 from agentrl.learn.interrupt import unless_interrupted
 from agentrl.plain_data import abbreviated
@@ -47,7 +48,7 @@ async def _all_rewarded(
         for group in groups:
             columns = {}
             for reward, function in functions if group.valid else ():
-                ask = partial(_numbers, reward, function, group.valid)
+                ask = partial(_numbers, reward, function, group.valid, timeout_s)
                 try:
                     columns[reward.label] = await thread.call(ask, timeout_s=timeout_s)
                 except TimeoutError as error:
@@ -72,8 +73,10 @@ def _rewarded(group: TrajectoryGroup, columns: Mapping[str, Sequence[float]]) ->
     return replace(group, trajectories=tuple(added.get(t.trajectory_id, t) for t in group.trajectories))
 
 
-def _numbers(reward: GroupReward, function: Callable[..., Any], trajectories: Sequence[Trajectory]) -> list[float]:
-    """Return what is added to each episode; the function gets copies."""
+def _numbers(
+    reward: GroupReward, function: Callable[..., Any], trajectories: Sequence[Trajectory], timeout_s: float
+) -> list[float]:
+    """Return what is added to each episode; the function gets copies, and a coroutine is run."""
     takes = inspect.signature(function).parameters
     columns = {
         "completions": [str(t.turns[-1].message.get("content") or "") for t in trajectories],
@@ -84,7 +87,7 @@ def _numbers(reward: GroupReward, function: Callable[..., Any], trajectories: Se
         "truncated": [t.truncated for t in trajectories],
     }
     given = copy.deepcopy({name: columns[name] for name in OFFERED if name in takes} | reward.options)
-    returned = function(**given)
+    returned = awaited(function(**given), reward.where, timeout_s=timeout_s)
     numbers = [reward.weight * float(number) for number in islice(returned, len(trajectories) + 1)]
     if len(numbers) != len(trajectories) or not all(abs(number) <= MAX_REWARD for number in numbers):
         raise ConfigError(

@@ -19,7 +19,7 @@ class GroupReward(BaseModel):
 
     reward: str
     """`module:function`, or an installed one. By name it takes lists with an entry for each episode: `num_tokens`, `rewards`,
-    `completions`, `messages`, `successes`, `truncated`; it returns such a list."""
+    `completions`, `messages`, `successes`, `truncated`; it returns such a list, and may be `async def`."""
     weight: Annotated[float, Field(allow_inf_nan=False)] = 1.0
     """What each number is multiplied by, before it is added to the reward of the last turn."""
     name: str | None = None

@@ -64,6 +64,17 @@ def test_each_turn_gets_its_own_score_in_whatever_order_the_judge_ends(num_threa
     assert [without_signals(t) for t in found] == trajectories
 
 
+def test_a_coroutine_is_run_and_has_the_deadline_too() -> None:
+    async def judge(given: Trajectory) -> list[float]:
+        await asyncio.sleep(0.01 if given.seed else 3600)
+        return by_hand(given)
+
+    (found,) = scored(judge, [trajectory(1)])
+    assert [turn.signals["turn_scores"] for turn in found.turns] == by_hand(trajectory(1))
+    with pytest.raises(UserError, match=r"g/0.* 0\.5 s"):
+        scored(judge, [trajectory(0)], timeout_s=0.5)
+
+
 @pytest.mark.parametrize("scores", [[1, True], (0.5, np.float32(0.25)), np.array([3, 4]), range(2)])
 def test_numbers_of_any_kind_become_floats(scores: Any) -> None:
     (found,) = scored(lambda _: scores, [trajectory(0)])

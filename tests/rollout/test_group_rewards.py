@@ -1,3 +1,4 @@
+import asyncio
 import copy
 import itertools
 from collections.abc import Iterator
@@ -39,6 +40,16 @@ def leaves(completions: list[str]) -> list[float]:
 def hangs(completions: list[str]) -> list[float]:
     hang()
     return []
+
+
+async def later(rewards: list[float]) -> list[float]:
+    await asyncio.sleep(0.01)
+    return [2 * reward for reward in rewards]
+
+
+async def never(rewards: list[float]) -> list[float]:
+    await asyncio.sleep(3600)
+    return rewards
 
 
 def never_ends(completions: list[str]) -> Iterator[float]:
@@ -126,6 +137,14 @@ def test_what_a_function_gets_wrong_is_told(name: str, words: str) -> None:
 def test_a_function_that_hangs_is_given_up_at_its_deadline() -> None:
     with pytest.raises(ConfigError, match=r"hangs' did not return within rollout.env_timeout_s: 0.5 s"):
         reward_groups([make_group([[0.0]])], [GroupReward(reward=f"{HERE}:hangs")], timeout_s=0.5)
+
+
+def test_a_coroutine_is_run_and_has_the_deadline_too() -> None:
+    group = make_group([[1.0], [3.0]])
+    (found,) = reward_groups([group], [GroupReward(reward=f"{HERE}:later")], timeout_s=60)
+    assert [t.reward for t in found.trajectories] == [3.0, 9.0]
+    with pytest.raises(ConfigError, match=r"never'.* 0.5 s"):
+        reward_groups([group], [GroupReward(reward=f"{HERE}:never")], timeout_s=0.5)
 
 
 def test_a_function_gets_copies() -> None:

@@ -34,7 +34,8 @@ class SignalsConfig(BaseModel):
     """Hugging Face model whose log-probabilities a scheme may read: a folder, or a name on the hub; its vocabulary must be
     the policy's."""
     judge: str | None = None
-    """`module:function` that is given a trajectory and returns one score for each of its turns. Called on threads."""
+    """`module:function` that is given a trajectory and returns one score for each of its turns; it may be `async def`. Called
+    on threads."""
     judge_timeout_s: Annotated[Seconds, MayChange()] = 60.0
     """Deadline of each call of the judge, in seconds."""
     judge_retries: Annotated[AmountOrZero, MayChange()] = 2

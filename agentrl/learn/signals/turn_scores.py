@@ -8,6 +8,7 @@ from functools import partial
 from typing import ClassVar
 
 from agentrl.env import MAX_REWARD
+from agentrl.env.background import awaited
 from agentrl.errors import ConfigError, UserError
 from agentrl.learn.interrupt import unless_interrupted
 from agentrl.learn.signals.base import Sample, Signal, SignalContext
@@ -94,7 +95,7 @@ async def score_turns(
                 index, trajectory, retries = waiting.pop()
                 where = f"signals.judge, trajectory {trajectory.trajectory_id}"
                 try:
-                    scores = await thread.call(partial(_asked, judge, trajectory), timeout_s=timeout_s)
+                    scores = await thread.call(partial(_asked, judge, trajectory, timeout_s), timeout_s=timeout_s)
                 except (TimeoutError, RaisedError) as error:
                     if retries < max_retries:
                         waiting.append((index, trajectory, retries + 1))
@@ -119,9 +120,14 @@ async def score_turns(
     return [found[index] for index in range(len(trajectories))]
 
 
-def _asked(judge: Callable[[Trajectory], Sequence[float]], trajectory: Trajectory) -> tuple[list[float] | None, str]:
-    """Return the scores of a judge, who gets a copy, and what he returned in a line. None: they are no scores."""
-    returned: object = judge(copy.deepcopy(trajectory))
+def _asked(
+    judge: Callable[[Trajectory], Sequence[float]], trajectory: Trajectory, timeout_s: float
+) -> tuple[list[float] | None, str]:
+    """Return the scores of a judge, who gets a copy, and what he returned in a line. None: they are no scores.
+
+    A coroutine is run.
+    """
+    returned: object = awaited(judge(copy.deepcopy(trajectory)), "signals.judge", timeout_s=timeout_s)
     try:
         scores = plain_data(returned)
     except PlainDataError:
