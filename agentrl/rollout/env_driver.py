@@ -126,8 +126,12 @@ class EnvDriver:
             self._env_s += time.perf_counter() - begin
 
     async def can_snapshot(self, env: Env) -> bool:
-        """Tell whether the environment may be restored from a moment's snapshot."""
-        return bool(await self.call("can_snapshot", lambda: base_env(env).can_snapshot))
+        """Tell whether the environment may be restored from a moment's snapshot; one that cannot say so is closed."""
+        try:
+            return bool(await self.call("can_snapshot", lambda: base_env(env).can_snapshot))
+        except BaseException:
+            async with self.closing(env):
+                raise
 
     async def new(self, what: str, make: Callable[[], Env]) -> Env:
         """Call what makes an environment, which is closed where no one waits for it any more."""

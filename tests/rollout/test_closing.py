@@ -161,6 +161,24 @@ def test_what_was_restored_is_closed_where_the_one_before_closes_badly(context: 
     assert Saved.counts.all_closed_once
 
 
+class Torn(Talk):
+    """Cannot say whether it may be restored."""
+
+    @property
+    def can_snapshot(self) -> bool:  # type: ignore[override]
+        raise RuntimeError("no idea")
+
+
+def test_one_that_cannot_say_whether_it_may_be_restored_is_closed(context: EpisodeContext[Any]) -> None:
+    found: list[LiveEpisode] = []
+    Saved.counts, counts = Counts(), Counts()
+    play(context, Saved, on_change=found.append)
+    trajectory = play(context, lambda: Torn(counts), recorded=found[0])
+    assert "can_snapshot raised RuntimeError: no idea" in str(trajectory.error)
+    assert counts.num_made == 1
+    assert counts.all_closed_once
+
+
 MakeEnv = Callable[[], Talk]
 TASKS = Tasks(seed=0)
 
