@@ -1,4 +1,4 @@
-"""vLLM's servers, forked from a process that has imported vLLM: to start Python for each of their two takes 13 s of a core."""
+"""vLLM's servers, forked from a process that has imported vLLM: imports of their two processes take longer than all the rest."""
 
 import multiprocessing
 import os
