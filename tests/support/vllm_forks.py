@@ -1,4 +1,4 @@
-"""vLLM's servers, forked from a process that has imported vLLM: imports of their two processes take longer than all the rest."""
+"""vLLM's servers, forked from a process that has imported vLLM: imports take most of the start of their two processes."""
 
 import multiprocessing
 import os
