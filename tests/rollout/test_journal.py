@@ -3,12 +3,12 @@
 import asyncio
 from pathlib import Path
 
-from agentrl.rollout.journal import Dropped, Journal, Restarted
+from agentrl.rollout.journal import Dropped, Event, Journal, Restarted
 
 
 def test_what_was_noted_in_the_last_round_of_the_event_loop_is_written_by_closing(tmp_path: Path) -> None:
     journal = Journal(tmp_path / "run" / "journal")
-    events = [Restarted(version=3), Dropped(group="g", counts={"failed": 2}), Restarted(version=0)]
+    events: list[Event] = [Restarted(version=3), Dropped(group="g", counts={"failed": 2}), Restarted(version=0)]
 
     async def note() -> None:
         assert journal.begin() == 1
