@@ -22,10 +22,10 @@ from agentrl.foreign_names import at_home, of_field
 from agentrl.learn.loss_config import LossConfig
 from agentrl.learn.signals import SignalsConfig
 from agentrl.learn.train_config import TrainConfig
-from agentrl.learn.warmup import WarmupConfig
+from agentrl.learn.warmup_config import WarmupConfig
 from agentrl.may_change import MayChange
 from agentrl.plugin import ELSEWHERE, Plugin, explain, section_of
-from agentrl.policy.model import ModelConfig
+from agentrl.policy.config import ModelConfig
 from agentrl.registry import suggest
 from agentrl.report.folder import ReportConfig
 from agentrl.rollout import RolloutConfig

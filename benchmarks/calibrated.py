@@ -24,7 +24,7 @@ import torch
 from agentrl.chat import train_tokenizer
 from agentrl.credit import Credit
 from agentrl.engine.transformers import TransformersConfig, TransformersEngine
-from agentrl.learn.warmup import WarmupConfig
+from agentrl.learn.warmup_config import WarmupConfig
 from agentrl.types import Sampling, TrajectoryGroup
 from benchmarks.paper import (
     METHODS,

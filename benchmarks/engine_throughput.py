@@ -24,7 +24,8 @@ from agentrl.chat import train_tokenizer
 from agentrl.config import load_recipe
 from agentrl.engine import Engine
 from agentrl.engine.transformers import TransformersConfig, TransformersEngine
-from agentrl.policy.model import LocalModelConfig, make_local_model
+from agentrl.policy.config import LocalModelConfig
+from agentrl.policy.model import make_local_model
 from agentrl.run import loop
 from agentrl.run.build import build
 from agentrl.types import Sampling

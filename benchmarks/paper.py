@@ -46,9 +46,11 @@ from agentrl.learn.loss_config import LossConfig
 from agentrl.learn.policy_state import PolicyState
 from agentrl.learn.tally import Observations
 from agentrl.learn.train_config import TrainConfig
-from agentrl.learn.warmup import WarmupConfig, warm_up
+from agentrl.learn.warmup import warm_up
+from agentrl.learn.warmup_config import WarmupConfig
+from agentrl.policy.config import LocalModelConfig
 from agentrl.policy.layout import choose_layout
-from agentrl.policy.model import LocalModelConfig, Policy, make_local_model
+from agentrl.policy.model import Policy, make_local_model
 from agentrl.rollout import EpisodeContext, RolloutPool, Tasks
 from agentrl.rollout.demonstrations import Demonstration, demonstrations
 from agentrl.run import loop

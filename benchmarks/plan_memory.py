@@ -29,13 +29,21 @@ from agentrl.engine.model_class import auto_class
 from agentrl.learn.learner import Learner
 from agentrl.learn.policy_state import PolicyState
 from agentrl.memory import model_config, plan_memory
+from agentrl.policy.config import LocalModelConfig
 from agentrl.policy.lora import add_lora, round_frozen
-from agentrl.policy.model import LocalModelConfig, Policy, local_config
+from agentrl.policy.model import Policy, local_config
 from agentrl.types import StopReason
 from benchmarks.several import together
 
 _ENGINE = {"engine", "keys and values"}
-_NOTHING = {"hidden_size": 16, "num_layers": 1, "num_heads": 2, "num_kv_heads": 1, "intermediate_size": 32}
+_NOTHING = {
+    "vocab_size": 512,
+    "hidden_size": 16,
+    "num_layers": 1,
+    "num_heads": 2,
+    "num_kv_heads": 1,
+    "intermediate_size": 32,
+}
 
 
 @dataclass(frozen=True)

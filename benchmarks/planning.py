@@ -16,7 +16,7 @@ import numpy as np
 
 from agentrl.learn.plan import Planner, _Plan
 from agentrl.learn.tokens import Row, TokenBatch
-from agentrl.policy.layout import Layout
+from agentrl.policy.config import Layout
 from agentrl.policy.tree import plan_tree
 
 PAIRS_PER_TOKEN = 6 * 1024

@@ -21,7 +21,8 @@ import torch
 
 from agentrl.chat import train_tokenizer
 from agentrl.engine.transformers import TransformersConfig, TransformersEngine
-from agentrl.policy.model import LocalModelConfig, make_local_model
+from agentrl.policy.config import LocalModelConfig
+from agentrl.policy.model import make_local_model
 from agentrl.types import Sampling
 
 LENGTHS = (2048, 4096, 8192, 16384, 32768)

@@ -29,7 +29,8 @@ from agentrl.learn.learner import Learner
 from agentrl.learn.loss_config import LossConfig
 from agentrl.learn.policy_state import PolicyState
 from agentrl.learn.train_config import TrainConfig
-from agentrl.policy.model import LocalModelConfig, Policy, local_config
+from agentrl.policy.config import LocalModelConfig
+from agentrl.policy.model import Policy, local_config
 from agentrl.testing import make_group
 from benchmarks.loading import Peak, own_memory
 from benchmarks.several import together

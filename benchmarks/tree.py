@@ -20,7 +20,8 @@ import numpy as np
 import torch
 import transformers
 
-from agentrl.policy.layout import Layout, hidden_states, lay_out
+from agentrl.policy.config import Layout
+from agentrl.policy.layout import hidden_states, lay_out
 from agentrl.policy.logprobs import fused_logprobs
 from agentrl.policy.tree import IntArray, plan_tree
 

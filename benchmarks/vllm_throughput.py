@@ -21,7 +21,8 @@ from agentrl.chat import train_tokenizer
 from agentrl.engine import Engine
 from agentrl.engine.transformers import TransformersConfig, TransformersEngine
 from agentrl.engine.vllm import VLLMConfig, VLLMEngine
-from agentrl.policy.model import LocalModelConfig, make_local_model
+from agentrl.policy.config import LocalModelConfig
+from agentrl.policy.model import make_local_model
 from benchmarks.engine_throughput import AT_ONCE, check_equality, ragged_lengths, with_engine
 
 SIZES: Mapping[str, tuple[LocalModelConfig, int]] = {

@@ -2,6 +2,7 @@ import ast
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -12,9 +13,9 @@ from tests.support.packages import PACKAGES
 HEAVY = ("gymnasium", "torch", "transformers", "accelerate", "vllm", "agentrl_envs", "agentrl_credit")
 
 
-def loaded_by(script: str) -> set[str]:
-    """Return which of the heavy packages a fresh process has loaded after a script."""
-    report = f"import sys; print(*(name for name in {HEAVY!r} if name in sys.modules))"
+def loaded_by(script: str, modules: Sequence[str] = HEAVY) -> set[str]:
+    """Return which of the modules a fresh process has loaded after a script."""
+    report = f"import sys; print(*(name for name in {modules!r} if name in sys.modules))"
     done = subprocess.run(
         [sys.executable, "-c", f"{script}\n{report}"], capture_output=True, text=True, timeout=300, check=True
     )
@@ -64,6 +65,12 @@ def test_what_authors_of_environments_and_schemes_use_loads_neither() -> None:
 def test_checking_a_scheme_loads_no_torch() -> None:
     script = "from agentrl.testing import check_credit; check_credit('turn_gae', relative=False)"
     assert "torch" not in loaded_by(script)
+
+
+def test_reading_a_recipe_loads_no_machinery_of_models() -> None:
+    script = "from agentrl.config import load_recipe; load_recipe(None, [])"
+    machinery = ("torch._dynamo", "torch.distributed.tensor", "transformers.modeling_utils")
+    assert loaded_by(script, machinery) == set()
 
 
 def test_a_plug_in_loads_nothing_heavy() -> None:

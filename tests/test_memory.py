@@ -15,8 +15,9 @@ from agentrl.config import load_recipe
 from agentrl.errors import ConfigError
 from agentrl.learn.kept_versions import KeptVersions
 from agentrl.memory import GB, model_sizes, plan_memory, remedies
+from agentrl.policy.config import LoraSettings
 from agentrl.policy.layout import hidden_states, lay_out
-from agentrl.policy.lora import LoraSettings, add_lora
+from agentrl.policy.lora import add_lora
 from agentrl.policy.sizes import count_kept, count_weights
 from benchmarks.architectures import ARCHITECTURES, tiny_model
 from benchmarks.plan_memory import CASES, planned_and_measured

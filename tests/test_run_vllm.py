@@ -16,7 +16,8 @@ from agentrl.engine import EngineContext
 from agentrl.engine.auto import is_vllm_faster
 from agentrl.engine.vllm import VLLMEngine
 from agentrl.engine.vllm_common import is_installed
-from agentrl.policy.model import LocalModelConfig, make_local_model
+from agentrl.policy.config import LocalModelConfig
+from agentrl.policy.model import make_local_model
 from agentrl.report.folder import RunFolder
 from agentrl.run import loop
 from agentrl.run.build import Parts, build

@@ -1,7 +1,6 @@
 """The engine of recipes that name none: the one that is expected to be fastest."""
 
 from agentrl.engine.base import Engine, EngineContext
-from agentrl.engine.transformers import TransformersConfig
 from agentrl.engine.vllm import VLLMConfig
 from agentrl.engine.vllm_common import is_installed, is_reloadable
 from agentrl.errors import ConfigError
@@ -23,6 +22,8 @@ class AutoConfig(VLLMConfig):
         """
         if is_vllm_faster(context):
             return super().build(context)
+        from agentrl.engine.transformers import TransformersConfig  # here: its imports take two seconds
+
         if given := [name for name in ("sleep", "vllm") if getattr(self, name)]:
             raise ConfigError(
                 f"engine.{given[0]}: engine.name: auto chooses transformers, which has no such option; remove it, or set "

@@ -15,7 +15,8 @@ from torch import Tensor
 
 from agentrl.errors import UserError
 from agentrl.learn.tokens import TokenBatch
-from agentrl.policy.layout import Inputs, Layout, lay_out, pack
+from agentrl.policy.config import Layout
+from agentrl.policy.layout import Inputs, lay_out, pack
 from agentrl.policy.model import Policy
 from agentrl.policy.tree import IntArray, plan_tree
 

@@ -13,7 +13,7 @@ from agentrl.learn.health import COLLAPSED_STEPS
 from agentrl.learn.optimizer import OptimizerName
 from agentrl.learn.schedule import ScheduleName
 from agentrl.may_change import MayChange
-from agentrl.policy.layout import Layout
+from agentrl.policy.config import Layout
 from agentrl.types import Amount, AmountOrZero, Count, Positive, Rate, between
 
 Beta = Annotated[float, Field(ge=0, lt=1)]

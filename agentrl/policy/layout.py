@@ -15,15 +15,13 @@ import torch
 from torch import Tensor
 
 from agentrl.errors import ConfigError, TrainingError
+from agentrl.policy.config import Layout
 from agentrl.policy.logprobs import fused_logprobs
 from agentrl.policy.packed_attention import PackedRows, attends_by_rows, packed_attention_of
 from agentrl.policy.recurrent import Rows, see_rows
 from agentrl.policy.tree import IntArray, plan_tree
 from agentrl.policy.tree_attention import TreeLayout
 from agentrl.policy.tree_model import tree_attention_of
-
-Layout = Literal["tree", "packed", "padded"]
-"""`tree`: what rows share is computed once. `packed`: short rows stand behind one another. `padded`: one below the other."""
 
 _SHORT_ROW, _LONG_ROW = 48, 416
 """Tokens of the probe's rows: on a GPU several blocks of FlexAttention, whose kernels are others for less than one."""

@@ -13,19 +13,17 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from pydantic import BaseModel, ConfigDict
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from agentrl.distributed.processes import is_main
 from agentrl.errors import ConfigError
+from agentrl.policy.config import LoraSettings
 from agentrl.policy.towers import text_modules
 from agentrl.registry import suggest
-from agentrl.types import Amount, Count
 
 __all__ = [
-    "LoraSettings",
     "adapter_state",
     "add_lora",
     "base_weights",
@@ -42,23 +40,6 @@ _ADAPTER = "default"
 _WEIGHTS, _CONFIG = "adapter_model.safetensors", "adapter_config.json"
 _SCALE = ("r", "lora_alpha", "use_rslora", "alpha_pattern")
 """Fields of peft's configuration that decide how much adapters weigh; what else differs shows in names or shapes."""
-
-
-class LoraSettings(BaseModel):
-    """Low-rank adapters, which are trained in place of the model's own weights.
-
-    There is no dropout: it would make importance ratios random.
-    """
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-    rank: Count = 16
-    """Rank of what is added to each weight."""
-    alpha: Amount = 32
-    """What is added is scaled by `alpha / rank`."""
-    target_modules: Literal["all-linear"] | tuple[str, ...] = "all-linear"
-    """Linear layers to adapt, by the ends of their names: `[q_proj, v_proj]`. `all-linear`: all but the head. The experts
-    and routers of a mixture are no linear layers, and stay as they are."""
 
 
 def add_lora(model: Any, settings: LoraSettings) -> None:

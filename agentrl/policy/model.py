@@ -6,88 +6,19 @@
 import copy
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
-from typing import Annotated, Any, Literal, Self
+from typing import Any
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field, model_validator
 from torch import Tensor, nn
 
 from agentrl.chat import local_folder, pretrained_tokenizer
 from agentrl.engine.model_class import auto_class
 from agentrl.errors import ConfigError
 from agentrl.policy.autocast import cast_experts
-from agentrl.policy.layout import Inputs, Layout, hidden_states
+from agentrl.policy.config import Layout, LocalModelConfig
+from agentrl.policy.layout import Inputs, hidden_states
 from agentrl.policy.logprobs import fused_logprobs
-from agentrl.policy.lora import LoraSettings
 from agentrl.policy.recurrent import mixers_of
-from agentrl.types import Amount, Count, between
-
-
-class LocalModelConfig(BaseModel):
-    """A small Qwen3 with random weights and a tokenizer trained on the environment's own dialogues."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-    hidden_size: Count = 128
-    """Width of the hidden states: an even number for each of `num_heads`."""
-    num_layers: Count = 2
-    """Transformer blocks."""
-    num_heads: Count = 4
-    """Query heads of each attention layer."""
-    num_kv_heads: Count = 2
-    """Key and value heads, each shared by `num_heads / num_kv_heads` query heads."""
-    intermediate_size: Count = 384
-    """Width of the feed-forward layers."""
-    max_positions: Amount = 4096
-    """Longest row the model takes, in tokens; `rollout.max_context_tokens` must fit."""
-    initializer_std: Annotated[float, Field(gt=0), between(1e-3, 10)] = 0.08
-    """Standard deviation of the initial weights."""
-    vocab_size: int = Field(default=448, ge=261, le=1_000_000)
-    """Largest number of tokenizer entries: 256 bytes, 5 control tokens, and what is merged from them."""
-
-    @model_validator(mode="after")
-    def _heads_fit(self) -> Self:
-        if self.hidden_size % self.num_heads:
-            raise ValueError(
-                f"num_heads: {self.num_heads} does not divide hidden_size: {self.hidden_size}; "
-                f"set hidden_size to a multiple of {2 * self.num_heads}"
-            )
-        if (size := self.hidden_size // self.num_heads) % 2:
-            raise ValueError(
-                f"hidden_size: {self.hidden_size} over num_heads: {self.num_heads} gives heads of odd size {size}, which "
-                f"rotary positions cannot turn; set hidden_size to a multiple of {2 * self.num_heads}"
-            )
-        if self.num_heads % self.num_kv_heads:
-            raise ValueError(
-                f"num_kv_heads: {self.num_kv_heads} does not divide num_heads: {self.num_heads}; "
-                "set num_kv_heads to 1, num_heads, or another divisor of it"
-            )
-        return self
-
-
-class ModelConfig(BaseModel):
-    """Which model is trained."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-    name_or_path: str | None = None
-    """A Hugging Face model: a folder, or a name on the hub. None: a small one is made locally, see `local`."""
-    local: LocalModelConfig = LocalModelConfig()
-    """The model to make where `name_or_path` is None."""
-    attention: Literal["sdpa", "eager", "flex_attention", "flash_attention_2", "flash_attention_3"] | None = None
-    """Attention implementation of transformers, where rows are not laid out as a tree. None: sdpa where the model has it,
-    else eager (gpt-oss). The last three train on GPUs alone; with flash_attention_2 and 3, which have no float32 to prove a
-    layout in, rows are padded."""
-    lora: LoraSettings | None = None
-    """Train low-rank adapters in place of the weights. None: train the weights. An empty section: adapters of default size."""
-
-    @model_validator(mode="after")
-    def _has_weights_to_adapt(self) -> Self:
-        if self.lora is not None and self.name_or_path is None:
-            raise ValueError(
-                "lora: a model with random weights has nothing to adapt; set model.name_or_path, or leave lora out"
-            )
-        return self
 
 
 def local_config(config: LocalModelConfig, *, vocab_size: int, **further: Any) -> Any:

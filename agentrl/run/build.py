@@ -29,7 +29,8 @@ from agentrl.learn.policy_state import PolicyState
 from agentrl.learn.signals import hints, provided_by
 from agentrl.learn.signals.base import SignalContext
 from agentrl.learn.signals.signals import Signals
-from agentrl.policy.layout import Layout, choose_layout
+from agentrl.policy.config import Layout
+from agentrl.policy.layout import choose_layout
 from agentrl.policy.lora import add_lora, round_frozen
 from agentrl.policy.model import Policy, check_attention, check_dropout
 from agentrl.policy.shares import small_like

@@ -30,8 +30,9 @@ from agentrl.learn.signals import CriticConfig
 from agentrl.learn.signals.critic import Critic
 from agentrl.learn.signals.scoring import score_tokens
 from agentrl.learn.tokens import TokenBatch
-from agentrl.policy.layout import Layout, lay_out
-from agentrl.policy.lora import LoraSettings, merged_weights
+from agentrl.policy.config import Layout, LoraSettings
+from agentrl.policy.layout import lay_out
+from agentrl.policy.lora import merged_weights
 from agentrl.policy.towers import freeze_towers
 from benchmarks.architectures import tiny_model
 from tests.support.learners import TOKENIZER, make_learner

@@ -16,8 +16,9 @@ from agentrl.engine.base import EngineContext
 from agentrl.engine.transformers import TransformersConfig, TransformersEngine
 from agentrl.learn.policy_state import PolicyState
 from agentrl.learn.train_config import TrainConfig
+from agentrl.policy.config import LoraSettings
 from agentrl.policy.layout import choose_layout, lay_out
-from agentrl.policy.lora import LoraSettings, add_lora
+from agentrl.policy.lora import add_lora
 from agentrl.policy.model import Policy, load_pretrained
 from agentrl.policy.rope import fix_frequencies
 from agentrl.policy.shares import load_shares, small_like

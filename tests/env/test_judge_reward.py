@@ -15,8 +15,9 @@ from agentrl.chat.chatml_template import CHATML_TEMPLATE
 from agentrl.engine.vllm_common import is_installed
 from agentrl.engine.vllm_launch import start_server
 from agentrl.env.rewards import chat_client
+from agentrl.policy.config import LocalModelConfig
 from agentrl.policy.export import export_model
-from agentrl.policy.model import LocalModelConfig, make_local_model
+from agentrl.policy.model import make_local_model
 from agentrl.testing import check_env
 from tests.support.judge_server import judge_server
 from tests.support.ports import free_port

@@ -15,8 +15,8 @@ from torch import Tensor
 from agentrl.errors import TrainingError
 from agentrl.learn.signals import CriticConfig
 from agentrl.learn.signals.critic import Critic
-from agentrl.policy.layout import Layout
-from agentrl.policy.model import LocalModelConfig, Policy
+from agentrl.policy.config import Layout, LocalModelConfig
+from agentrl.policy.model import Policy
 from agentrl.types import StopReason, Trajectory, Turn
 from tests.support.interrupts import After, run_with
 from tests.support.played import TINY, contexts, new_policy, play

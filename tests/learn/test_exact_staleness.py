@@ -14,7 +14,7 @@ from agentrl.learn.kept_versions import KeptVersions
 from agentrl.learn.learner import Gradient, Learner
 from agentrl.learn.loss_config import LossConfig
 from agentrl.learn.tally import Observations
-from agentrl.policy.lora import LoraSettings
+from agentrl.policy.config import LoraSettings
 from tests.support.learners import make_learner, weights
 from tests.support.models import action_logprobs
 from tests.support.trajectories import some_groups

@@ -37,8 +37,7 @@ from agentrl.learn.staleness import mask_stale
 from agentrl.learn.tally import Tally
 from agentrl.learn.train_config import TrainConfig
 from agentrl.policy import routing
-from agentrl.policy.layout import Layout
-from agentrl.policy.lora import LoraSettings
+from agentrl.policy.config import Layout, LoraSettings
 from agentrl.policy.model import Policy
 from tests.support.interrupts import After, run_with
 from tests.support.learners import make_learner, weights

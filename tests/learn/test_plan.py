@@ -26,8 +26,8 @@ from agentrl.learn.plan import MicroBatch, Planner
 from agentrl.learn.token_weights import Aggregation, RatioUnit
 from agentrl.learn.tokens import rows_of
 from agentrl.learn.trust import fixed
-from agentrl.policy.layout import Layout
-from agentrl.policy.model import LocalModelConfig, Policy, make_local_model
+from agentrl.policy.config import Layout, LocalModelConfig
+from agentrl.policy.model import Policy, make_local_model
 from agentrl.types import Trajectory, TrajectoryGroup
 from tests.support.models import SIZES, in_float64, made
 from tests.support.trajectories import (

@@ -19,7 +19,7 @@ from agentrl.learn.signals.answer_logprobs import answers_at_each_turn
 from agentrl.learn.signals.hindsight_logprobs import rows_in_hindsight
 from agentrl.learn.signals.scoring import score_tokens, with_tokens
 from agentrl.learn.tokens import TokenBatch
-from agentrl.policy.layout import Layout
+from agentrl.policy.config import Layout
 from agentrl.policy.model import Policy
 from agentrl.types import Trajectory
 from tests.support.hugging_face import TEMPLATE

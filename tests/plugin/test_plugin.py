@@ -90,7 +90,8 @@ import asyncio
 import copy
 import torch
 from agentrl.chat import train_tokenizer
-from agentrl.policy.model import LocalModelConfig, make_local_model
+from agentrl.policy.config import LocalModelConfig
+from agentrl.policy.model import make_local_model
 from agentrl.testing import check_engine
 from stranger.plain import PlainEngine
 

@@ -11,8 +11,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from agentrl.chat import train_tokenizer
 from agentrl.errors import ConfigError
+from agentrl.policy.config import LoraSettings
 from agentrl.policy.export import export_adapter, export_model
-from agentrl.policy.lora import LoraSettings, adapter_state, add_lora
+from agentrl.policy.lora import adapter_state, add_lora
 
 SIZES = {
     "vocab_size": 261,

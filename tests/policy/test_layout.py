@@ -16,8 +16,8 @@ from torch import Tensor
 from agentrl.errors import ConfigError, TrainingError
 from agentrl.policy import layout as layout_module
 from agentrl.policy import tree_model
+from agentrl.policy.config import Layout
 from agentrl.policy.layout import (
-    Layout,
     _probe_rows,
     attending,
     choose_layout,

@@ -14,9 +14,9 @@ from pydantic import ValidationError
 from torch import Tensor
 
 from agentrl.errors import ConfigError
-from agentrl.policy.layout import Layout, attending, hidden_states, lay_out
+from agentrl.policy.config import Layout, LoraSettings
+from agentrl.policy.layout import attending, hidden_states, lay_out
 from agentrl.policy.lora import (
-    LoraSettings,
     adapter_state,
     add_lora,
     base_weights,

@@ -14,7 +14,8 @@ from torch import Tensor
 from torch.utils.checkpoint import CheckpointError
 
 from agentrl.errors import TrainingError
-from agentrl.policy.layout import Layout, attending, hidden_states, lay_out
+from agentrl.policy.config import Layout
+from agentrl.policy.layout import attending, hidden_states, lay_out
 from agentrl.policy.routing import changed_share, recording, replaying, routers_of
 from agentrl.policy.tree import IntArray
 from tests.support.models import SIZES

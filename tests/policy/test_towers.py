@@ -2,8 +2,9 @@
 
 import pytest
 
+from agentrl.policy.config import LoraSettings
 from agentrl.policy.layout import hidden_states, lay_out
-from agentrl.policy.lora import LoraSettings, add_lora
+from agentrl.policy.lora import add_lora
 from agentrl.policy.towers import freeze_towers
 from benchmarks.architectures import tiny_model
 from tests.support.models import branching_rows, tiny

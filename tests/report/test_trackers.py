@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
+from unittest.mock import patch
 
 import pytest
 import yaml
@@ -23,6 +24,7 @@ from agentrl.report.folder import ReportConfig, RunFolder
 from agentrl.report.records import read_records
 from agentrl.report.trackers import COLUMNS, Trackers, check_trackers, dialogue
 from agentrl.types import Message
+from tests.support.processes import Command
 from tests.support.runs import SIZES, recipe, train
 from tests.support.trajectories import trajectory, turn
 
@@ -66,8 +68,8 @@ def tracked(tmp_path_factory: pytest.TempPathFactory) -> Tracked:
     (home / "recipe.yaml").write_text(yaml.safe_dump(sections))
     folder = home / "first"
     for target, steps in ([home / "recipe.yaml", "--run_dir", folder], 2), ([folder], 3):
-        command = [sys.executable, "-m", "agentrl", "train", *target, "--train.steps", str(steps)]
-        subprocess.run(command, env=os.environ | places(home), check=True, timeout=400)
+        with patch.dict(os.environ, places(home)):
+            Command("train", *target, "--train.steps", steps).finish()
     return folder, RunFolder(folder).metrics()
 
 

@@ -10,7 +10,8 @@ import torch
 
 from agentrl.chat import ChatMLRenderer, train_tokenizer
 from agentrl.engine.transformers import TransformersConfig, TransformersEngine
-from agentrl.policy.model import LocalModelConfig, make_local_model
+from agentrl.policy.config import LocalModelConfig
+from agentrl.policy.model import make_local_model
 from agentrl.rollout import RolloutPool
 from tests.support.renderers import OftenStops, StartsAgain
 

@@ -8,7 +8,8 @@ import pytest
 from agentrl.chat import ChatMLRenderer, train_tokenizer
 from agentrl.engine.transformers import TransformersEngine
 from agentrl.env import MessageEnv
-from agentrl.policy.model import LocalModelConfig, make_local_model
+from agentrl.policy.config import LocalModelConfig
+from agentrl.policy.model import make_local_model
 from agentrl.rollout import EpisodeContext, RolloutConfig, RolloutPool, Tasks, held_out_seed, task_seed
 from agentrl.rollout.evaluation import (
     Evaluation,

@@ -5,7 +5,8 @@ from pathlib import Path
 import torch
 
 from agentrl.chat import train_tokenizer
-from agentrl.policy.model import LocalModelConfig, make_local_model
+from agentrl.policy.config import LocalModelConfig
+from agentrl.policy.model import make_local_model
 from tests.support.runs import SIZES
 
 TEMPLATE = """{%- if tools %}{{- '<|im_start|>system\n' }}{%- for tool in tools %}{{- tool.function.name + '\n' }}{%- endfor %}

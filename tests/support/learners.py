@@ -11,9 +11,9 @@ from agentrl.learn.learner import Learner
 from agentrl.learn.loss_config import LossConfig
 from agentrl.learn.policy_state import PolicyState
 from agentrl.learn.train_config import TrainConfig
-from agentrl.policy.layout import Layout
-from agentrl.policy.lora import LoraSettings, add_lora
-from agentrl.policy.model import LocalModelConfig, Policy, make_local_model
+from agentrl.policy.config import Layout, LocalModelConfig, LoraSettings
+from agentrl.policy.lora import add_lora
+from agentrl.policy.model import Policy, make_local_model
 from tests.support.models import in_float64
 
 TOKENIZER = train_tokenizer([], vocab_size=261)

@@ -13,8 +13,8 @@ from agentrl.chat import Renderer, train_tokenizer
 from agentrl.engine.transformers import TransformersEngine
 from agentrl.env import make_env
 from agentrl.learn.tokens import Row
-from agentrl.policy.layout import Layout
-from agentrl.policy.model import LocalModelConfig, Policy, make_local_model
+from agentrl.policy.config import Layout, LocalModelConfig
+from agentrl.policy.model import Policy, make_local_model
 from agentrl.rollout import EpisodeContext, RolloutConfig, RolloutPool, Tasks
 from agentrl.types import Trajectory
 from tests.support.renderers import StartsAgain
