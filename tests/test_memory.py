@@ -116,7 +116,7 @@ def test_what_a_pass_keeps_is_counted(name: str, checkpointing: bool) -> None:
 
 @pytest.mark.parametrize("how", ["vocabulary checkpointing", "vocabulary fsdp checkpointing"])
 def test_what_updates_take_with_a_large_vocabulary_is_counted(how: str) -> None:
-    (case,) = (case for case in CASES if case.how == how)
+    (case,) = (case for case in CASES if case.how == how and case.vocab_size == 32768)
     planned, measured = planned_and_measured(case)
     assert planned == pytest.approx(measured, rel=0.15)
 
