@@ -148,3 +148,10 @@ def test_what_lies_outside_of_a_row_is_refused(row: int, position: int, words: s
 def test_rows_that_are_no_token_ids_are_refused(row: IntArray, words: str) -> None:
     with pytest.raises(ValueError, match=words):
         plan_tree([np.array([1]), row])
+
+
+@pytest.mark.parametrize("rows", [[], [[]], [[3, 4], [3, 5]]])
+def test_all_columns_are_integers(rows: list[list[int]]) -> None:
+    tree = planned(rows)
+    columns = {name: getattr(tree, name).dtype for name in TokenTree.__dataclass_fields__}
+    assert set(columns.values()) == {np.dtype(np.int64)}, columns
