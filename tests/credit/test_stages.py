@@ -88,6 +88,14 @@ def test_small_but_real_differences_count() -> None:
     np.testing.assert_allclose(group_normalize([1, 1 + 1e-9], ddof=0, eps=1e-20), [-1, 1], rtol=1e-6)
 
 
+def test_what_is_equal_is_judged_by_size_and_in_each_cell() -> None:
+    assert is_flat([1e6, 1e6 + 1e-9]).all()
+    assert not is_flat([1e-6, 1e-6 + 1e-12]).any()
+    values, cells = [0.1, 0.2 - 0.1, 0.3 - 0.2, 5, 6], [0, 0, 0, 1, 1]
+    assert (center(values, cells)[:3] == 0).all()
+    assert (leave_one_out(values, cells)[:3] == 0).all()
+
+
 def test_a_table_where_a_list_belongs_is_refused() -> None:
     with pytest.raises(CreditError, match=r"got shape \(1, 2\)"):
         center([[1, 2]])
