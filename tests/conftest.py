@@ -18,7 +18,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # tests run side by side; this is
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # else threads stay that would keep a pool of processes
 # A shell's `&` has Ctrl-C ignored, and what tests start would ignore it too.
 signal.signal(signal.SIGINT, signal.default_int_handler)
-gc.set_threshold(20_000, 20, 100)  # up to a tenth of a worker's time went into looking for garbage
+gc.set_threshold(20_000, 20, 100)  # workers that have imported everything look for garbage less often
 tqdm.monitor_interval = 0  # each class of progress bars would keep a thread
 
 settings.register_profile(

@@ -22,7 +22,7 @@ class AutoConfig(VLLMConfig):
         """
         if is_vllm_faster(context):
             return super().build(context)
-        from agentrl.engine.transformers import TransformersConfig  # here: its imports take two seconds
+        from agentrl.engine.transformers import TransformersConfig  # here: reading a recipe imports no models
 
         if given := [name for name in ("sleep", "vllm") if getattr(self, name)]:
             raise ConfigError(
