@@ -1,8 +1,8 @@
 """A training step against TRL's GRPOTrainer in GSPO mode, on the same trajectories: time and peak memory.
 
     pip install 'trl==1.16.*'
-    python benchmarks/train_step.py [--rows shared_75 tools ...] [--repeats 5] [--quick]
-        [--batch_size 8] [--max_tokens 0] [--gradient_checkpointing]
+    python -m benchmarks.train_step [--rows shared_75 tools ...] [--repeats 5] [--quick]
+        [--devices cpu cuda] [--batch_size 8] [--max_tokens 0] [--gradient_checkpointing]
 
 Each side lives in a process of its own and the two take turns, step by step; times are medians. A step is forward and
 backward passes over all trajectories, gradient norm, and AdamW. TRL's is its own training loop, from `on_step_begin` to
@@ -16,7 +16,7 @@ gradient and the passes take.
 
 A pass holds eight rows of TRL's, its default (`batch_size`), and one group of ours, each shared token once
 (`max_tokens`). Gradient checkpointing, which TRL turns on by default, is off unless asked for: it saves memory and costs
-time. The model is a small Qwen3 (hidden 256, 4 layers) with random weights.
+time. The model is a small Qwen3 (hidden 256, 4 layers) with random weights, or one of a published size.
 """
 
 import argparse
@@ -53,6 +53,7 @@ from agentrl.policy.layout import choose_layout
 from agentrl.policy.model import Policy
 from agentrl.policy.tree import plan_tree
 from agentrl.types import StopReason, Trajectory, TrajectoryGroup, Turn
+from benchmarks.qwen3 import QWEN3
 
 CLIP_LOW, CLIP_HIGH, LEARNING_RATE, NO_CLIPPING = 3e-4, 4e-4, 1e-6, 1e9
 
@@ -68,6 +69,8 @@ class Row:
     is_shared: bool = True
     """The first observation is the same in the whole group."""
     vocab_size: int = 2048
+    size: str | None = None
+    """Of a published Qwen3, with its vocabulary. None: hidden 256, 4 layers."""
     precision: str = "float32"
     faster: float | None = None
     """The aim: TRL's time over ours."""
@@ -79,6 +82,7 @@ def shared(share: float, length: int = 1024) -> tuple[tuple[int, int], ...]:
     return ((int(share * length), length - int(share * length)),)
 
 
+_TOOLS = ((70, 30), *[(102, 30)] * 7)
 ROWS = {
     "shared_50": Row(turns=shared(0.5)),
     "shared_75": Row(turns=shared(0.75), faster=3, leaner=2),
@@ -87,9 +91,11 @@ ROWS = {
     "shared_90_of_16": Row(groups=2, group_size=16, turns=shared(0.9), faster=6),
     "long_tail": Row(is_shared=False, faster=3.5),
     "vocabulary": Row(groups=1, turns=shared(0.75), vocab_size=151_936, faster=8, leaner=8),
-    "tools": Row(turns=((70, 30), *[(102, 30)] * 7), vocab_size=8192, faster=1.7),
+    "tools": Row(turns=_TOOLS, vocab_size=8192, faster=1.7),
+    "0.6B_shared_75": Row(turns=shared(0.75), vocab_size=151_936, size="0.6B", precision="bfloat16"),
+    "0.6B_tools": Row(turns=_TOOLS, vocab_size=151_936, size="0.6B", precision="bfloat16"),
 }
-"""Tools: three quarters of what follows the prompt are observations."""
+"""Tools: three quarters of what follows the prompt are observations. `0.6B`: for GPUs."""
 QUICK = {"shared_75": replace(ROWS["shared_75"], groups=2, turns=shared(0.75, 128), faster=None, leaner=None)}
 
 
@@ -117,16 +123,17 @@ class Task:
 
 def make_model(row: Row) -> Any:
     torch.manual_seed(0)
-    config = Qwen3Config(
-        vocab_size=row.vocab_size,
-        hidden_size=256,
-        intermediate_size=768,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=64,
-        tie_word_embeddings=True,
-    )
+    small = {
+        "hidden_size": 256,
+        "intermediate_size": 768,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 64,
+    }
+    published = {"num_key_value_heads": 8, "head_dim": 128} | QWEN3.get(row.size or "", {})
+    sizes = small if row.size is None else published
+    config = Qwen3Config(vocab_size=row.vocab_size, tie_word_embeddings=True, **sizes)
     config._attn_implementation = "sdpa"
     return Qwen3ForCausalLM(config)
 
@@ -137,7 +144,7 @@ def make_groups(row: Row) -> tuple[list[TrajectoryGroup], list[list[float]]]:
     Ratios of trajectories are 0.5 to 2 % off 1, far beyond the clip range and any rounding: one in four on the side on which
     its advantage clips it, the others on the side on which it does not.
     """
-    rng, model = np.random.default_rng(0), make_model(row)
+    rng, model = np.random.default_rng(0), make_model(row).to("cuda" if row.size else "cpu")
     groups, advantages = [], []
     for group in range(row.groups):
         advantages.append((drawn := rng.normal(size=row.group_size)) - drawn.mean())
@@ -163,10 +170,10 @@ def make_groups(row: Row) -> tuple[list[TrajectoryGroup], list[list[float]]]:
 
 @torch.no_grad()
 def model_logprobs(model: Any, ids_L: npt.NDArray[np.int64], is_action_L: npt.NDArray[np.bool_]) -> Any:
-    ids_1L = torch.from_numpy(ids_L)[None]
-    slot_T = torch.from_numpy(is_action_L.nonzero()[0]) - 1
+    ids_1L = torch.from_numpy(ids_L)[None].to(model.device)
+    slot_T = torch.from_numpy(is_action_L.nonzero()[0]).to(model.device) - 1
     logits_TV = model(input_ids=ids_1L, logits_to_keep=slot_T).logits[0]
-    return logits_TV.log_softmax(-1).gather(1, ids_1L[0, slot_T + 1, None])[:, 0].double().numpy()
+    return logits_TV.log_softmax(-1).gather(1, ids_1L[0, slot_T + 1, None])[:, 0].double().cpu().numpy()
 
 
 def trajectory(group: int, member: int, parts: Sequence[npt.NDArray[np.int64]], behavior_T: Any) -> Trajectory:
@@ -408,8 +415,12 @@ def measure(task: Task) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rows", nargs="+", choices=list(ROWS), default=list(ROWS))
+    parser.add_argument(
+        "--rows", nargs="+", choices=list(ROWS), default=[name for name, row in ROWS.items() if row.size is None]
+    )
     parser.add_argument("--repeats", type=int, default=5)
+    devices = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
+    parser.add_argument("--devices", nargs="+", choices=devices, default=devices)
     parser.add_argument("--batch_size", type=int, default=8)
     parser.add_argument("--max_tokens", type=int, default=0, help="0: those of the largest group")
     parser.add_argument("--gradient_checkpointing", action="store_true", help="TRL's, as by default")
@@ -427,7 +438,7 @@ def main() -> None:
         f"{'row':>16} {'device':>6} {'loss gap':>8} {'gradient':>8} {'TRL s':>7} {'agentrl':>7} {'faster':>6} {'(aim)':>6}"
         f" {'TRL MiB':>7} {'agentrl':>7} {'leaner':>6} {'(aim)':>6} {'planning':>8}"
     )
-    for device in ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]:
+    for device in options.devices:
         for name, row in rows.items():
             groups, advantages = make_groups(row)
             trees = [plan_tree([row.ids_L for t in group.trajectories for row in rows_of(t.turns)]) for group in groups]

@@ -9,7 +9,7 @@ import pytest
 import torch
 import yaml
 from torch import Tensor
-from transformers import Qwen3Config, Qwen3MoeConfig
+from transformers import Qwen3Config
 
 from agentrl.config import load_recipe
 from agentrl.errors import ConfigError
@@ -21,37 +21,10 @@ from agentrl.policy.lora import add_lora
 from agentrl.policy.sizes import count_kept, count_weights
 from benchmarks.architectures import ARCHITECTURES, tiny_model
 from benchmarks.plan_memory import CASES, planned_and_measured
+from benchmarks.qwen3 import folder_of
 from tests.support.processes import Command
 
 EXAMPLES = Path(__file__).parents[1] / "examples" / "gpu"
-QWEN3: dict[str, dict[str, Any]] = {
-    "0.6B": {"hidden_size": 1024, "num_hidden_layers": 28, "num_attention_heads": 16, "intermediate_size": 3072},
-    "8B": {"hidden_size": 4096, "num_hidden_layers": 36, "num_attention_heads": 32, "intermediate_size": 12288},
-    "30B-A3B": {
-        "hidden_size": 2048,
-        "num_hidden_layers": 48,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 4,
-        "intermediate_size": 6144,
-        "moe_intermediate_size": 768,
-        "num_experts": 128,
-        "num_experts_per_tok": 8,
-    },
-}
-"""As the models' own configurations have them."""
-
-
-def folder_of(size: str, tmp_path: Path) -> Path:
-    """A folder with a model's configuration, and nothing else."""
-    common: dict[str, Any] = {
-        "vocab_size": 151936,
-        "num_key_value_heads": 8,
-        "head_dim": 128,
-        "tie_word_embeddings": size == "0.6B",
-    }
-    sizes = {**common, **QWEN3[size]}
-    (Qwen3MoeConfig if "num_experts" in sizes else Qwen3Config)(**sizes).save_pretrained(tmp_path)
-    return tmp_path
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)

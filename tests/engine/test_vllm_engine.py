@@ -357,6 +357,7 @@ def test_an_engine_that_sleeps_while_it_is_paused_keeps_to_the_contract_too(runn
     run(runner, engine.close())
 
 
+@pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_sleep_gives_a_gpus_memory_back(runner: asyncio.Runner) -> None:
     config = VLLMConfig(max_batch_size=8, sleep=True, vllm={"gpu_memory_utilization": 0.2})

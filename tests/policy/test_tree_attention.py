@@ -78,7 +78,7 @@ def attend(inputs: list[Tensor], layout: TreeLayout, *, window: int | None = Non
 def with_gradients(output: Tensor, inputs: list[Tensor]) -> list[Tensor]:
     """The output, and gradients of a sum with random weights."""
     weights = torch.randn(output.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
-    return [output, *torch.autograd.grad(output, inputs, weights.to(output.dtype))]
+    return [output, *torch.autograd.grad(output, inputs, weights.to(output))]
 
 
 def largest_errors(got: list[Tensor], expected: list[Tensor]) -> list[float]:

@@ -1,7 +1,7 @@
 """Learners of a tiny model."""
 
 import copy
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from accelerate import Accelerator
@@ -28,6 +28,8 @@ def make_learner(
     has_reference: bool = False,
     is_double: bool = False,
     lora: LoraSettings | None = None,
+    device: Literal["cpu", "cuda"] = "cpu",
+    precision: Literal["float32", "bfloat16"] = "float32",
     learner_class: type[Learner] = Learner,
     **train: Any,
 ) -> Learner:
@@ -36,10 +38,15 @@ def make_learner(
     model = model or make_local_model(TINY, TOKENIZER)
     if lora is not None:
         add_lora(model, lora)
-    policy = Policy(in_float64(model) if is_double else model, layout=layout)
-    config = TrainConfig(device="cpu", **{"learning_rate": 1e-2, "target_kl": None, **train})
+    policy = Policy((in_float64(model) if is_double else model).to(device), layout=layout)
+    config = TrainConfig(
+        device="cpu" if device == "cpu" else "auto",
+        precision=precision,
+        **{"learning_rate": 1e-2, "target_kl": None, **train},
+    )
     reference = copy.deepcopy(policy) if has_reference else None
-    state = PolicyState(policy, accelerator=Accelerator(cpu=True), config=config, reference=reference)
+    accelerator = Accelerator(cpu=device == "cpu", mixed_precision="bf16" if precision == "bfloat16" else "no")
+    state = PolicyState(policy, accelerator=accelerator, config=config, reference=reference)
     return learner_class(state, loss=loss or LossConfig(trust="fixed"), config=config, temperature=1.0, seed=1)
 
 

@@ -1,0 +1,279 @@
+"""Training steps of Qwen3s on one GPU: seconds, memory against `agentrl plan`, and what the head takes.
+
+    python -m benchmarks.gpu step [--cases 0.6B 8B-lora ...] [--repeats 3]
+    python -m benchmarks.gpu head [--hidden 1024 4096]
+
+`step`: each case a process of its own. Models have random weights in the sizes of the published ones; what is trained on is
+made up: groups of eight episodes with one prompt of 512 tokens and six turns of 96 tokens of observation and 128 of action. A
+step is `Learner.update`, of one minibatch: planning, passes forward and backward, the gradient's norm, the optimizer. Told are
+the tokens of rows that a second trains on; what of the peak of bfloat16 products, measured in the same process, that is worth
+at six operations a token and weight (passes that are repeated, attention and what is shared do not count); and the memory that
+torch had allocated at its most, that it had reserved, and what is taken of the GPU beside that, against what the plan counts.
+
+`head`: `fused_logprobs` forward and backward, 8,192 tokens and a vocabulary of 151,936 in bfloat16, by the size of its tiles,
+against the seconds of its four products alone, at the measured peak.
+"""
+
+import argparse
+import gc
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import numpy as np
+import torch
+from accelerate import Accelerator
+
+from agentrl import Credit, Trajectory, TrajectoryGroup, Turn
+from agentrl.config import Recipe, load_recipe
+from agentrl.engine.model_class import auto_class
+from agentrl.learn.learner import Learner
+from agentrl.learn.policy_state import PolicyState
+from agentrl.memory import model_config, plan_memory
+from agentrl.policy.config import Layout
+from agentrl.policy.layout import choose_layout
+from agentrl.policy.logprobs import fused_logprobs
+from agentrl.policy.lora import add_lora, round_frozen
+from agentrl.policy.model import Policy
+from agentrl.types import StopReason
+from benchmarks.qwen3 import folder_of
+
+EXAMPLES = Path(__file__).parents[1] / "examples" / "gpu"
+_VLLM = {"vLLM", "CUDA and kernels"}
+PROMPT, TURNS = 512, ((96, 128),) * 6
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """What is trained, and how."""
+
+    size: str
+    recipe: str
+    layout: Layout = "tree"
+    groups: int = 4
+    options: list[str] = field(default_factory=list)
+    """Of the recipe."""
+    changes: dict[str, Any] = field(default_factory=dict)
+    """Of the model's configuration."""
+
+
+_WHOLE = ["--train.gradient_checkpointing", "false"]
+CASES: dict[str, Case] = {
+    "0.6B": Case(size="0.6B", recipe="qwen3-0.6b"),
+    "0.6B packed": Case(size="0.6B", recipe="qwen3-0.6b", layout="packed"),
+    "0.6B padded": Case(size="0.6B", recipe="qwen3-0.6b", layout="padded"),
+    "0.6B, passes of 16k": Case(
+        size="0.6B", recipe="qwen3-0.6b", options=["--train.max_tokens_per_micro_batch", "16384"]
+    ),
+    "0.6B, nothing twice": Case(size="0.6B", recipe="qwen3-0.6b", options=_WHOLE),
+    "1.7B": Case(size="1.7B", recipe="qwen3-0.6b"),
+    "8B-lora": Case(size="8B", recipe="qwen3-8b-lora", groups=2),
+    "8B-lora packed": Case(size="8B", recipe="qwen3-8b-lora", layout="packed", groups=2),
+    "8B, a third": Case(
+        size="8B", recipe="qwen3-8b", groups=2, options=["--train.sharding", "none"], changes={"num_hidden_layers": 9}
+    ),
+    "30B-A3B, two layers": Case(
+        size="30B-A3B",
+        recipe="qwen3-0.6b",
+        changes={"num_hidden_layers": 2},
+    ),
+}
+"""The recipes are those of `examples/gpu`."""
+TINY = Case(
+    size="0.6B",
+    recipe="qwen3-0.6b",
+    groups=1,
+    options=["--train.device", "cpu", "--train.precision", "float32"],
+    changes={"num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 96, "head_dim": 16, "vocab_size": 300},
+)
+"""To see on a CPU that all of it works."""
+
+
+def made_up(groups: int, vocab_size: int) -> tuple[list[TrajectoryGroup], list[list[Credit]]]:
+    """Return groups of eight that share a prompt, and credit for them."""
+    rng = np.random.default_rng(0)
+    made = []
+    for group in range(groups):
+        prompt = rng.integers(vocab_size, size=PROMPT).tolist()
+        members = []
+        for number in range(8):
+            turns = list[Turn]()
+            for observed, acted in TURNS:
+                ids = rng.integers(vocab_size, size=observed + acted).tolist()
+                turn = Turn(
+                    observation_ids=(*(prompt if not turns else ()), *ids[:observed]),
+                    action_ids=tuple(ids[observed:]),
+                    behavior_logprobs=(-12.0,) * acted,
+                    versions=(0,) * acted,
+                    reward=0.0,
+                )
+                turns.append(turn)
+            trajectory = Trajectory(
+                group_id=str(group),
+                trajectory_id=f"{group}/{number}",
+                env_id="made up",
+                seed=group,
+                turns=tuple(turns),
+                stop_reason=StopReason.TERMINATED,
+            )
+            members.append(trajectory)
+        made.append(TrajectoryGroup(group_id=str(group), trajectories=tuple(members)))
+    credits = [[Credit.uniform(t, 1.0 - 2 * (n % 2)) for n, t in enumerate(group.trajectories)] for group in made]
+    return made, credits
+
+
+def new_learner(recipe: Recipe, layout: Layout, device: torch.device) -> Learner:
+    """Return a learner of random weights, made as `agentrl.run.build` makes it."""
+    torch.manual_seed(0)
+    config, train = model_config(recipe), recipe.train
+    half = train.precision == "bfloat16"
+    accelerator = Accelerator(cpu=train.device == "cpu", mixed_precision="bf16" if half else "no")
+    with device:
+        model = auto_class(config).from_config(config, dtype=torch.float32)
+    if recipe.model.lora is not None:
+        add_lora(model, recipe.model.lora)
+        if half:
+            round_frozen(model)
+    if train.gradient_checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    chosen, words = choose_layout(model, layout, half=half) if recipe.model.lora is None else (layout, None)
+    assert (chosen, words) == (layout, None)
+    model.to(device)
+    state = PolicyState(Policy(model, layout=layout), accelerator=accelerator, config=train)
+    return Learner(state, loss=recipe.loss, config=train, temperature=1.0, seed=0)
+
+
+def step(case: Case, repeats: int) -> dict[str, float]:
+    """Measure one case in this process."""
+    with tempfile.TemporaryDirectory() as folder:
+        options = ["--model.name_or_path", str(folder_of(case.size, Path(folder), **case.changes))]
+        options += ["--train.num_minibatches", "1", "--train.target_kl", "null", *case.options]
+        recipe = load_recipe(EXAMPLES / f"{case.recipe}.yaml", options)
+        on_gpu = recipe.train.device != "cpu"
+        device = torch.device("cuda" if on_gpu else "cpu")
+        free = torch.cuda.mem_get_info()[0] if on_gpu else 0
+        peak = bfloat16_peak(device)
+        learner = new_learner(recipe, case.layout, device)
+        (process, *_) = plan_memory(
+            recipe.model_copy(update={"engine": load_recipe(None, []).engine}), gpus=1, memory=0
+        )
+    num_weights = sum(weight.numel() for weight in learner.state.policy.parameters())
+    groups, credits = made_up(case.groups, learner.state.policy.model.config.vocab_size)
+    tokens = case.groups * 8 * (PROMPT + sum(map(sum, TURNS)))
+    gc.collect()
+    if on_gpu:
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+    seconds = []
+    for version in range(1 + repeats):
+        begin = time.perf_counter()
+        learner.update(groups, credits, version=version)
+        if on_gpu:
+            torch.cuda.synchronize()
+        seconds.append(time.perf_counter() - begin)
+    now = median(seconds[1:])
+    reserved = torch.cuda.max_memory_reserved() if on_gpu else 0
+    planned = sum(size for name, size in process.uses.items() if name not in ("engine", "keys and values", *_VLLM))
+    return {
+        "first_s": seconds[0],
+        "step_s": now,
+        "tokens": tokens,
+        "tokens_per_s": tokens / now,
+        "peak_tflops": peak / 1e12,
+        "share_of_peak": 6 * num_weights * tokens / now / peak,
+        "planned_gb": planned / 1e9,
+        "allocated_gb": (torch.cuda.max_memory_allocated() if on_gpu else 0) / 1e9,
+        "reserved_gb": reserved / 1e9,
+        "beside_gb": (free - torch.cuda.mem_get_info()[0] - torch.cuda.memory_reserved() if on_gpu else 0) / 1e9,
+    }
+
+
+def bfloat16_peak(device: torch.device) -> float:
+    """Return the operations a second of a large product."""
+    size = 8192 if device.type == "cuda" else 256
+    left, right = torch.randn(2, size, size, device=device, dtype=torch.bfloat16)
+    return 2 * size**3 / timed(lambda: left @ right, device)
+
+
+def timed(work: Any, device: torch.device, repeats: int = 10) -> float:
+    """Return the seconds of a call: the median of some after two."""
+    seconds = []
+    for _ in range(2 + repeats):
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        begin = time.perf_counter()
+        work()
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        seconds.append(time.perf_counter() - begin)
+    return median(seconds[2:])
+
+
+def head(hidden_size: int, device: torch.device, num_tokens: int = 8192, vocab_size: int = 151936) -> None:
+    """Print what the head takes with tiles of several sizes."""
+    peak = bfloat16_peak(device)
+    hidden_TD = torch.randn(num_tokens, hidden_size, device=device, dtype=torch.bfloat16, requires_grad=True)
+    weight_VD = (torch.randn(vocab_size, hidden_size, device=device) * hidden_size**-0.5).requires_grad_()
+    targets_T = torch.randint(vocab_size, (num_tokens,), device=device)
+    products_s = 4 * 2 * num_tokens * vocab_size * hidden_size / peak
+    for exponent in (21, 23, 25, 26, 27, 28):
+
+        def run(chunk_elements: int = 2**exponent) -> None:
+            fused_logprobs(hidden_TD, weight_VD, targets_T, chunk_elements=chunk_elements)[0].sum().backward()
+
+        before = 0
+        if device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats()
+            before = torch.cuda.memory_allocated()
+        hidden_TD.grad = weight_VD.grad = None
+        seconds = timed(run, device, repeats=3)
+        most = torch.cuda.max_memory_allocated() - before if device.type == "cuda" else 0
+        cells = [hidden_size, f"2^{exponent}", f"{1000 * seconds:.0f}", f"{1000 * products_s:.0f}", f"{most / 1e9:.2f}"]
+        print(f"| {' | '.join(map(str, cells))} |", flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("part", choices=["step", "head", "try"])
+    parser.add_argument("--cases", nargs="+", choices=list(CASES), default=list(CASES))
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--hidden", type=int, nargs="+", default=[1024, 4096])
+    parser.add_argument("--case", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.case or options.part == "try":
+        print(json.dumps(step(CASES[options.case] if options.case else TINY, options.repeats)))
+        return
+    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}\n")
+    if options.part == "head":
+        print("| hidden size | elements of a tile | ms | ms of its products at the peak | GB |\n|---|---|---|---|---|")
+        for hidden_size in options.hidden:
+            head(hidden_size, torch.device("cuda"))
+        return
+    print(
+        "| case | first step, s | step, s | tokens/s | of the peak | planned, GB | allocated | ratio | reserved | beside |"
+    )
+    print("|---|---|---|---|---|---|---|---|---|---|")
+    for name in options.cases:
+        command = [sys.executable, "-m", "benchmarks.gpu", "step", "--case", name, "--repeats", str(options.repeats)]
+        done = subprocess.run(command, capture_output=True, text=True)
+        if done.returncode:
+            print(f"| {name} | {done.stderr.strip().splitlines()[-1]} |", flush=True)
+            print(done.stderr[-3000:], file=sys.stderr)
+            continue
+        found = json.loads(done.stdout.splitlines()[-1])
+        print(
+            f"| {name} | {found['first_s']:.1f} | {found['step_s']:.2f} | {found['tokens_per_s']:,.0f} "
+            f"| {found['share_of_peak']:.0%} | {found['planned_gb']:.1f} | {found['allocated_gb']:.1f} "
+            f"| {found['planned_gb'] / found['allocated_gb']:.2f} | {found['reserved_gb']:.1f} | {found['beside_gb']:.1f} |",
+            flush=True,
+        )
+
+
+if __name__ == "__main__":
+    main()
