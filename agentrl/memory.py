@@ -15,6 +15,7 @@ from agentrl.credit import load_credit
 from agentrl.engine.batched import BatchedConfig
 from agentrl.engine.vllm import VLLMConfig
 from agentrl.errors import ConfigError
+from agentrl.policy.logprobs import tile_elements
 from agentrl.policy.model import local_config
 from agentrl.policy.shares import comes_in_parts
 from agentrl.policy.sizes import Sizes
@@ -23,7 +24,7 @@ from agentrl.types import Need
 GB = 10**9
 _SINGLE, _HALF = 4, 2
 _OPTIMIZER_BYTES = {"adamw": 8, "paged_adamw": 8, "adamw_8bit": 2, "paged_adamw_8bit": 2}
-_TILE_ELEMENTS, _TILES = 2**21, 3
+_TILES = 3
 _VLLM_SHARE, _SERVER_SHARE = 0.4, 0.9
 """Of a GPU's memory that vLLM takes: in the trainer's process, and as a server."""
 _WITHOUT_KEYS = frozenset({"linear_attention", "conv", "mlp", "moe"})
@@ -169,7 +170,7 @@ def _trainer(recipe: Recipe, sizes: Sizes, num_processes: int, memory: int) -> P
     }
     largest = max(_moments(recipe, sizes, shards), key=lambda moment: sum(moment.values()))
     uses |= largest
-    uses["tiles of logits"] = _TILES * _SINGLE * _TILE_ELEMENTS
+    uses["tiles of logits"] = _TILES * _SINGLE * tile_elements(is_gpu=train.device != "cpu")
     if num_processes > 1 and not is_sharded:
         uses["gradients, to be averaged"] = _SINGLE * counted.trained  # DDP's buckets
     if memory:

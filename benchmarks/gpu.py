@@ -2,6 +2,7 @@
 
     python -m benchmarks.gpu step [--cases 0.6B 8B-lora ...] [--repeats 3]
     python -m benchmarks.gpu head [--hidden 1024 4096]
+    python -m benchmarks.gpu profile --cases 0.6B
 
 `step`: each case a process of its own. Models have random weights in the sizes of the published ones; what is trained on is
 made up: groups of eight episodes with one prompt of 512 tokens and six turns of 96 tokens of observation and 128 of action. A
@@ -15,8 +16,10 @@ against the seconds of its four products alone, at the measured peak.
 """
 
 import argparse
+import cProfile
 import gc
 import json
+import pstats
 import subprocess
 import sys
 import tempfile
@@ -35,7 +38,7 @@ from agentrl.config import Recipe, load_recipe
 from agentrl.engine.model_class import auto_class
 from agentrl.learn.learner import Learner
 from agentrl.learn.policy_state import PolicyState
-from agentrl.memory import model_config, plan_memory
+from agentrl.memory import ProcessMemory, model_config, plan_memory
 from agentrl.policy.config import Layout
 from agentrl.policy.layout import choose_layout
 from agentrl.policy.logprobs import fused_logprobs
@@ -149,20 +152,40 @@ def new_learner(recipe: Recipe, layout: Layout, device: torch.device) -> Learner
     return Learner(state, loss=recipe.loss, config=train, temperature=1.0, seed=0)
 
 
-def step(case: Case, repeats: int) -> dict[str, float]:
-    """Measure one case in this process."""
+def made(case: Case) -> tuple[Learner, ProcessMemory]:
+    """Return a case's learner, and what is planned for it."""
     with tempfile.TemporaryDirectory() as folder:
         options = ["--model.name_or_path", str(folder_of(case.size, Path(folder), **case.changes))]
         options += ["--train.num_minibatches", "1", "--train.target_kl", "null", *case.options]
         recipe = load_recipe(EXAMPLES / f"{case.recipe}.yaml", options)
-        on_gpu = recipe.train.device != "cpu"
-        device = torch.device("cuda" if on_gpu else "cpu")
-        free = torch.cuda.mem_get_info()[0] if on_gpu else 0
-        peak = bfloat16_peak(device)
-        learner = new_learner(recipe, case.layout, device)
-        (process, *_) = plan_memory(
-            recipe.model_copy(update={"engine": load_recipe(None, []).engine}), gpus=1, memory=0
-        )
+        learner = new_learner(recipe, case.layout, torch.device("cpu" if recipe.train.device == "cpu" else "cuda"))
+        engine = load_recipe(None, []).engine
+        (process, *_) = plan_memory(recipe.model_copy(update={"engine": engine}), gpus=1, memory=0)
+    return learner, process
+
+
+def profile(case: Case) -> None:
+    """Print where the second step of a case spends its time: in functions of Python, and in kernels."""
+    learner, _ = made(case)
+    groups, credits = made_up(case.groups, learner.state.policy.model.config.vocab_size)
+    learner.update(groups, credits, version=0)
+    activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+    with torch.profiler.profile(activities=activities) as kernels:
+        learner.update(groups, credits, version=1)
+    for key in ("self_device_time_total", "self_cpu_time_total"):
+        print(kernels.key_averages().table(sort_by=key, row_limit=25, max_name_column_width=70))
+    functions = cProfile.Profile()
+    functions.runcall(learner.update, groups, credits, version=2)
+    for key in ("tottime", "cumulative"):
+        pstats.Stats(functions).sort_stats(key).print_stats(45)
+
+
+def step(case: Case, repeats: int) -> dict[str, float]:
+    """Measure one case in this process."""
+    on_gpu = case is not TINY
+    free = torch.cuda.mem_get_info()[0] if on_gpu else 0
+    peak = bfloat16_peak(torch.device("cuda" if on_gpu else "cpu"))
+    learner, process = made(case)
     num_weights = sum(weight.numel() for weight in learner.state.policy.parameters())
     groups, credits = made_up(case.groups, learner.state.policy.model.config.vocab_size)
     tokens = case.groups * 8 * (PROMPT + sum(map(sum, TURNS)))
@@ -222,7 +245,7 @@ def head(hidden_size: int, device: torch.device, num_tokens: int = 8192, vocab_s
     weight_VD = (torch.randn(vocab_size, hidden_size, device=device) * hidden_size**-0.5).requires_grad_()
     targets_T = torch.randint(vocab_size, (num_tokens,), device=device)
     products_s = 4 * 2 * num_tokens * vocab_size * hidden_size / peak
-    for exponent in (21, 23, 25, 26, 27, 28):
+    for exponent in range(21, 28):
 
         def run(chunk_elements: int = 2**exponent) -> None:
             fused_logprobs(hidden_TD, weight_VD, targets_T, chunk_elements=chunk_elements)[0].sum().backward()
@@ -240,7 +263,7 @@ def head(hidden_size: int, device: torch.device, num_tokens: int = 8192, vocab_s
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("part", choices=["step", "head", "try"])
+    parser.add_argument("part", choices=["step", "head", "profile", "try"])
     parser.add_argument("--cases", nargs="+", choices=list(CASES), default=list(CASES))
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--hidden", type=int, nargs="+", default=[1024, 4096])
@@ -248,6 +271,10 @@ def main() -> None:
     options = parser.parse_args()
     if options.case or options.part == "try":
         print(json.dumps(step(CASES[options.case] if options.case else TINY, options.repeats)))
+        return
+    if options.part == "profile":
+        for name in options.cases:
+            profile(CASES[name])
         return
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}\n")
     if options.part == "head":

@@ -11,7 +11,9 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-__all__ = ["fused_logprobs"]
+__all__ = ["fused_logprobs", "tile_elements"]
+
+_ALIGNMENT = 128
 
 
 def fused_logprobs(
@@ -21,16 +23,16 @@ def fused_logprobs(
     *,
     bias_V: Tensor | None = None,
     temperature: float = 1.0,
-    chunk_elements: int = 2**21,
+    chunk_elements: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return the log-probability of each target and the entropy of its distribution.
 
         z = (hidden weight^T + bias) / temperature
         logprob_t = z[t, target_t] - logsumexp(z[t]),    entropy_t = logsumexp(z[t]) - sum_v softmax(z[t])_v z[t, v]
 
-    Logits exist one tile of at most `chunk_elements` at a time (and one more tile of scratch) and are computed again in
-    the backward pass, unless one tile holds them all. The gradient of the weight is added up in one float32 buffer of
-    its shape. Logits are float32 for half-precision inputs, added up in float32; float64 stays float64.
+    Logits exist one tile of at most `chunk_elements` (by default `tile_elements`) at a time, and one more tile of scratch,
+    and are computed again in the backward pass, unless one tile holds them all. The gradient of the weight is added up in
+    one float32 buffer of its shape. Logits are float32 for half-precision inputs, added up in float32; float64 stays float64.
     Autocast changes nothing: its rounding of logits to half precision is what this avoids. The dtype of `hidden` decides
     the multiplication. In bfloat16 a GPU gets the weight rounded to it, tile by tile, and uses its tensor cores; in the
     backward pass the weight and the gradients of logits are rounded to it everywhere, and on a CPU each tile's product.
@@ -47,10 +49,17 @@ def fused_logprobs(
         raise ValueError(
             f"expected a finite temperature > 0, got {temperature}; at 0 there is no distribution to score"
         )
+    if chunk_elements is None:
+        chunk_elements = tile_elements(is_gpu=hidden_TD.is_cuda)
     if chunk_elements < 1:
         raise ValueError(f"expected chunk_elements >= 1, got {chunk_elements}")
     outputs = _FusedLogprobs.apply(hidden_TD, weight_VD, bias_V, targets_T, temperature, chunk_elements)
     return cast("tuple[Tensor, Tensor]", outputs)
+
+
+def tile_elements(*, is_gpu: bool) -> int:
+    """Return the logits of a tile: few for a processor's cache, many so that a GPU has enough to do (benchmarks/gpu.py)."""
+    return 2**24 if is_gpu else 2**21
 
 
 class _FusedLogprobs(torch.autograd.Function):
@@ -155,7 +164,9 @@ class _Tiles:
         num_rows, num_columns = len(hidden_TD), len(weight_VD)
         # Whole rows where the vocabulary is small; else near-square tiles, which read the weight least often.
         self.rows = max(1, min(num_rows, max(chunk_elements // num_columns, isqrt(chunk_elements))))
-        self.columns = min(num_columns, chunk_elements // self.rows)
+        columns = chunk_elements // self.rows
+        # Rows of a tile begin where GPUs read fast.
+        self.columns = min(num_columns, columns - columns % _ALIGNMENT if columns > _ALIGNMENT else columns)
         self.operand = _operand(hidden_TD, weight_VD)
         dtype = _accumulator(hidden_TD, weight_VD)
         num_elements = min(num_rows, self.rows) * self.columns

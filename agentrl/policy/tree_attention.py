@@ -92,6 +92,8 @@ class TreeLayout:
 
 _FLEX_BLOCK = 128
 """Queries and keys of one block of FlexAttention."""
+_LARGE_HEAD = 128
+"""Size of heads beyond which the blocks that torch chooses for float32 may have no room in a processor of a GPU."""
 
 
 def _extremes(number_P: Tensor) -> tuple[Tensor, Tensor]:
@@ -319,10 +321,15 @@ def _flex_attention(
     sinks_H: Tensor | None,
 ) -> Tensor:
     """Attend by FlexAttention, for GPUs."""
+    # By itself torch takes another kernel for less than 128 queries, which fails for some numbers of heads.
+    options: dict[str, Any] = {"BACKEND": "TRITON"}
+    if query_HPD.dtype == torch.float32 and max(query_HPD.shape[-1], value_YPD.shape[-1]) > _LARGE_HEAD:
+        options |= {"fwd_BLOCK_M": 32, "fwd_BLOCK_N": 32, "fwd_num_stages": 1}
     arguments: dict[str, Any] = {
         "block_mask": layout.flex_mask(window),
         "scale": scale,
         "enable_gqa": len(query_HPD) != len(key_YPD),
+        "kernel_options": options,
     }
     states = query_HPD[None], key_YPD[None], value_YPD[None]
     attend = _compiled_flex_attention(window, query_HPD.dtype, torch.is_grad_enabled(), query_HPD.requires_grad)

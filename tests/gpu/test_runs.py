@@ -6,6 +6,9 @@ from typing import Any
 import pytest
 import torch
 
+from agentrl.config import Recipe
+from benchmarks.architectures import ARCHITECTURES, write_model
+from benchmarks.architectures import recipe as architecture_recipe
 from tests.support.gpu import NEEDS_GPU
 from tests.support.run_files import rollouts, rows
 from tests.support.runs import NOISE, recipe, train
@@ -32,6 +35,21 @@ def test_the_engine_samples_with_the_log_probabilities_of_the_trainer(mode: str,
 def test_in_bfloat16_they_differ_by_rounding(tmp_path: Path) -> None:
     _, found = train(settings(tmp_path, train={"precision": "bfloat16"}))
     assert 0 < found[-1]["first/engine_difference"] < 0.05
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_architectures_train_from_the_first_demonstration_to_the_third_step(name: str, tmp_path: Path) -> None:
+    write_model(name, tmp_path / "model")
+    made = architecture_recipe(tmp_path / "model", tmp_path / "run")
+    made["train"]["device"] = "auto"
+    words: list[str] = []
+    _, found = train(Recipe.model_validate(made), on_warning=words.append)
+    steps = [row for row in found if row["step"] > 0]
+    print(f"{name}: {max(row['first/engine_difference'] for row in steps):.1e}", *words)
+    assert len(steps) == 3
+    for row in steps:
+        assert row["first/engine_difference"] < 1e-5
+        assert row["grad_norm"] > 0
 
 
 def test_a_run_that_stopped_goes_on_as_if_it_had_not(tmp_path: Path) -> None:

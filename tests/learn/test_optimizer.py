@@ -36,7 +36,7 @@ def make(name: str, model: nn.Module, learning_rate: float = 1e-3) -> Any:
 
 def fit(model: nn.Module, optimizer: Any, *, steps: int) -> float:
     generator = torch.Generator().manual_seed(1)
-    input_BD, target_BD = torch.randn(2, 256, 64, generator=generator)
+    input_BD, target_BD = torch.randn(2, 256, 64, generator=generator).to(next(model.parameters()).device)
     for _ in range(steps):
         loss: Any = ((model(input_BD) - target_BD) ** 2).mean()
         loss.backward()

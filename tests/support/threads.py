@@ -36,7 +36,9 @@ class Guard:
         return left
 
     def _left(self) -> list[str]:
-        started = [t.name for t in threading.enumerate() if t not in self._before]
+        # A dummy is no thread of Python's: torch's own, in which a backward pass on a GPU called some.
+        now = [t for t in threading.enumerate() if not isinstance(t, threading._DummyThread)]
+        started = [t.name for t in now if t not in self._before]
         alive = [t.name for t in threading.enumerate()]
         return [n for n in started if n not in SHARED] + [n for n in SHARED for _ in range(alive.count(n) - 1)]
 
