@@ -9,7 +9,8 @@ made up: groups of eight episodes with one prompt of 512 tokens and six turns of
 step is `Learner.update`, of one minibatch: planning, passes forward and backward, the gradient's norm, the optimizer. Told are
 the tokens of rows that a second trains on; what of the peak of bfloat16 products, measured in the same process, that is worth
 at six operations a token and weight (passes that are repeated, attention and what is shared do not count); and the memory that
-torch had allocated at its most, that it had reserved, and what is taken of the GPU beside that, against what the plan counts.
+torch had allocated at its most, against what the plan counts, that it had reserved, and what is taken of the GPU beside that,
+before the first step and after the last.
 
 `head`: `fused_logprobs` forward and backward, 8,192 tokens and a vocabulary of 151,936 in bfloat16, by the size of its tiles,
 against the seconds of its four products alone, at the measured peak.
@@ -66,28 +67,21 @@ class Case:
     """Of the model's configuration."""
 
 
-_WHOLE = ["--train.gradient_checkpointing", "false"]
+_LARGE = ["--train.max_tokens_per_micro_batch", "16384"]
 CASES: dict[str, Case] = {
     "0.6B": Case(size="0.6B", recipe="qwen3-0.6b"),
-    "0.6B packed": Case(size="0.6B", recipe="qwen3-0.6b", layout="packed"),
-    "0.6B padded": Case(size="0.6B", recipe="qwen3-0.6b", layout="padded"),
-    "0.6B, passes of 16k": Case(
-        size="0.6B", recipe="qwen3-0.6b", options=["--train.max_tokens_per_micro_batch", "16384"]
+    "0.6B, 16k": Case(size="0.6B", recipe="qwen3-0.6b", options=_LARGE),
+    "0.6B, 16k, packed": Case(size="0.6B", recipe="qwen3-0.6b", layout="packed", options=_LARGE),
+    "0.6B, 16k, padded": Case(size="0.6B", recipe="qwen3-0.6b", layout="padded", options=_LARGE),
+    "0.6B, 16k, nothing twice": Case(
+        size="0.6B", recipe="qwen3-0.6b", options=[*_LARGE, "--train.gradient_checkpointing", "false"]
     ),
-    "0.6B, nothing twice": Case(size="0.6B", recipe="qwen3-0.6b", options=_WHOLE),
-    "1.7B": Case(size="1.7B", recipe="qwen3-0.6b"),
+    "1.7B, 16k": Case(size="1.7B", recipe="qwen3-0.6b", options=_LARGE),
     "8B-lora": Case(size="8B", recipe="qwen3-8b-lora", groups=2),
-    "8B-lora packed": Case(size="8B", recipe="qwen3-8b-lora", layout="packed", groups=2),
-    "8B, a third": Case(
-        size="8B", recipe="qwen3-8b", groups=2, options=["--train.sharding", "none"], changes={"num_hidden_layers": 9}
-    ),
-    "30B-A3B, two layers": Case(
-        size="30B-A3B",
-        recipe="qwen3-0.6b",
-        changes={"num_hidden_layers": 2},
-    ),
+    "8B-lora, packed": Case(size="8B", recipe="qwen3-8b-lora", layout="packed", groups=2),
+    "30B-A3B, two layers": Case(size="30B-A3B", recipe="qwen3-0.6b", changes={"num_hidden_layers": 2}),
 }
-"""The recipes are those of `examples/gpu`."""
+"""The recipes are those of `examples/gpu`; 16k: tokens of a pass, in place of 4,096."""
 TINY = Case(
     size="0.6B",
     recipe="qwen3-0.6b",
@@ -165,15 +159,11 @@ def made(case: Case) -> tuple[Learner, ProcessMemory]:
 
 
 def profile(case: Case) -> None:
-    """Print where the second step of a case spends its time: in functions of Python, and in kernels."""
+    """Print in which functions of Python the third step of a case spends its time."""
     learner, _ = made(case)
     groups, credits = made_up(case.groups, learner.state.policy.model.config.vocab_size)
-    learner.update(groups, credits, version=0)
-    activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
-    with torch.profiler.profile(activities=activities) as kernels:
-        learner.update(groups, credits, version=1)
-    for key in ("self_device_time_total", "self_cpu_time_total"):
-        print(kernels.key_averages().table(sort_by=key, row_limit=25, max_name_column_width=70))
+    for version in range(2):
+        learner.update(groups, credits, version=version)
     functions = cProfile.Profile()
     functions.runcall(learner.update, groups, credits, version=2)
     for key in ("tottime", "cumulative"):
@@ -183,9 +173,9 @@ def profile(case: Case) -> None:
 def step(case: Case, repeats: int) -> dict[str, float]:
     """Measure one case in this process."""
     on_gpu = case is not TINY
-    free = torch.cuda.mem_get_info()[0] if on_gpu else 0
     peak = bfloat16_peak(torch.device("cuda" if on_gpu else "cpu"))
     learner, process = made(case)
+    beside_at_first = beside_gb() if on_gpu else 0.0
     num_weights = sum(weight.numel() for weight in learner.state.policy.parameters())
     groups, credits = made_up(case.groups, learner.state.policy.model.config.vocab_size)
     tokens = case.groups * 8 * (PROMPT + sum(map(sum, TURNS)))
@@ -213,8 +203,15 @@ def step(case: Case, repeats: int) -> dict[str, float]:
         "planned_gb": planned / 1e9,
         "allocated_gb": (torch.cuda.max_memory_allocated() if on_gpu else 0) / 1e9,
         "reserved_gb": reserved / 1e9,
-        "beside_gb": (free - torch.cuda.mem_get_info()[0] - torch.cuda.memory_reserved() if on_gpu else 0) / 1e9,
+        "beside_at_first_gb": beside_at_first,
+        "beside_gb": beside_gb() if on_gpu else 0.0,
     }
+
+
+def beside_gb() -> float:
+    """Return what is taken of the GPU beside torch's own allocations: by CUDA, libraries, kernels, and other processes."""
+    free, total = torch.cuda.mem_get_info()
+    return (total - free - torch.cuda.memory_reserved()) / 1e9
 
 
 def bfloat16_peak(device: torch.device) -> float:
@@ -297,7 +294,8 @@ def main() -> None:
         print(
             f"| {name} | {found['first_s']:.1f} | {found['step_s']:.2f} | {found['tokens_per_s']:,.0f} "
             f"| {found['share_of_peak']:.0%} | {found['planned_gb']:.1f} | {found['allocated_gb']:.1f} "
-            f"| {found['planned_gb'] / found['allocated_gb']:.2f} | {found['reserved_gb']:.1f} | {found['beside_gb']:.1f} |",
+            f"| {found['planned_gb'] / found['allocated_gb']:.2f} | {found['reserved_gb']:.1f} "
+            f"| {found['beside_at_first_gb']:.1f} to {found['beside_gb']:.1f} |",
             flush=True,
         )
 

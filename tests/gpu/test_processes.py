@@ -33,7 +33,7 @@ def steps(sharding: str, precision: str, folder: Path | None) -> tuple[str, Floa
 
     def made() -> Learner:
         options: dict[str, Any] = {"sharding": sharding, "precision": precision, "learning_rate": 1e-4}
-        return learner_on("cuda", "qwen3", max_tokens_per_micro_batch=100, **options)
+        return learner_on("cuda", "qwen3", layout="packed", max_tokens_per_micro_batch=100, **options)
 
     found = gradient(made()) if sharding == "none" else torch.zeros(0)
     learner = made()
