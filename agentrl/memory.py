@@ -29,8 +29,9 @@ _VLLM_SHARE, _SERVER_SHARE = 0.4, 0.9
 """Of a GPU's memory that vLLM takes: in the trainer's process, and as a server."""
 _WITHOUT_KEYS = frozenset({"linear_attention", "conv", "mlp", "moe"})
 """Kinds of layers, as transformers names them."""
-_CONTEXT = GB
-"""What CUDA, kernels and communication take on each GPU: not measured, for no GPU has run it yet."""
+_CONTEXT, _SERVER_CONTEXT = 27 * GB // 10, GB
+"""What CUDA and kernels take on each GPU: of training as an H200 had it (benchmarks/gpu.py), most of it since attention along
+trees was proven in float32; of vLLM not measured."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -261,5 +262,5 @@ def _cached_tokens(recipe: Recipe, sizes: Sizes, taken: int, *, parallel: int = 
     if not (bytes_per_token := _bytes_per_token(recipe, sizes.config)):
         return None
     weights = sizes.base.total * _half(recipe)
-    left = parallel * (taken - _CONTEXT) - weights
+    left = parallel * (taken - _SERVER_CONTEXT) - weights
     return max(left, 0) // bytes_per_token

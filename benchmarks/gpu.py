@@ -146,22 +146,30 @@ def new_learner(recipe: Recipe, layout: Layout, device: torch.device) -> Learner
     return Learner(state, loss=recipe.loss, config=train, temperature=1.0, seed=0)
 
 
-def made(case: Case) -> tuple[Learner, ProcessMemory]:
-    """Return a case's learner, and what is planned for it."""
+def made(case: Case) -> tuple[Learner, list[TrajectoryGroup], list[list[Credit]], ProcessMemory]:
+    """Return a case's learner, what it is trained on, and what is planned for its largest pass."""
     with tempfile.TemporaryDirectory() as folder:
         options = ["--model.name_or_path", str(folder_of(case.size, Path(folder), **case.changes))]
         options += ["--train.num_minibatches", "1", "--train.target_kl", "null", *case.options]
         recipe = load_recipe(EXAMPLES / f"{case.recipe}.yaml", options)
         learner = new_learner(recipe, case.layout, torch.device("cpu" if recipe.train.device == "cpu" else "cuda"))
-        engine = load_recipe(None, []).engine
-        (process, *_) = plan_memory(recipe.model_copy(update={"engine": engine}), gpus=1, memory=0)
-    return learner, process
+        groups, credits = made_up(case.groups, learner.state.policy.model.config.vocab_size)
+        plan = learner.plan(learner.draw(groups, credits, version=0)[0])
+        largest = max(micro.inputs.ids_BL.numel() for micro, _ in plan)
+        filled = recipe.model_copy(
+            update={
+                "engine": load_recipe(None, []).engine,
+                "train": recipe.train.model_copy(update={"max_tokens_per_micro_batch": largest}),
+                "rollout": recipe.rollout.model_copy(update={"max_context_tokens": largest}),
+            }
+        )
+        (process, *_) = plan_memory(filled, gpus=1, memory=0)
+    return learner, groups, credits, process
 
 
 def profile(case: Case) -> None:
     """Print in which functions of Python the third step of a case spends its time."""
-    learner, _ = made(case)
-    groups, credits = made_up(case.groups, learner.state.policy.model.config.vocab_size)
+    learner, groups, credits, _ = made(case)
     for version in range(2):
         learner.update(groups, credits, version=version)
     functions = cProfile.Profile()
@@ -174,10 +182,9 @@ def step(case: Case, repeats: int) -> dict[str, float]:
     """Measure one case in this process."""
     on_gpu = case is not TINY
     peak = bfloat16_peak(torch.device("cuda" if on_gpu else "cpu"))
-    learner, process = made(case)
+    learner, groups, credits, process = made(case)
     beside_at_first = beside_gb() if on_gpu else 0.0
     num_weights = sum(weight.numel() for weight in learner.state.policy.parameters())
-    groups, credits = made_up(case.groups, learner.state.policy.model.config.vocab_size)
     tokens = case.groups * 8 * (PROMPT + sum(map(sum, TURNS)))
     gc.collect()
     if on_gpu:

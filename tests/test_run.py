@@ -201,6 +201,15 @@ def test_bfloat16_trains_with_its_own_bound_of_agreement(tmp_path: Path) -> None
     assert all(1e-6 < row["first/engine_difference"] < 0.05 for row in rows[1:])
 
 
+def test_more_processes_than_gpus_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOCAL_RANK", "1")  # as launchers tell each process
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    with pytest.raises(
+        ConfigError, match=r"^--processes: one for each GPU, of which this machine has 1; or set train\.dev"
+    ):
+        train(recipe(tmp_path, train={"device": "auto"}))
+
+
 def test_a_kl_term_cannot_be_added_to_a_run_that_kept_no_reference(tmp_path: Path) -> None:
     folder, _ = train(recipe(tmp_path))
     before = folder.config_file.read_text()

@@ -57,7 +57,7 @@ def _plan(options: argparse.Namespace, rest: list[str]) -> None:
             f"rollout.history: an episode is one pass of all its contexts, up to {rollout.max_turns}. Where these have more "
             f"than the {tokens:,} tokens that are counted here, it takes more."
         )
-    console.print("Counted, not measured on a GPU. Leave a tenth: for fragments.")
+    console.print("Counted, not measured. Leave a tenth: for fragments.")
     for process in processes:
         if process.cached_tokens is not None and process.cached_tokens < recipe.rollout.max_context_tokens:
             raise ConfigError(

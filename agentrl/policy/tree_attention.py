@@ -134,7 +134,7 @@ def tree_attention(
     and small subtrees, carry a mask, which lives as long as its block is computed. Query head h reads key-value head
     h // (H / Y) in place. Half-precision blocks are merged, and their gradients added, in float32.
 
-    Elsewhere: FlexAttention, compiled, under a block mask of the same visibility. No GPU has run this path yet.
+    Elsewhere: FlexAttention, compiled, under a block mask of the same visibility.
 
     Shapes: query `(H, P, D)`, key `(Y, P, D)`, value `(Y, P, E)` with H a multiple of Y; result `(H, P, E)`, laid out
     as (P, H, E). All of one dtype: float64, float32, bfloat16 or float16; sinks `(H,)` may be of another. Differentiable in

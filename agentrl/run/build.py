@@ -3,6 +3,7 @@
 import asyncio
 import copy
 import logging
+import os
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -24,6 +25,7 @@ from agentrl.credit import CreditScheme, load_credit_for
 from agentrl.distributed.processes import from_rank_zero, is_main, num_processes, process_index, set_deadline
 from agentrl.engine import Engine
 from agentrl.env import EnvDescription
+from agentrl.errors import ConfigError
 from agentrl.learn.learner import Learner
 from agentrl.learn.policy_state import PolicyState
 from agentrl.learn.signals import hints, provided_by
@@ -284,8 +286,14 @@ def _new_accelerator(recipe: Recipe) -> Accelerator:
     check_trackers(recipe.report.trackers)
     timeout_s = recipe.train.process_timeout_s
     set_deadline(timeout_s)
+    on_cpu = recipe.train.device == "cpu" or torch.backends.mps.is_available()  # Apple's GPUs have no float64
+    number, num_gpus = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
+    if not on_cpu and 0 < num_gpus <= number:
+        raise ConfigError(
+            f"--processes: one for each GPU, of which this machine has {num_gpus}; or set train.device: cpu"
+        )
     return Accelerator(
-        cpu=recipe.train.device == "cpu" or torch.backends.mps.is_available(),  # Apple's GPUs have no float64
+        cpu=on_cpu,
         mixed_precision="bf16" if recipe.train.precision == "bfloat16" else "no",
         kwargs_handlers=[InitProcessGroupKwargs(timeout=timedelta(seconds=timeout_s))],
     )
