@@ -20,7 +20,8 @@ CREDIT = NOISE["credit"]
 
 def settings(run: Path, **sections: Any) -> Any:
     given: dict[str, Any] = {"device": "auto", "steps": 4, "checkpoint_every": 2, "schedule": "constant"}
-    return recipe(run, model=MODEL, credit=CREDIT, train=given | sections.pop("train", {}), **sections)
+    sections = {"credit": CREDIT, **sections, "train": given | sections.get("train", {})}
+    return recipe(run, model=MODEL, **sections)
 
 
 @pytest.mark.parametrize("mode", ["sync", "partial", "async"])
@@ -35,6 +36,21 @@ def test_the_engine_samples_with_the_log_probabilities_of_the_trainer(mode: str,
 def test_in_bfloat16_they_differ_by_rounding(tmp_path: Path) -> None:
     _, found = train(settings(tmp_path, train={"precision": "bfloat16"}))
     assert 0 < found[-1]["first/engine_difference"] < 0.05
+
+
+@pytest.mark.parametrize(
+    ("credit", "critic"),
+    [
+        ({"scheme": "turn_gae"}, "head"),
+        ({"scheme": "turn_gae"}, "separate"),
+        ({"scheme": "entropy_modulated"}, "head"),
+        ({"scheme": "hindsight"}, "head"),
+        ({"scheme": "distill", "teacher": "reference"}, "head"),
+    ],
+)
+def test_what_schemes_ask_of_the_policy_is_measured(credit: dict[str, Any], critic: str, tmp_path: Path) -> None:
+    _, found = train(settings(tmp_path, credit=credit, signals={"critic": {"model": critic}}))
+    assert [row["step"] for row in found] == list(range(5))
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
