@@ -7,6 +7,7 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import NamedTuple
 
 import numpy as np
+import torch
 
 from agentrl.engine import Engine
 from agentrl.errors import EngineError
@@ -32,6 +33,7 @@ def examine(parts: Parts) -> Iterator[tuple[str, str]]:
         EngineError: where the engine does not sample what is trained.
     """
     yield "versions", ", ".join(_versions())
+    yield "device", _device(parts.learner.state.device)
     yield "engine", f"{type(parts.engine).__name__} (engine.name: {parts.recipe.engine.name})"
     difference = parts.link.start(0)
     bound = parts.recipe.train.agreement_bound()
@@ -86,6 +88,14 @@ async def converse(engine: Engine, *, vocab_size: int, temperature: float, max_t
             f"{_CONVERSATIONS} made-up conversations did not end within rollout.engine_timeout_s: {timeout_s:g}"
         ) from None
     return Load(counts["sampled"] / (time.perf_counter() - begin), counts["cached"] / max(1, counts["prompt"]))
+
+
+def _device(device: torch.device) -> str:
+    if device.type != "cuda":
+        return f"{device.type}, {torch.get_num_threads()} threads"
+    free, total = torch.cuda.mem_get_info(device)
+    name = torch.cuda.get_device_name(device)
+    return f"{name}, {free / 1e9:.1f} of {total / 1e9:.1f} GB free beside the model and its engine"
 
 
 def _versions() -> Iterator[str]:

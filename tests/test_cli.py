@@ -286,8 +286,9 @@ def test_the_doctor_says_what_samples_and_that_it_agrees(agentrl: Agentrl, tmp_p
     status, out, err = agentrl("doctor", "tiny.yaml")
     assert (status, err) == (0, "")
     found = {line[:13].strip(): line[14:] for line in out.splitlines()}
-    assert list(found) == ["versions", "engine", "agreement", "weight push", "speed", "prefix cache"]
+    assert list(found) == ["versions", "device", "engine", "agreement", "weight push", "speed", "prefix cache"]
     assert "torch 2." in found["versions"]
+    assert found["device"].startswith("cpu, ")
     assert found["engine"] == "TransformersEngine (engine.name: auto)"
     difference = float(found["agreement"].split()[6])
     assert 0 <= difference < 1e-5

@@ -7,6 +7,8 @@ import pytest
 import torch
 
 from agentrl.config import Recipe
+from agentrl.doctor import examine
+from agentrl.run.build import build
 from benchmarks.architectures import ARCHITECTURES, write_model
 from benchmarks.architectures import recipe as architecture_recipe
 from tests.support.gpu import NEEDS_GPU
@@ -75,6 +77,12 @@ def test_a_run_that_stopped_goes_on_as_if_it_had_not(tmp_path: Path) -> None:
     whole, parts = (tmp_path / name / "run" for name in ("whole", "parts"))
     assert rows(parts)[3:] == rows(whole)[3:]  # the run that stopped was evaluated when it did
     assert rollouts(parts) == rollouts(whole)
+
+
+def test_the_doctor_names_the_gpu(tmp_path: Path) -> None:
+    with build(settings(tmp_path)) as parts:
+        found = dict(examine(parts))
+    assert found["device"].startswith(f"{torch.cuda.get_device_name()}, ")
 
 
 def test_the_model_is_on_the_gpu(tmp_path: Path) -> None:
