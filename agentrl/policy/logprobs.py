@@ -14,6 +14,7 @@ from torch.autograd.function import once_differentiable
 __all__ = ["fused_logprobs", "tile_elements"]
 
 _ALIGNMENT = 128
+"""Of the rows of a tile: with others a GPU takes twice as long and more (benchmarks/gpu.py)."""
 
 
 def fused_logprobs(
@@ -164,9 +165,9 @@ class _Tiles:
         num_rows, num_columns = len(hidden_TD), len(weight_VD)
         # Whole rows where the vocabulary is small; else near-square tiles, which read the weight least often.
         self.rows = max(1, min(num_rows, max(chunk_elements // num_columns, isqrt(chunk_elements))))
-        columns = chunk_elements // self.rows
-        # Rows of a tile begin where GPUs read fast.
-        self.columns = min(num_columns, columns - columns % _ALIGNMENT if columns > _ALIGNMENT else columns)
+        self.columns = min(num_columns, chunk_elements // self.rows)
+        if hidden_TD.is_cuda and _ALIGNMENT < self.columns < num_columns:
+            self.columns -= self.columns % _ALIGNMENT
         self.operand = _operand(hidden_TD, weight_VD)
         dtype = _accumulator(hidden_TD, weight_VD)
         num_elements = min(num_rows, self.rows) * self.columns

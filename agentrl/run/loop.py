@@ -125,7 +125,7 @@ def credit_and_update(
         is_replaying: `own_groups` were collected before a kill, and the engine may have other weights than those that sampled.
         clock: times the parts of the step.
     """
-    if (device := parts.learner.state.device).index is not None:  # one of several GPUs
+    if (device := parts.learner.state.device).type == "cuda" and device.index is not None:  # one of several GPUs
         torch.cuda.set_device(device)  # which each thread has of its own
     rollout = parts.recipe.rollout
     own_groups = reward_groups(own_groups, rollout.group_rewards, timeout_s=rollout.env_timeout_s)

@@ -25,7 +25,7 @@ HEADS: dict[str, dict[str, int]] = {name: {"head_dim": 16} for name in MODELS} |
 
 
 def learner_on(device: Literal["cpu", "cuda"], name: str, **options: Any) -> Learner:
-    AcceleratorState._reset_state(reset_partial_state=True)  # one that computes on the CPU is never followed by another
+    AcceleratorState._reset_state(reset_partial_state=True)  # which keeps device and precision
     # Moderate weights: rounding grows with them, layer by layer.
     model = tiny(name, vocab_size=261, init=0.05, **HEADS[name])
     return make_learner(model=model, device=device, num_minibatches=1, max_grad_norm=1e9, **options)
@@ -72,7 +72,7 @@ def test_in_bfloat16_they_are_no_further_from_float32_than_those_of_the_cpu(name
     [LossConfig(), LossConfig(trust="calibrated"), LossConfig(anchor="sampled"), LossConfig(kl_coefficient=0.1)],
 )
 def test_steps_move_as_on_the_cpu(loss: LossConfig) -> None:
-    """Two steps of two minibatches, the second of tokens of two versions."""
+    """Two steps, in the second of which all tokens are of earlier versions."""
     found = []
     devices: tuple[Literal["cpu", "cuda"], ...] = get_args(Literal["cpu", "cuda"])
     for device in devices:
