@@ -28,7 +28,8 @@ def learner_on(device: Literal["cpu", "cuda"], name: str, **options: Any) -> Lea
     AcceleratorState._reset_state(reset_partial_state=True)  # which keeps device and precision
     # Moderate weights: rounding grows with them, layer by layer.
     model = tiny(name, vocab_size=261, init=0.05, **HEADS[name])
-    return make_learner(model=model, device=device, num_minibatches=1, max_grad_norm=1e9, **options)
+    options |= {"num_minibatches": 1, "max_grad_norm": 1e9, "autocast": options.get("precision") == "bfloat16"}
+    return make_learner(model=model, device=device, **options)
 
 
 def gradient(learner: Learner) -> Tensor:

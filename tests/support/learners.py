@@ -29,7 +29,7 @@ def make_learner(
     is_double: bool = False,
     lora: LoraSettings | None = None,
     device: Literal["cpu", "cuda"] = "cpu",
-    precision: Literal["float32", "bfloat16"] = "float32",
+    autocast: bool = False,
     learner_class: type[Learner] = Learner,
     **train: Any,
 ) -> Learner:
@@ -41,11 +41,10 @@ def make_learner(
     policy = Policy((in_float64(model) if is_double else model).to(device), layout=layout)
     config = TrainConfig(
         device="cpu" if device == "cpu" else "auto",
-        precision=precision,
         **{"learning_rate": 1e-2, "target_kl": None, **train},
     )
     reference = copy.deepcopy(policy) if has_reference else None
-    accelerator = Accelerator(cpu=device == "cpu", mixed_precision="bf16" if precision == "bfloat16" else "no")
+    accelerator = Accelerator(cpu=device == "cpu", mixed_precision="bf16" if autocast else "no")
     state = PolicyState(policy, accelerator=accelerator, config=config, reference=reference)
     return learner_class(state, loss=loss or LossConfig(trust="fixed"), config=config, temperature=1.0, seed=1)
 
