@@ -22,8 +22,8 @@ QWEN3: dict[str, dict[str, Any]] = {
 }
 
 
-def folder_of(size: str, folder: Path, **changes: Any) -> Path:
-    """Return a folder with a model's configuration, and nothing else."""
+def config_of(size: str, **changes: Any) -> Qwen3Config | Qwen3MoeConfig:
+    """Return the configuration of a model."""
     common: dict[str, Any] = {
         "vocab_size": 151936,
         "num_key_value_heads": 8,
@@ -31,5 +31,10 @@ def folder_of(size: str, folder: Path, **changes: Any) -> Path:
         "tie_word_embeddings": size in ("0.6B", "1.7B"),
     }
     sizes = {**common, **QWEN3[size], **changes}
-    (Qwen3MoeConfig if "num_experts" in sizes else Qwen3Config)(**sizes).save_pretrained(folder)
+    return (Qwen3MoeConfig if "num_experts" in sizes else Qwen3Config)(**sizes)
+
+
+def folder_of(size: str, folder: Path, **changes: Any) -> Path:
+    """Return a folder with a model's configuration, and nothing else."""
+    config_of(size, **changes).save_pretrained(folder)
     return folder

@@ -53,7 +53,7 @@ from agentrl.policy.layout import choose_layout
 from agentrl.policy.model import Policy
 from agentrl.policy.tree import plan_tree
 from agentrl.types import StopReason, Trajectory, TrajectoryGroup, Turn
-from benchmarks.qwen3 import QWEN3
+from benchmarks.qwen3 import config_of
 
 CLIP_LOW, CLIP_HIGH, LEARNING_RATE, NO_CLIPPING = 3e-4, 4e-4, 1e-6, 1e9
 
@@ -123,17 +123,17 @@ class Task:
 
 def make_model(row: Row) -> Any:
     torch.manual_seed(0)
-    small = {
-        "hidden_size": 256,
-        "intermediate_size": 768,
-        "num_hidden_layers": 4,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 64,
-    }
-    published = {"num_key_value_heads": 8, "head_dim": 128} | QWEN3.get(row.size or "", {})
-    sizes = small if row.size is None else published
-    config = Qwen3Config(vocab_size=row.vocab_size, tie_word_embeddings=True, **sizes)
+    small = Qwen3Config(
+        vocab_size=row.vocab_size,
+        hidden_size=256,
+        intermediate_size=768,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=64,
+        tie_word_embeddings=True,
+    )
+    config = small if row.size is None else config_of(row.size, vocab_size=row.vocab_size)
     config._attn_implementation = "sdpa"
     return Qwen3ForCausalLM(config)
 

@@ -40,7 +40,9 @@ def test_heads_of_models_that_people_train(size: int, value_size: int, dtype: to
 @pytest.mark.parametrize("length", [1, 2, 16, 127, 128, 129, 257])
 def test_trees_of_less_than_a_block_and_of_just_more(length: int) -> None:
     tree = branching([length, max(1, length // 2)], [length, length // 3])
-    inputs = states(tree, heads=2, shared=2, size=32, value_size=32)
+    inputs = states(
+        tree, heads=4, shared=2, size=32, value_size=32
+    )  # grouped: torch has another kernel for few queries
     assert_equal(tree, inputs, window=None, dtype=torch.float32, bound=1e-5)
 
 
