@@ -19,10 +19,12 @@ from agentrl.learn.tally import Array, Observations, Sums
 Key = tuple[int, int]
 
 RATE = 0.1
-"""Weight of the newest minibatch: in the spread, and in what corrects the range by the share that was clipped."""
-LARGEST_STEP = 1.0
-"""Of that correction in one minibatch. No share asks for more where the aim is .02 or above: what is cut off one way alone
-would leave another share than the aim, above all where few units, or those of a step together, leave their range at once."""
+"""Weight of the newest minibatch in the spread."""
+STEP = 0.3
+"""Part of a Newton step by which the share that was clipped corrects the range. Shares come in lumps, for the units of a
+minibatch are few and move together; what they add up to reaches the aim only where a run has time for many corrections."""
+LARGEST_STEP = 3.0
+"""Of that correction in one minibatch: what is cut off one way alone would leave another share than the aim."""
 SETTLED = 8
 """Minibatches after which the spread is known well enough for a correction."""
 NARROWEST = 1e-5
@@ -43,7 +45,7 @@ class Aim(NamedTuple):
 
     def bounds(self, length_U: Array) -> Array:
         """Return the widest ranges of units of these lengths, below and above: (U, 2)."""
-        return np.outer(np.minimum(1, 2 / np.sqrt(length_U)), self.token)
+        return np.outer(np.minimum(1, 4 / np.sqrt(length_U)), self.token)
 
     @classmethod
     def of(cls, config: LossConfig) -> "Aim":
@@ -67,7 +69,7 @@ class Alike(NamedTuple):
     """What a minibatch showed of units alike in staleness (and length). Of those that an update had moved."""
 
     distance: Sums = Sums()
-    """|log s_u|, but no further than the unit's widest range."""
+    """|log s_u|, but no further than half of the unit's widest range."""
     length: Sums = Sums()
     """Tokens of a unit."""
     down: Sums = Sums()
@@ -98,14 +100,16 @@ class Band(BaseModel):
 class Calibration(BaseModel):
     """The ranges' state, which a checkpoint holds.
 
-        width = m exp(g), between 1e-5 and b_u = token_width min(1, 2 / sqrt(tokens of unit u))
-        m <- m + .1 (mean of min(|log s_u|, b_u) - m)                (the mean of all while these are fewer than ten)
-        g <- g + .1 (share clipped - aim) / (k phi(k)) from the ninth on,  k = the normal distribution's quantile at 1 - aim
+        width = m exp(g), between 1e-5 and b_u = token_width min(1, 4 / sqrt(tokens of unit u))
+        m <- m + .1 (mean of min(|log s_u|, b_u / 2) - m)             (the mean of all while these are fewer than ten)
+        g <- g + .3 (clipped - aim pushed) / (P k phi(k)) from the ninth on,   k = the normal distribution's quantile at 1 - aim
 
-    m follows the spread of log s_u. g begins at log(k sqrt(pi / 2)), where it would stay were they normal, and moves until
-    the share of tokens of negative (positive) advantage that are clipped is the aim: a Newton step, a tenth of it at a
-    time. b_u is two standard deviations of a mean over independent tokens that each move by the width of a token: it does not
-    depend on what the policy does, so that one that runs away cannot take its range along.
+    m follows the spread of log s_u. g begins at log(k sqrt(pi / 2)), where it would stay were they normal, and moves by the
+    tokens of negative (positive) advantage: those pushed, and those clipped of them, over half of all pushed, P. A Newton
+    step, three tenths of it at a time: as long as g is bounded, sums of clipped and of aim pushed cannot part, whatever the
+    ratios do (adaptive conformal inference, Gibbs and Candes 2021, arXiv:2106.00170). b_u is four standard deviations of a mean over independent
+    tokens that each move by the width of a token: it does not depend on what the policy does, so that one that runs away
+    cannot take its range along.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -184,7 +188,7 @@ def of_units(
         clipped_up_U: likewise.
         aim: what the recipe asks.
     """
-    distance_U = np.minimum(np.abs(log_ratio_U), aim.bounds(units.length_U).max(axis=1))
+    distance_U = np.minimum(np.abs(log_ratio_U), aim.bounds(units.length_U).max(axis=1) / 2)
     columns = (distance_U, units.length_U, down_U, up_U, clipped_down_U, clipped_up_U)
     return {
         _name(key): Alike(*(Sums.of(column_U[moved_U]) for column_U in columns))
@@ -238,6 +242,7 @@ def _begun(aim: Aim) -> Band:
 def _next(band: Band, shown: Alike, aim: Aim) -> Band:
     spread = band.spread + max(RATE, 1 / (band.num_minibatches + 1)) * (shown.distance.mean - band.spread)
     quantile = NormalDist().inv_cdf(1 - aim.clipped)
+    pushed_each_side = (shown.down.total + shown.up.total) / 2
     gains = []
     for gain, pushed, clipped, widest in zip(
         band.gains,
@@ -247,9 +252,9 @@ def _next(band: Band, shown: Alike, aim: Aim) -> Band:
         strict=True,
     ):
         step = 0.0
-        if band.num_minibatches >= SETTLED and pushed.total:
-            excess = clipped.total / pushed.total - aim.clipped
-            step = RATE * excess / (quantile * NormalDist().pdf(quantile))
+        if band.num_minibatches >= SETTLED and pushed_each_side:
+            excess = (clipped.total - aim.clipped * pushed.total) / pushed_each_side
+            step = STEP * excess / (quantile * NormalDist().pdf(quantile))
         # Not beyond where widths are bounded: it would take as long to come back.
         moved = gain + min(max(step, -LARGEST_STEP), LARGEST_STEP)
         gains.append(min(max(moved, log(NARROWEST / spread)), log(widest / spread)))

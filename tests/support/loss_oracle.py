@@ -141,7 +141,7 @@ def _band(staleness: float, length: int, config: LossConfig) -> tuple[int, int]:
 
 def _widths(staleness: float, length: int, config: LossConfig, measured: Measured) -> list[float]:
     """How far log s_u may fall and rise: by the nearest length that was measured, and of that the nearest staleness."""
-    bounds = [width * min(1, 2 / sqrt(length)) for width in _TOKEN_WIDTHS]
+    bounds = [width * min(1, 4 / sqrt(length)) for width in _TOKEN_WIDTHS]
     if not measured:
         low, high = _PAPERS[config.unit]
         return [min(-log1p(-low), bounds[0]), min(log1p(high), bounds[1])]
@@ -225,7 +225,7 @@ def expected_step(
         touched, mixed = touched + any(found.clipped[first:t]), mixed + (has_up and has_down)
         one_sided += has_up and has_down and any(found.clipped[first:t])
         if not is_rejected and mean != 0 and (staleness > 0 or is_updated):
-            bound = max(_TOKEN_WIDTHS) * min(1, 2 / sqrt(len(unit)))
+            bound = max(_TOKEN_WIDTHS) * min(1, 4 / sqrt(len(unit))) / 2
             pushed = [sum(sign * token.advantage > 0 for token in unit) for sign in (-1, 1)]
             left = [
                 sum(sign * token.advantage > 0 and found.clipped[first + i] for i, token in enumerate(unit))
