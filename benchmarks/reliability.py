@@ -33,7 +33,7 @@ QUICK = {"recipes": 12, "folders": 40, "environments": 60, "outputs": 100, "simu
 """With `--quick`, every so many-th case."""
 PROPERTIES = (
     "tests/chat", "tests/env", "tests/report", "tests/rollout", "tests/test_columns.py", "tests/test_hostile_files.py",
-    "tests/test_plain_data.py",
+    "tests/test_hostile_values.py", "tests/test_plain_data.py",
 )  # fmt: skip
 """Tests of what environments, models and files hold; those of `tests/learn` and `tests/credit` are about numbers."""
 HEADER = (

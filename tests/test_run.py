@@ -19,7 +19,7 @@ from agentrl import MessageEnv
 from agentrl.compare.curves import read_run
 from agentrl.config import Recipe, load_recipe
 from agentrl.distributed.checkpoints import checkpoints
-from agentrl.errors import ConfigError, EngineError, EnvironmentFailure, TrainingError
+from agentrl.errors import ConfigError, EngineError, EnvironmentFailure, TrainingError, UserError
 from agentrl.report.folder import RunFolder, Told
 from agentrl.report.html.runs import by_recipe, open_runs
 from agentrl.report.records import read_records
@@ -412,6 +412,13 @@ def test_limits_of_the_system_are_told_as_a_run_begins(tmp_path: Path, monkeypat
     monkeypatch.setattr(limits, "_raise_open_files", lambda: 10)
     with build(recipe(tmp_path)) as parts:
         assert any("open files, and this process may open 10; raise that limit" in words for words in parts.warnings)
+
+
+def test_a_first_prompt_that_fills_the_context_ends_a_run_before_it_begins(tmp_path: Path) -> None:
+    settings = recipe(tmp_path, rollout={"max_context_tokens": 20, "max_turn_tokens": 4})
+    with pytest.raises(UserError, match=r"^rollout\.max_context_tokens: 20 leaves no room after the first prompt of "):
+        train(settings)
+    assert not settings.run_dir.exists()
 
 
 def test_an_oracle_that_cannot_end_within_the_limits_is_told(tmp_path: Path) -> None:

@@ -379,26 +379,31 @@ def test_in_bfloat16_no_process_keeps_copies_of_what_is_shared_out(lora: LoraSet
         assert (found - expected).norm() < 0.05 * expected.norm()
 
 
-def critic_after_fits(kind: Literal["head", "separate"]) -> tuple[dict[str, float], list[Tensor]]:
-    """What a critic tells of its second fit, and its weights after it."""
+def critic_after_fits(kind: Literal["head", "separate"]) -> tuple[dict[str, float], list[Tensor], int]:
+    """What a critic tells of its second fit, its weights after it, and how many values this process has computed."""
     Accelerator(cpu=True)
     policy = new_policy()
     policy.double()
     critic = Critic(policy, CriticConfig(model=kind, num_minibatches=2), gamma=0.9, max_tokens=60, seed=3)
     critic._head.double()
+    computed: list[int] = []
+    critic._head.register_forward_hook(lambda _, args, out: computed.append(len(out)))
     played = [
         replace(t, turns=(*t.turns[:-1], replace(t.turns[-1], reward=float(number))))
         for number, t in enumerate(play(new_policy(), num=5))
     ]
     critic.fit(critic.measure(played))
-    return critic.fit(critic.measure(played)), [p.detach() for p in critic._parameters()]
+    return critic.fit(critic.measure(played)), [p.detach() for p in critic._parameters()], sum(computed)
 
 
 @pytest.mark.parametrize(("kind", "num_processes"), [("head", 2), ("head", 3), ("separate", 2), ("separate", 3)])
 def test_a_critic_is_shared_out(kind: Literal["head", "separate"], num_processes: int, tmp_path: Path) -> None:
-    expected_metrics, expected = critic_after_fits(kind)
+    expected_metrics, expected, num_tokens = critic_after_fits(kind)
     assert expected_metrics["critic/loss"] > 0.1
-    for metrics, found in together(num_processes, tmp_path, critic_after_fits, kind):
+    processes = together(num_processes, tmp_path, critic_after_fits, kind)
+    assert sum(num_computed for *_, num_computed in processes) == num_tokens
+    assert max(num_computed for *_, num_computed in processes) < num_tokens
+    for metrics, found, _ in processes:
         assert metrics == pytest.approx(expected_metrics, rel=1e-9)
         for one, other in zip(found, expected, strict=True):
             torch.testing.assert_close(one, other, rtol=1e-7, atol=1e-10)

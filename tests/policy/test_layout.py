@@ -383,6 +383,12 @@ def test_a_wanted_layout_that_is_exact_is_taken(layout: Layout) -> None:
     assert choose_layout(tiny("qwen3"), layout) == (layout, None)
 
 
+def test_packed_rows_of_attention_that_leaks_between_them_are_refused_by_name() -> None:
+    model = tiny_model("gpt-oss", vocab_size=97, initializer_range=0.2)
+    with pytest.raises(ConfigError, match=r"^train\.layout: packed: GptOssForCausalLM .*set it to auto$"):
+        choose_layout(model, "packed")
+
+
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_in_bfloat16_what_leaks_is_further_off_than_rounding(name: str) -> None:
     model = tiny_model(name, vocab_size=97, initializer_range=0.2)
