@@ -26,8 +26,13 @@ LOCAL = {"hidden_size": 512, "num_layers": 12, "num_heads": 8, "num_kv_heads": 4
 ROLLOUT = {"group_size": 8, "max_turns": 2, "max_turn_tokens": 192, "max_context_tokens": 1024, "max_live_episodes": 64}
 
 
-WAYS = {"one": [(0, 1)], "two, apart": [(0, 1), (1, 1)], "two, together": [(0, 2)]}
-"""Runs at once: the first of their servers, and how many pairs each has."""
+WAYS = {
+    "one": [(0, 1, 1)],
+    "two, apart": [(0, 1, 1), (1, 1, 1)],
+    "two, together": [(0, 2, 1)],
+    "two, together, one for each process": [(0, 2, 2)],
+}
+"""Runs at once: the first of their servers, how many pairs each has, and how many of its processes ask servers."""
 
 
 @contextmanager
@@ -60,7 +65,7 @@ def main() -> None:
         recipe = {
             "env": {"id": "key_door"},
             "model": {"local": LOCAL},
-            "engine": {"name": "vllm_server", "server": {"url": urls, "processes": len(urls)}},
+            "engine": {"name": "vllm_server", "server": {"url": urls}},
             "rollout": {**ROLLOUT, "num_groups": 8},
             "train": {"steps": options.steps, "num_minibatches": 1, "device": "cpu", "checkpoint_every": 1000},
             "evaluation": {"every": 0},
@@ -75,15 +80,16 @@ def main() -> None:
             for number in range(options.rounds):
                 for way, runs in WAYS.items():
                     sides = []
-                    for first, pairs in runs:
+                    for first, pairs, processes in runs:
                         run = here / f"run-{number}-{way}-{first}"
                         urls_of_run = yaml.safe_dump(urls[first : first + pairs], default_flow_style=True).strip()
-                        words = ("--engine.server.url", urls_of_run, "--rollout.num_groups", 4 * pairs)
+                        words = ["--engine.server.url", urls_of_run, "--rollout.num_groups", str(4 * pairs)]
+                        words += ["--engine.server.processes", str(processes)]
                         with on(set(cores[first : first + pairs])):
                             log = here / f"{run.name}.log"
                             sides.append(Side("launch", "--processes", pairs, file, "--run_dir", run, *words, log=log))
                     rates = []
-                    for (first, pairs), side in zip(runs, sides, strict=True):
+                    for (first, pairs, _), side in zip(runs, sides, strict=True):
                         run = here / f"run-{number}-{way}-{first}"
                         if side.process.wait():
                             raise SystemExit((here / f"{run.name}.log").read_text(encoding="utf-8")[-3000:])
