@@ -107,9 +107,9 @@ class Calibration(BaseModel):
     m follows the spread of log s_u. g begins at log(k sqrt(pi / 2)), where it would stay were they normal, and moves by the
     tokens of negative (positive) advantage: those pushed, and those clipped of them, over half of all pushed, P. A Newton
     step, three tenths of it at a time: as long as g is bounded, sums of clipped and of aim pushed cannot part, whatever the
-    ratios do (adaptive conformal inference, Gibbs and Candes 2021, arXiv:2106.00170). b_u is four standard deviations of a mean over independent
-    tokens that each move by the width of a token: it does not depend on what the policy does, so that one that runs away
-    cannot take its range along.
+    ratios do (adaptive conformal inference, Gibbs and Candes 2021, arXiv:2106.00170). b_u is four standard deviations of a
+    mean over independent tokens that each move by the width of a token: it does not depend on what the policy does, so that
+    one that runs away cannot take its range along.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
