@@ -120,7 +120,7 @@ def commands(path: Path, one: RunFolder, two: RunFolder, out: Path) -> dict[str,
     ],
 )
 @given(data=st.data())
-@settings(max_examples=settings.default.max_examples // 2)
+@settings(max_examples=settings().max_examples // 2)
 def test_odd_values_in_a_file_are_used_or_refused_in_one_line(
     data: st.DataObject, command: str, name: str, runs: tuple[RunFolder, RunFolder], tmp_path_factory: Any
 ) -> None:
@@ -135,7 +135,7 @@ def test_odd_values_in_a_file_are_used_or_refused_in_one_line(
 
 @pytest.mark.parametrize("name", ["metrics.jsonl", "evaluations/evaluation-000001.jsonl"])
 @given(data=st.data())
-@settings(max_examples=settings.default.max_examples // 4)
+@settings(max_examples=settings().max_examples // 4)
 def test_a_card_is_written_of_odd_values_or_they_are_refused(
     data: st.DataObject, name: str, runs: tuple[RunFolder, RunFolder], tmp_path_factory: pytest.TempPathFactory
 ) -> None:

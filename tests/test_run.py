@@ -418,7 +418,7 @@ def test_a_first_prompt_that_fills_the_context_ends_a_run_before_it_begins(tmp_p
     settings = recipe(tmp_path, rollout={"max_context_tokens": 20, "max_turn_tokens": 4})
     with pytest.raises(UserError, match=r"^rollout\.max_context_tokens: 20 leaves no room after the first prompt of "):
         train(settings)
-    assert not settings.run_dir.exists()
+    assert not (tmp_path / "run").exists()
 
 
 def test_an_oracle_that_cannot_end_within_the_limits_is_told(tmp_path: Path) -> None:
