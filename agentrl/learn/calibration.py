@@ -129,9 +129,8 @@ class Calibration(BaseModel):
     def after(self, shown: Shown, aim: Aim) -> "Calibration":
         """Return what a minibatch makes of this."""
         bands = dict(self.bands)
-        for name in sorted(shown, key=_key):
-            known = bands.get(name) or self._nearest(_key(name))
-            bands[name] = _next(_begun(aim) if known is None else known, shown[name], aim)
+        for name in sorted(shown):
+            bands[name] = _next(self._nearest(_key(name)) or _begun(aim), shown[name], aim)
         return Calibration(bands=bands)
 
     def _nearest(self, key: Key) -> Band | None:
@@ -263,7 +262,7 @@ def _next(band: Band, shown: Alike, aim: Aim) -> Band:
 
 def _alike(staleness_U: Array, length_U: Array, *, by_length: bool) -> Iterator[tuple[Key, npt.NDArray[np.bool_]]]:
     """Yield which units share a range: of staleness 0, 1, 2-3, 4-7, ...; where asked for, of 1, 2-7, 8-31, ... tokens."""
-    age_U = np.frexp(np.round(staleness_U).clip(min=0))[1]
+    age_U = np.frexp(np.round(staleness_U))[1]
     size_U = np.frexp(length_U)[1] // 2 if by_length else np.zeros_like(age_U)
     for size, age in sorted(set(zip(size_U.tolist(), age_U.tolist(), strict=True))):
         yield (size, age), (age_U == age) & (size_U == size)
