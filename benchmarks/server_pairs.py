@@ -4,7 +4,8 @@
 
 Real servers of vLLM's build for CPUs, which `agentrl serve` starts, and `agentrl launch`; rollouts in mode `sync`, where
 trainers wait while servers sample, with as many episodes for each server. Each pair has one core of this machine, whether it is
-alone or not. *Apart* are two runs that know nothing of one another: what they lose, the machine takes. `sampled` is the median
+alone or not. *Together* the first of two processes has both servers, as by default, or each has one.
+*Apart* are two runs that know nothing of one another: what they lose, the machine takes. `sampled` is the median
 over steps of the tokens a second while rollouts are collected, for each server; `all` that over whole steps, with pushes.
 """
 

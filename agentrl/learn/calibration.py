@@ -21,8 +21,8 @@ Key = tuple[int, int]
 RATE = 0.1
 """Weight of the newest minibatch in the spread."""
 STEP = 0.3
-"""Part of a Newton step by which the share that was clipped corrects the range. Shares come in lumps, for the units of a
-minibatch are few and move together; what they add up to reaches the aim only where a run has time for many corrections."""
+"""Part of a Newton step by which the share that was clipped corrects the range. The units of a minibatch
+are few and move together: a whole step would follow one of them."""
 LARGEST_STEP = 3.0
 """Of that correction in one minibatch: what is cut off one way alone would leave another share than the aim."""
 SETTLED = 8
