@@ -13,6 +13,7 @@ from agentrl.chat import local_folder
 from agentrl.config import Recipe
 from agentrl.credit import load_credit
 from agentrl.engine.batched import BatchedConfig
+from agentrl.engine.transformers import MAX_MASK, SAMPLING_BYTES
 from agentrl.engine.vllm import VLLMConfig
 from agentrl.errors import ConfigError
 from agentrl.policy.logprobs import tile_elements
@@ -112,7 +113,7 @@ def plan_memory(recipe: Recipe, *, gpus: int, memory: int, sizes: Sizes | None =
     sizes = model_sizes(recipe) if sizes is None else sizes
     found = [_trainer(recipe, sizes, num_training, memory)]
     if servers:
-        taken = int(float(engine.vllm.get("gpu_memory_utilization", _SERVER_SHARE)) * memory)
+        taken = _vllm(recipe, memory, _SERVER_SHARE)
         cached = _cached_tokens(recipe, sizes, taken, parallel=parallel)
         found.append(
             ProcessMemory(name="sampling", count=len(servers) * parallel, uses={"vLLM": taken}, cached_tokens=cached)
@@ -152,7 +153,7 @@ def _half(recipe: Recipe) -> int:
 
 
 def _trainer(recipe: Recipe, sizes: Sizes, num_processes: int, memory: int) -> ProcessMemory:
-    """Return what a process that trains needs while the second micro-batch of an update is computed."""
+    """Return what a process that trains needs at most: by an update's second micro-batch, or by sampling."""
     train, counted = recipe.train, sizes.weights
     is_sharded = train.is_shared_out(num_processes)
     shards = num_processes if is_sharded else 1
@@ -161,22 +162,27 @@ def _trainer(recipe: Recipe, sizes: Sizes, num_processes: int, memory: int) -> P
     has_reference = (
         recipe.loss.kl_coefficient > 0 or Need.REFERENCE_LOGPROBS in load_credit(recipe.credit).requirements()
     )
-    uses = {
+    uses: dict[str, int] = {
         "weights": (_SINGLE * counted.trained + (_HALF if _is_rounded(recipe, shards) else _SINGLE) * frozen) // shards,
-        "gradients": _SINGLE * counted.trained // shards,
         "optimizer": _OPTIMIZER_BYTES[train.optimizer] * counted.trained // shards,
-        "weights before an update": _SINGLE * counted.trained // shards if train.target_kl else 0,
         # It shares what is not trained; but shards have one owner.
         "reference": _SINGLE * (counted.total if is_sharded else counted.trained) // shards if has_reference else 0,
     }
-    largest = max(_moments(recipe, sizes, shards), key=lambda moment: sum(moment.values()))
-    uses |= largest
-    uses["tiles of logits"] = _TILES * _SINGLE * tile_elements(is_gpu=train.device != "cpu")
+    update = {
+        "gradients": _SINGLE * counted.trained // shards,
+        "weights before an update": _SINGLE * counted.trained // shards if train.target_kl else 0,
+        **max(_moments(recipe, sizes, shards), key=_together),
+        "tiles of logits": _TILES * _SINGLE * tile_elements(is_gpu=train.device != "cpu"),
+    }
+    by_vllm = bool(memory) and num_processes == 1 and isinstance(recipe.engine, VLLMConfig)
+    sampling = {"a pass of sampling": 0 if by_vllm else _sampling_pass(recipe, sizes)}
+    at_once = update | sampling if recipe.rollout.samples_during_update else max(update, sampling, key=_together)
+    uses |= at_once
     if num_processes > 1 and not is_sharded:
         uses["gradients, to be averaged"] = _SINGLE * counted.trained  # DDP's buckets
     if memory:
         uses["CUDA and kernels"] = _CONTEXT
-    uses |= _engine(recipe, sizes, num_processes, memory)
+    uses |= {"vLLM": _vllm(recipe, memory, _VLLM_SHARE)} if by_vllm else _engine(recipe, sizes)
     cached = _cached_tokens(recipe, sizes, uses["vLLM"]) if "vLLM" in uses else None
     uses = {name: size for name, size in uses.items() if size}
     num_kept = recipe.loss.kept_versions if recipe.loss.anchor == "sampled" else 0
@@ -188,6 +194,10 @@ def _trainer(recipe: Recipe, sizes: Sizes, num_processes: int, memory: int) -> P
         at_start=0 if is_in_parts or not is_sharded else _SINGLE * counted.total,
         kept_versions=num_kept * _SINGLE * counted.trained // shards,
     )
+
+
+def _together(uses: Mapping[str, int]) -> int:
+    return sum(uses.values())
 
 
 def _is_rounded(recipe: Recipe, shards: int) -> bool:
@@ -236,16 +246,34 @@ def _moments(recipe: Recipe, sizes: Sizes, shards: int) -> Iterator[dict[str, in
         yield moment(0, 0, 2 * (_SINGLE * own + _SINGLE * own // shards))
 
 
-def _engine(recipe: Recipe, sizes: Sizes, num_processes: int, memory: int) -> dict[str, int]:
-    """Return what sampling in a process that trains needs."""
+def _vllm(recipe: Recipe, memory: int, share: float) -> int:
+    """Return what a vLLM takes of a GPU; `share`: where the recipe does not say."""
+    engine: Any = recipe.engine
+    return int(float(engine.vllm.get("gpu_memory_utilization", share)) * memory)
+
+
+def _engine(recipe: Recipe, sizes: Sizes) -> dict[str, int]:
+    """Return what an engine in a process that trains holds, where it is not vLLM."""
     engine = recipe.engine
-    if memory and num_processes == 1 and isinstance(engine, VLLMConfig):
-        return {"vLLM": int(float(engine.vllm.get("gpu_memory_utilization", _VLLM_SHARE)) * memory)}
     if not isinstance(engine, BatchedConfig):
         return {}  # elsewhere, or a stranger's
     tokens = recipe.rollout.max_context_tokens * engine.max_batch_size
     keys_and_values = tokens * _bytes_per_token(recipe, sizes.config)
     return {"engine": sizes.weights.total * _half(recipe), "keys and values": keys_and_values}
+
+
+def _sampling_pass(recipe: Recipe, sizes: Sizes) -> int:
+    """Return what a pass of an engine in this process needs at most, of prompts or to sample from logits."""
+    engine = recipe.engine
+    if not isinstance(engine, BatchedConfig):
+        return 0
+    size = _half(recipe)
+    context, rows = recipe.rollout.max_context_tokens, engine.max_batch_size
+    tokens = min(engine.max_prefill_tokens, rows * context)
+    mask = (size + 1) * min(tokens * context, MAX_MASK)
+    dtype = torch.bfloat16 if size == _HALF else torch.float32
+    logits = rows * sizes.config.get_text_config().vocab_size
+    return int(max(sizes.of_pass(num_tokens=tokens, dtype=dtype) + mask, (size + SAMPLING_BYTES) * logits))
 
 
 def _bytes_per_token(recipe: Recipe, config: Any) -> int:

@@ -157,7 +157,7 @@ def made(case: Case) -> tuple[Learner, list[TrajectoryGroup], list[list[Credit]]
         largest = max(micro.inputs.ids_BL.numel() for micro, _ in plan)
         filled = recipe.model_copy(
             update={
-                "engine": load_recipe(None, []).engine,
+                "engine": load_recipe(None, ["--engine.max_batch_size", "1"]).engine,  # its passes are no larger
                 "train": recipe.train.model_copy(update={"max_tokens_per_micro_batch": largest}),
                 "rollout": recipe.rollout.model_copy(update={"max_context_tokens": largest}),
             }
@@ -198,7 +198,8 @@ def step(case: Case, repeats: int) -> dict[str, float]:
         seconds.append(time.perf_counter() - begin)
     now = median(seconds[1:])
     reserved = torch.cuda.max_memory_reserved() if on_gpu else 0
-    planned = sum(size for name, size in process.uses.items() if name not in ("engine", "keys and values"))
+    sampling = ("engine", "keys and values", "a pass of sampling")
+    planned = sum(size for name, size in process.uses.items() if name not in sampling)
     return {
         "first_s": seconds[0],
         "step_s": now,

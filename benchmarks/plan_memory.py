@@ -1,27 +1,32 @@
-"""`agentrl plan` against what an update takes: models of 5 to 150 million weights, on a CPU.
+"""`agentrl plan` against what an update and an engine take: models of 5 to 150 million weights, on a CPU.
 
     python -m benchmarks.plan_memory [--only WORD ...]
 
-Each case is a process of its own, or two (`ddp`, `fsdp`): two steps of two minibatches of two micro-batches each, filled to
+Each case is a process of its own, or two (`ddp`, `fsdp`): a step of two minibatches of two micro-batches each, filled to
 the budget, on made-up trajectories that share nothing. Printed: megabytes that the plan counts for training (no engine), by how
 much the resident set rose over that of a process that has trained a model of nothing, at its highest in the updates (of two,
-where it rose most), and their ratio. Memory that is freed goes back at once (`MALLOC_MMAP_THRESHOLD_`), so that the highest is
-not what allocators keep. `--only` takes the cases whose `how` has each of these words.
+where it rose most), and their ratio. Cases of sampling are of the `transformers` engine alone (weights, keys and values, its
+largest pass; not the trainer's model): all of its rows get the longest contexts. Memory that is freed goes back at once
+(`MALLOC_MMAP_THRESHOLD_`), so that the highest is not what allocators keep; nor are kernels kept, of which a CPU compiles one
+for each shape in bfloat16 (`LRU_CACHE_CAPACITY`). `--only` takes the cases whose `how` has each of these words.
 """
 
 import argparse
+import asyncio
 import copy
 import os
 import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import torch
 from accelerate import Accelerator
+from transformers import Qwen3MoeConfig
 
 from agentrl import Credit, Trajectory, TrajectoryGroup, Turn
 from agentrl.config import Recipe
@@ -32,10 +37,13 @@ from agentrl.memory import model_config, plan_memory
 from agentrl.policy.config import LocalModelConfig
 from agentrl.policy.lora import add_lora, round_frozen
 from agentrl.policy.model import Policy, local_config
-from agentrl.types import StopReason
+from agentrl.run.engines import new_engine
+from agentrl.types import Sampling, Share, StopReason
 from benchmarks.several import together
 
-_ENGINE = {"engine", "keys and values"}
+_ENGINE = {"engine", "keys and values", "a pass of sampling"}
+_ROWS = 16
+"""Contexts that are sampled together."""
 _NOTHING = {
     "vocab_size": 512,
     "hidden_size": 16,
@@ -56,11 +64,15 @@ class Case:
     tokens: int
     how: str = ""
     """Words: checkpointing, bfloat16, adapters, reference (a KL term), vocabulary (a large one), untied (head and embedding),
-    ddp, fsdp."""
+    mixture (of 16 experts, 4 for a token), ddp, fsdp; or sampling."""
 
     @property
     def num_processes(self) -> int:
         return 2 if {"ddp", "fsdp"} & set(self.how.split()) else 1
+
+    @property
+    def samples(self) -> bool:
+        return "sampling" in self.how.split()
 
     def recipe(self, folder: Path, changes: Mapping[str, int] | None = None) -> Recipe:
         """Return what is planned and measured, of a model's `config.json` in a folder; `changes`: of its sizes."""
@@ -74,6 +86,13 @@ class Case:
         } | dict(changes or {})
         words = self.how.split()
         config = local_config(LocalModelConfig(**local), vocab_size=local["vocab_size"])
+        if "mixture" in words:
+            experts = {
+                "num_experts": 16,
+                "num_experts_per_tok": 4,
+                "moe_intermediate_size": local["intermediate_size"] // 4,
+            }
+            config = Qwen3MoeConfig(**config.to_dict() | experts | {"model_type": "qwen3_moe"})
         config.tie_word_embeddings = "untied" not in words
         config.save_pretrained(folder)
         train = {
@@ -84,14 +103,19 @@ class Case:
             "sharding": "full" if "fsdp" in words else "none",
             "device": "cpu",
         }
-        rollout = {"max_context_tokens": min(self.tokens, 512)}
+        rollout: dict[str, object] = {"max_context_tokens": self.tokens if self.samples else min(self.tokens, 512)}
+        if self.samples:
+            rollout |= {
+                "max_turn_tokens": 16,
+                "mode": "async",
+            }  # else the plan has what is larger, an update or a pass of the engine
         return Recipe.model_validate(
             {
                 "model": {"name_or_path": str(folder), "lora": {} if "adapters" in words else None},
                 "loss": {"kl_coefficient": 0.1 if "reference" in words else 0.0},
                 "train": train,
                 "rollout": rollout,
-                "engine": {"name": "transformers"},
+                "engine": {"name": "transformers", "max_batch_size": _ROWS if self.samples else 1},
             }
         )
 
@@ -134,6 +158,21 @@ CASES = [
     Case(256, 2, 65536, 512, "vocabulary untied fsdp checkpointing"),
     Case(256, 2, 65536, 512, "vocabulary fsdp bfloat16 checkpointing"),
     Case(256, 2, 65536, 512, "vocabulary untied fsdp bfloat16 checkpointing"),
+    Case(256, 4, 8192, 512, "mixture"),
+    Case(256, 4, 8192, 1024, "mixture checkpointing"),
+    Case(256, 4, 8192, 1024, "mixture bfloat16"),
+    Case(256, 4, 8192, 1024, "mixture bfloat16 checkpointing"),
+    Case(256, 4, 8192, 1024, "mixture adapters bfloat16"),
+    Case(256, 4, 8192, 512, "mixture ddp"),
+    Case(256, 4, 8192, 512, "mixture fsdp"),
+    Case(256, 4, 8192, 512, "mixture fsdp bfloat16 checkpointing"),
+    Case(256, 4, 4096, 512, "sampling"),
+    Case(512, 8, 8192, 512, "sampling"),
+    Case(512, 8, 8192, 1024, "sampling"),
+    Case(512, 8, 8192, 512, "sampling bfloat16"),
+    Case(512, 8, 8192, 512, "sampling adapters"),
+    Case(256, 2, 65536, 64, "sampling vocabulary"),
+    Case(256, 4, 8192, 512, "sampling mixture"),
 ]
 
 
@@ -165,7 +204,7 @@ def groups(tokens: int, vocab_size: int, num_processes: int) -> tuple[list[Traje
 
 
 def update(recipe: Recipe, tokens: int) -> None:
-    """Train twice; the policy is made as `agentrl.run.build` makes it."""
+    """Train a step; the policy is made as `agentrl.run.build` makes it."""
     torch.manual_seed(0)
     config, train = model_config(recipe), recipe.train
     half = train.precision == "bfloat16"
@@ -186,8 +225,43 @@ def update(recipe: Recipe, tokens: int) -> None:
     state = PolicyState(policy, accelerator=accelerator, config=train, reference=reference)
     learner = Learner(state, loss=recipe.loss, config=train, temperature=1.0, seed=0)
     Path("/proc/self/clear_refs").write_text("5", encoding="utf-8")  # what counts is the highest of the updates
-    for version in range(2):
-        learner.update(*groups(tokens, config.vocab_size, accelerator.num_processes), version=version)
+    learner.update(*groups(tokens, config.vocab_size, accelerator.num_processes), version=0)
+
+
+def sample(recipe: Recipe) -> float:
+    """Fill every row of an engine that is made as in a run, by prompts that grow and by long ones.
+
+    Returns:
+        the resident set in MB before there was an engine.
+    """
+    torch.manual_seed(0)
+    model = auto_class(config := model_config(recipe)).from_config(config)
+    if recipe.model.lora is not None:
+        add_lora(model, recipe.model.lora)
+    with tempfile.TemporaryDirectory() as handover:
+        before = resident("VmRSS")
+        Path("/proc/self/clear_refs").write_text("5", encoding="utf-8")
+        engine = new_engine(recipe, Share(1), model, torch.device("cpu"), handover=Path(handover))
+    length = recipe.rollout.max_context_tokens
+
+    async def fill(of: str, num_prompt_tokens: int) -> None:
+        prompts = torch.randint(config.vocab_size, (_ROWS, num_prompt_tokens)).tolist()
+        sampling = Sampling(max_tokens=length - num_prompt_tokens, stop_token_ids=(), seed=0)
+        names = [f"{of} {number}" for number in range(_ROWS)]
+        with ExitStack() as stack:
+            for name in names:
+                stack.enter_context(engine.conversation(name))
+            requests = zip(prompts, names, strict=True)
+            await asyncio.gather(*(engine.generate(ids, sampling, name) for ids, name in requests))
+
+    async def fill_twice() -> None:
+        await engine.resume()
+        await fill("growing", 5 * length // 8)
+        await fill("at once", length - 1)
+        await engine.close()
+
+    asyncio.run(fill_twice())
+    return before
 
 
 def resident(of: str) -> float:
@@ -200,20 +274,26 @@ def measure(case: Case) -> float:
     """Return by how many megabytes a case raises the resident set of this process."""
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
-        update(case.recipe(Path(folder), _NOTHING), 512)
-        before = resident("VmRSS")
-        update(case.recipe(Path(folder)), case.tokens)
+        if case.samples:
+            sample(case.recipe(Path(folder), _NOTHING))
+            before = sample(case.recipe(Path(folder)))
+        else:
+            update(case.recipe(Path(folder), _NOTHING), 512)
+            before = resident("VmRSS")
+            update(case.recipe(Path(folder)), case.tokens)
     return resident("VmHWM") - before
 
 
 def planned_and_measured(case: Case) -> tuple[float, float]:
-    """Return the megabytes that the plan counts for training, and those that an update took in a process of its own."""
+    """Return the megabytes that the plan counts for what a case does, and those that it took in a process of its own."""
     with tempfile.TemporaryDirectory() as folder:
         (process,) = plan_memory(case.recipe(Path(folder)), gpus=case.num_processes, memory=0)
-    planned = sum(size for name, size in process.uses.items() if name not in _ENGINE) / 2**20
+    planned = sum(size for name, size in process.uses.items() if (name in _ENGINE) == case.samples) / 2**20
     environment = os.environ | {
         "MALLOC_MMAP_THRESHOLD_": "65536",
         "MALLOC_TRIM_THRESHOLD_": "65536",
+        "LRU_CACHE_CAPACITY": "1",
+        "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "0",
         "OMP_NUM_THREADS": "1",
     }
     command = [sys.executable, "-m", "benchmarks.plan_memory", "--case", str(CASES.index(case))]

@@ -24,6 +24,7 @@ from benchmarks.plan_memory import CASES, planned_and_measured
 from benchmarks.qwen3 import folder_of
 from tests.support.processes import Command
 
+_LOCAL = ["--engine.name", "transformers", "--model.local.vocab_size", "4096"]
 EXAMPLES = Path(__file__).parents[1] / "examples" / "gpu"
 
 
@@ -92,6 +93,29 @@ def test_what_updates_take_with_a_large_vocabulary_is_counted(how: str) -> None:
     (case,) = (case for case in CASES if case.how == how and case.vocab_size == 32768)
     planned, measured = planned_and_measured(case)
     assert planned == pytest.approx(measured, rel=0.15)
+
+
+def test_what_an_engine_takes_in_the_process_is_counted() -> None:
+    planned, measured = planned_and_measured(next(case for case in CASES if case.how == "sampling"))
+    assert planned == pytest.approx(measured, rel=0.15)
+
+
+def test_an_update_and_sampling_are_added_up_where_they_are_at_the_same_time() -> None:
+    together, apart = (
+        plan_memory(load_recipe(None, ["--rollout.mode", mode, *_LOCAL]), gpus=1, memory=0)[0].uses
+        for mode in ("async", "partial")
+    )
+    assert together.keys() > {"activations", "gradients", "a pass of sampling"}
+    assert apart == {name: size for name, size in together.items() if name != "a pass of sampling"}
+    assert "a pass of sampling" not in (
+        plan_memory(load_recipe(None, ["--rollout.mode", "async", "--engine.name", "vllm"]), gpus=1, memory=80 * GB)[
+            0
+        ].uses
+    )
+    many = ["--engine.max_batch_size", "2048", "--engine.max_prefill_tokens", "1000000"]
+    large = plan_memory(load_recipe(None, [*many, *_LOCAL]), gpus=1, memory=0)[0].uses
+    assert "a pass of sampling" in large
+    assert "gradients" not in large
 
 
 @pytest.mark.parametrize(

@@ -22,11 +22,18 @@ class RaggedCache(Cache):
     What lies behind a row's own length is garbage: the attention mask that `select` returns hides it.
     """
 
-    def __init__(self, num_rows: int, layer_types: Sequence[str] = ()) -> None:
-        """Begin empty; without `layer_types`, as transformers names them, all layers keep keys and values."""
+    def __init__(self, num_rows: int, layer_types: Sequence[str] = (), *, max_length: int | None = None) -> None:
+        """Begin empty.
+
+        Args:
+            num_rows: rows that there is room for.
+            layer_types: kinds of layers, as transformers names them; without them all keep keys and values.
+            max_length: no row will be longer, and no room is made for more.
+        """
         super().__init__(layers=[RecurrentLayer(num_rows) if t in RECURRENT else DynamicLayer() for t in layer_types])
         self._num_rows = num_rows
         self._capacity = 0
+        self._max_length = max_length
         self._keys_SYLD: dict[int, torch.Tensor] = {}
         self._values_SYLD: dict[int, torch.Tensor] = {}
         self._rows_B = torch.empty(0, dtype=torch.long)
@@ -82,7 +89,10 @@ class RaggedCache(Cache):
         """Make room for rows of this length: at once, where it is known that one will be as long."""
         if length <= self._capacity:
             return
-        self._capacity = -(-max(length, self._capacity * 3 // 2) // _BLOCK) * _BLOCK
+        grown = self._capacity * 3 // 2
+        if self._max_length is not None:
+            grown = min(grown, self._max_length)
+        self._capacity = -(-max(length, grown) // _BLOCK) * _BLOCK
         for layers in (self._keys_SYLD, self._values_SYLD):
             for index, old_SYLD in layers.items():
                 layers[index] = old_SYLD.new_zeros(*old_SYLD.shape[:2], self._capacity, old_SYLD.shape[3])

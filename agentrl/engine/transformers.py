@@ -19,8 +19,10 @@ from agentrl.engine.ragged_cache import RECURRENT, RaggedCache
 from agentrl.errors import ConfigError, EngineError
 from agentrl.types import FinishReason
 
-_MAX_MASK = 2**23
+MAX_MASK = 2**23
 """Entries of an attention mask, rows x queries x cached positions, for the prompts that are computed together."""
+SAMPLING_BYTES = 24
+"""That `sample` needs at most for each of its logits, beside those that it is given: two in float32 and two in float64."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -63,7 +65,7 @@ class TransformersConfig(BatchedConfig):
                     weight, nn.Parameter(torch.empty_like(weight, device="cpu"), weight.requires_grad)
                 )
         model = model.to(context.device, context.dtype)
-        return TransformersEngine(model, self.settled(context))
+        return TransformersEngine(model, self.settled(context), max_context_tokens=context.max_context_tokens)
 
 
 class TransformersEngine(BatchedEngine):
@@ -73,8 +75,16 @@ class TransformersEngine(BatchedEngine):
     conversation's row is kept between its turns: a later prompt computes only the tokens that are new.
     """
 
-    def __init__(self, model: Any, config: TransformersConfig | None = None) -> None:
-        """Take a transformers causal language model, which the engine then owns."""
+    def __init__(
+        self, model: Any, config: TransformersConfig | None = None, *, max_context_tokens: int | None = None
+    ) -> None:
+        """Take a transformers causal language model, which the engine then owns.
+
+        Args:
+            model: to sample from.
+            config: of the engine.
+            max_context_tokens: no context will be longer; the cache makes no room for more.
+        """
         super().__init__(config or TransformersConfig())
         self._layer_types = _layer_types(model)
         self._is_recurrent = not RECURRENT.isdisjoint(self._layer_types)
@@ -82,7 +92,8 @@ class TransformersEngine(BatchedEngine):
         use_grouped_attention(model)
         self._device: torch.device = model.device
         self._rows = [_Row(index=i) for i in range(self._config.max_batch_size)]
-        self._cache = RaggedCache(len(self._rows), self._layer_types)
+        self._max_context_tokens = max_context_tokens
+        self._forget()
 
     async def pause(self) -> None:
         """Return running requests as they stand; hold waiting ones."""
@@ -138,7 +149,7 @@ class TransformersEngine(BatchedEngine):
 
     def _forget(self) -> None:
         """Drop all keys and values, buffers included: in a new cache nothing can shine through."""
-        self._cache = RaggedCache(len(self._rows), self._layer_types)
+        self._cache = RaggedCache(len(self._rows), self._layer_types, max_length=self._max_context_tokens)
         for row in self._rows:
             self._release(row)
 
@@ -166,7 +177,7 @@ class TransformersEngine(BatchedEngine):
         admitted.sort(key=lambda row: (len(_missing_ids(row)), row.index))
         while admitted:
             num_queries, length = len(_missing_ids(admitted[-1])), max(map(_length, admitted))
-            count = min(self._config.max_prefill_tokens // num_queries, _MAX_MASK // (num_queries * length))
+            count = min(self._config.max_prefill_tokens // num_queries, MAX_MASK // (num_queries * length))
             if self._is_recurrent:  # a state would take padding for tokens
                 count = min(count, sum(len(_missing_ids(row)) == num_queries for row in admitted))
             batch, admitted = admitted[-max(1, count) :], admitted[: -max(1, count)]
@@ -176,9 +187,9 @@ class TransformersEngine(BatchedEngine):
 
     @torch.inference_mode()
     def _prefill(self, row: _Row) -> None:
-        """Compute a long prompt in chunks, all but the last: the mask of a chunk has at most `_MAX_MASK` entries."""
+        """Compute a long prompt in chunks, all but the last: the mask of a chunk has at most `MAX_MASK` entries."""
         self._cache.reserve(_length(row))
-        num_queries = max(1, _MAX_MASK // _length(row))
+        num_queries = max(1, MAX_MASK // _length(row))
         while len(missing := _missing_ids(row)) > num_queries:
             self._compute([row], [missing[:num_queries]])
 

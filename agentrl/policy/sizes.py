@@ -4,7 +4,8 @@ The model is made of fake tensors, which have sizes and no content: a pass over 
 """
 
 import copy
-from collections.abc import Iterator
+import weakref
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import cache, cached_property, partial
 from typing import Any, NamedTuple
@@ -13,6 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.function import once_differentiable
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface
 
@@ -68,6 +71,8 @@ class Sizes:
         self.config = config
         self.kept = cache(partial(count_kept, config, lora))
         """`count_kept` of this model."""
+        self.of_pass = cache(partial(count_pass, config, lora))
+        """`count_pass` of this model."""
         self._lora = lora
 
     @cached_property
@@ -164,6 +169,46 @@ def _kept_by(
             keep(hidden.last_hidden_state)
     sizes = [size for size, _ in kept.values()]
     return sum(sizes), max(sizes)
+
+
+def count_pass(config: Any, lora: LoraSettings | None, *, num_tokens: int, dtype: torch.dtype) -> int:
+    """Count the most that a pass without gradients has at once beside the weights, where no cache is kept.
+
+    Args:
+        config: of the model.
+        lora: adapters, where these are trained.
+        num_tokens: of the pass.
+        dtype: of weights and pass.
+    """
+    scale = 2 if dtype == torch.float32 and getattr(config.get_text_config(), "num_experts_per_tok", None) else 1
+    made = _made(with_layers(config, 2), lora, dtype=torch.bfloat16 if scale == 2 else dtype)
+    with made as model, torch.no_grad(), _Live(model.parameters()) as live:
+        model.base_model(input_ids=torch.zeros(1, num_tokens, dtype=torch.long), use_cache=False)
+    most: int = scale * live.most
+    return most
+
+
+class _Live(TorchDispatchMode):
+    """Counts the bytes of the storages that are there at the same time, without those of some tensors."""
+
+    def __init__(self, without: Iterable[Tensor]) -> None:
+        super().__init__()
+        self.most, self._now = 0, 0
+        self._seen = {tensor.untyped_storage()._cdata for tensor in without}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(out):
+            if isinstance(tensor, Tensor) and (storage := tensor.untyped_storage())._cdata not in self._seen:
+                self._seen.add(storage._cdata)
+                self._now += storage.nbytes()
+                weakref.finalize(storage, self._forget, storage._cdata, storage.nbytes())
+        self.most = max(self.most, self._now)
+        return out
+
+    def _forget(self, address: int, num_bytes: int) -> None:
+        self._seen.discard(address)
+        self._now -= num_bytes
 
 
 @contextmanager

@@ -47,7 +47,7 @@ def plain_logprobs(model: Any, prompt_ids: Sequence[int], token_ids: Sequence[in
 def test_logprobs_over_four_turns_are_those_of_one_plain_pass(
     name: str, attention: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("agentrl.engine.transformers._MAX_MASK", 2000)  # prompts of 60 tokens are computed in chunks
+    monkeypatch.setattr("agentrl.engine.transformers.MAX_MASK", 2000)  # prompts of 60 tokens are computed in chunks
     model = make(name, attn_implementation=attention)
     engine = TransformersEngine(copy.deepcopy(model), TransformersConfig(max_batch_size=4))
 

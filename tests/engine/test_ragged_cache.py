@@ -50,6 +50,15 @@ def test_what_is_cached_survives_growth() -> None:
     assert write(cache, [0], [0], [5.0]) == [[5.0]]
 
 
+def test_no_room_is_made_for_more_than_the_longest_row() -> None:
+    cache = RaggedCache(2, max_length=200)
+    for position in range(200):
+        write(cache, [0], [position], [float(position)])
+        (keys_SYLD,) = cache._keys_SYLD.values()
+        assert keys_SYLD.shape[2] <= 256  # in blocks of 64; by a half each time it would be 320
+    assert keys_SYLD.shape[2] == 256
+
+
 def test_layers_are_kept_apart() -> None:
     cache = RaggedCache(1)
     cache.select([0], [0], 1, **CPU)

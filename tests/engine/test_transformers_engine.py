@@ -280,7 +280,7 @@ class Largest(TorchDispatchMode):
 
 
 def test_a_long_prompt_is_computed_in_chunks_whose_mask_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("agentrl.engine.transformers._MAX_MASK", 2**14)
+    monkeypatch.setattr("agentrl.engine.transformers.MAX_MASK", 2**14)
     model = make_model()
     counts = counted_tokens(model)
 

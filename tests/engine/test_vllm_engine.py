@@ -5,17 +5,20 @@ import random
 import threading
 import weakref
 from collections.abc import Coroutine, Iterator
+from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
 import pytest
 import torch
 
+from agentrl.config import load_recipe
 from agentrl.engine import vllm_weights
 from agentrl.engine.vllm import VLLMConfig, VLLMEngine
 from agentrl.engine.vllm_common import is_installed
 from agentrl.engine.vllm_worker import LEFT, RIGHT
 from agentrl.errors import ConfigError, EngineError
+from agentrl.memory import GB, plan_memory
 from agentrl.testing import check_engine
 from agentrl.types import Completion, FinishReason, Sampling
 from tests.support.vllm_models import VOCAB, make_experts, make_model, plain_logprobs
@@ -65,6 +68,19 @@ def test_it_keeps_to_the_contract_of_engines(engine: VLLMEngine, runner: asyncio
         engine, lambda p, t, z: plain_logprobs(plain, p, t, z), vocab_size=VOCAB, weights=(first, second)
     )
     run(runner, checking)
+
+
+def test_it_has_room_for_the_keys_and_values_that_a_plan_counts(engine: VLLMEngine, tmp_path: Path) -> None:
+    make_model().config.save_pretrained(tmp_path)
+    given = load_recipe(None, ["--model.name_or_path", str(tmp_path), "--engine.name", "vllm"])
+    smaller, larger = (plan_memory(given, gpus=1, memory=memory)[0] for memory in (8 * GB, 16 * GB))
+    assert smaller.cached_tokens is not None
+    assert larger.cached_tokens is not None
+    num_bytes = larger.uses["vLLM"] - smaller.uses["vLLM"]
+    cache = engine._llm.vllm_config.cache_config
+    assert cache.num_gpu_blocks * cache.block_size / 2**30 == pytest.approx(
+        (larger.cached_tokens - smaller.cached_tokens) / num_bytes, rel=1e-3
+    )
 
 
 async def converse(engine: VLLMEngine, number: int, temperature: float) -> list[tuple[list[int], Completion]]:
