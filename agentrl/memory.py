@@ -272,8 +272,9 @@ def _sampling_pass(recipe: Recipe, sizes: Sizes) -> int:
     tokens = min(engine.max_prefill_tokens, rows * context)
     mask = (size + 1) * min(tokens * context, MAX_MASK)
     dtype = torch.bfloat16 if size == _HALF else torch.float32
-    logits = rows * sizes.config.get_text_config().vocab_size
-    return int(max(sizes.of_pass(num_tokens=tokens, dtype=dtype) + mask, (size + SAMPLING_BYTES) * logits))
+    logits = SAMPLING_BYTES + (size if size == _HALF else 0)  # in half precision there is a copy of each
+    logits *= rows * sizes.config.get_text_config().vocab_size
+    return int(max(sizes.of_pass(num_tokens=tokens, dtype=dtype) + mask, logits))
 
 
 def _bytes_per_token(recipe: Recipe, config: Any) -> int:

@@ -21,8 +21,8 @@ from agentrl.types import FinishReason
 
 MAX_MASK = 2**23
 """Entries of an attention mask, rows x queries x cached positions, for the prompts that are computed together."""
-SAMPLING_BYTES = 24
-"""That `sample` needs at most for each of its logits, beside those that it is given: two in float32 and two in float64."""
+SAMPLING_BYTES = 28
+"""That `sample` holds at most for each logit: three numbers in float32, the logit itself among them, and two in float64."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
