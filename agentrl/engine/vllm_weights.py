@@ -17,6 +17,8 @@ from agentrl.errors import EngineError
 
 _BUCKET_BYTES = 2**24
 """Largest size of what is handed over at once, of which there is a copy in memory; a larger weight is handed over alone."""
+_COMPARED = 2**22
+"""Numbers of a weight that are rounded at once to see whether they stay as they are."""
 _ROUTERS = (".gate.weight", ".router.weight")
 """Ends of names of weights that choose among experts: vLLM keeps some in single precision."""
 
@@ -117,7 +119,8 @@ def in_buckets(
             names = (name, *(tied for tied, other in model.ties.items() if other == name))
             is_rounded = tensor.is_floating_point() and tensor.ndim > 1 and not name.endswith(_ROUTERS)
             if is_rounded and is_exact:
-                is_rounded = tensor.to(model.dtype).to(tensor.dtype).equal(tensor)
+                parts = tensor.flatten().split(_COMPARED)  # of a whole embedding two copies would be held
+                is_rounded = all(part.to(model.dtype).to(part.dtype).equal(part) for part in parts)
             yield Weight(names, tensor, model.dtype if is_rounded else tensor.dtype)
         if missing:
             raise EngineError(f"load_weights needs every weight of the model; {min(missing)!r} is missing")
