@@ -217,10 +217,16 @@ def test_adapters_that_break_off_need_all_weights_again(
     run(main())
 
 
-def test_weights_for_adapters_go_out_in_half_precision_only_where_nothing_is_lost() -> None:
+def test_weights_for_adapters_go_out_in_half_precision_only_where_nothing_is_lost(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(vllm_weights, "_COMPARED", 100)
     model = make_model()
     served = ServedModel(shapes=model.state_dict(), vocab_size=VOCAB, dtype=torch.bfloat16, ties=find_ties(model))
-    exact = [(name, tensor.bfloat16().float() if "q_proj" in name else tensor) for name, tensor in weights(0)]
+    exact = [(name, tensor.bfloat16().float() if "_proj" in name else tensor) for name, tensor in weights(0)]
+    for name, tensor in exact:
+        if "q_proj" not in name and "_proj" in name:
+            tensor[-1, -1] = 1 / 3
     sent = [weight for bucket in in_buckets(exact, served, is_exact=True) for weight in bucket]
     assert {weight.names[0] for weight in sent if weight.dtype == torch.bfloat16} == {
         name for name, _ in exact if "q_proj" in name
