@@ -269,7 +269,8 @@ def _sampling_pass(recipe: Recipe, sizes: Sizes) -> int:
         return 0
     size = _half(recipe)
     context, rows = recipe.rollout.max_context_tokens, engine.max_batch_size
-    tokens = min(engine.max_prefill_tokens, rows * context)
+    # A longer prompt than the engine computes at once is computed alone, as much at once as its mask allows.
+    tokens = max(min(engine.max_prefill_tokens, rows * context), min(context, MAX_MASK // context))
     mask = (size + 1) * min(tokens * context, MAX_MASK)
     dtype = torch.bfloat16 if size == _HALF else torch.float32
     logits = SAMPLING_BYTES + (size if size == _HALF else 0)  # in half precision there is a copy of each

@@ -112,6 +112,14 @@ def test_an_update_and_sampling_are_added_up_where_they_are_at_the_same_time() -
             0
         ].uses
     )
+    alone = ["--rollout.mode", "async", "--rollout.max_context_tokens", "2048", "--engine.max_batch_size", "1"]
+    few, enough = (
+        plan_memory(load_recipe(None, [*alone, "--engine.max_prefill_tokens", tokens, *_LOCAL]), gpus=1, memory=0)[
+            0
+        ].uses
+        for tokens in ("1", "2048")
+    )
+    assert few == enough  # a prompt of 2,048 tokens is a pass of its own
     many = ["--engine.max_batch_size", "2048", "--engine.max_prefill_tokens", "1000000"]
     large = plan_memory(load_recipe(None, [*many, *_LOCAL]), gpus=1, memory=0)[0].uses
     assert "a pass of sampling" in large
