@@ -122,7 +122,8 @@ class DeafToPause(TransformersEngine):
 
 class KeepsTheCache(TransformersEngine):
     def _forget(self) -> None:
-        pass
+        if not hasattr(self, "_cache"):  # the first, empty one
+            super()._forget()
 
 
 class KeepsTheVersion(TransformersEngine):
