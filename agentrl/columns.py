@@ -9,7 +9,7 @@ from functools import cache
 from itertools import groupby
 from typing import Annotated
 
-from pydantic import AfterValidator, BeforeValidator, PlainSerializer
+from pydantic import AfterValidator, BeforeValidator, Field, PlainSerializer
 
 
 def to_array(column: Sequence[int]) -> "array[int]":
@@ -128,3 +128,5 @@ LogProbs = Annotated[
     AfterValidator(_logprobs),
     PlainSerializer(pack_floats, when_used="json"),
 ]
+InMemory = Annotated[bytes, Field(exclude=True), BeforeValidator(lambda _: b"")]
+"""What no file holds, and is read from none."""

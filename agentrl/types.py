@@ -20,7 +20,7 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
-from agentrl.columns import LogProbs, Runs, TokenIds, from_array, to_array
+from agentrl.columns import InMemory, LogProbs, Runs, TokenIds, from_array, to_array
 
 Count = Annotated[int, Field(gt=0, le=1_000_000)]
 """Of what a recipe has made or kept at the same time: with more, a run would stand still before it could say why."""
@@ -165,6 +165,8 @@ class Sampling:
     drawn: int = 0
     """Number of tokens at the end of the prompt that an interrupted request with the same seed has sampled: this one continues
     with the random numbers that came next there."""
+    experts_from: int = 0
+    """First token of the prompt whose experts are wanted, by an engine that tells them (`EngineContext.tells_experts`)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -180,6 +182,9 @@ class Completion:
     finish_reason: FinishReason
     num_cached_tokens: int = 0
     """Tokens of the prompt that the engine had computed before, for another request, and did not compute again."""
+    experts: InMemory = b""
+    """Experts that a mixture chose, as `agentrl.routing.Experts.pack` writes them, of each token from `Sampling.experts_from`
+    to the last but one, which is all that was computed. Empty: the engine does not tell."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -217,6 +222,8 @@ class Turn:
     signals: Mapping[str, Any] = field(default_factory=dict)
     """What the credit scheme asks for beyond these fields, by the name of its `Need`: a tuple with one number for each action
     token, or one number for the turn. `agentrl/learn/signals/` has a file for each, with its meaning and unit."""
+    experts: InMemory = b""
+    """As `Completion.experts`: from the token before the observation, where there is one, to the last but one of the action."""
 
     def __post_init__(self) -> None:
         """Check that what belongs to tokens is aligned with the action."""

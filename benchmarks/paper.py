@@ -70,7 +70,7 @@ GRPO: Figures = {"unit": "token", "trust": "fixed", "clip_low": 0.2, "clip_high"
 METHODS: dict[str, Figures] = {
     "GSPO": GSPO,
     "GRPO": GRPO,
-    "GRPO, replay": GRPO | {"routing_replay": True},
+    "GRPO, replay": GRPO | {"routing_replay": "trainer"},
     "GSPO, GRPO's range": GRPO | {"unit": "trajectory"},  # all but without clipping
 }
 COMPARED = {"dense": ["GSPO", "GRPO"], "MoE": ["GSPO", "GRPO", "GRPO, replay"]}

@@ -78,7 +78,8 @@ def context(model: Any) -> EngineContext:
 def test_the_faster_engine_is_chosen_where_the_recipe_leaves_it_open(sizes: dict[str, int], name: str) -> None:
     model = make_local_model(LocalModelConfig.model_validate(sizes), train_tokenizer([], vocab_size=261))
     assert is_vllm_faster(context(model)) is (name == "vllm")
-    assert is_vllm_faster(replace(context(model), device=torch.device("cuda")))
+    assert not is_vllm_faster(replace(context(model), tells_experts=True))
+    assert is_vllm_faster(replace(context(model), device=torch.device("cuda"), tells_experts=True))
     assert not is_vllm_faster(replace(context(model), device=torch.device("cuda"), share=Share(1, 0, 2)))
 
 

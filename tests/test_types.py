@@ -166,3 +166,11 @@ def test_a_turn_that_repeats_what_is_not_there_is_refused(shared: Any) -> None:
     rows = TURNS.dump_python((turn(1, 2), turn(3, extends=False)), mode="json")
     with pytest.raises(ValidationError, match=r"a turn repeats|is no number"):
         TURNS.validate_python([rows[0], rows[1] | {"shared": shared}])
+
+
+def test_experts_go_to_other_processes_and_into_no_file() -> None:
+    told = replace(turn(1, 2), experts=b"\x00\xff")
+    assert pickle.loads(pickle.dumps(told)) == told
+    (row,) = TURNS.dump_python((told,), mode="json")
+    assert "experts" not in row
+    assert TURNS.validate_python([row | {"experts": "AP8="}]) == (replace(told, experts=b""),)

@@ -127,7 +127,7 @@ def untrained(recipe: "Recipe", *, process: int = 0) -> "Recipe":
             "run_dir": None,
             "engine": recipe.engine.of_process(process),
             "credit": {"scheme": "uniform", "lone": "keep"},
-            "loss": recipe.loss.model_copy(update={"kl_coefficient": 0.0, "routing_replay": False}),
+            "loss": recipe.loss.model_copy(update={"kl_coefficient": 0.0, "routing_replay": "none"}),
             "train": recipe.train.model_copy(update={"optimizer": "adamw", "sharding": "none"}),
         }
     )

@@ -37,6 +37,7 @@ def _serve(options: argparse.Namespace, rest: list[str]) -> None:
     if not 0 <= options.server < num:
         raise ConfigError(f"--server: expected 0 to {num - 1}, the numbers of engine.server.url, got {options.server}")
     config, tokenizer = config.of_process(options.server), tokenizer_of(run_dir)
+    tells_experts = recipe.loss.routing_replay == "engine"
     recipe = untrained(recipe, process=options.server)
     console = Console(soft_wrap=True)
     hangup = [signal.SIGHUP] if hasattr(signal, "SIGHUP") else []  # Windows has none
@@ -45,7 +46,7 @@ def _serve(options: argparse.Namespace, rest: list[str]) -> None:
     with (
         build(recipe, tokenizer_folder=tokenizer) as parts,
         tempfile.TemporaryDirectory(prefix="agentrl-serve-") as folder,
-        serve(parts, config, Path(folder), timeout_s=options.start_timeout_s) as server,
+        serve(parts, config, Path(folder), timeout_s=options.start_timeout_s, tells_experts=tells_experts) as server,
     ):
         console.print(f"serving at {server.url}; log: {folder}/server.log; end with Ctrl-C")
         status = server.process.wait()

@@ -39,6 +39,8 @@ def is_vllm_faster(context: EngineContext) -> bool:
         return False
     if context.device.type == "cuda":
         return True
+    if context.tells_experts:  # there vLLM cannot
+        return False
     # Heads of less than 32 are beyond vLLM on a CPU.
     model, config = context.model, context.model.config
     is_large = sum(parameter.numel() for parameter in model.parameters()) >= _LARGE

@@ -36,6 +36,8 @@ class EngineContext:
     """The run is to repeat bit for bit: what is sampled may not depend on the timing of environments."""
     samples_during_update: bool
     """The engine samples while the policy is updated."""
+    tells_experts: bool = False
+    """Completions carry the experts that the routers of a mixture chose (`Completion.experts`)."""
 
 
 class EngineConfig(Plugin):

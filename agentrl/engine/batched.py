@@ -30,6 +30,12 @@ class Request:
     logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
     num_cached_tokens: int = 0
+    experts: bytes = b""
+
+    @property
+    def num_routed_tokens(self) -> int:
+        """Number of tokens whose experts are to be told: all that were computed, from `Sampling.experts_from` on."""
+        return len(self.prompt_ids) + len(self.token_ids) - 1 - self.sampling.experts_from
 
     def finish(self, reason: FinishReason) -> None:
         """Hand what was sampled to the caller, if there still is one."""
@@ -41,6 +47,7 @@ class Request:
                     versions=tuple(self.versions),
                     finish_reason=reason,
                     num_cached_tokens=self.num_cached_tokens,
+                    experts=self.experts,
                 )
             )
 

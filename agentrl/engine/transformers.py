@@ -5,6 +5,7 @@
 
 import copy
 from collections.abc import Iterable, Sequence
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,6 +18,7 @@ from agentrl.engine.base import EngineContext
 from agentrl.engine.batched import BatchedConfig, BatchedEngine, Request, check_weight
 from agentrl.engine.ragged_cache import RECURRENT, RaggedCache
 from agentrl.errors import ConfigError, EngineError
+from agentrl.routing import experts_of, recording
 from agentrl.types import FinishReason
 
 MAX_MASK = 2**23
@@ -34,6 +36,8 @@ class _Row:
     """The conversation that the cached tokens belong to."""
     cached_ids: list[int] = field(default_factory=list)
     """Tokens whose keys and values the row holds."""
+    experts: bytearray = field(default_factory=bytearray)
+    """Of these tokens, packed, where they are told."""
     request: Request | None = None
     uniforms: list[float] = field(default_factory=list)
     """The random numbers of the request, one for each token."""
@@ -65,7 +69,12 @@ class TransformersConfig(BatchedConfig):
                     weight, nn.Parameter(torch.empty_like(weight, device="cpu"), weight.requires_grad)
                 )
         model = model.to(context.device, context.dtype)
-        return TransformersEngine(model, self.settled(context), max_context_tokens=context.max_context_tokens)
+        return TransformersEngine(
+            model,
+            self.settled(context),
+            max_context_tokens=context.max_context_tokens,
+            tells_experts=context.tells_experts,
+        )
 
 
 class TransformersEngine(BatchedEngine):
@@ -76,7 +85,12 @@ class TransformersEngine(BatchedEngine):
     """
 
     def __init__(
-        self, model: Any, config: TransformersConfig | None = None, *, max_context_tokens: int | None = None
+        self,
+        model: Any,
+        config: TransformersConfig | None = None,
+        *,
+        max_context_tokens: int | None = None,
+        tells_experts: bool = False,
     ) -> None:
         """Take a transformers causal language model, which the engine then owns.
 
@@ -84,6 +98,7 @@ class TransformersEngine(BatchedEngine):
             model: to sample from.
             config: of the engine.
             max_context_tokens: no context will be longer; the cache makes no room for more.
+            tells_experts: of a mixture; completions carry them.
         """
         super().__init__(config or TransformersConfig())
         self._layer_types = _layer_types(model)
@@ -93,6 +108,11 @@ class TransformersEngine(BatchedEngine):
         self._device: torch.device = model.device
         self._rows = [_Row(index=i) for i in range(self._config.max_batch_size)]
         self._max_context_tokens = max_context_tokens
+        self._experts = experts_of(model) if tells_experts else None
+        """None: they are not told."""
+        self._recording = ExitStack()
+        self._recorded = self._recording.enter_context(recording(model) if self._experts else nullcontext([]))
+        """Experts of the newest pass."""
         self._forget()
 
     async def pause(self) -> None:
@@ -116,6 +136,7 @@ class TransformersEngine(BatchedEngine):
     async def close(self) -> None:
         """Drop the model and the cache."""
         await super().close()
+        self._recording.close()
         self._model = None
 
     @property
@@ -155,7 +176,7 @@ class TransformersEngine(BatchedEngine):
 
     @staticmethod
     def _release(row: _Row) -> None:
-        row.owner, row.cached_ids = None, []
+        row.owner, row.cached_ids, row.experts = None, [], bytearray()
 
     def _admit(self, waiting: list[Request]) -> None:
         """Give waiting requests a row and compute their prompts, as many together as fit the prefill budget."""
@@ -169,6 +190,7 @@ class TransformersEngine(BatchedEngine):
             known = min(known, len(request.prompt_ids) - 1)
             if self._is_recurrent and known < len(row.cached_ids):
                 known = 0  # a state cannot go back
+            del row.experts[self._size_of(known) :]
             row.cached_ids = row.cached_ids[:known]
             request.num_cached_tokens = len(row.cached_ids)
             row.owner, row.request, row.last_used = request.request_id, request, self._step
@@ -240,12 +262,23 @@ class TransformersEngine(BatchedEngine):
         output = self._model.base_model(input_ids=inputs_BQ, past_key_values=self._cache, use_cache=True, **selection)
         for row, new in zip(rows, ids, strict=True):
             row.cached_ids.extend(new)
+        if self._experts is not None:
+            experts_PJX = self._recorded.pop().transpose(0, 1).cpu().numpy()
+            for start, (row, new) in zip(
+                range(0, len(experts_PJX), num_queries), zip(rows, ids, strict=True), strict=True
+            ):
+                row.experts += self._experts.pack(experts_PJX[start : start + len(new)])
         hidden_BQD: torch.Tensor = output.last_hidden_state
         return hidden_BQD
+
+    def _size_of(self, num_tokens: int) -> int:
+        """Return how many bytes the experts of so many tokens take."""
+        return 0 if self._experts is None else self._experts.num_bytes * num_tokens
 
     def _finish(self, row: _Row, reason: FinishReason) -> None:
         request, row.request = row.request, None
         assert request is not None
+        request.experts = bytes(row.experts[self._size_of(request.sampling.experts_from) :])
         if request.request_id not in self._open:
             self._release(row)
         self._answered(request, reason)

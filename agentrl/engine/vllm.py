@@ -28,6 +28,7 @@ from agentrl.engine.vllm_common import (
     sampled_logprobs,
     sampling_fields,
 )
+from agentrl.engine.vllm_experts import VLLMExperts, arguments_to_tell
 from agentrl.engine.vllm_weights import ServedModel, find_ties, in_buckets
 from agentrl.engine.weight_channel import Weight
 from agentrl.errors import ConfigError, EngineError
@@ -71,7 +72,11 @@ class VLLMConfig(BatchedConfig):
                 "and set engine.name: vllm_server and engine.server.url"
             )
         return VLLMEngine(
-            context.model, self.settled(context), dtype=context.dtype, max_tokens=context.max_context_tokens
+            context.model,
+            self.settled(context),
+            dtype=context.dtype,
+            max_tokens=context.max_context_tokens,
+            tells_experts=context.tells_experts,
         )
 
 
@@ -96,6 +101,7 @@ class VLLMEngine(BatchedEngine):
         *,
         max_tokens: int,
         dtype: torch.dtype | None = None,
+        tells_experts: bool = False,
     ) -> None:
         """Build vLLM's form of a transformers causal language model, with random weights: load some before sampling.
 
@@ -105,9 +111,10 @@ class VLLMEngine(BatchedEngine):
             config: how many requests are decoded together; further arguments of vLLM's `EngineArgs`.
             max_tokens: longest context, prompt and completion together.
             dtype: of vLLM's weights. None: the model's.
+            tells_experts: of a mixture; completions carry them. On a GPU alone.
 
         Raises:
-            ConfigError: when vLLM is not installed, or cannot run this model.
+            ConfigError: when vLLM is not installed, cannot run this model, or cannot tell its experts here.
         """
         super().__init__(config := config or VLLMConfig())
         self._sleeps, self._arguments = config.sleep, config.vllm
@@ -118,6 +125,7 @@ class VLLMEngine(BatchedEngine):
             dtype=dtype or model.dtype,
             ties=find_ties(model),
         )
+        self._experts = VLLMExperts.of(model) if tells_experts else None
         self._is_half_loaded = False
         # Of the thread alone:
         self._is_asleep = False
@@ -228,6 +236,8 @@ class VLLMEngine(BatchedEngine):
         request.logprobs = sampled_logprobs(logprobs, request.sampling)
         request.versions = [self._version] * len(request.token_ids)
         request.num_cached_tokens = output.num_cached_tokens or 0
+        if self._experts is not None:
+            request.experts = self._experts.pack(completion.routed_experts, num_tokens=request.num_routed_tokens)
         self._answered(request, reason)
 
     async def _call(self, function: Callable[..., _T], *arguments: Any) -> _T:
@@ -260,6 +270,8 @@ class VLLMEngine(BatchedEngine):
                 "max_num_batched_tokens": max(self._config.max_prefill_tokens, max_tokens),
                 "disable_log_stats": True,
             }
+            if self._experts is not None:
+                arguments |= arguments_to_tell()
             if not is_cpu:
                 arguments |= {"gpu_memory_utilization": 0.4}  # the rest is the trainer's
                 arguments |= {"enable_sleep_mode": self._sleeps}  # a CPU would refuse it

@@ -1,16 +1,19 @@
 """What vLLM is told and what it answers, in this process or over HTTP. Names are those of vLLM 0.32."""
 
+import math
 from importlib.util import find_spec
 from typing import Any
 
 from agentrl.engine.vllm_worker import DRAWN, EXTENSION
-from agentrl.errors import ConfigError
+from agentrl.errors import ConfigError, EngineError
 from agentrl.types import FinishReason, Sampling
 
 HOW_TO_INSTALL = "pip install 'agentrl[vllm]' with a GPU; without one see docs/engines.md"
 MIN_TEMPERATURE = 0.01
 """vLLM silently raises lower ones to it."""
 FINISH_REASONS = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH, "abort": FinishReason.ABORTED}
+_NO_LOGPROB = -9999.0
+"""What a server sends where a log-probability is not a number."""
 
 
 def is_installed() -> bool:
@@ -72,12 +75,31 @@ def sampling_fields(sampling: Sampling) -> dict[str, Any]:
         "logprobs": 0,
         "detokenize": False,
         "extra_args": {DRAWN: sampling.drawn},
+        "routed_experts_prompt_start": sampling.experts_from,
     }
 
 
 def sampled_logprobs(values: list[float], sampling: Sampling) -> list[float]:
     """Return log-probabilities of sampled tokens from vLLM's: at temperature 0 it gives those of temperature 1."""
     return [0.0 if sampling.temperature == 0 else min(0.0, value) for value in values]
+
+
+def read_choice(choice: Any) -> tuple[list[int], list[float], FinishReason]:
+    """Return the tokens that a server sampled, vLLM's log-probability of each, and why it stopped.
+
+    Raises:
+        ValueError: for what is none of these, as KeyError and TypeError.
+        EngineError: where it sampled from no distribution.
+    """
+    token_ids = [int(token) for token in choice["token_ids"]]
+    scored = choice["logprobs"]["content"] if token_ids else []
+    logprobs = [float(entry["logprob"]) for entry in scored]
+    reason = FINISH_REASONS[choice["finish_reason"]]
+    if len(logprobs) != len(token_ids) or not (token_ids or reason is FinishReason.ABORTED):
+        raise ValueError(f"{len(token_ids)} tokens with {len(logprobs)} log-probabilities")
+    if not all(_NO_LOGPROB < logprob < math.inf for logprob in logprobs):
+        raise EngineError("vLLM's server sampled from a distribution that is not one: its weights are not finite")
+    return token_ids, logprobs, reason
 
 
 def check_success(answer: Any) -> None:

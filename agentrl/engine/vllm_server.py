@@ -1,7 +1,6 @@
 """The client of vLLM's own HTTP server. Names and paths are those of vLLM 0.32."""
 
 import asyncio
-import math
 from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager, suppress
 from pathlib import Path
@@ -11,20 +10,15 @@ from uuid import uuid4
 import torch
 
 from agentrl.engine.base import KeptBase
-from agentrl.engine.vllm_common import (
-    FINISH_REASONS,
-    MIN_TEMPERATURE,
-    check_success,
-    sampled_logprobs,
-    sampling_fields,
-)
+from agentrl.engine.vllm_common import MIN_TEMPERATURE, check_success, read_choice, sampled_logprobs, sampling_fields
+from agentrl.engine.vllm_experts import VLLMExperts
 from agentrl.engine.vllm_http import Fault, Http, ServerLostError
 from agentrl.engine.vllm_outstanding import Outstanding
 from agentrl.engine.vllm_push import Changes, push
 from agentrl.engine.vllm_server_config import ServerConfig
 from agentrl.engine.vllm_weights import ServedModel, read_answer, read_model
 from agentrl.errors import EngineError
-from agentrl.types import Completion, FinishReason, Sampling
+from agentrl.types import Completion, Sampling
 
 _GENERATE = "/inference/v1/generate"
 _SERVER_INFO = "/server_info?config_format=json"
@@ -35,8 +29,6 @@ _ABORT_S = 10.0
 """How long the server may take to hear that a request is not wanted any more."""
 _BACK_S = 10.0
 """How long one that was lost may take to say that it is there again."""
-_NO_LOGPROB = -9999.0
-"""What the server sends where a log-probability is not a number."""
 
 
 class VLLMServer:
@@ -46,14 +38,18 @@ class VLLMServer:
     let it serve one engine at a time.
     """
 
-    def __init__(self, config: ServerConfig, *, folder: Path, device: torch.device = _CPU) -> None:
+    def __init__(
+        self, config: ServerConfig, *, folder: Path, device: torch.device = _CPU, experts: VLLMExperts | None = None
+    ) -> None:
         """Begin idle; nothing is sent before the first request.
 
         Args:
             config: where it listens, and how patient to be.
             folder: where weights are handed over that cannot be directly, by the same path on both sides.
             device: where the weights are.
+            experts: reads those that the server chose. None: they are not asked for.
         """
+        self._experts = experts
         self._config = config
         self._http = Http(config)
         self.folder, self.device = folder, device
@@ -300,7 +296,7 @@ class VLLMServer:
             try:
                 async with self._out.waiting(server_id):
                     return await self._http.once(
-                        "POST", _GENERATE, body, parse=lambda answer: self._read(answer, sampling)
+                        "POST", _GENERATE, body, parse=lambda answer: self._read(answer, sampling, len(prompt_ids))
                     )
             except (asyncio.CancelledError, Fault):
                 task = asyncio.create_task(self._abort(server_id))
@@ -313,16 +309,13 @@ class VLLMServer:
         with suppress(Fault, EngineError, TimeoutError):
             await asyncio.wait_for(self._http.once("POST", "/abort_requests", _names([server_id])), _ABORT_S)
 
-    def _read(self, answer: Any, sampling: Sampling) -> Completion:
+    def _read(self, answer: Any, sampling: Sampling, num_prompt_tokens: int) -> Completion:
         (choice,) = answer["choices"]
-        token_ids = [int(token) for token in choice["token_ids"]]
-        scored = choice["logprobs"]["content"] if token_ids else []
-        logprobs = [float(entry["logprob"]) for entry in scored]
-        reason = FINISH_REASONS[choice["finish_reason"]]
-        if len(logprobs) != len(token_ids) or not (token_ids or reason is FinishReason.ABORTED):
-            raise ValueError(f"{len(token_ids)} tokens with {len(logprobs)} log-probabilities")
-        if not all(_NO_LOGPROB < logprob < math.inf for logprob in logprobs):
-            raise EngineError("vLLM's server sampled from a distribution that is not one: its weights are not finite")
+        token_ids, logprobs, reason = read_choice(choice)
+        experts = b""
+        if self._experts is not None and token_ids:
+            num_tokens = num_prompt_tokens + len(token_ids) - 1 - sampling.experts_from
+            experts = self._experts.read(choice.get("routed_experts"), num_tokens=num_tokens)
         details = answer["usage"].get("prompt_tokens_details") or {}
         return Completion(
             token_ids=tuple(token_ids),
@@ -330,6 +323,7 @@ class VLLMServer:
             versions=self._versions(choice.get("weight_versions") or [], len(token_ids)),
             finish_reason=reason,
             num_cached_tokens=details.get("cached_tokens") or 0,
+            experts=experts,
         )
 
     def _versions(self, spans: list[dict[str, Any]], num_tokens: int) -> tuple[int, ...]:

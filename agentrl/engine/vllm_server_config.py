@@ -83,14 +83,18 @@ class VLLMServerConfig(EngineConfig):
         Raises:
             ConfigError: for a model whose weights it could not replace.
         """
+        from agentrl.engine.vllm_experts import VLLMExperts
         from agentrl.engine.vllm_server import VLLMServer
         from agentrl.engine.vllm_servers import VLLMServers
 
         check_reloadable(context.model.config)
         folder, share = self.server.folder or context.handover, context.share
         urls = self.server.urls[share.process :: share.num_processes]
+        experts = VLLMExperts.of(context.model) if context.tells_experts else None
         servers = [
-            VLLMServer(self.server.model_copy(update={"url": url}), folder=folder, device=context.device)
+            VLLMServer(
+                self.server.model_copy(update={"url": url}), folder=folder, device=context.device, experts=experts
+            )
             for url in urls
         ]
         return servers[0] if len(servers) == 1 else VLLMServers(servers)

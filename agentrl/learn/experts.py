@@ -1,15 +1,20 @@
-"""Whether the experts of a policy can be noted and replayed (`loss.routing_replay`)."""
+"""The experts of a policy: whether they can be noted and replayed (`loss.routing_replay`), and what a step tells of them.
+
+`J` routers of a model, `P` slots of a pass, `X` experts that each chooses at a slot.
+"""
 
 import logging
 from contextlib import nullcontext
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from agentrl.errors import ConfigError, TrainingError
+from agentrl.learn.plan import MicroBatch
 from agentrl.learn.policy_state import PolicyState
 from agentrl.policy.layout import lay_out
-from agentrl.policy.routing import recording, replaying, routers_of
+from agentrl.routing import UNKNOWN, changed_share, recording, replaying, routers_of
 
 log = logging.getLogger(__name__)
 
@@ -36,5 +41,25 @@ def is_routed(state: PolicyState, *, must_be: bool) -> bool:
         log.info("the experts of this model are not reported: %s", error)
         return False
     if must_be and not has_experts:
-        raise ConfigError(f"loss.routing_replay: {type(model).__name__} is no mixture of experts; set it to false")
+        raise ConfigError(f"loss.routing_replay: {type(model).__name__} is no mixture of experts; set it to none")
     return has_experts
+
+
+def expert_metrics(micro: MicroBatch, before_JPX: Tensor, after_JPX: Tensor) -> dict[str, float]:
+    """Return what a step tells of the experts at the slots where trained tokens are read, of one pass.
+
+    Args:
+        micro: the pass.
+        before_JPX: what the policy itself chose before the first update.
+        after_JPX: what it chose after it.
+    """
+    slots_Q = micro.slot_T
+    metrics = {"moe/changed_experts": float(changed_share(before_JPX, after_JPX, slots_Q=slots_Q).mean())}
+    if micro.experts_JPX is not None:
+        told_JPX = micro.experts_JPX.to(before_JPX)
+        is_told_Q = (told_JPX[:, slots_Q] != UNKNOWN).all(-1).all(0)
+        metrics["moe/told"] = float(is_told_Q.double().mean())
+        if is_told_Q.any():
+            unlike_Q = changed_share(told_JPX, before_JPX, slots_Q=slots_Q[is_told_Q])
+            metrics["moe/unlike_engine"] = float(unlike_Q.mean())
+    return metrics

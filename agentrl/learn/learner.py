@@ -22,7 +22,7 @@ from agentrl.distributed.processes import all_gather
 from agentrl.errors import TrainingError
 from agentrl.learn.batch import LossColumns, make_batch
 from agentrl.learn.calibration import Aim, Shown, joined, observed, range_metrics
-from agentrl.learn.experts import is_routed
+from agentrl.learn.experts import expert_metrics, is_routed
 from agentrl.learn.interrupt import check_interrupt
 from agentrl.learn.kept_versions import KeptVersions
 from agentrl.learn.loss_config import LossConfig
@@ -37,8 +37,8 @@ from agentrl.learn.token_notes import TokenNotes
 from agentrl.learn.tokens import TokenBatch
 from agentrl.learn.train_config import TrainConfig
 from agentrl.policy.layout import attending, lay_out
-from agentrl.policy.routing import changed_share, recording, replaying
 from agentrl.rollout import derive_seed
+from agentrl.routing import experts_of, recording, replaying
 from agentrl.types import Trajectory, TrajectoryGroup
 
 
@@ -102,13 +102,14 @@ class Learner:
         self._temperature, self._seed = temperature, seed
         policy = state.policy
         self._layout = policy.layout
-        self._is_routed = is_routed(state, must_be=loss.routing_replay)
+        self._is_routed = is_routed(state, must_be=loss.routing_replay != "none")
         self._planner = Planner.of(
             policy,
             max_tokens=config.max_tokens_per_micro_batch,
             device=state.device,
             dtype=torch.float64 if next(policy.parameters()).dtype == torch.float64 else torch.float32,
             pairs_per_token=6 * policy.model.config.get_text_config().hidden_size,
+            experts=experts_of(policy.model) if loss.routing_replay == "engine" else None,
         )
 
     def logprobs(self, prompt_ids: Sequence[int], action_ids: Sequence[int]) -> Tensor:
@@ -190,7 +191,8 @@ class Learner:
                     num_updates += 1
                 state.optimizer.zero_grad()
                 if index == 0 and routed is not None:
-                    of_experts = self._changed_experts(*routed)
+                    micro, before_JPX = routed
+                    of_experts = expert_metrics(micro, before_JPX, self._experts(micro))
             state.advance_schedule()
         if num_updates and reach.target is not None:
             show_last = partial(self.show, plans[last], shown_last, version=version)
@@ -255,7 +257,7 @@ class Learner:
             with (
                 self._accumulating(is_last=number == len(plan) - 1),
                 attending(self.state.policy.model, self._layout),
-                self._routing(before),
+                self._routing(training_pass.micro, before),
             ):
                 loss = self._pass_loss(training_pass, before, observations, version)
                 # Processes average their gradients; the loss is a sum over all of them.
@@ -274,7 +276,8 @@ class Learner:
         observations = Observations()
         for training_pass, before in zip(plan, befores, strict=True):
             check_interrupt()
-            with torch.no_grad(), attending(self.state.policy.model, self._layout), self._routing(before):
+            routing = self._routing(training_pass.micro, before)
+            with torch.no_grad(), attending(self.state.policy.model, self._layout), routing:
                 self._pass_loss(training_pass, before, observations, version)
         return Tally.joined(all_gather([Tally.of(observations)]))
 
@@ -310,9 +313,10 @@ class Learner:
         found = []
         for micro, _ in plan:
             check_interrupt()
-            with torch.no_grad(), self._routing(Before()) as experts:
+            with torch.no_grad(), self._routing(micro, Before()) as experts:
                 logprobs_T = self._forward(self.state.wrapped, micro)[0]
-            found.append(Before(logprobs_T, experts_JPX=experts[0].cpu() if self.loss.routing_replay else None))
+            is_replayed = self.loss.routing_replay == "trainer"
+            found.append(Before(logprobs_T, experts_JPX=experts[0].cpu() if is_replayed else None))
         return found
 
     def _with_earlier(
@@ -331,7 +335,8 @@ class Learner:
                     check_interrupt()
                     is_its_own_T = columns.version_T == earlier
                     if is_its_own_T.any() or self._accelerator.num_processes > 1:  # a pass takes all of them
-                        recomputed_T = self._forward(self.state.wrapped, micro)[0]
+                        with self._routing(micro, Before()):
+                            recomputed_T = self._forward(self.state.wrapped, micro)[0]
                         logprobs_T[is_its_own_T] = recomputed_T[is_its_own_T].to(logprobs_T.dtype)
         found = iter(zip(passes, logprobs, strict=True))
         return [
@@ -342,24 +347,20 @@ class Learner:
             for of_minibatch in befores
         ]
 
-    def _routing(self, before: Before) -> AbstractContextManager[list[Tensor]]:
-        """Return a context in which the experts of each pass are noted, and are those of before where these are known."""
+    def _routing(self, micro: MicroBatch, before: Before) -> AbstractContextManager[list[Tensor]]:
+        """Return a context in which the experts of a pass are noted, and are the engine's or those of before, where known."""
         if not self._is_routed:
             return nullcontext([])
-        if before.experts_JPX is None:
+        experts_JPX = before.experts_JPX if micro.experts_JPX is None else micro.experts_JPX
+        if experts_JPX is None:
             return recording(self.state.policy.model)
-        return replaying(self.state.policy.model, before.experts_JPX)
+        return replaying(self.state.policy.model, experts_JPX)
 
     def _first_routed(self, minibatch: CreditedMinibatch) -> tuple[MicroBatch, Tensor]:
         """Return the first pass that one process would make over a minibatch, and its experts: the same on all processes."""
         tokens, _ = self._batch(minibatch)
         micro = next(self._planner.micro_batches(tokens, trajectories=range(minibatch.num_computed)))
         return micro, self._experts(micro)
-
-    def _changed_experts(self, micro: MicroBatch, before_JPX: Tensor) -> dict[str, float]:
-        """Return the share of experts that an update has changed, at the slots where trained tokens are read."""
-        changed_T = changed_share(before_JPX, self._experts(micro), slots_Q=micro.slot_T)
-        return {"moe/changed_experts": float(changed_T.mean())}
 
     def _experts(self, micro: MicroBatch) -> Tensor:
         """Return the experts that the present weights choose in a pass: (J, P, X)."""

@@ -1,9 +1,9 @@
 """The loss section of a recipe."""
 
 from math import log
-from typing import Annotated, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from agentrl.learn.token_weights import Aggregation, RatioUnit
 from agentrl.types import Count
@@ -57,6 +57,11 @@ class KernelConfig(BaseModel):
         return self
 
 
+def _of_earlier(value: Any) -> Any:
+    """Read true and false of earlier versions, which knew the trainer's experts alone."""
+    return {True: "trainer", False: "none"}[value] if isinstance(value, bool) else value
+
+
 class LossConfig(BaseModel):
     """The loss section of a recipe."""
 
@@ -101,9 +106,10 @@ class LossConfig(BaseModel):
     """Largest weight (and, for `mask`, one over the smallest)."""
     kl_coefficient: float = Field(default=0.0, ge=0)
     """Weight of the KL divergence to the reference policy. 0: none is kept, but for a credit scheme that reads it."""
-    routing_replay: bool = False
-    """Updates of a mixture of experts take the experts that its weights before the first update choose (Routing Replay,
-    GSPO paper, section 5.3): ratios of `unit: token` need it, those of whole trajectories do not."""
+    routing_replay: Annotated[Literal["none", "trainer", "engine"], BeforeValidator(_of_earlier)] = "none"
+    """Which experts the updates of a mixture take: those that it chooses itself; those of the `trainer` before the first update
+    (Routing Replay, GSPO paper, section 5.3); or those of the `engine` as it sampled (arXiv 2510.11370), where it tells them:
+    `transformers`, and vLLM on a GPU. Ratios of `unit: token` need one of them, those of whole trajectories do not."""
 
     @model_validator(mode="after")
     def _check_constant_length(self) -> Self:
@@ -149,10 +155,10 @@ class LossConfig(BaseModel):
 
     @model_validator(mode="after")
     def _check_replay(self) -> Self:
-        if self.routing_replay and self.anchor == "behavior":
+        if self.routing_replay == "trainer" and self.anchor == "behavior":
             raise ValueError(
-                "routing_replay: true sets the trainer's experts, and anchor: behavior compares with the engine's; set "
-                "anchor: recomputed or sampled"
+                "routing_replay: trainer takes the trainer's experts, and anchor: behavior compares with the engine's; set "
+                "anchor: recomputed or sampled, or routing_replay: engine"
             )
         return self
 

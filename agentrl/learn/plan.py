@@ -1,6 +1,7 @@
 """Which trajectories go into which pass of which process, and the tensors of a pass.
 
-`R` rows and `T` trained tokens of a batch or a pass.
+`R` rows and `T` trained tokens of a batch or a pass; `P` slots of a pass, `J` routers of a mixture of experts, `X` experts
+that each chooses at a slot, `N` tokens.
 """
 
 from collections.abc import Iterator, Sequence
@@ -16,9 +17,10 @@ from torch import Tensor
 from agentrl.errors import UserError
 from agentrl.learn.tokens import TokenBatch
 from agentrl.policy.config import Layout
-from agentrl.policy.layout import Inputs, lay_out, pack
+from agentrl.policy.layout import Index, Inputs, lay_out, pack
 from agentrl.policy.model import Policy
 from agentrl.policy.tree import IntArray, plan_tree
+from agentrl.routing import UNKNOWN, Experts
 
 _EMPTY = np.zeros(1, dtype=np.int64)
 """The row of a pass without a trajectory."""
@@ -36,6 +38,8 @@ class MicroBatch:
     target_T: Tensor
     dtype: torch.dtype
     """Of what `take` returns."""
+    experts_JPX: Tensor | None = None
+    """Experts that the engine chose at each slot, or `UNKNOWN`. None: they are not replayed."""
 
     def take(self, column_T: Tensor) -> Tensor:
         """Return a column of the batch for the tokens of this pass, on its device: numbers in `dtype`, indices as they are."""
@@ -64,6 +68,8 @@ class Planner:
     """Tokens that the model knows: one beyond them would end the process on a GPU. None: it is not asked."""
     pairs_per_token: int = 1024
     """What a token costs beside attention, in visible pairs of tokens."""
+    experts: Experts | None = None
+    """Of a mixture whose engine's choices are replayed."""
 
     @classmethod
     def of(cls, policy: Policy, **further: Any) -> "Planner":
@@ -155,7 +161,20 @@ class _Plan:
             slot_T=tensor(index(local_R[tokens.row_T[token_T]], tokens.position_T[token_T])),
             target_T=tensor(tokens.target_T[token_T]),
             dtype=self._planner.dtype,
+            experts_JPX=self._experts(chosen, index, inputs.ids_BL.numel()),
         )
+
+    def _experts(self, rows: Sequence[int], index: Index, num_slots: int) -> Tensor | None:
+        """Return what the engine told; at a slot that rows share, of the last of them."""
+        if (experts := self._planner.experts) is None:
+            return None
+        told_PJX = np.full((num_slots, experts.num_routers, experts.num_chosen), UNKNOWN, dtype=np.int16)
+        for number, row in enumerate(rows):
+            for start, packed in self._tokens.experts[row]:
+                told_NJX = experts.unpack(packed)[: max(0, len(self.rows[row]) - start)]
+                position_N = np.arange(start, start + len(told_NJX))
+                told_PJX[index(np.full_like(position_N, number), position_N)] = told_NJX
+        return torch.from_numpy(told_PJX).transpose(0, 1)
 
     def _parts(self, trajectories: list[int]) -> list[list[int]]:
         """Return what stays together, in an order in which neighbours fit together."""

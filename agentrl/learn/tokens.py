@@ -6,7 +6,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Self
+from typing import NamedTuple, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -33,6 +33,16 @@ class Row:
     """Where the tokens in question stand, in the order in which they were sampled. L: the unknown one after the end."""
     turn_T: IntArray
     """Number of the turn of each within the trajectory."""
+    experts: tuple["ToldExperts", ...] = ()
+    """What the engine told of the experts that it chose for these tokens."""
+
+
+class ToldExperts(NamedTuple):
+    """Experts of neighbouring tokens of a row (see `Completion.experts`)."""
+
+    start: int
+    """Position of the first one."""
+    packed: bytes
 
 
 def rows_of(turns: Sequence[Turn | TurnTokens]) -> list[Row]:
@@ -43,13 +53,16 @@ def rows_of(turns: Sequence[Turn | TurnTokens]) -> list[Row]:
         ids: list[int] = []
         positions: list[int] = []
         numbers: list[int] = []
+        experts: list[ToldExperts] = []
         for k, turn in enumerate(turns[begin:end], start=begin):
+            if isinstance(turn, Turn) and turn.experts:
+                experts.append(ToldExperts(max(0, len(ids) - 1), turn.experts))
             ids.extend(turn.observation_ids)
             positions.extend(range(len(ids), len(ids) + len(turn.action_ids)))
             ids.extend(turn.action_ids)
             numbers.extend([k] * len(turn.action_ids))
         ids_L, positions_T, turn_T = (np.array(column, dtype=np.int64) for column in (ids, positions, numbers))
-        rows.append(Row(ids_L=ids_L, positions_T=positions_T, turn_T=turn_T))
+        rows.append(Row(ids_L=ids_L, positions_T=positions_T, turn_T=turn_T, experts=tuple(experts)))
     return rows
 
 
@@ -84,6 +97,8 @@ class TokenBatch:
     """Number of the turn within the trajectory."""
     groups: list[int]
     """Number of the group of each trajectory."""
+    experts: list[tuple[ToldExperts, ...]]
+    """What the engine told of the experts of each of the R rows."""
 
     @classmethod
     def of(cls, trajectories: Sequence[Trajectory]) -> Self:
@@ -103,6 +118,7 @@ class TokenBatch:
             trajectory_T=np.repeat(np.array([number for number, _ in owned], dtype=np.int64), lengths),
             turn_T=_joined([row.turn_T for _, row in owned]),
             groups=np.unique(group_ids, return_inverse=True)[1].tolist(),
+            experts=[row.experts for _, row in owned],
         )
 
     @property

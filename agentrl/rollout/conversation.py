@@ -154,7 +154,7 @@ class Conversation:
             self.end = End(reason=StopReason.MAX_TOKENS, truncated=True)
             return None
         self._record.check_observation(len(self.turns), dialogue.observation)
-        completion = await self._sample(dialogue.context_ids, min(config.max_turn_tokens, budget, room))
+        completion = await self._sample(dialogue, min(config.max_turn_tokens, budget, room))
         self._message = message = self.context.renderer.parse(
             completion.token_ids, dialogue.context_ids, dialogue.tools
         )
@@ -265,6 +265,7 @@ class Conversation:
             next_state_key=outcome.state_key,
             action_key=outcome.action_key,
             finish_reason=completion.finish_reason,
+            experts=completion.experts,
             observation=dialogue.observation,
             message=message,
             extras=outcome.extras,
@@ -286,9 +287,12 @@ class Conversation:
         fault = Fault(kind="the first prompt is too long")
         return End(reason=StopReason.CONTEXT_OVERFLOW, truncated=True, error=words, fault=fault)
 
-    async def _sample(self, prompt_ids: tuple[int, ...], max_tokens: int) -> Completion:
+    async def _sample(self, dialogue: Dialogue, max_tokens: int) -> Completion:
         """Sample one action; where the engine was paused, continue what there is."""
         context, task, number = self.context, self.task, len(self.turns)
+        prompt_ids = dialogue.context_ids
+        begins = number == 0 or not dialogue.extends  # a context, of which no token was computed before
+        first = 0 if begins else len(prompt_ids) - len(dialogue.observation_ids) - 1
         done = self._record.completion(number) or _NOTHING
         if self._record.has(number):
             self._completion = done
@@ -301,6 +305,7 @@ class Conversation:
                 temperature=context.config.temperature,
                 seed=derive_seed(task.sampling_seed, task.trajectory_id, task.attempt, number),
                 drawn=len(done.token_ids),
+                experts_from=len(prompt_ids) + len(done.token_ids) - 1 if done.token_ids else first,
             )
             part = await self._generate(prompt_ids + done.token_ids, sampling)
             self._completion = done = Completion(
@@ -308,6 +313,7 @@ class Conversation:
                 logprobs=done.logprobs + part.logprobs,
                 versions=done.versions + part.versions,
                 finish_reason=part.finish_reason,
+                experts=done.experts + part.experts if done.experts or not done.token_ids else b"",
             )
         return done
 

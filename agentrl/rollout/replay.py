@@ -47,6 +47,7 @@ class Record:
             logprobs=turn.behavior_logprobs,
             versions=turn.versions,
             finish_reason=turn.finish_reason,
+            experts=turn.experts,
         )
 
     def opening(self, messages: Sequence[Message], tools: Tools) -> Dialogue | None:

@@ -50,5 +50,6 @@ def new_engine(recipe: Recipe, share: Share, model: Any, device: torch.device, *
         max_context_tokens=recipe.rollout.max_context_tokens,
         repeats_exactly=recipe.rollout.repeats_exactly,
         samples_during_update=recipe.rollout.samples_during_update,
+        tells_experts=recipe.loss.routing_replay == "engine",
     )
     return recipe.engine.build(context)

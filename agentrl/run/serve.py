@@ -4,13 +4,16 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+from agentrl.engine.vllm_experts import arguments_to_tell
 from agentrl.engine.vllm_launch import Server, start_server
 from agentrl.engine.vllm_server_config import VLLMServerConfig
 from agentrl.policy.export import export_model
 from agentrl.run.build import Parts
 
 
-def serve(parts: Parts, config: VLLMServerConfig, folder: Path, *, timeout_s: float) -> Server:
+def serve(
+    parts: Parts, config: VLLMServerConfig, folder: Path, *, timeout_s: float, tells_experts: bool = False
+) -> Server:
     """Start a vLLM server at the address of `config`; the model and the server's log go into `folder`."""
     recipe, url = parts.recipe, urlsplit(config.server.urls[0])
     folder.mkdir(parents=True, exist_ok=True)
@@ -26,6 +29,6 @@ def serve(parts: Parts, config: VLLMServerConfig, folder: Path, *, timeout_s: fl
         folder / "model",
         port=url.port or 80,
         log=folder / "server.log",
-        options=options | config.vllm,
+        options=options | (arguments_to_tell() if tells_experts else {}) | config.vllm,
         timeout_s=timeout_s,
     )

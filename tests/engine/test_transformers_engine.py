@@ -2,16 +2,18 @@ import asyncio
 import math
 from collections.abc import Coroutine, Iterator, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from agentrl.engine.transformers import TransformersConfig, TransformersEngine, sample, uniforms
 from agentrl.errors import ConfigError, EngineError
+from agentrl.routing import experts_of, recording
 from agentrl.testing import check_engine
 from agentrl.types import Completion, FinishReason, Sampling
 
@@ -553,3 +555,69 @@ def test_layers_that_it_does_not_know_are_refused() -> None:
     config = Qwen3Config(**sizes, **heads, layer_types=["chunked_attention"])
     with pytest.raises(ConfigError, match="knows no layers of kind chunked_attention, which qwen3 has"):
         make_engine(Qwen3ForCausalLM(config))
+
+
+def make_mixture() -> Any:
+    torch.manual_seed(0)
+    sizes: dict[str, Any] = {
+        "vocab_size": VOCAB,
+        "hidden_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "intermediate_size": 64,
+        "moe_intermediate_size": 16,
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+        "initializer_range": 0.3,
+    }
+    return Qwen3MoeForCausalLM(Qwen3MoeConfig(**sizes)).eval()
+
+
+async def two_turns(engine: TransformersEngine, number: int) -> tuple[list[int], bytes]:
+    """Ask twice in a conversation, however often the engine is paused; return its tokens, and what was told of experts."""
+    ids, told = prompt(number, 5 + number), b""
+    with engine.conversation(str(number)):
+        for _ in range(2):
+            left = 9
+            while left:
+                request = replace(sampling(left, seed=number), experts_from=len(told) // 4)  # of two routers two
+                part = await engine.generate(ids, request, str(number))
+                ids, told, left = [*ids, *part.token_ids], told + part.experts, left - len(part.token_ids)
+            ids += prompt(number + 1, 4)
+    return ids[:-4], told
+
+
+def test_experts_of_every_token_are_told_once_as_a_plain_pass_chooses_them() -> None:
+    """In batches of rows at different turns, through pauses, with fewer rows than conversations."""
+    plain = make_mixture()
+    config = TransformersConfig(max_batch_size=2, max_prefill_tokens=16, lockstep=False)
+    engine = TransformersEngine(make_mixture(), config, tells_experts=True)
+
+    async def play() -> list[tuple[list[int], bytes]]:
+        tasks = [asyncio.create_task(two_turns(engine, number)) for number in range(4)]
+        while not all(task.done() for task in tasks):
+            await spin(5)
+            await engine.pause()
+            await spin(2)
+            await engine.resume()
+        return [await task for task in tasks]
+
+    experts = experts_of(plain)
+    assert experts is not None
+    for ids, told in run(play()):
+        with recording(plain) as passes, torch.no_grad():
+            plain(torch.tensor([ids[:-1]]))
+        found, expected = (
+            torch.as_tensor(each).sort(-1)[0] for each in (experts.unpack(told), passes[0].transpose(0, 1))
+        )
+        assert torch.equal(found, expected)
+    run(engine.close())
+
+
+def test_experts_are_told_to_whom_they_were_promised_alone() -> None:
+    async def play(engine: TransformersEngine) -> bytes:
+        return (await engine.generate(prompt(1), sampling(4), "a")).experts
+
+    assert run(play(TransformersEngine(make_mixture()))) == b""
+    assert run(play(TransformersEngine(make_model(), tells_experts=True))) == b""  # a dense model has none

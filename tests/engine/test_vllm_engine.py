@@ -5,6 +5,7 @@ import random
 import threading
 import weakref
 from collections.abc import Coroutine, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -19,6 +20,7 @@ from agentrl.engine.vllm_common import is_installed
 from agentrl.engine.vllm_worker import LEFT, RIGHT
 from agentrl.errors import ConfigError, EngineError
 from agentrl.memory import GB, plan_memory
+from agentrl.routing import experts_of, recording
 from agentrl.testing import check_engine
 from agentrl.types import Completion, FinishReason, Sampling
 from tests.support.vllm_models import VOCAB, make_experts, make_model, plain_logprobs
@@ -383,4 +385,33 @@ def test_sleep_gives_a_gpus_memory_back(runner: asyncio.Runner) -> None:
     assert torch.cuda.mem_get_info()[0] > free + 0.1 * total
     run(runner, engine.resume())
     assert torch.cuda.mem_get_info()[0] < free + 0.05 * total
+    run(runner, engine.close())
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there vLLM tells them")
+def test_without_a_gpu_vllm_tells_no_experts_and_a_run_that_needs_them_is_refused(runner: asyncio.Runner) -> None:
+    with pytest.raises(
+        ConfigError, match=r"^loss\.routing_replay: vLLM tells the experts that it chose on a GPU alone"
+    ):
+        VLLMEngine(make_experts(), max_tokens=64, tells_experts=True)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_experts_are_told_as_a_plain_pass_chooses_them(runner: asyncio.Runner) -> None:
+    model = make_experts().float()
+    experts = experts_of(model)
+    assert experts is not None
+    config = VLLMConfig(max_batch_size=8, vllm={"gpu_memory_utilization": 0.2})
+    engine = VLLMEngine(model, config, max_tokens=256, tells_experts=True)
+    run(runner, engine.load_weights(model.state_dict().items(), 0))
+    ids, told = list(range(1, 40)), b""
+    for _ in range(2):
+        request = replace(sampling(), experts_from=len(told) // experts.num_bytes)
+        done = run(runner, engine.generate(ids, request, "a"))
+        ids, told = [*ids, *done.token_ids, 5, 6, 7], told + done.experts
+    with recording(model) as passes, torch.no_grad():
+        model(torch.tensor([ids[:-4]]))
+    found, expected = (torch.as_tensor(each).sort(-1)[0] for each in (experts.unpack(told), passes[0].transpose(0, 1)))
+    assert (found == expected).double().mean() > 0.95  # two kernels may round to either side of a tie
     run(runner, engine.close())

@@ -22,7 +22,7 @@ from safetensors.torch import load_file
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from agentrl import Credit, StopReason, Trajectory, TrajectoryGroup, Turn
+from agentrl import Credit, StopReason, Trajectory, TrajectoryGroup, Turn, routing
 from agentrl.errors import ConfigError, TrainingError
 from agentrl.learn import learner as learner_module
 from agentrl.learn.health import signs
@@ -36,7 +36,6 @@ from agentrl.learn.reach import Reach
 from agentrl.learn.staleness import mask_stale
 from agentrl.learn.tally import Tally
 from agentrl.learn.train_config import TrainConfig
-from agentrl.policy import routing
 from agentrl.policy.config import Layout, LoraSettings
 from agentrl.policy.model import Policy
 from tests.support.interrupts import After, run_with
@@ -473,7 +472,7 @@ def test_routing_replay_takes_the_experts_of_the_weights_before_the_first_update
         given.append(experts_JPX)
         return routing.replaying(model, experts_JPX)
 
-    learner = make_moe_learner(unit="token", routing_replay=True)
+    learner = make_moe_learner(unit="token", routing_replay="trainer")
     plans = [learner.plan(minibatch) for minibatch in learner.draw(GROUPS, CREDITS, version=1)]
     expected = []
     for plan in plans[1:]:  # the first is computed with those weights themselves
@@ -489,10 +488,10 @@ def test_routing_replay_takes_the_experts_of_the_weights_before_the_first_update
 
 
 def test_routing_replay_takes_a_mixture_of_experts_and_the_trainers_own_anchor() -> None:
-    with pytest.raises(ConfigError, match="Qwen3ForCausalLM is no mixture of experts; set it to false"):
-        make_learner(loss=LossConfig(anchor="recomputed", routing_replay=True))
-    with pytest.raises(ValueError, match="routing_replay: true sets the trainer's experts, and anchor: behavior"):
-        LossConfig(routing_replay=True)
+    with pytest.raises(ConfigError, match="Qwen3ForCausalLM is no mixture of experts; set it to none"):
+        make_learner(loss=LossConfig(anchor="recomputed", routing_replay="trainer"))
+    with pytest.raises(ValueError, match="routing_replay: trainer takes the trainer's experts, and anchor: behavior"):
+        LossConfig(routing_replay="trainer")
 
 
 def test_staleness_is_that_of_all_minibatches() -> None:

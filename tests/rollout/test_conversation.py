@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -129,3 +130,42 @@ def test_it_continues_from_anywhere_with_the_history_that_was_shown(chatml: Chat
             whole.turns[played].observation_ids,
             whole.turns[played].extends,
         )
+
+
+class TellsExperts(Interrupted):
+    """Tells of each token from where it was asked to the last but one its position, as its only expert."""
+
+    async def generate(self, prompt_ids: Sequence[int], sampling: Sampling, request_id: str) -> Completion:
+        done = await super().generate(prompt_ids, sampling, request_id)
+        return replace(done, experts=bytes(range(sampling.experts_from, len(prompt_ids) + len(done.token_ids) - 1)))
+
+
+def test_experts_of_each_token_are_told_once_and_of_the_last_one_never(chatml: ChatMLRenderer) -> None:
+    told = play(conversation(chatml, TellsExperts(lambda _, __: [])), "one", "two", "three").turns
+    end = 0
+    for number, turn in enumerate(told):
+        begin, end = max(0, end - 1), end + len(turn.observation_ids) + len(turn.action_ids)
+        assert list(turn.experts) == list(range(begin, end - 1)), number
+
+
+def test_a_context_that_was_rewritten_has_experts_of_its_own(chatml: ChatMLRenderer) -> None:
+    rewriting = HistoryConfig(turns=1)
+    told = play(conversation(chatml, TellsExperts(lambda _, __: []), history=rewriting), "one", "two", "three").turns
+    assert not told[-1].extends
+    assert list(told[-1].experts) == list(range(len(told[-1].observation_ids) + len(told[-1].action_ids) - 1))
+
+
+def test_an_action_of_which_a_part_was_read_from_a_file_has_no_experts(chatml: ChatMLRenderer) -> None:
+    partial = Completion(token_ids=(40, 41), logprobs=(-1.0,) * 2, versions=(0, 0), finish_reason=FinishReason.ABORTED)
+    context = EpisodeContext(engine=TellsExperts(lambda _, __: []), renderer=chatml, config=CONFIG)
+    recorded = LiveEpisode(task=TASK, partial=partial)
+    first, second = play(Conversation(context, TASK, recorded=recorded), "one", "two").turns
+    assert (first.action_ids[:2], first.experts) == ((40, 41), b"")
+    assert len(second.experts) == len(second.observation_ids) + len(second.action_ids)
+
+
+def test_an_episode_that_goes_on_in_this_process_keeps_its_experts(chatml: ChatMLRenderer) -> None:
+    context = EpisodeContext(engine=TellsExperts(lambda _, __: []), renderer=chatml, config=CONFIG)
+    whole = play(Conversation(context, TASK), "one", "two", "three")
+    recorded = LiveEpisode(task=TASK, turns=whole.turns[:2])
+    assert play(Conversation(context, TASK, recorded=recorded), "one", "two", "three") == whole

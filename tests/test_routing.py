@@ -16,8 +16,8 @@ from torch.utils.checkpoint import CheckpointError
 from agentrl.errors import TrainingError
 from agentrl.policy.config import Layout
 from agentrl.policy.layout import attending, hidden_states, lay_out
-from agentrl.policy.routing import changed_share, recording, replaying, routers_of
 from agentrl.policy.tree import IntArray
+from agentrl.routing import UNKNOWN, Experts, changed_share, experts_of, recording, replaying, routers_of
 from tests.support.models import SIZES
 
 EXPERTS = {"head_dim": 8, "num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 16}
@@ -381,3 +381,49 @@ def test_contexts_may_be_nested() -> None:
     assert torch.equal(outer[0], given_JPX)
     assert torch.equal(outer[1][0], own[0][0])
     assert not torch.equal(outer[1][1], own[0][1])
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_experts_of_a_model_are_those_that_it_chooses_among(name: str) -> None:
+    model = tiny(name)
+    with recording(model) as passes, torch.no_grad():
+        run(model)
+    num_routers, _, num_chosen = passes[0].shape
+    assert experts_of(model) == Experts(num_routers, num_chosen, 8)
+
+
+def test_a_dense_model_has_no_experts_and_layers_that_choose_differently_are_refused() -> None:
+    assert experts_of(made("Qwen3")) is None
+    with pytest.raises(
+        TrainingError, match=r"HunYuanMoEV1ForCausalLM chooses num_experts_per_tok: \[1, 2\] of \[8\] experts"
+    ):
+        experts_of(made("HunYuanMoEV1", head_dim=8, num_experts=8, moe_topk=[1, 2]))
+
+
+@pytest.mark.parametrize(("num_experts", "num_bytes"), [(8, 6), (256, 6), (257, 12)])
+def test_experts_are_packed_and_unpacked(num_experts: int, num_bytes: int) -> None:
+    experts = Experts(2, 3, num_experts)
+    chosen_NJX = np.random.default_rng(0).integers(num_experts, size=(5, 2, 3))
+    chosen_NJX[0, 0] = num_experts - 1
+    packed = experts.pack(chosen_NJX)
+    assert (experts.num_bytes, len(packed)) == (num_bytes, 5 * num_bytes)
+    assert np.array_equal(experts.unpack(packed), chosen_NJX)
+    for wrong, words in (
+        (chosen_NJX[:, 1:], r"experts \(tokens, routers, chosen\) \(5, 1, 3\), expected \(tokens, 2, 3\)"),
+        (np.full((1, 2, 3), num_experts), f"experts from {num_experts} to {num_experts}, expected from 0 to"),
+        (np.full((1, 2, 3), -1), "experts from -1 to -1, expected from 0 to"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            experts.pack(wrong)
+
+
+def test_a_slot_whose_experts_are_not_known_takes_its_own() -> None:
+    model, given_JPX = tiny("qwen3_moe"), random_experts()
+    with recording(model) as passes, torch.no_grad():
+        run(model)
+    given_JPX[:, ::2] = passes[0][:, ::2].to(given_JPX)
+    with replaying(model, given_JPX):
+        expected_PD = run(model)
+    given_JPX[0, ::2] = UNKNOWN  # in the first layer, before which nothing has changed
+    with replaying(model, given_JPX):
+        assert torch.equal(run(model), expected_PD)

@@ -1,22 +1,27 @@
 """Experts of a mixture-of-experts model: recorded, replayed and compared.
 
 `J` routers of a model, `P` slots of a pass, `X` experts chosen at a slot, `E` experts to choose from, `Q` slots that
-are asked for.
+are asked for, `N` tokens.
 """
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import wraps
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from agentrl.errors import TrainingError
 
-__all__ = ["Router", "changed_share", "recording", "replaying", "routers_of"]
+__all__ = ["UNKNOWN", "Experts", "Router", "changed_share", "experts_of", "recording", "replaying", "routers_of"]
+
+UNKNOWN = -1
+"""Stands for experts that are not known: where they are to be replayed, the router takes its own."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -81,7 +86,7 @@ def replaying(model: Any, experts_JPX: Tensor) -> AbstractContextManager[list[Te
     The context gives what `recording` gives: the experts that the routers would have chosen themselves. Under gradient
     checkpointing the backward pass must lie within the context as well.
 
-    Shape: integers `(J, P, X)`, as `recording` gives them for a pass over the same slots; on any device.
+    Shape: integers `(J, P, X)`, as `recording` gives them for a pass over the same slots, or `UNKNOWN`; on any device.
 
     Raises:
         TrainingError: for a model whose routing cannot be replayed, or experts of another number of routers, slots or
@@ -112,6 +117,64 @@ def changed_share(before_JPX: Tensor, after_JPX: Tensor, *, slots_Q: Tensor | No
     return 1 - kept_JQX.double().mean((0, 2))
 
 
+class Experts(NamedTuple):
+    """The experts of a model, whose numbers an engine tells as bytes: one for each, two where there are more than 256."""
+
+    num_routers: int
+    num_chosen: int
+    """By each router, for each token (X)."""
+    num_experts: int
+    """To choose from (E)."""
+
+    def pack(self, experts_NJX: npt.NDArray[Any]) -> bytes:
+        """Write the experts of N tokens.
+
+        Raises:
+            ValueError: where they are not those of such a model.
+        """
+        num, expected = self.num_experts, (self.num_routers, self.num_chosen)
+        if experts_NJX.shape[1:] != expected:
+            raise ValueError(
+                f"experts (tokens, routers, chosen) {experts_NJX.shape}, expected (tokens, {expected[0]}, {expected[1]})"
+            )
+        if experts_NJX.size and not 0 <= experts_NJX.min() <= experts_NJX.max() < num:
+            raise ValueError(f"experts from {experts_NJX.min()} to {experts_NJX.max()}, expected from 0 to {num - 1}")
+        return experts_NJX.astype(self._dtype).tobytes()
+
+    def unpack(self, packed: bytes) -> npt.NDArray[np.int16]:
+        """Return what `pack` was given: (N, J, X)."""
+        found = np.frombuffer(packed, dtype=self._dtype).astype(np.int16)
+        return found.reshape(-1, self.num_routers, self.num_chosen)
+
+    @property
+    def num_bytes(self) -> int:
+        """Return what the experts of a token take."""
+        return self.num_routers * self.num_chosen * self._dtype().itemsize
+
+    @property
+    def _dtype(self) -> type[np.uint8 | np.uint16]:
+        return np.uint8 if self.num_experts <= 256 else np.uint16
+
+
+def experts_of(model: Any) -> Experts | None:
+    """Return what a model's routers choose among. None: it has none.
+
+    Raises:
+        TrainingError: as `routers_of`, and where layers choose among different numbers, or it is not known how many.
+    """
+    routers = routers_of(model)
+    if not routers:
+        return None
+    numbers = {router.num_experts for router in routers}
+    num_chosen = getattr(model.config.get_text_config(), "num_experts_per_tok", None)
+    if len(numbers) > 1 or not isinstance(num_chosen, int):
+        raise TrainingError(
+            f"{type(model).__name__} chooses num_experts_per_tok: {num_chosen} of {sorted(numbers)} experts; an engine's "
+            "choice can be replayed where all layers have as many, and choose as many"
+        )
+    return Experts(len(routers), num_chosen, numbers.pop())
+
+
 class _Choosing(TorchFunctionMode):
     """While a router runs: notes which experts it chooses among all, and puts those to be replayed in their place."""
 
@@ -138,6 +201,7 @@ class _Choosing(TorchFunctionMode):
                 f"{tuple(self.experts_PX.shape)} to replay; replay each pass with the experts recorded on the same inputs"
             )
         experts_PX = self.experts_PX.to(own_PX)
+        experts_PX = torch.where(experts_PX == UNKNOWN, own_PX, experts_PX)
         return torch.return_types.topk((scores_PE.gather(1, experts_PX), experts_PX))
 
 
