@@ -51,6 +51,7 @@ def test_standard_deviation_divides_by_the_number_less_ddof() -> None:
     np.testing.assert_allclose(standard_deviation([0, 1, 2, 3], ddof=0), [np.sqrt(5 / 4)] * 4, rtol=1e-12)
     np.testing.assert_allclose(standard_deviation([0, 1, 2, 3], ddof=1), [np.sqrt(5 / 3)] * 4, rtol=1e-12)
     assert standard_deviation([7], ddof=1).tolist() == [0]
+    assert standard_deviation([7, 9], ddof=2).tolist() == [0, 0]
 
 
 def test_group_normalize_adds_eps_to_the_standard_deviation() -> None:
@@ -130,6 +131,12 @@ def test_cell_means_ask_about_a_cell_without_entering_it() -> None:
     means = cell_means([1, 3, 100, 100], [0, 0, 0, 1], counted_N=[True, True, False, False])
     assert means.mean_N.tolist() == [2, 2, 2, 0]
     assert means.count_N.tolist() == [2, 2, 2, 0]
+
+
+def test_the_mean_of_no_others_is_zero() -> None:
+    means = cell_means([5, 7, 9], [0, 0, 1], owners_N=[2, 2, 2])
+    assert means.mean_N.tolist() == [0, 0, 0]
+    assert means.count_N.tolist() == [0, 0, 0]
 
 
 def test_shrink_weighs_the_prior_as_kappa_values() -> None:

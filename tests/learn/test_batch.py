@@ -106,3 +106,17 @@ def test_a_row_with_its_end_is_read_after_its_last_token_as_well() -> None:
     assert tokens.turn_T.tolist() == [0, 0, 1, 2, 3, 3, 4, 0, 1]
     (silent,) = with_end(rows_of([turn([20, 21, 22], [])]))
     assert (silent.positions_T.tolist(), silent.turn_T.tolist()) == ([3], [0])
+
+
+def columns_of(tokens: TokenBatch) -> list[list[int]]:
+    columns = [tokens.row_T, tokens.position_T, tokens.target_T, tokens.trajectory_T, tokens.turn_T]
+    assert {column.dtype for column in columns} == {np.dtype(np.int64)}
+    return [column.tolist() for column in columns]
+
+
+def test_columns_are_integers_where_nothing_was_sampled_too() -> None:
+    silent = trajectory(0, turn([20, 21, 22], []))
+    for trajectories in ([], [trajectory(0)], [silent]):
+        assert columns_of(TokenBatch.of(trajectories)) == [[], [], [], [], []]
+    asked = TokenBatch.of_rows([with_end(rows_of(silent.turns))], group_ids=["g"])
+    assert columns_of(asked) == [[0], [2], [0], [0], [0]]
