@@ -410,8 +410,10 @@ def test_what_a_tree_shares_weighs_once() -> None:
 @each_layout
 @pytest.mark.parametrize("num_processes", [1, 2])
 def test_a_batch_without_a_trained_token_has_no_pass_on_any_process(layout: Layout, num_processes: int) -> None:
-    batch = batch_of([FORKED], [Credit.excluded(FORKED)])
-    assert shares_of(batch, layout=layout, num_processes=num_processes) == [[]] * num_processes
+    for failed in (FORKED, trajectory(0)):  # the second before its first turn
+        batch = batch_of([failed], [Credit.excluded(failed)])
+        shares = shares_of(batch, layout=layout, num_processes=num_processes, vocab_size=VOCABULARY)
+        assert shares == [[]] * num_processes
 
 
 def test_a_pass_ends_where_nothing_more_is_read() -> None:
