@@ -188,9 +188,8 @@ class _Plan:
             first[group] = min(first.get(group, key[i]), key[i])
         ordered = sorted(trajectories, key=lambda i: (first[self._tokens.groups[i]], self._tokens.groups[i], key[i], i))
         parts = []
-        for _, group_members in groupby(ordered, key=lambda i: self._tokens.groups[i]):
-            whole = list(group_members)
-            parts += [whole] if self._size(whole) <= self._planner.max_tokens else self._fill([[i] for i in whole])
+        for _, members in groupby(ordered, key=lambda i: self._tokens.groups[i]):
+            parts += self._fill([[i] for i in members])  # one part where all of the group fits
         return parts
 
     def _fill(self, parts: Sequence[list[int]]) -> list[list[int]]:
