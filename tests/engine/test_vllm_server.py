@@ -1,7 +1,9 @@
 """The client against vLLM's own server, started once (half a minute), and against one that misbehaves as it is told."""
 
 import asyncio
+import base64
 import errno
+import io
 import json
 import math
 import os
@@ -14,11 +16,13 @@ import time
 from collections import defaultdict
 from collections.abc import AsyncIterator, Coroutine, Iterator
 from contextlib import asynccontextmanager, contextmanager, suppress
+from dataclasses import replace
 from itertools import count, islice
 from pathlib import Path
 from typing import Any, TypeVar
 
 import httpx2
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -27,6 +31,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from agentrl.engine import vllm_launch, vllm_outstanding, vllm_push, vllm_weights
 from agentrl.engine.base import KeptBase, Sampler
 from agentrl.engine.vllm_common import is_installed
+from agentrl.engine.vllm_experts import VLLMExperts
 from agentrl.engine.vllm_http import Fault, Http
 from agentrl.engine.vllm_launch import Server, start_server
 from agentrl.engine.vllm_server import VLLMServer
@@ -668,7 +673,9 @@ async def fake_and_client(
 def test_every_parameter_of_sampling_is_sent(model_folder: Path, tmp_path: Path) -> None:
     async def main() -> None:
         async with fake_and_client(model_folder, tmp_path) as (server, engine):
-            request = Sampling(max_tokens=3, stop_token_ids=(2, 4), temperature=0.7, seed=2**63 - 1, drawn=5)
+            request = Sampling(
+                max_tokens=3, stop_token_ids=(2, 4), temperature=0.7, seed=2**63 - 1, drawn=5, experts_from=4
+            )
             done = await engine.generate(prompt(1), request, "e")
             assert (done.token_ids, done.logprobs, done.versions) == ((5, 6), (-0.5, -1.5), (0, 0))
             greedy = await engine.generate(prompt(1), sampling(temperature=0.0), "e")
@@ -692,8 +699,36 @@ def test_every_parameter_of_sampling_is_sent(model_folder: Path, tmp_path: Path)
                 "logprobs": 0,
                 "detokenize": False,
                 "extra_args": {"agentrl_drawn": 5},
+                "routed_experts_prompt_start": 4,
             }
             assert body["sampling_params"] == expected
+
+    run(main())
+
+
+def test_experts_that_the_server_tells_come_with_the_completion(model_folder: Path, tmp_path: Path) -> None:
+    """A server tells them on a GPU alone: these are told as it would."""
+    model = make_experts()
+    told_NLX = np.random.default_rng(0).integers(4, size=(len(prompt(1)) + 2 - 1 - 4, 2, 2), dtype=np.uint8)
+    file = io.BytesIO()
+    np.save(file, told_NLX)
+
+    async def main() -> None:
+        async with fake(model_folder) as server:
+            server.script[GENERATE] = [
+                reply(completion(routed_experts=base64.b64encode(file.getvalue()).decode())),
+                reply(completion()),
+                reply(completion(routed_experts=base64.b64encode(file.getvalue()).decode())),
+            ]
+            config = ServerConfig(url=server.url, max_retries=0)
+            engine = VLLMServer(config, folder=tmp_path, experts=VLLMExperts.of(model))
+            request = replace(sampling(), experts_from=4)
+            done = await engine.generate(prompt(1), request, "a")
+            assert done.experts == told_NLX.tobytes()
+            for start, words in ((4, "vLLM does not tell the experts"), (3, r"\(\d+, 2, 2\) for \d+ tokens")):
+                with pytest.raises(EngineError, match=words):
+                    await engine.generate(prompt(1), replace(request, experts_from=start), "a")
+            await engine.close()
 
     run(main())
 
