@@ -385,7 +385,7 @@ class TaskStream:
                 started |= {group.group_id for step in self._handed_out for group in step}
                 self._groups = {}
                 self._handed_out.clear()
-                for name in sorted(started):
+                for name in sorted(started, key=group_index):
                     self._start(self._starting(group_index(name), version=version))
                 self._next_group = next_group
 

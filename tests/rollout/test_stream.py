@@ -6,7 +6,7 @@ import re
 import resource
 import shutil
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -22,6 +22,7 @@ from agentrl.files import sealed
 from agentrl.rollout import LiveEpisode, RolloutConfig, Tasks
 from agentrl.rollout.journal import Journal, Played, Started
 from agentrl.rollout.stream import TaskStream
+from agentrl.rollout.tasks import Stage
 from agentrl.types import (
     ENDLESS,
     Completion,
@@ -500,15 +501,18 @@ def test_under_another_recipe_what_was_started_is_restarted(tmp_path: Path) -> N
             assert all(not e["turns"] for e in group["waiting"])
 
 
-def ended(subject: TaskStream, *, failed: bool) -> None:
-    """Begin a group, and let its episodes end."""
-    for _ in range(SIZE):
+def ended(
+    subject: TaskStream, *, failed: bool = False, rewards: Sequence[float | None] = (0.0, 1.0, 2.0), **further: Any
+) -> None:
+    """Begin a group, and let its episodes end, each with a turn; those without a reward fail."""
+    for reward in (None,) * SIZE if failed else rewards:
         episode = subject.next(version=0)
         assert episode is not None
-        turns = (turn(0, reward=float(episode.task.rollout_index)),)
-        reason = StopReason.ENV_ERROR if failed else StopReason.TERMINATED
-        error = f"the lamp of {episode.task.trajectory_id} is out" if failed else None
-        subject.take(ending(episode, turns, stop_reason=reason, error=error))
+        turns = (turn(0, reward=reward or 0.0),)
+        subject.note(replace(episode, turns=turns))
+        reason = StopReason.ENV_ERROR if reward is None else StopReason.TERMINATED
+        error = f"the lamp of {episode.task.trajectory_id} is out" if reward is None else None
+        subject.take(ending(episode, turns, stop_reason=reason, error=error, **further))
 
 
 def test_as_many_groups_in_a_row_as_the_recipe_says_may_be_replaced_and_no_more() -> None:
@@ -527,6 +531,84 @@ def test_as_many_groups_in_a_row_as_the_recipe_says_may_be_replaced_and_no_more(
         subject.hand_out(version=0)
     assert str(caught.value) == ("3 groups in a row had too many failures; the last: the lamp of train/000007/2 is out")
     assert subject.counts["replaced_groups"] == 7
+
+
+def test_groups_that_earned_the_same_are_replaced_as_often_in_a_step_as_the_recipe_says() -> None:
+    subject = stream(dynamic_sampling=2)
+    for step in range(2):
+        subject.begin_step(1)
+        for number in (1, 2):
+            ended(subject, rewards=(None, 0.5, 0.5))
+            assert subject.hand_out(version=0) is None
+            assert subject.counts["alike_groups"] == 2 * step + number
+        ended(subject, rewards=(None, 0.5, 0.5))
+        assert [group.group_id for group in subject.hand_out(version=0) or ()] == [f"train/{3 * step + 2:06d}"]
+
+
+def test_tasks_that_rest_are_counted_and_left_out_for_as_long() -> None:
+    subject = stream(curriculum={"visits": 1, "rest": 1, "low": None})
+    assert subject.counts["resting_tasks"] == 0
+    found, seeds = list[int | None](), set[int]()
+    for number in range(5 + 3 + 5):
+        subject.begin_step(1)
+        # Those of the first two visits are solved; nobody solves the others.
+        ended(subject, metrics={"success": float(number < 2)})
+        (group,) = subject.hand_out(version=0) or ()
+        found.append(group.trajectories[0].task_index)
+        seeds.add(group.trajectories[0].seed)
+        if number < 5:
+            assert subject.counts["resting_tasks"] == min(number + 1, 2)
+    assert set(found[:5]) == set(found[8:]) == {0, 1, 2, 3, 4}
+    assert set(found[5:8]) == set(found[2:5])
+    assert len(seeds) == len(found)
+
+
+def test_the_schedule_goes_by_the_step_in_which_a_group_is_started() -> None:
+    config = RolloutConfig(mode="async", num_groups=1, group_size=1)
+    subject = TaskStream(config, tasks=Tasks(seed=3, stages=(Stage(from_step=2, num_train=None),)))
+    subject.begin_step(None)
+    begun = [subject.next(version=version) for version in range(3)]
+    assert [episode and episode.task.stage for episode in begun] == [0, 1, 1]
+
+
+def test_runs_of_other_seeds_sample_otherwise() -> None:
+    config = RolloutConfig(num_groups=GROUPS, group_size=SIZE)
+    seeds = set[int]()
+    for seed in (3, 3, 4):
+        subject = TaskStream(config, tasks=Tasks(seed=seed))
+        subject.begin_step(None)
+        episode = subject.next(version=0)
+        assert episode is not None
+        seeds.add(episode.task.sampling_seed)
+    assert len(seeds) == 2
+
+
+def test_the_millionth_group_comes_after_those_before_it() -> None:
+    subject = stream(dynamic_sampling=1)
+    subject.load_state_dict({**subject.state_dict(), "next_group": 999_999})
+    subject.begin_step(1)
+    for _ in range(2):
+        ended(subject, rewards=(0.5, 0.5, 0.5))
+    state = subject.state_dict()
+    assert [group.group_id for group in subject.hand_out(version=0) or ()] == ["train/1000000"]
+    restarted = stream()
+    restarted.load_state_dict(state)
+    restarted.recover(ignore=True, version=0)
+    episode = restarted.next(version=0)
+    assert episode is not None
+    assert episode.task.group_id == "train/999999"
+
+
+def test_what_had_failed_is_given_again_with_its_group(tmp_path: Path) -> None:
+    subject = stream(tmp_path)
+    state = subject.state_dict()
+    subject.begin_step(1)
+    ended(subject, rewards=(None, 0.0, 1.0))
+    given = subject.hand_out(version=0)
+    again = stream(tmp_path)
+    again.load_state_dict(state)
+    again.recover(ignore=False, version=0)
+    assert again.hand_out_again() == given
 
 
 def test_groups_are_asked_as_they_end_and_not_all_of_them_each_time(monkeypatch: pytest.MonkeyPatch) -> None:
