@@ -69,19 +69,14 @@ class TaskStream:
         """
         self._config, self._tasks, self._journal = config, tasks, journal
         self._share = share or Share(config.num_groups)
-        self._num_groups = self._share.num_groups
         self._staleness_bound = config.staleness_bound
         self._next_group = self._share.process
-        self._replaced_in_a_row = self._replaceable = 0
-        self._is_waited_for = False
         self._groups: dict[str, _Group] = {}
         """Groups under way, oldest first."""
         self._open: deque[_Group] = deque()
         """Groups that may have episodes that are not played yet, oldest first."""
         self._to_judge: list[str] = []
         """Groups that are complete, and not judged yet: whether they are trainable."""
-        self._may_hand_out = True
-        """False where nothing has changed since there was nothing to hand out."""
         self._playing: dict[str, LiveEpisode] = {}
         """Episodes that were taken out to be played, as they stood when that was last noted."""
         self._engine_failures: list[Trajectory] = []
@@ -95,6 +90,7 @@ class TaskStream:
         if config.curriculum is not None:
             self._curriculum = Curriculum(config.curriculum, tasks, num_processes=self._share.num_processes)
             self.counts["resting_tasks"] = 0
+        self.begin_step(None)
 
     @property
     def is_replaying(self) -> bool:
@@ -110,6 +106,7 @@ class TaskStream:
         self._num_groups = self._share.num_groups if num_groups is None else num_groups
         self._replaced_in_a_row, self._replaceable = 0, self._config.dynamic_sampling
         self._is_waited_for = self._may_hand_out = True
+        # The latter is false where nothing has changed since there was nothing to hand out.
 
     def next(self, *, version: int) -> LiveEpisode | None:
         """Take the next episode: of the oldest group that has one left, else of a new one, as far as one may be started."""
