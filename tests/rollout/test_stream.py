@@ -553,7 +553,9 @@ def test_tasks_that_rest_are_counted_and_left_out_for_as_long() -> None:
         subject.begin_step(1)
         # Those of the first two visits are solved; nobody solves the others.
         ended(subject, metrics={"success": float(number < 2)})
-        (group,) = subject.hand_out(version=0) or ()
+        groups = subject.hand_out(version=0)
+        assert groups is not None
+        (group,) = groups
         found.append(group.trajectories[0].task_index)
         seeds.add(group.trajectories[0].seed)
         if number < 5:
