@@ -127,7 +127,9 @@ def tell(out: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("part", choices=["run", "tell"])
-    parser.add_argument("--out", type=Path, required=True, help="results, one JSON line each; appended to")
+    parser.add_argument(
+        "--out", type=Path, required=True, help="results, one JSON line each; those that it lacks are appended"
+    )
     parser.add_argument("--jobs", type=int, default=2, help="processes, of one thread each")
     parser.add_argument("--modes", nargs="+", default=["sync", "partial", "async"])
     parser.add_argument("--ages", type=int, nargs="+", default=[1, 4, 16, 64])
@@ -146,10 +148,18 @@ def main() -> None:
     stale = [mode for mode in options.modes if mode != "sync"]
     ways += [Way(mode, age, anchor) for age, anchor, mode in product(options.ages, options.anchors, stale)]
     jobs = [Job("calculator", options.ratio, "uniform", options.rate, seed, options.train) for seed in options.seeds]
+    lines = options.out.read_text(encoding="utf-8").splitlines() if options.out.exists() else []
+    known = {
+        (Job(*map(result.get, Job._fields)), Way(*map(result.get, Way._fields)))
+        for result in map(json.loads, lines)
+        if result["at"][-1] == options.steps
+    }
     with ProcessPoolExecutor(
         options.jobs, mp_context=multiprocessing.get_context("spawn"), max_tasks_per_child=1
     ) as pool:
-        for future in as_completed([pool.submit(train_all, job, ways, options.out, options.steps) for job in jobs]):
+        left = [(job, [way for way in ways if (job, way) not in known]) for job in jobs]
+        begun = [pool.submit(train_all, job, of_job, options.out, options.steps) for job, of_job in left if of_job]
+        for future in as_completed(begun):
             future.result()
 
 
