@@ -263,11 +263,10 @@ class TransformersEngine(BatchedEngine):
         for row, new in zip(rows, ids, strict=True):
             row.cached_ids.extend(new)
         if self._experts is not None:
-            experts_PJX = self._recorded.pop().transpose(0, 1).cpu().numpy()
-            for start, (row, new) in zip(
-                range(0, len(experts_PJX), num_queries), zip(rows, ids, strict=True), strict=True
-            ):
-                row.experts += self._experts.pack(experts_PJX[start : start + len(new)])
+            packed = self._experts.pack(self._recorded.pop().transpose(0, 1).cpu().numpy())
+            for number, (row, new) in enumerate(zip(rows, ids, strict=True)):
+                start = self._size_of(number * num_queries)
+                row.experts += packed[start : start + self._size_of(len(new))]
         hidden_BQD: torch.Tensor = output.last_hidden_state
         return hidden_BQD
 
