@@ -12,7 +12,13 @@ import pytest
 import torch
 from accelerate.state import AcceleratorState
 from safetensors.torch import load_file
-from transformers import PreTrainedModel, Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers import (
+    HunYuanMoEV1Config,
+    HunYuanMoEV1ForCausalLM,
+    PreTrainedModel,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
 
 import agentrl
 from agentrl import MessageEnv
@@ -87,6 +93,27 @@ def test_updates_of_a_mixture_take_the_experts_that_the_engine_chose(mode: str, 
     assert len(told) == 4
     assert told[-1] == 1
     assert mode != "partial" or told[0] < 1
+
+
+def test_a_mixture_whose_layers_choose_differently_is_refused_where_the_engine_is_to_tell_experts(
+    tmp_path: Path,
+) -> None:
+    name = hugging_face_folder(tmp_path / "model", rewrites=False)
+    sizes: dict[str, Any] = {
+        "vocab_size": 261,
+        "hidden_size": 16,
+        "intermediate_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "head_dim": 8,
+        "num_experts": 8,
+        "moe_topk": [1, 2],
+    }
+    HunYuanMoEV1ForCausalLM(HunYuanMoEV1Config(**sizes)).save_pretrained(name)
+    settings = recipe(tmp_path, model={"name_or_path": name}, loss={"routing_replay": "engine"})
+    with pytest.raises(ConfigError, match=r"^loss\.routing_replay: HunYuanMoEV1ForCausalLM chooses .*; set it to none"):
+        train(settings)
 
 
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])

@@ -8,7 +8,8 @@ import torch
 from agentrl.config import Recipe
 from agentrl.engine import Engine, EngineContext
 from agentrl.engine.idle import IdleEngine
-from agentrl.errors import ConfigError
+from agentrl.errors import ConfigError, TrainingError
+from agentrl.routing import experts_of
 from agentrl.types import Share
 
 
@@ -39,6 +40,12 @@ def new_engine(recipe: Recipe, share: Share, model: Any, device: torch.device, *
     Raises:
         ConfigError: where it cannot be had.
     """
+    tells_experts = recipe.loss.routing_replay == "engine"
+    if tells_experts:
+        try:
+            experts_of(model)
+        except TrainingError as error:
+            raise ConfigError(f"loss.routing_replay: {error}; set it to none") from error
     if not share.num_groups:
         return IdleEngine()
     context = EngineContext(
@@ -50,6 +57,6 @@ def new_engine(recipe: Recipe, share: Share, model: Any, device: torch.device, *
         max_context_tokens=recipe.rollout.max_context_tokens,
         repeats_exactly=recipe.rollout.repeats_exactly,
         samples_during_update=recipe.rollout.samples_during_update,
-        tells_experts=recipe.loss.routing_replay == "engine",
+        tells_experts=tells_experts,
     )
     return recipe.engine.build(context)
