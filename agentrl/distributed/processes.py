@@ -3,7 +3,7 @@
 import io
 import pickle
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import cache
@@ -114,7 +114,7 @@ def all_gather(values: list[T]) -> list[T]:
 def to_rank_zero(values: list[T]) -> list[T]:
     """Return what all processes have, in their order, on the first; nothing on the others, which must call it as often.
 
-    The first holds them all in as many bytes as the largest: of little.
+    They tell it in turn, so that beside what is returned it holds one other's bytes at a time.
 
     Raises:
         TrainingError: as `barrier`.
@@ -122,9 +122,28 @@ def to_rank_zero(values: list[T]) -> list[T]:
     if num_processes() == 1:
         return values
     barrier()
-    found: list[list[T]] = [[]] * num_processes()
-    dist.gather_object(values, found if is_main() else None, group=_gloo())
-    return [value for of_process in found for value in of_process]
+    if not is_main():
+        _send(values, to=0)
+        return []
+    return [*values, *(value for owner in range(1, num_processes()) for value in _receive(owner))]
+
+
+def dealt(make: Callable[[], Sequence[T]]) -> T:
+    """Return to each process its own of what the first makes: one for each. The others must call it as often.
+
+    Raises:
+        TrainingError: as `barrier`.
+    """
+    if num_processes() == 1:
+        return make()[0]
+    made = make() if is_main() else ()
+    barrier()
+    if not is_main():
+        received: T = _receive(0)
+        return received
+    for index in range(1, num_processes()):
+        _send(made[index], to=index)
+    return made[0]
 
 
 def from_rank_zero(make: Callable[[], T]) -> T:
@@ -151,6 +170,21 @@ def _told_by(owner: int, values: list[T]) -> list[T]:
     dist.broadcast(content, src=owner, group=_gloo())
     told: list[T] = values if is_own else pickle.loads(content.numpy().data)
     return told
+
+
+def _send(value: object, *, to: int) -> None:
+    pickled = io.BytesIO()
+    pickle.dump(value, pickled, protocol=pickle.HIGHEST_PROTOCOL)
+    dist.send(torch.tensor([pickled.tell()]), to, group=_gloo())
+    dist.send(torch.frombuffer(pickled.getbuffer(), dtype=torch.uint8), to, group=_gloo())
+
+
+def _receive(owner: int) -> Any:
+    length = torch.zeros(1, dtype=torch.int64)
+    dist.recv(length, owner, group=_gloo())
+    content = torch.empty(int(length), dtype=torch.uint8)
+    dist.recv(content, owner, group=_gloo())
+    return pickle.loads(content.numpy().data)
 
 
 def broadcast(tensors: Iterable[Tensor]) -> None:

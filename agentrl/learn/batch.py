@@ -3,8 +3,8 @@
 `T` trained tokens.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from agentrl.credit import Credit
-from agentrl.learn.plan import MicroBatch
+from agentrl.learn.plan import Int32Array, MicroBatch
 from agentrl.learn.token_weights import Aggregation, RatioUnit, aggregation_weights, unit_index
 from agentrl.learn.tokens import TokenBatch
 from agentrl.types import Trajectory
@@ -35,16 +35,17 @@ class LossColumns:
     """Number of the token's trajectory in the minibatch."""
 
     def of(self, micro: MicroBatch) -> "LossColumns":
-        """Return the columns of a micro-batch's tokens; ratio units are numbered from 0 within it."""
-        unit_T = torch.unique(self.unit_T[micro.token_T], return_inverse=True)[1]
-        return LossColumns(
-            advantage_T=micro.take(self.advantage_T),
-            weight_T=micro.take(self.weight_T),
-            behavior_T=micro.take(self.behavior_T),
-            unit_T=unit_T.to(micro.slot_T.device),
-            version_T=micro.take(self.version_T),
-            trajectory_T=micro.take(self.trajectory_T),
-        )
+        """Return the columns of a micro-batch's tokens, in its place; ratio units are numbered from 0 within it."""
+        return self.at(micro.token_T).mapped(micro.placed)
+
+    def at(self, token_T: Int32Array) -> "LossColumns":
+        """Return the columns of some tokens; ratio units are numbered from 0 among them."""
+        found = self.mapped(lambda column_T: column_T[token_T])
+        return replace(found, unit_T=torch.unique(found.unit_T, return_inverse=True)[1])
+
+    def mapped(self, function: Callable[[Tensor], Tensor]) -> "LossColumns":
+        """Return what a function makes of each column."""
+        return LossColumns(**{field.name: function(getattr(self, field.name)) for field in fields(self)})
 
 
 class Batch(NamedTuple):

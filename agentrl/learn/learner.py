@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from agentrl.credit import Credit
-from agentrl.distributed.processes import all_gather
+from agentrl.distributed.processes import all_gather, dealt, from_rank_zero, num_processes
 from agentrl.errors import TrainingError
 from agentrl.learn.batch import LossColumns, make_batch
 from agentrl.learn.calibration import Aim, Shown, joined, observed, range_metrics
@@ -29,7 +29,7 @@ from agentrl.learn.loss_config import LossConfig
 from agentrl.learn.metrics import anchor_metrics, effective_samples, first_metrics, update_metrics
 from agentrl.learn.micro_batch_loss import Before, Earlier, micro_batch_loss, trust_region
 from agentrl.learn.minibatches import draw_minibatches
-from agentrl.learn.plan import MicroBatch, Planner
+from agentrl.learn.plan import MicroBatch, PassTokens, Planner
 from agentrl.learn.policy_state import PolicyState
 from agentrl.learn.reach import Reach
 from agentrl.learn.tally import Observations, Tally
@@ -76,8 +76,8 @@ class Gradient(NamedTuple):
 class Learner:
     """How a step's credited groups update the policy.
 
-    Several processes hold the same groups and credits; each computes its share of every minibatch, and all end with the
-    same weights, which are those of one process but for the order of sums.
+    Of several processes the first has the groups and credits, and deals each its share of every minibatch; all end with
+    the same weights, which are those of one process but for the order of sums.
     """
 
     def __init__(
@@ -137,7 +137,7 @@ class Learner:
         computed, there are counts alone.
 
         Args:
-            groups: of the step, on every process the same.
+            groups: of the step, on the first process. The others' are not looked at.
             credits: of each trajectory of each group.
             version: of the policy before.
             check_agreement: told the mean |policy - behavior| log-probability in nats of the first minibatch, where its
@@ -229,14 +229,15 @@ class Learner:
 
     def plan(self, minibatch: CreditedMinibatch) -> list[TrainingPass]:
         """Return this process's passes over a minibatch."""
-        tokens, columns = self._batch(minibatch)
-        micro_batches = self._planner.micro_batches(
-            tokens,
-            process=self._accelerator.process_index,
-            num_processes=self._accelerator.num_processes,
-            trajectories=range(minibatch.num_computed),
-        )
-        return [TrainingPass(micro, columns.of(micro)) for micro in micro_batches]
+
+        def shares() -> list[list[tuple[PassTokens, LossColumns]]]:
+            tokens, columns = self._batch(minibatch)
+            computed = range(minibatch.num_computed)
+            of_all = self._planner.deal(tokens, num_processes=num_processes(), trajectories=computed)
+            return [[(each, columns.at(each.token_T)) for each in share] for share in of_all]
+
+        passes = [(self._planner.lay_out(tokens), columns) for tokens, columns in dealt(shares)]
+        return [TrainingPass(micro, columns.mapped(micro.placed)) for micro, columns in passes]
 
     def _batch(self, minibatch: CreditedMinibatch) -> tuple[TokenBatch, LossColumns]:
         return make_batch(
@@ -299,11 +300,11 @@ class Learner:
         """
         of_behavior = self.loss.anchor == "behavior"
         is_bounded = self._config.target_kl is not None
-        if of_behavior and not (is_bounded and any(minibatch.is_stale(version) for minibatch in minibatches)):
+        is_stale = is_bounded and from_rank_zero(lambda: any(minibatch.is_stale(version) for minibatch in minibatches))
+        if of_behavior and not is_stale:
             return [[Before() for _ in plan] for plan in plans]
         self.state.wrapped.train()
-        befores = [[Before(is_start=True) for _ in plan] for plan in plans[:1]]
-        befores += [self._present(plan) for plan in plans[1:]]
+        befores = [[Before(is_start=True) for _ in plans[0]], *map(self._present, plans[1:])]
         if of_behavior:  # its experts are not those of the sampling version
             befores = [[before._replace(experts_JPX=None) for before in of_minibatch] for of_minibatch in befores]
         return self._with_earlier(plans, befores, version=version) if self.loss.anchor == "sampled" else befores
@@ -358,8 +359,12 @@ class Learner:
 
     def _first_routed(self, minibatch: CreditedMinibatch) -> tuple[MicroBatch, Tensor]:
         """Return the first pass that one process would make over a minibatch, and its experts: the same on all processes."""
-        tokens, _ = self._batch(minibatch)
-        micro = next(self._planner.micro_batches(tokens, trajectories=range(minibatch.num_computed)))
+
+        def first() -> PassTokens:
+            tokens, _ = self._batch(minibatch)
+            return self._planner.deal(tokens, trajectories=range(minibatch.num_computed))[0][0]
+
+        micro = self._planner.lay_out(from_rank_zero(first))
         return micro, self._experts(micro)
 
     def _experts(self, micro: MicroBatch) -> Tensor:

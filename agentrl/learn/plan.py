@@ -8,19 +8,22 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from heapq import heapreplace
 from itertools import chain, groupby
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from agentrl.errors import UserError
-from agentrl.learn.tokens import TokenBatch
+from agentrl.learn.tokens import TokenBatch, ToldExperts
 from agentrl.policy.config import Layout
 from agentrl.policy.layout import Index, Inputs, lay_out, pack
 from agentrl.policy.model import Policy
 from agentrl.policy.tree import IntArray, plan_tree
 from agentrl.routing import UNKNOWN, Experts
+
+Int32Array = npt.NDArray[np.int32]
 
 _EMPTY = np.zeros(1, dtype=np.int64)
 """The row of a pass without a trajectory."""
@@ -30,7 +33,7 @@ _EMPTY = np.zeros(1, dtype=np.int64)
 class MicroBatch:
     """Whole trajectories, as tensors for one forward and backward pass."""
 
-    token_T: IntArray
+    token_T: Int32Array
     """Index of each token in the batch."""
     inputs: Inputs
     slot_T: Tensor
@@ -43,8 +46,27 @@ class MicroBatch:
 
     def take(self, column_T: Tensor) -> Tensor:
         """Return a column of the batch for the tokens of this pass, on its device: numbers in `dtype`, indices as they are."""
+        return self.placed(column_T[self.token_T])
+
+    def placed(self, column_T: Tensor) -> Tensor:
+        """Return a column of this pass's tokens on its device: numbers in `dtype`, indices as they are."""
         dtype = self.dtype if column_T.is_floating_point() else column_T.dtype
-        return column_T[self.token_T].to(device=self.slot_T.device, dtype=dtype)
+        return column_T.to(device=self.slot_T.device, dtype=dtype)
+
+
+class PassTokens(NamedTuple):
+    """What a pass reads and what is asked of it: all that the process that makes it needs to know of a batch."""
+
+    token_T: Int32Array
+    """Index of each token in the batch."""
+    rows: list[Int32Array]
+    """Token ids of each row, up to what is read of it."""
+    row_T: Int32Array
+    position_T: Int32Array
+    """Of each token's predecessor."""
+    target_T: Int32Array
+    experts: list[tuple[ToldExperts, ...]]
+    """What the engine told of each row's."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,7 +107,14 @@ class Planner:
         num_processes: int = 1,
         trajectories: Sequence[int] | None = None,
     ) -> Iterator[MicroBatch]:
-        """Yield a process's share of a batch.
+        """Yield a process's share of a batch; see `deal`."""
+        shares = self.deal(tokens, num_processes=num_processes, trajectories=trajectories)
+        return map(self.lay_out, shares[process])
+
+    def deal(
+        self, tokens: TokenBatch, *, num_processes: int = 1, trajectories: Sequence[int] | None = None
+    ) -> list[list[PassTokens]]:
+        """Return the passes of each process over a batch.
 
         Every process gets as many micro-batches, which hold no token at the end of a short share: what synchronises
         processes then happens equally often on each. The shares are balanced by cost, largest first (LPT, Graham 1969):
@@ -107,8 +136,35 @@ class Planner:
         plan = _Plan(tokens, self)
         chosen = range(tokens.num_trajectories) if trajectories is None else trajectories
         shares = plan.shares([i for i in chosen if plan.members[i]], num_processes)
-        for number in range(max(map(len, shares))):
-            yield plan.micro_batch(shares[process][number] if number < len(shares[process]) else [])
+        num_passes = max(map(len, shares))
+        return [[plan.tokens_of(of) for of in (*share, *[[]] * (num_passes - len(share)))] for share in shares]
+
+    def lay_out(self, tokens: PassTokens) -> MicroBatch:
+        """Return the tensors of a pass."""
+        rows = [row.astype(np.int64) for row in tokens.rows]
+        inputs, index = lay_out(rows or [_EMPTY], self.layout, device=self.device)
+
+        slot_T = index(tokens.row_T.astype(np.int64), tokens.position_T.astype(np.int64))
+        return MicroBatch(
+            token_T=tokens.token_T,
+            inputs=inputs,
+            slot_T=torch.from_numpy(slot_T).to(self.device),
+            target_T=torch.from_numpy(tokens.target_T.astype(np.int64)).to(self.device),
+            dtype=self.dtype,
+            experts_JPX=self._experts(tokens, index, inputs.ids_BL.numel()),
+        )
+
+    def _experts(self, tokens: PassTokens, index: Index, num_slots: int) -> Tensor | None:
+        """Return what the engine told; at a slot that rows share, of the last of them."""
+        if self.experts is None:
+            return None
+        told_PJX = np.full((num_slots, self.experts.num_routers, self.experts.num_chosen), UNKNOWN, dtype=np.int16)
+        for number, (row, of_row) in enumerate(zip(tokens.rows, tokens.experts, strict=True)):
+            for start, packed in of_row:
+                told_NJX = self.experts.unpack(packed)[: max(0, len(row) - start)]
+                position_N = np.arange(start, start + len(told_NJX))
+                told_PJX[index(np.full_like(position_N, number), position_N)] = told_NJX
+        return torch.from_numpy(told_PJX).transpose(0, 1)
 
 
 class _Plan:
@@ -143,38 +199,21 @@ class _Plan:
                 best, best_cost = dealt, cost
         return [self._fill(share) for share in best]
 
-    def micro_batch(self, trajectories: list[int]) -> MicroBatch:
-        """Return the pass over trajectories."""
-        tokens, device = self._tokens, self._planner.device
+    def tokens_of(self, trajectories: list[int]) -> PassTokens:
+        """Return what a pass over trajectories needs to know."""
+        tokens = self._tokens
         chosen = [row for i in trajectories for row in self.members[i]]
-        inputs, index = lay_out([self.rows[row] for row in chosen] or [_EMPTY], self._planner.layout, device=device)
-        local_R = np.full(len(tokens.rows), -1, dtype=np.int64)
+        local_R = np.full(len(tokens.rows), -1, dtype=np.int32)
         local_R[chosen] = np.arange(len(chosen))
         token_T = np.flatnonzero(local_R[tokens.row_T] >= 0)
-
-        def tensor(array_T: IntArray) -> Tensor:
-            return torch.from_numpy(np.ascontiguousarray(array_T, dtype=np.int64)).to(device)
-
-        return MicroBatch(
-            token_T=token_T,
-            inputs=inputs,
-            slot_T=tensor(index(local_R[tokens.row_T[token_T]], tokens.position_T[token_T])),
-            target_T=tensor(tokens.target_T[token_T]),
-            dtype=self._planner.dtype,
-            experts_JPX=self._experts(chosen, index, inputs.ids_BL.numel()),
+        return PassTokens(
+            token_T=token_T.astype(np.int32),
+            rows=[self.rows[row].astype(np.int32) for row in chosen],
+            row_T=local_R[tokens.row_T[token_T]],
+            position_T=tokens.position_T[token_T].astype(np.int32),
+            target_T=tokens.target_T[token_T].astype(np.int32),
+            experts=[tokens.experts[row] if self._planner.experts else () for row in chosen],
         )
-
-    def _experts(self, rows: Sequence[int], index: Index, num_slots: int) -> Tensor | None:
-        """Return what the engine told; at a slot that rows share, of the last of them."""
-        if (experts := self._planner.experts) is None:
-            return None
-        told_PJX = np.full((num_slots, experts.num_routers, experts.num_chosen), UNKNOWN, dtype=np.int16)
-        for number, row in enumerate(rows):
-            for start, packed in self._tokens.experts[row]:
-                told_NJX = experts.unpack(packed)[: max(0, len(self.rows[row]) - start)]
-                position_N = np.arange(start, start + len(told_NJX))
-                told_PJX[index(np.full_like(position_N, number), position_N)] = told_NJX
-        return torch.from_numpy(told_PJX).transpose(0, 1)
 
     def _parts(self, trajectories: list[int]) -> list[list[int]]:
         """Return what stays together, in an order in which neighbours fit together."""

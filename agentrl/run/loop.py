@@ -1,7 +1,8 @@
 """The training loop: what happens in a run, in the order in which it happens.
 
 The policy's version is the number of finished steps. The engine holds a copy of the weights, and each step pushes new
-ones. Several processes run this loop side by side: each collects its share of a step's groups, all learn from all of them.
+ones. Several processes run this loop side by side: each collects its share of a step's groups, the first credits all of
+them, and deals out what each computes of the update.
 """
 
 import asyncio
@@ -13,7 +14,7 @@ from threading import Event
 import torch
 
 from agentrl.credit import Credit, assign_credit
-from agentrl.distributed.processes import all_gather, from_rank_zero, naming_absent_ranks
+from agentrl.distributed.processes import all_gather, from_rank_zero, is_main, naming_absent_ranks, to_rank_zero
 from agentrl.learn.interrupt import run_until
 from agentrl.learn.metrics import process_metrics, rollout_metrics
 from agentrl.learn.rewarding import reward_groups
@@ -33,7 +34,7 @@ class StepResult:
     """What a step was trained on, and what it showed."""
 
     groups: list[TrajectoryGroup]
-    """The groups of all processes, ordered by group id."""
+    """The groups of all processes, ordered by group id, on the first; none on the others."""
     credits: list[list[Credit]]
     """Credit of each trajectory of each group."""
     metrics: dict[str, float]
@@ -91,10 +92,9 @@ def train_step(parts: Parts, step: int, *, proves_push: bool = False) -> StepRes
         if proves_push or not rollout.waits_for_all:
             parts.link.check_samples()
         clock.lap("push_s")
-    metrics = result.metrics | rollout_metrics(result.groups, result.credits)
+    metrics = result.metrics | {"time/loop_lag_s": parts.pool.loop_lag_s} | process_metrics()
     sampling_s = parts.engine.busy_s - busy_before_s
     metrics |= clock.metrics(result.groups, sampling_s=sampling_s, is_async=rollout.samples_during_update)
-    metrics |= {"time/loop_lag_s": parts.pool.loop_lag_s} | process_metrics()
     return replace(result, metrics=metrics)
 
 
@@ -129,22 +129,22 @@ def credit_and_update(
         torch.cuda.set_device(device)  # which each thread has of its own
     rollout = parts.recipe.rollout
     own_groups = reward_groups(own_groups, rollout.group_rewards, timeout_s=rollout.env_timeout_s)
-    everyones = all_gather([(own_groups, is_replaying, dict(parts.pool.counts))])
-    groups = sorted((group for collected, *_ in everyones for group in collected), key=lambda group: group.group_id)
+    groups = sorted(to_rank_zero(own_groups), key=lambda group: group.group_id)
+    everyones = all_gather([(is_replaying, dict(parts.pool.counts))])
     clock.lap()
     groups = parts.signals.measure(groups)
     clock.lap("signals_s")
-    credits = from_rank_zero(lambda: assign_credit(parts.credit, groups))  # the same on all processes
     oldest = version - rollout.staleness_bound
-    metrics = {"staleness/too_old": share_too_old(groups, oldest=oldest)}
+    credits = assign_credit(parts.credit, groups) if is_main() else []
     if rollout.stale == "mask":
         credits = mask_stale(groups, credits, oldest=oldest)
     clock.lap("credit_s")
     # The first minibatch is computed with the weights that sampled it: a difference tells that the last push went wrong.
-    is_any_replaying = any(replaying for _, replaying, _ in everyones)
-    check = None if is_any_replaying else parts.link.check_agreement
-    metrics |= parts.learner.update(groups, credits, version=version, check_agreement=check)
+    check = None if any(replaying for replaying, _ in everyones) else parts.link.check_agreement
+    metrics = parts.learner.update(groups, credits, version=version, check_agreement=check)
     metrics |= parts.signals.fit(groups)  # what learns of them: the critic, where the scheme reads values
     clock.lap("update_s")
-    metrics |= {f"pool/{name}": float(sum(counts[name] for *_, counts in everyones)) for name in parts.pool.counts}
+    metrics |= {f"pool/{name}": float(sum(counts[name] for _, counts in everyones)) for name in parts.pool.counts}
+    too_old = {"staleness/too_old": share_too_old(groups, oldest=oldest)}
+    metrics |= from_rank_zero(lambda: too_old | rollout_metrics(groups, credits))
     return StepResult(groups=groups, credits=credits, metrics=metrics)

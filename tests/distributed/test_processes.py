@@ -9,10 +9,12 @@ from dataclasses import replace
 from pathlib import Path
 from tempfile import mkdtemp
 from typing import Any, Literal
+from unittest.mock import patch
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from accelerate import Accelerator
 from torch import Tensor
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # it does say so, at run time
@@ -21,7 +23,16 @@ from torch.multiprocessing.spawn import start_processes
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from agentrl import Credit, TrajectoryGroup
-from agentrl.distributed.processes import all_gather, naming_absent_ranks, process_index, set_deadline
+from agentrl.config import load_recipe
+from agentrl.distributed.processes import (
+    all_gather,
+    dealt,
+    is_main,
+    naming_absent_ranks,
+    process_index,
+    set_deadline,
+    to_rank_zero,
+)
 from agentrl.errors import ConfigError, TrainingError
 from agentrl.learn.learner import Learner
 from agentrl.learn.loss_config import LossConfig
@@ -34,6 +45,7 @@ from agentrl.policy.config import Layout, LoraSettings
 from agentrl.policy.layout import lay_out
 from agentrl.policy.lora import merged_weights
 from agentrl.policy.towers import freeze_towers
+from agentrl.run import build
 from benchmarks.architectures import tiny_model
 from tests.support.learners import TOKENIZER, make_learner
 from tests.support.played import new_policy, play
@@ -73,7 +85,9 @@ def _enter(
 
 
 def credited(sizes: list[int], idle: tuple[int, ...] = ()) -> tuple[list[TrajectoryGroup], list[list[Credit]]]:
-    """Groups of these sizes, some of which have no advantage anywhere."""
+    """Groups of these sizes, some of which have no advantage anywhere; of several processes the first has them."""
+    if not is_main():
+        return [], []
     groups, rng = some_groups(sizes), np.random.default_rng(1)
     credits = [
         [Credit.from_tokens(t, rng.normal(size=t.num_action_tokens) * (number not in idle)) for t in group.trajectories]
@@ -211,6 +225,43 @@ def test_changed_experts_are_told_alike(sharding: Sharding, tmp_path: Path) -> N
     assert [found["moe/changed_experts"] for found in together(2, tmp_path, routed, sharding)] == [expected] * 2
 
 
+def accelerated() -> tuple[int, str]:
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    accelerator = build._new_accelerator(load_recipe({"env": {"id": "calculator"}}))
+    return accelerator.num_processes, accelerator.device.type
+
+
+def test_processes_without_a_gpu_train_together_where_no_device_is_named(tmp_path: Path) -> None:
+    assert together(2, tmp_path, accelerated) == [(2, "cpu")] * 2
+
+
+def told_and_dealt() -> tuple[list[str], str, list[int]]:
+    """What a process hears of all, what it is dealt, and how many bytes it sends in either."""
+    make_learner()
+    sent: list[int] = []
+    send, index = dist.send, process_index()
+
+    def counted(tensor: Tensor, *args: Any, **named: Any) -> None:
+        sent.append(tensor.nbytes)
+        send(tensor, *args, **named)
+
+    with patch.object(dist, "send", counted):
+        told = to_rank_zero([f"{index}" * 1000, f"{index}"])
+        mine = dealt(lambda: ["first", "second" * 1000, "third"])
+    return told, mine, sent
+
+
+def test_the_first_hears_all_and_the_others_their_share_alone(tmp_path: Path) -> None:
+    first, second, third = together(3, tmp_path, told_and_dealt)
+    assert first[:2] == (["0" * 1000, "0", "1" * 1000, "1", "2" * 1000, "2"], "first")
+    assert second[:2] == ([], "second" * 1000)
+    assert third[:2] == ([], "third")
+    for index, (_, _, sent) in enumerate([first, second, third]):
+        lengths, contents = sent[::2], sent[1::2]
+        assert set(lengths) == {8}
+        assert [round(num, -3) for num in contents] == ([6000, 0] if index == 0 else [1000])
+
+
 def shortened(sharding: Sharding) -> tuple[dict[str, float], dict[str, Tensor]]:
     settings: dict[str, Any] = {"num_minibatches": 3, "max_tokens_per_micro_batch": 60, "target_kl": 1e-3}
     learner = make_learner(loss=LossConfig(anchor="recomputed"), sharding=sharding, is_double=True, **settings)
@@ -228,13 +279,12 @@ def notes() -> list[dict[str, Any]]:
 
 def test_the_first_process_hears_what_all_noted_of_each_token(tmp_path: Path) -> None:
     alone = notes()
-    first, second = together(2, tmp_path, notes)
+    first, _ = together(2, tmp_path, notes)
     for found, expected in zip(first, alone, strict=True):
         assert found.keys() == expected.keys() == {"ratio", "entropy", "clipped"}
         for name, column_T in expected.items():
             assert not np.isnan(column_T).any()
             np.testing.assert_allclose(found[name], column_T, rtol=1e-9)
-    assert second == [{}] * len(alone)
 
 
 @pytest.mark.parametrize("sharding", ["none", "full"])
@@ -331,7 +381,7 @@ def test_the_reference_of_shared_out_weights_stays_and_comes_back(lora: LoraSett
 def scores(sharding: Sharding) -> list[Any]:
     learner = make_learner(sharding=sharding, is_double=True)
     policy = learner.state.policy
-    trajectories = [t for group in some_groups([3, 1, 2]) for t in group.trajectories]
+    trajectories = [t for group in some_groups([3, 1, 2]) for t in group.trajectories] if is_main() else []
     return score_tokens(
         lambda micro: policy(micro.inputs, micro.slot_T, micro.target_T, 1.0)[0],
         TokenBatch.of(trajectories),
@@ -342,9 +392,10 @@ def scores(sharding: Sharding) -> list[Any]:
 @pytest.mark.parametrize("sharding", ["none", "full"])
 def test_scores_are_shared_out_and_put_together(sharding: Sharding, tmp_path: Path) -> None:
     expected = scores("none")
-    for found in together(2, tmp_path, scores, sharding):
-        for one, other in zip(found, expected, strict=True):
-            np.testing.assert_allclose(one, other, rtol=1e-9)
+    first, second = together(2, tmp_path, scores, sharding)
+    for one, other in zip(first, expected, strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-9)
+    assert second == []
 
 
 def pass_in_bfloat16(sharding: Sharding, lora: LoraSettings | None) -> tuple[int, Tensor, set[torch.dtype]]:
@@ -392,6 +443,7 @@ def critic_after_fits(kind: Literal["head", "separate"]) -> tuple[dict[str, floa
         replace(t, turns=(*t.turns[:-1], replace(t.turns[-1], reward=float(number))))
         for number, t in enumerate(play(new_policy(), num=5))
     ]
+    played = played if is_main() else []
     critic.fit(critic.measure(played))
     return critic.fit(critic.measure(played)), [p.detach() for p in critic._parameters()], sum(computed)
 

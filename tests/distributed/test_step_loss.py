@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from agentrl import Credit, TrajectoryGroup
+from agentrl.distributed.processes import is_main
 from agentrl.learn.learner import Learner
 from agentrl.learn.loss_config import LossConfig
 from tests.distributed.test_processes import Sharding, gradients, together
@@ -76,7 +77,7 @@ def batch_under(model: Any) -> tuple[list[TrajectoryGroup], list[list[Credit]], 
 def updated(recipe: str, sharding: Sharding) -> tuple[dict[str, float], list[Tensor]]:
     learner = learner_of(recipe, sharding)
     groups, credits, _, _ = batch_under(learner_of(recipe).state.policy.model)
-    return gradients(learner, groups, credits, version=VERSION)
+    return gradients(learner, groups if is_main() else [], credits if is_main() else [], version=VERSION)
 
 
 @cache

@@ -113,11 +113,15 @@ class Signal:
         """Start from the policy as it is: called once it is warmed up, and not where a run is resumed."""
 
     def measure(self, trajectories: list[Trajectory]) -> list[Trajectory]:
-        """Return the trajectories, none of which failed, with the signal in every turn."""
+        """Return the trajectories, none of which failed, with the signal in every turn.
+
+        Of several processes the first is given them, and the others none: they compute what it deals them (`score_tokens`),
+        and so what is scored must not depend on what is given.
+        """
         raise NotImplementedError
 
     def fit(self, trajectories: list[Trajectory]) -> dict[str, float]:
-        """Fit what it is measured by to what was measured; return metrics."""
+        """Fit what it is measured by to what was measured, which the first process is given; return metrics, on all."""
         return {}
 
     def state_dict(self) -> dict[str, Any]:

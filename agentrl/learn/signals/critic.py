@@ -13,9 +13,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from agentrl.distributed.processes import add_up, num_processes, process_index
+from agentrl.distributed.processes import add_up, dealt, from_rank_zero, num_processes
 from agentrl.learn.interrupt import check_interrupt
-from agentrl.learn.plan import MicroBatch, Planner
+from agentrl.learn.plan import MicroBatch, PassTokens, Planner
 from agentrl.learn.signals.config import CriticConfig
 from agentrl.learn.signals.scoring import score_tokens, with_tokens
 from agentrl.learn.token_weights import FloatArray
@@ -30,7 +30,8 @@ class Critic:
     """Predicts the return-to-go of the turn that a token belongs to, from the context before the token.
 
     Trained by least squares on G_k = r_k + gamma * G_{k+1}, where a truncated trajectory continues from the critic's own
-    value of where it was cut off. Several processes hold the same trajectories; each computes its share of every minibatch.
+    value of where it was cut off. Of several processes the first has the trajectories, and deals each its share of every
+    minibatch.
     """
 
     def __init__(
@@ -90,16 +91,13 @@ class Critic:
         0 where all G are equal but for rounding.
         """
         targets = [self._targets(t) for t in trajectories]
-        values_T = np.concatenate([turn.signals["values"] for t in trajectories for turn in t.turns])
-        targets_T = np.concatenate(targets)
-        is_flat = np.ptp(targets_T) <= 1e-12 * np.abs(targets_T).max()
-        explained = 0.0 if is_flat else 1 - float((targets_T - values_T).var() / targets_T.var())
+        explained, num_trajectories = from_rank_zero(lambda: (_explained(trajectories, targets), len(trajectories)))
         losses: list[float] = []
         for _ in range(self._config.epochs):
             rng = np.random.default_rng(derive_seed(self._seed, "critic order", self._num_updates))
-            order = rng.permutation(len(trajectories))
+            order = rng.permutation(num_trajectories)
             losses.extend(
-                self._update([trajectories[i] for i in part], [targets[i] for i in part])
+                self._update(part.tolist(), trajectories, targets)
                 for part in np.array_split(order, self._config.num_minibatches)
                 if len(part)
             )
@@ -152,15 +150,21 @@ class Critic:
     def _planner(self) -> Planner:
         return Planner.of(self._policy, max_tokens=self._max_tokens, device=self._device)
 
-    def _update(self, trajectories: list[Trajectory], targets: list[FloatArray]) -> float:
-        """Fit the values of all action tokens to their targets by one step of the optimizer; return the mean square."""
-        tokens, targets_T = TokenBatch.of(trajectories), torch.from_numpy(np.concatenate(targets))
-        planner = self._planner()
-        weight, total = 1 / len(tokens), torch.zeros((), device=self._device, dtype=torch.float64)
-        for micro in planner.micro_batches(tokens, process=process_index(), num_processes=num_processes()):
+    def _update(self, part: list[int], trajectories: Sequence[Trajectory], targets: Sequence[FloatArray]) -> float:
+        """Fit the values of the action tokens of some to their targets by one step of the optimizer; return the mean square."""
+        planner, total = self._planner(), torch.zeros((), device=self._device, dtype=torch.float64)
+
+        def shares() -> list[list[tuple[PassTokens, Tensor, float]]]:
+            tokens = TokenBatch.of([trajectories[i] for i in part])
+            targets_T = torch.from_numpy(np.concatenate([targets[i] for i in part]))
+            dealt_out = planner.deal(tokens, num_processes=num_processes())
+            return [[(each, targets_T[each.token_T], 1 / len(tokens)) for each in share] for share in dealt_out]
+
+        for of_pass, target_T, weight in dealt(shares):
             check_interrupt()
+            micro = planner.lay_out(of_pass)
             with attending(self._body, self._policy.layout):
-                loss: Any = (weight * (self._value(micro) - micro.take(targets_T)) ** 2).sum()
+                loss: Any = (weight * (self._value(micro) - micro.placed(target_T)) ** 2).sum()
                 loss.backward()
             total += loss.detach()
         add_up([*(p.grad for p in self._parameters() if p.grad is not None), total])
@@ -169,3 +173,10 @@ class Critic:
         self._optimizer.zero_grad()
         self._num_updates += 1
         return total.item()
+
+
+def _explained(trajectories: Sequence[Trajectory], targets: Sequence[FloatArray]) -> float:
+    values_T = np.concatenate([turn.signals["values"] for t in trajectories for turn in t.turns])
+    targets_T = np.concatenate(targets)
+    is_flat = np.ptp(targets_T) <= 1e-12 * np.abs(targets_T).max()
+    return 0.0 if is_flat else 1 - float((targets_T - values_T).var() / targets_T.var())

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from agentrl.distributed.processes import all_gather, num_processes, process_index
+from agentrl.distributed.processes import dealt, num_processes, to_rank_zero
 from agentrl.learn.interrupt import check_interrupt
 from agentrl.learn.plan import MicroBatch, Planner
 from agentrl.learn.signals.base import SignalContext
@@ -27,15 +27,16 @@ Score = Callable[[MicroBatch], Tensor]
 def score_tokens(score: Score, tokens: TokenBatch, *, planner: Planner) -> list[FloatArray]:
     """Score the tokens of each trajectory, each in its own context: (T,) each.
 
-    Every process scores its share, and gets all scores.
+    The first process deals each its share of its tokens, and gets all scores; the others, which have no tokens, get none.
     """
     found_T, own = np.empty(len(tokens)), []
-    for micro in planner.micro_batches(tokens, process=process_index(), num_processes=num_processes()):
+    for of_pass in dealt(lambda: planner.deal(tokens, num_processes=num_processes())):
         check_interrupt()
-        own.append((micro.token_T, score(micro).double().cpu().numpy()))
-    for token_T, scores_T in all_gather(own):
+        own.append((of_pass.token_T, score(planner.lay_out(of_pass)).double().cpu().numpy()))
+    for token_T, scores_T in to_rank_zero(own):
         found_T[token_T] = scores_T
-    return np.split(found_T, np.searchsorted(tokens.trajectory_T, np.arange(1, tokens.num_trajectories)))
+    parts = np.split(found_T, np.searchsorted(tokens.trajectory_T, np.arange(1, tokens.num_trajectories)))
+    return parts[: tokens.num_trajectories]
 
 
 def logprobs(context: SignalContext, tokens: TokenBatch, *, policy: Policy | None = None) -> list[FloatArray]:

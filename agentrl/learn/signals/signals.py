@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from agentrl.distributed.processes import is_main
+from agentrl.distributed.processes import from_rank_zero, is_main
 from agentrl.errors import ConfigError
 from agentrl.learn.signals import signal_classes
 from agentrl.learn.signals.base import SignalContext
@@ -31,9 +31,12 @@ class Signals:
             signal.begin()
 
     def measure(self, groups: Sequence[TrajectoryGroup]) -> list[TrajectoryGroup]:
-        """Return the groups with what the scheme reads in the turns of every trajectory that did not fail."""
+        """Return the groups with what the scheme reads in the turns of every trajectory that did not fail.
+
+        Of several processes the first has groups, and the others help it.
+        """
         trajectories = valid_trajectories(groups)
-        if trajectories:
+        if from_rank_zero(lambda: bool(trajectories)):
             for signal in self._signals.values():
                 trajectories = signal.measure(trajectories)
         found = iter(trajectories)
@@ -45,7 +48,8 @@ class Signals:
     def fit(self, groups: Sequence[TrajectoryGroup]) -> dict[str, float]:
         """Fit what `measure` returned; return metrics."""
         metrics: dict[str, float] = {}
-        if trajectories := valid_trajectories(groups):
+        trajectories = valid_trajectories(groups)
+        if from_rank_zero(lambda: bool(trajectories)):
             for signal in self._signals.values():
                 metrics |= signal.fit(trajectories)
         return metrics

@@ -44,17 +44,17 @@ class TurnScores(Signal):
         Raises:
             UserError: with the judge's own words.
         """
-        from agentrl.distributed.processes import all_gather, num_processes, process_index
+        from agentrl.distributed.processes import dealt, num_processes, to_rank_zero
 
         config = self.context.config
         scoring = score_turns(
             self._judge,
-            trajectories[process_index() :: num_processes()],
+            dealt(lambda: [trajectories[number :: num_processes()] for number in range(num_processes())]),
             timeout_s=config.judge_timeout_s,
             num_threads=config.judge_threads,
             max_retries=config.judge_retries,
         )
-        scored = {t.trajectory_id: t for t in all_gather(asyncio.run(scoring))}
+        scored = {t.trajectory_id: t for t in to_rank_zero(asyncio.run(scoring))}
         return [scored[t.trajectory_id] for t in trajectories]
 
 
