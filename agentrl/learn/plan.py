@@ -20,6 +20,7 @@ from agentrl.learn.tokens import TokenBatch, ToldExperts
 from agentrl.policy.config import Layout
 from agentrl.policy.layout import Index, Inputs, lay_out, pack
 from agentrl.policy.model import Policy
+from agentrl.policy.recurrent import num_computed
 from agentrl.policy.tree import IntArray, plan_tree
 from agentrl.routing import UNKNOWN, Experts
 
@@ -82,7 +83,9 @@ class Planner:
     """Budget of a micro-batch."""
     layout: Layout = "padded"
     is_recurrent: bool = False
-    """Parts of the model compute each row whole, whatever the layout: the budget counts rows as if they were padded."""
+    """Parts of the model compute rows apart, whatever the layout: the budget counts what they compute."""
+    can_continue: bool = False
+    """These compute once what rows share, on a tree (see `recurrent.fork`)."""
     device: torch.device | str = "cpu"
     dtype: torch.dtype = torch.float32
     """Of the columns that are taken for a micro-batch: that of the policy's log-probabilities."""
@@ -97,7 +100,8 @@ class Planner:
     def of(cls, policy: Policy, **further: Any) -> "Planner":
         """Return the planner of passes through a policy."""
         vocab_size = policy.model.config.get_text_config().vocab_size
-        return cls(layout=policy.layout, is_recurrent=policy.is_recurrent, vocab_size=vocab_size, **further)
+        further |= {"is_recurrent": policy.is_recurrent, "can_continue": policy.can_continue}
+        return cls(layout=policy.layout, vocab_size=vocab_size, **further)
 
     def micro_batches(
         self,
@@ -260,10 +264,12 @@ class _Plan:
 
     def _size(self, trajectories: Sequence[int]) -> int:
         """Return the tokens that a pass computes."""
-        rows = self._rows_of(trajectories)
-        match "padded" if self._planner.is_recurrent else self._planner.layout:
+        rows, planner = self._rows_of(trajectories), self._planner
+        match "padded" if planner.is_recurrent and planner.layout == "packed" else planner.layout:
             case "tree":
-                return plan_tree(rows).num_tokens
+                tree = plan_tree(rows)
+                apart = num_computed(tree.paths, continues=planner.can_continue) if planner.is_recurrent else 0
+                return max(tree.num_tokens, apart)
             case "packed":
                 return len(pack([len(row) for row in rows])) * self._longest(trajectories)
             case "padded":

@@ -18,13 +18,14 @@ from agentrl.errors import ConfigError, TrainingError
 from agentrl.policy.config import Layout
 from agentrl.policy.logprobs import fused_logprobs
 from agentrl.policy.packed_attention import PackedRows, attends_by_rows, packed_attention_of
-from agentrl.policy.recurrent import Rows, see_rows
+from agentrl.policy.recurrent import Rows, can_continue, mixers_of, see_rows
 from agentrl.policy.tree import IntArray, plan_tree
 from agentrl.policy.tree_attention import TreeLayout
 from agentrl.policy.tree_model import tree_attention_of
 
 _SHORT_ROW, _LONG_ROW = 48, 416
-"""Tokens of the probe's rows: on a GPU several blocks of FlexAttention, whose kernels are others for less than one."""
+"""Tokens of the probe's rows: on a GPU several blocks of FlexAttention, whose kernels are others for less than one; and so
+many that recurrent parts compute once what rows share."""
 _SMALL = 2**20
 """Entries of a weight whose gradient a machine has room for beside the model: of norms and adapters at least."""
 _LARGEST_GAP = 1e-4
@@ -55,10 +56,8 @@ def lay_out(rows: Sequence[IntArray], layout: Layout, *, device: torch.device | 
     if layout == "tree":
         tree = plan_tree(rows)
         ids_1P, depth_1P = (torch.from_numpy(column_P).to(device)[None] for column_P in (tree.ids_P, tree.depth_P))
-        paths = np.split(tree.token_W, tree.row_start_R[1:-1])
-        return Inputs(
-            ids_BL=ids_1P, positions_BL=depth_1P, tree=TreeLayout(tree, device=device), paths=paths
-        ), tree.index
+        on_device = TreeLayout(tree, device=device)
+        return Inputs(ids_BL=ids_1P, positions_BL=depth_1P, tree=on_device, paths=tree.paths), tree.index
     lengths = [len(row) for row in rows]
     lines = pack(lengths) if layout == "packed" else [[number] for number in range(len(rows))]
     width = max(lengths)
@@ -111,7 +110,7 @@ def hidden_states(model: Any, inputs: Inputs) -> Tensor:
     if inputs.positions_BL is not None:
         arguments["position_ids"] = inputs.positions_BL
     if inputs.paths and see_rows(model):
-        arguments["agentrl_rows"] = Rows.of(inputs.paths, inputs.ids_BL)
+        arguments["agentrl_rows"] = Rows.of(inputs.paths, inputs.ids_BL, continues=can_continue(model))
     if layout == "tree":
         arguments["agentrl_tree"] = inputs.tree
     elif layout == "packed" and attends_by_rows(model):
@@ -217,7 +216,7 @@ def _probes(model: Any, *hows: tuple[Layout | None, bool], max_tokens: int) -> l
     was_training = model.training
     model.eval()
     try:
-        least = _SHORT_ROW if device.type == "cpu" else _LONG_ROW
+        least = _LONG_ROW if device.type != "cpu" or mixers_of(model) else _SHORT_ROW
         rows = _probe_rows(model.config.get_text_config(), max_tokens, seed=0, least=least)
         found = []
         for layout, half in hows:

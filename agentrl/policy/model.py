@@ -18,7 +18,7 @@ from agentrl.policy.autocast import cast_experts
 from agentrl.policy.config import Layout, LocalModelConfig
 from agentrl.policy.layout import Inputs, hidden_states
 from agentrl.policy.logprobs import fused_logprobs
-from agentrl.policy.recurrent import mixers_of
+from agentrl.policy.recurrent import can_continue, mixers_of
 
 
 def local_config(config: LocalModelConfig, *, vocab_size: int, **further: Any) -> Any:
@@ -207,8 +207,13 @@ class Policy(nn.Module):
 
     @property
     def is_recurrent(self) -> bool:
-        """Tell whether parts of the model compute each row whole, also what rows share (`see_rows`)."""
+        """Tell whether parts of the model compute rows apart, whatever the layout (`see_rows`)."""
         return bool(mixers_of(self.model))
+
+    @property
+    def can_continue(self) -> bool:
+        """Tell whether these compute once what rows share, on a tree."""
+        return can_continue(self.model)
 
     def forward(self, inputs: Inputs, slot_T: Tensor, targets_T: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
         """Return log-probability and entropy [T] of each target, read at its predecessor."""

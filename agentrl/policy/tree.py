@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 IntArray = npt.NDArray[np.int64]
 
-__all__ = ["IntArray", "TokenTree", "plan_tree"]
+__all__ = ["IntArray", "TokenTree", "common_prefix", "plan_tree"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -45,6 +45,11 @@ class TokenTree:
     def num_tokens(self) -> int:
         """Number of tokens, each shared one counted once."""
         return len(self.ids_P)
+
+    @property
+    def paths(self) -> list[IntArray]:
+        """The tokens of each row."""
+        return np.split(self.token_W, self.row_start_R[1:-1])
 
     @property
     def attention_cost(self) -> int:
@@ -85,7 +90,7 @@ def plan_tree(rows: Sequence[IntArray]) -> TokenTree:
     keys = [row.astype(">u4").tobytes() for row in rows]
     order = sorted(range(len(rows)), key=keys.__getitem__)
     sorted_rows = [rows[r] for r in order]
-    shared_R = np.array([0, *(_common_prefix(*pair) for pair in pairwise(sorted_rows))][: len(rows)], dtype=np.int64)
+    shared_R = np.array([0, *(common_prefix(*pair) for pair in pairwise(sorted_rows))][: len(rows)], dtype=np.int64)
     length_R = np.array([len(row) for row in sorted_rows], dtype=np.int64)
     offset_R = _starts(length_R - shared_R)
     start_S, subtree_stop_S = _segments(shared_R.tolist(), length_R.tolist(), offset_R.tolist())
@@ -144,7 +149,8 @@ def _parents(start: list[int], subtree_stop: list[int]) -> IntArray:
     return np.array(parents, dtype=np.int64)
 
 
-def _common_prefix(left: IntArray, right: IntArray) -> int:
+def common_prefix(left: IntArray, right: IntArray) -> int:
+    """Return how many entries two sequences begin with alike."""
     both = min(len(left), len(right))
     differs = left[:both] != right[:both]
     return int(differs.argmax()) if differs.any() else both

@@ -41,6 +41,7 @@ from agentrl.learn.signals import CriticConfig
 from agentrl.learn.signals.critic import Critic
 from agentrl.learn.signals.scoring import score_tokens
 from agentrl.learn.tokens import TokenBatch
+from agentrl.policy import recurrent
 from agentrl.policy.config import Layout, LoraSettings
 from agentrl.policy.layout import lay_out
 from agentrl.policy.lora import merged_weights
@@ -206,6 +207,26 @@ def test_multimodal_models_are_trained_by_two_processes_as_by_one(name: str, tmp
     expected = multimodal(name)
     largest = max(float(gradient.abs().max()) for gradient in expected)
     for found in together(2, tmp_path, multimodal, name):
+        for one, other in zip(found, expected, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4 * largest)
+
+
+def hybrid(sharding: Sharding) -> tuple[list[Tensor], bool]:
+    """The gradients of an update of a model with recurrent parts, and whether these computed a trunk."""
+    with patch.object(recurrent, "_LEAST_SAVED", 2):
+        model = tiny_model("Qwen3.5", vocab_size=len(TOKENIZER))
+        learner = make_learner(model=model, layout="tree", num_minibatches=1, sharding=sharding)
+        found = gradients(learner, *credited([4, 3, 2]))[1]
+        rows = [row[:-1] for row in TokenBatch.of([t for g in some_groups([4, 3, 2]) for t in g.trajectories]).rows]
+        return found, bool(recurrent.fork(lay_out(rows, "tree")[0].paths, continues=True)[0])
+
+
+@pytest.mark.parametrize("sharding", ["none", "full"])
+def test_recurrent_parts_go_on_from_what_rows_share_on_several_processes(sharding: Sharding, tmp_path: Path) -> None:
+    expected, has_trunk = hybrid("none")
+    assert has_trunk
+    largest = max(float(gradient.abs().max()) for gradient in expected)
+    for found, _ in together(2, tmp_path, hybrid, sharding):
         for one, other in zip(found, expected, strict=True):
             torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4 * largest)
 

@@ -452,7 +452,9 @@ def test_a_token_that_the_model_does_not_know_is_told() -> None:
 
 def test_a_planner_is_that_of_its_policy() -> None:
     policy = Policy(made("Lfm2", **SIZES, layer_types=["conv", "full_attention"]), layout="tree")
-    expected = Planner(max_tokens=100, layout="tree", is_recurrent=True, vocab_size=SIZES["vocab_size"])
+    expected = Planner(
+        max_tokens=100, layout="tree", is_recurrent=True, can_continue=True, vocab_size=SIZES["vocab_size"]
+    )
     assert Planner.of(policy, max_tokens=100) == expected
 
 

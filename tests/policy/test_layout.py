@@ -15,7 +15,7 @@ from torch import Tensor
 
 from agentrl.errors import ConfigError, TrainingError
 from agentrl.policy import layout as layout_module
-from agentrl.policy import tree_model
+from agentrl.policy import recurrent, tree_model
 from agentrl.policy.config import Layout
 from agentrl.policy.layout import (
     _probe_rows,
@@ -27,7 +27,7 @@ from agentrl.policy.layout import (
     probe_layout,
     probe_noise,
 )
-from agentrl.policy.recurrent import Rows, mixers_of
+from agentrl.policy.recurrent import Rows, can_continue, fork, mixers_of, num_computed
 from agentrl.policy.towers import freeze_towers
 from agentrl.policy.tree import IntArray, plan_tree
 from agentrl.policy.tree_attention import tree_attention
@@ -302,10 +302,21 @@ def test_the_recurrent_parts_of_a_model_see_rows_one_by_one(family: str, layout:
     assert float64_error(made(family, **RECURRENT[family]), layout) < 1e-9
 
 
+def forking_rows() -> list[IntArray]:
+    """Rows of which four share 40 tokens, two of these 70 more, and one nothing; what is left is short or long."""
+    rng = np.random.default_rng(5)
+    system, turn = rng.integers(97, size=40), rng.integers(97, size=70)
+    ends = [rng.integers(97, size=length) for length in (1, 30, 9, 50, 20)]
+    for place, end in enumerate(ends):
+        end[0] = place  # where they part
+    begins = [[system, turn], [system, turn], [system], [system], []]
+    return [np.concatenate([*begin, end]) for begin, end in zip(begins, ends, strict=True)]
+
+
 @pytest.mark.parametrize("layout", ["tree", "packed"])
 def test_layers_that_run_again_see_the_rows_of_their_own_pass(layout: Layout) -> None:
     model = in_float64(made("Lfm2", **LFM2))
-    rows = branching_rows()
+    rows = forking_rows()  # the first two have a trunk
     expected = with_gradients(model, row_logprobs(model, rows))
     model.train()
     model.gradient_checkpointing_enable({"use_reentrant": False})
@@ -348,12 +359,62 @@ def test_what_text_does_not_go_through_is_no_recurrent_part_of_a_model() -> None
     assert choose_layout(model, "auto") == ("tree", None)
 
 
+def computed(model: Any) -> list[int]:
+    """Slots that each call of a recurrent part computes from now on; of the first one."""
+    (_, mixer), *_ = mixers_of(model)
+    plain, found = mixer.forward, list[int]()
+
+    def counted(hidden_states: Tensor, **named: Any) -> Any:
+        found.append(hidden_states.shape[0] * hidden_states.shape[1])
+        return plain(hidden_states, **named)
+
+    mixer.forward = counted
+    return found
+
+
+@pytest.mark.parametrize("family", [family for family in RECURRENT if family != "Mamba2"])
+def test_recurrent_parts_compute_once_what_rows_share(family: str) -> None:
+    model = made(family, **RECURRENT[family])
+    model.double().set_experts_implementation("eager")
+    rows, goes_on = forking_rows(), family != "Jamba"  # whose kernel begins with no state
+    with AllFloat64():
+        expected = with_gradients(model, row_logprobs(model, rows))
+        found = computed(model)
+        got = with_gradients(model, logprobs(model, rows, "tree"))
+    assert largest_error(got, expected) < 1e-9
+    inputs, _ = lay_out(rows, "tree")
+    calls = [40, 70, 5 * 50] if goes_on else [5 * 140]
+    assert found == calls
+    assert num_computed(inputs.paths, continues=can_continue(model)) == sum(calls)
+
+
+@given(rows=st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=9), min_size=1, max_size=8), data=st.data())
+def test_trunks_and_what_is_left_are_the_rows(rows: list[list[int]], data: st.DataObject) -> None:
+    paths = lay_out([np.array(row) for row in rows], "tree")[0].paths
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(recurrent, "_LEAST_SAVED", data.draw(st.integers(1, 9)))
+        trunks, left = fork(paths, continues=True)
+    whole = [(), *[()] * len(trunks)]
+    for number, (path_W, parent) in enumerate(trunks):
+        assert -1 <= parent < number
+        assert len(path_W) > 1
+        whole[number] = (*(whole[parent] if parent >= 0 else ()), *path_W.tolist())
+    found = [(*(whole[parent] if parent >= 0 else ()), *path_W.tolist()) for path_W, parent in left]
+    wanted = {tuple(path.tolist()) for path in paths}
+    assert sorted(found) == sorted(
+        path for path in wanted if not any(other[: len(path)] == path != other for other in wanted)
+    )
+    assert all(len(path_W) for path_W, _ in left)
+    shared = sum(len(path_W) for path_W, _ in trunks) + sum(len(path_W) for path_W, _ in left)
+    assert shared <= sum(map(len, found))
+
+
 def test_rows_that_begin_others_are_not_computed_twice() -> None:
     rows = [np.array(row) for row in ([1, 2], [1, 2, 3], [1, 2, 3], [1, 4], [5])]
     cases: list[tuple[Layout, Any]] = [("tree", [[0, 1, 2], [0, 3, 0], [4, 0, 0]]), ("packed", None)]
     for layout, slots in cases:
         inputs, _ = lay_out(rows, layout)
-        found = Rows.of(inputs.paths, inputs.ids_BL)
+        found = Rows.of(inputs.paths, inputs.ids_BL, continues=False)
         assert slots is None or sorted(found.slot_RW.tolist()) == slots
         for path in inputs.paths:  # each slot is read from a row that holds it
             assert found.slot_RW.flatten()[found.read_BL.flatten()[path]].tolist() == path.tolist()
