@@ -10,9 +10,9 @@ that the run began with. `recomputed` weighs tokens by exp(mean difference from 
 with the weights that sampled.
 
 `area` is the mean of held-out success over the evaluations after training began; `of sync` is its ratio to sync's under
-the same seed, mean ± standard error; `of late sync` that to sync's area, had it begun `max_staleness` steps later: what is lost
-beyond the delay. A run has collapsed where its last success is below half of its best, and that was
-above .15.
+the same seed (of the same `--rate` and `--train`, where the file has it), mean ± standard error; `of late sync` that to sync's
+area, had it begun `max_staleness` steps later: what is lost beyond the delay. A run has collapsed where its last success is
+below half of its best, and that was above .15.
 """
 
 import argparse
@@ -50,6 +50,14 @@ class Way(NamedTuple):
     mode: str
     age: int
     anchor: str
+
+
+class Setting(NamedTuple):
+    """What a row of a table is of."""
+
+    rate: float
+    train: str
+    way: Way
 
 
 def recipe_of(job: Job, way: Way | None, run_dir: Path, *, steps: int) -> Recipe:
@@ -95,24 +103,25 @@ def area_if_late(result: dict[str, Any], steps: int) -> float:
 
 
 def tell(out: Path) -> None:
-    runs: dict[tuple[str, float, str, int], dict[Way, dict[int, Any]]] = defaultdict(lambda: defaultdict(dict))
+    runs: dict[tuple[str, int], dict[Setting, dict[int, Any]]] = defaultdict(lambda: defaultdict(dict))
     for line in out.read_text(encoding="utf-8").splitlines():
         result = json.loads(line)
-        way = Way(*(result[name] for name in Way._fields))
-        runs[result["ratio"], result["rate"], result["train"], result["at"][-1]][way][result["seed"]] = result
-    for settings, ways in runs.items():
-        print(f"\n{settings[0]}, rate {settings[1]:g}, {settings[2]}, {settings[3]} steps\n")
-        print(
-            "| mode | max_staleness | anchor | seeds | age, mean | oldest | final | area | of sync | of late sync | collapsed |"
-        )
-        print("|---|---|---|---|---|---|---|---|---|---|---|")
-        sync = next((results for way, results in ways.items() if way.mode == "sync"), {})
-        for way, results in sorted(ways.items(), key=lambda one: (one[0].anchor, one[0].age, one[0].mode)):
+        setting = Setting(result["rate"], result["train"], Way(*(result[name] for name in Way._fields)))
+        runs[result["ratio"], result["at"][-1]][setting][result["seed"]] = result
+    columns = "rate|train|mode|max_staleness|anchor|seeds|age, mean|oldest|final|area|of sync|of late sync|collapsed"
+    for (ratio, steps), found in runs.items():
+        print(f"\n{ratio}, {steps} steps\n\n| {' | '.join(columns.split('|'))} |\n{'|---' * 13}|")
+        syncs = {setting: results for setting, results in found.items() if setting.way.mode == "sync"}
+        for setting, results in sorted(found.items(), key=lambda one: (one[0].way.anchor, one[0].way.age, one[0])):
+            # The sync of the same setting; where there is none, of another.
+            sync = next(iter([*(syncs[s] for s in syncs if s[:2] == setting[:2]), *syncs.values()]), {})
             both = [(area(result), sync[seed]) for seed, result in results.items() if seed in sync]
             ratios = [of / area(reference) for of, reference in both]
-            late = [of / area_if_late(reference, way.age) for of, reference in both]
+            late = [of / area_if_late(reference, setting.way.age) for of, reference in both]
             cells = [
-                *map(str, way),
+                f"{setting.rate:g}",
+                setting.train,
+                *map(str, setting.way),
                 str(len(results)),
                 f"{statistics.fmean(result['staleness/mean'] for result in results.values()):.1f}",
                 f"{max(result['oldest'] for result in results.values()):.0f}",
