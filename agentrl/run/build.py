@@ -286,16 +286,15 @@ def _new_accelerator(recipe: Recipe) -> Accelerator:
     check_trackers(recipe.report.trackers)
     timeout_s = recipe.train.process_timeout_s
     set_deadline(timeout_s)
-    # Apple's GPUs have no float64. And accelerate knows of no other processes where it looks for a GPU and finds none.
-    has_gpu = torch.accelerator.is_available() and not torch.backends.mps.is_available()
-    on_cpu = recipe.train.device == "cpu" or not has_gpu
     number, num_gpus = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
-    if not on_cpu and 0 < num_gpus <= number:
+    if recipe.train.device == "auto" and 0 < num_gpus <= number:
         raise ConfigError(
             f"--processes: one for each GPU, of which this machine has {num_gpus}; or set train.device: cpu"
         )
+    # Apple's GPUs have no float64. And accelerate knows of no other processes where it looks for a GPU and finds none.
+    has_gpu = torch.accelerator.is_available() and not torch.backends.mps.is_available()
     return Accelerator(
-        cpu=on_cpu,
+        cpu=recipe.train.device == "cpu" or not has_gpu,
         mixed_precision="bf16" if recipe.train.precision == "bfloat16" else "no",
         kwargs_handlers=[InitProcessGroupKwargs(timeout=timedelta(seconds=timeout_s))],
     )
