@@ -103,19 +103,22 @@ def area_if_late(result: dict[str, Any], steps: int) -> float:
 
 
 def tell(out: Path) -> None:
-    runs: dict[tuple[str, int], dict[Setting, dict[int, Any]]] = defaultdict(lambda: defaultdict(dict))
+    runs: dict[tuple[str, int], dict[Setting, list[Any]]] = defaultdict(lambda: defaultdict(list))
     for line in out.read_text(encoding="utf-8").splitlines():
         result = json.loads(line)
         setting = Setting(result["rate"], result["train"], Way(*(result[name] for name in Way._fields)))
-        runs[result["ratio"], result["at"][-1]][setting][result["seed"]] = result
-    columns = "rate|train|mode|max_staleness|anchor|seeds|age, mean|oldest|final|area|of sync|of late sync|collapsed"
+        runs[result["ratio"], result["at"][-1]][setting].append(result)
+    columns = (
+        "rate|train|mode|max_staleness|anchor|runs|seeds|age, mean|oldest|final|area|of sync|of late sync|collapsed"
+    )
     for (ratio, steps), found in runs.items():
-        print(f"\n{ratio}, {steps} steps\n\n| {' | '.join(columns.split('|'))} |\n{'|---' * 13}|")
+        print(f"\n{ratio}, {steps} steps\n\n| {' | '.join(columns.split('|'))} |\n{'|---' * 14}|")
         syncs = {setting: results for setting, results in found.items() if setting.way.mode == "sync"}
         for setting, results in sorted(found.items(), key=lambda one: (one[0].way.anchor, one[0].way.age, one[0])):
             # The sync of the same setting; where there is none, of another.
-            sync = next(iter([*(syncs[s] for s in syncs if s[:2] == setting[:2]), *syncs.values()]), {})
-            both = [(area(result), sync[seed]) for seed, result in results.items() if seed in sync]
+            found_sync = next(iter([*(syncs[s] for s in syncs if s[:2] == setting[:2]), *syncs.values()]), [])
+            sync = {result["seed"]: result for result in found_sync}
+            both = [(area(result), sync[result["seed"]]) for result in results if result["seed"] in sync]
             ratios = [of / area(reference) for of, reference in both]
             late = [of / area_if_late(reference, setting.way.age) for of, reference in both]
             cells = [
@@ -123,12 +126,13 @@ def tell(out: Path) -> None:
                 setting.train,
                 *map(str, setting.way),
                 str(len(results)),
-                f"{statistics.fmean(result['staleness/mean'] for result in results.values()):.1f}",
-                f"{max(result['oldest'] for result in results.values()):.0f}",
-                mean_and_error([result["curve"][-1] for result in results.values()]),
-                mean_and_error([area(result) for result in results.values()]),
+                str(len({result["seed"] for result in results})),
+                f"{statistics.fmean(result['staleness/mean'] for result in results):.1f}",
+                f"{max(result['oldest'] for result in results):.0f}",
+                mean_and_error([result["curve"][-1] for result in results]),
+                mean_and_error([area(result) for result in results]),
                 *(mean_and_error(each) if each else "-" for each in (ratios, late)),
-                f"{sum(map(has_collapsed, results.values()))} of {len(results)}",
+                f"{sum(map(has_collapsed, results))} of {len(results)}",
             ]
             print(f"| {' | '.join(cells)} |")
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from agentrl.credit import Credit
-from agentrl.learn.plan import Int32Array, MicroBatch
+from agentrl.learn.plan import Int32Array
 from agentrl.learn.token_weights import Aggregation, RatioUnit, aggregation_weights, unit_index
 from agentrl.learn.tokens import TokenBatch
 from agentrl.types import Trajectory
@@ -33,10 +33,6 @@ class LossColumns:
     """Policy version that sampled the token."""
     trajectory_T: Tensor
     """Number of the token's trajectory in the minibatch."""
-
-    def of(self, micro: MicroBatch) -> "LossColumns":
-        """Return the columns of a micro-batch's tokens, in its place; ratio units are numbered from 0 within it."""
-        return self.at(micro.token_T).mapped(micro.placed)
 
     def at(self, token_T: Int32Array) -> "LossColumns":
         """Return the columns of some tokens; ratio units are numbered from 0 among them."""

@@ -41,13 +41,9 @@ class MicroBatch:
     """Where in the pass each token's distribution is read: at its predecessor."""
     target_T: Tensor
     dtype: torch.dtype
-    """Of what `take` returns."""
+    """Of what `placed` returns."""
     experts_JPX: Tensor | None = None
     """Experts that the engine chose at each slot, or `UNKNOWN`. None: they are not replayed."""
-
-    def take(self, column_T: Tensor) -> Tensor:
-        """Return a column of the batch for the tokens of this pass, on its device: numbers in `dtype`, indices as they are."""
-        return self.placed(column_T[self.token_T])
 
     def placed(self, column_T: Tensor) -> Tensor:
         """Return a column of this pass's tokens on its device: numbers in `dtype`, indices as they are."""
@@ -103,17 +99,10 @@ class Planner:
         further |= {"is_recurrent": policy.is_recurrent, "can_continue": policy.can_continue}
         return cls(layout=policy.layout, vocab_size=vocab_size, **further)
 
-    def micro_batches(
-        self,
-        tokens: TokenBatch,
-        *,
-        process: int = 0,
-        num_processes: int = 1,
-        trajectories: Sequence[int] | None = None,
-    ) -> Iterator[MicroBatch]:
-        """Yield a process's share of a batch; see `deal`."""
-        shares = self.deal(tokens, num_processes=num_processes, trajectories=trajectories)
-        return map(self.lay_out, shares[process])
+    def micro_batches(self, tokens: TokenBatch) -> Iterator[MicroBatch]:
+        """Yield the passes of one process over a batch; see `deal`."""
+        (passes,) = self.deal(tokens)
+        return map(self.lay_out, passes)
 
     def deal(
         self, tokens: TokenBatch, *, num_processes: int = 1, trajectories: Sequence[int] | None = None
@@ -147,7 +136,6 @@ class Planner:
         """Return the tensors of a pass."""
         rows = [row.astype(np.int64) for row in tokens.rows]
         inputs, index = lay_out(rows or [_EMPTY], self.layout, device=self.device)
-
         slot_T = index(tokens.row_T.astype(np.int64), tokens.position_T.astype(np.int64))
         return MicroBatch(
             token_T=tokens.token_T,

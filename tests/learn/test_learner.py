@@ -202,8 +202,8 @@ def test_a_pass_without_a_trajectory_adds_nothing_to_loss_gradient_or_metrics(lo
     tokens, columns = batch_of(trajectories, [Credit.uniform(t, 1.0) for t in trajectories])
     planner = Planner(max_tokens=1000, layout="tree")
     full, empty = (
-        [TrainingPass(micro, columns.of(micro)) for micro in planner.micro_batches(tokens, process=p, num_processes=2)]
-        for p in (0, 1)
+        [TrainingPass(micro, columns.at(micro.token_T).mapped(micro.placed)) for micro in map(planner.lay_out, share)]
+        for share in planner.deal(tokens, num_processes=2)
     )
     tallies = [learner.add_gradients(full, [Before()], version=0)[0]]
     learner.state.wrapped.zero_grad()

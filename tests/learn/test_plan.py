@@ -83,8 +83,8 @@ def shares_of(
 ) -> list[list[MicroBatch]]:
     """The passes of each process."""
     planner = Planner(max_tokens=max_tokens, **plan)
-    micro_batches = partial(planner.micro_batches, batch.tokens, num_processes=num_processes, trajectories=trajectories)
-    return [list(micro_batches(process=process)) for process in range(num_processes)]
+    shares = planner.deal(batch.tokens, num_processes=num_processes, trajectories=trajectories)
+    return [list(map(planner.lay_out, share)) for share in shares]
 
 
 def owners_of(batch: Batch, **plan: Any) -> list[list[set[int]]]:
@@ -94,7 +94,7 @@ def owners_of(batch: Batch, **plan: Any) -> list[list[set[int]]]:
 
 def loss_of(batch: Batch, micro: MicroBatch, policy: Policy) -> Tensor:
     logprobs_T, _ = policy(micro.inputs, micro.slot_T, micro.target_T, 1.0)
-    columns = batch.columns.of(micro)
+    columns = batch.columns.at(micro.token_T).mapped(micro.placed)
     result = policy_loss(
         logprobs_T,
         anchor_logprobs_T=columns.behavior_T.double(),
@@ -185,9 +185,8 @@ def test_a_pass_holds_the_columns_of_its_tokens_and_reads_them_at_their_predeces
             ],
         )
         np.testing.assert_array_equal(micro.target_T.numpy(), batch.tokens.target_T[chosen])
-        columns = batch.columns.of(micro)
+        columns = batch.columns.at(micro.token_T).mapped(micro.placed)
         np.testing.assert_array_equal(columns.version_T, batch.columns.version_T[chosen])
-        np.testing.assert_array_equal(micro.take(torch.arange(len(batch.tokens))), chosen)
         for name in ("behavior_T", "advantage_T", "weight_T"):  # float32 on the device
             assert getattr(columns, name).dtype == torch.float32
             np.testing.assert_allclose(getattr(columns, name), getattr(batch.columns, name)[chosen], rtol=1e-7)

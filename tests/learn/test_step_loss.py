@@ -79,9 +79,11 @@ def shares(num_processes: int, max_tokens: int, config: LossConfig) -> Iterator[
         constant_length=config.constant_length,
     )
     planner = Planner(max_tokens=max_tokens, dtype=torch.float64)
-    for process in range(num_processes):
-        passes = planner.micro_batches(tokens, process=process, num_processes=num_processes)
-        yield [(torch.from_numpy(micro.token_T), columns.of(micro)) for micro in passes]
+    for share in planner.deal(tokens, num_processes=num_processes):
+        yield [
+            (torch.from_numpy(micro.token_T), columns.at(micro.token_T).mapped(micro.placed))
+            for micro in map(planner.lay_out, share)
+        ]
 
 
 @pytest.mark.parametrize("unit", UNITS)
