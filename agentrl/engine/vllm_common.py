@@ -4,11 +4,16 @@ import math
 from importlib.util import find_spec
 from typing import Any
 
-from agentrl.engine.vllm_worker import DRAWN, EXTENSION
 from agentrl.errors import ConfigError, EngineError
 from agentrl.types import FinishReason, Sampling
 
 HOW_TO_INSTALL = "pip install 'agentrl[vllm]' with a GPU; without one see docs/engines.md"
+EXTENSION = "agentrl.engine.vllm_worker.WorkerExtension"
+"""What vLLM's option `worker_extension_cls` is to name; where it is loaded, so is the backend."""
+BACKEND = "agentrl"
+"""Of vLLM's weight transfer: `vllm_worker.ChannelTransferEngine`."""
+DRAWN = "agentrl_drawn"
+"""Key of `SamplingParams.extra_args`: tokens at the end of the prompt that were drawn with this seed before."""
 MIN_TEMPERATURE = 0.01
 """vLLM silently raises lower ones to it."""
 FINISH_REASONS = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH, "abort": FinishReason.ABORTED}

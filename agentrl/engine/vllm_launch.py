@@ -16,7 +16,7 @@ from typing import Any, Self
 import httpx2
 import torch
 
-from agentrl.engine.vllm_common import HOW_TO_INSTALL, engine_arguments, is_installed
+from agentrl.engine.vllm_common import BACKEND, HOW_TO_INSTALL, engine_arguments, is_installed
 from agentrl.errors import ConfigError, EngineError
 
 _LOG_CHARACTERS = 4000
@@ -104,6 +104,7 @@ def _arguments(model: Path, port: int) -> dict[str, Any]:
         "host": "127.0.0.1",
         "port": port,
         "enable_scale_out": True,
+        "weight_transfer_config": {"backend": BACKEND},
         "enable_prompt_tokens_details": True,  # how much was found in the cache
         "disable_uvicorn_access_log": True,
     }

@@ -163,7 +163,7 @@ class _Receiver:
         """By what name it is to keep, or keeps, weights to which changes are added. None: it gets merged ones."""
         self.channel: Channel | None = None
         self._taking: asyncio.Task[None] | None = None
-        """The server's answer, which comes when it has all weights."""
+        """The server's answer, which comes when it has joined or, after that, when it has all weights."""
 
     @property
     def model(self) -> ServedModel:
@@ -192,8 +192,7 @@ class _Receiver:
             fields = {"host": address, "port": port, "num_workers": num_workers, "is_gpu": device.type == "cuda"}
             # While another server hangs, until its deadline, this one waits for the next bucket: longer than that.
             fields |= {"join_s": join_s, "timeout_s": 2 * timeout_s}
-            fields |= {"base": self._base, "brings_base": self._has_weights}
-            self._taking = asyncio.create_task(self.server.call_workers("receive_weights", **fields))
+            self._taking = asyncio.create_task(self.server.call("/init_weight_transfer_engine", {"init_info": fields}))
             async with asyncio.timeout(join_s):
                 while not store.check([str(rank) for rank in range(1, num_workers + 1)]):
                     if self._taking.done():
@@ -203,7 +202,13 @@ class _Receiver:
             self.channel = await _beside(
                 lambda: Channel(store, rank=0, size=size, device=device, address=address, timeout_s=timeout_s)
             )
+            await self._taking
+            await self.server.call("/collective_rpc", {"method": "end_open_update"})
+            await self.server.call("/start_weight_update")
+            update = {"base": self._base, "brings_base": self._has_weights}
+            self._taking = asyncio.create_task(self.server.call("/update_weights", {"update_info": update}))
         except (RuntimeError, OSError, EngineError, Fault) as error:
+            self.close()
             await self.server.check_alive()
             if self._has_changes:
                 raise self._lost("adapters", error) from error
@@ -229,6 +234,7 @@ class _Receiver:
         try:
             await _beside(self.channel.end)
             await self._taking
+            await self.server.call("/finish_weight_update")
         except (RuntimeError, Fault) as error:
             raise await self._why(error) from error
 

@@ -357,9 +357,9 @@ class VLLMServer:
             reload = {"method": "read_weights", "kwargs": {"paths": paths, "ties": dict(ties)}}
         await self._http.ask(f"reading the weights in {folder}", "POST", "/collective_rpc", reload)
 
-    async def call_workers(self, method: str, **fields: Any) -> None:
-        """Call a method of our extension of its workers, once."""
-        await self._http.once("POST", "/collective_rpc", {"method": method, "kwargs": fields})
+    async def call(self, path: str, body: Mapping[str, Any] | None = None) -> None:
+        """Make a request, once."""
+        await self._http.once("POST", path, body)
 
     async def answers(self) -> bool:
         """Tell whether it is up, as far as one request shows."""

@@ -11,8 +11,8 @@ from safetensors.torch import save_file
 
 from agentrl.engine.batched import check_weight
 from agentrl.engine.model_class import auto_class
-from agentrl.engine.vllm_worker import EXTENSION, LEFT, RIGHT
-from agentrl.engine.weight_channel import Weight
+from agentrl.engine.vllm_common import BACKEND, EXTENSION
+from agentrl.engine.weight_channel import LEFT, RIGHT, Weight
 from agentrl.errors import EngineError
 
 _BUCKET_BYTES = 2**24
@@ -54,12 +54,13 @@ def read_answer(answer: Any) -> Answer:
     """Take what matters here from a server's configuration."""
     config = answer["vllm_config"]
     model, workers = config["model_config"], config["parallel_config"]
-    can_receive = workers["worker_extension_cls"] == EXTENSION and workers["data_parallel_size"] == 1
+    transfer = config.get("weight_transfer_config") or {}
+    can_receive = workers["worker_extension_cls"] == EXTENSION and transfer.get("backend") == BACKEND
     return Answer(
         name=str(model["model"]),
         dtype=getattr(torch, model["dtype"].removeprefix("torch.")),
         logprobs_mode=model["logprobs_mode"],
-        num_workers=workers["world_size"] if can_receive else 0,
+        num_workers=workers["world_size"] if can_receive and workers["data_parallel_size"] == 1 else 0,
         is_gpu=config["device_config"]["device"].startswith("cuda"),
     )
 

@@ -1,31 +1,30 @@
-"""What agentrl adds to vLLM's workers; loaded by vLLM, in whatever process they are."""
+"""What agentrl adds to vLLM's workers; loaded by vLLM, in whatever process they are. Names are those of vLLM 0.32."""
 
 import logging
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
 import torch
 from safetensors.torch import load_file
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
+from vllm.config import set_current_vllm_config
+from vllm.distributed.weight_transfer import WeightTransferEngine, WeightTransferEngineFactory
+from vllm.distributed.weight_transfer.base import WeightTransferInitInfo, WeightTransferUpdateInfo
+from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
-from agentrl.engine.weight_channel import Channel, address_towards
-
-DRAWN = "agentrl_drawn"
-"""Key of `SamplingParams.extra_args`: tokens at the end of the prompt that were drawn with this seed before."""
-EXTENSION = "agentrl.engine.vllm_worker.WorkerExtension"
-"""What vLLM's option `worker_extension_cls` is to name."""
-LEFT, RIGHT = ".agentrl_left", ".agentrl_right"
-"""Ends of the names of two matrices whose product is added to a weight."""
+from agentrl.engine.vllm_common import BACKEND, DRAWN
+from agentrl.engine.weight_channel import LEFT, RIGHT, Channel, address_towards
 
 
 class WorkerExtension:
     """Mixed into vLLM's worker; each method is called on every worker by `collective_rpc`."""
 
     model_runner: Any
-    rank: int
-    agentrl_base: tuple[str, list[tuple[str, torch.Tensor]]] | None = None
-    """The weights that adapters change, in this machine's memory, and by what name the trainer knows them."""
+    weight_transfer_engine: Any
+    finish_weight_update: Callable[[], None]
 
     def draw_where_left_off(self) -> None:
         """Let a request that continues an interrupted one draw the random numbers that come next there.
@@ -51,43 +50,6 @@ class WorkerExtension:
 
         runner._update_states = update_and_skip
 
-    def receive_weights(
-        self,
-        *,
-        host: str,
-        port: int,
-        num_workers: int,
-        is_gpu: bool,
-        join_s: float,
-        timeout_s: float,
-        base: str | None,
-        brings_base: bool,
-    ) -> None:
-        """Replace the weights by what a trainer sends, which listens at an address.
-
-        With a name of a `base` changes come first, and are added to the weights that follow or, where it brings none, that
-        were kept from the push which brought them.
-        """
-        if base is not None and not brings_base and (self.agentrl_base is None or self.agentrl_base[0] != base):
-            raise RuntimeError(
-                "there are no weights here to which adapters could be added: the server was started again"
-            )
-        store = TCPStore(host, port, is_master=False, timeout=timedelta(seconds=join_s))
-        store.set(str(1 + self.rank), "")  # it waits for us there
-        device = self.model_runner.device if is_gpu else torch.device("cpu")
-        channel = Channel(
-            store,
-            rank=1 + self.rank,
-            size=1 + num_workers,
-            device=device,
-            address=address_towards(host, port),
-            timeout_s=timeout_s,
-        )
-        try:
-            self.replace_weights(channel.receive(), base=base, brings_base=brings_base)
-        finally:
-            channel.close()  # where we fail, the trainer hears of it by that
-
     def read_weights(self, *, paths: list[str], ties: dict[str, str]) -> None:
         """Replace the weights by those of files; a weight is loaded under the names that are tied to it as well."""
 
@@ -97,23 +59,130 @@ class WorkerExtension:
                     yield name, tensor
                     yield from ((tied, tensor) for tied, other in ties.items() if other == name)
 
-        self.replace_weights(read(), base=None, brings_base=False)
+        self.weight_transfer_engine.load(read(), Update(base=None, brings_base=False))
 
-    def replace_weights(
-        self, weights: Iterable[tuple[str, torch.Tensor]], *, base: str | None, brings_base: bool
-    ) -> None:
-        """Load all weights, or those that adapters change; see `receive_weights`."""
-        if base is None or brings_base:
-            self.agentrl_base = None
-        if self.agentrl_base is None or any(".experts." in name for name, _ in self.agentrl_base[1]):
-            self.forget_kernels()
-        self.begin_reload()
+    def end_open_update(self) -> None:
+        """End an update of a trainer that was killed before it could: another one would be refused."""
+        with suppress(RuntimeError):  # there is none
+            self.finish_weight_update()
+
+    def begin_reload(self) -> None:
+        """Let the model take other weights."""
+        initialize_layerwise_reload(self.model_runner.get_model())
+
+    def reload_some(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Take some of them."""
+        with set_current_vllm_config(self.model_runner.vllm_config):
+            self.model_runner.get_model().load_weights(weights)
+
+    def end_reload(self) -> None:
+        """Put the model together again; where weights are missing it has some of before, and can take others."""
+        with set_current_vllm_config(self.model_runner.vllm_config):
+            _finalize(self.model_runner.get_model(), self.model_runner.model_config)
+
+    def forget_kernels(self) -> None:
+        """Drop what experts' layers on a CPU have packed, before a reload: it would be packed again from packed weights."""
+        _forget_kernels(self.model_runner.get_model())
+
+
+@dataclass(kw_only=True)
+class Meeting(WeightTransferInitInfo):
+    """Where a trainer waits for all workers, and how long each side waits for the other."""
+
+    host: str
+    port: int
+    num_workers: int
+    is_gpu: bool
+    join_s: float
+    timeout_s: float
+
+
+@dataclass(kw_only=True)
+class Update(WeightTransferUpdateInfo):
+    """What comes through the channel.
+
+    With a name of a `base` changes come first, and are added to the weights that follow or, where it brings none, that were
+    kept from the update which brought them.
+    """
+
+    base: str | None
+    brings_base: bool
+
+
+class ChannelTransferEngine(WeightTransferEngine[Meeting, Update]):
+    """Takes a policy's weights from a `Channel`: a backend of vLLM's weight transfer, for CPUs and GPUs.
+
+    An update needs a meeting before it, and ends it: nothing survives a killed trainer that the next one would have to know.
+    The model is taken apart and put together within `receive_weights`, whatever happens to the trainer meanwhile.
+    """
+
+    init_info_cls = Meeting
+    update_info_cls = Update
+    supports_draft_weight_update = False
+    base: tuple[str, list[tuple[str, torch.Tensor]]] | None = None
+    """The weights that adapters change, in this machine's memory, and by what name the trainer knows them."""
+    _channel: Channel | None = None
+
+    def init_transfer_engine(self, init_info: Meeting) -> None:
+        """Connect with a trainer."""
+        self.shutdown()
+        timeout = timedelta(seconds=init_info.join_s)
+        store = TCPStore(init_info.host, init_info.port, is_master=False, timeout=timeout)
+        rank = 1 + self.parallel_config.rank
+        store.set(str(rank), "")  # it waits for us there
+        self._channel = Channel(
+            store,
+            rank=rank,
+            size=1 + init_info.num_workers,
+            device=self.device if init_info.is_gpu else torch.device("cpu"),
+            address=address_towards(init_info.host, init_info.port),
+            timeout_s=init_info.timeout_s,
+        )
+
+    def start_weight_update(self) -> None:
+        """Do nothing: see `receive_weights`."""
+
+    def update_weights(self, update_info: dict[str, Any]) -> None:
+        """Take weights, and wait until they are where they are needed."""
+        self.receive_weights(self.parse_update_info(update_info))
+        if self.device.type != "cpu":
+            torch.accelerator.synchronize()
+
+    def receive_weights(self, update_info: Update) -> None:
+        """Replace the weights by what the trainer sends."""
+        if self._channel is None:
+            raise RuntimeError("an update of weights needs a meeting with the trainer before it")
         try:
-            self.reload_some(weights if base is None else self.adapt(weights, base))
+            self.load(self._channel.receive(), update_info)
         finally:
-            self.end_reload()
+            self.shutdown()  # where we fail, the trainer hears of it by that
 
-    def adapt(self, received: Iterable[tuple[str, torch.Tensor]], base: str) -> Iterator[tuple[str, torch.Tensor]]:
+    def finish_weight_update(self) -> None:
+        """Do nothing: see `receive_weights`."""
+
+    def shutdown(self) -> None:
+        """Let go of the trainer."""
+        if self._channel is not None:
+            self._channel.close()
+            self._channel = None
+
+    def load(self, received: Iterable[tuple[str, torch.Tensor]], update: Update) -> None:
+        """Load all weights, or those that adapters change."""
+        if update.base is None or update.brings_base:
+            self.base = None
+        elif self.base is None or self.base[0] != update.base:
+            raise RuntimeError(
+                "there are no weights here to which adapters could be added: the server was started again"
+            )
+        if self.base is None or any(".experts." in name for name, _ in self.base[1]):
+            _forget_kernels(self.model)
+        initialize_layerwise_reload(self.model)
+        try:
+            self.model.load_weights(received if update.base is None else self._adapt(received, update.base))
+        finally:
+            _finalize(self.model, self.model_config)
+
+    def _adapt(self, received: Iterable[tuple[str, torch.Tensor]], base: str) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield weights with what is added to them; keep those that are needed for other changes, under a name."""
         matrices: dict[str, torch.Tensor] = {}
 
@@ -135,42 +204,26 @@ class WorkerExtension:
                 kept.append((name, tensor.cpu()))
             yield name, adapted(name, tensor)
         if kept:
-            self.agentrl_base = base, kept
+            self.base = base, kept
             return
-        assert self.agentrl_base is not None, "see `receive_weights`"
-        for name, tensor in self.agentrl_base[1]:
+        assert self.base is not None, "see `load`"
+        for name, tensor in self.base[1]:
             yield name, adapted(name, tensor)
 
-    def begin_reload(self) -> None:
-        """Let the model take other weights."""
-        from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
 
-        initialize_layerwise_reload(self.model_runner.get_model())
+def _finalize(model: torch.nn.Module, model_config: Any) -> None:
+    # Of layers that keep what they had it warns, each time: adapters change some alone.
+    logging.getLogger(finalize_layerwise_reload.__module__).setLevel(logging.ERROR)
+    finalize_layerwise_reload(model, model_config)
 
-    def reload_some(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Take some of them."""
-        from vllm.config import set_current_vllm_config
 
-        with set_current_vllm_config(self.model_runner.vllm_config):
-            self.model_runner.get_model().load_weights(weights)
+def _forget_kernels(model: torch.nn.Module) -> None:
+    if next(model.parameters()).device.type != "cpu":
+        return
+    for module in model.modules():
+        method: Any = getattr(module, "quant_method", None)
+        if hasattr(method, "moe_kernel"):
+            method.moe_kernel = None
 
-    def end_reload(self) -> None:
-        """Put the model together again; where weights are missing it has some of before, and can take others."""
-        from vllm.config import set_current_vllm_config
-        from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
 
-        runner = self.model_runner
-        # Of layers that keep what they had it warns, each time: adapters change some alone.
-        vllm_log = logging.getLogger(finalize_layerwise_reload.__module__)
-        vllm_log.setLevel(logging.ERROR)
-        with set_current_vllm_config(runner.vllm_config):
-            finalize_layerwise_reload(runner.get_model(), runner.model_config)
-
-    def forget_kernels(self) -> None:
-        """Drop what experts' layers on a CPU have packed, before a reload: it would be packed again from packed weights."""
-        if self.model_runner.device.type != "cpu":
-            return
-        for module in self.model_runner.model.modules():
-            method: Any = getattr(module, "quant_method", None)
-            if hasattr(method, "moe_kernel"):
-                method.moe_kernel = None
+WeightTransferEngineFactory.register_engine(BACKEND, ChannelTransferEngine)

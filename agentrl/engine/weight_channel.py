@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 from torch.distributed import distributed_c10d as c10d
 
+LEFT, RIGHT = ".agentrl_left", ".agentrl_right"
+"""Ends of the names of two matrices whose product is added to a weight."""
 _ALIGNMENT = 64
 """Bytes at a multiple of which each weight begins."""
 

@@ -7,6 +7,7 @@ import weakref
 from collections.abc import Coroutine, Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, TypeVar
 
 import numpy as np
@@ -16,8 +17,8 @@ import torch
 from agentrl.config import load_recipe
 from agentrl.engine import vllm_weights
 from agentrl.engine.vllm import VLLMConfig, VLLMEngine
-from agentrl.engine.vllm_common import is_installed
-from agentrl.engine.vllm_worker import LEFT, RIGHT
+from agentrl.engine.vllm_common import BACKEND, is_installed
+from agentrl.engine.weight_channel import LEFT, RIGHT
 from agentrl.errors import ConfigError, EngineError
 from agentrl.memory import GB, plan_memory
 from agentrl.routing import experts_of, recording
@@ -295,12 +296,13 @@ def check_adapters(runner: asyncio.Runner, engine: VLLMEngine, model: Any, end: 
             sent |= {name + LEFT: left * scale, name + RIGHT: right}
             model.load_state_dict({name: base[name] + scale * left @ right}, strict=False)
         assert sent
-        fields = {
-            "weights": [*sent.items(), *(base.items() if seed == 1 else ())],
-            "base": end,
-            "brings_base": seed == 1,
-        }
-        run(runner, engine._call(lambda f: engine._llm.collective_rpc("replace_weights", kwargs=f), fields))
+        received = [*sent.items(), *(base.items() if seed == 1 else ())]
+        update = SimpleNamespace(base=end, brings_base=seed == 1)
+
+        def load(worker: Any, received: Any = received, update: Any = update) -> None:
+            worker.weight_transfer_engine.load(received, update)
+
+        run(runner, engine._call(engine._llm.collective_rpc, load))
         run(runner, engine._call(lambda: engine._llm.reset_prefix_cache(reset_running_requests=True)))
         done = run(runner, engine.generate([1, 2, 3], sampling(16), "a"))
         assert done.logprobs == pytest.approx(plain_logprobs(model, [1, 2, 3], done.token_ids, 1.0), rel=0, abs=1e-4)
@@ -321,7 +323,8 @@ def test_engines_in_turn_leave_the_process_as_it_was(runner: asyncio.Runner) -> 
     for make in (make_model, make_experts):
         models = make(), make(1)
         seed()
-        engine = VLLMEngine(models[0], max_tokens=64)
+        config = VLLMConfig(vllm={"weight_transfer_config": {"backend": BACKEND}})
+        engine = VLLMEngine(models[0], config, max_tokens=64)
         assert drawn() == expected
         assert torch.set_num_threads is set_num_threads
         # Experts' layers pack their weights on a CPU: pushed twice, they must be those of the last push.

@@ -14,9 +14,10 @@ import subprocess
 import threading
 import time
 from collections import defaultdict
-from collections.abc import AsyncIterator, Coroutine, Iterator
+from collections.abc import AsyncIterator, Coroutine, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import replace
+from functools import partial
 from itertools import count, islice
 from pathlib import Path
 from typing import Any, TypeVar
@@ -37,6 +38,7 @@ from agentrl.engine.vllm_launch import Server, start_server
 from agentrl.engine.vllm_server import VLLMServer
 from agentrl.engine.vllm_server_config import ServerConfig
 from agentrl.engine.vllm_weights import ServedModel, find_ties, in_buckets
+from agentrl.engine.weight_channel import Channel
 from agentrl.errors import ConfigError, EngineError
 from agentrl.testing import check_engine
 from agentrl.types import Completion, FinishReason, Sampling
@@ -263,6 +265,46 @@ def test_a_push_that_breaks_off_leaves_a_server_that_takes_the_next(
 
 
 @needs_vllm
+@pytest.mark.parametrize("calls", [("start",), ("start", "init"), ("init", "start", "update")])
+def test_an_update_that_a_killed_trainer_has_left_open_keeps_the_next_from_nothing(
+    calls: Sequence[str], server: Server, tmp_path: Path
+) -> None:
+    async def main() -> None:
+        async with with_weights(server, tmp_path) as engine:
+            store, port = vllm_push._listen("127.0.0.1", 60)
+            meeting = {
+                "host": "127.0.0.1",
+                "port": port,
+                "num_workers": 1,
+                "is_gpu": False,
+                "join_s": 60,
+                "timeout_s": 60,
+            }
+            channel: Channel | None = None
+            for call in calls:
+                if call == "start":
+                    await engine.call("/start_weight_update")
+                elif call == "init":
+                    joining = asyncio.create_task(engine.call("/init_weight_transfer_engine", {"init_info": meeting}))
+                    fields: dict[str, Any] = {"device": torch.device("cpu"), "address": "127.0.0.1", "timeout_s": 60}
+                    channel = await asyncio.to_thread(partial(Channel, store, rank=0, size=2, **fields))
+                    await joining
+                else:
+                    update = {"update_info": {"base": None, "brings_base": False}}
+                    taking = asyncio.create_task(engine.call("/update_weights", update))
+                    assert channel is not None
+                    channel.close()
+                    with pytest.raises(Fault, match="onnection"):
+                        await taking
+            del channel
+            await engine.load_weights(weights(1), 1)
+            await check_logprobs(engine, make_model(1), 1)
+            assert engine.takes_channel
+
+    run(main())
+
+
+@needs_vllm
 @pytest.mark.parametrize("is_refused", [True, False])
 def test_weights_go_through_the_folder_where_the_server_cannot_reach_this_process(
     is_refused: bool, server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
@@ -302,7 +344,7 @@ def test_a_server_that_does_not_see_the_folder_says_so_and_takes_the_next_push(s
         async with with_weights(server, tmp_path) as engine:
             unseen = str(tmp_path / "model-00000.safetensors")
             with pytest.raises(Fault, match="No such file"):
-                await engine.call_workers("read_weights", paths=[unseen], ties={})
+                await engine.call(RPC, {"method": "read_weights", "kwargs": {"paths": [unseen], "ties": {}}})
             await engine.load_weights(weights(1), 1)
             await check_logprobs(engine, make_model(1), 1)
 
