@@ -199,6 +199,27 @@ def test_adapters_are_added_to_weights_that_the_server_keeps(
 
 
 @needs_vllm
+def test_each_worker_of_a_server_takes_its_part_of_weights_and_adapters(model_folder: Path, tmp_path: Path) -> None:
+    options = {"max_model_len": 100, "max_num_seqs": 4, "tensor_parallel_size": 2}
+
+    async def main(url: str) -> None:
+        async with client(url, tmp_path / "weights", timeout_s=100) as engine:
+            await engine.load_weights(weights(1), 0)
+            await check_logprobs(engine, make_model(1), 0)
+            await engine.load_adapters(changes(1).items(), weights(0), 1)
+            await check_logprobs(engine, adapted(1), 1)
+            await engine.load_adapters(changes(2).items(), None, 2)
+            await check_logprobs(engine, adapted(2), 2)
+            assert engine.model is not None
+            assert engine.model.num_workers == 2
+
+    log = tmp_path / "server.log"
+    with start_server(model_folder, port=free_port(), log=log, options=options, timeout_s=600) as server:
+        run(main(server.url))
+    assert not (tmp_path / "weights").exists()
+
+
+@needs_vllm
 def test_adapters_that_break_off_need_all_weights_again(
     server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
