@@ -1,11 +1,13 @@
 """What the client of a vLLM server knows of the server's model, without a server."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from agentrl.engine.vllm_weights import Answer, read_model
+from agentrl.engine.vllm_common import BACKEND, EXTENSION
+from agentrl.engine.vllm_weights import Answer, read_answer, read_model
 from benchmarks.architectures import tiny_model
 
 
@@ -21,3 +23,25 @@ def test_weights_are_those_of_the_family_s_own_class(name: str, tmp_path: Path) 
         name: weight.shape for name, weight in model.state_dict().items()
     }
     assert served.vocab_size == 97
+
+
+@pytest.mark.parametrize(
+    ("extension", "transfer", "num_replicas", "expected"),
+    [
+        (EXTENSION, {"backend": BACKEND}, 1, 4),
+        (EXTENSION, {"backend": "nccl"}, 1, 0),
+        (EXTENSION, None, 1, 0),
+        ("", {"backend": BACKEND}, 1, 0),
+        (EXTENSION, {"backend": BACKEND}, 2, 0),
+    ],
+)
+def test_weights_go_directly_to_servers_that_were_started_for_it(
+    extension: str, transfer: Any, num_replicas: int, expected: int
+) -> None:
+    config = {
+        "model_config": {"model": "m", "dtype": "torch.float32", "logprobs_mode": "processed_logprobs"},
+        "parallel_config": {"worker_extension_cls": extension, "data_parallel_size": num_replicas, "world_size": 4},
+        "device_config": {"device": "cpu"},
+        "weight_transfer_config": transfer,
+    }
+    assert read_answer({"vllm_config": config}).num_workers == expected
