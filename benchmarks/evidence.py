@@ -102,6 +102,7 @@ TRAINS: dict[str, dict[str, Any]] = {
     "kl .01": {"target_kl": 0.01},
     "kl .003": {"target_kl": 0.003},
     "kl .001": {"target_kl": 0.001},
+    "kl .003, linear": {"target_kl": 0.003, "schedule": "linear"},
     "kl .01, ess": {"target_kl": 0.01, "ess_scaling": True},
     "norm": {"target_kl": None, "max_grad_norm": 0.1},
     "betas": {"target_kl": None, "betas": (0.9, 0.99)},
