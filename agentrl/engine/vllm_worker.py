@@ -177,10 +177,11 @@ class ChannelTransferEngine(WeightTransferEngine[Meeting, Update]):
         if self.base is None or any(".experts." in name for name, _ in self.base[1]):
             _forget_kernels(self.model)
         initialize_layerwise_reload(self.model)
-        try:
-            self.model.load_weights(received if update.base is None else self._adapt(received, update.base))
-        finally:
-            _finalize(self.model, self.model_config)
+        with set_current_vllm_config(self.vllm_config):
+            try:
+                self.model.load_weights(received if update.base is None else self._adapt(received, update.base))
+            finally:
+                _finalize(self.model, self.model_config)
 
     def _adapt(self, received: Iterable[tuple[str, torch.Tensor]], base: str) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield weights with what is added to them; keep those that are needed for other changes, under a name."""
