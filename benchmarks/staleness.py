@@ -1,7 +1,7 @@
 """What stale rollouts cost in learning: `partial` and `async` with 1 to 64 versions between sampling and training.
 
     python -m benchmarks.staleness run --out FILE [--jobs 2] [--modes sync partial async] [--ages 1 4 16 64] [--seeds ...]
-    python -m benchmarks.staleness tell --out FILE
+    python -m benchmarks.staleness tell --out FILE [--seeds ...]
 
 Each seed has one warmed-up policy (the calculator of `benchmarks/evidence.py`), from which each way of sampling trains
 for the same `--steps` of 48 episodes. `max_staleness: S` starts groups S steps ahead, and `max_live_episodes` lets all of
@@ -102,10 +102,12 @@ def area_if_late(result: dict[str, Any], steps: int) -> float:
     return float(np.interp(at - steps, at, result["curve"])[1:].mean())
 
 
-def tell(out: Path) -> None:
+def tell(out: Path, seeds: Sequence[int] | None) -> None:
     runs: dict[tuple[str, int], dict[Setting, list[Any]]] = defaultdict(lambda: defaultdict(list))
     for line in out.read_text(encoding="utf-8").splitlines():
         result = json.loads(line)
+        if seeds is not None and result["seed"] not in seeds:
+            continue
         setting = Setting(result["rate"], result["train"], Way(*(result[name] for name in Way._fields)))
         runs[result["ratio"], result["at"][-1]][setting].append(result)
     columns = (
@@ -147,20 +149,23 @@ def main() -> None:
     parser.add_argument("--modes", nargs="+", default=["sync", "partial", "async"])
     parser.add_argument("--ages", type=int, nargs="+", default=[1, 4, 16, 64])
     parser.add_argument("--anchors", nargs="+", choices=list(ANCHORS), default=list(ANCHORS))
-    parser.add_argument("--seeds", type=int, nargs="+", default=list(range(10, 15)))
+    parser.add_argument("--seeds", type=int, nargs="+", help="to run: 10 to 14; to tell of: all")
     parser.add_argument("--ratio", default="gspo, calibrated")
     parser.add_argument("--train", default="kl .01")
     parser.add_argument("--rate", type=float, default=6e-4)
     parser.add_argument("--steps", type=int, default=96)
     options = parser.parse_args()
     if options.part == "tell":
-        tell(options.out)
+        tell(options.out, options.seeds)
         return
     os.environ["OMP_NUM_THREADS"] = "1"
     ways = [Way("sync", 0, "-")] if "sync" in options.modes else []
     stale = [mode for mode in options.modes if mode != "sync"]
     ways += [Way(mode, age, anchor) for age, anchor, mode in product(options.ages, options.anchors, stale)]
-    jobs = [Job("calculator", options.ratio, "uniform", options.rate, seed, options.train) for seed in options.seeds]
+    jobs = [
+        Job("calculator", options.ratio, "uniform", options.rate, seed, options.train)
+        for seed in options.seeds or range(10, 15)
+    ]
     lines = options.out.read_text(encoding="utf-8").splitlines() if options.out.exists() else []
     known = {
         (Job(*map(result.get, Job._fields)), Way(*map(result.get, Way._fields)))
