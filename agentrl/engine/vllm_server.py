@@ -1,6 +1,7 @@
 """The client of vLLM's own HTTP server. Names and paths are those of vLLM 0.32."""
 
 import asyncio
+import logging
 from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager, suppress
 from pathlib import Path
@@ -19,6 +20,8 @@ from agentrl.engine.vllm_server_config import ServerConfig
 from agentrl.engine.vllm_weights import ServedModel, read_answer, read_model
 from agentrl.errors import EngineError
 from agentrl.types import Completion, Sampling
+
+log = logging.getLogger(__name__)
 
 _GENERATE = "/inference/v1/generate"
 _SERVER_INFO = "/server_info?config_format=json"
@@ -246,6 +249,10 @@ class VLLMServer:
                     "log-probabilities of what is sampled; start it with --logprobs-mode processed_logprobs"
                 )
             model = await asyncio.to_thread(read_model, config)
+            if not model.num_workers:
+                log.warning(
+                    "%s takes weights in files alone; see docs/engines.md for how to start it otherwise", self.url
+                )
             known = await self._http.ask("its version", "GET", _SIGN_OF_LIFE, parse=lambda a: a["weight_version"])
             if str(known).isdecimal():
                 self._version = int(known)

@@ -292,7 +292,9 @@ def test_a_server_that_hangs_as_it_takes_weights_or_is_resumed_is_left_out(
     run(main())
 
 
-def test_a_server_that_hangs_from_the_first_is_left_out(folder: Path, tmp_path: Path) -> None:
+def test_a_server_that_hangs_from_the_first_is_left_out(
+    folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     async def main() -> None:
         async with fake(folder) as first, fake(folder) as second:
             first.awake.clear()
@@ -301,6 +303,7 @@ def test_a_server_that_hangs_from_the_first_is_left_out(folder: Path, tmp_path: 
             await engine.load_weights(weights(0), 0)
             assert list(engine._lost) == [each[0]]
             assert (await engine.generate(prompt(1), sampling(2), "e")).versions == (0, 0)
+            assert caplog.text.count(f"{second.url} takes weights in files alone") == 1
             first.awake.set()
             await engine.close()
 
