@@ -220,7 +220,8 @@ def _open_mappings(arguments: Sequence[str]) -> list[str]:
 
 
 def _wrong_options(message: str) -> str:
-    """Turn argparse's words into ours: each unknown option with the nearest that exists."""
+    """Turn argparse's words into ours: each unknown option with the nearest that exists; very long words are cut."""
+    message = re.sub(r"(\S{100})\S+", r"\1...", message)
     if lacking := re.search(r"argument (--\S+): expected one argument", message):
         return f"{lacking[1]}: needs a value"
     if section := re.search(r'error parsing value for field "([^"]+)"', message):
