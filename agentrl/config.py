@@ -220,17 +220,16 @@ def _open_mappings(arguments: Sequence[str]) -> list[str]:
 
 
 def _wrong_options(message: str) -> str:
-    """Turn argparse's words into ours: each unknown option with the nearest that exists; very long words are cut."""
-    message = re.sub(r"(\S{100})\S+", r"\1...", message)
+    """Turn argparse's words into ours: each unknown option with the nearest that exists. What is very long is cut."""
     if lacking := re.search(r"argument (--\S+): expected one argument", message):
         return f"{lacking[1]}: needs a value"
     if section := re.search(r'error parsing value for field "([^"]+)"', message):
         return f"--{section[1]}: expected JSON, such as {{}}; a field of it is --{section[1]}.FIELD VALUE"
     message = message.removeprefix("error parsing CLI: ")
     _, _, arguments = message.partition("unrecognized arguments: ")
-    unknown = [word.partition("=")[0] for word in arguments.split() if word.startswith("--")]
+    unknown = [word.partition("=")[0][:100] for word in arguments.split() if word.startswith("--")]
     if not unknown:
-        return f"command line: {message}"
+        return f"command line: {message[:300]}{'...' if len(message) > 300 else ''}"
     return "\n".join(f"{option}: no such option.{_nearest_option(option)}" for option in unknown)
 
 

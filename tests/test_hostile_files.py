@@ -291,6 +291,8 @@ OPTIONS = st.sampled_from(
 
 
 @example(words=["9" * 20_000])
+@example(words=["9 " * 10_000])
+@example(words=["--" + "9" * 20_000])
 @given(words=st.lists(st.one_of(OPTIONS, VALUES, st.builds(lambda a, b: f"{a}={b}", OPTIONS, VALUES)), max_size=5))
 def test_options_of_any_kind_are_taken_or_refused(words: list[str]) -> None:
     told = outcome(lambda: plan(load_recipe(CALCULATOR, words)))
