@@ -9,11 +9,11 @@ For each environment and seed one policy is made and warmed up on poor demonstra
 continues from that checkpoint: the same weights, the same first episodes, the same settings but for `loss:`, `credit:` and the
 learning rate. The credit `shuffled X` is the control of X: its advantages on turns at random, at the rate that X has.
 
-`cures` trains at the highest of `RATES`, where runs collapse, with each of the ways of updating of `TRAINS`, on the seeds 20
-to 29. `tune` trains at each of `RATES` on the seeds 0, 1 and 30 to 35; `final` at the rate whose area is largest on those of
-them that were tried, for each environment, ratio and credit apart, on the seeds 10 to 19. `area` is the mean of held-out
-success over the evaluations after training began. A run has collapsed where its last success is below half of its best, and
-that was above .15.
+`cures` trains at the highest of `--rates`, where runs collapse, with each of the ways of updating of `TRAINS`, on the seeds 20
+to 29. `tune` trains at each of them on the seeds 0, 1 and 30 to 39; `final` at the rate whose area (`--by final`: whose
+success at the end) is largest on those of them that were tried, for each environment, ratio and credit apart, on the seeds 10
+to 19. `area` is the mean of held-out success over the evaluations after training began. A run has collapsed where its last
+success is below half of its best, and that was above .15.
 
 Results are appended to FILE as JSON lines, with what each step showed; what is in it under the same settings is not run
 again (take another file after a change of the mathematics).
@@ -56,7 +56,7 @@ ROOT = Path(__file__).resolve().parents[1]
 Result: TypeAlias = dict[str, Any]
 """One line of the results file."""
 
-TUNING_SEEDS, SEEDS, CURE_SEEDS = (0, 1, *range(30, 36)), range(10, 20), range(20, 30)
+TUNING_SEEDS, SEEDS, CURE_SEEDS = (0, 1, *range(30, 40)), range(10, 20), range(20, 30)
 RATES = (3e-4, 6e-4, 1.2e-3)
 COMMON = """
     --train.schedule constant --train.num_minibatches 4 --train.checkpoint_every 1000
@@ -256,18 +256,24 @@ def area(result: Result) -> float:
     return float(statistics.mean(result["curve"][1:]))
 
 
+def at_the_end(result: Result) -> float:
+    return float(result["curve"][-1])
+
+
 def has_collapsed(result: Result) -> bool:
     best = max(result["curve"])
     return bool(best > 0.15 and result["curve"][-1] < best / 2)
 
 
-def best_rate(known: dict[Job, Result], like: Job) -> float | None:
+def best_rate(
+    known: dict[Job, Result], like: Job, rates: Sequence[float] = RATES, by: Callable[[Result], float] = area
+) -> float | None:
     """Return the rate that was best on the tuning seeds that tried all, a control's on its scheme's; None where none did."""
     like = without_control(like)
-    tried = [[like._replace(rate=rate, seed=seed) for rate in RATES] for seed in TUNING_SEEDS]
-    areas = [[area(known[job]) for job in jobs] for jobs in tried if all(job in known for job in jobs)]
-    means = [statistics.mean(column) for column in zip(*areas, strict=True)]
-    return RATES[means.index(max(means))] if means else None
+    tried = [[like._replace(rate=rate, seed=seed) for rate in rates] for seed in TUNING_SEEDS]
+    found = [[by(known[job]) for job in jobs] for jobs in tried if all(job in known for job in jobs)]
+    means = [statistics.mean(column) for column in zip(*found, strict=True)]
+    return rates[means.index(max(means))] if means else None
 
 
 def steps_to(result: Result, success: float) -> float:
@@ -289,7 +295,7 @@ def mean_and_error(values: Sequence[float], digits: int = 3) -> str:
 def figures_of(results: Sequence[Result], threshold: float) -> list[list[float]]:
     """Return of each run the success at its end, its area, and its steps until a threshold."""
     return [
-        [result["curve"][-1] for result in results],
+        [at_the_end(result) for result in results],
         [area(result) for result in results],
         [steps_to(result, threshold) for result in results],
     ]
@@ -398,12 +404,14 @@ def main() -> None:
     parser.add_argument("--trains", nargs="+", choices=list(TRAINS), default=["plain"])
     parser.add_argument("--against", choices=list(TRAINS), default="plain", help="with tell")
     parser.add_argument("--against-credit", default="uniform", help="with tell")
+    parser.add_argument("--rates", type=float, nargs="+", default=RATES)
+    parser.add_argument("--by", choices=["area", "final"], default="area", help="what the best rate is best in")
     parser.add_argument("--seeds", type=int, nargs="+", help="others than those of the part")
     parser.add_argument("--plot", type=Path, help="with tell: draw the curves of what was measured")
     options = parser.parse_args()
     os.environ["OMP_NUM_THREADS"] = "1"
     rows = [
-        Job(env, ratio, credit, RATES[-1], 0, train)
+        Job(env, ratio, credit, max(options.rates), 0, train)
         for env, ratio, credit, train in product(options.envs, options.ratios, options.credits, options.trains)
     ]
     known = read_results(options.out)
@@ -412,9 +420,10 @@ def main() -> None:
         case "cures":
             chosen, seeds = rows, CURE_SEEDS
         case "tune":
-            chosen, seeds = [row._replace(rate=rate) for row in rows for rate in RATES], TUNING_SEEDS
+            chosen, seeds = [row._replace(rate=rate) for row in rows for rate in options.rates], TUNING_SEEDS
         case _:
-            rates = {row: best_rate(known, row) for row in rows}
+            by = area if options.by == "area" else at_the_end
+            rates = {row: best_rate(known, row, options.rates, by) for row in rows}
             chosen, seeds = [row._replace(rate=rate) for row, rate in rates.items() if rate is not None], SEEDS
     wanted = [row._replace(seed=seed) for row in chosen for seed in options.seeds or seeds]
     if options.part != "tell":
