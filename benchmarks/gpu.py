@@ -8,9 +8,9 @@
 made up: groups of eight episodes with one prompt of 512 tokens and six turns of 96 tokens of observation and 128 of action. A
 step is `Learner.update`, of one minibatch: planning, passes forward and backward, the gradient's norm, the optimizer. Told are
 the tokens of rows that a second trains on; what of the peak of bfloat16 products, measured in the same process, that is worth
-at six operations a token and weight (passes that are repeated, attention and what is shared do not count); and the memory that
-torch had allocated at its most, against what the plan counts, that it had reserved, and what is taken of the GPU beside that,
-before the first step and after the last.
+at six operations a token and weight that it passes (passes that are repeated, attention and what is shared do not count); and
+the memory that torch had allocated at its most, against what the plan counts, that it had reserved, and what is taken of the
+GPU beside that, before the first step and after the last.
 
 `head`: `fused_logprobs` forward and backward, 8,192 tokens and a vocabulary of 151,936 in bfloat16, by the size of its tiles,
 against the seconds of its four products alone, at the measured peak.
@@ -183,7 +183,7 @@ def step(case: Case, repeats: int) -> dict[str, float]:
     peak = bfloat16_peak(torch.device("cuda" if on_gpu else "cpu"))
     learner, groups, credits, process = made(case)
     beside_at_first = beside_gb() if on_gpu else 0.0
-    num_weights = sum(weight.numel() for weight in learner.state.policy.parameters())
+    num_weights = read_by_a_token(learner.state.policy.model)
     tokens = case.groups * 8 * (PROMPT + sum(map(sum, TURNS)))
     gc.collect()
     if on_gpu:
@@ -213,6 +213,13 @@ def step(case: Case, repeats: int) -> dict[str, float]:
         "beside_at_first_gb": beside_at_first,
         "beside_gb": beside_gb() if on_gpu else 0.0,
     }
+
+
+def read_by_a_token(model: Any) -> float:
+    """Return the number of weights that a token passes: all but those of the experts that it is not sent to."""
+    config = model.config.get_text_config()
+    sent_to = config.num_experts_per_tok / config.num_experts if hasattr(config, "num_experts") else 1.0
+    return sum(weight.numel() * (sent_to if ".experts." in name else 1) for name, weight in model.named_parameters())
 
 
 def beside_gb() -> float:

@@ -4,7 +4,7 @@
 `D` head size of queries and keys, `E` of values; `Q` queries and `L` keys of one block, `S` segments of the tree.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 from itertools import islice
@@ -17,7 +17,7 @@ from torch.nn.functional import pad
 
 from agentrl.policy.tree import TokenTree
 
-__all__ = ["TreeLayout", "tree_attention"]
+__all__ = ["KERNEL", "TreeLayout", "tree_attention"]
 
 
 class TreeLayout:
@@ -90,6 +90,8 @@ class TreeLayout:
         return some_QL, all_QL
 
 
+KERNEL: Mapping[str, Any] = {"BACKEND": "TRITON"}
+"""Of FlexAttention: by itself torch takes another for less than 128 queries, which fails for some numbers of heads."""
 _FLEX_BLOCK = 128
 """Queries and keys of one block of FlexAttention."""
 _LARGE_HEAD = 128
@@ -321,8 +323,7 @@ def _flex_attention(
     sinks_H: Tensor | None,
 ) -> Tensor:
     """Attend by FlexAttention, for GPUs."""
-    # By itself torch takes another kernel for less than 128 queries, which fails for some numbers of heads.
-    options: dict[str, Any] = {"BACKEND": "TRITON"}
+    options: dict[str, Any] = dict(KERNEL)
     if query_HPD.dtype == torch.float32 and max(query_HPD.shape[-1], value_YPD.shape[-1]) > _LARGE_HEAD:
         options |= {"fwd_BLOCK_M": 32, "fwd_BLOCK_N": 32, "fwd_num_stages": 1}
     arguments: dict[str, Any] = {
