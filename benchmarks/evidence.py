@@ -409,7 +409,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, nargs="+", help="others than those of the part")
     parser.add_argument("--plot", type=Path, help="with tell: draw the curves of what was measured")
     options = parser.parse_args()
-    os.environ["OMP_NUM_THREADS"] = "1"
+    os.environ |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}  # many at once: each on a core
     rows = [
         Job(env, ratio, credit, max(options.rates), 0, train)
         for env, ratio, credit, train in product(options.envs, options.ratios, options.credits, options.trains)
