@@ -18,10 +18,10 @@ success is below half of its best, and that was above .15.
 Results are appended to FILE as JSON lines, with what each step showed; what is in it under the same settings is not run
 again (take another file after a change of the mathematics).
 
-`tell` prints what each part found: mean ± standard error over seeds; differences are paired by seed, from GRPO with the
-credit of `--against-credit` that updates as `--against` says (`cures`: from the same that updates so). `steps` are those until
-the success that is .8 of the largest mean at the end, on straight lines between evaluations; a run that never gets there
-counts with all of its steps. `of half`: steps less half of those of GRPO.
+`tell` prints what each part found, and what each rate did: mean ± standard error over seeds; differences are paired by seed,
+from GRPO with the credit of `--against-credit` that updates as `--against` says (`cures`: from the same that updates so).
+`steps` are those until the success that is .8 of the largest mean at the end, on straight lines between evaluations; a run
+that never gets there counts with all of its steps. `of half`: steps less half of those of GRPO.
 """
 
 import argparse
@@ -436,6 +436,9 @@ def main() -> None:
     print("\nEach at its best rate")
     against = {"ratio": "grpo", "credit": options.against_credit, "train": options.against}
     tell(known, chosen, options.seeds or SEEDS, lambda row: row._replace(**against))
+    print("\nAt each rate")
+    at_each = [row._replace(rate=rate) for row in rows for rate in options.rates]
+    tell(known, at_each, options.seeds or SEEDS, lambda row: row._replace(**against))
 
 
 if __name__ == "__main__":

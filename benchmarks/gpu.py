@@ -219,7 +219,8 @@ def read_by_a_token(model: Any) -> float:
     """Return the number of weights that a token passes: all but those of the experts that it is not sent to."""
     config = model.config.get_text_config()
     sent_to = config.num_experts_per_tok / config.num_experts if hasattr(config, "num_experts") else 1.0
-    return sum(weight.numel() * (sent_to if ".experts." in name else 1) for name, weight in model.named_parameters())
+    sizes = ((name, weight.numel()) for name, weight in model.named_parameters())
+    return float(sum(size * sent_to if ".experts." in name else size for name, size in sizes))
 
 
 def beside_gb() -> float:
