@@ -20,7 +20,7 @@ from agentrl.policy.logprobs import fused_logprobs
 from agentrl.policy.packed_attention import PackedRows, attends_by_rows, packed_attention_of
 from agentrl.policy.recurrent import Rows, can_continue, mixers_of, see_rows
 from agentrl.policy.tree import IntArray, plan_tree
-from agentrl.policy.tree_attention import KERNEL, TreeLayout
+from agentrl.policy.tree_attention import FLEX_KERNEL, TreeLayout
 from agentrl.policy.tree_model import tree_attention_of
 
 _SHORT_ROW, _LONG_ROW = 48, 416
@@ -117,7 +117,7 @@ def hidden_states(model: Any, inputs: Inputs) -> Tensor:
         arguments["agentrl_packed"] = PackedRows.of(inputs.paths, inputs.ids_BL)
         arguments["attention_mask"] = torch.ones_like(inputs.ids_BL)
     elif model.config.get_text_config()._attn_implementation == "flex_attention":
-        arguments["kernel_options"] = KERNEL
+        arguments["kernel_options"] = FLEX_KERNEL
     before = model.config._attn_implementation
     runs_again = model.training and torch.is_grad_enabled() and getattr(model, "is_gradient_checkpointing", False)
     with attending(model, layout):

@@ -17,7 +17,7 @@ from torch.nn.functional import pad
 
 from agentrl.policy.tree import TokenTree
 
-__all__ = ["KERNEL", "TreeLayout", "tree_attention"]
+__all__ = ["FLEX_KERNEL", "TreeLayout", "tree_attention"]
 
 
 class TreeLayout:
@@ -90,7 +90,7 @@ class TreeLayout:
         return some_QL, all_QL
 
 
-KERNEL: Mapping[str, Any] = {"BACKEND": "TRITON"}
+FLEX_KERNEL: Mapping[str, Any] = {"BACKEND": "TRITON"}
 """Of FlexAttention: by itself torch takes another for less than 128 queries, which fails for some numbers of heads."""
 _FLEX_BLOCK = 128
 """Queries and keys of one block of FlexAttention."""
@@ -323,7 +323,7 @@ def _flex_attention(
     sinks_H: Tensor | None,
 ) -> Tensor:
     """Attend by FlexAttention, for GPUs."""
-    options: dict[str, Any] = dict(KERNEL)
+    options: dict[str, Any] = dict(FLEX_KERNEL)
     if query_HPD.dtype == torch.float32 and max(query_HPD.shape[-1], value_YPD.shape[-1]) > _LARGE_HEAD:
         options |= {"fwd_BLOCK_M": 32, "fwd_BLOCK_N": 32, "fwd_num_stages": 1}
     arguments: dict[str, Any] = {
