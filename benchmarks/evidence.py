@@ -19,7 +19,8 @@ Results are appended to FILE as JSON lines, with what each step showed; what is 
 again (take another file after a change of the mathematics).
 
 `tell` prints what each part found, and what each rate did: mean ± standard error over seeds; differences are paired by seed,
-from GRPO with the credit of `--against-credit` that updates as `--against` says (`cures`: from the same that updates so).
+from `--against-ratio` (GRPO) with the credit of `--against-credit` (`same`: with that of each) that updates as `--against`
+says (`cures`: from the same that updates so).
 `steps` are those until the success that is .8 of the largest mean at the end, on straight lines between evaluations; a run
 that never gets there counts with all of its steps. `of half`: steps less half of those of GRPO.
 """
@@ -403,7 +404,8 @@ def main() -> None:
     parser.add_argument("--credits", nargs="+", default=["uniform", "group_gae", "ecpo"])
     parser.add_argument("--trains", nargs="+", choices=list(TRAINS), default=["plain"])
     parser.add_argument("--against", choices=list(TRAINS), default="plain", help="with tell")
-    parser.add_argument("--against-credit", default="uniform", help="with tell")
+    parser.add_argument("--against-ratio", choices=list(RATIOS), default="grpo", help="with tell")
+    parser.add_argument("--against-credit", default="uniform", help="with tell; same: that of each")
     parser.add_argument("--rates", type=float, nargs="+", default=RATES)
     parser.add_argument("--by", choices=["area", "final"], default="area", help="what the best rate is best in")
     parser.add_argument("--seeds", type=int, nargs="+", help="others than those of the part")
@@ -434,7 +436,9 @@ def main() -> None:
     print("Ways of updating, at the highest rate")
     tell(known, rows, options.seeds or CURE_SEEDS, lambda row: row._replace(train="plain"))
     print("\nEach at its best rate")
-    against = {"ratio": "grpo", "credit": options.against_credit, "train": options.against}
+    against = {"ratio": options.against_ratio, "train": options.against}
+    if options.against_credit != "same":
+        against["credit"] = options.against_credit
     tell(known, chosen, options.seeds or SEEDS, lambda row: row._replace(**against))
     print("\nAt each rate")
     at_each = [row._replace(rate=rate) for row in rows for rate in options.rates]
