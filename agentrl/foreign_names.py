@@ -159,7 +159,9 @@ FIELDS: dict[str, str] = {
 
 SCHEMES = {
     "grpo": "credit.scheme: uniform with loss.unit: token",
-    **dict.fromkeys(("gspo", "gspo_token", "gspo-token"), "credit.scheme: uniform with loss.unit: trajectory"),
+    **dict.fromkeys(
+        ("gspo", "gspo_token", "gspo-token"), "credit.scheme: uniform with loss: {unit: trajectory, trust: fixed}"
+    ),
     "dr_grpo": "credit: {scheme: uniform, normalize: none} with loss: {unit: token, aggregation: constant, "
     "constant_length: 1024}",
     "dapo": "credit.scheme: uniform with loss: {unit: token, aggregation: token-mean} and rollout.dynamic_sampling",

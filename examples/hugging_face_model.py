@@ -1,7 +1,7 @@
 """Train a Hugging Face model: python examples/hugging_face_model.py [NAME_OR_FOLDER]
 
-The default, of 600 million parameters, is downloaded, and trains on a GPU of 16 GB; `agentrl chat NAME` shows beforehand how
-the model's dialogues become tokens.
+The default, of 600 million parameters, is downloaded, and needs a GPU of 24 GB (`agentrl plan` counts what a recipe needs);
+`agentrl chat NAME` shows beforehand how the model's dialogues become tokens.
 """
 
 import sys
@@ -30,7 +30,13 @@ def main() -> None:
                 "gamma": 0.5,
                 "normalize": "std",
             },
-            "train": {"steps": 50, "learning_rate": 1e-6, "precision": "bfloat16", "gradient_checkpointing": True},
+            "train": {
+                "steps": 50,
+                "learning_rate": 1e-6,
+                "precision": "bfloat16",
+                "gradient_checkpointing": True,
+                "max_tokens_per_micro_batch": 4096,
+            },
             "evaluation": {"num_tasks": 64, "every": 10},
         },
         model=name,

@@ -230,10 +230,10 @@ def words(text: str, tmp_path: Path) -> str:
         ("{max_steps: 1}", "train.steps"),
         ("{train: {num_train_epochs: 1}}", "train.steps"),
         ("{credit: {scheme: grpo}}", "credit.scheme: uniform with loss.unit: token"),
-        ("{credit: {scheme: GSPO}}", "credit.scheme: uniform with loss.unit: trajectory"),
+        ("{credit: {scheme: GSPO}}", "credit.scheme: uniform with loss: {unit: trajectory, trust: fixed}"),
         ("{credit: grpo}", "credit.scheme: uniform with loss.unit: token"),
         ("{loss: grpo}", "credit.scheme: uniform with loss.unit: token"),
-        ("{algorithm: gspo}", "credit.scheme: uniform with loss.unit: trajectory"),
+        ("{algorithm: gspo}", "credit.scheme: uniform with loss: {unit: trajectory, trust: fixed}"),
         ("{run_name: grpo}", "run_dir"),
         # a field's own name wins, wherever it stands
         ("{top_p: 1}", "rollout.top_p"),

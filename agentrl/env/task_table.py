@@ -47,7 +47,7 @@ class TableOptions(BaseModel):
     """Another table, of the held-out tasks."""
     eval_share: float = Field(default=0.1, ge=0, lt=1)
     """Share of the tasks that is held out, where nothing else says which: chosen by the hash of each prompt, so that a task
-    stays on its side whatever else is in the table. 0: none."""
+    stays on its side whatever else is in the table, once its share holds one. 0: none."""
     subset: str | None = None
     """Of a Hugging Face data set that has several (`main` of `openai/gsm8k`)."""
 
