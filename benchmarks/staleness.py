@@ -67,7 +67,7 @@ def recipe_of(job: Job, way: Way | None, run_dir: Path, *, steps: int) -> Recipe
     if way and way.mode != "sync":
         live = EPISODES * (way.age + 1)
         recipe["rollout"] |= {"mode": way.mode, "max_staleness": way.age, "max_live_episodes": live}
-        recipe["loss"] |= ANCHORS[way.anchor] | ({"kept_versions": way.age + 1} if way.anchor == "sampled" else {})
+        recipe["loss"] |= ANCHORS[way.anchor] | ({"kept_versions": way.age} if way.anchor == "sampled" else {})
     return Recipe.model_validate(recipe)
 
 

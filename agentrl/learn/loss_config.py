@@ -109,7 +109,7 @@ class LossConfig(BaseModel):
     routing_replay: Annotated[Literal["none", "trainer", "engine"], BeforeValidator(_of_earlier)] = "none"
     """Which experts the updates of a mixture take: those that it chooses itself; those of the `trainer` before the first update
     (Routing Replay, GSPO paper, section 5.3); or those of the `engine` as it sampled (arXiv 2510.11370), where it tells them:
-    `transformers`, and vLLM on a GPU. Ratios of `unit: token` need one of them, those of whole trajectories do not."""
+    `transformers`, and vLLM on a GPU. By the GSPO paper ratios of `unit: token` need one of them, those of trajectories do not."""
 
     @model_validator(mode="after")
     def _check_constant_length(self) -> Self:
@@ -189,11 +189,11 @@ class LossConfig(BaseModel):
             staleness_bound: policy versions that a token may be behind.
         """
         found = []
-        if self.anchor == "sampled" and staleness_bound >= self.kept_versions:
+        if self.anchor == "sampled" and staleness_bound > self.kept_versions:
             found.append(
                 f"loss.kept_versions: {self.kept_versions} is too few for rollout.max_staleness: {staleness_bound}: older "
                 "tokens are compared with the engine's log-probabilities, noise included; set it to "
-                f"{staleness_bound + 1}, or lower max_staleness"
+                f"{staleness_bound}, or lower max_staleness"
             )
         for side, name, value in ((0, "clip_low", self.clip_low), (1, "clip_high", self.clip_high)):
             if value is None:

@@ -66,6 +66,7 @@ def test_each_token_is_compared_with_the_weights_that_sampled_it(lora: LoraSetti
         loss=loss, is_double=True, lora=lora, learner_class=Watched, num_minibatches=2, max_tokens_per_micro_batch=60
     )
     assert isinstance(learner, Watched)
+    assert loss.warnings(staleness_bound=2) == []
     groups = some_groups([4, 3, 4])
     models = {}
     for version in range(3):

@@ -649,10 +649,10 @@ def test_the_defaults_of_unused_fields_may_be_written_out() -> None:
 
 
 def test_fewer_kept_versions_than_tokens_are_old_are_told() -> None:
-    config = LossConfig(anchor="sampled")  # of the present version and three before it
-    assert config.warnings(staleness_bound=3) == LossConfig().warnings(staleness_bound=9) == []
-    (words,) = config.warnings(staleness_bound=4)
-    assert words.startswith("loss.kept_versions: 4 is too few for rollout.max_staleness: 4: older tokens")
+    config = LossConfig(anchor="sampled")  # of four versions before the present one
+    assert config.warnings(staleness_bound=4) == LossConfig().warnings(staleness_bound=9) == []
+    (words,) = config.warnings(staleness_bound=5)
+    assert words.startswith("loss.kept_versions: 4 is too few for rollout.max_staleness: 5: older tokens")
     assert "set it to 5" in words
 
 
