@@ -109,7 +109,7 @@ class LossConfig(BaseModel):
     routing_replay: Annotated[Literal["none", "trainer", "engine"], BeforeValidator(_of_earlier)] = "none"
     """Which experts the updates of a mixture take: those that it chooses itself; those of the `trainer` before the first update
     (Routing Replay, GSPO paper, section 5.3); or those of the `engine` as it sampled (arXiv 2510.11370), where it tells them:
-    `transformers`, and vLLM on a GPU. By the GSPO paper ratios of `unit: token` need one of them, those of trajectories do not."""
+    `transformers`, and vLLM on a GPU. Ratios of `unit: token` need it by the GSPO paper, those of trajectories do not."""
 
     @model_validator(mode="after")
     def _check_constant_length(self) -> Self:
