@@ -176,7 +176,7 @@ def test_a_damaged_journal_is_read_to_its_end_or_named_with_its_line(
         (scratch / path.name).write_bytes(content)
         stream = TaskStream(ours.recipe.rollout, tasks=Tasks(seed=0), journal=Journal(scratch))
         stream.load_state_dict(state.pool)
-        told = outcome(lambda: stream.recover(ignore=False, version=4))
+        told = outcome(lambda: stream.recover(ignore=False))
         stream.close()
         assert (scratch / path.name).read_bytes() == content
         if told is None and not whole.startswith(content):

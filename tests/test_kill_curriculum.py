@@ -86,7 +86,7 @@ def on_disk(folder: RunFolder, scratch: Path) -> tuple[TaskStream, Begun]:
     stream = TaskStream(given.rollout, tasks=tasks, journal=Journal(scratch))
     state = json.loads((checkpoints(folder.checkpoints)[-1] / "agentrl.json").read_text())
     stream.load_state_dict(state["pool"])
-    stream.recover(ignore=False, version=0)
+    stream.recover(ignore=False)
     episodes = [(e.task.group_id, e.task.task_index, e.task.stage) for g in stream._groups.values() for e in g.waiting]
     done = [t for group in stream._groups.values() for t in group.done]
     done += [t for step in stream._handed_out for group in step for t in group.trajectories]

@@ -131,9 +131,15 @@ def _compare_runs(options: argparse.Namespace, rest: list[str]) -> None:
 
 
 def _sweep(options: argparse.Namespace, rest: list[str]) -> None:
+    from agentrl.compare.curves import is_gain
     from agentrl.compare.plan import make_arms, parse_varied
 
     _check_numbers(options)
+    if options.metric is not None and not is_gain(f"eval/{options.metric.removeprefix('eval/')}"):
+        raise ConfigError(
+            f"--metric: a sweep chooses the highest, and {options.metric!r} is not known to be better the higher it is; name "
+            "success, score, reward, reward/NAME or pass@K"
+        )
     options.targets = list(map(find, options.targets))
     varied = parse_varied(options.over, option="--over")
     arms, _ = make_arms(options.targets, varied=varied, overrides=rest, folder=options.folder, control=False)

@@ -123,6 +123,12 @@ def flat(data: Any, prefix: str = "") -> dict[str, Any]:
     return {name: value for key, item in data.items() for name, value in flat(item, f"{prefix}{key}.").items()}
 
 
+def is_gain(metric: str) -> bool:
+    """Tell whether more of a metric is better."""
+    name = metric.rpartition("/")[2]
+    return name in _PREFERRED or name.startswith("pass@") or "/reward/" in metric
+
+
 def choose_metric(runs: Sequence[RecordedRun], asked: str | None) -> str:
     """Return the metric to compare by: the one that was asked for, else `eval/success`, `eval/score` or `eval/reward`.
 

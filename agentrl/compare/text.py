@@ -6,6 +6,7 @@ from rich.table import Table
 from rich.text import Text
 
 from agentrl.compare.comparison import Comparison, Difference, Level
+from agentrl.compare.curves import is_gain
 
 
 def lines(comparison: Comparison) -> Iterator[Table | Text]:
@@ -58,7 +59,8 @@ def verdict(difference: Difference, comparison: Comparison) -> str:
     final, pair = difference.final, f"{difference.name} against {difference.against}"
     if final.low is None:
         return f"{pair}: {final.mean:+.3f}; no interval, so nothing is shown"
-    side = "better" if final.mean > 0 else "worse"
+    more, less = ("better", "worse") if is_gain(comparison.metric) else ("higher", "lower")
+    side = more if final.mean > 0 else less
     said = f"{side} by {abs(final.mean):.3f}" if difference.differs else "not told apart"
     num, needed = len(difference.seeds), difference.seeds_needed
     need = "more than 1,000 seeds" if needed is None else f"{needed} seeds"

@@ -95,8 +95,10 @@ def _metrics(info: object, method: str) -> dict[str, Any]:
     """Return the `info` of a step, whose numbers become metrics of the episode."""
     plain = _info(info, method)
     success = plain.get("success")
-    if success is not None and not (is_number(success) and 0 <= success <= 1):
-        raise EnvError(f"{method} returned info['success'] = {abbreviated(success)}; return a bool")
+    if success is not None and not (is_number(success) and success in (0, 1)):
+        raise EnvError(
+            f"{method} returned info['success'] = {abbreviated(success)}; return a bool, and a share as info['score']"
+        )
     for part in (plain, plain.get("logged"), plain.get("reward_components")):
         for name, value in part.items() if isinstance(part, dict) else ():
             if is_number(value) and abs(value) > MAX_METRIC:

@@ -78,6 +78,10 @@ class TaskEnv(ToolEnv):
             raise UserError(
                 f"demonstration: there is no column {column!r}; name one of {', '.join(self._table.columns)}"
             )
+        if column is not None and any(
+            row[column] in (None, "") for rows in self._table.splits.values() for row in rows
+        ):
+            raise UserError(f"demonstration: rows lack the column {column!r}; fill it, or delete them")
         if self.options.system is not None and self._brings_system_messages():
             raise UserError("system: the prompts of the table begin with system messages of their own; remove it")
         self._functions = self._function_tools()

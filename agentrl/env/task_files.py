@@ -29,11 +29,12 @@ class Row(NamedTuple):
     """Of the data set that it comes from, where that has several."""
 
 
-def read_rows(source: str, *, subset: str | None = None) -> Iterator[Row]:
+def read_rows(source: str, *, field: str, subset: str | None = None) -> Iterator[Row]:
     """Yield the rows of a table.
 
     Args:
         source: a file, a folder, or the name of a data set on the Hugging Face hub. Paths begin in the working directory.
+        field: that names it.
         subset: of the data set, where it has several.
 
     Raises:
@@ -43,23 +44,23 @@ def read_rows(source: str, *, subset: str | None = None) -> Iterator[Row]:
         path = Path(source).expanduser()
         is_file, is_folder = path.is_file(), path.is_dir()
     except (ValueError, OSError, RuntimeError) as error:  # a null byte, a name that is too long, a home that is unknown
-        raise UserError(f"tasks: {abbreviated(source)} is no path ({error})") from error
+        raise UserError(f"{field}: {abbreviated(source)} is no path ({error})") from error
     if path.suffix.lower() in _READERS and not is_folder:
         if not is_file:
-            raise UserError(f"tasks: there is no file {source} (in {Path.cwd()}, from which paths are read)")
+            raise UserError(f"{field}: there is no file {source} (in {Path.cwd()}, from which paths are read)")
         if subset is not None:
             raise UserError(f"subset: {source} is one file, which has none; remove it")
         yield from _READERS[path.suffix.lower()](path)
     elif is_file:
-        raise UserError(f"tasks: {source} must be one of {', '.join(sorted(_READERS))}")
+        raise UserError(f"{field}: {source} must be one of {', '.join(sorted(_READERS))}")
     else:
         yield from _data_set(source, path if is_folder else None, subset)
 
 
-def rows_of(tasks: Sequence[object]) -> Iterator[Row]:
-    """Yield the rows of a list of dicts."""
+def rows_of(tasks: Sequence[object], *, field: str) -> Iterator[Row]:
+    """Yield the rows of a list of dicts, which a field holds."""
     for number, values in enumerate(tasks):
-        yield _row(f"tasks[{number}]", values)
+        yield _row(f"{field}[{number}]", values)
 
 
 def _jsonl(path: Path) -> Iterator[Row]:

@@ -123,9 +123,9 @@ def _stamp(source: str | None) -> tuple[str, int, int] | None:
 
 
 def _load(options: TableOptions) -> TaskTable:
-    rows = list(_checked(_read(options.tasks, options), options))
+    rows = list(_checked(options, "tasks"))
     if options.eval_tasks is not None:
-        held_out = list(_checked(_read(options.eval_tasks, options), options))
+        held_out = list(_checked(options, "eval_tasks"))
         if declared := next((row for row in rows + held_out if row.split is not None), None):
             raise UserError(f"{declared.place}: the data set has splits of its own; remove eval_tasks, or give files")
         rows = [row._replace(split="train") for row in rows] + [row._replace(split="eval") for row in held_out]
@@ -147,18 +147,22 @@ def _load(options: TableOptions) -> TaskTable:
     return TaskTable(splits=splits, hashes=hashes, columns=columns)
 
 
-def _read(tasks: str | list[Any], options: TableOptions) -> Iterable[Row]:
-    return read_rows(tasks, subset=options.subset) if isinstance(tasks, str) else rows_of(tasks)
+def _read(options: TableOptions, field: str) -> Iterable[Row]:
+    tasks = getattr(options, field)
+    return (
+        read_rows(tasks, field=field, subset=options.subset) if isinstance(tasks, str) else rows_of(tasks, field=field)
+    )
 
 
-def _name(options: TableOptions) -> str:
-    return options.tasks if isinstance(options.tasks, str) else "tasks"
+def _name(options: TableOptions, field: str = "tasks") -> str:
+    tasks = getattr(options, field)
+    return tasks if isinstance(tasks, str) else field
 
 
-def _checked(rows: Iterable[Row], options: TableOptions) -> Iterator[Row]:
-    """Yield rows, each of which has a prompt of the same form as all others, and an answer."""
+def _checked(options: TableOptions, field: str) -> Iterator[Row]:
+    """Yield the rows of a table, each of which has a prompt of the same form as all others, and an answer."""
     form, empty = None, True
-    for row in rows:
+    for row in _read(options, field):
         empty = False
         for option in ("prompt", "answer", "split"):
             column = getattr(options, option)
@@ -180,8 +184,7 @@ def _checked(rows: Iterable[Row], options: TableOptions) -> Iterator[Row]:
             form = type(prompt)
         yield row
     if empty:
-        what = _name(options) if isinstance(options.tasks, str) else "tasks"
-        raise UserError(f"{what}: it has no rows; a task is one")
+        raise UserError(f"{_name(options, field)}: it has no rows; a task is one")
 
 
 def _check_prompt(prompt: object, where: str) -> None:

@@ -73,9 +73,8 @@ def nth_task(env: Env, split: Split, number: int, *, seed: int) -> EnvTask:
     num = describe(base_env(env)).num_tasks
     length = num.train if split == "train" else num.eval
     if number < 0 or (length is not None and number >= length):
-        raise ConfigError(
-            f"--task: {number} is none of the tasks of {split}; there are {length or 'endless ones, from 0'}"
-        )
+        there = "endless ones, from 0" if length is None else length
+        raise ConfigError(f"--task: {number} is none of the tasks of {split}; there are {there}")
     tasks = Tasks(seed=seed, num=num)
     return tasks.train(number) if split == "train" else tasks.evaluation(length or number + 1)[number]
 

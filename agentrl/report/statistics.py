@@ -48,7 +48,8 @@ def estimate(values: Sequence[float], *, level: float = 0.95) -> Estimate:
 
 def within(metric: str, value: float | None) -> float | None:
     """Return an end of a metric's interval where the metric can be: a share is between 0 and 1."""
-    is_share = metric.rpartition("/")[2].startswith(("success", "failed", "pass@"))
+    name = metric.rpartition("/")[2]
+    is_share = name == "success" or name.startswith("pass@")
     return min(1.0, max(0.0, value)) if is_share and value is not None else value
 
 

@@ -185,8 +185,9 @@ class Conversation:
         number, turn = len(self.turns), self._turn(outcome)
         is_new = not self._record.has(number)
         self._record.check_turn(number, turn)
-        if isinstance(following, End):  # until it is closed; from there, the last action is taken again
-            self._before_end = self.live()
+        if isinstance(following, End):
+            self._record.check_end(number)
+            self._before_end = self.live()  # until it is closed; from there, the last action is taken again
         self.turns.append(turn)
         self._completion = self._message = None
         self._state_key, self._snapshot = outcome.state_key, outcome.snapshot

@@ -80,9 +80,11 @@ class Curriculum:
 
     def next(self) -> int:
         """Return the place of the next task that does not rest."""
-        place = self.state.place
-        while self.state.until.get(self._task(place), 0) > self._epoch(place):
+        place, until = self.state.place, self.state.until
+        while until.get(self._task(place), 0) > self._epoch(place):
             place += 1
+            if place % self._num == 0 and len(until) == self._num:  # an epoch in which all rest is not gone through
+                place = max(place, min(until.values()) * self._num)
         return place
 
     def started(self, place: int) -> None:

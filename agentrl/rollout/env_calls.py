@@ -113,8 +113,10 @@ def step(env: Env, base: MessageEnv, action: Message) -> EnvReply:
     action = copy.deepcopy(action)
     action_key = _key(base.action_key(action), base, "action_key()")
     returned = step_return(env.step(action), method=f"step() of {type(base).__name__}")
-    if logged := base.take_logged():  # by a `step` that leaves it to us
-        returned.info["logged"] = logged
+    if logged := base.take_logged():  # by a `step` that leaves it to us, or after `ToolEnv.step` told of some
+        told = returned.info.get("logged")
+        before = told if isinstance(told, dict) else {}
+        returned.info["logged"] = before | {name: before.get(name, 0.0) + number for name, number in logged.items()}
     return EnvReply(
         messages=returned.messages,
         reward=returned.reward,

@@ -90,11 +90,9 @@ class HandedOut:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Restarted:
-    """Every group that was started and not trained on was restarted, under another recipe."""
+    """Every group that was started and not trained on is to be started again, under another recipe."""
 
     kind: Literal["restarted"] = "restarted"
-    version: int
-    """Policy version at that time."""
 
 
 _NAME = "{}.jsonl"
@@ -148,7 +146,8 @@ class Journal:
         if self._file is None:
             return
         fields = _EVENT.dump_json(event, exclude_defaults=True).decode()  # without the kind, which is a default
-        self._lines.append(sealed(f'{{"kind":"{event.kind}",{fields[1:]}') + "\n")
+        content = ",".join(filter(None, (f'"kind":"{event.kind}"', fields[1:-1])))
+        self._lines.append(sealed(f"{{{content}}}") + "\n")
         try:
             loop = asyncio.get_running_loop()
         except RuntimeError:
@@ -217,6 +216,10 @@ class Journal:
     @property
     def _fix(self) -> str:
         return f"if {self._folder} is deleted, what was sampled since the last checkpoint is sampled again"
+
+    def has(self, number: int) -> bool:
+        """Tell whether there is a file of that number."""
+        return any(found == number for found, _ in numbered(self._folder, _NAME))
 
     def drop(self, *, before: int | None = None) -> None:
         """Delete the files before a number; by default all."""

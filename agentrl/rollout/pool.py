@@ -194,7 +194,7 @@ class RolloutPool:
         Args:
             ignore: drop it, and restart every group that is not trained on, because the recipe is another.
         """
-        self._stream.recover(ignore=ignore, version=self._engine.version)
+        self._stream.recover(ignore=ignore)
 
     def state_dict(self) -> dict[str, Any]:
         """Return where the stream of training tasks stands, with every episode of it that is under way or done.

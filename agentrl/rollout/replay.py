@@ -91,6 +91,11 @@ class Record:
                     f"{abbreviated(expected)}"
                 )
 
+    def check_end(self, number: int) -> None:
+        """Raise ReplayError where the episode ends with a turn after which more was recorded."""
+        if number + 1 < len(self.live.turns) or (number + 1 == len(self.live.turns) and self.live.partial is not None):
+            raise ReplayError(f"played again, it ends with turn {number}, and was recorded with more")
+
     def check_observation(self, number: int, observation: tuple[Message, ...]) -> None:
         """Raise ReplayError where an action was started after other words."""
         live = self.live

@@ -45,6 +45,8 @@ class _State:
     share: tuple[int, int] = (0, 1)
     """First task, and from one task to the next."""
     curriculum: CurriculumState | None = None
+    to_restart: list[int] = field(default_factory=list)
+    """Groups that another recipe starts again, and that are not yet, oldest first."""
 
 
 _STATE = TypeAdapter(_State)
@@ -71,6 +73,7 @@ class TaskStream:
         self._share = share or Share(config.num_groups)
         self._staleness_bound = config.staleness_bound
         self._next_group = self._share.process
+        self._to_restart: list[int] = []
         self._groups: dict[str, _Group] = {}
         """Groups under way, oldest first."""
         self._open: deque[_Group] = deque()
@@ -117,7 +120,7 @@ class TaskStream:
         # A new one is handed out after all of these: at this version if a step waits for groups, else at the next or later.
         if len(self._groups) >= self._num_groups * (self._staleness_bound + self._is_waited_for):
             return None
-        started = self._starting(self._next_group, version=version)
+        started = self._starting(self._to_restart[0] if self._to_restart else self._next_group, version=version)
         self._write(started)
         return self._take_out(self._start(started))
 
@@ -214,22 +217,21 @@ class TaskStream:
         ages = (version + 1 + rank // len(names) - group.began for rank, group in enumerate(left))
         return any(age > self._staleness_bound for age in ages) and not all(map(self._is_complete, left))
 
-    def recover(self, *, ignore: bool, version: int) -> None:
+    def recover(self, *, ignore: bool) -> None:
         """Take over what a run that was killed has written down since the state that was loaded, and resume it.
 
         Args:
             ignore: drop it, and restart every group that is not trained on, because the recipe is another.
-            version: present policy version.
         """
         journal, since = self._journal, self._journaled_since
         if journal is not None:
-            if since is None or ignore:
+            if since is None or ignore or not journal.has(since):
                 journal.drop()
             if since is not None:
                 journal.replay(since, self._apply)
                 journal.begin(at_least=since)
         if ignore:
-            restarted = Restarted(version=version)
+            restarted = Restarted()
             self._apply(restarted)
             self._write(restarted)
         self._index_groups()
@@ -250,6 +252,7 @@ class TaskStream:
             journal=None if self._journal is None else self._journal.begin(),
             share=(self._share.process, self._share.num_processes),
             curriculum=None if self._curriculum is None else self._curriculum.state,
+            to_restart=self._to_restart,
         )
         dumped: dict[str, Any] = _STATE.dump_python(state, mode="json")
         return dumped
@@ -265,7 +268,7 @@ class TaskStream:
             raise ConfigError(
                 "this run's tasks were dealt out to other engines; resume with as many (engine.server.url, .processes)"
             )
-        self._next_group, self._groups = loaded.next_group, loaded.groups
+        self._next_group, self._groups, self._to_restart = loaded.next_group, loaded.groups, loaded.to_restart
         self.counts |= loaded.counts
         if self._curriculum is not None:
             self._curriculum.state = loaded.curriculum or CurriculumState(place=self._next_group)
@@ -303,7 +306,9 @@ class TaskStream:
         task = self._tasks.train(event.index, place=event.place, step=event.version + 1)
         tasks = members(name, task, size=self._config.group_size, run_seed=self._tasks.seed)
         group = _Group(began=event.version, waiting=[LiveEpisode(task=task) for task in tasks])
-        self._groups[name], self._next_group = group, event.index + self._share.num_processes
+        self._groups[name] = group
+        self._to_restart = [index for index in self._to_restart if index != event.index]
+        self._next_group = max(self._next_group, event.index + self._share.num_processes)
         self._open.append(group)
         return group
 
@@ -377,14 +382,11 @@ class TaskStream:
                 self._note_visits(groups)
                 self._handed_out.append(groups)
                 self.counts |= counts
-            case Restarted(version=version):
-                started, next_group = {*self._groups}, self._next_group
-                started |= {group.group_id for step in self._handed_out for group in step}
+            case Restarted():
+                started = {*self._groups} | {group.group_id for step in self._handed_out for group in step}
+                self._to_restart = sorted({*self._to_restart, *map(group_index, started)})
                 self._groups = {}
                 self._handed_out.clear()
-                for name in sorted(started, key=group_index):
-                    self._start(self._starting(group_index(name), version=version))
-                self._next_group = next_group
 
     def _waiting(self, trajectory_id: str) -> LiveEpisode:
         waiting = self._groups[trajectory_id.rpartition("/")[0]].waiting

@@ -93,8 +93,8 @@ def train_step(parts: Parts, step: int, *, proves_push: bool = False) -> StepRes
             parts.link.check_samples()
         clock.lap("push_s")
     metrics = result.metrics | {"time/loop_lag_s": parts.pool.loop_lag_s} | process_metrics()
-    sampling_s = parts.engine.busy_s - busy_before_s
-    metrics |= clock.metrics(result.groups, sampling_s=sampling_s, is_async=rollout.samples_during_update)
+    sampling_s, sampled = parts.engine.busy_s - busy_before_s, [] if is_replaying else result.groups
+    metrics |= clock.metrics(sampled, sampling_s=sampling_s, is_async=rollout.samples_during_update)
     return replace(result, metrics=metrics)
 
 

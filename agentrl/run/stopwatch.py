@@ -24,17 +24,20 @@ class Stopwatch:
         """Return what a step took until its last lap, and its throughput.
 
         Args:
-            groups: of the step.
+            groups: that were sampled in the step. Where there is none, throughput is left out.
             sampling_s: for which the engine was busy.
             is_async: it samples in the whole step.
         """
         collect_s, step_s = self._seconds["collect_s"], self._last - self._begin
         everyone = [t for group in groups for t in group.trajectories]
         sampled = sum(t.num_action_tokens + t.metrics.get("branch_tokens", 0.0) for t in everyone)
+        throughput = {
+            "time/sampled_tokens_per_s": sampled / (step_s if is_async else collect_s),
+            "time/tokens_per_s": sampled / step_s,
+        }
         return {f"time/{name}": seconds for name, seconds in self._seconds.items()} | {
             "time/sampling_s": sampling_s,
             "time/environment_s": max(0.0, collect_s - sampling_s),
             "time/step_s": step_s,
-            "time/sampled_tokens_per_s": sampled / (step_s if is_async else collect_s),
-            "time/tokens_per_s": sampled / step_s,
+            **(throughput if everyone else {}),
         }

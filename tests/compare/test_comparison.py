@@ -169,6 +169,24 @@ def test_differences_that_trail_off_are_doubted() -> None:
     assert not any("trail off" in note for note in compared(*base, *even).notes)
 
 
+@pytest.mark.parametrize(
+    ("metric", "side"), [("eval/pass@2", "better"), ("eval/reward/exact", "better"), ("eval/failed", "higher")]
+)
+def test_more_is_called_better_of_what_is_a_gain(metric: str, side: str) -> None:
+    comparison = compare([*BASE, *BETTER], metric=metric)
+    assert f": {side} by" in verdict(comparison.differences[0], comparison)
+
+
+def test_intervals_of_counts_are_no_shares() -> None:
+    counts = [
+        curve(name, seed, [0.0, level + seed]) for name, level in (("base", 3), ("more", 30)) for seed in range(4)
+    ]
+    final = compare(counts, metric="eval/failed").arms[0].final
+    assert final.low is not None
+    assert final.high is not None
+    assert final.low < final.mean < final.high
+
+
 def test_the_verdict_tells_what_the_seeds_could_have_shown() -> None:
     third = [curve("third", seed, [0.0, 0.2, 0.45 + 0.1 * seed + 0.05 * (-1) ** seed]) for seed in range(4)]
     comparison = compared(*BASE, *third)

@@ -46,6 +46,17 @@ def test_a_recipe_finds_its_runs_again_in_another_comparison(tmp_path: Path, rec
     assert arms(tmp_path, recipe, overrides=("--train.steps", "50"))[0].folder != alone.folder
 
 
+def test_recipes_of_one_name_are_told_apart_by_their_folders(tmp_path: Path, recipe: Path) -> None:
+    (tmp_path / "other").mkdir()
+    other = tmp_path / "other" / recipe.name
+    other.write_text(recipe.read_text(encoding="utf-8").replace("40", "50"))
+    found = arms(tmp_path, recipe, other, control=True)
+    names = [str(path.with_suffix("")) for path in (recipe, other)]
+    assert [arm.name for arm in found] == [*names, *(f"{name}, shuffled" for name in names)]
+    with pytest.raises(ConfigError, match="are the same recipe"):
+        arms(tmp_path, recipe, recipe, vary=["train.steps=40,50"])
+
+
 def test_what_is_written_is_the_recipe(tmp_path: Path, recipe: Path) -> None:
     [arm] = arms(tmp_path, recipe)
     write_recipe(arm)

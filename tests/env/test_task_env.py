@@ -292,6 +292,11 @@ def test_what_cannot_be_played_is_refused_in_one_line(options: dict[str, Any], w
     assert words in refusal(**options)
 
 
+def test_what_is_to_be_shown_is_there_in_every_row() -> None:
+    tasks = [{"prompt": "a", "answer": 1, "said": "1"}, {"prompt": "b", "answer": 2}]
+    assert refusal(tasks=tasks, demonstration="said").startswith("demonstration: rows lack the column 'said'; fill it")
+
+
 def test_make_env_names_the_field_of_the_recipe() -> None:
     with pytest.raises(
         ConfigError, match=r"env\.options: .* could not be made: tasks: there is no file my\.jsonl \(in "

@@ -197,6 +197,18 @@ def test_an_answer_must_be_there() -> None:
     assert "tasks[0]: it has no column 'anwser'" in refusal([{"prompt": "a", "answer": 0}], answer="anwser")
 
 
+@pytest.mark.parametrize(
+    ("held_out", "words"),
+    [
+        ([], "eval_tasks: it has no rows"),
+        ([{"prompt": "a"}], "eval_tasks[0]: it has no column 'answer'"),
+        ("nowhere.jsonl", "eval_tasks: there is no file nowhere.jsonl"),
+    ],
+)
+def test_what_is_wrong_with_the_held_out_tasks_is_said_of_them(held_out: Any, words: str) -> None:
+    assert words in refusal([{"prompt": "b", "answer": 0}], answer="answer", eval_tasks=held_out)
+
+
 @pytest.mark.parametrize("tasks", ["nowhere.jsonl", "a\0b.jsonl", "x" * 5000 + ".jsonl"])
 def test_a_file_that_is_not_there_is_named(tasks: str) -> None:
     assert refusal(tasks).startswith("tasks: ")

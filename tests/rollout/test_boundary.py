@@ -148,6 +148,7 @@ def test_whatever_tools_and_keys_are(chatml: ChatMLRenderer, tools: Any, key: An
             (USER, 1.0, True, False, {"success": 7}),
             r"step\(\) of \w+ returned info\['success'\] = int 7; return a bool",
         ),
+        ((USER, 1.0, True, False, {"success": 0.5}), r"info\['success'\] = float 0.5; return a bool, and a share as "),
         ((USER, 1.0, True, False, {"success": -1.0}), r"info\['success'\] = float -1.0; return a bool"),
         ((USER, 1.0, True, False, {"success": float("nan")}), r"info\['success'\] = str 'NaN'; return a bool"),
         ((USER, 1.0, True, False, {"score": 1e308}), r"returned float 1e\+308 in info as 'score'; .* at most 1e\+50"),

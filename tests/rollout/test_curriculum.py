@@ -81,6 +81,12 @@ def test_where_all_rest_the_first_to_come_back_is_next() -> None:
     assert subject.num_resting == NUM
 
 
+def test_tasks_that_rest_for_ever_are_not_waited_for() -> None:
+    subject = curriculum(visits=1, rest=10**9)
+    epochs(subject, {task: [1.0] for task in range(NUM)}, num=1)
+    assert subject.next() == NUM * (10**9 + 1)
+
+
 def test_failed_episodes_say_nothing_and_nothing_is_known_before_a_success_is_reported() -> None:
     subject = curriculum(visits=1)
     subject.note(visited(0, None, None))

@@ -75,6 +75,20 @@ def test_an_environment_with_a_step_of_its_own_logs_too() -> None:
     assert infos == [{"own": 1, "logged": {"begun": 1.0, "steps": 2.0}}, {"own": 1, "logged": {"steps": 2.0}}]
 
 
+class Counting(Logging):
+    def step(self, action: Any) -> Any:
+        returned = super().step(action)
+        self.log(steps=1, opened=1)
+        return returned
+
+
+def test_what_is_logged_after_the_step_of_the_base_adds_to_what_tools_logged() -> None:
+    env = Counting()
+    reset(env, env, TASK, rollout_index=0)
+    step(env, env, tool_call("open", box=1))
+    assert step(env, env, tool_call("open", box=1)).info["logged"] == {"opened": 3.0, "weight": 0.5, "steps": 1.0}
+
+
 def test_a_copy_logs_for_itself() -> None:
     env = Bare()
     env.log(a=1)

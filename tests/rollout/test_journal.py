@@ -3,12 +3,12 @@
 import asyncio
 from pathlib import Path
 
-from agentrl.rollout.journal import Dropped, Event, Journal, Restarted
+from agentrl.rollout.journal import Dropped, Event, Journal, Restarted, Started
 
 
 def test_what_was_noted_in_the_last_round_of_the_event_loop_is_written_by_closing(tmp_path: Path) -> None:
     journal = Journal(tmp_path / "run" / "journal")
-    events: list[Event] = [Restarted(version=3), Dropped(group="g", counts={"failed": 2}), Restarted(version=0)]
+    events: list[Event] = [Restarted(), Dropped(group="g", counts={"failed": 2}), Started(index=1, version=2)]
 
     async def note() -> None:
         assert journal.begin() == 1
@@ -26,9 +26,9 @@ def test_without_the_file_that_a_checkpoint_names_nothing_is_read(tmp_path: Path
     journal = Journal(tmp_path)
     for number in (1, 2):
         assert journal.begin() == number
-        journal.write(Restarted(version=number))
+        journal.write(Started(index=0, version=number))
     journal.close()
-    assert [event.version for event in journal.read(1) if isinstance(event, Restarted)] == [1, 2]
+    assert [event.version for event in journal.read(1) if isinstance(event, Started)] == [1, 2]
     min(tmp_path.iterdir()).unlink()
     assert list(journal.read(1)) == []
     assert len(list(journal.read(2))) == 1

@@ -337,9 +337,16 @@ class Renamed(Dice):
         return f"{len(self.drawn) + 1}"
 
 
+class Short(Dice):
+    """Ends earlier than it did."""
+
+    num_turns = 1
+
+
 @pytest.mark.parametrize(
     ("env", "words"),
     [
+        (Short, "environment Short: played again, it ends with turn 0, and was recorded with more"),
         (Forgetful, "environment Forgetful: played again, turn 1 has another reward: float 0."),
         (Renamed, "environment Renamed: played again, turn 0 has another state_key: str '1', and was recorded with "),
     ],

@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 from agentrl.errors import ConfigError, EnvironmentFailure
 from agentrl.files import sealed
 from agentrl.rollout import LiveEpisode, RolloutConfig, Tasks
+from agentrl.rollout.groups import group_name
 from agentrl.rollout.journal import Journal, Played, Started
 from agentrl.rollout.stream import TaskStream
 from agentrl.rollout.tasks import Stage
@@ -275,7 +276,7 @@ def test_killed_anywhere_it_is_what_it_was(curriculum: dict[str, int] | None, se
             last.write_bytes(last.read_bytes() + b'{"kind":"begun","ind')
         killed = stream(Path(folder), dynamic_sampling=2, curriculum=curriculum)
         killed.load_state_dict(json.loads(state))
-        killed.recover(ignore=False, version=0)
+        killed.recover(ignore=False)
         again = stream(dynamic_sampling=2, curriculum=curriculum)
         again.load_state_dict(json.loads(json.dumps(killed.state_dict())))
         for replayed in (again, killed):
@@ -338,7 +339,7 @@ def test_a_second_kill_before_the_next_checkpoint_loses_nothing_either(tmp_path:
     for _ in range(2):
         subject = stream(tmp_path)
         subject.load_state_dict(json.loads(driver.state))
-        subject.recover(ignore=False, version=0)
+        subject.recover(ignore=False)
         driver.stream, before = subject, driver.live
         assert [subject.next(version=0) for _ in range(3)] == [before[name] for name in sorted(before)]
         driver.play()
@@ -352,12 +353,12 @@ def test_a_journal_that_does_not_fit_the_recipe_is_dropped(tmp_path: Path) -> No
     driver.play()
     subject = stream(tmp_path)
     subject.load_state_dict(json.loads(state))
-    subject.recover(ignore=True, version=4)
+    subject.recover(ignore=True)
     assert subject.next(version=4) == stream().next(version=4)
     assert [event.kind for event in Journal(tmp_path).read(2)] == ["restarted", "begun"]
     again = stream(tmp_path)
     again.load_state_dict(json.loads(state))
-    again.recover(ignore=False, version=0)
+    again.recover(ignore=False)
     group = again.state_dict()["groups"]["train/000000"]
     assert (group["began"], group["waiting"][0]["turns"]) == (4, [])
 
@@ -379,7 +380,7 @@ def test_a_journal_that_cannot_be_read_says_where(tmp_path: Path) -> None:
         subject = stream(tmp_path)
         subject.load_state_dict(json.loads(driver.state))
         with pytest.raises(ConfigError, match=rf"000001\.jsonl, line 2: {words}.*; if {tmp_path} is deleted"):
-            subject.recover(ignore=False, version=0)
+            subject.recover(ignore=False)
 
 
 def test_what_was_cut_off_is_left_out_even_within_a_letter(tmp_path: Path) -> None:
@@ -470,7 +471,7 @@ def test_a_journal_that_was_deleted_is_started_where_the_checkpoint_looks_for_it
     for num_turns in range(2):
         subject = stream(tmp_path)
         subject.load_state_dict(json.loads(state))
-        subject.recover(ignore=False, version=0)
+        subject.recover(ignore=False)
         driver.stream = subject
         episode = subject.next(version=0)
         assert episode is not None
@@ -492,13 +493,47 @@ def test_under_another_recipe_what_was_started_is_restarted(tmp_path: Path) -> N
     for number in range(2):  # and again, when that is killed
         subject = TaskStream(config, tasks=Tasks(seed=3), journal=Journal(tmp_path))
         subject.load_state_dict(json.loads(state))
-        subject.recover(ignore=number == 0, version=7)
-        seen = subject.state_dict()["groups"]
-        assert sorted([*seen, *driver.handed_out]) == begun
-        for group in seen.values():
-            assert (group["began"], group["done"]) == (7, [])
-            assert [e["task"]["rollout_index"] for e in group["waiting"]] == [0, 1, 2, 3, 4]
-            assert all(not e["turns"] for e in group["waiting"])
+        subject.recover(ignore=number == 0)
+        seen = subject.state_dict()
+        to_restart = [group_name(index) for index in seen["to_restart"]]
+        assert (seen["groups"], sorted([*to_restart, *driver.handed_out])) == ({}, begun)
+    episodes = [subject.next(version=7) for _ in range(5)]
+    assert [e and (e.task.group_id, e.task.rollout_index) for e in episodes] == [(to_restart[0], n) for n in range(5)]
+    assert all(e is not None and not e.turns for e in episodes)
+    assert subject.state_dict()["groups"][to_restart[0]]["began"] == 7
+
+
+def test_a_run_that_is_resumed_as_sync_trains_on_fresh_tokens_alone(tmp_path: Path) -> None:
+    ahead = stream(tmp_path, "async")
+    state = ahead.state_dict()
+    while ahead.next(version=0):
+        pass
+    subject, given = stream(tmp_path, "sync"), []
+    subject.load_state_dict(state)
+    subject.recover(ignore=True)
+    for version in range(4):
+        subject.begin_step(None)
+        while (episode := subject.next(version=version)) is not None:
+            subject.take(ending(episode, (replace(turn(0, reward=0.0), versions=(version, version)),)))
+        groups = subject.hand_out(version=version) or []
+        assert {v for g in groups for t in g.trajectories for turn in t.turns for v in turn.versions} == {version}
+        given += [group.group_id for group in groups]
+    assert given == [group_name(index) for index in range(4 * GROUPS)]
+
+
+def test_what_is_sampled_after_an_older_checkpoint_is_known_at_the_next_kill(tmp_path: Path) -> None:
+    subject = stream(tmp_path)
+    older = subject.state_dict()
+    subject.state_dict()
+    subject.forget()  # the newer checkpoint is damaged, and is deleted
+    for known in (0, 1):
+        resumed = stream(tmp_path)
+        resumed.load_state_dict(older)
+        resumed.recover(ignore=False)
+        assert len(resumed._groups) == known
+        resumed.begin_step(None)
+        resumed.next(version=0)
+        resumed.flush()
 
 
 def ended(
@@ -595,7 +630,7 @@ def test_the_millionth_group_comes_after_those_before_it() -> None:
     assert [group.group_id for group in subject.hand_out(version=0) or ()] == ["train/1000000"]
     restarted = stream()
     restarted.load_state_dict(state)
-    restarted.recover(ignore=True, version=0)
+    restarted.recover(ignore=True)
     episode = restarted.next(version=0)
     assert episode is not None
     assert episode.task.group_id == "train/999999"
@@ -609,7 +644,7 @@ def test_what_had_failed_is_given_again_with_its_group(tmp_path: Path) -> None:
     given = subject.hand_out(version=0)
     again = stream(tmp_path)
     again.load_state_dict(state)
-    again.recover(ignore=False, version=0)
+    again.recover(ignore=False)
     assert again.hand_out_again() == given
 
 
@@ -654,7 +689,7 @@ def test_files_of_a_journal_are_numbered_on_from_the_last_and_dropped_below_a_nu
 
 def test_what_an_earlier_run_left_is_dropped_where_nothing_is_resumed(tmp_path: Path) -> None:
     Driver(stream(tmp_path), tmp_path, lambda _: 0).begin()
-    stream(tmp_path).recover(ignore=False, version=0)
+    stream(tmp_path).recover(ignore=False)
     assert list(tmp_path.iterdir()) == []
 
 

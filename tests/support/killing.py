@@ -118,7 +118,7 @@ def _recovered(config: RolloutConfig, share: Share, journal: Path, state: dict[s
         shutil.copytree(journal, scratch, dirs_exist_ok=True)
         stream = TaskStream(config, tasks=Tasks(seed=0), share=share, journal=Journal(Path(scratch)))
         stream.load_state_dict(state["pool"])
-        stream.recover(ignore=False, version=0)
+        stream.recover(ignore=False)
     return stream
 
 
