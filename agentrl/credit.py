@@ -126,6 +126,10 @@ class CreditScheme(BaseModel):
         """Return what this instance reads: `needs`, and what its options add."""
         return self.needs
 
+    def finest(self) -> Literal["trajectory", "turn", "token"]:
+        """Return the `granularity` of this instance: what another scheme in it adds or takes away is counted."""
+        return self.granularity
+
     def critic_discount(self) -> float | None:
         """Return the discount from turn to turn of the returns that a critic learns. None: this scheme has none."""
         return None

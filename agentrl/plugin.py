@@ -121,7 +121,7 @@ def with_fields(
             )
         )
     try:
-        return cls.model_validate(values)
+        return cls.model_validate(values, context={"section": section})  # for fields that hold another plug-in's
     except ValidationError as error:
         raise ConfigError("\n".join(explain(error, cls, section))) from error
 

@@ -176,7 +176,7 @@ class LossConfig(BaseModel):
         low, high = self.clip_range()
         ends = {
             "fixed": f"clipped to 1 - {low:g} .. 1 + {high:g}",
-            "calibrated": f"clipped so that {(self.calibrated or CalibratedConfig()).clipped:.0%} of the tokens are",
+            "calibrated": f"clipped so that {100 * (self.calibrated or CalibratedConfig()).clipped:g}% of the tokens are",
             "token": f"of which a token leaves when its own is beyond 1 - {low:g} .. 1 + {high:g}",
             "kernel": "weighed by a kernel of the whole unit's",
         }

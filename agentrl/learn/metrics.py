@@ -112,7 +112,7 @@ def update_metrics(tallies: Sequence[Tally], *, current_version: int) -> dict[st
         # The furthest that the policy had moved within the step where a minibatch began: the last update is in none.
         "kl/step": max(map(divergence, tallies)) - divergence(tallies[0]),
         "grad_norm": _mean([tally.grad_norm for tally in tallies]),
-        "learning_rate": tallies[-1].learning_rate,
+        "learning_rate": next((tally for tally in reversed(tallies) if tally.grad_norm > 0), tallies[-1]).learning_rate,
     }
     if "reference_kl_T" in found.sums:
         metrics["kl/reference"] = found["reference_kl_T"].mean

@@ -9,7 +9,8 @@ import numpy as np
 import numpy.typing as npt
 
 MIN_GROUPS = 4
-"""Groups that a minibatch has trajectories of, where the step has as many (measured: benchmarks/minibatches.py)."""
+"""Groups that a minibatch has trajectories of, where the step has as many; where groups are ragged, now and then one fewer
+(measured: benchmarks/minibatches.py)."""
 
 
 class Minibatch(NamedTuple):

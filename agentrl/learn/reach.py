@@ -31,12 +31,14 @@ class Reach:
         self._before: list[Tensor] | None = None
         self._start = 0.0
         self._num_updates = 0
+        self._is_counted = False
+        """The newest update, as one that was shortened: the minibatches after it that have no gradient look at it again."""
 
     def begin_update(self) -> None:
         """Keep the weights before an update."""
         if self.target is not None:
             self._before = None  # which makes room for the copy
-            self._before = self._weights.copy()
+            self._before, self._is_counted = self._weights.copy(), False
 
     def shorten(self, tally: Tally, show: Callable[[], Tally]) -> bool:
         """Halve the newest update until the policy is within reach; return whether that was necessary.
@@ -55,7 +57,8 @@ class Reach:
             halvings += 1
             self._weights.set(self._before, share=0.5 if halvings < _MOST_HALVINGS else 1.0)
             tally = show()
-        self._num_updates += halvings > 0
+        if halvings and not self._is_counted:
+            self._num_updates, self._is_counted = self._num_updates + 1, True
         return halvings > 0
 
     def metrics(self) -> dict[str, float]:

@@ -79,6 +79,18 @@ def with_end(rows: Sequence[Row]) -> list[Row]:
     ]
 
 
+def with_ends_of_turns(rows: Sequence[Row]) -> list[Row]:
+    """Return the rows of a trajectory, with what follows the action of each turn but its last in question too."""
+    last = max((row.turn_T.max(initial=-1) for row in rows), default=-1)
+    found = []
+    for row in rows:
+        is_end_T = np.append(np.diff(row.turn_T) != 0, True)[: len(row.turn_T)] & (row.turn_T != last)
+        (end_K,) = np.nonzero(is_end_T)
+        positions_T = np.insert(row.positions_T, end_K + 1, row.positions_T[end_K] + 1)
+        found.append(replace(row, positions_T=positions_T, turn_T=np.insert(row.turn_T, end_K + 1, row.turn_T[end_K])))
+    return found
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class TokenBatch:
     """Tokens in their contexts. What is trained on them, or asked of them, are columns beside it."""

@@ -109,7 +109,8 @@ def rejecting(ratios: Ratios, *, within: TrustRegion, limit: float) -> Region:
     """
     region = within(ratios)
     rejected_T = is_rejected(ratios.ratio_U, limit)[ratios.unit_T]
-    return Region(region.factor_T.masked_fill(rejected_T, 0), region.clipped_T | rejected_T)
+    stopped_T = rejected_T & (ratios.advantages_T != 0)
+    return Region(region.factor_T.masked_fill(rejected_T, 0), region.clipped_T | stopped_T)
 
 
 def is_rejected(ratio_U: Tensor, limit: float) -> Tensor:

@@ -71,7 +71,7 @@ def check_credit(
         leave_one_out = normalize == "leave_one_out" or (has_loo and normalize in ("none", None))
     subject = Subject(
         scheme=scheme,
-        per_turn=scheme.granularity != "token",
+        per_turn=scheme.finest() != "token",
         reads_turn_rewards=(
             bool(scheme.requirements() & _TURN_DATA) if reads_turn_rewards is None else reads_turn_rewards
         ),

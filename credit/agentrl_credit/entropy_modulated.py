@@ -1,7 +1,7 @@
 """Another scheme's advantages, larger where the policy was sure: EMPG."""
 
 from collections.abc import Sequence
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 import numpy as np
 from pydantic import Field
@@ -37,6 +37,10 @@ class EntropyModulated(CreditScheme):
     def inner(self) -> CreditScheme:
         """Return the scheme whose advantages are weighted."""
         return load_credit(self.of)
+
+    def finest(self) -> Literal["trajectory", "turn", "token"]:
+        """Return "token" where the inner scheme tells tokens apart."""
+        return "token" if self.inner().finest() == "token" else "turn"
 
     def requirements(self) -> frozenset[Need]:
         """Return what the weights read, and what the weighted scheme reads."""

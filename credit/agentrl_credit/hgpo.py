@@ -3,7 +3,7 @@
 from typing import ClassVar, Literal
 
 import numpy as np
-from pydantic import Field, NonNegativeInt
+from pydantic import Field
 
 from agentrl import Need
 from agentrl_credit.stages import Array, center, group_normalize
@@ -26,9 +26,9 @@ class HGPO(Comparison):
 
     gamma: float = Field(default=1.0, ge=0, le=1)
     """Discount; it ticks once per turn."""
-    context: NonNegativeInt = 2
+    context: int = Field(default=2, ge=0, le=1000)
     """Most states before the present one that a cell's members share."""
-    alpha: float = Field(default=1.0, allow_inf_nan=False)
+    alpha: float = Field(default=1.0, ge=-20, le=20)
     """0 weighs all lengths of history alike; the larger, the more the long ones count."""
     normalize: Literal["none", "std"] = "none"
     """`std` divides each cell's term by its standard deviation, plus eps."""

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 from pydantic import Field
 
@@ -29,6 +29,10 @@ class Judge(CreditScheme):
     def inner(self) -> CreditScheme:
         """Return the scheme that credits the rewards."""
         return load_credit(self.then)
+
+    def finest(self) -> Literal["trajectory", "turn", "token"]:
+        """Return that of the scheme that credits the rewards."""
+        return self.inner().finest()
 
     def requirements(self) -> frozenset[Need]:
         """Return the scores, and what the scheme after them reads beside turn rewards."""

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 import numpy as np
 from pydantic import Field
@@ -34,6 +34,10 @@ class Redistribute(CreditScheme):
     def inner(self) -> CreditScheme:
         """Return the scheme that credits the rewards."""
         return load_credit(self.then)
+
+    def finest(self) -> Literal["trajectory", "turn", "token"]:
+        """Return that of the scheme that credits the rewards."""
+        return self.inner().finest()
 
     def requirements(self) -> frozenset[Need]:
         """Return what the fit reads, and what the scheme after it reads beside turn rewards."""

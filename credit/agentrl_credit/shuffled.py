@@ -36,7 +36,7 @@ class Shuffled(CreditScheme):
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
-        if self.among == "turns" and self.inner().granularity == "trajectory":
+        if self.among == "turns" and self.inner().finest() == "trajectory":
             raise ValueError(
                 f"among: turns changes nothing of {self.of['scheme']!r}, which credits all turns alike; set it to trajectories"
             )
@@ -57,7 +57,7 @@ class Shuffled(CreditScheme):
             CreditError: what the scheme raises.
         """
         scheme = self.inner()
-        among = self.among or ("trajectories" if scheme.granularity == "trajectory" else "turns")
+        among = self.among or ("trajectories" if scheme.finest() == "trajectory" else "turns")
         deal = self._among_turns if among == "turns" else self._among_trajectories
         assigned = scheme.assign(groups)
         return [deal(group, row) for group, row in zip(groups, assigned, strict=True)]

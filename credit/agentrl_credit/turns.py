@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 
 import numpy as np
 import numpy.typing as npt
-from pydantic import AfterValidator
+from pydantic import AfterValidator, ValidationInfo
 
 from agentrl import (
     ConfigError,
@@ -30,17 +30,23 @@ from agentrl import (
 from agentrl_credit.stages import Array, Ints, cell_means, gae, label, returns_to_go, shrink
 
 
-def _checked(spec: dict[str, Any]) -> dict[str, Any]:
+def _field(info: ValidationInfo) -> str:
+    return f"{(info.context or {}).get('section', 'credit')}.{info.field_name}"
+
+
+def _checked(spec: dict[str, Any], info: ValidationInfo) -> dict[str, Any]:
     if "fallback" in spec:
-        raise ConfigError("credit: `fallback` belongs to the outer scheme, whose data may be missing")
-    load_credit(spec)
+        raise ConfigError(
+            f"{_field(info)}.fallback: it belongs to the outer scheme, whose data may be missing; remove it"
+        )
+    load_credit(spec, field=_field(info))
     return spec
 
 
-def _of_rewards(spec: dict[str, Any]) -> dict[str, Any]:
+def _of_rewards(spec: dict[str, Any], info: ValidationInfo) -> dict[str, Any]:
     if Need.VALUES in load_credit(spec).requirements():
         raise ConfigError(
-            f"credit.then: {spec['scheme']!r} reads a critic, which learns the environment's rewards and not these; choose "
+            f"{_field(info)}: {spec['scheme']!r} reads a critic, which learns the environment's rewards and not these; choose "
             "a scheme without one"
         )
     return spec

@@ -105,7 +105,7 @@ def test_a_critic_which_learns_the_environments_rewards_is_refused(scheme: str, 
 
 
 def test_a_fallback_belongs_to_the_outer_scheme() -> None:
-    with pytest.raises(ConfigError, match="`fallback` belongs to the outer scheme"):
+    with pytest.raises(ConfigError, match=r"credit\.then\.fallback: it belongs to the outer scheme"):
         load_credit({"scheme": "judge", "then": {"scheme": "gigpo", "fallback": "uniform"}})
 
 
@@ -133,11 +133,14 @@ def test_a_score_of_zero_is_a_score() -> None:
 @pytest.mark.parametrize(
     ("then", "message"),
     [
-        ({"scheme": "gigop"}, r"^credit\.then: .*no 'gigop' is installed\. Did you mean 'gigpo'"),
-        ({"scheme": "gigpo", "step_wieght": 1}, r"^credit\.then: .*'gigpo' has no such option\. .*'step_weight'"),
+        ({"scheme": "gigop"}, r"^credit\.then\.scheme: no 'gigop' is installed\. Did you mean 'gigpo'"),
+        (
+            {"scheme": "gigpo", "step_wieght": 1},
+            r"^credit\.then\.step_wieght: 'gigpo' has no such option\. .*'step_weight'",
+        ),
         (
             {"scheme": "judge", "then": {"scheme": "gigop"}},
-            r"^credit\.then: (.|\n)*no 'gigop' is installed",
+            r"^credit\.then\.then\.scheme: no 'gigop' is installed",
         ),
     ],
 )

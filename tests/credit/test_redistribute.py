@@ -182,10 +182,13 @@ def test_what_the_next_scheme_refuses_is_refused() -> None:
 @pytest.mark.parametrize(
     ("then", "message"),
     [
-        ({"scheme": "turn_retrun"}, r"^credit\.then: .*no 'turn_retrun' is installed\. Did you mean 'turn_return'"),
-        ({"scheme": "turn_return", "gama": 1}, r"^credit\.then: .*'turn_return' has no such option\. .*'gamma'"),
-        ({"scheme": "turn_return", "gamma": 2}, r"^credit\.then: .*less than or equal to 1 \(got 2\)"),
-        ({}, r"^credit\.then: .*expected the name of a credit scheme, got None"),
+        (
+            {"scheme": "turn_retrun"},
+            r"^credit\.then\.scheme: no 'turn_retrun' is installed\. Did you mean 'turn_return'",
+        ),
+        ({"scheme": "turn_return", "gama": 1}, r"^credit\.then\.gama: 'turn_return' has no such option\. .*'gamma'"),
+        ({"scheme": "turn_return", "gamma": 2}, r"^credit\.then\.gamma: .*less than or equal to 1 \(got 2\)"),
+        ({}, r"^credit\.then\.scheme: expected the name of a credit scheme, got None"),
     ],
 )
 def test_an_impossible_next_scheme_is_refused_when_the_recipe_is_read(then: dict[str, Any], message: str) -> None:

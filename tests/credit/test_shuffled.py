@@ -42,6 +42,20 @@ def test_every_place_earns_the_mean_of_all() -> None:
     assert np.mean(draws, axis=0) == pytest.approx([np.mean(of_turns(expected[0], of))] * 3, abs=4 * spread / 600**0.5)
 
 
+def test_a_scheme_of_trajectories_within_another_is_one_of_trajectories() -> None:
+    of = {"scheme": "judge", "then": {"scheme": "uniform"}}
+    with pytest.raises(ConfigError, match=r"credit\.among: turns changes nothing of 'judge'"):
+        load_credit({"scheme": "shuffled", "of": of, "among": "turns"})
+    group = make_group([[1.0, 0.0], [2.0, 1.0], [4.0, 0.0]], turn_scores=[[0, 0]] * 3)
+    [before] = assign_credit(load_credit(of), [group])
+    drawn = [assign_credit(Shuffled(of=of, seed=seed), [group])[0] for seed in range(20)]
+    firsts = {tuple(credit.advantages_T[0] for credit in row) for row in drawn}
+    assert len(firsts) > 1
+    assert all(sorted(row) == sorted(credit.advantages_T[0] for credit in before) for row in firsts)
+    assert load_credit({"scheme": "judge", "then": {"scheme": "distill"}}).finest() == "token"
+    assert load_credit({"scheme": "entropy_modulated", "of": {"scheme": "uniform"}}).finest() == "turn"
+
+
 def test_trajectories_trade_advantages_within_their_group() -> None:
     groups = [make_group([[1.0], [2.0], [4.0], [9.0]], group_id=name) for name in "abcdef"]
     plain = assign_credit(Shuffled().inner(), groups)

@@ -15,6 +15,7 @@ from torch import Tensor
 from agentrl.errors import TrainingError
 from agentrl.learn.signals import CriticConfig
 from agentrl.learn.signals.critic import Critic
+from agentrl.learn.tokens import rows_of, with_ends_of_turns
 from agentrl.policy.config import Layout, LocalModelConfig
 from agentrl.policy.model import Policy
 from agentrl.types import StopReason, Trajectory, Turn
@@ -144,8 +145,11 @@ def test_the_target_of_each_token_is_its_turns_discounted_return(
 ) -> None:
     critic = new_critic(new_policy(), gamma=gamma, epochs=1, num_minibatches=1)
     trajectory = trajectory_of(*THREE, truncated=truncated, final_value=final_value)
-    targets_T = np.repeat(returns_K, [2, 3, 1])
-    np.testing.assert_allclose(critic._targets(trajectory), targets_T, rtol=1e-15)
+    np.testing.assert_allclose(critic._returns(trajectory)[:-1], returns_K, rtol=1e-15)
+    first, second, third = returns_K
+    targets_T = np.array(
+        [first, first, second, second, second, second, third, third]
+    )  # and of what follows two of them
     # Every value is 0 before the first update, so the loss is the mean square of the targets.
     metrics = critic.fit([trajectory])
     assert metrics["critic/loss"] == pytest.approx(np.mean(targets_T**2), rel=1e-6)
@@ -159,7 +163,9 @@ def test_the_loss_is_a_mean_over_tokens_whatever_the_micro_batches(kind: Kind, p
         critic = new_critic(new_policy(layout=layout), model=kind, max_tokens=max_tokens, epochs=3, num_minibatches=1)
         metrics = critic.fit(critic.measure(with_returns(played)))
         found[max_tokens, layout] = [metrics["critic/loss"], *values_of(critic.measure(played)[0])]
-    targets_T = np.concatenate([np.full(t.num_action_tokens, t.reward) for t in with_returns(played)])
+    targets_T = np.concatenate(
+        [np.full(t.num_action_tokens + len(t.turns) - 1, t.reward) for t in with_returns(played)]
+    )
     alone = new_critic(new_policy(), epochs=1, num_minibatches=1)
     assert alone.fit(alone.measure(with_returns(played)))["critic/loss"] == pytest.approx(
         np.mean(targets_T**2), rel=1e-6
@@ -214,6 +220,32 @@ def test_values_come_to_explain_returns_that_depend_on_the_prompt(
     assert explained[4] < explained[-1]
     assert explained[-1] > 0.9
     assert history[-1]["critic/loss"] < 0.1 * history[0]["critic/loss"]
+
+
+def test_the_value_after_a_cut_is_what_was_still_ahead() -> None:
+    policy = new_policy(sizes=TINY)
+    whole = [
+        replace(t, turns=tuple(replace(turn, reward=1.0) for turn in t.turns), truncated=False)
+        for t in play(policy, num=8, max_turns=3)
+    ]
+    assert {len(t.turns) for t in whole} == {3}
+    cut = [replace(t, trajectory_id=f"{t.trajectory_id}, cut", turns=t.turns[:2], truncated=True) for t in whole[:2]]
+    critic = new_critic(policy, model="separate", learning_rate=3e-3, epochs=4, max_tokens=10**6)
+    for _ in range(20):
+        critic.fit(critic.measure([*whole, *cut]))
+    after = [t.signals["values"] for t in critic.measure(cut)]
+    assert after == pytest.approx([1.0, 1.0], abs=0.25)  # the third turn's, and not the second's once more
+
+
+def test_what_follows_each_turn_but_the_last_is_asked_for(played: list[Trajectory]) -> None:
+    for trajectory in played:
+        rows = with_ends_of_turns(rows_of(trajectory.turns))
+        places = [(k, position) for row in rows for k, position in zip(row.turn_T, row.positions_T, strict=True)]
+        ends = [max(position for number, position in places if number == k) for k in range(len(trajectory.turns))]
+        contexts_of = zip(contexts(trajectory), trajectory.turns, strict=True)
+        lengths = [len(context_ids) + len(turn.action_ids) for context_ids, turn in contexts_of]
+        assert ends == [*lengths[:-1], lengths[-1] - 1]
+        assert len(places) == trajectory.num_action_tokens + len(trajectory.turns) - 1
 
 
 @pytest.mark.parametrize("kind", KINDS)

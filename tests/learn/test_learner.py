@@ -597,6 +597,40 @@ def test_an_update_is_halved_until_the_policy_is_within_reach_or_taken_back() ->
                 parameter.sub_(left)
 
 
+def test_an_update_that_two_minibatches_look_at_is_counted_once() -> None:
+    learner = make_learner()
+    far, near = make_tally(moved_T=[1.0]), make_tally(moved_T=[0.0])
+    reach = Reach(learner.state, target=1e-3)
+    reach.shorten(near, lambda: near)
+    for num_shortened in (1, 2):
+        reach.begin_update()
+        assert reach.shorten(far, lambda: near)
+        assert reach.shorten(far, lambda: near)  # of a minibatch that follows one without an update
+        assert reach.metrics() == {"shortened_updates": num_shortened}
+
+
+def test_the_rate_that_is_told_is_that_of_the_last_update(monkeypatch: pytest.MonkeyPatch) -> None:
+    groups = some_groups([1] * 4, seed=1)
+    credits = [[Credit.uniform(t, 1.0) for t in group.trajectories] for group in groups]
+    learner = make_learner(
+        loss=LossConfig(trust="fixed", anchor="recomputed"),
+        num_minibatches=4,
+        schedule="linear",
+        steps=1,
+        learning_rate=1e-2,
+    )
+    rates, update = list[float](), learner.state.update
+
+    def watched(**settings: Any) -> float:
+        rates.append(update(**settings))
+        return rates[-1]
+
+    monkeypatch.setattr(learner.state, "update", watched)
+    metrics = learner.update(groups, credits, version=1)
+    assert metrics["skipped_minibatches"] == 4 - len(rates) > 0, "the last ones are clipped whole"
+    assert metrics["learning_rate"] == rates[-1]
+
+
 def test_weights_before_an_update_are_let_go_before_those_of_the_next_are_copied() -> None:
     class Living(TorchDispatchMode):
         """Counts the earlier copies that are alive whenever something is copied."""

@@ -58,7 +58,7 @@ def slow_kernel(log_ratios: list[float], place: int, advantage: float) -> tuple[
 
 def slow_rejecting(log_ratios: list[float], place: int, advantage: float) -> tuple[float, bool]:
     ratio = slow_ratio(log_ratios)
-    return (0.0, True) if ratio > 1.05 or ratio < 1 / 1.05 else slow_fixed(log_ratios, place, advantage)
+    return (0.0, advantage != 0) if ratio > 1.05 or ratio < 1 / 1.05 else slow_fixed(log_ratios, place, advantage)
 
 
 REGIONS: dict[str, tuple[TrustRegion, Slow]] = {

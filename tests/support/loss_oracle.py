@@ -213,7 +213,7 @@ def expected_step(
         for token, own in zip(unit, log_ratios, strict=True):
             factor, has_left = _decision(token.advantage, own, log_ratios, widths, config)
             if is_rejected:
-                factor, has_left = 0.0, True
+                factor, has_left = 0.0, token.advantage != 0
             term = weights[t] * factor_of_unit * factor * token.advantage
             divergence = config.kl_coefficient * weights[t] * (token.policy - token.reference)
             found.loss += divergence - term

@@ -15,7 +15,7 @@ class CriticConfig(BaseModel):
 
     model: Literal["head", "separate"] = "head"
     """`head`: two small layers on the policy's hidden states, which they do not change. `separate`: a copy of the policy as
-    it begins, trained as a whole."""
+    it begins, trained as a whole; with `model.lora` its adapters are."""
     learning_rate: Rate = 1e-3
     """Step size of AdamW."""
     epochs: Amount = 2

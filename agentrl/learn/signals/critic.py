@@ -19,7 +19,7 @@ from agentrl.learn.plan import MicroBatch, PassTokens, Planner
 from agentrl.learn.signals.config import CriticConfig
 from agentrl.learn.signals.scoring import score_tokens, with_tokens
 from agentrl.learn.token_weights import FloatArray
-from agentrl.learn.tokens import TokenBatch, rows_of, with_end
+from agentrl.learn.tokens import TokenBatch, rows_of, with_end, with_ends_of_turns
 from agentrl.policy.layout import attending, hidden_states
 from agentrl.policy.model import Policy
 from agentrl.rollout import derive_seed
@@ -30,7 +30,8 @@ class Critic:
     """Predicts the return-to-go of the turn that a token belongs to, from the context before the token.
 
     Trained by least squares on G_k = r_k + gamma * G_{k+1}, where a truncated trajectory continues from the critic's own
-    value of where it was cut off. Of several processes the first has the trajectories, and deals each its share of every
+    value of where it was cut off: that of the context after its last action, which is trained on G_{k+1} after the action
+    of every turn k that another follows. Of several processes the first has the trajectories, and deals each its share of every
     minibatch.
     """
 
@@ -90,14 +91,14 @@ class Critic:
         `critic/explained_variance` is 1 - var(G - V) / var(G): 1 is perfect, 0 a constant, below 0 worse than that;
         0 where all G are equal but for rounding.
         """
-        targets = [self._targets(t) for t in trajectories]
-        explained, num_trajectories = from_rank_zero(lambda: (_explained(trajectories, targets), len(trajectories)))
+        returns = [self._returns(t) for t in trajectories]
+        explained, num_trajectories = from_rank_zero(lambda: (_explained(trajectories, returns), len(trajectories)))
         losses: list[float] = []
         for _ in range(self._config.epochs):
             rng = np.random.default_rng(derive_seed(self._seed, "critic order", self._num_updates))
             order = rng.permutation(num_trajectories)
             losses.extend(
-                self._update(part.tolist(), trajectories, targets)
+                self._update(part.tolist(), trajectories, returns)
                 for part in np.array_split(order, self._config.num_minibatches)
                 if len(part)
             )
@@ -138,25 +139,25 @@ class Critic:
         values: Tensor = self._head(hidden_PD[micro.slot_T].to(self._last.weight.dtype))[:, 0]
         return values
 
-    def _targets(self, trajectory: Trajectory) -> FloatArray:
-        """Return what each token's value should be: (T,)."""
-        following = trajectory.signals["values"] if trajectory.truncated else 0.0
-        targets: list[float] = []
+    def _returns(self, trajectory: Trajectory) -> FloatArray:
+        """Return G_k of each of the K turns, and what follows the last one: (K + 1,)."""
+        returns = [trajectory.signals["values"] if trajectory.truncated else 0.0]
         for turn in reversed(trajectory.turns):
-            following = turn.reward + self._gamma * following
-            targets += [following] * len(turn.action_ids)
-        return np.array(targets[::-1], dtype=np.float64)
+            returns.append(turn.reward + self._gamma * returns[-1])
+        return np.array(returns[::-1], dtype=np.float64)
 
     def _planner(self) -> Planner:
         return Planner.of(self._policy, max_tokens=self._max_tokens, device=self._device)
 
-    def _update(self, part: list[int], trajectories: Sequence[Trajectory], targets: Sequence[FloatArray]) -> float:
-        """Fit the values of the action tokens of some to their targets by one step of the optimizer; return the mean square."""
+    def _update(self, part: list[int], trajectories: Sequence[Trajectory], returns: Sequence[FloatArray]) -> float:
+        """Fit the values of some to their targets by one step of the optimizer; return the mean square."""
         planner, total = self._planner(), torch.zeros((), device=self._device, dtype=torch.float64)
 
         def shares() -> list[list[tuple[PassTokens, Tensor, float]]]:
-            tokens = TokenBatch.of([trajectories[i] for i in part])
-            targets_T = torch.from_numpy(np.concatenate([targets[i] for i in part]))
+            chosen = [trajectories[i] for i in part]
+            rows = [with_ends_of_turns(rows_of(t.turns)) for t in chosen]
+            tokens = TokenBatch.of_rows(rows, group_ids=[t.group_id for t in chosen])
+            targets_T = torch.from_numpy(np.concatenate([_targets(trajectories[i], returns[i]) for i in part]))
             dealt_out = planner.deal(tokens, num_processes=num_processes())
             return [[(each, targets_T[each.token_T], 1 / len(tokens)) for each in share] for share in dealt_out]
 
@@ -175,8 +176,19 @@ class Critic:
         return total.item()
 
 
-def _explained(trajectories: Sequence[Trajectory], targets: Sequence[FloatArray]) -> float:
+def _targets(trajectory: Trajectory, returns: FloatArray) -> FloatArray:
+    """Return what values should be: of each turn's tokens, and of what follows them; of the last turn's tokens alone."""
+    lengths = [len(turn.action_ids) for turn in trajectory.turns]
+    parts = [
+        np.append(np.full(num, now), after) for num, now, after in zip(lengths, returns, returns[1:], strict=False)
+    ]
+    targets: FloatArray = np.concatenate([np.empty(0), *parts])[:-1]
+    return targets
+
+
+def _explained(trajectories: Sequence[Trajectory], returns: Sequence[FloatArray]) -> float:
     values_T = np.concatenate([turn.signals["values"] for t in trajectories for turn in t.turns])
-    targets_T = np.concatenate(targets)
+    lengths = [[len(turn.action_ids) for turn in t.turns] for t in trajectories]
+    targets_T = np.concatenate([np.repeat(each[:-1], of) for each, of in zip(returns, lengths, strict=True)])
     is_flat = np.ptp(targets_T) <= 1e-12 * np.abs(targets_T).max()
     return 0.0 if is_flat else 1 - float((targets_T - values_T).var() / targets_T.var())
