@@ -189,10 +189,10 @@ def test_missing_entropies_are_named_by_trajectory_and_turn() -> None:
 @pytest.mark.parametrize(
     ("of", "message"),
     [
-        ({"scheme": "unifrom"}, r"^credit\.of: .*no 'unifrom' is installed\. Did you mean 'uniform'"),
+        ({"scheme": "unifrom"}, r"^credit\.of\.scheme: no 'unifrom' is installed\. Did you mean 'uniform'"),
         (
             {"scheme": "uniform", "normalise": "std"},
-            r"^credit\.of: .*'uniform' has no such option.* Did you mean 'normalize'",
+            r"^credit\.of\.normalise: 'uniform' has no such option.* Did you mean 'normalize'",
         ),
     ],
 )
