@@ -85,7 +85,7 @@ def make_arms(
     stems = [path.stem for path in paths]
     for path, values in product(paths, product(*varied.values())):
         given = [f"--{field}={value}" for field, value in zip(varied, values, strict=True)]
-        stem = path.stem if stems.count(path.stem) == 1 else str(path.with_suffix(""))
+        stem = path.stem if stems.count(path.stem) == 1 else str(path)
         name = _name(stem if len(paths) > 1 else "", dict(zip(varied, values, strict=True)))
         arms.append(_arm(name, load_recipe(path, [*overrides, *given]), folder, path.stem))
     panel_seed = arms[0].recipe.seed
@@ -100,7 +100,7 @@ def make_arms(
         arms.append(_arm(controls[arm.name], recipe, folder, arm.folder.name.rpartition("-")[0]))
     for index, arm in enumerate(arms):
         for other in arms[:index]:
-            if arm.folder == other.folder or arm.name == other.name:
+            if arm.folder == other.folder:
                 raise ConfigError(f"{other.name} and {arm.name} are the same recipe; there is nothing to compare")
     return arms, controls
 

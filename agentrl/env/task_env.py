@@ -25,8 +25,6 @@ class TaskOptions(TableOptions):
 
     system: str | None = None
     """System message before each prompt."""
-    demonstration: str | None = None
-    """Column of what the `oracle` says, from which a policy may be warmed up. None: the answer."""
     rewards: list[Any] = Field(default=[])
     """Of each the name of an installed one, `module:function`, or a function; or a mapping with one of these as `reward`, a
     `weight`, a `name` and options of the function. The first one decides about success."""
@@ -74,14 +72,6 @@ class TaskEnv(ToolEnv):
         self._rewards = load_rewards(self.options.rewards, columns=self._table.columns, has_answer=has_answer)
         if type(self) is TaskEnv and not self._rewards:
             raise UserError("rewards: there is none, so nothing is learned; name one, such as exact_match")
-        if (column := self.options.demonstration) is not None and column not in self._table.columns:
-            raise UserError(
-                f"demonstration: there is no column {column!r}; name one of {', '.join(self._table.columns)}"
-            )
-        if column is not None and any(
-            row[column] in (None, "") for rows in self._table.splits.values() for row in rows
-        ):
-            raise UserError(f"demonstration: rows lack the column {column!r}; fill it, or delete them")
         if self.options.system is not None and self._brings_system_messages():
             raise UserError("system: the prompts of the table begin with system messages of their own; remove it")
         self._functions = self._function_tools()
@@ -159,15 +149,18 @@ class TaskEnv(ToolEnv):
 
     def oracle(self, *, skill: float = 1.0, rng: np.random.Generator | None = None) -> Message:
         """Answer as the table does; a wrong turn answers as it does to another task of the split."""
-        column = self.options.demonstration or self.options.answer
-        if column is None:
+        columns = [column for column in (self.options.demonstration, self.options.answer) if column is not None]
+        if not columns:
             raise NotImplementedError(
                 "the table has no column of answers: set answer or demonstration, or train without warm-up (warmup.steps: 0)"
             )
         row, rows = self.task, self._table.splits[self._split]
         if rng is not None and rng.random() >= skill:
             row = rows[int(rng.integers(len(rows)))]
-        return {"role": "assistant", "content": str(row[column])}
+        known = [row[column] for column in columns if row[column] not in (None, "")]
+        if not known:
+            raise NotImplementedError("this held-out task has no demonstration")
+        return {"role": "assistant", "content": str(known[0])}
 
     def run_tool(self, name: str, arguments: Any) -> str:
         """Carry out one call, of a function of the option `tools` or of a method."""

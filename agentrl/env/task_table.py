@@ -41,6 +41,9 @@ class TableOptions(BaseModel):
     """Column of what the policy is told: text, or a list of messages. None: `opening` of a subclass says it."""
     answer: str | None = None
     """Column of the right answer. None: there is none."""
+    demonstration: str | None = None
+    """Column of what the `oracle` says, from which a policy may be warmed up. None: the answer, as where a held-out task has
+    none."""
     split: str | None = None
     """Column that says `train` or `eval` (`test`, `validation`, `valid`, `val`, `dev`) of each task. None: see `eval_share`."""
     eval_tasks: Any = None
@@ -133,6 +136,14 @@ def _load(options: TableOptions) -> TaskTable:
         rows = [row._replace(split=row.values[options.split]) for row in rows]
     columns = tuple(dict.fromkeys(name for row in rows for name in row.values))
     sides = _by_hash(rows, options) if rows[0].split is None else _declared(rows, options)
+    if (shown := options.demonstration) is not None:
+        if shown not in columns:
+            raise UserError(f"demonstration: there is no column {shown!r}; name one of {', '.join(columns)}")
+        for row, its in zip(rows, sides, strict=True):
+            if its == "train" and row.values.get(shown) in (None, ""):
+                raise UserError(
+                    f"{row.place}: column {shown!r} is empty, and a warm-up shows it; fill it, or delete the row"
+                )
     splits: dict[str, tuple[dict[str, Any], ...]] = {
         side: tuple(dict.fromkeys(columns) | row.values for row, its in zip(rows, sides, strict=True) if its == side)
         for side in ("train", "eval")

@@ -307,7 +307,8 @@ class TaskStream:
         tasks = members(name, task, size=self._config.group_size, run_seed=self._tasks.seed)
         group = _Group(began=event.version, waiting=[LiveEpisode(task=task) for task in tasks])
         self._groups[name] = group
-        self._to_restart = [index for index in self._to_restart if index != event.index]
+        if event.index in self._to_restart[:1]:
+            del self._to_restart[0]
         self._next_group = max(self._next_group, event.index + self._share.num_processes)
         self._open.append(group)
         return group

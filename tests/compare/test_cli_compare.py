@@ -150,6 +150,8 @@ def test_user_mistakes_are_told_in_one_line(
     assert "--vary: expected each field once" in fails(capsys, "compare", recipe, "--vary", "credit.scheme")
     assert "--seeds: expected at least 1" in fails(capsys, "compare", recipe, "--vary", "train.steps=1,2", "--seeds", 0)
     assert "give a field several values" in fails(capsys, "sweep", recipe, "--over", "train.steps=2")
+    of_failures = ("sweep", recipe, "--over", "train.steps=1,2", "--metric", "failed")
+    assert "--metric: a sweep chooses the highest, and 'failed' is not" in fails(capsys, *of_failures)
     assert "train.learning_rte" in fails(capsys, "sweep", recipe, "--over", "train.learning_rte=1,2")
     assert not (tmp_path / "runs").exists()
 

@@ -51,7 +51,7 @@ def test_recipes_of_one_name_are_told_apart_by_their_folders(tmp_path: Path, rec
     other = tmp_path / "other" / recipe.name
     other.write_text(recipe.read_text(encoding="utf-8").replace("40", "50"))
     found = arms(tmp_path, recipe, other, control=True)
-    names = [str(path.with_suffix("")) for path in (recipe, other)]
+    names = [str(recipe), str(other)]
     assert [arm.name for arm in found] == [*names, *(f"{name}, shuffled" for name in names)]
     with pytest.raises(ConfigError, match="are the same recipe"):
         arms(tmp_path, recipe, recipe, vary=["train.steps=40,50"])

@@ -293,8 +293,13 @@ def test_what_cannot_be_played_is_refused_in_one_line(options: dict[str, Any], w
 
 
 def test_what_is_to_be_shown_is_there_in_every_row() -> None:
-    tasks = [{"prompt": "a", "answer": 1, "said": "1"}, {"prompt": "b", "answer": 2}]
-    assert refusal(tasks=tasks, demonstration="said").startswith("demonstration: rows lack the column 'said'; fill it")
+    tasks = [{"prompt": "a", "answer": 1, "said": "one"}, {"prompt": "b", "answer": 2}]
+    sides = {"eval_share": 0, "demonstration": "said"}
+    assert "tasks[1]: column 'said' is empty, and a warm-up shows it" in refusal(tasks=tasks, **sides)
+    env = sums(tasks=tasks[:1], eval_tasks=tasks[1:], demonstration="said")
+    for split, said in (("train", "one"), ("eval", "2")):  # held out: the answer
+        env.reset(seed=0, options={"split": split})
+        assert env.oracle()["content"] == said
 
 
 def test_make_env_names_the_field_of_the_recipe() -> None:

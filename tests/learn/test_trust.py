@@ -226,7 +226,7 @@ def test_a_rejected_unit_has_no_loss_on_either_side() -> None:
     assert is_rejected(torch.tensor([0.4, 0.5, 1.9, 2.0, 2.1]), 2.0).tolist() == [True, False, False, False, True]
 
 
-@pytest.mark.parametrize("region", ["fixed", "token", "kernel"])
+@pytest.mark.parametrize("region", ["fixed", "token", "kernel", "rejecting"])
 def test_a_token_without_an_advantage_leaves_no_region(region: str) -> None:
     for log_ratio in (-1.0, 1.0):
         assert REGIONS[region][0](ratios(log_ratio, advantages_T=[0.0])).clipped_T.tolist() == [False]

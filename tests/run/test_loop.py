@@ -27,6 +27,7 @@ from tests.support.interrupts import After, run_with
 from tests.support.run_files import repeatable
 from tests.support.runs import Runs, Steps
 from tests.support.threads import hang
+from tests.support.trajectories import some_groups
 
 
 def weights(parts: Parts) -> torch.Tensor:
@@ -242,3 +243,12 @@ def test_the_recipe_says_what_becomes_of_tokens_that_are_too_old(rule: str, runs
     else:
         assert kept.all()
         assert metrics["staleness/max"] > 1
+
+
+def test_what_was_sampled_before_a_kill_is_no_throughput_of_the_step_that_is_given_it() -> None:
+    clock = Stopwatch()
+    clock.lap("collect_s")
+    names = {
+        bool(groups): clock.metrics(groups, sampling_s=0.0, is_async=False).keys() for groups in ([], some_groups([2]))
+    }
+    assert names[True] - names[False] == {"time/sampled_tokens_per_s", "time/tokens_per_s"}
