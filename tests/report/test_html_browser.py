@@ -380,8 +380,19 @@ def test_a_page_that_is_served_shows_what_a_run_adds(tmp_path: Path, open_page: 
         run.add_rollouts(4, [member(7, reward=-1.0, step=4, group_id="train/000004")])
         until(page, "document.querySelectorAll('.row').length === 3")
         assert page.inner_text(".pane h2") == seen  # what is looked at stays
+        selected = "[...document.querySelectorAll('.row')].findIndex((each) => each.ariaSelected === 'true')"
+        assert page.evaluate(selected) == 2
+        page.keyboard.press("k")
+        assert page.evaluate(selected) == 1
         page.click("#tab-overview")
         until(page, "document.querySelector('figure').ariaLabel === 'reward/mean, from 0 to 0.125'")
+        page.click("#tab-metrics")
+        page.type("#panel-metrics .search", "rew")
+        run.add_metrics({"step": 5.0, "reward/mean": 0.25})
+        until(page, "document.querySelector('#panel-metrics figure').ariaLabel === 'reward/mean, from 0 to 0.25'")
+        page.keyboard.type("ard")  # what was typed, and where, stays too
+        assert page.input_value("#panel-metrics .search") == "reward"
+        assert page.locator("#panel-metrics figure:visible .name").all_inner_texts() == ["reward/mean"]
         assert watched.errors == []
         assert all(url.startswith(f"http://127.0.0.1:{server.port}/") for url in watched.requests)
         server.process.kill()

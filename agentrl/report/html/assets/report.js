@@ -8,19 +8,16 @@ function startReport() {
   const load = async (number) =>
     JSON.parse(data.live ? await (await fetch(`blocks/${number}`)).text() : await blockText(number));
   const rollouts = rolloutsPanel(data, load);
+  /* Of panels with controls the controls stay, as the reader left them; the others are made again when there is news. */
   const panels = {
     overview: { label: () => "Overview", make: () => overviewPanel(data, open) },
-    metrics: { label: () => "Metrics", make: () => metricsPanel(data) },
-    rollouts: {
-      label: () => `Rollouts ${data.rollouts.length.toLocaleString("en")}`,
-      make: () => [rollouts.panel],
-      keeps: true,
-    },
+    metrics: { label: () => "Metrics", ...metricsPanel() },
+    rollouts: { label: () => `Rollouts ${data.rollouts.length.toLocaleString("en")}`, ...rollouts },
     warnings: {
       label: () => `Warnings ${data.warnings.length + data.faults.length + data.notices.length}`,
       make: () => warningsPanel(data),
     },
-    recipe: { label: () => "Recipe", make: () => recipePanel(data) },
+    recipe: { label: () => "Recipe", panel: recipePanel(data), update: () => {} },
   };
   const page = document.getElementById("page");
   const header = el("header", { class: "top" });
@@ -42,6 +39,7 @@ function startReport() {
       "aria-labelledby": `tab-${name}`,
       hidden: true,
     });
+    panel.box.append(...(panel.panel ?? []));
     tabs.append(panel.tab);
     page.append(panel.box);
   }
@@ -56,8 +54,9 @@ function startReport() {
     document.body.dataset.tab = name;
     if (!made.has(name)) {
       made.add(name);
-      panels[name].box.replaceChildren(...panels[name].make().flat(Infinity).filter(Boolean));
-      if (name === "rollouts") rollouts.update(data);
+      const { box, make, update } = panels[name];
+      if (update) update(data);
+      else box.replaceChildren(...make().flat(Infinity).filter(Boolean));
     }
     if (name === "rollouts") rollouts.show();
     eachChart((chart) => chart.resize());
@@ -131,8 +130,6 @@ function startReport() {
         data = next;
         describe();
         made.clear();
-        made.add("rollouts");
-        rollouts.update(data);
         const top = scrollY;
         open(current);
         scrollTo(0, top);

@@ -12,14 +12,16 @@ const ORDERS = {
   longest: ["Longest first", (a, b) => b.tokens - a.tokens],
 };
 
-/** The panel of rollouts: `load(block)` gives the rollouts of a block. It has `update(data)`, `move(by)` and `search()`. */
+/** The panel of rollouts: `load(block)` gives the rollouts of a block. It has `update(data)` and `move(by)`. */
 function rolloutsPanel(data, load) {
   const state = { entries: [], shown: [], current: null, view: "dialogue", key: "advantage", found: null, asked: 0 };
   const blocks = new Map();
 
   async function blockOf(number) {
     if (!blocks.has(number)) {
-      blocks.set(number, load(number));
+      const block = load(number);
+      blocks.set(number, block);
+      block.catch(() => blocks.delete(number)); // asked again when it is looked at again
       if (blocks.size > 12) blocks.delete(blocks.keys().next().value);
     }
     return blocks.get(number);
@@ -142,6 +144,7 @@ function rolloutsPanel(data, load) {
       .filter((entry) => isWithin(entry) && ends[ending.value](entry) && (!words.length || says(entry)))
       .sort(ORDERS[order.value][1]);
     const kept = state.shown.findIndex((entry) => state.current && nameOf(entry) === nameOf(state.current));
+    if (kept >= 0) state.current = state.shown[kept]; // news has entries of its own
     status.replaceChildren(
       `${state.shown.length.toLocaleString("en")} of ${state.entries.length.toLocaleString("en")}`,
     );
@@ -264,7 +267,7 @@ function rolloutsPanel(data, load) {
     }
     rows();
     const rollouts = await blockOf(entry.block);
-    if (state.current === entry) look(entry, rollouts, isOther);
+    if (state.current && nameOf(state.current) === nameOf(entry)) look(entry, rollouts, isOther);
   }
 
   function look(entry, rollouts, isOther) {
@@ -386,12 +389,9 @@ function rolloutsPanel(data, load) {
     pane,
   );
   return {
-    panel,
+    panel: [panel],
     update,
     move,
     show: rows,
-    search: () => search.focus(),
-    find: (id) => state.entries.find((entry) => entry.id === id),
-    select,
   };
 }

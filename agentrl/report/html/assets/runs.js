@@ -176,21 +176,8 @@ function evaluations(data) {
   return [el("h2", {}, "Evaluations"), tables];
 }
 
-/** Every metric, by family, with a picker. */
-function metricsPanel(data) {
-  const sections = data.families.map((family) => {
-    const figures = family.metrics.map((name) => {
-      const figure = lineChart({ title: name, curves: data.curves[name] });
-      figure.dataset.name = name.toLowerCase();
-      return figure;
-    });
-    return el(
-      "section",
-      { "aria-label": family.name, "data-family": family.name },
-      el("h2", {}, family.name),
-      el("div", { class: "grid" }, figures),
-    );
-  });
+/** Every metric, by family, with a picker, which stays as it is where `update(data)` draws the figures again. */
+function metricsPanel() {
   const status = el("output", { class: "muted" });
   const filter = el("input", {
     type: "search",
@@ -199,16 +186,39 @@ function metricsPanel(data) {
     "aria-label": "Filter metrics by name",
     oninput: choose,
   });
-  const family = el(
-    "select",
-    { "aria-label": "Family of metrics", onchange: choose },
-    el("option", { value: "" }, "All families"),
-    data.families.map((each) => el("option", { value: each.name }, each.name)),
-  );
+  const family = el("select", { "aria-label": "Family of metrics", onchange: choose });
+  const figures = el("div");
+
+  function update(data) {
+    const before = family.value;
+    family.replaceChildren(
+      el("option", { value: "" }, "All families"),
+      ...data.families.map((each) => el("option", { value: each.name }, each.name)),
+    );
+    family.value = data.families.some((each) => each.name === before) ? before : "";
+    const legend = data.recipes.length > 1 || data.runs.length > 1 ? [legendOfRuns(data)] : [];
+    figures.replaceChildren(...legend, ...data.families.map((each) => sectionOf(each, data)));
+    choose();
+  }
+
+  function sectionOf({ name: family, metrics }, data) {
+    const made = metrics.map((name) => {
+      const figure = lineChart({ title: name, curves: data.curves[name] });
+      figure.dataset.name = name.toLowerCase();
+      return figure;
+    });
+    return el(
+      "section",
+      { "aria-label": family, "data-family": family },
+      el("h2", {}, family),
+      el("div", { class: "grid" }, made),
+    );
+  }
+
   function choose() {
     const words = filter.value.toLowerCase().split(/\s+/).filter(Boolean);
     let num = 0;
-    for (const section of sections) {
+    for (const section of figures.querySelectorAll("section")) {
       const isChosen = !family.value || section.dataset.family === family.value;
       let any = false;
       for (const figure of section.querySelectorAll("figure")) {
@@ -221,12 +231,8 @@ function metricsPanel(data) {
     }
     status.replaceChildren(count(num, "metric"));
   }
-  choose();
-  return [
-    el("div", { class: "toolbar", role: "search" }, filter, family, status),
-    data.recipes.length > 1 || data.runs.length > 1 ? legendOfRuns(data) : null,
-    sections,
-  ];
+  const panel = [el("div", { class: "toolbar", role: "search" }, filter, family, status), figures];
+  return { panel, update };
 }
 
 /** Warnings, faults, and what of the folder could not be read. */
