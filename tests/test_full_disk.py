@@ -7,8 +7,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
+from safetensors.torch import save_file
 
+from agentrl.engine.vllm_push import _written
+from agentrl.errors import EngineError
 from tests.support.killing import check_nothing_lost, look
 from tests.support.processes import Command
 
@@ -39,6 +43,16 @@ def disk(tmp_path: Path) -> Iterator[tuple[Path, Resize]]:
         yield path, resize
     finally:
         subprocess.run(["umount", str(path)], check=True)
+
+
+def test_a_push_through_files_says_that_there_is_no_room(disk: tuple[Path, Resize]) -> None:
+    folder, _ = disk
+    with (
+        pytest.raises(EngineError, match=r"cannot write to engine\.server\.folder: .*No space left"),
+        _written(folder, 1) as place,
+    ):
+        save_file({"weight": torch.zeros(100_000)}, place / "model.safetensors")
+    assert list(folder.iterdir()) == []
 
 
 def train(target: Path, *options: object) -> tuple[int | None, str]:

@@ -7,7 +7,15 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, MistralConfig, MistralForCausalLM, Qwen2Config, Qwen2ForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma3Config,
+    Gemma3ForConditionalGeneration,
+    MistralConfig,
+    MistralForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+)
 
 from agentrl.chat import train_tokenizer
 from agentrl.cli import main
@@ -89,6 +97,14 @@ def test_heads_are_measured_where_a_model_does_not_name_their_size() -> None:
         config = Qwen2Config(**sizes, num_attention_heads=num_heads, num_key_value_heads=4)
         assert not hasattr(config, "head_dim")
         assert is_vllm_faster(context(Qwen2ForCausalLM(config))) is (name == "vllm")
+
+
+def test_heads_are_measured_in_the_part_of_a_model_that_speaks() -> None:
+    vision = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
+    text = {"vocab_size": 261, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1}
+    with torch.device("meta"):
+        model = Gemma3ForConditionalGeneration(Gemma3Config(text_config=text, vision_config=vision))
+    assert not is_vllm_faster(context(model))
 
 
 def test_a_resumed_run_repeats_bit_for_bit(tmp_path: Path) -> None:

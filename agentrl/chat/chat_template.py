@@ -17,6 +17,8 @@ from agentrl.types import Message
 
 PROBE = "agentrl-probe"
 """A text that no template holds."""
+_SAID = "agentrl-said"
+_SETTING = frozenset({"system", "developer"})
 USER: Message = {"role": "user", "content": "Hello."}
 
 
@@ -34,6 +36,44 @@ class Shape:
     """There is a system message. False: its text opens the first user message."""
     developer: bool = True
     """There is a developer message. False: it is a system message."""
+    later: frozenset[str] = _SETTING
+    """Of these roles, those whose messages stand where they are said once the dialogue has begun. Some families move them to
+    the beginning or leave them out: their text opens the next user message."""
+
+
+def placed(messages: Sequence[Message], shape: Shape, *, has_begun: bool = False) -> list[Message]:
+    """Return messages where the template writes them all: what it would leave out or move is said by the user.
+
+    Args:
+        messages: as they are said.
+        shape: of the template.
+        has_begun: something was said before them.
+    """
+    said: list[Message] = []
+    held: list[str] = []
+
+    def let_the_user_say() -> None:
+        if held:
+            last = said.pop() if said and said[-1]["role"] == "user" else {"role": "user", "content": ""}
+            said.append({**last, "content": "\n\n".join(filter(None, [last["content"], *held]))})
+            held.clear()
+
+    for message in messages:
+        role, text = message["role"], message.get("content") or ""
+        if role == "developer" and not shape.developer:
+            role = "system"
+        has_begun = has_begun or role not in _SETTING
+        if (role == "system" and not shape.system) or (has_begun and role in _SETTING - shape.later):
+            held.append(text)
+            continue
+        if role == "user":
+            text = "\n\n".join(filter(None, [*held, text]))
+            held.clear()
+        elif role == "assistant":
+            let_the_user_say()
+        said.append({**message, "role": role, "content": text})
+    let_the_user_say()
+    return said
 
 
 class ChatTemplate:
@@ -113,6 +153,7 @@ class ChatTemplate:
             )
         shape = replace(shape, system=self._holds([{**probe, "role": "system"}, USER], shape))
         shape = replace(shape, developer=self._holds([{**probe, "role": "developer"}, USER], shape))
+        shape = replace(shape, later=frozenset(role for role in _SETTING if self._stands(role, shape)))
         call = {"id": "call00000", "type": "function", "function": {"name": "look", "arguments": {"text": PROBE}}}
         calls: list[Message] = [USER, {"role": "assistant", "content": "", "tool_calls": [call]}]
         if not self._holds(calls, shape) and self._holds(calls, replace(shape, text_arguments=True)):
@@ -134,25 +175,27 @@ class ChatTemplate:
         except RendererError:
             return False
 
+    def _stands(self, role: str, shape: Shape) -> bool:
+        """Tell whether what this role says once the dialogue has begun follows a turn, which ends as it does for a user."""
+        control = set(self._encoder.control_tokens.values())
+        said: Message = {"role": "assistant", "content": _SAID}
+
+        def after(role: str) -> tuple[bool, int | None]:
+            try:
+                text = self.render([USER, said, {"role": role, "content": PROBE}], shape=shape).partition(_SAID)[2]
+            except RendererError:
+                return False, None
+            return PROBE in text, next((i for i in self._encoder(text) if i in control), None)
+
+        return after(role) == (True, after("user")[1])
+
     def _shaped(self, messages: Sequence[Message], shape: Shape, form: CallForm | None) -> Iterator[Message]:
-        opening: list[str] = []
-        for message in messages:
-            role = message["role"]
-            if role == "developer" and not shape.developer:
-                role = "system"
-            text = self._encoder.literal(message.get("content") or "")
-            if role == "system" and not shape.system:
-                opening.append(text)
-                continue
-            shaped = {**message, "role": role}
-            if role == "user" and opening:
-                text, opening = "\n\n".join([*opening, text]), []
-            if role == "assistant":
+        for message in placed(messages, shape):
+            shaped, text = message.copy(), self._encoder.literal(message["content"])
+            if shaped["role"] == "assistant":
                 text = self._say(shaped, text, shape, form)
             shaped["content"] = [{"type": "text", "text": text}] if shape.parts else text
             yield shaped
-        if opening:  # nobody has spoken yet
-            yield {"role": "user", "content": "\n\n".join(opening)}
 
     def _say(self, shaped: Message, text: str, shape: Shape, form: CallForm | None) -> str:
         """Give an assistant's message its thought and its calls; return what of both is text, with its own."""

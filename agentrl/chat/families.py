@@ -2,10 +2,11 @@
 
 import unicodedata
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from agentrl.chat.chat_template import Shape
+from agentrl.chat.chat_template import Shape, placed
 from agentrl.chat.description import Description
 from agentrl.chat.encoder import MARK, Encoder, unmarked
 from agentrl.chat.forms import CallForm
@@ -88,11 +89,13 @@ class FamilyRenderer:
             thinking: which thoughts a context holds; None: as the family does.
         """
         self._family, self._tokens, self._encode, self._system, self._form = family, tokens, encode, system, form
+        self._shape = shape
         self._stop_ids = tuple(dict.fromkeys(family.get_stop_token_ids()))
         self.has_developer = True
         """There are messages of a developer; where there are none, they are system messages."""
         told = [{"role": "developer", "content": "Be brief."}, _USER]
         self.has_developer = shape.developer and self._can_render(told) and self._can_render(told, [_TOOL])
+        self._shape = replace(shape, later=frozenset(role for role in shape.later if self._writes_later(role)))
         self._prompt = self._render([_USER], prompt=True)
         own: Thinking = "keep" if shape.thought_key is None else self._find_thinking()
         self._thinking = thinking or own
@@ -150,7 +153,8 @@ class FamilyRenderer:
         stand_in = self._stand_in(messages)
         is_closed = bool(action_ids) and action_ids[-1] in self._stop_ids
         closed = [*stand_in[:-1], action_ids[-1] if is_closed else stand_in[-1]]
-        bridged = self._family.bridge_to_next_turn(self._prompt, closed, [self._shaped(m) for m in messages])
+        replies = [self._shaped(message) for message in placed(messages, self._shape, has_begun=True)]
+        bridged = self._family.bridge_to_next_turn(self._prompt, closed, replies)
         if bridged is None:
             return None
         added = tuple(bridged.token_ids[len(self._prompt) + len(closed) :])
@@ -272,6 +276,13 @@ class FamilyRenderer:
                 return "keep" if thinking == "keep" else "drop_at_user"
         return "drop"
 
+    def _writes_later(self, role: str) -> bool:
+        said: Message = {"role": role, "content": "agentrl-probe"}
+        try:
+            return "agentrl-probe" in self._tokens.decode(self._render([_USER, _YES, said]))
+        except RendererError:
+            return False
+
     def _can_render(self, messages: Sequence[Message], tools: Tools = ()) -> bool:
         try:
             self._render(messages, tools, prompt=True)
@@ -283,7 +294,7 @@ class FamilyRenderer:
         return list(self._rendered(messages, tools, prompt=prompt).token_ids)
 
     def _rendered(self, messages: Sequence[Message], tools: Tools = (), *, prompt: bool = False) -> Any:
-        said = [self._shaped(message) for message in messages]
+        said = [self._shaped(message) for message in placed(messages, self._shape)]
         try:
             return self._family.render(said, tools=self._marked(list(tools)) or None, add_generation_prompt=prompt)
         except (

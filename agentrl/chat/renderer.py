@@ -68,8 +68,9 @@ class RendererConfig(Plugin):
 
     renderer: str = "auto"
     """An installed renderer, or `module:Class` of a `RendererConfig`. `template`: the tokenizer's own chat template.
-    `chatml`: agentrl's small ChatML form, for models made locally. `auto`: `template` where the tokenizer has one, else
-    `chatml`."""
+    `chatml`: agentrl's small ChatML form, for models made locally. `auto`: where the tokenizer has
+    one, what the package `renderers` makes of it, if that is installed and proven to write the same, else `template`; without
+    a template `chatml`."""
 
     @abstractmethod
     def build(self, tokenizer: "PreTrainedTokenizerBase", *, name: str = "") -> Renderer:
@@ -94,5 +95,10 @@ class RendererConfig(Plugin):
 
     def exported_template(self, tokenizer: "PreTrainedTokenizerBase") -> str | None:
         """Return the chat template with which other programs render the dialogues of a model. None: there is none."""
-        template = tokenizer.chat_template
-        return template.get("default") if isinstance(template, dict) else template
+        return own_template(tokenizer)
+
+
+def own_template(tokenizer: "PreTrainedTokenizerBase") -> str | None:
+    """Return the chat template that a tokenizer brings; of several the one with tools. None: it has none."""
+    template = tokenizer.chat_template
+    return template.get("tool_use") or template.get("default") if isinstance(template, dict) else template

@@ -14,7 +14,7 @@ from agentrl.chat.encoder import MARK, Encoder, unmarked
 from agentrl.chat.forms import FORMS, ResponseTemplateForm
 from agentrl.chat.forms.written import check_written
 from agentrl.chat.proof import prove
-from agentrl.chat.renderer import Renderer, Tools
+from agentrl.chat.renderer import Renderer, Tools, own_template
 from agentrl.chat.settings import DialogueConfig, prepared
 from agentrl.chat.template_description import describe_template
 from agentrl.chat.template_facts import find_facts
@@ -181,15 +181,13 @@ def template_text(tokenizer: Any, config: TemplateConfig, name: str) -> str:
     """
     if config.template is not None:
         return _read(config.template)
-    text = tokenizer.chat_template
-    if isinstance(text, dict):
-        text = text.get("tool_use") or text.get("default")
+    text = own_template(tokenizer)
     if not text:
         raise RendererError(
             f"chat.renderer: the tokenizer {name!r} has no chat template; use the instruction-tuned version of the model, or "
             "set chat.template to a file with one"
         )
-    return str(text)
+    return text
 
 
 def _read(file: Path) -> str:

@@ -44,6 +44,7 @@ def describe_template(
     """
     shape = template.shape
     developer = "messages of their own" if shape.developer else "written as system messages"
+    later = "" if shape.later else "; once the dialogue has begun, text of the user's"
     merged = "no such role: their text opens the first user message"
     return Description(
         facts={
@@ -51,8 +52,8 @@ def describe_template(
             "end of a turn": "\n".join(_ends(turns, tokenizer)),
             "thoughts": _thoughts(facts, thinking, knows=shape.thought_key is not None),
             "history": "\n".join(_rewrites(facts)) or "never rewritten, but for thoughts that are dropped",
-            "system messages": "messages of their own" if shape.system else merged,
-            "developer messages": developer if shape.developer or shape.system else merged,
+            "system messages": f"messages of their own{later}" if shape.system else merged,
+            "developer messages": f"{developer}{later}" if shape.developer or shape.system else merged,
             "system prompt": _silent_prompt(template) or "none of the template's own",
             "BOS": _bos(template, tokenizer),
             "variables": _variables(text, tokenizer, variables),

@@ -42,7 +42,7 @@ def is_vllm_faster(context: EngineContext) -> bool:
     if context.tells_experts:  # there vLLM cannot
         return False
     # Heads of less than 32 are beyond vLLM on a CPU.
-    model, config = context.model, context.model.config
+    model, config = context.model, context.model.config.get_text_config()
     is_large = sum(parameter.numel() for parameter in model.parameters()) >= _LARGE
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     return is_large and bool(head_dim >= 32)

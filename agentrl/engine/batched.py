@@ -88,9 +88,10 @@ class BatchedConfig(EngineConfig):
 class BatchedEngine(ABC):
     """Takes requests, and steps while there are any; with `lockstep`, only while every conversation waits for tokens."""
 
-    def __init__(self, config: BatchedConfig) -> None:
+    def __init__(self, config: BatchedConfig, *, vocab_size: int) -> None:
         """Begin idle."""
         self._config = config
+        self._vocab_size = vocab_size
         self._version = 0
         self._waiting: list[Request] = []
         """Requests whose decoding has not started."""
@@ -130,6 +131,8 @@ class BatchedEngine(ABC):
             raise EngineError(f"request {request_id}: the engine is closed")
         if not prompt_ids or sampling.max_tokens < 1:
             raise EngineError(f"request {request_id}: needs a prompt and max_tokens of at least 1, got {sampling}")
+        if (worst := max(prompt_ids)) >= self._vocab_size:  # it would fail all requests of a step
+            raise EngineError(f"request {request_id}: token {worst} is outside the vocabulary of {self._vocab_size}")
         if request_id in self._inside:
             raise EngineError(f"request {request_id}: the conversation already waits for a completion")
         request = Request(
@@ -213,7 +216,8 @@ class BatchedEngine(ABC):
         """Hand an error of the model to everyone who waits for it."""
         error = None if driver.cancelled() else driver.exception()
         if error is not None:
-            failure = EngineError(f"{self._name} failed: {type(error).__name__}: {error}")
+            words = str(error) if isinstance(error, EngineError) else f"{type(error).__name__}: {error}"
+            failure = EngineError(f"{self._name} failed: {words}")
             failure.__cause__ = error
             self._fail(failure)
 

@@ -47,8 +47,9 @@ class RaggedCache(Cache):
         """Prepare the next forward pass: row `rows[b]` gets positions `starts[b]` to `starts[b] + num_queries - 1`.
 
         Returns:
-            `position_ids` [B, Q] and the `attention_mask` [B, 1, Q, L] for the model. The mask is added to the scores (0,
-            or the lowest number of `dtype`): eager attention would add a boolean one as 0 and 1.
+            `position_ids` [B, Q] (those of padding are none beyond the longest row's last) and the `attention_mask`
+            [B, 1, Q, L] for the model. The mask is added to the scores (0, or the lowest number of `dtype`): eager attention
+            would add a boolean one as 0 and 1.
         """
         self._is_leading = rows == list(range(len(rows)))
         self._rows_B = torch.tensor(rows, device=device)
@@ -62,7 +63,8 @@ class RaggedCache(Cache):
         is_hidden_BQL = torch.arange(self._length, device=device) > self._positions_BQ[:, :, None]
         mask_BQL = torch.zeros(is_hidden_BQL.shape, device=device, dtype=dtype)
         mask_BQL.masked_fill_(is_hidden_BQL, torch.finfo(dtype).min)
-        return {"position_ids": self._positions_BQ, "attention_mask": mask_BQL[:, None]}
+        ids_BQ = self._positions_BQ.clamp(max=self._max_length - 1) if self._max_length else self._positions_BQ
+        return {"position_ids": ids_BQ, "attention_mask": mask_BQL[:, None]}
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *_: Any, **__: Any

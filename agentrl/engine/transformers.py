@@ -100,7 +100,8 @@ class TransformersEngine(BatchedEngine):
             max_context_tokens: no context will be longer; the cache makes no room for more.
             tells_experts: of a mixture; completions carry them.
         """
-        super().__init__(config or TransformersConfig())
+        vocab_size: int = model.get_input_embeddings().num_embeddings
+        super().__init__(config or TransformersConfig(), vocab_size=vocab_size)
         self._layer_types = _layer_types(model)
         self._is_recurrent = not RECURRENT.isdisjoint(self._layer_types)
         self._model = model.eval()
@@ -295,6 +296,9 @@ def sample(
 
     Returns:
         token ids, and their natural-log probabilities under the scaled distribution.
+
+    Raises:
+        EngineError: where a row's scores are no distribution.
     """
     device = logits_BV.device
     logits_BV = logits_BV.to(torch.promote_types(logits_BV.dtype, torch.float32))
@@ -304,6 +308,8 @@ def sample(
     logprobs_BV = scaled_BV.log_softmax(-1)
     # In float64, so that the last of 150,000 steps is as exact as the first.
     cumulative_BV = logprobs_BV.double().exp().cumsum(-1)
+    if not cumulative_BV[:, -1].isfinite().all():
+        raise EngineError("it sampled from a distribution that is not one: its weights are not finite")
     targets_B = torch.tensor(uniforms, device=device, dtype=torch.float64) * cumulative_BV[:, -1]
     tokens_B = torch.searchsorted(cumulative_BV, targets_B[:, None], right=True).squeeze(1)
     tokens_B = torch.where(is_greedy_B, scaled_BV.argmax(-1), tokens_B)

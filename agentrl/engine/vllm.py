@@ -116,16 +116,18 @@ class VLLMEngine(BatchedEngine):
         Raises:
             ConfigError: when vLLM is not installed, cannot run this model, or cannot tell its experts here.
         """
-        super().__init__(config := config or VLLMConfig())
+        vocab_size: int = model.config.get_text_config().vocab_size
+        super().__init__(config := config or VLLMConfig(), vocab_size=vocab_size)
         self._sleeps, self._arguments = config.sleep, config.vllm
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="agentrl-vllm")
         self._model = ServedModel(
             shapes={name: tensor.to("meta") for name, tensor in model.state_dict().items()},
-            vocab_size=model.config.get_text_config().vocab_size,
+            vocab_size=vocab_size,
             dtype=dtype or model.dtype,
             ties=find_ties(model),
         )
         self._experts = VLLMExperts.of(model) if tells_experts else None
+        self._is_loading = False
         self._is_half_loaded = False
         # Of the thread alone:
         self._is_asleep = False
@@ -141,7 +143,7 @@ class VLLMEngine(BatchedEngine):
 
     async def generate(self, prompt_ids: Sequence[int], sampling: Sampling, request_id: str) -> Completion:
         """Sample after `prompt_ids`; see `Engine.generate`."""
-        if self._is_half_loaded:
+        if self._is_half_loaded and not self._is_loading:
             raise EngineError(f"request {request_id}: the last push of weights failed half-way: push again")
         return await super().generate(prompt_ids, sampling, request_id)
 
@@ -166,14 +168,20 @@ class VLLMEngine(BatchedEngine):
         self._check_loadable()
         buckets = in_buckets(named_tensors, self._model)
         buckets = chain([next(buckets)], buckets)  # what is wrong with the first vLLM need not hear of
-        self._is_half_loaded = True
-        await self._load(self._begin_reload)
+        self._is_half_loaded = self._is_loading = True
         try:
-            for bucket in buckets:
-                await self._load(self._reload, bucket)
+            await self._load(self._begin_reload)
+            try:
+                for bucket in buckets:
+                    await self._load(self._reload, bucket)
+            finally:
+                await self._load(self._end_reload, version)
+            self._is_half_loaded, self._version = False, version
         finally:
-            await self._load(self._end_reload, version)
-        self._is_half_loaded, self._version = False, version
+            self._is_loading = False
+            if self._is_half_loaded:
+                self._fail(EngineError("a push of weights failed half-way: push again"))
+            self._kick()
 
     async def _load(self, step: Callable[..., None], *arguments: Any) -> None:
         try:
@@ -191,6 +199,9 @@ class VLLMEngine(BatchedEngine):
     @property
     def _name(self) -> str:
         return "vLLM"
+
+    def _can_step(self) -> bool:
+        return not self._is_loading and super()._can_step()
 
     async def _advance(self, waiting: list[Request]) -> None:
         for request in waiting:
@@ -301,8 +312,6 @@ class VLLMEngine(BatchedEngine):
 
         if 0 < request.sampling.temperature < MIN_TEMPERATURE:
             raise ValueError(f"it samples at no temperature between 0 and {MIN_TEMPERATURE}")
-        if (worst := max(request.prompt_ids)) >= self._model.vocab_size:  # it would fail all requests of the step
-            raise ValueError(f"token {worst} is outside the vocabulary of {self._model.vocab_size}")
         self._number += 1
         prompt = TokensPrompt(prompt_token_ids=request.prompt_ids)
         vllm_id = self._llm.add_request(f"{request.request_id}:{self._number}", prompt, _params(request.sampling))

@@ -16,6 +16,7 @@ from urllib.parse import urlsplit
 from uuid import uuid4
 
 import torch
+from safetensors import SafetensorError
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from agentrl.engine.vllm_http import Fault, ServerLostError
@@ -147,7 +148,7 @@ def _written(folder: Path, version: int) -> Iterator[Path]:
     try:
         place.mkdir(parents=True)
         yield place
-    except OSError as error:
+    except (OSError, SafetensorError) as error:
         raise EngineError(f"load_weights: cannot write to engine.server.folder: {error}") from error
     finally:
         shutil.rmtree(place, ignore_errors=True)

@@ -28,7 +28,7 @@ class ServerConfig(BaseModel):
     this machine's for temporary files."""
     timeout_s: Seconds = 600.0
     """Deadline of whatever is no completion: a push of weights, a pause, a sign of life while it samples. A server that misses
-    it counts as down. No more than `rollout.engine_timeout_s`."""
+    it counts as down. Keep it no longer than `rollout.engine_timeout_s`."""
     max_retries: AmountOrZero = 3
     """How often a request that the server did not answer, or answered with an error of its own (5xx), is made again."""
     max_connections: Count = 512

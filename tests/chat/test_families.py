@@ -14,6 +14,7 @@ from agentrl.chat.encoder import Encoder
 from agentrl.chat.families import FamilyRenderer
 from agentrl.chat.family_proof import find_family, missing_package
 from agentrl.chat.proof_episode import is_same
+from agentrl.chat.template import TemplateConfig, TemplateRenderer
 from agentrl.errors import RendererError
 from agentrl.testing import check_renderer
 from agentrl.types import Message
@@ -118,6 +119,25 @@ def test_a_renderer_of_the_package_is_taken_where_it_is_proven_to_fit(template: 
     assert chosen == PROVEN.get(template)
     assert (again is None) == (renderer is None)
     assert seconds < 2  # a fifth of it, on an idle machine
+
+
+@pytest.mark.parametrize("template", template_names())
+def test_what_a_step_says_as_system_is_read(template: str) -> None:
+    tokenizer = family_tokenizer(template)
+    user: Message = {"role": "user", "content": "Hello."}
+    more: Message = {"role": "user", "content": "More of it."}
+    answer: Message = {"role": "assistant", "content": "Yes."}
+    plain = TemplateRenderer(tokenizer, TemplateConfig(date=DATE), name=template, encode=own(template)[1])
+    for renderer in (plain, found(template)) if template in PROVEN else (plain,):
+        context, action = renderer.start([user], ()), renderer.encode(answer)
+        for role in ("system", "developer"):
+            rule = {"role": role, "content": "Speak of zebras."}
+            for replies in ([rule], [more, rule], [rule, more]):
+                added = renderer.extend(context, action, replies)
+                assert added is not None
+                text = tokenizer.decode(added)
+                assert all(reply["content"] in text for reply in replies), (role, text)
+                assert renderer.start([user, answer, *replies], ())[-len(added) :] == added
 
 
 def _words(rng: random.Random, *, hostile: bool = True) -> str:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers import GPT2Config, GPT2LMHeadModel, Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from agentrl.engine.transformers import TransformersConfig, TransformersEngine, sample, uniforms
 from agentrl.errors import ConfigError, EngineError
@@ -477,8 +477,11 @@ def test_numbers_that_are_not_finite_do_not_outlive_the_weights_that_made_them()
     async def play() -> None:
         expected = await engine.generate([1, 2], sampling(4), "a")
         await engine.load_weights([(name, torch.full_like(tensor, torch.nan)) for name, tensor in good.items()], 1)
-        with pytest.raises(EngineError):
-            await engine.generate(prompt(1, length=40), sampling(4), "a")
+        for temperature in (1.0, 0.0):
+            with pytest.raises(
+                EngineError, match=r"^the transformers engine failed: it sampled from .* are not finite$"
+            ):
+                await engine.generate(prompt(1, length=40), sampling(4, temperature=temperature), "a")
         await engine.load_weights(good.items(), 2)
         assert (await engine.generate([1, 2], sampling(4), "a")).logprobs == expected.logprobs
 
@@ -547,6 +550,36 @@ def test_a_closed_engine_answers_with_an_error_at_once() -> None:
 def test_a_request_without_prompt_or_budget_is_refused(wrong: tuple[list[int], Sampling]) -> None:
     with pytest.raises(EngineError, match="request a: needs a prompt and max_tokens of at least 1"):
         run(make_engine().generate(*wrong, "a"))
+
+
+def test_a_token_beyond_the_vocabulary_fails_its_own_request_alone() -> None:
+    engine = make_engine()
+
+    async def play() -> None:
+        asked = (engine.generate(ids, sampling(4), name) for name, ids in (("a", [1, 2]), ("b", [1, VOCAB])))
+        right, wrong = await asyncio.gather(*asked, return_exceptions=True)
+        assert isinstance(right, Completion)
+        assert str(wrong) == f"request b: token {VOCAB} is outside the vocabulary of {VOCAB}"
+
+    run(play())
+
+
+def test_rows_near_the_last_position_are_computed_beside_longer_prompts() -> None:
+    torch.manual_seed(0)
+    model = GPT2LMHeadModel(GPT2Config(vocab_size=VOCAB, n_positions=64, n_embd=32, n_layer=2, n_head=2)).eval()
+    engine = TransformersEngine(model, max_context_tokens=64)
+
+    async def play() -> None:
+        with engine.conversation("a"):
+            first = await engine.generate(prompt(1, length=53), sampling(3), "a")
+            later = [*prompt(1, length=53), *first.token_ids, 1, 2]
+            asked = [(later, "a"), (prompt(2, length=40), "b")]
+            done = await asyncio.gather(*(engine.generate(ids, sampling(4), name) for ids, name in asked))
+        for (ids, _), completion in zip(asked, done, strict=True):
+            expected = reference(model, ids, completion.token_ids, 1.0)
+            assert completion.logprobs == pytest.approx(expected, abs=5e-6)
+
+    run(play())
 
 
 def test_layers_that_it_does_not_know_are_refused() -> None:

@@ -171,7 +171,7 @@ def test_what_vllm_refuses_fails_its_request_alone(engine: VLLMEngine, runner: a
         EngineError, match=r"request cold: vLLM refused it: it samples at no temperature between 0 and 0\.01"
     ):
         run(runner, engine.generate([1], sampling(temperature=0.005), "cold"))
-    with pytest.raises(EngineError, match=r"request odd: vLLM refused it: token 61 is outside the vocabulary of 61"):
+    with pytest.raises(EngineError, match=r"request odd: token 61 is outside the vocabulary of 61"):
         run(runner, engine.generate([1, VOCAB], sampling(), "odd"))
 
 
@@ -214,6 +214,32 @@ def test_weights_are_not_pushed_under_a_request_that_was_handed_over(
         assert set((await task).versions) == {0}
 
     run(runner, push_beside())
+
+
+@pytest.mark.parametrize("pauses", [True, False])
+def test_what_comes_while_weights_are_pushed_waits_for_them(
+    pauses: bool, engine: VLLMEngine, runner: asyncio.Runner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    weights = list(make_model(1).state_dict().items())
+    monkeypatch.setattr(vllm_weights, "_BUCKET_BYTES", 5_000)
+
+    async def ask_beside(num: int) -> Completion:
+        push = asyncio.create_task(engine.load_weights(weights[:num], 1))
+        while not engine._is_half_loaded:
+            await asyncio.sleep(0)
+        asked = asyncio.create_task(engine.generate([1, 2], sampling(), "a"))
+        await asyncio.wait([push])
+        assert (push.exception() is None) == (num == len(weights))
+        await engine.resume()
+        return await asked
+
+    if pauses:
+        run(runner, engine.pause())
+    assert run(runner, ask_beside(len(weights))).versions == (1,) * 8
+    if pauses:
+        run(runner, engine.pause())
+    with pytest.raises(EngineError, match="a push of weights failed half-way: push again"):
+        run(runner, ask_beside(9))
 
 
 def test_after_a_push_that_failed_half_way_nothing_is_sampled_until_one_succeeds(
