@@ -520,6 +520,17 @@ def test_a_disk_that_is_full_and_one_that_is_closed_are_told_apart(
     assert (status, err) == (2, f"agentrl: {words}\n")
 
 
+def test_a_reader_that_has_read_enough_is_no_failure_to_tell_of() -> None:
+    command = [sys.executable, "-m", "agentrl", "fields", "--json-schema"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        process.stdout.read(1)
+        process.stdout.close()
+        assert process.stderr.read() == ""
+    assert process.returncode == 1
+
+
 def test_another_failure_of_the_machine_keeps_its_traceback(agentrl: Agentrl, monkeypatch: pytest.MonkeyPatch) -> None:
     fail_in_train(monkeypatch, OSError(errno.EIO, "it said no"))
     with pytest.raises(OSError, match="it said no"):

@@ -167,6 +167,18 @@ def test_an_installed_environment_that_fails_leaves_the_others_listed(
     assert "calculator" in capsys.readouterr().out
 
 
+def test_an_environment_whose_package_is_missing_says_what_to_install(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "textarena", None)
+    monkeypatch.delitem(sys.modules, "agentrl_envs.adapters.textarena", raising=False)
+    monkeypatch.setenv("COLUMNS", "200")
+    main(["envs"])
+    shown = " ".join(capsys.readouterr().out.replace("│", " ").split())
+    assert "pip install 'agentrl[textarena]'" in shown
+    assert "calculator" in shown
+
+
 @pytest.mark.parametrize("name", ["Reset", "Step", "Close", "Unwrapped", "Tasks", "Key"])
 def test_no_recipe_is_written_for_an_environment_that_fails_and_it_is_told_in_a_line(
     name: str, unfit: str, capsys: pytest.CaptureFixture[str]

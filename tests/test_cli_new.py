@@ -88,6 +88,13 @@ def test_a_small_model_without_an_oracle_is_told(folder: Path) -> None:
     assert "has no oracle() to warm up from" in (folder / "second.yaml").read_text(encoding="utf-8")
 
 
+def test_options_need_fit_only_the_recipe_that_is_made(folder: Path) -> None:
+    main(["new", "third.yaml", "--env", "calculator", "--model", "a/b", "--rollout.max_turn_tokens", "3000"])
+    assert load_recipe(folder / "third.yaml").rollout.max_turn_tokens == 3000
+    main(["new", "fourth.yaml", "--env", "calculator", "--model", "a/b", "--model.lora.rank", "8"])
+    assert load_recipe(folder / "fourth.yaml").model.lora is not None
+
+
 def test_mistakes_are_told_in_a_line_and_leave_no_file(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     before = sorted(folder.iterdir())
     assert "no 'key_dor' is installed. Did you mean 'key_door'?" in refused("a", "--env", "key_dor", capsys=capsys)

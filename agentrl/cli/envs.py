@@ -80,8 +80,11 @@ def _envs(_: argparse.Namespace, __: list[str]) -> None:
                 base: Any = make_env(name).unwrapped
                 described = describe(base)
         except UserError:  # it needs options, or fails
-            cls = resolve(name, group="agentrl.envs", field="env.id")
-            table.add_row(name, first_line(cls), "as its options say", "", "")
+            try:
+                what = first_line(resolve(name, group="agentrl.envs", field="env.id"))
+                table.add_row(name, what, "as its options say", "", "")
+            except UserError as error:  # a package that it is made of is missing
+                table.add_row(name, Text(str(error)))
             continue
         keys, rewards = ("yes" if need in described.needs else "no" for need in (Need.STATE_KEYS, Need.TURN_REWARDS))
         tools = ", ".join(tool["function"]["name"] for tool in described.tools)

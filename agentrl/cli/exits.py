@@ -1,6 +1,8 @@
 """How commands end: what is told of an error, and the exit status."""
 
 import errno
+import os
+import select
 import shlex
 import sys
 from collections.abc import Iterator
@@ -26,6 +28,7 @@ def exits(run_dir: Path | None = None) -> Iterator[None]:
     console = Console(stderr=True, soft_wrap=True)
     try:
         yield
+        sys.stdout.flush()
     except UserError as error:
         console.print(f"{name}: {error}", style="red")
         sys.exit(launch.USER_MISTAKE)
@@ -33,6 +36,8 @@ def exits(run_dir: Path | None = None) -> Iterator[None]:
         console.print(f"{name}: {error}", style="red")
         sys.exit(_FAILURE)
     except OSError as error:
+        if isinstance(error, BrokenPipeError) and _is_unread():
+            sys.exit(_FAILURE)
         if not (words := _disk_words(error, resume_command=_resume_command(run_dir))):
             raise
         console.print(f"{name}: {words}", style="red")
@@ -44,6 +49,18 @@ def exits(run_dir: Path | None = None) -> Iterator[None]:
         )
         console.print(f"{name}: {words}")
         sys.exit(_INTERRUPTED)
+
+
+def _is_unread() -> bool:
+    """Tell whether who read our output has gone, as `head` does; what is still to be written goes nowhere."""
+    if not hasattr(select, "poll"):
+        return False
+    output = select.poll()
+    output.register(sys.stdout.fileno(), 0)
+    if not any(event & select.POLLERR for _, event in output.poll(0)):
+        return False
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return True
 
 
 def _resume_command(run_dir: Path | None) -> str | None:

@@ -47,7 +47,7 @@ def new_recipe(name: str, *, env: str, model: str | None, overrides: Sequence[st
     Raises:
         UserError: for an environment that cannot be made or played, and fields that cannot be set.
     """
-    config = load_recipe({"env": {"id": env}}, overrides).env
+    config = load_recipe({"env": {"id": env}}, _of_env(overrides)).env
     with environment_failures():
         made = config.make()
         try:
@@ -61,6 +61,18 @@ def new_recipe(name: str, *, env: str, model: str | None, overrides: Sequence[st
     text = "\n".join(_lines(name, data, is_helpless=model is None and not seen.has_oracle))
     load_recipe(yaml.safe_load(text))
     return text + "\n"
+
+
+def _of_env(overrides: Sequence[str]) -> list[str]:
+    """Return the fields of the environment: others may fit only the recipe that is being made."""
+    kept, is_kept = [], False
+    for word in overrides:
+        if word.startswith("--"):
+            field = word.partition("=")[0]
+            is_kept = field == "--env" or field.startswith("--env.")
+        if is_kept:
+            kept.append(word)
+    return kept
 
 
 def _look(env: Env) -> _Seen:

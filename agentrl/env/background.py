@@ -165,8 +165,12 @@ def run_in_background(coroutine: Coroutine[Any, Any, Any], *, timeout_s: float) 
             return None
         has_begun = True
         try:
-            async with asyncio.timeout(timeout_s):
+            async with asyncio.timeout(timeout_s) as limit:
                 return await coroutine
+        except TimeoutError as error:
+            if limit.expired():
+                raise
+            raise RuntimeError(f"TimeoutError: {error}") from error  # its own deadline, not ours
         except (SystemExit, KeyboardInterrupt) as stop:  # it would end the loop of all others
             raise RuntimeError(f"{type(stop).__name__}: {stop}") from stop
 

@@ -159,6 +159,13 @@ class MessageEnv(gym.Env[tuple[Message, ...], str | Message]):
         """Return an independent copy of this moment; override where a deep copy is not enough."""
         return copy.deepcopy(self)
 
+    def reseed(self, seed: int) -> None:
+        """Let chance bring something new from here on, as in each fork of `rollout.branches`.
+
+        Override it where chance is drawn from more than `self.np_random`.
+        """
+        self.np_random = np.random.default_rng(seed)
+
     def oracle(self, *, skill: float = 1.0, rng: np.random.Generator | None = None) -> Any:
         """Return a good assistant message for this moment; with probability 1 - skill a plausible wrong one.
 

@@ -17,7 +17,7 @@ from agentrl.errors import EnvironmentFailure, UserError
 from agentrl.plain_data import abbreviated, line_of
 from agentrl.plugin import explain
 from agentrl.registry import import_attribute
-from agentrl.types import Message
+from agentrl.types import Message, Need
 
 
 class TaskOptions(TableOptions):
@@ -83,6 +83,8 @@ class TaskEnv(ToolEnv):
         """Its number within the split."""
         self.num_answers = 0
         self._said: list[Message] = []
+        self._graded: dict[str, Any] = {}
+        """What the rewards told of the answers to this task."""
 
     def num_tasks(self, split: str) -> int:
         """Return how many tasks a split has."""
@@ -103,7 +105,7 @@ class TaskEnv(ToolEnv):
         elif not 0 <= index < len(rows):
             raise EnvironmentFailure(f"the table has no longer a task {index}: its {self._split} split has {len(rows)}")
         self.task_index, self.task = index, copy.deepcopy(rows[index])
-        self.num_answers, self._said = 0, []
+        self.num_answers, self._said, self._graded = 0, [], {}
         return self.opening()
 
     def opening(self) -> str | Sequence[Message]:
@@ -119,8 +121,7 @@ class TaskEnv(ToolEnv):
     def answer(self, text: str) -> str | None:
         """Grade an answer; the last one is paid, and ends the task."""
         self.num_answers += 1
-        info: dict[str, Any] = {}
-        graded = grade(self._rewards, self._answered(text, info), timeout_s=self.options.reward_timeout_s)
+        graded = grade(self._rewards, self._answered(text), timeout_s=self.options.reward_timeout_s)
         first = graded.get(self._rewards[0].name) if self._rewards else None
         is_success = first is not None and first >= self.options.success_at
         if not is_success and self.num_answers < self.options.max_answers:
@@ -128,7 +129,7 @@ class TaskEnv(ToolEnv):
         for reward in self._rewards:
             if reward.name in graded:
                 self.reward(reward.weight * graded[reward.name], reward.name)
-        self._info |= info
+        self._info |= self._graded
         if first is not None:
             self.finish(success=is_success, score=min(1.0, max(0.0, first)))
         else:
@@ -145,7 +146,12 @@ class TaskEnv(ToolEnv):
     def gold_answer(self) -> str | None:
         """Return the right answer of the row, where there is a column of them."""
         column = self.options.answer
-        return None if column is None or not self.task else str(self.task[column])
+        return None if column is None or not self.task else _spoken(self.task[column])
+
+    def provides(self) -> frozenset[Need]:
+        """Return what credit schemes may read."""
+        has_none = type(self).gold_answer is TaskEnv.gold_answer and self.options.answer is None
+        return super().provides() - ({Need.ANSWER_LOGPROBS} if has_none else set())
 
     def oracle(self, *, skill: float = 1.0, rng: np.random.Generator | None = None) -> Message:
         """Answer as the table does; a wrong turn answers as it does to another task of the split."""
@@ -160,7 +166,7 @@ class TaskEnv(ToolEnv):
         known = [row[column] for column in columns if row[column] not in (None, "")]
         if not known:
             raise NotImplementedError("this held-out task has no demonstration")
-        return {"role": "assistant", "content": str(known[0])}
+        return {"role": "assistant", "content": _spoken(known[0])}
 
     def run_tool(self, name: str, arguments: Any) -> str:
         """Carry out one call, of a function of the option `tools` or of a method."""
@@ -197,7 +203,15 @@ class TaskEnv(ToolEnv):
         prompts = [row.get(self.options.prompt or "") for rows in self._table.splits.values() for row in rows]
         return any(isinstance(prompt, list) and prompt[0]["role"] == "system" for prompt in prompts)
 
-    def _answered(self, text: str, info: dict[str, Any]) -> Answered:
+    def _answered(self, text: str) -> Answered:
         prompt = None if self.options.prompt is None else self.task[self.options.prompt]
         answer = None if self.options.answer is None else self.task[self.options.answer]
-        return Answered(prompt=prompt, completion=text, messages=self._said, answer=answer, task=self.task, info=info)
+        return Answered(
+            prompt=prompt, completion=text, messages=self._said, answer=answer, task=self.task, info=self._graded
+        )
+
+
+def _spoken(answer: Any) -> str:
+    """Return a right answer as text; of several, the first."""
+    is_several = isinstance(answer, list) and answer and all(isinstance(each, str) for each in answer)
+    return str(answer[0] if is_several else answer)

@@ -7,7 +7,6 @@ from collections.abc import Callable
 from typing import Any, NamedTuple, cast
 
 import gymnasium as gym
-import numpy as np
 
 from agentrl.env import MessageEnv, base_env, tool_schemas
 from agentrl.env.returned import key_return, reset_return, step_return
@@ -45,7 +44,7 @@ def copy_env(env: Env, *, seed: int | None = None) -> Env:
     if not isinstance(forked, MessageEnv):
         raise EnvError(f"fork() of {type(base).__name__} must return a copy, got {abbreviated(forked)}")
     if seed is not None:
-        forked.np_random = np.random.default_rng(seed)
+        forked.reseed(seed)
     return copy.deepcopy(env, {id(base): forked})
 
 

@@ -43,7 +43,7 @@ class FrozenLake(ToolEnv):
 
         Args:
             size: tiles of a side.
-            frozen: chance of a tile to be ice; the others are holes. There is always a way.
+            frozen: chance of a tile to be ice, .5 or more; the others are holes. There is always a way.
             slip: chance of a move to go to one of the two sides instead.
             view: `map`, or `around`.
             progress_reward: what all steps of a shortest path earn together.
@@ -51,7 +51,7 @@ class FrozenLake(ToolEnv):
         """
         super().__init__()
         self.size = whole_number("size", size, at_least=3, at_most=20)
-        self.frozen = share("frozen", frozen)
+        self.frozen = share("frozen", frozen, at_least=0.5)  # of less, a map with a way is long in coming
         self.slip = share("slip", slip)
         self.progress_reward = share("progress_reward", progress_reward)
         self.turn_rewards = turn_rewards

@@ -56,6 +56,8 @@ class Negotiation(ToolEnv):
         super().__init__()
         self.num_issues = whole_number("num_issues", num_issues, at_least=1, at_most=len(_ISSUES))
         self.num_levels = whole_number("num_levels", num_levels, at_least=2, at_most=6)
+        if self.num_issues == 1 and self.num_levels == 2:
+            raise UserError("num_levels: with one issue (num_issues: 1) give 3 or more, else there is nothing to gain")
         self.num_rounds = whole_number("num_rounds", num_rounds, at_least=2, at_most=50)
         if strategy not in {*STRATEGIES, "any"}:
             raise UserError(f"strategy: give {', '.join(STRATEGIES)} or any, got {strategy!r}")

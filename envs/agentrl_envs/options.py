@@ -16,12 +16,12 @@ def whole_number(name: str, value: object, *, at_least: int, at_most: int | None
     raise UserError(f"{name}: give a whole number {takes}, got {value!r}")
 
 
-def share(name: str, value: object) -> float:
-    """Return `value` where it is a number from 0 to 1.
+def share(name: str, value: object, *, at_least: float = 0.0) -> float:
+    """Return `value` where it is a number from `at_least` to 1.
 
     Raises:
         UserError: naming the option, what it was given and what it takes.
     """
-    if isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value <= 1:
+    if isinstance(value, int | float) and not isinstance(value, bool) and at_least <= value <= 1:
         return float(value)
-    raise UserError(f"{name}: give a number from 0 to 1, got {value!r}")
+    raise UserError(f"{name}: give a number from {at_least:g} to 1, got {value!r}")

@@ -75,6 +75,8 @@ class PythonSandbox(ToolEnv):
         self.example_reward = share("example_reward", example_reward)
         self.turn_rewards = turn_rewards
         self.sandbox = sandbox_config(sandbox)
+        with self.sandbox.build() as box:
+            box.exec("pass")  # refuses what runs no Python, before a run begins
         self.problem = Problem(text="", signature="", solution="", tests=[])
         self.passed: frozenset[int] = frozenset()
         self.is_submitted = False

@@ -139,6 +139,17 @@ def test_what_one_raises_leaves_step() -> None:
         env.step("1")
 
 
+def test_a_deadline_of_ones_own_is_told_as_it_is() -> None:
+    class Busy(Phone):
+        async def answer(self, text: str) -> str:
+            raise TimeoutError("the licence server is busy")
+
+    env = Busy()
+    env.reset(seed=0)
+    with pytest.raises(RuntimeError, match=r"^TimeoutError: the licence server is busy$"):
+        env.step("1")
+
+
 def test_one_that_leaves_within_a_task_ends_the_loop_of_no_other() -> None:
     async def leave() -> None:
         sys.exit(3)

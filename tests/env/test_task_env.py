@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from agentrl import EnvironmentFailure, Message, TaskEnv, UserError, tool, tool_call
+from agentrl import EnvironmentFailure, Message, Need, TaskEnv, UserError, tool, tool_call
 from agentrl.env import make_env
 from agentrl.errors import ConfigError
 from agentrl.testing import check_env
@@ -165,6 +165,38 @@ def test_a_reward_may_leave_numbers_that_become_metrics() -> None:
     env = sums(rewards=["exact_match", f"{HERE}:tells"])
     env.reset(seed=0)
     assert env.step("four")[4]["letters"] == 4
+
+
+def test_a_reward_may_ask_for_the_answer_by_keyword_alone() -> None:
+    def right(completion: str, *, answer: int | None = None, factor: float = 1.0) -> float:
+        return factor * (completion == str(answer))
+
+    env = sums(rewards=[{"reward": right, "factor": 0.5}], tasks=[{"prompt": "2+3=?", "answer": 5}], eval_share=0)
+    assert components(env, "5") == {"right": 0.5}
+
+
+def test_what_rewards_tell_is_of_all_answers_to_a_task() -> None:
+    def counts(completion: str, info: dict[str, Any]) -> float:
+        info["asked"] = info.get("asked", 0.0) + 1
+        return 0.0
+
+    env = sums(rewards=[counts], max_answers=3)
+    for seed in range(2):
+        env.reset(seed=seed)
+        assert [env.step("a")[4].get("asked") for _ in range(3)] == [None, None, 3.0]
+
+
+def test_of_several_right_answers_the_first_is_said() -> None:
+    tasks = [{"prompt": "Capital of France?", "answer": ["Paris", "City of Paris"]}]
+    env = sums(tasks=tasks, eval_share=0)
+    env.reset(seed=0)
+    assert env.gold_answer() == "Paris"
+    assert env.step(env.oracle())[1] == 1.0
+
+
+def test_schemes_may_read_an_answer_where_there_is_one() -> None:
+    assert Need.ANSWER_LOGPROBS in sums().provides()
+    assert Need.ANSWER_LOGPROBS not in sums(answer=None, rewards=[f"{HERE}:counts_messages"]).provides()
 
 
 def test_a_reward_that_fails_fails_the_episode_and_is_no_zero() -> None:

@@ -103,5 +103,7 @@ def test_the_map_follows_from_the_seed_and_the_slipping_from_the_rollout_too() -
 
 
 def test_an_unknown_view_is_named() -> None:
+    with pytest.raises(UserError, match=r"frozen: give a number from 0\.5 to 1, got 0"):
+        FrozenLake(frozen=0)
     with pytest.raises(UserError, match="view: give 'map' or 'around', got 'sky'"):
         FrozenLake(view="sky")  # type: ignore[arg-type]

@@ -96,5 +96,7 @@ def test_what_matters_most_to_one_matters_least_to_the_other() -> None:
 
 
 def test_an_unknown_strategy_is_named() -> None:
+    with pytest.raises(UserError, match="num_levels: with one issue"):
+        Negotiation(num_issues=1, num_levels=2)
     with pytest.raises(UserError, match="strategy: give steady, early, late, mirror or any, got 'kind'"):
         Negotiation(strategy="kind")  # type: ignore[arg-type]

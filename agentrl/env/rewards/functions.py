@@ -26,6 +26,7 @@ _SPOKEN = ("completion", "completions", "messages")
 """A function is a reward where it takes one of these: nothing else that a recipe names is called."""
 _SINGLE = ("prompt", "completion", "messages", "task", "info")
 _BATCHED = ("prompts", "completions", "messages", "task", "info")
+_TOLD = frozenset({*_SINGLE, *_BATCHED, "answer"})
 _FIELDS = ("reward", "weight", "name")
 _RESERVED = ("success", "score", "tool_errors", "env_s", "reward_components")
 
@@ -207,8 +208,9 @@ def _load(entry: object, field: str, columns: Sequence[str]) -> Reward:
 
 
 def _own_options(parameters: Mapping[str, inspect.Parameter]) -> frozenset[str]:
-    """Return the names of parameters by keyword alone that have a default."""
-    return frozenset(p.name for p in parameters.values() if p.kind is p.KEYWORD_ONLY and p.default is not p.empty)
+    """Return the names of parameters by keyword alone that have a default, but for what is always told."""
+    own = {p.name for p in parameters.values() if p.kind is p.KEYWORD_ONLY and p.default is not p.empty}
+    return frozenset(own - _TOLD)
 
 
 def _parameters(function: Callable[..., Any], field: str) -> Mapping[str, inspect.Parameter]:
@@ -229,15 +231,14 @@ def _options(
 ) -> dict[str, Any]:
     """Return options as their annotations have them: a pattern compiled, a path as one."""
     takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
-    reserved = {*_SINGLE, *_BATCHED, "answer"}
-    known = [name for name, p in parameters.items() if name not in reserved and p.kind is not p.VAR_KEYWORD]
+    known = [name for name, p in parameters.items() if name not in _TOLD and p.kind is not p.VAR_KEYWORD]
     try:
         hints = typing.get_type_hints(function, include_extras=True)
     except Exception:  # noqa: BLE001 - of names that only a type checker imports, and of what is no function
         hints = {}
     checked = {}
     for name, value in options.items():
-        if name in reserved or (name not in known and not takes_all):
+        if name in _TOLD or (name not in known and not takes_all):
             hint = suggest(name, known) if known else " It has none."
             raise UserError(f"{field}: it has no option {name!r}.{hint}")
         try:

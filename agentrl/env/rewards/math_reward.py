@@ -31,13 +31,13 @@ def math(
     Raises:
         ValueError: where the right answer is no mathematics, which is a fault of the table.
     """
-    info["math_undecided"] = 0.0
+    info.setdefault("math_undecided", 0.0)
     if completion.strip() == str(answer).strip():
         return 1.0
     if find_spec("math_verify") is None:
         raise UserError("the reward math needs math-verify: pip install 'agentrl[math]'")
     result = _pool.ask({"answer": str(answer), "completion": completion, "timeout_s": timeout_s})
-    info["math_undecided"] = float(result is None)
+    info["math_undecided"] += float(result is None)
     if result == "no mathematics":
         raise ValueError(f"the right answer {abbreviated(answer)} is no mathematics; use exact_match")
     return float(result == "equal")

@@ -8,7 +8,7 @@ from typing import Any
 import gymnasium as gym
 import numpy as np
 
-from agentrl import Message, ToolEnv, UserError
+from agentrl import Message, Need, ToolEnv, UserError
 from agentrl_envs.adapters.splits import draw
 from agentrl_envs.options import whole_number
 
@@ -128,6 +128,16 @@ class GymnasiumEnv(ToolEnv):
         """Take a turn; an end by the source's limit of steps is told as one."""
         messages, reward, is_over, _, info = super().step(action)
         return messages, reward, is_over and not self.is_cut, self.is_cut, info
+
+    def reseed(self, seed: int) -> None:
+        """Let the source draw from a new generator too."""
+        super().reseed(seed)
+        self.source.unwrapped.np_random, _ = gym.utils.seeding.np_random(seed)
+
+    def provides(self) -> frozenset[Need]:
+        """Return what credit schemes may read."""
+        has_none = type(self).state_key is GymnasiumEnv.state_key and not self.observation_is_state
+        return super().provides() - ({Need.STATE_KEYS} if has_none else set())
 
     def state_key(self) -> str | None:
         """Return the observation, where it is the state."""

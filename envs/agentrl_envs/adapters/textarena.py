@@ -47,6 +47,8 @@ class TextArena(ToolEnv):
             ) from error
         self.seed = 0
         self.moves: list[str] = []
+        self.new_seeds: dict[int, int] = {}
+        """From which move on chance was another."""
 
     def start(self, options: dict[str, Any]) -> str:
         """Begin a game, in a new environment: some keep things when they are reset."""
@@ -56,6 +58,7 @@ class TextArena(ToolEnv):
             return self._held(), seed  # whatever it will draw later: one secret is one task
 
         self.seed, self.moves = draw(self.np_random, options, begin), []
+        self.new_seeds = {}
         return self._begin(self.seed)
 
     def answer(self, text: str) -> str | None:
@@ -64,9 +67,7 @@ class TextArena(ToolEnv):
             said, is_over = self._move(text)
         except Exception as error:  # noqa: BLE001 - a game may raise anything at a move that it does not understand
             words = f"{type(error).__name__}: {error}"
-            self._begin(self.seed)
-            for move in self.moves:
-                self._move(move)
+            self._play_again()
             return f"Error: {' '.join(words.split())[:200]}"
         self.moves.append(text)
         if is_over:
@@ -76,6 +77,20 @@ class TextArena(ToolEnv):
             self.finish(success=reward >= 1.0, score=min(max(reward, 0.0), 1.0))
             said = "\n".join(filter(None, (said, str(info[0].get("reason") or ""))))
         return said
+
+    def reseed(self, seed: int) -> None:
+        """Let the game draw from a new generator too."""
+        super().reseed(seed)
+        self.new_seeds[len(self.moves)] = seed
+        self._random = OwnRandom(seed)
+
+    def _play_again(self) -> None:
+        self._begin(self.seed)
+        for number, move in enumerate([*self.moves, None]):
+            if number in self.new_seeds:
+                self._random = OwnRandom(self.new_seeds[number])
+            if move is not None:
+                self._move(move)
 
     def state_key(self) -> str:
         """Return a hash of the game: all that it holds but the messages that it sent, and its random numbers."""

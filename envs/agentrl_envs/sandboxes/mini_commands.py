@@ -35,6 +35,8 @@ def options_of(args: list[str], flags: str, valued: str = "") -> tuple[set[str],
             if letter in valued:
                 if not letters and not queue:
                     raise ShellError(f"-{letter} needs a value")
+                if letter in values:
+                    raise ShellError(f"-{letter} is known here once")
                 values[letter], letters = letters or queue.pop(0), ""
             elif letter in flags:
                 found.add(letter)

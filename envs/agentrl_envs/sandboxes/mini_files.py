@@ -151,7 +151,7 @@ def _targets(tree: Tree, names: list[str]) -> list[tuple[str, str]]:
 @command
 def mv(tree: Tree, args: list[str], stdin: str) -> tuple[str, int]:  # noqa: ARG001
     """Move or rename."""
-    for path, target in _targets(tree, options_of(args, "fn")[2]):
+    for path, target in _targets(tree, options_of(args, "f")[2]):
         if path in tree.folders and target in tree.files:
             raise ShellError(f"cannot overwrite '{target}' with a directory")
         tree.move(path, target)

@@ -103,6 +103,8 @@ def _class(source: str, at: int) -> tuple[frozenset[str], bool, int]:
     if end < 0:
         raise ShellError("unmatched [ in a pattern")
     inner, characters, k = source[begin:end], set(), 0
+    if "[:" in inner:
+        raise ShellError("[:...:] is not known here; name the letters, as in [0-9]")
     while k < len(inner):
         if inner[k + 1 : k + 2] == "-" and k + 2 < len(inner):
             characters |= {chr(code) for code in range(ord(inner[k]), min(ord(inner[k + 2]) + 1, ord(inner[k]) + 256))}

@@ -74,10 +74,11 @@ def _script(tree: Tree, code: str) -> tuple[str, int]:
             num_said += len(more)
             if num_said > tree.max_bytes:
                 raise ShellError("output too large")
-        if end < len(tokens) and (end > at or not _is(tokens[end], "&&", "||")):
-            joined_by = tokens[end].text
-        elif end < len(tokens):
-            raise ShellError(f"a command is missing before {tokens[end].text}")
+        if end < len(tokens):
+            is_missing = end == at and (joined_by in ("&&", "||") or _is(tokens[end], "&&", "||"))
+            if is_missing and not (_is(tokens[end], "\n") and joined_by in ("&&", "||")):
+                raise ShellError(f"a command is missing before {tokens[end].text.strip() or 'the end of the line'}")
+            joined_by = joined_by if is_missing else tokens[end].text
         at = end + 1
     return "".join(said), status
 

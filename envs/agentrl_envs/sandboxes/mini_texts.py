@@ -122,8 +122,11 @@ def sort(tree: Tree, args: list[str], stdin: str) -> tuple[str, int]:
     """Sort lines: `-n -r -u -t -k`."""
     flags, values, names = options_of(args, "nru", "tk")
     lines = all_lines(tree, names, stdin)
-    field = whole(values["k"].partition(",")[0].rstrip("nr")) if "k" in values else 0
-    is_number = "n" in flags or values.get("k", "").endswith("n")
+    by = re.fullmatch(r"([1-9]\d{0,8})([nr]*)(?:,\d+([nr]*))?", values.get("k", "1"))
+    if by is None:
+        raise ShellError(f"-k {values['k']}: give the number of a field, with n and r if need be")
+    flags |= set(by[2] + (by[3] or ""))
+    field, is_number = int(by[1]) if "k" in values else 0, "n" in flags
 
     def key(line: str) -> tuple[float, str]:
         parts = line.split(values.get("t"))

@@ -51,7 +51,7 @@ class Tree:
             ShellError: where it leads out.
         """
         parts = [] if name.startswith("/") else self.folder.split("/") if self.folder else []
-        if name.startswith("/work"):
+        if name == "/work" or name.startswith("/work/"):
             name = name.removeprefix("/work")
         elif name.startswith("/"):
             raise ShellError(f"{name}: No such file or directory")
@@ -142,8 +142,11 @@ class Tree:
 
     def expanded(self, pattern: str) -> list[str]:
         """List the names that a pattern of `*`, `?` and `[...]` stands for, sorted; hidden ones only where it says so."""
-        names = [""]
-        for part in pattern.split("/"):
+        names = ["/work/" if pattern.startswith("/work/") else ""]
+        for part in pattern.removeprefix(names[0]).split("/"):
+            if part in (".", ".."):
+                names = [f"{name}{part}/" for name in names]
+                continue
             found = []
             for name in names:
                 at = name.removesuffix("/") or "."

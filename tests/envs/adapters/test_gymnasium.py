@@ -4,8 +4,9 @@ import gymnasium as gym
 import numpy as np
 import pytest
 
-from agentrl import UserError
+from agentrl import Need, UserError
 from agentrl.env import make_env
+from agentrl.rollout.env_calls import copy_env
 from agentrl.testing import check_env
 from agentrl_envs.adapters.gymnasium import GymnasiumEnv
 
@@ -120,3 +121,19 @@ def test_what_cannot_be_adapted_is_refused(options: dict[str, Any], words: str) 
 
 def test_a_recipe_names_it() -> None:
     make_env("agentrl_envs.adapters.gymnasium:GymnasiumEnv", {"id": "FrozenLake-v1"}).reset(seed=0)
+
+
+def test_a_fork_has_chance_of_its_own() -> None:
+    env = GymnasiumEnv(id="FrozenLake-v1", kwargs={"is_slippery": True})
+    env.reset(seed=0)
+    ends = set()
+    for seed in range(12):
+        fork = copy_env(env, seed=seed)
+        ends.add("".join(fork.step("right")[0][0]["content"] for _ in range(2)))
+    assert len(ends) > 1
+    assert len({"".join(copy_env(env, seed=3).step("right")[0][0]["content"]) for _ in range(4)}) == 1
+
+
+def test_schemes_may_read_the_state_where_it_is_observed() -> None:
+    assert Need.STATE_KEYS in GymnasiumEnv(id="FrozenLake-v1").provides()
+    assert Need.STATE_KEYS not in GymnasiumEnv(id="Blackjack-v1").provides()

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from agentrl import UserError
+from agentrl.rollout.env_calls import copy_env
 from agentrl.testing import check_env
 
 pytest.importorskip("textarena", reason="needs TextArena: pip install 'agentrl[textarena]'")
@@ -125,3 +126,19 @@ def test_train_and_eval_never_hide_the_same_secret() -> None:
 def test_a_game_that_cannot_be_played_alone_is_refused(game: str, words: str) -> None:
     with pytest.raises(UserError, match=words):
         TextArena(game=game)
+
+
+def test_a_fork_has_chance_of_its_own_which_a_move_that_fails_does_not_take_back() -> None:
+    env = TextArena(game="Blackjack-v0")
+    env.reset(seed=0)
+    shown = set()
+    for seed in range(8):
+        fork = copy_env(env, seed=seed)
+        shown.add(fork.step("[Hit]")[0][0]["content"])
+    assert len(shown) > 1
+    fork = copy_env(env, seed=1)
+    said = [fork.step("[Hit]")[0][0]["content"]]
+    again = copy_env(env, seed=1).unwrapped
+    assert isinstance(again, TextArena)
+    again._play_again()
+    assert [again.step("[Hit]")[0][0]["content"]] == said

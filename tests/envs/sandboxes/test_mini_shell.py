@@ -96,7 +96,15 @@ cat nothing 2> /dev/null || echo missing
 echo a#b # a comment
 echo x > /dev/null
 ls -p
+ls ./*.txt
+echo ./logs/*.log logs/../*.txt /work/logs/*.log nothing/../*.txt
+rm ./logs/*.tmp; ls logs
+cat /worklogs/x.log
+sort -t, -k2n data/sales.csv
+sort -t, -k2,2nr data/sales.csv
+sort -k1nr b.txt
 """.strip().split("\n")
+SAME += ["false &&\necho one", "true &&\n\necho one", "false ||\necho one\necho two"]
 REFUSED = (
     *(
         "echo $HOME",
@@ -118,6 +126,12 @@ REFUSED = (
         "find . -exec ls",
         "awk 'BEGIN{while(1){}}'",
         "grep '[a' a.txt",
+        "grep '[[:alpha:]]' a.txt",
+        "grep -e a -e b a.txt",
+        "sed -e s/a/b/ -e s/b/c/ a.txt",
+        "sort -k1.2 a.txt",
+        "mv -n a.txt b.txt",
+        "true && ; ls",
     ),
 )
 
