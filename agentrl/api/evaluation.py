@@ -1,6 +1,7 @@
 """Evaluation, from a script, a notebook or the command line."""
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -56,7 +57,7 @@ def evaluate(
 
 
 def evaluated(
-    recipe: Recipe, run_dir: Path | None, *, console: Console, keep: bool = True
+    recipe: Recipe, run_dir: Path | None, *, console: Console, keep: bool = True, first: int = 0
 ) -> tuple[dict[str, Evaluation], Path | None]:
     """Play the evaluation tasks of each environment.
 
@@ -68,6 +69,7 @@ def evaluated(
         run_dir: of the run whose newest weights play; None: the recipe's model plays as it is.
         console: prints warnings.
         keep: write the rollouts into the run's folder.
+        first: of a table, which task comes first.
     """
     folder = RunFolder.open(run_dir) if run_dir else None
 
@@ -78,6 +80,9 @@ def evaluated(
         step = load_weights(parts, folder) if folder else 0
         parts.link.start(0)
         reuse_environments(parts)
+        if first:
+            envs = tuple(replace(env, tasks=replace(env.tasks, first=first)) for env in parts.evaluation_envs)
+            parts = replace(parts, evaluation_envs=envs)
         found = evaluate_parts(parts)
         if folder is None or not keep:
             return found, None

@@ -13,13 +13,14 @@ from agentrl.api.evaluation import evaluated
 from agentrl.api.given import sections
 from agentrl.api.notebook import without_running_loop
 from agentrl.api.target import load_to_play, look_for_modules_here
-from agentrl.env import MessageEnv, close_env
-from agentrl.env.config import EnvConfig
+from agentrl.config import load_recipe
+from agentrl.env import MessageEnv, base_env, close_env, describe
 from agentrl.env.spaces import is_message
 from agentrl.errors import ConfigError, EnvironmentFailure
 from agentrl.plain_data import abbreviated, line_of, plain_data
 from agentrl.report.terminal import Console
 from agentrl.rollout.fault import environment_failures
+from agentrl.rollout.tasks import Tasks
 from agentrl.testing.baselines import Played
 from agentrl.testing.baselines import play as play_with
 from agentrl.types import Message, Trajectory
@@ -56,10 +57,13 @@ def play(
     if env is None or not isinstance(model, str):
         raise ConfigError("play: with an endpoint, name an environment, and the model as the endpoint knows it")
     policy = _endpoint_policy(endpoint, model, temperature=temperature, key=os.environ.get(api_key_env))
+    config = load_recipe({}, changes=sections({"env": env})).env
     with environment_failures():
-        made = EnvConfig.model_validate(sections({"env": env})["env"]).make()
+        made = config.make()
         try:
-            return play_with(made, policy, seed=seed, max_turns=max_turns, rng=np.random.default_rng(seed))
+            task = Tasks(seed=seed, num=describe(base_env(made)).num_tasks, first=seed).evaluation(1)[0]
+            rng = np.random.default_rng(seed)
+            return play_with(made, policy, seed=task.seed, index=task.index, max_turns=max_turns, rng=rng)
         finally:
             close_env(made)
 
@@ -75,7 +79,7 @@ def _played_here(env: Any, model: str | Path | None, *, seed: int, max_turns: in
     }
     recipe, run_dir = load_to_play(model if is_run else None, changes=sections(changes))
     with without_running_loop():
-        found, _ = evaluated(recipe, run_dir, console=Console(soft_wrap=True), keep=False)
+        found, _ = evaluated(recipe, run_dir, console=Console(soft_wrap=True), keep=False, first=seed)
     trajectory: Trajectory = next(iter(found.values())).groups[0].trajectories[0]
     if trajectory.error is not None:
         raise EnvironmentFailure(trajectory.error)

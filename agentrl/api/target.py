@@ -125,6 +125,7 @@ def untrained(recipe: "Recipe", *, process: int = 0) -> "Recipe":
     return recipe.model_copy(
         update={
             "run_dir": None,
+            "report": recipe.report.model_copy(update={"trackers": ()}),
             "engine": recipe.engine.of_process(process),
             "credit": {"scheme": "uniform", "lone": "keep"},
             "loss": recipe.loss.model_copy(update={"kl_coefficient": 0.0, "routing_replay": "none"}),

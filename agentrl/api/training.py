@@ -80,7 +80,7 @@ def train(
     look_for_modules_here(recipe)
     changes = sections({"env": env, "model": model, "credit": credit, **others})
     if processes != 1:
-        return _launch(recipe, changes, overrides, processes=processes, on_step=on_step)
+        return _launch(recipe, changes, overrides, processes=processes, on_step=on_step, quiet=quiet)
     planned, run_dir = load(recipe, overrides, changes=changes)
     planned = with_run_dir(planned, run_dir, name=name_of(recipe))
     with without_running_loop():
@@ -186,7 +186,13 @@ def _run(
 
 
 def _launch(
-    target: Target, changes: dict[str, Any], overrides: Sequence[str], *, processes: int, on_step: OnStep | None
+    target: Target,
+    changes: dict[str, Any],
+    overrides: Sequence[str],
+    *,
+    processes: int,
+    on_step: OnStep | None,
+    quiet: bool,
 ) -> TrainedRun:
     """Train as several processes, as `agentrl launch` does."""
     if on_step is not None:
@@ -201,7 +207,8 @@ def _launch(
         # The fields that changed of a run's recipe are options; a new one is whole in its file.
         options = [*(f"--{name}={json.dumps(value)}" for name, value in changes.items()), *overrides]
         where = [str(run_dir), *options] if run_dir else [str(file)]
-        command = [sys.executable, "-m", "agentrl.cli.attached", "launch", "--processes", str(processes), *where]
+        how = ["--processes", str(processes), *(["--quiet"] if quiet else [])]
+        command = [sys.executable, "-m", "agentrl.cli.attached", "launch", *how, *where]
         paths = os.pathsep.join([sys.path[0], *filter(None, [os.environ.get("PYTHONPATH")])])  # where the script lies
         environment = {**os.environ, "PYTHONPATH": paths}
         with subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, start_new_session=True) as launcher:

@@ -25,7 +25,9 @@ def add(commands: Commands) -> None:
 
 
 def _add_verbose(command: argparse.ArgumentParser) -> None:
-    command.add_argument("-v", "--verbose", action="store_true", help="print the metrics of each step")
+    shown = command.add_mutually_exclusive_group()
+    shown.add_argument("-v", "--verbose", action="store_true", help="print the metrics of each step")
+    shown.add_argument("-q", "--quiet", action="store_true", help="print nothing but warnings")
 
 
 def _train(options: argparse.Namespace, rest: list[str]) -> None:
@@ -35,7 +37,7 @@ def _train(options: argparse.Namespace, rest: list[str]) -> None:
     is_main = rank() == 0
     recipe = with_run_dir(recipe, run_dir, name=name_of(options.target), is_main=is_main)
     with exits(recipe.run_dir):
-        console = Console(soft_wrap=True, quiet=not is_main)
+        console = Console(soft_wrap=True, quiet=options.quiet or not is_main)
         run(recipe, run_dir, console=console, is_main=is_main, verbose=options.verbose)
 
 
@@ -59,4 +61,4 @@ def _launch(options: argparse.Namespace, rest: list[str]) -> None:
         _train(options, rest)
         return
     sys.stdout.flush()
-    launch.launch(options, [*rest, *(["--verbose"] if options.verbose else [])])
+    launch.launch(options, [*rest, *(["--verbose"] if options.verbose else ["--quiet"] if options.quiet else [])])

@@ -38,10 +38,17 @@ class Measured:
     """What an evaluation found in one environment."""
 
     env_id: str
+    name: str
+    """In `evaluation.env`; empty where there is one environment."""
     num_tasks: int
     episodes: int
     values: dict[str, float]
     intervals: dict[str, Interval]
+
+    @property
+    def where(self) -> str:
+        """Where it was found."""
+        return f"{self.env_id} ({self.name})" if self.name else self.env_id
 
 
 def write_card(
@@ -100,18 +107,29 @@ def measure(run: RunFolder, config: Mapping[str, Any], *, step: int) -> list[Mea
     wanted = EvaluationNote(step=step, settings=settings_of(config))
     for file, note in reversed(run.played_evaluations()):
         if note == wanted:
-            return list(_replayed(list(read_records(file)), EvaluationConfig.model_validate(config["evaluation"])))
+            return list(_replayed(list(read_records(file)), config))
     row = next((row for row in run.metrics() if row["step"] == step), {})
     return list(_of_row(row, config))
 
 
-def _replayed(records: Sequence[Any], evaluation: EvaluationConfig) -> Iterator[Measured]:
-    env_ids = {record.group_id.rpartition("/")[0]: record.env_id for record in records}
-    for prefix, env_id in env_ids.items():
-        groups = groups_of(record for record in records if record.group_id.rpartition("/")[0] == prefix)
+def _envs(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the environments in which a run is evaluated, by name."""
+    envs: Mapping[str, Any] = config["evaluation"]["env"] or {"": config["env"]}
+    return envs
+
+
+def _replayed(records: Sequence[Any], config: Mapping[str, Any]) -> Iterator[Measured]:
+    evaluation = EvaluationConfig.model_validate(config["evaluation"])
+    by_prefix: dict[str, list[Any]] = {}
+    for record in records:
+        by_prefix.setdefault(record.group_id.rpartition("/")[0], []).append(record)
+    for prefix, of_one in by_prefix.items():
+        name = prefix.partition("/")[2]
+        groups = groups_of(of_one)
         found = evaluated(groups, evaluation)
         yield Measured(
-            env_id=env_id,
+            env_id=_envs(config)[name]["id"] if name in _envs(config) else of_one[0].env_id,
+            name=name,
             num_tasks=len(groups),
             episodes=round(found.metrics["episodes"]),
             values=_values(found.metrics),
@@ -120,8 +138,7 @@ def _replayed(records: Sequence[Any], evaluation: EvaluationConfig) -> Iterator[
 
 
 def _of_row(row: Mapping[str, float], config: Mapping[str, Any]) -> Iterator[Measured]:
-    envs = config["evaluation"]["env"] or {"": config["env"]}
-    for env_name, env in envs.items():
+    for env_name, env in _envs(config).items():
         prefix = f"eval/{env_name}/" if env_name else "eval/"
         values = {key.removeprefix(prefix): value for key, value in row.items() if key.startswith(prefix)}
         for name, most in _RANGES.items():
@@ -135,6 +152,7 @@ def _of_row(row: Mapping[str, float], config: Mapping[str, Any]) -> Iterator[Mea
         is_one_each = config["evaluation"]["samples"] == 1 and "success" in values
         yield Measured(
             env_id=env["id"],
+            name=env_name,
             num_tasks=round((episodes + values.get("failed", 0)) / config["evaluation"]["samples"]),
             episodes=episodes,
             values=_values(values),
@@ -152,8 +170,8 @@ def _header(config: Mapping[str, Any], measured: Sequence[Measured], *, name: st
     results = [
         EvalResult(
             task_type="reinforcement-learning",
-            dataset_type=re.sub(r"[^\w.-]+", "-", _public(each.env_id)),
-            dataset_name=f"{_public(each.env_id)}, {each.num_tasks} evaluation tasks",
+            dataset_type=re.sub(r"[^\w.-]+", "-", _public(each.where)).strip("-"),
+            dataset_name=f"{_public(each.where)}, {each.num_tasks} evaluation tasks",
             metric_type=measure,
             metric_value=round(value, 6),
             metric_name=_with_interval(measure, each.intervals.get(measure)),
@@ -227,7 +245,7 @@ def _evaluation(measured: Sequence[Measured], step: int) -> Iterator[str]:
     if not measured:
         yield f"These weights, of step {step}, were not evaluated."
     for each in measured:
-        yield f"Of step {step}, in `{_code(each.env_id)}`: {each.num_tasks} evaluation tasks, {each.episodes} episodes."
+        yield f"Of step {step}, in `{_code(each.where)}`: {each.num_tasks} evaluation tasks, {each.episodes} episodes."
         rows = [("metric", "value", "95 % interval over tasks")]
         for name, value in each.values.items():
             interval = each.intervals.get(name)

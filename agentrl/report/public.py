@@ -6,13 +6,25 @@ from pathlib import Path
 from typing import Any
 
 _SECRET = re.compile(
-    r"(^|[_-])(((api|access|private|secret|auth|bearer|hf)[_-]?)(key|token)|^key|^token|secret|pass(word|wd|phrase)|credentials?)$",
+    r"(^|[_-])((api|access|private|secret|auth|bearer|hf)[_-]?(key|token)|secret|credentials?|auth|authorization|cookies?)$"
+    r"|^key$|pass(word|wd|phrase)$",
     re.IGNORECASE,
 )
-_KEY_TEXT = re.compile(r"\b(hf_|sk-|ghp_|github_pat_|xox[a-z]-|AKIA)[\w-]{8,}")
-_PATH = re.compile(r"(?:~|/|[A-Za-z]:[\\/])[^\s]*[\\/](\S*)")
+_TOKEN = re.compile(r"(^|.*[_-])token", re.IGNORECASE)
+_TEXT_TOKEN = re.compile(
+    r"(.*[_-])?(bos|cls|eos|image|mask|pad|sep|stop|unk|per|special|start|end)[_-]token", re.IGNORECASE
+)
+_VARIABLE = re.compile(r"[A-Z0-9_]*(KEY|TOKEN|SECRET|PASS|PWD|PAT|AUTH)")
+"""An environment variable that a program reads a secret from."""
+_KEY_TEXT = re.compile(r"\b(hf_|sk-|gsk_|ghp_|glpat-|github_pat_|ntn_|xox[a-z]-|AKIA|AIza|Bearer\s+)[\w.~+/=-]{8,}")
+_PATH = re.compile(r"(?:~|/+[^\s\\/]+|[A-Za-z]:)[\\/](?:[^\n]*[\\/])?([^\\/\n]*)")
 _HOME = re.compile(r"/+(?:home|Users)/[^/\s]+")
-_HOST = re.compile(r"\b((?:https?|wss?)://)[^/\s]+")
+_HOST = re.compile(r"\b([a-z][a-z0-9+.-]*://)[^/\s]+", re.IGNORECASE)
+
+
+def _is_secret(name: str) -> bool:
+    is_token = _TOKEN.fullmatch(name) and not _TEXT_TOKEN.fullmatch(name)
+    return bool(is_token or _SECRET.search(name) or _VARIABLE.fullmatch(name))
 
 
 def public(value: Any, name: str = "") -> Any:
@@ -32,7 +44,7 @@ def public(value: Any, name: str = "") -> Any:
 
 
 def _public_text(text: str, name: str) -> str:
-    if _SECRET.search(name):
+    if _is_secret(name):
         return "(hidden)"
     if whole := _PATH.fullmatch(text):
         return whole[1] or "(a folder)"

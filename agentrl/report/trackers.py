@@ -30,7 +30,8 @@ _NUM_GROUPS, _OF_EACH = 4, 2
 """Groups in a table, and rollouts of each."""
 _MAX_CHARACTERS = 20_000
 """Of a dialogue."""
-_KEYS = TypeAdapter(dict[str, str])
+_KNOWN = TypeAdapter(dict[str, str | tuple[str, int]])
+"""By a tracker's name, by what it finds the run again; with the last step that it got, where it lacks some."""
 _PACKAGES = {"comet_ml": "comet-ml"}
 """What to install, where that is not the name."""
 
@@ -226,45 +227,52 @@ class Trackers:
         Args:
             report: names them.
             folder: of the run; it keeps by what each finds the run again.
-            config: the recipe, which is sent where a tracker's run begins, as are the steps so far.
-            next_step: the step that is about to come.
+            config: the recipe, which is sent where a tracker's run begins.
+            next_step: the step that is about to come; what a tracker lacks of those before it is sent first.
             on_failure: told the step, a warning's name and its words.
 
         Raises:
             ConfigError: where a tracker's run cannot begin. One that cannot be resumed is left out.
         """
-        self._on_failure, self._step = on_failure, next_step
+        self._on_failure, self._step, self._sent = on_failure, next_step, next_step - 1
         self._live: list[Tracker] = []
-        keys = read_json(folder.trackers, _KEYS, fix="delete it") if folder.trackers.is_file() else {}
+        self._file = folder.trackers
+        self._known = read_json(self._file, _KNOWN, fix="delete it") if self._file.is_file() else {}
+        for name in self._known.keys() - set(report.trackers):
+            self._note_behind(name)
         for name in dict.fromkeys(report.trackers):
+            known = self._known.get(name)
+            key, sent = known if isinstance(known, tuple) else (known, -1 if known is None else next_step - 1)
             run = TrackedRun(
                 project=report.project,
                 folder=folder.path.resolve(),
-                key=keys.get(name),
-                next_step=next_step,
+                key=key,
+                next_step=sent + 1,
                 config=_config(config),
             )
             try:
                 tracker = _KINDS.get(name, Tracker)(name, run)
-                if name not in keys:
+                if known is None:
                     tracker.add_config()
-                    for row in folder.metrics():
+                for row in folder.metrics():
+                    if row["step"] > sent:
                         tracker.add_row(row)
             except Exception as error:
-                if name not in keys:
+                if known is None:
                     self.finish()
                     raise ConfigError(_not_begun(name, error, folder.path)) from error
                 self._fail(name, error)
             else:
                 self._live.append(tracker)
-                if name not in keys:
-                    keys[name] = tracker.key
-                    write_whole(folder.trackers, json.dumps(keys))
+                if known != tracker.key:
+                    self._known[name] = tracker.key
+                    self._write()
 
     def add_row(self, row: Mapping[str, float]) -> None:
         """Send the metrics of a step."""
         self._step = int(row["step"])
         self._each(lambda tracker: tracker.add_row(row))
+        self._sent = self._step
 
     def add_rollouts(self, groups: Sequence[TrajectoryGroup], step: int) -> None:
         """Send a few rollouts of a step as a table, to those that have tables."""
@@ -288,6 +296,16 @@ class Trackers:
     def _fail(self, name: str, error: Exception) -> None:
         words = f"report.trackers: {name} fails, and the run continues without it until it is resumed: {line_of(error)}"
         self._on_failure(self._step, f"tracker_{name}", words)
+        self._note_behind(name)
+
+    def _note_behind(self, name: str) -> None:
+        """Note up to which step a tracker has got the rows: the others are sent when it is back."""
+        if isinstance(key := self._known.get(name), str):
+            self._known[name] = key, self._sent
+            self._write()
+
+    def _write(self) -> None:
+        write_whole(self._file, json.dumps(self._known))
 
 
 def dialogue(trajectory: Trajectory) -> str:

@@ -46,6 +46,8 @@ class Tasks:
     """As the environment says: what a run is resumed on must be what it began with."""
     stages: tuple[Stage, ...] = ()
     """The schedule, in its order."""
+    first: int = 0
+    """Of a table, which evaluation task comes first."""
 
     def train(self, index: int, *, place: int | None = None, step: int = 0) -> EnvTask:
         """Return the task of the `index`-th group: of a table, the next one of an epoch, each epoch in its own order.
@@ -88,9 +90,13 @@ class Tasks:
         count = asked if num is None else min(asked, num)
         seed = self.seed if self.evaluation_seed is None else self.evaluation_seed
         return [
-            EnvTask(seed=held_out_seed(seed, place), split="eval", index=place if num is None else place * num // count)
+            EnvTask(seed=held_out_seed(seed, place), split="eval", index=self._evaluation_index(place, count))
             for place in range(count)
         ]
+
+    def _evaluation_index(self, place: int, count: int) -> int:
+        num = self.num.eval
+        return place if num is None else (self.first + place * num // count) % num
 
     def words_if_fewer(self, asked: int) -> str | None:
         """Return what to tell where there are fewer evaluation tasks than were asked for."""

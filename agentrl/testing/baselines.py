@@ -54,12 +54,19 @@ def _calls(message: Message) -> list[str]:
 
 
 def play(
-    env: Env, policy: Policy, *, seed: int, max_turns: int, rng: np.random.Generator, split: str = "eval"
+    env: Env,
+    policy: Policy,
+    *,
+    seed: int,
+    max_turns: int,
+    rng: np.random.Generator,
+    split: str = "eval",
+    index: int | None = None,
 ) -> Played:
-    """Play an episode, on at most `max_turns` turns."""
+    """Play an episode, on at most `max_turns` turns; of a table the task of that index, or (None) that the seed comes to."""
     base = base_env(env)
     num_tasks = base.num_tasks(split)
-    task = None if num_tasks is None else seed % num_tasks
+    task = None if num_tasks is None else seed % num_tasks if index is None else index
     first, _ = env.reset(seed=seed, options={"rollout_index": 0, "split": split, "task_index": task})
     messages, is_over = list(first), False
     rewards: list[float] = []

@@ -69,7 +69,7 @@ def check_env(
         if not report.lines():
             env = new_session(report, build).env
             look = partial(look_at, str(name), build, env, num_seeds=len(seeds))
-            found: CheckedEnv = report.call("an episode after other episodes", look, num_calls=3)
+            found: CheckedEnv = report.call("an episode after other episodes", look, num_calls=6, extra_s=10.0)
             report.close_sessions()
             return found
     except Problem as problem:  # it cannot be made, or it hangs: there is nothing more to learn

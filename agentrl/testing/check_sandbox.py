@@ -1,5 +1,6 @@
 """The promises of a sandbox."""
 
+import copy
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -13,6 +14,8 @@ _LATE_S = 5.0
 """How long beyond its deadline an `exec` may take here."""
 _LOOP: dict[Language, str] = {"python": "while True: pass", "sh": "while true; do true; done"}
 _ECHO: dict[Language, str] = {"python": "print('well')", "sh": "echo well"}
+_LONG: dict[Language, str] = {"python": "print('x' * 5000)", "sh": f"echo {'x' * 5000}"}
+_MAX_OUTPUT = 1000
 _COPY: dict[Language, str] = {
     "python": "text = open('in/a.txt').read()\nopen('out.txt', 'w').write(text)",
     "sh": "cat in/a.txt > out.txt",
@@ -32,7 +35,7 @@ def check_sandbox(sandbox: str | Mapping[str, Any], *, loops: bool = True) -> No
     """
     named = {"name": sandbox} if isinstance(sandbox, str) else dict(sandbox)
     lines: list[str] = []
-    _check(sandbox_config({**named, "timeout_s": 2.0, "max_output_bytes": 1000}), lines, loops=loops)
+    _check(sandbox_config({**named, "timeout_s": 2.0, "max_output_bytes": _MAX_OUTPUT}), lines, loops=loops)
     if lines:
         raise CheckError("\n".join([f"{named.get('name')}: {len(lines)} of its promises do not hold", *lines]))
 
@@ -53,6 +56,17 @@ def _check(config: SandboxConfig, lines: list[str], *, loops: bool) -> None:
         for path in ("../x", "/etc/hostname", "in/../../x"):
             _refuses(lines, f"read({path!r})", ValueError, lambda path=path: sandbox.read(path))  # type: ignore[misc]
             _refuses(lines, f"write({path!r})", ValueError, lambda path=path: sandbox.write(path, "x"))  # type: ignore[misc]
+        with _noting(lines, "long output"):
+            result = sandbox.exec(_LONG[language], language=language)
+            if len(result.output.encode()) > _MAX_OUTPUT or result.num_cut == 0:
+                lines.append(
+                    f"exec() of code that prints 5000 characters kept {len(result.output.encode())} bytes and cut "
+                    f"{result.num_cut}, where max_output_bytes is {_MAX_OUTPUT}"
+                )
+        with _noting(lines, "a deep copy"), copy.deepcopy(sandbox) as copied:
+            copied.write("in/a.txt", "other")
+            if sandbox.read("in/a.txt") != "née\n".encode():
+                lines.append("what is written into a deep copy changes the sandbox that it was made of")
         with _noting(lines, "code that is none"):
             if sandbox.exec("(", language=language).returncode == 0:
                 lines.append("exec() of what is no code returned 0")
@@ -64,6 +78,8 @@ def _check(config: SandboxConfig, lines: list[str], *, loops: bool) -> None:
     with _noting(lines, "close"):
         sandbox.close()
     _refuses(lines, "exec() after close()", ValueError, lambda: sandbox.exec(_ECHO[language], language=language))
+    _refuses(lines, "read() after close()", ValueError, lambda: sandbox.read("in/a.txt"))
+    _refuses(lines, "write() after close()", ValueError, lambda: sandbox.write("in/a.txt", "x"))
 
 
 def _language(sandbox: Sandbox, lines: list[str]) -> Language | None:

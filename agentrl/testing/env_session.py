@@ -68,8 +68,10 @@ class Report:
         except Problem as problem:
             self.add(problem.line)
 
-    def call(self, what: str, function: Callable[[], Any], *, fix: str = "", num_calls: int = 1) -> Any:
-        """Call into the environment, and return what it returns; many calls in one have as many deadlines.
+    def call(
+        self, what: str, function: Callable[[], Any], *, fix: str = "", num_calls: int = 1, extra_s: float = 0.0
+    ) -> Any:
+        """Call into the environment, and return what it returns; many calls in one have as many deadlines, and `extra_s`.
 
         Raises:
             Problem: when it raises.
@@ -84,7 +86,7 @@ class Report:
                 outcome.set_exception(RaisedError(error))
 
         self._jobs.put(job)
-        limit_s = num_calls * self._timeout_s
+        limit_s = num_calls * self._timeout_s + extra_s
         try:
             outcome.exception(limit_s)
         except TimeoutError:

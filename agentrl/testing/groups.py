@@ -19,7 +19,7 @@ def make_group(
     action_lengths: Sequence[Sequence[int]] | None = None,
     observation_lengths: Sequence[Sequence[int]] | None = None,
     group_id: str | None = None,
-    **fields: Nested,
+    **fields: Nested | None,
 ) -> TrajectoryGroup:
     """Build a group from nested lists: one inner list a trajectory, one entry a turn.
 
@@ -45,6 +45,7 @@ def make_group(
     signals, known = signal_classes(), [*Turn.__dataclass_fields__, *map(str, signal_classes())]
     if unknown := sorted(fields.keys() - set(known)):
         raise UserError(f"{unknown[0]}: a turn has no such field.{suggest(unknown[0], known)}")
+    fields = {name: nested for name, nested in fields.items() if nested is not None}
     given |= fields
     for name, nested in given.items():
         if nested is not None and [len(row) for row in nested] != [len(row) for row in rewards]:
@@ -62,7 +63,9 @@ def make_group(
         )
         if not is_per_token or value is None:
             return value
-        return tuple(value) if isinstance(value, Sequence) else (float(value),) * num
+        if isinstance(value, Sequence):
+            return tuple(value)
+        return (int(value) if name == "versions" else float(value),) * num
 
     def turn(i: int, k: int) -> Turn:
         num_actions, num_observations = at(action_lengths, i, k, 1), at(observation_lengths, i, k, 2)
@@ -71,17 +74,15 @@ def make_group(
         made_up: dict[str, Any] = {
             "behavior_logprobs": tuple(-0.25 * (1 + (i + k + t) % 5) for t in range(num_actions)),
             "signals": {name: value for name, value in own.items() if name in signals and value is not None},
+            "observation_ids": tuple(4 + (first + t) % 28 for t in range(num_observations)),
+            "action_ids": tuple(32 + (7 * i + 3 * k + t) % 32 for t in range(num_actions)),
+            "versions": (0,) * num_actions,
+            "reward": float(rewards[i][k]),
+            "state_key": at(state_keys, i, k),
+            "next_state_key": at(state_keys, i, k + 1),
+            "action_key": at(action_keys, i, k),
         }
-        return Turn(
-            **made_up | {name: value for name, value in own.items() if name not in signals},
-            observation_ids=tuple(4 + (first + t) % 28 for t in range(num_observations)),
-            action_ids=tuple(32 + (7 * i + 3 * k + t) % 32 for t in range(num_actions)),
-            versions=(0,) * num_actions,
-            reward=float(rewards[i][k]),
-            state_key=at(state_keys, i, k),
-            next_state_key=at(state_keys, i, k + 1),
-            action_key=at(action_keys, i, k),
-        )
+        return Turn(**made_up | {name: value for name, value in own.items() if name not in signals})
 
     return TrajectoryGroup(
         group_id=group_id,

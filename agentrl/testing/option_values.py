@@ -3,11 +3,12 @@
 import enum
 import types
 from collections.abc import Iterator
-from typing import Any, Literal, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 
 def is_closed(annotation: Any) -> bool:
     """Tell whether a type has few values: bool, Literal, Enum, and what is composed of them."""
+    annotation = _plain(annotation)
     if get_origin(annotation) in (Union, types.UnionType):
         return all(is_closed(part) for part in get_args(annotation))
     is_enum = isinstance(annotation, type) and issubclass(annotation, enum.Enum)
@@ -16,6 +17,7 @@ def is_closed(annotation: Any) -> bool:
 
 def other_values(annotation: Any, given: Any) -> Iterator[Any]:
     """Yield values of a type that are not the given one; nothing for types that tell none."""
+    annotation = _plain(annotation)
     if get_origin(annotation) in (Union, types.UnionType):
         for part in get_args(annotation):
             yield from other_values(part, given)
@@ -34,3 +36,8 @@ def other_values(annotation: Any, given: Any) -> Iterator[Any]:
         steps = (start / 2, 2 * start, start + 0.25, start - 0.25) if annotation is float else (start + 1, start - 1)
         found = [*steps, *map(annotation, (0, 1, 2, 10))]
     yield from (value for value in found if value != given)
+
+
+def _plain(annotation: Any) -> Any:
+    """Return a type without what is said of it: the bounds of a number, which the field checks."""
+    return get_args(annotation)[0] if get_origin(annotation) is Annotated else annotation

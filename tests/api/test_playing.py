@@ -3,6 +3,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -46,6 +47,48 @@ def test_what_an_endpoint_answers_may_be_no_message(message: dict[str, object], 
 @pytest.mark.parametrize("message", [call({"name": "look"}), {"content": "\ud800"}])
 def test_an_odd_message_of_an_endpoint_is_played(message: dict[str, object], url: str) -> None:
     assert len(agentrl.play("key_door", json.dumps(message), endpoint=url, max_turns=2).rewards) == 2
+
+
+def test_the_seed_says_which_row_of_a_table_is_played_by_a_run_and_by_an_endpoint(url: str, tmp_path: Path) -> None:
+    rows = [{"prompt": f"{number}?", "answer": "x"} for number in range(40)]
+    options = {
+        "tasks": [{"prompt": "t?", "answer": "x"}],
+        "eval_tasks": rows,
+        "answer": "answer",
+        "rewards": ["exact_match"],
+    }
+    tasks = {"id": "tasks", "options": options}
+
+    def asked(seed: int, model: Any, **given: Any) -> str:
+        return str(agentrl.play(tasks, model, seed=seed, max_turns=1, **given).messages[0]["content"])
+
+    said = [asked(seed, '{"content": "no"}', endpoint=url) for seed in (0, 1, 77)]
+    assert said == ["0?", "1?", "37?"]
+    small = {"hidden_size": 16, "num_layers": 1, "num_heads": 2, "num_kv_heads": 1, "intermediate_size": 32}
+    run = agentrl.train(
+        env=tasks,
+        model={"local": small},
+        run_dir=str(tmp_path / "run"),
+        warmup={"steps": 0},
+        rollout={"num_groups": 1, "group_size": 2, "max_turns": 1, "max_turn_tokens": 4},
+        train={"steps": 1, "device": "cpu", "num_minibatches": 1},
+        evaluation={"num_tasks": 1},
+        quiet=True,
+    )
+    assert [asked(seed, run.path) for seed in (0, 1, 77)] == said
+
+
+def test_a_mistake_in_what_is_to_be_played_behind_an_endpoint_is_told_as_one(url: str) -> None:
+    with pytest.raises(ConfigError, match=r"env\.idd: no such field"):
+        agentrl.play({"idd": "key_door"}, "opens", endpoint=url)
+    options = {
+        "tasks": [{"prompt": "?", "answer": "x"}],
+        "eval_share": 0,
+        "answer": "answer",
+        "rewards": ["exact_match"],
+    }
+    with pytest.raises(ConfigError, match="no evaluation tasks"):
+        agentrl.play({"id": "tasks", "options": options}, "opens", endpoint=url)
 
 
 class Raises(KeyDoor):

@@ -36,6 +36,15 @@ class Unfinished(CreditScheme):
     """Lacks assign()."""
 
 
+def test_a_made_up_group_has_the_fields_that_are_given() -> None:
+    (trajectory,) = make_group([[0, 1]], action_lengths=[[1, 2]], versions=[[3, 4]], values=None).trajectories
+    assert [turn.versions for turn in trajectory.turns] == [(3,), (4, 4)]
+    (trajectory,) = make_group(
+        [[0]], action_ids=[[(7, 8)]], action_lengths=[[2]], observation_ids=[[(1,)]]
+    ).trajectories
+    assert (trajectory.turns[0].action_ids, trajectory.turns[0].observation_ids) == ((7, 8), (1,))
+
+
 def test_credit_is_one_float32_for_each_action_token() -> None:
     assert Credit.uniform(FIRST, 0.5).advantages_T.tolist() == [0.5, 0.5, 0.5]
     assert Credit.from_turns(FIRST, [1, -2]).advantages_T.tolist() == [1, 1, -2]

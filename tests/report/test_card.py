@@ -70,10 +70,12 @@ def test_a_model_of_the_hub_is_named_and_a_folder_is_not(tmp_path: Path) -> None
     assert "base_model" not in header
 
 
-def add_evaluation(run: RunFolder, config: dict[str, Any], *, step: int, successes: list[float]) -> Path:
+def add_evaluation(
+    run: RunFolder, config: dict[str, Any], *, step: int, successes: list[float], prefix: str = "eval"
+) -> Path:
     return run.add_evaluation(
         (
-            member(0, reward=2 * success, group_id=f"eval/{task:06d}", step=step, metrics={"success": success})
+            member(0, reward=2 * success, group_id=f"{prefix}/{task:06d}", step=step, metrics={"success": success})
             for task, success in enumerate(successes)
         ),
         EvaluationNote(step=step, settings=settings_of(config)),
@@ -137,6 +139,23 @@ def test_without_rollouts_the_runs_own_evaluation_is_told(tmp_path: Path) -> Non
     assert found.values == {"success": 0.75, "reward": 0.5}
     assert found.intervals == {"success": wilson(0.75, 8)}
     assert measure(run, config, step=1) == []
+
+
+def test_environments_of_an_evaluation_are_told_apart(tmp_path: Path) -> None:
+    env = {"easy": {"id": "calculator", "options": {"max_depth": 1}}, "hard": {"id": "calculator"}}
+    row = {"step": 2.0} | {
+        f"eval/{name}/{measure}": value
+        for name, success in (("easy", 0.75), ("hard", 0.25))
+        for measure, value in (("success", success), ("episodes", 8.0))
+    }
+    run, config = make_run(tmp_path / "run", rows=[row], evaluation={"env": env})
+    header, text = card(tmp_path, run, config)
+    assert "in `calculator (easy)`: 8 evaluation tasks" in text
+    results = {each["dataset"]["type"]: each["metrics"][0]["value"] for each in header["model-index"][0]["results"]}
+    assert results == {"calculator-easy": 0.75, "calculator-hard": 0.25}
+    add_evaluation(run, config, step=2, successes=[1.0, 0.0], prefix="eval/hard")
+    (found,) = measure(run, config, step=2)
+    assert (found.env_id, found.name) == ("calculator", "hard")
 
 
 def test_without_matplotlib_the_curves_are_a_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -294,6 +294,33 @@ def test_a_tracker_that_is_named_later_gets_the_steps_so_far(tmp_path: Path) -> 
     assert Fragile.logged == [0, 2, 3]
 
 
+@pytest.mark.usefixtures("registered")
+def test_a_tracker_that_failed_or_was_left_out_gets_what_it_lacks_when_it_is_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = RunFolder.create(tmp_path / "run", {})
+
+    def go(steps: range, *names: str) -> None:
+        trackers = Trackers(
+            ReportConfig(trackers=names), folder, config={}, next_step=steps[0], on_failure=lambda *_: None
+        )
+        for step in steps:
+            folder.add_metrics({"step": step, "entropy": 1.0})
+            trackers.add_row({"step": step, "entropy": 1.0})
+        trackers.finish()
+
+    go(range(3), "fragile")  # it fails at 1
+    assert Fragile.logged == [0, 1]
+    monkeypatch.setattr(Fragile, "log", lambda _, values, step, **__: Fragile.logged.append(step))
+    go(range(3, 5), "fragile")
+    assert Fragile.logged == [0, 1, 1, 2, 3, 4]
+    go(range(5, 7))
+    go(range(7, 8), "fragile")
+    assert Fragile.logged[6:] == [5, 6, 7]
+    go(range(8, 9), "fragile")
+    assert Fragile.logged[9:] == [8]
+
+
 @pytest.mark.parametrize(
     ("name", "words"),
     [("comet_ml", r"^report\.trackers: 'comet_ml' is not installed: pip install comet-ml$"), ("wandbb", r"'wandb'\?$")],

@@ -2,7 +2,7 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import replace
 from statistics import fmean, stdev
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import numpy as np
 import pytest
@@ -71,6 +71,19 @@ class Simple(CreditScheme):
 def test_the_scheme_that_the_broken_ones_start_from_passes() -> None:
     check_credit(Simple())
     check_credit(Simple(), scale_equivariant=True)
+
+
+class Capped(Simple):
+    cap: Annotated[float, Field(gt=0)] | None = None
+
+    def values(self, returns: list[float]) -> list[float]:
+        return [
+            value if self.cap is None else max(-self.cap, min(self.cap, value)) for value in super().values(returns)
+        ]
+
+
+def test_an_option_may_be_a_number_within_bounds_or_none() -> None:
+    check_credit(Capped())
 
 
 class FirstIsBaseline(Simple):

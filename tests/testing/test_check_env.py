@@ -95,6 +95,15 @@ def test_a_sound_environment_passes(cls: type[MessageEnv]) -> None:
     check_env(cls)
 
 
+def test_short_deadlines_are_those_of_a_call_and_not_of_what_is_looked_at_last() -> None:
+    class Slow(Sound):
+        def reset(self, **given: Any) -> Any:
+            time.sleep(0.02)
+            return super().reset(**given)
+
+    check_env(Slow, timeout_s=1.0, seeds=range(2))
+
+
 def test_one_task_for_all_seeds_is_fine() -> None:
     check_env(Sound, num_buttons=1)
 

@@ -42,6 +42,9 @@ class Careless:
     def read(self, path: str) -> bytes:
         return self.files[path]
 
+    def __deepcopy__(self, memo: object) -> "Careless":
+        return self
+
     def write(self, path: str, content: bytes | str) -> None:
         self.files[path] = content.encode() if isinstance(content, str) else content
 
@@ -74,7 +77,11 @@ def test_a_strangers_sandbox_is_found_by_its_class_and_told_what_is_wrong() -> N
         "read() of a file that is not there raised KeyError: 'nothing'; raise FileNotFoundError",
         "write('../x') returned None; raise ValueError",
         "exec() of an endless loop returned ExecResult",
+        "exec() of code that prints 5000 characters kept 5001 bytes and cut 0, where max_output_bytes is 1000",
+        "what is written into a deep copy changes the sandbox that it was made of",
         "exec() after close() returned ExecResult",
+        "read() after close() returned b'other'; raise ValueError",
+        "write() after close() returned None; raise ValueError",
     ):
         assert words in said
 
