@@ -211,12 +211,20 @@ def _open_mappings(arguments: Sequence[str]) -> list[str]:
                 raise ConfigError(f"{name}: needs a value")
             value = rest.pop(0)
         nested: Any = parse_yaml(value, where=f"{name}: {value[:80]!r}")
+        if not _has_names(nested):
+            raise ConfigError(f"{name}: the names in a mapping must be text; put them in quotes")
         for key in reversed(name.removeprefix(prefix).split(".")):
             nested = {key: nested}
         mappings[prefix] = _merged(mappings.get(prefix, {}), nested)
     for prefix, nested in mappings.items():
         rewritten += [prefix.removesuffix("."), json.dumps(nested, default=str)]  # a YAML date is no JSON: as written
     return rewritten
+
+
+def _has_names(value: Any) -> bool:
+    if isinstance(value, dict):
+        return all(isinstance(key, str | int | float) and _has_names(each) for key, each in value.items())
+    return all(map(_has_names, value)) if isinstance(value, list) else True
 
 
 def _wrong_options(message: str) -> str:

@@ -76,5 +76,9 @@ def check(options: argparse.Namespace) -> None:
         raise ConfigError(
             f"--processes: expected a positive multiple of --machines: {options.machines}, got {options.processes}"
         )
+    if not 0 <= options.machine < options.machines:
+        raise ConfigError(f"--machine: expected 0 to {options.machines - 1} (--machines less 1), got {options.machine}")
+    if not 0 <= options.port <= 65535:
+        raise ConfigError(f"--port: expected 0 to 65535, got {options.port}")
     if options.machines > 1 and not options.port:
         raise ConfigError("--port: several machines need one; name a port that is free on --host")

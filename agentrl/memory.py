@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 
 from agentrl.chat import local_folder
 from agentrl.config import Recipe
@@ -15,6 +16,7 @@ from agentrl.credit import load_credit
 from agentrl.engine.batched import BatchedConfig
 from agentrl.engine.transformers import MAX_MASK, SAMPLING_BYTES
 from agentrl.engine.vllm import VLLMConfig
+from agentrl.engine.vllm_common import check_one_process, check_reloadable, is_reloadable
 from agentrl.errors import ConfigError
 from agentrl.policy.logprobs import tile_elements
 from agentrl.policy.model import local_config
@@ -69,7 +71,7 @@ def model_config(recipe: Recipe) -> Any:
         return local_config(local, vocab_size=local.vocab_size)
     try:
         return AutoConfig.from_pretrained(local_folder(name) or name, trust_remote_code=False)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, StrictDataclassError) as error:
         raise ConfigError(
             f"model.name_or_path: cannot read the configuration of {name!r}: {error}. A folder with its config.json is enough: "
             "--model.name_or_path FOLDER"
@@ -104,13 +106,17 @@ def plan_memory(recipe: Recipe, *, gpus: int, memory: int, sizes: Sizes | None =
     """
     engine: Any = recipe.engine
     servers = list(engine.server.urls) if engine.name == "vllm_server" else []
-    parallel = int(engine.vllm.get("tensor_parallel_size", 1)) if servers else 1
+    parallel = max(1, int(_option(recipe, "tensor_parallel_size", 1))) if servers else 1
     num_training = gpus - len(servers) * parallel
     if num_training < 1:
         raise ConfigError(
             f"engine.server.url: {len(servers)} servers of {parallel} GPUs leave none of {gpus} to train on"
         )
+    if engine.name == "vllm":
+        check_one_process(num_training)
     sizes = model_sizes(recipe) if sizes is None else sizes
+    if engine.name in ("vllm", "vllm_server"):
+        check_reloadable(sizes.config)
     found = [_trainer(recipe, sizes, num_training, memory)]
     if servers:
         taken = _vllm(recipe, memory, _SERVER_SHARE)
@@ -175,6 +181,7 @@ def _trainer(recipe: Recipe, sizes: Sizes, num_processes: int, memory: int) -> P
         "tiles of logits": _TILES * _SINGLE * tile_elements(is_gpu=train.device != "cpu"),
     }
     by_vllm = bool(memory) and num_processes == 1 and isinstance(recipe.engine, VLLMConfig)
+    by_vllm = by_vllm and is_reloadable(sizes.config)  # else `auto` takes the other engine
     sampling = {"a pass of sampling": 0 if by_vllm else _sampling_pass(recipe, sizes)}
     at_once = update | sampling if recipe.rollout.samples_during_update else max(update, sampling, key=_together)
     uses |= at_once
@@ -248,8 +255,16 @@ def _moments(recipe: Recipe, sizes: Sizes, shards: int) -> Iterator[dict[str, in
 
 def _vllm(recipe: Recipe, memory: int, share: float) -> int:
     """Return what a vLLM takes of a GPU; `share`: where the recipe does not say."""
+    return int(_option(recipe, "gpu_memory_utilization", share) * memory)
+
+
+def _option(recipe: Recipe, name: str, default: float) -> float:
+    """Return a number that vLLM is told."""
     engine: Any = recipe.engine
-    return int(float(engine.vllm.get("gpu_memory_utilization", share)) * memory)
+    value = engine.vllm.get(name, default)
+    if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
+        raise ConfigError(f"engine.vllm.{name}: expected a number above 0, got {value!r}")
+    return value
 
 
 def _engine(recipe: Recipe, sizes: Sizes) -> dict[str, int]:
@@ -279,12 +294,21 @@ def _sampling_pass(recipe: Recipe, sizes: Sizes) -> int:
 
 
 def _bytes_per_token(recipe: Recipe, config: Any) -> int:
-    """Return what keys and values of a token take. Recurrent layers keep none, nor do those that are no attention."""
+    """Return what keys and values of a token take: of latent attention (DeepSeek) the latent.
+
+    Recurrent layers keep none, nor do those that are no attention.
+    """
     text = config.get_text_config()
-    head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    if (num_heads := getattr(text, "num_attention_heads", None)) is None:
+        return 0
     kinds = getattr(text, "layer_types", None) or ["full_attention"] * text.num_hidden_layers
     num_attending = sum(kind not in _WITHOUT_KEYS for kind in kinds)
-    return int(2 * num_attending * text.num_key_value_heads * head_dim * _half(recipe))
+    if rank := getattr(text, "kv_lora_rank", None):
+        size = rank + text.qk_rope_head_dim
+    else:
+        head_dim = getattr(text, "head_dim", None) or text.hidden_size // num_heads
+        size = 2 * (getattr(text, "num_key_value_heads", None) or num_heads) * head_dim
+    return int(num_attending * size * _half(recipe))
 
 
 def _cached_tokens(recipe: Recipe, sizes: Sizes, taken: int, *, parallel: int = 1) -> int | None:

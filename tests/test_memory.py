@@ -7,10 +7,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import transformers
 import yaml
 from torch import Tensor
 from transformers import Qwen3Config
 
+from agentrl.cli import main
 from agentrl.config import load_recipe
 from agentrl.errors import ConfigError
 from agentrl.learn.kept_versions import KeptVersions
@@ -53,6 +55,54 @@ def test_keys_and_values_are_those_of_the_layers_that_have_them(name: str, tmp_p
     (process,) = plan_memory(load_recipe(None, ["--model.name_or_path", str(tmp_path), *options]), gpus=1, memory=0)
     num_bytes = sum(4 * tensor.numel() for tensor in kept if tensor is not None)
     assert process.uses["keys and values"] / (3 * 512) == num_bytes / 10 > 0
+
+
+@pytest.mark.parametrize("family", ["GPT2", "DeepseekV3"])
+def test_keys_and_values_are_counted_where_configurations_name_them_otherwise(family: str, tmp_path: Path) -> None:
+    sizes: dict[str, Any] = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64}
+    if family == "DeepseekV3":
+        heads = {"qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 6, "q_lora_rank": 8, "kv_lora_rank": 10}
+        experts = {"n_routed_experts": 4, "n_group": 1, "topk_group": 1, "num_experts_per_tok": 2}
+        sizes = {"hidden_size": 32, "intermediate_size": 32, "moe_intermediate_size": 16, "num_hidden_layers": 2}
+        sizes |= {"num_attention_heads": 4, "num_key_value_heads": 4, **heads, **experts}
+    config = getattr(transformers, f"{family}Config")(vocab_size=97, **sizes)
+    model = transformers.AutoModelForCausalLM.from_config(config).eval()
+    with torch.no_grad():
+        layers = model(torch.arange(3, 13)[None], use_cache=True).past_key_values.layers
+    num_bytes = sum(4 * (layer.keys.numel() + layer.values.numel()) for layer in layers)
+    config.save_pretrained(tmp_path)
+    options = ("--engine.max_batch_size", "3", "--rollout.max_context_tokens", "64", "--rollout.max_turn_tokens", "32")
+    recipe = load_recipe(None, ["--model.name_or_path", str(tmp_path), *options])
+    (process,) = plan_memory(recipe, gpus=1, memory=0)
+    assert process.uses["keys and values"] / (3 * 64) == num_bytes / 10 > 0
+
+
+def test_what_a_run_would_refuse_is_refused_by_its_plan() -> None:
+    def plan(*options: str, gpus: int = 1) -> dict[str, int]:
+        return dict(plan_memory(load_recipe(None, options), gpus=gpus, memory=80 * GB)[0].uses)
+
+    with pytest.raises(ConfigError, match="vllm runs within one process only"):
+        plan("--engine.name", "vllm", gpus=2)
+    with pytest.raises(
+        ConfigError, match=r"engine\.vllm\.gpu_memory_utilization: expected a number above 0, got 'high'"
+    ):
+        plan("--engine.name", "vllm", "--engine.vllm", '{"gpu_memory_utilization": "high"}')
+
+
+def test_vllm_is_counted_where_it_is_going_to_sample(tmp_path: Path) -> None:
+    tiny_model("gpt-oss", vocab_size=97).config.save_pretrained(tmp_path)
+    model = ("--model.name_or_path", str(tmp_path))
+    (process,) = plan_memory(load_recipe(None, model), gpus=1, memory=80 * GB)
+    assert "vLLM" not in process.uses
+    assert process.uses["engine"] > 0
+    with pytest.raises(ConfigError, match=r"set engine\.name: transformers"):
+        plan_memory(load_recipe(None, [*model, "--engine.name", "vllm"]), gpus=1, memory=80 * GB)
+
+
+def test_groups_that_cannot_be_dealt_out_are_refused_by_a_plan(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["plan", "calculator", "--gpus", "4", "--rollout.num_groups", "6"])
+    assert "6 cannot be dealt out to 4 processes" in " ".join(capsys.readouterr().err.split())
 
 
 def test_a_model_without_attention_has_room_for_any_number_of_tokens(tmp_path: Path) -> None:

@@ -155,6 +155,8 @@ def test_a_checkpoint_is_read_in_parts_and_the_run_is_resumed(tmp_path: Path) ->
         ),
         (("--processes", 0), "--processes: expected a positive multiple of --machines: 1, got 0"),
         (("--processes", 3, "--machines", 2), "--processes: expected a positive multiple of --machines: 2, got 3"),
+        (("--processes", 2, "--machines", 2, "--machine", 2), "--machine: expected 0 to 1 (--machines less 1), got 2"),
+        (("--processes", 2, "--port", 99999), "--port: expected 0 to 65535, got 99999"),
         (("--processes", 2, "--machines", 2), "--port: several machines need one; name a port that is free on --host"),
     ],
 )

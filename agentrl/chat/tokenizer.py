@@ -37,6 +37,7 @@ def pretrained_tokenizer(name_or_path: str, *, field: str = "model.name_or_path"
     Raises:
         ConfigError: when there is none.
     """
+    from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoTokenizer  # which loads torch
 
     where = local_folder(name_or_path)
@@ -45,8 +46,14 @@ def pretrained_tokenizer(name_or_path: str, *, field: str = "model.name_or_path"
     try:
         # Said outright: by default transformers asks at the terminal whether to run a model's own code.
         return AutoTokenizer.from_pretrained(where or name_or_path, trust_remote_code=False)
-    except (OSError, ValueError, ImportError) as error:  # ImportError: of a package that its kind needs
-        raise ConfigError(f"{field}: cannot load the tokenizer of {name_or_path!r}: {error}") from error
+    except (
+        OSError,
+        ValueError,
+        ImportError,
+        StrictDataclassError,
+    ) as error:  # ImportError: a package that its kind needs
+        words = " ".join(str(error).split())
+        raise ConfigError(f"{field}: cannot load the tokenizer of {name_or_path!r}: {words}") from error
 
 
 def local_folder(name_or_path: str) -> Path | None:

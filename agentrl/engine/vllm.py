@@ -22,6 +22,7 @@ from agentrl.engine.vllm_common import (
     FINISH_REASONS,
     HOW_TO_INSTALL,
     MIN_TEMPERATURE,
+    check_one_process,
     check_reloadable,
     engine_arguments,
     is_installed,
@@ -66,11 +67,7 @@ class VLLMConfig(BatchedConfig):
                 "engine.sleep: rollout.mode: async samples while the policy is updated; set engine.sleep to false"
             )
         check_reloadable(context.model.config)
-        if context.share.num_processes > 1:
-            raise ConfigError(
-                "engine.name: vllm runs within one process only; with several start a server for each, or for some of them, "
-                "and set engine.name: vllm_server and engine.server.url"
-            )
+        check_one_process(context.share.num_processes)
         return VLLMEngine(
             context.model,
             self.settled(context),

@@ -44,6 +44,19 @@ def check_reloadable(config: Any) -> None:
         )
 
 
+def check_one_process(num_processes: int) -> None:
+    """Refuse vLLM within processes that train together.
+
+    Raises:
+        ConfigError: saying what takes its place.
+    """
+    if num_processes > 1:
+        raise ConfigError(
+            "engine.name: vllm runs within one process only; with several start a server for each, or for some of them, "
+            "and set engine.name: vllm_server and engine.server.url"
+        )
+
+
 def engine_arguments(*, is_cpu: bool) -> dict[str, Any]:
     """Return the arguments of vLLM's `EngineArgs` that hold wherever it samples for training."""
     arguments: dict[str, Any] = {

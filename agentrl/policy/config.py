@@ -66,7 +66,7 @@ class LoraSettings(BaseModel):
     """What is added is scaled by `alpha / rank`."""
     target_modules: Literal["all-linear"] | tuple[str, ...] = "all-linear"
     """Linear layers to adapt, by the ends of their names: `[q_proj, v_proj]`. `all-linear`: all but the head. The experts
-    and routers of a mixture are no linear layers, and stay as they are."""
+    and routers of a mixture stay as they are."""
 
 
 class ModelConfig(BaseModel):

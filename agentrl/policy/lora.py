@@ -176,8 +176,9 @@ def _find_layers(model: Any, targets: Literal["all-linear"] | tuple[str, ...]) -
     """Return the names of the linear layers to adapt, of those that text goes through."""
     from transformers.pytorch_utils import Conv1D
 
-    head, read = model.get_output_embeddings(), {id(one) for part in text_modules(model) for one in part.modules()}
-    modules = [(name, module) for name, module in model.named_modules() if id(module) in read and module is not head]
+    read = {id(one) for part in text_modules(model) for one in part.modules()}
+    kept = {id(model.get_output_embeddings()), *(id(one) for router in _routers(model) for one in router.modules())}
+    modules = [(name, module) for name, module in model.named_modules() if id(module) in read - kept]
     known = [name for name, module in modules if isinstance(module, nn.Linear | Conv1D)]
     if targets == "all-linear":
         return known
@@ -189,6 +190,14 @@ def _find_layers(model: Any, targets: Literal["all-linear"] | tuple[str, ...]) -
                 f"head and its embeddings cannot).{suggest(target, endings)}"
             )
     return [name for name in known if any(f".{name}".endswith(f".{target}") for target in targets)]
+
+
+def _routers(model: Any) -> Iterator[nn.Module]:
+    """Yield what chooses the experts of each layer; some are linear layers."""
+    for layer in model.modules():
+        children = dict(layer.named_children())
+        if "experts" in children:
+            yield from (children[name] for name in ("gate", "router", "classifier") if name in children)
 
 
 def _change(name: str, layer: Any, state: dict[str, Tensor]) -> tuple[Tensor, Tensor]:

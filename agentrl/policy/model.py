@@ -9,6 +9,8 @@ from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
+from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from agentrl.chat import local_folder, pretrained_tokenizer
@@ -61,9 +63,17 @@ def load_pretrained(
     source, config, tokenizer = open_checkpoint(name_or_path, field=field)
     options = {"quantization_config": Mxfp4Config(dequantize=True)} if quantization(config) else {}
     with naming_checkpoint(name_or_path, field=field):
-        model = auto_class(config).from_pretrained(
-            source, dtype=torch.float32, attn_implementation=attention, trust_remote_code=False, **options
+        model, found = auto_class(config).from_pretrained(
+            source,
+            dtype=torch.float32,
+            attn_implementation=attention,
+            trust_remote_code=False,
+            output_loading_info=True,
+            **options,
         )
+    if missing := sorted(found["missing_keys"]):
+        others = f", and {len(missing) - 1} others" if len(missing) > 1 else ""
+        raise ConfigError(f"{field}: {name_or_path!r} lacks weights of its model: {missing[0]}{others}; get it again")
     return name_body(model.float()), tokenizer  # what was quantized comes in bfloat16
 
 
@@ -99,8 +109,8 @@ def naming_checkpoint(name_or_path: str, *, field: str) -> Iterator[None]:
     """
     try:
         yield
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{field}: cannot load {name_or_path!r}: {error}") from error
+    except (OSError, ValueError, RuntimeError, SafetensorError, StrictDataclassError) as error:
+        raise ConfigError(f"{field}: cannot load {name_or_path!r}: {' '.join(str(error).split())}") from error
 
 
 def name_body(model: Any) -> Any:
@@ -133,6 +143,14 @@ def quantization(config: Any) -> str | None:
     return None if method is None else str(method)
 
 
+_HEAD_FIELDS = (
+    *("logit_scale", "logits_scaling", "lm_head_multiplier"),
+    *("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap"),
+)
+"""By what families change their logits."""
+_OF_OTHER_HEADS = ("classifier_dropout", "summary_first_dropout")
+
+
 def check_head(config: Any, *, field: str = "model.name_or_path") -> None:
     """Refuse models whose logits are more than a linear map of the hidden states.
 
@@ -140,8 +158,8 @@ def check_head(config: Any, *, field: str = "model.name_or_path") -> None:
         ConfigError: naming what is in the way.
     """
     text = config.get_text_config()
-    scale = {name: getattr(text, name, None) for name in ("logit_scale", "logits_scaling", "final_logit_softcapping")}
-    if found := {name: value for name, value in scale.items() if value not in (None, 1, 1.0)}:
+    changes = {name: getattr(text, name, None) for name in _HEAD_FIELDS}
+    if found := {name: value for name, value in changes.items() if value not in (None, 1, 1.0)}:
         raise ConfigError(f"{field}: {config.model_type} changes its logits by {found}, which the fused head lacks")
 
 
@@ -176,6 +194,7 @@ def check_dropout(config: Any) -> None:
     """
     words = ("dropout", "_pdrop", "layerdrop", "jitter")
     random = {k: v for k, v in config.get_text_config().to_dict().items() if any(word in k for word in words)}
+    random = {name: value for name, value in random.items() if name not in _OF_OTHER_HEADS}
     if found := {name: value for name, value in random.items() if isinstance(value, float) and value > 0}:
         raise ConfigError(
             f"model.name_or_path: chance within a pass makes importance ratios random; set {', '.join(found)} to 0"

@@ -14,6 +14,7 @@ from agentrl.learn.policy_state import load_weights
 from agentrl.policy.export import export_adapter, export_model
 from agentrl.policy.lora import add_lora
 from agentrl.policy.model import Policy, load_pretrained, make_local_model
+from agentrl.policy.towers import freeze_towers
 from agentrl.report.card import write_card
 from agentrl.report.folder import RunFolder
 from agentrl.run.resume import newest_checkpoint
@@ -46,6 +47,7 @@ def export(
     newest = newest_checkpoint(run)
     if recipe.model.name_or_path is not None:
         model, tokenizer = load_pretrained(recipe.model.name_or_path, attention=recipe.model.attention)
+        freeze_towers(model)  # as in training: a sharded checkpoint has none of what is frozen
     else:
         tokenizer = load_tokenizer(run.tokenizer)
         model = make_local_model(recipe.model.local, tokenizer, attention=recipe.model.attention)

@@ -45,8 +45,8 @@ def make_group(
     signals, known = signal_classes(), [*Turn.__dataclass_fields__, *map(str, signal_classes())]
     if unknown := sorted(fields.keys() - set(known)):
         raise UserError(f"{unknown[0]}: a turn has no such field.{suggest(unknown[0], known)}")
-    fields = {name: nested for name, nested in fields.items() if nested is not None}
-    given |= fields
+    own_fields = {name: nested for name, nested in fields.items() if nested is not None}
+    given |= own_fields
     for name, nested in given.items():
         if nested is not None and [len(row) for row in nested] != [len(row) for row in rewards]:
             raise UserError(
@@ -70,7 +70,7 @@ def make_group(
     def turn(i: int, k: int) -> Turn:
         num_actions, num_observations = at(action_lengths, i, k, 1), at(observation_lengths, i, k, 2)
         first = 0 if k == 0 else 5 * i + 3 * k
-        own = {name: spread(name, nested[i][k], num_actions) for name, nested in fields.items()}
+        own = {name: spread(name, nested[i][k], num_actions) for name, nested in own_fields.items()}
         made_up: dict[str, Any] = {
             "behavior_logprobs": tuple(-0.25 * (1 + (i + k + t) % 5) for t in range(num_actions)),
             "signals": {name: value for name, value in own.items() if name in signals and value is not None},

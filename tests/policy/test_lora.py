@@ -295,6 +295,15 @@ def test_experts_and_routers_stay_as_they_are() -> None:
     assert {name.split(".")[-3] for name in adapter_state(model)} == {"q_proj", "k_proj", "v_proj", "o_proj"}
 
 
+def test_routers_that_are_linear_layers_stay_as_they_are() -> None:
+    sizes: dict[str, Any] = {"intermediate_size_mlp": 32, "num_local_experts": 2, "head_dim": 8}
+    config = transformers.Llama4TextConfig(**SIZES | sizes)
+    model = transformers.Llama4ForCausalLM(config)
+    add_lora(model, LoraSettings(rank=2))
+    assert not any("router" in name for name in adapter_state(model))
+    assert model(torch.arange(3, 13)[None]).logits.isfinite().all()
+
+
 def test_layers_that_peft_takes_for_experts_are_refused() -> None:
     name = "experts and a dense layer"
     with pytest.raises(ConfigError, match=r"set it to those of its attention: \[q_proj, k_proj, v_proj, o_proj\]"):

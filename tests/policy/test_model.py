@@ -7,8 +7,18 @@ import numpy as np
 import pytest
 import torch
 from pydantic import ValidationError
-from safetensors.torch import save_file
-from transformers import GptOssConfig, GptOssForCausalLM, Llama4ForCausalLM, Llama4TextConfig, PhimoeConfig
+from safetensors.torch import load, save_file
+from transformers import (
+    FalconH1Config,
+    GPT2Config,
+    GPTNeoXConfig,
+    GptOssConfig,
+    GptOssForCausalLM,
+    Llama4ForCausalLM,
+    Llama4TextConfig,
+    PhimoeConfig,
+    RecurrentGemmaConfig,
+)
 
 from agentrl.chat import train_tokenizer
 from agentrl.config import load_recipe
@@ -16,7 +26,7 @@ from agentrl.errors import ConfigError
 from agentrl.policy.config import LocalModelConfig
 from agentrl.policy.layout import choose_layout, hidden_states, lay_out
 from agentrl.policy.logprobs import fused_logprobs
-from agentrl.policy.model import Policy, check_attention, check_dropout, load_pretrained, make_local_model
+from agentrl.policy.model import Policy, check_attention, check_dropout, check_head, load_pretrained, make_local_model
 from agentrl.policy.sizes import count_kept
 
 
@@ -55,6 +65,17 @@ def test_a_model_whose_passes_have_chance_in_them_is_refused(name: str) -> None:
     check_dropout(PhimoeConfig(router_jitter_noise=0.0))
     with pytest.raises(ConfigError, match=rf"chance within a pass makes importance ratios random; set {name} to 0"):
         check_dropout(PhimoeConfig.from_dict({"router_jitter_noise": 0.0, name: 0.01}))
+
+
+def test_chance_in_heads_that_are_not_there_is_none() -> None:
+    check_dropout(GPTNeoXConfig())
+    check_dropout(GPT2Config(resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0))
+
+
+@pytest.mark.parametrize("config", [FalconH1Config(lm_head_multiplier=0.5), RecurrentGemmaConfig(logits_soft_cap=30.0)])
+def test_logits_that_are_changed_behind_the_head_are_refused(config: Any) -> None:
+    with pytest.raises(ConfigError, match="changes its logits by"):
+        check_head(config)
 
 
 def test_adapters_need_a_model_to_adapt(tmp_path: Path) -> None:
@@ -160,6 +181,34 @@ def test_llama_4_is_trained_though_it_misnames_what_is_below_its_head(tmp_path: 
     assert layout == "packed"
     assert "layers of type chunked_attention" in str(why)
     assert count_kept(config, None, num_tokens=64, weights=torch.float32, autocast=False, checkpointing=False).layer > 0
+
+
+def test_files_that_are_broken_are_told_in_a_line(tmp_path: Path) -> None:
+    sizes = LocalModelConfig(hidden_size=16, num_layers=1, num_heads=2, num_kv_heads=1, intermediate_size=32)
+    make_local_model(sizes, train_tokenizer([], vocab_size=261)).save_pretrained(tmp_path)
+    train_tokenizer([], vocab_size=261).save_pretrained(tmp_path)
+    load_pretrained(str(tmp_path))
+    weights, config = tmp_path / "model.safetensors", tmp_path / "config.json"
+    whole, settings = weights.read_bytes(), json.loads(config.read_text())
+
+    def refused() -> str:
+        with pytest.raises(ConfigError, match=r"^model\.name_or_path: ") as caught:
+            load_pretrained(str(tmp_path))
+        assert "\n" not in str(caught.value)
+        return str(caught.value)
+
+    for content in (b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n", whole[: len(whole) // 2]):
+        weights.write_bytes(content)
+        assert "cannot load" in refused()
+    tensors = load(whole)
+    name = next(name for name in tensors if name.endswith("down_proj.weight"))
+    save_file({key: value for key, value in tensors.items() if key != name}, weights, metadata={"format": "pt"})
+    assert f"lacks weights of its model: {name}; get it again" in refused()
+    weights.write_bytes(whole)
+    config.write_text(json.dumps(settings | {"hidden_size": 32}))
+    assert "cannot load" in refused()
+    config.write_text(json.dumps(settings | {"attention_dropout": "0.0"}))
+    assert "cannot load" in refused()
 
 
 def test_weights_that_are_quantized_in_another_way_are_refused(tmp_path: Path) -> None:
