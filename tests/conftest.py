@@ -29,28 +29,34 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 
 
 SLOW_FIRST = (
-    "test_kill_vllm",
+    "test_memory",
+    "test_examples",
     "test_run_processes",
+    "test_run",
     "test_vllm_server",
+    "test_hostile_values",
+    "test_processes",
+    "test_kill_vllm",
+    "test_layout",
+    "test_built_in",
+    "test_reliability",
+    "test_check_engine",
+    "test_vllm_servers",
+    "test_site",
+    "test_architectures",
+    "test_cli",
+    "test_hostile_files",
+    "test_run_vllm",
+    "test_mcp",
+    "test_families",
+    "test_tree_attention",
+    "test_rewind",
     "test_rollout_load",
     "test_serve_vllm",
-    "test_run_vllm",
-    "test_kill",
-    "test_vllm_engine",
-    "test_resume",
-    "test_processes",
-    "test_reliability",
-    "test_signals",
-    "test_cli",
-    "test_plugin",
-    "test_critic",
-    "test_stream",
-    "test_branches",
-    "test_boundary",
-    "test_run_partial",
-    "test_mcp",
+    "test_cli_compare",
+    "test_transformers_engine",
 )
-"""Files that take half a minute or more, the longest first: no worker is to be left with one of them at the end."""
+"""Files that take longest, as they were measured, the longest first: no worker is to be left with one of them at the end."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
