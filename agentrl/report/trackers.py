@@ -215,7 +215,7 @@ class Trackers:
 
     def __init__(
         self,
-        report: ReportConfig,
+        report: ReportConfig | None,
         folder: RunFolder,
         *,
         config: Mapping[str, Any],
@@ -225,7 +225,7 @@ class Trackers:
         """Begin or resume the run in each.
 
         Args:
-            report: names them.
+            report: names them. None: this process sends nothing.
             folder: of the run; it keeps by what each finds the run again.
             config: the recipe, which is sent where a tracker's run begins.
             next_step: the step that is about to come; what a tracker lacks of those before it is sent first.
@@ -237,7 +237,11 @@ class Trackers:
         self._on_failure, self._step, self._sent = on_failure, next_step, next_step - 1
         self._live: list[Tracker] = []
         self._file = folder.trackers
-        self._known = read_json(self._file, _KNOWN, fix="delete it") if self._file.is_file() else {}
+        self._known: dict[str, str | tuple[str, int]] = {}
+        if report is None:
+            return
+        if self._file.is_file():
+            self._known = read_json(self._file, _KNOWN, fix="delete it")
         for name in self._known.keys() - set(report.trackers):
             self._note_behind(name)
         for name in dict.fromkeys(report.trackers):
@@ -255,7 +259,7 @@ class Trackers:
                 if known is None:
                     tracker.add_config()
                 for row in folder.metrics():
-                    if row["step"] > sent:
+                    if sent < row["step"] < next_step:
                         tracker.add_row(row)
             except Exception as error:
                 if known is None:

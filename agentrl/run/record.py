@@ -7,7 +7,7 @@ from agentrl.credit import Credit, load_credit
 from agentrl.distributed.processes import from_rank_zero, is_main
 from agentrl.errors import TrainingError
 from agentrl.learn.health import COLLAPSE_ADVICE, SIGNS, Sign, first_told, signs
-from agentrl.report.folder import ReportConfig, RunFolder, Told
+from agentrl.report.folder import RunFolder, Told
 from agentrl.report.records import pieces_of, records
 from agentrl.report.trackers import Trackers
 from agentrl.run.build import Parts
@@ -35,7 +35,7 @@ class RunRecord:
         self._rows = [row for row in folder.metrics() if row["step"] > 0] if is_main() else []
         """Metrics of the finished steps."""
         self.trackers = Trackers(
-            parts.recipe.report if is_main() else ReportConfig(),
+            parts.recipe.report if is_main() else None,
             folder,
             config=parts.recipe.model_dump(mode="json"),
             next_step=next_step,

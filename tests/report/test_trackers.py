@@ -315,8 +315,14 @@ def test_a_tracker_that_failed_or_was_left_out_gets_what_it_lacks_when_it_is_bac
     go(range(3, 5), "fragile")
     assert Fragile.logged == [0, 1, 1, 2, 3, 4]
     go(range(5, 7))
+    noted = folder.trackers.read_text()
+    Trackers(None, folder, config={}, next_step=7, on_failure=print).finish()  # of another process
+    assert folder.trackers.read_text() == noted
     go(range(7, 8), "fragile")
     assert Fragile.logged[6:] == [5, 6, 7]
+    noted = folder.trackers.read_text()
+    Trackers(None, folder, config={}, next_step=8, on_failure=print).finish()
+    assert folder.trackers.read_text() == noted
     go(range(8, 9), "fragile")
     assert Fragile.logged[9:] == [8]
 
