@@ -135,11 +135,13 @@ class RolloutPool:
             else:
                 await self.pause()
         except BaseException as error:
-            if not isinstance(error, EngineError):  # one that fails need not be asked for what it has
-                with suppress(EngineError, OSError):  # the deadline's TimeoutError is one
-                    async with asyncio.timeout(_LAST_PAUSE_S):
-                        await self.pause()
-            await self.stop()
+            try:
+                if not isinstance(error, EngineError):  # one that fails need not be asked for what it has
+                    with suppress(EngineError, OSError):  # the deadline's TimeoutError is one
+                        async with asyncio.timeout(_LAST_PAUSE_S):
+                            await self.pause()
+            finally:  # also where it is interrupted once more
+                await self.stop()
             raise
         return groups
 

@@ -75,6 +75,12 @@ class TextOnly(MessageEnv):
         return ({"role": "user", "content": "More."},), 0.0, False, False, {}
 
 
+class Slow(Sound):
+    def start(self, options: dict[str, Any]) -> Any:
+        time.sleep(0.02)
+        return super().start(options)
+
+
 def problems(make: str | type[MessageEnv] | Callable[..., Any], **options: Any) -> list[str]:
     with pytest.raises(CheckError) as caught:
         check_env(make, **options)
@@ -96,11 +102,6 @@ def test_a_sound_environment_passes(cls: type[MessageEnv]) -> None:
 
 
 def test_short_deadlines_are_those_of_a_call_and_not_of_what_is_looked_at_last() -> None:
-    class Slow(Sound):
-        def reset(self, **given: Any) -> Any:
-            time.sleep(0.02)
-            return super().reset(**given)
-
     check_env(Slow, timeout_s=1.0, seeds=range(2))
 
 
