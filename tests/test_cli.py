@@ -520,6 +520,13 @@ def test_a_disk_that_is_full_and_one_that_is_closed_are_told_apart(
     assert (status, err) == (2, f"agentrl: {words}\n")
 
 
+def test_a_quiet_run_prints_nothing_but_warnings(agentrl: Agentrl) -> None:
+    status, out, err = agentrl("train", "tiny.yaml", "--run_dir", "quiet", "--train.steps", "1", "--quiet")
+    assert (status, err) == (0, "")
+    assert all(line.startswith("warning: ") for line in out.splitlines())
+    assert Path("quiet/metrics.jsonl").is_file()
+
+
 def test_a_reader_that_has_read_enough_is_no_failure_to_tell_of() -> None:
     command = [sys.executable, "-m", "agentrl", "fields", "--json-schema"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:

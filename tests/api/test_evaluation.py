@@ -99,6 +99,14 @@ def test_the_environment_that_is_asked_for_is_played_in_and_not_the_one_that_the
     assert evaluation["env"] == "frozen_lake"
 
 
+def test_a_run_is_played_where_its_tracker_is_not_installed(run: Path) -> None:
+    folder = RunFolder.open(run)
+    config = folder.config()
+    config["report"] |= {"trackers": ["comet_ml"]}
+    folder.write_config(config)
+    assert agentrl.play(model=run, max_turns=1).messages
+
+
 def test_an_export_has_the_step_of_its_weights(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     train_on(run, export, monkeypatch)
     model = TrainedRun(run).export(tmp_path / "model")
