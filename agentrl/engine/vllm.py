@@ -6,7 +6,7 @@ import math
 import os
 import random
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from itertools import chain
@@ -263,9 +263,12 @@ class VLLMEngine(BatchedEngine):
                 os.environ.setdefault(name, value)
             try:
                 from vllm.engine.arg_utils import EngineArgs
+                from vllm.triton_utils import dispatcher
                 from vllm.v1.engine.llm_engine import LLMEngine
             except ImportError as error:
                 raise ConfigError(f"engine.name: vLLM is installed but cannot be imported: {error}") from error
+            # On a CPU it looks for its kernels in all that is loaded, and an object of numba's gives no dictionary.
+            dispatcher.vars = lambda value: found if isinstance(found := vars(value), Mapping) else {}
             config = copy.deepcopy(model.config)
             config.architectures = [type(model).__name__]  # a model that was made, not loaded, has none
             config.save_pretrained(folder)

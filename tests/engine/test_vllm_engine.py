@@ -6,6 +6,7 @@ import threading
 import weakref
 from collections.abc import Coroutine, Iterator
 from dataclasses import replace
+from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, TypeVar
@@ -343,6 +344,7 @@ def test_engines_in_turn_leave_the_process_as_it_was(runner: asyncio.Runner) -> 
         np.random.seed(1)
         torch.manual_seed(1)
 
+    import_module("llvmlite.binding")  # as `search` does by way of bm25s; vLLM's start broke off at an object of it
     seed()
     expected = drawn()
     set_num_threads, threads = torch.set_num_threads, set(threading.enumerate())
