@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, SerializeAsAny, ValidationErr
 from pydantic_settings import BaseSettings, CliSettingsSource, SettingsConfigDict, SettingsError
 
 from agentrl.chat import AutoConfig, RendererConfig
-from agentrl.credit import load_credit, load_fallback
+from agentrl.credit import CreditScheme, load_credit, load_fallback
 from agentrl.engine import EngineConfig
 from agentrl.engine.auto import AutoConfig as AutoEngineConfig
 from agentrl.env.config import EnvConfig
@@ -30,6 +30,7 @@ from agentrl.registry import suggest
 from agentrl.report.folder import ReportConfig
 from agentrl.rollout import RolloutConfig
 from agentrl.rollout.evaluation import EvaluationConfig
+from agentrl.types import Need
 
 _MAX_EPISODES = 1_000_000
 """Of a step, or of an evaluation."""
@@ -94,13 +95,28 @@ class Recipe(BaseModel):
                 "the two"
             )
         scheme = load_credit(self.credit, elsewhere=_FIELDS)
-        schemes = [scheme, load_fallback(scheme)] if "fallback" in self.credit else [scheme]
-        rules = [layer.lone_rule() for one in schemes for layer in one.chain()]
-        if rollout.group_size == 1 and "error" in rules:
+        if rollout.group_rewards and Need.BRANCHES in scheme.requirements():
             raise ValueError(
-                "rollout.group_size: 1 gives every trajectory nothing to be compared with; raise it, or set credit.lone"
+                f"rollout.group_rewards: {self.credit['scheme']!r} compares with what forks earned, which get none of these; "
+                "choose another credit.scheme"
             )
+        if rollout.group_size == 1:
+            alone = "rollout.group_size: 1 gives every trajectory nothing to be compared with; raise it, or"
+            if field := _field_of_error(scheme):
+                raise ValueError(f"{alone} set {field}")
+            if "fallback" in self.credit and _field_of_error(load_fallback(scheme)):
+                raise ValueError(f"{alone} remove credit.fallback")
         return self
+
+
+def _field_of_error(scheme: CreditScheme) -> str | None:
+    """Return the field of the recipe whose rule stops a run at a trajectory that has no sibling."""
+    field = "credit"
+    for layer in scheme.chain():
+        if layer.lone_rule() == "error":
+            return f"{field}.lone"
+        field += next((f".{name}" for name, value in layer if isinstance(value, Mapping) and "scheme" in value), "")
+    return None
 
 
 _SEAMS = {

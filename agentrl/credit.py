@@ -4,10 +4,12 @@
 """
 
 import math
+import sys
 from abc import abstractmethod
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from numbers import Real
 from traceback import extract_tb
 from typing import Any, ClassVar, Literal, Self
 
@@ -16,6 +18,7 @@ import numpy.typing as npt
 from pydantic import BaseModel, ConfigDict
 
 from agentrl.errors import ConfigError, CreditError
+from agentrl.plain_data import abbreviated
 from agentrl.plugin import plugin_class, with_fields
 from agentrl.registry import names
 from agentrl.types import Need, Trajectory, TrajectoryGroup
@@ -121,6 +124,8 @@ class CreditScheme(BaseModel):
     """Where the method comes from: a name and an arXiv number."""
     experimental: ClassVar[bool] = False
     """True where too little is known of the method to rely on it."""
+    is_control: ClassVar[bool] = False
+    """True where it is there to be compared with, and not to learn by."""
 
     def requirements(self) -> frozenset[Need]:
         """Return what this instance reads: `needs`, and what its options add."""
@@ -166,6 +171,8 @@ def load_credit(spec: Mapping[str, Any], *, field: str = "credit", elsewhere: It
     Raises:
         ConfigError: for an unknown scheme, an unknown field (with the nearest name) or an impossible value.
     """
+    if not isinstance(spec, Mapping):
+        raise ConfigError(f"{field}: {abbreviated(spec)} is no section; give {{'scheme': NAME}}, and its fields")
     options = {key: value for key, value in spec.items() if key not in ("scheme", "fallback")}
     name = spec.get("scheme")
     if spec.get("fallback", "uniform") != "uniform":
@@ -224,7 +231,11 @@ def load_credit_for(
     problem = f"credit.scheme: {spec['scheme']!r} needs {'; and '.join([*unset, *lacking])}"
     if spec.get("fallback") == "uniform":
         return load_fallback(scheme), f"{problem}; falling back to uniform"
-    working = [name for name, needs in installed_credit().items() if needs is not None and needs <= provided]
+    working = [
+        name
+        for name, needs in installed_credit().items()
+        if needs is not None and needs <= provided and not credit_class(name).is_control
+    ]
     raise ConfigError(f"{problem}. These would work: {', '.join(working)}. Or set credit.fallback: uniform")
 
 
@@ -252,7 +263,9 @@ def assign_credit(scheme: CreditScheme, groups: Sequence[TrajectoryGroup]) -> li
     except CreditError as error:
         raise CreditError(f"credit scheme {name}: {error}") from error
     except Exception as error:  # a stranger's scheme may raise anything
-        place = extract_tb(error.__traceback__)[-1]
+        places = extract_tb(error.__traceback__)
+        own = sys.modules[type(scheme).__module__].__file__
+        place = next((place for place in reversed(places) if place.filename == own), places[-1])
         words = f"{type(error).__name__}: {error} ({place.filename}, line {place.lineno})"
         raise CreditError(f"credit scheme {name} raised {words}") from error
     return [
@@ -280,7 +293,7 @@ def _check_groups(groups: Sequence[TrajectoryGroup]) -> None:
             for k, turn in enumerate(trajectory.turns):
                 if not turn.action_ids:
                     raise CreditError(f"{where}, turn {k}: no token was sampled")
-                if not math.isfinite(turn.reward):
+                if not isinstance(turn.reward, Real) or not math.isfinite(turn.reward):
                     raise CreditError(f"{where}, turn {k}: the reward is {turn.reward}, not a finite number")
 
 

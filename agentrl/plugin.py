@@ -1,6 +1,8 @@
 """A section of the recipe that names a plug-in and holds its fields: `chat: {renderer: template, date: 2026-01-01}`."""
 
-from collections.abc import Iterable, Iterator, Mapping
+import inspect
+import typing
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from typing import Any, ClassVar, NamedTuple, Self, TypeVar, get_args, get_origin
 
@@ -8,6 +10,7 @@ from pydantic import (
     BaseModel,
     ConfigDict,
     ModelWrapValidatorHandler,
+    TypeAdapter,
     ValidationError,
     ValidationInfo,
     model_validator,
@@ -15,6 +18,7 @@ from pydantic import (
 
 from agentrl import foreign_names
 from agentrl.errors import ConfigError, UserError
+from agentrl.plain_data import abbreviated
 from agentrl.registry import Group, names, resolve, suggest
 
 M = TypeVar("M", bound=BaseModel)
@@ -184,3 +188,36 @@ def _hint(field: str, value: object) -> str:
 def _short(value: object) -> str:
     text = repr(value)
     return f"{text[:200]}{'...' if len(text) > 200 else ''}"
+
+
+def checked_options(
+    function: Callable[..., Any], options: Mapping[str, Any], *, told: Iterable[str], where: str
+) -> dict[str, Any]:
+    """Return a function's options as their annotations have them: a pattern compiled, a path as one.
+
+    Args:
+        function: that a recipe names.
+        options: that the recipe gives it.
+        told: names of arguments that it is given, and that are no options.
+        where: it stands in the recipe, for error messages.
+
+    Raises:
+        UserError: for what it does not take, with the nearest name, and for a value that does not fit.
+    """
+    parameters = inspect.signature(function).parameters
+    takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+    known = [name for name, p in parameters.items() if name not in told and p.kind is not p.VAR_KEYWORD]
+    try:
+        hints = typing.get_type_hints(function, include_extras=True)
+    except Exception:  # noqa: BLE001 - of names that only a type checker imports, and of what is no function
+        hints = {}
+    checked = {}
+    for name, value in options.items():
+        if name in told or (name not in known and not takes_all):
+            hint = suggest(name, known) if known else " It has none."
+            raise UserError(f"{where} has no option {name!r}.{hint}")
+        try:
+            checked[name] = TypeAdapter(hints[name]).validate_python(value) if name in hints else value
+        except ValidationError as error:
+            raise UserError(f"{where}: {name}: {error.errors()[0]['msg']}, got {abbreviated(value)}") from error
+    return checked

@@ -200,6 +200,23 @@ def test_every_mistake_has_a_line_of_its_own(file: Path) -> None:
             "{rollout: {group_size: 1}, credit: {scheme: turn_return}}",
             "rollout.group_size: 1 gives every trajectory nothing to be compared with; raise it, or set credit.lone",
         ),
+        (
+            "{rollout: {group_size: 1}, credit: {scheme: judge, then: {scheme: turn_return}}}",
+            "rollout.group_size: 1 gives every trajectory nothing to be compared with; raise it, or set credit.then.lone",
+        ),
+        (
+            "{rollout: {group_size: 1}, credit: {scheme: shuffled, of: {scheme: gigpo}}}",
+            "rollout.group_size: 1 gives every trajectory nothing to be compared with; raise it, or set credit.of.lone",
+        ),
+        (
+            "{rollout: {group_size: 1}, credit: {scheme: turn_gae, fallback: uniform}}",
+            "rollout.group_size: 1 gives every trajectory nothing to be compared with; raise it, or remove credit.fallback",
+        ),
+        (
+            "{rollout: {group_rewards: [{reward: shorter}]}, credit: {scheme: tree}}",
+            "rollout.group_rewards: 'tree' compares with what forks earned, which get none of these; choose another "
+            "credit.scheme",
+        ),
         ("evaluation: {pass_at: [1, 8]}", "evaluation.pass_at: 8 needs as many samples, got samples: 1"),
         (
             "loss: {mismatch: mask}",

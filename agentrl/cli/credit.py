@@ -45,7 +45,7 @@ def add(commands: Commands) -> None:
 
 
 def _credit(_: argparse.Namespace, __: list[str]) -> None:
-    table = Table("scheme", "what it is", "needs", "credits each", "paper", "fields and defaults")
+    table = Table("scheme", "what it is, what it credits and needs, and its fields", show_lines=True)
     from agentrl.credit import credit_class, installed_credit
 
     for name, needs in installed_credit().items():
@@ -54,16 +54,13 @@ def _credit(_: argparse.Namespace, __: list[str]) -> None:
         except ConfigError as error:
             table.add_row(name, Text(str(error)))
             continue
-        fields = ", ".join(f"{field} {info.default}" for field, info in scheme.model_fields.items())
-        mark = " (experimental)" if scheme.experimental else ""
-        table.add_row(
-            name + mark,
-            Text(first_line(sys.modules[scheme.__module__]) or first_line(scheme)),
-            ", ".join(sorted(scheme.needs if needs is None else needs)) or "-",
-            scheme.granularity,
-            scheme.paper or "-",
-            Text(fields),
-        )
+        reads = ", ".join(sorted(scheme.needs if needs is None else needs)) or "nothing else"
+        lines = [
+            first_line(sys.modules[scheme.__module__]) or first_line(scheme),
+            f"credits each {scheme.granularity}; needs {reads}" + (f"; {scheme.paper}" if scheme.paper else ""),
+            ", ".join(f"{field}: {info.default}" for field, info in scheme.model_fields.items()),
+        ]
+        table.add_row(name, Text("\n".join(filter(None, lines))))
     Console().print(table)
 
 
@@ -71,13 +68,19 @@ def _explain(options: argparse.Namespace, rest: list[str]) -> None:
     from agentrl.credit import load_credit
     from agentrl.report.explain import explain
     from agentrl.report.show import legend
+    from agentrl.types import Need
 
     scheme = load_credit({"scheme": options.scheme, **_fields(rest)}, field="credit")
     everyone, chosen = read_rollouts(options)
     try:
         tables = list(explain(scheme, everyone, shown=chosen))
     except CreditError as error:
-        raise CreditError(f"{error}. Rollouts hold what the credit scheme of their own run read") from error
+        hint = (
+            ""
+            if scheme.requirements() <= {Need.TURN_REWARDS}
+            else ". Rollouts hold what the credit scheme of their own run read"
+        )
+        raise CreditError(f"{error}{hint}") from error
     console = Console()
     console.print(Text(repr(scheme)))
     console.print(legend())

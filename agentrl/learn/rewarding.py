@@ -3,7 +3,7 @@
 import asyncio
 import copy
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import islice
@@ -40,7 +40,7 @@ def reward_groups(
 
 
 async def _all_rewarded(
-    groups: Sequence[TrajectoryGroup], functions: Sequence[tuple[GroupReward, Callable[..., Any]]], timeout_s: float
+    groups: Sequence[TrajectoryGroup], functions: Sequence[tuple[GroupReward, partial[Any]]], timeout_s: float
 ) -> list[TrajectoryGroup]:
     rewarded = []
     thread = EnvThread()
@@ -74,7 +74,7 @@ def _rewarded(group: TrajectoryGroup, columns: Mapping[str, Sequence[float]]) ->
 
 
 def _numbers(
-    reward: GroupReward, function: Callable[..., Any], trajectories: Sequence[Trajectory], timeout_s: float
+    reward: GroupReward, function: partial[Any], trajectories: Sequence[Trajectory], timeout_s: float
 ) -> list[float]:
     """Return what is added to each episode; the function gets copies, and a coroutine is run."""
     takes = inspect.signature(function).parameters
@@ -86,7 +86,7 @@ def _numbers(
         "successes": [t.metrics.get("success", 0.0) > 0 for t in trajectories],
         "truncated": [t.truncated for t in trajectories],
     }
-    given = copy.deepcopy({name: columns[name] for name in OFFERED if name in takes} | reward.options)
+    given = copy.deepcopy({name: columns[name] for name in OFFERED if name in takes} | function.keywords)
     returned = awaited(function(**given), reward.where, timeout_s=timeout_s)
     numbers = [reward.weight * float(number) for number in islice(returned, len(trajectories) + 1)]
     if len(numbers) != len(trajectories) or not all(abs(number) <= MAX_REWARD for number in numbers):

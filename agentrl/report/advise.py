@@ -26,6 +26,8 @@ COMPARED: Mapping[str, Mapping[str, float]] = {
 """Schemes that were compared, and what they had beside their defaults."""
 BY_KEYS = ("gigpo", "group_gae", "ecpo")
 """Schemes that compare turns with the same state key."""
+BY_TURN = ("turn_return",)
+"""Schemes for environments that pay within an episode; others may be unable to, and are refused."""
 _FAR = 2.0
 """Distance beyond which no task is like another."""
 _ALIKE = 0.25
@@ -135,7 +137,11 @@ def chosen_at_keys(groups: Sequence[TrajectoryGroup]) -> Iterator[dict[str, list
 
 
 def advise(shown: Shown, tasks: Sequence[Task]) -> Advice:
-    """Return the scheme that was best on the tasks that are most alike, on average."""
+    """Return the scheme that was best on the tasks that are most alike, on average, of those that can be used."""
+    if shown.group_size < 2:
+        return Advice(
+            "uniform", "groups have fewer than two usable episodes, which nothing is compared with: make them larger"
+        )
     nearest = min(tasks, key=lambda task: shown.distance(task.shown))
     least = shown.distance(nearest.shown)
     if least > _FAR:
@@ -154,7 +160,7 @@ def advise(shown: Shown, tasks: Sequence[Task]) -> Advice:
             hypot(*(task.gains[scheme][1] for task in alike)) / len(alike),
         )
         for scheme in sorted(schemes)
-        if scheme not in BY_KEYS or shown.has_keys
+        if (scheme not in BY_KEYS or shown.has_keys) and (scheme not in BY_TURN or shown.by_turn > 0)
     }
     best = max(gains, key=lambda name: gains[name][0], default=None)
     if best is None or gains[best][0] <= 2 * gains[best][1]:

@@ -1,14 +1,16 @@
 """Rewards that need an episode's tokens or its siblings, which no environment sees: added to groups that are complete."""
 
 import inspect
-from collections.abc import Callable
+from functools import partial
 from typing import Annotated, Any, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from agentrl.errors import ConfigError
-from agentrl.registry import resolve, suggest
+from agentrl.plugin import checked_options
+from agentrl.registry import resolve
 
+_Tokens = Annotated[int, Field(gt=0)]
 OFFERED = ("completions", "messages", "num_tokens", "rewards", "successes", "truncated")
 
 
@@ -37,8 +39,8 @@ class GroupReward(BaseModel):
         """Its place in the recipe, for error messages."""
         return f"rollout.group_rewards: {self.reward!r}"
 
-    def function(self) -> Callable[..., Any]:
-        """Return the function.
+    def function(self) -> partial[Any]:
+        """Return the function, with its options as their annotations have them.
 
         Raises:
             ConfigError: where there is none that takes these arguments.
@@ -50,14 +52,11 @@ class GroupReward(BaseModel):
             raise ConfigError(
                 f"{field}: {self.reward!r} takes none of {', '.join(OFFERED)}, and is no reward of groups"
             )
-        for name in self.options:
-            if name not in known or name in OFFERED:
-                raise ConfigError(f"{field}: {self.reward!r} has no option {name!r}.{suggest(name, known)}")
+        options = checked_options(found, self.options, told=OFFERED, where=f"{field}: {self.reward!r}")
         for name, parameter in known.items():
             if parameter.default is parameter.empty and name not in (*OFFERED, *self.options):
                 raise ConfigError(f"{field}: {self.reward!r} asks for {name!r}; set it in its options")
-        function: Callable[..., Any] = found
-        return function
+        return partial(found, **options)
 
     @model_validator(mode="after")
     def _exists(self) -> Self:
@@ -83,7 +82,7 @@ def shorter(num_tokens: list[int], successes: list[bool]) -> list[float]:
     return [length if success else min(0.0, length) for length, success in zip(lengths, successes, strict=True)]
 
 
-def overlong_tokens(num_tokens: list[int], max_length: int, buffer: int) -> list[float]:
+def overlong_tokens(num_tokens: list[int], max_length: _Tokens, buffer: _Tokens) -> list[float]:
     """Return DAPO's soft punishment of long episodes, in tokens, of those too that a limit cut off.
 
     arXiv 2503.14476, equation 13: 0 up to `max_length - buffer`, from there down to -1 at `max_length`, and -1 beyond.
@@ -93,4 +92,6 @@ def overlong_tokens(num_tokens: list[int], max_length: int, buffer: int) -> list
         max_length: from which on an episode earns -1.
         buffer: tokens over which the punishment grows.
     """
+    if buffer > max_length:
+        raise ConfigError(f"overlong_tokens: buffer: {buffer} is more than max_length: {max_length}; lower it")
     return [max(-1.0, min(0.0, (max_length - buffer - n) / buffer)) for n in num_tokens]

@@ -25,6 +25,7 @@ class Shuffled(CreditScheme):
     """
 
     paper: ClassVar = "a control: permutation test"
+    is_control: ClassVar[bool] = True
 
     of: Spec = Field(default={"scheme": "uniform"})
     """The scheme whose advantages are dealt out, as under `credit:` in a recipe."""

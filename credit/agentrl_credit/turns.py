@@ -44,18 +44,20 @@ def _checked(spec: dict[str, Any], info: ValidationInfo) -> dict[str, Any]:
 
 
 def _of_rewards(spec: dict[str, Any], info: ValidationInfo) -> dict[str, Any]:
-    if Need.VALUES in load_credit(spec).requirements():
-        raise ConfigError(
-            f"{_field(info)}: {spec['scheme']!r} reads a critic, which learns the environment's rewards and not these; choose "
-            "a scheme without one"
-        )
+    reads = load_credit(spec).requirements()
+    for need, words in (
+        (Need.VALUES, "a critic, which learns the environment's rewards and not these"),
+        (Need.BRANCHES, "what forks earned, which are the environment's rewards and not these"),
+    ):
+        if need in reads:
+            raise ConfigError(f"{_field(info)}: {spec['scheme']!r} reads {words}; choose a scheme that does not")
     return spec
 
 
 Spec = Annotated[dict[str, Any], AfterValidator(_checked)]
 """Another scheme with its fields, as under `credit:` in a recipe."""
 RewardSpec = Annotated[Spec, AfterValidator(_of_rewards)]
-"""A scheme for other rewards than the environment's: one without a critic."""
+"""A scheme for other rewards than the environment's: one without a critic and without forks."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -1,6 +1,6 @@
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -152,6 +152,12 @@ def test_a_reward_that_is_no_number_is_named_before_it_spoils_the_group() -> Non
     [[first, second]] = assign_credit(scheme_of(by_reward), [failed(group, 1)])
     assert first.keep_T.all()
     assert not second.keep_T.any()
+    spoilt = replace(
+        GROUP.trajectories[1], turns=(replace(GROUP.trajectories[1].turns[0], reward=cast("float", None)),)
+    )
+    group = replace(GROUP, trajectories=(GROUP.trajectories[0], spoilt))
+    with pytest.raises(CreditError, match="trajectory g/1 of group g, turn 0: the reward is None, not a finite number"):
+        assign_credit(scheme_of(by_reward), [group])
 
 
 def test_a_turn_without_a_token_is_refused_and_a_trajectory_without_a_turn_gets_no_credit() -> None:
@@ -180,13 +186,14 @@ def test_load_credit_builds_the_scheme_by_name_and_by_module() -> None:
         ),
         ({"scheme": "uniform", "normalize": "sd"}, r"^credit\.normalize: .* \(got 'sd'\)$"),
         ({"scheme": "turn_return", "gamma": 2}, r"^credit\.gamma: .* less than or equal to 1 \(got 2\)$"),
+        ("gigpo", r"^credit: str 'gigpo' is no section; give \{'scheme': NAME\}, and its fields$"),
         ({}, r"^credit\.scheme: expected the name of a credit scheme, got None"),
         ({"scheme": "agentrl.types:Turn"}, r"^credit\.scheme: .*not a subclass of agentrl\.credit\.CreditScheme"),
         ({"scheme": f"{__name__}:Unfinished"}, r"^credit\.scheme: .*:Unfinished' does not define assign$"),
         ({"scheme": "agentrl.credit:CreditSchema"}, r"^credit\.scheme: .* Did you mean 'CreditScheme'\?"),
     ],
 )
-def test_load_credit_names_the_field_and_the_fix(spec: dict[Any, Any], message: str) -> None:
+def test_load_credit_names_the_field_and_the_fix(spec: Any, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         load_credit(spec)
 
@@ -237,4 +244,7 @@ def test_what_a_scheme_raises_is_told_in_its_name_with_the_line() -> None:
     with pytest.raises(
         CreditError, match=r"^credit scheme Stranger raised KeyError: '.*' \(.*test_credit\.py, line \d+\)$"
     ):
+        assign_credit(scheme, [GROUP])
+    scheme = scheme_of(lambda groups: np.stack([]))  # a line of numpy's, which is not where to look
+    with pytest.raises(CreditError, match=r"raised ValueError: .* \(.*test_credit\.py, line \d+\)$"):
         assign_credit(scheme, [GROUP])

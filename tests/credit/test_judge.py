@@ -104,6 +104,15 @@ def test_a_critic_which_learns_the_environments_rewards_is_refused(scheme: str, 
         load_credit({"scheme": scheme, "then": then})
 
 
+@pytest.mark.parametrize("then", ["tree", "difference"])
+@pytest.mark.parametrize("scheme", ["judge", "redistribute"])
+def test_forks_which_earned_the_environments_rewards_are_refused(scheme: str, then: str) -> None:
+    with pytest.raises(
+        ConfigError, match=rf"^credit\.then: '{then}' reads what forks earned, which are the environment's"
+    ):
+        load_credit({"scheme": scheme, "then": {"scheme": then}})
+
+
 def test_a_fallback_belongs_to_the_outer_scheme() -> None:
     with pytest.raises(ConfigError, match=r"credit\.then\.fallback: it belongs to the outer scheme"):
         load_credit({"scheme": "judge", "then": {"scheme": "gigpo", "fallback": "uniform"}})

@@ -305,7 +305,7 @@ def test_the_oracle_answers_as_the_table_does_and_errs_as_skill_says(split: str)
         ({"rewards": ["exact_match", "exact_match"]}, "rewards: two are called 'exact_match'; give one another name"),
         ({"rewards": [{"reward": "exact_match", "weight": "a lot"}]}, "rewards[0]: weight is str 'a lot'; give a number"),
         ({"rewards": [{"reward": "exact_match", "name": "success"}]}, "rewards[0]: the name str 'success' is taken"),
-        ({"rewards": [{"reward": "matches", "patern": "x"}]}, "rewards[0], matches: it has no option 'patern'. Did you mean"),
+        ({"rewards": [{"reward": "matches", "patern": "x"}]}, "rewards[0], matches has no option 'patern'. Did you mean"),
         ({"rewards": [{"reward": "matches", "pattern": "("}]}, "rewards[0], matches: pattern: Input should be a valid regular"),
         ({"rewards": ["matches"]}, "rewards[0]: matches asks for 'pattern', which is neither"),
         ({"rewards": [{"reward": "overlong", "max_length": 0, "buffer": 1}]}, "max_length: Input should be greater than 0"),

@@ -12,7 +12,7 @@ from agentrl.report.advise import Advice, Shown, Task, advise, read_map, show
 from agentrl.testing import make_group
 from benchmarks.credit_tabular import BASE, SCHEMES, Row
 
-SHOWN = Shown(turns=10, group_size=8, repeated=1, explained=0.1, by_turn=0)
+SHOWN = Shown(turns=10, group_size=8, repeated=1, explained=0.1, by_turn=0.5)
 
 
 def played(*, noise: float, keys: bool = True) -> list[TrajectoryGroup]:
@@ -76,6 +76,9 @@ def test_the_nearest_task_decides() -> None:
     without_keys = advise(SHOWN.model_copy(update={"repeated": 0.05}), tasks)
     assert without_keys.scheme == "turn_return"
     assert "state_key()" in without_keys.why
+    # An environment that pays at the end alone may be unable to serve it; a group of one has nothing to be compared with.
+    assert advise(SHOWN.model_copy(update={"repeated": 0.05, "by_turn": 0}), tasks).scheme == "uniform"
+    assert advise(SHOWN.model_copy(update={"group_size": 1}), tasks).why.startswith("groups have fewer than two")
 
 
 def test_the_recipe_has_the_options_with_which_the_scheme_was_compared() -> None:

@@ -96,6 +96,8 @@ def test_the_length_of_siblings_is_compared_as_the_paper_has_it() -> None:
 
 def test_the_punishment_of_length_counts_tokens() -> None:
     assert overlong_tokens([12, 13, 14, 16, 99], max_length=16, buffer=4) == [0, -0.25, -0.5, -1, -1]
+    with pytest.raises(ConfigError, match="buffer: 400 is more than max_length: 100; lower it"):
+        overlong_tokens([1], max_length=100, buffer=400)
 
 
 @pytest.mark.parametrize(
@@ -105,7 +107,11 @@ def test_the_punishment_of_length_counts_tokens() -> None:
         ({"reward": "os:system"}, "'os:system' takes none of completions"),
         ({"reward": f"{HERE}:nothing"}, "nothing' takes none of completions"),
         ({"reward": "overlong_tokens"}, "asks for 'max_length'; set it in its options"),
-        ({"reward": "shorter", "options": {"x": 1}}, "'shorter' has no option 'x'"),
+        ({"reward": "shorter", "options": {"x": 1}}, "'shorter' has no option 'x'. It has none."),
+        (
+            {"reward": "overlong_tokens", "options": {"max_length": 400, "buffer": 0}},
+            "buffer: Input should be greater than 0, got int 0",
+        ),
         ({"reward": "shorter", "weight": float("nan")}, "finite"),
     ],
 )

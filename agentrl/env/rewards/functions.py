@@ -8,18 +8,16 @@ import asyncio
 import copy
 import inspect
 import math
-import typing
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
-
-from pydantic import TypeAdapter, ValidationError
 
 from agentrl.env.background import BlockedLoopError, run_in_background
 from agentrl.env.message_env import as_number
 from agentrl.errors import ConfigError, EnvironmentFailure, UserError
 from agentrl.plain_data import abbreviated
-from agentrl.registry import resolve, suggest
+from agentrl.plugin import checked_options
+from agentrl.registry import resolve
 from agentrl.types import Message
 
 _SPOKEN = ("completion", "completions", "messages")
@@ -188,7 +186,7 @@ def _load(entry: object, field: str, columns: Sequence[str]) -> Reward:
     is_batched = "completions" in parameters
     offered = {*columns, *(_BATCHED if is_batched else _SINGLE)}
     options = {key: value for key, value in settings.items() if key not in _FIELDS}
-    options = _options(function, parameters, options, f"{field}, {name}")
+    options = checked_options(function, options, told=_TOLD, where=f"{field}, {name}")
     for parameter in parameters.values():
         is_given = parameter.name in offered or parameter.name in options or parameter.default is not parameter.empty
         if not is_given and parameter.kind in (parameter.KEYWORD_ONLY, parameter.POSITIONAL_OR_KEYWORD):
@@ -224,28 +222,6 @@ def _parameters(function: Callable[..., Any], field: str) -> Mapping[str, inspec
             "by name: `def reward(completion, task, **kwargs) -> float`"
         )
     return parameters
-
-
-def _options(
-    function: Callable[..., Any], parameters: Mapping[str, inspect.Parameter], options: Mapping[str, Any], field: str
-) -> dict[str, Any]:
-    """Return options as their annotations have them: a pattern compiled, a path as one."""
-    takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
-    known = [name for name, p in parameters.items() if name not in _TOLD and p.kind is not p.VAR_KEYWORD]
-    try:
-        hints = typing.get_type_hints(function, include_extras=True)
-    except Exception:  # noqa: BLE001 - of names that only a type checker imports, and of what is no function
-        hints = {}
-    checked = {}
-    for name, value in options.items():
-        if name in _TOLD or (name not in known and not takes_all):
-            hint = suggest(name, known) if known else " It has none."
-            raise UserError(f"{field}: it has no option {name!r}.{hint}")
-        try:
-            checked[name] = TypeAdapter(hints[name]).validate_python(value) if name in hints else value
-        except ValidationError as error:
-            raise UserError(f"{field}: {name}: {error.errors()[0]['msg']}, got {abbreviated(value)}") from error
-    return checked
 
 
 def _name_of(function: object) -> str:

@@ -9,15 +9,18 @@ from typing import Any
 from agentrl.plain_data import abbreviated
 
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
-_NUMBER = re.compile(r"(?<!\w)[-+]?(?:\d[\d,]*\.?\d*|\.\d+)(?:[eE][-+]?\d{1,3})?")
-_PUNCTUATION = str.maketrans("", "", string.punctuation)
+_WHOLE = r"(?:\d{1,3}(?:,\d{2,3})*,\d{3}(?!\d)|\d+)"
+"""A number before its point; commas stand before three digits at its end: 1,234 and 12,34,567, but not 3,4."""
+_NUMBER = re.compile(rf"(?<!\w)[-+]?(?:{_WHOLE}(?:\.\d*)?|\.\d+)(?:[eE][-+]?\d{{1,3}})?")
+_PUNCTUATION = re.compile(rf"(?![-+./:<=>^*]\d)[{re.escape(string.punctuation)}]")
+"""What says nothing; before a digit a sign, a point and their like do: -5, 3.5, 1/2."""
 
 
 def exact_match(completion: str, answer: Any, *, ignore_articles: bool = False) -> float:
-    """Return 1 where the answer is the right one, blind to case, punctuation, spaces and Unicode's forms of one letter; else 0.
+    """Return 1 where the answer is the right one, blind to case, punctuation, runs of spaces and Unicode's forms; else 0.
 
-    With `ignore_articles` the normalisation of SQuAD (arXiv 1606.05250). Where it leaves nothing (`+`), only spaces around the
-    answer are ignored.
+    Signs and points before a digit are no punctuation: `-5` is not `5`, nor `3.5` `35`. With `ignore_articles` the rest is the
+    normalisation of SQuAD (arXiv 1606.05250). Where it leaves nothing (`+`), only spaces around the answer are ignored.
 
     Args:
         completion: what was answered.
@@ -80,7 +83,7 @@ def _is_match(completion: str, right: str, ignore_articles: bool) -> bool:
 
 
 def _normalized(text: str, ignore_articles: bool) -> str:
-    text = unicodedata.normalize("NFKC", text).casefold().translate(_PUNCTUATION)
+    text = _PUNCTUATION.sub("", unicodedata.normalize("NFKC", text).casefold())
     return " ".join((_ARTICLES.sub(" ", text) if ignore_articles else text).split())
 
 
