@@ -147,9 +147,8 @@ def test_installed_credit_schemes_are_listed_with_their_fields(
         "turn_rewards",
         "2505.10978",
         "gamma: 1.0",
-        "hindsight ",
+        "(experimental)",
         "entropy_modulated ",
-        "Experimental",
         "token",
     ):
         assert word in out
