@@ -14,6 +14,7 @@ from agentrl.chat import local_folder
 from agentrl.config import Recipe
 from agentrl.credit import load_credit
 from agentrl.engine.batched import BatchedConfig
+from agentrl.engine.model_class import head_size, layer_configs
 from agentrl.engine.transformers import MAX_MASK, SAMPLING_BYTES
 from agentrl.engine.vllm import VLLMConfig
 from agentrl.engine.vllm_common import check_one_process, check_reloadable, is_reloadable
@@ -296,19 +297,23 @@ def _sampling_pass(recipe: Recipe, sizes: Sizes) -> int:
 def _bytes_per_token(recipe: Recipe, config: Any) -> int:
     """Return what keys and values of a token take: of latent attention (DeepSeek) the latent.
 
-    Recurrent layers keep none, nor do those that are no attention.
+    Recurrent layers keep none, nor do those that are no attention, nor those that read an earlier layer's (Gemma 4).
     """
     text = config.get_text_config()
     if (num_heads := getattr(text, "num_attention_heads", None)) is None:
         return 0
     kinds = getattr(text, "layer_types", None) or ["full_attention"] * text.num_hidden_layers
-    num_attending = sum(kind not in _WITHOUT_KEYS for kind in kinds)
+    num_own = text.num_hidden_layers - (getattr(text, "num_kv_shared_layers", None) or 0)
+    attending = [
+        layer
+        for kind, layer in list(zip(kinds, layer_configs(text), strict=True))[:num_own]
+        if kind not in _WITHOUT_KEYS
+    ]
     if rank := getattr(text, "kv_lora_rank", None):
-        size = rank + text.qk_rope_head_dim
+        size = len(attending) * (rank + text.qk_rope_head_dim)
     else:
-        head_dim = getattr(text, "head_dim", None) or text.hidden_size // num_heads
-        size = 2 * (getattr(text, "num_key_value_heads", None) or num_heads) * head_dim
-    return int(num_attending * size * _half(recipe))
+        size = sum(2 * (getattr(one, "num_key_value_heads", None) or num_heads) * head_size(one) for one in attending)
+    return int(size * _half(recipe))
 
 
 def _cached_tokens(recipe: Recipe, sizes: Sizes, taken: int, *, parallel: int = 1) -> int | None:

@@ -66,6 +66,19 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
             "query_pre_attn_scalar": 32,
         },
     ),
+    "Gemma 4": (
+        "Gemma4Text",
+        {
+            "tie_word_embeddings": True,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention", "full_attention"],
+            "num_hidden_layers": 4,
+            "sliding_window": _WINDOW,
+            "global_head_dim": 64,
+            "hidden_size_per_layer_input": 16,
+            "num_kv_shared_layers": 2,
+            "final_logit_softcapping": 30.0,
+        },
+    ),
     "Mistral": ("Mistral", {"sliding_window": _WINDOW}),
     "gpt-oss": (
         "GptOss",
@@ -89,10 +102,22 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
             "norm_topk_prob": True,
         },
     ),
+    "Granite": ("Granite", {"logits_scaling": 2.0, "head_dim": None, "hidden_size": 64}),
     "Phi-3": ("Phi3", {"head_dim": None, "hidden_size": 64}),
     "Gemma 3 with images": (
         "Gemma3",
         {"vision_config": _IMAGES, "layer_types": ["sliding_attention", "full_attention"], "sliding_window": _WINDOW},
+    ),
+    "Gemma 4 with images": (
+        "Gemma4",
+        {
+            "vision_config": {**_IMAGES, "num_key_value_heads": 1, "head_dim": 8, "global_head_dim": 8},
+            "layer_types": ["sliding_attention", "full_attention"],
+            "sliding_window": _WINDOW,
+            "global_head_dim": 64,
+            "hidden_size_per_layer_input": 16,
+            "final_logit_softcapping": 30.0,
+        },
     ),
     "Mistral 3": (
         "Mistral3",
@@ -148,11 +173,14 @@ TEMPLATES = {
     "Qwen3": "qwen3",
     "Qwen3.5": "qwen3_5_think",
     "Gemma 3": "gemma3",
+    "Gemma 4": "gemma4",
     "Mistral": "mistral",
     "gpt-oss": "gptoss",
     "GLM-4 MoE": "glm4moe",
+    "Granite": "llama3_1",
     "Phi-3": "phi3",
     "Gemma 3 with images": "gemma3",
+    "Gemma 4 with images": "gemma4",
     "Mistral 3": "mistral",
 }
 """The chat template of each, by its name in TRL, which has none of Mistral's."""
@@ -169,6 +197,8 @@ def tiny_model(name: str, *, vocab_size: int, **changes: Any) -> Any:
     sizes = {**_SIZES, **own, "pad_token_id": 0, "vocab_size": vocab_size, **changes}
     torch.manual_seed(0)
     sizes = {name: size for name, size in sizes.items() if size is not None}
+    if "hidden_size_per_layer_input" in sizes:  # a table of embeddings beside the first
+        sizes["vocab_size_per_layer_input"] = vocab_size
     if images := sizes.pop("vision_config", None):
         sizes = {"text_config": sizes, "vision_config": images, "tie_word_embeddings": sizes.pop("tie_word_embeddings")}
     config = getattr(transformers, f"{family}Config")(**sizes)

@@ -1,6 +1,7 @@
 """The engine of recipes that name none: the one that is expected to be fastest."""
 
 from agentrl.engine.base import Engine, EngineContext
+from agentrl.engine.model_class import head_size, layer_configs
 from agentrl.engine.vllm import VLLMConfig
 from agentrl.engine.vllm_common import is_installed, is_reloadable
 from agentrl.errors import ConfigError
@@ -44,5 +45,4 @@ def is_vllm_faster(context: EngineContext) -> bool:
     # Heads of less than 32 are beyond vLLM on a CPU.
     model, config = context.model, context.model.config.get_text_config()
     is_large = sum(parameter.numel() for parameter in model.parameters()) >= _LARGE
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    return is_large and bool(head_dim >= 32)
+    return is_large and min(map(head_size, layer_configs(config))) >= 32

@@ -18,6 +18,7 @@ from agentrl.engine.base import EngineContext
 from agentrl.engine.batched import BatchedConfig, BatchedEngine, Request, check_weight
 from agentrl.engine.ragged_cache import RECURRENT, RaggedCache
 from agentrl.errors import ConfigError, EngineError
+from agentrl.head import logit_map
 from agentrl.routing import experts_of, recording
 from agentrl.types import FinishReason
 
@@ -104,7 +105,7 @@ class TransformersEngine(BatchedEngine):
         super().__init__(config or TransformersConfig(), vocab_size=vocab_size)
         self._layer_types = _layer_types(model)
         self._is_recurrent = not RECURRENT.isdisjoint(self._layer_types)
-        self._model = model.eval()
+        self._model, self._behind = model.eval(), logit_map(model.config)
         use_grouped_attention(model)
         self._device: torch.device = model.device
         self._rows = [_Row(index=i) for i in range(self._config.max_batch_size)]
@@ -232,7 +233,7 @@ class TransformersEngine(BatchedEngine):
         hidden_BQD = self._compute(rows, missing)
         last_B = torch.tensor([len(ids) - 1 for ids in missing], device=self._device)
         hidden_BD = hidden_BQD[torch.arange(len(rows), device=self._device), last_B]
-        logits_BV = self._model.get_output_embeddings()(hidden_BD)
+        logits_BV = self._behind(self._model.get_output_embeddings()(hidden_BD))
         requests = [row.request for row in rows if row.request is not None]
         tokens, logprobs = sample(
             logits_BV,

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from agentrl.errors import ConfigError, TrainingError
+from agentrl.head import logit_map
 from agentrl.policy.config import Layout
 from agentrl.policy.logprobs import fused_logprobs
 from agentrl.policy.packed_attention import PackedRows, attends_by_rows, packed_attention_of
@@ -231,7 +232,7 @@ def _probes(model: Any, *hows: tuple[Layout | None, bool], max_tokens: int) -> l
 
 def _probe(model: Any, rows: list[IntArray], layout: Layout | None, device: torch.device) -> list[Tensor]:
     """Return the log-probabilities of rows, and gradients where there are some; layout None: one by one."""
-    head = model.get_output_embeddings()
+    head, behind = model.get_output_embeddings(), logit_map(model.config)
     passes = [rows] if layout is not None else [[row] for row in rows]
     logprobs = []
     small = [p for p in model.parameters() if p.requires_grad and p.numel() <= _SMALL]
@@ -242,7 +243,8 @@ def _probe(model: Any, rows: list[IntArray], layout: Layout | None, device: torc
             for number, ids_L in enumerate(group):
                 slot_L = index(np.full(len(ids_L) - 1, number), np.arange(len(ids_L) - 1))
                 targets_L = torch.from_numpy(ids_L[1:]).to(device)
-                logprobs.append(fused_logprobs(hidden_PD[slot_L], head.weight, targets_L, bias_V=head.bias)[0].float())
+                found_L, _ = fused_logprobs(hidden_PD[slot_L], head.weight, targets_L, bias_V=head.bias, behind=behind)
+                logprobs.append(found_L.float())
         found_T = torch.cat(logprobs)
         if not small:
             return [found_T]

@@ -11,8 +11,11 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from agentrl.head import LogitMap
+
 __all__ = ["fused_logprobs", "tile_elements"]
 
+_LINEAR = LogitMap()
 _ALIGNMENT = 128
 """Of the rows of a tile: with others a GPU takes twice as long and more (benchmarks/gpu.py)."""
 
@@ -24,11 +27,12 @@ def fused_logprobs(
     *,
     bias_V: Tensor | None = None,
     temperature: float = 1.0,
+    behind: LogitMap = _LINEAR,
     chunk_elements: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return the log-probability of each target and the entropy of its distribution.
 
-        z = (hidden weight^T + bias) / temperature
+        z = behind(hidden weight^T + bias) / temperature
         logprob_t = z[t, target_t] - logsumexp(z[t]),    entropy_t = logsumexp(z[t]) - sum_v softmax(z[t])_v z[t, v]
 
     Logits exist one tile of at most `chunk_elements` (by default `tile_elements`) at a time, and one more tile of scratch,
@@ -54,7 +58,9 @@ def fused_logprobs(
         chunk_elements = tile_elements(is_gpu=hidden_TD.is_cuda)
     if chunk_elements < 1:
         raise ValueError(f"expected chunk_elements >= 1, got {chunk_elements}")
-    outputs = _FusedLogprobs.apply(hidden_TD, weight_VD, bias_V, targets_T, temperature, chunk_elements)
+    # x / divisor, and of that cap * tanh(x / (divisor * cap)): both with the temperature in them.
+    divisor, cap = temperature / behind.factor, None if behind.cap is None else behind.cap / temperature
+    outputs = _FusedLogprobs.apply(hidden_TD, weight_VD, bias_V, targets_T, divisor, cap, chunk_elements)
     return cast("tuple[Tensor, Tensor]", outputs)
 
 
@@ -76,13 +82,14 @@ class _FusedLogprobs(torch.autograd.Function):
         weight_VD: Tensor,
         bias_V: Tensor | None,
         targets_T: Tensor,
-        temperature: float,
+        divisor: float,
+        cap: float | None,
         chunk_elements: int,
     ) -> tuple[Tensor, Tensor]:
         num_tokens, dtype = len(targets_T), _accumulator(hidden_TD, weight_VD)
         logsumexp_T = torch.empty(num_tokens, dtype=dtype, device=hidden_TD.device)
         entropy_T, target_logit_T = torch.empty_like(logsumexp_T), torch.zeros_like(logsumexp_T)
-        tiles = _Tiles(hidden_TD, weight_VD, bias_V, temperature, chunk_elements)
+        tiles = _Tiles(hidden_TD, weight_VD, bias_V, divisor, cap, chunk_elements)
         scratch = torch.empty_like(tiles.buffer)
         for rows in tiles.row_slices():
             maxima, sums, moments = [], [], []
@@ -106,12 +113,12 @@ class _FusedLogprobs(torch.autograd.Function):
             moment_R = ((tile_moment + shift * tile_sum) * scale).sum(0)
             logsumexp_T[rows] = maximum_R + sum_R.log()
             entropy_T[rows] = sum_R.log() - moment_R / sum_R
-        # A kept tile has its rows' maxima subtracted already, and so has its normalizer.
-        keep = num_tokens * len(weight_VD) <= chunk_elements and num_tokens > 0
+        # A kept tile has its rows' maxima subtracted already, and so has its normalizer; a cap's slope needs them.
+        keep = cap is None and num_tokens * len(weight_VD) <= chunk_elements and num_tokens > 0
         kept_TV = tiles.tile(slice(0, num_tokens), slice(0, len(weight_VD))) if keep else None
         normalizer_T = sum_R.log() if keep else logsumexp_T
         ctx.save_for_backward(hidden_TD, weight_VD, bias_V, targets_T, normalizer_T, kept_TV)
-        ctx.temperature, ctx.chunk_elements = temperature, chunk_elements
+        ctx.divisor, ctx.cap, ctx.chunk_elements = divisor, cap, chunk_elements
         ctx.mark_non_differentiable(entropy_T)
         ctx.set_materialize_grads(False)
         return target_logit_T - logsumexp_T, entropy_T
@@ -120,25 +127,28 @@ class _FusedLogprobs(torch.autograd.Function):
     @once_differentiable
     def backward(
         ctx: Any, grad_T: Tensor | None, _grad_entropy_T: Tensor | None
-    ) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None, None]:
+    ) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None, None, None]:
         hidden_TD, weight_VD, bias_V, targets_T, normalizer_T, kept_TV = ctx.saved_tensors
         needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         if grad_T is None:
-            return None, None, None, None, None, None
+            return None, None, None, None, None, None, None
         dtype = normalizer_T.dtype
         grad_hidden_TD = torch.zeros_like(hidden_TD, dtype=dtype) if needs_hidden else None
         grad_weight_VD = torch.zeros_like(weight_VD, dtype=dtype) if needs_weight else None
         grad_bias_V = torch.zeros_like(bias_V, dtype=dtype) if needs_bias else None
-        tiles = _Tiles(hidden_TD, weight_VD, bias_V, ctx.temperature, ctx.chunk_elements)
+        tiles = _Tiles(hidden_TD, weight_VD, bias_V, ctx.divisor, ctx.cap, ctx.chunk_elements)
         for rows in tiles.row_slices():
-            grad_R = (grad_T[rows] / ctx.temperature)[:, None]
+            grad_R = (grad_T[rows] / ctx.divisor)[:, None]
             for columns in tiles.column_slices():
                 logits_RC = tiles.logits(rows, columns) if kept_TV is None else kept_TV
+                slope_RC = None if ctx.cap is None else 1 - (logits_RC / ctx.cap).square_()
                 log_softmax_RC = torch.sub(logits_RC, normalizer_T[rows, None], out=tiles.tile(rows, columns))
                 # d logprob / d z = onehot(target) - softmax(z)
                 grad_RC = log_softmax_RC.exp_().mul_(-grad_R)
                 index_R, inside_R = _local_targets(targets_T[rows], columns)
                 grad_RC.scatter_add_(1, index_R[:, None], torch.where(inside_R[:, None], grad_R, 0))
+                if slope_RC is not None:
+                    grad_RC.mul_(slope_RC)
                 if grad_bias_V is not None:
                     grad_bias_V[columns] += grad_RC.sum(0)
                 if grad_hidden_TD is not None:
@@ -152,6 +162,7 @@ class _FusedLogprobs(torch.autograd.Function):
             None,
             None,
             None,
+            None,
         )
 
 
@@ -159,9 +170,15 @@ class _Tiles:
     """The logits, tile by tile in one buffer: each tile overwrites the one before."""
 
     def __init__(
-        self, hidden_TD: Tensor, weight_VD: Tensor, bias_V: Tensor | None, temperature: float, chunk_elements: int
+        self,
+        hidden_TD: Tensor,
+        weight_VD: Tensor,
+        bias_V: Tensor | None,
+        divisor: float,
+        cap: float | None,
+        chunk_elements: int,
     ) -> None:
-        self.hidden_TD, self.weight_VD, self.bias_V, self.temperature = hidden_TD, weight_VD, bias_V, temperature
+        self.hidden_TD, self.weight_VD, self.bias_V, self.divisor, self.cap = hidden_TD, weight_VD, bias_V, divisor, cap
         num_rows, num_columns = len(hidden_TD), len(weight_VD)
         # Whole rows where the vocabulary is small; else near-square tiles, which read the weight least often.
         self.rows = max(1, min(num_rows, max(chunk_elements // num_columns, isqrt(chunk_elements))))
@@ -187,12 +204,14 @@ class _Tiles:
         return self.buffer[: shape[0] * shape[1]].view(shape)
 
     def logits(self, rows: slice, columns: slice) -> Tensor:
-        """Compute one tile, temperature applied."""
+        """Compute one tile, divided and capped."""
         logits_RC = self.tile(rows, columns)
         _product(self.hidden_TD[rows], self.weight_VD[columns].T, operand=self.operand, out=logits_RC)
         if self.bias_V is not None:
             logits_RC.add_(self.bias_V[columns])
-        return logits_RC if self.temperature == 1 else logits_RC.div_(self.temperature)
+        if self.divisor != 1:
+            logits_RC.div_(self.divisor)
+        return logits_RC if self.cap is None else logits_RC.div_(self.cap).tanh_().mul_(self.cap)
 
 
 # Autocast leaves what is written below as it is: it rewrites neither `out=` nor in-place nor `out_dtype` products.

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from agentrl.chat import local_folder, pretrained_tokenizer
 from agentrl.engine.model_class import auto_class
 from agentrl.errors import ConfigError
+from agentrl.head import logit_map
 from agentrl.policy.autocast import cast_experts
 from agentrl.policy.config import Layout, LocalModelConfig
 from agentrl.policy.layout import Inputs, hidden_states
@@ -128,6 +129,8 @@ def with_layers(config: Any, num: int) -> Any:
     """Return a configuration with so many layers, of the kinds that it begins with."""
     config = copy.deepcopy(config)
     text = config.get_text_config()
+    if shared := getattr(text, "num_kv_shared_layers", None):  # the last ones read keys and values of those before
+        text.num_kv_shared_layers = max(0, num - (text.num_hidden_layers - shared))
     text.num_hidden_layers = min(num, text.num_hidden_layers)
     for name in LAYER_KINDS:
         if kinds := getattr(text, name, None):
@@ -143,24 +146,7 @@ def quantization(config: Any) -> str | None:
     return None if method is None else str(method)
 
 
-_HEAD_FIELDS = (
-    *("logit_scale", "logits_scaling", "lm_head_multiplier"),
-    *("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap"),
-)
-"""By what families change their logits."""
 _OF_OTHER_HEADS = ("classifier_dropout", "summary_first_dropout")
-
-
-def check_head(config: Any, *, field: str = "model.name_or_path") -> None:
-    """Refuse models whose logits are more than a linear map of the hidden states.
-
-    Raises:
-        ConfigError: naming what is in the way.
-    """
-    text = config.get_text_config()
-    changes = {name: getattr(text, name, None) for name in _HEAD_FIELDS}
-    if found := {name: value for name, value in changes.items() if value not in (None, 1, 1.0)}:
-        raise ConfigError(f"{field}: {config.model_type} changes its logits by {found}, which the fused head lacks")
 
 
 def check_attention(name: str | None, device: torch.device, *, is_half: bool) -> None:
@@ -216,7 +202,7 @@ class Policy(nn.Module):
         shares: Mapping[str, Tensor] | None = None,
     ) -> None:
         super().__init__()
-        check_head(model.config, field=field)
+        self._behind = logit_map(model.config, field=field)
         cast_experts()
         self.model = model
         self.layout = layout
@@ -240,4 +226,6 @@ class Policy(nn.Module):
         if torch.is_autocast_enabled(hidden_TD.device.type):  # as the head would read them
             hidden_TD = hidden_TD.to(torch.get_autocast_dtype(hidden_TD.device.type))
         head = self.model.get_output_embeddings()
-        return fused_logprobs(hidden_TD, head.weight, targets_T, bias_V=head.bias, temperature=temperature)
+        return fused_logprobs(
+            hidden_TD, head.weight, targets_T, bias_V=head.bias, temperature=temperature, behind=self._behind
+        )

@@ -104,6 +104,8 @@ def small_like(model: Any, device: torch.device) -> Any:
     config = with_layers(model.config, num)
     small = config.get_text_config()
     small.vocab_size, small.pad_token_id = min(_VOCABULARY, small.vocab_size), None
+    if hasattr(small, "vocab_size_per_layer_input"):
+        small.vocab_size_per_layer_input = small.vocab_size
     small.initializer_range = small.hidden_size**-0.5  # so that tokens matter to one another at any width
     with torch.random.fork_rng([device] if device.type == "cuda" else []), device:
         made = auto_class(config).from_config(

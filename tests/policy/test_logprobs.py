@@ -7,9 +7,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from agentrl.head import LogitMap
 from agentrl.policy.logprobs import fused_logprobs
 
 torch.set_num_threads(1)
+LINEAR = LogitMap()
 
 
 def make_inputs(
@@ -26,13 +28,18 @@ def make_inputs(
 
 
 def full_logprobs(
-    hidden_TD: Tensor, weight_VD: Tensor, targets_T: Tensor, bias_V: Tensor | None, temperature: float
+    hidden_TD: Tensor,
+    weight_VD: Tensor,
+    targets_T: Tensor,
+    bias_V: Tensor | None,
+    temperature: float,
+    behind: LogitMap = LINEAR,
 ) -> tuple[Tensor, Tensor]:
     """Hold all of the logits."""
     logits_TV = hidden_TD @ weight_VD.T
     if bias_V is not None:
         logits_TV = logits_TV + bias_V
-    logprobs_TV = (logits_TV / temperature).log_softmax(-1)
+    logprobs_TV = (behind(logits_TV) / temperature).log_softmax(-1)
     return logprobs_TV[torch.arange(len(targets_T)), targets_T], -(logprobs_TV.exp() * logprobs_TV).sum(-1)
 
 
@@ -51,10 +58,17 @@ def relative_error(got: Tensor | None, expected: Tensor | None) -> float:
     chunk_elements=st.sampled_from([1, 2, 7, 16, 50, 200, 10**6]),
     temperature=st.sampled_from([0.6, 1.0, 1.5]),
     with_bias=st.booleans(),
+    behind=st.builds(LogitMap, factor=st.sampled_from([1.0, 0.25, 3.0]), cap=st.sampled_from([None, 1.5, 30.0])),
     seed=st.integers(0, 999),
 )
 def test_values_entropy_and_gradients_equal_the_full_log_softmax(
-    num_tokens: int, vocabulary: int, chunk_elements: int, temperature: float, with_bias: bool, seed: int
+    num_tokens: int,
+    vocabulary: int,
+    chunk_elements: int,
+    temperature: float,
+    with_bias: bool,
+    behind: LogitMap,
+    seed: int,
 ) -> None:
     hidden_TD, weight_VD, all_bias_V, targets_T = make_inputs(num_tokens, vocabulary, 5, seed=seed)
     bias_V = all_bias_V if with_bias else None
@@ -62,10 +76,16 @@ def test_values_entropy_and_gradients_equal_the_full_log_softmax(
     weight_T = torch.randn(num_tokens, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
     logprobs_T, entropy_T = fused_logprobs(
-        hidden_TD, weight_VD, targets_T, bias_V=bias_V, temperature=temperature, chunk_elements=chunk_elements
+        hidden_TD,
+        weight_VD,
+        targets_T,
+        bias_V=bias_V,
+        temperature=temperature,
+        behind=behind,
+        chunk_elements=chunk_elements,
     )
     got = torch.autograd.grad((weight_T * logprobs_T).sum(), leaves)
-    expected_T, expected_entropy_T = full_logprobs(hidden_TD, weight_VD, targets_T, bias_V, temperature)
+    expected_T, expected_entropy_T = full_logprobs(hidden_TD, weight_VD, targets_T, bias_V, temperature, behind)
     expected = torch.autograd.grad((weight_T * expected_T).sum(), leaves)
 
     assert not entropy_T.requires_grad
