@@ -111,7 +111,7 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "Gemma 4 with images": (
         "Gemma4",
         {
-            "vision_config": {**_IMAGES, "num_key_value_heads": 1, "head_dim": 8, "global_head_dim": 8},
+            "vision_config": {**_IMAGES, "num_key_value_heads": 1, "head_dim": 8, "position_embedding_size": 16},
             "layer_types": ["sliding_attention", "full_attention"],
             "sliding_window": _WINDOW,
             "global_head_dim": 64,

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import CohereCompassTextConfig, FalconH1Config, Qwen3Config, RecurrentGemmaConfig
+from transformers import CohereCompassTextConfig, FalconH1Config, Qwen3Config
 
 from agentrl.engine.transformers import TransformersEngine
 from agentrl.errors import ConfigError
@@ -88,10 +88,7 @@ def test_a_model_that_changes_nothing_has_a_linear_head() -> None:
     ("config", "words"),
     [
         (CohereCompassTextConfig(logit_scale=0.5), "cohere_compass_text changes its logits by {'logit_scale': 0.5}"),
-        (
-            RecurrentGemmaConfig(lm_head_multiplier=2.0),
-            "recurrent_gemma changes its logits by {'lm_head_multiplier': 2.0}",
-        ),
+        (Qwen3Config.from_dict({"logits_scaling": 2.0}), "qwen3 changes its logits by {'logits_scaling': 2.0}"),
     ],
 )
 def test_a_change_that_is_not_known_is_refused(config: Any, words: str) -> None:

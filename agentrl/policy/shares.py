@@ -103,7 +103,8 @@ def small_like(model: Any, device: torch.device) -> Any:
     num = 1 + max([1, getattr(text, "first_k_dense_replace", None) or 0, *firsts])
     config = with_layers(model.config, num)
     small = config.get_text_config()
-    small.vocab_size, small.pad_token_id = min(_VOCABULARY, small.vocab_size), None
+    small.vocab_size = min(_VOCABULARY, small.vocab_size)
+    small.pad_token_id = None if small.pad_token_id is None else 0  # one that is in the small vocabulary
     if hasattr(small, "vocab_size_per_layer_input"):
         small.vocab_size_per_layer_input = small.vocab_size
     small.initializer_range = small.hidden_size**-0.5  # so that tokens matter to one another at any width

@@ -112,7 +112,7 @@ def deep(name: str) -> Any:
     """A model of six layers; the last are of another kind where there are several."""
     changes: dict[str, Any] = {"num_hidden_layers": 6, "vocab_size": 261}
     if kinds := ARCHITECTURES[name][1].get("layer_types"):
-        changes["layer_types"] = [kind for kind in kinds for _ in range(3)]
+        changes["layer_types"] = [kind for kind in dict.fromkeys(kinds) for _ in range(3)]
     if name == "GLM-4 MoE":
         changes["first_k_dense_replace"] = 3
     return tiny_model(name, **changes)
