@@ -18,7 +18,7 @@ from agentrl.engine.auto import AutoConfig as AutoEngineConfig
 from agentrl.env.config import EnvConfig
 from agentrl.errors import ConfigError
 from agentrl.files import MAX_DEPTH, nests_deeper, parse_yaml
-from agentrl.foreign_names import at_home, of_field
+from agentrl.foreign_names import at_home, of_field, of_path
 from agentrl.learn.loss_config import LossConfig
 from agentrl.learn.signals import SignalsConfig
 from agentrl.learn.train_config import TrainConfig
@@ -210,7 +210,7 @@ def _parse_overrides(arguments: Sequence[str]) -> dict[str, Any]:
 
 
 def _open_mappings(arguments: Sequence[str]) -> list[str]:
-    """Rewrite options below free mappings (`--credit.gamma .5`) as JSON (`--credit {"gamma": 0.5}`), which argparse knows."""
+    """Rewrite options below free mappings (`--credit.gamma .5`) and YAML (`[{id: x}]`) as JSON, which argparse knows."""
     rewritten: list[str] = []
     mappings: dict[str, dict[str, Any]] = {}
     prefixes = ("--credit.", "--env.options.", *(f"--{section}." for section in _SEAMS))
@@ -219,7 +219,8 @@ def _open_mappings(arguments: Sequence[str]) -> list[str]:
         option = rest.pop(0)
         name, has_value, value = option.partition("=")
         prefix = next((p for p in prefixes if name.startswith(p)), None)
-        if prefix is None:
+        given = value if has_value else "".join(rest[:1])
+        if prefix is None and not (name.startswith("--") and given.lstrip().startswith(("{", "["))):
             rewritten.append(option)
             continue
         if not has_value:
@@ -229,6 +230,9 @@ def _open_mappings(arguments: Sequence[str]) -> list[str]:
         nested: Any = parse_yaml(value, where=f"{name}: {value[:80]!r}")
         if not _has_names(nested):
             raise ConfigError(f"{name}: the names in a mapping must be text; put them in quotes")
+        if prefix is None:
+            rewritten += [name, json.dumps(nested, default=str)]
+            continue
         for key in reversed(name.removeprefix(prefix).split(".")):
             nested = {key: nested}
         mappings[prefix] = _merged(mappings.get(prefix, {}), nested)
@@ -261,10 +265,11 @@ def _nearest_option(option: str) -> str:
     """Suggest the nearest of all options, else those of the same section."""
     known = [f"--{name}" for name in _FIELDS if not any(other.startswith(f"{name}.") for other in _FIELDS)]
     name = option.removeprefix("--").rpartition(".")[2]
-    if hint := at_home(name, known):
+    own = of_path(option.removeprefix("--"))
+    if own is None and (hint := at_home(name, known)):
         return hint
-    if hint := of_field(name):
-        return re.sub(r"'([\w.]+)'", r"'--\1'", hint)
+    if hint := own or of_field(name):
+        return re.sub(r"^ Did you mean '([\w.]+)'\?$", r" Did you mean '--\1'?", hint)
     if difflib.get_close_matches(option, known):
         return suggest(option, known)
     return suggest(option, [name for name in known if name.rpartition(".")[0] == option.rpartition(".")[0]] or known)

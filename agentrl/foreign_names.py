@@ -113,7 +113,16 @@ FIELDS: dict[str, str] = {
     **dict.fromkeys(("num_gpus", "n_gpus_per_node", "nnodes", "num_processes", "world_size"), _PROCESSES),
     # model and engine
     **dict.fromkeys(
-        ("model_name", "model_name_or_path", "model_path", "model_id", "pretrained", "policy_model"),
+        (
+            "model.name",
+            "model.path",
+            "model_name",
+            "model_name_or_path",
+            "model_path",
+            "model_id",
+            "pretrained",
+            "policy_model",
+        ),
         "model.name_or_path",
     ),
     "attn_implementation": "model.attention",
@@ -215,6 +224,12 @@ def of_field(name: str, value: object = None) -> str | None:
         return found and f" {found}"
     known = _value(found, value)
     return _meant(found if known is None else known if found == "credit.scheme" else f"{found}: {known}")
+
+
+def of_path(path: str, value: object = None) -> str | None:
+    """Return what a field is called here that has this name in this section alone, as `of_field`."""
+    names = ".".join(path.split(".")[-2:])
+    return of_field(names, value) if names in FIELDS else None
 
 
 def of_value(field: str, value: object) -> str:

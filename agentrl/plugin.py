@@ -154,8 +154,9 @@ def explain(error: ValidationError, model: type[BaseModel], *path: str, elsewher
             for part in (part for part in entry["loc"][:-1] if isinstance(part, str)):  # not a place in a list
                 section = section_of(section.model_fields[str(part)].annotation) if section else None
             known, name = section.model_fields if section else (), str(entry["loc"][-1])
+            below = [f"{path}: no such field.{hint}" for path, hint in _known_below(where, entry["input"])]
             hint = suggest_field(name, known, value=entry["input"], elsewhere=elsewhere)
-            yield f"{where}: no such field.{hint}"
+            yield from below or [f"{where}: no such field.{foreign_names.of_path(where, entry['input']) or hint}"]
         elif entry["type"] == "value_error" and isinstance(cause := entry.get("ctx", {}).get("error"), ValueError):
             words = str(cause)
             if not isinstance(cause, UserError):  # begins with the name of a field of the section
@@ -166,6 +167,16 @@ def explain(error: ValidationError, model: type[BaseModel], *path: str, elsewher
             yield f"{where}: expected a mapping of fields (got {_short(entry['input'])}){_hint(where, entry['input'])}"
         else:
             yield f"{where}: {entry['msg']} (got {_short(entry['input'])}){_hint(where, entry['input'])}"
+
+
+def _known_below(path: str, value: object) -> Iterator[tuple[str, str]]:
+    """Yield each field of another library's section whose name here is known, and what it is."""
+    for name, below in value.items() if isinstance(value, Mapping) else ():
+        inner = f"{path}.{name}"
+        if isinstance(below, Mapping):
+            yield from _known_below(inner, below)
+        elif hint := foreign_names.of_path(inner, below) or foreign_names.of_field(str(name), below):
+            yield inner, hint
 
 
 def section_of(annotation: Any) -> type[BaseModel] | None:

@@ -134,6 +134,7 @@ def test_a_recipe_and_a_file_with_a_template(chat: Chat, tmp_path: Path) -> None
     assert outcome.status == 0
     assert re.search(r"^not     template: the tokenizer has no chat template", outcome.out, re.MULTILINE)
     assert re.search(r"^chosen  chatml: ", outcome.out, re.MULTILINE)
+    assert chat("calculator").out == outcome.out  # a recipe that comes along, by its name
     (tmp_path / "template.jinja").write_text(QWEN)
     bare = folder(tmp_path / "model", None)
     outcome = chat(str(bare), "--chat.template", "template.jinja", "--chat.thinking", "drop")

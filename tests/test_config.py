@@ -1,9 +1,11 @@
+import json
 from collections.abc import Iterator
 from datetime import date
 from pathlib import Path
 from typing import Any, get_args, get_origin
 
 import pytest
+import yaml
 from pydantic import BaseModel
 
 from agentrl.chat import AutoConfig, ChatMLConfig, RendererConfig, TemplateConfig
@@ -108,6 +110,17 @@ def test_unknown_names_read_well(file: Path) -> None:
     assert message(file, "env: {zzz: 4}") == "env.zzz: no such field. Known: id, options, schedule, wrappers."
     assert message(file, "{}", "--env.qqqqqqqq", "4") == (
         "--env.qqqqqqqq: no such option. Known: --env.id, --env.options, --env.schedule, --env.wrappers."
+    )
+    # Names of other libraries, in their sections.
+    assert message(file, "{}", "--actor_rollout_ref.model.path", "x") == (
+        "--actor_rollout_ref.model.path: no such option. Did you mean '--model.name_or_path'?"
+    )
+    assert message(file, "{}", "--model.name", "x").endswith("Did you mean '--model.name_or_path'?")
+    assert message(file, "{}", "--scale_rewards", "x").endswith("mean \"credit.normalize, of the scheme 'uniform'\"?")
+    assert message(file, "{actor: {optim: {lr: 1}}, actor_rollout_ref: {model: {path: x}, rollout: {n: 8}}}") == (
+        "actor.optim.lr: no such field. Did you mean 'train.learning_rate'?\n"
+        "actor_rollout_ref.model.path: no such field. Did you mean 'model.name_or_path'?\n"
+        "actor_rollout_ref.rollout.n: no such field. Did you mean 'rollout.group_size'?"
     )
     assert message(file, "{}", "stray") == "command line: unrecognized arguments: stray"
 
@@ -496,7 +509,8 @@ def test_a_section_that_is_given_no_mapping_is_named(file: Path) -> None:
     assert message(file, "{}", "--rollout=text") == (
         "--rollout: expected JSON, such as {}; a field of it is --rollout.FIELD VALUE"
     )
-    assert message(file, "{}", f"--rollout={'[' * 3000 + ']' * 3000}") == "command line: a value nests deeper than 200"
+    words = message(file, "{}", f"--rollout={'[' * 3000 + ']' * 3000}")
+    assert words == f"--rollout: '{'[' * 80}' nests deeper than 200, or repeats itself too often; write it out flat"
 
 
 def test_a_file_that_is_no_recipe_is_named(tmp_path: Path) -> None:
@@ -546,3 +560,26 @@ def test_options_of_an_environment_are_the_same_in_a_run_that_is_resumed(file: P
 def test_options_that_no_file_of_a_run_can_hold_are_refused(options: str, words: str, file: Path) -> None:
     with pytest.raises(ConfigError, match=words):
         load(file, f"env: {{options: {options}}}")
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        ("rollout.group_rewards", "[{reward: shorter}]"),
+        ("env.wrappers", "[{id: time_limit, max_turns: 5}]"),
+        ("env.schedule", "[{from_step: 1, options: {num_rooms: 2}}]"),
+        ("rollout.curriculum", "{visits: 2}"),
+        ("credit", "{scheme: ecpo, lam: 0.5}"),
+    ],
+)
+def test_values_on_the_command_line_are_written_as_in_a_recipe(option: str, value: str) -> None:
+    *sections, last = option.split(".")
+    nested: dict[str, Any] = {last: yaml.safe_load(value)}
+    for section in reversed(sections):
+        nested = {section: nested}
+    for arguments in (
+        [f"--{option}", value],
+        [f"--{option}={value}"],
+        [f"--{option}", json.dumps(yaml.safe_load(value))],
+    ):
+        assert load_recipe(None, arguments) == load_recipe(nested)

@@ -20,7 +20,7 @@ import agentrl
 from agentrl.config import Recipe, load_recipe
 from agentrl.env.rewards.functions import load_rewards
 from agentrl.fields.listing import sections
-from agentrl.foreign_names import of_field
+from agentrl.foreign_names import of_field, of_path
 from agentrl.rollout import RolloutConfig
 from tests.support.docs import PAGES, ROOT, Block, blocks
 from tests.support.docs_commands import check, commands
@@ -117,6 +117,6 @@ def test_names_of_other_libraries_are_told_as_the_page_tells_them() -> None:
         assert set(ours) <= known, row[3]
         for theirs in (name for cell in row[:3] for name in re.findall(r"`([^`]+)`", cell)):
             last = theirs.rpartition(".")[2]
-            if last not in {"path", "name", *(name.rpartition(".")[2] for name in ours)}:
-                told = of_field(last) or ""
+            if last not in {name.rpartition(".")[2] for name in ours}:
+                told = of_path(theirs) or of_field(last) or ""
                 assert any(name.partition(".")[0] in told for name in ours), f"{theirs}: {told}"

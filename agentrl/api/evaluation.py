@@ -32,7 +32,7 @@ def evaluate(
     """Play the evaluation tasks; return the metrics and every episode, group by group.
 
     Args:
-        target: the folder of a run, whose newest weights play; or a recipe, whose model plays as it is.
+        target: a run or its folder, whose newest weights play; or a recipe, whose model plays as it is.
         env: as in `agentrl.train`: the environment to play in, whatever the run was trained or is evaluated in.
         model: as in `agentrl.train`.
         overrides: options as on the command line.

@@ -28,7 +28,7 @@ from agentrl.types import Message, Trajectory
 
 def play(
     env: Any = None,
-    model: str | Path | None = None,
+    model: str | os.PathLike[str] | None = None,
     *,
     endpoint: str | None = None,
     seed: int = 0,
@@ -40,7 +40,7 @@ def play(
 
     Args:
         env: a class, a function that returns an environment, a name, or a section `env`. None: that of the run.
-        model: the folder of a run, or the name or folder of a Hugging Face model; with `endpoint`, its name there.
+        model: a run or its folder, or the name or folder of a Hugging Face model; with `endpoint`, its name there.
         endpoint: of an OpenAI-compatible server, such as `http://127.0.0.1:8000/v1`.
         seed: which task.
         max_turns: the episode ends after so many.
@@ -68,7 +68,9 @@ def play(
             close_env(made)
 
 
-def _played_here(env: Any, model: str | Path | None, *, seed: int, max_turns: int, temperature: float) -> Played:
+def _played_here(
+    env: Any, model: str | os.PathLike[str] | None, *, seed: int, max_turns: int, temperature: float
+) -> Played:
     is_run = model is not None and (Path(model) / "config.yaml").is_file()
     changes = {
         "env": env,

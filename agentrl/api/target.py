@@ -1,5 +1,6 @@
 """What a command or a function is told to work on: a recipe, or the folder of a run."""
 
+import os
 import re
 import sys
 from collections.abc import Mapping, Sequence
@@ -12,8 +13,9 @@ from agentrl.registry import suggest
 if TYPE_CHECKING:
     from agentrl.config import Recipe
 
-Target: TypeAlias = "str | Path | Mapping[str, Any] | Recipe | None"
-"""A recipe (the name of one that comes with agentrl, a YAML file, its sections; None: an empty one), or a run's folder."""
+Target: TypeAlias = "str | os.PathLike[str] | Mapping[str, Any] | Recipe | None"
+"""A recipe (the name of one that comes with agentrl, a YAML file, its sections; None: an empty one), or a run: what
+`agentrl.train` returned, or its folder."""
 
 _PACKAGE = Path(__file__).resolve().parents[1]
 _SHIPPED = (_PACKAGE / "recipes", _PACKAGE.parent / "examples")
@@ -63,14 +65,16 @@ def look_for_modules_here(target: Target) -> None:
     Not where that is a run's, of anyone.
     """
     here = Path.cwd()
-    is_of_run = isinstance(target, str | Path) and Path(target).is_dir() and here.is_relative_to(Path(target).resolve())
+    is_of_run = (
+        isinstance(target, str | os.PathLike) and Path(target).is_dir() and here.is_relative_to(Path(target).resolve())
+    )
     if str(here) not in sys.path and not is_of_run:
         sys.path.append(str(here))
 
 
 def name_of(target: Target) -> str:
     """Return what the folder of a new run is called after."""
-    return Path(target).stem if isinstance(target, str | Path) else "run"
+    return Path(target).stem if isinstance(target, str | os.PathLike) else "run"
 
 
 def find(path: Path) -> Path:
@@ -81,12 +85,16 @@ def find(path: Path) -> Path:
     """
     if path.exists() or not re.fullmatch(r"\w+", str(path)):
         return path
-    known = {file.stem: file for folder in _SHIPPED for file in folder.glob("*.yaml")}
-    if str(path) not in known:
+    if str(path) not in (known := shipped()):
         raise ConfigError(
             f"{path} is no file, no run and no recipe that comes with agentrl.{suggest(str(path), known)}"
         )
     return known[str(path)]
+
+
+def shipped() -> dict[str, Path]:
+    """Return the recipes that come with agentrl, by name."""
+    return {file.stem: file for folder in _SHIPPED for file in folder.glob("*.yaml")}
 
 
 def _of_run(folder: Path, overrides: Sequence[str], changes: Mapping[str, Any]) -> "Recipe":

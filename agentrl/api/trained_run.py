@@ -69,6 +69,10 @@ class TrainedRun:
             raise ConfigError(f"{self.path}: step {step} has no rollouts; recorded (report.rollouts_every): {recorded}")
         return groups_of(read_records(files[step]))
 
+    def __fspath__(self) -> str:
+        """Return its folder, so that it stands wherever one is asked for."""
+        return str(self.path)
+
     def evaluate(self, *, overrides: Sequence[str] = (), **sections: Any) -> "Evaluation":
         """Play the evaluation tasks with the newest weights; see `agentrl.evaluate`."""
         from agentrl.api.evaluation import evaluate

@@ -125,8 +125,12 @@ class ChatMLRenderer:
         ids: list[int] = []
         for part in _TAG.split(_assistant_text(message)):
             tag_id = self._control.token_to_id(part) if _TAG.fullmatch(part) else None
-            ids.extend(self._encode(part) if tag_id is None else (tag_id,))
+            ids.extend(self._text(part) if tag_id is None else (tag_id,))
         return (*ids, self._end_id)
+
+    def _text(self, text: str) -> tuple[int, ...]:
+        """Return the tokens of a text: merges of a tokenizer that has read control tokens would end in one."""
+        return self._encode(self._encode.literal(text))
 
     def _messages(self, messages: Sequence[Message]) -> tuple[int, ...]:
         ids: list[int] = []
@@ -135,7 +139,7 @@ class ChatMLRenderer:
             if message["role"] == "assistant":
                 ids.extend((*self._encode("assistant\n"), *self.encode(message)))
             else:
-                ids.extend((*self._encode(f"{message['role']}\n{message.get('content') or ''}"), self._end_id))
+                ids.extend((*self._text(f"{message['role']}\n{message.get('content') or ''}"), self._end_id))
             ids.extend(self._newline)
         return tuple(ids)
 

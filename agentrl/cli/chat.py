@@ -5,7 +5,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from agentrl.api.target import load, tokenizer_of
+from agentrl.api.target import load, shipped, tokenizer_of
 from agentrl.cli.commands import Commands
 from agentrl.errors import ConfigError, RendererError
 from agentrl.report.terminal import Console
@@ -52,7 +52,8 @@ def _target(target: Path, rest: list[str]) -> "tuple[Recipe, Any, str]":
     from agentrl.config import load_recipe
 
     is_run = (target / "config.yaml").is_file()
-    if not (is_run or target.is_file() or target.suffix in (".yaml", ".yml")):
+    is_recipe = target.suffix in (".yaml", ".yml") or (str(target) in shipped() and not target.exists())
+    if not (is_run or target.is_file() or is_recipe):
         if other := [option for option in rest if option.startswith("--") and not option.startswith("--chat.")]:
             raise ConfigError(f"agentrl chat does not take {' '.join(other)}")
         return load_recipe(None, rest), pretrained_tokenizer(str(target), field="model"), str(target)

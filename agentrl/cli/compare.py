@@ -232,7 +232,7 @@ def _judge(
 
     found = [(arm.name, arm.run(seed).recorded()) for arm in arms for seed in seeds]
     finished = [(name, run) for name, run in found if run is not None and run.is_finished]
-    if not finished:
+    if not finished or (notes and len({name for name, _ in finished}) < 2):  # too few to compare, since others failed
         raise TrainingError("; ".join(notes) or "no run has finished")
     metric = choose_metric([run for _, run in finished], options.metric)
     curves = [curve_of(run, metric=metric, recipe=name) for name, run in finished]

@@ -1,7 +1,7 @@
 """An environment as most people write it: a few tools, a start and an answer."""
 
 from abc import abstractmethod
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from itertools import islice
 from typing import Any, ClassVar, TypeAlias
 
@@ -82,13 +82,18 @@ class ToolEnv(MessageEnv):
         Args:
             success: whether the task was solved; what evaluation counts.
             score: how well, from 0 to 1, where there is a between; by default 1 for success and 0 for none.
+
+        Raises:
+            EnvironmentFailure: for what is no finite number. It fails the episode, in a tool too.
         """
+        given = {"success": success, "score": success if score is None else score}
+        numbers = {name: as_number(value) for name, value in given.items() if value is not None}
+        if wrong := [name for name, number in numbers.items() if number is None]:
+            raise EnvironmentFailure(
+                f"finish({wrong[0]}=...) takes a number or a truth value, got {abbreviated(given[wrong[0]])}"
+            )
         self._is_over = True
-        if success is not None:
-            self._info["success"] = bool(success)
-            score = float(success) if score is None else score
-        if score is not None:
-            self._info["score"] = float(score)
+        self._info |= numbers | ({"success": bool(numbers["success"])} if "success" in numbers else {})
 
     def reset(
         self, *, seed: int | None = None, options: dict[str, Any] | None = None
@@ -149,6 +154,10 @@ class ToolEnv(MessageEnv):
 
     def _messages_of(self, returned: Any, method: str) -> tuple[Message, ...]:
         said = awaited(returned, f"{method} of {type(self).__name__}", timeout_s=self.coroutine_timeout_s)
+        if said is not None and not isinstance(said, Iterable):
+            raise EnvironmentFailure(
+                f"{method} returned {abbreviated(said)}; return a text, a list of messages, or None"
+            )
         return _messages(said)
 
     def _call(self, call: Any) -> Message:
@@ -168,7 +177,7 @@ class ToolEnv(MessageEnv):
         return reply | ({"tool_call_id": call["id"]} if "id" in call else {})
 
 
-def _messages(said: Said) -> tuple[Message, ...]:
+def _messages(said: Any) -> tuple[Message, ...]:
     if said is None:
         return ()
     if isinstance(said, str):

@@ -33,8 +33,8 @@ _LIMITS = {
     "stop/max_tokens": "rollout.max_turn_tokens or rollout.max_episode_tokens",
     "stop/context_overflow": "rollout.max_context_tokens",
 }
-_CUT_TURNS, _CUT_TOKENS = 0.9, 0.1
-"""Shares of demonstrations from which on one tells that a limit cuts them off."""
+_CUT_TURNS, _CUT_TOKENS = 1.0, 0.1
+"""Shares of demonstrations from which on one tells that a limit cuts them off: of turns, where not one comes to its end."""
 _FAILED = ("stop/env_error", "stop/engine_error")
 
 

@@ -45,17 +45,14 @@ class GroupReward(BaseModel):
         Raises:
             ConfigError: where there is none that takes these arguments.
         """
-        field = "rollout.group_rewards"
-        found: Any = resolve(self.reward, group="agentrl.group_rewards", field=field, kind="function")
+        found: Any = resolve(self.reward, group="agentrl.group_rewards", field="reward", kind="function")
         known = dict(inspect.signature(found).parameters) if inspect.isfunction(found) else {}
         if not known.keys() & set(OFFERED):  # nothing else that a recipe names is called
-            raise ConfigError(
-                f"{field}: {self.reward!r} takes none of {', '.join(OFFERED)}, and is no reward of groups"
-            )
-        options = checked_options(found, self.options, told=OFFERED, where=f"{field}: {self.reward!r}")
+            raise ConfigError(f"{self.reward!r} takes none of {', '.join(OFFERED)}, and is no reward of groups")
+        options = checked_options(found, self.options, told=OFFERED, where=repr(self.reward))
         for name, parameter in known.items():
             if parameter.default is parameter.empty and name not in (*OFFERED, *self.options):
-                raise ConfigError(f"{field}: {self.reward!r} asks for {name!r}; set it in its options")
+                raise ConfigError(f"{self.reward!r} asks for {name!r}; set it in its options")
         return partial(found, **options)
 
     @model_validator(mode="after")

@@ -124,7 +124,8 @@ def test_the_newest_weights_are_evaluated_played_and_exported(run: TrainedRun, t
     found = run.evaluate(evaluation={"num_tasks": 3})
     assert found.metrics["episodes"] + found.metrics["failed"] == 3
     assert len(found.groups) == 3
-    played = agentrl.play(model=run.path, seed=2, max_turns=2)
+    assert agentrl.evaluate(run, evaluation={"num_tasks": 3}).metrics == found.metrics
+    played = agentrl.play(model=run, seed=2, max_turns=2)
     assert str(played).startswith("user: 1 to 4?\nassistant: ")
     assert str(played).endswith(f"score 0, {len(played.rewards)} turns]")
     exported = run.export(tmp_path / "exported")

@@ -57,6 +57,16 @@ def test_what_others_say_never_becomes_a_control_token(role: str) -> None:
     assert HOSTILE in text(added)
 
 
+def test_nor_does_it_where_the_tokenizer_has_read_control_tokens() -> None:
+    tokenizer = train_tokenizer([f"{c}<|im_end|>{c}<|im_start|>{c}" for c in "abcdefghijklmn"], vocab_size=300)
+    assert END in tokenizer.encode("x<|im_end|>", split_special_tokens=True)  # merged, and the very token
+    renderer = ChatMLRenderer(tokenizer)
+    check_renderer(renderer)
+    said: list[Message] = [{"role": "tool", "content": HOSTILE}]
+    assert control(renderer.start(said, [])) == control(renderer.extend([START], [END], said)) == [START, END, START]
+    assert control(renderer.encode({"role": "assistant", "content": "<|im_end|> <|im_start|>"})) == [END]
+
+
 def test_a_hostile_role_or_tool_never_becomes_a_control_token() -> None:
     tool = {"type": "function", "function": {"name": HOSTILE, "parameters": {}}}
     assert control(RENDERER.start([{"role": HOSTILE, "content": ""}], [tool])) == [START, END, START, END, START]

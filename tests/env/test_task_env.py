@@ -1,5 +1,6 @@
 import copy
 import pickle
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -200,8 +201,10 @@ def test_schemes_may_read_an_answer_where_there_is_one() -> None:
 
 
 def test_a_reward_that_fails_fails_the_episode_and_is_no_zero() -> None:
-    with pytest.raises(RuntimeError, match="the judge is ill"):
-        components(sums(rewards=["exact_match", f"{HERE}:fails"]))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # of a coroutine that was never awaited
+        with pytest.raises(RuntimeError, match="the judge is ill"):
+            components(sums(rewards=["exact_match", f"{HERE}:hangs", f"{HERE}:fails"]))
     with pytest.raises(
         EnvironmentFailure, match="reward 'no_number' returned float nan; return a finite number, or None"
     ):

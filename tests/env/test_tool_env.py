@@ -35,6 +35,10 @@ class Desk(ToolEnv):
             return None
         if text == "half":
             self.finish(success=False, score=0.5)
+        if text == "yes":
+            self.finish(success=cast("bool", "yes"))
+        if text == "5":
+            return cast("str", 5)
         return f"You said {text!r}."
 
     @tool
@@ -383,3 +387,17 @@ def test_a_reward_that_is_no_number_is_the_environments_fault_and_no_answer_to_t
     env.reset(seed=0)
     with pytest.raises(EnvironmentFailure, match=rf"reward\(\) takes a finite number, got \w+ {amount!r}"):
         env.step(tool_call("pay"))
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("yes", r"finish\(success=...\) takes a number or a truth value, got str 'yes'"),
+        ("5", r"answer\(\) returned int 5; return a text, a list of messages, or None"),
+    ],
+)
+def test_what_an_environment_says_wrongly_is_told_with_the_method(text: str, words: str) -> None:
+    env = Desk()
+    env.reset(seed=1)
+    with pytest.raises(EnvironmentFailure, match=words):
+        env.step(text)

@@ -145,7 +145,14 @@ def grade(rewards: Sequence[Reward], answered: Answered, *, timeout_s: float) ->
         EnvironmentFailure: for what is no number, and for coroutines that take longer than `timeout_s` seconds.
         Exception: whatever a function raises. It fails the episode: a judge that cannot be reached has judged nothing.
     """
-    returned = {reward.name: reward.call(answered) for reward in rewards}
+    returned: dict[str, Any] = {}
+    try:
+        for reward in rewards:
+            returned[reward.name] = reward.call(answered)
+    except BaseException:
+        for value in filter(inspect.iscoroutine, returned.values()):
+            value.close()  # else Python warns that it was never awaited
+        raise
     pending = {name: value for name, value in returned.items() if inspect.isawaitable(value)}
     if pending:
         try:
