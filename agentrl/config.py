@@ -95,9 +95,20 @@ class Recipe(BaseModel):
                 "the two"
             )
         scheme = load_credit(self.credit, elsewhere=_FIELDS)
-        if rollout.group_rewards and Need.BRANCHES in scheme.requirements():
+        reads, name = scheme.requirements(), self.credit["scheme"]
+        reads_rewards = all(layer.reads_rewards for layer in scheme.chain())
+        if rollout.dynamic_sampling and not (reads_rewards and reads.isdisjoint(_BESIDE_REWARDS)):
             raise ValueError(
-                f"rollout.group_rewards: {self.credit['scheme']!r} compares with what forks earned, which get none of these; "
+                f"rollout.dynamic_sampling: leaves out groups whose episodes earned alike, from which {name!r} learns; set "
+                "it to 0"
+            )
+        if rollout.group_rewards and not reads_rewards:
+            raise ValueError(
+                f"rollout.group_rewards: {name!r} reads no rewards; remove them, or choose another credit.scheme"
+            )
+        if rollout.group_rewards and Need.BRANCHES in reads:
+            raise ValueError(
+                f"rollout.group_rewards: {name!r} compares with what forks earned, which get none of these; "
                 "choose another credit.scheme"
             )
         if rollout.group_size == 1:
@@ -107,6 +118,10 @@ class Recipe(BaseModel):
             if "fallback" in self.credit and _field_of_error(load_fallback(scheme)):
                 raise ValueError(f"{alone} remove credit.fallback")
         return self
+
+
+_BESIDE_REWARDS = {Need.VALUES, Need.TURN_SCORES, Need.ANSWER_LOGPROBS}
+"""What tells episodes apart that earned alike."""
 
 
 def _field_of_error(scheme: CreditScheme) -> str | None:

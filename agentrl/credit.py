@@ -124,6 +124,8 @@ class CreditScheme(BaseModel):
     """Where the method comes from: a name and an arXiv number."""
     experimental: ClassVar[bool] = False
     """True where too little is known of the method to rely on it."""
+    reads_rewards: ClassVar[bool] = True
+    """False where rewards play no part."""
     is_control: ClassVar[bool] = False
     """True where it is there to be compared with, and not to learn by."""
 

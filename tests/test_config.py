@@ -230,6 +230,18 @@ def test_every_mistake_has_a_line_of_its_own(file: Path) -> None:
             "rollout.group_rewards: 'tree' compares with what forks earned, which get none of these; choose another "
             "credit.scheme",
         ),
+        (
+            "{rollout: {group_rewards: [{reward: shorter}]}, credit: {scheme: distill, teacher: reference}}",
+            "rollout.group_rewards: 'distill' reads no rewards; remove them, or choose another credit.scheme",
+        ),
+        (
+            "{rollout: {dynamic_sampling: 2}, credit: {scheme: judge}, signals: {judge: 'os:getcwd'}}",
+            "rollout.dynamic_sampling: leaves out groups whose episodes earned alike, from which 'judge' learns; set it to 0",
+        ),
+        (
+            "{credit: {scheme: judge, then: {scheme: distill}}}",
+            "credit.then: 'distill' reads no rewards; choose a scheme that does",
+        ),
         ("evaluation: {pass_at: [1, 8]}", "evaluation.pass_at: 8 needs as many samples, got samples: 1"),
         (
             "loss: {mismatch: mask}",

@@ -85,7 +85,8 @@ class LossConfig(BaseModel):
     kernel: KernelConfig | None = None
     """Of `trust: kernel`. None: its defaults."""
     reject: float | None = Field(default=None, gt=1)
-    """A unit whose ratio is above this, or below one over it, leaves the loss whole. None: none does."""
+    """A unit whose ratio is above this, or below one over it, leaves the loss whole, but for its part in
+    `kl_coefficient`. None: none does."""
     aggregation: Aggregation = "trajectory-mean"
     """Weight of a token: every trajectory weighs the same (`trajectory-mean`), every turn (`turn-mean`), every token
     (`token-mean`), or 1 / (number of trajectories * constant_length) (`constant`)."""

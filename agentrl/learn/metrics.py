@@ -146,7 +146,7 @@ def rollout_metrics(groups: Sequence[TrajectoryGroup], credits: Sequence[Sequenc
         "groups/zero_spread": _mean([g.zero_spread for g in groups]),
         "credit/zero_advantage": _mean(
             [
-                not credit.advantages_T.any()
+                not credit.advantages_T[credit.keep_T].any()
                 for group, of_group in zip(groups, credits, strict=True)
                 for trajectory, credit in zip(group.trajectories, of_group, strict=True)
                 if not trajectory.failed

@@ -71,7 +71,9 @@ class RolloutConfig(BaseModel):
     stood after its engine did."""
     dynamic_sampling: AmountOrZero = 0
     """Most groups of a step that are replaced by new tasks because all of their episodes earned the same, which teaches
-    nothing to a scheme that compares siblings (DAPO, arXiv 2503.14476); beyond that many, such groups are kept."""
+    nothing to a scheme that compares the returns of siblings (DAPO, arXiv 2503.14476); beyond that many, such groups are kept.
+    Schemes that compare turns may have learned from them; with those that read a critic, a judge, a teacher or an answer it
+    is refused."""
     group_rewards: tuple[GroupReward, ...] = ()
     """Rewards that compare the episodes of a group, or count their tokens; in training alone, added before credit is assigned.
     `dynamic_sampling` looks at the rewards without them."""

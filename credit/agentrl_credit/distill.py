@@ -28,6 +28,7 @@ class Distill(CreditScheme):
     """
 
     granularity: ClassVar = "token"
+    reads_rewards: ClassVar[bool] = False
     paper: ClassVar = "on-policy distillation 2306.13649, SDPO 2601.20802"
 
     teacher: Literal["model", "reference", "hindsight"] = "model"

@@ -44,7 +44,10 @@ def _checked(spec: dict[str, Any], info: ValidationInfo) -> dict[str, Any]:
 
 
 def _of_rewards(spec: dict[str, Any], info: ValidationInfo) -> dict[str, Any]:
-    reads = load_credit(spec).requirements()
+    scheme = load_credit(spec)
+    if not all(layer.reads_rewards for layer in scheme.chain()):
+        raise ConfigError(f"{_field(info)}: {spec['scheme']!r} reads no rewards; choose a scheme that does")
+    reads = scheme.requirements()
     for need, words in (
         (Need.VALUES, "a critic, which learns the environment's rewards and not these"),
         (Need.BRANCHES, "what forks earned, which are the environment's rewards and not these"),

@@ -87,10 +87,17 @@ def test_options_of_the_next_scheme_reach_it() -> None:
     assert found == by_turn(TurnReturn(gamma=0.5, baseline="turn"), summed)
 
 
-def test_judges_can_be_stacked_on_any_scheme_tokens_and_all() -> None:
-    group = make_group([[0, 1]], turn_scores=[[1, 1]], teacher_logprobs=[[[-1, -2], [-3, -4]]], action_lengths=[[2, 2]])
-    inner = {"scheme": "judge", "then": {"scheme": "distill"}}
-    assert by_token(Judge(then=inner), group) == by_token(load_credit({"scheme": "distill"}), group)
+def test_judges_can_be_stacked() -> None:
+    group = make_group([[0, 1], [2, 0]], turn_scores=[[1, 1], [0, 3]], action_lengths=[[2, 2], [1, 3]])
+    then = {"scheme": "uniform", "normalize": "none"}
+    twice = by_token(Judge(then={"scheme": "judge", "then": then}), group)
+    assert twice == by_token(Judge(then=then, score_weight=2.0), group) != by_token(Judge(then=then), group)
+
+
+@pytest.mark.parametrize("scheme", ["judge", "redistribute"])
+def test_a_scheme_that_reads_no_rewards_is_refused(scheme: str) -> None:
+    with pytest.raises(ConfigError, match=r"^credit\.then: 'distill' reads no rewards; choose a scheme that does"):
+        load_credit({"scheme": scheme, "then": {"scheme": "distill"}})
 
 
 @pytest.mark.parametrize(

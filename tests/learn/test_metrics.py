@@ -162,6 +162,8 @@ def test_the_share_without_an_advantage_counts_what_is_excluded_and_nothing_that
     credits = [Credit.uniform(t, advantage) for t, advantage in zip(group.trajectories, (1, 0, -1, 1, 0), strict=True)]
     credits[3] = Credit.excluded(group.trajectories[3])
     assert rollout_metrics([group], [credits])["credit/zero_advantage"] == pytest.approx(2 / 4)
+    stale = replace(credits[0], keep_T=np.zeros_like(credits[0].keep_T))  # what is too old is not trained on
+    assert rollout_metrics([group], [[stale, *credits[1:]]])["credit/zero_advantage"] == pytest.approx(3 / 4)
 
 
 def test_the_length_of_thoughts_is_told_of_all_turns() -> None:

@@ -1,10 +1,11 @@
 """Every episode as one line of a file."""
 
+import copy
 import json
 import os
 import warnings
 from pathlib import Path
-from typing import Any, SupportsFloat
+from typing import Any, Self, SupportsFloat
 
 import gymnasium as gym
 from gymnasium.utils import RecordConstructorArgs
@@ -78,6 +79,13 @@ class Record(
             self._write()
         finally:
             close_env(self.env)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        """Return a copy for a fork, whose episode is none that was played from its beginning: it is not written."""
+        copied = copy.copy(self)
+        memo[id(self)] = copied
+        vars(copied).update(copy.deepcopy({**vars(self), "_episode": None}, memo))
+        return copied
 
     def _write(self) -> None:
         """Append the present episode, if any: in one write."""
