@@ -81,6 +81,26 @@ def test_a_run_resumes_under_another_recipe_in_another_mode(tmp_path: Path) -> N
     assert len(ids) == len(set(ids)) == 2 * 4 + 6 * 3  # two steps were in the checkpoint
 
 
+def test_what_another_recipe_sampled_before_a_kill_is_not_trained_on(tmp_path: Path) -> None:
+    def colder(temperature: float) -> Recipe:
+        before = settings(tmp_path, "partial", 4)
+        rollout = before.rollout.model_copy(update={"temperature": temperature})
+        train = before.train.model_copy(update={"checkpoint_every": 100})
+        return before.model_copy(update={"rollout": rollout, "train": train})
+
+    with pytest.raises(KeyboardInterrupt):
+        train(colder(1.0), killed_at=1)
+    folder = RunFolder.open(tmp_path / "run")
+    with pytest.raises(KeyboardInterrupt):
+        train(colder(0.3), folder, killed_at=1)
+    rows = train(colder(1.0), folder)
+    # The engine's log-probabilities are those of the trainer's temperature, or the tokens are another recipe's.
+    assert all(row["first/engine_difference"] < 1e-4 for row in rows if row["step"] > 0)
+    assert not any("recipe_changes" in row for row in rows)
+    longer = colder(0.3).model_copy(update={"train": colder(0.3).train.model_copy(update={"steps": 6})})
+    assert [row.get("recipe_changes", 0) for row in train(longer, folder)[1:]] == [0, 0, 0, 0, 1, 1]
+
+
 def test_settings_that_are_changed_in_the_folder_itself_are_seen(tmp_path: Path) -> None:
     with pytest.raises(KeyboardInterrupt):
         train(settings(tmp_path, "partial", 6), killed_at=3)

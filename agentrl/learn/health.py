@@ -67,7 +67,7 @@ def first_told(found: Mapping[Sign, str], rows: Sequence[Row]) -> dict[Sign, str
 
 
 def _collapse(rows: Sequence[Row]) -> str | None:
-    stage = _stage(rows[-1])  # a harder one earns less; steps in which two are mixed are compared with nothing
+    stage = _stage(rows[-1])  # another one earns less; steps in which two are mixed are compared with nothing
     # A file may have lost some.
     rows = [row for row in rows if row.keys() >= _OF_REWARDS and _stage(row) == stage]
     if len(rows) <= _STEPS:
@@ -97,8 +97,9 @@ def _collapse(rows: Sequence[Row]) -> str | None:
     return None
 
 
-def _stage(row: Row) -> float:
-    return row.get("episode/stage", 0.0)  # not written before the first entry of `env.schedule`
+def _stage(row: Row) -> tuple[float, float]:
+    """Return what rewards may depend on beside the policy: the entry of `env.schedule`, and the recipe."""
+    return row.get("episode/stage", 0.0), row.get("recipe_changes", 0.0)  # neither is written before the first
 
 
 def _fall(levels: Sequence[tuple[float, float]]) -> tuple[float, float] | None:

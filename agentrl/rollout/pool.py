@@ -190,13 +190,9 @@ class RolloutPool:
             await asyncio.gather(*runners, return_exceptions=True)
         return [group_of(group_id, trajectories) for group_id, trajectories in done.items()]
 
-    def recover(self, *, ignore: bool = False) -> None:
-        """Take over what a run that was killed has written down since the state that was loaded, and resume it.
-
-        Args:
-            ignore: drop it, and restart every group that is not trained on, because the recipe is another.
-        """
-        self._stream.recover(ignore=ignore)
+    def recover(self, *, ignore: bool = False, settings: str = "") -> None:
+        """Take over what a run that was killed has written down since the state that was loaded; see `TaskStream.recover`."""
+        self._stream.recover(ignore=ignore, settings=settings)
 
     def state_dict(self) -> dict[str, Any]:
         """Return where the stream of training tasks stands, with every episode of it that is under way or done.

@@ -217,22 +217,24 @@ class TaskStream:
         ages = (version + 1 + rank // len(names) - group.began for rank, group in enumerate(left))
         return any(age > self._staleness_bound for age in ages) and not all(map(self._is_complete, left))
 
-    def recover(self, *, ignore: bool) -> None:
+    def recover(self, *, ignore: bool, settings: str = "") -> None:
         """Take over what a run that was killed has written down since the state that was loaded, and resume it.
 
         Args:
-            ignore: drop it, and restart every group that is not trained on, because the recipe is another.
+            ignore: the recipe is another than that of the state: drop what it sampled, and restart every group of it.
+            settings: a hash of the recipe; where what was written down was sampled with that very one, nothing is ignored.
         """
         journal, since = self._journal, self._journaled_since
         if journal is not None:
+            first = None if since is None else next(journal.read(since), None)
+            ignore = first.settings != settings if isinstance(first, Restarted) and first.settings else ignore
             if since is None or ignore or not journal.has(since):
                 journal.drop()
             if since is not None:
                 journal.replay(since, self._apply)
                 journal.begin(at_least=since)
         if ignore:
-            restarted = Restarted()
-            self._apply(restarted)
+            self._apply(restarted := Restarted(settings=settings))
             self._write(restarted)
         self._index_groups()
 

@@ -22,8 +22,14 @@ OnProgress = Callable[[Literal["warm-up", "training"], int, int, dict[str, float
 class RunRecord:
     """Metrics, rollouts and warnings of a run: written by the first process, step by step. On every process alike."""
 
-    def __init__(self, parts: Parts, folder: RunFolder, *, next_step: int) -> None:
+    def __init__(self, parts: Parts, folder: RunFolder, *, next_step: int, is_changed: bool = False) -> None:
         """Continue what a folder holds.
+
+        Args:
+            parts: what the run is made of.
+            folder: of the run.
+            next_step: the first that is going to be added.
+            is_changed: the recipe is another than that of the steps before.
 
         Raises:
             ConfigError: where a tracker does not start.
@@ -34,6 +40,8 @@ class RunRecord:
         self._piece, self._learner = pieces_of(parts.tokenizer), parts.learner
         self._rows = [row for row in folder.metrics() if row["step"] > 0] if is_main() else []
         """Metrics of the finished steps."""
+        before = self._rows[-1].get("recipe_changes", 0.0) if self._rows else 0.0
+        self._num_changes = before + is_changed
         self.trackers = Trackers(
             parts.recipe.report if is_main() else None,
             folder,
@@ -66,6 +74,8 @@ class RunRecord:
         recipe, step = self._recipe, int(row["step"])
         if self._is_fallback:
             row = {**row, "credit/fallback": 1.0}
+        if self._num_changes:
+            row = {**row, "recipe_changes": self._num_changes}
         every = recipe.report.rollouts_every
         if every and (step == 1 or step % every == 0):
             notes_of = self._learner.notes.gathered()

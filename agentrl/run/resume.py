@@ -63,8 +63,10 @@ def save(parts: Parts, folder: RunFolder, step: int) -> None:
     parts.pool.forget()
 
 
-def resume(parts: Parts, folder: RunFolder) -> int:
-    """Bring policy, engine and pool to where a run stands; return the number of its finished steps.
+def resume(parts: Parts, folder: RunFolder) -> tuple[int, bool]:
+    """Bring policy, engine and pool to where a run stands.
+
+    Returns: the number of its finished steps; whether the recipe is another than theirs.
 
     Raises:
         ConfigError: when it has no checkpoint, none that fits the recipe, or a file that is damaged.
@@ -75,8 +77,9 @@ def resume(parts: Parts, folder: RunFolder) -> int:
         _load_reference(parts, folder)
     finished_steps = load_checkpoint(parts, newest)
     parts.link.start(finished_steps)
-    parts.pool.recover(ignore=has_changed(parts.recipe, folder))
-    return finished_steps
+    is_changed = has_changed(parts.recipe, folder)
+    parts.pool.recover(ignore=is_changed, settings=_settings(parts.recipe))
+    return finished_steps, is_changed
 
 
 def load_checkpoint(parts: Parts, path: Path) -> int:

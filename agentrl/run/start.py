@@ -62,11 +62,11 @@ def begin_or_resume(parts: Parts, folder: RunFolder | None, on_progress: OnProgr
             _check_folder(folder, is_resumed=is_resumed)
             finish_going_back(folder)
         barrier()  # all resume from the newest checkpoint that is left
-        finished_steps, prepared = 0, None
+        finished_steps, is_changed, prepared = 0, False, None
         if folder is not None and is_resumed:
             check_hashes(parts.pool.tasks, folder)
             reuse_environments(parts)
-            finished_steps = resume(parts, folder)
+            finished_steps, is_changed = resume(parts, folder)
         else:
             prepared = _prepare(parts)
         if folder is None:
@@ -88,7 +88,7 @@ def begin_or_resume(parts: Parts, folder: RunFolder | None, on_progress: OnProgr
             write_folder(
                 folder.tokenizer, lambda path: is_main() and parts.tokenizer.save_pretrained(path), is_sealed=True
             )
-        record = RunRecord(parts, folder, next_step=finished_steps + 1 if is_resumed else 0)
+        record = RunRecord(parts, folder, next_step=finished_steps + 1 if is_resumed else 0, is_changed=is_changed)
         stack.callback(record.trackers.finish)
         if prepared is not None:
             _begin(parts, record, prepared, on_progress)

@@ -132,6 +132,15 @@ def test_a_harder_stage_is_no_collapse_and_a_collapse_within_it_is() -> None:
     assert told(easy + played([0.02] * 4)) == [(15, "collapse")]
 
 
+def test_another_recipe_is_no_collapse() -> None:
+    before = [row(0.6)] * 9
+    assert told([*before, *[row(0.02)] * 9]) == [(13, "collapse")]
+    assert told([*before, *[row(0.02, recipe_changes=1.0)] * 9]) == []
+    assert told([*before, *[row(0.6, recipe_changes=1.0)] * 9, *[row(0.02, recipe_changes=1.0)] * 9]) == [
+        (22, "collapse")
+    ]
+
+
 def test_entropy_that_vanishes_without_a_gain_is_a_collapse() -> None:
     falling = [row(0.2, entropy=0.2)] * 4 + [row(0.2, entropy=0.01)] * 4
     assert told(falling) == [(8, "collapse")]
