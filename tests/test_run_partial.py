@@ -1,5 +1,6 @@
 """A run whose episodes outlive a step: trained, interrupted, resumed."""
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ from agentrl.engine.transformers import TransformersEngine
 from agentrl.errors import ConfigError
 from agentrl.report.folder import RunFolder
 from agentrl.report.records import read_records
-from agentrl.run.build import build
+from agentrl.run.build import _journal, build
 from agentrl.run.resume import has_changed
 from tests.support import runs
 from tests.support.runs import recipe
@@ -101,6 +102,13 @@ def test_what_another_recipe_sampled_before_a_kill_is_not_trained_on(tmp_path: P
     assert [row.get("recipe_changes", 0) for row in train(longer, folder)[1:]] == [0, 0, 0, 0, 1, 1]
 
 
+def test_a_run_that_has_a_journal_keeps_it_whatever_the_engine(tmp_path: Path) -> None:
+    repeats = recipe(tmp_path, engine={"name": "transformers", "lockstep": None})
+    assert _journal(repeats) is None
+    RunFolder(tmp_path / "run").journal.mkdir(parents=True)
+    assert _journal(repeats) is not None
+
+
 def test_settings_that_are_changed_in_the_folder_itself_are_seen(tmp_path: Path) -> None:
     with pytest.raises(KeyboardInterrupt):
         train(settings(tmp_path, "partial", 6), killed_at=3)
@@ -130,6 +138,15 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Recipe, RunFolder
     before = settings(path, "partial", 1)
     train(before)
     return before, RunFolder.open(path / "run")
+
+
+def test_a_run_is_warmed_up_once(trained: tuple[Recipe, RunFolder]) -> None:
+    before, folder = trained
+    other = before.model_copy(update={"warmup": before.warmup.model_copy(update={"learning_rate": 0.5})})
+    rate = before.warmup.learning_rate
+    words = f"warmup.learning_rate: the run has been warmed up; set it back to {rate!r}, or begin another run"
+    with pytest.raises(ConfigError, match=re.escape(words)):
+        train(other, folder)
 
 
 @pytest.mark.parametrize(

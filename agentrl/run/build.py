@@ -240,10 +240,15 @@ def _tell_fault(faults: FaultLog, engine: Engine, on_warning: Callable[[str], ob
 
 
 def _journal(recipe: Recipe) -> Journal | None:
-    """Return this process's journal. None: what is sampled again after a kill is what was sampled before."""
-    if recipe.run_dir is None or (recipe.rollout.repeats_exactly and recipe.engine.is_deterministic):
+    """Return this process's journal. None: what is sampled again after a kill is what was sampled before.
+
+    A run that has one keeps it: with another engine it may hold what is not sampled again so.
+    """
+    if recipe.run_dir is None:
         return None
     folder = RunFolder(recipe.run_dir).journal
+    if recipe.rollout.repeats_exactly and recipe.engine.is_deterministic and not folder.is_dir():
+        return None
     return Journal(folder if is_main() else folder / f"process-{process_index()}")
 
 

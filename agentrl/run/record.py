@@ -29,7 +29,7 @@ class RunRecord:
             parts: what the run is made of.
             folder: of the run.
             next_step: the first that is going to be added.
-            is_changed: the recipe is another than that of the steps before.
+            is_changed: what is played is another than in the steps before.
 
         Raises:
             ConfigError: where a tracker does not start.

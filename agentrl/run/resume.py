@@ -3,6 +3,7 @@
 import hashlib
 import json
 import shutil
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,8 @@ from agentrl.run.build import Parts
 from agentrl.types import ENDLESS, Need, NumTasks
 
 _STATE = "agentrl.json"
+_PLAYED = ("env", "chat", "rollout")
+"""Sections of what is played, and how."""
 
 
 class RunState(BaseModel):
@@ -36,6 +39,8 @@ class RunState(BaseModel):
     """State of this process's stream of tasks."""
     settings: str = ""
     """A hash of the recipe's fields that are not marked `MayChange`. Empty: of an earlier version, and counts as changed."""
+    played: str = ""
+    """The same of what is played and how, whatever is learned from it. Empty: of an earlier version, and counts as the same."""
     num_tasks: NumTasks = ENDLESS
     """Of the environment: the order of tasks follows from them."""
 
@@ -52,6 +57,7 @@ def save(parts: Parts, folder: RunFolder, step: int) -> None:
             num_processes=num_processes(),
             pool=parts.pool.state_dict(),
             settings=_settings(parts.recipe),
+            played=_settings(parts.recipe, _PLAYED),
             num_tasks=parts.pool.tasks.num,
         )
         (path / _state_file()).write_text(state.model_dump_json(), encoding="utf-8")
@@ -66,7 +72,7 @@ def save(parts: Parts, folder: RunFolder, step: int) -> None:
 def resume(parts: Parts, folder: RunFolder) -> tuple[int, bool]:
     """Bring policy, engine and pool to where a run stands.
 
-    Returns: the number of its finished steps; whether the recipe is another than theirs.
+    Returns: the number of its finished steps; whether what is played is another than what they played.
 
     Raises:
         ConfigError: when it has no checkpoint, none that fits the recipe, or a file that is damaged.
@@ -77,9 +83,9 @@ def resume(parts: Parts, folder: RunFolder) -> tuple[int, bool]:
         _load_reference(parts, folder)
     finished_steps = load_checkpoint(parts, newest)
     parts.link.start(finished_steps)
-    is_changed = has_changed(parts.recipe, folder)
-    parts.pool.recover(ignore=is_changed, settings=_settings(parts.recipe))
-    return finished_steps, is_changed
+    parts.pool.recover(ignore=has_changed(parts.recipe, folder), settings=_settings(parts.recipe))
+    played = _read_state(newest / _STATE).played
+    return finished_steps, played not in ("", _settings(parts.recipe, _PLAYED))
 
 
 def load_checkpoint(parts: Parts, path: Path) -> int:
@@ -152,8 +158,10 @@ def has_changed(recipe: Recipe, folder: RunFolder) -> bool:
     return _read_state(newest_checkpoint(folder) / _STATE).settings != _settings(recipe)
 
 
-def _settings(recipe: Recipe) -> str:
-    return hashlib.sha256(json.dumps(fixed(recipe), sort_keys=True).encode()).hexdigest()
+def _settings(recipe: Recipe, sections: Collection[str] | None = None) -> str:
+    """Return a hash of the fields that are not marked `MayChange`, of all sections or of some."""
+    given = {name: section for name, section in fixed(recipe).items() if sections is None or name in sections}
+    return hashlib.sha256(json.dumps(given, sort_keys=True).encode()).hexdigest()
 
 
 def _load_reference(parts: Parts, folder: RunFolder) -> None:
