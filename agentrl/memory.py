@@ -306,7 +306,7 @@ def _bytes_per_token(recipe: Recipe, config: Any) -> int:
     num_own = text.num_hidden_layers - (getattr(text, "num_kv_shared_layers", None) or 0)
     attending = [
         layer
-        for kind, layer in list(zip(kinds, layer_configs(text), strict=True))[:num_own]
+        for kind, layer in list(zip(kinds, layer_configs(text), strict=False))[:num_own]
         if kind not in _WITHOUT_KEYS
     ]
     if rank := getattr(text, "kv_lora_rank", None):

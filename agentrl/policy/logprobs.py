@@ -141,7 +141,7 @@ class _FusedLogprobs(torch.autograd.Function):
             grad_R = (grad_T[rows] / ctx.divisor)[:, None]
             for columns in tiles.column_slices():
                 logits_RC = tiles.logits(rows, columns) if kept_TV is None else kept_TV
-                slope_RC = None if ctx.cap is None else 1 - (logits_RC / ctx.cap).square_()
+                slope_RC = None if ctx.cap is None else (logits_RC / ctx.cap).square_().neg_().add_(1)
                 log_softmax_RC = torch.sub(logits_RC, normalizer_T[rows, None], out=tiles.tile(rows, columns))
                 # d logprob / d z = onehot(target) - softmax(z)
                 grad_RC = log_softmax_RC.exp_().mul_(-grad_R)

@@ -129,13 +129,14 @@ def with_layers(config: Any, num: int) -> Any:
     """Return a configuration with so many layers, of the kinds that it begins with."""
     config = copy.deepcopy(config)
     text = config.get_text_config()
-    if shared := getattr(text, "num_kv_shared_layers", None):  # the last ones read keys and values of those before
+    num, shared = min(num, text.num_hidden_layers), getattr(text, "num_kv_shared_layers", None)
+    if shared:  # the last ones read keys and values of those before
         text.num_kv_shared_layers = max(0, num - (text.num_hidden_layers - shared))
-    text.num_hidden_layers = min(num, text.num_hidden_layers)
+    text.num_hidden_layers = num
     for name in LAYER_KINDS:
         if kinds := getattr(text, name, None):
             with suppress(AttributeError):  # of a family that derives them
-                setattr(text, name, kinds[: text.num_hidden_layers])
+                setattr(text, name, kinds[:num])
     return config
 
 
