@@ -6,7 +6,8 @@ import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Self, get_origin
+from types import UnionType
+from typing import Annotated, Any, Self, Union, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, Field, SerializeAsAny, ValidationError, field_validator, model_validator
 from pydantic_settings import BaseSettings, CliSettingsSource, SettingsConfigDict, SettingsError
@@ -30,7 +31,6 @@ from agentrl.registry import suggest
 from agentrl.report.folder import ReportConfig
 from agentrl.rollout import RolloutConfig
 from agentrl.rollout.evaluation import EvaluationConfig
-from agentrl.types import Need
 
 _MAX_EPISODES = 1_000_000
 """Of a step, or of an evaluation."""
@@ -95,22 +95,6 @@ class Recipe(BaseModel):
                 "the two"
             )
         scheme = load_credit(self.credit, elsewhere=_FIELDS)
-        reads, name = scheme.requirements(), self.credit["scheme"]
-        reads_rewards = all(layer.reads_rewards for layer in scheme.chain())
-        if rollout.dynamic_sampling and not (reads_rewards and reads.isdisjoint(_BESIDE_REWARDS)):
-            raise ValueError(
-                f"rollout.dynamic_sampling: leaves out groups whose episodes earned alike, from which {name!r} learns; set "
-                "it to 0"
-            )
-        if rollout.group_rewards and not reads_rewards:
-            raise ValueError(
-                f"rollout.group_rewards: {name!r} reads no rewards; remove them, or choose another credit.scheme"
-            )
-        if rollout.group_rewards and Need.BRANCHES in reads:
-            raise ValueError(
-                f"rollout.group_rewards: {name!r} compares with what forks earned, which get none of these; "
-                "choose another credit.scheme"
-            )
         if rollout.group_size == 1:
             alone = "rollout.group_size: 1 gives every trajectory nothing to be compared with; raise it, or"
             if field := _field_of_error(scheme):
@@ -118,10 +102,6 @@ class Recipe(BaseModel):
             if "fallback" in self.credit and _field_of_error(load_fallback(scheme)):
                 raise ValueError(f"{alone} remove credit.fallback")
         return self
-
-
-_BESIDE_REWARDS = {Need.VALUES, Need.TURN_SCORES, Need.ANSWER_LOGPROBS}
-"""What tells episodes apart that earned alike."""
 
 
 def _field_of_error(scheme: CreditScheme) -> str | None:
@@ -235,7 +215,7 @@ def _open_mappings(arguments: Sequence[str]) -> list[str]:
         name, has_value, value = option.partition("=")
         prefix = next((p for p in prefixes if name.startswith(p)), None)
         given = value if has_value else "".join(rest[:1])
-        if prefix is None and not (name.startswith("--") and given.lstrip().startswith(("{", "["))):
+        if prefix is None and (name in _TEXTS or not (name.startswith("--") and given.lstrip().startswith(("{", "[")))):
             rewritten.append(option)
             continue
         if not has_value:
@@ -309,6 +289,20 @@ def _field_names(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
 
 _FIELDS = tuple(_field_names(Recipe))
 """All fields of the tree by their paths, but for those of plug-ins."""
+
+
+def _is_text(path: str) -> bool:
+    *sections, last = path.split(".")
+    model: Any = Recipe
+    for section in sections:
+        model = section_of(model.model_fields[section].annotation)
+    annotation = model.model_fields[last].annotation
+    is_union = get_origin(annotation) in (Union, UnionType)
+    return not {str, Path}.isdisjoint(get_args(annotation) if is_union else [annotation])
+
+
+_TEXTS = frozenset(f"--{path}" for path in _FIELDS if _is_text(path))
+"""Options that are taken as they are written."""
 
 
 def _nested(data: Any, *path: str) -> Any:

@@ -266,8 +266,9 @@ def assign_credit(scheme: CreditScheme, groups: Sequence[TrajectoryGroup]) -> li
         raise CreditError(f"credit scheme {name}: {error}") from error
     except Exception as error:  # a stranger's scheme may raise anything
         places = extract_tb(error.__traceback__)
-        own = getattr(sys.modules.get(type(scheme).__module__), "__file__", None)  # none of what a notebook defines
-        place = next((place for place in reversed(places) if place.filename == own), places[-1])
+        modules = [sys.modules.get(type(layer).__module__) for layer in scheme.chain()]
+        files = {getattr(module, "__file__", None) for module in modules}  # None of what a notebook defines
+        place = next((place for place in reversed(places) if place.filename in files), places[-1])
         words = f"{type(error).__name__}: {error} ({place.filename}, line {place.lineno})"
         raise CreditError(f"credit scheme {name} raised {words}") from error
     return [

@@ -19,6 +19,7 @@ from agentrl.engine.transformers import MAX_MASK, SAMPLING_BYTES
 from agentrl.engine.vllm import VLLMConfig
 from agentrl.engine.vllm_common import check_one_process, check_reloadable, is_reloadable
 from agentrl.errors import ConfigError
+from agentrl.head import logit_map
 from agentrl.policy.logprobs import tile_elements
 from agentrl.policy.model import local_config
 from agentrl.policy.shares import comes_in_parts
@@ -179,7 +180,9 @@ def _trainer(recipe: Recipe, sizes: Sizes, num_processes: int, memory: int) -> P
         "gradients": _SINGLE * counted.trained // shards,
         "weights before an update": _SINGLE * counted.trained // shards if train.target_kl else 0,
         **max(_moments(recipe, sizes, shards), key=_together),
-        "tiles of logits": _TILES * _SINGLE * tile_elements(is_gpu=train.device != "cpu"),
+        "tiles of logits": (_TILES + (logit_map(sizes.config).cap is not None))
+        * _SINGLE
+        * tile_elements(is_gpu=train.device != "cpu"),
     }
     by_vllm = bool(memory) and num_processes == 1 and isinstance(recipe.engine, VLLMConfig)
     by_vllm = by_vllm and is_reloadable(sizes.config)  # else `auto` takes the other engine

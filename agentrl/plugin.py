@@ -10,6 +10,7 @@ from pydantic import (
     BaseModel,
     ConfigDict,
     ModelWrapValidatorHandler,
+    PydanticUserError,
     TypeAdapter,
     ValidationError,
     ValidationInfo,
@@ -154,9 +155,14 @@ def explain(error: ValidationError, model: type[BaseModel], *path: str, elsewher
             for part in (part for part in entry["loc"][:-1] if isinstance(part, str)):  # not a place in a list
                 section = section_of(section.model_fields[str(part)].annotation) if section else None
             known, name = section.model_fields if section else (), str(entry["loc"][-1])
-            below = [f"{path}: no such field.{hint}" for path, hint in _known_below(where, entry["input"])]
-            hint = suggest_field(name, known, value=entry["input"], elsewhere=elsewhere)
-            yield from below or [f"{where}: no such field.{foreign_names.of_path(where, entry['input']) or hint}"]
+            value = entry["input"]
+            hint = foreign_names.of_path(where, value) or suggest_field(name, known, value=value, elsewhere=elsewhere)
+            # A section of another library's, whose own name says nothing or little.
+            is_foreign = "Did you mean" not in hint or hint == foreign_names.of_field(name, value)
+            below = (
+                [f"{path}: no such field.{words}" for path, words in _known_below(where, value)] if is_foreign else []
+            )
+            yield from below or [f"{where}: no such field.{hint}"]
         elif entry["type"] == "value_error" and isinstance(cause := entry.get("ctx", {}).get("error"), ValueError):
             words = str(cause)
             if not isinstance(cause, UserError):  # begins with the name of a field of the section
@@ -229,6 +235,8 @@ def checked_options(
             raise UserError(f"{where} has no option {name!r}.{hint}")
         try:
             checked[name] = TypeAdapter(hints[name]).validate_python(value) if name in hints else value
+        except PydanticUserError:  # of a class that pydantic does not know
+            checked[name] = value
         except ValidationError as error:
             raise UserError(f"{where}: {name}: {error.errors()[0]['msg']}, got {abbreviated(value)}") from error
     return checked

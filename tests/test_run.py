@@ -486,3 +486,27 @@ def test_an_oracle_that_cannot_end_within_the_limits_is_told(tmp_path: Path) -> 
     assert words in told
     assert Told(step=0, name="oracle_ends", words=words) in folder.warnings()
     assert rows[0]["health/oracle_ends"] == 0.0
+
+
+@pytest.mark.parametrize(
+    ("rollout", "credit", "words"),
+    [
+        (
+            {"group_rewards": [{"reward": "shorter"}]},
+            {"scheme": "tree"},
+            "group_rewards: 'tree' compares with what forks",
+        ),
+        ({"group_rewards": [{"reward": "shorter"}]}, {"scheme": "distill", "teacher": "hindsight"}, "reads no rewards"),
+        (
+            {"dynamic_sampling": 2},
+            {"scheme": "turn_gae"},
+            "dynamic_sampling: leaves out groups whose episodes earned alike",
+        ),
+    ],
+)
+def test_what_a_scheme_and_the_rollouts_would_spoil_is_not_trained_but_read(
+    rollout: dict[str, Any], credit: dict[str, Any], words: str, tmp_path: Path
+) -> None:
+    given = recipe(tmp_path, rollout=rollout, credit=credit)  # as of a run that was trained so
+    with pytest.raises(ConfigError, match=words):
+        train(given)

@@ -1,6 +1,5 @@
 """A run whose episodes outlive a step: trained, interrupted, resumed."""
 
-import re
 from pathlib import Path
 from typing import Any
 
@@ -138,15 +137,6 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Recipe, RunFolder
     before = settings(path, "partial", 1)
     train(before)
     return before, RunFolder.open(path / "run")
-
-
-def test_a_run_is_warmed_up_once(trained: tuple[Recipe, RunFolder]) -> None:
-    before, folder = trained
-    other = before.model_copy(update={"warmup": before.warmup.model_copy(update={"learning_rate": 0.5})})
-    rate = before.warmup.learning_rate
-    words = f"warmup.learning_rate: the run has been warmed up; set it back to {rate!r}, or begin another run"
-    with pytest.raises(ConfigError, match=re.escape(words)):
-        train(other, folder)
 
 
 @pytest.mark.parametrize(

@@ -30,7 +30,6 @@ from agentrl.report.log import logged
 from agentrl.report.terminal import Console
 from agentrl.run import loop
 from agentrl.run.build import build
-from agentrl.run.resume import has_changed
 from agentrl.run.rewind import CollapsedError, go_back
 
 OnStep = Callable[[dict[str, float]], object]
@@ -162,8 +161,6 @@ def _run(
     resumed = None
     with build(recipe, tokenizer_folder=tokenizer_of(run_dir), on_warning=warn) as parts:
         warnings = list(parts.warnings)
-        if folder and newest_step(folder.checkpoints) is not None and has_changed(parts.recipe, folder):
-            warnings.append("the recipe has changed: what was sampled since the last checkpoint is sampled again")
         for warning in warnings if is_main else ():
             warn(warning)
         with progress(console, verbose=verbose) as show:

@@ -346,7 +346,7 @@ def _layer_types(model: Any) -> list[str]:
     config = model.config.get_text_config()
     window = getattr(config, "sliding_window", None) if getattr(config, "use_sliding_window", True) else None
     default = "full_attention" if window is None else "sliding_attention"
-    kinds = list(getattr(config, "layer_types", None) or [default])
+    kinds = list(getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None) or [default])
     known = RECURRENT | {"full_attention", "sliding_attention"}
     if getattr(config, "number_of_conv_states", 1) > 1:
         known -= RECURRENT

@@ -35,12 +35,13 @@ def fused_logprobs(
         z = behind(hidden weight^T + bias) / temperature
         logprob_t = z[t, target_t] - logsumexp(z[t]),    entropy_t = logsumexp(z[t]) - sum_v softmax(z[t])_v z[t, v]
 
-    Logits exist one tile of at most `chunk_elements` (by default `tile_elements`) at a time, and one more tile of scratch,
-    and are computed again in the backward pass, unless one tile holds them all. The gradient of the weight is added up in
-    one float32 buffer of its shape. Logits are float32 for half-precision inputs, added up in float32; float64 stays float64.
-    Autocast changes nothing: its rounding of logits to half precision is what this avoids. The dtype of `hidden` decides
-    the multiplication. In bfloat16 a GPU gets the weight rounded to it, tile by tile, and uses its tensor cores; in the
-    backward pass the weight and the gradients of logits are rounded to it everywhere, and on a CPU each tile's product.
+    Logits exist one tile of at most `chunk_elements` (by default `tile_elements`) at a time, and one more tile of scratch, two
+    with a cap. They are computed again in the backward pass, unless one tile holds them all and there is no cap. The gradient
+    of the weight is added up in one float32 buffer of its shape. Logits are float32 for half-precision inputs, added up in
+    float32; float64 stays float64. Autocast changes nothing: its rounding of logits to half precision is what this avoids. The
+    dtype of `hidden` decides the multiplication. In bfloat16 a GPU gets the weight rounded to it, tile by tile, and uses its
+    tensor cores; in the backward pass the weight and the gradients of logits are rounded to it everywhere, and on a CPU each
+    tile's product.
 
     Shapes: hidden `(T, D)`, weight `(V, D)`, targets int64 `(T,)`, bias `(V,)`. Both results are `(T,)`, float32
     (float64 for float64 inputs). The log-probabilities are differentiable in hidden, weight and bias, once; the entropy
@@ -155,6 +156,7 @@ class _FusedLogprobs(torch.autograd.Function):
                     _add_product(grad_hidden_TD[rows], grad_RC, weight_VD[columns], operand=hidden_TD.dtype)
                 if grad_weight_VD is not None:
                     _add_product(grad_weight_VD[columns], grad_RC.T, hidden_TD[rows], operand=hidden_TD.dtype)
+                del slope_RC  # or the next one would lie beside it
         return (
             None if grad_hidden_TD is None else grad_hidden_TD.to(hidden_TD.dtype),
             None if grad_weight_VD is None else grad_weight_VD.to(weight_VD.dtype),

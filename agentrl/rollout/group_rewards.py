@@ -57,7 +57,9 @@ class GroupReward(BaseModel):
 
     @model_validator(mode="after")
     def _exists(self) -> Self:
-        self.function()
+        function = self.function()
+        if function.func is overlong_tokens:
+            function(num_tokens=[])  # which compares its options
         return self
 
 

@@ -192,6 +192,11 @@ class Journal:
         for _, event in self._read(since):
             yield event
 
+    def settings(self, since: int) -> str:
+        """Return a hash of the recipe with which all from file `since` on was sampled. Empty: that of the state before."""
+        first = next(self.read(since), None)
+        return first.settings if isinstance(first, Restarted) else ""
+
     def replay(self, since: int, apply: Callable[[Event], object]) -> None:
         """Apply the events from file `since` on.
 

@@ -190,9 +190,9 @@ class RolloutPool:
             await asyncio.gather(*runners, return_exceptions=True)
         return [group_of(group_id, trajectories) for group_id, trajectories in done.items()]
 
-    def recover(self, *, ignore: bool = False, settings: str = "") -> None:
+    def recover(self, *, ignore: bool = False, settings: str = "") -> bool:
         """Take over what a run that was killed has written down since the state that was loaded; see `TaskStream.recover`."""
-        self._stream.recover(ignore=ignore, settings=settings)
+        return self._stream.recover(ignore=ignore, settings=settings)
 
     def state_dict(self) -> dict[str, Any]:
         """Return where the stream of training tasks stands, with every episode of it that is under way or done.

@@ -217,26 +217,27 @@ class TaskStream:
         ages = (version + 1 + rank // len(names) - group.began for rank, group in enumerate(left))
         return any(age > self._staleness_bound for age in ages) and not all(map(self._is_complete, left))
 
-    def recover(self, *, ignore: bool, settings: str = "") -> None:
-        """Take over what a run that was killed has written down since the state that was loaded, and resume it.
+    def recover(self, *, ignore: bool, settings: str = "") -> bool:
+        """Take over what a killed run has written down since the state that was loaded; return whether it is sampled again.
 
         Args:
-            ignore: the recipe is another than that of the state: drop what it sampled, and restart every group of it.
-            settings: a hash of the recipe; where what was written down was sampled with that very one, nothing is ignored.
+            ignore: the state is of another recipe: restart every group of it.
+            settings: a hash of the recipe; what another one has written down since is dropped.
         """
-        journal, since = self._journal, self._journaled_since
+        journal, since, is_others = self._journal, self._journaled_since, ignore
         if journal is not None:
-            first = None if since is None else next(journal.read(since), None)
-            ignore = first.settings != settings if isinstance(first, Restarted) and first.settings else ignore
-            if since is None or ignore or not journal.has(since):
+            if since is not None and (sampled := journal.settings(since)):
+                ignore, is_others = ignore and sampled != settings, sampled != settings
+            if since is None or is_others or not journal.has(since):
                 journal.drop()
             if since is not None:
                 journal.replay(since, self._apply)
                 journal.begin(at_least=since)
         if ignore:
-            self._apply(restarted := Restarted(settings=settings))
-            self._write(restarted)
+            self._apply(event := Restarted(settings=settings))
+            self._write(event)
         self._index_groups()
+        return is_others
 
     def state_dict(self) -> dict[str, Any]:
         """Return where the stream stands; what follows goes into a new file."""
@@ -298,8 +299,7 @@ class TaskStream:
         return episode
 
     def _starting(self, index: int, *, version: int) -> Started:
-        place = None if self._curriculum is None else self._curriculum.next()
-        return Started(index=index, version=version, place=place)
+        return Started(index=index, version=version, place=self._curriculum.next() if self._curriculum else None)
 
     def _start(self, event: Started) -> _Group:
         name = group_name(event.index)

@@ -83,7 +83,8 @@ def resume(parts: Parts, folder: RunFolder) -> tuple[int, bool]:
         _load_reference(parts, folder)
     finished_steps = load_checkpoint(parts, newest)
     parts.link.start(finished_steps)
-    parts.pool.recover(ignore=has_changed(parts.recipe, folder), settings=_settings(parts.recipe))
+    if parts.pool.recover(ignore=has_changed(parts.recipe, folder), settings=_settings(parts.recipe)) and is_main():
+        parts.on_warning("the recipe has changed: what was sampled since the last checkpoint is sampled again")
     played = _read_state(newest / _STATE).played
     return finished_steps, played not in ("", _settings(parts.recipe, _PLAYED))
 

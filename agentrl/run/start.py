@@ -1,9 +1,9 @@
 """How a run begins or is resumed: nothing is written before everything that could be refused has been looked at."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from agentrl.distributed.checkpoints import checkpoints, write_folder
 from agentrl.distributed.processes import barrier, from_rank_zero, is_main, process_index
@@ -65,7 +65,6 @@ def begin_or_resume(parts: Parts, folder: RunFolder | None, on_progress: OnProgr
         finished_steps, is_changed, prepared = 0, False, None
         if folder is not None and is_resumed:
             check_hashes(parts.pool.tasks, folder)
-            _check_warmup(folder.config().get("warmup", {}), config["warmup"])
             reuse_environments(parts)
             finished_steps, is_changed = resume(parts, folder)
         else:
@@ -94,15 +93,6 @@ def begin_or_resume(parts: Parts, folder: RunFolder | None, on_progress: OnProgr
         if prepared is not None:
             _begin(parts, record, prepared, on_progress)
         yield record, finished_steps
-
-
-def _check_warmup(before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
-    """Refuse another warm-up of a run that has had its own."""
-    for name, value in now.items():
-        if before.get(name, value) != value:
-            raise ConfigError(
-                f"warmup.{name}: the run has been warmed up; set it back to {before[name]!r}, or begin another run"
-            )
 
 
 def _check_folder(folder: RunFolder, *, is_resumed: bool) -> None:

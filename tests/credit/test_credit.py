@@ -248,3 +248,14 @@ def test_what_a_scheme_raises_is_told_in_its_name_with_the_line() -> None:
     scheme = scheme_of(lambda groups: np.stack([]))  # a line of numpy's, which is not where to look
     with pytest.raises(CreditError, match=r"raised ValueError: .* \(.*test_credit\.py, line \d+\)$"):
         assign_credit(scheme, [GROUP])
+    within = load_credit({"scheme": "shuffled", "of": {"scheme": f"{__name__}:Fails"}})
+    with pytest.raises(
+        CreditError, match=r"^credit scheme Shuffled raised ValueError: .* \(.*test_credit\.py, line \d+\)$"
+    ):
+        assign_credit(within, [GROUP])
+
+
+class Fails(CreditScheme):
+    def assign(self, groups: Sequence[TrajectoryGroup]) -> list[list[Credit]]:
+        np.stack([])
+        return []

@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from agentrl import ConfigError, StopReason
@@ -112,12 +113,25 @@ def test_the_punishment_of_length_counts_tokens() -> None:
             {"reward": "overlong_tokens", "options": {"max_length": 400, "buffer": 0}},
             "buffer: Input should be greater than 0, got int 0",
         ),
+        (
+            {"reward": "overlong_tokens", "options": {"max_length": 100, "buffer": 400}},
+            "overlong_tokens: buffer: 400 is more than max_length: 100",
+        ),
         ({"reward": "shorter", "weight": float("nan")}, "finite"),
     ],
 )
 def test_what_is_no_reward_of_groups_is_refused(given: dict[str, Any], words: str) -> None:
     with pytest.raises(ValueError, match=words):
         RolloutConfig.model_validate({"group_rewards": [given]})
+
+
+def by_array(rewards: list[float], scale: np.ndarray) -> list[float]:
+    return [reward * scale[0] for reward in rewards]
+
+
+def test_an_option_may_be_annotated_with_any_class() -> None:
+    reward = GroupReward(reward=f"{HERE}:by_array", options={"scale": [2, 3]})
+    assert reward.function().keywords == {"scale": [2, 3]}
 
 
 def test_two_of_one_name_are_refused() -> None:

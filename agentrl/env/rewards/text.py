@@ -12,15 +12,15 @@ _ARTICLES = re.compile(r"\b(a|an|the)\b")
 _WHOLE = r"(?:\d{1,3}(?:,\d{2,3})*,\d{3}(?!\d)|\d+)"
 """A number before its point; commas stand before three digits at its end: 1,234 and 12,34,567, but not 3,4."""
 _NUMBER = re.compile(rf"(?<!\w)[-+]?(?:{_WHOLE}(?:\.\d*)?|\.\d+)(?:[eE][-+]?\d{{1,3}})?")
-_PUNCTUATION = re.compile(rf"(?![-+./:<=>^*]\d)[{re.escape(string.punctuation)}]")
-"""What says nothing; before a digit a sign, a point and their like do: -5, 3.5, 1/2."""
+_PUNCTUATION = re.compile(rf"(?!-\d|(?<!\.)\.\d|(?<=\w)[+/:^*<=>]\d)[{re.escape(string.punctuation)}]")
+"""What says nothing. A sign and a point before a digit do, and what stands within a number: -5, .5, 1/2, 12:30, x<3."""
 
 
 def exact_match(completion: str, answer: Any, *, ignore_articles: bool = False) -> float:
     """Return 1 where the answer is the right one, blind to case, punctuation, runs of spaces and Unicode's forms; else 0.
 
-    Signs and points before a digit are no punctuation: `-5` is not `5`, nor `3.5` `35`. With `ignore_articles` the rest is the
-    normalisation of SQuAD (arXiv 1606.05250). Where it leaves nothing (`+`), only spaces around the answer are ignored.
+    What tells numbers apart is no punctuation: `-5` is not `5`, nor `3.5` `35`, nor `1/2` `12`. With `ignore_articles` the rest
+    is the normalisation of SQuAD (arXiv 1606.05250). Where it leaves nothing (`+`), only spaces around the answer are ignored.
 
     Args:
         completion: what was answered.
