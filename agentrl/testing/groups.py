@@ -45,8 +45,7 @@ def make_group(
     signals, known = signal_classes(), [*Turn.__dataclass_fields__, *map(str, signal_classes())]
     if unknown := sorted(fields.keys() - set(known)):
         raise UserError(f"{unknown[0]}: a turn has no such field.{suggest(unknown[0], known)}")
-    own_fields = {name: nested for name, nested in fields.items() if nested is not None}
-    given |= own_fields
+    given |= (own_fields := {name: nested for name, nested in fields.items() if nested is not None})
     for name, nested in given.items():
         if nested is not None and [len(row) for row in nested] != [len(row) for row in rewards]:
             raise UserError(
