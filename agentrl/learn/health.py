@@ -130,6 +130,11 @@ def _alike(rows: Sequence[Row]) -> str | None:
     last = rows[-_STEPS_ALIKE:]
     if len(last) < _STEPS_ALIKE or any(row.get("credit/zero_advantage", 0.0) < 1 for row in last):
         return None
+    if last[-1].get("groups/zero_spread", 1.0) < 1:
+        return (
+            f"nothing was learned in {_STEPS_ALIKE} steps: groups earned differently, but no token that is trained on has an "
+            "advantage; look at rollout.stale and rollout.max_staleness, and at credit"
+        )
     return (
         f"nothing was learned in {_STEPS_ALIKE} steps: the episodes of every group earned alike (mean reward "
         f"{last[-1]['reward/mean']:.3g}); make tasks easier or harder (env.options), or raise rollout.group_size"

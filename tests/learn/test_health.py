@@ -132,6 +132,11 @@ def test_a_harder_stage_is_no_collapse_and_a_collapse_within_it_is() -> None:
     assert told(easy + played([0.02] * 4)) == [(15, "collapse")]
 
 
+def test_what_is_too_old_to_be_trained_on_is_told_as_that() -> None:
+    rows = [row(0.5, credit__zero_advantage=1.0, groups__zero_spread=0.2)] * 9
+    assert "groups earned differently, but no token that is trained on has an advantage" in signs(rows)["alike"]
+
+
 def test_another_recipe_is_no_collapse() -> None:
     before = [row(0.6)] * 9
     assert told([*before, *[row(0.02)] * 9]) == [(13, "collapse")]

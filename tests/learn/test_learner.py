@@ -369,7 +369,8 @@ def test_steps_in_which_no_token_is_computed_are_no_collapse() -> None:
         credits = CREDITS if version < 5 else stale
         earned = rollout_metrics(GROUPS, credits) | {"reward/spread": 0.3}
         rows.append(learner.update(GROUPS, credits, version=version) | earned)
-    assert rows[-1]["credit/zero_advantage"] < 1
+    assert rows[-1]["credit/zero_advantage"] == 1  # of what is trained on
+    assert "entropy" not in rows[-1]
     assert "collapse" not in signs(rows)
 
 
