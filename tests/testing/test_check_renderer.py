@@ -131,6 +131,9 @@ class HearsControlTokens(ChatMLRenderer):
         super().__init__(tokenizer)
         self._encode = Encoder(tokenizer)
 
+    def _text(self, text: str) -> tuple[int, ...]:
+        return self._encode(text)
+
 
 class ActsOnDrafts(ChatMLRenderer):
     def parse(self, action_ids: Sequence[int], context_ids: Sequence[int] = (), tools: Tools = ()) -> Message:
