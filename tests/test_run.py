@@ -508,5 +508,7 @@ def test_what_a_scheme_and_the_rollouts_would_spoil_is_not_trained_but_read(
     rollout: dict[str, Any], credit: dict[str, Any], words: str, tmp_path: Path
 ) -> None:
     given = recipe(tmp_path, rollout=rollout, credit=credit)  # as of a run that was trained so
+    with build(given):  # to be evaluated or served
+        pass
     with pytest.raises(ConfigError, match=words):
         train(given)

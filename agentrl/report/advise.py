@@ -138,10 +138,8 @@ def chosen_at_keys(groups: Sequence[TrajectoryGroup]) -> Iterator[dict[str, list
 
 def advise(shown: Shown, tasks: Sequence[Task]) -> Advice:
     """Return the scheme that was best on the tasks that are most alike, on average, of those that can be used."""
-    if shown.group_size < 2:
-        return Advice(
-            "uniform", "groups have fewer than two usable episodes, which nothing is compared with: make them larger"
-        )
+    if shown.group_size <= 1:
+        return Advice("uniform", "groups have one usable episode, which is compared with nothing: make them larger")
     nearest = min(tasks, key=lambda task: shown.distance(task.shown))
     least = shown.distance(nearest.shown)
     if least > _FAR:

@@ -193,10 +193,6 @@ def _build(
     )
 
 
-_BESIDE_REWARDS = {Need.VALUES, Need.TURN_SCORES, Need.ANSWER_LOGPROBS}
-"""What tells episodes apart that earned alike."""
-
-
 def reads_branches(credit: CreditScheme) -> bool:
     """Tell whether a scheme reads rollouts that are forked from an episode's turns."""
     return Need.BRANCHES in credit.requirements()
@@ -205,28 +201,7 @@ def reads_branches(credit: CreditScheme) -> bool:
 def _load_credit(recipe: Recipe, description: EnvDescription) -> tuple[CreditScheme, str | None]:
     """Return the scheme, and what the environment lacks where it is the recipe's fallback."""
     provided = description.needs | provided_by(recipe.signals)
-    credit, lack = load_credit_for(recipe.credit, provided=provided, hints=hints(), env_id=recipe.env.id)
-    _check_pairs(recipe, credit)
-    return credit, lack
-
-
-def _check_pairs(recipe: Recipe, credit: CreditScheme) -> None:
-    """Refuse to train with what a scheme and the rollouts make of one another: runs that did are read as ever."""
-    reads, name, rollout = credit.requirements(), recipe.credit["scheme"], recipe.rollout
-    reads_rewards = all(layer.reads_rewards for layer in credit.chain())
-    if rollout.dynamic_sampling and not (reads_rewards and reads.isdisjoint(_BESIDE_REWARDS)):
-        raise ConfigError(
-            f"rollout.dynamic_sampling: leaves out groups whose episodes earned alike, from which {name!r} learns; set it to 0"
-        )
-    if rollout.group_rewards and not reads_rewards:
-        raise ConfigError(
-            f"rollout.group_rewards: {name!r} reads no rewards; remove them, or choose another credit.scheme"
-        )
-    if rollout.group_rewards and Need.BRANCHES in reads:
-        raise ConfigError(
-            f"rollout.group_rewards: {name!r} compares with what forks earned, which get none of these; choose another "
-            "credit.scheme"
-        )
+    return load_credit_for(recipe.credit, provided=provided, hints=hints(), env_id=recipe.env.id)
 
 
 def _load_model(

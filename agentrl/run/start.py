@@ -5,6 +5,8 @@ from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import NamedTuple
 
+from agentrl.config import Recipe
+from agentrl.credit import CreditScheme
 from agentrl.distributed.checkpoints import checkpoints, write_folder
 from agentrl.distributed.processes import barrier, from_rank_zero, is_main, process_index
 from agentrl.errors import ConfigError, EnvironmentFailure
@@ -24,6 +26,10 @@ from agentrl.run.resume import resume, save
 from agentrl.run.rewind import finish_going_back
 from agentrl.run.same_tasks import check_hashes, keep_hashes
 from agentrl.run.stages import naming_stage
+from agentrl.types import Need
+
+_BESIDE_REWARDS = {Need.VALUES, Need.TURN_SCORES, Need.ANSWER_LOGPROBS}
+"""What tells episodes apart that earned alike."""
 
 
 class Preparation(NamedTuple):
@@ -54,6 +60,7 @@ def begin_or_resume(parts: Parts, folder: RunFolder | None, on_progress: OnProgr
             f"run_dir: {recipe.run_dir} is not the folder of the run that is resumed; set it to {folder.path}"
         )
     parts.pool.tasks.check_train()
+    _check_pairs(recipe, parts.credit)
     config = recipe.model_dump(mode="json")
     with ExitStack() as stack:
         is_resumed = folder is not None and bool(checkpoints(folder.checkpoints))
@@ -93,6 +100,25 @@ def begin_or_resume(parts: Parts, folder: RunFolder | None, on_progress: OnProgr
         if prepared is not None:
             _begin(parts, record, prepared, on_progress)
         yield record, finished_steps
+
+
+def _check_pairs(recipe: Recipe, credit: CreditScheme) -> None:
+    """Refuse to train where rollouts spoil what a scheme reads; runs that did so are evaluated and served as ever."""
+    reads, name, rollout = credit.requirements(), recipe.credit["scheme"], recipe.rollout
+    reads_rewards = all(layer.reads_rewards for layer in credit.chain())
+    if rollout.dynamic_sampling and not (reads_rewards and reads.isdisjoint(_BESIDE_REWARDS)):
+        raise ConfigError(
+            f"rollout.dynamic_sampling: leaves out groups whose episodes earned alike, from which {name!r} learns; set it to 0"
+        )
+    if rollout.group_rewards and not reads_rewards:
+        raise ConfigError(
+            f"rollout.group_rewards: {name!r} reads no rewards; remove them, or choose another credit.scheme"
+        )
+    if rollout.group_rewards and Need.BRANCHES in reads:
+        raise ConfigError(
+            f"rollout.group_rewards: {name!r} compares with what forks earned, which get none of these; choose another "
+            "credit.scheme"
+        )
 
 
 def _check_folder(folder: RunFolder, *, is_resumed: bool) -> None:

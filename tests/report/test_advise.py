@@ -78,7 +78,9 @@ def test_the_nearest_task_decides() -> None:
     assert "state_key()" in without_keys.why
     # An environment that pays at the end alone may be unable to serve it; a group of one has nothing to be compared with.
     assert advise(SHOWN.model_copy(update={"repeated": 0.05, "by_turn": 0}), tasks).scheme == "uniform"
-    assert advise(SHOWN.model_copy(update={"group_size": 1}), tasks).why.startswith("groups have fewer than two")
+    assert advise(SHOWN.model_copy(update={"group_size": 1}), tasks).why.startswith("groups have one usable episode")
+    pairs = [one.model_copy(update={"shown": one.shown.model_copy(update={"group_size": 2})}) for one in tasks]
+    assert advise(SHOWN.model_copy(update={"group_size": 1.9}), pairs).scheme == "ecpo"  # of two, some fail
 
 
 def test_the_recipe_has_the_options_with_which_the_scheme_was_compared() -> None:
