@@ -26,12 +26,14 @@ def settings(folder: Path, mode: str, steps: int) -> Recipe:
     )
 
 
-def train(settings: Recipe, folder: RunFolder | None = None, *, killed_at: int | None = None) -> list[dict[str, float]]:
+def train(
+    settings: Recipe, folder: RunFolder | None = None, *, killed_at: int | None = None, told: list[str] | None = None
+) -> list[dict[str, float]]:
     def on_progress(phase: str, step: int, _: int, metrics: dict[str, Any]) -> None:
         if phase == "training" and step == killed_at:
             raise KeyboardInterrupt
 
-    return runs.train(settings, folder, on_progress=on_progress)[1]
+    return runs.train(settings, folder, on_progress=on_progress, on_warning=([] if told is None else told).append)[1]
 
 
 def trained_on(folder: RunFolder) -> list[str]:
@@ -91,8 +93,11 @@ def test_what_another_recipe_sampled_before_a_kill_is_not_trained_on(tmp_path: P
     with pytest.raises(KeyboardInterrupt):
         train(colder(1.0), killed_at=1)
     folder = RunFolder.open(tmp_path / "run")
-    with pytest.raises(KeyboardInterrupt):
-        train(colder(0.3), folder, killed_at=1)
+    for is_told in (True, False):  # the second time nothing is sampled again
+        told: list[str] = []
+        with pytest.raises(KeyboardInterrupt):
+            train(colder(0.3), folder, killed_at=1, told=told)
+        assert any(words.startswith("the recipe has changed: ") for words in told) is is_told
     rows = train(colder(1.0), folder)
     # The engine's log-probabilities are those of the trainer's temperature, or the tokens are another recipe's.
     assert all(row["first/engine_difference"] < 1e-4 for row in rows if row["step"] > 0)
