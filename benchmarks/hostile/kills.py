@@ -266,7 +266,6 @@ def _kill_one(here: Path, mode: str, count: int, details: dict[str, Any]) -> str
         if ended.status != -signal.SIGKILL:
             return f"kill {number}: {ended}"
         if (run / "checkpoints").is_dir():
-            (run / "journal").mkdir(exist_ok=True)
             if (found := look(run)) is not None:
                 snapshots.append(found)
                 target = (run,)
@@ -279,7 +278,6 @@ def _kill_one(here: Path, mode: str, count: int, details: dict[str, Any]) -> str
     details[f"{mode}: steps"] = steps
     details[f"{mode}: episodes under way when killed"] = sum(snapshot.num_live for snapshot in snapshots)
     details[f"{mode}: of these within a turn"] = sum(snapshot.num_partial for snapshot in snapshots)
-    (run / "journal").mkdir(exist_ok=True)
     try:
         check_nothing_lost(snapshots, run)
     except AssertionError as error:

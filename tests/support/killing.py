@@ -115,7 +115,8 @@ def look(run: Path) -> OnDisk | None:
 def _recovered(config: RolloutConfig, share: Share, journal: Path, state: dict[str, Any]) -> TaskStream:
     """Return the tasks of a process as it would resume them; what is on the disk stays as it is."""
     with TemporaryDirectory() as scratch:
-        shutil.copytree(journal, scratch, dirs_exist_ok=True)
+        if journal.is_dir():
+            shutil.copytree(journal, scratch, dirs_exist_ok=True)
         stream = TaskStream(config, tasks=Tasks(seed=0), share=share, journal=Journal(Path(scratch)))
         stream.load_state_dict(state["pool"])
         stream.recover(ignore=False)

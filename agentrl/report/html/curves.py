@@ -27,7 +27,7 @@ _FAMILIES: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("Time", ("time/",)),
     ("Memory and process", ("process/",)),
     ("Rollout pool", ("pool/",)),
-    ("Health", ("health/",)),
+    ("Health", ("health/", "recipe_changes")),
 )
 """Families of metrics in the order in which they are shown, by how names begin; the first that fits counts."""
 _OTHERS = "Others"
