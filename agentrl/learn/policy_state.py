@@ -22,6 +22,7 @@ from agentrl.learn.schedule import make_schedule
 from agentrl.learn.train_config import TrainConfig
 from agentrl.policy.lora import (
     base_weights,
+    check_adapter,
     has_adapters,
     holds_adapters,
     load_adapter,
@@ -225,6 +226,8 @@ class PolicyState:
                 "take over; resume as the run began"
             )
         if self.is_sharded:
+            if self._is_adapted:
+                check_adapter(self.policy.model, folder)
             load_shards(self.policy, self.optimizer, folder / _SHARDS)
         else:
             load_weights(self.policy, folder)

@@ -6,6 +6,7 @@
 and `O` outputs of a layer.
 """
 
+import hashlib
 import json
 from collections.abc import Iterator
 from importlib import import_module
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
@@ -27,6 +29,7 @@ __all__ = [
     "adapter_state",
     "add_lora",
     "base_weights",
+    "check_adapter",
     "has_adapters",
     "holds_adapters",
     "load_adapter",
@@ -40,6 +43,10 @@ _ADAPTER = "default"
 _WEIGHTS, _CONFIG = "adapter_model.safetensors", "adapter_config.json"
 _SCALE = ("r", "lora_alpha", "use_rslora", "alpha_pattern")
 """Fields of peft's configuration that decide how much adapters weigh; what else differs shows in names or shapes."""
+_BASE = "base"
+"""In the header of an adapter's file: a hash of the weights that it was trained with."""
+_NUM_HASHED = 4096
+"""Numbers of a weight."""
 
 
 def add_lora(model: Any, settings: LoraSettings) -> None:
@@ -134,8 +141,9 @@ def save_adapter(model: Any, folder: Path) -> None:
     Called on every process, and the first writes.
     """
     state = {name: _whole(tensor).contiguous() for name, tensor in adapter_state(model).items()}
+    base = _hash_base(model)
     if is_main():
-        save_file(state, folder / _WEIGHTS)
+        save_file(state, folder / _WEIGHTS, metadata={"format": "pt", _BASE: base})
         model.peft_config[_ADAPTER].save_pretrained(str(folder))
 
 
@@ -149,27 +157,57 @@ def holds_adapters(folder: Path) -> bool:
     return (folder / _WEIGHTS).is_file() and (folder / _CONFIG).is_file()
 
 
-def load_adapter(model: Any, folder: Path) -> None:
-    """Read what `save_adapter`, or peft, wrote into a model that `add_lora` prepared; called on every process.
+def check_adapter(model: Any, folder: Path) -> None:
+    """Check that what `save_adapter`, or peft, wrote is an adapter of this model; called on every process.
 
     Raises:
-        ConfigError: where the folder holds no adapters, or others than the model's in place, size or scale.
+        ConfigError: where the folder holds no adapters, others than the model's in place, size or scale, or those that
+            `save_adapter` wrote of a model with other weights beside them.
     """
     if not holds_adapters(folder):
         raise ConfigError(f"no adapter in {folder}: it lacks {_WEIGHTS} or {_CONFIG}")
-    saved, own = load_file(folder / _WEIGHTS), adapter_state(model)
-    found = _describe(json.loads((folder / _CONFIG).read_text(encoding="utf-8")), saved)
-    expected = _describe(model.peft_config[_ADAPTER].to_dict(), own)
+    with safe_open(folder / _WEIGHTS, framework="pt") as file:
+        names, trained_with = file.keys(), (file.metadata() or {}).get(_BASE)
+        saved = {name: tuple(file.get_slice(name).get_shape()) for name in names}
+    own = {name: tuple(tensor.shape) for name, tensor in adapter_state(model).items()}
+    found = _scale(json.loads((folder / _CONFIG).read_text(encoding="utf-8"))) | saved
+    expected = _scale(model.peft_config[_ADAPTER].to_dict()) | own
     if differing := sorted(key for key in found | expected if found.get(key) != expected.get(key)):
         key = differing[0]
         raise ConfigError(
             f"the adapter in {folder} does not fit model.lora: {key} is {found.get(key)}, expected {expected.get(key)}"
         )
-    for name, tensor in own.items():
+    if trained_with not in (None, _hash_base(model)):  # peft, and earlier versions, note none
+        raise ConfigError(
+            f"model.name_or_path: the adapter in {folder} was trained with other weights than those of "
+            f"{model.config.name_or_path or 'this model'}; name the model that the run began with, or begin another run"
+        )
+
+
+def load_adapter(model: Any, folder: Path) -> None:
+    """Read what `save_adapter`, or peft, wrote into a model that `add_lora` prepared; called on every process.
+
+    Raises:
+        ConfigError: as `check_adapter`.
+    """
+    check_adapter(model, folder)
+    saved = load_file(folder / _WEIGHTS)
+    for name, tensor in adapter_state(model).items():
         new = saved[name]
         tensor.copy_(
             distribute_tensor(new, tensor.device_mesh, tensor.placements) if isinstance(tensor, DTensor) else new
         )
+
+
+def _hash_base(model: Any) -> str:
+    """Return a hash of some of the weights that are adapted, as bfloat16 rounds them: another fine-tuning has another."""
+    layers = list(_adapted(model).values())
+    digest = hashlib.sha256()
+    for layer in layers[:: max(1, len(layers) // 16)]:
+        weight = _whole(layer.weight).flatten()[:_NUM_HASHED]
+        rounded = weight.to(torch.bfloat16) if weight.is_floating_point() else weight  # quantized ones are packed
+        digest.update(rounded.cpu().view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
 
 
 def _find_layers(model: Any, targets: Literal["all-linear"] | tuple[str, ...]) -> list[str]:
@@ -211,9 +249,9 @@ def _whole(tensor: Tensor) -> Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.detach()
 
 
-def _describe(config: dict[str, Any], state: dict[str, Tensor]) -> dict[str, Any]:
-    """Return what must be alike for one adapter to take the place of another; what is off is None."""
-    return {key: config.get(key) or None for key in _SCALE} | {name: tuple(t.shape) for name, t in state.items()}
+def _scale(config: dict[str, Any]) -> dict[str, Any]:
+    """Return what decides how much adapters weigh; what is off is None."""
+    return {key: config.get(key) or None for key in _SCALE}
 
 
 def _adapted(model: Any) -> dict[str, Any]:

@@ -11,6 +11,7 @@ import pytest
 import torch
 import transformers
 from pydantic import ValidationError
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from agentrl.errors import ConfigError
@@ -283,6 +284,33 @@ def test_an_adapter_of_another_kind_is_refused(settings: LoraSettings, words: st
         load_adapter(model, tmp_path)
     assert words in str(caught.value)
     assert same(copies(model), before)
+
+
+@pytest.mark.parametrize("name", ["tied", "transposed"])
+def test_an_adapter_of_a_model_with_other_weights_is_refused(name: str, tmp_path: Path) -> None:
+    model = trained(name)
+    save_adapter(model, tmp_path)
+    *_, last = (parameter for key, parameter in model.named_parameters() if "base_layer.weight" in key)
+    last.data[:1] *= 1.01
+    before = copies(model)
+    with pytest.raises(ConfigError, match="was trained with other weights than those of this model"):
+        load_adapter(model, tmp_path)
+    assert same(copies(model), before)
+
+
+def test_an_adapter_fits_the_same_weights_in_another_dtype(tmp_path: Path) -> None:
+    save_adapter(trained("tied"), tmp_path)
+    load_adapter(trained("tied", dtype=torch.bfloat16), tmp_path)
+
+
+def test_an_adapter_that_does_not_say_what_it_was_trained_with_is_loaded(tmp_path: Path) -> None:
+    model = trained("tied")
+    save_adapter(model, tmp_path)
+    save_file(load_file(tmp_path / "adapter_model.safetensors"), tmp_path / "adapter_model.safetensors")
+    torch.manual_seed(1)
+    other = transformers.AutoModelForCausalLM.from_config(model.config)
+    add_lora(other, LoraSettings(rank=3, alpha=5))
+    load_adapter(other, tmp_path)
 
 
 def test_a_folder_without_an_adapter_is_refused(tmp_path: Path) -> None:
