@@ -236,8 +236,20 @@ def _judge(
         raise TrainingError("; ".join(notes) or "no run has finished")
     metric = choose_metric([run for _, run in finished], options.metric)
     curves = [curve_of(run, metric=metric, recipe=name) for name, run in finished]
+    if (first := arms[0].name) not in {curve.recipe for curve in curves}:
+        notes = [
+            *notes,
+            f"{first}, with which the others are compared, has no finished run: the next one takes its place",
+        ]
     threshold = getattr(options, "threshold", None)
-    return compare(curves, metric=metric, controls=controls, threshold=threshold, effect=options.effect, notes=notes)
+    try:
+        return compare(
+            curves, metric=metric, controls=controls, threshold=threshold, effect=options.effect, notes=notes
+        )
+    except ConfigError as error:
+        if not notes:
+            raise
+        raise TrainingError("; ".join([*notes, str(error)])) from error
 
 
 def _show(

@@ -135,11 +135,21 @@ def compare(
     steps = _common_steps(curves)
     if threshold is None:
         threshold = float(np.mean([[c.values[steps[0]], c.values[steps[-1]]] for c in curves]))
-    first, *rest = arms
     controls = dict(controls or {})
-    pairs = [(name, first) for name in rest if name not in controls.values()]
-    pairs += [(name, control) for name, control in controls.items() if control in arms]
-    found = [_Pair(arms[name], arms[other], steps, threshold) for name, other in pairs]
+    names = [name for name in arms if name not in controls.values()]
+    pairs = [(name, names[0]) for name in names[1:]]
+    pairs += [(name, control) for name, control in controls.items() if name in arms and control in arms]
+    alone = [
+        f"{name} and {other} have no seed in common ({sorted(arms[name])}; {sorted(arms[other])}): runs are compared seed by "
+        "seed, because those of one seed begin alike"
+        for name, other in pairs
+        if arms[name].keys().isdisjoint(arms[other])
+    ]
+    found = [
+        _Pair(arms[name], arms[other], steps, threshold) for name, other in pairs if arms[name].keys() & arms[other]
+    ]
+    if not found:
+        raise ConfigError(alone[0] if alone else f"there is nothing to compare: {', '.join(arms)}")
     tested = [index for index, pair in enumerate(found) if pair.final.p is not None]
     adjusted = dict(zip(tested, holm([found[index].final.p or 0.0 for index in tested]), strict=True))
     panel = _shared_panel(curves)
@@ -152,7 +162,7 @@ def compare(
         effect=effect,
         arms=[_arm(name, of, steps, threshold, metric=metric) for name, of in arms.items()],
         differences=[pair.difference(adjusted.get(index), effect) for index, pair in enumerate(found)],
-        notes=[*notes, *_notes(curves, arms, steps, found)],
+        notes=[*notes, *alone, *_notes(curves, arms, steps, found)],
     )
 
 
@@ -206,11 +216,6 @@ class _Pair:
     def __init__(self, arm: dict[int, Curve], other: dict[int, Curve], steps: list[int], threshold: float) -> None:
         self.names = next(iter(arm.values())).recipe, next(iter(other.values())).recipe
         self.seeds = [seed for seed in arm if seed in other]
-        if not self.seeds:
-            raise ConfigError(
-                f"{self.names[0]} and {self.names[1]} have no seed in common ({sorted(arm)}; {sorted(other)}): runs are "
-                "compared seed by seed, because those of one seed begin alike"
-            )
         self.finals = [arm[seed].values[steps[-1]] - other[seed].values[steps[-1]] for seed in self.seeds]
         self.final = _level(self.finals)
         self._areas = [_area(arm[seed], steps) - _area(other[seed], steps) for seed in self.seeds if len(steps) > 1]

@@ -12,11 +12,10 @@ from agentrl.config import Recipe, load_recipe
 from agentrl.errors import ConfigError
 from agentrl.report.folder import RunFolder
 from agentrl.report.panel import Panel, read_panels
+from agentrl.report.reported import with_unreported
 from agentrl.report.sources import differing, read_sources
 
 _PREFERRED = ("success", "score", "reward")
-_REPORTED = ("success", "score")
-"""Metrics that are left out where no episode came to report them: then there was none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -151,7 +150,7 @@ def choose_metric(runs: Sequence[RecordedRun], asked: str | None) -> str:
 
 def curve_of(run: RecordedRun, *, metric: str, recipe: str) -> Curve:
     """Read the curve of a metric; an evaluation whose every episode failed is none."""
-    prefix, _, name = metric.rpartition("/")
+    prefix = metric.rpartition("/")[0]
     prefix = next((p for p in sorted(run.panels, key=len, reverse=True) if metric.startswith(p)), f"{prefix}/")
     panel = run.panels.get(prefix)
     if panel is not None:  # an earlier version noted the tasks alone; the recipe says how they were played
@@ -159,11 +158,9 @@ def curve_of(run: RecordedRun, *, metric: str, recipe: str) -> Curve:
         played = {"temperature": evaluation.temperature, "samples": evaluation.samples, **panel.played}
         panel = panel.model_copy(update=played)
     values = {}
-    for row in run.rows:
-        if row.get(f"{prefix}episodes", 0) > 0 and row["step"] >= (panel.since if panel else 0):
-            value = row.get(metric, 0.0 if name in _REPORTED else None)
-            if value is not None:
-                values[int(row["step"])] = value
+    for row in with_unreported(run.rows, [metric]):
+        if metric in row and row.get(f"{prefix}episodes", 0) > 0 and row["step"] >= (panel.since if panel else 0):
+            values[int(row["step"])] = row[metric]
     rollout = run.recipe.rollout
     return Curve(
         recipe=recipe,

@@ -163,7 +163,6 @@ def _gpus() -> list[str]:
 
 def _steps_done(run: PlannedRun) -> int:
     try:
-        rows = RunFolder(run.folder).metrics()
-    except ConfigError:  # a line that is being written
+        return RunFolder(run.folder).last_step()
+    except ConfigError:  # what is damaged is told by the run
         return 0
-    return int(rows[-1]["step"]) if rows else 0

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from agentrl.errors import ConfigError, UserError
+from agentrl.report.reported import with_unreported
 
 CURVES = ("reward/mean", "episode/success", "eval/success", "entropy", "clip/tokens")
 """What is drawn where nothing is named and the run has it."""
@@ -25,6 +26,7 @@ def draw(rows: Sequence[dict[str, float]], names: Sequence[str]) -> Any:
     except ImportError as error:
         raise UserError("plot() needs matplotlib: pip install matplotlib") from error
     known = {name for row in rows for name in row}
+    rows = with_unreported(rows, known)
     if unknown := [name for name in names if name not in known]:
         raise ConfigError(f"plot: the run has no metric {unknown[0]!r}; it has {', '.join(sorted(known))}")
     figure = plt.figure(figsize=(3.2 * max(len(names), 1), 2.6), layout="constrained")

@@ -54,6 +54,8 @@ _NOTE = TypeAdapter(EvaluationNote)
 _ROLLOUTS, _EVALUATION = "step-{}.jsonl", "evaluation-{}.jsonl"
 _BEGUN = "config.begun.yaml"
 _FIX = "mend that line, or delete it"
+_TAIL = 1 << 18
+"""Bytes at the end of metrics.jsonl that hold its last line."""
 _CONFIG: TypeAdapter[dict[str, Any]] = TypeAdapter(dict[str, JsonValue])
 _ROW: TypeAdapter[dict[str, float]] = TypeAdapter(dict[str, float], config=ConfigDict(strict=True))
 
@@ -197,6 +199,19 @@ class RunFolder:
             ConfigError: for any other line that is no row of numbers with a step.
         """
         return [row for row, _ in self._rows()]
+
+    def last_step(self) -> int:
+        """Return the step of the last row, for which the end of the file alone is read; 0 where there is none yet.
+
+        Raises:
+            ConfigError: as `metrics`, of that row.
+        """
+        if not self._metrics.is_file():
+            return 0
+        with self._metrics.open("rb") as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL))
+            lines = file.read().split(b"\n")[:-1]
+        return int(parse(lines[-1], _ROW, where=str(self._metrics), fix=_FIX).get("step", 0)) if lines else 0
 
     def _rows(self) -> Iterator[tuple[dict[str, float], bytes]]:
         """Yield each row with its line; earlier versions wrote infinities and NaN too."""

@@ -241,7 +241,14 @@ class Trackers:
         if report is None:
             return
         if self._file.is_file():
-            self._known = read_json(self._file, _KNOWN, fix="delete it")
+            found = read_json(self._file, _KNOWN, fix="delete it")
+            # A run that has gone back since does again what a tracker got before it fell behind.
+            self._known = {
+                name: (known[0], min(known[1], next_step - 1)) if isinstance(known, tuple) else known
+                for name, known in found.items()
+            }
+            if self._known != found:
+                self._write()
         for name in self._known.keys() - set(report.trackers):
             self._note_behind(name)
         for name in dict.fromkeys(report.trackers):

@@ -251,6 +251,31 @@ def test_a_sweep_reports_the_best_on_fresh_seeds(
     assert "the winner's curse" in " ".join(capsys.readouterr().out.split())
 
 
+def test_where_the_first_recipe_fails_the_others_are_compared_and_this_is_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe = tmp_path / "doors.yaml"
+    recipe.write_text(TINY)
+
+    def trained(runs: Any, **_: Any) -> list[Failure]:
+        for run in runs:
+            rate = run.arm.recipe.train.learning_rate
+            if rate != 1e-3:
+                record(run.folder, seed=run.seed, rate=rate, success=[0.0, 0.3, 100 * rate + 0.01 * run.seed])
+        return [Failure(run=run, words="no memory") for run in runs if run.arm.recipe.train.learning_rate == 1e-3]
+
+    monkeypatch.setattr("agentrl.compare.runner.run_missing", trained)
+    command = ["compare", str(recipe), "--vary", "train.learning_rate=1e-3,2e-3,3e-3", "--folder", str(tmp_path / "r")]
+    with pytest.raises(SystemExit) as ended:
+        main([*command, "--json"])
+    assert ended.value.code == 1
+    [found] = json.loads(capsys.readouterr().out)["comparisons"]
+    assert [(each["name"], each["against"]) for each in found["differences"]] == [("3e-3", "2e-3")]
+    assert (
+        "1e-3, with which the others are compared, has no finished run: the next one takes its place" in found["notes"]
+    )
+
+
 @pytest.mark.parametrize("failing", [(1e-3,), (2e-3,), (1e-3, 2e-3)])
 def test_a_sweep_whose_fresh_seeds_fail_shows_what_it_has(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, failing: tuple[float, ...]

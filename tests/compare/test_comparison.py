@@ -154,6 +154,20 @@ def test_several_differences_are_adjusted_together_and_controls_stand_against_th
     assert any("Holm" in note for note in comparison.notes)
 
 
+def test_a_pair_of_which_nothing_is_there_leaves_the_others() -> None:
+    control = [curve("control", seed, [0.0, 0.1, 0.3 + 0.02 * seed]) for seed in range(4)]
+    late = [curve("late", seed, [0.0, 0.1, 0.3 + 0.02 * seed]) for seed in (8, 9)]
+    comparison = compared(*BASE, *late, *BETTER, *control, controls={"failed": "control", "late": "control"})
+    assert [(d.name, d.against) for d in comparison.differences] == [("better", "base")]
+    assert [note for note in comparison.notes if "no seed in common" in note] == [
+        f"late and {other} have no seed in common ([8, 9]; [0, 1, 2, 3]): runs are compared seed by seed, because those of "
+        "one seed begin alike"
+        for other in ("base", "control")
+    ]
+    with pytest.raises(ConfigError, match="nothing to compare: base, control"):
+        compared(*BASE, *control, controls={"failed": "control"})
+
+
 def test_missing_seeds_and_other_budgets_are_told() -> None:
     notes = compared(*BASE, *BETTER[:3]).notes
     assert any("better: 3" in note for note in notes)

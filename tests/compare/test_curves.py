@@ -31,6 +31,15 @@ def test_an_evaluation_in_which_nothing_reported_success_had_none(tmp_path: Path
     assert run.is_finished
 
 
+def test_nothing_was_passed_where_nothing_reported_success(tmp_path: Path) -> None:
+    played = {"eval/episodes": 4, "eval/reward": 0.1}
+    rows = [{"step": 0, **played}, {"step": 1, **played, "eval/success": 0.5, "eval/pass@2": 0.8}]
+    run = recorded(
+        tmp_path / "run", [*rows, {"step": 2, **played, "eval/success": 0.5}]
+    )  # of each task, less than two left
+    assert curve_of(run, metric="eval/pass@2", recipe="a").values == {0: 0.0, 1: 0.8}
+
+
 def test_an_evaluation_whose_every_episode_failed_is_none(tmp_path: Path) -> None:
     run = recorded(tmp_path / "run", [{"step": 0, "eval/episodes": 0, "eval/failed": 4}, *ROWS[1:]])
     assert curve_of(run, metric="eval/success", recipe="a").values == {2: 0.5}

@@ -272,6 +272,20 @@ def test_groups_stand_side_by_side_and_forks_as_a_tree(report: Path, open_page: 
     assert tree.count() == 2  # the three short members said the same, too
 
 
+def test_a_group_that_never_began_is_seen(tmp_path: Path, open_page: Open) -> None:
+    failed = [
+        member(number, reward=0.0, turns=[], stop_reason=StopReason.ENV_ERROR, error="burnt") for number in (0, 1)
+    ]
+    run = make_run(tmp_path / "run", rollouts=failed)
+    watched = open_page(write_report([run.path], tmp_path / "page.html"))
+    page = watched.page
+    page.click("#tab-rollouts")
+    page.click("button:text-is('Group of 2')")
+    assert page.locator(".column").count() == 2
+    assert page.locator(".column").first.inner_text().count("burnt") == 1
+    assert watched.errors == []
+
+
 def test_search_and_filters_choose_rollouts(report: Path, open_page: Open) -> None:
     page = open_page(report).page
     page.click("#tab-rollouts")

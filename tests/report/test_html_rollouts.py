@@ -122,6 +122,19 @@ def test_faults_come_first_and_the_newest_rollouts_next(tmp_path: Path) -> None:
     assert "newest 4 rollouts" in data["notices"][0]
 
 
+def test_evaluations_are_as_new_as_what_they_evaluated(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "run")
+    for step in (1, 2, 4):
+        folder.add_rollouts(step, [member(0, reward=0.0, step=step, group_id=f"g{step}")])
+    played = member(1, reward=0.0, split="eval", group_id="eval/000000", step=4)
+    folder.add_evaluation([played], EvaluationNote(step=4, settings={}))
+    store = store_of(folder.path, max_rollouts=2)
+    assert [(entry["split"], entry["step"]) for entry in store.entries()] == [("train", 4), ("eval", 4)]
+    assert store.left_out == 3
+    next(folder.evaluations.glob("*.json")).write_text("{")  # which agentrl train refuses
+    assert [entry["step"] for entry in store_of(folder.path).entries()] == [4, 3, 3, 2, 1, 4]
+
+
 def test_a_file_that_is_written_again_replaces_what_it_held(tmp_path: Path) -> None:
     folder = make_run(tmp_path / "run")
     store = RolloutStore()

@@ -327,6 +327,23 @@ def test_a_tracker_that_failed_or_was_left_out_gets_what_it_lacks_when_it_is_bac
     assert Fragile.logged[9:] == [8]
 
 
+@pytest.mark.usefixtures("registered")
+def test_a_tracker_that_lacks_steps_gets_those_too_that_the_run_did_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Fragile, "log", lambda _, values, step, **__: Fragile.logged.append(step))
+    folder = RunFolder.create(tmp_path / "run", {})
+    folder.trackers.write_text('{"fragile": ["key", 90]}')
+    for step in range(100):
+        folder.add_metrics({"step": step})
+    Trackers(
+        ReportConfig(), folder, config={}, next_step=61, on_failure=print
+    )  # without it, from an older checkpoint on
+    config = ReportConfig(trackers=("fragile",))
+    Trackers(config, folder, config={}, next_step=100, on_failure=print).add_row({"step": 100})
+    assert Fragile.logged == list(range(61, 101))
+
+
 @pytest.mark.parametrize(
     ("name", "words"),
     [("comet_ml", r"^report\.trackers: 'comet_ml' is not installed: pip install comet-ml$"), ("wandbb", r"'wandb'\?$")],

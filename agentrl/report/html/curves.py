@@ -6,6 +6,7 @@ from statistics import fmean, stdev
 from typing import Any
 
 from agentrl.report.html.runs import RecipeRuns
+from agentrl.report.reported import with_unreported
 from agentrl.report.statistics import t_quantile, within
 
 MAX_POINTS = 1500
@@ -33,11 +34,11 @@ _FAMILIES: tuple[tuple[str, tuple[str, ...]], ...] = (
 _OTHERS = "Others"
 
 
-def interval(values: Sequence[float]) -> tuple[float, float]:
-    """Return the 95 % interval of a mean, from Student's t; of one value, that value."""
+def interval(values: Sequence[float]) -> tuple[float | None, float | None]:
+    """Return the 95 % interval of a mean, from Student's t; one value has none."""
     mean, num = fmean(values), len(values)
     if num < 2:
-        return mean, mean
+        return None, None
     half = t_quantile(0.975, num - 1) * stdev(values) / math.sqrt(num)
     return mean - half, mean + half
 
@@ -46,10 +47,13 @@ def curves(recipes: Sequence[RecipeRuns]) -> dict[str, list[dict[str, Any]]]:
     """Return the curves of each metric, one for each recipe that has it; every step is that of any of its runs."""
     found: dict[str, list[dict[str, Any]]] = {}
     for number, recipe in enumerate(recipes):
+        names = dict.fromkeys(name for run in recipe.runs for row in run.rows for name in row)
         last = max((row["step"] for run in recipe.runs for row in run.rows), default=0.0)
-        columns = [_columns(run.rows, width=max(1, math.ceil((last + 1) / MAX_POINTS))) for run in recipe.runs]
+        columns = [_columns(with_unreported(run.rows, names)) for run in recipe.runs]
         for name in dict.fromkeys(name for of_run in columns for name in of_run):
             of_runs = [of_run.get(name, {}) for of_run in columns]
+            if max(map(len, of_runs)) > MAX_POINTS:
+                of_runs = [_averaged(of_run, width=math.ceil((last + 1) / MAX_POINTS)) for of_run in of_runs]
             steps = sorted({step for of_run in of_runs for step in of_run})
             at = [[of_run[step] for of_run in of_runs if step in of_run] for step in steps]
             bounds = [interval(values) for values in at]
@@ -79,15 +83,22 @@ def families(names: Iterable[str]) -> list[dict[str, Any]]:
     return [{"name": family, "metrics": members} for family, members in found.items() if members]
 
 
-def _columns(rows: Sequence[dict[str, float]], *, width: int) -> dict[str, dict[int, float]]:
-    """Return each metric by step; of `width` steps in a row, the mean, at the first of them."""
-    found: dict[str, dict[int, list[float]]] = {}
+def _columns(rows: Sequence[dict[str, float]]) -> dict[str, dict[int, float]]:
+    """Return each metric by step."""
+    found: dict[str, dict[int, float]] = {}
     for row in rows:
-        step = int(row["step"]) // width * width
         for name, value in row.items():
             if name != "step" and math.isfinite(value):
-                found.setdefault(name, {}).setdefault(step, []).append(value)
-    return {name: {step: fmean(values) for step, values in column.items()} for name, column in found.items()}
+                found.setdefault(name, {})[int(row["step"])] = value
+    return found
+
+
+def _averaged(column: dict[int, float], *, width: int) -> dict[int, float]:
+    """Return the mean of `width` steps in a row, at the first of them."""
+    found: dict[int, list[float]] = {}
+    for step, value in column.items():
+        found.setdefault(step // width * width, []).append(value)
+    return {step: fmean(values) for step, values in found.items()}
 
 
 def _short(values: Iterable[float | None]) -> list[float | None]:

@@ -12,7 +12,8 @@ from agentrl.report.folder import RunFolder
 
 _OF_ONE_RUN = ("seed", "run_dir", "report")
 """What may differ between repetitions."""
-_MAX_DIFFERENCES = 3
+_NUM_DIFFERENCES = 3
+"""Fields that are named of a recipe, where they tell all apart."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,17 +22,14 @@ class Run:
 
     number: int
     """Among the runs of the page."""
+    name: str
+    """Of its folder; where several have the same, of the one around it too."""
     folder: RunFolder
     config: dict[str, Any]
     begun: dict[str, Any]
     """The recipe that it began with: a run that went back after a collapse has changed it since."""
     rows: list[dict[str, float]]
     """Its metrics."""
-
-    @property
-    def name(self) -> str:
-        """The name of its folder."""
-        return self.folder.path.resolve().name
 
     @property
     def seed(self) -> Any:
@@ -73,6 +71,7 @@ def open_runs(folders: Sequence[Path]) -> list[Run]:
     """
     runs = []
     resolved = [path.resolve() for path in folders]
+    names = [path.name for path in resolved]
     for number, path in enumerate(folders):
         if path.resolve() in resolved[:number]:
             raise ConfigError(f"{path} is named twice")
@@ -82,7 +81,8 @@ def open_runs(folders: Sequence[Path]) -> list[Run]:
             )
         folder = RunFolder.open(path)
         config, begun = folder.config(), folder.config(begun=True)
-        runs.append(Run(number=number, folder=folder, config=config, begun=begun, rows=folder.metrics()))
+        name = names[number] if names.count(names[number]) == 1 else "/".join(resolved[number].parts[-2:])
+        runs.append(Run(number=number, name=name, folder=folder, config=config, begun=begun, rows=folder.metrics()))
     return runs
 
 
@@ -95,12 +95,15 @@ def by_recipe(runs: Sequence[Run]) -> list[RecipeRuns]:
     flat = [dict(_fields(of_recipe[0].begun)) for of_recipe in found.values()]
     names = sorted({name for fields in flat for name in fields if name.partition(".")[0] not in _OF_ONE_RUN})
     apart = [name for name in names if any(fields.get(name) != flat[0].get(name) for fields in flat)]
-    apart.sort(key=lambda name: (not name.startswith("credit."), not name.startswith("loss.")))  # what is compared most
-    recipes = []
-    for fields, of_recipe in zip(flat, found.values(), strict=True):
-        parts = [f"{name} {fields[name]}" for name in apart if name in fields][:_MAX_DIFFERENCES]
-        recipes.append(RecipeRuns(name=", ".join(parts) or str(of_recipe[0].field("env.id")), runs=of_recipe))
-    return recipes
+    apart.sort(key=lambda name: (name != "credit.scheme", name.partition(".")[0] not in ("credit", "loss"), name))
+    for num in range(_NUM_DIFFERENCES, max(_NUM_DIFFERENCES, len(apart)) + 1):
+        told = [", ".join([f"{name} {fields[name]}" for name in apart if name in fields][:num]) for fields in flat]
+        if len(set(told)) == len(told):
+            break
+    return [
+        RecipeRuns(name=name or str(of_recipe[0].field("env.id")), runs=of_recipe)
+        for name, of_recipe in zip(told, found.values(), strict=True)
+    ]
 
 
 def _fields(value: Any, name: str = "") -> Iterator[tuple[str, str]]:

@@ -107,5 +107,9 @@ def _written(path: Path) -> int:
 
 def _files(run: Run) -> list[_File]:
     files = [_File(path, int(re.sub(r"\D", "", path.stem)), run, False) for path in run.folder.rollouts()]
-    files += [_File(path, 0, run, False) for path in sorted(run.folder.evaluations.glob("*.jsonl"))]
+    try:
+        evaluations = run.folder.played_evaluations()
+    except ConfigError:  # for a note that is damaged
+        evaluations = [(path, None) for path in sorted(run.folder.evaluations.glob("*.jsonl"))]
+    files += [_File(path, note.step if note is not None else 0, run, False) for path, note in evaluations]
     return files + [_File(path, 0, run, True) for path in run.folder.kept_faults()]

@@ -161,12 +161,13 @@ function evaluations(data) {
       ...curves.map((curve, place) => {
         const at = curve ? curve.steps.indexOf(step) : -1;
         if (at < 0) return "–";
-        const half = curve.low && curve.runs.length > 1 ? (curve.high[at] - curve.low[at]) / 2 : null;
-        return shown(curve.mean[at], names[place]) + (half === null ? "" : ` ± ${shown(Number(half.toPrecision(2)))}`);
+        const mean = shown(curve.mean[at], names[place]);
+        const [low, high] = [curve.low?.[at] ?? null, curve.high?.[at] ?? null];
+        return low === null || low === high ? mean : `${mean} [${shown(low, names[place])}, ${shown(high, names[place])}]`;
       }),
     ]);
     const of = `Evaluations${data.recipes.length > 1 ? `: ${recipe.name}` : ""}`;
-    const caption = recipe.runs.length > 1 ? `${of} (mean of ${recipe.runs.length} runs ± 95 % interval)` : of;
+    const caption = recipe.runs.length > 1 ? `${of} (means of ${recipe.runs.length} runs, or those that got there, with 95 % intervals)` : of;
     return table(
       caption,
       [{ name: "step" }, ...names.map((name) => ({ name: name.replace("eval/", ""), numeric: true }))],
