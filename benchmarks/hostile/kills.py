@@ -265,10 +265,9 @@ def _kill_one(here: Path, mode: str, count: int, details: dict[str, Any]) -> str
         ended = attempt(agentrl("train", *target), folder=here / f"kill-{number}", kill_after_s=rng.uniform(0.5, 6))
         if ended.status != -signal.SIGKILL:
             return f"kill {number}: {ended}"
-        if (run / "checkpoints").is_dir():
-            if (found := look(run)) is not None:
-                snapshots.append(found)
-                target = (run,)
+        if (run / "checkpoints").is_dir() and (found := look(run)) is not None:
+            snapshots.append(found)
+            target = (run,)
         if target != (run,):
             shutil.rmtree(run, ignore_errors=True)
     steps = max((step for snapshot in snapshots for step in snapshot.rows), default=0) + 8
