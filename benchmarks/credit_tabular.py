@@ -119,6 +119,7 @@ class Row:
         self.features_KD = torch.from_numpy(features_KD)
         self.weights_DA = torch.from_numpy(np.linalg.solve(features_KD, logits_KA)).requires_grad_()
         self._rng = np.random.default_rng([seed, 1])
+        self._seed, self._num_steps = seed, 0
 
     def logprobs(self) -> torch.Tensor:
         return (self.features_KD @ self.weights_DA).log_softmax(-1)
@@ -130,6 +131,7 @@ class Row:
     def play(self) -> tuple[list[TrajectoryGroup], Ints]:
         """Play a step's episodes; return them, and their actions (N, K)."""
         cell, num = self.cell, NUM_GROUPS * self.cell.group_size
+        self._num_steps += 1
         with torch.no_grad():
             shares_KA = self.logprobs().exp().numpy().cumsum(axis=1)
         draws_NK = self._rng.random((num, cell.horizon))
@@ -148,16 +150,20 @@ class Row:
         for g in range(NUM_GROUPS):
             members = range(g * cell.group_size, (g + 1) * cell.group_size)
             trajectories = [self._trajectory(g, n, actions_NK[n], opened_NK[n], rewards_NK[n]) for n in members]
-            groups.append(TrajectoryGroup(group_id=f"{g}", trajectories=tuple(trajectories)))
+            groups.append(TrajectoryGroup(group_id=self._name(g), trajectories=tuple(trajectories)))
         return groups, actions_NK
+
+    def _name(self, group: int) -> str:
+        """Name a group as no other of any step or seed: `shuffled` draws its permutations from names."""
+        return f"{self._seed}/{self._num_steps}/{group}"
 
     def _trajectory(self, group: int, number: int, action_K: Ints, opened_K: Any, reward_K: Array) -> Trajectory:
         before_K = [True, *opened_K[:-1].tolist()]
         rows = zip(before_K, action_K.tolist(), opened_K.tolist(), reward_K.tolist(), strict=True)
         last = self.cell.horizon - 1
         return Trajectory(
-            group_id=f"{group}",
-            trajectory_id=f"{group}/{number}",
+            group_id=self._name(group),
+            trajectory_id=f"{self._name(group)}/{number}",
             env_id="row",
             seed=group,
             turns=tuple(turn(k, *row, k == last, self.cell.aliased) for k, row in enumerate(rows)),
