@@ -123,16 +123,23 @@ def watch(jobs: Sequence[Job], out: Path) -> None:
             print(*job, [round(success, 2) for success in result["curve"]], flush=True)
 
 
+def last_good(values: Sequence[float]) -> int:
+    """Return the last step with a third of the best, which is a mean of three steps."""
+    best = max(statistics.mean(values[max(0, k - 2) : k + 1]) for k in range(len(values)))
+    return max([1, *(k for k, value in enumerate(values, 1) if value >= best / 3)])
+
+
 def fall(result: Result) -> int | None:
-    """Return the step whose update made the reward fall for good: its rollouts are those of the next. None: none did."""
+    """Return the step whose update made the reward fall for good, or one after it. None: none did.
+
+    It is not after the last step with a third of the best reward, nor after the evaluation from which held-out success stays
+    below half of its best: where rewards come by chance, a policy that has collapsed earns some.
+    """
     if not has_collapsed(result):
         return None
-    rewards = result["rewards"]
-    best = max(statistics.mean(rewards[max(0, k - 2) : k + 1]) for k in range(len(rewards)))
-    last = len(rewards)
-    while last > 1 and rewards[last - 1] < best / 3:
-        last -= 1
-    return last
+    rewards, curve = result["rewards"], result["curve"]
+    gone = next(k for k in range(len(curve)) if max(curve[k:]) < max(curve) / 2)
+    return min(last_good(rewards), gone * len(rewards) // (len(curve) - 1))  # the first evaluation comes before step 1
 
 
 def tell(results: Sequence[Result]) -> None:

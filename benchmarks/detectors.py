@@ -18,7 +18,7 @@ from pathlib import Path
 from statistics import median
 
 from agentrl.learn.health import signs
-from benchmarks.collapses import fall
+from benchmarks.collapses import fall, last_good
 from benchmarks.evidence import KEPT, Job, Result, has_collapsed, read_results
 
 Steps = dict[str, list[float]]
@@ -99,7 +99,7 @@ def tell_collapse(known: dict[Job, Result]) -> None:
         print(f"| {name} | {found} of {len(collapsed)} | {false} of {len(noted) - len(collapsed)} |")
     for job, result in collapsed.items():
         told = [first(result, rule) for _, rule in COLLAPSE]
-        gone = fall({**result, "rewards": result["steps"]["success"]})
+        gone = last_good(result["steps"]["success"])
         print(f"{job.ratio}, {job.credit}, {job.train}, seed {job.seed}: gone after step {gone}, told in step {told}")
 
 

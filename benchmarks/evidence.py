@@ -261,6 +261,11 @@ def at_the_end(result: Result) -> float:
     return float(result["curve"][-1])
 
 
+def start(result: Result) -> tuple[float, float]:
+    """Return what tells whether runs of one seed began alike: another machine's warm-up comes to other weights."""
+    return result["curve"][0], result["steps"]["reward"][0]
+
+
 def has_collapsed(result: Result) -> bool:
     best = max(result["curve"])
     return bool(best > 0.15 and result["curve"][-1] < best / 2)
@@ -319,12 +324,16 @@ def tell(known: dict[Job, Result], rows: Sequence[Job], seeds: Sequence[int], ba
             "| ratio | credit | updates | rate | final | area | steps | collapsed | final, gained | area | steps | of half |"
         )
         print("|---|---|---|---|---|---|---|---|---|---|---|---|")
+        otherwise, shares = [], []
         for row, results in found.items():
             figures = figures_of(results, 0.8 * best)
             gained = ["-"] * (len(figures) + 1)
             other = next((other for other in found if base(row)[:3] == other[:3] and base(row)[5] == other[5]), row)
             if other != row:
                 others = figures_of(found[other], 0.8 * best)
+                num = sum(start(ours) != start(theirs) for ours, theirs in zip(results, found[other], strict=True))
+                if num:
+                    otherwise.append(f"{row.ratio}, {row.credit}, {row.train}: {num} of {len(seeds)}")
                 pairs = zip(figures, others, strict=True)
                 gained = [
                     mean_and_error([a - b for a, b in zip(ours, theirs, strict=True)], 1 if place == 2 else 3)
@@ -335,6 +344,14 @@ def tell(known: dict[Job, Result], rows: Sequence[Job], seeds: Sequence[int], ba
             means = [mean_and_error(values, 1 if place == 2 else 3) for place, values in enumerate(figures)]
             cells = [row.ratio, row.credit, row.train, f"{row.rate:g}", *means, collapsed, *gained]
             print(f"| {' | '.join(cells)} |")
+            if row.ratio == "gspo, calibrated" and all("pushed_clipped" in result["steps"] for result in results):
+                late = [100 * statistics.mean(result["steps"]["pushed_clipped"][20:]) for result in results]
+                words = f"{row.credit}, {row.train}, {row.rate:g}: {mean_and_error(late, 1)}"
+                shares.append(f"{words} ({min(late):.1f} to {max(late):.1f})")
+        if shares:
+            print(f"\n% clipped by `calibrated`, of pushed tokens, after step 20: {'; '.join(shares)}")
+        if otherwise:
+            print(f"\nDo not begin as what they are compared with, seeds of {'; '.join(otherwise)}")
 
 
 DRAWN = {
