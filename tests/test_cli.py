@@ -13,6 +13,8 @@ import yaml
 
 from agentrl.api.progress import summary
 from agentrl.cli import main
+from agentrl.config import Recipe
+from agentrl.errors import ConfigError
 from agentrl.report.folder import RunFolder
 from agentrl.report.records import read_records
 from agentrl.run import loop
@@ -635,3 +637,20 @@ def test_a_recipe_goes_by_its_name_in_comparisons_too(agentrl: Agentrl) -> None:
     assert (status, "Did you mean 'calculator'?" in err) == (2, True)
     status, _, err = agentrl("sweep", "calcualtor", "--over", "credit.scheme=uniform,gigpo")
     assert (status, "Did you mean 'calculator'?" in err) == (2, True)
+
+
+def test_a_server_is_started_whatever_attention_trains_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    built: list[Recipe] = []
+
+    def build(recipe: Recipe, **_: object) -> None:
+        built.append(recipe)
+        raise ConfigError("enough")
+
+    monkeypatch.setattr("agentrl.run.build.build", build)
+    path = tmp_path / "recipe.yaml"
+    path.write_text(
+        "model: {attention: flex_attention}\ntrain: {layout: tree}\nengine: {server: {url: http://127.0.0.1:9}}\n"
+    )
+    with pytest.raises(SystemExit):
+        main(["serve", str(path)])
+    assert (built[0].model.attention, built[0].train.layout) == (None, "padded")

@@ -10,7 +10,7 @@ from transformers import CohereCompassTextConfig, FalconH1Config, Qwen3Config
 from agentrl.engine.transformers import TransformersEngine
 from agentrl.errors import ConfigError
 from agentrl.head import LogitMap, logit_map
-from agentrl.policy.layout import lay_out
+from agentrl.policy.layout import check_head, lay_out
 from agentrl.policy.model import Policy
 from agentrl.types import Sampling
 from tests.policy.test_layout import RECURRENT
@@ -43,6 +43,15 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
+def test_a_model_whose_head_is_more_than_a_matrix_is_refused() -> None:
+    sizes = {name: size for name, size in _WIDE.items() if name not in ("num_key_value_heads", "head_dim")}
+    model = made(
+        "ModernBertDecoder", **sizes, pad_token_id=0, bos_token_id=1, eos_token_id=2, cls_token_id=1, sep_token_id=2
+    )
+    with pytest.raises(ConfigError, match="ModernBertDecoderForCausalLM computes more between its hidden states"):
+        check_head(model)
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_trainer_and_engine_read_the_logits_that_the_model_returns(family: str) -> None:
     name, sizes = FAMILIES[family]
@@ -50,6 +59,7 @@ def test_trainer_and_engine_read_the_logits_that_the_model_returns(family: str) 
     with torch.no_grad():  # logits of a size at which a cap and a factor are seen
         model.get_output_embeddings().weight.mul_(3)
     assert logit_map(model.config) != LogitMap()
+    check_head(model)
     row = branching_rows()[-1]
     ids_1L = torch.from_numpy(row)[None]
     expected_LV = (model(input_ids=ids_1L, use_cache=False).logits[0] / 0.7).log_softmax(-1).detach()

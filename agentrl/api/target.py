@@ -35,7 +35,9 @@ def load(
     if isinstance(target, Recipe):
         target = target.model_dump(mode="json")
     if target is None or isinstance(target, Mapping):
-        return load_recipe(target, overrides, changes=changes), None
+        from agentrl.api.given import sections
+
+        return load_recipe(target and sections(target), overrides, changes=changes), None
     path = find(Path(target))
     if path.is_dir():
         return _of_run(path, overrides, changes or {}), path

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from agentrl.api.target import load
+from agentrl.api.target import load, look_for_modules_here
 from agentrl.config import Recipe
 from agentrl.errors import ConfigError, UserError
 from agentrl.report.figure import draw, shown
@@ -25,6 +25,7 @@ class TrainedRun:
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
+        look_for_modules_here(self.path)
         self._folder = RunFolder.open(self.path)
 
     def __repr__(self) -> str:
@@ -50,7 +51,7 @@ class TrainedRun:
             import pandas as pd
         except ImportError as error:
             raise UserError("to_pandas() needs pandas: pip install pandas") from error
-        return pd.DataFrame(self.metrics).set_index("step")
+        return pd.DataFrame(self.metrics or {"step": []}).set_index("step")
 
     def trajectories(self, step: int | None = None) -> list[TrajectoryGroup]:
         """Return the recorded rollouts of a step, group by group (`report.rollouts_every` says which steps have some).

@@ -39,6 +39,10 @@ def _serve(options: argparse.Namespace, rest: list[str]) -> None:
     config, tokenizer = config.of_process(options.server), tokenizer_of(run_dir)
     tells_experts = recipe.loss.routing_replay == "engine"
     recipe = untrained(recipe, process=options.server)
+    computing_nothing = {"model": {"attention": None}, "train": {"layout": "padded"}}
+    recipe = recipe.model_copy(
+        update={name: getattr(recipe, name).model_copy(update=changes) for name, changes in computing_nothing.items()}
+    )
     console = Console(soft_wrap=True)
     hangup = [signal.SIGHUP] if hasattr(signal, "SIGHUP") else []  # Windows has none
     for number in (signal.SIGTERM, *hangup):

@@ -29,6 +29,8 @@ _SHORT_ROW, _LONG_ROW = 48, 416
 many that recurrent parts compute once what rows share."""
 _SMALL = 2**20
 """Entries of a weight whose gradient a machine has room for beside the model: of norms and adapters at least."""
+_HEAD_ROW, _LARGEST_HEAD_GAP = 16, 1e-3
+"""Tokens on which a head is proven, and by how much their log-probabilities may differ, in nats."""
 _LARGEST_GAP = 1e-4
 """Between a layout and separate rows, in nats and relative to the gradient, in float32: more is no rounding."""
 _LARGEST_NOISE = 2.0
@@ -174,6 +176,36 @@ def choose_layout(
     if passed_over and wanted != "auto":
         raise ConfigError(f"train.layout: {passed_over[0]}; set it to auto")
     return layout, f"train.layout: rows are {layout}, since not {'; nor '.join(passed_over)}" if passed_over else None
+
+
+def check_head(model: Any) -> None:
+    """Check that a model's logits are what its head makes of its hidden states, as the trainer and the engine compute them.
+
+    Raises:
+        ConfigError: for a model that computes something in between.
+    """
+    if "flash" in str(model.config.get_text_config()._attn_implementation):
+        return  # which has no float32 to compare in
+    device, was_training = model.get_input_embeddings().weight.device, model.training
+    model.eval()
+    try:
+        ids_L = np.random.default_rng(0).integers(model.config.get_text_config().vocab_size, size=_HEAD_ROW)
+        inputs, index = lay_out([ids_L], "padded", device=device)
+        slot_T = index(np.zeros(len(ids_L) - 1, dtype=np.int64), np.arange(len(ids_L) - 1))
+        ids_1L = torch.from_numpy(ids_L)[None].to(device)
+        targets_T, head, behind = ids_1L[0, 1:], model.get_output_embeddings(), logit_map(model.config)
+        with torch.no_grad():
+            hidden_TD = hidden_states(model, inputs)[slot_T]
+            ours_T, _ = fused_logprobs(hidden_TD, head.weight, targets_T, bias_V=head.bias, behind=behind)
+            own_TV = model(input_ids=ids_1L, use_cache=False).logits[0, :-1].float().log_softmax(-1)
+    finally:
+        model.train(was_training)
+    gap = float((ours_T - own_TV.gather(-1, targets_T[:, None])[:, 0]).abs().max())
+    if not gap <= _LARGEST_HEAD_GAP:
+        raise ConfigError(
+            f"model.name_or_path: {type(model).__name__} computes more between its hidden states and its logits than its head "
+            f"(log-probabilities differ by {gap:.2g} without it), and cannot be trained here"
+        )
 
 
 def probe_layout(model: Any, layout: Layout, *, max_tokens: int = 8192) -> tuple[float, str]:

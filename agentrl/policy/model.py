@@ -110,7 +110,7 @@ def naming_checkpoint(name_or_path: str, *, field: str) -> Iterator[None]:
     """
     try:
         yield
-    except (OSError, ValueError, RuntimeError, SafetensorError, StrictDataclassError) as error:
+    except (ImportError, OSError, ValueError, RuntimeError, SafetensorError, StrictDataclassError) as error:
         raise ConfigError(f"{field}: cannot load {name_or_path!r}: {' '.join(str(error).split())}") from error
 
 

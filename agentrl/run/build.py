@@ -32,7 +32,7 @@ from agentrl.learn.signals import hints, provided_by
 from agentrl.learn.signals.base import SignalContext
 from agentrl.learn.signals.signals import Signals
 from agentrl.policy.config import Layout
-from agentrl.policy.layout import choose_layout
+from agentrl.policy.layout import check_head, choose_layout
 from agentrl.policy.lora import add_lora, round_frozen
 from agentrl.policy.model import Policy, check_attention, check_dropout
 from agentrl.policy.shares import small_like
@@ -267,6 +267,7 @@ def _new_policy(recipe: Recipe, loaded: Loaded, device: torch.device) -> tuple[P
 
     def choose() -> tuple[Layout, str | None]:  # in float32: rounding would hide differences
         probed = model if is_whole else small_like(model, device)
+        check_head(probed)
         return choose_layout(probed, recipe.train.layout, max_tokens=max_tokens, half=is_half)
 
     layout, warning = from_rank_zero(choose)

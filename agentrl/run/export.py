@@ -11,7 +11,7 @@ from agentrl.distributed.checkpoints import checkpoint_errors, step_of
 from agentrl.engine.model_class import auto_class
 from agentrl.errors import ConfigError
 from agentrl.learn.policy_state import load_weights
-from agentrl.policy.export import export_adapter, export_model
+from agentrl.policy.export import export_adapter, export_model, stop_at
 from agentrl.policy.lora import add_lora
 from agentrl.policy.model import Policy, load_pretrained, make_local_model
 from agentrl.policy.towers import freeze_towers
@@ -46,11 +46,13 @@ def export(
     """
     newest = newest_checkpoint(run)
     if recipe.model.name_or_path is not None:
-        model, tokenizer = load_pretrained(recipe.model.name_or_path, attention=recipe.model.attention)
+        model, tokenizer = load_pretrained(
+            recipe.model.name_or_path
+        )  # attention's package may not be there: nothing attends
         freeze_towers(model)  # as in training: a sharded checkpoint has none of what is frozen
     else:
         tokenizer = load_tokenizer(run.tokenizer)
-        model = make_local_model(recipe.model.local, tokenizer, attention=recipe.model.attention)
+        model = make_local_model(recipe.model.local, tokenizer)
     if recipe.model.lora is not None:
         add_lora(model, recipe.model.lora)
     elif only_adapter:
@@ -70,5 +72,7 @@ def export(
     if only_adapter:
         export_adapter(model, folder, also=card)
     else:
+        renderer = recipe.chat.build(tokenizer, name=str(recipe.model.name_or_path or "local"))
+        stop_at(model, renderer.stop_token_ids)
         tokenizer.chat_template = recipe.chat.exported_template(tokenizer)
         export_model(model, tokenizer, folder, dtype=dtype, also=card)

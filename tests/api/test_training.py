@@ -14,6 +14,7 @@ from agentrl.api.training import with_run_dir
 from agentrl.config import load_recipe
 from agentrl.errors import ConfigError, UserError
 from agentrl.learn.loss_config import LossConfig
+from agentrl.report.folder import RunFolder
 from tests.support.runs import SIZES
 
 TINY: dict[str, Any] = {
@@ -206,6 +207,19 @@ def test_recipes_that_come_along_go_by_their_name() -> None:
     assert recipe.rollout.max_turns == load(recipe)[0].rollout.max_turns == 18
 
 
+def test_the_sections_of_a_recipe_hold_classes_too() -> None:
+    from agentrl.api.target import load
+
+    recipe, _ = load({"env": {"id": GUESS, "options": {"largest": 4}}, "credit": HALF(factor=0.25)})
+    assert isinstance(recipe.env.make(), GUESS)
+    assert recipe.credit["factor"] == 0.25
+
+
+def test_a_run_that_has_just_begun_has_an_empty_frame(tmp_path: Path) -> None:
+    folder = RunFolder.create(tmp_path / "run", load_recipe(TINY).model_dump(mode="json"))
+    assert len(TrainedRun(folder.path).to_pandas()) == 0
+
+
 def test_naming_another_environment_or_scheme_drops_the_options_of_the_former() -> None:
     from agentrl.api.target import load
 
@@ -228,6 +242,21 @@ except agentrl.AgentRLError as error:
         command = [sys.executable, "scripts/play.py"]
         told = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True, timeout=300).stdout
         assert words in told
+
+
+def test_a_run_is_opened_where_its_modules_lie(tmp_path: Path) -> None:
+    (tmp_path / "scripts").mkdir()
+    (tmp_path / "lies_here.py").write_text("from agentrl_envs.key_door import KeyDoor", encoding="utf-8")
+    RunFolder.create(tmp_path / "run", {"env": {"id": "lies_here:KeyDoor"}, "credit": {"scheme": "lies_there:Mine"}})
+    (tmp_path / "lies_there.py").write_text(
+        "from agentrl import CreditScheme\nclass Mine(CreditScheme):\n    def assign(self, groups): ...",
+        encoding="utf-8",
+    )
+    script = "import agentrl; print(agentrl.TrainedRun('run').recipe.credit['scheme'])"
+    (tmp_path / "scripts" / "look.py").write_text(script, encoding="utf-8")
+    command = [sys.executable, "scripts/look.py"]
+    told = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True, timeout=300).stdout
+    assert told.strip() == "lies_there:Mine"
 
 
 def test_runs_that_begin_in_the_same_second_have_folders_of_their_own(

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from agentrl.chat import train_tokenizer
 from agentrl.errors import ConfigError
 from agentrl.policy.config import LoraSettings
-from agentrl.policy.export import export_adapter, export_model
+from agentrl.policy.export import export_adapter, export_model, stop_at
 from agentrl.policy.lora import adapter_state, add_lora
 
 SIZES = {
@@ -109,6 +109,23 @@ def test_how_text_is_generated_goes_along(tmp_path: Path) -> None:
     model.generation_config.temperature, model.generation_config.do_sample = 0.7, True
     export_model(model, TOKENIZER, tmp_path / "model")
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "model").generation_config.temperature == 0.7
+
+
+def test_a_temperature_of_a_model_that_does_not_sample_is_no_hindrance(tmp_path: Path) -> None:
+    model = tiny()
+    model.generation_config.temperature, model.generation_config.top_p = 0.6, 0.9  # transformers reads such a file
+    export_model(model, TOKENIZER, tmp_path / "model")
+    found = AutoModelForCausalLM.from_pretrained(tmp_path / "model").generation_config
+    assert (found.temperature, found.top_p, found.do_sample) == (0.6, 0.9, True)
+    assert not model.generation_config.do_sample
+
+
+@pytest.mark.parametrize(("own", "ends"), [(None, [7, 3]), (3, [7, 3]), ([9, 7], [7, 3, 9])])
+def test_generation_ends_where_turns_end_too(own: Any, ends: list[int]) -> None:
+    model = tiny()
+    model.generation_config.eos_token_id = own
+    stop_at(model, (7, 3))
+    assert model.generation_config.eos_token_id == ends
 
 
 def test_a_folder_that_holds_something_is_never_replaced(tmp_path: Path) -> None:

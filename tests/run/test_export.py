@@ -1,5 +1,6 @@
 """What an export asks a checkpoint for."""
 
+import json
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,25 @@ from agentrl.report.folder import RunFolder
 from agentrl.run import export as module
 from agentrl.run.export import export
 from benchmarks.architectures import tiny_model
+
+
+def test_what_is_exported_ends_where_training_did_and_needs_no_package_for_attention(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokenizer = train_tokenizer([], vocab_size=261)
+    model = tiny_model("Qwen3", vocab_size=300)
+    model.generation_config.eos_token_id = 5
+    model.save_pretrained(tmp_path / "model")
+    tokenizer.save_pretrained(tmp_path / "model")
+    monkeypatch.setattr(module, "load_weights", lambda *_: None)
+    monkeypatch.setattr(module, "checkpoint_errors", lambda _: nullcontext())
+    names = ("--model.name_or_path", str(tmp_path / "model"), "--model.attention", "flash_attention_2")
+    recipe = load_recipe(None, [*names, "--train.precision", "bfloat16"])
+    run = RunFolder.create(tmp_path / "run", recipe.model_dump(mode="json"))
+    (run.checkpoints / "step-000001").mkdir(parents=True)
+    export(recipe, run, tmp_path / "exported")
+    found = json.loads((tmp_path / "exported" / "generation_config.json").read_text())["eos_token_id"]
+    assert found == [*recipe.chat.build(tokenizer, name="any").stop_token_ids, 5]
 
 
 def test_a_multimodal_model_is_frozen_as_in_training_where_its_weights_are_read(
