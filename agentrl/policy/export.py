@@ -1,7 +1,7 @@
 """A policy as a plain Hugging Face folder, which `AutoModelForCausalLM` and vLLM load."""
 
 import copy
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +10,10 @@ import torch
 from agentrl.distributed.checkpoints import write_folder
 from agentrl.distributed.processes import is_main
 from agentrl.errors import ConfigError
+from agentrl.policy.generation import writable
 from agentrl.policy.lora import merged_weights, save_adapter
 
-__all__ = ["export_adapter", "export_model", "stop_at"]
+__all__ = ["export_adapter", "export_model"]
 
 
 Also = Callable[[Path], object]
@@ -67,13 +68,6 @@ def export_adapter(model: Any, folder: Path, *, also: Also = lambda _: None) -> 
     write_folder(_free(folder), write)
 
 
-def stop_at(model: Any, token_ids: Iterable[int]) -> None:
-    """Let a model's generation end at further tokens, in place: a base model knows none of those that end a turn."""
-    own = model.generation_config.eos_token_id
-    ids = list(dict.fromkeys([*token_ids, *(own if isinstance(own, list) else [] if own is None else [own])]))
-    model.generation_config.eos_token_id = ids[0] if len(ids) == 1 else ids
-
-
 def _free(folder: Path) -> Path:
     """Return the whole path of a folder that writing may replace."""
     folder = folder.resolve()
@@ -92,15 +86,5 @@ def _plain(model: Any, dtype: torch.dtype | None) -> Any:
     }
     plain.load_state_dict(weights, assign=True)
     plain.tie_weights()  # so that what is one tensor here is written once
-    plain.generation_config = _generation_config(model)
+    plain.generation_config = writable(model.generation_config)
     return plain
-
-
-def _generation_config(model: Any) -> Any:
-    """Return how a model generates: transformers reads a temperature of a model that does not sample, and does not write it."""
-    config = copy.deepcopy(model.generation_config)
-    try:
-        config.validate(strict=True)
-    except ValueError:
-        config.do_sample = True
-    return config

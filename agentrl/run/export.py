@@ -11,7 +11,8 @@ from agentrl.distributed.checkpoints import checkpoint_errors, step_of
 from agentrl.engine.model_class import auto_class
 from agentrl.errors import ConfigError
 from agentrl.learn.policy_state import load_weights
-from agentrl.policy.export import export_adapter, export_model, stop_at
+from agentrl.policy.export import export_adapter, export_model
+from agentrl.policy.generation import stop_at
 from agentrl.policy.lora import add_lora
 from agentrl.policy.model import Policy, load_pretrained, make_local_model
 from agentrl.policy.towers import freeze_towers
