@@ -15,7 +15,7 @@ def stop_at(model: Any, token_ids: Iterable[int]) -> None:
 
 
 def writable(config: Any) -> Any:
-    """Return a copy that transformers writes, which reads a temperature of a model that does not sample but does not write it."""
+    """Return a copy that transformers writes: a temperature of a model that does not sample it reads, but does not write."""
     config = copy.deepcopy(config)
     try:
         config.validate(strict=True)
