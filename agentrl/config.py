@@ -20,6 +20,7 @@ from agentrl.env.config import EnvConfig
 from agentrl.errors import ConfigError
 from agentrl.files import MAX_DEPTH, nests_deeper, parse_yaml
 from agentrl.foreign_names import at_home, of_field, of_path
+from agentrl.learn.health import COLLAPSED_STEPS
 from agentrl.learn.loss_config import LossConfig
 from agentrl.learn.signals import SignalsConfig
 from agentrl.learn.train_config import TrainConfig
@@ -79,6 +80,13 @@ class Recipe(BaseModel):
         for what, number in (("rollout.group_size", episodes), ("evaluation.samples", evaluated)):
             if number > _MAX_EPISODES:
                 raise ValueError(f"{what}: makes {number} episodes, more than {_MAX_EPISODES}; lower it")
+        train, least = self.train, COLLAPSED_STEPS + rollout.staleness_bound
+        if train.on_collapse == "rewind" and train.checkpoint_every * (train.keep_last - 1) < least:
+            raise ValueError(
+                f"train.on_collapse: rewind takes a checkpoint from {least + 1} steps before, and checkpoint_every: "
+                f"{train.checkpoint_every} with keep_last: {train.keep_last} may keep none; raise one of them until "
+                f"checkpoint_every * (keep_last - 1) is at least {least}"
+            )
         if self.train.num_minibatches > episodes:
             raise ValueError(
                 f"train.num_minibatches: {self.train.num_minibatches} is more than the {episodes} episodes of a step "

@@ -449,6 +449,13 @@ def test_going_back_is_refused_where_no_earlier_checkpoint_would_be_kept(
     )
 
 
+def test_stale_rollouts_ask_for_checkpoints_of_longer_ago() -> None:
+    train = {"on_collapse": "rewind", "checkpoint_every": 1, "keep_last": 7}
+    load_recipe({"train": train, "rollout": {"mode": "partial", "max_staleness": 2}})
+    with pytest.raises(ConfigError, match=r"from 8 steps before, .* is at least 7$"):
+        load_recipe({"train": train, "rollout": {"mode": "partial", "max_staleness": 3}})
+
+
 def test_demonstrations_that_the_limits_cut_off_are_told(tmp_path: Path) -> None:
     told: list[str] = []
     settings = recipe(

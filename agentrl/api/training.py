@@ -103,9 +103,10 @@ def with_run_dir(recipe: Recipe, run_dir: Path | None, *, name: str, is_main: bo
         names = chain([first], (f"{first}-{number}" for number in count(2)))  # a tiny run takes less than a second
         free = next(path for name in names if not (path := Path("runs") / name).exists())
         return recipe.model_copy(update={"run_dir": free})
+    if not is_main:
+        return recipe
     if run_dir is None:
-        if is_main:
-            RunFolder.check_free(recipe.run_dir)  # before the work of building a model
+        RunFolder.check_free(recipe.run_dir)  # before the work of building a model
         return recipe
     done = newest_step(RunFolder.open(run_dir).checkpoints)
     if done is not None and recipe.train.steps < done:
@@ -144,9 +145,7 @@ def _run(
 ) -> TrainedRun:
     assert recipe.run_dir is not None, "see `with_run_dir`"
     folder = RunFolder.open(run_dir) if run_dir else None
-    if folder and newest_step(folder.checkpoints) == recipe.train.steps:
-        print_end(console, folder, recipe)
-        console.print(f"all {recipe.train.steps} steps are done; resume with a larger --train.steps")
+    if folder and int(os.environ.get("WORLD_SIZE", "1")) == 1 and _is_done(console, folder, recipe):
         return TrainedRun(folder.path)
     table = Table(title=f"{recipe.env.id}, seed {recipe.seed}", title_justify="left", show_header=False, box=None)
     for name, value in plan(recipe).items():
@@ -160,6 +159,10 @@ def _run(
 
     resumed = None
     with build(recipe, tokenizer_folder=tokenizer_of(run_dir), on_warning=warn) as parts:
+        recipe = parts.recipe  # the first process's, with the folder that it has named
+        assert recipe.run_dir is not None, "see `with_run_dir`"
+        if folder and _is_done(console, folder, recipe):
+            return TrainedRun(folder.path)
         warnings = list(parts.warnings)
         for warning in warnings if is_main else ():
             warn(warning)
@@ -180,6 +183,15 @@ def _run(
         return _run(resumed, resumed.run_dir, console=console, on_step=on_step, is_main=is_main, verbose=verbose)
     print_end(console, RunFolder(recipe.run_dir), recipe)
     return TrainedRun(recipe.run_dir)
+
+
+def _is_done(console: Console, folder: RunFolder, recipe: Recipe) -> bool:
+    """Say so where a run has no step left."""
+    if newest_step(folder.checkpoints) != recipe.train.steps:
+        return False
+    print_end(console, folder, recipe)
+    console.print(f"all {recipe.train.steps} steps are done; resume with a larger --train.steps")
+    return True
 
 
 def _launch(

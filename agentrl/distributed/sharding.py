@@ -75,11 +75,16 @@ def save_shards(policy: nn.Module, optimizer: torch.optim.Optimizer, folder: Pat
     """Write trained weights and the optimizer's moments, each process its own part.
 
     As safetensors: what torch writes otherwise is unpickled when it is read.
+
+    Raises:
+        Exception: what a process met, such as OSError of a full disk.
     """
-    save(
-        _tensors(policy, _state(policy, optimizer)),
-        storage_writer=HuggingFaceStorageWriter(str(folder), save_distributed=True),
-    )
+    writer = HuggingFaceStorageWriter(str(folder), save_distributed=True)
+    try:
+        save(_tensors(policy, _state(policy, optimizer)), storage_writer=writer)
+    except CheckpointException as error:  # which is no Exception
+        cause, *_ = (met for met, _ in error.failures.values())
+        raise cause from error
 
 
 def load_shards(policy: nn.Module, optimizer: torch.optim.Optimizer | None, folder: Path) -> None:

@@ -126,6 +126,16 @@ class Engine(Sampler, Protocol):
         """Release what the engine holds; requests that still wait, and later ones, get an EngineError."""
 
 
+@runtime_checkable
+class SpreadEngine(Engine, Protocol):
+    """An engine with several copies of the weights."""
+
+    async def generate_on_each(
+        self, prompt_ids: Sequence[int], sampling: Sampling, request_id: str
+    ) -> list[Completion]:
+        """Return what each of the copies samples; otherwise as `generate`."""
+
+
 class KeptBase(IntEnum):
     """Whether an engine has the weights that adapters change, so that a push need not bring them."""
 

@@ -66,6 +66,22 @@ class VLLMServers:
             finally:
                 self._load[server] -= 1
 
+    async def generate_on_each(
+        self, prompt_ids: Sequence[int], sampling: Sampling, request_id: str
+    ) -> list[Completion]:
+        """Return what each server samples that is not left out; see `SpreadEngine`."""
+
+        async def one(server: VLLMServer) -> list[Completion]:
+            try:
+                return [await server.generate(prompt_ids, sampling, request_id)]
+            except ServerLostError as error:
+                self._leave_out(server, error)
+                return []
+
+        found = await asyncio.gather(*map(one, self._up()))
+        self._check_some_left()
+        return [completion for of_server in found for completion in of_server]
+
     async def pause(self) -> None:
         """Return running requests as they stand; hold those of which no token was sampled yet."""
         await self._tell_all(VLLMServer.pause)

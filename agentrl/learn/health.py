@@ -44,13 +44,25 @@ def signs(rows: Sequence[Row]) -> dict[Sign, str]:
     Args:
         rows: metrics of the steps from the first one on.
     """
+    collapse = _collapse(rows)
     found: dict[Sign, str | None] = {
-        "collapse": _collapse(rows),
+        "collapse": collapse and collapse[0],
         "runaway": _runaway(rows[-1]),
         "alike": _alike(rows),
         "cut_off": _cut_off(rows),
     }
     return {sign: words for sign, words in found.items() if words is not None}
+
+
+def collapsed_since(rows: Sequence[Row]) -> int:
+    """Return the first of the steps by which the last one shows that a policy has collapsed: so early it had.
+
+    Args:
+        rows: metrics of steps of which the last one has the sign `collapse`.
+    """
+    found = _collapse(rows)
+    assert found is not None
+    return found[1]
 
 
 def first_told(found: Mapping[Sign, str], rows: Sequence[Row]) -> dict[Sign, str]:
@@ -66,7 +78,8 @@ def first_told(found: Mapping[Sign, str], rows: Sequence[Row]) -> dict[Sign, str
     return {sign: words for sign, words in found.items() if sign not in told}
 
 
-def _collapse(rows: Sequence[Row]) -> str | None:
+def _collapse(rows: Sequence[Row]) -> tuple[str, int] | None:
+    """Return what a collapse shows itself by, and the first step that does."""
     stage = _stage(rows[-1])  # another one earns less; steps in which two are mixed are compared with nothing
     # A file may have lost some.
     rows = [row for row in rows if row.keys() >= _OF_REWARDS and _stage(row) == stage]
@@ -80,7 +93,8 @@ def _collapse(rows: Sequence[Row]) -> str | None:
     for name, of_steps in levels.items():
         if fell := _fall(of_steps):
             best, now = fell
-            return f"the policy has collapsed: its mean {name} fell from {best:.3g} to {now:.3g} for {_STEPS} steps"
+            words = f"the policy has collapsed: its mean {name} fell from {best:.3g} to {now:.3g} for {_STEPS} steps"
+            return words, int(rows[-_STEPS].get("step", 0))
     # Where every advantage is 0, the entropy is that of one episode at most. Where no token is computed, there is none.
     measured = [row for row in rows if row["credit/zero_advantage"] < 1 and "entropy" in row]
     early, late = measured[:_STEPS], measured[_STEPS:][-_STEPS:]
@@ -90,10 +104,8 @@ def _collapse(rows: Sequence[Row]) -> str | None:
     gain = fmean(row["reward/mean"] for row in rows[-_STEPS:]) - fmean(row["reward/mean"] for row in early)
     widest = max(row["reward/spread"] for row in rows[:-_STEPS])
     if entropy <= _ENTROPY_LEFT * first and gain < _FALL * widest:
-        return (
-            f"the policy has collapsed: its entropy fell from {first:.2g} to {entropy:.2g} nats a token, and its reward did "
-            "not rise"
-        )
+        words = f"its entropy fell from {first:.2g} to {entropy:.2g} nats a token, and its reward did not rise"
+        return f"the policy has collapsed: {words}", int(late[0].get("step", 0))
     return None
 
 

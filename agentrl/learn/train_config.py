@@ -9,7 +9,6 @@ from pydantic import (
     model_validator,
 )
 
-from agentrl.learn.health import COLLAPSED_STEPS
 from agentrl.learn.optimizer import OptimizerName
 from agentrl.learn.schedule import ScheduleName
 from agentrl.may_change import MayChange
@@ -87,12 +86,6 @@ class TrainConfig(BaseModel):
     def _consistent(self) -> Self:
         if self.sharding == "full" and self.optimizer != "adamw":
             raise ValueError(f"optimizer: {self.optimizer} cannot be shared out (sharding: full); set it to adamw")
-        if self.on_collapse == "rewind" and self.checkpoint_every * (self.keep_last - 1) < COLLAPSED_STEPS:
-            raise ValueError(
-                f"on_collapse: rewind takes a checkpoint from {COLLAPSED_STEPS + 1} steps before, and checkpoint_every: "
-                f"{self.checkpoint_every} with keep_last: {self.keep_last} may keep none; raise one of them until "
-                f"checkpoint_every * (keep_last - 1) is at least {COLLAPSED_STEPS}"
-            )
         return self
 
     def is_shared_out(self, num_processes: int) -> bool:

@@ -224,7 +224,7 @@ class TaskStream:
             ignore: the state is of another recipe: restart every group of it.
             settings: a hash of the recipe; what another one has written down since is dropped.
         """
-        journal, since, is_others = self._journal, self._journaled_since, ignore
+        journal, since, is_others, is_begun = self._journal, self._journaled_since, ignore, bool(self._groups)
         if journal is not None:
             if since is not None and (sampled := journal.settings(since)):
                 ignore, is_others = ignore and sampled != settings, sampled != settings
@@ -237,7 +237,7 @@ class TaskStream:
             self._apply(event := Restarted(settings=settings))
             self._write(event)
         self._index_groups()
-        return is_others
+        return is_others and (is_begun or journal is not None)
 
     def state_dict(self) -> dict[str, Any]:
         """Return where the stream stands; what follows goes into a new file."""

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from agentrl.distributed.processes import all_gather
-from agentrl.engine.base import AdapterEngine, KeptBase
+from agentrl.engine.base import AdapterEngine, KeptBase, SpreadEngine
 from agentrl.errors import EngineError
 from agentrl.learn.learner import Learner
 from agentrl.rollout import RolloutPool
@@ -129,6 +129,8 @@ class EngineLink:
         sampling = Sampling(max_tokens=16, stop_token_ids=(), temperature=rollout.temperature, seed=self._seed)
         try:
             async with asyncio.timeout(rollout.engine_timeout_s):
+                if isinstance(engine, SpreadEngine):
+                    return await engine.generate_on_each(prompt, sampling, "self-proof")
                 with engine.conversation("self-proof"):
                     return [await engine.generate(prompt, sampling, "self-proof")]
         except TimeoutError:

@@ -6,7 +6,7 @@ from typing import Literal
 from agentrl.credit import Credit, load_credit
 from agentrl.distributed.processes import from_rank_zero, is_main
 from agentrl.errors import TrainingError
-from agentrl.learn.health import COLLAPSE_ADVICE, SIGNS, Sign, first_told, signs
+from agentrl.learn.health import COLLAPSE_ADVICE, SIGNS, Sign, collapsed_since, first_told, signs
 from agentrl.report.folder import RunFolder, Told
 from agentrl.report.records import pieces_of, records
 from agentrl.report.trackers import Trackers
@@ -88,7 +88,8 @@ class RunRecord:
         self._rows.append(row)
         self.add_row(row)
         if "collapse" in found and recipe.train.on_collapse == "rewind":
-            raise CollapsedError(step, found["collapse"])
+            first = from_rank_zero(lambda: collapsed_since(self._rows))
+            raise CollapsedError(step, found["collapse"], first=first)
         is_last = step == recipe.train.steps
         ends: dict[Sign, tuple[str, str]] = {
             sign: (f"train.stop_on: {sign}", "--train.stop_on '[]'") for sign in recipe.train.stop_on

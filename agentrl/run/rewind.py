@@ -7,7 +7,6 @@ from agentrl.distributed.checkpoints import by_step
 from agentrl.distributed.processes import barrier, from_rank_zero, is_main
 from agentrl.errors import TrainingError
 from agentrl.files import read_json, rename, write_whole
-from agentrl.learn.health import COLLAPSED_STEPS
 from agentrl.report.folder import RunFolder, Told
 
 
@@ -25,10 +24,10 @@ class _Note(BaseModel):
 class CollapsedError(TrainingError):
     """The policy has collapsed, and the recipe asks for going back."""
 
-    def __init__(self, step: int, words: str) -> None:
-        """Take the step that showed it, and what it showed."""
+    def __init__(self, step: int, words: str, *, first: int) -> None:
+        """Take the step that showed it, what it showed, and the first step by which it did."""
         super().__init__(f"step {step}: {words}")
-        self.step = step
+        self.first = first
 
 
 def go_back(recipe: Recipe, folder: RunFolder, collapsed: CollapsedError) -> tuple[Recipe, str]:
@@ -40,8 +39,8 @@ def go_back(recipe: Recipe, folder: RunFolder, collapsed: CollapsedError) -> tup
     Raises:
         TrainingError: where no earlier checkpoint is left.
     """
-    # The steps that showed it were sampled by weights that had collapsed before the first of them.
-    newest_good = collapsed.step - COLLAPSED_STEPS - 1
+    # Weights that had collapsed sampled the first step that showed it: those before it, or so much older ones.
+    newest_good = collapsed.first - 2 - recipe.rollout.staleness_bound
     steps = from_rank_zero(lambda: list(by_step(folder.checkpoints)))
     if not (good := [step for step in steps if step <= newest_good]):
         raise TrainingError(

@@ -120,6 +120,11 @@ def test_conversations_are_spread_and_stay_where_their_prefix_is(servers: list[S
             assert min(cached) >= 64  # which no server has of another's conversation
             assert all(server.busy_s > 0 for server in each)
             assert not engine._homes
+            before = [server.busy_s for server in each]
+            proven = await engine.generate_on_each(prompt(0, 40), sampling(8), "proof")
+            assert len(proven) == NUM
+            assert {version for completion in proven for version in completion.versions} == {3}
+            assert all(server.busy_s > was for server, was in zip(each, before, strict=True))
 
     run(main())
 
@@ -152,6 +157,7 @@ def test_a_server_that_dies_is_left_out_and_comes_back_with_a_push(
             await engine.resume()
             await asyncio.gather(*(converse(number, seed=1, tokens=20) for number in range(4)))
             assert list(engine._lost) == [each[0]]
+            assert len(await engine.generate_on_each(prompt(0, 40), sampling(8), "proof")) == NUM - 1
             # Started again it has the weights of its folder, which are not those in use.
             servers[0].close()
             servers[0] = await asyncio.to_thread(start, folder, int(servers[0].url.rpartition(":")[2]))

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from agentrl.chat import TurnTokens
-from agentrl.learn.health import SIGNS, Row, Sign, cut_demonstrations, first_told, signs
+from agentrl.learn.health import SIGNS, Row, Sign, collapsed_since, cut_demonstrations, first_told, signs
 from agentrl.rollout import RolloutConfig
 from agentrl.rollout.demonstrations import Demonstration
 
@@ -249,3 +249,14 @@ def test_a_step_that_moves_the_policy_very_far_is_told(
     assert told([*rows[:3], without]) == ([(4, "runaway")] if is_told or staleness else [])
     fallen = [*rows, *[row(0.0)] * 12]
     assert [sign for _, sign in told(fallen)] == (["runaway"] if is_told else []) + ["collapse"]
+
+
+def test_the_first_step_of_a_collapse_is_that_of_the_first_that_shows_it() -> None:
+    rows = [{"step": step, **row(success)} for step, success in enumerate(COLLAPSES, start=1)]
+    end = next(end for end in range(1, len(rows)) if "collapse" in signs(rows[:end]))
+    assert collapsed_since(rows[:end]) == end - 3
+    # Of a policy that is sure of itself, most steps tell nothing of its entropy.
+    sure = [row(entropy=0.01, credit__zero_advantage=float(k % 4 > 0)) for k in range(13)]
+    steps = [{"step": step, **of_step} for step, of_step in enumerate([row(entropy=0.2)] * 8 + sure, start=1)]
+    assert "entropy" in signs(steps)["collapse"]
+    assert collapsed_since(steps) == 9
