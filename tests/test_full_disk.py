@@ -11,6 +11,8 @@ import torch
 import yaml
 from safetensors.torch import save_file
 
+from agentrl.distributed.checkpoints import write_folder
+from agentrl.distributed.sharding import save_shards
 from agentrl.engine.vllm_push import _written
 from agentrl.errors import EngineError
 from tests.support.killing import check_nothing_lost, look
@@ -52,6 +54,15 @@ def test_a_push_through_files_says_that_there_is_no_room(disk: tuple[Path, Resiz
         _written(folder, 1) as place,
     ):
         save_file({"weight": torch.zeros(100_000)}, place / "model.safetensors")
+    assert list(folder.iterdir()) == []
+
+
+def test_weights_that_processes_share_out_say_that_there_is_no_room(disk: tuple[Path, Resize]) -> None:
+    folder, _ = disk
+    model = torch.nn.Linear(300, 300)
+    optimizer = torch.optim.AdamW(model.parameters())
+    with pytest.raises(OSError, match="No space left"):
+        write_folder(folder / "step", lambda path: save_shards(model, optimizer, path / "shards"))
     assert list(folder.iterdir()) == []
 
 

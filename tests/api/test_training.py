@@ -1,8 +1,10 @@
 import asyncio
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -10,11 +12,13 @@ import pytest
 
 import agentrl
 from agentrl import Credit, CreditScheme, ToolEnv, TrainedRun, TrajectoryGroup, registry, tool
+from agentrl.api.training import run as run_process
 from agentrl.api.training import with_run_dir
 from agentrl.config import load_recipe
 from agentrl.errors import ConfigError, UserError
 from agentrl.learn.loss_config import LossConfig
 from agentrl.report.folder import RunFolder
+from agentrl.report.terminal import Console
 from tests.support.runs import SIZES
 
 TINY: dict[str, Any] = {
@@ -257,6 +261,24 @@ def test_a_run_is_opened_where_its_modules_lie(tmp_path: Path) -> None:
     command = [sys.executable, "scripts/look.py"]
     told = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True, timeout=300).stdout
     assert told.strip() == "lies_there:Mine"
+
+
+def test_a_process_trains_in_the_folder_that_the_first_one_has_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    of_first = load_recipe(TINY, ["--run_dir", str(tmp_path / "first")])
+
+    @contextmanager
+    def build(*_: Any, **__: Any) -> Iterator[Any]:  # stands in for what processes tell each other there
+        yield SimpleNamespace(recipe=of_first, warnings=())
+
+    def train(parts: Any, *_: Any, **__: Any) -> None:
+        RunFolder.create(parts.recipe.run_dir, parts.recipe.model_dump(mode="json"))
+
+    monkeypatch.setattr("agentrl.api.training.build", build)
+    monkeypatch.setattr("agentrl.api.training.loop.train", train)
+    own = of_first.model_copy(update={"run_dir": tmp_path / "a second later"})
+    assert run_process(own, None, console=Console(quiet=True), is_main=False).path == tmp_path / "first"
 
 
 def test_runs_that_begin_in_the_same_second_have_folders_of_their_own(
