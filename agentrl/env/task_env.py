@@ -213,5 +213,5 @@ class TaskEnv(ToolEnv):
 
 def _spoken(answer: Any) -> str:
     """Return a right answer as text; of several, the first."""
-    is_several = isinstance(answer, list) and answer and all(isinstance(each, str) for each in answer)
+    is_several = isinstance(answer, list) and answer and all(isinstance(each, str | int | float) for each in answer)
     return str(answer[0] if is_several else answer)

@@ -81,7 +81,10 @@ def _json_list(path: Path) -> Iterator[Row]:
 
 
 def _csv(path: Path) -> Iterator[Row]:
-    reader = csv.reader(io.StringIO(_text(path), newline=""), delimiter="\t" if path.suffix.lower() == ".tsv" else ",")
+    delimiter = "\t" if path.suffix.lower() == ".tsv" else ","
+    reader = csv.reader(
+        io.StringIO(_text(path), newline=""), delimiter=delimiter, strict=True
+    )  # of quotes that do not close
     columns: list[str] | None = None
     try:
         for fields in reader:

@@ -1,5 +1,7 @@
 """Checks of constructor options, in words for the person who wrote them."""
 
+import math
+
 from agentrl import UserError
 
 
@@ -25,3 +27,14 @@ def share(name: str, value: object, *, at_least: float = 0.0) -> float:
     if isinstance(value, int | float) and not isinstance(value, bool) and at_least <= value <= 1:
         return float(value)
     raise UserError(f"{name}: give a number from {at_least:g} to 1, got {value!r}")
+
+
+def number(name: str, value: object) -> float:
+    """Return `value` where it is a finite number.
+
+    Raises:
+        UserError: naming the option, what it was given and what it takes.
+    """
+    if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value):
+        return float(value)
+    raise UserError(f"{name}: give a number, got {value!r}")

@@ -29,6 +29,15 @@ def graded(completion: str, answer: Any, **options: Any) -> tuple[float, float]:
         ("no idea", "3", 0),
         ("", "3", 0),
         ("(1,2]", "(1,2]", 1),
+        (r"2\pi", "2", 0),
+        ("5!", "5", 0),
+        ("5!", "120", 1),
+        (r"\dfrac{\sqrt3}{2}.", r"\frac{\sqrt{3}}{2}", 1),
+        ("(x-1)(x+2)", "(x+2)(x-1)", 1),
+        (r"3\frac{1}{2}", "3.5", 1),
+        ("\u22125", "-5", 1),
+        ("x = 5", "5", 1),
+        (r"\$18", r"\$18", 1),
     ],
 )
 def test_it_sees_what_is_equal(completion: str, answer: Any, reward: float) -> None:

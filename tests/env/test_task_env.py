@@ -193,6 +193,11 @@ def test_of_several_right_answers_the_first_is_said() -> None:
     env.reset(seed=0)
     assert env.gold_answer() == "Paris"
     assert env.step(env.oracle())[1] == 1.0
+    for reward in ("exact_match", "numeric"):
+        env = sums(tasks=[{"prompt": "Boils, or freezes?", "answer": [0, 100]}], eval_share=0, rewards=[reward])
+        env.reset(seed=0)
+        assert env.gold_answer() == "0"
+        assert env.step(env.oracle())[1] == 1.0
 
 
 def test_schemes_may_read_an_answer_where_there_is_one() -> None:

@@ -180,6 +180,8 @@ def test_another_table_is_held_out(tmp_path: Path) -> None:
         ("a.csv", "prompt,prompt\nx,1\n", "a.csv, line 1: the first line names the columns, each once; it has 'prompt'"),
         ("a.csv", 'prompt\n"' + "x" * 200_000 + '"\n', "it is no CSV (field larger than field limit"),
         ("a.csv", "prompt\n", "a.csv: it has no rows"),
+        ("a.csv", 'prompt,answer\nq1,"a1\nq2,a2\nq3,a3\n', "it is no CSV (unexpected end of data)"),
+        ("a.tsv", 'prompt\tanswer\nq1\t"a1\nq2\ta2"b\nq3\ta3\n', "a.tsv, line 3: it is no CSV ("),
         ("a.tsv", "prompt\tanswer\nx\n", "a.tsv, line 2: it has 1 fields for 2 columns"),
         ("a.txt", "x", "must be one of .csv, .json, .jsonl, .parquet, .tsv"),
     ],

@@ -1,6 +1,7 @@
 """The process that compares mathematics: a question a line, an answer a line, until nothing more is asked."""
 
 import json
+import re
 import resource
 import signal
 import sys
@@ -8,6 +9,22 @@ from contextlib import suppress
 from typing import Any
 
 _MEMORY = 2 * 2**30
+_MINUS = "\N{MINUS SIGN}"
+
+
+def plain(text: str) -> str:
+    """Return a text without signs of money, and with the minus of keyboards."""
+    return text.replace("\\$", "").replace(_MINUS, "-")
+
+
+def bare(text: str) -> str | None:
+    """Return a text in dollars where all of it is mathematics: one line without words. None: it may say more."""
+    text = text.strip().removesuffix(".")
+    is_marked = any(mark in text for mark in ("$", "\\boxed", "\\(", "\\[", "\n"))
+    has_words = re.search(
+        r"[^\W\d_]{2}|\d[eE][-+]?\d", re.sub(r"\\[a-zA-Z]+", " ", text)
+    )  # or is a number as computers write it
+    return None if is_marked or has_words else f"${text}$"
 
 
 def main() -> None:
@@ -21,11 +38,13 @@ def main() -> None:
         return list(parse(text, fallback_mode="no_fallback", parsing_timeout=0))
 
     def compare(answer: str, completion: str) -> str:
+        answer, completion = plain(answer), plain(completion)
         right = [] if "$" in answer or "\\boxed" in answer else read(f"${answer}$")
         right = right or read(answer)
         if not right:
             return "no mathematics"
-        return "equal" if verify(right, read(completion), timeout_seconds=None) else "different"
+        given = [] if (mathematics := bare(completion)) is None else read(mathematics)
+        return "equal" if verify(right, given or read(completion), timeout_seconds=None) else "different"
 
     for line in sys.stdin.buffer:
         question = json.loads(line)

@@ -9,18 +9,26 @@ from typing import Any
 from agentrl.plain_data import abbreviated
 
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
-_WHOLE = r"(?:\d{1,3}(?:,\d{2,3})*,\d{3}(?!\d)|\d+)"
+_WITH_COMMAS = r"\d{1,3}(?:,\d{2,3})*,\d{3}(?!\d)"
 """A number before its point; commas stand before three digits at its end: 1,234 and 12,34,567, but not 3,4."""
-_NUMBER = re.compile(rf"(?<!\w)[-+]?(?:{_WHOLE}(?:\.\d*)?|\.\d+)(?:[eE][-+]?\d{{1,3}})?")
-_PUNCTUATION = re.compile(rf"(?!-\d|(?<!\.)\.\d|(?<=\w)[+/:^*<=>]\d)[{re.escape(string.punctuation)}]")
-"""What says nothing. A sign and a point before a digit do, and what stands within a number: -5, .5, 1/2, 12:30, x<3."""
+_UNSIGNED = rf"[$€£]?(?:(?:{_WITH_COMMAS}|\d+)(?:\.\d*)?|\.\d+)(?:[eE][-+]?\d{{1,3}})?"
+_NUMBER = re.compile(rf"(?<![\w/])[-+]?{_UNSIGNED}/{_UNSIGNED}(?![\w/])|(?<!\w)[-+]?{_UNSIGNED}")
+"""A number, or a fraction of two; a date (5/6/2024) is none."""
+_COMMAS = re.compile(rf"(?<![\w.,]){_WITH_COMMAS}")
+_PUNCTUATION = re.compile(
+    rf"(?!-[$€£]?\.?\d|(?<!\.)\.\d|(?<=\w)[+/:^*<=>]\d|(?<=\d),\d|(?<=[^\W\d_])[+#])[{re.escape(string.punctuation)}]"
+)
+"""What says nothing. A sign and a point before a digit do, and what stands within a number or behind a letter: -5, -$5, .5,
+1/2, 3,5, 12:30, x<3, C++."""
+_KEYBOARD = str.maketrans({"\N{MINUS SIGN}": "-"})
 
 
 def exact_match(completion: str, answer: Any, *, ignore_articles: bool = False) -> float:
     """Return 1 where the answer is the right one, blind to case, punctuation, runs of spaces and Unicode's forms; else 0.
 
-    What tells numbers apart is no punctuation: `-5` is not `5`, nor `3.5` `35`, nor `1/2` `12`. With `ignore_articles` the rest
-    is the normalisation of SQuAD (arXiv 1606.05250). Where it leaves nothing (`+`), only spaces around the answer are ignored.
+    What tells numbers apart is no punctuation: `-5` is not `5`, nor `3.5` `35`, nor `1/2` `12`, nor `1,2` `12`, but `1,234` is
+    `1234`; nor is what follows a letter: `C++`. With `ignore_articles` the rest is the normalisation of SQuAD (arXiv
+    1606.05250). Where it leaves nothing (`+`), only spaces around the answer are ignored.
 
     Args:
         completion: what was answered.
@@ -47,18 +55,21 @@ def numeric(completion: str, answer: Any, *, rel_tol: float = 1e-6, abs_tol: flo
     """Return 1 where the last number of the text is the right one; else 0.
 
     Args:
-        completion: what was answered: `So it is $1,234.50.` says 1234.5.
-        answer: a number, or text whose last number is the right one: `#### 72` of GSM8K.
+        completion: what was answered: `So it is $1,234.50.` says 1234.5, and `1/2` a half.
+        answer: a number, or text whose last number is the right one: `#### 72` of GSM8K; or a list of several of which one is
+            enough.
         rel_tol: difference that is none, as a share of the right answer.
         abs_tol: the same, as a number.
 
     Raises:
         ValueError: where the right answer has no number, which is a fault of the table.
     """
-    right, given = _last_number(answer), _last_number(completion)
-    if right is None:
+    given, rights = _last_number(completion), [_last_number(right) for right in _answers(answer)]
+    if not all(right is not None for right in rights):
         raise ValueError(f"the right answer {abbreviated(answer)} has no number; use exact_match or math")
-    return float(given is not None and math.isclose(given, right, rel_tol=rel_tol, abs_tol=abs_tol))
+    if given is None:
+        return 0.0
+    return float(any(math.isclose(given, right or 0.0, rel_tol=rel_tol, abs_tol=abs_tol) for right in rights))
 
 
 def matches(completion: str, *, pattern: re.Pattern[str]) -> float:
@@ -83,12 +94,16 @@ def _is_match(completion: str, right: str, ignore_articles: bool) -> bool:
 
 
 def _normalized(text: str, ignore_articles: bool) -> str:
-    text = _PUNCTUATION.sub("", unicodedata.normalize("NFKC", text).casefold())
+    text = unicodedata.normalize("NFKC", text).translate(_KEYBOARD).casefold()
+    text = _PUNCTUATION.sub("", _COMMAS.sub(lambda found: found[0].replace(",", ""), text))
     return " ".join((_ARTICLES.sub(" ", text) if ignore_articles else text).split())
 
 
 def _last_number(value: Any) -> float | None:
     if isinstance(value, int | float):
         return float(value)
-    found = _NUMBER.findall(str(value))
-    return float(found[-1].replace(",", "")) if found else None
+    found = _NUMBER.findall(str(value).translate(_KEYBOARD).replace("{,}", ","))
+    if not found:
+        return None
+    above, _, below = re.sub("[$€£,]", "", found[-1]).partition("/")
+    return float(above) / float(below or 1) if float(below or 1) else math.nan

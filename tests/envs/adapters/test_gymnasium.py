@@ -111,6 +111,7 @@ def test_text_goes_in_and_out_as_it_is() -> None:
         ({"id": "NoSuch-v0"}, "id: 'NoSuch-v0' could not be made"),
         ({"id": "Pendulum-v1"}, "id: the actions of 'Pendulum-v1' are Box"),
         ({"id": "FrozenLake-v1", "actions": ["a"]}, "actions: 'FrozenLake-v1' has 4 actions, got 1 names"),
+        ({"id": "FrozenLake-v1", "goal": "high"}, "goal: give a number, got 'high'"),
         ({"id": "FrozenLake-v1", "kwargs": {"sizes": 3}}, "id: 'FrozenLake-v1' could not be made"),
     ],
 )
