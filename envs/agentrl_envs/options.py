@@ -29,7 +29,7 @@ def share(name: str, value: object, *, at_least: float = 0.0) -> float:
     raise UserError(f"{name}: give a number from {at_least:g} to 1, got {value!r}")
 
 
-def number(name: str, value: object) -> float:
+def finite_number(name: str, value: object) -> float:
     """Return `value` where it is a finite number.
 
     Raises:

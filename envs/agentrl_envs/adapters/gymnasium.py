@@ -10,7 +10,7 @@ import numpy as np
 
 from agentrl import Message, Need, ToolEnv, UserError
 from agentrl_envs.adapters.splits import draw
-from agentrl_envs.options import number, whole_number
+from agentrl_envs.options import finite_number, whole_number
 
 _COLORED = re.compile(r"\x1b\[([0-9;]*)m([^\x1b]*)\x1b\[0m")
 _MARKS = {"34": "()", "35": "<>", "42": "{}"}
@@ -88,7 +88,7 @@ class GymnasiumEnv(ToolEnv):
         elif not isinstance(space, gym.spaces.Text):
             raise UserError(f"id: the actions of {id!r} are {space}; give an environment with Discrete or Text actions")
         self.prompt = known.prompt if prompt is None else prompt
-        self.goal = known.goal if goal is None else number("goal", goal)
+        self.goal = known.goal if goal is None else finite_number("goal", goal)
         is_number = isinstance(self.source.observation_space, gym.spaces.Discrete)
         self.observation_is_state = is_number if observation_is_state is None else observation_is_state
         self.max_chars = whole_number("max_chars", max_chars, at_least=1)

@@ -8,7 +8,7 @@ from typing import Any
 from agentrl import EnvironmentFailure, UserError
 from agentrl.env import ToolCallError, arguments_object
 from agentrl_envs.adapters.replay import ReplayedEnv
-from agentrl_envs.options import number
+from agentrl_envs.options import finite_number
 
 try:
     from websockets.exceptions import WebSocketException
@@ -47,7 +47,7 @@ class OpenEnv(ReplayedEnv):
             UserError: where there is no such server.
         """
         super().__init__()
-        self.url, self.prompt, self.goal, self.timeout_s = url.rstrip("/"), prompt, number("goal", goal), timeout_s
+        self.url, self.prompt, self.goal, self.timeout_s = url.rstrip("/"), prompt, finite_number("goal", goal), timeout_s
         try:
             with urllib.request.urlopen(f"{self.url}/schema", timeout=timeout_s) as reply:
                 action = json.load(reply)["action"]

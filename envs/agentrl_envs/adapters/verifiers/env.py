@@ -10,7 +10,7 @@ from typing import Any
 
 from agentrl import EnvironmentFailure, Message, ToolEnv, UserError
 from agentrl_envs.adapters.verifiers.process import Worker, WorkerError
-from agentrl_envs.options import number, whole_number
+from agentrl_envs.options import finite_number, whole_number
 
 _workers: dict[tuple[str, ...], Worker] = {}
 _lock = threading.Lock()
@@ -64,7 +64,7 @@ class Verifiers(ToolEnv):
         whole_number("max_tasks", max_tasks, at_least=1)
         python = str(Path(python).expanduser())
         self._key = (python, taskset, json.dumps(dict(config or {}), sort_keys=True), str(max_tasks))
-        self.goal, self.start_timeout_s, self.timeout_s = number("goal", goal), start_timeout_s, timeout_s
+        self.goal, self.start_timeout_s, self.timeout_s = finite_number("goal", goal), start_timeout_s, timeout_s
         self._is_user = False
         try:
             tasks = self._worker().tasks()
