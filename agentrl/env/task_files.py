@@ -82,9 +82,8 @@ def _json_list(path: Path) -> Iterator[Row]:
 
 def _csv(path: Path) -> Iterator[Row]:
     delimiter = "\t" if path.suffix.lower() == ".tsv" else ","
-    reader = csv.reader(
-        io.StringIO(_text(path), newline=""), delimiter=delimiter, strict=True
-    )  # of quotes that do not close
+    # Strictly: a quote that does not close would take all that follows into one field.
+    reader = csv.reader(io.StringIO(_text(path), newline=""), delimiter=delimiter, strict=True)
     columns: list[str] | None = None
     try:
         for fields in reader:

@@ -21,9 +21,8 @@ def bare(text: str) -> str | None:
     """Return a text in dollars where all of it is mathematics: one line without words. None: it may say more."""
     text = text.strip().removesuffix(".")
     is_marked = any(mark in text for mark in ("$", "\\boxed", "\\(", "\\[", "\n"))
-    has_words = re.search(
-        r"[^\W\d_]{2}|\d[eE][-+]?\d", re.sub(r"\\[a-zA-Z]+", " ", text)
-    )  # or is a number as computers write it
+    without_commands = re.sub(r"\\[a-zA-Z]+", " ", text)
+    has_words = re.search(r"[^\W\d_]{2}|\d[eE][-+]?\d", without_commands)  # 1e3 is a number, and no product
     return None if is_marked or has_words else f"${text}$"
 
 

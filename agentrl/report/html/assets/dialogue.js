@@ -191,7 +191,8 @@ function dialogueOf(rollout, at, key, scale, { skip = 0 } = {}) {
 /** The rollouts of a group side by side, each a column. */
 function groupOf(rollouts, entries, key, scale, chosen, select) {
   const first = JSON.stringify(rollouts[0]?.turns[0]?.read);
-  const isShared = first !== undefined && rollouts.length > 1 && rollouts.every((rollout) => JSON.stringify(rollout.turns[0]?.read) === first);
+  const isAlike = rollouts.every((rollout) => JSON.stringify(rollout.turns[0]?.read) === first);
+  const isShared = first !== undefined && rollouts.length > 1 && isAlike; // undefined: of one that never began
   const shared = isShared ? rollouts[0].turns[0].read : [];
   const columns = rollouts.map((rollout, index) =>
     el(

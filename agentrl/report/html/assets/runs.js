@@ -163,11 +163,13 @@ function evaluations(data) {
         if (at < 0) return "–";
         const mean = shown(curve.mean[at], names[place]);
         const [low, high] = [curve.low?.[at] ?? null, curve.high?.[at] ?? null];
-        return low === null || low === high ? mean : `${mean} [${shown(low, names[place])}, ${shown(high, names[place])}]`;
+        if (low === null || low === high) return mean;
+        return `${mean} [${shown(low, names[place])}, ${shown(high, names[place])}]`;
       }),
     ]);
     const of = `Evaluations${data.recipes.length > 1 ? `: ${recipe.name}` : ""}`;
-    const caption = recipe.runs.length > 1 ? `${of} (means of ${recipe.runs.length} runs, or those that got there, with 95 % intervals)` : of;
+    const means = `means of ${recipe.runs.length} runs, or of those that got there, with 95 % intervals`;
+    const caption = recipe.runs.length > 1 ? `${of} (${means})` : of;
     return table(
       caption,
       [{ name: "step" }, ...names.map((name) => ({ name: name.replace("eval/", ""), numeric: true }))],
