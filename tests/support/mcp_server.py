@@ -30,6 +30,14 @@ def count_up(by: int = 1) -> str:
 
 
 @server.tool()
+async def slowly_count(seconds: float) -> str:
+    """Count at once, and tell it late."""
+    count_up()
+    await asyncio.sleep(seconds)
+    return "counted"
+
+
+@server.tool()
 def babble(words: str) -> str:
     """Write what is no message where messages go."""
     os.write(_messages, f"{words}\n".encode())

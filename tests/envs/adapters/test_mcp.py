@@ -203,6 +203,17 @@ def test_a_fork_is_a_server_that_was_told_the_same(make: Callable[..., Sums]) ->
     fork.close()
 
 
+def test_a_fork_is_told_what_took_too_long_too(make: Callable[..., Sums]) -> None:
+    env = make(server=STDIO, call_timeout_s=1.0)
+    env.reset(seed=0)
+    env.step(tool_call("count_up"))  # it has started
+    assert contents(env, tool_call("slowly_count", seconds=600)) == ["Error: slowly_count timed out"]
+    fork = env.fork()
+    assert contents(fork, tool_call("count_up")) == contents(env, tool_call("count_up")) == ["3"]
+    env.close()
+    fork.close()
+
+
 @pytest.mark.parametrize("lives", ["episode", "process"])
 def test_a_server_that_dies_is_started_and_called_again(make: Callable[..., Sums], lives: Any, tmp_path: Path) -> None:
     env = make(server=STDIO, server_lives=lives)

@@ -76,7 +76,8 @@ class McpServer:
         self.settings = settings
         self._connection: Connection | None = None
         self._shared: _Shared | None = None
-        self._calls: list[tuple[str, dict[str, Any]]] = []
+        self._calls: list[tuple[str, dict[str, Any], bool]] = []
+        """Of this episode, and whether they were answered: one that took too long may have been carried out."""
         self._num_restarts = 0
 
     def tools(self) -> list[Tool]:
@@ -128,8 +129,10 @@ class McpServer:
             except ServerDiedError as error:
                 self._bury(connection, error)
                 continue
-            if self.settings.lives == "episode":
-                self._calls.append((name, arguments))
+            except ToolCallError:
+                self._calls.append((name, arguments, False))
+                raise
+            self._calls.append((name, arguments, True))
             return result
 
     def _ready(self) -> Connection:
@@ -143,8 +146,7 @@ class McpServer:
             try:
                 connection = self._connect()
                 if self.settings.lives == "episode":
-                    for name, arguments in self._calls:
-                        connection.call(name, arguments, timeout_s=self.settings.call_timeout_s)
+                    self._repeat_calls(connection)
                 self._connection = connection
             except ServerDiedError as error:
                 self._bury(connection, error)
@@ -156,6 +158,14 @@ class McpServer:
                 if connection is not None and connection is not self._connection:
                     connection.close()
         return self._connection
+
+    def _repeat_calls(self, connection: Connection) -> None:
+        for name, arguments, was_answered in self._calls:
+            try:
+                connection.call(name, arguments, timeout_s=self.settings.call_timeout_s)
+            except ToolCallError:
+                if was_answered:
+                    raise
 
     def _connect(self) -> Connection:
         if self.settings.lives == "episode":
