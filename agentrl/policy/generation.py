@@ -15,10 +15,18 @@ def stop_at(model: Any, token_ids: Iterable[int]) -> None:
 
 
 def writable(config: Any) -> Any:
-    """Return a copy that transformers writes: a temperature of a model that does not sample it reads, but does not write."""
+    """Return a copy that transformers writes: a temperature of a model that does not sample it reads, but does not write.
+
+    Where more is wrong, the copy has the special tokens alone.
+    """
     config = copy.deepcopy(config)
-    try:
-        config.validate(strict=True)
-    except ValueError:
-        config.do_sample = True
-    return config
+    for is_sampling in (config.do_sample, True):
+        config.do_sample = is_sampling
+        try:
+            config.validate(strict=True)
+        except ValueError:
+            continue
+        return config
+    return type(config)(
+        eos_token_id=config.eos_token_id, pad_token_id=config.pad_token_id, bos_token_id=config.bos_token_id
+    )

@@ -7,6 +7,7 @@ from agentrl.distributed.checkpoints import by_step
 from agentrl.distributed.processes import barrier, from_rank_zero, is_main
 from agentrl.errors import TrainingError
 from agentrl.files import read_json, rename, write_whole
+from agentrl.learn.health import COLLAPSED_STEPS
 from agentrl.report.folder import RunFolder, Told
 
 
@@ -27,7 +28,7 @@ class CollapsedError(TrainingError):
     def __init__(self, step: int, words: str, *, first: int) -> None:
         """Take the step that showed it, what it showed, and the first step by which it did."""
         super().__init__(f"step {step}: {words}")
-        self.first = first
+        self.step, self.first = step, first
 
 
 def go_back(recipe: Recipe, folder: RunFolder, collapsed: CollapsedError) -> tuple[Recipe, str]:
@@ -40,9 +41,12 @@ def go_back(recipe: Recipe, folder: RunFolder, collapsed: CollapsedError) -> tup
         TrainingError: where no earlier checkpoint is left.
     """
     # Weights that had collapsed sampled the first step that showed it: those before it, or so much older ones.
-    newest_good = collapsed.first - 2 - recipe.rollout.staleness_bound
+    bound = recipe.rollout.staleness_bound
     steps = from_rank_zero(lambda: list(by_step(folder.checkpoints)))
-    if not (good := [step for step in steps if step <= newest_good]):
+    good = [step for step in steps if step <= collapsed.first - 2 - bound]
+    # One that showed itself over many steps may be older than all checkpoints: then the oldest of those that one asks for.
+    good = good or [step for step in steps if step <= collapsed.step - COLLAPSED_STEPS - 1 - bound][:1]
+    if not good:
         raise TrainingError(
             f"{collapsed}. No checkpoint from before is left to go back to: raise train.checkpoint_every or "
             "train.keep_last, and begin again"

@@ -38,6 +38,12 @@ def graded(completion: str, answer: Any, **options: Any) -> tuple[float, float]:
         ("\u22125", "-5", 1),
         ("x = 5", "5", 1),
         (r"\$18", r"\$18", 1),
+        ("A: 42", "42", 1),
+        ("42 (6*7)", "42", 1),
+        ("48/2 = 24; 48+24 = 72", "72", 1),
+        ("1 000", "1000", 1),
+        ("- 3", "3", 1),
+        ("(1,2)", "(1,2)", 1),
     ],
 )
 def test_it_sees_what_is_equal(completion: str, answer: Any, reward: float) -> None:

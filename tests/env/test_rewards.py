@@ -46,6 +46,8 @@ from agentrl.errors import UserError
         ("C++.", "c++", 1),
         ("C++", "C", 0),
         ("A+", "A", 0),
+        ("C++", "C+", 0),
+        ("USD1,234", "USD1234", 1),
     ],
 )
 def test_exact_match(completion: str, answer: Any, reward: float) -> None:

@@ -121,6 +121,15 @@ def test_a_temperature_of_a_model_that_does_not_sample_is_no_hindrance(tmp_path:
     assert not model.generation_config.do_sample
 
 
+def test_a_generation_config_that_no_one_can_write_keeps_its_special_tokens(tmp_path: Path) -> None:
+    model = tiny()
+    model.generation_config.length_penalty, model.generation_config.eos_token_id = 0.5, 3
+    export_model(model, TOKENIZER, tmp_path / "model")
+    found = AutoModelForCausalLM.from_pretrained(tmp_path / "model").generation_config
+    assert found.length_penalty != 0.5
+    assert found.eos_token_id == 3
+
+
 @pytest.mark.parametrize(("own", "ends"), [(None, [7, 3]), (3, [7, 3]), ([9, 7], [7, 3, 9])])
 def test_generation_ends_where_turns_end_too(own: Any, ends: list[int]) -> None:
     model = tiny()

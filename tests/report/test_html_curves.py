@@ -97,6 +97,10 @@ def test_recipes_and_runs_have_names_that_tell_them_apart(tmp_path: Path) -> Non
         "credit.scheme uniform, train.learning_rate 1",
     ]
     assert [run.name for run in recipes[0].runs] == ["gigpo-1/seed-0", "gigpo-1/seed-1"]
+    for other in ("a", "b"):
+        make_run(tmp_path / other / "gigpo-1" / "seed-0")
+    found = open_runs([tmp_path / other / "gigpo-1" / "seed-0" for other in ("a", "b")])
+    assert [run.name for run in found] == ["a/gigpo-1/seed-0", "b/gigpo-1/seed-0"]
 
 
 def test_every_metric_is_in_one_family() -> None:

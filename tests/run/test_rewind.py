@@ -89,3 +89,16 @@ def test_a_kill_at_any_moment_of_going_back_leaves_a_run_that_has_or_will(tmp_pa
         assert not folder.going_back.exists()
         shutil.rmtree(folder.path)
     assert outcomes == [False] + [True] * 4
+
+
+@pytest.mark.parametrize(("first", "back"), [(25, 23), (21, 22)])  # of (21, 22) no checkpoint from before is left
+def test_it_goes_back_to_before_the_first_step_that_shows_it_or_as_far_as_it_can(
+    first: int, back: int, tmp_path: Path
+) -> None:
+    recipe = load_recipe({"train": {"on_collapse": "rewind", "checkpoint_every": 1, "keep_last": 5, "steps": 30}})
+    folder = RunFolder.create(tmp_path / "run", recipe.model_dump(mode="json"))
+    for step in range(22, 27):
+        (folder.checkpoints / f"step-{step:06d}").mkdir(parents=True)
+    _, words = go_back(recipe, folder, CollapsedError(27, "its entropy fell", first=first))
+    assert f"goes back to step {back}, with half" in words
+    assert max(by_step(folder.checkpoints)) == back

@@ -10,6 +10,8 @@ from typing import Any
 
 _MEMORY = 2 * 2**30
 _MINUS = "\N{MINUS SIGN}"
+_SAYS_MORE = re.compile(r"[^\W\d_]{2}|\d[eE][-+]?\d|[:;]|=.*=|,.*=|^[-*] |\*\*|^[^(\[{]*\d[ ,]\d|\d \(")
+"""Words, numbers as computers write them (1e3, 1 000, 2,5), labels, chains of equations, items of lists, and remarks."""
 
 
 def plain(text: str) -> str:
@@ -18,12 +20,12 @@ def plain(text: str) -> str:
 
 
 def bare(text: str) -> str | None:
-    """Return a text in dollars where all of it is mathematics: one line without words. None: it may say more."""
+    """Return a text in dollars where all of it is mathematics, one line without words and steps. None: it may say more."""
     text = text.strip().removesuffix(".")
     is_marked = any(mark in text for mark in ("$", "\\boxed", "\\(", "\\[", "\n"))
     without_commands = re.sub(r"\\[a-zA-Z]+", " ", text)
-    has_words = re.search(r"[^\W\d_]{2}|\d[eE][-+]?\d", without_commands)  # 1e3 is a number, and no product
-    return None if is_marked or has_words else f"${text}$"
+    says_more = _SAYS_MORE.search(without_commands)
+    return None if is_marked or says_more else f"${text}$"
 
 
 def main() -> None:

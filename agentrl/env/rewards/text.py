@@ -9,14 +9,14 @@ from typing import Any
 from agentrl.plain_data import abbreviated
 
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
-_WITH_COMMAS = r"\d{1,3}(?:,\d{2,3})*,\d{3}(?!\d)"
+_WITH_COMMAS = r"\d{1,3}(?:,\d{2,3}){0,12},\d{3}(?!\d)"
 """A number before its point; commas stand before three digits at its end: 1,234 and 12,34,567, but not 3,4."""
 _UNSIGNED = rf"[$€£]?(?:(?:{_WITH_COMMAS}|\d+)(?:\.\d*)?|\.\d+)(?:[eE][-+]?\d{{1,3}})?"
 _NUMBER = re.compile(rf"(?<![\w/])[-+]?{_UNSIGNED}/{_UNSIGNED}(?![\w/])|(?<!\w)[-+]?{_UNSIGNED}")
 """A number, or a fraction of two; a date (5/6/2024) is none."""
-_COMMAS = re.compile(rf"(?<![\w.,]){_WITH_COMMAS}")
+_COMMAS = re.compile(rf"(?<!\d)(?<!\d[.,]){_WITH_COMMAS}")
 _PUNCTUATION = re.compile(
-    rf"(?!-[$€£]?\.?\d|(?<!\.)\.\d|(?<=\w)[+/:^*<=>]\d|(?<=\d),\d|(?<=[^\W\d_])[+#])[{re.escape(string.punctuation)}]"
+    rf"(?!-[$€£]?\.?\d|(?<!\.)\.\d|(?<=\w)[+/:^*<=>]\d|(?<=\d),\d|(?<=[^\W\d_])[+#]|(?<=[^\W\d_]\+)\+)[{re.escape(string.punctuation)}]"
 )
 """What says nothing. A sign and a point before a digit do, and what stands within a number or behind a letter: -5, -$5, .5,
 1/2, 3,5, 12:30, x<3, C++."""

@@ -71,7 +71,7 @@ def open_runs(folders: Sequence[Path]) -> list[Run]:
     """
     runs = []
     resolved = [path.resolve() for path in folders]
-    names = [path.name for path in resolved]
+    names = _short_names(resolved)
     for number, path in enumerate(folders):
         if path.resolve() in resolved[:number]:
             raise ConfigError(f"{path} is named twice")
@@ -81,9 +81,20 @@ def open_runs(folders: Sequence[Path]) -> list[Run]:
             )
         folder = RunFolder.open(path)
         config, begun = folder.config(), folder.config(begun=True)
-        name = names[number] if names.count(names[number]) == 1 else "/".join(resolved[number].parts[-2:])
-        runs.append(Run(number=number, name=name, folder=folder, config=config, begun=begun, rows=folder.metrics()))
+        runs.append(
+            Run(number=number, name=names[number], folder=folder, config=config, begun=begun, rows=folder.metrics())
+        )
     return runs
+
+
+def _short_names(paths: Sequence[Path]) -> list[str]:
+    """Return the ends of paths by which they differ: each as long as it must be."""
+    longest = max((len(path.parts) for path in paths), default=1)
+    ends = [["/".join(path.parts[-length:]) for path in paths] for length in range(1, longest + 1)]
+    return [
+        next((end[number] for end in ends if end.count(end[number]) == 1), str(path))
+        for number, path in enumerate(paths)
+    ]
 
 
 def by_recipe(runs: Sequence[Run]) -> list[RecipeRuns]:
