@@ -354,6 +354,18 @@ def tell(known: dict[Job, Result], rows: Sequence[Job], seeds: Sequence[int], ba
             print(f"\nDo not begin as what they are compared with, seeds of {'; '.join(otherwise)}")
 
 
+def tell_edges(known: dict[Job, Result]) -> None:
+    """Print how often tuning chose the lowest and the highest rate, of all settings that were then run on all seeds."""
+    rates = {like: best_rate(known, like) for like in {job._replace(seed=0, rate=0.0) for job in known}}
+    chosen = [
+        rate
+        for like, rate in rates.items()
+        if rate is not None and all(like._replace(seed=seed, rate=rate) in known for seed in SEEDS)
+    ]
+    lowest, highest = chosen.count(min(RATES)), chosen.count(max(RATES))
+    print(f"\nOf {len(chosen)} settings tuning chose the lowest rate for {lowest}, the highest for {highest}")
+
+
 DRAWN = {
     "GRPO, uniform": ("grpo", "uniform", "plain"),
     "GSPO with the range of the recipes before, uniform": ("gspo, fixed", "uniform", "plain"),
@@ -460,6 +472,7 @@ def main() -> None:
     print("\nAt each rate")
     at_each = [row._replace(rate=rate) for row in rows for rate in options.rates]
     tell(known, at_each, options.seeds or SEEDS, lambda row: row._replace(**against))
+    tell_edges(known)
 
 
 if __name__ == "__main__":
