@@ -1,0 +1,17 @@
+"""The parts into which the slow tests are divided."""
+
+import argparse
+import zlib
+
+
+def read_part(text: str) -> tuple[int, int]:
+    """Return part and number of parts of words such as `3/8`."""
+    part, slash, parts = text.partition("/")
+    if not (slash and part.isdecimal() and parts.isdecimal() and 1 <= int(part) <= int(parts)):
+        raise argparse.ArgumentTypeError(f"a part is written as 3/8, from 1/8 to 8/8; got {text!r}")
+    return int(part), int(parts)
+
+
+def part_of(node_id: str, *, parts: int) -> int:
+    """Return the part, from 1 on, of a test: the same on every machine, and for all parameter sets of a function."""
+    return zlib.crc32(node_id.partition("[")[0].encode()) % parts + 1
