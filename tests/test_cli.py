@@ -19,6 +19,7 @@ from agentrl.report.folder import RunFolder
 from agentrl.report.records import read_records
 from agentrl.run import loop
 from agentrl.run.build import Parts
+from tests.support.each import each
 
 TINY = """
 env: {id: key_door}
@@ -341,7 +342,7 @@ def test_options_of_vllm_are_refused_where_it_does_not_sample(
     assert files(tmp_path) == GIVEN
 
 
-@pytest.mark.parametrize("url", ["127.0.0.1:8000", "http://127.0.0.1:abc", "http://127.0.0.1", "ftp://a:1"])
+@each("url", ["127.0.0.1:8000", "http://127.0.0.1:abc", "http://127.0.0.1", "ftp://a:1"])
 def test_an_address_that_is_none_is_refused(url: str, agentrl: Agentrl) -> None:
     status, _, err = agentrl("doctor", "tiny.yaml", "--engine.name", "vllm_server", "--engine.server.url", url)
     assert (status, err) == (2, f"agentrl: engine.server.url: expected http://HOST:PORT, got {url!r}\n")
@@ -493,7 +494,7 @@ def test_a_run_that_had_not_started_cannot_be_resumed(agentrl: Agentrl, monkeypa
     assert (status, err) == (130, "agentrl: interrupted\n")
 
 
-@pytest.mark.parametrize(
+@each(
     ("number", "has_begun", "words"),
     [
         (

@@ -12,6 +12,7 @@ import pytest
 from agentrl.cli import main
 from agentrl.types import Need
 from agentrl_envs.key_door import KeyDoor
+from tests.support.each import each
 
 Played = Callable[..., str]
 
@@ -179,7 +180,7 @@ def test_an_environment_whose_package_is_missing_says_what_to_install(
     assert "calculator" in shown
 
 
-@pytest.mark.parametrize("name", ["Reset", "Step", "Close", "Unwrapped", "Tasks", "Key"])
+@each("name", ["Reset", "Step", "Close", "Unwrapped", "Tasks", "Key"])
 def test_no_recipe_is_written_for_an_environment_that_fails_and_it_is_told_in_a_line(
     name: str, unfit: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -191,7 +192,7 @@ def test_no_recipe_is_written_for_an_environment_that_fails_and_it_is_told_in_a_
     assert not Path("a.yaml").exists()
 
 
-@pytest.mark.parametrize(
+@each(
     ("name", "status", "words"),
     [
         ("Reset", 1, "SystemExit: 0"),

@@ -7,6 +7,7 @@ import pytest
 from agentrl import registry
 from agentrl.errors import ConfigError
 from agentrl.registry import Group, names, resolve, suggest
+from tests.support.each import each
 
 
 def message(spec: str, *, group: Group = "agentrl.envs", field: str = "env.id") -> str:
@@ -55,7 +56,7 @@ def test_a_module_or_an_attribute_that_is_not_there_is_named() -> None:
     )
 
 
-@pytest.mark.parametrize(
+@each(
     ("text", "words"),
     [
         ("class E(:", "SyntaxError: invalid syntax (broken_shop.py, line 1)"),

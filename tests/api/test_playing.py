@@ -11,6 +11,7 @@ import agentrl
 from agentrl.errors import ConfigError, EnvironmentFailure
 from agentrl_envs.key_door import KeyDoor
 from tests.support import chat_server
+from tests.support.each import each
 
 
 @pytest.fixture(scope="module")
@@ -36,9 +37,7 @@ def call(function: object) -> dict[str, object]:
     return {"tool_calls": [{"type": "function", "function": function}]}
 
 
-@pytest.mark.parametrize(
-    "message", [{"content": 5}, {"tool_calls": "look"}, {"tool_calls": [1]}, call(None), call({"name": 5})]
-)
+@each("message", [{"content": 5}, {"tool_calls": "look"}, {"tool_calls": [1]}, call(None), call({"name": 5})])
 def test_what_an_endpoint_answers_may_be_no_message(message: dict[str, object], url: str) -> None:
     with pytest.raises(EnvironmentFailure, match="no chat completion"):
         agentrl.play("key_door", json.dumps(message), endpoint=url, max_turns=2)

@@ -19,6 +19,7 @@ from agentrl.errors import ConfigError, UserError
 from agentrl.learn.loss_config import LossConfig
 from agentrl.report.folder import RunFolder
 from agentrl.report.terminal import Console
+from tests.support.each import each
 from tests.support.runs import SIZES
 
 TINY: dict[str, Any] = {
@@ -181,7 +182,7 @@ class Model:
         return {}
 
 
-@pytest.mark.parametrize(
+@each(
     ("given", "words"),
     [
         ({"env": lambda: None}, "env: a lambda has no name"),

@@ -14,6 +14,7 @@ from agentrl.compare.runner import Failure, start
 from agentrl.config import Recipe
 from agentrl.report.folder import RunFolder
 from agentrl.report.panel import Panel, note_panels
+from tests.support.each import each
 from tests.support.processes import Command
 
 TINY = """
@@ -276,7 +277,7 @@ def test_where_the_first_recipe_fails_the_others_are_compared_and_this_is_told(
     )
 
 
-@pytest.mark.parametrize("failing", [(1e-3,), (2e-3,), (1e-3, 2e-3)])
+@each("failing", [(1e-3,), (2e-3,), (1e-3, 2e-3)])
 def test_a_sweep_whose_fresh_seeds_fail_shows_what_it_has(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, failing: tuple[float, ...]
 ) -> None:

@@ -8,6 +8,7 @@ from agentrl.compare.curves import Curve
 from agentrl.compare.text import levels_rows, verdict
 from agentrl.errors import ConfigError
 from agentrl.report.panel import Panel
+from tests.support.each import each
 
 PANEL = Panel(tasks=("a", "b"))
 
@@ -128,7 +129,7 @@ def test_one_seed_is_said_to_say_nothing() -> None:
     assert "nothing is shown" in verdict(difference, comparison)
 
 
-@pytest.mark.parametrize(
+@each(
     ("curves", "words"),
     [
         (BASE, "all runs are of one recipe"),
@@ -183,9 +184,7 @@ def test_differences_that_trail_off_are_doubted() -> None:
     assert not any("trail off" in note for note in compared(*base, *even).notes)
 
 
-@pytest.mark.parametrize(
-    ("metric", "side"), [("eval/pass@2", "better"), ("eval/reward/exact", "better"), ("eval/failed", "higher")]
-)
+@each(("metric", "side"), [("eval/pass@2", "better"), ("eval/reward/exact", "better"), ("eval/failed", "higher")])
 def test_more_is_called_better_of_what_is_a_gain(metric: str, side: str) -> None:
     comparison = compare([*BASE, *BETTER], metric=metric)
     assert f": {side} by" in verdict(comparison.differences[0], comparison)

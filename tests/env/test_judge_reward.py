@@ -19,6 +19,7 @@ from agentrl.policy.config import LocalModelConfig
 from agentrl.policy.export import export_model
 from agentrl.policy.model import make_local_model
 from agentrl.testing import check_env
+from tests.support.each import each
 from tests.support.judge_server import judge_server
 from tests.support.ports import free_port
 from tests.support.processes import in_process
@@ -93,9 +94,7 @@ def test_a_rubric_may_stand_in_each_row_and_the_key_in_the_environment(monkeypat
     assert server.headers[0]["authorization"] == "Bearer secret"
 
 
-@pytest.mark.parametrize(
-    "first", [500, 429, 503, "no JSON", '{"scores": [2]}', '{"scores": [1, 1]}', '{"scores": [true]}']
-)
+@each("first", [500, 429, 503, "no JSON", '{"scores": [2]}', '{"scores": [1, 1]}', '{"scores": [true]}'])
 def test_a_fault_is_asked_again_and_its_tokens_are_counted(first: str | int) -> None:
     with judge_server(first, '{"scores": [0.25]}') as server:
         info = graded(server.url)
@@ -174,7 +173,7 @@ def test_requests_keep_to_the_rate_and_to_the_number_under_way() -> None:
     assert server.most_live <= 2
 
 
-@pytest.mark.parametrize(
+@each(
     ("options", "words"),
     [
         ({"rubric": []}, "judge: the rubric is empty"),

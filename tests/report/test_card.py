@@ -16,6 +16,7 @@ from agentrl.report.docstring import first_line
 from agentrl.report.evaluation import settings_of
 from agentrl.report.folder import EvaluationNote, RunFolder
 from agentrl.rollout.intervals import mean_interval, wilson
+from tests.support.each import each
 from tests.support.report_runs import member
 
 ROWS = [
@@ -100,7 +101,7 @@ def test_evaluation_comes_from_the_newest_rollouts_of_these_weights_with_interva
     assert metrics["success"]["name"] == f"success (95 % interval {low:.4g} to {high:.4g})"
 
 
-@pytest.mark.parametrize(
+@each(
     "option",
     [
         "--evaluation.temperature=0",

@@ -5,6 +5,7 @@ import pytest
 from agentrl.errors import ConfigError
 from agentrl.report.folder import RunFolder
 from agentrl.report.panel import Panel, note_panels, read_panels
+from tests.support.each import each
 
 
 def test_what_an_evaluation_missed_is_filled_in_by_the_next(tmp_path: Path) -> None:
@@ -15,7 +16,7 @@ def test_what_an_evaluation_missed_is_filled_in_by_the_next(tmp_path: Path) -> N
     assert read_panels(folder) == {"eval/": Panel(tasks=("a", "b", "c"), since=0, temperature=0.0, samples=2)}
 
 
-@pytest.mark.parametrize("tasks", [("a", "x"), ("a",), ("a", "b", "c")])
+@each("tasks", [("a", "x"), ("a",), ("a", "b", "c")])
 def test_other_tasks_begin_anew(tmp_path: Path, tasks: tuple[str, ...]) -> None:
     folder = RunFolder(tmp_path)
     hard = Panel(tasks=("h",))

@@ -12,6 +12,7 @@ import pytest
 from agentrl.rollout import gate
 from agentrl.rollout.env_thread import EnvThread
 from agentrl.rollout.fault import RaisedError
+from tests.support.each import each
 
 R = TypeVar("R")
 
@@ -68,7 +69,7 @@ def test_the_event_loop_continues_while_an_environment_blocks() -> None:
     assert on_a_thread(run)
 
 
-@pytest.mark.parametrize(
+@each(
     ("function", "words"),
     [
         (lambda: 1 // 0, "ZeroDivisionError: .*division"),

@@ -20,6 +20,7 @@ from agentrl.rollout.env_calls import MakeEnv
 from agentrl.rollout.env_thread import EnvThread
 from agentrl.types import Completion, FinishReason, Message, StopReason, Trajectory, Turn
 from tests.support.dice import TASK, Dice
+from tests.support.each import each
 from tests.support.renderers import OftenStops
 
 NewEngine = Callable[..., TransformersEngine]
@@ -343,7 +344,7 @@ class Short(Dice):
     num_turns = 1
 
 
-@pytest.mark.parametrize(
+@each(
     ("env", "words"),
     [
         (Short, "environment Short: played again, it ends with turn 0, and was recorded with more"),

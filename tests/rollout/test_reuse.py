@@ -17,6 +17,7 @@ from agentrl.rollout import EpisodeContext, RolloutConfig, RolloutPool, Tasks, t
 from agentrl.rollout.env_calls import MakeEnv
 from agentrl.rollout.evaluation import EvaluationConfig, play_evaluation
 from agentrl.types import Message, Share, StopReason, Trajectory
+from tests.support.each import each
 from tests.support.talk import Talk, collect, episodes
 from tests.support.threads import hang
 
@@ -173,7 +174,7 @@ def test_one_whose_messages_cannot_be_rendered_is_closed(new_pool: NewPool) -> N
     assert log.count("close") >= 1
 
 
-@pytest.mark.parametrize("where", ["made", "reset", "step"])
+@each("where", ["made", "reset", "step"])
 def test_what_is_cancelled_within_a_call_is_closed(new_pool: NewPool, where: str) -> None:
     begun, cancelled = threading.Event(), threading.Event()
 

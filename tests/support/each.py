@@ -12,9 +12,7 @@ import pytest
 Test = Callable[..., None]
 
 
-def each(
-    names: str | Sequence[str], rows: Iterable[Any], *, ids: Callable[[Any], str] | None = None
-) -> Callable[[Test], Test]:
+def each(names: str | Sequence[str], rows: Iterable[Any]) -> Callable[[Test], Test]:
     """Run a test over a table: what `pytest.mark.parametrize` makes a test a row is one test with a subtest a row.
 
     A row has its own `tmp_path` and `monkeypatch`, and begins with nothing in `capsys` and `caplog`; other fixtures are
@@ -40,7 +38,7 @@ def each(
             for number, row in enumerate(table):
                 values = dict(zip(columns, row.values, strict=True))
                 with (
-                    subtests.test(row.id or (ids(*row.values) if ids else f"row {number}"), **values),
+                    subtests.test(row.id or f"row {number}", **values),
                     ExitStack() as stack,
                 ):
                     test(**_own(given, number, stack), **values)

@@ -16,6 +16,7 @@ import sympy
 
 from agentrl_envs.adapters.reasoning_gym import ReasoningGym
 from agentrl_envs.adapters.reasoning_gym_worker import OWN_TEXTS, read_expression
+from tests.support.each import each
 
 READERS = [
     "binary_matrix",
@@ -31,12 +32,12 @@ READERS = [
 """Data sets whose scorers give an answer to `eval` or `parse_expr`."""
 
 
-@pytest.mark.parametrize("dataset", ["chain_sum", "list_functions", "pool_matrix"])  # two draw from global generators
+@each("dataset", ["chain_sum", "list_functions", "pool_matrix"])  # two draw from global generators
 def test_its_tasks_keep_the_contract(dataset: str) -> None:
     check_env(ReasoningGym, seeds=range(50), dataset=dataset)
 
 
-@pytest.mark.parametrize("dataset", ["chain_sum", "countdown", "word_sorting"])
+@each("dataset", ["chain_sum", "countdown", "word_sorting"])
 def test_the_oracle_solves_every_task(dataset: str) -> None:
     env = ReasoningGym(dataset=dataset)
     for seed in range(10):
@@ -55,7 +56,7 @@ def test_a_mixture_of_data_sets_is_one_too() -> None:
     assert len(questions) > 1
 
 
-@pytest.mark.parametrize(
+@each(
     ("parts", "message"),
     [
         (None, "at least one dataset"),
@@ -107,7 +108,7 @@ def test_a_scorer_that_fails_at_the_right_answer_too_fails_the_episode() -> None
         env.step("two")
 
 
-@pytest.mark.parametrize("dataset", READERS)
+@each("dataset", READERS)
 def test_nothing_of_an_answer_is_run(dataset: str, tmp_path: Path) -> None:
     env = ReasoningGym(dataset=dataset)
     mkdir = f"__import__('os').mkdir({str(tmp_path / 'made')!r})"
@@ -129,7 +130,7 @@ def test_nothing_of_an_answer_is_run(dataset: str, tmp_path: Path) -> None:
         assert not (tmp_path / "made").exists(), text
 
 
-@pytest.mark.parametrize("dataset", READERS)
+@each("dataset", READERS)
 def test_right_answers_are_still_right(dataset: str) -> None:
     env = ReasoningGym(dataset=dataset)
     for seed in range(20):
@@ -137,7 +138,7 @@ def test_right_answers_are_still_right(dataset: str) -> None:
         assert env.step(env.oracle())[1] == 1.0, f"seed {seed}: {env.gold_answer()}"
 
 
-@pytest.mark.parametrize(
+@each(
     "text",
     [
         "49*(85 - 1)/14 - 42 - 73",
@@ -153,7 +154,7 @@ def test_arithmetic_is_read_as_sympy_reads_it(text: str) -> None:
     assert read_expression(text, local_dict=variables) == sympy.parse_expr(text, local_dict=variables)
 
 
-@pytest.mark.parametrize(
+@each(
     "text",
     [
         "x.func",
@@ -252,7 +253,7 @@ def test_the_global_random_numbers_stay_as_they_are() -> None:
     assert random.random() == expected
 
 
-@pytest.mark.parametrize(
+@each(
     ("options", "words"),
     [
         ({"dataset": "no_such"}, "dataset: reasoning-gym has no 'no_such'; it has ab, acre"),

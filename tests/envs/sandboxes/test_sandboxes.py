@@ -24,6 +24,7 @@ from agentrl_envs.sandboxes.files import packed, plain_path, unpacked
 from agentrl_envs.sandboxes.monty import MontyConfig
 from agentrl_envs.sandboxes.process import limit
 from agentrl_envs.sandboxes.unsafe import UnsafeConfig
+from tests.support.each import each
 
 WHY_NOT = bubblewrap._problem(BubblewrapConfig())
 needs_bubblewrap = pytest.mark.skipif(bool(WHY_NOT), reason=f"bubblewrap: {WHY_NOT}")
@@ -242,7 +243,7 @@ def test_a_machine_without_files_to_open_is_no_fault_of_the_code(config: type[Sa
         assert sandbox.exec("print(1)").output == "1\n"
 
 
-@pytest.mark.parametrize(
+@each(
     ("script", "words"),
     [
         (
@@ -288,7 +289,7 @@ def test_monty_without_its_package_is_refused(monkeypatch: pytest.MonkeyPatch) -
         MontyConfig().build()
 
 
-@pytest.mark.parametrize(
+@each(
     "forged",
     [
         b"",
