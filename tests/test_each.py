@@ -41,6 +41,27 @@ def test_a_row_that_fails_is_named_and_the_others_run(pytester: pytest.Pytester)
     done.stdout.fnmatch_lines(["SUBFAILED[[]row 1] (name='y') *", "*5 failed, 2 passed*"])
 
 
-def test_rows_have_no_marks() -> None:
-    with pytest.raises(AssertionError, match="write `parametrize`"):
-        each("row", [pytest.param(1, marks=pytest.mark.slow)])
+def test_slow_rows_are_a_slow_test(pytester: pytest.Pytester) -> None:
+    pytester.makeini("[pytest]\nmarkers = slow")
+    pytester.makepyfile(
+        """
+        import pytest
+        from tests.support.each import each
+
+        @each("a", [1, pytest.param(2, marks=pytest.mark.slow), 3])
+        def test_odd(a):
+            assert a % 2
+
+        @each("a", [pytest.param(2, marks=pytest.mark.slow)])
+        def test_large(a):
+            assert a > 5
+        """
+    )
+    pytester.runpytest_inprocess("-m", "not slow").assert_outcomes(passed=1, deselected=2)
+    done = pytester.runpytest_inprocess("-m", "slow")
+    done.stdout.fnmatch_lines(["SUBFAILED[[]row 1] (a=2) *test_odd[[]slow]*", "SUBFAILED[[]row 0] (a=2) *test_large*"])
+
+
+def test_rows_have_no_other_marks() -> None:
+    with pytest.raises(AssertionError, match="slow, or have no mark"):
+        each("row", [pytest.param(1, marks=pytest.mark.process)])
