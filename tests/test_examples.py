@@ -17,6 +17,7 @@ from tests.support.base_environment import make_base_environment
 from tests.support.small_options import SMALL_OPTIONS
 from tests.support.threads import wait_until
 
+pytestmark = pytest.mark.process
 EXAMPLES = Path(__file__).parents[1] / "examples"
 
 

@@ -20,6 +20,7 @@ from agentrl.types import NumTasks
 from tests.support.processes import Command
 from tests.support.runs import recipe, train
 
+pytestmark = pytest.mark.process
 Begun = dict[str, tuple[int | None, int]]
 """By the name of a group: the number of its task, and the entry of the schedule."""
 GRADED = "tests.run.test_curriculum:Graded"

@@ -19,6 +19,7 @@ from tests.support.ports import free_port
 from tests.support.processes import Command
 from tests.support.run_files import rollouts, rows
 
+pytestmark = pytest.mark.process
 RECIPE: dict[str, Any] = {
     "env": {"id": "key_door"},
     "model": {

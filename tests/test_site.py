@@ -14,6 +14,8 @@ import pytest
 from tests.support.browser import Watched, browser
 from tests.support.docs import ROOT
 
+pytestmark = pytest.mark.process
+
 
 class Quiet(http.server.SimpleHTTPRequestHandler):
     def log_request(self, *_: object) -> None:
@@ -45,6 +47,7 @@ def chromium() -> Iterator[Any]:
         yield found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("width", [390, 1400])
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_pages_are_read_and_searched_without_asking_anyone_else(

@@ -112,7 +112,7 @@ FORGERIES = {
 }
 
 
-@each("sandbox", SANDBOXES)
+@pytest.mark.parametrize("sandbox", SANDBOXES)
 @each("code", FORGERIES.values())
 def test_results_cannot_be_forged(code: str, sandbox: str) -> None:
     _, reward, info = said(double(sandbox=sandbox), "submit", code)

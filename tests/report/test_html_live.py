@@ -16,6 +16,8 @@ from tests.support.each import each
 from tests.support.report_runs import make_run, member
 from tests.support.view_server import Server
 
+pytestmark = pytest.mark.process
+
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
