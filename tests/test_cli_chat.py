@@ -144,7 +144,7 @@ def test_a_recipe_and_a_file_with_a_template(chat: Chat, tmp_path: Path) -> None
     assert re.search(r"^thoughts +drop: ", outcome.out, re.MULTILINE)
 
 
-@pytest.mark.parametrize(
+@each(
     ("arguments", "words"),
     [
         (("absent",), "model: there is no folder 'absent'"),
@@ -153,8 +153,8 @@ def test_a_recipe_and_a_file_with_a_template(chat: Chat, tmp_path: Path) -> None
         (("model", "--chat.thinkng", "keep"), "Did you mean 'thinking'?"),
     ],
 )
-def test_mistakes_are_told(chat: Chat, tmp_path: Path, arguments: tuple[str, ...], words: str) -> None:
-    folder(tmp_path / "model", QWEN)
+def test_mistakes_are_told(chat: Chat, arguments: tuple[str, ...], words: str) -> None:
+    folder(Path("model"), QWEN)
     outcome = chat(*arguments)
     assert outcome.status == 2
     assert words in outcome.err

@@ -286,9 +286,7 @@ def test_a_new_environment_is_played_checked_tested_and_trained_at_once(tmp_path
     assert list((tmp_path / "runs").glob("*/metrics.jsonl"))
 
 
-@pytest.mark.parametrize(
-    ("name", "words"), [("Treasure-Hunt", "is no name of a module"), ("class", "is no name of a module")]
-)
+@each(("name", "words"), [("Treasure-Hunt", "is no name of a module"), ("class", "is no name of a module")])
 def test_a_name_that_is_none_of_a_module_is_refused(name: str, words: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         main(["envs", "new", name])

@@ -228,7 +228,7 @@ def test_a_folder_that_cannot_be_made_for_a_file_is_told(
 
 
 @pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="Windows has no pipes with a path")
-@pytest.mark.parametrize(
+@each(
     ("command", "name"),
     [
         ("report", "metrics.jsonl"),

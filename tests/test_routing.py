@@ -169,7 +169,7 @@ def test_given_experts_are_weighed_by_the_scores_of_the_present_router(
         torch.testing.assert_close(weights_PX, formula(router.module, logits_PE, given_PX), rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("name", ["qwen3_moe", "qwen3_moe_unnormalised"])
+@each("name", ["qwen3_moe", "qwen3_moe_unnormalised"])
 def test_after_an_update_the_layer_is_the_sum_over_the_recorded_experts_in_value_and_gradient(name: str) -> None:
     model = tiny(name, num_hidden_layers=1)
     with recording(model) as passes, torch.no_grad():
@@ -251,7 +251,7 @@ def test_what_routers_would_have_chosen_themselves_depends_on_what_was_replayed_
     assert not torch.equal(own[0][1], passes[0][1])
 
 
-@pytest.mark.parametrize("layout", ["tree", "packed"])
+@each("layout", ["tree", "packed"])
 def test_tokens_choose_and_replay_the_same_experts_in_every_layout(layout: Layout) -> None:
     model, rows = tiny("qwen3_moe").eval(), rows_of_tokens()
     row_T = np.concatenate([np.full(len(row), number) for number, row in enumerate(rows)])

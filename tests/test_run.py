@@ -117,7 +117,7 @@ def test_a_mixture_whose_layers_choose_differently_is_refused_where_the_engine_i
         train(settings)
 
 
-@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+@each("precision", ["float32", "bfloat16"])
 def test_a_run_of_adapters_resumes_and_is_exported_as_a_whole_model(precision: str, tmp_path: Path) -> None:
     in_process(partial(train_adapters, precision, tmp_path))  # accelerate's precision is that of a process
 

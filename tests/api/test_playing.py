@@ -43,7 +43,7 @@ def test_what_an_endpoint_answers_may_be_no_message(message: dict[str, object], 
         agentrl.play("key_door", json.dumps(message), endpoint=url, max_turns=2)
 
 
-@pytest.mark.parametrize("message", [call({"name": "look"}), {"content": "\ud800"}])
+@each("message", [call({"name": "look"}), {"content": "\ud800"}])
 def test_an_odd_message_of_an_endpoint_is_played(message: dict[str, object], url: str) -> None:
     assert len(agentrl.play("key_door", json.dumps(message), endpoint=url, max_turns=2).rewards) == 2
 

@@ -117,7 +117,7 @@ def test_a_page_is_written(run: TrainedRun, tmp_path: Path) -> None:
     assert run.report(tmp_path / "page.html").read_text(encoding="utf-8").startswith("<!")
 
 
-@pytest.mark.parametrize(("module", "call"), [("pandas", "to_pandas"), ("matplotlib", "plot")])
+@each(("module", "call"), [("pandas", "to_pandas"), ("matplotlib", "plot")])
 def test_what_is_not_installed_is_named(
     run: TrainedRun, module: str, call: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -95,7 +95,7 @@ def test_other_tasks_in_a_pair_are_refused_and_across_seeds_are_told() -> None:
     assert any("not known" in note for note in compared(*BASE, *BETTER, *old).notes)
 
 
-@pytest.mark.parametrize("other", [{"temperature": 0.0}, {"samples": 4}])
+@each("other", [{"temperature": 0.0}, {"samples": 4}])
 def test_another_way_to_evaluate_in_a_pair_is_refused_and_across_seeds_is_told(other: dict[str, float]) -> None:
     sampled = PANEL.model_copy(update={"temperature": 1.0, "samples": 1})
     greedy = sampled.model_copy(update=other)

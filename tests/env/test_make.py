@@ -113,7 +113,7 @@ def test_an_unknown_option_names_the_nearest(spec: str) -> None:
     assert said == f"env.options.num_boxs: {spec!r} has no such option. Did you mean 'num_boxes'?"
 
 
-@pytest.mark.parametrize("spec", ["key_door", "agentrl/KeyDoor-v0"])
+@each("spec", ["key_door", "agentrl/KeyDoor-v0"])
 def test_an_impossible_option_is_named_with_what_it_takes(spec: str) -> None:
     said = message(spec, {"num_boxes": 1})
     assert said.startswith(

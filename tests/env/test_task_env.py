@@ -283,7 +283,7 @@ def test_a_subclass_may_say_the_prompt_and_pay_by_itself() -> None:
     assert env.task["a"] != held_out
 
 
-@pytest.mark.parametrize("split", ["train", "eval"])
+@each("split", ["train", "eval"])
 def test_the_oracle_answers_as_the_table_does_and_errs_as_skill_says(split: str) -> None:
     env, rng, right = sums(), np.random.default_rng(0), 0
     for seed in range(200):

@@ -283,7 +283,7 @@ def test_a_data_set_of_a_folder_brings_its_splits(tmp_path: Path, monkeypatch: p
     assert "nobody/nothing cannot be loaded as a data set: " in refusal("nobody/nothing")
 
 
-@pytest.mark.parametrize(("tasks", "extra"), [("a.parquet", "parquet"), ("some/name", "datasets")])
+@each(("tasks", "extra"), [("a.parquet", "parquet"), ("some/name", "datasets")])
 def test_what_is_not_installed_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tasks: str, extra: str
 ) -> None:

@@ -96,7 +96,7 @@ def test_few_words_are_named() -> None:
     assert all(word in named for word in all_words()[:10])
 
 
-@pytest.mark.parametrize("num_words", [30, 1373])
+@each("num_words", [30, 1373])
 def test_the_oracle_finds_every_word(num_words: int) -> None:
     env = Wordle(num_words=num_words)
     for index, word in enumerate(split_words(num_words, "eval")):

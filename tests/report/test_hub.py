@@ -71,7 +71,7 @@ def test_a_private_repository_is_private_and_a_public_one_is_not_taken_for_it(
     assert hub.files["ann/seen"] == {}
 
 
-@pytest.mark.parametrize(
+@each(
     ("token", "owner", "words"),
     [
         ("", "ann", "--push: no token of the Hub; run `hf auth login`, or set HF_TOKEN."),

@@ -25,7 +25,7 @@ def test_other_tasks_begin_anew(tmp_path: Path, tasks: tuple[str, ...]) -> None:
     assert read_panels(folder) == {"eval/": Panel(tasks=tasks, since=5), "eval/hard/": hard}
 
 
-@pytest.mark.parametrize("other", [{"temperature": 0.0}, {"samples": 4}])
+@each("other", [{"temperature": 0.0}, {"samples": 4}])
 def test_tasks_that_are_played_in_another_way_begin_again(tmp_path: Path, other: dict[str, float]) -> None:
     folder = RunFolder(tmp_path)
     panel = Panel(tasks=("a", "b"), temperature=1.0, samples=1)

@@ -276,7 +276,7 @@ def test_a_branch_whose_engine_fails_is_dropped_and_counted(new_engine: NewEngin
     assert trajectory.stop_reason is StopReason.TERMINATED
 
 
-@pytest.mark.parametrize(
+@each(
     ("how", "words"),
     [
         (raises, f"raised KeyError: 'lever' (dice.py:{raises.__code__.co_firstlineno + 2})"),

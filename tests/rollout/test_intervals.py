@@ -48,7 +48,7 @@ def test_too_little_gives_no_interval() -> None:
     assert share_interval([[1.0, 1.0]]) == wilson(1.0, 1)
 
 
-@pytest.mark.parametrize("episodes", [1, 4])
+@each("episodes", [1, 4])
 def test_intervals_cover_what_they_say(episodes: int) -> None:
     rng, hits = np.random.default_rng(0), {"share": 0, "mean": 0}
     for _ in range(600):

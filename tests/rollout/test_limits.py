@@ -16,6 +16,7 @@ from agentrl.rollout.env_driver import EnvDriver
 from agentrl.rollout.env_thread import EnvThread
 from agentrl.rollout.live_episode import Task
 from agentrl.testing import ScriptedEngine
+from tests.support.each import each
 
 
 @pytest.fixture(autouse=True)
@@ -45,7 +46,7 @@ def test_too_few_open_files_and_threads_are_told_in_a_line_each(monkeypatch: pyt
     ]
 
 
-@pytest.mark.parametrize(("line", "folder"), [("0::/a/b", ""), ("8:pids:/a/b", "pids")])
+@each(("line", "folder"), [("0::/a/b", ""), ("8:pids:/a/b", "pids")])
 def test_limits_of_control_groups_are_found_on_the_way_to_the_root(line: str, folder: str, tmp_path: Path) -> None:
     own = tmp_path / "own"
     own.write_text(f"12:cpu:/elsewhere\n{line}\n")

@@ -71,7 +71,7 @@ def sampled(turn: Turn, num: int) -> Completion:
     )
 
 
-@pytest.mark.parametrize("fork", [False, True])
+@each("fork", [False, True])
 def test_wherever_it_was_interrupted_it_ends_as_the_uninterrupted_one(
     fork: bool, new_engine: NewEngine, renderer: Renderer
 ) -> None:
@@ -159,7 +159,7 @@ def stations(table: Table, make_env: MakeEnv) -> tuple[Trajectory, list[LiveEpis
     return asyncio.run(played()), found
 
 
-@pytest.mark.parametrize("rewrites", [False, True])
+@each("rewrites", [False, True])
 def test_an_environment_that_saves_itself_resumes_from_its_snapshot(
     rewrites: bool, new_engine: NewEngine, renderer: Renderer, forking_renderer: Renderer
 ) -> None:
@@ -239,7 +239,7 @@ def test_an_environment_that_neither_repeats_nor_saves_itself_fails_in_so_many_w
     assert ended.error.endswith("let pickling keep all of its state")
 
 
-@pytest.mark.parametrize(
+@each(
     ("env", "words"),
     [
         (Hollow, "its snapshot is restored as int 3; let pickling keep the environment"),

@@ -14,6 +14,7 @@ from agentrl.distributed.checkpoints import by_step
 from agentrl.report.folder import RunFolder
 from agentrl.run import rewind
 from agentrl.run.rewind import CollapsedError, go_back
+from tests.support.each import each
 from tests.test_run import Fallen, fallen
 
 KILLS: list[tuple[Any, str, int]] = [
@@ -91,7 +92,7 @@ def test_a_kill_at_any_moment_of_going_back_leaves_a_run_that_has_or_will(tmp_pa
     assert outcomes == [False] + [True] * 4
 
 
-@pytest.mark.parametrize(("first", "back"), [(25, 23), (21, 22)])  # of (21, 22) no checkpoint from before is left
+@each(("first", "back"), [(25, 23), (21, 22)])  # of (21, 22) no checkpoint from before is left
 def test_it_goes_back_to_before_the_first_step_that_shows_it_or_as_far_as_it_can(
     first: int, back: int, tmp_path: Path
 ) -> None:

@@ -124,7 +124,7 @@ def test_no_socket_is_left(server: Server) -> None:
     assert psutil.Process().num_fds() == before
 
 
-@pytest.mark.parametrize("kind", ["stand-in", "openenv"])
+@each("kind", ["stand-in", "openenv"])
 def test_a_server_that_dies_fails_the_episode_and_a_new_one_serves_the_next(kind: str) -> None:
     server = start(kind)
     env = OpenEnv(url=server.url)

@@ -119,9 +119,7 @@ def test_train_and_eval_never_hide_the_same_secret() -> None:
     assert not codes["train"] & codes["eval"]
 
 
-@pytest.mark.parametrize(
-    ("game", "words"), [("NoSuch-v0", "has no 'NoSuch-v0'"), ("Chess-v0", "cannot be played alone")]
-)
+@each(("game", "words"), [("NoSuch-v0", "has no 'NoSuch-v0'"), ("Chess-v0", "cannot be played alone")])
 def test_a_game_that_cannot_be_played_alone_is_refused(game: str, words: str) -> None:
     with pytest.raises(UserError, match=words):
         TextArena(game=game)

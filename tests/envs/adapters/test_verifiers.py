@@ -10,6 +10,7 @@ import pytest
 from agentrl import EnvironmentFailure, Message, UserError
 from agentrl.testing import check_env
 from agentrl_envs.adapters.verifiers import Verifiers, process
+from tests.support.each import each
 
 SUPPORT = Path(__file__).parents[2] / "support"
 PYTHON = os.environ.get("AGENTRL_VERIFIERS_PYTHON")
@@ -101,7 +102,7 @@ def test_one_worker_serves_all_environments_and_nothing_is_left(make: Callable[.
     assert left() == before
 
 
-@pytest.mark.parametrize(
+@each(
     ("options", "words"),
     [
         ({"taskset": "no-such"}, "'no-such' not found"),
