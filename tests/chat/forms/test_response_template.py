@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from agentrl.types import Message
-from benchmarks.hostile.forms import FAMILIES, TOOLS, faults, outputs
-from benchmarks.hostile.response_templates import FORMS
+from tests.support.hostile_forms import FAMILIES, TOOLS, faults, outputs
+from tests.support.response_templates import FORMS
 
 EACH = pytest.mark.parametrize("name", FORMS)
 

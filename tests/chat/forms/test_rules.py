@@ -14,7 +14,7 @@ from agentrl.chat.forms import FORMS
 from agentrl.chat.forms.form import CallForm
 from agentrl.plain_data import MAX_DEPTH
 from agentrl.types import Message
-from benchmarks.hostile.forms import FAMILIES, TOOLS, Functions, faults, outputs
+from tests.support.hostile_forms import FAMILIES, TOOLS, Functions, faults, outputs
 
 EACH = pytest.mark.parametrize("form", FORMS, ids=[form.name for form in FORMS])
 LISTS = ("lfm", "lfm-raw", "minimax", "mistral", "llama-json", "pythonic")

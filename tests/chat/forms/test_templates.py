@@ -10,7 +10,7 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 from agentrl.chat.forms import FORMS
 from agentrl.types import Message
-from benchmarks.hostile.forms import TOOLS
+from tests.support.hostile_forms import TOOLS
 
 TRL = find_spec("trl")
 pytestmark = pytest.mark.skipif(TRL is None, reason="TRL, which ships the templates, is not installed")
