@@ -21,8 +21,8 @@ from itertools import islice
 
 from agentrl.chat.forms import FORMS
 from agentrl.chat.forms.form import CallForm
-from benchmarks.hostile import response_templates
-from benchmarks.hostile.forms import FAMILIES, TOOLS, faults, outputs
+from tests.support import response_templates
+from tests.support.hostile_forms import FAMILIES, TOOLS, faults, outputs
 
 
 def fuzz(form: CallForm, name: str, num_outputs: int, seed: int) -> Counter[str]:

@@ -46,7 +46,7 @@ from agentrl.policy.logprobs import fused_logprobs
 from agentrl.policy.lora import add_lora, round_frozen
 from agentrl.policy.model import Policy
 from agentrl.types import StopReason
-from benchmarks.qwen3 import folder_of
+from tests.support.qwen3 import folder_of
 
 EXAMPLES = Path(__file__).parents[1] / "examples" / "gpu"
 PROMPT, TURNS = 512, ((96, 128),) * 6

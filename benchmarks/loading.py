@@ -23,7 +23,7 @@ from agentrl.learn.policy_state import PolicyState
 from agentrl.learn.train_config import TrainConfig
 from agentrl.policy.model import Policy, load_pretrained
 from agentrl.policy.shares import load_shares
-from benchmarks.several import together
+from tests.support.several import together
 
 MB = 10**6
 

@@ -19,7 +19,7 @@ from agentrl.learn.policy_state import PolicyState
 from agentrl.learn.train_config import TrainConfig
 from agentrl.policy.layout import lay_out
 from agentrl.policy.model import Policy
-from benchmarks.several import together
+from tests.support.several import together
 
 
 def held(tensors: Sequence[Tensor]) -> float:

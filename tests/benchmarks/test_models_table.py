@@ -4,9 +4,9 @@ import re
 import zlib
 from pathlib import Path
 
-from benchmarks.families import template_names
 from benchmarks.models_table import rows, table
 from benchmarks.random_dialogues import Row, Tally, play
+from tests.support.families import template_names
 
 DOCUMENT = (Path(__file__).parents[2] / "docs" / "models.md").read_text(encoding="utf-8")
 TABLE = DOCUMENT.partition("<!-- models -->\n")[2].partition("<!-- end -->")[0]

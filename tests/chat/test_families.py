@@ -18,7 +18,7 @@ from agentrl.chat.template import TemplateConfig, TemplateRenderer
 from agentrl.errors import RendererError
 from agentrl.testing import check_renderer
 from agentrl.types import Message
-from benchmarks.families import family_tokenizer, template_names
+from tests.support.families import family_tokenizer, template_names
 
 pytest.importorskip("renderers", reason="pip install --no-deps --requirement requirements-families.txt")
 

@@ -47,7 +47,7 @@ from agentrl.policy.layout import lay_out
 from agentrl.policy.lora import merged_weights
 from agentrl.policy.towers import freeze_towers
 from agentrl.run import build
-from benchmarks.architectures import tiny_model
+from tests.support.architectures import tiny_model
 from tests.support.learners import TOKENIZER, make_learner
 from tests.support.played import new_policy, play
 from tests.support.processes import START_METHOD

@@ -24,8 +24,8 @@ from agentrl.policy.rope import fix_frequencies
 from agentrl.policy.shares import load_shares, small_like
 from agentrl.policy.towers import freeze_towers
 from agentrl.types import Sampling, Share
-from benchmarks.architectures import ARCHITECTURES, tiny_model
 from tests.distributed.test_processes import together
+from tests.support.architectures import ARCHITECTURES, tiny_model
 from tests.support.models import SIZES, made, tiny
 from tests.support.played import TOKENIZER
 

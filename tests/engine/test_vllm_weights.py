@@ -8,7 +8,7 @@ import torch
 
 from agentrl.engine.vllm_common import BACKEND, EXTENSION
 from agentrl.engine.vllm_weights import Answer, read_answer, read_model
-from benchmarks.architectures import tiny_model
+from tests.support.architectures import tiny_model
 
 
 @pytest.mark.parametrize("name", ["Qwen3", "Gemma 3 with images", "Mistral 3"])

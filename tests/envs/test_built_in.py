@@ -14,7 +14,7 @@ from agentrl.errors import CheckError
 from agentrl.registry import import_attribute
 from agentrl.testing import check_env
 from agentrl.testing.baselines import oracle, play, random_action
-from benchmarks.environments import (
+from tests.support.built_in import (
     PAGES,
     Setting,
     built_in,

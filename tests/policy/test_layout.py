@@ -31,7 +31,7 @@ from agentrl.policy.recurrent import Rows, can_continue, fork, mixers_of, num_co
 from agentrl.policy.towers import freeze_towers
 from agentrl.policy.tree import IntArray, plan_tree
 from agentrl.policy.tree_attention import tree_attention
-from benchmarks.architectures import ARCHITECTURES, tiny_model
+from tests.support.architectures import ARCHITECTURES, tiny_model
 from tests.support.models import MODELS, SIZES, AllFloat64, branching_rows, in_float64, made, tiny
 
 LAYOUTS: tuple[Layout, ...] = get_args(Layout)

@@ -1,7 +1,12 @@
-"""The parts into which the slow tests are divided."""
+"""The tiers of tests: which cases of a grid are slow, and the parts into which the slow tests are divided."""
 
 import argparse
 import zlib
+from collections.abc import Callable, Iterable
+from itertools import product
+from typing import Any
+
+import pytest
 
 
 def read_part(text: str) -> tuple[int, int]:
@@ -15,3 +20,8 @@ def read_part(text: str) -> tuple[int, int]:
 def part_of(node_id: str, *, parts: int) -> int:
     """Return the part, from 1 on, of a test: the same on every machine, and for all parameter sets of a function."""
     return zlib.crc32(node_id.partition("[")[0].encode()) % parts + 1
+
+
+def slow_unless(is_quick: Callable[..., bool], *values: Iterable[Any]) -> list[Any]:
+    """Return a grid for `parametrize` whose quick cases are in the default tier; the others are slow."""
+    return [pytest.param(*case, marks=() if is_quick(*case) else pytest.mark.slow) for case in product(*values)]
