@@ -14,7 +14,7 @@ import pytest
 from tests.support.browser import Watched, browser
 from tests.support.docs import ROOT
 
-pytestmark = pytest.mark.process
+pytestmark = [pytest.mark.process, pytest.mark.slow]
 
 
 class Quiet(http.server.SimpleHTTPRequestHandler):
@@ -47,7 +47,6 @@ def chromium() -> Iterator[Any]:
         yield found
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("width", [390, 1400])
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_pages_are_read_and_searched_without_asking_anyone_else(
