@@ -157,6 +157,7 @@ def test_installed_credit_schemes_are_listed_with_their_fields(
         assert word in out
 
 
+@pytest.mark.process
 def test_a_process_ends_with_status_2_and_one_message(tmp_path: Path) -> None:
     def run(*arguments: str) -> Outcome:
         done = subprocess.run(
@@ -276,6 +277,7 @@ def test_an_environment_that_fails_ends_the_run_with_its_words_and_leaves_no_tra
     assert files(Path()) == GIVEN
 
 
+@pytest.mark.process
 def test_of_several_processes_one_speaks_and_writes(agentrl: Agentrl, tmp_path: Path) -> None:
     launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "agentrl"]
     arguments = ["train", "tiny.yaml", "--run_dir", "run"]
@@ -529,6 +531,7 @@ def test_a_quiet_run_prints_nothing_but_warnings(agentrl: Agentrl) -> None:
     assert Path("quiet/metrics.jsonl").is_file()
 
 
+@pytest.mark.process
 def test_a_reader_that_has_read_enough_is_no_failure_to_tell_of() -> None:
     command = [sys.executable, "-m", "agentrl", "fields", "--json-schema"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:

@@ -260,6 +260,8 @@ def test_an_environment_is_checked_with_the_wrappers_of_its_recipe(
         assert words in capsys.readouterr().err
 
 
+@pytest.mark.slow
+@pytest.mark.process
 @pytest.mark.timeout(600)
 def test_a_new_environment_is_played_checked_tested_and_trained_at_once(tmp_path: Path) -> None:
     def run(*command: str, lines: str = "") -> str:

@@ -41,7 +41,7 @@ def trained_on(folder: RunFolder) -> list[str]:
     return [record.trajectory_id for path in folder.rollouts() for record in read_records(path)]
 
 
-@pytest.mark.parametrize("mode", ["partial", "async"])
+@each("mode", ["partial", "async"])
 def test_no_episode_is_lost_or_trained_on_twice_whenever_the_run_is_interrupted(mode: str, tmp_path: Path) -> None:
     steps = 8
     folder: RunFolder | None = None

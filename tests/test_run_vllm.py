@@ -129,6 +129,7 @@ def test_episodes_that_a_step_interrupted_continue_under_the_next_weights(mode: 
     assert all(row["episode/turns"] > 2 for row in rows[1:])
 
 
+@pytest.mark.slow
 def test_a_model_that_vllm_alone_can_sample_is_exported(tmp_path: Path) -> None:
     base = hugging_face_folder(tmp_path / "model", rewrites=False)
     sizes: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "head_dim": 32}

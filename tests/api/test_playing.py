@@ -24,6 +24,7 @@ def url() -> Iterator[str]:
         server.terminate()
 
 
+@pytest.mark.process
 def test_a_model_behind_an_endpoint_calls_tools(url: str) -> None:
     played = agentrl.play("key_door", "opens", endpoint=url, seed=4, max_turns=9)
     assert played.is_over

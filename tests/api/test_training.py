@@ -232,6 +232,7 @@ def test_naming_another_environment_or_scheme_drops_the_options_of_the_former() 
     assert (recipe.env.options, recipe.credit) == ({}, {"scheme": "uniform"})
 
 
+@pytest.mark.process
 def test_scripts_find_modules_of_the_working_directory_unless_it_is_a_runs(tmp_path: Path) -> None:
     (tmp_path / "scripts").mkdir()
     (tmp_path / "lies_here.py").write_text("from agentrl_envs.key_door import KeyDoor", encoding="utf-8")
@@ -249,6 +250,7 @@ except agentrl.AgentRLError as error:
         assert words in told
 
 
+@pytest.mark.process
 def test_a_run_is_opened_where_its_modules_lie(tmp_path: Path) -> None:
     (tmp_path / "scripts").mkdir()
     (tmp_path / "lies_here.py").write_text("from agentrl_envs.key_door import KeyDoor", encoding="utf-8")

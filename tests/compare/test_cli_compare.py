@@ -36,6 +36,8 @@ def under_way(folder: Path) -> list[psutil.Process]:
     ]
 
 
+@pytest.mark.slow
+@pytest.mark.process
 def test_a_comparison_that_is_killed_is_resumed_by_the_same_command(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -82,6 +84,7 @@ def test_a_comparison_that_is_killed_is_resumed_by_the_same_command(
     assert [arm["curves"] for arm in other["arms"]] == [arm["curves"] for arm in comparison["arms"]]
 
 
+@pytest.mark.process
 def test_a_run_ends_with_what_started_it_where_interrupts_are_ignored(tmp_path: Path) -> None:
     recipe, run, log = tmp_path / "doors.yaml", tmp_path / "run", tmp_path / "log"
     recipe.write_text(TINY)
@@ -182,6 +185,7 @@ class MyEnv(KeyDoor):
 """
 
 
+@pytest.mark.process
 def test_runs_that_began_with_other_code_are_not_taken(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -14,6 +14,8 @@ from agentrl.env.command import CommandResult
 from tests.support.each import each
 from tests.support.processes import is_alive
 
+pytestmark = pytest.mark.process
+
 
 def run(code: str, **options: object) -> CommandResult:
     return asyncio.run(run_command([sys.executable, "-c", code], **options))  # type: ignore[arg-type]

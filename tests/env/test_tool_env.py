@@ -302,6 +302,7 @@ def _call_in_child(queue: Any) -> None:
     queue.put(content(env, tool_call("thread")))
 
 
+@pytest.mark.process
 @pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")  # forking with threads is what is tested
 def test_coroutine_tools_work_in_a_forked_process(desk: Desk) -> None:
     assert content(desk, tool_call("thread")) == "agentrl-tools"  # the loop runs before the fork

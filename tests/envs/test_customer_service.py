@@ -219,6 +219,7 @@ def url() -> Iterator[str]:
         server.kill()
 
 
+@pytest.mark.process
 def test_a_model_plays_the_customer(url: str) -> None:
     env = service(wish("cancel"), user={"url": url, "model": "m"})
     assert env.can_snapshot

@@ -12,6 +12,8 @@ from agentrl_envs.sandboxes import bubblewrap
 from agentrl_envs.sandboxes.bubblewrap import BubblewrapConfig
 from tests.support.each import each
 
+pytestmark = pytest.mark.process
+
 WHY_NOT = bubblewrap._problem(BubblewrapConfig())
 SANDBOXES = [
     "monty",

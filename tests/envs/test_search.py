@@ -31,6 +31,7 @@ def test_the_corpus_has_a_document_for_each_entity_and_names_its_facts() -> None
         assert len(document.text) < 400
 
 
+@pytest.mark.process
 def test_everyone_has_the_same_corpus() -> None:
     program = "from agentrl_envs.search_world import corpus, questions; print(corpus()[0], questions(1, 3, 'eval')[:5])"
     printed = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout
@@ -167,6 +168,7 @@ def test_an_impossible_option_of_the_search_is_named(options: dict[str, Any], wo
     assert str(caught.value) == words
 
 
+@pytest.mark.process
 def test_what_is_not_installed_is_said_in_one_line() -> None:
     program = (
         "import sys; sys.modules['bm25s'] = None\n"

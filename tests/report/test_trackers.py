@@ -29,7 +29,7 @@ from tests.support.processes import Command
 from tests.support.runs import SIZES, recipe, train
 from tests.support.trajectories import trajectory, turn
 
-pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
+pytestmark = [pytest.mark.process, pytest.mark.filterwarnings("ignore::DeprecationWarning")]
 STEPS = [0, 1, 2, 3]
 Tracked = tuple[Path, list[dict[str, float]]]
 """A run's folder, and the metrics of its steps."""

@@ -187,6 +187,7 @@ def test_a_lost_thread_still_does_what_is_left_to_do_when_its_call_returns() -> 
     assert closed.wait(60)
 
 
+@pytest.mark.process
 def test_a_hanging_environment_does_not_hold_up_the_end_of_the_process() -> None:
     script = """
 import asyncio, time

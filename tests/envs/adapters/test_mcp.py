@@ -18,6 +18,8 @@ from tests.support.each import each
 from tests.support.ports import free_port
 from tests.support.threads import wait_until
 
+pytestmark = pytest.mark.process
+
 STDIO = [sys.executable, mcp_server.__file__, "stdio"]
 STATELESS = ["add", "fail", "data", "only_data", "picture"]
 

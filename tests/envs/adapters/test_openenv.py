@@ -24,6 +24,8 @@ pytest.importorskip("websockets", reason="needs websockets: pip install 'agentrl
 from agentrl_envs.adapters.openenv import OpenEnv
 from tests.support.each import each
 
+pytestmark = pytest.mark.process
+
 SUPPORT = Path(__file__).parents[2] / "support"
 PYTHON = os.environ.get("AGENTRL_OPENENV_PYTHON")
 """Of a virtual environment with openenv or openenv-core, which are hundreds of megabytes: not part of `make test`."""

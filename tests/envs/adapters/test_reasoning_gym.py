@@ -32,6 +32,7 @@ READERS = [
 """Data sets whose scorers give an answer to `eval` or `parse_expr`."""
 
 
+@pytest.mark.process
 @each("dataset", ["chain_sum", "list_functions", "pool_matrix"])  # two draw from global generators
 def test_its_tasks_keep_the_contract(dataset: str) -> None:
     check_env(ReasoningGym, seeds=range(50), dataset=dataset)
@@ -191,6 +192,7 @@ def test_all_but_arithmetic_is_refused(text: str) -> None:
         read_expression(text)
 
 
+@pytest.mark.process
 def test_an_answer_that_takes_too_long_is_wrong_and_the_next_is_scored() -> None:
     env = ReasoningGym(dataset="countdown")
     env.reset(seed=1)

@@ -12,6 +12,8 @@ from agentrl.testing import check_env
 from agentrl_envs.adapters.verifiers import Verifiers, process
 from tests.support.each import each
 
+pytestmark = pytest.mark.process
+
 SUPPORT = Path(__file__).parents[2] / "support"
 PYTHON = os.environ.get("AGENTRL_VERIFIERS_PYTHON")
 """Of a virtual environment with verifiers, which is hundreds of megabytes: not part of `make test`."""

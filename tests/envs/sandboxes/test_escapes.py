@@ -20,7 +20,7 @@ from agentrl_envs.sandboxes.bubblewrap import Bubblewrap, BubblewrapConfig
 from tests.support.each import each
 
 WHY_NOT = bubblewrap._problem(BubblewrapConfig())
-pytestmark = pytest.mark.skipif(bool(WHY_NOT), reason=f"bubblewrap: {WHY_NOT}")
+pytestmark = [pytest.mark.process, pytest.mark.skipif(bool(WHY_NOT), reason=f"bubblewrap: {WHY_NOT}")]
 CAP = ["prlimit", "--nproc=64", "--as=1000000000", "--cpu=90", "--fsize=100000000", "--core=0", "--"]
 """Around the sandbox, whatever it does not hold: none of these attempts may reach the machine."""
 SECRET = "a1b2c3-secret"

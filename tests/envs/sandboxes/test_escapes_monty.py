@@ -10,6 +10,8 @@ from agentrl import UserError
 from agentrl_envs.sandboxes.monty import MontyConfig
 from tests.support.each import each
 
+pytestmark = pytest.mark.process
+
 SECRET = "a1b2c3-secret"
 
 # Each evaluates to loot, or raises.

@@ -26,6 +26,8 @@ from agentrl_envs.sandboxes.process import limit
 from agentrl_envs.sandboxes.unsafe import UnsafeConfig
 from tests.support.each import each
 
+pytestmark = pytest.mark.process
+
 WHY_NOT = bubblewrap._problem(BubblewrapConfig())
 needs_bubblewrap = pytest.mark.skipif(bool(WHY_NOT), reason=f"bubblewrap: {WHY_NOT}")
 CONFIGS = [
