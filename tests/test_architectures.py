@@ -10,6 +10,8 @@ from agentrl.config import Recipe
 from tests.support.architectures import ARCHITECTURES, recipe, write_model
 from tests.support.runs import train
 
+pytestmark = pytest.mark.process
+
 
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[] if name == "Qwen3.5" else pytest.mark.slow) for name in ARCHITECTURES]

@@ -2,6 +2,7 @@
 
 import errno
 import json
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -519,6 +520,7 @@ def test_a_run_that_had_not_started_cannot_be_resumed(agentrl: Agentrl, monkeypa
 def test_a_disk_that_is_full_and_one_that_is_closed_are_told_apart(
     number: int, has_begun: bool, words: str, agentrl: Agentrl, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    shutil.rmtree("run", ignore_errors=True)
     fail_in_train(monkeypatch, OSError(number, "it said no", "run/metrics.jsonl"), has_begun=has_begun)
     status, _, err = agentrl("train", "tiny.yaml", "--run_dir", "run")
     assert (status, err) == (2, f"agentrl: {words}\n")

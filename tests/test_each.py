@@ -2,8 +2,6 @@
 
 import pytest
 
-from tests.support.each import each
-
 pytest_plugins = ["pytester"]
 
 TESTS = """
@@ -41,7 +39,7 @@ def test_a_row_that_fails_is_named_and_the_others_run(pytester: pytest.Pytester)
     done.stdout.fnmatch_lines(["SUBFAILED[[]row 1] (name='y') *", "*5 failed, 2 passed*"])
 
 
-def test_slow_rows_are_a_slow_test(pytester: pytest.Pytester) -> None:
+def test_rows_with_marks_are_tests_with_these_marks(pytester: pytest.Pytester) -> None:
     pytester.makeini("[pytest]\nmarkers = slow")
     pytester.makepyfile(
         """
@@ -55,13 +53,12 @@ def test_slow_rows_are_a_slow_test(pytester: pytest.Pytester) -> None:
         @each("a", [pytest.param(2, marks=pytest.mark.slow)])
         def test_large(a):
             assert a > 5
+
+        @each("a", [pytest.param(1, marks=[]), pytest.param(2, marks=pytest.mark.skipif(True, reason="even"))])
+        def test_small(a):
+            assert a < 2
         """
     )
-    pytester.runpytest_inprocess("-m", "not slow").assert_outcomes(passed=1, deselected=2)
+    pytester.runpytest_inprocess("-m", "not slow").assert_outcomes(passed=2, skipped=1, deselected=2)
     done = pytester.runpytest_inprocess("-m", "slow")
     done.stdout.fnmatch_lines(["SUBFAILED[[]row 1] (a=2) *test_odd[[]slow]*", "SUBFAILED[[]row 0] (a=2) *test_large*"])
-
-
-def test_rows_have_no_other_marks() -> None:
-    with pytest.raises(AssertionError, match="slow, or have no mark"):
-        each("row", [pytest.param(1, marks=pytest.mark.process)])

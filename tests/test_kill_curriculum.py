@@ -95,7 +95,8 @@ def on_disk(folder: RunFolder, scratch: Path) -> tuple[TaskStream, Begun]:
     return stream, {name: (index, stage) for name, index, stage in episodes}
 
 
-@pytest.mark.parametrize("kind", ["curriculum", pytest.param("schedule", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
 def test_in_lockstep_it_takes_the_tasks_of_a_run_that_was_not_killed(tmp_path: Path, kind: str) -> None:
     folder = killed(tmp_path, settings(tmp_path, kind, is_async=False))
     steps = resumed(folder)

@@ -16,6 +16,8 @@ from tests.support.docs import ROOT
 from tests.support.packages import PACKAGES
 from tests.support.small_options import SMALL_OPTIONS
 
+pytestmark = pytest.mark.process
+
 PAGE = ROOT / "docs" / "metrics.md"
 MORE: dict[str, Any] = {
     "credit": "turn_gae",

@@ -38,6 +38,8 @@ from tests.support.hugging_face import hugging_face_folder
 from tests.support.processes import in_process
 from tests.support.runs import SIZES, recipe, train
 
+pytestmark = pytest.mark.process
+
 
 class Mute(MessageEnv):
     """A one-turn task without demonstrations."""
@@ -117,8 +119,7 @@ def test_a_mixture_whose_layers_choose_differently_is_refused_where_the_engine_i
         train(settings)
 
 
-@pytest.mark.process
-@each("precision", ["float32", "bfloat16"])
+@each("precision", [pytest.param("float32", marks=pytest.mark.slow), "bfloat16"])
 def test_a_run_of_adapters_resumes_and_is_exported_as_a_whole_model(precision: str, tmp_path: Path) -> None:
     in_process(partial(train_adapters, precision, tmp_path))  # accelerate's precision is that of a process
 
@@ -156,7 +157,6 @@ def train_adapters(precision: str, tmp_path: Path) -> None:
     assert not all(torch.equal(before[name], after[name]) for name in before)
 
 
-@pytest.mark.process
 def test_one_process_alone_rounds_what_is_frozen_and_shares_it_with_the_reference_though_sharding_is_full(
     tmp_path: Path,
 ) -> None:

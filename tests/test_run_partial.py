@@ -16,6 +16,8 @@ from tests.support import runs
 from tests.support.each import each
 from tests.support.runs import recipe
 
+pytestmark = pytest.mark.process
+
 
 def settings(folder: Path, mode: str, steps: int) -> Recipe:
     return recipe(

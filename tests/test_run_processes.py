@@ -129,6 +129,7 @@ def test_episodes_under_way_in_each_process_survive_and_weights_may_be_shared_ou
     assert len(names) == len(set(names)) == STEPS * 12
 
 
+@pytest.mark.slow
 def test_a_checkpoint_is_read_in_parts_and_the_run_is_resumed(tmp_path: Path) -> None:
     write_model("Qwen3", tmp_path / "model")
     given = architecture_recipe(tmp_path / "model", tmp_path / "unused")
@@ -195,6 +196,7 @@ def test_a_run_is_resumed_with_as_many_processes_as_it_started_with(tmp_path: Pa
     assert "Traceback" not in errors
 
 
+@pytest.mark.slow
 def test_a_mistake_that_processes_meet_ends_the_launch_with_its_message_and_status(tmp_path: Path) -> None:
     # By the real executable; others are forked.
     recipe = written(tmp_path, report={"trackers": ["aim"]})

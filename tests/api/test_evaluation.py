@@ -19,6 +19,8 @@ from agentrl.run import export
 from agentrl.types import Message, TrajectoryGroup
 from tests.support.runs import recipe, train
 
+pytestmark = pytest.mark.process
+
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:

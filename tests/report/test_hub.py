@@ -16,6 +16,8 @@ from tests.support.each import each
 from tests.support.hub_server import TOKEN, HubServer, hub_server
 from tests.support.runs import recipe, train
 
+pytestmark = pytest.mark.process
+
 
 @pytest.fixture(scope="module")
 def run_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:

@@ -10,6 +10,8 @@ from agentrl.report.folder import RunFolder
 from agentrl.report.sources import differing, read_sources, sources
 from tests.support.runs import recipe, train
 
+pytestmark = pytest.mark.process
+
 
 @pytest.fixture
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:

@@ -347,9 +347,9 @@ def test_an_environment_that_raises_or_hangs_is_an_error_in_its_words(
     assert raised.fault.kind == f"KeyError at test_episode.py:{line}"
     assert 'raise KeyError("door")' in raised.fault.traceback
     assert "agentrl/rollout" not in raised.fault.traceback
-    hung = play(breaks(method, hang), new_engine(), renderer, max_turns=2, env_timeout_s=2.0)
+    hung = play(breaks(method, hang), new_engine(), renderer, max_turns=2, env_timeout_s=1.0)
     assert hung.stop_reason is StopReason.ENV_ERROR
-    assert hung.error == f"{where} did not return within rollout.env_timeout_s: 2 s"
+    assert hung.error == f"{where} did not return within rollout.env_timeout_s: 1 s"
     assert hung.fault is not None
     assert ", in hang\n" in hung.fault.traceback
     assert len(raised.turns) == len(hung.turns) == num_turns

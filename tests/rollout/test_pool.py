@@ -280,8 +280,8 @@ def test_an_environment_that_always_hangs_stops_the_run_at_its_deadlines(new_poo
         if what == "step":
             hang()
 
-    pool = new_pool(logged(log), max_consecutive_failures=8, max_retries=1, env_timeout_s=2.0)
-    with pytest.raises(EnvironmentFailure, match=r"step\(\) did not return within rollout\.env_timeout_s: 2 s"):
+    pool = new_pool(logged(log), max_consecutive_failures=8, max_retries=1, env_timeout_s=1.0)
+    with pytest.raises(EnvironmentFailure, match=r"step\(\) did not return within rollout\.env_timeout_s: 1 s"):
         collect(pool, 4)
 
 

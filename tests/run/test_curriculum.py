@@ -10,6 +10,8 @@ from agentrl.report.records import read_records
 from tests.support.runs import recipe, train
 from tests.support.table import Table
 
+pytestmark = pytest.mark.process
+
 
 class Graded(Table):
     """Whatever is said, solves a third of the tasks always, a third never, and a third in the group's first episode."""

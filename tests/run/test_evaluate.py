@@ -11,6 +11,8 @@ from agentrl.run.evaluate import evaluate
 from agentrl_envs.key_door import KeyDoor
 from tests.support.runs import recipe, train
 
+pytestmark = pytest.mark.process
+
 
 class Breakable(KeyDoor):
     is_broken = False

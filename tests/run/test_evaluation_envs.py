@@ -12,6 +12,8 @@ from agentrl.run.build import build
 from tests.support.each import each
 from tests.support.runs import recipe, train
 
+pytestmark = pytest.mark.process
+
 TABLE = "tests.support.table:Table"
 
 

@@ -16,6 +16,8 @@ from agentrl.run import export as module
 from agentrl.run.export import export
 from tests.support.architectures import tiny_model
 
+pytestmark = pytest.mark.process
+
 
 def test_what_is_exported_ends_where_training_did_and_needs_no_package_for_attention(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch

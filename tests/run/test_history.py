@@ -3,6 +3,8 @@
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from agentrl.chat import Renderer, RendererConfig
 from agentrl.report.folder import RunFolder
 from agentrl.report.records import TrajectoryRecord, read_records
@@ -10,6 +12,8 @@ from tests.support.renderers import OftenStops
 from tests.support.run_files import repeatable
 from tests.support.runs import Noise, recipe, train
 from tests.support.talk import Talk
+
+pytestmark = pytest.mark.process
 
 
 class Reads(Talk):

@@ -5,9 +5,13 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from agentrl_envs.key_door import KeyDoor
 from tests.support.run_files import repeatable
 from tests.support.runs import recipe, train
+
+pytestmark = pytest.mark.process
 
 made: Counter[str] = Counter()
 closed: Counter[str] = Counter()

@@ -17,6 +17,8 @@ from agentrl.run.rewind import CollapsedError, go_back
 from tests.support.each import each
 from tests.test_run import Fallen, fallen
 
+pytestmark = pytest.mark.process
+
 KILLS: list[tuple[Any, str, int]] = [
     (RunFolder, "write_config", 1),
     (rewind, "finish_going_back", 1),

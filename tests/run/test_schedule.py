@@ -13,6 +13,8 @@ from tests.support.each import each
 from tests.support.runs import recipe, train
 from tests.support.table import Table
 
+pytestmark = pytest.mark.process
+
 SCHEDULE = [
     {"from_step": 2, "options": {"digits": 3, "num_train": 2}},
     {"from_step": 4, "options": {"digits": 5, "num_train": 4}},

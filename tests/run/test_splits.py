@@ -13,6 +13,8 @@ from agentrl.run.build import build
 from tests.support.runs import recipe, train
 from tests.support.table import Table
 
+pytestmark = pytest.mark.process
+
 
 def settings(tmp_path: Path, *, steps: int = 4, **options: Any) -> Any:
     return recipe(

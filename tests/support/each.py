@@ -16,18 +16,22 @@ _Row = type(pytest.param())
 def each(names: str | Sequence[str], rows: Iterable[Any]) -> Callable[[Test], Test]:
     """Run a test over a table: what `pytest.mark.parametrize` makes a test a row is one test with a subtest a row.
 
-    Rows that are marked as slow, with `pytest.param(..., marks=pytest.mark.slow)`, are a second test, which is slow.
+    Rows with marks, such as `pytest.param(..., marks=pytest.mark.slow)`, are a test of their own, which has these marks.
 
     A row has its own `tmp_path` and `monkeypatch`, and begins with nothing in `capsys` and `caplog`; other fixtures are
     shared by the rows. Every row runs, whatever the rows before it have done, and a failure names its row.
     """
     columns = [names] if isinstance(names, str) else list(names)
     table = list(enumerate(_row(row, is_alone=isinstance(names, str)) for row in rows))
-    slow = [(number, row) for number, row in table if row.marks]
     assert table
-    assert all(mark.name == "slow" for _, row in slow for mark in row.marks), "rows are slow, or have no mark"
-    tiers = [pytest.param([one for one in table if one not in slow], id="default")] if len(slow) < len(table) else []
-    tiers += [pytest.param(slow, id="slow", marks=pytest.mark.slow)] if slow else []
+    by_marks: dict[str, list[Any]] = {}
+    for number, row in table:
+        by_marks.setdefault(repr(row.marks), []).append((number, row))
+    tests = [
+        pytest.param(part, id="-".join(mark.name for mark in part[0][1].marks) or "plain", marks=part[0][1].marks)
+        for part in by_marks.values()
+    ]
+    is_split = any(row.marks for _, row in table)
 
     def decorate(test: Test) -> Test:
         parameters = inspect.signature(test).parameters
@@ -42,10 +46,10 @@ def each(names: str | Sequence[str], rows: Iterable[Any]) -> Callable[[Test], Te
                 with subtests.test(row.id or f"row {number}", **values), ExitStack() as stack:
                     test(**_own(given, number, stack), **values)
 
-        added = ([] if takes_subtests else ["subtests"]) + (["table_rows"] if slow else [])
+        added = ([] if takes_subtests else ["subtests"]) + (["table_rows"] if is_split else [])
         keywords = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in added]
         over_the_table.__signature__ = inspect.Signature([*fixtures, *keywords])  # type: ignore[attr-defined]
-        return pytest.mark.parametrize("table_rows", tiers)(over_the_table) if slow else over_the_table
+        return pytest.mark.parametrize("table_rows", tests)(over_the_table) if is_split else over_the_table
 
     return decorate
 

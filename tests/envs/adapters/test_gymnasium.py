@@ -44,7 +44,7 @@ def best_actions(table: Any, *, discount: float = 0.99, num_sweeps: int = 200) -
     return [int(np.argmax([value(table[s][a]) for a in sorted(table[s])])) for s in range(len(table))]
 
 
-@each("id", [*TABLES, "Blackjack-v1", "tests/Parrot-v0"])
+@each("id", [*(pytest.param(id, marks=pytest.mark.slow) for id in TABLES), "Blackjack-v1", "tests/Parrot-v0"])
 def test_environments_of_gymnasium_keep_the_contract(id: str) -> None:
     check_env(GymnasiumEnv, seeds=range(50), id=id)
 

@@ -311,6 +311,7 @@ def test_environments_with_a_server_in_process_keep_the_contract() -> None:
     check_env(Sums, server="tests.support.mcp_server:server", tool_names=STATELESS)
 
 
+@pytest.mark.slow
 def test_nothing_is_left_after_many_episodes_with_faults(make: Callable[..., Sums]) -> None:
     def play(env: McpEnv, actions: Sequence[Message], num_episodes: int) -> int:
         num_failed = 0

@@ -26,7 +26,13 @@ OFFLINE = [
 ]
 
 
-@each(("game", "num_seeds"), [(game, 50 if game == "Mastermind" else 5) for game in OFFLINE])
+@each(
+    ("game", "num_seeds"),
+    [
+        pytest.param(game, 50 if game == "Mastermind" else 5, marks=[pytest.mark.slow] if number > 1 else [])
+        for number, game in enumerate(OFFLINE)
+    ],
+)
 def test_its_games_keep_the_contract(game: str, num_seeds: int) -> None:
     check_env(TextArena, seeds=range(num_seeds), game=f"{game}-v0")
 
