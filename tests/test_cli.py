@@ -355,6 +355,7 @@ def test_the_doctor_finds_an_engine_that_disagrees(agentrl: Agentrl) -> None:
     assert err.startswith("agentrl: the engine's log-probabilities differ from the trainer's by ")
 
 
+@pytest.mark.process
 def test_a_run_from_beginning_to_end(agentrl: Agentrl, tmp_path: Path) -> None:
     status, out, err = agentrl("train", "tiny.yaml", "--run_dir", "run", "--seed", "3")
     assert (status, err) == (0, "")
@@ -586,6 +587,7 @@ def test_a_finished_run_whose_every_evaluated_episode_failed_says_so(agentrl: Ag
     assert out.splitlines()[0] == "no result on 4 evaluation tasks: every episode of them failed"
 
 
+@pytest.mark.process
 def test_a_fault_of_the_environment_is_told_once_kept_shown_and_played_again(agentrl: Agentrl, tmp_path: Path) -> None:
     how = ["--env.id", "shop_of_faults:SellsFewThings", "--rollout.max_retries", "0", "--report.rollouts_every", "0"]
     how += ["--warmup.steps", "60", "--warmup.learning_rate", "2e-2"]

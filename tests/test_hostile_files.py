@@ -130,6 +130,7 @@ def put(path: Path, data: bytes, check: Callable[[], None]) -> None:
         path.write_bytes(before[path])
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("command", ["train", "show", "credit explain", "credit advise"])
 @given(data=st.data())
 def test_a_command_on_a_damaged_file_ends_well_or_in_one_line(

@@ -134,6 +134,7 @@ def test_odd_values_in_a_file_are_used_or_refused_in_one_line(
         path.write_bytes(whole)
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("name", ["metrics.jsonl", "evaluations/evaluation-000001.jsonl"])
 @given(data=st.data())
 @settings(max_examples=settings().max_examples // 4)

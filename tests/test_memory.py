@@ -31,6 +31,7 @@ _LOCAL = ["--engine.name", "transformers", "--model.local.vocab_size", "4096"]
 EXAMPLES = Path(__file__).parents[1] / "examples" / "gpu"
 
 
+@pytest.mark.process
 @each("name", ARCHITECTURES)
 @each("lora", [None, LoraSettings(rank=2, target_modules=("q_proj",))])
 def test_weights_are_counted_as_a_model_has_them(name: str, lora: LoraSettings | None) -> None:
@@ -45,6 +46,7 @@ def test_weights_are_counted_as_a_model_has_them(name: str, lora: LoraSettings |
     assert 0 < counted.layer < counted.total
 
 
+@pytest.mark.process
 @each(
     "name",
     [
@@ -112,6 +114,7 @@ def test_groups_that_cannot_be_dealt_out_are_refused_by_a_plan(capsys: pytest.Ca
     assert "6 cannot be dealt out to 4 processes" in " ".join(capsys.readouterr().err.split())
 
 
+@pytest.mark.process
 def test_a_model_without_attention_has_room_for_any_number_of_tokens(tmp_path: Path) -> None:
     config = tiny_model("Qwen3.5", vocab_size=97).config
     config.layer_types = ["linear_attention"] * len(config.layer_types)
@@ -189,6 +192,7 @@ def test_an_update_and_sampling_are_added_up_where_they_are_at_the_same_time() -
     assert "gradients" not in large
 
 
+@pytest.mark.process
 @each(
     ("recipe", "size", "gpus", "memory"),
     [
@@ -210,6 +214,7 @@ def test_the_recipes_fit_where_they_say_and_a_tenth_is_left(
     assert sum(process.count for process in processes) == gpus
 
 
+@pytest.mark.process
 def test_a_reference_is_counted_wherever_a_run_keeps_one(tmp_path: Path) -> None:
     recipe = yaml.safe_load((EXAMPLES / "qwen3-8b.yaml").read_text(encoding="utf-8"))
     model = str(folder_of("8B", tmp_path))

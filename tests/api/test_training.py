@@ -91,6 +91,7 @@ def test_the_recipe_is_written_down_with_names_for_what_was_handed_in(run: Train
     assert recipe.loss.unit == "turn"
 
 
+@pytest.mark.process
 def test_what_was_trained_and_recorded_is_at_hand(run: TrainedRun) -> None:
     groups = run.trajectories()
     assert [len(group.trajectories) for group in groups] == [2, 2]
@@ -126,6 +127,7 @@ def test_what_is_not_installed_is_named(
         getattr(run, call)()
 
 
+@pytest.mark.process
 def test_the_newest_weights_are_evaluated_played_and_exported(run: TrainedRun, tmp_path: Path) -> None:
     found = run.evaluate(evaluation={"num_tasks": 3})
     assert found.metrics["episodes"] + found.metrics["failed"] == 3

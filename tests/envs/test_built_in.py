@@ -65,6 +65,7 @@ def test_the_oracle_solves_its_share(name: str, setting: Setting) -> None:
     env.close()
 
 
+@pytest.mark.process
 @each(("name", "setting"), SETTINGS)
 def test_neither_chance_nor_one_action_solves_a_tenth(name: str, setting: Setting) -> None:
     env, episodes = make(name, setting.options), min(setting.episodes, 100)
@@ -85,6 +86,7 @@ def test_without_turn_rewards_the_last_turn_alone_pays(name: str, setting: Setti
     env.close()
 
 
+@pytest.mark.process
 @each(("name", "setting"), SETTINGS)
 def test_moments_with_equal_state_keys_go_alike(name: str, setting: Setting) -> None:
     """Whatever led to a moment of some key, in one task: the same actions and chances then earn and end the same."""

@@ -233,6 +233,7 @@ def test_a_model_plays_the_customer(url: str) -> None:
     assert says(env, "Done.") == ("Thank you.", 1.0, True)
 
 
+@pytest.mark.process
 def test_the_oracle_serves_a_customer_that_a_model_plays(url: str) -> None:
     env = CustomerService(num_requests=1, transfers=0.0, insists=0.0, user={"url": url, "model": "m"})
     rng = np.random.default_rng(0)

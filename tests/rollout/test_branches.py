@@ -364,6 +364,7 @@ class Coin(Dice):
         return float(self.np_random.integers(2))
 
 
+@pytest.mark.process
 def test_branches_tell_the_value_of_each_turn(new_engine: NewEngine, renderer: Renderer) -> None:
     trajectory = play(Coin, new_engine(), renderer, branches={"num": 60, "every": 2})
     assert len(trajectory.turns) == 5
@@ -404,6 +405,7 @@ def collect(pool: RolloutPool, num_groups: int) -> list[TrajectoryGroup]:
         pool.close()
 
 
+@pytest.mark.process
 def test_a_pool_forks_every_episode_and_repeats_bit_for_bit_whatever_the_timing(
     new_pool: Callable[..., RolloutPool],
 ) -> None:

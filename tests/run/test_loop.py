@@ -48,6 +48,7 @@ def test_first_minibatch_of_an_on_policy_batch_has_ratio_one_and_clips_nothing(r
         assert metrics["ratio/spread"] > 1e-4
 
 
+@pytest.mark.process
 def test_two_runs_with_one_seed_repeat_bit_for_bit(runs: Runs) -> None:
     first, second = runs.begin(), runs.begin()
     for _ in range(3):
@@ -55,6 +56,7 @@ def test_two_runs_with_one_seed_repeat_bit_for_bit(runs: Runs) -> None:
     assert torch.equal(weights(first.parts), weights(second.parts))
 
 
+@pytest.mark.process
 def test_saved_and_loaded_equals_uninterrupted_bit_for_bit(runs: Runs, tmp_path: Path) -> None:
     train: dict[str, Any] = {"schedule": "cosine", "steps": 4, "weight_decay": 0.1}
     whole = runs.begin(train=train)
@@ -139,6 +141,7 @@ class TiredEngine(TransformersEngine):
         await super().load_weights(named_tensors if version < 3 else [], version)
 
 
+@pytest.mark.process
 @each(("mode", "step"), [("sync", 4), ("partial", 3), ("async", 3)])
 def test_an_engine_that_misses_a_later_push_is_found_out_at_once(
     runs: Runs, mode: Literal["sync", "partial", "async"], step: int
@@ -214,6 +217,7 @@ def test_an_interrupt_ends_an_update_whose_group_reward_hangs(runs: Runs) -> Non
     assert time.monotonic() - begin < 5  # and waits for nothing: EnvThread's `with` takes up to ten seconds
 
 
+@pytest.mark.process
 @each("rule", ["wait", "mask", "keep"])
 def test_the_recipe_says_what_becomes_of_tokens_that_are_too_old(rule: str, runs: Runs) -> None:
     rollout = {

@@ -37,6 +37,7 @@ def test_a_source_that_hangs_fails_the_others_by_its_name(monkeypatch: pytest.Mo
         pass
 
 
+@pytest.mark.process
 @pytest.mark.usefixtures("hanging")
 def test_a_fork_waits_for_nobody() -> None:
     if (child := os.fork()) == 0:

@@ -38,6 +38,7 @@ def test_its_tasks_keep_the_contract(dataset: str) -> None:
     check_env(ReasoningGym, seeds=range(50), dataset=dataset)
 
 
+@pytest.mark.process
 @each("dataset", ["chain_sum", "countdown", "word_sorting"])
 def test_the_oracle_solves_every_task(dataset: str) -> None:
     env = ReasoningGym(dataset=dataset)
@@ -109,6 +110,7 @@ def test_a_scorer_that_fails_at_the_right_answer_too_fails_the_episode() -> None
         env.step("two")
 
 
+@pytest.mark.process
 @each("dataset", READERS)
 def test_nothing_of_an_answer_is_run(dataset: str, tmp_path: Path) -> None:
     env = ReasoningGym(dataset=dataset)
@@ -131,6 +133,7 @@ def test_nothing_of_an_answer_is_run(dataset: str, tmp_path: Path) -> None:
         assert not (tmp_path / "made").exists(), text
 
 
+@pytest.mark.process
 @each("dataset", READERS)
 def test_right_answers_are_still_right(dataset: str) -> None:
     env = ReasoningGym(dataset=dataset)
@@ -208,6 +211,7 @@ def test_windows_is_refused_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None
         ReasoningGym(dataset="chain_sum")
 
 
+@pytest.mark.process
 def test_all_of_reasoning_gym_that_runs_text_is_known() -> None:
     """A module that is missing here is new: see whether its scorer gives the call what a model says."""
     spec = importlib.util.find_spec("reasoning_gym")

@@ -26,6 +26,7 @@ OFFLINE = [
 ]
 
 
+@pytest.mark.process
 @each(
     ("game", "num_seeds"),
     [
