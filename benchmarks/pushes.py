@@ -35,11 +35,10 @@ import psutil
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from agentrl.engine.vllm_common import sampling_fields
+from agentrl.engine.vllm_common import ServerConfig, sampling_fields
 from agentrl.engine.vllm_launch import Server, start_server
 from agentrl.engine.vllm_push import push
 from agentrl.engine.vllm_server import VLLMServer
-from agentrl.engine.vllm_server_config import ServerConfig
 from agentrl.engine.vllm_weights import changes_in_buckets, in_buckets
 from agentrl.engine.weight_channel import Weight
 from agentrl.types import Sampling

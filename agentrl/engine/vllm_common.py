@@ -2,10 +2,14 @@
 
 import math
 from importlib.util import find_spec
-from typing import Any
+from pathlib import Path
+from typing import Any, Self
+from urllib.parse import urlsplit
+
+from pydantic import BaseModel, ConfigDict, model_validator
 
 from agentrl.errors import ConfigError, EngineError
-from agentrl.types import FinishReason, Sampling
+from agentrl.types import AmountOrZero, Count, FinishReason, Sampling, Seconds
 
 HOW_TO_INSTALL = "pip install 'agentrl[vllm]' with a GPU; without one see docs/engines.md"
 EXTENSION = "agentrl.engine.vllm_worker.WorkerExtension"
@@ -19,6 +23,50 @@ MIN_TEMPERATURE = 0.01
 FINISH_REASONS = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH, "abort": FinishReason.ABORTED}
 _NO_LOGPROB = -9999.0
 """What a server sends where a log-probability is not a number."""
+
+
+class ServerConfig(BaseModel):
+    """A vLLM server that samples in a process of its own, or on another machine; `agentrl serve RECIPE` starts one on this."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    url: str | tuple[str, ...] = "http://127.0.0.1:8000"
+    """Where it listens. Several servers are dealt out evenly to training processes: of 2 processes each has 2 of 4 servers, of
+    2 or 3 servers the first has all. A process spreads its conversations over its servers, and one that dies is left out, as
+    long as another is up; a process that has none only trains."""
+    processes: Count | None = None
+    """How many training processes have servers, at most; 1: the first has all. As many as there are servers: each has one of
+    its own, which plays faster where environments are slow, and a run ends with any of them. None: as many as can have two."""
+    folder: Path | None = None
+    """A folder that trainer and server both see by this path, for weights that cannot go to the server directly. None: one of
+    this machine's for temporary files."""
+    timeout_s: Seconds = 600.0
+    """Deadline of whatever is no completion: a push of weights, a pause, a sign of life while it samples. A server that misses
+    it counts as down. Keep it no longer than `rollout.engine_timeout_s`."""
+    max_retries: AmountOrZero = 3
+    """How often a request that the server did not answer, or answered with an error of its own (5xx), is made again."""
+    max_connections: Count = 512
+    """Completions that are asked for at the same time; others wait in line. Each takes an open file here and one at the server:
+    many servers may open 1,024."""
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        if not self.urls:
+            raise ValueError("url: expected at least one")
+        for url in self.urls:
+            try:
+                parts = urlsplit(url)
+                is_whole = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port is not None
+            except ValueError:
+                is_whole = False
+            if not is_whole:
+                raise ValueError(f"url: expected http://HOST:PORT, got {url!r}")
+        return self
+
+    @property
+    def urls(self) -> tuple[str, ...]:
+        """`url` as a list."""
+        return (self.url,) if isinstance(self.url, str) else self.url
 
 
 def is_installed() -> bool:

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 import httpx2
 
 from agentrl.engine.retry import retry_wait_s
-from agentrl.engine.vllm_server_config import ServerConfig
+from agentrl.engine.vllm_common import ServerConfig
 from agentrl.errors import EngineError
 
 _T = TypeVar("_T")

@@ -11,12 +11,18 @@ from uuid import uuid4
 import torch
 
 from agentrl.engine.base import KeptBase
-from agentrl.engine.vllm_common import MIN_TEMPERATURE, check_success, read_choice, sampled_logprobs, sampling_fields
+from agentrl.engine.vllm_common import (
+    MIN_TEMPERATURE,
+    ServerConfig,
+    check_success,
+    read_choice,
+    sampled_logprobs,
+    sampling_fields,
+)
 from agentrl.engine.vllm_experts import VLLMExperts
 from agentrl.engine.vllm_http import Fault, Http, ServerLostError
 from agentrl.engine.vllm_outstanding import Outstanding
 from agentrl.engine.vllm_push import Changes, push
-from agentrl.engine.vllm_server_config import ServerConfig
 from agentrl.engine.vllm_weights import ServedModel, read_answer, read_model
 from agentrl.errors import EngineError
 from agentrl.types import Completion, Sampling

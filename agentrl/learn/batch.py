@@ -12,9 +12,8 @@ import torch
 from torch import Tensor
 
 from agentrl.credit import Credit
-from agentrl.learn.plan import Int32Array
 from agentrl.learn.token_weights import Aggregation, RatioUnit, aggregation_weights, unit_index
-from agentrl.learn.tokens import TokenBatch
+from agentrl.learn.tokens import Int32Array, TokenBatch
 from agentrl.types import Trajectory
 
 

@@ -11,20 +11,17 @@ from itertools import chain, groupby
 from typing import Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from agentrl.errors import UserError
-from agentrl.learn.tokens import TokenBatch, ToldExperts
+from agentrl.learn.tokens import Int32Array, TokenBatch, ToldExperts
 from agentrl.policy.config import Layout
 from agentrl.policy.layout import Index, Inputs, lay_out, pack
 from agentrl.policy.model import Policy
 from agentrl.policy.recurrent import num_computed
 from agentrl.policy.tree import IntArray, plan_tree
 from agentrl.routing import UNKNOWN, Experts
-
-Int32Array = npt.NDArray[np.int32]
 
 _EMPTY = np.zeros(1, dtype=np.int64)
 """The row of a pass without a trajectory."""

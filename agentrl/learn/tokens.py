@@ -15,6 +15,7 @@ from agentrl.chat import TurnTokens
 from agentrl.types import Trajectory, Turn
 
 IntArray = npt.NDArray[np.int64]
+Int32Array = npt.NDArray[np.int32]
 
 _UNKNOWN = 0
 """Stands for the token after the end of a row, which is not known."""

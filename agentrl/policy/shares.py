@@ -13,15 +13,12 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from agentrl.distributed.processes import num_processes
-from agentrl.engine.model_class import auto_class
+from agentrl.engine.model_class import LAYER_KINDS, auto_class, name_body, with_layers
 from agentrl.policy.model import (
-    LAYER_KINDS,
     load_pretrained,
-    name_body,
     naming_checkpoint,
     open_checkpoint,
     quantization,
-    with_layers,
 )
 
 _PLAN = {"layers.*": "free_full_weight"}

@@ -19,11 +19,10 @@ from torch.utils._pytree import tree_leaves
 from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface
 
-from agentrl.engine.model_class import auto_class
+from agentrl.engine.model_class import auto_class, name_body, with_layers
 from agentrl.policy.autocast import cast_experts
 from agentrl.policy.config import LoraSettings
 from agentrl.policy.lora import add_lora, round_frozen
-from agentrl.policy.model import name_body, with_layers
 from agentrl.policy.towers import freeze_towers
 from agentrl.policy.tree_model import no_mask
 

@@ -31,12 +31,11 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from agentrl.engine import vllm_launch, vllm_outstanding, vllm_push, vllm_weights
 from agentrl.engine.base import KeptBase, Sampler
-from agentrl.engine.vllm_common import is_installed
+from agentrl.engine.vllm_common import ServerConfig, is_installed
 from agentrl.engine.vllm_experts import VLLMExperts
 from agentrl.engine.vllm_http import Fault, Http
 from agentrl.engine.vllm_launch import Server, start_server
 from agentrl.engine.vllm_server import VLLMServer
-from agentrl.engine.vllm_server_config import ServerConfig
 from agentrl.engine.vllm_weights import ServedModel, find_ties, in_buckets
 from agentrl.engine.weight_channel import Channel
 from agentrl.errors import ConfigError, EngineError

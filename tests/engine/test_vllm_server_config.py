@@ -2,7 +2,8 @@
 
 import pytest
 
-from agentrl.engine.vllm_server_config import ServerConfig, VLLMServerConfig
+from agentrl.engine.vllm_common import ServerConfig
+from agentrl.engine.vllm_server_config import VLLMServerConfig
 
 
 @pytest.mark.parametrize(

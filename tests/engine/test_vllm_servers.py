@@ -14,10 +14,9 @@ import torch
 
 from agentrl.engine import vllm_outstanding, vllm_server, vllm_weights
 from agentrl.engine.base import KeptBase
-from agentrl.engine.vllm_common import is_installed
+from agentrl.engine.vllm_common import ServerConfig, is_installed
 from agentrl.engine.vllm_launch import Server, start_server
 from agentrl.engine.vllm_server import VLLMServer
-from agentrl.engine.vllm_server_config import ServerConfig
 from agentrl.engine.vllm_servers import VLLMServers
 from agentrl.errors import EngineError
 from agentrl.testing import check_engine
