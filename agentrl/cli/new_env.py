@@ -7,7 +7,7 @@ from string import Template
 
 from agentrl.errors import ConfigError
 
-_ENV = Template('''"""$title: a number to find with hints; the task to replace by yours."""
+_ENV_FILE = Template('''"""$title: a number to find with hints; the task to replace by yours."""
 
 from typing import Any
 
@@ -67,7 +67,7 @@ class $cls(ToolEnv):
             return tool_call("look", n=int(rng.integers(1, self.highest + 1)))
         return tool_call("look", n=(self.low + self.high) // 2)
 ''')
-_TEST = Template("""from $name import $cls
+_TEST_FILE = Template("""from $name import $cls
 
 from agentrl.testing import check_env
 
@@ -75,7 +75,7 @@ from agentrl.testing import check_env
 def test_it_keeps_the_contract() -> None:
     check_env($cls, seeds=range(10))
 """)
-_RECIPE = Template("""# agentrl train $name.yaml: a tiny model on a CPU, in two minutes; `model.name_or_path` takes a real one.
+_RECIPE_FILE = Template("""# agentrl train $name.yaml: a tiny model on a CPU, in two minutes; `model.name_or_path` takes a real one.
 env:
   id: $name:$cls
   options: {highest: 9}
@@ -118,7 +118,7 @@ def write_new_env(name: str, folder: Path) -> str:
         "cls": "".join(map(str.capitalize, name.split("_"))),
         "title": name.replace("_", " ").capitalize(),
     }
-    files = {f"{name}.py": _ENV, f"test_{name}.py": _TEST, f"{name}.yaml": _RECIPE}
+    files = {f"{name}.py": _ENV_FILE, f"test_{name}.py": _TEST_FILE, f"{name}.yaml": _RECIPE_FILE}
     if there := [file for file in files if (folder / file).exists()]:
         raise ConfigError(f"NAME: {there[0]} is there already; choose another name")
     for file, template in files.items():

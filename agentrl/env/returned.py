@@ -57,12 +57,12 @@ def key_return(key: object, *, method: str) -> str | None:
     """Return a key, or an answer, that the environment may not have."""
     if key is not None and not isinstance(key, str):
         raise EnvError(f"{method} returned {abbreviated(key)}; return a str, or None where there is none")
-    plain: str | None = _plain(key, f"{method}: the key")
+    plain: str | None = _plain_reply(key, f"{method}: the key")
     return plain
 
 
 def _messages(messages: object, method: str) -> tuple[Message, ...]:
-    plain = _plain(messages, f"{method}: messages")
+    plain = _plain_reply(messages, f"{method}: messages")
     if not isinstance(plain, list):
         raise EnvError(f"{method} returned {abbreviated(messages)} as messages; return a tuple of them")
     for message in plain:
@@ -76,7 +76,7 @@ def _messages(messages: object, method: str) -> tuple[Message, ...]:
 
 
 def _reward(reward: object, method: str) -> float:
-    number = _plain(reward, f"{method}: the reward")
+    number = _plain_reply(reward, f"{method}: the reward")
     if not is_number(number) or abs(number) > MAX_REWARD:
         raise EnvError(
             f"{method} returned the reward {abbreviated(reward)}; return a finite float, at most {MAX_REWARD:g} in size"
@@ -87,7 +87,7 @@ def _reward(reward: object, method: str) -> float:
 def _info(info: object, method: str) -> dict[str, Any]:
     if not isinstance(info, dict):
         raise EnvError(f"{method} returned {abbreviated(info)} as info; return a dict")
-    plain: dict[str, Any] = _plain(info, f"{method}: info")
+    plain: dict[str, Any] = _plain_reply(info, f"{method}: info")
     return plain
 
 
@@ -109,7 +109,7 @@ def _metrics(info: object, method: str) -> dict[str, Any]:
     return plain
 
 
-def _plain(value: object, place: str) -> Any:
+def _plain_reply(value: object, place: str) -> Any:
     try:
         return plain_data(value, place)
     except PlainDataError as error:

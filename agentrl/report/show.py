@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from rich.console import Group, RenderableType
-from rich.panel import Panel
+from rich.panel import Panel as RichPanel
 from rich.style import Style
 from rich.text import Text
 from tokenizers import Tokenizer
@@ -66,7 +66,7 @@ def render(record: TrajectoryRecord, decode: Decode | None = None) -> Renderable
         parts.append(Text(record.fault.traceback, style="red"))
     metrics = "  ".join(f"{name} {value:g}" for name, value in record.metrics.items() if name != "env_s")
     title = f"{record.trajectory_id}  reward {record.reward:g}  {record.stop_reason}"
-    return Panel(  # as Text, because names may hold brackets, which a str would lose as markup
+    return RichPanel(  # as Text, because names may hold brackets, which a str would lose as markup
         Group(*parts), title=Text(title), subtitle=Text(metrics) or None, title_align="left", subtitle_align="left"
     )
 

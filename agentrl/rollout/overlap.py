@@ -13,7 +13,7 @@ from agentrl.rollout.tasks import EnvTask, Tasks
 
 _EVALUATION_TASKS, _TRAINING_TASKS = 64, 256
 """Looked at, at most."""
-_LIMIT_S = 4.0
+_OVERLAP_LIMIT_S = 4.0
 """How long to look, in seconds: half for each split."""
 _TOLD_FROM = 0.1
 """Share that is told. Below it, first words that are alike by chance look the same."""
@@ -48,7 +48,7 @@ async def overlap(make_env: MakeEnv, tasks: Tasks, *, timeout_s: float) -> Overl
     """
     with EnvThread() as thread:
         try:
-            return await thread.call(lambda: find_overlap(make_env, tasks), timeout_s=2 * timeout_s + _LIMIT_S)
+            return await thread.call(lambda: find_overlap(make_env, tasks), timeout_s=2 * timeout_s + _OVERLAP_LIMIT_S)
         except Exception:  # noqa: BLE001 - of a stranger's environment, which was tried before
             return None
 
@@ -65,7 +65,7 @@ def find_overlap(make_env: MakeEnv, tasks: Tasks) -> Overlap | None:
         base = base_env(env)
 
         def identities(some: Iterable[EnvTask]) -> list[bytes]:
-            end = time.monotonic() + _LIMIT_S / 2
+            end = time.monotonic() + _OVERLAP_LIMIT_S / 2
             in_time = takewhile(lambda _: time.monotonic() < end, some)
             replies = (reset(env, base, task, rollout_index=0) for task in in_time)
             return [_digest(reply) for reply in replies]

@@ -42,12 +42,12 @@ def json_until(close: str) -> re.Pattern[str]:
     return re.compile(rf'((?:[^"<\\]++|"(?:[^"\\]++|\\.)*+")*+)(?:{re.escape(close)}|\Z)', re.DOTALL)
 
 
-_BODY = json_until(CLOSE)
+_HERMES_BODY = json_until(CLOSE)
 
 
-def _read(sampled: Sampled, start: int, tools: Tools) -> tuple[list[Function], int]:  # noqa: ARG001 - JSON has types
+def _read_hermes(sampled: Sampled, start: int, tools: Tools) -> tuple[list[Function], int]:  # noqa: ARG001 - JSON has types
     end = sampled.find(CLOSE, start)
-    body = _BODY.match(sampled.text, start)
+    body = _HERMES_BODY.match(sampled.text, start)
     if body and (found := _call(body[1])):
         return [found], body.end()
     return [malformed(sampled.text[start:end])], end + len(CLOSE)
@@ -63,4 +63,4 @@ def _call(body: str) -> Function | None:
     return function(call["name"], call.get("arguments", {}))
 
 
-HERMES = TaggedForm(name="hermes", open=OPEN, close=CLOSE, read=_read, space="\n")
+HERMES = TaggedForm(name="hermes", open=OPEN, close=CLOSE, read=_read_hermes, space="\n")

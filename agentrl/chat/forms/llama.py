@@ -15,14 +15,14 @@ _BETWEEN = re.compile(r"\s*+;?\s*+")
 _DECODER = json.JSONDecoder()
 
 
-def _read(text: str) -> tuple[str, list[Function]]:
+def _read_llama(text: str) -> tuple[str, list[Function]]:
     content, tag, called = text.partition(_TAG)
     if not tag:
         content, called = ("", text) if _BEGIN.match(text) else (text, "")
-    return content, _calls(called.strip()) or [malformed(tag + called)] if tag or called else []
+    return content, _llama_calls(called.strip()) or [malformed(tag + called)] if tag or called else []
 
 
-def _calls(text: str) -> list[Function]:
+def _llama_calls(text: str) -> list[Function]:
     """Return calls that stand one after the other, or with semicolons between them; none where one is malformed."""
     functions, position = list[Function](), 0
     while position < len(text):
@@ -37,4 +37,4 @@ def _calls(text: str) -> list[Function]:
     return functions
 
 
-LLAMA = WholeForm(name="llama-json", read=_read)
+LLAMA = WholeForm(name="llama-json", read=_read_llama)

@@ -7,20 +7,20 @@ from agentrl.chat.forms.form import NAME, Function, json_function, malformed, ob
 from agentrl.chat.forms.tagged import Sampled, TaggedForm
 from agentrl.chat.renderer import Tools
 
-_OPEN = "[TOOL_CALLS]"
-_BODY = re.compile(r'((?:[^"\\\[]++|"(?:[^"\\]++|\\.)*+"|\[(?!TOOL_CALLS\]))*+)(?=\[TOOL_CALLS\]|\Z)', re.DOTALL)
+_MISTRAL_OPEN = "[TOOL_CALLS]"
+_MISTRAL_BODY = re.compile(r'((?:[^"\\\[]++|"(?:[^"\\]++|\\.)*+"|\[(?!TOOL_CALLS\]))*+)(?=\[TOOL_CALLS\]|\Z)', re.DOTALL)
 """JSON up to the next call outside of its strings."""
 _NAMED = re.compile(rf"\s*+({NAME})\s*+(?:\[CALL_ID\][^\[{{]*+)?(?:\[ARGS\])?(?=\s*+{{)")
 
 
-def _read(sampled: Sampled, start: int, tools: Tools) -> tuple[list[Function], int]:  # noqa: ARG001 - JSON has types
-    if (body := _BODY.match(sampled.text, start)) and (found := _calls(body[1])):
+def _read_mistral(sampled: Sampled, start: int, tools: Tools) -> tuple[list[Function], int]:  # noqa: ARG001 - JSON has types
+    if (body := _MISTRAL_BODY.match(sampled.text, start)) and (found := _mistral_calls(body[1])):
         return found, body.end()
-    stop = sampled.find(_OPEN, start)
+    stop = sampled.find(_MISTRAL_OPEN, start)
     return [malformed(sampled.text[start:stop])], stop
 
 
-def _calls(body: str) -> list[Function]:
+def _mistral_calls(body: str) -> list[Function]:
     """Return the call with its name in front, or those of a list; none where one is malformed."""
     if begin := _NAMED.match(body):
         found = [json_function(begin[1], body[begin.end() :])]
@@ -36,4 +36,4 @@ def _calls(body: str) -> list[Function]:
     return functions if len(functions) == len(found) else []
 
 
-MISTRAL = TaggedForm(name="mistral", open=_OPEN, read=_read, think=("[THINK]", "[/THINK]"))
+MISTRAL = TaggedForm(name="mistral", open=_MISTRAL_OPEN, read=_read_mistral, think=("[THINK]", "[/THINK]"))

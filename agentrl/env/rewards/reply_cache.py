@@ -11,7 +11,7 @@ from agentrl.errors import UserError
 
 T = TypeVar("T")
 
-_MAX_WAIT_S = 20.0
+_MAX_LOCK_WAIT_S = 20.0
 """How long to wait for others that write."""
 _STEP_S = 0.05
 
@@ -36,7 +36,7 @@ class ReplyCache:
         await self._do(lambda file: file.execute("INSERT OR REPLACE INTO replies VALUES (?, ?)", (key, reply)))
 
     async def _do(self, work: Callable[[sqlite3.Connection], T]) -> T:
-        deadline = time.monotonic() + _MAX_WAIT_S
+        deadline = time.monotonic() + _MAX_LOCK_WAIT_S
         while True:
             try:
                 return self._opened(work)

@@ -210,7 +210,7 @@ _portals = BlockingPortalProvider()
 _open: WeakSet[Connection] = WeakSet()
 
 
-def _begin_again() -> None:
+def _forget_connections() -> None:
     """Forget all connections: a forked process has none of their threads."""
     global _portals
     _portals = BlockingPortalProvider()
@@ -224,4 +224,4 @@ def _close_all() -> None:
 
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_begin_again)
+    os.register_at_fork(after_in_child=_forget_connections)

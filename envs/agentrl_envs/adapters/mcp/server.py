@@ -193,7 +193,7 @@ _shared: dict[Hashable, _Shared] = {}
 _tools: dict[Hashable, list[Tool]] = {}
 
 
-def _begin_again() -> None:
+def _forget_shared() -> None:
     """Forget what a forked process does not have."""
     global _lock
     _lock = threading.RLock()
@@ -201,4 +201,4 @@ def _begin_again() -> None:
 
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_begin_again)
+    os.register_at_fork(after_in_child=_forget_shared)
