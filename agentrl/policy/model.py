@@ -13,14 +13,14 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from agentrl.chat import local_folder, pretrained_tokenizer
-from agentrl.engine.model_class import auto_class, name_body
 from agentrl.errors import ConfigError
-from agentrl.head import logit_map
-from agentrl.policy.autocast import cast_experts
+from agentrl.models.auto_classes import auto_class, name_body
+from agentrl.models.logits import logit_map
+from agentrl.models.moe import cast_experts
 from agentrl.policy.config import Layout, LocalModelConfig
 from agentrl.policy.layout import Inputs, hidden_states
+from agentrl.policy.layout.recurrent import can_continue, mixers_of
 from agentrl.policy.logprobs import fused_logprobs
-from agentrl.policy.recurrent import can_continue, mixers_of
 
 
 def local_config(config: LocalModelConfig, *, vocab_size: int, **further: Any) -> Any:

@@ -2,8 +2,8 @@
 
 import pytest
 
-from agentrl.engine.vllm_common import ServerConfig
-from agentrl.engine.vllm_server_config import VLLMServerConfig
+from agentrl.engine.vllm.common import ServerConfig
+from agentrl.engine.vllm.servers import VLLMServerConfig
 
 
 @pytest.mark.parametrize(

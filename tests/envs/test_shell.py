@@ -6,8 +6,7 @@ import pytest
 from agentrl import UserError, tool_call
 from agentrl_envs.sandboxes import bubblewrap
 from agentrl_envs.sandboxes.bubblewrap import BubblewrapConfig
-from agentrl_envs.shell import Shell
-from agentrl_envs.shell_jobs import KINDS, draw_job
+from agentrl_envs.shell import KINDS, Shell, draw_job
 
 WHY_NOT = bubblewrap._problem(BubblewrapConfig())
 SANDBOXES = [

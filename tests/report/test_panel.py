@@ -4,7 +4,7 @@ import pytest
 
 from agentrl.errors import ConfigError
 from agentrl.report.folder import RunFolder
-from agentrl.report.panel import Panel, note_panels, read_panels
+from agentrl.report.terminal import Panel, note_panels, read_panels
 
 
 def test_what_an_evaluation_missed_is_filled_in_by_the_next(tmp_path: Path) -> None:
