@@ -37,7 +37,7 @@ from agentrl.policy.lora import add_lora, round_frozen
 from agentrl.policy.model import Policy, local_config
 from agentrl.recipe.config import Recipe
 from agentrl.run.memory import model_config, plan_memory
-from agentrl.run.parts import new_engine
+from agentrl.run.parts import build_engine
 from agentrl.types import Sampling, Share, StopReason
 from benchmarks.several import together
 
@@ -241,7 +241,16 @@ def sample(recipe: Recipe) -> float:
     with tempfile.TemporaryDirectory() as handover:
         before = resident("VmRSS")
         Path("/proc/self/clear_refs").write_text("5", encoding="utf-8")
-        engine = new_engine(recipe, Share(1), model, torch.device("cpu"), handover=Path(handover))
+        engine = build_engine(
+            recipe.engine,
+            model,
+            rollout=recipe.rollout,
+            train=recipe.train,
+            share=Share(1),
+            device=torch.device("cpu"),
+            handover=Path(handover),
+            tells_experts=recipe.loss.routing_replay == "engine",
+        )
     length = recipe.rollout.max_context_tokens
 
     async def fill(of: str, num_prompt_tokens: int) -> None:

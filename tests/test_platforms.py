@@ -38,10 +38,10 @@ def test_what_apples_gpus_cannot_compute_is_computed_by_the_processor() -> None:
     script = """
 import torch
 from agentrl.recipe.config import load_recipe
-from agentrl.run import build
+from agentrl.run.parts import build_accelerator
 
 torch.backends.mps.is_available = torch.backends.mps.is_built = lambda: True
-print(build._new_accelerator(load_recipe({"env": {"id": "calculator"}})).device.type)
+print(build_accelerator(load_recipe({"env": {"id": "calculator"}}).train).device.type)
 """
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
     assert done.stdout == "cpu\n", done.stderr

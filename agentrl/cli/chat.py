@@ -63,10 +63,10 @@ def _target(target: Path, rest: list[str]) -> "tuple[Recipe, Any, str]":
         return recipe, pretrained_tokenizer(name), name
     if (folder := tokenizer_of(run_dir)) is not None:
         return recipe, load_tokenizer(folder), f"the local model of {target}"
-    from agentrl.run.parts import make_bytes_tokenizer
+    from agentrl.run.parts import bytes_tokenizer
 
     return (
         recipe,
-        make_bytes_tokenizer(),
+        bytes_tokenizer(),
         "a local model (with a tokenizer of bytes: its own is trained when it begins)",
     )

@@ -32,7 +32,7 @@ def _plan(options: argparse.Namespace, rest: list[str]) -> None:
     memory = int(options.memory * GB)
     sizes = model_sizes(recipe)
     processes = plan_memory(recipe, gpus=options.gpus, memory=memory, sizes=sizes)
-    share_of(recipe, 0, processes[0].count)
+    share_of(recipe.engine, num_groups=recipe.rollout.num_groups, rank=0, num_ranks=processes[0].count)
     console = Console()
     for process in processes:
         table = Table(f"{process.count} x {process.name}", "GB", box=None, pad_edge=False)

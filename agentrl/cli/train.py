@@ -50,7 +50,7 @@ def _launch(options: argparse.Namespace, rest: list[str]) -> None:
     from agentrl.run.checkpoint import check_processes
     from agentrl.run.parts import share_of
 
-    share_of(recipe, 0, options.processes)
+    share_of(recipe.engine, num_groups=recipe.rollout.num_groups, rank=0, num_ranks=options.processes)
     if run_dir is not None:
         for newest in checkpoints(RunFolder.open(run_dir).checkpoints)[-1:]:
             with checkpoint_errors(newest):

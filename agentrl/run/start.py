@@ -20,7 +20,7 @@ from agentrl.rollout.reset_checks import overlap, prove_reset
 from agentrl.run.build import Parts, reads_branches
 from agentrl.run.checkpoint import check_hashes, finish_going_back, keep_hashes, resume, save
 from agentrl.run.evaluate import evaluation_metrics
-from agentrl.run.parts import make_demonstrations, naming_stage
+from agentrl.run.parts import demonstrate, naming_stage
 from agentrl.run.record import OnProgress, RunRecord
 from agentrl.types import Need
 
@@ -156,8 +156,13 @@ def _prepare(parts: Parts) -> Preparation:
     parts.link.start(0)
     examples: list[Demonstration] = []
     if recipe.warmup.steps:
-        examples = make_demonstrations(
-            recipe, renderer, runner, tasks=parts.pool.tasks, count=recipe.warmup.num_demonstrations
+        examples = demonstrate(
+            parts.env,
+            renderer,
+            config=recipe.warmup,
+            rollout=recipe.rollout,
+            count=recipe.warmup.num_demonstrations,
+            runner=runner,
         )
     prepared = _check_oracle(parts, examples)
     if not recipe.evaluation.env:

@@ -45,7 +45,7 @@ from agentrl.policy.config import Layout, LoraSettings
 from agentrl.policy.layout import lay_out, recurrent
 from agentrl.policy.lora import merged_weights
 from agentrl.recipe.config import load_recipe
-from agentrl.run import build
+from agentrl.run.parts import build_accelerator
 from benchmarks.architectures import tiny_model
 from tests.support.learners import TOKENIZER, make_learner
 from tests.support.played import new_policy, play
@@ -247,7 +247,7 @@ def test_changed_experts_are_told_alike(sharding: Sharding, tmp_path: Path) -> N
 
 def accelerated() -> tuple[int, str]:
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
-    accelerator = build._new_accelerator(load_recipe({"env": {"id": "calculator"}}))
+    accelerator = build_accelerator(load_recipe({"env": {"id": "calculator"}}).train)
     return accelerator.num_processes, accelerator.device.type
 
 

@@ -80,7 +80,7 @@ def look(run: Path) -> OnDisk | None:
     newest, recipe = checkpoints(folder.checkpoints)[-1], load_recipe(folder.config_file)
     states = [json.loads(path.read_text()) for path in sorted(newest.glob("agentrl*.json"), key=lambda p: p.stem)]
     for process, state in enumerate(states):
-        share = share_of(recipe, process, len(states))
+        share = share_of(recipe.engine, num_groups=recipe.rollout.num_groups, rank=process, num_ranks=len(states))
         if not share.num_groups:
             continue  # it only trains
         stream = _recovered(
