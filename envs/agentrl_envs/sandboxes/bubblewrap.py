@@ -12,7 +12,8 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 import agentrl
-from agentrl import EnvironmentFailure, ExecResult, Language, SandboxConfig, UserError
+from agentrl import EnvironmentFailure, ExecResult, Language, SandboxConfig
+from agentrl.errors import ConfigError
 from agentrl_envs.sandboxes.files import Files, FileSandbox, packed, unpacked
 from agentrl_envs.sandboxes.process import Finished, limit, run_process
 from agentrl_envs.sandboxes.seccomp import architectures, seccomp_filter
@@ -53,13 +54,13 @@ class BubblewrapConfig(SandboxConfig):
         """Return a new sandbox.
 
         Raises:
-            UserError: where bubblewrap is missing or may not do its work.
+            ConfigError: bubblewrap is missing or may not do its work.
         """
         if problem := _problem(self):
-            raise UserError(
-                f"sandbox: 'bubblewrap' cannot be had here: {problem}. It needs Linux with user namespaces, and the package "
+            raise ConfigError(
+                f"sandbox: 'bubblewrap' is not available here: {problem}. It needs Linux with user namespaces, and the package "
                 "bubblewrap (apt-get install bubblewrap). In a container, allow it to make namespaces, or name another "
-                "sandbox: 'monty'"
+                "sandbox: 'monty' runs Python without it; sh needs a sandbox of your own, or 'unsafe', which is none"
             )
         return Bubblewrap(self)
 
