@@ -20,7 +20,7 @@ import torch
 import transformers
 import yaml
 
-from agentrl.engine.model_class import auto_class
+from agentrl.models.auto_classes import auto_class
 from benchmarks.families import FAMILIES, Family, family_of, make_tokenizer, templates_folder
 
 _SIZES: dict[str, Any] = {
@@ -283,9 +283,9 @@ def _last_words(output: str) -> str:
 
 def _describe(name: str) -> dict[str, str]:
     """Return what a run would choose for a model: renderer and layout."""
-    from agentrl.config import Recipe
     from agentrl.policy.layout import choose_layout
     from agentrl.policy.model import load_pretrained
+    from agentrl.recipe.config import Recipe
 
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)

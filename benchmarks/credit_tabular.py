@@ -37,13 +37,12 @@ import torch
 from pydantic import TypeAdapter
 
 from agentrl import StopReason, Trajectory, TrajectoryGroup, Turn, assign_credit, load_credit
-from agentrl.learn.batch import LossColumns
+from agentrl.learn.batch import LossColumns, aggregation_weights, unit_index
 from agentrl.learn.calibration import Calibration
+from agentrl.learn.config import LossConfig
 from agentrl.learn.loss import policy_loss
-from agentrl.learn.loss_config import LossConfig
 from agentrl.learn.micro_batch_loss import trust_region
-from agentrl.learn.minibatches import draw_minibatches
-from agentrl.learn.token_weights import aggregation_weights, unit_index
+from agentrl.learn.plan import draw_minibatches
 from agentrl.report.advise import COMPARED, Shown, Task, show
 
 Array = npt.NDArray[np.float64]

@@ -16,7 +16,7 @@ import torch
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from agentrl.chat import train_tokenizer
-from agentrl.config import Recipe
+from agentrl.recipe.config import Recipe
 from agentrl.run import loop
 from agentrl.run.build import build
 

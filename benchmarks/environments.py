@@ -31,7 +31,7 @@ from typing import Any
 import numpy as np
 
 from agentrl.env import MessageEnv, base_env, make_env
-from agentrl.testing.baselines import Policy, always, constant_actions, oracle, play, random_action
+from agentrl.rollout.baselines import Policy, always, constant_actions, oracle, play, random_action
 from agentrl.types import Message
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -44,13 +44,13 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 import yaml
 
-from agentrl.config import Recipe, load_recipe
 from agentrl.distributed.checkpoints import checkpoints
 from agentrl.errors import TrainingError
+from agentrl.recipe.config import Recipe, load_recipe
 from agentrl.report.folder import RunFolder
 from agentrl.run import loop
 from agentrl.run.build import build
-from agentrl.run.rewind import CollapsedError, go_back
+from agentrl.run.checkpoint import CollapsedError, go_back
 from benchmarks.paper import new_model
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from agentrl.policy.tree import plan_tree
-from agentrl.policy.tree_attention import TreeLayout
+from agentrl.policy.layout.tree import plan_tree
+from agentrl.policy.layout.tree_attention import TreeLayout
 
 BRANCHES = 8
 

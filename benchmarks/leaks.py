@@ -27,7 +27,7 @@ from agentrl import ToolEnv, UserError, tool
 from agentrl.chat import ChatMLRenderer, train_tokenizer
 from agentrl.env.sandbox import sandbox_config
 from agentrl.rollout import EpisodeContext, RolloutConfig, RolloutPool, Tasks
-from agentrl.rollout.seeds import derive_seed
+from agentrl.rollout.tasks import derive_seed
 from agentrl.testing import ScriptedEngine
 
 GROUP = 8

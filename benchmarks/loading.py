@@ -19,10 +19,10 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from agentrl.chat import train_tokenizer
 from agentrl.distributed.processes import barrier
+from agentrl.learn.config import TrainConfig
 from agentrl.learn.policy_state import PolicyState
-from agentrl.learn.train_config import TrainConfig
 from agentrl.policy.model import Policy, load_pretrained
-from agentrl.policy.shares import load_shares
+from agentrl.policy.sharded_checkpoint import load_shares
 from benchmarks.several import together
 
 MB = 10**6

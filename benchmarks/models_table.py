@@ -15,9 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from agentrl.chat import AutoConfig, Renderer, TemplateRenderer
-from agentrl.chat.proof import Finding, examine
-from agentrl.chat.proof_episode import functions, says
-from agentrl.chat.turns import TOOLS
+from agentrl.chat.chat_template import TOOLS
+from agentrl.chat.proof.template import Finding, examine, functions, says
 from agentrl.errors import RendererError
 from agentrl.types import Message
 from benchmarks.families import family_tokenizer, template_names

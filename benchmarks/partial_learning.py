@@ -13,7 +13,7 @@ import statistics
 import tempfile
 from pathlib import Path
 
-from agentrl.config import load_recipe
+from agentrl.recipe.config import load_recipe
 from agentrl.run import loop
 from agentrl.run.build import build
 

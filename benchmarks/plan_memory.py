@@ -29,15 +29,15 @@ from accelerate import Accelerator
 from transformers import Qwen3MoeConfig
 
 from agentrl import Credit, Trajectory, TrajectoryGroup, Turn
-from agentrl.config import Recipe
-from agentrl.engine.model_class import auto_class
 from agentrl.learn.learner import Learner
 from agentrl.learn.policy_state import PolicyState
-from agentrl.memory import model_config, plan_memory
+from agentrl.models.auto_classes import auto_class
 from agentrl.policy.config import LocalModelConfig
 from agentrl.policy.lora import add_lora, round_frozen
 from agentrl.policy.model import Policy, local_config
-from agentrl.run.engines import new_engine
+from agentrl.recipe.config import Recipe
+from agentrl.run.memory import model_config, plan_memory
+from agentrl.run.parts import new_engine
 from agentrl.types import Sampling, Share, StopReason
 from benchmarks.several import together
 

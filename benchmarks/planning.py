@@ -14,10 +14,10 @@ from typing import get_args
 
 import numpy as np
 
+from agentrl.learn.batch import Row, TokenBatch
 from agentrl.learn.plan import Planner, _Plan
-from agentrl.learn.tokens import Row, TokenBatch
 from agentrl.policy.config import Layout
-from agentrl.policy.tree import plan_tree
+from agentrl.policy.layout.tree import plan_tree
 
 PAIRS_PER_TOKEN = 6 * 1024
 

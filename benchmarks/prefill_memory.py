@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from agentrl.chat import train_tokenizer
-from agentrl.engine.transformers import TransformersConfig, TransformersEngine
+from agentrl.engine.transformers.engine import TransformersConfig, TransformersEngine
 from agentrl.policy.config import LocalModelConfig
 from agentrl.policy.model import make_local_model
 from agentrl.types import Sampling

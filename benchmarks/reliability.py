@@ -26,7 +26,7 @@ from benchmarks.hostile.outputs import try_outputs
 from benchmarks.hostile.recipes import try_recipes
 
 MODULES = (
-    "agentrl.cli", "agentrl.run.loop", "agentrl.doctor", "agentrl.report.explain", "agentrl.report.show",
+    "agentrl.cli", "agentrl.run.loop", "agentrl.run.doctor", "agentrl.report.advise", "agentrl.report.terminal",
     "agentrl_envs.key_door",
 )  # fmt: skip
 QUICK = {"recipes": 12, "folders": 40, "environments": 60, "outputs": 100, "simulated kills": 30, "real kills": 10}

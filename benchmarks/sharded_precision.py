@@ -15,8 +15,8 @@ from accelerate import Accelerator
 from torch import Tensor
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
+from agentrl.learn.config import TrainConfig
 from agentrl.learn.policy_state import PolicyState
-from agentrl.learn.train_config import TrainConfig
 from agentrl.policy.layout import lay_out
 from agentrl.policy.model import Policy
 from benchmarks.several import together

@@ -32,8 +32,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from agentrl.config import Recipe
 from agentrl.distributed.checkpoints import checkpoints
+from agentrl.recipe.config import Recipe
 from agentrl.report.folder import RunFolder
 from benchmarks.evidence import Job, area, figures, has_collapsed, make_recipe, mean_and_error, train
 

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import TypeAdapter, ValidationError
 
-from agentrl.columns import LogProbs, Runs, TokenIds, pack_floats, pack_integers
+from agentrl.types import LogProbs, Runs, TokenIds, pack_floats, pack_integers
 
 IDS, LOGPROBS, RUNS = TypeAdapter(TokenIds), TypeAdapter(LogProbs), TypeAdapter(Runs)
 ids = st.lists(st.one_of(st.integers(0, 300), st.integers(0, 2**17), st.integers(0, 2**31 - 1)))

@@ -10,17 +10,21 @@ import pytest
 import yaml
 from pydantic import BaseModel
 
-from agentrl import foreign_names
 from agentrl.cli import main
-from agentrl.config import Recipe, load_recipe
 from agentrl.errors import ConfigError
-from agentrl.fields.docstrings import argument_docstrings, attribute_docstrings
-from agentrl.fields.find import find
-from agentrl.fields.listing import Field, sections
-from agentrl.fields.page import page
-from agentrl.fields.recipe_schema import recipe_schema
-from agentrl.fields.schema import model_schema
-from agentrl.fields.words import type_words
+from agentrl.recipe import foreign_names
+from agentrl.recipe.config import Recipe, load_recipe
+from agentrl.recipe.fields import (
+    Field,
+    argument_docstrings,
+    attribute_docstrings,
+    find,
+    model_schema,
+    page,
+    sections,
+    type_words,
+)
+from agentrl.recipe.schema import recipe_schema
 
 ROOT = Path(__file__).parents[1]
 RECIPES = sorted((ROOT / "examples").glob("*.yaml"))

@@ -5,8 +5,8 @@ from typing import Annotated
 import pytest
 from pydantic import BaseModel
 
-from agentrl.config import Recipe
-from agentrl.may_change import MayChange, fixed, marked
+from agentrl.recipe.config import Recipe
+from agentrl.recipe.plugin import MayChange, fixed, marked
 
 MARKED = {
     *("run_dir", "engine", "evaluation", "report"),

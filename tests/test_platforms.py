@@ -12,7 +12,7 @@ import pytest
 from agentrl import UserError, run_command
 from agentrl.env.rewards.math_reward import math
 from agentrl.report.folder import RunFolder
-from agentrl_envs.adapters.verifiers.process import Worker
+from agentrl_envs.adapters.verifiers import Worker
 from tests.support.small_options import SMALL_OPTIONS
 
 
@@ -37,7 +37,7 @@ def test_every_module_is_imported_and_the_default_recipe_trained_and_resumed_wit
 def test_what_apples_gpus_cannot_compute_is_computed_by_the_processor() -> None:
     script = """
 import torch
-from agentrl.config import load_recipe
+from agentrl.recipe.config import load_recipe
 from agentrl.run import build
 
 torch.backends.mps.is_available = torch.backends.mps.is_built = lambda: True

@@ -19,13 +19,13 @@ from transformers import (
 
 from agentrl.chat import train_tokenizer
 from agentrl.cli import main
-from agentrl.config import Recipe
 from agentrl.engine import EngineContext
 from agentrl.engine.auto import is_vllm_faster
-from agentrl.engine.vllm import VLLMEngine
-from agentrl.engine.vllm_common import is_installed
+from agentrl.engine.vllm.common import is_installed
+from agentrl.engine.vllm.engine import VLLMEngine
 from agentrl.policy.config import LocalModelConfig
 from agentrl.policy.model import make_local_model
+from agentrl.recipe.config import Recipe
 from agentrl.report.folder import RunFolder
 from agentrl.run import loop
 from agentrl.run.build import Parts, build

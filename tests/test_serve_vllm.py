@@ -12,9 +12,9 @@ import pytest
 import yaml
 
 import agentrl
-from agentrl.engine import vllm_server
-from agentrl.engine.vllm_common import is_installed
-from agentrl.engine.vllm_push import push
+from agentrl.engine.vllm import server as vllm_server
+from agentrl.engine.vllm.common import is_installed
+from agentrl.engine.vllm.server import push
 from agentrl.report.folder import RunFolder
 from tests.support.ports import free_port
 from tests.support.processes import Command

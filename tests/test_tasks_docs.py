@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from agentrl import TaskEnv, tool_call
-from agentrl.config import load_recipe
+from agentrl.recipe.config import load_recipe
 from tests.support.docs import blocks
 
 DOCS = Path(__file__).parents[1] / "docs"

@@ -10,19 +10,17 @@ import httpx2
 import numpy as np
 
 from agentrl.api.evaluation import evaluated
-from agentrl.api.given import sections
-from agentrl.api.notebook import without_running_loop
-from agentrl.api.target import load_to_play, look_for_modules_here
-from agentrl.config import load_recipe
+from agentrl.api.target import load_to_play, look_for_modules_here, sections, without_running_loop
+from agentrl.data.plain import abbreviated, line_of, plain_data
 from agentrl.env import MessageEnv, base_env, close_env, describe
-from agentrl.env.spaces import is_message
+from agentrl.env.message_env import is_message
 from agentrl.errors import ConfigError, EnvironmentFailure
-from agentrl.plain_data import abbreviated, line_of, plain_data
+from agentrl.recipe.config import load_recipe
 from agentrl.report.terminal import Console
-from agentrl.rollout.fault import environment_failures
+from agentrl.rollout.baselines import Played
+from agentrl.rollout.baselines import play as play_with
+from agentrl.rollout.faults import environment_failures
 from agentrl.rollout.tasks import Tasks
-from agentrl.testing.baselines import Played
-from agentrl.testing.baselines import play as play_with
 from agentrl.types import Message, Trajectory
 
 

@@ -8,9 +8,9 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, train
 from transformers import PreTrainedTokenizerFast
 
 from agentrl.chat.chatml import END, START
-from agentrl.chat.forms.hermes import CLOSE, OPEN
+from agentrl.chat.forms.json_calls import CLOSE, OPEN
+from agentrl.data.files import damage
 from agentrl.errors import ConfigError
-from agentrl.files import damage
 
 PAD = "<|endoftext|>"
 SPECIAL_TOKENS = (PAD, START, END, OPEN, CLOSE)

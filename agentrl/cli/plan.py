@@ -26,8 +26,8 @@ def _plan(options: argparse.Namespace, rest: list[str]) -> None:
     if options.gpus < 1 or not 0 < options.memory <= _MAX_GB:
         raise ConfigError(f"--gpus and --memory: expected positive numbers, and at most {_MAX_GB:,} GB")
     recipe, _ = load(options.target, rest)
-    from agentrl.memory import GB, model_sizes, plan_memory, remedies, tokens_of_a_pass
-    from agentrl.run.engines import share_of
+    from agentrl.run.memory import GB, model_sizes, plan_memory, remedies, tokens_of_a_pass
+    from agentrl.run.parts import share_of
 
     memory = int(options.memory * GB)
     sizes = model_sizes(recipe)

@@ -27,9 +27,9 @@ def _serve(options: argparse.Namespace, rest: list[str]) -> None:
         raise ConfigError(f"--start-timeout-s: expected seconds above 0, got {options.start_timeout_s:g}")
     # The model is only written down here: the server has the GPU to itself.
     recipe, run_dir = load(options.target, [*rest, "--engine.name", "vllm_server", "--train.device", "cpu"])
-    from agentrl.engine.vllm_server_config import VLLMServerConfig
+    from agentrl.engine.vllm.servers import VLLMServerConfig
     from agentrl.run.build import build
-    from agentrl.run.serve import serve
+    from agentrl.run.export import serve
 
     config = recipe.engine
     assert isinstance(config, VLLMServerConfig)  # as named above

@@ -9,7 +9,6 @@ from pydantic import BaseModel, ConfigDict
 
 from agentrl.compare.curves import Curve
 from agentrl.errors import ConfigError
-from agentrl.report.panel import Panel
 from agentrl.report.statistics import (
     area,
     estimate,
@@ -21,6 +20,7 @@ from agentrl.report.statistics import (
     steps_to,
     within,
 )
+from agentrl.report.terminal import Panel
 
 ALPHA = 0.05
 _LOPSIDED, _ENOUGH_TO_TELL = 1.0, 8

@@ -8,12 +8,12 @@ from itertools import combinations
 from pathlib import Path
 from typing import Any
 
-from agentrl.config import Recipe, load_recipe
 from agentrl.errors import ConfigError
+from agentrl.recipe.config import Recipe, load_recipe
 from agentrl.report.folder import RunFolder
-from agentrl.report.panel import Panel, read_panels
 from agentrl.report.reported import with_unreported
 from agentrl.report.sources import differing, read_sources
+from agentrl.report.terminal import Panel, read_panels
 
 _PREFERRED = ("success", "score", "reward")
 

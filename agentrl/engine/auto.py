@@ -1,10 +1,10 @@
 """The engine of recipes that name none: the one that is expected to be fastest."""
 
 from agentrl.engine.base import Engine, EngineContext
-from agentrl.engine.model_class import head_size, layer_configs
-from agentrl.engine.vllm import VLLMConfig
-from agentrl.engine.vllm_common import is_installed, is_reloadable
+from agentrl.engine.vllm.common import is_installed, is_reloadable
+from agentrl.engine.vllm.engine import VLLMConfig
 from agentrl.errors import ConfigError
+from agentrl.models.auto_classes import head_size, layer_configs
 
 _LARGE = 10_000_000
 """Parameters from which on vLLM outruns the transformers engine on a CPU (benchmarks/vllm_throughput.py)."""
@@ -23,7 +23,7 @@ class AutoConfig(VLLMConfig):
         """
         if is_vllm_faster(context):
             return super().build(context)
-        from agentrl.engine.transformers import TransformersConfig  # here: reading a recipe imports no models
+        from agentrl.engine.transformers.engine import TransformersConfig  # here: reading a recipe imports no models
 
         if given := [name for name in ("sleep", "vllm") if getattr(self, name)]:
             raise ConfigError(

@@ -1,14 +1,21 @@
-"""The seam of sampling."""
+"""The seam of sampling.
+
+How long to wait before what failed is tried again.
+
+The engine of a process that only trains.
+"""
 
 from abc import abstractmethod
 from collections.abc import Iterable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from enum import IntEnum
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, Self, runtime_checkable
 
-from agentrl.plugin import Plugin, Seam
+from agentrl.errors import EngineError
+from agentrl.recipe.plugin import Plugin, Seam
 from agentrl.types import Completion, Sampling, Share
 
 if TYPE_CHECKING:
@@ -166,3 +173,58 @@ class AdapterEngine(Engine, Protocol):
             base: all weights of the model, to be kept. None: those that are kept.
             version: of the policy.
         """
+
+
+LONGEST_WAIT_S = 60.0
+"""Waits double up to this."""
+
+
+def retry_wait_s(number: int, *, first_s: float) -> float:
+    """Return the wait number 0, 1, 2, ... of a row of retries, in seconds."""
+    return min(first_s * 2.0 ** min(number, 60), LONGEST_WAIT_S)
+
+
+class IdleEngine:
+    """Samples nothing: other processes' engines do."""
+
+    def __init__(self) -> None:
+        self.version = 0
+        self.busy_s = 0.0
+
+    def conversation(self, _request_id: str) -> AbstractContextManager[None]:
+        """Keep nothing."""
+        return nullcontext()
+
+    async def generate(self, _prompt_ids: Sequence[int], _sampling: Sampling, _request_id: str) -> Completion:
+        """Raise an EngineError."""
+        raise EngineError("this process has no engine")
+
+    async def pause(self) -> None:
+        """Do nothing."""
+
+    async def resume(self) -> None:
+        """Do nothing."""
+
+    async def load_weights(self, named_tensors: "Iterable[tuple[str, torch.Tensor]]", version: int) -> None:
+        """Let the weights pass, for putting each together takes every process."""
+        for _ in named_tensors:
+            pass
+        self.version = version
+
+    async def kept_base(self) -> KeptBase:
+        """Need none."""
+        return KeptBase.THERE
+
+    async def load_adapters(
+        self,
+        changes: "Iterable[tuple[str, tuple[torch.Tensor, torch.Tensor]]]",
+        base: "Iterable[tuple[str, torch.Tensor]] | None",
+        version: int,
+    ) -> None:
+        """Let the weights pass."""
+        for _ in chain(changes, base or ()):
+            pass
+        self.version = version
+
+    async def close(self) -> None:
+        """Do nothing."""

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal, Protocol, Self
 
 from pydantic import Field
 
-from agentrl.plugin import Plugin, Seam, with_fields
+from agentrl.recipe.plugin import Plugin, Seam, with_fields
 
 Language = Literal["python", "sh"]
 

@@ -13,8 +13,8 @@ import numpy as np
 import numpy.typing as npt
 from pydantic import BaseModel, ConfigDict
 
-from agentrl.learn.loss_config import DEFAULT_CLIP, CalibratedConfig, LossConfig
-from agentrl.learn.tally import Array, Observations, Sums
+from agentrl.learn.config import DEFAULT_CLIP, CalibratedConfig, LossConfig
+from agentrl.learn.metrics import Array, Observations, Sums
 
 Key = tuple[int, int]
 

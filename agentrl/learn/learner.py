@@ -2,15 +2,25 @@
 
 `I` trajectories of a step, `T` trained tokens of a pass, `P` its slots, `Q` slots that are asked for, `J` routers of a
 mixture of experts, `X` experts that each chooses at a slot.
+
+An interrupt of an update that runs on another thread: what takes long asks for it where it may end.
+
+The experts of a policy: whether they can be noted and replayed (`loss.routing_replay`), and what a step tells of them.
+
+`J` routers of a model, `P` slots of a pass, `X` experts that each chooses at a slot.
 """
 
+import asyncio
+import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from contextvars import ContextVar
 from dataclasses import replace
 from functools import partial
 from itertools import chain
-from typing import Any, NamedTuple
+from threading import Event
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -19,27 +29,121 @@ from torch.distributed.tensor import DTensor
 
 from agentrl.credit import Credit
 from agentrl.distributed.processes import all_gather, dealt, from_rank_zero, num_processes
-from agentrl.errors import TrainingError
-from agentrl.learn.batch import LossColumns, make_batch
+from agentrl.errors import ConfigError, TrainingError
+from agentrl.learn.batch import LossColumns, TokenBatch, make_batch
 from agentrl.learn.calibration import Aim, Shown, joined, observed, range_metrics
-from agentrl.learn.experts import expert_metrics, is_routed
-from agentrl.learn.interrupt import check_interrupt
-from agentrl.learn.kept_versions import KeptVersions
-from agentrl.learn.loss_config import LossConfig
-from agentrl.learn.metrics import anchor_metrics, effective_samples, first_metrics, update_metrics
+from agentrl.learn.config import LossConfig, TrainConfig
+from agentrl.learn.line_search import KeptVersions, Reach
+from agentrl.learn.metrics import (
+    Observations,
+    Tally,
+    TokenNotes,
+    anchor_metrics,
+    effective_samples,
+    first_metrics,
+    update_metrics,
+)
 from agentrl.learn.micro_batch_loss import Before, Earlier, micro_batch_loss, trust_region
-from agentrl.learn.minibatches import draw_minibatches
-from agentrl.learn.plan import MicroBatch, PassTokens, Planner
+from agentrl.learn.plan import MicroBatch, PassTokens, Planner, draw_minibatches
 from agentrl.learn.policy_state import PolicyState
-from agentrl.learn.reach import Reach
-from agentrl.learn.tally import Observations, Tally
-from agentrl.learn.token_notes import TokenNotes
-from agentrl.learn.tokens import TokenBatch
-from agentrl.learn.train_config import TrainConfig
+from agentrl.models.moe import UNKNOWN, changed_share, experts_of, recording, replaying, routers_of
 from agentrl.policy.layout import attending, lay_out
 from agentrl.rollout import derive_seed
-from agentrl.routing import experts_of, recording, replaying
 from agentrl.types import Trajectory, TrajectoryGroup
+
+R = TypeVar("R")
+
+_ASK_S = 0.1
+"""How often a coroutine that is waited for asks, in seconds."""
+
+_interrupted: ContextVar[Event | None] = ContextVar("interrupted", default=None)
+
+
+def run_until(interrupted: Event, work: Callable[[], R]) -> R:
+    """Run what ends soon once `interrupted` is set; to be called in a context of its own, as `asyncio.to_thread` does.
+
+    Raises:
+        TrainingError: where it ended for that.
+    """
+    _interrupted.set(interrupted)
+    return work()
+
+
+def check_interrupt() -> None:
+    """Go on, unless it was interrupted.
+
+    Raises:
+        TrainingError: where it was.
+    """
+    event = _interrupted.get()
+    if event is not None and event.is_set():
+        raise TrainingError("the update was interrupted")
+
+
+async def unless_interrupted(work: Awaitable[R]) -> R:
+    """Wait for a coroutine, which is cancelled where the update is interrupted.
+
+    Raises:
+        TrainingError: where it was.
+    """
+    future = asyncio.ensure_future(work)
+    try:
+        while not future.done():
+            check_interrupt()
+            await asyncio.wait([future], timeout=_ASK_S)
+        return future.result()
+    finally:
+        future.cancel()
+        await asyncio.gather(future, return_exceptions=True)
+
+
+log = logging.getLogger(__name__)
+
+
+def is_routed(state: PolicyState, *, must_be: bool) -> bool:
+    """Tell whether the experts of the policy can be noted; a model without any has none.
+
+    Raises:
+        ConfigError: where they must be.
+    """
+    policy = state.policy
+    model, device = policy.model, state.device
+    try:
+        with torch.no_grad(), recording(model) as experts:
+            if has_experts := bool(routers_of(model)):
+                inputs, _ = lay_out([np.zeros(2, dtype=np.int64)], policy.layout, device=device)
+                slot_1 = target_1 = torch.zeros(1, dtype=torch.long, device=device)
+                policy(inputs, slot_1, target_1, 1.0)
+                with replaying(model, experts[0]) if must_be else nullcontext():
+                    pass
+    except TrainingError as error:
+        if must_be:
+            raise ConfigError(f"loss.routing_replay: {error}") from error
+        log.info("the experts of this model are not reported: %s", error)
+        return False
+    if must_be and not has_experts:
+        raise ConfigError(f"loss.routing_replay: {type(model).__name__} is no mixture of experts; set it to none")
+    return has_experts
+
+
+def expert_metrics(micro: MicroBatch, before_JPX: Tensor, after_JPX: Tensor) -> dict[str, float]:
+    """Return what a step tells of the experts at the slots where trained tokens are read, of one pass.
+
+    Args:
+        micro: the pass.
+        before_JPX: what the policy itself chose before the first update.
+        after_JPX: what it chose after it.
+    """
+    slots_Q = micro.slot_T
+    metrics = {"moe/changed_experts": float(changed_share(before_JPX, after_JPX, slots_Q=slots_Q).mean())}
+    if micro.experts_JPX is not None:
+        told_JPX = micro.experts_JPX.to(before_JPX)
+        is_told_Q = (told_JPX[:, slots_Q] != UNKNOWN).all(-1).all(0)
+        metrics["moe/told"] = float(is_told_Q.double().mean())
+        if is_told_Q.any():
+            unlike_Q = changed_share(told_JPX, before_JPX, slots_Q=slots_Q[is_told_Q])
+            metrics["moe/unlike_engine"] = float(unlike_Q.mean())
+    return metrics
 
 
 class CreditedMinibatch(NamedTuple):

@@ -12,9 +12,9 @@ from torch import Tensor
 
 from agentrl.learn.batch import LossColumns
 from agentrl.learn.calibration import Aim, Calibration, units_of
+from agentrl.learn.config import KernelConfig, LossConfig
 from agentrl.learn.loss import kl_loss, mismatch_weights, policy_loss
-from agentrl.learn.loss_config import KernelConfig, LossConfig
-from agentrl.learn.tally import Observations
+from agentrl.learn.metrics import Observations
 from agentrl.learn.trust import TrustRegion, fixed, is_rejected, kernel, rejecting, token
 
 

@@ -11,15 +11,13 @@ from pydantic import BaseModel, ConfigDict, NonNegativeInt, PositiveInt, TypeAda
 from safetensors.torch import load_file
 from torch import Tensor
 
+from agentrl.data.files import read_json, write_whole
 from agentrl.distributed.processes import broadcast, is_main, num_processes, process_index
 from agentrl.distributed.random_state import RandomState
 from agentrl.distributed.sharding import load_shards, load_whole, save_shards, save_whole, shard
 from agentrl.errors import ConfigError
-from agentrl.files import read_json, write_whole
 from agentrl.learn.calibration import Calibration
-from agentrl.learn.optimizer import OptimizerName, make_optimizer
-from agentrl.learn.schedule import make_schedule
-from agentrl.learn.train_config import TrainConfig
+from agentrl.learn.config import OptimizerName, TrainConfig, make_optimizer, make_schedule
 from agentrl.policy.lora import (
     base_weights,
     check_adapter,
@@ -31,7 +29,7 @@ from agentrl.policy.lora import (
     weight_changes,
 )
 from agentrl.policy.model import Policy
-from agentrl.policy.shares import fill
+from agentrl.policy.sharded_checkpoint import fill
 
 _WEIGHTS, _SHARDS, _OPTIMIZER = "model.safetensors", "shards", "optimizer.pt"
 

@@ -21,9 +21,9 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from agentrl.distributed.processes import is_main
 from agentrl.errors import ConfigError
+from agentrl.models.auto_classes import text_modules
 from agentrl.policy.config import LoraSettings
-from agentrl.policy.towers import text_modules
-from agentrl.registry import suggest
+from agentrl.recipe.registry import suggest
 
 __all__ = [
     "adapter_state",

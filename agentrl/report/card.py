@@ -1,28 +1,61 @@
 """A model card, written from a run: the task, how it was trained, curves, and the evaluation with its intervals.
 
 What is private is left out (`report/public.py`); what environments and recipes say is escaped or fenced, so that it is text.
+
+The first line of an environment's docstring, read from its source: nothing of it is imported or run.
+
+Exported folders on the Hugging Face Hub.
 """
 
+import ast
 import json
 import platform
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from importlib.metadata import version
+from importlib.machinery import PathFinder
+from importlib.metadata import entry_points, version
 from pathlib import Path
 from typing import Any
 
+from agentrl.data.files import dump_yaml
+from agentrl.data.plain import line_of, printable
 from agentrl.errors import ConfigError, UserError
-from agentrl.files import dump_yaml
-from agentrl.plain_data import printable
-from agentrl.report.docstring import first_line
-from agentrl.report.evaluation import settings_of
-from agentrl.report.figure import draw, shown
 from agentrl.report.folder import EvaluationNote, RunFolder
 from agentrl.report.public import public
 from agentrl.report.records import groups_of, read_records
-from agentrl.rollout.evaluation import EvaluationConfig, evaluated
-from agentrl.rollout.intervals import Interval, wilson
+from agentrl.report.statistics import draw, settings_of, shown
+from agentrl.rollout.evaluation import EvaluationConfig, Interval, evaluated, wilson
+
+
+def first_line(env_id: str) -> str | None:
+    """Return the first line of the docstring of what `env.id` names.
+
+    None: it has none, or no source that is found by its name.
+    """
+    registered = next((point.value for point in entry_points(group="agentrl.envs") if point.name == env_id), env_id)
+    module, _, attribute = registered.partition(":")
+    source = _source(module) if attribute else None
+    try:
+        tree = ast.parse(source.read_bytes()) if source else None
+    except (OSError, SyntaxError, ValueError):  # what is no source says nothing
+        return None
+    for node in tree.body if tree else ():
+        if isinstance(node, ast.ClassDef | ast.FunctionDef) and node.name == attribute:
+            return (ast.get_docstring(node) or "").partition("\n")[0] or None
+    return None
+
+
+def _source(module: str) -> Path | None:
+    top, *rest = module.split(".")
+    spec = PathFinder.find_spec(top)
+    places = [Path(place) for place in (spec.submodule_search_locations or ())] if spec else []
+    if not rest:
+        return Path(spec.origin) if spec and spec.origin else None
+    found = (place.joinpath(*rest) for place in places)
+    files = (file for path in found for file in (path.with_suffix(".py"), path / "__init__.py"))
+    return next((file for file in files if file.is_file()), None)
+
 
 PICTURE = "curves.png"
 _TEMPLATE = Path(__file__).with_name("card.md.jinja")
@@ -249,3 +282,63 @@ def _fenced(text: str) -> str:
 def _table(rows: Iterator[tuple[str, ...]] | Sequence[tuple[str, ...]]) -> str:
     head, *others = [[_escaped(cell) for cell in row] for row in rows]
     return "\n".join(f"| {' | '.join(row)} |" for row in (head, ["---"] * len(head), *others))
+
+
+def check_repo_id(repo_id: str) -> None:
+    """Look whether the Hub could have a repository of this name.
+
+    Raises:
+        ConfigError: where it could not.
+    """
+    from huggingface_hub.errors import HFValidationError
+    from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
+
+    try:
+        validate_repo_id(repo_id)
+    except HFValidationError as error:
+        raise ConfigError(f"--push: {line_of(error).partition(': ')[2]}") from error
+    if "/" not in repo_id:
+        raise ConfigError(f"--push: {repo_id!r} has no owner; write OWNER/{repo_id}")
+
+
+def push(folder: Path, repo_id: str, *, private: bool = False) -> str:
+    """Upload a folder as one commit into a repository of models, which is made where there is none; return its address.
+
+    Args:
+        folder: to upload.
+        repo_id: `OWNER/NAME`.
+        private: where it is made, it is so that others do not see it; one that they see already is refused.
+
+    Raises:
+        ConfigError: where it cannot be done; the folder stays.
+    """
+    from huggingface_hub import HfApi, get_token
+    from huggingface_hub.errors import HTTPError  # type: ignore[attr-defined]
+
+    api: Any = HfApi()
+    again = f"The folder stays; upload it later: hf upload {'--private ' if private else ''}{repo_id} {folder}"
+    if get_token() is None:
+        raise ConfigError(f"--push: no token of the Hub; run `hf auth login`, or set HF_TOKEN. {again}")
+    try:
+        url = api.create_repo(repo_id, private=private or None, exist_ok=True)
+        if private and not api.repo_info(repo_id).private:
+            raise ConfigError(f"--private: {repo_id} exists, and is public; choose another name. {again}")
+        api.upload_folder(repo_id=repo_id, folder_path=folder, commit_message="Upload a policy trained with agentrl")
+    except (HTTPError, OSError, RuntimeError) as error:
+        raise ConfigError(f"--push: {_words(error, repo_id, api.endpoint)}. {again}") from error
+    return str(url)
+
+
+def _words(error: Exception, repo_id: str, endpoint: str) -> str:
+    from huggingface_hub.errors import HfHubHTTPError
+
+    if isinstance(error, RuntimeError) and isinstance(error.__cause__, Exception):  # of the upload of a large file
+        return _words(error.__cause__, repo_id, endpoint)
+    status = error.response.status_code if isinstance(error, HfHubHTTPError) else None
+    if status == 401:
+        return "the Hub does not take the token; run `hf auth login`, or set another HF_TOKEN"
+    if status in (403, 404):
+        return f"the token may not write to {repo_id}; use one that may, or another name"
+    if status is not None:
+        return f"the Hub refused it: {line_of(error).rstrip('.')}"
+    return f"{endpoint} was not reached: {line_of(error).rstrip('.')}"

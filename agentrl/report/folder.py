@@ -13,8 +13,7 @@ from typing import Annotated, Any
 from filelock import FileLock, Timeout
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, TypeAdapter
 
-from agentrl.errors import ConfigError
-from agentrl.files import (
+from agentrl.data.files import (
     check_folder,
     dump_yaml,
     numbered,
@@ -25,6 +24,7 @@ from agentrl.files import (
     typed,
     write_whole,
 )
+from agentrl.errors import ConfigError
 from agentrl.report.records import TrajectoryRecord
 from agentrl.types import MAX_NUMBER, AmountOrZero, Count
 

@@ -12,7 +12,7 @@ import numpy.typing as npt
 from pydantic import BaseModel, ConfigDict, NonNegativeInt, TypeAdapter, model_validator
 
 from agentrl.credit import Credit
-from agentrl.files import parse, read_bytes
+from agentrl.data.files import parse, read_bytes
 from agentrl.types import (
     Fault,
     FinishReason,

@@ -10,7 +10,7 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
-from agentrl.files import read_json, write_whole
+from agentrl.data.files import read_json, write_whole
 from agentrl.report.folder import RunFolder
 
 Sources = Mapping[str, str]

@@ -16,10 +16,10 @@ from accelerate.tracking import LOGGER_TYPE_TO_CLASS, get_available_trackers
 from accelerate.utils import LoggerType
 from pydantic import TypeAdapter
 
+from agentrl.data.files import read_json, write_whole
+from agentrl.data.plain import line_of, printable
 from agentrl.errors import ConfigError
-from agentrl.files import read_json, write_whole
-from agentrl.plain_data import line_of, printable
-from agentrl.registry import suggest
+from agentrl.recipe.registry import suggest
 from agentrl.report.folder import ReportConfig, RunFolder
 from agentrl.report.public import flat, public
 from agentrl.types import Message, Trajectory, TrajectoryGroup

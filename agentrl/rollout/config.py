@@ -4,10 +4,10 @@ from typing import Annotated, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from agentrl.chat.history import HistoryConfig
-from agentrl.may_change import MayChange
-from agentrl.rollout.curriculum import CurriculumConfig
+from agentrl.chat.renderer import HistoryConfig
+from agentrl.recipe.plugin import MayChange
 from agentrl.rollout.group_rewards import GroupReward
+from agentrl.rollout.tasks import CurriculumConfig
 from agentrl.types import Amount, AmountOrZero, Count, Seconds, between
 
 

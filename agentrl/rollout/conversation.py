@@ -1,20 +1,223 @@
-"""An episode as the policy knows it: what it hears, what it says, and the record of both, whoever answers it."""
+"""An episode as the policy knows it: what it hears, what it says, and the record of both, whoever answers it.
+
+An episode under way, as data: what a journal and a checkpoint hold of it.
+
+What all episodes of a pool have in common.
+
+An interrupted episode, played again: its tokens come from the record, and all else must come out as recorded.
+
+What an episode is counted by: its tool calls, their errors, and what its environment logged.
+"""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from itertools import islice, pairwise
+from typing import Any, Generic, TypeVar
 
-from agentrl.chat import Dialogue
+from agentrl.chat import Dialogue, HistoryConfig, Renderer
 from agentrl.chat.renderer import Tools
+from agentrl.data.plain import abbreviated, is_number, printable
 from agentrl.engine import Sampler
-from agentrl.errors import EngineError
-from agentrl.plain_data import printable
-from agentrl.rollout.context import EpisodeContext
-from agentrl.rollout.episode_metrics import episode_metrics
-from agentrl.rollout.live_episode import LiveEpisode, Task
-from agentrl.rollout.replay import Record
-from agentrl.rollout.seeds import derive_seed
-from agentrl.types import Completion, Fault, FinishReason, Message, Sampling, StopReason, Trajectory, Turn
+from agentrl.errors import AgentRLError, EngineError
+from agentrl.rollout.config import RolloutConfig
+from agentrl.rollout.faults import EngineClock
+from agentrl.rollout.tasks import EnvTask, derive_seed
+from agentrl.types import Completion, Fault, FinishReason, Message, Sampling, Split, StopReason, Trajectory, Turn, Turns
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Task:
+    """What fixes an episode before it begins."""
+
+    group_id: str
+    rollout_index: int
+    """Number of this episode within its group."""
+    seed: int
+    """Seed of the environment, shared by the group."""
+    sampling_seed: int
+    """Seed from which each turn's sampling seed follows."""
+    attempt: int = 0
+    """How often this episode has been started before."""
+    split: Split = "train"
+    task_index: int | None = None
+    """Number of the task within its split, shared by the group. None: not known."""
+    stage: int = 0
+    """Which entry of `env.schedule` the environment is made with, from 1. 0: none."""
+
+    @property
+    def env_task(self) -> EnvTask:
+        """What the environment is made and told by, beside `rollout_index`."""
+        return EnvTask(seed=self.seed, split=self.split, index=self.task_index, stage=self.stage)
+
+    @property
+    def trajectory_id(self) -> str:
+        """Name of the episode."""
+        return f"{self.group_id}/{self.rollout_index}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LiveEpisode:
+    """An episode under way: all that is needed to continue it elsewhere, but for the environment, which is played again."""
+
+    task: Task
+    turns: Turns = ()
+    """What was played to the end of a step of the environment."""
+    observation: tuple[Message, ...] | None = None
+    """What the environment said last. None: not known."""
+    snapshot: str | None = None
+    """The environment after the last turn, pickled, in base64. None: it is played again."""
+    partial: Completion | None = None
+    """What was sampled of the next action, whole or in part."""
+
+
+S_co = TypeVar("S_co", bound=Sampler, covariant=True)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EpisodeContext(Generic[S_co]):
+    """What all episodes of a pool are played with."""
+
+    engine: S_co
+    """Samples the actions."""
+    renderer: Renderer
+    """Of messages and tokens."""
+    config: RolloutConfig
+    """Limits and deadlines."""
+    clock: EngineClock = field(default_factory=EngineClock)
+    """Of the engine's deadlines; whoever pauses the engine stops it."""
+
+
+_COMPARED = ("observation", "reward", "state_key", "next_state_key", "action_key")
+"""What a turn that is played again must have in common with the recorded one, beside the action."""
+
+
+class ReplayError(AgentRLError):
+    """An episode that is played again is not the one that was recorded."""
+
+
+class Record:
+    """What is known of an episode that was interrupted.
+
+    The tokens of a turn that is played again are those recorded, whatever engine and renderer would make of it today.
+    """
+
+    def __init__(self, live: LiveEpisode, *, view: HistoryConfig) -> None:
+        """Take what is known.
+
+        Args:
+            live: the episode, as far as it was played.
+            view: how much of its history a context shows.
+        """
+        self.live, self._view = live, view
+
+    def has(self, number: int) -> bool:
+        """Tell whether a turn was recorded."""
+        return number < len(self.live.turns)
+
+    def completion(self, number: int) -> Completion | None:
+        """Return what was sampled of a turn's action, whole or in part. None: nothing."""
+        if not self.has(number):
+            return self.live.partial if number == len(self.live.turns) else None
+        turn = self.live.turns[number]
+        return Completion(
+            token_ids=turn.action_ids,
+            logprobs=turn.behavior_logprobs,
+            versions=turn.versions,
+            finish_reason=turn.finish_reason,
+            experts=turn.experts,
+        )
+
+    def opening(self, messages: Sequence[Message], tools: Tools) -> Dialogue | None:
+        """Return the dialogue before the first action. None: no action was recorded."""
+        if not self.has(0):
+            return None
+        return Dialogue.of_record(messages, tools, self.live.turns[0].observation_ids, view=self._view)
+
+    def after(
+        self, number: int, dialogue: Dialogue, action_ids: tuple[int, ...], message: Message, replies: Sequence[Message]
+    ) -> Dialogue | None:
+        """Return the dialogue before a turn, given the one before the last action. None: that turn was not recorded."""
+        if not self.has(number):
+            return None
+        turn = self.live.turns[number]
+        return dialogue.after_record(action_ids, message, replies, turn.observation_ids, extends=turn.extends)
+
+    def restored(self, tools: Tools, renderer: Renderer) -> Dialogue:
+        """Return the dialogue after all that was recorded, which is not played again."""
+        turns = self.live.turns
+        dialogue = Dialogue.of_record(turns[0].observation, tools, turns[0].observation_ids, view=self._view)
+        for turn, following in pairwise(turns):
+            dialogue = dialogue.after_record(
+                turn.action_ids,
+                turn.message,
+                following.observation,
+                following.observation_ids,
+                extends=following.extends,
+            )
+        return dialogue.after(turns[-1].action_ids, turns[-1].message, self.live.observation or (), renderer)
+
+    def check_turn(self, number: int, turn: Turn) -> None:
+        """Raise ReplayError where a turn that was recorded comes out otherwise."""
+        if not self.has(number):
+            return
+        for name in _COMPARED:
+            found, expected = getattr(turn, name), getattr(self.live.turns[number], name)
+            if found != expected:
+                raise ReplayError(
+                    f"played again, turn {number} has another {name}: {abbreviated(found)}, and was recorded with "
+                    f"{abbreviated(expected)}"
+                )
+
+    def check_end(self, number: int) -> None:
+        """Raise ReplayError where the episode ends with a turn after which more was recorded."""
+        if number + 1 < len(self.live.turns) or (number + 1 == len(self.live.turns) and self.live.partial is not None):
+            raise ReplayError(f"played again, it ends with turn {number}, and was recorded with more")
+
+    def check_observation(self, number: int, observation: tuple[Message, ...]) -> None:
+        """Raise ReplayError where an action was started after other words."""
+        live = self.live
+        if live.partial is None or live.observation is None or number != len(live.turns):
+            return
+        if observation != live.observation:
+            raise ReplayError(
+                f"played again, it says before turn {number} {abbreviated(observation)}, and was recorded with "
+                f"{abbreviated(live.observation)}"
+            )
+
+
+MAX_TOOLS = 64
+"""Tools that are counted by name; calls of further ones are counted together."""
+
+
+def episode_metrics(turns: Sequence[Turn], tools: Sequence[dict[str, Any]]) -> dict[str, float]:
+    """Return sums over the turns: `tool_errors`, `tool/NAME` of each tool offered, `tool/other`, and `log/NAME`.
+
+    `tool/other` counts calls of what is no tool. A call in a turn that was cut off was not carried out, and is not counted.
+    """
+    errors = [turn.extras.get("tool_errors") for turn in turns]
+    found = {"tool_errors": sum(float(count) for count in errors if is_number(count))}
+    if tools:
+        names = islice((str(tool["function"]["name"]) for tool in tools), MAX_TOOLS)
+        found |= dict.fromkeys([f"tool/{name}" for name in names] + ["tool/other"], 0.0)
+    for turn in turns:
+        for name in _called(turn) if tools else ():
+            key = f"tool/{name}"
+            found[key if key in found else "tool/other"] += 1.0
+        logged = turn.extras.get("logged")
+        for name, number in logged.items() if isinstance(logged, dict) else ():
+            if is_number(number):
+                found[f"log/{name}"] = found.get(f"log/{name}", 0.0) + float(number)
+    return found
+
+
+def _called(turn: Turn) -> list[str]:
+    """Return the names in a turn's calls, as the model wrote them."""
+    if turn.finish_reason is not FinishReason.STOP:
+        return []
+    calls = turn.message.get("tool_calls")
+    functions = [call.get("function") for call in calls if isinstance(call, dict)] if isinstance(calls, list) else []
+    return [str(function.get("name")) if isinstance(function, dict) else "" for function in functions]
+
 
 _NOTHING = Completion(token_ids=(), logprobs=(), versions=(), finish_reason=FinishReason.ABORTED)
 

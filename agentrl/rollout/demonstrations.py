@@ -9,11 +9,9 @@ from agentrl.chat import Dialogue, HistoryConfig, Renderer, TurnTokens
 from agentrl.env import ask_oracle, base_env, close_env
 from agentrl.errors import ConfigError, EnvError, EnvironmentFailure, UserError
 from agentrl.rollout.config import RolloutConfig
-from agentrl.rollout.env_calls import Env, MakeEnv, construct, reset, step
-from agentrl.rollout.env_thread import EnvThread
-from agentrl.rollout.fault import RaisedError
-from agentrl.rollout.seeds import derive_seed
-from agentrl.rollout.tasks import EnvTask, Tasks
+from agentrl.rollout.env_driver import Env, EnvThread, MakeEnv, construct, reset, step
+from agentrl.rollout.faults import RaisedError
+from agentrl.rollout.tasks import EnvTask, Tasks, derive_seed
 
 _ORACLE_TASKS = 4
 

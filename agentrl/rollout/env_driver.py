@@ -1,22 +1,367 @@
-"""An environment on the other side of a conversation."""
+"""An environment on the other side of a conversation.
+
+How many calls into environments run at once.
+
+Calls into an environment, each of which ends in what it said or in an EnvError.
+
+One environment on one thread, with a deadline for each call.
+
+The environments of a pool: made when needed, and kept for another episode where that is proven to make no difference.
+"""
 
 import asyncio
+import base64
+import copy
+import pickle
+import threading
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections import deque
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
 from functools import partial
-from typing import Any
+from queue import SimpleQueue
+from traceback import StackSummary
+from typing import Any, NamedTuple, Self, TypeAlias, TypeVar, cast
+from weakref import WeakKeyDictionary
+
+import gymnasium as gym
 
 from agentrl.chat import Dialogue
-from agentrl.env import base_env, close_env
-from agentrl.errors import AgentRLError, EnvError
-from agentrl.plain_data import is_number, line_of
-from agentrl.rollout.conversation import Conversation, End, Outcome
-from agentrl.rollout.env_calls import Env, EnvReply, MakeEnv, construct, env_id, step
-from agentrl.rollout.env_thread import EnvThread
-from agentrl.rollout.fault import RaisedError, fault_of
-from agentrl.rollout.replay import ReplayError
+from agentrl.data.plain import PlainDataError, abbreviated, is_number, line_of, printable
+from agentrl.env import MessageEnv, base_env, close_env, tool_schemas
+from agentrl.env.message_env import key_return, reset_return, step_return
+from agentrl.errors import AgentRLError, EnvError, EnvironmentFailure
+from agentrl.rollout.conversation import Conversation, End, Outcome, ReplayError
+from agentrl.rollout.faults import RaisedError, fault_of, raised_words, stack_of
+from agentrl.rollout.tasks import EnvTask
 from agentrl.types import Message, StopReason, Trajectory
+
+_MAX_RUNNING = 32
+"""Calls that are let in at once: hundreds of threads that want Python's lock spend their time taking it from one another."""
+_QUICK_S = 0.01
+"""A call that takes longer waits for something else than the lock: others are let in beside it."""
+
+Call: TypeAlias = asyncio.Future[Any]
+
+
+class Gate:
+    """Lets calls into the environments of one event loop begin, so many at a time."""
+
+    def __init__(self) -> None:
+        self._is_due = self._is_timed = False
+        self._waiting: deque[tuple[Call, Callable[[], None]]] = deque()
+        self._running: dict[Call, float] = {}
+        """When each of those that count began."""
+
+    @classmethod
+    def of(cls, loop: asyncio.AbstractEventLoop) -> "Gate":
+        """Return the gate of a loop, in which alone it is used, but for `leave`."""
+        if (gate := _gates.get(loop)) is None:
+            gate = _gates[loop] = cls()
+        return gate
+
+    def enter(self, call: Call, start: Callable[[], None]) -> None:
+        """Start a call when it is its turn, unless it is cancelled before."""
+        self._waiting.append((call, start))
+        self.let_in_soon()
+
+    def leave(self, call: Call) -> None:
+        """Make room for another; on any thread."""
+        self._running.pop(call, None)
+
+    def let_in_soon(self) -> None:
+        """Start those for whom there is room, once the loop has done all else of its round."""
+        if self._waiting and not self._is_due:
+            self._is_due = True
+            asyncio.get_running_loop().call_soon(self._let_in)
+
+    def _let_in(self) -> None:
+        self._is_due, loop = False, asyncio.get_running_loop()
+        # So many and no more: those that are done before the last one is started make room for the next round.
+        for _ in range(min(len(self._waiting), _MAX_RUNNING - len(self._running))):
+            call, start = self._waiting.popleft()
+            if not call.done():
+                self._running[call] = loop.time()
+                start()
+        if self._waiting and not self._is_timed:
+            self._is_timed = True
+            loop.call_later(_QUICK_S, self._pass_by)
+
+    def _pass_by(self) -> None:
+        """Count those no more that run for long."""
+        self._is_timed, began_before = False, asyncio.get_running_loop().time() - _QUICK_S
+        for call, began in list(self._running.items()):
+            if began < began_before:
+                self.leave(call)
+        self.let_in_soon()
+
+
+_gates: "WeakKeyDictionary[asyncio.AbstractEventLoop, Gate]" = WeakKeyDictionary()
+
+
+Env = gym.Env[tuple[Message, ...], str | Message]
+MakeEnv = Callable[[], Env]
+
+
+class EnvReply(NamedTuple):
+    """What an environment said last, as plain data of its own."""
+
+    messages: tuple[Message, ...]
+    state_key: str | None
+    gold_answer: str | None = None
+    action_key: str | None = None
+    reward: float = 0.0
+    terminated: bool = False
+    truncated: bool = False
+    info: dict[str, Any] = {}  # noqa: RUF012 - never written to
+    snapshot: str | None = None
+    """The environment itself, pickled, in base64, where it `can_snapshot`."""
+    tools: tuple[dict[str, Any], ...] = ()
+    """JSON schemas of its tools; said once, when the episode begins or resumes."""
+
+
+def copy_env(env: Env, *, seed: int | None = None) -> Env:
+    """Copy an environment with its wrappers, by its own `fork()`; with a seed, what chance brings next is new."""
+    base = base_env(env)
+    forked: object = base.fork()
+    if not isinstance(forked, MessageEnv):
+        raise EnvError(f"fork() of {type(base).__name__} must return a copy, got {abbreviated(forked)}")
+    if seed is not None:
+        forked.reseed(seed)
+    return copy.deepcopy(env, {id(base): forked})
+
+
+def construct(make_env: MakeEnv) -> Env:
+    """Make the environment; what its constructor raises is a failure like any other.
+
+    `agentrl.env.make_env` blames the recipe for it. When a run begins that is right; in an episode, the same recipe has
+    made environments before.
+    """
+    try:
+        return make_env()
+    except AgentRLError as error:
+        cause = error.__cause__ or error
+        raise EnvError(f"environment: construction raised {raised_words(cause)}") from cause
+
+
+def env_id(env: Env) -> str:
+    """Return the name under which an environment's trajectories are kept."""
+    return printable(env.spec.id if env.spec else type(base_env(env)).__name__)
+
+
+def reset_options(task: EnvTask, *, rollout_index: int) -> dict[str, Any]:
+    """Return what `reset` is told, beside the seed."""
+    return {"rollout_index": rollout_index, "split": task.split, "task_index": task.index}
+
+
+def reset(env: Env, base: MessageEnv, task: EnvTask, *, rollout_index: int) -> EnvReply:
+    """Begin a task."""
+    base.take_logged()  # by an episode before
+    result = env.reset(seed=task.seed, options=reset_options(task, rollout_index=rollout_index))
+    returned = reset_return(result, method=f"reset() of {type(base).__name__}")
+    return EnvReply(
+        messages=returned.messages,
+        state_key=_key(base.state_key(), base, "state_key()"),
+        gold_answer=_key(base.gold_answer(), base, "gold_answer()"),
+        tools=_tools(base),
+    )
+
+
+def restore(snapshot: str) -> Env:
+    """Return the environment of a moment's snapshot.
+
+    Raises:
+        EnvError: where unpickling gives none.
+    """
+    env: object = pickle.loads(base64.b64decode(snapshot))
+    if not isinstance(env, gym.Env):
+        raise EnvError(f"its snapshot is restored as {abbreviated(env)}; let pickling keep the environment")
+    return cast("Env", env)
+
+
+def check_restored(base: MessageEnv, recorded: EnvReply) -> EnvReply:
+    """Return the moment of an environment that was restored, which must be the one that was recorded."""
+    state_key = _key(base.state_key(), base, "state_key()")
+    if state_key != recorded.state_key:
+        raise EnvError(
+            f"environment {type(base).__name__}: its snapshot has the state_key {abbreviated(state_key)}, and was recorded "
+            f"with {abbreviated(recorded.state_key)}; let pickling keep all of its state"
+        )
+    return recorded._replace(gold_answer=_key(base.gold_answer(), base, "gold_answer()"), tools=_tools(base))
+
+
+def step(env: Env, base: MessageEnv, action: Message) -> EnvReply:
+    """Carry out an action, of which the environment gets a copy."""
+    action = copy.deepcopy(action)
+    action_key = _key(base.action_key(action), base, "action_key()")
+    returned = step_return(env.step(action), method=f"step() of {type(base).__name__}")
+    if logged := base.take_logged():  # by a `step` that leaves it to us, or after `ToolEnv.step` told of some
+        told = returned.info.get("logged")
+        before = told if isinstance(told, dict) else {}
+        returned.info["logged"] = before | {name: before.get(name, 0.0) + number for name, number in logged.items()}
+    return EnvReply(
+        messages=returned.messages,
+        reward=returned.reward,
+        terminated=returned.terminated,
+        truncated=returned.truncated,
+        info=returned.info,
+        state_key=_key(base.state_key(), base, "state_key()"),
+        action_key=action_key,
+        snapshot=base64.b64encode(pickle.dumps(env)).decode() if base.can_snapshot else None,
+    )
+
+
+def _key(key: object, base: MessageEnv, method: str) -> str | None:
+    return key_return(key, method=f"{method} of {type(base).__name__}")
+
+
+def _tools(base: MessageEnv) -> tuple[dict[str, Any], ...]:
+    try:
+        return tuple(tool_schemas(base.tools))
+    except PlainDataError as error:
+        raise EnvError(f"environment {type(base).__name__}: {error}") from error
+
+
+R = TypeVar("R")
+
+CLOSING_S = 10.0
+"""How long to wait for environments to close, in seconds."""
+
+
+class NoThreadError(EnvironmentFailure):
+    """The system gives no other thread for an environment."""
+
+    def __init__(self, why: str) -> None:
+        super().__init__(
+            f"{why}: no other thread for an environment, beside {threading.active_count()} of this process; lower "
+            "rollout.max_live_episodes, or raise the limit of threads (`ulimit -u`, or the container's)"
+        )
+
+
+class EnvThread:
+    """Runs calls one at a time on a daemon thread, so that an environment that hangs cannot hold up the process.
+
+    After a call that was cancelled the thread is lost, as `is_lost` says: that call may still run. After one that missed its
+    deadline it `is_hanging` as well.
+    """
+
+    def __init__(self) -> None:
+        self._calls: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        self.is_lost = self.is_hanging = False
+        self.env: Env | None = None
+        """An environment that may play another episode: on this thread, because handles such as SQLite's are bound to it."""
+        self.made_by: MakeEnv | None = None
+        """What made it."""
+        self._thread = threading.Thread(target=self._run, name="agentrl-env", daemon=True)
+        """Started with the first call, when that is let in: the event loop waits until a thread runs."""
+
+    @property
+    def stack(self) -> StackSummary | None:
+        """Where it stands. None: it has ended."""
+        return stack_of(self._thread)
+
+    @property
+    def is_alive(self) -> bool:
+        """True until it has ended, after `close` and the last call."""
+        return self._thread.is_alive()
+
+    async def call(self, function: Callable[[], R], *, timeout_s: float) -> R:
+        """Run `function` on the thread, when its turn has come.
+
+        Raises:
+            TimeoutError: `timeout_s` seconds after it began.
+            NoThreadError: when there is no thread for the first call.
+            RaisedError: for whatever `function` raises, a call of `sys.exit` too.
+        """
+        loop = asyncio.get_running_loop()
+        gate = Gate.of(loop)
+        future: asyncio.Future[tuple[Any, RaisedError | None] | None] = loop.create_future()
+        deadline: asyncio.TimerHandle | None = None
+
+        def start() -> None:
+            nonlocal deadline
+            deadline = loop.call_later(
+                timeout_s, settle, None
+            )  # where the loop stood still, what came in time comes first
+            self._calls.put(work)
+            if self._thread.ident is None:
+                try:
+                    self._thread.start()
+                except RuntimeError as error:
+                    future.set_exception(NoThreadError(str(error)))
+
+        def settle(outcome: tuple[Any, RaisedError | None] | None) -> None:
+            gate.leave(future)
+            gate.let_in_soon()
+            if not future.done():
+                future.set_result(outcome)
+
+        def work() -> None:
+            result, error = None, None
+            try:
+                result = function()
+            except BaseException as raised:  # noqa: BLE001 - carried over to the episode, which makes it data
+                error = RaisedError(raised)
+            gate.leave(future)
+            with suppress(RuntimeError):  # the loop is closed: the call came back after the run had ended
+                loop.call_soon_threadsafe(settle, (result, error))
+
+        gate.enter(future, start)
+        try:
+            outcome = await future
+        except asyncio.CancelledError:
+            self.is_lost = future.cancelled() and deadline is not None
+            raise
+        finally:
+            if deadline is not None:
+                deadline.cancel()
+        if outcome is None:
+            self.is_lost = self.is_hanging = True
+            raise TimeoutError
+        result, error = outcome
+        if error is not None:
+            raise error
+        returned: R = result
+        return returned
+
+    def call_unattended(self, function: Callable[[], object]) -> None:
+        """Run `function` after what runs now, if that ever returns; no one waits for it or hears what it raises."""
+
+        def work() -> None:
+            with suppress(BaseException):
+                function()
+
+        self._calls.put(work)
+
+    def take_env(self) -> Env | None:
+        """Return the environment that may play another episode, which is no longer kept. None: there is none."""
+        env, self.env = self.env, None
+        return env
+
+    def close(self) -> None:
+        """Let the thread end after its last call, and close the environment that it keeps."""
+        if (env := self.take_env()) is not None:
+            self.call_unattended(partial(close_env, env))
+        self._calls.put(None)
+
+    def join(self, *, timeout_s: float) -> None:
+        """Wait for its end."""
+        if self._thread.ident is not None:
+            self._thread.join(timeout_s)
+
+    def __enter__(self) -> Self:
+        """Return the thread."""
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        """Close it, and wait a while for its end unless it hangs: a call that was cancelled closes what it made."""
+        self.close()
+        if not self.is_hanging:
+            self.join(timeout_s=CLOSING_S)
+
+    def _run(self) -> None:
+        while (work := self._calls.get()) is not None:
+            work()
 
 
 class EnvDriver:
@@ -188,3 +533,43 @@ class EnvDriver:
         """Return the episode, which has ended."""
         metrics = {key: float(value) for key, value in self.info.items() if is_number(value)} | {"env_s": self._env_s}
         return self.conversation.trajectory(env_id=self.name, metrics=metrics, gold_answer=self.gold_answer)
+
+
+class Environments:
+    """Makes environments, each on a thread of its own, and keeps the threads that are idle."""
+
+    def __init__(self, make: MakeEnv) -> None:
+        self.make = make
+        self.stages: Sequence[MakeEnv] = ()
+        """What makes one with each entry of `env.schedule`, in their order."""
+        self.is_reused = False
+        """An environment whose episode ended well plays another one, on its thread: set where `reset` is proven to forget."""
+        self._idle: list[EnvThread] = []
+        self._lost: list[EnvThread] = []
+
+    def make_for(self, stage: int) -> MakeEnv:
+        """Return what makes an environment with an entry of the schedule, from 1; 0: with none."""
+        return self.stages[stage - 1] if stage else self.make
+
+    def take(self) -> EnvThread:
+        """Return a thread: an idle one, with its environment, or a new one."""
+        return self._idle.pop() if self._idle else EnvThread()
+
+    def give_back(self, thread: EnvThread) -> None:
+        """Keep a thread that plays no episode at the moment."""
+        self._idle.append(thread)
+
+    def lose(self, thread: EnvThread) -> int:
+        """Let a lost thread end when its call returns, if ever; return how many have not."""
+        thread.close()
+        self._lost = [lost for lost in [*self._lost, thread] if lost.is_alive]
+        return len(self._lost)
+
+    def close(self) -> None:
+        """Close the idle environments and those of cancelled calls, and let their threads end."""
+        idle, self._idle = self._idle, []
+        for thread in idle:
+            thread.close()
+        deadline = time.monotonic() + CLOSING_S
+        for thread in [*idle, *(lost for lost in self._lost if not lost.is_hanging)]:
+            thread.join(timeout_s=max(0.0, deadline - time.monotonic()))

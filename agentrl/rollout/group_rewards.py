@@ -7,8 +7,8 @@ from typing import Annotated, Any, Self
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from agentrl.errors import ConfigError
-from agentrl.plugin import checked_options
-from agentrl.registry import resolve
+from agentrl.recipe.plugin import checked_options
+from agentrl.recipe.registry import resolve
 
 _Tokens = Annotated[int, Field(gt=0)]
 OFFERED = ("completions", "messages", "num_tokens", "rewards", "successes", "truncated")

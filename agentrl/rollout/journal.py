@@ -9,9 +9,9 @@ from typing import Annotated, Literal, TextIO
 
 from pydantic import ConfigDict, Field, TypeAdapter
 
+from agentrl.data.files import numbered, parse, read_bytes, sealed, unsealed
 from agentrl.errors import ConfigError
-from agentrl.files import numbered, parse, read_bytes, sealed, unsealed
-from agentrl.rollout.live_episode import Task
+from agentrl.rollout.conversation import Task
 from agentrl.types import Completion, Message, Trajectory, Turn
 
 

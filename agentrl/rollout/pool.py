@@ -9,19 +9,15 @@ from functools import partial
 from typing import Any
 
 from agentrl.engine import Engine
-from agentrl.engine.retry import retry_wait_s
+from agentrl.engine.base import retry_wait_s
 from agentrl.errors import EngineError, EnvironmentFailure
 from agentrl.rollout.config import RolloutConfig
-from agentrl.rollout.context import EpisodeContext
-from agentrl.rollout.deadline import EngineClock
-from agentrl.rollout.env_calls import MakeEnv
-from agentrl.rollout.env_thread import EnvThread
-from agentrl.rollout.environments import Environments
+from agentrl.rollout.conversation import EpisodeContext, LiveEpisode, Task
+from agentrl.rollout.env_driver import Environments, EnvThread, MakeEnv
 from agentrl.rollout.episode import Episode
-from agentrl.rollout.groups import group_of, members
+from agentrl.rollout.faults import EngineClock
 from agentrl.rollout.journal import Journal
-from agentrl.rollout.live_episode import LiveEpisode, Task
-from agentrl.rollout.stream import TaskStream
+from agentrl.rollout.stream import TaskStream, group_of, members
 from agentrl.rollout.tasks import EnvTask, Tasks
 from agentrl.types import Sampling, Share, StopReason, Trajectory, TrajectoryGroup
 

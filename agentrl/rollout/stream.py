@@ -1,7 +1,10 @@
-"""The stream of training tasks: which episodes are started, which groups are handed out, what is remembered of both."""
+"""The stream of training tasks: which episodes are started, which groups are handed out, what is remembered of both.
+
+Groups of episodes and their names.
+"""
 
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import Any
@@ -10,12 +13,40 @@ from pydantic import TypeAdapter
 
 from agentrl.errors import ConfigError, EnvironmentFailure
 from agentrl.rollout.config import RolloutConfig
-from agentrl.rollout.curriculum import Curriculum, CurriculumState
-from agentrl.rollout.groups import group_index, group_name, group_of, members
+from agentrl.rollout.conversation import LiveEpisode, Task
 from agentrl.rollout.journal import Dropped, Ended, Event, HandedOut, Interrupted, Journal, Played, Restarted, Started
-from agentrl.rollout.live_episode import LiveEpisode
-from agentrl.rollout.tasks import Tasks
+from agentrl.rollout.tasks import Curriculum, CurriculumState, EnvTask, Tasks, derive_seed
 from agentrl.types import Share, StopReason, Trajectory, TrajectoryGroup, lengthen, shorten
+
+
+def group_name(index: int) -> str:
+    """Return the name of the group with a number in the stream."""
+    return f"train/{index:06d}"
+
+
+def group_index(name: str) -> int:
+    """Return a group's number in the stream."""
+    return int(name.rpartition("/")[2])
+
+
+def members(name: str, task: EnvTask, *, size: int, run_seed: int) -> list[Task]:
+    """Return the tasks of a group's episodes."""
+    first = Task(
+        group_id=name,
+        rollout_index=0,
+        seed=task.seed,
+        sampling_seed=derive_seed(run_seed, "sampling"),
+        split=task.split,
+        task_index=task.index,
+        stage=task.stage,
+    )
+    return [replace(first, rollout_index=index) for index in range(size)]
+
+
+def group_of(name: str, trajectories: Iterable[Trajectory]) -> TrajectoryGroup:
+    """Return a group of trajectories in their order, in whatever order they ended."""
+    ordered = sorted(trajectories, key=lambda t: int(t.trajectory_id.rpartition("/")[2]))
+    return TrajectoryGroup(group_id=name, trajectories=tuple(ordered))
 
 
 @dataclass(slots=True, kw_only=True)

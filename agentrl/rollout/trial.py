@@ -7,12 +7,10 @@ from agentrl.chat import Renderer
 from agentrl.env import EnvDescription, base_env, close_env, describe
 from agentrl.errors import EnvironmentFailure, UserError
 from agentrl.rollout.config import RolloutConfig
-from agentrl.rollout.context import EpisodeContext
-from agentrl.rollout.env_calls import MakeEnv
-from agentrl.rollout.env_thread import EnvThread
+from agentrl.rollout.conversation import EpisodeContext, Task
+from agentrl.rollout.env_driver import EnvThread, MakeEnv
 from agentrl.rollout.episode import Episode
-from agentrl.rollout.fault import RaisedError
-from agentrl.rollout.live_episode import Task
+from agentrl.rollout.faults import RaisedError
 from agentrl.rollout.tasks import Tasks
 from agentrl.types import Completion, FinishReason, Sampling, Split
 

@@ -18,9 +18,7 @@ from accelerate import Accelerator
 from accelerate.utils import InitProcessGroupKwargs, set_seed
 
 from agentrl.chat import ChatMLRenderer, describe
-from agentrl.chat.chat_template import USER
-from agentrl.chat.turns import TOOLS
-from agentrl.config import Recipe
+from agentrl.chat.chat_template import TOOLS, USER
 from agentrl.credit import CreditScheme, load_credit_for
 from agentrl.distributed.processes import from_rank_zero, is_main, num_processes, process_index, set_deadline
 from agentrl.engine import Engine
@@ -35,17 +33,28 @@ from agentrl.policy.config import Layout
 from agentrl.policy.layout import check_head, choose_layout
 from agentrl.policy.lora import add_lora, round_frozen
 from agentrl.policy.model import Policy, check_attention, check_dropout
-from agentrl.policy.shares import small_like
-from agentrl.report.faults import FaultLog
+from agentrl.policy.sharded_checkpoint import small_like
+from agentrl.recipe.config import Recipe
 from agentrl.report.folder import RunFolder
+from agentrl.report.log import FaultLog
 from agentrl.report.records import pieces_of
 from agentrl.report.trackers import check_trackers
 from agentrl.rollout import EpisodeContext, Journal, RolloutPool, Tasks, check_limits, describe_env, try_environment
-from agentrl.run.engine_link import EngineLink
-from agentrl.run.engines import new_engine, share_of
-from agentrl.run.evaluation_envs import EvaluationEnv, describe_others, own_env
-from agentrl.run.models import Loaded, check_positions, load_model, load_teacher, make_bytes_tokenizer
-from agentrl.run.stages import describe_stages, makers
+from agentrl.run.parts import (
+    EvaluationEnv,
+    Loaded,
+    check_positions,
+    describe_others,
+    describe_stages,
+    load_model,
+    load_teacher,
+    make_bytes_tokenizer,
+    makers,
+    new_engine,
+    own_env,
+    share_of,
+)
+from agentrl.run.weight_sync import EngineLink
 from agentrl.types import Need, Share, Trajectory
 
 

@@ -2,10 +2,10 @@
 
 from agentrl.distributed.processes import is_main
 from agentrl.report.folder import RunFolder
-from agentrl.report.panel import Panel, note_panels
+from agentrl.report.terminal import Panel, note_panels
 from agentrl.rollout.evaluation import Evaluation, evaluated, play_evaluation
 from agentrl.run.build import Parts
-from agentrl.run.sampling import sampled_by_all
+from agentrl.run.weight_sync import sampled_by_all
 
 
 def evaluate(parts: Parts) -> dict[str, Evaluation]:

@@ -15,17 +15,15 @@ import torch
 
 from agentrl.credit import Credit, assign_credit
 from agentrl.distributed.processes import all_gather, from_rank_zero, is_main, naming_absent_ranks, to_rank_zero
-from agentrl.learn.interrupt import run_until
-from agentrl.learn.metrics import process_metrics, rollout_metrics
+from agentrl.learn.learner import run_until
+from agentrl.learn.metrics import mask_stale, process_metrics, rollout_metrics, share_too_old
 from agentrl.learn.rewarding import reward_groups
-from agentrl.learn.staleness import mask_stale, share_too_old
 from agentrl.report.folder import RunFolder
 from agentrl.run.build import Parts
+from agentrl.run.checkpoint import save
 from agentrl.run.evaluate import evaluation_metrics
-from agentrl.run.record import OnProgress
-from agentrl.run.resume import save
+from agentrl.run.record import OnProgress, Stopwatch
 from agentrl.run.start import begin_or_resume
-from agentrl.run.stopwatch import Stopwatch
 from agentrl.types import TrajectoryGroup
 
 

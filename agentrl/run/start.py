@@ -5,27 +5,23 @@ from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import NamedTuple
 
-from agentrl.config import Recipe
 from agentrl.credit import CreditScheme
 from agentrl.distributed.checkpoints import checkpoints, write_folder
 from agentrl.distributed.processes import barrier, from_rank_zero, is_main, process_index
 from agentrl.errors import ConfigError, EnvironmentFailure
 from agentrl.learn.health import cut_demonstrations
 from agentrl.learn.warmup import warm_up
+from agentrl.recipe.config import Recipe
 from agentrl.report.folder import RunFolder
 from agentrl.report.sources import note_sources
 from agentrl.rollout import try_environment
 from agentrl.rollout.demonstrations import Demonstration, oracle_ends
-from agentrl.rollout.overlap import overlap
-from agentrl.rollout.reset_proof import prove_reset
+from agentrl.rollout.reset_checks import overlap, prove_reset
 from agentrl.run.build import Parts, reads_branches
+from agentrl.run.checkpoint import check_hashes, finish_going_back, keep_hashes, resume, save
 from agentrl.run.evaluate import evaluation_metrics
-from agentrl.run.models import make_demonstrations
+from agentrl.run.parts import make_demonstrations, naming_stage
 from agentrl.run.record import OnProgress, RunRecord
-from agentrl.run.resume import resume, save
-from agentrl.run.rewind import finish_going_back
-from agentrl.run.same_tasks import check_hashes, keep_hashes
-from agentrl.run.stages import naming_stage
 from agentrl.types import Need
 
 _BESIDE_REWARDS = {Need.VALUES, Need.TURN_SCORES, Need.ANSWER_LOGPROBS}

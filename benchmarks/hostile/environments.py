@@ -24,7 +24,7 @@ import numpy as np
 import yaml
 
 from agentrl import MessageEnv
-from agentrl.rollout.seeds import task_seed
+from agentrl.rollout.tasks import task_seed
 from benchmarks.hostile.cases import Tally, agentrl, attempt
 from benchmarks.hostile.recipes import TINY
 

@@ -14,8 +14,7 @@ from agentrl.credit import load_credit
 from agentrl.env import make_env
 from agentrl.report.folder import RunFolder
 from agentrl.report.records import read_records, records
-from agentrl.report.show import render
-from agentrl.report.terminal import Console
+from agentrl.report.terminal import Console, render
 from agentrl.rollout import EpisodeContext, Journal, RolloutConfig, RolloutPool, Tasks
 from agentrl.testing import ScriptedEngine
 from agentrl.types import StopReason

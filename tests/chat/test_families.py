@@ -11,9 +11,8 @@ import pytest
 from agentrl.chat.chat_template import ChatTemplate
 from agentrl.chat.dialogue import Dialogue
 from agentrl.chat.encoder import Encoder
-from agentrl.chat.families import FamilyRenderer
-from agentrl.chat.family_proof import find_family, missing_package
-from agentrl.chat.proof_episode import is_same
+from agentrl.chat.proof.families import FamilyRenderer, find_family, missing_package
+from agentrl.chat.proof.template import is_same
 from agentrl.chat.template import TemplateConfig, TemplateRenderer
 from agentrl.errors import RendererError
 from agentrl.testing import check_renderer

@@ -11,9 +11,9 @@ import pytest
 
 from agentrl.cli import main
 from agentrl.compare.runner import Failure, start
-from agentrl.config import Recipe
+from agentrl.recipe.config import Recipe
 from agentrl.report.folder import RunFolder
-from agentrl.report.panel import Panel, note_panels
+from agentrl.report.terminal import Panel, note_panels
 from tests.support.processes import Command
 
 TINY = """

@@ -5,9 +5,9 @@ import pytest
 
 from agentrl.compare.comparison import Comparison, compare
 from agentrl.compare.curves import Curve
-from agentrl.compare.text import levels_rows, verdict
+from agentrl.compare.page import levels_rows, verdict
 from agentrl.errors import ConfigError
-from agentrl.report.panel import Panel
+from agentrl.report.terminal import Panel
 
 PANEL = Panel(tasks=("a", "b"), temperature=1.0, samples=1)
 

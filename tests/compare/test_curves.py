@@ -4,10 +4,10 @@ from typing import Any
 import pytest
 
 from agentrl.compare.curves import RecordedRun, choose_metric, curve_of, identity, name_recipes, read_run
-from agentrl.config import Recipe
 from agentrl.errors import ConfigError
+from agentrl.recipe.config import Recipe
 from agentrl.report.folder import RunFolder
-from agentrl.report.panel import Panel, note_panels
+from agentrl.report.terminal import Panel, note_panels
 
 ROWS = [
     {"step": 0, "eval/episodes": 4, "eval/reward": 0.1},  # none came to report success

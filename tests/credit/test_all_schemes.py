@@ -20,7 +20,7 @@ from agentrl import (
     load_credit,
 )
 from agentrl.errors import CreditError
-from agentrl.registry import names
+from agentrl.recipe.registry import names
 from agentrl.testing.groups import make_group
 from tests.support.credit import PER_TOKEN
 from tests.support.signals import with_signals

@@ -23,7 +23,6 @@ from torch.multiprocessing.spawn import start_processes
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from agentrl import Credit, TrajectoryGroup
-from agentrl.config import load_recipe
 from agentrl.distributed.processes import (
     all_gather,
     dealt,
@@ -34,18 +33,18 @@ from agentrl.distributed.processes import (
     to_rank_zero,
 )
 from agentrl.errors import ConfigError, TrainingError
+from agentrl.learn.batch import TokenBatch
+from agentrl.learn.config import LossConfig
 from agentrl.learn.learner import Learner
-from agentrl.learn.loss_config import LossConfig
 from agentrl.learn.plan import Planner
 from agentrl.learn.signals import CriticConfig
 from agentrl.learn.signals.critic import Critic
 from agentrl.learn.signals.scoring import score_tokens
-from agentrl.learn.tokens import TokenBatch
-from agentrl.policy import recurrent
+from agentrl.models.auto_classes import freeze_towers
 from agentrl.policy.config import Layout, LoraSettings
-from agentrl.policy.layout import lay_out
+from agentrl.policy.layout import lay_out, recurrent
 from agentrl.policy.lora import merged_weights
-from agentrl.policy.towers import freeze_towers
+from agentrl.recipe.config import load_recipe
 from agentrl.run import build
 from benchmarks.architectures import tiny_model
 from tests.support.learners import TOKENIZER, make_learner

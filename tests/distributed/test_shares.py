@@ -13,16 +13,15 @@ from torch import Tensor
 
 from agentrl.distributed.processes import num_processes
 from agentrl.engine.base import EngineContext
-from agentrl.engine.transformers import TransformersConfig, TransformersEngine
+from agentrl.engine.transformers.engine import TransformersConfig, TransformersEngine
+from agentrl.learn.config import TrainConfig
 from agentrl.learn.policy_state import PolicyState
-from agentrl.learn.train_config import TrainConfig
+from agentrl.models.auto_classes import fix_frequencies, freeze_towers
 from agentrl.policy.config import LoraSettings
 from agentrl.policy.layout import choose_layout, lay_out
 from agentrl.policy.lora import add_lora
 from agentrl.policy.model import Policy, load_pretrained
-from agentrl.policy.rope import fix_frequencies
-from agentrl.policy.shares import load_shares, small_like
-from agentrl.policy.towers import freeze_towers
+from agentrl.policy.sharded_checkpoint import load_shares, small_like
 from agentrl.types import Sampling, Share
 from benchmarks.architectures import ARCHITECTURES, tiny_model
 from tests.distributed.test_processes import together

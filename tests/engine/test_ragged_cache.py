@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from agentrl.engine.ragged_cache import RaggedCache
+from agentrl.engine.transformers.cache import RaggedCache
 
 CPU: dict[str, Any] = {"device": torch.device("cpu"), "dtype": torch.float32}
 

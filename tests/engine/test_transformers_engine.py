@@ -11,9 +11,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import GPT2Config, GPT2LMHeadModel, Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from agentrl.engine.transformers import TransformersConfig, TransformersEngine, sample, uniforms
+from agentrl.engine.transformers.engine import TransformersConfig, TransformersEngine, sample, uniforms
 from agentrl.errors import ConfigError, EngineError
-from agentrl.routing import experts_of, recording
+from agentrl.models.moe import experts_of, recording
 from agentrl.testing import check_engine
 from agentrl.types import Completion, FinishReason, Sampling
 
@@ -282,7 +282,7 @@ class Largest(TorchDispatchMode):
 
 
 def test_a_long_prompt_is_computed_in_chunks_whose_mask_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("agentrl.engine.transformers.MAX_MASK", 2**14)
+    monkeypatch.setattr("agentrl.engine.transformers.engine.MAX_MASK", 2**14)
     model = make_model()
     counts = counted_tokens(model)
 

@@ -15,14 +15,14 @@ import numpy as np
 import pytest
 import torch
 
-from agentrl.config import load_recipe
-from agentrl.engine import vllm_weights
-from agentrl.engine.vllm import VLLMConfig, VLLMEngine
-from agentrl.engine.vllm_common import BACKEND, is_installed
-from agentrl.engine.weight_channel import LEFT, RIGHT
+from agentrl.engine.vllm import weights as vllm_weights
+from agentrl.engine.vllm.common import BACKEND, is_installed
+from agentrl.engine.vllm.engine import VLLMConfig, VLLMEngine
+from agentrl.engine.vllm.weights import LEFT, RIGHT
 from agentrl.errors import ConfigError, EngineError
-from agentrl.memory import GB, plan_memory
-from agentrl.routing import experts_of, recording
+from agentrl.models.moe import experts_of, recording
+from agentrl.recipe.config import load_recipe
+from agentrl.run.memory import GB, plan_memory
 from agentrl.testing import check_engine
 from agentrl.types import Completion, FinishReason, Sampling
 from tests.support.vllm_models import VOCAB, make_experts, make_model, plain_logprobs

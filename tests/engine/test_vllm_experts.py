@@ -9,9 +9,9 @@ import pytest
 import torch
 import transformers
 
-from agentrl.engine.vllm_experts import VLLMExperts
+from agentrl.engine.vllm.experts import VLLMExperts
 from agentrl.errors import EngineError
-from agentrl.routing import Experts
+from agentrl.models.moe import Experts
 from tests.support.models import SIZES
 
 TOLD_NLX = np.random.default_rng(0).integers(8, size=(5, 3, 2), dtype=np.uint8)

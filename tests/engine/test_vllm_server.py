@@ -29,16 +29,17 @@ import torch
 from safetensors.torch import save_file
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from agentrl.engine import vllm_launch, vllm_outstanding, vllm_push, vllm_weights
 from agentrl.engine.base import KeptBase, Sampler
-from agentrl.engine.vllm_common import is_installed
-from agentrl.engine.vllm_experts import VLLMExperts
-from agentrl.engine.vllm_http import Fault, Http
-from agentrl.engine.vllm_launch import Server, start_server
-from agentrl.engine.vllm_server import VLLMServer
-from agentrl.engine.vllm_server_config import ServerConfig
-from agentrl.engine.vllm_weights import ServedModel, find_ties, in_buckets
-from agentrl.engine.weight_channel import Channel
+from agentrl.engine.vllm import http as vllm_outstanding
+from agentrl.engine.vllm import launch as vllm_launch
+from agentrl.engine.vllm import server as vllm_push
+from agentrl.engine.vllm import weights as vllm_weights
+from agentrl.engine.vllm.common import ServerConfig, is_installed
+from agentrl.engine.vllm.experts import VLLMExperts
+from agentrl.engine.vllm.http import Fault, Http
+from agentrl.engine.vllm.launch import Server, start_server
+from agentrl.engine.vllm.server import VLLMServer
+from agentrl.engine.vllm.weights import Channel, ServedModel, find_ties, in_buckets
 from agentrl.errors import ConfigError, EngineError
 from agentrl.testing import check_engine
 from agentrl.types import Completion, FinishReason, Sampling

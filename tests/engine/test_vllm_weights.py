@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 import torch
 
-from agentrl.engine.vllm_common import BACKEND, EXTENSION
-from agentrl.engine.vllm_weights import Answer, read_answer, read_model
+from agentrl.engine.vllm.common import BACKEND, EXTENSION
+from agentrl.engine.vllm.weights import Answer, read_answer, read_model
 from benchmarks.architectures import tiny_model
 
 

@@ -10,10 +10,9 @@ import pytest
 import torch
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from agentrl.engine import vllm_weights
-from agentrl.engine.vllm_push import _beside, _listen
-from agentrl.engine.vllm_weights import ServedModel, in_buckets
-from agentrl.engine.weight_channel import Bucket, Channel, Weight, pack, unpack
+from agentrl.engine.vllm import weights as vllm_weights
+from agentrl.engine.vllm.server import _beside, _listen
+from agentrl.engine.vllm.weights import Bucket, Channel, ServedModel, Weight, in_buckets, pack, unpack
 
 CPU = torch.device("cpu")
 

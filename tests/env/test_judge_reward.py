@@ -11,10 +11,10 @@ import pytest
 
 from agentrl import EnvironmentFailure, TaskEnv, UserError
 from agentrl.chat import train_tokenizer
-from agentrl.chat.chatml_template import CHATML_TEMPLATE
-from agentrl.engine.vllm_common import is_installed
-from agentrl.engine.vllm_launch import start_server
-from agentrl.env.rewards import chat_client
+from agentrl.chat.chatml import CHATML_TEMPLATE
+from agentrl.engine.vllm.common import is_installed
+from agentrl.engine.vllm.launch import start_server
+from agentrl.env.rewards import judge as chat_client
 from agentrl.policy.config import LocalModelConfig
 from agentrl.policy.export import export_model
 from agentrl.policy.model import make_local_model

@@ -11,9 +11,9 @@ import pytest
 import agentrl_envs  # noqa: F401 - registers them with Gymnasium
 from agentrl.env import MessageEnv, ask_oracle
 from agentrl.errors import CheckError
-from agentrl.registry import import_attribute
+from agentrl.recipe.registry import import_attribute
+from agentrl.rollout.baselines import oracle, play, random_action
 from agentrl.testing import check_env
-from agentrl.testing.baselines import oracle, play, random_action
 from agentrl_envs.sandboxes import bubblewrap
 from agentrl_envs.sandboxes.bubblewrap import BubblewrapConfig
 from benchmarks.environments import (

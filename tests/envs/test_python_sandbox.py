@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 
 from agentrl import EnvironmentFailure, UserError, tool_call
-from agentrl_envs.python_sandbox import PythonSandbox
-from agentrl_envs.python_tasks import Example, Problem, bundled, drawn
+from agentrl_envs.python_sandbox import Example, Problem, PythonSandbox, bundled, drawn
 from agentrl_envs.sandboxes import bubblewrap
 from agentrl_envs.sandboxes.bubblewrap import BubblewrapConfig
 

@@ -8,8 +8,7 @@ from agentrl import UserError, tool_call
 from agentrl.errors import ConfigError
 from agentrl_envs.sandboxes import bubblewrap
 from agentrl_envs.sandboxes.bubblewrap import BubblewrapConfig
-from agentrl_envs.shell import Shell
-from agentrl_envs.shell_jobs import KINDS, draw_job
+from agentrl_envs.shell import KINDS, Shell, draw_job
 
 WHY_NOT = bubblewrap._problem(BubblewrapConfig())
 needs_bubblewrap = pytest.mark.skipif(bool(WHY_NOT), reason=f"bubblewrap: {WHY_NOT}")

@@ -3,7 +3,7 @@ import pytest
 from agentrl_envs.corridor import Corridor
 from agentrl_envs.frozen_lake import FrozenLake
 from agentrl_envs.negotiation import Negotiation
-from agentrl_envs.splits import in_split
+from agentrl_envs.options import in_split
 
 
 def test_one_task_of_some_is_of_evaluation_and_none_of_both() -> None:

@@ -8,8 +8,8 @@ from accelerate.state import AcceleratorState
 from torch import Tensor
 
 from agentrl.errors import ConfigError
+from agentrl.learn.config import LossConfig
 from agentrl.learn.learner import Learner
-from agentrl.learn.loss_config import LossConfig
 from agentrl.policy.config import Layout, LoraSettings
 from agentrl.policy.layout import choose_layout, probe_layout, probe_noise
 from benchmarks.architectures import ARCHITECTURES, tiny_model

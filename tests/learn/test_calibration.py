@@ -13,10 +13,10 @@ import torch
 from agentrl import Credit
 from agentrl.learn.batch import LossColumns
 from agentrl.learn.calibration import Aim, Band, Calibration, Shown, Units, observed, of_units, range_metrics
+from agentrl.learn.config import CalibratedConfig, LossConfig
 from agentrl.learn.learner import Learner
-from agentrl.learn.loss_config import CalibratedConfig, LossConfig
+from agentrl.learn.metrics import Array, Observations
 from agentrl.learn.micro_batch_loss import Before, micro_batch_loss, trust_region
-from agentrl.learn.tally import Array, Observations
 from agentrl.types import TrajectoryGroup
 from tests.support.learners import make_learner
 from tests.support.tallies import add_pass

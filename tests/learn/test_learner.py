@@ -22,20 +22,18 @@ from safetensors.torch import load_file
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from agentrl import Credit, StopReason, Trajectory, TrajectoryGroup, Turn, routing
+from agentrl import Credit, StopReason, Trajectory, TrajectoryGroup, Turn
 from agentrl.errors import ConfigError, TrainingError
 from agentrl.learn import learner as learner_module
+from agentrl.learn.config import LossConfig, TrainConfig
 from agentrl.learn.health import signs
 from agentrl.learn.learner import CreditedMinibatch, Learner, TrainingPass
-from agentrl.learn.loss_config import LossConfig
-from agentrl.learn.metrics import divergence, first_metrics, rollout_metrics, update_metrics
+from agentrl.learn.line_search import Reach
+from agentrl.learn.metrics import Tally, divergence, first_metrics, mask_stale, rollout_metrics, update_metrics
 from agentrl.learn.micro_batch_loss import Before
 from agentrl.learn.plan import Planner
 from agentrl.learn.policy_state import PolicyState
-from agentrl.learn.reach import Reach
-from agentrl.learn.staleness import mask_stale
-from agentrl.learn.tally import Tally
-from agentrl.learn.train_config import TrainConfig
+from agentrl.models import moe as routing
 from agentrl.policy.config import Layout, LoraSettings
 from agentrl.policy.model import Policy
 from tests.support.interrupts import After, run_with

@@ -15,6 +15,9 @@ import torch
 
 from agentrl.credit import Credit
 from agentrl.learn.metrics import (
+    Observations,
+    Sums,
+    Tally,
     anchor_metrics,
     divergence,
     effective_samples,
@@ -23,7 +26,6 @@ from agentrl.learn.metrics import (
     rollout_metrics,
     update_metrics,
 )
-from agentrl.learn.tally import Observations, Sums, Tally
 from agentrl.testing import make_group
 from agentrl.types import StopReason
 from tests.support.tallies import add_pass, make_tally

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from agentrl.learn.loss import policy_loss
-from agentrl.learn.metrics import update_metrics
-from agentrl.learn.tally import Observations, Tally
+from agentrl.learn.metrics import Observations, Tally, update_metrics
 from agentrl.learn.trust import fixed
 from tests.support.tallies import add_pass
 

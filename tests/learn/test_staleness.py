@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from agentrl.credit import Credit
-from agentrl.learn.staleness import mask_stale, share_too_old
+from agentrl.learn.metrics import mask_stale, share_too_old
 from agentrl.rollout import RolloutConfig
 from agentrl.testing import make_group
 from agentrl.types import StopReason, TrajectoryGroup

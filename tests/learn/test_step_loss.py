@@ -11,14 +11,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from agentrl.learn.batch import LossColumns, make_batch
+from agentrl.learn.batch import LossColumns, RatioUnit, make_batch
 from agentrl.learn.calibration import Aim, joined, observed
-from agentrl.learn.loss_config import LossConfig
-from agentrl.learn.metrics import divergence, update_metrics
+from agentrl.learn.config import LossConfig
+from agentrl.learn.metrics import Observations, Tally, divergence, update_metrics
 from agentrl.learn.micro_batch_loss import Before, Earlier, micro_batch_loss, trust_region
 from agentrl.learn.plan import Planner
-from agentrl.learn.tally import Observations, Tally
-from agentrl.learn.token_weights import RatioUnit
 from tests.support.loss_oracle import (
     BY_LENGTH,
     BY_STALENESS,

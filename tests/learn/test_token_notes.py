@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from agentrl import Credit
-from agentrl.learn.loss_config import LossConfig
+from agentrl.learn.config import LossConfig
 from agentrl.testing import make_group
 from tests.support.learners import make_learner
 

@@ -11,11 +11,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from agentrl.learn.batch import LossColumns
+from agentrl.learn.batch import Aggregation, LossColumns, RatioUnit
 from agentrl.learn.calibration import Aim, Calibration, Units, of_units
-from agentrl.learn.loss_config import CalibratedConfig, KernelConfig, LossConfig
+from agentrl.learn.config import CalibratedConfig, KernelConfig, LossConfig
 from agentrl.learn.micro_batch_loss import trust_region
-from agentrl.learn.token_weights import Aggregation, RatioUnit
 from agentrl.learn.trust import Ratios, Region, TrustRegion, fixed, is_rejected, kernel, rejecting, token
 from tests.support.ratio_batches import (
     AGGREGATIONS,

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from agentrl.errors import ConfigError, TrainingError
+from agentrl.models.auto_classes import freeze_towers
 from agentrl.policy import layout as layout_module
-from agentrl.policy import recurrent, tree_model
 from agentrl.policy.config import Layout
 from agentrl.policy.layout import (
     _probe_rows,
@@ -26,11 +26,12 @@ from agentrl.policy.layout import (
     pack,
     probe_layout,
     probe_noise,
+    recurrent,
 )
-from agentrl.policy.recurrent import Rows, can_continue, fork, mixers_of, num_computed
-from agentrl.policy.towers import freeze_towers
-from agentrl.policy.tree import IntArray, plan_tree
-from agentrl.policy.tree_attention import tree_attention
+from agentrl.policy.layout import tree_attention as tree_model
+from agentrl.policy.layout.recurrent import Rows, can_continue, fork, mixers_of, num_computed
+from agentrl.policy.layout.tree import IntArray, plan_tree
+from agentrl.policy.layout.tree_attention import tree_attention
 from benchmarks.architectures import ARCHITECTURES, tiny_model
 from tests.support.models import MODELS, SIZES, AllFloat64, branching_rows, in_float64, made, tiny
 

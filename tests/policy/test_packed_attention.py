@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from agentrl.errors import TrainingError
+from agentrl.models.auto_classes import name_body
 from agentrl.policy.layout import hidden_states, lay_out, probe_layout
-from agentrl.policy.model import name_body
-from agentrl.policy.packed_attention import PackedRows, _by_length, packed_attention_of
+from agentrl.policy.layout.packed import PackedRows, _by_length, packed_attention_of
 from tests.support.models import made, tiny
 
 LENGTHS = (50, 40, 6, 5, 4, 9)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from agentrl.report.evaluation import as_json, tables
+from agentrl.report.statistics import as_json, tables
 from agentrl.rollout.evaluation import Evaluation, EvaluationConfig, evaluated
 from agentrl.testing import make_group
 from agentrl.types import StopReason, TrajectoryGroup

@@ -3,8 +3,8 @@ from typing import Any
 
 import pytest
 
-from agentrl.report.faults import FaultLog
 from agentrl.report.folder import RunFolder
+from agentrl.report.log import FaultLog
 from agentrl.report.records import read_records
 from agentrl.types import Fault, StopReason, Trajectory, Turn
 

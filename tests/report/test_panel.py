@@ -5,7 +5,7 @@ import pytest
 
 from agentrl.errors import ConfigError
 from agentrl.report.folder import RunFolder
-from agentrl.report.panel import Panel, note_panels, read_panels
+from agentrl.report.terminal import Panel, note_panels, read_panels
 
 panel = partial(Panel, temperature=1.0, samples=1)
 

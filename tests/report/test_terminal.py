@@ -5,8 +5,7 @@ from rich.progress import Progress, TextColumn
 from rich.table import Table
 from rich.text import Text
 
-from agentrl.report.show import render
-from agentrl.report.terminal import Console, printable
+from agentrl.report.terminal import Console, printable, render
 from tests.support.records import record, turn
 
 HOSTILE = "\x1b]0;owned\x07a\x1b[2Jb\x9b31mc\x00d\x7fe\u202ef\u2066g\rh\x08\udc80[/red] :smile:"

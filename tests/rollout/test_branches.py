@@ -14,11 +14,10 @@ import pytest
 from gymnasium.wrappers import TimeLimit
 
 from agentrl.chat import Renderer
-from agentrl.engine.transformers import TransformersEngine
+from agentrl.engine.transformers.engine import TransformersEngine
 from agentrl.errors import EngineError
 from agentrl.rollout import Episode, EpisodeContext, RolloutConfig, RolloutPool, Task, Tasks
-from agentrl.rollout.env_calls import MakeEnv
-from agentrl.rollout.env_thread import EnvThread
+from agentrl.rollout.env_driver import EnvThread, MakeEnv
 from agentrl.types import Completion, Sampling, StopReason, Trajectory, TrajectoryGroup
 from tests.support.dice import TASK, Dice, raises
 from tests.support.threads import hang, wait_until

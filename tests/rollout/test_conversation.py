@@ -9,7 +9,7 @@ import pytest
 
 from agentrl.chat import ChatMLRenderer, Dialogue, HistoryConfig
 from agentrl.rollout import Conversation, End, EpisodeContext, LiveEpisode, Outcome, RolloutConfig, Task
-from agentrl.rollout.replay import ReplayError
+from agentrl.rollout.conversation import ReplayError
 from agentrl.testing import ScriptedEngine
 from agentrl.types import Completion, FinishReason, Message, Sampling, StopReason, Trajectory
 

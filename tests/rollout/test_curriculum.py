@@ -9,7 +9,7 @@ from pydantic import ValidationError
 
 from agentrl.errors import ConfigError
 from agentrl.rollout import Tasks
-from agentrl.rollout.curriculum import Curriculum, CurriculumConfig
+from agentrl.rollout.tasks import Curriculum, CurriculumConfig
 from agentrl.testing import make_group
 from agentrl.types import NumTasks, StopReason, TrajectoryGroup
 

@@ -9,9 +9,9 @@ from typing import Any, TypeVar
 
 import pytest
 
-from agentrl.rollout import gate
-from agentrl.rollout.env_thread import EnvThread
-from agentrl.rollout.fault import RaisedError
+from agentrl.rollout import env_driver as gate
+from agentrl.rollout.env_driver import EnvThread
+from agentrl.rollout.faults import RaisedError
 
 R = TypeVar("R")
 
@@ -189,7 +189,7 @@ def test_a_lost_thread_still_does_what_is_left_to_do_when_its_call_returns() -> 
 def test_a_hanging_environment_does_not_hold_up_the_end_of_the_process() -> None:
     script = """
 import asyncio, time
-from agentrl.rollout.env_thread import EnvThread
+from agentrl.rollout.env_driver import EnvThread
 
 async def main():
     try:

@@ -10,8 +10,8 @@ from agentrl.credit import Credit
 from agentrl.env import MessageEnv, ToolEnv, tool, tool_call
 from agentrl.errors import EnvironmentFailure
 from agentrl.learn.metrics import rollout_metrics
-from agentrl.rollout.env_calls import reset, step
-from agentrl.rollout.episode_metrics import MAX_TOOLS, episode_metrics
+from agentrl.rollout.conversation import MAX_TOOLS, episode_metrics
+from agentrl.rollout.env_driver import reset, step
 from agentrl.rollout.evaluation import EvaluationConfig, evaluated
 from agentrl.rollout.tasks import EnvTask
 from agentrl.testing import make_group

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from agentrl.chat import ChatMLRenderer, train_tokenizer
-from agentrl.engine.transformers import TransformersEngine
+from agentrl.engine.transformers.engine import TransformersEngine
 from agentrl.env import MessageEnv
 from agentrl.policy.config import LocalModelConfig
 from agentrl.policy.model import make_local_model

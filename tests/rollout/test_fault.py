@@ -3,7 +3,7 @@ import threading
 from collections.abc import Callable
 
 from agentrl.errors import EnvError
-from agentrl.rollout.fault import fault_of, raised_words, stack_of
+from agentrl.rollout.faults import fault_of, raised_words, stack_of
 
 
 def caught(raises: Callable[[], object]) -> Exception:

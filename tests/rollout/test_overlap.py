@@ -6,7 +6,7 @@ import pytest
 
 from agentrl import ToolEnv
 from agentrl.rollout import Tasks
-from agentrl.rollout.overlap import Overlap, overlap
+from agentrl.rollout.reset_checks import Overlap, overlap
 from agentrl.types import NumTasks
 from agentrl_envs.calculator import Calculator
 from tests.support.threads import hang

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from agentrl.chat import Renderer
-from agentrl.engine.transformers import TransformersEngine
+from agentrl.engine.transformers.engine import TransformersEngine
 from agentrl.errors import EnvironmentFailure
 from agentrl.rollout import EpisodeContext, RolloutConfig, RolloutPool, Tasks
 from agentrl.types import Message, Trajectory, TrajectoryGroup

@@ -12,10 +12,10 @@ import pytest
 
 from agentrl.chat import Renderer
 from agentrl.engine.batched import Request
-from agentrl.engine.transformers import TransformersEngine
+from agentrl.engine.transformers.engine import TransformersEngine
 from agentrl.errors import EngineError, EnvironmentFailure
 from agentrl.rollout import EpisodeContext, RolloutConfig, RolloutPool, Tasks, task_seed
-from agentrl.rollout.env_calls import MakeEnv
+from agentrl.rollout.env_driver import MakeEnv
 from agentrl.types import Message, StopReason, Trajectory
 from tests.support.talk import Talk, collect, episodes, fails, logged
 from tests.support.threads import hang, wait_until

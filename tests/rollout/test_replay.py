@@ -14,10 +14,9 @@ from pydantic import TypeAdapter
 
 from agentrl.chat import Renderer
 from agentrl.chat.renderer import Tools
-from agentrl.engine.transformers import TransformersEngine
+from agentrl.engine.transformers.engine import TransformersEngine
 from agentrl.rollout import Episode, EpisodeContext, LiveEpisode, RolloutConfig
-from agentrl.rollout.env_calls import MakeEnv
-from agentrl.rollout.env_thread import EnvThread
+from agentrl.rollout.env_driver import EnvThread, MakeEnv
 from agentrl.types import Completion, FinishReason, Message, StopReason, Trajectory, Turn
 from tests.support.dice import TASK, Dice
 from tests.support.renderers import OftenStops

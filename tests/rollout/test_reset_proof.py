@@ -10,8 +10,8 @@ import pytest
 
 from agentrl import ToolEnv, tool
 from agentrl.rollout import Tasks
-from agentrl.rollout.env_calls import MakeEnv
-from agentrl.rollout.reset_proof import prove_reset, reset_proof
+from agentrl.rollout.env_driver import MakeEnv
+from agentrl.rollout.reset_checks import prove_reset, reset_proof
 from agentrl.types import NumTasks
 from agentrl_envs.calculator import Calculator
 from agentrl_envs.key_door import KeyDoor

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 from agentrl.chat import Renderer
-from agentrl.engine.transformers import TransformersEngine
+from agentrl.engine.transformers.engine import TransformersEngine
 from agentrl.rollout import EpisodeContext, RolloutConfig, RolloutPool, Tasks, task_seed
-from agentrl.rollout.env_calls import MakeEnv
+from agentrl.rollout.env_driver import MakeEnv
 from agentrl.rollout.evaluation import EvaluationConfig, play_evaluation
 from agentrl.types import Message, Share, StopReason, Trajectory
 from tests.support.talk import Talk, collect, episodes

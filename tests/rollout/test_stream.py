@@ -17,12 +17,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from agentrl.data.files import sealed
 from agentrl.errors import ConfigError, EnvironmentFailure
-from agentrl.files import sealed
 from agentrl.rollout import LiveEpisode, RolloutConfig, Tasks
-from agentrl.rollout.groups import group_name
 from agentrl.rollout.journal import Journal, Played, Started
-from agentrl.rollout.stream import TaskStream
+from agentrl.rollout.stream import TaskStream, group_name
 from agentrl.rollout.tasks import Stage
 from agentrl.types import (
     ENDLESS,

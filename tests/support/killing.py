@@ -9,13 +9,13 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from agentrl.config import load_recipe
 from agentrl.distributed.checkpoints import checkpoints
+from agentrl.recipe.config import load_recipe
 from agentrl.report.folder import RunFolder
 from agentrl.report.records import read_records
 from agentrl.rollout import Journal, RolloutConfig, Tasks
 from agentrl.rollout.stream import TaskStream
-from agentrl.run.engines import share_of
+from agentrl.run.parts import share_of
 from agentrl.types import Share
 from tests.support.processes import Command
 

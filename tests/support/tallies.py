@@ -2,7 +2,7 @@
 
 import torch
 
-from agentrl.learn.tally import Observations, Tally
+from agentrl.learn.metrics import Observations, Tally
 
 _OF_TOKENS = (
     "token_T",

@@ -9,9 +9,8 @@ import numpy as np
 
 from agentrl.chat import Renderer
 from agentrl.errors import ConfigError
-from agentrl.learn.signals.base import Sample, Signal
-from agentrl.learn.signals.config import SignalsConfig
-from agentrl.learn.tokens import Row, TokenBatch
+from agentrl.learn.batch import Row, TokenBatch
+from agentrl.learn.signals.base import Sample, Signal, SignalsConfig
 from agentrl.types import Trajectory
 
 

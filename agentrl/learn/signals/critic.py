@@ -14,12 +14,11 @@ import torch
 from torch import Tensor, nn
 
 from agentrl.distributed.processes import add_up, dealt, from_rank_zero, num_processes
-from agentrl.learn.interrupt import check_interrupt
+from agentrl.learn.batch import FloatArray, TokenBatch, rows_of, with_end, with_ends_of_turns
+from agentrl.learn.learner import check_interrupt
 from agentrl.learn.plan import MicroBatch, PassTokens, Planner
-from agentrl.learn.signals.config import CriticConfig
+from agentrl.learn.signals.base import CriticConfig
 from agentrl.learn.signals.scoring import score_tokens, with_tokens
-from agentrl.learn.token_weights import FloatArray
-from agentrl.learn.tokens import TokenBatch, rows_of, with_end, with_ends_of_turns
 from agentrl.policy.layout import attending, hidden_states
 from agentrl.policy.model import Policy
 from agentrl.rollout import derive_seed

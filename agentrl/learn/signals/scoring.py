@@ -11,11 +11,10 @@ import torch
 from torch import Tensor
 
 from agentrl.distributed.processes import dealt, num_processes, to_rank_zero
-from agentrl.learn.interrupt import check_interrupt
+from agentrl.learn.batch import FloatArray, TokenBatch
+from agentrl.learn.learner import check_interrupt
 from agentrl.learn.plan import MicroBatch, Planner
 from agentrl.learn.signals.base import SignalContext
-from agentrl.learn.token_weights import FloatArray
-from agentrl.learn.tokens import TokenBatch
 from agentrl.policy.model import Policy
 from agentrl.types import Trajectory
 

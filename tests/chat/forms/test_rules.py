@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from agentrl.chat.forms import FORMS
 from agentrl.chat.forms.form import CallForm
-from agentrl.plain_data import MAX_DEPTH
+from agentrl.data.plain import MAX_DEPTH
 from agentrl.types import Message
 from benchmarks.hostile.forms import FAMILIES, TOOLS, Functions, faults, outputs
 

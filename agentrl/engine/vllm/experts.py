@@ -1,0 +1,69 @@
+"""What vLLM tells of the experts that it chose. Names are those of vLLM 0.32.
+
+`N` tokens, `L` layers, `X` experts chosen by a router.
+"""
+
+import base64
+import io
+import re
+from typing import Any, NamedTuple, Self
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from agentrl.errors import ConfigError, EngineError
+from agentrl.models.moe import Experts, experts_of, routers_of
+
+
+def arguments_to_tell() -> dict[str, Any]:
+    """Return the arguments of `EngineArgs` with which vLLM tells experts.
+
+    Raises:
+        ConfigError: without a GPU, where it cannot.
+    """
+    if not torch.cuda.is_available():
+        raise ConfigError(
+            "loss.routing_replay: vLLM tells the experts that it chose on a GPU alone; set engine.name: transformers, or "
+            "loss.routing_replay to trainer or none"
+        )
+    return {"enable_return_routed_experts": True}
+
+
+class VLLMExperts(NamedTuple):
+    """Reads what vLLM tells: of each layer, with experts or without."""
+
+    experts: Experts
+    layers: list[int]
+    """Those with experts."""
+
+    @classmethod
+    def of(cls, model: Any) -> Self | None:
+        """Return the reader for a transformers model. None: it has no experts."""
+        experts = experts_of(model)
+        if experts is None:
+            return None
+        return cls(experts, [int(number) for r in routers_of(model) for number in re.findall(r"\.(\d+)\.", r.name)[:1]])
+
+    def pack(self, told_NLX: npt.NDArray[Any] | None, *, num_tokens: int) -> bytes:
+        """Return the experts of so many tokens.
+
+        Raises:
+            EngineError: where vLLM told none, or those of another model.
+        """
+        if told_NLX is None:
+            raise EngineError(
+                "vLLM does not tell the experts that it chose, which loss.routing_replay: engine needs; start its server by "
+                "`agentrl serve`, or with --enable-return-routed-experts"
+            )
+        try:
+            if told_NLX.ndim != 3 or len(told_NLX) != num_tokens or told_NLX.shape[1] <= max(self.layers):
+                raise ValueError(f"experts (tokens, layers, chosen) {told_NLX.shape} for {num_tokens} tokens")
+            return self.experts.pack(told_NLX[:, self.layers])
+        except ValueError as error:
+            raise EngineError(f"vLLM runs another mixture of experts than the trainer: it told {error}") from error
+
+    def read(self, told: str | None, *, num_tokens: int) -> bytes:
+        """As `pack`, of what a server sends: an npy file in base64."""
+        array = None if told is None else np.load(io.BytesIO(base64.b64decode(told)), allow_pickle=False)
+        return self.pack(array, num_tokens=num_tokens)

@@ -1,0 +1,256 @@
+"""Requests to vLLM's HTTP server: made again where that may help, with the server's words where it does not.
+
+The requests that a vLLM server has, which must give signs of life meanwhile.
+"""
+
+import asyncio
+import errno
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager
+from typing import Any, TypeVar
+
+import httpx2
+
+from agentrl.engine.base import retry_wait_s
+from agentrl.engine.vllm.common import ServerConfig
+from agentrl.errors import EngineError
+
+_T = TypeVar("_T")
+_FIRST_WAIT_S = 0.25
+"""Wait before a request is made again; doubles each time, up to a minute."""
+_MAX_WORDS = 1000
+"""How many characters of an answer go into an error."""
+_NO_ROUTE = ". Start it by `agentrl serve RECIPE`, or with --enable-scale-out and VLLM_SERVER_DEV_MODE=1"
+
+
+_START = "Is it running? `agentrl serve RECIPE` starts it"
+_OUT_OF_FILES = (
+    "This process has no room for another connection: raise its limit of open files (`ulimit -n`), or lower "
+    "engine.server.max_connections or rollout.max_live_episodes"
+)
+_NOT_ACCEPTED = (
+    "It is down, out of reach, too busy or out of open files: raise that limit where it runs (`ulimit -n`), or lower "
+    "engine.server.max_connections"
+)
+_OTHERS = 16
+"""Connections for what is no completion: a pause need not wait until completions are done."""
+
+
+class ServerLostError(EngineError):
+    """A server that does not answer any more, or that was started again and has other weights."""
+
+
+class Fault(Exception):  # noqa: N818  # it becomes an error when it has come too often
+    """What may go better the next time: no answer, half of one, or an error of the server's own."""
+
+    def __init__(self, words: str, *, fix: str = _START) -> None:
+        """Take what happened, and what to do about it."""
+        super().__init__(words)
+        self.fix = fix
+
+
+class Http:
+    """Makes requests, again where that may help, and says what came of them."""
+
+    def __init__(self, config: ServerConfig) -> None:
+        """Connect at the first request."""
+        self._config = config
+        self._client: httpx2.AsyncClient | None = None
+
+    async def ask(
+        self,
+        what: str,
+        method: str,
+        path: str,
+        body: Any = None,
+        *,
+        parse: Callable[[Any], _T] = lambda answer: answer,
+    ) -> _T:
+        """Return what `parse` makes of the answer to a request, which is made again after a fault."""
+        return await self.retried(what, lambda: self.once(method, path, body, parse=parse))
+
+    async def retried(self, what: str, attempt: Callable[[], Awaitable[_T]]) -> _T:
+        """Return what an attempt returns; after a fault wait and make another.
+
+        Raises:
+            ServerLostError: when there were too many faults, with the last one's words.
+        """
+        num = 1 + self._config.max_retries
+        for remaining in reversed(range(num)):
+            try:
+                return await attempt()
+            except Fault as fault:
+                if not remaining:
+                    raise ServerLostError(
+                        f"vLLM's server at {self._config.urls[0]}, asked {num} times for {what}, did not answer as it "
+                        f"should; the last time: {fault}. {fault.fix}"
+                    ) from fault
+            await asyncio.sleep(retry_wait_s(num - 1 - remaining, first_s=_FIRST_WAIT_S))
+        raise AssertionError("unreachable")
+
+    async def once(
+        self,
+        method: str,
+        path: str,
+        body: Any = None,
+        *,
+        parse: Callable[[Any], _T] = lambda answer: answer,
+    ) -> _T:
+        """Make a request.
+
+        Raises:
+            Fault: when another attempt may help.
+            EngineError: when the server refuses the request (4xx).
+        """
+        try:
+            response = await self._connected().request(method, path, json=body)
+        except (httpx2.RequestError, httpx2.InvalidURL) as error:
+            raise _fault(error) from error
+        if response.status_code >= 500:
+            raise Fault(f"HTTP {response.status_code}: {_words(response)}")
+        if response.status_code >= 300:
+            raise EngineError(
+                f"vLLM's server at {self._config.urls[0]} refused {method} {path}: HTTP {response.status_code}: "
+                + _words(response)
+                + (_NO_ROUTE if response.status_code == 404 else "")
+            )
+        try:
+            return parse(response.json())
+        except (ValueError, LookupError, TypeError, AttributeError) as error:
+            raise Fault(
+                f"an answer that is none ({type(error).__name__}: {error}): {response.text[:_MAX_WORDS]!r}"
+            ) from error
+
+    async def close(self) -> None:
+        """Close the connections."""
+        if self._client is not None:
+            await self._client.aclose()
+
+    def _connected(self) -> httpx2.AsyncClient:
+        """Make the client where the event loop runs. Whoever waits for an answer sets the deadline."""
+        if self._client is None:
+            self._client = httpx2.AsyncClient(
+                base_url=self._config.urls[0],
+                timeout=httpx2.Timeout(None, connect=min(10.0, self._config.timeout_s)),
+                # The server drops a connection that was idle for 5 s; one that is dropped as it is used is a fault.
+                limits=httpx2.Limits(max_connections=self._config.max_connections + _OTHERS, keepalive_expiry=2.0),
+                trust_env=False,  # a proxy for the Internet is none for a server beside us
+            )
+        return self._client
+
+
+def _fault(error: Exception) -> Fault:
+    """Return what a request has failed of: the first cause says most."""
+    fix = _NOT_ACCEPTED if isinstance(error, httpx2.ConnectTimeout) else _START
+    fault = Fault(f"{type(error).__name__}: {error}", fix=fix)
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, OSError) and cause.errno in (errno.EMFILE, errno.ENFILE):
+            fault = Fault(str(cause), fix=_OUT_OF_FILES)
+        cause = cause.__cause__ or cause.__context__
+    return fault
+
+
+def _words(response: httpx2.Response) -> str:
+    """Return what the server says of an error, without what is around it."""
+    try:
+        found = response.json()
+    except ValueError:
+        found = response.text
+    for key in ("error", "detail", "message"):
+        if isinstance(found, dict):
+            found = found.get(key, found)
+    return str(found)[:_MAX_WORDS]
+
+
+_WATCH_S = 10.0
+"""Wait between two questions whether the server is alive."""
+
+
+class Outstanding:
+    """Requests without an answer, by the ids that the server was given.
+
+    Each may take as long as its caller waits: a completion of a busy server takes what it takes. Where the server gives no
+    sign of life, all of them fail.
+    """
+
+    def __init__(self, check_alive: Callable[[], Awaitable[None]]) -> None:
+        """Begin with none.
+
+        Args:
+            check_alive: asks the server for a sign of life; raises a ServerLostError where none comes.
+        """
+        self._check_alive = check_alive
+        self._timeouts: dict[str, asyncio.Timeout] = {}
+        self._failure: ServerLostError | None = None
+        self._is_idle = asyncio.Event()
+        self._watching: asyncio.Task[None] | None = None
+        self._busy_s = 0.0
+        self._busy_since = 0.0
+
+    @property
+    def busy_s(self) -> float:
+        """Seconds in which there was at least one."""
+        return self._busy_s + (time.perf_counter() - self._busy_since if self._timeouts else 0.0)
+
+    def __len__(self) -> int:
+        return len(self._timeouts)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._timeouts)
+
+    @asynccontextmanager
+    async def waiting(self, server_id: str) -> AsyncIterator[None]:
+        """Count a request until the context ends.
+
+        Raises:
+            ServerLostError: when it fails, see `fail`.
+        """
+        try:
+            async with asyncio.timeout(None) as timeout:
+                self._begin(server_id, timeout)
+                try:
+                    yield
+                finally:
+                    self._end(server_id)
+        except TimeoutError:
+            raise ServerLostError(str(self._failure)) from self._failure
+
+    def fail(self, error: ServerLostError) -> None:
+        """Let all end, because the server is lost."""
+        self._failure = error
+        now = asyncio.get_running_loop().time()
+        for timeout in self._timeouts.values():
+            if not timeout.expired():
+                timeout.reschedule(now)
+
+    async def wait_until_none(self) -> None:
+        """Return when all have ended."""
+        if self._timeouts:
+            await self._is_idle.wait()
+
+    def _begin(self, server_id: str, timeout: asyncio.Timeout) -> None:
+        if not self._timeouts:
+            self._busy_since = time.perf_counter()
+            self._watching = asyncio.create_task(self._watch())
+        self._timeouts[server_id] = timeout
+        self._is_idle.clear()
+
+    def _end(self, server_id: str) -> None:
+        del self._timeouts[server_id]
+        if not self._timeouts:
+            assert self._watching is not None, "see `_begin`"
+            self._watching.cancel()
+            self._busy_s += time.perf_counter() - self._busy_since
+            self._is_idle.set()
+
+    async def _watch(self) -> None:
+        while True:
+            await asyncio.sleep(_WATCH_S)
+            try:
+                await self._check_alive()
+            except ServerLostError as error:
+                self.fail(error)
+            except EngineError:  # a refusal is a sign of life
+                pass

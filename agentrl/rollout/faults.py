@@ -1,0 +1,160 @@
+"""Deadlines that stand still while the engine is paused.
+
+Where an environment failed: the frames of a traceback that are its own.
+"""
+
+import asyncio
+import os
+import sys
+import threading
+import traceback
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
+from traceback import FrameSummary, StackSummary, TracebackException
+
+import gymnasium as gym
+
+from agentrl.data.plain import line_of, printable, words_of
+from agentrl.errors import EnvError, EnvironmentFailure, UserError
+from agentrl.types import Fault
+
+
+class EngineClock:
+    """Tells when an engine has had its time.
+
+    Whoever pauses the engine stops the clock, so that an update may take as long as it likes.
+    """
+
+    def __init__(self) -> None:
+        self._runs = True
+        self._timeouts: dict[asyncio.Timeout, float] = {}
+
+    @asynccontextmanager
+    async def timeout(self, seconds: float) -> AsyncIterator[None]:
+        """Raise TimeoutError after so many seconds without a stop; after a stop they are counted from 0."""
+        async with asyncio.timeout(seconds if self._runs else None) as timeout:
+            self._timeouts[timeout] = seconds
+            try:
+                yield
+            finally:
+                del self._timeouts[timeout]
+
+    def stop(self) -> None:
+        """Stop all deadlines."""
+        self._runs = False
+        self._reschedule(None)
+
+    def start(self) -> None:
+        """Give everyone who waits the whole of their time."""
+        if not self._runs:
+            self._runs = True
+            self._reschedule(asyncio.get_running_loop().time())
+
+    def _reschedule(self, now: float | None) -> None:
+        for timeout, seconds in self._timeouts.items():
+            if not timeout.expired():
+                timeout.reschedule(None if now is None else now + seconds)
+
+
+_MAX_LINES = 60
+"""Lines of a traceback that are kept; its middle gives way."""
+_CALLERS = tuple(f"{os.path.dirname(file)}{os.sep}" for file in (os.path.dirname(__file__), gym.__file__))
+"""Folders of the code that calls environments: agentrl's and gymnasium's."""
+
+
+class RaisedError(Exception):
+    """What a stranger's code raised, described on the thread that called it: words of an exception are code that may hang."""
+
+    def __init__(self, raised: BaseException) -> None:
+        """Describe it."""
+        self.raised = raised
+        """To be raised again, or asked for its type."""
+        self.line = raised_words(raised)
+        """What, and where, in a line."""
+        self.fault = fault_of((raised.__cause__ or raised) if isinstance(raised, EnvError) else raised)
+        super().__init__(line_of(raised))
+
+
+def fault_of(error: BaseException, *, hanging: StackSummary | None = None) -> Fault:
+    """Describe what an environment raised, or where it hangs.
+
+    Its kind names the last line within the folder of the file that was called: what it called in turn, such as a JSON decoder,
+    has many callers.
+
+    Args:
+        error: raised by the environment, or by agentrl where it broke its contract.
+        hanging: where the environment's thread stands, where it missed a deadline.
+    """
+    frames = traceback.extract_tb(error.__traceback__) if hanging is None else hanging
+    own = _own(frames)
+    text = ""  # of a contract that was broken the message says all, and every frame is agentrl's
+    if hanging is not None:
+        text = f"It hangs here (most recent call last):\n{''.join((own or frames).format())}"
+    elif own:
+        text = _traceback(error, own)
+    place = _place(own) or (_line(frames[-1]) if frames else "an unknown line")
+    return Fault(kind=printable(f"{type(error).__name__} at {place}"), traceback=_bounded(text))
+
+
+def raised_words(error: BaseException) -> str:
+    """Return what an environment raised, and where, in one line: `KeyError: 'answer' (desk.py:40)`."""
+    place = _place(_own(traceback.extract_tb(error.__traceback__)))
+    return f"{line_of(error)} ({place})" if place else line_of(error)
+
+
+@contextmanager
+def environment_failures() -> Iterator[None]:
+    """Tell in a line whatever an environment raises outside an episode, a call of `sys.exit` too.
+
+    Raises:
+        UserError: that it raised itself; an EnvironmentFailure for anything else.
+    """
+    try:
+        yield
+    except UserError:
+        raise
+    except EnvError as error:  # which says it all
+        raise EnvironmentFailure(str(error)) from error
+    except (Exception, SystemExit) as error:
+        raise EnvironmentFailure(f"the environment raised {raised_words(error)}") from error
+
+
+def stack_of(thread: threading.Thread) -> StackSummary | None:
+    """Return where a thread stands. None: it has ended."""
+    frame = sys._current_frames().get(thread.ident or 0)
+    return None if frame is None else traceback.extract_stack(frame)
+
+
+def _traceback(error: BaseException, own: StackSummary) -> str:
+    try:
+        raised = TracebackException.from_exception(error)
+        raised.stack[:] = own
+        return "".join(raised.format())
+    except BaseException:  # noqa: BLE001 - of its parts, which may be anything
+        return "".join([*own.format(), words_of(error)])
+
+
+def _own(frames: StackSummary) -> StackSummary:
+    """Return the frames from the first one on that is the environment's."""
+    for number, frame in enumerate(frames):
+        if not (frame.filename.startswith(_CALLERS) or frame.filename == threading.__file__):
+            return StackSummary.from_list(frames[number:])
+    return StackSummary()
+
+
+def _place(own: Sequence[FrameSummary]) -> str | None:
+    folders = [os.path.dirname(frame.filename) for frame in own]
+    return (
+        _line([frame for frame, folder in zip(own, folders, strict=True) if folder == folders[0]][-1]) if own else None
+    )
+
+
+def _line(frame: FrameSummary) -> str:
+    return f"{os.path.basename(frame.filename)}:{frame.lineno}"
+
+
+def _bounded(text: str) -> str:
+    lines = [printable(line) for line in text.splitlines()]
+    if len(lines) > _MAX_LINES:
+        lines[_MAX_LINES // 2 : -_MAX_LINES // 2] = ["  ..."]
+    return "\n".join(lines)
