@@ -12,7 +12,6 @@ import agentrl_envs  # noqa: F401 - registers them with Gymnasium
 from agentrl.env import MessageEnv, ask_oracle
 from agentrl.errors import CheckError
 from agentrl.recipe.registry import import_attribute
-from agentrl.rollout.baselines import oracle, play, random_action
 from agentrl.testing import check_env
 from agentrl_envs.sandboxes import bubblewrap
 from agentrl_envs.sandboxes.bubblewrap import BubblewrapConfig
@@ -26,6 +25,7 @@ from benchmarks.environments import (
     settings,
     success,
 )
+from tests.support.baselines import oracle, play, random_action
 
 NAMES = list(built_in())
 WHY_NO_SHELL = bubblewrap._problem(BubblewrapConfig())
