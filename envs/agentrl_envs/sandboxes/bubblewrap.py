@@ -18,8 +18,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 import agentrl
-from agentrl import EnvironmentFailure, ExecResult, Language, SandboxConfig
-from agentrl.errors import ConfigError
+from agentrl import ConfigError, EnvironmentFailure, ExecResult, Language, SandboxConfig
 from agentrl_envs.data import read_yaml
 from agentrl_envs.sandboxes.files import Files, FileSandbox, packed, unpacked
 from agentrl_envs.sandboxes.unsafe import Finished, limit, run_process
