@@ -472,7 +472,7 @@ class Trajectory:
     """The task's known answer, where the environment tells one."""
     split: Split = "train"
     task_index: int | None = None
-    """Number of the task within its split. None: an earlier version played it."""
+    """Number of the task within its split. None: not known."""
     stage: int = 0
     """Which entry of `env.schedule` its environment was made with, from 1. 0: none."""
     signals: Mapping[str, float] = field(default_factory=dict)

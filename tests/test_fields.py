@@ -275,16 +275,17 @@ def test_what_foreign_names_lead_to_is_there() -> None:
     listed |= {f"{path}.{key}" for path, key in (("credit", "scheme"), ("engine", "name"), ("chat", "renderer"))}
     tops = "|".join({s.path for s in sections() if s.path.isalpha()})
     places = re.compile(rf"\b(?:{tops})\.[a-z_.]*[a-z_]")
-    told = [*foreign_names.FIELDS.values(), *foreign_names.SCHEMES.values(), *foreign_names.VALUES]
+    names = foreign_names.tables()
+    told = [*names.fields.values(), *names.schemes.values(), *names.values]
     named = {name for sentence in told for name in places.findall(sentence)}
     assert len(named) > 40
     assert named - {"metrics.jsonl"} <= listed
 
 
-@pytest.mark.parametrize("algorithm", foreign_names.SCHEMES)
+@pytest.mark.parametrize("algorithm", foreign_names.tables().schemes)
 def test_what_an_algorithm_leads_to_is_a_recipe(algorithm: str) -> None:
     sections: dict[str, Any] = {}
-    for told in re.split(" with | and ", foreign_names.SCHEMES[algorithm]):
+    for told in re.split(" with | and ", foreign_names.tables().schemes[algorithm]):
         path, _, value = told.partition(": ")
         section, _, name = path.partition(".")
         given = yaml.safe_load(value or "true")
@@ -294,8 +295,8 @@ def test_what_an_algorithm_leads_to_is_a_recipe(algorithm: str) -> None:
 
 def test_no_field_of_ours_is_taken_for_a_foreign_one() -> None:
     ours = {path.rpartition(".")[2] for path in leaves(Recipe)}
-    assert not ours & foreign_names.FIELDS.keys()
-    for name, known in foreign_names.VALUES.items():
+    assert not ours & foreign_names.tables().fields.keys()
+    for name, known in foreign_names.tables().values.items():
         taken = re.split(r" \| ", field(name).type) if name != "engine.name" else []
         assert not set(taken) & known.keys(), name
         for value in known.values() if taken else ():

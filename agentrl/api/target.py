@@ -202,7 +202,7 @@ def _of_run(folder: Path, overrides: Sequence[str], changes: Mapping[str, Any]) 
     try:
         return load_recipe(config, [*overrides, f"--run_dir={folder}"], changes=changes)
     except ConfigError:
-        _check_alone(config)  # an earlier version may have written what is no recipe now
+        _check_alone(config)  # someone may have edited it
         raise
 
 

@@ -28,7 +28,7 @@ def load_tokenizer(folder: Path) -> Any:
             return PreTrainedTokenizerFast.from_pretrained(folder)
     except (OSError, ValueError, KeyError, TypeError) as error:
         what = f"{type(error).__name__}: {error}"
-    raise ConfigError(f"the tokenizer of this run is damaged, or of an earlier version ({what}); begin a new run")
+    raise ConfigError(f"the tokenizer of this run is damaged ({what}); begin a new run")
 
 
 def pretrained_tokenizer(name_or_path: str, *, field: str = "model.name_or_path") -> Any:

@@ -300,7 +300,7 @@ def _notes(
         notes.append(f"seeds that are not there leave their pairs out ({'; '.join(missing)})")
     if any(curve.panel is None for curve in curves):
         notes.append(
-            "the evaluation tasks of some runs are not known (an earlier version trained them): see that they are the same"
+            "the evaluation tasks of some runs are not known (their panel.json is gone): see that they are the same"
         )
     elif len({str(curve.panel.played) for curve in curves if curve.panel}) > 1:
         notes.append(

@@ -104,4 +104,4 @@ def checkpoint_errors(path: Path) -> Iterator[None]:
 def _damaged(path: Path, what: str) -> ConfigError:
     older = [other.name for other in checkpoints(path.parent) if other.name < path.name]
     words = f"delete it, and the run resumes from {older[-1]}" if older else "there is no older one"
-    return ConfigError(f"the checkpoint {path} is damaged, or of an earlier version ({what}): {words}")
+    return ConfigError(f"the checkpoint {path} is damaged ({what}): {words}")

@@ -42,8 +42,8 @@ def _is_call(value: object) -> bool:
     return isinstance(function, dict) and isinstance(function.get("name"), str)
 
 
-class MessagesSpace(gym.Space[tuple[Message, ...]]):
-    """Observations: a tuple of messages, the ones that are new since the last action."""
+class _Space(gym.Space[Any]):
+    """A space of messages; all of one class are equal."""
 
     def __init__(self, seed: int | None = None) -> None:
         super().__init__(None, None, seed)
@@ -53,11 +53,20 @@ class MessagesSpace(gym.Space[tuple[Message, ...]]):
         """Messages cannot be flattened to an array."""
         return False
 
-    def sample(
-        self,
-        mask: Any | None = None,  # noqa: ARG002 - Gymnasium's signature
-        probability: Any | None = None,  # noqa: ARG002
-    ) -> tuple[Message, ...]:
+    def __eq__(self, other: object) -> bool:
+        return type(other) is type(self)
+
+    def __hash__(self) -> int:
+        return hash(type(self))
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}()"
+
+
+class MessagesSpace(_Space):
+    """Observations: a tuple of messages, the ones that are new since the last action."""
+
+    def sample(self, mask: Any | None = None, probability: Any | None = None) -> tuple[Message, ...]:  # noqa: ARG002
         """Return one user message with a random number in it."""
         return ({"role": "user", "content": str(int(self.np_random.integers(1000)))},)
 
@@ -65,47 +74,17 @@ class MessagesSpace(gym.Space[tuple[Message, ...]]):
         """Tell whether `x` is a tuple of messages."""
         return isinstance(x, tuple) and all(is_message(m) for m in x)
 
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, MessagesSpace)
 
-    def __hash__(self) -> int:
-        return hash(MessagesSpace)
-
-    def __repr__(self) -> str:
-        return "MessagesSpace()"
-
-
-class ActionSpace(gym.Space[str | Message]):
+class ActionSpace(_Space):
     """Actions: text, or an assistant message (with tool calls where there are some)."""
 
-    def __init__(self, seed: int | None = None) -> None:
-        super().__init__(None, None, seed)
-
-    @property
-    def is_np_flattenable(self) -> bool:
-        """Messages cannot be flattened to an array."""
-        return False
-
-    def sample(
-        self,
-        mask: Any | None = None,  # noqa: ARG002 - Gymnasium's signature
-        probability: Any | None = None,  # noqa: ARG002
-    ) -> str | Message:
+    def sample(self, mask: Any | None = None, probability: Any | None = None) -> str | Message:  # noqa: ARG002
         """Return a random number as text."""
         return str(int(self.np_random.integers(1000)))
 
     def contains(self, x: Any) -> bool:
         """Tell whether `x` is text or an assistant message."""
         return isinstance(x, str) or (is_message(x) and x["role"] == "assistant")
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, ActionSpace)
-
-    def __hash__(self) -> int:
-        return hash(ActionSpace)
-
-    def __repr__(self) -> str:
-        return "ActionSpace()"
 
 
 _LOGGED, _MAX_LOGGED = re.compile(r"[A-Za-z0-9_.-]{1,64}"), 64

@@ -17,7 +17,7 @@ from math import log
 from typing import Annotated, Any, Literal, Self, get_args
 
 import torch
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
@@ -139,11 +139,6 @@ class KernelConfig(BaseModel):
         return self
 
 
-def _of_earlier(value: Any) -> Any:
-    """Read true and false of earlier versions, which knew the trainer's experts alone."""
-    return {True: "trainer", False: "none"}[value] if isinstance(value, bool) else value
-
-
 class LossConfig(BaseModel):
     """The loss section of a recipe."""
 
@@ -189,7 +184,7 @@ class LossConfig(BaseModel):
     """Largest weight (and, for `mask`, one over the smallest)."""
     kl_coefficient: float = Field(default=0.0, ge=0)
     """Weight of the KL divergence to the reference policy. 0: none is kept, but for a credit scheme that reads it."""
-    routing_replay: Annotated[Literal["none", "trainer", "engine"], BeforeValidator(_of_earlier)] = "none"
+    routing_replay: Literal["none", "trainer", "engine"] = "none"
     """Which experts the updates of a mixture take: those that it chooses itself; those of the `trainer` before the first update
     (Routing Replay, GSPO paper, section 5.3); or those of the `engine` as it sampled (arXiv 2510.11370), where it tells them:
     `transformers`, and vLLM on a GPU. Ratios of `unit: token` need it by the GSPO paper, those of trajectories do not."""

@@ -41,10 +41,10 @@ class _SavedState(BaseModel):
 
     num_minibatches: NonNegativeInt
     """So far: where the schedule stands."""
-    minibatches_a_step: PositiveInt | None = None
-    """Of which they were so many in each step. None: an earlier version did not note it, nor the next."""
-    optimizer: OptimizerName | None = None
-    """Whose moments there are."""
+    minibatches_a_step: PositiveInt
+    """Minibatches per step."""
+    optimizer: OptimizerName
+    """Optimizer whose moments are saved."""
     random: RandomState
     calibration: Calibration = Calibration()
 
@@ -218,7 +218,7 @@ class PolicyState:
         if (folder / _SHARDS).is_dir() != self.is_sharded:
             raise ConfigError(f"train.sharding: {folder} was written under another; resume as the run began")
         state = read_json(folder / _state_file(), TypeAdapter(_SavedState), fix="resume from an older checkpoint")
-        if state.optimizer not in (None, self._config.optimizer):
+        if state.optimizer != self._config.optimizer:
             raise ConfigError(
                 f"train.optimizer: {folder} has the moments of {state.optimizer}, which {self._config.optimizer} cannot "
                 "take over; resume as the run began"
@@ -233,9 +233,7 @@ class PolicyState:
         state.random.restore()
         self.calibration = state.calibration
         config, schedule = self._config, self.schedule
-        position = (
-            state.num_minibatches * config.num_minibatches // (state.minibatches_a_step or config.num_minibatches)
-        )
+        position = state.num_minibatches * config.num_minibatches // state.minibatches_a_step
         schedule.last_epoch, schedule._step_count = position, position + 1
         schedule.base_lrs = [config.learning_rate for _ in schedule.base_lrs]
         for group, factor in zip(self.optimizer.param_groups, schedule.lr_lambdas, strict=True):

@@ -58,6 +58,7 @@ def _source(module: str) -> Path | None:
 
 
 PICTURE = "curves.png"
+_TEMPLATE = Path(__file__).with_name("card.md.jinja")
 _HUB_MODEL = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 _MEASURES = ("success", "score", "reward")
 _RANGES = {"success": 1.0, "episodes": 1e9, "failed": 1e9}
@@ -80,8 +81,19 @@ class Measured:
 
     @property
     def where(self) -> str:
-        """Where it was found."""
+        """Environment, with its name if there are several."""
         return f"{self.env_id} ({self.name})" if self.name else self.env_id
+
+    @property
+    def found(self) -> list[tuple[str, float, Interval | None]]:
+        """Metrics with their values and intervals."""
+        return [(name, value, self.intervals.get(name)) for name, value in self.values.items()]
+
+    @property
+    def rows(self) -> list[tuple[str, ...]]:
+        """Table of the metrics."""
+        rows = [(name, f"{value:.4g}", _ends(interval) if interval else "") for name, value, interval in self.found]
+        return [("metric", "value", "95 % interval over tasks"), *rows]
 
 
 def write_card(
@@ -105,31 +117,38 @@ def write_card(
         adapter: whether the folder holds adapters alone.
         auto_class: of transformers, that loads the model.
     """
+    from huggingface_hub import ModelCard
+
     rows = [row for row in run.metrics() if row["step"] <= step]
     try:
         draw(rows, shown(rows)).savefig(folder / PICTURE, dpi=120)
         curves = f"![{', '.join(shown(rows))} over the steps]({PICTURE})"
     except UserError:
         curves = _table(_curve_rows(rows))
-    measured = measure(run, config, step=step)
-    text = "\n\n".join(
-        [
-            f"---\n{_header(config, measured, name=name, adapter=adapter)}---",
-            f"# {_escaped(name.rpartition('/')[2])}",
-            *_about(config),
-            "## Use",
-            _usage(name, config, adapter=adapter, auto_class=auto_class),
-            "## Training",
-            _table(_facts(config, step)),
-            f"<details><summary>The whole recipe</summary>\n\n{_fenced(_recipe(config), 'yaml')}\n\n</details>",
-            "## Curves",
-            curves,
-            "## Evaluation",
-            *_evaluation(measured, step),
-            f"Written by agentrl {version('agentrl')} with {_versions()}.",
-        ]
-    )
-    (folder / "README.md").write_text(text + "\n", encoding="utf-8")
+    measured, base = measure(run, config, step=step), _base_model(config)
+    ModelCard.from_template(
+        _card_data(config, measured, name=name, adapter=adapter),
+        template_path=str(_TEMPLATE),
+        title=name.rpartition("/")[2],
+        config=config,
+        base=base,
+        docstring=first_line(config["env"]["id"]),
+        auto_class=auto_class,
+        loaded=json.dumps((base or "THE BASE MODEL") if adapter else name),
+        adapter=json.dumps(name) if adapter else None,
+        recipe=dump_yaml(public({key: value for key, value in config.items() if key not in ("run_dir", "report")})),
+        curves=curves,
+        measured=measured,
+        step=step,
+        python=platform.python_version(),
+        version=version,
+        public=public,
+        yaml=dump_yaml,
+        code=_code,
+        escaped=_escaped,
+        fenced=_fenced,
+        table=_table,
+    ).save(folder / "README.md")
 
 
 def measure(run: RunFolder, config: Mapping[str, Any], *, step: int) -> list[Measured]:
@@ -197,7 +216,7 @@ def _values(metrics: Mapping[str, float]) -> dict[str, float]:
     return {name: value for name, value in metrics.items() if name in _MEASURES or name.startswith("pass@")}
 
 
-def _header(config: Mapping[str, Any], measured: Sequence[Measured], *, name: str, adapter: bool) -> str:
+def _card_data(config: Mapping[str, Any], measured: Sequence[Measured], *, name: str, adapter: bool) -> Any:
     from huggingface_hub import EvalResult, ModelCardData
 
     results = [
@@ -207,12 +226,12 @@ def _header(config: Mapping[str, Any], measured: Sequence[Measured], *, name: st
             dataset_name=f"{_public(each.where)}, {each.num_tasks} evaluation tasks",
             metric_type=measure,
             metric_value=round(value, 6),
-            metric_name=_with_interval(measure, each.intervals.get(measure)),
+            metric_name=f"{measure} (95 % interval {_ends(interval)})" if interval else measure,
         )
         for each in measured
-        for measure, value in each.values.items()
+        for measure, value, interval in each.found
     ]
-    data = ModelCardData(
+    return ModelCardData(
         library_name="peft" if adapter else "transformers",
         pipeline_tag="text-generation",
         tags=["agentrl", "reinforcement-learning", "agent"],
@@ -220,50 +239,6 @@ def _header(config: Mapping[str, Any], measured: Sequence[Measured], *, name: st
         model_name=name.rpartition("/")[2],
         eval_results=results or None,
     )
-    return f"{data.to_yaml()}\n"
-
-
-def _about(config: Mapping[str, Any]) -> Iterator[str]:
-    env = config["env"]
-    base = _base_model(config)
-    made_from = f" from [{_escaped(base)}](https://huggingface.co/{base})" if base else ""
-    yield f"An agent for `{_code(env['id'])}`, trained{made_from} by multi-turn reinforcement learning with agentrl."
-    if line := first_line(env["id"]):
-        yield f"> {_escaped(line)}"
-    if env["options"]:
-        yield f"Options of the environment:\n\n{_fenced(dump_yaml(public(env['options'])), 'yaml')}"
-
-
-def _usage(name: str, config: Mapping[str, Any], *, adapter: bool, auto_class: str) -> str:
-    base = json.dumps((_base_model(config) or "THE BASE MODEL") if adapter else name)
-    lines = [
-        f"from transformers import {auto_class}, AutoTokenizer",
-        "",
-        f"model = {auto_class}.from_pretrained({base})",
-    ]
-    if adapter:
-        lines = ["from peft import PeftModel", *lines, f"model = PeftModel.from_pretrained(model, {json.dumps(name)})"]
-    lines.append(f"tokenizer = AutoTokenizer.from_pretrained({base})")
-    return _fenced("\n".join(lines), "python")
-
-
-def _facts(config: Mapping[str, Any], step: int) -> Iterator[tuple[str, ...]]:
-    loss, rollout, train, lora = config["loss"], config["rollout"], config["train"], config["model"]["lora"]
-    yield "field", "value"
-    yield "steps", f"{step} of {train['steps']}"
-    yield "credit", str(config["credit"]["scheme"])
-    yield "importance ratio", f"one for each {loss['unit']}"
-    yield "episodes of a step", f"{rollout['num_groups']} groups of {rollout['group_size']}"
-    yield "learning rate", f"{train['learning_rate']:g}, {train['optimizer']}"
-    if lora:
-        yield "adapters", f"of rank {lora['rank']}"
-    if config["warmup"]["steps"]:
-        yield "warm-up on demonstrations", f"{config['warmup']['steps']} steps"
-    yield "seed", str(config["seed"])
-
-
-def _recipe(config: Mapping[str, Any]) -> str:
-    return dump_yaml(public({name: value for name, value in config.items() if name not in ("run_dir", "report")}))
 
 
 def _curve_rows(rows: Sequence[dict[str, float]]) -> Iterator[tuple[str, ...]]:
@@ -274,31 +249,14 @@ def _curve_rows(rows: Sequence[dict[str, float]]) -> Iterator[tuple[str, ...]]:
         yield f"{row['step']:.0f}", *(f"{row[name]:.4g}" if name in row else "" for name in names)
 
 
-def _evaluation(measured: Sequence[Measured], step: int) -> Iterator[str]:
-    if not measured:
-        yield f"These weights, of step {step}, were not evaluated."
-    for each in measured:
-        yield f"Of step {step}, in `{_code(each.where)}`: {each.num_tasks} evaluation tasks, {each.episodes} episodes."
-        rows = [("metric", "value", "95 % interval over tasks")]
-        for name, value in each.values.items():
-            interval = each.intervals.get(name)
-            rows.append((name, f"{value:.4g}", f"{interval.low:.4g} to {interval.high:.4g}" if interval else ""))
-        yield _table(rows)
-
-
-def _with_interval(name: str, interval: Interval | None) -> str:
-    return name if interval is None else f"{name} (95 % interval {interval.low:.4g} to {interval.high:.4g})"
+def _ends(interval: Interval) -> str:
+    return f"{interval.low:.4g} to {interval.high:.4g}"
 
 
 def _base_model(config: Mapping[str, Any]) -> str | None:
     """Return the model of the Hub from which training began. None: a folder, or one made for the run."""
     name = config["model"]["name_or_path"]
     return name if name and _HUB_MODEL.fullmatch(name) and not Path(name).exists() else None
-
-
-def _versions() -> str:
-    packages = ", ".join(f"{name} {version(name)}" for name in ("transformers", "torch"))
-    return f"{packages} and Python {platform.python_version()}"
 
 
 def _public(text: str) -> str:
@@ -315,10 +273,10 @@ def _escaped(text: str) -> str:
     return re.sub(r"([\\`*_{}\[\]<>()#+!|~&$])", r"\\\1", " ".join(_public(text).split()))
 
 
-def _fenced(text: str, language: str) -> str:
-    """Return text between fences that are longer than any in it."""
+def _fenced(text: str) -> str:
+    """Return YAML between fences that are longer than any in it."""
     fence = "`" * max(3, 1 + max(map(len, re.findall("`+", text)), default=0))
-    return f"{fence}{language}\n{text.rstrip()}\n{fence}"
+    return f"{fence}yaml\n{text.rstrip()}\n{fence}"
 
 
 def _table(rows: Iterator[tuple[str, ...]] | Sequence[tuple[str, ...]]) -> str:

@@ -38,7 +38,7 @@ def note_sources(folder: RunFolder, config: Mapping[str, Any]) -> None:
 
 
 def read_sources(folder: RunFolder) -> dict[str, str]:
-    """Return the sources with which a run began; none of an earlier version's run.
+    """Return the sources with which a run began; empty if none are noted.
 
     Raises:
         ConfigError: where the file is damaged.

@@ -97,29 +97,26 @@ class Panel(BaseModel):
     """A hash of each, as it showed at its beginning. None: every episode of it failed before that."""
     since: AmountOrZero = 0
     """First step that was evaluated on them like this: a run may be resumed with others."""
-    temperature: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
-    """Of sampling. None: an earlier version did not note it."""
-    samples: Count | None = None
-    """Episodes for each task. None: as above."""
+    temperature: Annotated[float, Field(ge=0, allow_inf_nan=False)]
+    """Temperature of sampling."""
+    samples: Count
+    """Episodes for each task."""
 
     def agrees(self, other: Self) -> bool:
-        """Tell whether these are the same tasks, played alike, as far as both are known."""
-        pairs: list[tuple[object, object]] = [
-            (self.temperature, other.temperature),
-            (self.samples, other.samples),
-            *zip(self.tasks, other.tasks, strict=False),
-        ]
-        return len(self.tasks) == len(other.tasks) and all(a == b or None in (a, b) for a, b in pairs)
+        """Return whether these are the same tasks, played alike, as far as both know the tasks."""
+        pairs = zip(self.tasks, other.tasks, strict=False)
+        is_same_length = len(self.tasks) == len(other.tasks)
+        return is_same_length and self.played == other.played and all(a == b or None in (a, b) for a, b in pairs)
 
     def joined(self, other: Self) -> Self:
         """Return the same tasks, with what either knows of them."""
         tasks = tuple(a or b for a, b in zip(self.tasks, other.tasks, strict=True))
-        return self.model_copy(update={"tasks": tasks, **other.played})
+        return self.model_copy(update={"tasks": tasks})
 
     @property
     def played(self) -> dict[str, float]:
-        """How the tasks were played, as far as it is known."""
-        return self.model_dump(include={"temperature", "samples"}, exclude_none=True)
+        """Settings with which the tasks were played."""
+        return {"temperature": self.temperature, "samples": self.samples}
 
     @property
     def name(self) -> str:
@@ -131,7 +128,7 @@ _PANELS = TypeAdapter(dict[str, Panel])
 
 
 def read_panels(folder: RunFolder) -> dict[str, Panel]:
-    """Return the panel of each environment that a run is evaluated in, by the prefix of its metrics; none of an earlier run."""
+    """Return the panel of each environment that a run is evaluated in, by the prefix of its metrics; empty if none is noted."""
     if not os.path.lexists(folder.panel):
         return {}
     return read_json(folder.panel, _PANELS, fix="delete it, and nothing is known of the run's evaluation tasks")

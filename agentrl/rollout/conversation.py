@@ -40,7 +40,7 @@ class Task:
     """How often this episode has been started before."""
     split: Split = "train"
     task_index: int | None = None
-    """Number of the task within its split, shared by the group. None: an earlier version began it."""
+    """Number of the task within its split, shared by the group. None: not known."""
     stage: int = 0
     """Which entry of `env.schedule` the environment is made with, from 1. 0: none."""
 

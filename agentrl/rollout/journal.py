@@ -92,8 +92,8 @@ class HandedOut:
 class Restarted:
     """Every group that was started and not trained on is to be started again, under another recipe."""
 
-    settings: str = ""
-    """A hash of that recipe, with which all that follows was sampled. Empty: of an earlier version."""
+    settings: str
+    """Hash of that recipe, with which all that follows was sampled."""
     kind: Literal["restarted"] = "restarted"
 
 

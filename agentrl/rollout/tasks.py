@@ -43,7 +43,7 @@ class EnvTask:
     seed: int
     split: Split = "train"
     index: int | None = None
-    """Its number within the split. None: not known, as in what an earlier version wrote."""
+    """Its number within the split. None: not known."""
     stage: int = 0
     """Which entry of `env.schedule` the environment is made with, from 1. 0: none."""
 

@@ -27,7 +27,7 @@ from agentrl.report.folder import RunFolder, Told
 from agentrl.report.terminal import read_panels
 from agentrl.rollout import Tasks
 from agentrl.run.build import Parts
-from agentrl.types import ENDLESS, Need, NumTasks, TaskHashes
+from agentrl.types import Need, NumTasks, TaskHashes
 
 _HASHES = TypeAdapter(TaskHashes)
 
@@ -70,12 +70,12 @@ class RunState(BaseModel):
     """That train the run together."""
     pool: dict[str, Any]
     """State of this process's stream of tasks."""
-    settings: str = ""
-    """A hash of the recipe's fields that are not marked `MayChange`. Empty: of an earlier version, and counts as changed."""
-    played: str = ""
-    """The same of what is played and how, whatever is learned from it. Empty: of an earlier version, and counts as the same."""
-    num_tasks: NumTasks = ENDLESS
-    """Of the environment: the order of tasks follows from them."""
+    settings: str
+    """Hash of the recipe's fields that are not marked `MayChange`."""
+    played: str
+    """Hash of those that decide what is played and how, whatever is learned from it."""
+    num_tasks: NumTasks
+    """Number of the environment's tasks: their order follows from it."""
 
 
 def save(parts: Parts, folder: RunFolder, step: int) -> None:
@@ -118,8 +118,7 @@ def resume(parts: Parts, folder: RunFolder) -> tuple[int, bool]:
     parts.link.start(finished_steps)
     if parts.pool.recover(ignore=has_changed(parts.recipe, folder), settings=_settings(parts.recipe)) and is_main():
         parts.on_warning("the recipe has changed: what was sampled since the last checkpoint is sampled again")
-    played = _read_state(newest / _STATE).played
-    return finished_steps, played not in ("", _settings(parts.recipe, _PLAYED))
+    return finished_steps, _read_state(newest / _STATE).played != _settings(parts.recipe, _PLAYED)
 
 
 def load_checkpoint(parts: Parts, path: Path) -> int:

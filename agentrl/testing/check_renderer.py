@@ -51,12 +51,11 @@ _COPY: dict[Language, str] = {
 }
 
 
-def check_sandbox(sandbox: str | Mapping[str, Any], *, loops: bool = True) -> None:
+def check_sandbox(sandbox: str | Mapping[str, Any]) -> None:
     """Hold a sandbox to what `agentrl.Sandbox` says; not to being one: what gets out, only attempts to get out can tell.
 
     Args:
         sandbox: an installed name or `module:Class`, or a mapping of its name and fields.
-        loops: False where no code can run for ever.
 
     Raises:
         CheckError: listing what is wrong.
@@ -64,12 +63,12 @@ def check_sandbox(sandbox: str | Mapping[str, Any], *, loops: bool = True) -> No
     """
     named = {"name": sandbox} if isinstance(sandbox, str) else dict(sandbox)
     lines: list[str] = []
-    _check(sandbox_config({**named, "timeout_s": 2.0, "max_output_bytes": _MAX_OUTPUT}), lines, loops=loops)
+    _check(sandbox_config({**named, "timeout_s": 2.0, "max_output_bytes": _MAX_OUTPUT}), lines)
     if lines:
         raise CheckError("\n".join([f"{named.get('name')}: {len(lines)} of its promises do not hold", *lines]))
 
 
-def _check(config: SandboxConfig, lines: list[str], *, loops: bool) -> None:
+def _check(config: SandboxConfig, lines: list[str]) -> None:
     with config.build() as sandbox:
         language = _language(sandbox, lines)
         if language is None:
@@ -99,8 +98,7 @@ def _check(config: SandboxConfig, lines: list[str], *, loops: bool) -> None:
         with _noting(lines, "code that is none"):
             if sandbox.exec("(", language=language).returncode == 0:
                 lines.append("exec() of what is no code returned 0")
-        if loops:
-            _check_loop(sandbox, language, lines)
+        _check_loop(sandbox, language, lines)
         with _noting(lines, "another sandbox"), config.build() as other:
             if (paths := other.paths()) != []:
                 lines.append(f"a new sandbox begins with {paths!r}")

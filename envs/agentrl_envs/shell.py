@@ -194,7 +194,7 @@ class Shell(ToolEnv):
         num_files: int = 6,
         progress_reward: float = 0.5,
         turn_rewards: bool = True,
-        sandbox: str | Mapping[str, Any] = "mini_shell",
+        sandbox: str | Mapping[str, Any] = "bubblewrap",
     ) -> None:
         """Set the difficulty.
 
@@ -207,7 +207,7 @@ class Shell(ToolEnv):
             sandbox: an installed sandbox that runs `sh`, or a mapping of its name and fields.
 
         Raises:
-            UserError: for an option outside its range, and for a sandbox that cannot be had here or has no shell.
+            UserError: an option is outside its range, or the sandbox is not available here or has no shell.
         """
         super().__init__()
         self.num_jobs = whole_number("num_jobs", num_jobs, at_least=1, at_most=len(_FOLDERS))

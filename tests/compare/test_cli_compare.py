@@ -116,7 +116,7 @@ def record(
     run = RunFolder.create(folder, recipe.model_dump(mode="json"))
     for step, value in enumerate(success):
         run.add_metrics({"step": step, "eval/episodes": 2, "eval/success": value})
-    note_panels(run, {"eval/": Panel(tasks=panel)})
+    note_panels(run, {"eval/": Panel(tasks=panel, temperature=1.0, samples=1)})
     return str(folder)
 
 

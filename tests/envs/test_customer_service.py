@@ -12,8 +12,8 @@ import pytest
 
 from agentrl.env import tool_call
 from agentrl.errors import EnvironmentFailure, UserError
-from agentrl.rollout.baselines import play
 from agentrl_envs.customer_service import Case, CustomerService, Kind, Order, Shop, Wish, demand, draw_case
+from tests.support.baselines import play
 
 ORDER = Order(
     number=1001, email="me@x", product="coat", size="M", price=80, status="open", days=0, address="1 Mill Road, Barton"

@@ -260,9 +260,6 @@ def test_a_run_is_not_resumed_with_an_optimizer_that_cannot_take_over_the_moment
         ConfigError, match=r"train\.optimizer: .* has the moments of adamw_8bit, which adamw cannot take"
     ):
         make_learner().state.load(tmp_path)
-    del state["optimizer"], state["minibatches_a_step"]
-    file.write_text(json.dumps(state), encoding="utf-8")  # of an earlier version
-    make_learner().state.load(tmp_path)
 
 
 def test_a_checkpoint_of_adapters_leaves_out_what_is_frozen_and_resumes_bit_for_bit(tmp_path: Path) -> None:

@@ -8,7 +8,11 @@ from agentrl.rollout.journal import Dropped, Event, Journal, Restarted, Started
 
 def test_what_was_noted_in_the_last_round_of_the_event_loop_is_written_by_closing(tmp_path: Path) -> None:
     journal = Journal(tmp_path / "run" / "journal")
-    events: list[Event] = [Restarted(), Dropped(group="g", counts={"failed": 2}), Started(index=1, version=2)]
+    events: list[Event] = [
+        Restarted(settings="x"),
+        Dropped(group="g", counts={"failed": 2}),
+        Started(index=1, version=2),
+    ]
 
     async def note() -> None:
         assert journal.begin() == 1

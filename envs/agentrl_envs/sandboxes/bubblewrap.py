@@ -18,7 +18,8 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 import agentrl
-from agentrl import EnvironmentFailure, ExecResult, Language, SandboxConfig, UserError
+from agentrl import ConfigError, EnvironmentFailure, ExecResult, Language, SandboxConfig
+from agentrl_envs.data import read_yaml
 from agentrl_envs.sandboxes.files import Files, FileSandbox, packed, unpacked
 from agentrl_envs.sandboxes.unsafe import Finished, limit, run_process
 
@@ -36,66 +37,6 @@ _X32 = 0x40000000
 
 _ARCHITECTURES = {"x86_64": (0xC000003E, 0), "aarch64": (0xC00000B7, 1)}
 
-# Number on x86-64, number on aarch64.
-_CALLS = {
-    # Memory that belongs to no process, so that no limit of one counts it.
-    "shmget": (29, 194),
-    "shmat": (30, 196),
-    "shmctl": (31, 195),
-    "semget": (64, 190),
-    "msgget": (68, 186),
-    "mq_open": (240, 180),
-    "memfd_create": (319, 279),
-    "memfd_secret": (447, 447),
-    # Keys of the user, which no namespace keeps apart.
-    "add_key": (248, 217),
-    "request_key": (249, 218),
-    "keyctl": (250, 219),
-    # Other processes, and what holds this one.
-    "ptrace": (101, 117),
-    "process_vm_readv": (310, 270),
-    "process_vm_writev": (311, 271),
-    "process_madvise": (440, 440),
-    "pidfd_getfd": (438, 438),
-    "kcmp": (312, 272),
-    "unshare": (272, 97),
-    "setns": (308, 268),
-    "mount": (165, 40),
-    "umount2": (166, 39),
-    "pivot_root": (155, 41),
-    "chroot": (161, 51),
-    "open_tree": (428, 428),
-    "move_mount": (429, 429),
-    "fsopen": (430, 430),
-    "fsconfig": (431, 431),
-    "fsmount": (432, 432),
-    "fspick": (433, 433),
-    "mount_setattr": (442, 442),
-    "name_to_handle_at": (303, 264),
-    "open_by_handle_at": (304, 265),
-    # Parts of the kernel that few programs need and many holes were in.
-    "bpf": (321, 280),
-    "perf_event_open": (298, 241),
-    "userfaultfd": (323, 282),
-    "io_uring_setup": (425, 425),
-    "io_uring_enter": (426, 426),
-    "io_uring_register": (427, 427),
-    "personality": (135, 92),
-    "syslog": (103, 116),
-    "fanotify_init": (300, 262),
-    "move_pages": (279, 239),
-    "migrate_pages": (256, 238),
-    "quotactl": (179, 60),
-    "acct": (163, 89),
-    "swapon": (167, 224),
-    "swapoff": (168, 225),
-    "reboot": (169, 142),
-    "init_module": (175, 105),
-    "finit_module": (313, 273),
-    "delete_module": (176, 106),
-    "kexec_load": (246, 104),
-    "kexec_file_load": (320, 294),
-}
 _CLONE, _CLONE3, _SOCKET, _SOCKETPAIR = (56, 220), (435, 435), (41, 198), (53, 199)
 
 
@@ -121,7 +62,7 @@ def _program(architecture: int, which: int, *, has_x32: bool) -> Iterator[bytes]
     if has_x32:
         yield _step(_JUMP_AT_LEAST, _X32, 0, 1)
         yield refuse
-    for numbers in _CALLS.values():
+    for numbers in read_yaml("refused_calls.yaml").values():
         yield _step(_JUMP_EQUAL, numbers[which], 0, 1)
         yield refuse
     # Its flags are in memory, where no filter looks; where it is missing, C libraries use `clone`.
@@ -181,13 +122,13 @@ class BubblewrapConfig(SandboxConfig):
         """Return a new sandbox.
 
         Raises:
-            UserError: where bubblewrap is missing or may not do its work.
+            ConfigError: bubblewrap is missing or may not do its work.
         """
         if problem := _problem(self):
-            raise UserError(
-                f"sandbox: 'bubblewrap' cannot be had here: {problem}. It needs Linux with user namespaces, and the package "
+            raise ConfigError(
+                f"sandbox: 'bubblewrap' is not available here: {problem}. It needs Linux with user namespaces, and the package "
                 "bubblewrap (apt-get install bubblewrap). In a container, allow it to make namespaces, or name another "
-                "sandbox: 'monty'"
+                "sandbox: 'monty' runs Python without it; sh needs a sandbox of your own, or 'unsafe', which is none"
             )
         return Bubblewrap(self)
 
