@@ -214,7 +214,7 @@ class TaskHashes(NamedTuple):
 NO_HASHES = TaskHashes()
 
 
-class Share(NamedTuple):
+class TaskShard(NamedTuple):
     """What one process samples of a run's tasks: one in `num_processes` of them."""
 
     num_groups: int
@@ -294,7 +294,7 @@ class Sampling:
     """Number of tokens at the end of the prompt that an interrupted request with the same seed has sampled: this one continues
     with the random numbers that came next there."""
     experts_from: int = 0
-    """First token of the prompt whose experts are wanted, by an engine that tells them (`EngineContext.tells_experts`)."""
+    """First token of the prompt whose experts are wanted, by an engine that tells them (`EngineContext.returns_experts`)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

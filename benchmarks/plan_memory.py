@@ -38,7 +38,7 @@ from agentrl.policy.model import Policy, local_config
 from agentrl.recipe.config import Recipe
 from agentrl.run.memory import model_config, plan_memory
 from agentrl.run.parts import new_engine
-from agentrl.types import Sampling, Share, StopReason
+from agentrl.types import Sampling, StopReason, TaskShard
 from benchmarks.several import together
 
 _ENGINE = {"engine", "keys and values", "a pass of sampling"}
@@ -241,7 +241,7 @@ def sample(recipe: Recipe) -> float:
     with tempfile.TemporaryDirectory() as handover:
         before = resident("VmRSS")
         Path("/proc/self/clear_refs").write_text("5", encoding="utf-8")
-        engine = new_engine(recipe, Share(1), model, torch.device("cpu"), handover=Path(handover))
+        engine = new_engine(recipe, TaskShard(1), model, torch.device("cpu"), handover=Path(handover))
     length = recipe.rollout.max_context_tokens
 
     async def fill(of: str, num_prompt_tokens: int) -> None:

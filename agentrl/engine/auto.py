@@ -36,11 +36,11 @@ class AutoConfig(VLLMConfig):
 
 def is_vllm_faster(context: EngineContext) -> bool:
     """Tell whether vLLM can sample for this run, and is expected to be faster; on a CPU as it was measured."""
-    if context.share.num_processes > 1 or not is_installed() or not is_reloadable(context.model.config):
+    if context.shard.num_processes > 1 or not is_installed() or not is_reloadable(context.model.config):
         return False
     if context.device.type == "cuda":
         return True
-    if context.tells_experts:  # there vLLM cannot
+    if context.returns_experts:  # there vLLM cannot
         return False
     # Heads of less than 32 are beyond vLLM on a CPU.
     model, config = context.model, context.model.config.get_text_config()

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Protocol, Self, runtime_checkable
 
 from agentrl.errors import EngineError
 from agentrl.recipe.plugin import Plugin, Seam
-from agentrl.types import Completion, Sampling, Share
+from agentrl.types import Completion, Sampling, TaskShard
 
 if TYPE_CHECKING:
     import torch
@@ -33,7 +33,7 @@ class EngineContext:
     """Of the trainer."""
     dtype: "torch.dtype"
     """In which the engine computes."""
-    share: Share
+    shard: TaskShard
     """What this process samples, and its number among those that do."""
     handover: Path
     """A folder for weights on their way to another process; removed with the run."""
@@ -43,7 +43,7 @@ class EngineContext:
     """The run is to repeat bit for bit: what is sampled may not depend on the timing of environments."""
     samples_during_update: bool
     """The engine samples while the policy is updated."""
-    tells_experts: bool = False
+    returns_experts: bool = False
     """Completions carry the experts that the routers of a mixture chose (`Completion.experts`)."""
 
 
@@ -71,7 +71,7 @@ class EngineConfig(Plugin):
         """
         return num_processes
 
-    def of_process(self, index: int) -> Self:  # noqa: ARG002 - those of most engines are alike
+    def for_process(self, index: int) -> Self:  # noqa: ARG002 - those of most engines are alike
         """Return the fields of one process's engine."""
         return self
 
@@ -134,7 +134,7 @@ class Engine(Sampler, Protocol):
 
 
 @runtime_checkable
-class SpreadEngine(Engine, Protocol):
+class ReplicatedEngine(Engine, Protocol):
     """An engine with several copies of the weights."""
 
     async def generate_on_each(

@@ -80,7 +80,7 @@ class BatchedConfig(EngineConfig):
         """True unless batches depend on the timing of environments."""
         return self.lockstep is not False
 
-    def settled(self, context: EngineContext) -> Self:
+    def with_lockstep(self, context: EngineContext) -> Self:
         """Return the fields with `lockstep` as the run wants it, where the recipe does not say."""
         return self if self.lockstep is not None else self.model_copy(update={"lockstep": context.repeats_exactly})
 

@@ -95,7 +95,7 @@ class ReplayError(AgentRLError):
     """An episode that is played again is not the one that was recorded."""
 
 
-class Record:
+class RecordedEpisode:
     """What is known of an episode that was interrupted.
 
     The tokens of a turn that is played again are those recorded, whatever engine and renderer would make of it today.
@@ -110,13 +110,13 @@ class Record:
         """
         self.live, self._view = live, view
 
-    def has(self, number: int) -> bool:
+    def has_turn(self, number: int) -> bool:
         """Tell whether a turn was recorded."""
         return number < len(self.live.turns)
 
     def completion(self, number: int) -> Completion | None:
         """Return what was sampled of a turn's action, whole or in part. None: nothing."""
-        if not self.has(number):
+        if not self.has_turn(number):
             return self.live.partial if number == len(self.live.turns) else None
         turn = self.live.turns[number]
         return Completion(
@@ -127,22 +127,22 @@ class Record:
             experts=turn.experts,
         )
 
-    def opening(self, messages: Sequence[Message], tools: Tools) -> Dialogue | None:
+    def first_dialogue(self, messages: Sequence[Message], tools: Tools) -> Dialogue | None:
         """Return the dialogue before the first action. None: no action was recorded."""
-        if not self.has(0):
+        if not self.has_turn(0):
             return None
         return Dialogue.of_record(messages, tools, self.live.turns[0].observation_ids, view=self._view)
 
-    def after(
+    def next_dialogue(
         self, number: int, dialogue: Dialogue, action_ids: tuple[int, ...], message: Message, replies: Sequence[Message]
     ) -> Dialogue | None:
         """Return the dialogue before a turn, given the one before the last action. None: that turn was not recorded."""
-        if not self.has(number):
+        if not self.has_turn(number):
             return None
         turn = self.live.turns[number]
         return dialogue.after_record(action_ids, message, replies, turn.observation_ids, extends=turn.extends)
 
-    def restored(self, tools: Tools, renderer: Renderer) -> Dialogue:
+    def restored_dialogue(self, tools: Tools, renderer: Renderer) -> Dialogue:
         """Return the dialogue after all that was recorded, which is not played again."""
         turns = self.live.turns
         dialogue = Dialogue.of_record(turns[0].observation, tools, turns[0].observation_ids, view=self._view)
@@ -158,7 +158,7 @@ class Record:
 
     def check_turn(self, number: int, turn: Turn) -> None:
         """Raise ReplayError where a turn that was recorded comes out otherwise."""
-        if not self.has(number):
+        if not self.has_turn(number):
             return
         for name in _COMPARED:
             found, expected = getattr(turn, name), getattr(self.live.turns[number], name)
@@ -289,7 +289,7 @@ class Conversation:
         self.end: End | None = None
         """Why there is no further action. None: there is."""
         self._record, self._on_change = (
-            Record(recorded or LiveEpisode(task=task), view=context.config.history),
+            RecordedEpisode(recorded or LiveEpisode(task=task), view=context.config.history),
             on_change,
         )
         self._state_key: str | None = None
@@ -300,9 +300,9 @@ class Conversation:
         """The present action, while it is carried out."""
         self._before_end: LiveEpisode | None = None
 
-    def opening(self, messages: Sequence[Message], tools: Tools) -> Dialogue | End:
+    def first_dialogue(self, messages: Sequence[Message], tools: Tools) -> Dialogue | End:
         """Return the dialogue that begins with these messages, or why there is none."""
-        if (recorded := self._record.opening(messages, tools)) is not None:
+        if (recorded := self._record.first_dialogue(messages, tools)) is not None:
             return recorded
         if self._cannot_fit(messages):
             return self._no_room(f"more than {self.context.config.max_context_tokens}")
@@ -311,18 +311,18 @@ class Conversation:
     def begin(self, opening: Dialogue | End, *, state_key: str | None = None) -> None:
         """Stand before the first action."""
         self._state_key = state_key
-        self._hear(opening)
+        self._proceed(opening)
 
-    def restored(self, tools: Tools) -> Dialogue:
+    def restored_dialogue(self, tools: Tools) -> Dialogue:
         """Return the dialogue after all that was recorded. As `opening`, it may be called on any thread."""
-        return self._record.restored(tools, self.context.renderer)
+        return self._record.restored_dialogue(tools, self.context.renderer)
 
     def resume(self, restored: Dialogue | End) -> None:
         """Stand after all that was recorded, without playing it again."""
         recorded = self._record.live
         self.turns, self._snapshot = list(recorded.turns), recorded.snapshot
         self._state_key = recorded.turns[-1].next_state_key
-        self._hear(restored)
+        self._proceed(restored)
 
     def branch(self, number: int, dialogue: Dialogue, *, task: Task, name: str) -> "Conversation":
         """Return another that stands before a turn of this one, in the dialogue that it had then.
@@ -365,10 +365,10 @@ class Conversation:
             return message
         is_full = room <= min(config.max_turn_tokens, budget)
         reason = StopReason.CONTEXT_OVERFLOW if is_full else StopReason.MAX_TOKENS
-        self.reply(End(reason=reason, truncated=True), Outcome())
+        self.record_outcome(End(reason=reason, truncated=True), Outcome())
         return None
 
-    def after(self, replies: Sequence[Message]) -> Dialogue | End:
+    def next_dialogue(self, replies: Sequence[Message]) -> Dialogue | End:
         """Return the dialogue after the present action and these replies, or why there is none."""
         dialogue, completion, message = self._present_action()
         number = len(self.turns) + 1
@@ -376,17 +376,17 @@ class Conversation:
             return End(reason=StopReason.MAX_TURNS, truncated=True)
         if self._cannot_fit(replies):
             return End(reason=StopReason.CONTEXT_OVERFLOW, truncated=True)
-        recorded = self._record.after(number, dialogue, completion.token_ids, message, replies)
+        recorded = self._record.next_dialogue(number, dialogue, completion.token_ids, message, replies)
         return recorded or dialogue.after(completion.token_ids, message, replies, self.context.renderer)
 
-    def reply(self, following: Dialogue | End, outcome: Outcome) -> None:
+    def record_outcome(self, following: Dialogue | End, outcome: Outcome) -> None:
         """Record what came of the present action, and stand before the next one.
 
         Raises:
             ReplayError: where it was recorded otherwise.
         """
         number, turn = len(self.turns), self._turn(outcome)
-        is_new = not self._record.has(number)
+        is_new = not self._record.has_turn(number)
         self._record.check_turn(number, turn)
         if isinstance(following, End):
             self._record.check_end(number)
@@ -394,7 +394,7 @@ class Conversation:
         self.turns.append(turn)
         self._completion = self._message = None
         self._state_key, self._snapshot = outcome.state_key, outcome.snapshot
-        self._hear(following)
+        self._proceed(following)
         if is_new and self._on_change is not None:
             self._on_change(self.live())
 
@@ -443,7 +443,7 @@ class Conversation:
             gold_answer=gold_answer,
         )
 
-    def _hear(self, following: Dialogue | End) -> None:
+    def _proceed(self, following: Dialogue | End) -> None:
         if isinstance(following, End):
             self.end = following
         else:
@@ -498,7 +498,7 @@ class Conversation:
         begins = number == 0 or not dialogue.extends  # a context, of which no token was computed before
         first = 0 if begins else len(prompt_ids) - len(dialogue.observation_ids) - 1
         done = self._record.completion(number) or _NOTHING
-        if self._record.has(number):
+        if self._record.has_turn(number):
             self._completion = done
             return done
         self._completion = done

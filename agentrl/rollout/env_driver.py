@@ -32,7 +32,7 @@ from agentrl.env import MessageEnv, base_env, close_env, tool_schemas
 from agentrl.env.message_env import key_return, reset_return, step_return
 from agentrl.errors import AgentRLError, EnvError, EnvironmentFailure
 from agentrl.rollout.conversation import Conversation, End, Outcome, ReplayError
-from agentrl.rollout.faults import RaisedError, fault_of, raised_words, stack_of
+from agentrl.rollout.faults import RaisedError, describe_error, describe_fault, thread_stack
 from agentrl.rollout.tasks import EnvTask
 from agentrl.types import Message, StopReason, Trajectory
 
@@ -54,7 +54,7 @@ class Gate:
         """When each of those that count began."""
 
     @classmethod
-    def of(cls, loop: asyncio.AbstractEventLoop) -> "Gate":
+    def for_loop(cls, loop: asyncio.AbstractEventLoop) -> "Gate":
         """Return the gate of a loop, in which alone it is used, but for `leave`."""
         if (gate := _gates.get(loop)) is None:
             gate = _gates[loop] = cls()
@@ -141,7 +141,7 @@ def construct(make_env: MakeEnv) -> Env:
         return make_env()
     except AgentRLError as error:
         cause = error.__cause__ or error
-        raise EnvError(f"environment: construction raised {raised_words(cause)}") from cause
+        raise EnvError(f"environment: construction raised {describe_error(cause)}") from cause
 
 
 def env_id(env: Env) -> str:
@@ -258,7 +258,7 @@ class EnvThread:
     @property
     def stack(self) -> StackSummary | None:
         """Where it stands. None: it has ended."""
-        return stack_of(self._thread)
+        return thread_stack(self._thread)
 
     @property
     def is_alive(self) -> bool:
@@ -274,7 +274,7 @@ class EnvThread:
             RaisedError: for whatever `function` raises, a call of `sys.exit` too.
         """
         loop = asyncio.get_running_loop()
-        gate = Gate.of(loop)
+        gate = Gate.for_loop(loop)
         future: asyncio.Future[tuple[Any, RaisedError | None] | None] = loop.create_future()
         deadline: asyncio.TimerHandle | None = None
 
@@ -382,7 +382,7 @@ class EnvDriver:
         """What the environment reported last."""
         self._env_s = env_s
 
-    def hear(self, reply: EnvReply) -> None:
+    def record_reset(self, reply: EnvReply) -> None:
         """Keep what the environment said of the task as it began or was restored."""
         self.gold_answer, self.info = reply.gold_answer, reply.info
 
@@ -404,7 +404,7 @@ class EnvDriver:
                 raise
             return env
 
-        env = await self.new("construction", construct_named)
+        env = await self.create("construction", construct_named)
         self.thread.made_by = make_env
         return env, EnvDriver(self.conversation, self.thread, name=names[0], env_s=self._env_s)
 
@@ -419,12 +419,12 @@ class EnvDriver:
             EnvError: when the environment fails.
             EngineError: when the engine does.
         """
-        talk = self.conversation
+        conversation = self.conversation
         try:
-            while talk.end is None:
+            while conversation.end is None:
                 if before_action is not None:
                     await before_action()
-                if (message := await talk.act()) is None:
+                if (message := await conversation.act()) is None:
                     return
                 # Rendered on the environment's thread, beside the event loop, where other episodes continue.
                 reply, following = await self.call("step()", partial(self._step, env, message))
@@ -436,7 +436,7 @@ class EnvDriver:
                     extras=reply.info,
                     snapshot=reply.snapshot,
                 )
-                talk.reply(following, outcome)
+                conversation.record_outcome(following, outcome)
         except ReplayError as error:
             advice = "make it depend on its seed and the actions alone, or set can_snapshot"
             raise EnvError(f"environment {self.name}: {error}; {advice}") from error
@@ -445,16 +445,16 @@ class EnvDriver:
         reply = step(env, base_env(env), message)
         if reply.terminated or reply.truncated:
             return reply, End(reason=StopReason.TERMINATED, truncated=not reply.terminated)
-        return reply, self.rendered(partial(self.conversation.after, reply.messages))
+        return reply, self.render_or_fail(partial(self.conversation.next_dialogue, reply.messages))
 
-    def rendered(self, render: Callable[[], Dialogue | End]) -> Dialogue | End:
+    def render_or_fail(self, render: Callable[[], Dialogue | End]) -> Dialogue | End:
         """Render what the environment said; what a chat template cannot make of it is the environment's fault."""
         try:
             return render()
         except Exception as error:  # noqa: BLE001 - of a stranger's template or environment: it becomes data
             words = error if isinstance(error, AgentRLError) else line_of(error)
-            failure = EnvError(f"environment {self.name}: its messages cannot be rendered: {words}")
-            return End(reason=StopReason.ENV_ERROR, error=str(failure), fault=fault_of(error))
+            failure = EnvError(f"environment {self.name}: its messages cannot be render_or_fail: {words}")
+            return End(reason=StopReason.ENV_ERROR, error=str(failure), fault=describe_fault(error))
 
     async def call(self, what: str, function: Callable[[], Any]) -> Any:
         """Call into the environment; whatever goes wrong there is an EnvError with its words."""
@@ -478,7 +478,7 @@ class EnvDriver:
             async with self.closing(env):
                 raise
 
-    async def new(self, what: str, make: Callable[[], Env]) -> Env:
+    async def create(self, what: str, make: Callable[[], Env]) -> Env:
         """Call what makes an environment, which is closed where no one waits for it any more."""
         made: list[Env] = []
 
@@ -522,10 +522,10 @@ class EnvDriver:
                 self.thread.call_unattended(partial(close_env, env))
             raise
 
-    def failed(self, error: EnvError) -> Trajectory:
+    def fail(self, error: EnvError) -> Trajectory:
         """Return what was played, with the action at which the environment failed."""
         cause, hanging = error.__cause__, self.thread.stack if self.thread.is_lost else None
-        fault = cause.fault if isinstance(cause, RaisedError) else fault_of(cause or error, hanging=hanging)
+        fault = cause.fault if isinstance(cause, RaisedError) else describe_fault(cause or error, hanging=hanging)
         self.conversation.fail(End(reason=StopReason.ENV_ERROR, error=str(error), fault=fault))
         return self.trajectory()
 
@@ -559,7 +559,7 @@ class Environments:
         """Keep a thread that plays no episode at the moment."""
         self._idle.append(thread)
 
-    def lose(self, thread: EnvThread) -> int:
+    def abandon(self, thread: EnvThread) -> int:
         """Let a lost thread end when its call returns, if ever; return how many have not."""
         thread.close()
         self._lost = [lost for lost in [*self._lost, thread] if lost.is_alive]

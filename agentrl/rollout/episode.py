@@ -45,11 +45,11 @@ class Branches:
 
     async def fork(self, env: Env) -> None:
         """Copy the environment before an action, where one is due."""
-        talk = self._driver.conversation
-        number = len(talk.turns)
-        if talk.dialogue is not None and number % talk.context.config.branches.every == 0:
-            copied = await self._driver.new("fork()", partial(copy_env, env))
-            self._forks[number] = copied, talk.dialogue
+        conversation = self._driver.conversation
+        number = len(conversation.turns)
+        if conversation.dialogue is not None and number % conversation.context.config.branches.every == 0:
+            copied = await self._driver.create("fork()", partial(copy_env, env))
+            self._forks[number] = copied, conversation.dialogue
 
     async def play(self, trajectory: Trajectory) -> Trajectory:
         """Play one rollout a turn, then a second, within the budget; record what each turn of them earned."""
@@ -77,18 +77,18 @@ class Branches:
 
     async def _play_one(self, env: Env, dialogue: Dialogue, number: int, count: int) -> Trajectory:
         """Play one rollout from before a turn, with chance of its own."""
-        talk = self._driver.conversation
-        name = f"{talk.name}/{number}/{count}"
-        seed = derive_seed(talk.task.sampling_seed, "branch", name)
-        branch = talk.branch(number, dialogue, task=replace(talk.task, sampling_seed=seed), name=name)
+        conversation = self._driver.conversation
+        name = f"{conversation.name}/{number}/{count}"
+        seed = derive_seed(conversation.task.sampling_seed, "branch", name)
+        branch = conversation.branch(number, dialogue, task=replace(conversation.task, sampling_seed=seed), name=name)
         driver = EnvDriver(branch, self._driver.thread, name=self._driver.name)
-        with talk.context.engine.conversation(name):
+        with conversation.context.engine.conversation(name):
             try:
-                copied = await driver.new("fork()", partial(copy_env, env, seed=seed))
+                copied = await driver.create("fork()", partial(copy_env, env, seed=seed))
                 async with driver.closing(copied):
                     await driver.play(copied)
             except EnvError as error:
-                driver.failed(error)
+                driver.fail(error)
             except EngineError as error:
                 branch.fail(End(reason=StopReason.ENGINE_ERROR, error=str(error)))
         trajectory = driver.trajectory()
@@ -141,11 +141,11 @@ class Episode:
                 An episode that is tried again has a fresh one; so has one with forks, which may share what they close.
         """
         reuses = reuses and not self._forks
-        talk = self._conversation
-        driver, branches = EnvDriver(talk, self._thread), None
+        conversation = self._conversation
+        driver, branches = EnvDriver(conversation, self._thread), None
         try:
             # No await between two conversations: in lockstep, the engine continues without an episode that has none.
-            with talk.context.engine.conversation(talk.name):
+            with conversation.context.engine.conversation(conversation.name):
                 env, driver = await driver.make(make_env, reuses=reuses and self._task.attempt == 0)
                 branches = Branches(driver, on_fault=self._on_fault) if self._forks else None
                 await self._play(driver, env, branches, keeps=reuses)
@@ -153,9 +153,9 @@ class Episode:
             if branches is not None:
                 trajectory = await branches.play(trajectory)
         except EnvError as error:
-            trajectory = driver.failed(error)
+            trajectory = driver.fail(error)
         except EngineError as error:
-            talk.fail(End(reason=StopReason.ENGINE_ERROR, error=str(error)))
+            conversation.fail(End(reason=StopReason.ENGINE_ERROR, error=str(error)))
             return driver.trajectory()
         finally:
             if branches is not None:
@@ -169,7 +169,7 @@ class Episode:
             # Forks are made of every reply. And unpickling runs code, which a file cannot ask for: only an environment can.
             if self._recorded.snapshot is not None and branches is None and await driver.can_snapshot(env):
                 async with driver.closing(env):
-                    env = await driver.new("its snapshot", partial(restore, self._recorded.snapshot))
+                    env = await driver.create("its snapshot", partial(restore, self._recorded.snapshot))
                     await stack.enter_async_context(driver.closing(env))
                 await self._resume(driver, env)
             else:
@@ -179,26 +179,26 @@ class Episode:
 
     async def _reset(self, driver: EnvDriver, env: Env) -> None:
         """Begin with the environment's first words."""
-        task, talk = self._task, self._conversation
+        task, conversation = self._task, self._conversation
 
         def begin() -> tuple[EnvReply, Dialogue | End]:
             reply = reset(env, base_env(env), task.env_task, rollout_index=task.rollout_index)
-            return reply, driver.rendered(partial(talk.opening, reply.messages, reply.tools))
+            return reply, driver.render_or_fail(partial(conversation.first_dialogue, reply.messages, reply.tools))
 
         reply, opening = await driver.call("reset()", begin)
-        driver.hear(reply)
-        talk.begin(opening, state_key=reply.state_key)
+        driver.record_reset(reply)
+        conversation.begin(opening, state_key=reply.state_key)
 
     async def _resume(self, driver: EnvDriver, env: Env) -> None:
         """Continue with an environment that was restored: what was said before is known."""
-        recorded, talk = self._recorded, self._conversation
+        recorded, conversation = self._recorded, self._conversation
         *_, last = recorded.turns
         known = EnvReply(messages=recorded.observation or (), state_key=last.next_state_key, info=dict(last.extras))
 
         def resume() -> tuple[EnvReply, Dialogue | End]:
             reply = check_restored(base_env(env), known)
-            return reply, driver.rendered(partial(talk.restored, reply.tools))
+            return reply, driver.render_or_fail(partial(conversation.restored_dialogue, reply.tools))
 
         reply, dialogue = await driver.call("its snapshot", resume)
-        driver.hear(reply)
-        talk.resume(dialogue)
+        driver.record_reset(reply)
+        conversation.resume(dialogue)

@@ -18,7 +18,7 @@ from pydantic import BaseModel, ConfigDict, Field, PositiveInt, field_validator,
 from agentrl.data.plain import is_number
 from agentrl.env.make import EnvConfig
 from agentrl.rollout.pool import RolloutPool
-from agentrl.types import AmountOrZero, Count, Share, StopReason, Trajectory, TrajectoryGroup, between
+from agentrl.types import AmountOrZero, Count, StopReason, TaskShard, Trajectory, TrajectoryGroup, between
 
 _Z = 1.959963984540054
 _T_FEW = {1: 12.7062, 2: 4.3027}
@@ -209,15 +209,15 @@ def _result(group: TrajectoryGroup, *, tells_success: bool) -> TaskResult:
 
 
 async def play_evaluation(
-    pool: RolloutPool, config: EvaluationConfig, *, share: Share, prefix: str = "eval/"
+    pool: RolloutPool, config: EvaluationConfig, *, shard: TaskShard, prefix: str = "eval/"
 ) -> list[TrajectoryGroup]:
     """Play the evaluation tasks that are dealt out to this process as training tasks are; their names begin with `prefix`."""
     tasks = {f"{prefix}{place:06d}": task for place, task in enumerate(pool.tasks.evaluation(config.num_tasks))}
-    own = islice(tasks.items(), share.process, None, share.num_processes) if share.num_groups else ()
+    own = islice(tasks.items(), shard.process, None, shard.num_processes) if shard.num_groups else ()
     return await pool.play(dict(own), group_size=config.samples)
 
 
-def evaluated(groups: Iterable[TrajectoryGroup], config: EvaluationConfig) -> Evaluation:
+def summarize_evaluation(groups: Iterable[TrajectoryGroup], config: EvaluationConfig) -> Evaluation:
     """Describe the evaluation tasks as they were played. Failed episodes leave every mean and are counted in `failed`."""
     groups = sorted(groups, key=lambda group: group.group_id)
     trajectories = [t for group in groups for t in group.valid]

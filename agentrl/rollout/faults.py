@@ -69,13 +69,13 @@ class RaisedError(Exception):
         """Describe it."""
         self.raised = raised
         """To be raised again, or asked for its type."""
-        self.line = raised_words(raised)
+        self.line = describe_error(raised)
         """What, and where, in a line."""
-        self.fault = fault_of((raised.__cause__ or raised) if isinstance(raised, EnvError) else raised)
+        self.fault = describe_fault((raised.__cause__ or raised) if isinstance(raised, EnvError) else raised)
         super().__init__(line_of(raised))
 
 
-def fault_of(error: BaseException, *, hanging: StackSummary | None = None) -> Fault:
+def describe_fault(error: BaseException, *, hanging: StackSummary | None = None) -> Fault:
     """Describe what an environment raised, or where it hangs.
 
     Its kind names the last line within the folder of the file that was called: what it called in turn, such as a JSON decoder,
@@ -96,7 +96,7 @@ def fault_of(error: BaseException, *, hanging: StackSummary | None = None) -> Fa
     return Fault(kind=printable(f"{type(error).__name__} at {place}"), traceback=_bounded(text))
 
 
-def raised_words(error: BaseException) -> str:
+def describe_error(error: BaseException) -> str:
     """Return what an environment raised, and where, in one line: `KeyError: 'answer' (desk.py:40)`."""
     place = _place(_own(traceback.extract_tb(error.__traceback__)))
     return f"{line_of(error)} ({place})" if place else line_of(error)
@@ -116,10 +116,10 @@ def environment_failures() -> Iterator[None]:
     except EnvError as error:  # which says it all
         raise EnvironmentFailure(str(error)) from error
     except (Exception, SystemExit) as error:
-        raise EnvironmentFailure(f"the environment raised {raised_words(error)}") from error
+        raise EnvironmentFailure(f"the environment raised {describe_error(error)}") from error
 
 
-def stack_of(thread: threading.Thread) -> StackSummary | None:
+def thread_stack(thread: threading.Thread) -> StackSummary | None:
     """Return where a thread stands. None: it has ended."""
     frame = sys._current_frames().get(thread.ident or 0)
     return None if frame is None else traceback.extract_stack(frame)

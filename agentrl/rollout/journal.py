@@ -183,7 +183,7 @@ class Journal:
         with suppress(OSError):  # the next event, or whoever flushes, is told
             self.flush()
 
-    def read(self, since: int) -> Iterator[Event]:
+    def read_events(self, since: int) -> Iterator[Event]:
         """Yield the events from file `since` on. What a kill cut short at the end of a file has not happened.
 
         Raises:
@@ -194,7 +194,7 @@ class Journal:
 
     def settings(self, since: int) -> str:
         """Return a hash of the recipe with which all from file `since` on was sampled. Empty: that of the state before."""
-        first = next(self.read(since), None)
+        first = next(self.read_events(since), None)
         return first.settings if isinstance(first, Restarted) else ""
 
     def replay(self, since: int, apply: Callable[[Event], object]) -> None:

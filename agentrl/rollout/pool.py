@@ -17,9 +17,9 @@ from agentrl.rollout.env_driver import Environments, EnvThread, MakeEnv
 from agentrl.rollout.episode import Episode
 from agentrl.rollout.faults import EngineClock
 from agentrl.rollout.journal import Journal
-from agentrl.rollout.stream import TaskStream, group_of, members
+from agentrl.rollout.stream import TaskStream, group_tasks, make_group
 from agentrl.rollout.tasks import EnvTask, Tasks
-from agentrl.types import Sampling, Share, StopReason, Trajectory, TrajectoryGroup
+from agentrl.types import Sampling, StopReason, TaskShard, Trajectory, TrajectoryGroup
 
 _FIRST_WAIT_S = 1.0
 """Wait before an episode's second retry; doubles each time, up to a minute. The first retry is made at once."""
@@ -56,7 +56,7 @@ class RolloutPool:
         context: EpisodeContext[Engine],
         tasks: Tasks,
         fork: bool = False,
-        share: Share | None = None,
+        shard: TaskShard | None = None,
         journal: Journal | None = None,
         on_fault: Callable[[Trajectory], object] = lambda _: None,
     ) -> None:
@@ -67,15 +67,15 @@ class RolloutPool:
             context: what all episodes are played with.
             tasks: of the run, in their order; samples follow from their seed.
             fork: rollouts are forked from every episode's turns (see `RolloutConfig.branches`).
-            share: the training tasks that are dealt out to this process. None: all.
+            shard: the training tasks that are dealt out to this process. None: all.
             journal: takes what happens to them from the first `state_dict` on. None: nothing is written.
             on_fault: told of each episode whose environment failed, at each attempt, at once.
         """
-        self.context, self.tasks, self.share = context, tasks, share or Share(context.config.num_groups)
+        self.context, self.tasks, self.shard = context, tasks, shard or TaskShard(context.config.num_groups)
         self._fork, self._on_fault = fork, on_fault
         self._own = self.environments = Environments(make_env)
         self._engine, self._config, self._clock = context.engine, context.config, context.clock
-        self._stream = TaskStream(context.config, tasks=tasks, share=self.share, journal=journal)
+        self._stream = TaskStream(context.config, tasks=tasks, shard=self.shard, journal=journal)
         self._is_paused = False
         self._failures_in_a_row = 0
         self._live: dict[str, Episode] = {}
@@ -86,7 +86,7 @@ class RolloutPool:
         self.loop_lag_s = 0.0
         """Longest time by which the event loop was late during the last `collect`."""
 
-    def beside(
+    def with_config(
         self, config: RolloutConfig, *, environments: Environments | None = None, tasks: Tasks | None = None
     ) -> "RolloutPool":
         """Return another pool for the same engine, with limits of its own; by default for the same environments and tasks."""
@@ -158,7 +158,7 @@ class RolloutPool:
             await asyncio.sleep(0)
         for live in [episode.live() for episode in self._live.values()]:
             if live.partial is not None:
-                self._stream.note(live)
+                self._stream.record_progress(live)
         self._stream.flush()
 
     async def stop(self) -> None:
@@ -172,7 +172,7 @@ class RolloutPool:
         """Play `group_size` episodes of each task (by its group id), every one exactly once."""
         seed = self.tasks.seed
         queue = deque(
-            one for name, task in tasks.items() for one in members(name, task, size=group_size, run_seed=seed)
+            one for name, task in tasks.items() for one in group_tasks(name, task, size=group_size, run_seed=seed)
         )
         done: dict[str, list[Trajectory]] = {group_id: [] for group_id in tasks}
         runners = [
@@ -184,7 +184,7 @@ class RolloutPool:
             for runner in runners:
                 runner.cancel()
             await asyncio.gather(*runners, return_exceptions=True)
-        return [group_of(group_id, trajectories) for group_id, trajectories in done.items()]
+        return [make_group(group_id, trajectories) for group_id, trajectories in done.items()]
 
     def recover(self, *, ignore: bool = False, settings: str = "") -> bool:
         """Take over what a run that was killed has written down since the state that was loaded; see `TaskStream.recover`."""
@@ -201,9 +201,9 @@ class RolloutPool:
         """Continue from `state_dict`; nothing may be under way."""
         self._stream.load_state_dict(state)
 
-    def forget(self) -> None:
+    def drop_old_journal(self) -> None:
         """Drop what was written down before the last `state_dict`, which is safe now."""
-        self._stream.forget()
+        self._stream.drop_old_journal()
 
     def close(self) -> None:
         """Close the environments that are kept or were cancelled, let their threads end, and close the journal."""
@@ -263,7 +263,7 @@ class RolloutPool:
         slot = self._new_slot()
         try:
             while episode is not None:
-                self._stream.take(await self._finish(episode, slot, live=self._live))
+                self._stream.record_end(await self._finish(episode, slot, live=self._live))
                 self._changed.set()
                 episode = self._stream.next(version=self._engine.version)
         finally:
@@ -309,7 +309,7 @@ class RolloutPool:
     ) -> tuple[Trajectory, LiveEpisode]:
         """Play an episode; return it, and where it stood at its end."""
         if slot.thread.is_lost:
-            self._lose(slot.thread)
+            self._abandon(slot.thread)
             slot.thread = EnvThread()
         episode = Episode(
             start.task,
@@ -317,7 +317,7 @@ class RolloutPool:
             thread=slot.thread,
             fork=self._fork,
             recorded=start,
-            on_change=None if live is None else self._stream.note,
+            on_change=None if live is None else self._stream.record_progress,
             on_fault=self._note_fault,
         )
         make_env = self.environments.make_for(start.task.stage)
@@ -339,18 +339,18 @@ class RolloutPool:
 
     def _leave(self, slot: _Slot) -> None:
         if slot.thread.is_lost:
-            self._lose(slot.thread)
+            self._abandon(slot.thread)
         else:
             self.environments.give_back(slot.thread)
 
-    def _lose(self, thread: EnvThread) -> None:
+    def _abandon(self, thread: EnvThread) -> None:
         """Let a thread go that hangs in an environment.
 
         Raises:
             EnvironmentFailure: when too many of them hang.
         """
         self._stream.counts["lost_threads"] += 1
-        if (num_lost := self.environments.lose(thread)) > _MAX_LOST * self._config.max_live_episodes:
+        if (num_lost := self.environments.abandon(thread)) > _MAX_LOST * self._config.max_live_episodes:
             raise EnvironmentFailure(
                 f"{num_lost} threads hang in calls of environments that missed rollout.env_timeout_s: "
                 f"{self._config.env_timeout_s:g} s and never came back. Give what may hang a deadline of its own, or a "

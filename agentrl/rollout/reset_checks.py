@@ -18,7 +18,7 @@ from agentrl.env import MessageEnv, as_message, ask_oracle, base_env, close_env
 from agentrl.env.make import bad_actions, call, is_schema, likely_arguments
 from agentrl.errors import EnvError
 from agentrl.rollout.env_driver import Env, EnvReply, EnvThread, MakeEnv, construct, reset, step
-from agentrl.rollout.faults import raised_words
+from agentrl.rollout.faults import describe_error
 from agentrl.rollout.limits import num_open_files
 from agentrl.rollout.tasks import EnvTask, Tasks
 from agentrl.types import Message
@@ -39,7 +39,7 @@ class Overlap:
     num_evaluation: int
     num_training: int
 
-    def words(self) -> str | None:
+    def warning(self) -> str | None:
         """Return what to tell. None: nothing."""
         if self.num_shared < max(1, _TOLD_FROM * self.num_evaluation):
             return None
@@ -50,7 +50,7 @@ class Overlap:
         )
 
 
-async def overlap(make_env: MakeEnv, tasks: Tasks, *, timeout_s: float) -> Overlap | None:
+async def measure_overlap(make_env: MakeEnv, tasks: Tasks, *, timeout_s: float) -> Overlap | None:
     """Compare on a thread; None: there is nothing to compare, or the environment failed, which the run counts.
 
     Args:
@@ -117,7 +117,7 @@ class ResetProof:
     construction_s: float
     """What the second construction took, in seconds: what is cached, the first one paid for."""
 
-    def words(self, *, live: int) -> str | None:
+    def warning(self, *, live: int) -> str | None:
         """Return what to tell of a slow construction, where `live` episodes are played at once. None: it is quick."""
         if self.construction_s < _SLOW_S:
             return None
@@ -166,7 +166,7 @@ def reset_proof(make_env: MakeEnv, tasks: Tasks) -> ResetProof:
     except _FlawError as found:
         flaw = str(found)
     except Exception as error:  # noqa: BLE001 - of a stranger's environment: the run is going to count it
-        words = str(error) if isinstance(error, EnvError) else raised_words(error)
+        words = str(error) if isinstance(error, EnvError) else describe_error(error)
         flaw = f"it failed when it was tried ({words})"
     finally:
         prober.close()

@@ -16,7 +16,7 @@ from agentrl.rollout.config import RolloutConfig
 from agentrl.rollout.conversation import LiveEpisode, Task
 from agentrl.rollout.journal import Dropped, Ended, Event, HandedOut, Interrupted, Journal, Played, Restarted, Started
 from agentrl.rollout.tasks import Curriculum, CurriculumState, EnvTask, Tasks, derive_seed
-from agentrl.types import Share, StopReason, Trajectory, TrajectoryGroup, lengthen, shorten
+from agentrl.types import StopReason, TaskShard, Trajectory, TrajectoryGroup, lengthen, shorten
 
 
 def group_name(index: int) -> str:
@@ -29,7 +29,7 @@ def group_index(name: str) -> int:
     return int(name.rpartition("/")[2])
 
 
-def members(name: str, task: EnvTask, *, size: int, run_seed: int) -> list[Task]:
+def group_tasks(name: str, task: EnvTask, *, size: int, run_seed: int) -> list[Task]:
     """Return the tasks of a group's episodes."""
     first = Task(
         group_id=name,
@@ -43,7 +43,7 @@ def members(name: str, task: EnvTask, *, size: int, run_seed: int) -> list[Task]
     return [replace(first, rollout_index=index) for index in range(size)]
 
 
-def group_of(name: str, trajectories: Iterable[Trajectory]) -> TrajectoryGroup:
+def make_group(name: str, trajectories: Iterable[Trajectory]) -> TrajectoryGroup:
     """Return a group of trajectories in their order, in whatever order they ended."""
     ordered = sorted(trajectories, key=lambda t: int(t.trajectory_id.rpartition("/")[2]))
     return TrajectoryGroup(group_id=name, trajectories=tuple(ordered))
@@ -90,20 +90,20 @@ class TaskStream:
     """
 
     def __init__(
-        self, config: RolloutConfig, *, tasks: Tasks, share: Share | None = None, journal: Journal | None = None
+        self, config: RolloutConfig, *, tasks: Tasks, shard: TaskShard | None = None, journal: Journal | None = None
     ) -> None:
         """Begin before the first task.
 
         Args:
             config: how episodes are played.
             tasks: of the run, in their order; samples follow from their seed.
-            share: the tasks that are dealt out to this process. None: all.
+            shard: the tasks that are dealt out to this process. None: all.
             journal: takes what happens from the first `state_dict` on. None: nothing is written.
         """
         self._config, self._tasks, self._journal = config, tasks, journal
-        self._share = share or Share(config.num_groups)
+        self._shard = shard or TaskShard(config.num_groups)
         self._staleness_bound = config.staleness_bound
-        self._next_group = self._share.process
+        self._next_group = self._shard.process
         self._to_restart: list[int] = []
         self._groups: dict[str, _Group] = {}
         """Groups under way, oldest first."""
@@ -118,11 +118,11 @@ class TaskStream:
         self._handed_out: deque[list[TrajectoryGroup]] = deque()
         self._journaled_since: int | None = None
         """Number of the journal's file that continues the state that was loaded."""
-        names = ("faults", "retries", "failed_episodes", "replaced_groups", "alike_groups", "lost_threads")
+        names = ("faults", "retries", "failed_episodes", "replaced_groups", "zero_spread_groups", "lost_threads")
         self.counts = dict.fromkeys(names, 0)
         self._curriculum: Curriculum | None = None
         if config.curriculum is not None:
-            self._curriculum = Curriculum(config.curriculum, tasks, num_processes=self._share.num_processes)
+            self._curriculum = Curriculum(config.curriculum, tasks, num_processes=self._shard.num_processes)
             self.counts["resting_tasks"] = 0
         self.begin_step(None)
 
@@ -137,7 +137,7 @@ class TaskStream:
 
     def begin_step(self, num_groups: int | None) -> None:
         """Prepare to hand out so many groups; None: a step's share."""
-        self._num_groups = self._share.num_groups if num_groups is None else num_groups
+        self._num_groups = self._shard.num_groups if num_groups is None else num_groups
         self._replaced_in_a_row, self._replaceable = 0, self._config.dynamic_sampling
         self._is_waited_for = self._may_hand_out = True
         # The latter is false where nothing has changed since there was nothing to hand out.
@@ -155,7 +155,7 @@ class TaskStream:
         self._write(started)
         return self._take_out(self._start(started))
 
-    def note(self, live: LiveEpisode) -> None:
+    def record_progress(self, live: LiveEpisode) -> None:
         """Remember that an episode was played to the end of a turn, or what was sampled of its next action."""
         task, observation = live.task, live.observation
         if live.partial is None:
@@ -171,7 +171,7 @@ class TaskStream:
         """True where the engine has failed episodes that are not given up yet."""
         return bool(self._engine_failures)
 
-    def take(self, trajectory: Trajectory) -> None:
+    def record_end(self, trajectory: Trajectory) -> None:
         """Put a finished episode to its group; one that the engine failed waits for `give_up`."""
         if trajectory.stop_reason is StopReason.ENGINE_ERROR:
             self._engine_failures.append(trajectory)
@@ -180,8 +180,8 @@ class TaskStream:
 
     def give_up(self) -> None:
         """Put the episodes that the engine failed to their groups: it was their own fault."""
-        suspects, self._engine_failures = self._engine_failures, []
-        for trajectory in suspects:
+        engine_failures, self._engine_failures = self._engine_failures, []
+        for trajectory in engine_failures:
             self._put(trajectory)
 
     def _put(self, trajectory: Trajectory) -> None:
@@ -216,7 +216,7 @@ class TaskStream:
         to_judge, self._to_judge = sorted(self._to_judge, key=group_index), []
         for name in to_judge:
             group = self._groups[name]
-            judged = group_of(name, group.done)
+            judged = make_group(name, group.done)
             group.is_trainable = self._is_trainable(judged)
             if not group.is_trainable:
                 del self._groups[name]
@@ -229,7 +229,7 @@ class TaskStream:
         if self._config.stale == "wait" and self._would_be_too_old(names, version=version):
             return None
         self._is_waited_for = False
-        groups = [group_of(name, self._groups.pop(name).done) for name in names]
+        groups = [make_group(name, self._groups.pop(name).done) for name in names]
         self._note_visits(groups)
         # Until now, a restarted run would have tried those again that failed.
         for failed in (t for group in groups for t in group.trajectories if t.failed):
@@ -284,7 +284,7 @@ class TaskStream:
             groups=groups,
             handed_out=list(self._handed_out),
             journal=None if self._journal is None else self._journal.begin(),
-            share=(self._share.process, self._share.num_processes),
+            share=(self._shard.process, self._shard.num_processes),
             curriculum=None if self._curriculum is None else self._curriculum.state,
             to_restart=self._to_restart,
         )
@@ -298,7 +298,7 @@ class TaskStream:
             ConfigError: for tasks that were dealt out to processes otherwise.
         """
         loaded = _STATE.validate_python(state)
-        if loaded.share != (self._share.process, self._share.num_processes):
+        if loaded.share != (self._shard.process, self._shard.num_processes):
             raise ConfigError(
                 "this run's tasks were dealt out to other engines; resume with as many (engine.server.url, .processes)"
             )
@@ -309,7 +309,7 @@ class TaskStream:
         self._handed_out, self._journaled_since = deque(loaded.handed_out), loaded.journal
         self._index_groups()
 
-    def forget(self) -> None:
+    def drop_old_journal(self) -> None:
         """Drop what was written before the last `state_dict`, which is safe now."""
         if self._journal is not None:
             self._journal.drop(before=self._journal.number)
@@ -335,14 +335,14 @@ class TaskStream:
     def _start(self, event: Started) -> _Group:
         name = group_name(event.index)
         if self._curriculum is not None and event.place is not None:
-            self._curriculum.started(event.place)
+            self._curriculum.advance(event.place)
         task = self._tasks.train(event.index, place=event.place, step=event.version + 1)
-        tasks = members(name, task, size=self._config.group_size, run_seed=self._tasks.seed)
+        tasks = group_tasks(name, task, size=self._config.group_size, run_seed=self._tasks.seed)
         group = _Group(began=event.version, waiting=[LiveEpisode(task=task) for task in tasks])
         self._groups[name] = group
         if event.index in self._to_restart[:1]:
             del self._to_restart[0]
-        self._next_group = max(self._next_group, event.index + self._share.num_processes)
+        self._next_group = max(self._next_group, event.index + self._shard.num_processes)
         self._open.append(group)
         return group
 
@@ -361,7 +361,7 @@ class TaskStream:
             self._replaced_in_a_row = 0
             if self._replaceable and len(group.valid) > 1 and group.zero_spread:
                 self._replaceable -= 1
-                self.counts["alike_groups"] += 1
+                self.counts["zero_spread_groups"] += 1
                 return False
             return True
         self.counts["replaced_groups"] += 1
@@ -377,7 +377,7 @@ class TaskStream:
         """Tell the curriculum how groups went, in the order in which they were judged."""
         if self._curriculum is not None:
             for group in groups:
-                self._curriculum.note(group)
+                self._curriculum.record_visit(group)
             self.counts["resting_tasks"] = self._curriculum.num_resting
 
     def _write(self, event: Event) -> None:
@@ -409,10 +409,10 @@ class TaskStream:
                 first = tuple(lengthen(turn, played, shared) for turn in rest.turns[:1])
                 group.done.append(replace(rest, turns=(*played, *first, *rest.turns[1:])))
             case Dropped(group=name, counts=counts):
-                self._note_visits([group_of(name, self._groups.pop(name).done)])
+                self._note_visits([make_group(name, self._groups.pop(name).done)])
                 self.counts |= counts
             case HandedOut(groups=names, counts=counts):
-                groups = [group_of(name, self._groups.pop(name).done) for name in names]
+                groups = [make_group(name, self._groups.pop(name).done) for name in names]
                 self._note_visits(groups)
                 self._handed_out.append(groups)
                 self.counts |= counts

@@ -96,7 +96,7 @@ class Tasks:
         epoch, nth = divmod(index if place is None else place, num)
         return EnvTask(seed=seed, index=int(_epoch_order(self.seed, epoch, num)[nth]), stage=stage)
 
-    def of_stage(self, stage: int) -> "Tasks":
+    def for_stage(self, stage: int) -> "Tasks":
         """Return the tasks that the environment has with an entry of the schedule, from 1, as if there were no other."""
         return replace(self, num=self.num._replace(train=self.stages[stage - 1].num_train), stages=())
 
@@ -123,7 +123,7 @@ class Tasks:
         num = self.num.eval
         return place if num is None else (self.first + place * num // count) % num
 
-    def words_if_fewer(self, asked: int) -> str | None:
+    def fewer_tasks_warning(self, asked: int) -> str | None:
         """Return what to tell where there are fewer evaluation tasks than were asked for."""
         num = self.num.eval
         if num is None or num >= asked:
@@ -224,7 +224,7 @@ class Curriculum:
                 place = max(place, min(until.values()) * self._num)
         return place
 
-    def started(self, place: int) -> None:
+    def advance(self, place: int) -> None:
         """Go on after the task at a place, which was started."""
         self.state.place = place + 1
 
@@ -234,7 +234,7 @@ class Curriculum:
         epoch = self._epoch(self.state.place) if self._num else 0
         return sum(until > epoch for until in self.state.until.values())
 
-    def note(self, group: TrajectoryGroup) -> None:
+    def record_visit(self, group: TrajectoryGroup) -> None:
         """Take note of how a visit went; failed episodes say nothing."""
         state, valid = self.state, group.valid
         state.is_reported |= any("success" in trajectory.metrics for trajectory in valid)

@@ -52,10 +52,10 @@ from agentrl.run.parts import (
     makers,
     new_engine,
     own_env,
-    share_of,
+    task_shard,
 )
 from agentrl.run.weight_sync import EngineLink
-from agentrl.types import Need, Share, Trajectory
+from agentrl.types import Need, TaskShard, Trajectory
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,7 +112,7 @@ def _build(
 ) -> Parts:
     accelerator = _new_accelerator(given)
     recipe = from_rank_zero(lambda: given)  # with the time of day in the name of its folder
-    share = share_of(recipe, process_index(), num_processes())
+    shard = task_shard(recipe, process_index(), num_processes())
     set_seed(recipe.seed)
     runner = stack.enter_context(asyncio.Runner())
     limits = check_limits(recipe.rollout.max_live_episodes)
@@ -137,14 +137,14 @@ def _build(
     renderer = recipe.chat.build(tokenizer, name=str(recipe.model.name_or_path or "local"))
     if description.tools or any(other.has_tools for other in others):
         renderer.start([USER], TOOLS)  # refused here, before anything is sampled
-    engine = _new_engine(recipe, share, model, accelerator.device, runner, stack)
+    engine = _new_engine(recipe, shard, model, accelerator.device, runner, stack)
     on_fault = partial(_tell_fault, FaultLog(recipe.run_dir, piece=pieces_of(tokenizer)), engine, on_warning)
     pool = RolloutPool(
         make_env=recipe.env.make,
         context=EpisodeContext(engine=engine, renderer=renderer, config=recipe.rollout),
         tasks=tasks,
         fork=reads_branches(credit),
-        share=share,
+        shard=shard,
         journal=_journal(recipe),
         on_fault=on_fault,
     )
@@ -176,7 +176,7 @@ def _build(
         state, loss=recipe.loss, config=recipe.train, temperature=recipe.rollout.temperature, seed=recipe.seed
     )
     evaluation_envs = others or (own_env(pool, has_tools=bool(description.tools)),)
-    few = [each.tasks.words_if_fewer(recipe.evaluation.num_tasks) for each in evaluation_envs]
+    few = [each.tasks.fewer_tasks_warning(recipe.evaluation.num_tasks) for each in evaluation_envs]
     warnings = [
         *recipe.loss.warnings(staleness_bound=recipe.rollout.staleness_bound),
         *limits,
@@ -234,10 +234,10 @@ def _load_model(
 
 
 def _new_engine(
-    recipe: Recipe, share: Share, model: Any, device: torch.device, runner: asyncio.Runner, stack: ExitStack
+    recipe: Recipe, shard: TaskShard, model: Any, device: torch.device, runner: asyncio.Runner, stack: ExitStack
 ) -> Engine:
     handover = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="agentrl-weights-")))
-    engine = new_engine(recipe, share, model, device, handover=handover)
+    engine = new_engine(recipe, shard, model, device, handover=handover)
     stack.callback(lambda: runner.run(engine.close()))
     return engine
 

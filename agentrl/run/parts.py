@@ -35,10 +35,10 @@ from agentrl.rollout import RolloutPool, Tasks, describe_env
 from agentrl.rollout.demonstrations import Demonstration, demonstrations
 from agentrl.rollout.env_driver import Environments, MakeEnv
 from agentrl.rollout.tasks import Stage
-from agentrl.types import Share
+from agentrl.types import TaskShard
 
 
-def share_of(recipe: Recipe, process: int, count: int) -> Share:
+def task_shard(recipe: Recipe, process: int, count: int) -> TaskShard:
     """Deal the tasks out to the processes that have an engine.
 
     Raises:
@@ -49,15 +49,15 @@ def share_of(recipe: Recipe, process: int, count: int) -> Share:
         raise ConfigError(
             f"rollout.num_groups: {num_groups} cannot be dealt out to {count} processes; set it to a multiple of {count}"
         )
-    return Share(num_groups // count, process, count) if process < count else Share(0)
+    return TaskShard(num_groups // count, process, count) if process < count else TaskShard(0)
 
 
-def new_engine(recipe: Recipe, share: Share, model: Any, device: torch.device, *, handover: Path) -> Engine:
+def new_engine(recipe: Recipe, shard: TaskShard, model: Any, device: torch.device, *, handover: Path) -> Engine:
     """Make the engine of a process; weights are pushed to it when the run begins.
 
     Args:
         recipe: names it.
-        share: what the process collects.
+        shard: what the process collects.
         model: in training; the engine copies it, or reads its form.
         device: where it is going to be.
         handover: folder for weights on their way to another process.
@@ -65,24 +65,24 @@ def new_engine(recipe: Recipe, share: Share, model: Any, device: torch.device, *
     Raises:
         ConfigError: where it cannot be had.
     """
-    tells_experts = recipe.loss.routing_replay == "engine"
-    if tells_experts:
+    returns_experts = recipe.loss.routing_replay == "engine"
+    if returns_experts:
         try:
             experts_of(model)
         except TrainingError as error:
             raise ConfigError(f"loss.routing_replay: {error}; set it to none") from error
-    if not share.num_groups:
+    if not shard.num_groups:
         return IdleEngine()
     context = EngineContext(
         model=model,
         device=device,
         dtype=torch.bfloat16 if recipe.train.precision == "bfloat16" else model.dtype,
-        share=share,
+        shard=shard,
         handover=handover,
         max_context_tokens=recipe.rollout.max_context_tokens,
         repeats_exactly=recipe.rollout.repeats_exactly,
         samples_during_update=recipe.rollout.samples_during_update,
-        tells_experts=tells_experts,
+        returns_experts=returns_experts,
     )
     return recipe.engine.build(context)
 

@@ -424,7 +424,7 @@ def test_without_a_gpu_vllm_tells_no_experts_and_a_run_that_needs_them_is_refuse
     with pytest.raises(
         ConfigError, match=r"^loss\.routing_replay: vLLM tells the experts that it chose on a GPU alone"
     ):
-        VLLMEngine(make_experts(), max_tokens=64, tells_experts=True)
+        VLLMEngine(make_experts(), max_tokens=64, returns_experts=True)
 
 
 @pytest.mark.gpu
@@ -434,7 +434,7 @@ def test_experts_are_told_as_a_plain_pass_chooses_them(runner: asyncio.Runner) -
     experts = experts_of(model)
     assert experts is not None
     config = VLLMConfig(max_batch_size=8, vllm={"gpu_memory_utilization": 0.2})
-    engine = VLLMEngine(model, config, max_tokens=256, tells_experts=True)
+    engine = VLLMEngine(model, config, max_tokens=256, returns_experts=True)
     run(runner, engine.load_weights(model.state_dict().items(), 0))
     ids, told = list(range(1, 40)), b""
     for _ in range(2):

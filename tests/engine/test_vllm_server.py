@@ -785,7 +785,7 @@ def test_experts_that_the_server_tells_come_with_the_completion(model_folder: Pa
                 reply(completion(routed_experts=base64.b64encode(file.getvalue()).decode())),
             ]
             config = ServerConfig(url=server.url, max_retries=0)
-            engine = VLLMServer(config, folder=tmp_path, experts=VLLMExperts.of(model))
+            engine = VLLMServer(config, folder=tmp_path, experts=VLLMExperts.for_model(model))
             request = replace(sampling(), experts_from=4)
             done = await engine.generate(prompt(1), request, "a")
             assert done.experts == told_NLX.tobytes()
@@ -910,7 +910,7 @@ def test_too_many_open_files_are_not_taken_for_a_server_that_is_down() -> None:
             http = Http(ServerConfig(url=f"http://127.0.0.1:{listener.getsockname()[1]}", max_retries=1))
             with open_files(30):
                 asked: list[asyncio.Task[Any]] = [
-                    asyncio.create_task(http.ask(f"number {n}", "GET", "/")) for n in range(100)
+                    asyncio.create_task(http.request(f"number {n}", "GET", "/")) for n in range(100)
                 ]
                 with pytest.raises(EngineError, match=r"Too many open files. This process has .*`ulimit -n`") as caught:
                     await asyncio.gather(*asked)

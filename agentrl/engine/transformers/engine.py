@@ -71,9 +71,9 @@ class TransformersConfig(BatchedConfig):
         model = model.to(context.device, context.dtype)
         return TransformersEngine(
             model,
-            self.settled(context),
+            self.with_lockstep(context),
             max_context_tokens=context.max_context_tokens,
-            tells_experts=context.tells_experts,
+            returns_experts=context.returns_experts,
         )
 
 
@@ -90,7 +90,7 @@ class TransformersEngine(BatchedEngine):
         config: TransformersConfig | None = None,
         *,
         max_context_tokens: int | None = None,
-        tells_experts: bool = False,
+        returns_experts: bool = False,
     ) -> None:
         """Take a transformers causal language model, which the engine then owns.
 
@@ -98,7 +98,7 @@ class TransformersEngine(BatchedEngine):
             model: to sample from.
             config: of the engine.
             max_context_tokens: no context will be longer; the cache makes no room for more.
-            tells_experts: of a mixture; completions carry them.
+            returns_experts: of a mixture; completions carry them.
         """
         vocab_size: int = model.get_input_embeddings().num_embeddings
         super().__init__(config or TransformersConfig(), vocab_size=vocab_size)
@@ -109,7 +109,7 @@ class TransformersEngine(BatchedEngine):
         self._device: torch.device = model.device
         self._rows = [_Row(index=i) for i in range(self._config.max_batch_size)]
         self._max_context_tokens = max_context_tokens
-        self._experts = experts_of(model) if tells_experts else None
+        self._experts = experts_of(model) if returns_experts else None
         """None: they are not told."""
         self._recording = ExitStack()
         self._recorded = self._recording.enter_context(recording(model) if self._experts else nullcontext([]))

@@ -150,7 +150,7 @@ def sampled_logprobs(values: list[float], sampling: Sampling) -> list[float]:
     return [0.0 if sampling.temperature == 0 else min(0.0, value) for value in values]
 
 
-def read_choice(choice: Any) -> tuple[list[int], list[float], FinishReason]:
+def parse_choice(choice: Any) -> tuple[list[int], list[float], FinishReason]:
     """Return the tokens that a server sampled, vLLM's log-probability of each, and why it stopped.
 
     Raises:

@@ -29,7 +29,7 @@ from agentrl.engine.vllm.common import (
     sampled_logprobs,
     sampling_fields,
 )
-from agentrl.engine.vllm.experts import VLLMExperts, arguments_to_tell
+from agentrl.engine.vllm.experts import VLLMExperts, routed_experts_arguments
 from agentrl.engine.vllm.weights import ServedModel, Weight, find_ties, in_buckets
 from agentrl.errors import ConfigError, EngineError
 from agentrl.types import Completion, FinishReason, Sampling
@@ -66,13 +66,13 @@ class VLLMConfig(BatchedConfig):
                 "engine.sleep: rollout.mode: async samples while the policy is updated; set engine.sleep to false"
             )
         check_reloadable(context.model.config)
-        check_one_process(context.share.num_processes)
+        check_one_process(context.shard.num_processes)
         return VLLMEngine(
             context.model,
-            self.settled(context),
+            self.with_lockstep(context),
             dtype=context.dtype,
             max_tokens=context.max_context_tokens,
-            tells_experts=context.tells_experts,
+            returns_experts=context.returns_experts,
         )
 
 
@@ -97,7 +97,7 @@ class VLLMEngine(BatchedEngine):
         *,
         max_tokens: int,
         dtype: torch.dtype | None = None,
-        tells_experts: bool = False,
+        returns_experts: bool = False,
     ) -> None:
         """Build vLLM's form of a transformers causal language model, with random weights: load some before sampling.
 
@@ -107,7 +107,7 @@ class VLLMEngine(BatchedEngine):
             config: how many requests are decoded together; further arguments of vLLM's `EngineArgs`.
             max_tokens: longest context, prompt and completion together.
             dtype: of vLLM's weights. None: the model's.
-            tells_experts: of a mixture; completions carry them. On a GPU alone.
+            returns_experts: of a mixture; completions carry them. On a GPU alone.
 
         Raises:
             ConfigError: when vLLM is not installed, cannot run this model, or cannot tell its experts here.
@@ -122,7 +122,7 @@ class VLLMEngine(BatchedEngine):
             dtype=dtype or model.dtype,
             ties=find_ties(model),
         )
-        self._experts = VLLMExperts.of(model) if tells_experts else None
+        self._experts = VLLMExperts.for_model(model) if returns_experts else None
         self._is_loading = False
         self._is_half_loaded = False
         # Of the thread alone:
@@ -281,13 +281,13 @@ class VLLMEngine(BatchedEngine):
                 "disable_log_stats": True,
             }
             if self._experts is not None:
-                arguments |= arguments_to_tell()
+                arguments |= routed_experts_arguments()
             if not is_cpu:
                 arguments |= {"gpu_memory_utilization": 0.4}  # the rest is the trainer's
                 arguments |= {"enable_sleep_mode": self._sleeps}  # a CPU would refuse it
             try:
                 llm = LLMEngine.from_engine_args(EngineArgs(**arguments | self._arguments))
-                llm.collective_rpc("draw_where_left_off")
+                llm.collective_rpc("continue_random_numbers")
             except (TypeError, ValueError, RuntimeError) as error:
                 words = error.errors()[0]["msg"] if isinstance(error, ValidationError) else error
                 raise ConfigError(

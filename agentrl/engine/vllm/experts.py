@@ -16,7 +16,7 @@ from agentrl.errors import ConfigError, EngineError
 from agentrl.models.moe import Experts, experts_of, routers_of
 
 
-def arguments_to_tell() -> dict[str, Any]:
+def routed_experts_arguments() -> dict[str, Any]:
     """Return the arguments of `EngineArgs` with which vLLM tells experts.
 
     Raises:
@@ -38,7 +38,7 @@ class VLLMExperts(NamedTuple):
     """Those with experts."""
 
     @classmethod
-    def of(cls, model: Any) -> Self | None:
+    def for_model(cls, model: Any) -> Self | None:
         """Return the reader for a transformers model. None: it has no experts."""
         experts = experts_of(model)
         if experts is None:
@@ -63,7 +63,7 @@ class VLLMExperts(NamedTuple):
         except ValueError as error:
             raise EngineError(f"vLLM runs another mixture of experts than the trainer: it told {error}") from error
 
-    def read(self, told: str | None, *, num_tokens: int) -> bytes:
+    def pack_npy(self, told: str | None, *, num_tokens: int) -> bytes:
         """As `pack`, of what a server sends: an npy file in base64."""
         array = None if told is None else np.load(io.BytesIO(base64.b64decode(told)), allow_pickle=False)
         return self.pack(array, num_tokens=num_tokens)

@@ -58,7 +58,7 @@ class Http:
         self._config = config
         self._client: httpx2.AsyncClient | None = None
 
-    async def ask(
+    async def request(
         self,
         what: str,
         method: str,
@@ -68,9 +68,9 @@ class Http:
         parse: Callable[[Any], _T] = lambda answer: answer,
     ) -> _T:
         """Return what `parse` makes of the answer to a request, which is made again after a fault."""
-        return await self.retried(what, lambda: self.once(method, path, body, parse=parse))
+        return await self.with_retries(what, lambda: self.request_once(method, path, body, parse=parse))
 
-    async def retried(self, what: str, attempt: Callable[[], Awaitable[_T]]) -> _T:
+    async def with_retries(self, what: str, attempt: Callable[[], Awaitable[_T]]) -> _T:
         """Return what an attempt returns; after a fault wait and make another.
 
         Raises:
@@ -89,7 +89,7 @@ class Http:
             await asyncio.sleep(retry_wait_s(num - 1 - remaining, first_s=_FIRST_WAIT_S))
         raise AssertionError("unreachable")
 
-    async def once(
+    async def request_once(
         self,
         method: str,
         path: str,
@@ -168,7 +168,7 @@ _WATCH_S = 10.0
 """Wait between two questions whether the server is alive."""
 
 
-class Outstanding:
+class PendingRequests:
     """Requests without an answer, by the ids that the server was given.
 
     Each may take as long as its caller waits: a completion of a busy server takes what it takes. Where the server gives no

@@ -27,12 +27,12 @@ from agentrl.engine.vllm.common import (
     MIN_TEMPERATURE,
     ServerConfig,
     check_success,
-    read_choice,
+    parse_choice,
     sampled_logprobs,
     sampling_fields,
 )
 from agentrl.engine.vllm.experts import VLLMExperts
-from agentrl.engine.vllm.http import Fault, Http, Outstanding, ServerLostError
+from agentrl.engine.vllm.http import Fault, Http, PendingRequests, ServerLostError
 from agentrl.engine.vllm.weights import (
     Bucket,
     Channel,
@@ -40,9 +40,9 @@ from agentrl.engine.vllm.weights import (
     address_towards,
     changes_in_buckets,
     in_buckets,
+    load_served_model,
     pack,
-    read_answer,
-    read_model,
+    parse_server_info,
     write_weights,
 )
 from agentrl.errors import EngineError
@@ -61,7 +61,7 @@ Changes: TypeAlias = Iterable[tuple[str, tuple[torch.Tensor, torch.Tensor]]]
 log = logging.getLogger(__name__)
 
 
-async def push(
+async def sync_weights(
     servers: Sequence["VLLMServer"],
     named_tensors: Iterable[tuple[str, torch.Tensor]] | None,
     version: int,
@@ -106,7 +106,7 @@ async def push(
         for receiver in receivers:
             stack.callback(receiver.close)
             stack.enter_context(receiver.server.loading())
-        await each(_Receiver.ask)
+        await each(_Receiver.check_model)
         if not receivers:
             for _ in chain(changes or (), named_tensors or ()):  # all training processes may have a part in it
                 pass
@@ -121,7 +121,7 @@ async def push(
         if not all(receiver.model.is_gpu for receiver in receivers):
             device = torch.device("cpu")
         if all(receiver.server.takes_channel and receiver.model.num_workers for receiver in receivers):
-            await each(lambda receiver: receiver.join(device))
+            await each(lambda receiver: receiver.connect(device))
         if all(receiver.channel for receiver in receivers):
             packed: list[Bucket] = []
             for weights in buckets:
@@ -135,12 +135,12 @@ async def push(
             knows_ties = all(receiver.model.num_workers for receiver in receivers)
             with _written(servers[0].folder, version) as place:
                 await write_weights(place, buckets, has_ties=not knows_ties)
-                await each(lambda receiver: receiver.read(place, knows_ties=knows_ties))
+                await each(lambda receiver: receiver.load_files(place, knows_ties=knows_ties))
         await each(_Receiver.finish)
     return lost
 
 
-async def _beside(function: Callable[[], R]) -> R:
+async def _on_daemon_thread(function: Callable[[], R]) -> R:
     """Call on a thread that nobody waits for after an interrupt: gloo returns late where the other end hangs."""
     called: Future[R] = Future()
 
@@ -193,7 +193,7 @@ class _Receiver:
         assert self.server.model is not None, "see `begin`"
         return self.server.model
 
-    async def ask(self) -> None:
+    async def check_model(self) -> None:
         """Find out what it runs, and whether it can take what there is."""
         model = await self.server.served_model()
         if self._has_changes and not (self.server.takes_channel and model.num_workers and self._base):
@@ -201,7 +201,7 @@ class _Receiver:
                 f"vLLM's server at {self.server.url} has come back, and has no weights yet to which adapters could be added"
             )
 
-    async def join(self, device: torch.device) -> None:
+    async def connect(self, device: torch.device) -> None:
         """Connect its workers with this process; where they cannot reach it, the server gets files from now on."""
         url, num_workers = urlsplit(self.server.url), self.model.num_workers
         timeout_s = self.server.timeout_s
@@ -221,7 +221,7 @@ class _Receiver:
                         await self._taking
                     await asyncio.sleep(_POLL_S)
             size = 1 + num_workers
-            self.channel = await _beside(
+            self.channel = await _on_daemon_thread(
                 lambda: Channel(store, rank=0, size=size, device=device, address=address, timeout_s=timeout_s)
             )
             await self._taking
@@ -245,22 +245,22 @@ class _Receiver:
         """Hand over some weights."""
         assert self.channel is not None
         try:
-            await _beside(partial(self.channel.send, bucket))
+            await _on_daemon_thread(partial(self.channel.send, bucket))
         except RuntimeError as error:
-            raise await self._why(error) from error
+            raise await self._failure_cause(error) from error
 
     async def end(self) -> None:
         """Hand over no more, and wait until the server has loaded all."""
         assert self.channel is not None
         assert self._taking is not None
         try:
-            await _beside(self.channel.end)
+            await _on_daemon_thread(self.channel.end)
             await self._taking
             await self.server.call("/finish_weight_update")
         except (RuntimeError, Fault) as error:
-            raise await self._why(error) from error
+            raise await self._failure_cause(error) from error
 
-    async def read(self, place: Path, *, knows_ties: bool) -> None:
+    async def load_files(self, place: Path, *, knows_ties: bool) -> None:
         """Let the server read files, with or without those of tied weights."""
         await self.server.begin_replacing()
         await self.server.read_files(place, ties=self.model.ties if knows_ties else None)
@@ -278,7 +278,7 @@ class _Receiver:
         if self._taking is not None and not self._taking.cancel() and not self._taking.cancelled():
             self._taking.exception()  # has been told
 
-    async def _why(self, error: Exception) -> ServerLostError:
+    async def _failure_cause(self, error: Exception) -> ServerLostError:
         """Return what the server says of it, where it still can."""
         if self._taking is not None:
             try:
@@ -337,7 +337,7 @@ class VLLMServer:
         self._asking: asyncio.Task[ServedModel] | None = None
         self._inside: dict[str, asyncio.Task[Completion]] = {}
         """All requests without an answer, by id."""
-        self._out = Outstanding(self.check_alive)
+        self._out = PendingRequests(self.check_alive)
         """Those that the server has."""
         self._lines = asyncio.Semaphore(config.max_connections)
         self._aborts: set[asyncio.Task[None]] = set()
@@ -406,26 +406,26 @@ class VLLMServer:
         if self._lost is not None:
             return
         async with self.deadline("pause"):
-            await self._http.ask("a pause", "POST", "/pause?mode=abort&clear_cache=false")
+            await self._http.request("a pause", "POST", "/pause?mode=abort&clear_cache=false")
             while self._out:
                 # What comes to the server after it was paused waits there: it must be told by name.
                 with suppress(TimeoutError):
                     await asyncio.wait_for(self._out.wait_until_none(), 0.1)
                 if self._out:
-                    await self._http.ask("an abort", "POST", "/abort_requests", _names(self._out))
+                    await self._http.request("an abort", "POST", "/abort_requests", _names(self._out))
 
     async def resume(self) -> None:
         """Sample again."""
         if self._lost is None:
             async with self.deadline("resume"):
-                await self._http.ask("an end of the pause", "POST", "/resume")
+                await self._http.request("an end of the pause", "POST", "/resume")
         self._is_paused = False
         self._set_gate()
 
     async def load_weights(self, named_tensors: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
         """Replace all weights, by the names of transformers' `state_dict`, and forget every cached key and value."""
         self.check_idle()
-        for error in (await push([self], named_tensors, version)).values():
+        for error in (await sync_weights([self], named_tensors, version)).values():
             raise error
 
     async def kept_base(self) -> KeptBase:
@@ -439,7 +439,7 @@ class VLLMServer:
     ) -> None:
         """Replace the weights by those of the model plus changes; see `AdapterEngine`."""
         self.check_idle()
-        for error in (await push([self], base, version, changes=changes)).values():
+        for error in (await sync_weights([self], base, version, changes=changes)).values():
             raise error
 
     def check_idle(self) -> None:
@@ -461,7 +461,7 @@ class VLLMServer:
         await asyncio.gather(*self._aborts)
         await self._http.close()
 
-    def leave_out(self, error: ServerLostError) -> None:
+    def exclude(self, error: ServerLostError) -> None:
         """Let nobody wait for it, be it for an answer or for the end of a pause, until it has weights again."""
         self._lost = error
         self._set_gate()
@@ -513,25 +513,25 @@ class VLLMServer:
 
     async def _ask_model(self) -> ServedModel:
         async with self.deadline("its first answers"):
-            config = await self._http.ask("its configuration", "GET", _SERVER_INFO, parse=read_answer)
+            config = await self._http.request("its configuration", "GET", _SERVER_INFO, parse=parse_server_info)
             if config.logprobs_mode != "processed_logprobs":
                 raise EngineError(
                     f"vLLM's server at {self._config.urls[0]} reports {config.logprobs_mode}: training needs the "
                     "log-probabilities of what is sampled; start it with --logprobs-mode processed_logprobs"
                 )
-            model = await asyncio.to_thread(read_model, config)
+            model = await asyncio.to_thread(load_served_model, config)
             if not model.num_workers:
                 log.warning(
                     "%s takes weights in files alone; see docs/engines.md for how to start it otherwise", self.url
                 )
-            known = await self._http.ask("its version", "GET", _SIGN_OF_LIFE, parse=lambda a: a["weight_version"])
+            known = await self._http.request("its version", "GET", _SIGN_OF_LIFE, parse=lambda a: a["weight_version"])
             if str(known).isdecimal():
                 self._version = int(known)
             else:  # not used yet
-                await self._extend("draw_where_left_off")
-                await self._tell_version(self._version)
+                await self._extend("continue_random_numbers")
+                await self._set_version(self._version)
             if not self._is_paused:  # one that was left while it was paused would let all requests wait
-                await self._http.ask("an end of the pause", "POST", "/resume")
+                await self._http.request("an end of the pause", "POST", "/resume")
         return model
 
     async def _extend(self, method: str) -> None:
@@ -539,21 +539,21 @@ class VLLMServer:
 
         async def call() -> None:
             try:
-                await self._http.once("POST", "/collective_rpc", {"method": method})
+                await self._http.request_once("POST", "/collective_rpc", {"method": method})
             except Fault as fault:
                 if "no attribute" not in str(fault):
                     raise
 
-        await self._http.retried(f"{method} of its workers", call)
+        await self._http.with_retries(f"{method} of its workers", call)
 
-    async def _tell_version(self, version: int) -> None:
+    async def _set_version(self, version: int) -> None:
         """Let the server say by which version each token was sampled; one that was started again does not know any."""
-        await self._http.ask("a version", "POST", "/update_weight_version", {"new_version": str(version)})
+        await self._http.request("a version", "POST", "/update_weight_version", {"new_version": str(version)})
 
     async def _sample(self, prompt_ids: list[int], sampling: Sampling, request_id: str) -> Completion:
         what = f"request {request_id}"
         while True:
-            done = await self._http.retried(what, lambda: self._send(prompt_ids, sampling, request_id))
+            done = await self._http.with_retries(what, lambda: self._send(prompt_ids, sampling, request_id))
             if done.token_ids:  # one that was interrupted before it started waits for the end of the pause
                 return done
 
@@ -573,7 +573,7 @@ class VLLMServer:
             body = {"token_ids": prompt_ids, "request_id": server_id, "sampling_params": sampling_fields(sampling)}
             try:
                 async with self._out.waiting(server_id):
-                    return await self._http.once(
+                    return await self._http.request_once(
                         "POST", _GENERATE, body, parse=lambda answer: self._read(answer, sampling, len(prompt_ids))
                     )
             except (asyncio.CancelledError, Fault):
@@ -585,15 +585,15 @@ class VLLMServer:
     async def _abort(self, server_id: str) -> None:
         """Tell the server that a request is no longer waited for; one that cannot be told samples nothing."""
         with suppress(Fault, EngineError, TimeoutError):
-            await asyncio.wait_for(self._http.once("POST", "/abort_requests", _names([server_id])), _ABORT_S)
+            await asyncio.wait_for(self._http.request_once("POST", "/abort_requests", _names([server_id])), _ABORT_S)
 
     def _read(self, answer: Any, sampling: Sampling, num_prompt_tokens: int) -> Completion:
         (choice,) = answer["choices"]
-        token_ids, logprobs, reason = read_choice(choice)
+        token_ids, logprobs, reason = parse_choice(choice)
         experts = b""
         if self._experts is not None and token_ids:
             num_tokens = num_prompt_tokens + len(token_ids) - 1 - sampling.experts_from
-            experts = self._experts.read(choice.get("routed_experts"), num_tokens=num_tokens)
+            experts = self._experts.pack_npy(choice.get("routed_experts"), num_tokens=num_tokens)
         details = answer["usage"].get("prompt_tokens_details") or {}
         return Completion(
             token_ids=tuple(token_ids),
@@ -622,8 +622,8 @@ class VLLMServer:
     async def begin_replacing(self) -> None:
         """Stop the server; until its weights are replaced every request is refused."""
         self._is_half_loaded = True
-        await self._http.ask("a pause", "POST", "/pause?mode=abort&clear_cache=false")
-        await self._extend("draw_where_left_off")  # a server that was started again does not know how yet
+        await self._http.request("a pause", "POST", "/pause?mode=abort&clear_cache=false")
+        await self._extend("continue_random_numbers")  # a server that was started again does not know how yet
 
     async def read_files(self, folder: Path, *, ties: Mapping[str, str] | None) -> None:
         """Let the server read weights: by our extension, which knows what is tied, or (None) by itself."""
@@ -633,32 +633,32 @@ class VLLMServer:
         else:
             paths = [str(path) for path in sorted(folder.iterdir())]
             reload = {"method": "read_weights", "kwargs": {"paths": paths, "ties": dict(ties)}}
-        await self._http.ask(f"reading the weights in {folder}", "POST", "/collective_rpc", reload)
+        await self._http.request(f"reading the weights in {folder}", "POST", "/collective_rpc", reload)
 
     async def call(self, path: str, body: Mapping[str, Any] | None = None) -> None:
         """Make a request, once."""
-        await self._http.once("POST", path, body)
+        await self._http.request_once("POST", path, body)
 
-    async def answers(self) -> bool:
+    async def is_answering(self) -> bool:
         """Tell whether it is up, as far as one request shows."""
         with suppress(Fault, EngineError, TimeoutError):
-            await asyncio.wait_for(self._http.once("GET", _SIGN_OF_LIFE), _BACK_S)
+            await asyncio.wait_for(self._http.request_once("GET", _SIGN_OF_LIFE), _BACK_S)
             return True
         return False
 
     async def check_alive(self) -> None:
         """Raise ServerLostError where it does not answer."""
         async with self.deadline("telling that it is alive"):
-            await self._http.ask("a sign of life", "GET", _SIGN_OF_LIFE)
+            await self._http.request("a sign of life", "GET", _SIGN_OF_LIFE)
 
     async def end_replacing(self, version: int) -> None:
         """Let the server sample from its new weights."""
         reset = "/reset_prefix_cache?reset_running_requests=true&reset_external=true"
-        await self._http.ask("forgetting its cache", "POST", reset, parse=check_success)
-        await self._tell_version(version)
+        await self._http.request("forgetting its cache", "POST", reset, parse=check_success)
+        await self._set_version(version)
         self._version = version
         if not self._is_paused:
-            await self._http.ask("an end of the pause", "POST", "/resume")
+            await self._http.request("an end of the pause", "POST", "/resume")
         self._is_half_loaded, self._lost = False, None
         self._set_gate()
 

@@ -16,7 +16,7 @@ from pydantic import Field
 from agentrl.engine.base import Engine, EngineConfig, EngineContext, KeptBase
 from agentrl.engine.vllm.common import ServerConfig, check_reloadable
 from agentrl.engine.vllm.http import ServerLostError
-from agentrl.engine.vllm.server import Changes, VLLMServer, push
+from agentrl.engine.vllm.server import Changes, VLLMServer, sync_weights
 from agentrl.errors import EngineError
 from agentrl.types import Amount, Completion, Count, Sampling
 
@@ -67,20 +67,20 @@ class VLLMServers:
             try:
                 return await server.generate(prompt_ids, sampling, request_id)
             except ServerLostError as error:
-                self._leave_out(server, error)
+                self._exclude(server, error)
             finally:
                 self._load[server] -= 1
 
     async def generate_on_each(
         self, prompt_ids: Sequence[int], sampling: Sampling, request_id: str
     ) -> list[Completion]:
-        """Return what each server samples that is not left out; see `SpreadEngine`."""
+        """Return what each server samples that is not left out; see `ReplicatedEngine`."""
 
         async def one(server: VLLMServer) -> list[Completion]:
             try:
                 return [await server.generate(prompt_ids, sampling, request_id)]
             except ServerLostError as error:
-                self._leave_out(server, error)
+                self._exclude(server, error)
                 return []
 
         found = await asyncio.gather(*map(one, self._up()))
@@ -89,11 +89,11 @@ class VLLMServers:
 
     async def pause(self) -> None:
         """Return running requests as they stand; hold those of which no token was sampled yet."""
-        await self._tell_all(VLLMServer.pause)
+        await self._call_all(VLLMServer.pause)
 
     async def resume(self) -> None:
         """Sample again."""
-        await self._tell_all(VLLMServer.resume)
+        await self._call_all(VLLMServer.resume)
 
     async def load_weights(self, named_tensors: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
         """Replace the weights of all servers, also of those that were left out.
@@ -101,7 +101,7 @@ class VLLMServers:
         Raises:
             EngineError: as `VLLMServer.load_weights`; also when no server takes them.
         """
-        await self._push(named_tensors, None, version)
+        await self._sync_weights(named_tensors, None, version)
 
     async def kept_base(self) -> KeptBase:
         """Tell what the next push of adapters must bring to one of the servers at least; see `AdapterEngine`.
@@ -116,18 +116,18 @@ class VLLMServers:
         self, changes: Changes, base: Iterable[tuple[str, torch.Tensor]] | None, version: int
     ) -> None:
         """Replace the weights by those of the model plus changes; see `AdapterEngine`."""
-        await self._push(base, changes, version)
+        await self._sync_weights(base, changes, version)
 
-    async def _push(
+    async def _sync_weights(
         self, named_tensors: Iterable[tuple[str, torch.Tensor]] | None, changes: Changes | None, version: int
     ) -> None:
         for server in self._up():
             server.check_idle()
         servers = await self._reachable()
-        failed = await push(servers, named_tensors, version, changes=changes)
+        failed = await sync_weights(servers, named_tensors, version, changes=changes)
         for server in servers:
             if server in failed:
-                self._leave_out(server, failed[server])
+                self._exclude(server, failed[server])
             elif self._lost.pop(server, None):
                 log.warning("%s is back, with the weights of version %d", server.url, version)
         self._check_some_left()
@@ -143,7 +143,7 @@ class VLLMServers:
     async def _reachable(self) -> list[VLLMServer]:
         """Return all but those of the lost that do not answer, for which a push would wait until its deadlines."""
         lost = list(self._lost)
-        answers = await asyncio.gather(*(server.answers() for server in lost))
+        answers = await asyncio.gather(*(server.is_answering() for server in lost))
         return [server for server in self._servers if server not in lost or answers[lost.index(server)]]
 
     def _server_for(self, request_id: str) -> VLLMServer:
@@ -157,23 +157,23 @@ class VLLMServers:
                 self._homes[request_id] = home
         return home
 
-    async def _tell_all(self, tell: Callable[[VLLMServer], Awaitable[None]]) -> None:
+    async def _call_all(self, tell: Callable[[VLLMServer], Awaitable[None]]) -> None:
         """Tell them, and let those that are left out note it."""
 
         async def one(server: VLLMServer) -> None:
             try:
                 await tell(server)
             except ServerLostError as error:
-                self._leave_out(server, error)
+                self._exclude(server, error)
 
         await asyncio.gather(*map(one, self._servers))
         self._check_some_left()
 
-    def _leave_out(self, server: VLLMServer, error: ServerLostError) -> None:
+    def _exclude(self, server: VLLMServer, error: ServerLostError) -> None:
         if server not in self._lost:
             log.warning("%s is left out, and its conversations go on elsewhere: %s", server.url, error)
         self._lost[server] = error
-        server.leave_out(error)
+        server.exclude(error)
 
     def _check_some_left(self) -> None:
         """Refuse to go on without any server.
@@ -204,7 +204,7 @@ class VLLMServerConfig(EngineConfig):
         most = min(num, num_processes, self.server.processes or max(1, num // 2))
         return max(count for count in range(1, most + 1) if num % count == 0)
 
-    def of_process(self, index: int) -> Self:
+    def for_process(self, index: int) -> Self:
         """Return the fields with one server's address."""
         return self.model_copy(update={"server": self.server.model_copy(update={"url": self.server.urls[index]})})
 
@@ -218,9 +218,9 @@ class VLLMServerConfig(EngineConfig):
         from agentrl.engine.vllm.server import VLLMServer
 
         check_reloadable(context.model.config)
-        folder, share = self.server.folder or context.handover, context.share
-        urls = self.server.urls[share.process :: share.num_processes]
-        experts = VLLMExperts.of(context.model) if context.tells_experts else None
+        folder, shard = self.server.folder or context.handover, context.shard
+        urls = self.server.urls[shard.process :: shard.num_processes]
+        experts = VLLMExperts.for_model(context.model) if context.returns_experts else None
         servers = [
             VLLMServer(
                 self.server.model_copy(update={"url": url}), folder=folder, device=context.device, experts=experts

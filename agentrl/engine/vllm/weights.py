@@ -183,7 +183,7 @@ _ROUTERS = (".gate.weight", ".router.weight")
 """Ends of names of weights that choose among experts: vLLM keeps some in single precision."""
 
 
-class Answer(NamedTuple):
+class ServerInfo(NamedTuple):
     """What a server says of itself."""
 
     name: str
@@ -210,13 +210,13 @@ class ServedModel:
     """Weights that are another one, by that one's name."""
 
 
-def read_answer(answer: Any) -> Answer:
+def parse_server_info(answer: Any) -> ServerInfo:
     """Take what matters here from a server's configuration."""
     config = answer["vllm_config"]
     model, workers = config["model_config"], config["parallel_config"]
     transfer = config.get("weight_transfer_config") or {}
     can_receive = workers["worker_extension_cls"] == EXTENSION and transfer.get("backend") == BACKEND
-    return Answer(
+    return ServerInfo(
         name=str(model["model"]),
         dtype=getattr(torch, model["dtype"].removeprefix("torch.")),
         logprobs_mode=model["logprobs_mode"],
@@ -225,7 +225,7 @@ def read_answer(answer: Any) -> Answer:
     )
 
 
-def read_model(answer: Answer) -> ServedModel:
+def load_served_model(answer: ServerInfo) -> ServedModel:
     """Read the configuration of the server's model, and what weights such a model has."""
     from transformers import AutoConfig
 

@@ -26,7 +26,7 @@ class WorkerExtension:
     weight_transfer_engine: Any
     finish_weight_update: Callable[[], None]
 
-    def draw_where_left_off(self) -> None:
+    def continue_random_numbers(self) -> None:
         """Let a request that continues an interrupted one draw the random numbers that come next there.
 
         On a CPU, vLLM gives each request a generator of its own and takes one number from it at every token
@@ -86,7 +86,7 @@ class WorkerExtension:
 
 
 @dataclass(kw_only=True)
-class Meeting(WeightTransferInitInfo):
+class Rendezvous(WeightTransferInitInfo):
     """Where a trainer waits for all workers, and how long each side waits for the other."""
 
     host: str
@@ -109,21 +109,21 @@ class Update(WeightTransferUpdateInfo):
     brings_base: bool
 
 
-class ChannelTransferEngine(WeightTransferEngine[Meeting, Update]):
+class ChannelTransferEngine(WeightTransferEngine[Rendezvous, Update]):
     """Takes a policy's weights from a `Channel`: a backend of vLLM's weight transfer, for CPUs and GPUs.
 
     An update needs a meeting before it, and ends it: nothing survives a killed trainer that the next one would have to know.
     The model is taken apart and put together within `receive_weights`, whatever happens to the trainer meanwhile.
     """
 
-    init_info_cls = Meeting
+    init_info_cls = Rendezvous
     update_info_cls = Update
     supports_draft_weight_update = False
     base: tuple[str, list[tuple[str, torch.Tensor]]] | None = None
     """The weights that adapters change, in this machine's memory, and by what name the trainer knows them."""
     _channel: Channel | None = None
 
-    def init_transfer_engine(self, init_info: Meeting) -> None:
+    def init_transfer_engine(self, init_info: Rendezvous) -> None:
         """Connect with a trainer."""
         self.shutdown()
         timeout = timedelta(seconds=init_info.join_s)
