@@ -1,4 +1,4 @@
-"""Policies that know nothing of a task, and how an episode is played with one: what an environment must not be solved by."""
+"""Baseline policies that know nothing of a task and must not solve it, and `play`, which plays an episode with one."""
 
 import re
 from collections.abc import Callable, Iterator, Sequence
@@ -14,33 +14,33 @@ from agentrl.rollout.env_driver import Env
 from agentrl.types import Message
 
 Policy: TypeAlias = Callable[[MessageEnv, Sequence[Message], np.random.Generator], str | Message]
-"""Environment, dialogue so far and random numbers to the next action."""
+"""Function from environment, dialogue so far and random generator to the next action."""
 
 _WORDS = re.compile(r"[^\W\d_]+")
 _NUMBERS = re.compile(r"\d{1,9}")
-_MAX_HEARD = 8
-"""Last messages of which a random policy takes words."""
+_MAX_MESSAGES = 8
+"""Number of last messages from which a random policy takes words."""
 _TEXTS = ("", "0", "1", "2", "yes", "no", "A", "the")
-"""What a policy may always say."""
+"""Texts that a policy may always send."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Played:
-    """An episode."""
+    """An episode played by a baseline policy."""
 
     messages: list[Message]
-    """The dialogue, actions among it."""
+    """Dialogue, including the actions."""
     rewards: list[float]
-    """Of each turn."""
+    """Reward of each turn."""
     is_over: bool
-    """False where the limit of turns ended it."""
+    """False if the limit of turns ended it."""
     success: bool
-    """Whether the environment said so at the end."""
+    """True if the environment reported success at the end."""
     score: float
-    """From 0 to 1; 0 where the environment gave none."""
+    """Score from 0 to 1; 0 if the environment gave none."""
 
     def __str__(self) -> str:
-        """Write the dialogue out, a message a line."""
+        """Return the dialogue, one message per line."""
         lines = [
             f"{m['role']}: {' '.join(filter(None, [str(m.get('content') or ''), *_calls(m)]))}" for m in self.messages
         ]
@@ -63,7 +63,7 @@ def play(
     split: str = "eval",
     index: int | None = None,
 ) -> Played:
-    """Play an episode, on at most `max_turns` turns; of a table the task of that index, or (None) that the seed comes to."""
+    """Play an episode of at most `max_turns` turns; of a table, the task with that index (None: chosen by the seed)."""
     base = base_env(env)
     num_tasks = base.num_tasks(split)
     task = None if num_tasks is None else seed % num_tasks if index is None else index
@@ -87,20 +87,20 @@ def play(
 
 
 def oracle(env: MessageEnv, messages: Sequence[Message], rng: np.random.Generator) -> Message:  # noqa: ARG001 - a Policy
-    """Play as the environment's oracle does."""
+    """Return the action of the environment's oracle."""
     return ask_oracle(env, rng=rng)
 
 
 def random_action(env: MessageEnv, messages: Sequence[Message], rng: np.random.Generator) -> str | Message:
-    """Call a random tool with arguments that its schema allows, or say a few words and numbers of the dialogue.
+    """Call a random tool with arguments that its schema allows, or send a few words and numbers of the dialogue.
 
-    Four of five turns call, where there are tools. Texts and whole numbers are taken from the first message and the last
+    If there are tools, four of five turns call one. Texts and whole numbers are taken from the first message and the last
     ones, numbers also from 0 to 9.
     """
-    heard = [*messages[:1], *messages[1:][-_MAX_HEARD:]]
-    said = " ".join(str(m.get("content") or "") for m in heard if m["role"] != "assistant")
-    words = _WORDS.findall(said) or list(_TEXTS[1:])
-    numbers = [*map(int, _NUMBERS.findall(said)), *range(10)]
+    recent = [*messages[:1], *messages[1:][-_MAX_MESSAGES:]]
+    text = " ".join(str(m.get("content") or "") for m in recent if m["role"] != "assistant")
+    words = _WORDS.findall(text) or list(_TEXTS[1:])
+    numbers = [*map(int, _NUMBERS.findall(text)), *range(10)]
     schemas = [schema for schema in env.tools if is_schema(schema)]
     if schemas and rng.random() < 0.8:
         function = schemas[int(rng.integers(len(schemas)))]["function"]
@@ -111,18 +111,18 @@ def random_action(env: MessageEnv, messages: Sequence[Message], rng: np.random.G
 
 
 def constant_actions(env: MessageEnv, *, max_values: int = 8) -> Iterator[str | Message]:
-    """Yield the actions that a policy may repeat for ever: each tool with likely arguments, and short texts.
+    """Yield actions that a policy may repeat for ever: each tool with likely arguments, and short texts.
 
-    Where a tool takes a choice or a whole number, there is an action for each of its first `max_values` values.
+    If a tool takes a choice or an integer, there is an action for each of its first `max_values` values.
     """
     yield from _TEXTS
-    for schema in filter(is_schema, env.tools):
-        function, likely = schema["function"], likely_arguments(schema)
+    for tool in filter(is_schema, env.tools):
+        function, likely = tool["function"], likely_arguments(tool)
         yield tool_call(function["name"], **likely)
         properties: dict[str, Any] = function["parameters"].get("properties", {})
-        for name, of in properties.items():
-            whole = range(max_values) if of.get("type") == "integer" else ()
-            for value in (of.get("enum") or list(whole))[:max_values]:
+        for name, schema in properties.items():
+            whole = range(max_values) if schema.get("type") == "integer" else ()
+            for value in (schema.get("enum") or list(whole))[:max_values]:
                 if value != likely[name]:
                     yield tool_call(function["name"], **{**likely, name: value})
 
@@ -132,14 +132,14 @@ def always(action: str | Message) -> Policy:
     return lambda env, messages, rng: action  # noqa: ARG005 - a Policy
 
 
-def _random_value(of: dict[str, Any], words: list[str], numbers: list[int], rng: np.random.Generator) -> Any:
+def _random_value(schema: dict[str, Any], words: list[str], numbers: list[int], rng: np.random.Generator) -> Any:
     """Draw a value that a property's schema allows."""
-    if choices := of.get("enum") or of.get("anyOf"):
+    if choices := schema.get("enum") or schema.get("anyOf"):
         chosen = choices[int(rng.integers(len(choices)))]
-        return chosen if of.get("enum") else _random_value(chosen, words, numbers, rng)
-    match of.get("type"):
+        return chosen if schema.get("enum") else _random_value(chosen, words, numbers, rng)
+    match schema.get("type"):
         case "integer":
-            low, high = of.get("minimum"), of.get("maximum")
+            low, high = schema.get("minimum"), schema.get("maximum")
             if low is not None and high is not None:
                 return int(rng.integers(low, high, endpoint=True))
             return numbers[int(rng.integers(len(numbers)))]
@@ -148,9 +148,9 @@ def _random_value(of: dict[str, Any], words: list[str], numbers: list[int], rng:
         case "boolean":
             return bool(rng.integers(2))
         case "array":
-            return [_random_value(of.get("items", {}), words, numbers, rng) for _ in range(int(rng.integers(4)))]
+            return [_random_value(schema.get("items", {}), words, numbers, rng) for _ in range(int(rng.integers(4)))]
         case "object":
-            properties: dict[str, Any] = of.get("properties", {})
+            properties: dict[str, Any] = schema.get("properties", {})
             return {name: _random_value(p, words, numbers, rng) for name, p in properties.items()}
         case "null":
             return None

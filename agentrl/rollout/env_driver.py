@@ -451,7 +451,7 @@ class EnvDriver:
             return render()
         except Exception as error:  # noqa: BLE001 - foreign template or environment: it becomes data
             words = error if isinstance(error, AgentRLError) else line_of(error)
-            failure = EnvError(f"environment {self.name}: its messages cannot be render_or_fail: {words}")
+            failure = EnvError(f"environment {self.name}: its messages cannot be rendered: {words}")
             return End(reason=StopReason.ENV_ERROR, error=str(failure), fault=describe_fault(error))
 
     async def call(self, what: str, function: Callable[[], Any]) -> Any:
