@@ -1,11 +1,7 @@
-"""A key-value cache whose rows have lengths of their own.
+"""A key-value cache whose rows have lengths of their own, and attention that does not copy it for each query head.
 
-`S` rows, `B` rows of a forward pass, `Q` query positions, `Y` key-value heads, `L` cached positions, `D` head size.
-
-Attention over cached keys and values without copying them for each query head.
-
-`B` rows, `H` query heads, `Y` key-value heads, `A = H / Y` query heads that share one, `Q` query positions, `L` cached
-positions, `D` head size.
+`S` rows of the cache, `B` rows of a forward pass, `H` query heads, `Y` key-value heads, `A = H / Y` query heads that share one,
+`Q` query positions, `L` cached positions, `D` head size.
 """
 
 from collections.abc import Sequence
@@ -27,18 +23,18 @@ _BLOCK = 64
 
 
 class RaggedCache(Cache):
-    """Each forward pass writes `Q` positions into each of the rows that `select` named, and attends to their first `L`.
+    """Key-value cache: each forward pass writes `Q` positions into the rows given to `select`, and attends to their first `L`.
 
-    What lies behind a row's own length is garbage: the attention mask that `select` returns hides it.
+    Positions beyond a row's own length are garbage: the attention mask returned by `select` hides them.
     """
 
     def __init__(self, num_rows: int, layer_types: Sequence[str] = (), *, max_length: int | None = None) -> None:
-        """Begin empty.
+        """Create an empty cache.
 
         Args:
-            num_rows: rows that there is room for.
-            layer_types: kinds of layers, as transformers names them; without them all keep keys and values.
-            max_length: no row will be longer, and no room is made for more.
+            num_rows: number of rows.
+            layer_types: kinds of layers, as transformers names them. Empty: all keep keys and values.
+            max_length: longest row, which bounds the memory.
         """
         super().__init__(layers=[RecurrentLayer(num_rows) if t in RECURRENT else DynamicLayer() for t in layer_types])
         self._num_rows = num_rows
@@ -98,7 +94,7 @@ class RaggedCache(Cache):
         return self._length
 
     def reserve(self, length: int) -> None:
-        """Make room for rows of this length: at once, where it is known that one will be as long."""
+        """Make room for rows of this length, in one step."""
         if length <= self._capacity:
             return
         grown = self._capacity * 3 // 2
@@ -132,7 +128,7 @@ def grouped_attention(
 
         out_i = sum_j exp(scale query_i . key_j) value_j / (exp(s_aux) + sum_j exp(scale query_i . key_j))
 
-    over the keys j that the mask shows and, in a layer with a sliding window, that lie in it; exp(s_aux) where heads have a
+    over the keys j that the mask shows and, in a layer with a sliding window, that lie in it; exp(s_aux) if heads have a
     sink (gpt-oss). A lone position per row (decoding): the heads of a group become positions, one pass over the keys for
     all of them. Else one pass for each head of a group, so that the mask is never repeated.
 
@@ -140,7 +136,7 @@ def grouped_attention(
         the output [B, Q, H, D] and None.
 
     Raises:
-        EngineError: for a model whose attention does more.
+        EngineError: if the model's attention has further terms.
     """
     if extra := [name for name in ("softcap", "position_bias") if kwargs.get(name) is not None]:
         raise EngineError(
@@ -186,7 +182,7 @@ def _attend(
     *,
     scale: float,
 ) -> torch.Tensor:
-    """Attend with as many heads of queries as of keys; `sinks`, to be broadcast to (Y, Q), take their share of the softmax."""
+    """Attend with as many query heads as key heads; `sinks`, broadcast to (Y, Q), enter the softmax's denominator."""
     out_BYQD = scaled_dot_product_attention(query_BYQD, key_BYLD, value_BYLD, attn_mask=mask, scale=scale)
     if sinks is None:
         return out_BYQD
@@ -197,7 +193,7 @@ def _attend(
 
 
 def use_grouped_attention(model: Any) -> None:
-    """Let a transformers model compute attention by `grouped_attention`."""
+    """Make a transformers model use `grouped_attention`."""
     AttentionInterface.register(NAME, grouped_attention)
     AttentionMaskInterface.register(NAME, sdpa_mask)
     model.set_attn_implementation(NAME)
