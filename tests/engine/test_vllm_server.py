@@ -277,7 +277,7 @@ def test_a_push_that_breaks_off_leaves_a_server_that_takes_the_next(
             for num in (3, 9, len(weights(0)) - 1):
                 with pytest.raises(EngineError, match="has lost the rest"):
                     await engine.load_weights(cut(1, num), 1)
-                with pytest.raises(EngineError, match="failed half-way: push again"):
+                with pytest.raises(EngineError, match="failed half-way: sync again"):
                     await engine.generate(prompt(1), sampling(), "refused")
                 await engine.load_weights(weights(0), 2)
                 await check_logprobs(engine, make_model(0), 2)
@@ -1225,7 +1225,7 @@ def test_after_a_push_that_failed_half_way_nothing_is_sampled_until_one_succeeds
                 await engine.load_weights(weights(0), 1)
             assert engine.version == 0
             assert not list(tmp_path.iterdir())
-            with pytest.raises(EngineError, match="the last push of weights failed half-way"):
+            with pytest.raises(EngineError, match="the last weight sync failed half-way"):
                 await engine.generate(prompt(1), sampling(), "e")
             server.script["/reset_prefix_cache"] = [reply({"success": False})]
             with pytest.raises(EngineError, match="something still holds parts of the cache"):

@@ -140,7 +140,7 @@ class VLLMEngine(BatchedEngine):
     async def generate(self, prompt_ids: Sequence[int], sampling: Sampling, request_id: str) -> Completion:
         """Sample after `prompt_ids`; see `Engine.generate`."""
         if self._is_half_loaded and not self._is_loading:
-            raise EngineError(f"request {request_id}: the last push of weights failed half-way: push again")
+            raise EngineError(f"request {request_id}: the last weight sync failed half-way: sync again")
         return await super().generate(prompt_ids, sampling, request_id)
 
     async def pause(self) -> None:
@@ -176,7 +176,7 @@ class VLLMEngine(BatchedEngine):
         finally:
             self._is_loading = False
             if self._is_half_loaded:
-                self._fail(EngineError("a push of weights failed half-way: push again"))
+                self._fail(EngineError("a weight sync failed half-way: sync again"))
             self._kick()
 
     async def _load(self, step: Callable[..., None], *arguments: Any) -> None:

@@ -1,4 +1,4 @@
-"""What vLLM tells of the experts that it chose. Names are those of vLLM 0.32.
+"""Experts that vLLM chose, as it returns them. Names are those of vLLM 0.32.
 
 `N` tokens, `L` layers, `X` experts chosen by a router.
 """
@@ -17,10 +17,10 @@ from agentrl.models.moe import Experts, experts_of, routers_of
 
 
 def routed_experts_arguments() -> dict[str, Any]:
-    """Return the arguments of `EngineArgs` with which vLLM tells experts.
+    """Return the arguments of `EngineArgs` with which vLLM returns experts.
 
     Raises:
-        ConfigError: without a GPU, where it cannot.
+        ConfigError: without a GPU.
     """
     if not torch.cuda.is_available():
         raise ConfigError(
@@ -31,25 +31,25 @@ def routed_experts_arguments() -> dict[str, Any]:
 
 
 class VLLMExperts(NamedTuple):
-    """Reads what vLLM tells: of each layer, with experts or without."""
+    """Packs the experts that vLLM returns for all layers, with experts or without."""
 
     experts: Experts
     layers: list[int]
-    """Those with experts."""
+    """Layers with experts."""
 
     @classmethod
     def for_model(cls, model: Any) -> Self | None:
-        """Return the reader for a transformers model. None: it has no experts."""
+        """Return the packer for a transformers model. None: it has no experts."""
         experts = experts_of(model)
         if experts is None:
             return None
         return cls(experts, [int(number) for r in routers_of(model) for number in re.findall(r"\.(\d+)\.", r.name)[:1]])
 
     def pack(self, told_NLX: npt.NDArray[Any] | None, *, num_tokens: int) -> bytes:
-        """Return the experts of so many tokens.
+        """Return the packed experts of `num_tokens` tokens.
 
         Raises:
-            EngineError: where vLLM told none, or those of another model.
+            EngineError: if vLLM returned none, or those of another model.
         """
         if told_NLX is None:
             raise EngineError(
@@ -64,6 +64,6 @@ class VLLMExperts(NamedTuple):
             raise EngineError(f"vLLM runs another mixture of experts than the trainer: it told {error}") from error
 
     def pack_npy(self, told: str | None, *, num_tokens: int) -> bytes:
-        """As `pack`, of what a server sends: an npy file in base64."""
+        """Pack what a server sends: an npy file in base64; otherwise like `pack`."""
         array = None if told is None else np.load(io.BytesIO(base64.b64decode(told)), allow_pickle=False)
         return self.pack(array, num_tokens=num_tokens)

@@ -568,7 +568,7 @@ class VLLMServer:
             if self._lost is not None:
                 raise ServerLostError(str(self._lost)) from self._lost
             if self._is_half_loaded:
-                raise EngineError(f"request {request_id}: the last push of weights failed half-way: push again")
+                raise EngineError(f"request {request_id}: the last weight sync failed half-way: sync again")
             server_id = f"{request_id}.{uuid4().hex}"
             body = {"token_ids": prompt_ids, "request_id": server_id, "sampling_params": sampling_fields(sampling)}
             try:
