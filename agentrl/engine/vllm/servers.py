@@ -1,7 +1,4 @@
-"""Several vLLM servers as one engine.
-
-What a recipe says of vLLM's servers.
-"""
+"""Several vLLM servers as one engine, and the recipe's section about them."""
 
 import asyncio
 import logging
@@ -24,25 +21,25 @@ log = logging.getLogger(__name__)
 
 
 class VLLMServers:
-    """Spreads conversations over servers, each where its prefix is cached; see `VLLMServer`.
+    """Engine on several servers: each conversation stays on the server that caches its prefix; see `VLLMServer`.
 
-    A server that is down, or that does not answer within its deadline, is left out: its conversations continue on the others.
-    With the next push of weights it comes back, where it answers again.
+    A server that is down or misses its deadline is excluded, and its conversations continue on the others. If it answers
+    again, it returns with the next weight sync.
     """
 
     def __init__(self, servers: Sequence[VLLMServer]) -> None:
         """Take servers of the same model."""
         self._servers = tuple(servers)
         self._lost: dict[VLLMServer, ServerLostError] = {}
-        """Those that are left out, and why."""
+        """Excluded servers, with the reason."""
         self._homes: dict[str, VLLMServer | None] = {}
-        """Where each conversation is sampled. None: nowhere yet."""
+        """Server of each conversation. None: not chosen yet."""
         self._load: Counter[VLLMServer] = Counter()
-        """Requests without an answer."""
+        """Number of unanswered requests per server."""
 
     @property
     def busy_s(self) -> float:
-        """Seconds in which a server had at least one request, on the mean of all."""
+        """Seconds with at least one request, as a mean over servers."""
         return sum(server.busy_s for server in self._servers) / len(self._servers)
 
     @property
@@ -52,7 +49,7 @@ class VLLMServers:
 
     @contextmanager
     def conversation(self, request_id: str) -> Iterator[None]:
-        """Keep to the server that has what was computed for this id."""
+        """Keep a conversation on one server."""
         self._homes[request_id] = None
         try:
             yield
@@ -60,7 +57,7 @@ class VLLMServers:
             del self._homes[request_id]
 
     async def generate(self, prompt_ids: Sequence[int], sampling: Sampling, request_id: str) -> Completion:
-        """Sample on the conversation's server, and on another where that is lost; see `Engine.generate`."""
+        """Sample on the conversation's server, or on another if that is lost; see `Engine.generate`."""
         while True:
             server = self._server_for(request_id)
             self._load[server] += 1
@@ -74,7 +71,7 @@ class VLLMServers:
     async def generate_on_each(
         self, prompt_ids: Sequence[int], sampling: Sampling, request_id: str
     ) -> list[Completion]:
-        """Return what each server samples that is not left out; see `ReplicatedEngine`."""
+        """Return a completion from each server that is not excluded; see `ReplicatedEngine`."""
 
         async def one(server: VLLMServer) -> list[Completion]:
             try:
@@ -85,10 +82,10 @@ class VLLMServers:
 
         found = await asyncio.gather(*map(one, self._up()))
         self._check_some_left()
-        return [completion for of_server in found for completion in of_server]
+        return [completion for completions in found for completion in completions]
 
     async def pause(self) -> None:
-        """Return running requests as they stand; hold those of which no token was sampled yet."""
+        """Return running requests with what they have; hold those without a sampled token."""
         await self._call_all(VLLMServer.pause)
 
     async def resume(self) -> None:
@@ -96,17 +93,17 @@ class VLLMServers:
         await self._call_all(VLLMServer.resume)
 
     async def load_weights(self, named_tensors: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
-        """Replace the weights of all servers, also of those that were left out.
+        """Replace the weights of all servers, including excluded ones that answer again.
 
         Raises:
-            EngineError: as `VLLMServer.load_weights`; also when no server takes them.
+            EngineError: see `VLLMServer.load_weights`; also if no server takes them.
         """
         await self._sync_weights(named_tensors, None, version)
 
     async def kept_base(self) -> KeptBase:
-        """Tell what the next push of adapters must bring to one of the servers at least; see `AdapterEngine`.
+        """Return the least state of all reachable servers; see `AdapterEngine`.
 
-        One that was lost and answers again has nothing; one that does not will get nothing either.
+        A server that was lost and answers again has nothing.
         """
         for server in self._lost:
             server.base = None
@@ -133,36 +130,36 @@ class VLLMServers:
         self._check_some_left()
 
     async def close(self) -> None:
-        """Stop all requests, and let go of the servers, which run on."""
+        """Stop all requests and disconnect; the servers keep running."""
         await asyncio.gather(*(server.close() for server in self._servers))
 
     def _up(self) -> list[VLLMServer]:
-        """Return those that are not left out."""
+        """Return the servers that are not excluded."""
         return [server for server in self._servers if server not in self._lost]
 
     async def _reachable(self) -> list[VLLMServer]:
-        """Return all but those of the lost that do not answer, for which a push would wait until its deadlines."""
+        """Return all servers except lost ones that do not answer, on which a weight sync would wait until its deadline."""
         lost = list(self._lost)
         answers = await asyncio.gather(*(server.is_answering() for server in lost))
         return [server for server in self._servers if server not in lost or answers[lost.index(server)]]
 
     def _server_for(self, request_id: str) -> VLLMServer:
-        """Return the server of a conversation: its own, else the one that has least to do."""
+        """Return the server of a conversation: its own, else the least loaded one."""
         self._check_some_left()
         home = self._homes.get(request_id)
         if home is None or home in self._lost:
-            of_server = Counter(self._homes.values())
-            home = min(self._up(), key=lambda server: (of_server[server], self._load[server]))
+            num_conversations = Counter(self._homes.values())
+            home = min(self._up(), key=lambda server: (num_conversations[server], self._load[server]))
             if request_id in self._homes:
                 self._homes[request_id] = home
         return home
 
-    async def _call_all(self, tell: Callable[[VLLMServer], Awaitable[None]]) -> None:
-        """Tell them, and let those that are left out note it."""
+    async def _call_all(self, call: Callable[[VLLMServer], Awaitable[None]]) -> None:
+        """Call a method of every server, and exclude those that do not answer."""
 
         async def one(server: VLLMServer) -> None:
             try:
-                await tell(server)
+                await call(server)
             except ServerLostError as error:
                 self._exclude(server, error)
 
@@ -176,10 +173,10 @@ class VLLMServers:
         server.exclude(error)
 
     def _check_some_left(self) -> None:
-        """Refuse to go on without any server.
+        """Raise if no server is left.
 
         Raises:
-            EngineError: with the words of the last one that was lost.
+            EngineError: with the message of the last one that was lost.
         """
         if len(self._lost) == len(self._servers):
             *_, error = self._lost.values()
@@ -187,19 +184,19 @@ class VLLMServers:
 
 
 class VLLMServerConfig(EngineConfig):
-    """vLLM in a process of its own, over HTTP; `agentrl serve RECIPE` starts one."""
+    """Sampling by vLLM servers over HTTP; `agentrl serve RECIPE` starts one."""
 
     name: str = "vllm_server"
     server: ServerConfig = ServerConfig()
     max_batch_size: Count = 64
-    """Largest number of requests that a server decodes together, where `agentrl serve` starts it."""
+    """Largest number of requests that a server started by `agentrl serve` decodes together."""
     max_prefill_tokens: Amount = 8192
     """Largest number of prompt tokens that such a server computes at once."""
     vllm: dict[str, Any] = Field(default_factory=dict)
     """Further arguments of vLLM's `EngineArgs` for such a server, such as gpu_memory_utilization."""
 
     def num_sampling(self, num_processes: int) -> int:
-        """Return how many processes have servers: each as many as another."""
+        """Return the number of ranks that have servers, the same number each."""
         num = len(self.server.urls)
         most = min(num, num_processes, self.server.processes or max(1, num // 2))
         return max(count for count in range(1, most + 1) if num % count == 0)
@@ -209,10 +206,10 @@ class VLLMServerConfig(EngineConfig):
         return self.model_copy(update={"server": self.server.model_copy(update={"url": self.server.urls[index]})})
 
     def build(self, context: EngineContext) -> "Engine":
-        """Return a client of the process's server, or of all of its servers.
+        """Return a client of this rank's servers.
 
         Raises:
-            ConfigError: for a model whose weights it could not replace.
+            ConfigError: for a model whose weights vLLM cannot replace.
         """
         from agentrl.engine.vllm.experts import VLLMExperts
         from agentrl.engine.vllm.server import VLLMServer
