@@ -58,7 +58,7 @@ class RolloutConfig(BaseModel):
     max_context_tokens: Amount = 4096
     """Largest number of tokens in a context, prompt and actions together."""
     history: HistoryConfig = HistoryConfig()
-    """How much of earlier turns a context shows; by default all."""
+    """Part of the earlier turns that a context shows; by default all."""
     max_live_episodes: Annotated[Count, MayChange()] = 64
     """Episodes played at once, each environment on a thread of its own."""
     env_timeout_s: Annotated[Seconds, MayChange()] = 60.0

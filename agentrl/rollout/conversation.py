@@ -22,7 +22,7 @@ from agentrl.types import Completion, Fault, FinishReason, Message, Sampling, Sp
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Task:
-    """What fixes an episode before it begins."""
+    """Everything that fixes an episode before it begins."""
 
     group_id: str
     rollout_index: int
@@ -32,12 +32,12 @@ class Task:
     sampling_seed: int
     """Seed from which each turn's sampling seed follows."""
     attempt: int = 0
-    """How often this episode has been started before."""
+    """Number of earlier starts of this episode."""
     split: Split = "train"
     task_index: int | None = None
     """Number of the task within its split, shared by the group. None: unknown."""
     stage: int = 0
-    """Which entry of `env.schedule` the environment is made with, from 1. 0: none."""
+    """Entry of `env.schedule` with which the environment is made, from 1. 0: none."""
 
     @property
     def env_task(self) -> EnvTask:
@@ -80,134 +80,6 @@ class EpisodeContext(Generic[S_co]):
     """Limits and deadlines."""
     clock: EngineClock = field(default_factory=EngineClock)
     """Engine deadlines; stopped while the engine is paused."""
-
-
-_COMPARED = ("observation", "reward", "state_key", "next_state_key", "action_key")
-"""Fields of a replayed turn that must equal the recorded ones, besides the action."""
-
-
-class ReplayError(AgentRLError):
-    """A replayed episode differs from the recorded one."""
-
-
-class RecordedEpisode:
-    """The recorded part of an interrupted episode.
-
-    A replayed turn keeps its recorded tokens, whatever engine and renderer would produce today.
-    """
-
-    def __init__(self, live: LiveEpisode, *, view: HistoryConfig) -> None:
-        """Take the episode as far as it was played, and how much of its history a context shows."""
-        self.live = live
-        self._view = view
-
-    def has_turn(self, number: int) -> bool:
-        """Return whether a turn was recorded."""
-        return number < len(self.live.turns)
-
-    def completion(self, number: int) -> Completion | None:
-        """Return the recorded action of a turn, whole or in part. None: there is none."""
-        if not self.has_turn(number):
-            return self.live.partial if number == len(self.live.turns) else None
-        turn = self.live.turns[number]
-        return Completion(
-            token_ids=turn.action_ids,
-            logprobs=turn.behavior_logprobs,
-            versions=turn.versions,
-            finish_reason=turn.finish_reason,
-            experts=turn.experts,
-        )
-
-    def first_dialogue(self, messages: Sequence[Message], tools: Tools) -> Dialogue | None:
-        """Return the recorded dialogue before the first action. None: no action was recorded."""
-        if not self.has_turn(0):
-            return None
-        return Dialogue.of_record(messages, tools, self.live.turns[0].observation_ids, view=self._view)
-
-    def next_dialogue(
-        self, number: int, dialogue: Dialogue, action_ids: tuple[int, ...], message: Message, replies: Sequence[Message]
-    ) -> Dialogue | None:
-        """Return the recorded dialogue before a turn, given the one before the last action. None: it was not recorded."""
-        if not self.has_turn(number):
-            return None
-        turn = self.live.turns[number]
-        return dialogue.after_record(action_ids, message, replies, turn.observation_ids, extends=turn.extends)
-
-    def restored_dialogue(self, tools: Tools, renderer: Renderer) -> Dialogue:
-        """Return the dialogue after all recorded turns, without replaying them."""
-        turns = self.live.turns
-        dialogue = Dialogue.of_record(turns[0].observation, tools, turns[0].observation_ids, view=self._view)
-        for turn, following in pairwise(turns):
-            dialogue = dialogue.after_record(
-                turn.action_ids,
-                turn.message,
-                following.observation,
-                following.observation_ids,
-                extends=following.extends,
-            )
-        return dialogue.after(turns[-1].action_ids, turns[-1].message, self.live.observation or (), renderer)
-
-    def check_turn(self, number: int, turn: Turn) -> None:
-        """Raise ReplayError if a recorded turn comes out differently."""
-        if not self.has_turn(number):
-            return
-        for name in _COMPARED:
-            found, expected = getattr(turn, name), getattr(self.live.turns[number], name)
-            if found != expected:
-                raise ReplayError(
-                    f"played again, turn {number} has another {name}: {abbreviated(found)}, and was recorded with "
-                    f"{abbreviated(expected)}"
-                )
-
-    def check_end(self, number: int) -> None:
-        """Raise ReplayError if the episode ends although more was recorded."""
-        if number + 1 < len(self.live.turns) or (number + 1 == len(self.live.turns) and self.live.partial is not None):
-            raise ReplayError(f"played again, it ends with turn {number}, and was recorded with more")
-
-    def check_observation(self, number: int, observation: tuple[Message, ...]) -> None:
-        """Raise ReplayError if the recorded action was started after other messages."""
-        live = self.live
-        if live.partial is None or live.observation is None or number != len(live.turns):
-            return
-        if observation != live.observation:
-            raise ReplayError(
-                f"played again, it says before turn {number} {abbreviated(observation)}, and was recorded with "
-                f"{abbreviated(live.observation)}"
-            )
-
-
-MAX_TOOLS = 64
-"""Largest number of tools counted by name; calls of further tools are counted as `tool/other`."""
-
-
-def episode_metrics(turns: Sequence[Turn], tools: Sequence[dict[str, Any]]) -> dict[str, float]:
-    """Return sums over the turns: `tool_errors`, `tool/NAME` of each tool offered, `tool/other`, and `log/NAME`.
-
-    `tool/other` counts calls of unknown tools. Calls in a turn that was cut off were not executed and are not counted.
-    """
-    errors = [turn.extras.get("tool_errors") for turn in turns]
-    found = {"tool_errors": sum(float(count) for count in errors if is_number(count))}
-    if tools:
-        names = islice((str(tool["function"]["name"]) for tool in tools), MAX_TOOLS)
-        found |= dict.fromkeys([f"tool/{name}" for name in names] + ["tool/other"], 0.0)
-    for turn in turns:
-        for name in _called(turn) if tools else ():
-            key = f"tool/{name}"
-            found[key if key in found else "tool/other"] += 1.0
-        logged = turn.extras.get("logged")
-        for name, number in logged.items() if isinstance(logged, dict) else ():
-            if is_number(number):
-                found[f"log/{name}"] = found.get(f"log/{name}", 0.0) + float(number)
-    return found
-
-
-def _called(turn: Turn) -> list[str]:
-    """Return the tool names that a turn calls, as the model wrote them."""
-    if turn.finish_reason is not FinishReason.STOP:
-        return []
-    calls = turn.message.get("tool_calls")
-    functions = [call.get("function") for call in calls if isinstance(call, dict)] if isinstance(calls, list) else []
-    return [str(function.get("name")) if isinstance(function, dict) else "" for function in functions]
 
 
 _NOTHING = Completion(token_ids=(), logprobs=(), versions=(), finish_reason=FinishReason.ABORTED)
@@ -479,7 +351,9 @@ class Conversation:
 
     async def _sample(self, dialogue: Dialogue, max_tokens: int) -> Completion:
         """Sample one action; if the engine was paused, continue it."""
-        context, task, number = self.context, self.task, len(self.turns)
+        context = self.context
+        task = self.task
+        number = len(self.turns)
         prompt_ids = dialogue.context_ids
         begins = number == 0 or not dialogue.extends  # no token of this context was computed before
         first = 0 if begins else len(prompt_ids) - len(dialogue.observation_ids) - 1
@@ -514,3 +388,131 @@ class Conversation:
                 return await self.context.engine.generate(prompt_ids, sampling, self.name)
         except TimeoutError:
             raise EngineError(f"no completion within rollout.engine_timeout_s: {timeout_s:g}") from None
+
+
+_COMPARED = ("observation", "reward", "state_key", "next_state_key", "action_key")
+"""Fields of a replayed turn that must equal the recorded ones, besides the action."""
+
+
+class ReplayError(AgentRLError):
+    """A replayed episode differs from the recorded one."""
+
+
+class RecordedEpisode:
+    """The recorded part of an interrupted episode.
+
+    A replayed turn keeps its recorded tokens, whatever engine and renderer would produce today.
+    """
+
+    def __init__(self, live: LiveEpisode, *, view: HistoryConfig) -> None:
+        """Take the episode as far as it was played, and how much of its history a context shows."""
+        self.live = live
+        self._view = view
+
+    def has_turn(self, number: int) -> bool:
+        """Return whether a turn was recorded."""
+        return number < len(self.live.turns)
+
+    def completion(self, number: int) -> Completion | None:
+        """Return the recorded action of a turn, whole or in part. None: there is none."""
+        if not self.has_turn(number):
+            return self.live.partial if number == len(self.live.turns) else None
+        turn = self.live.turns[number]
+        return Completion(
+            token_ids=turn.action_ids,
+            logprobs=turn.behavior_logprobs,
+            versions=turn.versions,
+            finish_reason=turn.finish_reason,
+            experts=turn.experts,
+        )
+
+    def first_dialogue(self, messages: Sequence[Message], tools: Tools) -> Dialogue | None:
+        """Return the recorded dialogue before the first action. None: no action was recorded."""
+        if not self.has_turn(0):
+            return None
+        return Dialogue.of_record(messages, tools, self.live.turns[0].observation_ids, view=self._view)
+
+    def next_dialogue(
+        self, number: int, dialogue: Dialogue, action_ids: tuple[int, ...], message: Message, replies: Sequence[Message]
+    ) -> Dialogue | None:
+        """Return the recorded dialogue before a turn, given the one before the last action. None: it was not recorded."""
+        if not self.has_turn(number):
+            return None
+        turn = self.live.turns[number]
+        return dialogue.after_record(action_ids, message, replies, turn.observation_ids, extends=turn.extends)
+
+    def restored_dialogue(self, tools: Tools, renderer: Renderer) -> Dialogue:
+        """Return the dialogue after all recorded turns, without replaying them."""
+        turns = self.live.turns
+        dialogue = Dialogue.of_record(turns[0].observation, tools, turns[0].observation_ids, view=self._view)
+        for turn, following in pairwise(turns):
+            dialogue = dialogue.after_record(
+                turn.action_ids,
+                turn.message,
+                following.observation,
+                following.observation_ids,
+                extends=following.extends,
+            )
+        return dialogue.after(turns[-1].action_ids, turns[-1].message, self.live.observation or (), renderer)
+
+    def check_turn(self, number: int, turn: Turn) -> None:
+        """Raise ReplayError if a recorded turn comes out differently."""
+        if not self.has_turn(number):
+            return
+        for name in _COMPARED:
+            found, expected = getattr(turn, name), getattr(self.live.turns[number], name)
+            if found != expected:
+                raise ReplayError(
+                    f"replayed, turn {number} has another {name}: {abbreviated(found)}, and was recorded with "
+                    f"{abbreviated(expected)}"
+                )
+
+    def check_end(self, number: int) -> None:
+        """Raise ReplayError if the episode ends although more was recorded."""
+        if number + 1 < len(self.live.turns) or (number + 1 == len(self.live.turns) and self.live.partial is not None):
+            raise ReplayError(f"replayed, it ends with turn {number}, and was recorded with more")
+
+    def check_observation(self, number: int, observation: tuple[Message, ...]) -> None:
+        """Raise ReplayError if the recorded action was started after other messages."""
+        live = self.live
+        if live.partial is None or live.observation is None or number != len(live.turns):
+            return
+        if observation != live.observation:
+            raise ReplayError(
+                f"replayed, it has before turn {number} {abbreviated(observation)}, and was recorded with "
+                f"{abbreviated(live.observation)}"
+            )
+
+
+MAX_TOOLS = 64
+"""Largest number of tools counted by name; calls of further tools are counted as `tool/other`."""
+
+
+def episode_metrics(turns: Sequence[Turn], tools: Sequence[dict[str, Any]]) -> dict[str, float]:
+    """Return sums over the turns: `tool_errors`, `tool/NAME` of each tool offered, `tool/other`, and `log/NAME`.
+
+    `tool/other` counts calls of unknown tools. Calls in a turn that was cut off were not executed and are not counted.
+    """
+    errors = [turn.extras.get("tool_errors") for turn in turns]
+    found = {"tool_errors": sum(float(count) for count in errors if is_number(count))}
+    if tools:
+        names = islice((str(tool["function"]["name"]) for tool in tools), MAX_TOOLS)
+        found |= dict.fromkeys([f"tool/{name}" for name in names] + ["tool/other"], 0.0)
+    for turn in turns:
+        for name in _called(turn) if tools else ():
+            key = f"tool/{name}"
+            found[key if key in found else "tool/other"] += 1.0
+        logged = turn.extras.get("logged")
+        for name, number in logged.items() if isinstance(logged, dict) else ():
+            if is_number(number):
+                found[f"log/{name}"] = found.get(f"log/{name}", 0.0) + float(number)
+    return found
+
+
+def _called(turn: Turn) -> list[str]:
+    """Return the tool names that a turn calls, as the model wrote them."""
+    if turn.finish_reason is not FinishReason.STOP:
+        return []
+    calls = turn.message.get("tool_calls")
+    functions = [call.get("function") for call in calls if isinstance(call, dict)] if isinstance(calls, list) else []
+    return [str(function.get("name")) if isinstance(function, dict) else "" for function in functions]

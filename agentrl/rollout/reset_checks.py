@@ -47,7 +47,7 @@ class Overlap:
         return (
             f"{self.num_shared} of {self.num_evaluation} evaluation tasks also occur among the first {self.num_training} "
             "training tasks (first messages, gold_answer() and state_key() are alike), so evaluation shows what was "
-            "trained on: tell the splits apart by options['split'] or num_tasks()"
+            "trained on: separate the splits by options['split'] or num_tasks()"
         )
 
 
@@ -101,8 +101,12 @@ def _digest(reply: EnvReply) -> bytes:
 
 
 _TURNS, _TURNS_TO_END = 6, 60
-_LIMIT_S, _LIMIT_CONSTRUCTIONS, _BAD_ACTIONS_S = 5.0, 6, 1.0
-"""Time limit of the proof: seconds, plus a multiple of the construction time; seconds of it for bad actions."""
+_LIMIT_S = 5.0
+"""Time limit of the proof without constructions, in seconds."""
+_LIMIT_CONSTRUCTIONS = 6
+"""Time limit of the proof for constructions, in construction times."""
+_BAD_ACTIONS_S = 1.0
+"""Time limit of bad actions, in seconds."""
 _HUGE_S = 10.0
 """Construction time beyond which there is no proof, in seconds."""
 _SLOW_S = 0.05

@@ -306,7 +306,9 @@ class TaskStream:
             raise ConfigError(
                 "this run's tasks were dealt out to other engines; resume with as many (engine.server.url, .processes)"
             )
-        self._next_group, self._groups, self._to_restart = loaded.next_group, loaded.groups, loaded.to_restart
+        self._next_group = loaded.next_group
+        self._groups = loaded.groups
+        self._to_restart = loaded.to_restart
         self.counts |= loaded.counts
         if self._curriculum is not None:
             self._curriculum.state = loaded.curriculum or CurriculumState(place=self._next_group)

@@ -45,7 +45,7 @@ class EnvTask:
     index: int | None = None
     """Its number within the split. None: unknown."""
     stage: int = 0
-    """Which entry of `env.schedule` the environment is made with, from 1. 0: none."""
+    """Entry of `env.schedule` with which the environment is made, from 1. 0: none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

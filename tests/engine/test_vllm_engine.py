@@ -422,7 +422,7 @@ def test_sleep_gives_a_gpus_memory_back(runner: asyncio.Runner) -> None:
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there vLLM tells them")
 def test_without_a_gpu_vllm_tells_no_experts_and_a_run_that_needs_them_is_refused(runner: asyncio.Runner) -> None:
     with pytest.raises(
-        ConfigError, match=r"^loss\.routing_replay: vLLM tells the experts that it chose on a GPU alone"
+        ConfigError, match=r"^loss\.routing_replay: vLLM returns the experts that it chose on a GPU only"
     ):
         VLLMEngine(make_experts(), max_tokens=64, returns_experts=True)
 

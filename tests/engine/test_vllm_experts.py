@@ -50,12 +50,12 @@ def test_a_dense_model_has_nothing_to_tell() -> None:
 @pytest.mark.parametrize(
     ("told", "num_tokens", "words"),
     [
-        (None, 5, "vLLM does not tell the experts that it chose, which loss.routing_replay: engine needs"),
-        (TOLD_NLX, 6, r"it told experts \(tokens, layers, chosen\) \(5, 3, 2\) for 6 tokens"),
-        (TOLD_NLX[:, 1:], 5, r"another mixture of experts than the trainer: it told .* \(5, 2, 2\) for 5 tokens"),
-        (TOLD_NLX[:, :, 1:], 5, r"it told experts \(tokens, routers, chosen\) \(5, 2, 1\), expected"),
-        (TOLD_NLX + 1, 5, "it told experts from 1 to 8, expected from 0 to 7"),
-        (TOLD_NLX[0], 3, r"it told experts \(tokens, layers, chosen\) \(3, 2\)"),
+        (None, 5, "vLLM does not return the experts that it chose, which loss.routing_replay: engine needs"),
+        (TOLD_NLX, 6, r"it returned experts \(tokens, layers, chosen\) \(5, 3, 2\) for 6 tokens"),
+        (TOLD_NLX[:, 1:], 5, r"another mixture of experts than the trainer: it returned .* \(5, 2, 2\) for 5 tokens"),
+        (TOLD_NLX[:, :, 1:], 5, r"it returned experts \(tokens, routers, chosen\) \(5, 2, 1\), expected"),
+        (TOLD_NLX + 1, 5, "it returned experts from 1 to 8, expected from 0 to 7"),
+        (TOLD_NLX[0], 3, r"it returned experts \(tokens, layers, chosen\) \(3, 2\)"),
     ],
 )
 def test_what_is_not_told_or_of_another_model_is_refused(

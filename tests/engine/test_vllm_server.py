@@ -789,7 +789,7 @@ def test_experts_that_the_server_tells_come_with_the_completion(model_folder: Pa
             request = replace(sampling(), experts_from=4)
             done = await engine.generate(prompt(1), request, "a")
             assert done.experts == told_NLX.tobytes()
-            for start, words in ((4, "vLLM does not tell the experts"), (3, r"\(\d+, 2, 2\) for \d+ tokens")):
+            for start, words in ((4, "vLLM does not return the experts"), (3, r"\(\d+, 2, 2\) for \d+ tokens")):
                 with pytest.raises(EngineError, match=words):
                     await engine.generate(prompt(1), replace(request, experts_from=start), "a")
             await engine.close()

@@ -108,9 +108,9 @@ def test_it_is_told_where_it_stands_and_continues_from_there(chatml: ChatMLRende
     assert [state.partial is None for state in states] == [True, True, False]
     for state in states:
         assert play(Conversation(context, TASK, recorded=state), "one", "two", "three") == whole
-    with pytest.raises(ReplayError, match="played again, turn 1 has another observation"):
+    with pytest.raises(ReplayError, match="replayed, turn 1 has another observation"):
         play(Conversation(context, TASK, recorded=states[1]), "one", "2", "three")
-    with pytest.raises(ReplayError, match="played again, it says before turn 2"):
+    with pytest.raises(ReplayError, match="replayed, it has before turn 2"):
         play(Conversation(context, TASK, recorded=states[2]), "one", "two", "3")
 
 

@@ -177,7 +177,9 @@ class TransformersEngine(BatchedEngine):
 
     @staticmethod
     def _release(row: _Row) -> None:
-        row.owner, row.cached_ids, row.experts = None, [], bytearray()
+        row.owner = None
+        row.cached_ids = []
+        row.experts = bytearray()
 
     def _admit(self, waiting: list[Request]) -> None:
         """Give waiting requests a row, and compute their prompts in batches that fit the prefill budget."""
@@ -194,7 +196,9 @@ class TransformersEngine(BatchedEngine):
             del row.experts[self._size_of(known) :]
             row.cached_ids = row.cached_ids[:known]
             request.num_cached_tokens = len(row.cached_ids)
-            row.owner, row.request, row.last_used = request.request_id, request, self._step
+            row.owner = request.request_id
+            row.request = request
+            row.last_used = self._step
             row.uniforms = uniforms(request.sampling.seed, len(request.prompt_ids), request.sampling.max_tokens)
             admitted.append(row)
         admitted.sort(key=lambda row: (len(_missing_ids(row)), row.index))
@@ -356,7 +360,7 @@ def _layer_types(model: Any) -> list[str]:
         )
     if "sliding_attention" in kinds and not model._can_set_attn_implementation():
         raise ConfigError(
-            f"engine.name: the transformers engine cannot tell the attention of {config.model_type} of its sliding window of "
+            f"engine.name: the transformers engine cannot give the attention of {config.model_type} its sliding window of "
             f"{window}; choose another model, or set engine.name: vllm"
         )
     return [] if RECURRENT.isdisjoint(kinds) else kinds

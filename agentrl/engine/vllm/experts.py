@@ -24,7 +24,7 @@ def routed_experts_arguments() -> dict[str, Any]:
     """
     if not torch.cuda.is_available():
         raise ConfigError(
-            "loss.routing_replay: vLLM tells the experts that it chose on a GPU alone; set engine.name: transformers, or "
+            "loss.routing_replay: vLLM returns the experts that it chose on a GPU only; set engine.name: transformers, or "
             "loss.routing_replay to trainer or none"
         )
     return {"enable_return_routed_experts": True}
@@ -45,25 +45,25 @@ class VLLMExperts(NamedTuple):
             return None
         return cls(experts, [int(number) for r in routers_of(model) for number in re.findall(r"\.(\d+)\.", r.name)[:1]])
 
-    def pack(self, told_NLX: npt.NDArray[Any] | None, *, num_tokens: int) -> bytes:
+    def pack(self, chosen_NLX: npt.NDArray[Any] | None, *, num_tokens: int) -> bytes:
         """Return the packed experts of `num_tokens` tokens.
 
         Raises:
             EngineError: if vLLM returned none, or those of another model.
         """
-        if told_NLX is None:
+        if chosen_NLX is None:
             raise EngineError(
-                "vLLM does not tell the experts that it chose, which loss.routing_replay: engine needs; start its server by "
+                "vLLM does not return the experts that it chose, which loss.routing_replay: engine needs; start its server by "
                 "`agentrl serve`, or with --enable-return-routed-experts"
             )
         try:
-            if told_NLX.ndim != 3 or len(told_NLX) != num_tokens or told_NLX.shape[1] <= max(self.layers):
-                raise ValueError(f"experts (tokens, layers, chosen) {told_NLX.shape} for {num_tokens} tokens")
-            return self.experts.pack(told_NLX[:, self.layers])
+            if chosen_NLX.ndim != 3 or len(chosen_NLX) != num_tokens or chosen_NLX.shape[1] <= max(self.layers):
+                raise ValueError(f"experts (tokens, layers, chosen) {chosen_NLX.shape} for {num_tokens} tokens")
+            return self.experts.pack(chosen_NLX[:, self.layers])
         except ValueError as error:
-            raise EngineError(f"vLLM runs another mixture of experts than the trainer: it told {error}") from error
+            raise EngineError(f"vLLM runs another mixture of experts than the trainer: it returned {error}") from error
 
-    def pack_npy(self, told: str | None, *, num_tokens: int) -> bytes:
+    def pack_npy(self, encoded: str | None, *, num_tokens: int) -> bytes:
         """Pack what a server sends: an npy file in base64; otherwise like `pack`."""
-        array = None if told is None else np.load(io.BytesIO(base64.b64decode(told)), allow_pickle=False)
+        array = None if encoded is None else np.load(io.BytesIO(base64.b64decode(encoded)), allow_pickle=False)
         return self.pack(array, num_tokens=num_tokens)

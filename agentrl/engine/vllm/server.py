@@ -38,6 +38,7 @@ from agentrl.engine.vllm.weights import (
     Bucket,
     Channel,
     ServedModel,
+    Weight,
     address_towards,
     changes_in_buckets,
     in_buckets,
@@ -111,11 +112,11 @@ class VLLMServer:
         self._is_half_loaded = False
         self._is_closed = False
         self._lost: ServerLostError | None = None
-        """Why it is left out, where there are others."""
+        """Reason why the server is excluded."""
 
     @property
     def url(self) -> str:
-        """Where the server listens."""
+        """Address of the server."""
         return self._config.urls[0]
 
     @property
@@ -260,7 +261,7 @@ class VLLMServer:
         except TimeoutError:
             raise ServerLostError(
                 f"vLLM's server at {self._config.urls[0]} did not finish {what} within engine.server.timeout_s: "
-                f"{self._config.timeout_s:g}. Start it again where it hangs; where it is slow, raise that"
+                f"{self._config.timeout_s:g}. Start it again if it hangs; if it is slow, raise that"
             ) from None
 
     async def served_model(self) -> ServedModel:
@@ -375,7 +376,7 @@ class VLLMServer:
             else:
                 raise ServerLostError(
                     f"vLLM's server at {self._config.urls[0]} samples with weights of version {name!r} and not with those "
-                    "that were pushed: it was started again. Start the run again too; it resumes where it was"
+                    "of the last weight sync: it was started again. Start the run again too; it resumes where it was"
                 )
         if len(versions) != num_tokens:
             raise ValueError(f"versions of {len(versions)} tokens, not {num_tokens}")
@@ -462,22 +463,7 @@ async def sync_weights(
     ]
     lost: dict[VLLMServer, ServerLostError] = {}
 
-    async def each(step: Callable[[_Receiver], Awaitable[None]]) -> None:
-        async def one(receiver: _Receiver) -> None:
-            try:
-                async with receiver.server.deadline("load_weights"):
-                    await step(receiver)
-            except ServerLostError as error:
-                lost[receiver.server] = error
-                receivers.remove(receiver)
-                receiver.close()
-
-        await asyncio.gather(*map(one, tuple(receivers)))
-
-    async def send(buckets: list[Bucket]) -> None:
-        for bucket in buckets:
-            await each(lambda receiver, bucket=bucket: receiver.send(bucket))  # type: ignore[misc]
-
+    each = partial(_for_each, receivers, lost)
     with ExitStack() as stack:
         for receiver in receivers:
             stack.callback(receiver.close)
@@ -487,23 +473,14 @@ async def sync_weights(
             for _ in chain(changes or (), named_tensors or ()):  # gathering them may take every rank
                 pass
             return lost
-        model = receivers[0].model
-        buckets = chain(
-            () if changes is None else changes_in_buckets(changes, model),
-            () if named_tensors is None else in_buckets(named_tensors, model, is_exact=changes is not None),
-        )
-        buckets = chain([next(buckets)], buckets)  # errors in the first bucket come before any server is touched
+        buckets = _buckets(receivers[0].model, named_tensors, changes)
         device = servers[0].device
         if not all(receiver.model.is_gpu for receiver in receivers):
             device = torch.device("cpu")
         if all(receiver.server.takes_channel and receiver.model.num_workers for receiver in receivers):
             await each(lambda receiver: receiver.connect(device))
         if all(receiver.channel for receiver in receivers):
-            packed: list[Bucket] = []
-            for weights in buckets:
-                following, _ = await asyncio.gather(asyncio.to_thread(pack, weights, device), send(packed))
-                packed = [following]
-            await send(packed)
+            await _send_buckets(buckets, device, each)
             await each(_Receiver.end)
         else:
             for receiver in receivers:
@@ -514,6 +491,47 @@ async def sync_weights(
                 await each(lambda receiver: receiver.load_files(place, knows_ties=knows_ties))
         await each(_Receiver.finish)
     return lost
+
+
+async def _for_each(receivers: list["_Receiver"], lost: dict["VLLMServer", ServerLostError], step: "_Step", /) -> None:
+    """Take a step with all receivers at once; move those that fail from `receivers` to `lost`."""
+
+    async def one(receiver: _Receiver) -> None:
+        try:
+            async with receiver.server.deadline("load_weights"):
+                await step(receiver)
+        except ServerLostError as error:
+            lost[receiver.server] = error
+            receivers.remove(receiver)
+            receiver.close()
+
+    await asyncio.gather(*map(one, tuple(receivers)))
+
+
+def _buckets(
+    model: ServedModel, named_tensors: Iterable[tuple[str, torch.Tensor]] | None, changes: Changes | None
+) -> Iterator[list[Weight]]:
+    """Return changes and weights in buckets. Errors in the first bucket are raised before any server is touched."""
+    buckets = chain(
+        () if changes is None else changes_in_buckets(changes, model),
+        () if named_tensors is None else in_buckets(named_tensors, model, is_exact=changes is not None),
+    )
+    return chain([next(buckets)], buckets)
+
+
+async def _send_buckets(
+    buckets: Iterable[list[Weight]], device: torch.device, each: "Callable[[_Step], Awaitable[None]]"
+) -> None:
+    """Send buckets to all receivers, packing the next one meanwhile."""
+
+    async def send(packed: Bucket | None) -> None:
+        if packed is not None:
+            await each(lambda receiver: receiver.send(packed))
+
+    packed: Bucket | None = None
+    for weights in buckets:
+        packed, _ = await asyncio.gather(asyncio.to_thread(pack, weights, device), send(packed))
+    await send(packed)
 
 
 async def _on_daemon_thread(function: Callable[[], R]) -> R:
@@ -661,8 +679,8 @@ class _Receiver:
         if self._taking is not None:
             try:
                 await asyncio.wait_for(self._taking, _WORDS_S)
-            except (Fault, EngineError) as said:
-                error = said
+            except (Fault, EngineError) as reported:
+                error = reported
             except TimeoutError:
                 pass
         return self._lost("the weights", error)
@@ -670,3 +688,6 @@ class _Receiver:
     def _lost(self, what: str, error: Exception) -> ServerLostError:
         words = f"vLLM's server at {self.server.url} did not take {what}: {error}"
         return ServerLostError(f"{words}. {error.fix}" if isinstance(error, Fault) else words)
+
+
+_Step: TypeAlias = Callable[[_Receiver], Awaitable[None]]

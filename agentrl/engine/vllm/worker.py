@@ -99,10 +99,10 @@ class Rendezvous(WeightTransferInitInfo):
 
 @dataclass(kw_only=True)
 class Update(WeightTransferUpdateInfo):
-    """What comes through the channel.
+    """Contents of the channel.
 
-    With a name of a `base` changes come first, and are added to the weights that follow or, where it brings none, that were
-    kept from the update which brought them.
+    With the name of a `base`, changes come first; they are added to the weights that follow, or else to those kept under that
+    name.
     """
 
     base: str | None
