@@ -215,14 +215,14 @@ NO_HASHES = TaskHashes()
 
 
 class TaskShard(NamedTuple):
-    """What one process samples of a run's tasks: one in `num_processes` of them."""
+    """Tasks that one rank samples: every `num_processes`-th, from number `process` on."""
 
     num_groups: int
-    """Of a step. 0: it only trains."""
+    """Groups per step. 0: the rank only trains."""
     process: int = 0
-    """Number of this process among those that sample, and of its first task."""
+    """Number of this rank among those that sample."""
     num_processes: int = 1
-    """That sample."""
+    """Number of ranks that sample."""
 
 
 class StopReason(StrEnum):

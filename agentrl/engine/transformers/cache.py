@@ -1,6 +1,6 @@
 """A key-value cache whose rows have lengths of their own, and attention that does not copy it for each query head.
 
-`S` rows of the cache, `B` rows of a forward pass, `H` query heads, `Y` key-value heads, `A = H / Y` query heads that share one,
+`R` rows of the cache, `B` rows of a forward pass, `H` query heads, `Y` key-value heads, `A = H / Y` query heads that share one,
 `Q` query positions, `L` cached positions, `D` head size.
 """
 
@@ -40,8 +40,8 @@ class RaggedCache(Cache):
         self._num_rows = num_rows
         self._capacity = 0
         self._max_length = max_length
-        self._keys_SYLD: dict[int, torch.Tensor] = {}
-        self._values_SYLD: dict[int, torch.Tensor] = {}
+        self._keys_RYLD: dict[int, torch.Tensor] = {}
+        self._values_RYLD: dict[int, torch.Tensor] = {}
         self._rows_B = torch.empty(0, dtype=torch.long)
         self._positions_BQ = torch.empty(0, 0, dtype=torch.long)
         self._length = 0
@@ -76,16 +76,16 @@ class RaggedCache(Cache):
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *_: Any, **__: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Write the new keys and values [B, H, Q, D]; return those of the selected rows [B, H, L, D]."""
-        if layer_idx not in self._keys_SYLD:
-            self._keys_SYLD[layer_idx] = self._empty(key_states)
-            self._values_SYLD[layer_idx] = self._empty(value_states)
+        if layer_idx not in self._keys_RYLD:
+            self._keys_RYLD[layer_idx] = self._empty(key_states)
+            self._values_RYLD[layer_idx] = self._empty(value_states)
         kept = []
-        for cached_SYLD, states_BYQD in (
-            (self._keys_SYLD[layer_idx], key_states),
-            (self._values_SYLD[layer_idx], value_states),
+        for cached_RYLD, states_BYQD in (
+            (self._keys_RYLD[layer_idx], key_states),
+            (self._values_RYLD[layer_idx], value_states),
         ):
-            cached_SYLD[self._rows_B[:, None], :, self._positions_BQ] = states_BYQD.transpose(1, 2)
-            window = cached_SYLD[:, :, : self._length]
+            cached_RYLD[self._rows_B[:, None], :, self._positions_BQ] = states_BYQD.transpose(1, 2)
+            window = cached_RYLD[:, :, : self._length]
             kept.append(window[: len(self._rows_B)] if self._is_leading else window[self._rows_B])
         return kept[0], kept[1]
 
@@ -101,10 +101,10 @@ class RaggedCache(Cache):
         if self._max_length is not None:
             grown = min(grown, self._max_length)
         self._capacity = -(-max(length, grown) // _BLOCK) * _BLOCK
-        for layers in (self._keys_SYLD, self._values_SYLD):
-            for index, old_SYLD in layers.items():
-                layers[index] = old_SYLD.new_zeros(*old_SYLD.shape[:2], self._capacity, old_SYLD.shape[3])
-                layers[index][:, :, : old_SYLD.shape[2]] = old_SYLD
+        for layers in (self._keys_RYLD, self._values_RYLD):
+            for index, old_RYLD in layers.items():
+                layers[index] = old_RYLD.new_zeros(*old_RYLD.shape[:2], self._capacity, old_RYLD.shape[3])
+                layers[index][:, :, : old_RYLD.shape[2]] = old_RYLD
 
     def _empty(self, like_BYQD: torch.Tensor) -> torch.Tensor:
         _, heads, _, size = like_BYQD.shape

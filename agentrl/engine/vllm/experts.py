@@ -1,6 +1,6 @@
 """Experts that vLLM chose, as it returns them. Names are those of vLLM 0.32.
 
-`N` tokens, `L` layers, `X` experts chosen by a router.
+`T` tokens, `F` layers, `X` experts chosen by a router.
 """
 
 import base64
@@ -45,21 +45,21 @@ class VLLMExperts(NamedTuple):
             return None
         return cls(experts, [int(number) for r in routers_of(model) for number in re.findall(r"\.(\d+)\.", r.name)[:1]])
 
-    def pack(self, chosen_NLX: npt.NDArray[Any] | None, *, num_tokens: int) -> bytes:
+    def pack(self, chosen_TFX: npt.NDArray[Any] | None, *, num_tokens: int) -> bytes:
         """Return the packed experts of `num_tokens` tokens.
 
         Raises:
             EngineError: if vLLM returned none, or those of another model.
         """
-        if chosen_NLX is None:
+        if chosen_TFX is None:
             raise EngineError(
                 "vLLM does not return the experts that it chose, which loss.routing_replay: engine needs; start its server by "
                 "`agentrl serve`, or with --enable-return-routed-experts"
             )
         try:
-            if chosen_NLX.ndim != 3 or len(chosen_NLX) != num_tokens or chosen_NLX.shape[1] <= max(self.layers):
-                raise ValueError(f"experts (tokens, layers, chosen) {chosen_NLX.shape} for {num_tokens} tokens")
-            return self.experts.pack(chosen_NLX[:, self.layers])
+            if chosen_TFX.ndim != 3 or len(chosen_TFX) != num_tokens or chosen_TFX.shape[1] <= max(self.layers):
+                raise ValueError(f"experts (tokens, layers, chosen) {chosen_TFX.shape} for {num_tokens} tokens")
+            return self.experts.pack(chosen_TFX[:, self.layers])
         except ValueError as error:
             raise EngineError(f"vLLM runs another mixture of experts than the trainer: it returned {error}") from error
 
