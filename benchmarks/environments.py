@@ -31,8 +31,9 @@ from typing import Any
 import numpy as np
 
 from agentrl.env import MessageEnv, base_env, make_env
-from agentrl.rollout.baselines import Policy, always, constant_actions, oracle, play, random_action
+from agentrl.rollout.play import Policy, play
 from agentrl.types import Message
+from tests.support.baselines import always, constant_actions, oracle, random_action
 
 ROOT = Path(__file__).resolve().parents[1]
 INDEX = ROOT / "docs" / "environments.md"

@@ -17,9 +17,9 @@ from agentrl.env.message_env import is_message
 from agentrl.errors import ConfigError, EnvironmentFailure
 from agentrl.recipe.config import load_recipe
 from agentrl.report.terminal import Console
-from agentrl.rollout.baselines import Played
-from agentrl.rollout.baselines import play as play_with
 from agentrl.rollout.faults import environment_failures
+from agentrl.rollout.play import Played
+from agentrl.rollout.play import play as play_with
 from agentrl.rollout.tasks import Tasks
 from agentrl.types import Message, Trajectory
 

@@ -12,7 +12,7 @@ import agentrl_envs  # noqa: F401 - registers them with Gymnasium
 from agentrl.env import MessageEnv, ask_oracle
 from agentrl.errors import CheckError
 from agentrl.recipe.registry import import_attribute
-from agentrl.rollout.baselines import oracle, play, random_action
+from agentrl.rollout.play import play
 from agentrl.testing import check_env
 from benchmarks.environments import (
     PAGES,
@@ -24,6 +24,7 @@ from benchmarks.environments import (
     settings,
     success,
 )
+from tests.support.baselines import oracle, random_action
 
 NAMES = list(built_in())
 ALL = [(name, k, setting) for name in NAMES for k, setting in enumerate(settings(name))]

@@ -12,7 +12,7 @@ import pytest
 
 from agentrl.env import tool_call
 from agentrl.errors import EnvironmentFailure, UserError
-from agentrl.rollout.baselines import play
+from agentrl.rollout.play import play
 from agentrl_envs.customer_service import Case, CustomerService, Kind, Order, Shop, Wish, demand, draw_case
 
 ORDER = Order(

@@ -4,8 +4,9 @@ import numpy as np
 import pytest
 
 from agentrl.env import ToolEnv, tool, tool_call
-from agentrl.rollout.baselines import always, constant_actions, oracle, play, random_action
+from agentrl.rollout.play import play
 from agentrl_envs.key_door import KeyDoor
+from tests.support.baselines import always, constant_actions, oracle, random_action
 
 
 class Many(ToolEnv):
