@@ -152,7 +152,9 @@ class TaskStream:
         # A new group is handed out after all of these: at this version if a step waits for groups, else at a later one.
         if len(self._groups) >= self._num_groups * (self._staleness_bound + self._is_waited_for):
             return None
-        started = self._starting(self._to_restart[0] if self._to_restart else self._next_group, version=version)
+        index = self._to_restart[0] if self._to_restart else self._next_group
+        place = self._curriculum.next() if self._curriculum else None
+        started = Started(index=index, version=version, place=place)
         self._write(started)
         return self._take_out(self._start(started))
 
@@ -334,9 +336,6 @@ class TaskStream:
         episode = group.waiting.pop(0)
         self._playing[episode.task.trajectory_id] = episode
         return episode
-
-    def _starting(self, index: int, *, version: int) -> Started:
-        return Started(index=index, version=version, place=self._curriculum.next() if self._curriculum else None)
 
     def _start(self, event: Started) -> _Group:
         name = group_name(event.index)
