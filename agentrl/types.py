@@ -214,15 +214,15 @@ class TaskHashes(NamedTuple):
 NO_HASHES = TaskHashes()
 
 
-class Share(NamedTuple):
-    """What one process samples of a run's tasks: one in `num_processes` of them."""
+class TaskShard(NamedTuple):
+    """Tasks that one rank samples: every `num_processes`-th, from number `process` on."""
 
     num_groups: int
-    """Of a step. 0: it only trains."""
+    """Groups per step. 0: the rank only trains."""
     process: int = 0
-    """Number of this process among those that sample, and of its first task."""
+    """Number of this rank among those that sample."""
     num_processes: int = 1
-    """That sample."""
+    """Number of ranks that sample."""
 
 
 class StopReason(StrEnum):
@@ -294,7 +294,7 @@ class Sampling:
     """Number of tokens at the end of the prompt that an interrupted request with the same seed has sampled: this one continues
     with the random numbers that came next there."""
     experts_from: int = 0
-    """First token of the prompt whose experts are wanted, by an engine that tells them (`EngineContext.tells_experts`)."""
+    """First token of the prompt whose experts are wanted, by an engine that tells them (`EngineContext.returns_experts`)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

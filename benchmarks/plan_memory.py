@@ -38,7 +38,7 @@ from agentrl.policy.model import Policy, local_config
 from agentrl.recipe.config import Recipe
 from agentrl.run.memory import model_config, plan_memory
 from agentrl.run.parts import build_engine
-from agentrl.types import Sampling, Share, StopReason
+from agentrl.types import Sampling, StopReason, TaskShard
 from benchmarks.several import together
 
 _ENGINE = {"engine", "keys and values", "a pass of sampling"}
@@ -246,10 +246,10 @@ def sample(recipe: Recipe) -> float:
             model,
             rollout=recipe.rollout,
             train=recipe.train,
-            share=Share(1),
+            share=TaskShard(1),
             device=torch.device("cpu"),
             handover=Path(handover),
-            tells_experts=recipe.loss.routing_replay == "engine",
+            returns_experts=recipe.loss.routing_replay == "engine",
         )
     length = recipe.rollout.max_context_tokens
 

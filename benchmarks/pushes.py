@@ -37,7 +37,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from agentrl.engine.vllm.common import ServerConfig, sampling_fields
 from agentrl.engine.vllm.launch import Server, start_server
-from agentrl.engine.vllm.server import VLLMServer, push
+from agentrl.engine.vllm.server import VLLMServer, sync_weights
 from agentrl.engine.vllm.weights import Weight, changes_in_buckets, in_buckets
 from agentrl.types import Sampling
 from tests.support.ports import free_port
@@ -186,7 +186,7 @@ def measure(urls: Sequence[str], pids: Sequence[int], model: Path, way: str, rep
                     await server.pause()
                 num_before, begin = len(tokens.times), time.perf_counter()
                 pushed = changes.items() if way == "adapters" else None
-                lost = await push(servers, None if pushed and version else weights(), version, changes=pushed)
+                lost = await sync_weights(servers, None if pushed and version else weights(), version, changes=pushed)
                 assert not lost
                 seconds.append(time.perf_counter() - begin)
                 for server in servers:

@@ -84,7 +84,7 @@ def many(live: int) -> dict[str, float]:
             begin = time.process_time()
             for index, episode in enumerate(episodes):
                 episodes[index] = played(episode, turns[(index + number) % 50])
-                stream.note(episodes[index])
+                stream.record_progress(episodes[index])
             noted_s += time.process_time() - begin
         num_bytes = sum(path.stat().st_size for path in Path(folder).iterdir())
         begin = time.process_time()
@@ -94,7 +94,7 @@ def many(live: int) -> dict[str, float]:
         begin = time.process_time()
         version = num_handed = 0
         for episode in episodes:
-            stream.take(ended(episode))
+            stream.record_end(ended(episode))
             given = time.process_time()
             if (groups := stream.hand_out(version=version)) is not None:
                 num_handed += len(groups)
@@ -132,7 +132,7 @@ def long(num: int, tokens: int, *, restart: bool) -> dict[str, float]:
                 context = (new.observation_ids if not new.extends else context + new.observation_ids) + new.action_ids
                 episode = played(episode, new)
                 begin = time.process_time()
-                stream.note(episode)
+                stream.record_progress(episode)
                 note_s += time.process_time() - begin
         num_bytes = sum(path.stat().st_size for path in Path(folder).iterdir())
         begin = time.process_time()

@@ -229,7 +229,7 @@ def untrained(recipe: "Recipe", *, process: int = 0) -> "Recipe":
         update={
             "run_dir": None,
             "report": recipe.report.model_copy(update={"trackers": ()}),
-            "engine": recipe.engine.of_process(process),
+            "engine": recipe.engine.for_process(process),
             "credit": {"scheme": "uniform", "lone": "keep"},
             "loss": recipe.loss.model_copy(update={"kl_coefficient": 0.0, "routing_replay": "none"}),
             "train": recipe.train.model_copy(update={"optimizer": "adamw", "sharding": "none"}),

@@ -159,7 +159,7 @@ def _telling(env: "Env") -> Iterator[Console]:
     """Close an environment in the end; where it raises, print the traceback and exit with 1."""
     from agentrl.data.plain import words_of
     from agentrl.env import close_env
-    from agentrl.rollout.faults import fault_of
+    from agentrl.rollout.faults import describe_fault
 
     console = Console(soft_wrap=True)
     try:
@@ -168,7 +168,7 @@ def _telling(env: "Env") -> Iterator[Console]:
         finally:
             close_env(env)
     except (Exception, SystemExit, KeyboardInterrupt) as error:
-        console.print(Text(fault_of(error).traceback or words_of(error), "red"))
+        console.print(Text(describe_fault(error).traceback or words_of(error), "red"))
         if isinstance(error, KeyboardInterrupt):  # it hung
             raise
         sys.exit(1)

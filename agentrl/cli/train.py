@@ -48,9 +48,9 @@ def _launch(options: argparse.Namespace, rest: list[str]) -> None:
     from agentrl.distributed.checkpoints import checkpoint_errors, checkpoints
     from agentrl.report.folder import RunFolder
     from agentrl.run.checkpoint import check_processes
-    from agentrl.run.parts import share_of
+    from agentrl.run.parts import task_shard
 
-    share_of(recipe.engine, num_groups=recipe.rollout.num_groups, rank=0, num_ranks=options.processes)
+    task_shard(recipe.engine, num_groups=recipe.rollout.num_groups, rank=0, num_ranks=options.processes)
     if run_dir is not None:
         for newest in checkpoints(RunFolder.open(run_dir).checkpoints)[-1:]:
             with checkpoint_errors(newest):

@@ -25,7 +25,7 @@ from agentrl.report.folder import EvaluationNote, RunFolder
 from agentrl.report.public import public
 from agentrl.report.records import groups_of, read_records
 from agentrl.report.statistics import draw, settings_of, shown
-from agentrl.rollout.evaluation import EvaluationConfig, Interval, evaluated, wilson
+from agentrl.rollout.evaluation import EvaluationConfig, Interval, summarize_evaluation, wilson
 
 
 def first_line(env_id: str) -> str | None:
@@ -178,7 +178,7 @@ def _replayed(records: Sequence[Any], config: Mapping[str, Any]) -> Iterator[Mea
     for prefix, of_one in by_prefix.items():
         name = prefix.partition("/")[2]
         groups = groups_of(of_one)
-        found = evaluated(groups, evaluation)
+        found = summarize_evaluation(groups, evaluation)
         yield Measured(
             env_id=_envs(config)[name]["id"] if name in _envs(config) else of_one[0].env_id,
             name=name,

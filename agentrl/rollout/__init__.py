@@ -1,4 +1,4 @@
-"""Episodes, and the pool that keeps many of them going."""
+"""Episodes, and the pool that plays many of them at once."""
 
 from agentrl.rollout.config import BranchConfig, RolloutConfig
 from agentrl.rollout.conversation import Conversation, End, EpisodeContext, LiveEpisode, Outcome, Task

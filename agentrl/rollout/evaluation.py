@@ -1,6 +1,6 @@
-"""Evaluation on the tasks of the eval split.
+"""Evaluation on the tasks of the eval split, with 95 % intervals over tasks.
 
-95 % intervals of what an evaluation finds, over tasks: episodes of one task are not independent of each other.
+The intervals treat tasks as clusters, because episodes of one task are not independent.
 """
 
 import hashlib
@@ -18,18 +18,188 @@ from pydantic import BaseModel, ConfigDict, Field, PositiveInt, field_validator,
 from agentrl.data.plain import is_number
 from agentrl.env.make import EnvConfig
 from agentrl.rollout.pool import RolloutPool
-from agentrl.types import AmountOrZero, Count, Share, StopReason, Trajectory, TrajectoryGroup, between
-
-_Z = 1.959963984540054
-_T_FEW = {1: 12.7062, 2: 4.3027}
-"""Quantiles of Student's t at .975 for so few degrees of freedom that the series below does not serve."""
+from agentrl.types import AmountOrZero, Count, StopReason, TaskShard, Trajectory, TrajectoryGroup, between
 
 
 class Interval(NamedTuple):
-    """Where the true mean lies, in 95 of 100 evaluations on other tasks of this kind."""
+    """A 95 % confidence interval over tasks."""
 
     low: float
     high: float
+
+
+class EvaluationConfig(BaseModel):
+    """Evaluation of the policy on tasks of the eval split."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    every: AmountOrZero = 0
+    """Steps between evaluations; 0: only before the first step and after the last."""
+    num_tasks: Count = 128
+    """Evaluation tasks, each evaluated exactly once (`samples` episodes each); fewer if the environment has fewer."""
+    seed: int | None = Field(default=None, ge=0, lt=2**32)
+    """Seed of the evaluation tasks: runs of several seeds that share it are evaluated on the same tasks. None: the run's."""
+    samples: Count = 1
+    """Episodes per task."""
+    pass_at: tuple[PositiveInt, ...] = (1,)
+    """The k of pass@k, each at most `samples`."""
+    env: dict[Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]*$")], EnvConfig] = {}
+    """Other environments to evaluate in, by name: their metrics are `eval/NAME/...`. One may stand alone (`{id: ...}`), as
+    `eval/...`. None: that of training."""
+    temperature: Annotated[float, Field(ge=0), between(0, 100)] = 1.0
+    """Sampling temperature; 0 takes the most probable token."""
+
+    @field_validator("env", mode="before")
+    @classmethod
+    def _named(cls, given: object) -> object:
+        """Give a lone environment the empty name."""
+        is_alone = isinstance(given, EnvConfig) or (isinstance(given, dict) and isinstance(given.get("id"), str))
+        return {"": given} if is_alone else given
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        if max(self.pass_at, default=1) > self.samples:
+            raise ValueError(f"pass_at: {max(self.pass_at)} needs as many samples, got samples: {self.samples}")
+        for name, env in self.env.items():
+            if env.schedule:
+                field = ".".join(filter(None, ("env", name, "schedule")))
+                raise ValueError(f"{field}: every evaluation is in the same environment; give its options alone")
+        return self
+
+
+def pass_at_k(num_samples: int, num_right: int, k: int) -> float:
+    """Return the chance that at least one of k samples is right: 1 - C(n - c, k) / C(n, k), arXiv 2107.03374 eq. 1."""
+    return 1.0 - comb(num_samples - num_right, k) / comb(num_samples, k)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Evaluation:
+    """Results of an evaluation."""
+
+    metrics: dict[str, float]
+    """`reward`, `failed`, and so on; `success` (fraction of episodes) and `pass@k` if any episode reports success."""
+    groups: list[TrajectoryGroup]
+    panel: tuple[str | None, ...]
+    """Hash of the first messages and keys of each task. None: every episode of it failed before them."""
+
+    def intervals(self) -> dict[str, Interval]:
+        """Return 95 % intervals over tasks: of `reward`, and of `success` and `score` if they are reported."""
+        valid = [group.valid for group in self.groups]
+        found = {"reward": mean_interval([[t.reward for t in group] for group in valid])}
+        reported = {name for group in valid for t in group for name in t.metrics}
+        if "success" in reported:
+            found["success"] = share_interval([[float(is_success(t)) for t in group] for group in valid])
+        if "score" in reported:
+            found["score"] = mean_interval([[t.metrics.get("score", 0.0) for t in group] for group in valid])
+        return {name: interval for name, interval in found.items() if interval is not None}
+
+    def tasks(self) -> list["TaskResult"]:
+        """Return the result of each task."""
+        has_success = any("success" in t.metrics for group in self.groups for t in group.valid)
+        return [_result(group, has_success=has_success) for group in self.groups]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TaskResult:
+    """Result of one evaluation task."""
+
+    group_id: str
+    seed: int
+    task_index: int | None
+    """Its number in the eval split. None: tasks follow from the seed."""
+    episodes: int
+    """Number of episodes, including failed ones."""
+    solved: int | None
+    """Number of successes. None: the environment does not report success."""
+    reward: float | None
+    """Mean over episodes that did not fail. None: all failed."""
+    stop_reasons: dict[str, int]
+    error: str | None
+    """Error of the first episode that has one."""
+
+
+def _result(group: TrajectoryGroup, *, has_success: bool) -> TaskResult:
+    first, valid = group.trajectories[0], group.valid
+    return TaskResult(
+        group_id=group.group_id,
+        seed=first.seed,
+        task_index=first.task_index,
+        episodes=len(group.trajectories),
+        solved=sum(map(is_success, valid)) if has_success else None,
+        reward=float(np.mean([t.reward for t in valid])) if valid else None,
+        stop_reasons=dict(Counter(str(t.stop_reason) for t in group.trajectories)),
+        error=next((t.error for t in group.trajectories if t.error), None),
+    )
+
+
+async def play_evaluation(
+    pool: RolloutPool, config: EvaluationConfig, *, shard: TaskShard, prefix: str = "eval/"
+) -> list[TrajectoryGroup]:
+    """Play this rank's evaluation tasks, sharded as training tasks are; group ids begin with `prefix`."""
+    tasks = {f"{prefix}{place:06d}": task for place, task in enumerate(pool.tasks.evaluation(config.num_tasks))}
+    own = islice(tasks.items(), shard.process, None, shard.num_processes) if shard.num_groups else ()
+    return await pool.play(dict(own), group_size=config.samples)
+
+
+def summarize_evaluation(groups: Iterable[TrajectoryGroup], config: EvaluationConfig) -> Evaluation:
+    """Compute the metrics of played evaluation tasks. Failed episodes are left out of every mean and counted in `failed`."""
+    groups = sorted(groups, key=lambda group: group.group_id)
+    trajectories = [t for group in groups for t in group.valid]
+    metrics = {
+        "episodes": float(len(trajectories)),
+        "failed": float(sum(len(group.trajectories) for group in groups) - len(trajectories)),
+    }
+    if trajectories:
+        metrics["reward"] = float(np.mean([t.reward for t in trajectories]))
+        metrics["turns"] = float(np.mean([len(t.turns) for t in trajectories]))
+        metrics["action_tokens"] = float(np.mean([t.num_action_tokens for t in trajectories]))
+        everyone = [t for group in groups for t in group.trajectories]
+        metrics |= {
+            f"stop/{reason}": float(np.mean([t.stop_reason is reason for t in everyone])) for reason in StopReason
+        }
+        parts = {f"reward/{name}": value for name, value in component_means(trajectories).items()}
+        metrics = reported_means(trajectories) | parts | metrics
+        if any("success" in t.metrics for t in trajectories):
+            right = [(len(g.valid), sum(is_success(t) for t in g.valid)) for g in groups]
+            for k in config.pass_at:
+                if rates := [pass_at_k(n, c, k) for n, c in right if n >= k]:
+                    metrics[f"pass@{k}"] = float(np.mean(rates))
+    return Evaluation(metrics=metrics, groups=groups, panel=tuple(map(_hash_of_task, groups)))
+
+
+def _hash_of_task(group: TrajectoryGroup) -> str | None:
+    begun = next((t for t in group.trajectories if t.turns), None)
+    if begun is None:
+        return None
+    first = begun.turns[0]
+    identity = repr((first.observation, begun.gold_answer, first.state_key))
+    return hashlib.sha256(identity.encode(errors="backslashreplace")).hexdigest()[:12]
+
+
+def is_success(trajectory: Trajectory) -> bool:
+    """Return whether the environment reported success; an episode cut off before that is none."""
+    return trajectory.metrics.get("success", 0.0) > 0
+
+
+def reported_means(trajectories: Sequence[Trajectory]) -> dict[str, float]:
+    """Average the numbers that environments report at the end of an episode; one cut off before that counts as 0."""
+    names = {name for t in trajectories for name in t.metrics} - {"env_s"}
+    return {name: float(np.mean([t.metrics.get(name, 0.0) for t in trajectories])) for name in sorted(names)}
+
+
+def component_means(trajectories: Sequence[Trajectory]) -> dict[str, float]:
+    """Average the total of each reward component per episode; 0 if it did not occur."""
+    totals: dict[str, float] = {}
+    for turn in (turn for trajectory in trajectories for turn in trajectory.turns):
+        components = turn.extras.get("reward_components")
+        for name, amount in components.items() if isinstance(components, dict) else ():
+            totals[name] = totals.get(name, 0.0) + (float(amount) if is_number(amount) else 0.0)
+    return {name: totals[name] / len(trajectories) for name in sorted(totals)}
+
+
+_Z = 1.959963984540054
+_T_FEW = {1: 12.7062, 2: 4.3027}
+"""Quantiles of Student's t at .975, for degrees of freedom too few for the series in `student`."""
 
 
 def wilson(share: float, num: float) -> Interval:
@@ -48,10 +218,10 @@ def wilson(share: float, num: float) -> Interval:
 
 
 def share_interval(tasks: Sequence[Sequence[float]]) -> Interval | None:
-    """Return the interval of a share of episodes: 0 or 1 each, in a row for each task. None: there is no episode.
+    """Return the interval of a fraction of episodes (0 or 1 each, one row per task). None: there is no episode.
 
-    With one episode a task it is Wilson's. With several, it is Wilson's for as many independent episodes as have the variance
-    that the tasks show; where all are alike, for as many as there are tasks.
+    With one episode per task it is Wilson's. With several, it is Wilson's for the number of independent episodes that has the
+    variance of the tasks; if all are equal, for the number of tasks.
     """
     tasks = [task for task in tasks if len(task)]
     if not tasks:
@@ -65,7 +235,7 @@ def share_interval(tasks: Sequence[Sequence[float]]) -> Interval | None:
 
 
 def mean_interval(tasks: Sequence[Sequence[float]]) -> Interval | None:
-    """Return the interval of a mean over episodes, in a row for each task. None: there are fewer than two tasks.
+    """Return the interval of a mean over episodes, one row per task. None: there are fewer than two tasks.
 
         m +- t_{k - 1} sqrt(k / (k - 1) sum over tasks of (sum over its episodes of (y - m))^2) / N
 
@@ -96,178 +266,11 @@ def _mean(tasks: Sequence[Sequence[float]]) -> float:
 
 
 def _variance(tasks: Sequence[Sequence[float]]) -> float:
-    """Return the variance of the mean over all episodes that tasks, as clusters, show."""
-    mean, num, k = _mean(tasks), sum(map(len, tasks)), len(tasks)
+    """Return the cluster-robust variance of the mean over all episodes, with tasks as clusters."""
+    mean = _mean(tasks)
+    num = sum(map(len, tasks))
+    k = len(tasks)
     if k < 2:
         return 0.0
     residuals = [float(np.sum(np.asarray(task, dtype=np.float64) - mean)) for task in tasks]
     return k / (k - 1) * sum(residual**2 for residual in residuals) / num**2
-
-
-class EvaluationConfig(BaseModel):
-    """How the policy is measured, on tasks of the eval split."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-    every: AmountOrZero = 0
-    """Steps between evaluations; 0: only before the first step and after the last."""
-    num_tasks: Count = 128
-    """Evaluation tasks, each evaluated exactly once (`samples` episodes each); fewer where the environment has fewer."""
-    seed: int | None = Field(default=None, ge=0, lt=2**32)
-    """Seed of the evaluation tasks: runs of several seeds that share it are evaluated on the same tasks. None: the run's."""
-    samples: Count = 1
-    """Episodes for each task."""
-    pass_at: tuple[PositiveInt, ...] = (1,)
-    """The k of pass@k, each at most `samples`."""
-    env: dict[Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]*$")], EnvConfig] = {}
-    """Other environments to evaluate in, by name: their metrics are `eval/NAME/...`. One may stand alone (`{id: ...}`), as
-    `eval/...`. None: that of training."""
-    temperature: Annotated[float, Field(ge=0), between(0, 100)] = 1.0
-    """Sampling temperature; 0 takes the most probable token."""
-
-    @field_validator("env", mode="before")
-    @classmethod
-    def _named(cls, given: object) -> object:
-        """Give the environment that stands alone the empty name."""
-        is_alone = isinstance(given, EnvConfig) or (isinstance(given, dict) and isinstance(given.get("id"), str))
-        return {"": given} if is_alone else given
-
-    @model_validator(mode="after")
-    def _consistent(self) -> Self:
-        if max(self.pass_at, default=1) > self.samples:
-            raise ValueError(f"pass_at: {max(self.pass_at)} needs as many samples, got samples: {self.samples}")
-        for name, env in self.env.items():
-            if env.schedule:
-                field = ".".join(filter(None, ("env", name, "schedule")))
-                raise ValueError(f"{field}: every evaluation is in the same environment; give its options alone")
-        return self
-
-
-def pass_at_k(num_samples: int, num_right: int, k: int) -> float:
-    """Return the chance that at least one of k samples is right: 1 - C(n - c, k) / C(n, k), arXiv 2107.03374 eq. 1."""
-    return 1.0 - comb(num_samples - num_right, k) / comb(num_samples, k)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Evaluation:
-    """What an evaluation found."""
-
-    metrics: dict[str, float]
-    """`reward`, `failed`, and so on; `success` (share of episodes) and `pass@k` where any episode came to report success."""
-    groups: list[TrajectoryGroup]
-    panel: tuple[str | None, ...]
-    """A hash of each task, as it showed at its beginning. None: every episode of it failed before that."""
-
-    def intervals(self) -> dict[str, Interval]:
-        """Return 95 % intervals over tasks: of `reward`, and of `success` and `score` where they are told."""
-        valid = [group.valid for group in self.groups]
-        found = {"reward": mean_interval([[t.reward for t in group] for group in valid])}
-        told = {name for group in valid for t in group for name in t.metrics}
-        if "success" in told:
-            found["success"] = share_interval([[float(is_success(t)) for t in group] for group in valid])
-        if "score" in told:
-            found["score"] = mean_interval([[t.metrics.get("score", 0.0) for t in group] for group in valid])
-        return {name: interval for name, interval in found.items() if interval is not None}
-
-    def tasks(self) -> list["TaskResult"]:
-        """Return what came of each task."""
-        tells = any("success" in t.metrics for group in self.groups for t in group.valid)
-        return [_result(group, tells_success=tells) for group in self.groups]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TaskResult:
-    """What came of one evaluation task."""
-
-    group_id: str
-    seed: int
-    task_index: int | None
-    """Its number in the eval split. None: tasks follow from the seed."""
-    episodes: int
-    """Played, those that failed included."""
-    solved: int | None
-    """Of them. None: the environment does not report success."""
-    reward: float | None
-    """Mean of those that did not fail. None: all did."""
-    stop_reasons: dict[str, int]
-    error: str | None
-    """Of the first episode that has one."""
-
-
-def _result(group: TrajectoryGroup, *, tells_success: bool) -> TaskResult:
-    first, valid = group.trajectories[0], group.valid
-    return TaskResult(
-        group_id=group.group_id,
-        seed=first.seed,
-        task_index=first.task_index,
-        episodes=len(group.trajectories),
-        solved=sum(map(is_success, valid)) if tells_success else None,
-        reward=float(np.mean([t.reward for t in valid])) if valid else None,
-        stop_reasons=dict(Counter(str(t.stop_reason) for t in group.trajectories)),
-        error=next((t.error for t in group.trajectories if t.error), None),
-    )
-
-
-async def play_evaluation(
-    pool: RolloutPool, config: EvaluationConfig, *, share: Share, prefix: str = "eval/"
-) -> list[TrajectoryGroup]:
-    """Play the evaluation tasks that are dealt out to this process as training tasks are; their names begin with `prefix`."""
-    tasks = {f"{prefix}{place:06d}": task for place, task in enumerate(pool.tasks.evaluation(config.num_tasks))}
-    own = islice(tasks.items(), share.process, None, share.num_processes) if share.num_groups else ()
-    return await pool.play(dict(own), group_size=config.samples)
-
-
-def evaluated(groups: Iterable[TrajectoryGroup], config: EvaluationConfig) -> Evaluation:
-    """Describe the evaluation tasks as they were played. Failed episodes leave every mean and are counted in `failed`."""
-    groups = sorted(groups, key=lambda group: group.group_id)
-    trajectories = [t for group in groups for t in group.valid]
-    metrics = {
-        "episodes": float(len(trajectories)),
-        "failed": float(sum(len(group.trajectories) for group in groups) - len(trajectories)),
-    }
-    if trajectories:
-        metrics["reward"] = float(np.mean([t.reward for t in trajectories]))
-        metrics["turns"] = float(np.mean([len(t.turns) for t in trajectories]))
-        metrics["action_tokens"] = float(np.mean([t.num_action_tokens for t in trajectories]))
-        everyone = [t for group in groups for t in group.trajectories]
-        metrics |= {
-            f"stop/{reason}": float(np.mean([t.stop_reason is reason for t in everyone])) for reason in StopReason
-        }
-        parts = {f"reward/{name}": value for name, value in component_means(trajectories).items()}
-        metrics = reported_means(trajectories) | parts | metrics
-        if any("success" in t.metrics for t in trajectories):
-            right = [(len(g.valid), sum(is_success(t) for t in g.valid)) for g in groups]
-            for k in config.pass_at:
-                if rates := [pass_at_k(n, c, k) for n, c in right if n >= k]:
-                    metrics[f"pass@{k}"] = float(np.mean(rates))
-    return Evaluation(metrics=metrics, groups=groups, panel=tuple(map(_hash_of_task, groups)))
-
-
-def _hash_of_task(group: TrajectoryGroup) -> str | None:
-    begun = next((t for t in group.trajectories if t.turns), None)
-    if begun is None:
-        return None
-    first = begun.turns[0]
-    shown = repr((first.observation, begun.gold_answer, first.state_key))
-    return hashlib.sha256(shown.encode(errors="backslashreplace")).hexdigest()[:12]
-
-
-def is_success(trajectory: Trajectory) -> bool:
-    """Tell whether the environment called the episode a success; one cut off before it said so is none."""
-    return trajectory.metrics.get("success", 0.0) > 0
-
-
-def reported_means(trajectories: Sequence[Trajectory]) -> dict[str, float]:
-    """Average what environments report at the end of an episode; an episode cut off before that counts as 0."""
-    names = {name for t in trajectories for name in t.metrics} - {"env_s"}
-    return {name: float(np.mean([t.metrics.get(name, 0.0) for t in trajectories])) for name in sorted(names)}
-
-
-def component_means(trajectories: Sequence[Trajectory]) -> dict[str, float]:
-    """Average what each component of the reward came to in an episode; 0 where it did not occur."""
-    totals: dict[str, float] = {}
-    for turn in (turn for trajectory in trajectories for turn in trajectory.turns):
-        components = turn.extras.get("reward_components")
-        for name, amount in components.items() if isinstance(components, dict) else ():
-            totals[name] = totals.get(name, 0.0) + (float(amount) if is_number(amount) else 0.0)
-    return {name: totals[name] / len(trajectories) for name in sorted(totals)}

@@ -1,7 +1,4 @@
-"""Deadlines that stand still while the engine is paused.
-
-Where an environment failed: the frames of a traceback that are its own.
-"""
+"""Failures of environments, located by their own frames of a traceback, and deadlines that stop while the engine is paused."""
 
 import asyncio
 import os
@@ -20,10 +17,7 @@ from agentrl.types import Fault
 
 
 class EngineClock:
-    """Tells when an engine has had its time.
-
-    Whoever pauses the engine stops the clock, so that an update may take as long as it likes.
-    """
+    """Deadlines of an engine's completions, stopped while the engine is paused, for however long an update takes."""
 
     def __init__(self) -> None:
         self._runs = True
@@ -31,7 +25,7 @@ class EngineClock:
 
     @asynccontextmanager
     async def timeout(self, seconds: float) -> AsyncIterator[None]:
-        """Raise TimeoutError after so many seconds without a stop; after a stop they are counted from 0."""
+        """Raise TimeoutError after so many seconds; a stop resets them to 0."""
         async with asyncio.timeout(seconds if self._runs else None) as timeout:
             self._timeouts[timeout] = seconds
             try:
@@ -45,7 +39,7 @@ class EngineClock:
         self._reschedule(None)
 
     def start(self) -> None:
-        """Give everyone who waits the whole of their time."""
+        """Restart all deadlines in full."""
         if not self._runs:
             self._runs = True
             self._reschedule(asyncio.get_running_loop().time())
@@ -57,37 +51,37 @@ class EngineClock:
 
 
 _MAX_LINES = 60
-"""Lines of a traceback that are kept; its middle gives way."""
+"""Largest number of lines kept of a traceback; its middle is cut."""
 _CALLERS = tuple(f"{os.path.dirname(file)}{os.sep}" for file in (os.path.dirname(__file__), gym.__file__))
 """Folders of the code that calls environments: agentrl's and gymnasium's."""
 
 
 class RaisedError(Exception):
-    """What a stranger's code raised, described on the thread that called it: words of an exception are code that may hang."""
+    """An error of foreign code, described on the thread that called it: its message is code too, which may hang."""
 
     def __init__(self, raised: BaseException) -> None:
-        """Describe it."""
+        """Describe the error."""
         self.raised = raised
-        """To be raised again, or asked for its type."""
-        self.line = raised_words(raised)
-        """What, and where, in a line."""
-        self.fault = fault_of((raised.__cause__ or raised) if isinstance(raised, EnvError) else raised)
+        """Original error."""
+        self.line = describe_error(raised)
+        """Error and its location, in one line."""
+        self.fault = describe_fault((raised.__cause__ or raised) if isinstance(raised, EnvError) else raised)
         super().__init__(line_of(raised))
 
 
-def fault_of(error: BaseException, *, hanging: StackSummary | None = None) -> Fault:
-    """Describe what an environment raised, or where it hangs.
+def describe_fault(error: BaseException, *, hanging: StackSummary | None = None) -> Fault:
+    """Describe an error of an environment, or the place at which it hangs.
 
-    Its kind names the last line within the folder of the file that was called: what it called in turn, such as a JSON decoder,
-    has many callers.
+    The kind names the last line within the folder of the file that was called: what that calls in turn, such as a JSON
+    decoder, has many callers.
 
     Args:
-        error: raised by the environment, or by agentrl where it broke its contract.
-        hanging: where the environment's thread stands, where it missed a deadline.
+        error: raised by the environment, or by agentrl if it broke its contract.
+        hanging: stack of the environment's thread, if it missed a deadline.
     """
     frames = traceback.extract_tb(error.__traceback__) if hanging is None else hanging
     own = _own(frames)
-    text = ""  # of a contract that was broken the message says all, and every frame is agentrl's
+    text = ""  # for a broken contract the message is enough, and every frame is agentrl's
     if hanging is not None:
         text = f"It hangs here (most recent call last):\n{''.join((own or frames).format())}"
     elif own:
@@ -96,31 +90,32 @@ def fault_of(error: BaseException, *, hanging: StackSummary | None = None) -> Fa
     return Fault(kind=printable(f"{type(error).__name__} at {place}"), traceback=_bounded(text))
 
 
-def raised_words(error: BaseException) -> str:
-    """Return what an environment raised, and where, in one line: `KeyError: 'answer' (desk.py:40)`."""
+def describe_error(error: BaseException) -> str:
+    """Return an environment's error and its location in one line: `KeyError: 'answer' (desk.py:40)`."""
     place = _place(_own(traceback.extract_tb(error.__traceback__)))
     return f"{line_of(error)} ({place})" if place else line_of(error)
 
 
 @contextmanager
 def environment_failures() -> Iterator[None]:
-    """Tell in a line whatever an environment raises outside an episode, a call of `sys.exit` too.
+    """Raise errors of an environment outside an episode, including SystemExit, as one line.
 
     Raises:
-        UserError: that it raised itself; an EnvironmentFailure for anything else.
+        UserError: raised by the environment itself.
+        EnvironmentFailure: for anything else.
     """
     try:
         yield
     except UserError:
         raise
-    except EnvError as error:  # which says it all
+    except EnvError as error:  # its message is complete
         raise EnvironmentFailure(str(error)) from error
     except (Exception, SystemExit) as error:
-        raise EnvironmentFailure(f"the environment raised {raised_words(error)}") from error
+        raise EnvironmentFailure(f"the environment raised {describe_error(error)}") from error
 
 
-def stack_of(thread: threading.Thread) -> StackSummary | None:
-    """Return where a thread stands. None: it has ended."""
+def thread_stack(thread: threading.Thread) -> StackSummary | None:
+    """Return the current stack of a thread. None: it has ended."""
     frame = sys._current_frames().get(thread.ident or 0)
     return None if frame is None else traceback.extract_stack(frame)
 
@@ -130,12 +125,12 @@ def _traceback(error: BaseException, own: StackSummary) -> str:
         raised = TracebackException.from_exception(error)
         raised.stack[:] = own
         return "".join(raised.format())
-    except BaseException:  # noqa: BLE001 - of its parts, which may be anything
+    except BaseException:  # noqa: BLE001 - its parts may raise anything
         return "".join([*own.format(), words_of(error)])
 
 
 def _own(frames: StackSummary) -> StackSummary:
-    """Return the frames from the first one on that is the environment's."""
+    """Return the frames from the environment's first one on."""
     for number, frame in enumerate(frames):
         if not (frame.filename.startswith(_CALLERS) or frame.filename == threading.__file__):
             return StackSummary.from_list(frames[number:])

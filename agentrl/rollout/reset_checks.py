@@ -1,6 +1,7 @@
-"""How many evaluation tasks are training tasks under another seed, looked at before a run begins.
+"""Checks of an environment's `reset` before a run begins.
 
-Whether `reset` forgets the episodes before it: then an environment may play one after the other.
+`measure_overlap` counts evaluation tasks that are also training tasks; `prove_reset` finds out whether `reset` forgets earlier
+episodes, so that one environment may play several.
 """
 
 import hashlib
@@ -18,57 +19,57 @@ from agentrl.env import MessageEnv, as_message, ask_oracle, base_env, close_env
 from agentrl.env.make import bad_actions, call, is_schema, likely_arguments
 from agentrl.errors import EnvError
 from agentrl.rollout.env_driver import Env, EnvReply, EnvThread, MakeEnv, construct, reset, step
-from agentrl.rollout.faults import raised_words
+from agentrl.rollout.faults import describe_error
 from agentrl.rollout.limits import num_open_files
 from agentrl.rollout.tasks import EnvTask, Tasks
 from agentrl.types import Message
 
 _EVALUATION_TASKS, _TRAINING_TASKS = 64, 256
-"""Looked at, at most."""
+"""Largest numbers of tasks that are compared."""
 _OVERLAP_LIMIT_S = 4.0
-"""How long to look, in seconds: half for each split."""
-_TOLD_FROM = 0.1
-"""Share that is told. Below it, first words that are alike by chance look the same."""
+"""Time limit, in seconds: half for each split."""
+_WARN_FROM = 0.1
+"""Fraction from which a warning is given; below it, first messages may be equal by chance."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Overlap:
-    """Evaluation tasks that occur among the first training tasks, by all that shows of a task at its beginning."""
+    """Evaluation tasks that occur among the first training tasks, by first messages, gold answer and state key."""
 
     num_shared: int
     num_evaluation: int
     num_training: int
 
-    def words(self) -> str | None:
-        """Return what to tell. None: nothing."""
-        if self.num_shared < max(1, _TOLD_FROM * self.num_evaluation):
+    def warning(self) -> str | None:
+        """Return a warning if the overlap is large. None: it is not."""
+        if self.num_shared < max(1, _WARN_FROM * self.num_evaluation):
             return None
         return (
             f"{self.num_shared} of {self.num_evaluation} evaluation tasks also occur among the first {self.num_training} "
             "training tasks (first messages, gold_answer() and state_key() are alike), so evaluation shows what was "
-            "trained on: tell the splits apart by options['split'] or num_tasks()"
+            "trained on: separate the splits by options['split'] or num_tasks()"
         )
 
 
-async def overlap(make_env: MakeEnv, tasks: Tasks, *, timeout_s: float) -> Overlap | None:
-    """Compare on a thread; None: there is nothing to compare, or the environment failed, which the run counts.
+async def measure_overlap(make_env: MakeEnv, tasks: Tasks, *, timeout_s: float) -> Overlap | None:
+    """Run `find_overlap` on a thread. None: there is nothing to compare, or the environment failed, which the run counts.
 
     Args:
         make_env: makes the environment.
-        tasks: of the run.
-        timeout_s: deadline of construction, and of each reset.
+        tasks: tasks of the run.
+        timeout_s: deadline of construction, and of each reset, in seconds.
     """
     with EnvThread() as thread:
         try:
             return await thread.call(lambda: find_overlap(make_env, tasks), timeout_s=2 * timeout_s + _OVERLAP_LIMIT_S)
-        except Exception:  # noqa: BLE001 - of a stranger's environment, which was tried before
+        except Exception:  # noqa: BLE001 - foreign environment, which was tried before
             return None
 
 
 def find_overlap(make_env: MakeEnv, tasks: Tasks) -> Overlap | None:
     """Compare evaluation tasks with the first training tasks, for at most a few seconds.
 
-    None: the environment says itself which tasks are in which split (`num_tasks`).
+    None: the environment defines the splits itself (`num_tasks`).
     """
     if tasks.num.train is not None or tasks.num.eval is not None:
         return None
@@ -95,30 +96,34 @@ def find_overlap(make_env: MakeEnv, tasks: Tasks) -> Overlap | None:
 
 
 def _digest(reply: EnvReply) -> bytes:
-    shown = repr((reply.messages, reply.gold_answer, reply.state_key))
-    return hashlib.sha256(shown.encode(errors="backslashreplace")).digest()
+    identity = repr((reply.messages, reply.gold_answer, reply.state_key))
+    return hashlib.sha256(identity.encode(errors="backslashreplace")).digest()
 
 
 _TURNS, _TURNS_TO_END = 6, 60
-_LIMIT_S, _LIMIT_CONSTRUCTIONS, _NONSENSE_S = 5.0, 6, 1.0
-"""How long it may take: so many seconds, and so many times what a construction takes; nonsense in one second of it."""
+_LIMIT_S = 5.0
+"""Time limit of the proof without constructions, in seconds."""
+_LIMIT_CONSTRUCTIONS = 6
+"""Time limit of the proof for constructions, in construction times."""
+_BAD_ACTIONS_S = 1.0
+"""Time limit of bad actions, in seconds."""
 _HUGE_S = 10.0
-"""A construction that takes longer leaves no time for a proof, in seconds."""
+"""Construction time beyond which there is no proof, in seconds."""
 _SLOW_S = 0.05
-"""A construction that takes longer is told, in seconds."""
+"""Construction time from which a warning is given, in seconds."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResetProof:
-    """What was found by playing tasks in fresh environments, and again in one that had played others."""
+    """Result of playing tasks in fresh environments, and again in one that had played others."""
 
     flaw: str | None
-    """What speaks against playing one episode after the other in one environment. None: nothing that was tried."""
+    """Reason against playing several episodes in one environment. None: none was found."""
     construction_s: float
-    """What the second construction took, in seconds: what is cached, the first one paid for."""
+    """Time of the last construction, in seconds; the first one may fill caches."""
 
-    def words(self, *, live: int) -> str | None:
-        """Return what to tell of a slow construction, where `live` episodes are played at once. None: it is quick."""
+    def warning(self, *, live: int) -> str | None:
+        """Return a warning if construction is slow, with `live` episodes at once. None: it is quick."""
         if self.construction_s < _SLOW_S:
             return None
         often = f"for each of {live} live episodes" if self.flaw is None else f"for every episode, because {self.flaw}"
@@ -137,25 +142,24 @@ class _FlawError(Exception):
 
 
 async def prove_reset(make_env: MakeEnv, tasks: Tasks, *, timeout_s: float) -> ResetProof:
-    """Prove it on a thread, in bounded time.
+    """Run `reset_proof` on a thread, in bounded time.
 
     Args:
         make_env: makes the environment.
-        tasks: of the run.
+        tasks: tasks of the run.
         timeout_s: deadline of each call, in seconds.
     """
     with EnvThread() as thread:
         try:
             return await thread.call(lambda: reset_proof(make_env, tasks), timeout_s=2 * timeout_s + _LIMIT_S)
-        except Exception:  # noqa: BLE001 - it hangs: the run is going to count it
+        except Exception:  # noqa: BLE001 - it hangs: the run will count it
             return ResetProof(flaw="it did not return", construction_s=0.0)
 
 
 def reset_proof(make_env: MakeEnv, tasks: Tasks) -> ResetProof:
     """Play a few tasks in fresh environments, and again in one that plays others in between: all must be equal.
 
-    Those in between are left in the middle, played to the end and given nonsense. The time is bounded: what is not proven by
-    then is not.
+    Those in between are left unfinished, played to the end and given bad actions. The time is bounded.
     """
     prober = _Prober(make_env)
     try:
@@ -165,8 +169,8 @@ def reset_proof(make_env: MakeEnv, tasks: Tasks) -> ResetProof:
         flaw = "it is too slow to prove that reset() forgets the episode before"
     except _FlawError as found:
         flaw = str(found)
-    except Exception as error:  # noqa: BLE001 - of a stranger's environment: the run is going to count it
-        words = str(error) if isinstance(error, EnvError) else raised_words(error)
+    except Exception as error:  # noqa: BLE001 - foreign environment: the run will count it
+        words = str(error) if isinstance(error, EnvError) else describe_error(error)
         flaw = f"it failed when it was tried ({words})"
     finally:
         prober.close()
@@ -174,14 +178,14 @@ def reset_proof(make_env: MakeEnv, tasks: Tasks) -> ResetProof:
 
 
 def _some(tasks: Tasks) -> list[EnvTask]:
-    """Return three tasks, of both splits where there are two."""
+    """Return three tasks, from both splits if there are two."""
     trained = [] if tasks.num.train == 0 else [tasks.train(0), tasks.train(1)]
     evaluated = [] if tasks.num.eval == 0 else tasks.evaluation(3)
     return [*trained, *evaluated][:3]
 
 
 class _Prober:
-    """Environments under proof, and the time that is left for it."""
+    """Environments under proof, and the time left for it."""
 
     def __init__(self, make_env: MakeEnv) -> None:
         self._make_env = make_env
@@ -190,12 +194,12 @@ class _Prober:
         self.construction_s = 0.0
 
     def compare(self, tasks: Sequence[EnvTask]) -> None:
-        """Raise _FlawError where a task is played otherwise after others."""
+        """Raise _FlawError if a task plays differently after others."""
         used = self._make()
         if not base_env(used).can_reuse:
             raise _FlawError("its can_reuse is False")
         opened = None
-        between = [self._leave_in_the_middle, self._play_to_the_end, self._talk_nonsense]
+        between = [self._leave_in_the_middle, self._play_to_the_end, self._give_bad_actions]
         for index, task in enumerate(tasks):
             one = self._make()
             actions, fresh = self._play(one, task, index)
@@ -217,7 +221,7 @@ class _Prober:
         for env in self._made:
             try:
                 close_env(env)
-            except Exception:  # noqa: BLE001 - it was closed before, when it was tried: the run is going to count it
+            except Exception:  # noqa: BLE001 - foreign environment: the run will count it
                 continue
 
     def _make(self) -> Env:
@@ -234,7 +238,7 @@ class _Prober:
     def _play(
         self, env: Env, task: EnvTask, index: int, actions: Sequence[Message] | None = None
     ) -> tuple[list[Message], list[EnvReply]]:
-        """Play a few turns: the actions that are given, or such as may work; return them, and what was said."""
+        """Play a few turns with the given actions, or plausible ones; return the actions and the replies."""
         base, taken = base_env(env), []
         replies = [self._reset(env, task, index)]
         for number in range(_TURNS if actions is None else len(actions)):
@@ -255,9 +259,9 @@ class _Prober:
     def _play_to_the_end(self, env: Env, task: EnvTask) -> Env:
         return self._leave_in_the_middle(env, task, turns=_TURNS_TO_END)
 
-    def _talk_nonsense(self, env: Env, task: EnvTask) -> Env:
-        """Return another environment where this one fails, as the run does."""
-        is_over, end = True, time.monotonic() + _NONSENSE_S
+    def _give_bad_actions(self, env: Env, task: EnvTask) -> Env:
+        """Give bad actions; return another environment if this one fails, as the run does."""
+        is_over, end = True, time.monotonic() + _BAD_ACTIONS_S
         try:
             for _, action, _ in bad_actions(base_env(env).tools):
                 if time.monotonic() > end:
@@ -268,7 +272,7 @@ class _Prober:
                 is_over = reply.terminated or reply.truncated
         except _TooSlowError:
             raise
-        except Exception:  # noqa: BLE001 - of a stranger's environment, which need not take nonsense
+        except Exception:  # noqa: BLE001 - foreign environment, which may reject bad actions
             return self._make()
         return env
 
@@ -296,7 +300,7 @@ def _blind_actions(base: MessageEnv) -> Iterator[Message]:
 
 
 def _opened() -> tuple[int, int]:
-    """Return how many files and child processes this process has."""
+    """Return the numbers of open files and child processes of this process."""
     process = psutil.Process()
     return num_open_files(process), len(process.children(recursive=True))
 

@@ -45,10 +45,10 @@ from agentrl.run.parts import (
     build_teacher,
     build_tokenizer,
     bytes_tokenizer,
-    share_of,
+    task_shard,
 )
 from agentrl.run.weight_sync import EngineLink
-from agentrl.types import Need, Share, Trajectory
+from agentrl.types import Need, TaskShard, Trajectory
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,7 +109,7 @@ def _build(
     accelerator = build_accelerator(given.train)
     recipe = from_rank_zero(lambda: given)  # with the time of day in the name of its folder
     rollout, train, seed = recipe.rollout, recipe.train, recipe.seed
-    share = share_of(recipe.engine, num_groups=rollout.num_groups, rank=process_index(), num_ranks=num_processes())
+    shard = task_shard(recipe.engine, num_groups=rollout.num_groups, rank=process_index(), num_ranks=num_processes())
     set_seed(seed)
     runner = stack.enter_context(asyncio.Runner())
     limits = check_limits(rollout.max_live_episodes)
@@ -134,14 +134,14 @@ def _build(
     has_tools = bool(env.description.tools)
     if has_tools or any(other.has_tools for other in others):
         renderer.start([USER], TOOLS)  # refused here, before anything is sampled
-    engine = _open_engine(recipe, loaded, share, accelerator.device, runner, stack)
+    engine = _open_engine(recipe, loaded, shard, accelerator.device, runner, stack)
     on_fault = partial(_warn_fault, FaultLog(recipe.run_dir, piece=pieces_of(loaded.tokenizer)), engine, on_warning)
     pool = build_pool(
         rollout,
         env,
         engine=engine,
         renderer=renderer,
-        share=share,
+        shard=shard,
         fork=reads_branches(credit),
         journal=_journal(recipe),
         on_fault=on_fault,
@@ -154,7 +154,7 @@ def _build(
         *recipe.loss.warnings(staleness_bound=rollout.staleness_bound),
         *limits,
         lack,
-        *(each.tasks.words_if_fewer(recipe.evaluation.num_tasks) for each in others or (own,)),
+        *(each.tasks.fewer_tasks_warning(recipe.evaluation.num_tasks) for each in others or (own,)),
         *describe(renderer).notes,
         trained.warning,
     ]
@@ -266,7 +266,7 @@ def _load_teacher(recipe: Recipe, tokenizer: Any) -> Policy:
 
 
 def _open_engine(
-    recipe: Recipe, loaded: ModelPart, share: Share, device: torch.device, runner: asyncio.Runner, stack: ExitStack
+    recipe: Recipe, loaded: ModelPart, shard: TaskShard, device: torch.device, runner: asyncio.Runner, stack: ExitStack
 ) -> Engine:
     """Build the engine; it is closed with the stack."""
     handover = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="agentrl-weights-")))
@@ -275,10 +275,10 @@ def _open_engine(
         loaded.model,
         rollout=recipe.rollout,
         train=recipe.train,
-        share=share,
+        shard=shard,
         device=device,
         handover=handover,
-        tells_experts=recipe.loss.routing_replay == "engine",
+        returns_experts=recipe.loss.routing_replay == "engine",
     )
     stack.callback(lambda: runner.run(engine.close()))
     return engine

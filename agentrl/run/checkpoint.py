@@ -99,7 +99,7 @@ def save(parts: Parts, folder: RunFolder, step: int) -> None:
     if is_main():
         for old in checkpoints(folder.checkpoints)[: -parts.recipe.train.keep_last]:
             shutil.rmtree(old)
-    parts.pool.forget()
+    parts.pool.drop_old_journal()
 
 
 def resume(parts: Parts, folder: RunFolder) -> tuple[int, bool]:

@@ -12,7 +12,7 @@ import torch
 
 from agentrl.chat import load_tokenizer
 from agentrl.distributed.checkpoints import checkpoint_errors, step_of
-from agentrl.engine.vllm.experts import arguments_to_tell
+from agentrl.engine.vllm.experts import routed_experts_arguments
 from agentrl.engine.vllm.launch import Server, start_server
 from agentrl.engine.vllm.servers import VLLMServerConfig
 from agentrl.errors import ConfigError
@@ -87,7 +87,7 @@ def export(
 
 
 def serve(
-    parts: Parts, config: VLLMServerConfig, folder: Path, *, timeout_s: float, tells_experts: bool = False
+    parts: Parts, config: VLLMServerConfig, folder: Path, *, timeout_s: float, returns_experts: bool = False
 ) -> Server:
     """Start a vLLM server at the address of `config`; the model and the server's log go into `folder`."""
     recipe, url = parts.recipe, urlsplit(config.server.urls[0])
@@ -104,6 +104,6 @@ def serve(
         folder / "model",
         port=url.port or 80,
         log=folder / "server.log",
-        options=options | (arguments_to_tell() if tells_experts else {}) | config.vllm,
+        options=options | (routed_experts_arguments() if returns_experts else {}) | config.vllm,
         timeout_s=timeout_s,
     )

@@ -44,7 +44,7 @@ from agentrl.rollout.demonstrations import Demonstration, demonstrations
 from agentrl.rollout.env_driver import Environments, MakeEnv
 from agentrl.rollout.evaluation import EvaluationConfig
 from agentrl.rollout.tasks import Stage
-from agentrl.types import Share, Trajectory
+from agentrl.types import TaskShard, Trajectory
 
 _TOKENIZER_EPISODES = 256
 """Demonstrations that a local tokenizer is trained on."""
@@ -299,8 +299,8 @@ def _check_positions(config: Any, *, max_context_tokens: int, owner: str) -> Non
         )
 
 
-def share_of(config: EngineConfig, *, num_groups: int, rank: int = 0, num_ranks: int = 1) -> Share:
-    """Return what a rank samples of each step: an even share for each that has an engine.
+def task_shard(config: EngineConfig, *, num_groups: int, rank: int = 0, num_ranks: int = 1) -> TaskShard:
+    """Return what a rank samples of each step: an even shard for each that has an engine.
 
     Raises:
         ConfigError: if the groups cannot be divided evenly.
@@ -311,7 +311,7 @@ def share_of(config: EngineConfig, *, num_groups: int, rank: int = 0, num_ranks:
             f"rollout.num_groups: {num_groups} cannot be dealt out to {num_sampling} processes; set it to a multiple of "
             f"{num_sampling}"
         )
-    return Share(num_groups // num_sampling, rank, num_sampling) if rank < num_sampling else Share(0)
+    return TaskShard(num_groups // num_sampling, rank, num_sampling) if rank < num_sampling else TaskShard(0)
 
 
 def build_engine(
@@ -320,10 +320,10 @@ def build_engine(
     *,
     rollout: RolloutConfig,
     train: TrainConfig,
-    share: Share,
+    shard: TaskShard,
     device: torch.device,
     handover: Path,
-    tells_experts: bool = False,
+    returns_experts: bool = False,
 ) -> Engine:
     """Return the engine of this rank, which samples from a copy of the model's weights.
 
@@ -332,31 +332,31 @@ def build_engine(
         model: in training; the engine copies it, or reads its form.
         rollout: lengths, and whether it samples during an update.
         train: precision.
-        share: what this rank samples; nothing: it gets an engine that does not sample.
+        shard: what this rank samples; nothing: it gets an engine that does not sample.
         device: of the engine.
         handover: folder for weights on their way to another process.
-        tells_experts: the engine reports the experts that a mixture chose, which training replays.
+        returns_experts: the engine reports the experts that a mixture chose, which training replays.
 
     Raises:
         ConfigError: if it cannot be had.
     """
-    if tells_experts:
+    if returns_experts:
         try:
             experts_of(model)
         except TrainingError as error:
             raise ConfigError(f"loss.routing_replay: {error}; set it to none") from error
-    if not share.num_groups:
+    if not shard.num_groups:
         return IdleEngine()
     context = EngineContext(
         model=model,
         device=device,
         dtype=torch.bfloat16 if train.precision == "bfloat16" else model.dtype,
-        share=share,
+        shard=shard,
         handover=handover,
         max_context_tokens=rollout.max_context_tokens,
         repeats_exactly=rollout.repeats_exactly,
         samples_during_update=rollout.samples_during_update,
-        tells_experts=tells_experts,
+        returns_experts=returns_experts,
     )
     return config.build(context)
 
@@ -367,7 +367,7 @@ def build_pool(
     *,
     engine: Engine,
     renderer: Renderer,
-    share: Share,
+    shard: TaskShard,
     fork: bool = False,
     journal: Journal | None = None,
     on_fault: Callable[[Trajectory], object] = lambda _: None,
@@ -379,7 +379,7 @@ def build_pool(
         env: plays them.
         engine: samples their actions.
         renderer: turns messages into tokens.
-        share: what this rank samples.
+        shard: what this rank samples.
         fork: rollouts are forked from the episodes' turns.
         journal: keeps what was sampled, for a run that is killed.
         on_fault: called with each episode whose environment failed.
@@ -389,7 +389,7 @@ def build_pool(
         context=EpisodeContext(engine=engine, renderer=renderer, config=config),
         tasks=env.tasks,
         fork=fork,
-        share=share,
+        shard=shard,
         journal=journal,
         on_fault=on_fault,
     )

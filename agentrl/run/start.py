@@ -16,7 +16,7 @@ from agentrl.report.folder import RunFolder
 from agentrl.report.sources import note_sources
 from agentrl.rollout import try_environment
 from agentrl.rollout.demonstrations import Demonstration, oracle_ends
-from agentrl.rollout.reset_checks import overlap, prove_reset
+from agentrl.rollout.reset_checks import measure_overlap, prove_reset
 from agentrl.run.build import Parts, reads_branches
 from agentrl.run.checkpoint import check_hashes, finish_going_back, keep_hashes, resume, save
 from agentrl.run.evaluate import evaluation_metrics
@@ -144,7 +144,7 @@ def _prepare(parts: Parts) -> Preparation:
     )
     runner.run(trial)
     for place, make_env in enumerate(parts.pool.environments.stages):
-        tasks = parts.pool.tasks.of_stage(place + 1)
+        tasks = parts.pool.tasks.for_stage(place + 1)
         trial = try_environment(make_env=make_env, renderer=renderer, config=recipe.rollout, tasks=tasks)
         with naming_stage(place):
             runner.run(trial)
@@ -175,8 +175,8 @@ def _prepare(parts: Parts) -> Preparation:
 def _look_for_shared_tasks(parts: Parts, prepared: Preparation) -> None:
     """Note where evaluation tasks are training tasks."""
     env, timeout_s = parts.recipe.env, parts.recipe.rollout.env_timeout_s
-    shared = from_rank_zero(lambda: parts.runner.run(overlap(env.make, parts.pool.tasks, timeout_s=timeout_s)))
-    if shared is not None and (words := shared.words()) is not None:
+    shared = from_rank_zero(lambda: parts.runner.run(measure_overlap(env.make, parts.pool.tasks, timeout_s=timeout_s)))
+    if shared is not None and (words := shared.warning()) is not None:
         prepared.warnings["shared_tasks"] = words
         prepared.metrics["health/shared_tasks"] = shared.num_shared / shared.num_evaluation
 
@@ -187,13 +187,13 @@ def reuse_environments(parts: Parts) -> str | None:
     proof = parts.runner.run(prove_reset(pool.environments.make, pool.tasks, timeout_s=rollout.env_timeout_s))
     flaws = [proof.flaw]
     for stage, make_env in enumerate(pool.environments.stages, 1):
-        found = parts.runner.run(prove_reset(make_env, pool.tasks.of_stage(stage), timeout_s=rollout.env_timeout_s))
+        found = parts.runner.run(prove_reset(make_env, pool.tasks.for_stage(stage), timeout_s=rollout.env_timeout_s))
         flaws.append(found.flaw)
     pool.environments.is_reused = not any(flaws)
     for env in parts.evaluation_envs if parts.recipe.evaluation.env else ():
         found = parts.runner.run(prove_reset(env.environments.make, env.tasks, timeout_s=rollout.env_timeout_s))
         env.environments.is_reused = found.flaw is None
-    return proof.words(live=rollout.max_live_episodes)
+    return proof.warning(live=rollout.max_live_episodes)
 
 
 def _check_oracle(parts: Parts, examples: list[Demonstration]) -> Preparation:

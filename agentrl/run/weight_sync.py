@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from agentrl.distributed.processes import all_gather, num_processes
-from agentrl.engine.base import AdapterEngine, KeptBase, SpreadEngine
+from agentrl.engine.base import AdapterEngine, KeptBase, ReplicatedEngine
 from agentrl.errors import EngineError
 from agentrl.learn.learner import Learner
 from agentrl.rollout import RolloutPool
@@ -145,13 +145,13 @@ class EngineLink:
 
     async def _sample(self, prompt: list[int]) -> list[Completion]:
         """Sample a few tokens after a prompt, where this process has an engine."""
-        if not self._pool.share.num_groups:
+        if not self._pool.shard.num_groups:
             return []
         engine, rollout = self._pool.context.engine, self._pool.context.config
         sampling = Sampling(max_tokens=16, stop_token_ids=(), temperature=rollout.temperature, seed=self._seed)
         try:
             async with asyncio.timeout(rollout.engine_timeout_s):
-                if isinstance(engine, SpreadEngine):
+                if isinstance(engine, ReplicatedEngine):
                     return await engine.generate_on_each(prompt, sampling, "self-proof")
                 with engine.conversation("self-proof"):
                     return [await engine.generate(prompt, sampling, "self-proof")]

@@ -87,7 +87,7 @@ def _lines(make_env: MakeEnv, env: MessageEnv, description: EnvDescription, num_
         yield "reset() forgets the episodes before it, so an environment plays many of them"
     else:
         yield f"each episode has an environment of its own: {proof.flaw}"
-    if (words := proof.words(live=64)) is not None:
+    if (words := proof.warning(live=64)) is not None:
         yield words
 
 
@@ -98,7 +98,7 @@ def _about_splits(make_env: MakeEnv, tasks: Tasks) -> Iterator[str]:
     found = find_overlap(make_env, tasks)
     if found is None:
         return
-    told = found.words()
+    told = found.warning()
     if told is None:
         yield f"{found.num_shared} of {found.num_evaluation} evaluation tasks are among {found.num_training} training tasks"
     else:

@@ -138,7 +138,7 @@ def kill_at(recording: Recording, mode: str, env: str, rng: random.Random, scrat
     whole = files[last].read_bytes()
     (scratch / files[last].name).write_bytes(whole[: rng.randrange(len(whole) + 1)])
     done, state, trained = recording.states[number]
-    seen = _sampled(state, mode, Journal(scratch).read(int(files[number].stem)))
+    seen = _sampled(state, mode, Journal(scratch).read_events(int(files[number].stem)))
     pool = _pool(mode, env, salt=1, folder=scratch)
     with asyncio.Runner() as runner:
         runner.run(pool._engine.load_weights((), version=done))

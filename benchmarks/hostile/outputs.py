@@ -229,7 +229,7 @@ def play(texts: Sequence[str], folder: Path, env: str, *, with_template: bool) -
     pool.close()
     failed = [t.error for group in groups for t in group.trajectories if t.stop_reason is StopReason.ENV_ERROR]
     assert not failed, failed[0]
-    assert sum(1 for _ in Journal(folder / "journal").read(1)) > len(actions)
+    assert sum(1 for _ in Journal(folder / "journal").read_events(1)) > len(actions)
     run, credits = RunFolder(folder), load_credit({"scheme": "uniform"}).assign(groups)
     pieces = lambda token: str(tokenizer.decode([token]))  # noqa: E731
     run.add_rollouts(1, records(groups, credits, step=1, piece=pieces))

@@ -22,7 +22,7 @@ from agentrl.policy.layout import choose_layout, lay_out
 from agentrl.policy.lora import add_lora
 from agentrl.policy.model import Policy, load_pretrained
 from agentrl.policy.sharded_checkpoint import load_shares, small_like
-from agentrl.types import Sampling, Share
+from agentrl.types import Sampling, TaskShard
 from benchmarks.architectures import ARCHITECTURES, tiny_model
 from tests.distributed.test_processes import together
 from tests.support.models import SIZES, made, tiny
@@ -136,7 +136,7 @@ def test_an_engine_has_room_for_weights_that_are_pushed(tmp_path: Path) -> None:
         model=copy.deepcopy(whole).to("meta"),
         device=torch.device("cpu"),
         dtype=torch.float32,
-        share=Share(1),
+        shard=TaskShard(1),
         handover=tmp_path,
         max_context_tokens=64,
         repeats_exactly=True,

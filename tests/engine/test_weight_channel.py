@@ -11,7 +11,7 @@ import torch
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from agentrl.engine.vllm import weights as vllm_weights
-from agentrl.engine.vllm.server import _beside, _listen
+from agentrl.engine.vllm.server import _listen, _on_daemon_thread
 from agentrl.engine.vllm.weights import Bucket, Channel, ServedModel, Weight, in_buckets, pack, unpack
 
 CPU = torch.device("cpu")
@@ -95,7 +95,7 @@ def test_an_interrupt_waits_for_no_server_that_hangs(ends: tuple[Channel, Receiv
             ended.set()
 
     async def interrupted() -> None:
-        sending = asyncio.create_task(_beside(send))
+        sending = asyncio.create_task(_on_daemon_thread(send))
         while not begun.is_set():
             await asyncio.sleep(0.01)
         sending.cancel()
@@ -114,4 +114,4 @@ def test_what_a_call_beside_raises_comes_back() -> None:
         raise RuntimeError("connection reset")
 
     with pytest.raises(RuntimeError, match="connection reset"):
-        asyncio.run(_beside(fail))
+        asyncio.run(_on_daemon_thread(fail))

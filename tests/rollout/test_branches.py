@@ -444,6 +444,6 @@ def test_a_pool_continues_with_a_fresh_thread_after_a_branch_that_hangs(new_pool
         "retries": 0,
         "failed_episodes": 0,
         "replaced_groups": 0,
-        "alike_groups": 0,
+        "zero_spread_groups": 0,
         "lost_threads": 1,
     }

@@ -16,7 +16,7 @@ from agentrl.rollout import Episode, EpisodeContext, LiveEpisode, RolloutConfig,
 from agentrl.rollout import env_driver as gate
 from agentrl.rollout.demonstrations import demonstrations, oracle_ends
 from agentrl.rollout.env_driver import EnvThread
-from agentrl.rollout.reset_checks import overlap, prove_reset
+from agentrl.rollout.reset_checks import measure_overlap, prove_reset
 from agentrl.rollout.trial import describe_env, try_environment
 from agentrl.types import StopReason, Trajectory
 from tests.support.talk import Talk
@@ -195,7 +195,7 @@ TRIALS: dict[str, Callable[[MakeEnv, EpisodeContext[Any]], Coroutine[Any, Any, o
     "oracle": lambda make_env, _: oracle_ends(make_env, max_turns=4, timeout_s=60, tasks=TASKS),
     "demonstrations": demonstrate,
     "proof": lambda make_env, _: prove_reset(make_env, TASKS, timeout_s=60),
-    "overlap": lambda make_env, _: overlap(make_env, TASKS, timeout_s=60),
+    "overlap": lambda make_env, _: measure_overlap(make_env, TASKS, timeout_s=60),
 }
 
 

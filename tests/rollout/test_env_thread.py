@@ -133,12 +133,12 @@ def test_so_many_calls_are_let_in_at_once_in_their_order() -> None:
         loop, begun = asyncio.get_running_loop(), list[int]()
         calls: list[gate.Call] = [loop.create_future() for _ in range(100)]
         for number, call in enumerate(calls):
-            gate.Gate.of(loop).enter(call, partial(begun.append, number))
+            gate.Gate.for_loop(loop).enter(call, partial(begun.append, number))
         await asyncio.sleep(0)
         first = list(begun)
         while len(begun) < len(calls):
             for number in list(begun):
-                gate.Gate.of(loop).leave(calls[number])
+                gate.Gate.for_loop(loop).leave(calls[number])
             await asyncio.sleep(0.001)
         return first, begun
 

@@ -14,13 +14,13 @@ from agentrl.rollout import EpisodeContext, RolloutConfig, RolloutPool, Tasks, h
 from agentrl.rollout.evaluation import (
     Evaluation,
     EvaluationConfig,
-    evaluated,
     is_success,
     pass_at_k,
     play_evaluation,
     reported_means,
+    summarize_evaluation,
 )
-from agentrl.types import Message, Share, StopReason, Trajectory, TrajectoryGroup
+from agentrl.types import Message, StopReason, TaskShard, Trajectory, TrajectoryGroup
 
 
 class OneTurn(MessageEnv):
@@ -74,13 +74,13 @@ def played(
 
     async def play() -> list[TrajectoryGroup]:
         shares = [
-            await play_evaluation(pool, config, share=Share(1, process, num_processes))
+            await play_evaluation(pool, config, shard=TaskShard(1, process, num_processes))
             for process in range(num_processes)
         ]
         return [group for share in shares for group in share]
 
     try:
-        return evaluated(asyncio.run(play()), config)
+        return summarize_evaluation(asyncio.run(play()), config)
     finally:
         pool.close()
 

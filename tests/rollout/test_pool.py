@@ -146,7 +146,7 @@ def test_a_failed_episode_is_restarted_in_a_fresh_environment(new_pool: NewPool)
         "retries": 2,
         "failed_episodes": 0,
         "replaced_groups": 0,
-        "alike_groups": 0,
+        "zero_spread_groups": 0,
         "lost_threads": 0,
     }
 
@@ -167,7 +167,7 @@ def test_an_episode_that_keeps_failing_leaves_its_group(new_pool: NewPool) -> No
         "retries": 2,
         "failed_episodes": 2,
         "replaced_groups": 0,
-        "alike_groups": 0,
+        "zero_spread_groups": 0,
         "lost_threads": 0,
     }
 
@@ -217,11 +217,11 @@ def test_groups_that_teach_nothing_are_replaced_within_a_budget(new_pool: NewPoo
         found = [group.group_id for group in collect(pool, 6)]
         assert found == expected[:6]
         last = [name for name, _ in tasks].index(found[-1])
-        assert pool.counts["alike_groups"] == sum(name not in found for name, _ in tasks[: last + 1])
+        assert pool.counts["zero_spread_groups"] == sum(name not in found for name, _ in tasks[: last + 1])
     # The budget is for each step, and a group of one is not compared with anybody.
     pool = new_pool(Dull, dynamic_sampling=1)
     assert len(collect(pool, 6, 6)) == 12
-    assert pool.counts["alike_groups"] == 2
+    assert pool.counts["zero_spread_groups"] == 2
     pool = new_pool(Dull, dynamic_sampling=100, group_size=1)
     assert [group.group_id for group in collect(pool, 3)] == [name for name, _ in tasks[:3]]
 
@@ -269,7 +269,7 @@ def test_a_backend_that_is_down_for_a_moment_does_not_stop_the_run(new_pool: New
         "retries": 12,
         "failed_episodes": 0,
         "replaced_groups": 0,
-        "alike_groups": 0,
+        "zero_spread_groups": 0,
         "lost_threads": 0,
     }
 
@@ -380,7 +380,7 @@ def test_hanging_environments_lose_their_thread_and_the_others_continue(new_pool
         "retries": 2,
         "failed_episodes": 2,
         "replaced_groups": 0,
-        "alike_groups": 0,
+        "zero_spread_groups": 0,
         "lost_threads": 4,
     }
 

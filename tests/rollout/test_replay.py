@@ -224,12 +224,12 @@ def test_an_environment_that_neither_repeats_nor_saves_itself_fails_in_so_many_w
     assert found[1].snapshot is None
     ended = table.play(found[1], make_env=Chancy)
     assert ended.error is not None
-    assert ended.error.startswith("environment Chancy: played again, turn 0 has another observation")
+    assert ended.error.startswith("environment Chancy: replayed, turn 0 has another observation")
     # Even where nothing but a part of the first action was recorded.
     first = LiveEpisode(task=TASK, observation=whole.turns[0].observation, partial=sampled(whole.turns[0], 1))
     ended = table.play(first, make_env=Chancy)
     assert ended.error is not None
-    assert ended.error.startswith("environment Chancy: played again, it says before turn 0 ")
+    assert ended.error.startswith("environment Chancy: replayed, it has before turn 0 ")
     _, found = stations(table, Patchy)
     ended = table.play(found[1], make_env=Patchy)
     assert ended.error is not None
@@ -345,9 +345,9 @@ class Short(Dice):
 @pytest.mark.parametrize(
     ("env", "words"),
     [
-        (Short, "environment Short: played again, it ends with turn 0, and was recorded with more"),
-        (Forgetful, "environment Forgetful: played again, turn 1 has another reward: float 0."),
-        (Renamed, "environment Renamed: played again, turn 0 has another state_key: str '1', and was recorded with "),
+        (Short, "environment Short: replayed, it ends with turn 0, and was recorded with more"),
+        (Forgetful, "environment Forgetful: replayed, turn 1 has another reward: float 0."),
+        (Renamed, "environment Renamed: replayed, turn 0 has another state_key: str '1', and was recorded with "),
     ],
 )
 def test_an_environment_that_goes_another_way_fails_its_episode_in_so_many_words(

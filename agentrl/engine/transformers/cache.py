@@ -1,11 +1,7 @@
-"""A key-value cache whose rows have lengths of their own.
+"""A key-value cache whose rows have lengths of their own, and attention that does not copy it for each query head.
 
-`S` rows, `B` rows of a forward pass, `Q` query positions, `Y` key-value heads, `L` cached positions, `D` head size.
-
-Attention over cached keys and values without copying them for each query head.
-
-`B` rows, `H` query heads, `Y` key-value heads, `A = H / Y` query heads that share one, `Q` query positions, `L` cached
-positions, `D` head size.
+`R` rows of the cache, `B` rows of a forward pass, `H` query heads, `Y` key-value heads, `A = H / Y` query heads that share one,
+`Q` query positions, `L` cached positions, `D` head size.
 """
 
 from collections.abc import Sequence
@@ -27,25 +23,25 @@ _BLOCK = 64
 
 
 class RaggedCache(Cache):
-    """Each forward pass writes `Q` positions into each of the rows that `select` named, and attends to their first `L`.
+    """Key-value cache: each forward pass writes `Q` positions into the rows given to `select`, and attends to their first `L`.
 
-    What lies behind a row's own length is garbage: the attention mask that `select` returns hides it.
+    Positions beyond a row's own length are garbage: the attention mask returned by `select` hides them.
     """
 
     def __init__(self, num_rows: int, layer_types: Sequence[str] = (), *, max_length: int | None = None) -> None:
-        """Begin empty.
+        """Create an empty cache.
 
         Args:
-            num_rows: rows that there is room for.
-            layer_types: kinds of layers, as transformers names them; without them all keep keys and values.
-            max_length: no row will be longer, and no room is made for more.
+            num_rows: number of rows.
+            layer_types: kinds of layers, as transformers names them. Empty: all keep keys and values.
+            max_length: longest row, which bounds the memory.
         """
         super().__init__(layers=[RecurrentLayer(num_rows) if t in RECURRENT else DynamicLayer() for t in layer_types])
         self._num_rows = num_rows
         self._capacity = 0
         self._max_length = max_length
-        self._keys_SYLD: dict[int, torch.Tensor] = {}
-        self._values_SYLD: dict[int, torch.Tensor] = {}
+        self._keys_RYLD: dict[int, torch.Tensor] = {}
+        self._values_RYLD: dict[int, torch.Tensor] = {}
         self._rows_B = torch.empty(0, dtype=torch.long)
         self._positions_BQ = torch.empty(0, 0, dtype=torch.long)
         self._length = 0
@@ -80,16 +76,16 @@ class RaggedCache(Cache):
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *_: Any, **__: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Write the new keys and values [B, H, Q, D]; return those of the selected rows [B, H, L, D]."""
-        if layer_idx not in self._keys_SYLD:
-            self._keys_SYLD[layer_idx] = self._empty(key_states)
-            self._values_SYLD[layer_idx] = self._empty(value_states)
+        if layer_idx not in self._keys_RYLD:
+            self._keys_RYLD[layer_idx] = self._empty(key_states)
+            self._values_RYLD[layer_idx] = self._empty(value_states)
         kept = []
-        for cached_SYLD, states_BYQD in (
-            (self._keys_SYLD[layer_idx], key_states),
-            (self._values_SYLD[layer_idx], value_states),
+        for cached_RYLD, states_BYQD in (
+            (self._keys_RYLD[layer_idx], key_states),
+            (self._values_RYLD[layer_idx], value_states),
         ):
-            cached_SYLD[self._rows_B[:, None], :, self._positions_BQ] = states_BYQD.transpose(1, 2)
-            window = cached_SYLD[:, :, : self._length]
+            cached_RYLD[self._rows_B[:, None], :, self._positions_BQ] = states_BYQD.transpose(1, 2)
+            window = cached_RYLD[:, :, : self._length]
             kept.append(window[: len(self._rows_B)] if self._is_leading else window[self._rows_B])
         return kept[0], kept[1]
 
@@ -98,17 +94,17 @@ class RaggedCache(Cache):
         return self._length
 
     def reserve(self, length: int) -> None:
-        """Make room for rows of this length: at once, where it is known that one will be as long."""
+        """Make room for rows of this length, in one step."""
         if length <= self._capacity:
             return
         grown = self._capacity * 3 // 2
         if self._max_length is not None:
             grown = min(grown, self._max_length)
         self._capacity = -(-max(length, grown) // _BLOCK) * _BLOCK
-        for layers in (self._keys_SYLD, self._values_SYLD):
-            for index, old_SYLD in layers.items():
-                layers[index] = old_SYLD.new_zeros(*old_SYLD.shape[:2], self._capacity, old_SYLD.shape[3])
-                layers[index][:, :, : old_SYLD.shape[2]] = old_SYLD
+        for layers in (self._keys_RYLD, self._values_RYLD):
+            for index, old_RYLD in layers.items():
+                layers[index] = old_RYLD.new_zeros(*old_RYLD.shape[:2], self._capacity, old_RYLD.shape[3])
+                layers[index][:, :, : old_RYLD.shape[2]] = old_RYLD
 
     def _empty(self, like_BYQD: torch.Tensor) -> torch.Tensor:
         _, heads, _, size = like_BYQD.shape
@@ -132,7 +128,7 @@ def grouped_attention(
 
         out_i = sum_j exp(scale query_i . key_j) value_j / (exp(s_aux) + sum_j exp(scale query_i . key_j))
 
-    over the keys j that the mask shows and, in a layer with a sliding window, that lie in it; exp(s_aux) where heads have a
+    over the keys j that the mask shows and, in a layer with a sliding window, that lie in it; exp(s_aux) if heads have a
     sink (gpt-oss). A lone position per row (decoding): the heads of a group become positions, one pass over the keys for
     all of them. Else one pass for each head of a group, so that the mask is never repeated.
 
@@ -140,7 +136,7 @@ def grouped_attention(
         the output [B, Q, H, D] and None.
 
     Raises:
-        EngineError: for a model whose attention does more.
+        EngineError: if the model's attention has further terms.
     """
     if extra := [name for name in ("softcap", "position_bias") if kwargs.get(name) is not None]:
         raise EngineError(
@@ -186,7 +182,7 @@ def _attend(
     *,
     scale: float,
 ) -> torch.Tensor:
-    """Attend with as many heads of queries as of keys; `sinks`, to be broadcast to (Y, Q), take their share of the softmax."""
+    """Attend with as many query heads as key heads; `sinks`, broadcast to (Y, Q), enter the softmax's denominator."""
     out_BYQD = scaled_dot_product_attention(query_BYQD, key_BYLD, value_BYLD, attn_mask=mask, scale=scale)
     if sinks is None:
         return out_BYQD
@@ -197,7 +193,7 @@ def _attend(
 
 
 def use_grouped_attention(model: Any) -> None:
-    """Let a transformers model compute attention by `grouped_attention`."""
+    """Make a transformers model use `grouped_attention`."""
     AttentionInterface.register(NAME, grouped_attention)
     AttentionMaskInterface.register(NAME, sdpa_mask)
     model.set_attn_implementation(NAME)

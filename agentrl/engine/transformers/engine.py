@@ -1,4 +1,4 @@
-"""The embedded engine: a transformers model, continuous batching, a cache that is kept from turn to turn.
+"""The embedded engine: a transformers model with continuous batching and a cache kept from turn to turn.
 
 `B` requests of a forward pass, `Q` query positions, `V` vocabulary, `D` hidden size.
 """
@@ -24,7 +24,7 @@ from agentrl.types import FinishReason
 MAX_MASK = 2**23
 """Entries of an attention mask, rows x queries x cached positions, for the prompts that are computed together."""
 SAMPLING_BYTES = 28
-"""That `sample` holds at most for each logit: three numbers in float32, the logit itself among them, and two in float64."""
+"""Bytes that `sample` holds per logit at most: three float32 numbers, including the logit itself, and two float64."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -33,22 +33,21 @@ class _Row:
 
     index: int
     owner: str | None = None
-    """The conversation that the cached tokens belong to."""
+    """Conversation of the cached tokens."""
     cached_ids: list[int] = field(default_factory=list)
     """Tokens whose keys and values the row holds."""
     experts: bytearray = field(default_factory=bytearray)
-    """Of these tokens, packed, where they are told."""
+    """Packed experts of these tokens, if they are returned."""
     request: Request | None = None
     uniforms: list[float] = field(default_factory=list)
-    """The random numbers of the request, one for each token."""
+    """Random numbers of the request, one per token."""
     last_used: int = 0
 
 
 def uniforms(seed: int, start: int, count: int) -> list[float]:
     """Draw one number in [0, 1) for each context position from `start` on.
 
-    The number at a position depends on the seed and the position alone, so a completion that was interrupted and goes
-    on draws what it would have drawn.
+    Each number depends on the seed and its position alone, so an interrupted completion continues with the same numbers.
     """
     blocks = np.random.Generator(np.random.Philox(key=seed, counter=start)).random((count, 4))  # 4 numbers a counter
     drawn: list[float] = blocks[:, 0].tolist()
@@ -56,7 +55,7 @@ def uniforms(seed: int, start: int, count: int) -> list[float]:
 
 
 class TransformersConfig(BatchedConfig):
-    """In this process: continuous batches over a key-value cache, on CPU or GPU."""
+    """Sampling in this process: continuous batching over a key-value cache, on CPU or GPU."""
 
     name: str = "transformers"
 
@@ -64,24 +63,24 @@ class TransformersConfig(BatchedConfig):
         """Return an engine on a copy of the model."""
         model = copy.deepcopy(context.model)
         for weight in model.parameters():
-            if weight.is_meta:  # shared out among processes; they are pushed before anything is sampled
+            if weight.is_meta:  # sharded; the weight sync comes before anything is sampled
                 torch.utils.swap_tensors(
                     weight, nn.Parameter(torch.empty_like(weight, device="cpu"), weight.requires_grad)
                 )
         model = model.to(context.device, context.dtype)
         return TransformersEngine(
             model,
-            self.settled(context),
+            self.with_lockstep(context),
             max_context_tokens=context.max_context_tokens,
-            tells_experts=context.tells_experts,
+            returns_experts=context.returns_experts,
         )
 
 
 class TransformersEngine(BatchedEngine):
     """Decodes all running requests together, one token at a time, and refills a row as soon as it is free.
 
-    Each row of the batch has its own length, so rows at different turns of different episodes decode together. A
-    conversation's row is kept between its turns: a later prompt computes only the tokens that are new.
+    Rows have lengths of their own, so different turns of different episodes decode together. A conversation keeps its row
+    between turns: a later prompt computes only its new tokens.
     """
 
     def __init__(
@@ -90,43 +89,44 @@ class TransformersEngine(BatchedEngine):
         config: TransformersConfig | None = None,
         *,
         max_context_tokens: int | None = None,
-        tells_experts: bool = False,
+        returns_experts: bool = False,
     ) -> None:
-        """Take a transformers causal language model, which the engine then owns.
+        """Take ownership of a transformers causal language model.
 
         Args:
-            model: to sample from.
-            config: of the engine.
-            max_context_tokens: no context will be longer; the cache makes no room for more.
-            tells_experts: of a mixture; completions carry them.
+            model: model to sample from.
+            config: fields of the engine.
+            max_context_tokens: longest context, which bounds the cache.
+            returns_experts: completions carry the experts of a mixture.
         """
         vocab_size: int = model.get_input_embeddings().num_embeddings
         super().__init__(config or TransformersConfig(), vocab_size=vocab_size)
         self._layer_types = _layer_types(model)
         self._is_recurrent = not RECURRENT.isdisjoint(self._layer_types)
-        self._model, self._behind = model.eval(), logit_map(model.config)
+        self._model = model.eval()
+        self._map_logits = logit_map(model.config)
         use_grouped_attention(model)
         self._device: torch.device = model.device
         self._rows = [_Row(index=i) for i in range(self._config.max_batch_size)]
         self._max_context_tokens = max_context_tokens
-        self._experts = experts_of(model) if tells_experts else None
-        """None: they are not told."""
+        self._experts = experts_of(model) if returns_experts else None
+        """None: experts are not returned."""
         self._recording = ExitStack()
         self._recorded = self._recording.enter_context(recording(model) if self._experts else nullcontext([]))
-        """Experts of the newest pass."""
+        """Experts of the last forward pass."""
         self._forget()
 
     async def pause(self) -> None:
-        """Return running requests as they stand; hold waiting ones."""
+        """Return running requests with what they have; hold waiting ones."""
         self._is_paused = True
         for row in self._rows:
             if row.request is not None:
                 self._finish(row, FinishReason.ABORTED)
 
     async def load_weights(self, named_tensors: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
-        """Copy weights into the model, by the names of its `state_dict`, and forget every cached key and value."""
+        """Copy weights into the model, by the names of its `state_dict`, and drop every cached key and value."""
         self._check_loadable()
-        self._forget()  # first, because weights that are refused half-way have changed the model too
+        self._forget()  # first: weights that are refused half-way have changed the model too
         own: dict[str, torch.Tensor] = self._model.state_dict()
         with torch.no_grad():
             for name, tensor in named_tensors:
@@ -163,24 +163,26 @@ class TransformersEngine(BatchedEngine):
                 self._release(row)
 
     def _fail(self, failure: EngineError) -> None:
-        """Let every request fail, and begin afresh: a pass that broke off leaves keys and values half written."""
+        """Fail every request and drop the cache: an interrupted pass leaves keys and values half written."""
         super()._fail(failure)
         for row in self._rows:
             row.request = None
         self._forget()
 
     def _forget(self) -> None:
-        """Drop all keys and values, buffers included: in a new cache nothing can shine through."""
+        """Replace the cache by an empty one."""
         self._cache = RaggedCache(len(self._rows), self._layer_types, max_length=self._max_context_tokens)
         for row in self._rows:
             self._release(row)
 
     @staticmethod
     def _release(row: _Row) -> None:
-        row.owner, row.cached_ids, row.experts = None, [], bytearray()
+        row.owner = None
+        row.cached_ids = []
+        row.experts = bytearray()
 
     def _admit(self, waiting: list[Request]) -> None:
-        """Give waiting requests a row and compute their prompts, as many together as fit the prefill budget."""
+        """Give waiting requests a row, and compute their prompts in batches that fit the prefill budget."""
         admitted: list[_Row] = []
         for request in waiting:
             row = self._find_row(request)
@@ -190,18 +192,20 @@ class TransformersEngine(BatchedEngine):
             known = _common_prefix(row.cached_ids, request.prompt_ids) if row.owner == request.request_id else 0
             known = min(known, len(request.prompt_ids) - 1)
             if self._is_recurrent and known < len(row.cached_ids):
-                known = 0  # a state cannot go back
+                known = 0  # a state cannot be rewound
             del row.experts[self._size_of(known) :]
             row.cached_ids = row.cached_ids[:known]
             request.num_cached_tokens = len(row.cached_ids)
-            row.owner, row.request, row.last_used = request.request_id, request, self._step
+            row.owner = request.request_id
+            row.request = request
+            row.last_used = self._step
             row.uniforms = uniforms(request.sampling.seed, len(request.prompt_ids), request.sampling.max_tokens)
             admitted.append(row)
         admitted.sort(key=lambda row: (len(_missing_ids(row)), row.index))
         while admitted:
             num_queries, length = len(_missing_ids(admitted[-1])), max(map(_length, admitted))
             count = min(self._config.max_prefill_tokens // num_queries, MAX_MASK // (num_queries * length))
-            if self._is_recurrent:  # a state would take padding for tokens
+            if self._is_recurrent:  # a state would consume padding
                 count = min(count, sum(len(_missing_ids(row)) == num_queries for row in admitted))
             batch, admitted = admitted[-max(1, count) :], admitted[: -max(1, count)]
             if count < 1:  # a long prompt, alone
@@ -210,29 +214,29 @@ class TransformersEngine(BatchedEngine):
 
     @torch.inference_mode()
     def _prefill(self, row: _Row) -> None:
-        """Compute a long prompt in chunks, all but the last: the mask of a chunk has at most `MAX_MASK` entries."""
+        """Compute all but the last chunk of a long prompt; the mask of a chunk has at most `MAX_MASK` entries."""
         self._cache.reserve(_length(row))
         num_queries = max(1, MAX_MASK // _length(row))
         while len(missing := _missing_ids(row)) > num_queries:
             self._compute([row], [missing[:num_queries]])
 
     def _find_row(self, request: Request) -> _Row | None:
-        """Return the conversation's own row, else a free one, else the idle one that was used longest ago."""
+        """Return the conversation's own row, else a free one, else the least recently used idle one."""
         idle = [row for row in self._rows if row.request is None]
         for row in idle:
             if row.owner == request.request_id:
                 return row
-        # Free rows by number alone: what was sampled before must not decide how later requests are batched.
+        # Free rows in order of their index: earlier samples must not affect how later requests are batched.
         return min(idle, key=lambda row: (row.last_used if row.owner else -1, row.index), default=None)
 
     @torch.inference_mode()
     def _forward(self, rows: list[_Row]) -> None:
-        """Compute the tokens that each row's request has and its cache lacks, and sample one token for each row."""
+        """Compute each row's uncached tokens, and sample one token per row."""
         missing = [_missing_ids(row) for row in rows]
         hidden_BQD = self._compute(rows, missing)
         last_B = torch.tensor([len(ids) - 1 for ids in missing], device=self._device)
         hidden_BD = hidden_BQD[torch.arange(len(rows), device=self._device), last_B]
-        logits_BV = self._behind(self._model.get_output_embeddings()(hidden_BD))
+        logits_BV = self._map_logits(self._model.get_output_embeddings()(hidden_BD))
         requests = [row.request for row in rows if row.request is not None]
         tokens, logprobs = sample(
             logits_BV,
@@ -250,7 +254,7 @@ class TransformersEngine(BatchedEngine):
                 self._finish(row, FinishReason.LENGTH)
 
     def _compute(self, rows: list[_Row], ids: list[list[int]]) -> torch.Tensor:
-        """Append tokens to each row's cache; return their hidden states [B, Q, D]."""
+        """Append tokens to each row's cache, and return their hidden states [B, Q, D]."""
         num_queries = max(map(len, ids))
         inputs_BQ = torch.tensor([new + [0] * (num_queries - len(new)) for new in ids], device=self._device)
         selection = self._cache.select(
@@ -272,7 +276,7 @@ class TransformersEngine(BatchedEngine):
         return hidden_BQD
 
     def _size_of(self, num_tokens: int) -> int:
-        """Return how many bytes the experts of so many tokens take."""
+        """Return the packed size of the experts of `num_tokens` tokens, in bytes."""
         return 0 if self._experts is None else self._experts.num_bytes * num_tokens
 
     def _finish(self, row: _Row, reason: FinishReason) -> None:
@@ -287,18 +291,18 @@ class TransformersEngine(BatchedEngine):
 def sample(
     logits_BV: torch.Tensor, *, temperatures: Sequence[float], uniforms: Sequence[float]
 ) -> tuple[list[int], list[float]]:
-    """Sample one token a row from the full support by inverting the cumulative distribution.
+    """Sample one token per row from the full support by inverting the cumulative distribution.
 
     Args:
         logits_BV: unscaled scores.
         temperatures: divisor of each row's logits; 0 takes the most probable token, with log-probability 0.
-        uniforms: one number in [0, 1) for each row.
+        uniforms: one number in [0, 1) per row.
 
     Returns:
         token ids, and their natural-log probabilities under the scaled distribution.
 
     Raises:
-        EngineError: where a row's scores are no distribution.
+        EngineError: if a row's scores are no distribution.
     """
     device = logits_BV.device
     logits_BV = logits_BV.to(torch.promote_types(logits_BV.dtype, torch.float32))
@@ -318,7 +322,7 @@ def sample(
 
 
 def _length(row: _Row) -> int:
-    """Return how many tokens the row's cache will hold."""
+    """Return the number of tokens that the row's cache will hold."""
     return len(row.cached_ids) + len(_missing_ids(row))
 
 
@@ -337,10 +341,10 @@ def _common_prefix(left: list[int], right: list[int]) -> int:
 
 
 def _layer_types(model: Any) -> list[str]:
-    """Return the kinds of layers that one must know of to sample from a model; none where all see the whole row.
+    """Return the kinds of a model's layers if some are recurrent, else an empty list.
 
     Raises:
-        ConfigError: for a model that would sample silently wrong.
+        ConfigError: for a model that would be sampled incorrectly.
     """
     config = model.config.get_text_config()
     window = getattr(config, "sliding_window", None) if getattr(config, "use_sliding_window", True) else None
@@ -356,7 +360,7 @@ def _layer_types(model: Any) -> list[str]:
         )
     if "sliding_attention" in kinds and not model._can_set_attn_implementation():
         raise ConfigError(
-            f"engine.name: the transformers engine cannot tell the attention of {config.model_type} of its sliding window of "
+            f"engine.name: the transformers engine cannot give the attention of {config.model_type} its sliding window of "
             f"{window}; choose another model, or set engine.name: vllm"
         )
     return [] if RECURRENT.isdisjoint(kinds) else kinds

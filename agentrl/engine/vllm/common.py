@@ -1,4 +1,4 @@
-"""What vLLM is told and what it answers, in this process or over HTTP. Names are those of vLLM 0.32."""
+"""Arguments, requests and answers of vLLM, in this process or over HTTP. Names are those of vLLM 0.32."""
 
 import math
 from importlib.util import find_spec
@@ -13,41 +13,41 @@ from agentrl.types import AmountOrZero, Count, FinishReason, Sampling, Seconds
 
 HOW_TO_INSTALL = "pip install 'agentrl[vllm]' with a GPU; without one see docs/engines.md"
 EXTENSION = "agentrl.engine.vllm.worker.WorkerExtension"
-"""What vLLM's option `worker_extension_cls` is to name; where it is loaded, so is the backend."""
+"""Value of vLLM's option `worker_extension_cls`; loading it registers the backend too."""
 BACKEND = "agentrl"
-"""Of vLLM's weight transfer: `vllm_worker.ChannelTransferEngine`."""
+"""Name of our backend of vLLM's weight transfer, `ChannelTransferEngine`."""
 DRAWN = "agentrl_drawn"
-"""Key of `SamplingParams.extra_args`: tokens at the end of the prompt that were drawn with this seed before."""
+"""Key of `SamplingParams.extra_args`: number of tokens at the end of the prompt that were drawn with this seed before."""
 MIN_TEMPERATURE = 0.01
 """vLLM silently raises lower ones to it."""
 FINISH_REASONS = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH, "abort": FinishReason.ABORTED}
 _NO_LOGPROB = -9999.0
-"""What a server sends where a log-probability is not a number."""
+"""Value that a server sends for a log-probability that is not a number."""
 
 
 class ServerConfig(BaseModel):
-    """A vLLM server that samples in a process of its own, or on another machine; `agentrl serve RECIPE` starts one on this."""
+    """A vLLM server in a process of its own, or on another machine; `agentrl serve RECIPE` starts one on this machine."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     url: str | tuple[str, ...] = "http://127.0.0.1:8000"
-    """Where it listens. Several servers are dealt out evenly to training processes: of 2 processes each has 2 of 4 servers, of
-    2 or 3 servers the first has all. A process spreads its conversations over its servers, and one that dies is left out, as
-    long as another is up; a process that has none only trains."""
+    """Address of the server. Several servers are divided evenly among the ranks: with 2 ranks and 4 servers each rank has 2;
+    with 2 or 3 servers the first rank has all. A rank spreads its conversations over its servers, and leaves out one that dies
+    as long as another is up; a rank without servers only trains."""
     processes: Count | None = None
-    """How many training processes have servers, at most; 1: the first has all. As many as there are servers: each has one of
-    its own, which plays faster where environments are slow, and a run ends with any of them. None: as many as can have two."""
+    """Largest number of ranks with servers. 1: the first has all. As many as servers: each has one of its own, which is faster
+    with slow environments, but the run ends with any of them. None: as many as can have two."""
     folder: Path | None = None
-    """A folder that trainer and server both see by this path, for weights that cannot go to the server directly. None: one of
-    this machine's for temporary files."""
+    """Folder that trainer and server both see by this path, for weights that cannot go to the server directly. None: a
+    temporary folder of this machine."""
     timeout_s: Seconds = 600.0
-    """Deadline of whatever is no completion: a push of weights, a pause, a sign of life while it samples. A server that misses
-    it counts as down. Keep it no longer than `rollout.engine_timeout_s`."""
+    """Deadline of everything except completions, in seconds: a weight sync, a pause, a health check while it samples. A server
+    that misses it counts as down. Keep it no longer than `rollout.engine_timeout_s`."""
     max_retries: AmountOrZero = 3
-    """How often a request that the server did not answer, or answered with an error of its own (5xx), is made again."""
+    """Retries of a request that the server did not answer, or answered with an error of its own (5xx)."""
     max_connections: Count = 512
-    """Completions that are asked for at the same time; others wait in line. Each takes an open file here and one at the server:
-    many servers may open 1,024."""
+    """Largest number of completions requested at once; others wait. Each takes an open file here and one at the server: many
+    servers may open 1,024."""
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
@@ -70,17 +70,17 @@ class ServerConfig(BaseModel):
 
 
 def is_installed() -> bool:
-    """Tell whether vLLM is there, without importing it: that takes seconds."""
+    """Return whether vLLM is installed, without importing it, which takes seconds."""
     return find_spec("vllm") is not None
 
 
 def is_reloadable(config: Any) -> bool:
-    """Tell whether vLLM can replace all weights of a model; of gpt-oss it copies experts and sinks past its own reload."""
+    """Return whether vLLM can replace all weights of a model; its reload misses experts and sinks of gpt-oss."""
     return bool(config.get_text_config().model_type != "gpt_oss")
 
 
 def check_reloadable(config: Any) -> None:
-    """Refuse models whose weights vLLM cannot replace.
+    """Raise for models whose weights vLLM cannot replace.
 
     Raises:
         ConfigError: naming the model.
@@ -93,10 +93,10 @@ def check_reloadable(config: Any) -> None:
 
 
 def check_one_process(num_processes: int) -> None:
-    """Refuse vLLM within processes that train together.
+    """Raise for vLLM in process with several ranks.
 
     Raises:
-        ConfigError: saying what takes its place.
+        ConfigError: naming the alternative.
     """
     if num_processes > 1:
         raise ConfigError(
@@ -106,7 +106,7 @@ def check_one_process(num_processes: int) -> None:
 
 
 def engine_arguments(*, is_cpu: bool) -> dict[str, Any]:
-    """Return the arguments of vLLM's `EngineArgs` that hold wherever it samples for training."""
+    """Return the arguments of vLLM's `EngineArgs` that sampling for training always needs."""
     arguments: dict[str, Any] = {
         "skip_tokenizer_init": True,
         "enable_prefix_caching": True,
@@ -123,7 +123,7 @@ def engine_arguments(*, is_cpu: bool) -> dict[str, Any]:
 
 
 def sampling_fields(sampling: Sampling) -> dict[str, Any]:
-    """Set every field of `SamplingParams`, so that no default of vLLM's or of the model's slips in."""
+    """Return every field of `SamplingParams`, so that no default of vLLM or the model applies."""
     return {
         "n": 1,
         "max_tokens": sampling.max_tokens,
@@ -146,16 +146,16 @@ def sampling_fields(sampling: Sampling) -> dict[str, Any]:
 
 
 def sampled_logprobs(values: list[float], sampling: Sampling) -> list[float]:
-    """Return log-probabilities of sampled tokens from vLLM's: at temperature 0 it gives those of temperature 1."""
+    """Convert vLLM's log-probabilities of sampled tokens: at temperature 0 it returns those of temperature 1."""
     return [0.0 if sampling.temperature == 0 else min(0.0, value) for value in values]
 
 
-def read_choice(choice: Any) -> tuple[list[int], list[float], FinishReason]:
-    """Return the tokens that a server sampled, vLLM's log-probability of each, and why it stopped.
+def parse_choice(choice: Any) -> tuple[list[int], list[float], FinishReason]:
+    """Return the tokens that a server sampled, vLLM's log-probability of each, and the finish reason.
 
     Raises:
-        ValueError: for what is none of these, as KeyError and TypeError.
-        EngineError: where it sampled from no distribution.
+        ValueError: for a malformed answer; also KeyError and TypeError.
+        EngineError: if it sampled from no distribution.
     """
     token_ids = [int(token) for token in choice["token_ids"]]
     scored = choice["logprobs"]["content"] if token_ids else []
@@ -169,6 +169,6 @@ def read_choice(choice: Any) -> tuple[list[int], list[float], FinishReason]:
 
 
 def check_success(answer: Any) -> None:
-    """Refuse an answer that tells of no success."""
+    """Raise ValueError for an answer that does not report success."""
     if answer["success"] is not True:
         raise ValueError("something still holds parts of the cache")

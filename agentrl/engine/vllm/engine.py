@@ -29,65 +29,65 @@ from agentrl.engine.vllm.common import (
     sampled_logprobs,
     sampling_fields,
 )
-from agentrl.engine.vllm.experts import VLLMExperts, arguments_to_tell
+from agentrl.engine.vllm.experts import VLLMExperts, routed_experts_arguments
 from agentrl.engine.vllm.weights import ServedModel, Weight, find_ties, in_buckets
 from agentrl.errors import ConfigError, EngineError
 from agentrl.types import Completion, FinishReason, Sampling
 
 _T = TypeVar("_T")
 _ENVIRONMENT = {
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine's core in this process
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # keep the engine's core in this process
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_LOGGING_LEVEL": "ERROR",
 }
 _CPU_ENVIRONMENT = {
     "TORCHDYNAMO_DISABLE": "1",  # else 18 s of compiling at the first request
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # the cores are the trainer's too
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # the trainer needs the cores too
 }
 
 
 class VLLMConfig(BatchedConfig):
-    """vLLM in this process."""
+    """Sampling by vLLM in this process."""
 
     name: str = "vllm"
     sleep: bool = False
-    """Give a GPU's memory back while the policy is updated: weights go to the host and back, keys and values are forgotten."""
+    """Free GPU memory while the policy is updated: weights move to the host and back, keys and values are dropped."""
     vllm: dict[str, Any] = Field(default_factory=dict)
     """Further arguments of vLLM's `EngineArgs`, such as gpu_memory_utilization."""
 
     def build(self, context: EngineContext) -> Engine:
-        """Return an engine of the model's form.
+        """Return an engine for the model's architecture.
 
         Raises:
-            ConfigError: where vLLM cannot run the model, or the run samples otherwise than it can.
+            ConfigError: if vLLM cannot run the model, or does not support the run's way of sampling.
         """
         if self.sleep and context.samples_during_update:
             raise ConfigError(
                 "engine.sleep: rollout.mode: async samples while the policy is updated; set engine.sleep to false"
             )
         check_reloadable(context.model.config)
-        check_one_process(context.share.num_processes)
+        check_one_process(context.shard.num_processes)
         return VLLMEngine(
             context.model,
-            self.settled(context),
+            self.with_lockstep(context),
             dtype=context.dtype,
             max_tokens=context.max_context_tokens,
-            tells_experts=context.tells_experts,
+            returns_experts=context.returns_experts,
         )
 
 
 class _Step(NamedTuple):
-    """What a step of vLLM answered."""
+    """Result of a step of vLLM."""
 
     outputs: list[tuple[Request, Any]]
-    """Each request that ended, and what vLLM says of it."""
+    """Requests that ended, with vLLM's outputs."""
     refused: list[tuple[Request, Exception]]
 
 
 class VLLMEngine(BatchedEngine):
-    """Hands requests to vLLM's scheduler and steps it; its prefix cache serves the turns of a conversation.
+    """Engine on vLLM's scheduler, whose prefix cache serves the turns of a conversation.
 
-    All calls into vLLM are made by one thread, so that the event loop is free meanwhile.
+    One thread makes all calls into vLLM, which keeps the event loop free.
     """
 
     def __init__(
@@ -97,24 +97,24 @@ class VLLMEngine(BatchedEngine):
         *,
         max_tokens: int,
         dtype: torch.dtype | None = None,
-        tells_experts: bool = False,
+        returns_experts: bool = False,
     ) -> None:
-        """Build vLLM's form of a transformers causal language model, with random weights: load some before sampling.
+        """Build a transformers causal language model in vLLM, with random weights: load some before sampling.
 
         Args:
-            model: the transformers model, which is left as it is: its configuration and its weights' names and shapes are
-                read.
-            config: how many requests are decoded together; further arguments of vLLM's `EngineArgs`.
+            model: the transformers model, of which the configuration and the weights' names and shapes are read.
+            config: fields of the engine.
             max_tokens: longest context, prompt and completion together.
-            dtype: of vLLM's weights. None: the model's.
-            tells_experts: of a mixture; completions carry them. On a GPU alone.
+            dtype: dtype of vLLM's weights. None: the model's.
+            returns_experts: completions carry the experts of a mixture; on a GPU only.
 
         Raises:
-            ConfigError: when vLLM is not installed, cannot run this model, or cannot tell its experts here.
+            ConfigError: if vLLM is not installed, cannot run this model, or cannot return its experts here.
         """
         vocab_size: int = model.config.get_text_config().vocab_size
         super().__init__(config := config or VLLMConfig(), vocab_size=vocab_size)
-        self._sleeps, self._arguments = config.sleep, config.vllm
+        self._sleeps = config.sleep
+        self._arguments = config.vllm
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="agentrl-vllm")
         self._model = ServedModel(
             shapes={name: tensor.to("meta") for name, tensor in model.state_dict().items()},
@@ -122,13 +122,13 @@ class VLLMEngine(BatchedEngine):
             dtype=dtype or model.dtype,
             ties=find_ties(model),
         )
-        self._experts = VLLMExperts.of(model) if tells_experts else None
+        self._experts = VLLMExperts.for_model(model) if returns_experts else None
         self._is_loading = False
         self._is_half_loaded = False
-        # Of the thread alone:
+        # Used by the thread only:
         self._is_asleep = False
         self._running: dict[str, Request] = {}
-        """Requests that vLLM has, by the id that it gave them."""
+        """Requests that vLLM has, by its ids for them."""
         self._ended: list[tuple[Request, Any]] = []
         self._number = 0
         try:
@@ -140,11 +140,11 @@ class VLLMEngine(BatchedEngine):
     async def generate(self, prompt_ids: Sequence[int], sampling: Sampling, request_id: str) -> Completion:
         """Sample after `prompt_ids`; see `Engine.generate`."""
         if self._is_half_loaded and not self._is_loading:
-            raise EngineError(f"request {request_id}: the last push of weights failed half-way: push again")
+            raise EngineError(f"request {request_id}: the last weight sync failed half-way: sync again")
         return await super().generate(prompt_ids, sampling, request_id)
 
     async def pause(self) -> None:
-        """Return running requests as they stand; hold those of which no token was sampled yet."""
+        """Return running requests with what they have; hold those without a sampled token."""
         if self._is_closed:
             raise EngineError("pause: the engine is closed")
         self._is_paused = True
@@ -160,10 +160,10 @@ class VLLMEngine(BatchedEngine):
         await super().resume()
 
     async def load_weights(self, named_tensors: "Iterable[tuple[str, torch.Tensor]]", version: int) -> None:
-        """Replace all weights, by the names of transformers' `state_dict`, and forget every cached key and value."""
+        """Replace all weights, by the names of transformers' `state_dict`, and drop every cached key and value."""
         self._check_loadable()
         buckets = in_buckets(named_tensors, self._model)
-        buckets = chain([next(buckets)], buckets)  # what is wrong with the first vLLM need not hear of
+        buckets = chain([next(buckets)], buckets)  # errors in the first bucket come before vLLM is touched
         self._is_half_loaded = self._is_loading = True
         try:
             await self._load(self._begin_reload)
@@ -176,7 +176,7 @@ class VLLMEngine(BatchedEngine):
         finally:
             self._is_loading = False
             if self._is_half_loaded:
-                self._fail(EngineError("a push of weights failed half-way: push again"))
+                self._fail(EngineError("a weight sync failed half-way: sync again"))
             self._kick()
 
     async def _load(self, step: Callable[..., None], *arguments: Any) -> None:
@@ -215,16 +215,16 @@ class VLLMEngine(BatchedEngine):
             self._executor.submit(self._abort, request)
 
     def _fail(self, failure: EngineError) -> None:
-        """Let every request fail; what vLLM still has of them is dropped."""
+        """Fail every request, and drop it in vLLM."""
         super()._fail(failure)
         if not self._is_closed:
             self._executor.submit(self._abort_all)
 
     def _end_conversation(self, request_id: str) -> None:
-        """Keep nothing: vLLM's cache forgets what was used longest ago."""
+        """Do nothing: vLLM's cache evicts what was used longest ago."""
 
     def _settle(self, request: Request, output: Any) -> None:
-        """Answer a request, or hold it where it was interrupted before its first token."""
+        """Answer a request, or hold it if it was interrupted before its first token."""
         if self._inside.get(request.request_id) is not request:
             return  # withdrawn
         completion = output.outputs[0]
@@ -248,10 +248,10 @@ class VLLMEngine(BatchedEngine):
         self._answered(request, reason)
 
     async def _call(self, function: Callable[..., _T], *arguments: Any) -> _T:
-        """Run a function on the thread that vLLM lives on."""
+        """Run a function on the thread of vLLM."""
         return await asyncio.get_running_loop().run_in_executor(self._executor, function, *arguments)
 
-    # What follows runs on that thread.
+    # The methods below run on that thread.
 
     def _build(self, model: Any, dtype: torch.dtype, max_tokens: int) -> Any:
         if not is_installed():
@@ -266,14 +266,14 @@ class VLLMEngine(BatchedEngine):
                 from vllm.v1.engine.llm_engine import LLMEngine
             except ImportError as error:
                 raise ConfigError(f"engine.name: vLLM is installed but cannot be imported: {error}") from error
-            # On a CPU it looks for its kernels in all that is loaded, and an object of numba's gives no dictionary.
+            # On a CPU it searches all loaded modules for kernels, and an object of numba's has no dictionary.
             dispatcher.vars = lambda value: found if isinstance(found := vars(value), Mapping) else {}
             config = copy.deepcopy(model.config)
-            config.architectures = [type(model).__name__]  # a model that was made, not loaded, has none
+            config.architectures = [type(model).__name__]  # unset for a model that was not loaded
             config.save_pretrained(folder)
             arguments = engine_arguments(is_cpu=is_cpu) | {
                 "model": folder,
-                "load_format": "dummy",  # weights are pushed
+                "load_format": "dummy",  # a weight sync comes before sampling
                 "dtype": str(dtype).removeprefix("torch."),
                 "max_model_len": max_tokens,
                 "max_num_seqs": self._config.max_batch_size,
@@ -281,13 +281,13 @@ class VLLMEngine(BatchedEngine):
                 "disable_log_stats": True,
             }
             if self._experts is not None:
-                arguments |= arguments_to_tell()
+                arguments |= routed_experts_arguments()
             if not is_cpu:
                 arguments |= {"gpu_memory_utilization": 0.4}  # the rest is the trainer's
                 arguments |= {"enable_sleep_mode": self._sleeps}  # a CPU would refuse it
             try:
                 llm = LLMEngine.from_engine_args(EngineArgs(**arguments | self._arguments))
-                llm.collective_rpc("draw_where_left_off")
+                llm.collective_rpc("continue_random_numbers")
             except (TypeError, ValueError, RuntimeError) as error:
                 words = error.errors()[0]["msg"] if isinstance(error, ValidationError) else error
                 raise ConfigError(
@@ -300,7 +300,7 @@ class VLLMEngine(BatchedEngine):
         for request in waiting:
             try:
                 self._add(request)
-            except Exception as error:  # noqa: BLE001 - whatever vLLM has against this request says nothing of the others
+            except Exception as error:  # noqa: BLE001 - other requests are not affected
                 refused.append((request, error))
         if self._llm.has_unfinished_requests():
             self._llm.step()
@@ -315,7 +315,7 @@ class VLLMEngine(BatchedEngine):
         prompt = TokensPrompt(prompt_token_ids=request.prompt_ids)
         vllm_id = self._llm.add_request(f"{request.request_id}:{self._number}", prompt, _params(request.sampling))
         self._running[vllm_id] = request
-        # A state without a queue says nothing when its request is aborted.
+        # A state without a queue reports nothing when its request is aborted.
         self._llm.output_processor.request_states[vllm_id].queue = _Mailbox(vllm_id, self._put)
 
     def _put(self, vllm_id: str, output: Any) -> None:
@@ -361,13 +361,13 @@ class VLLMEngine(BatchedEngine):
         self._llm.set_weight_version(str(version))
 
     def _shut_down(self) -> None:
-        self._wake_up()  # what sleeps is not freed as what is awake
+        self._wake_up()  # sleeping memory is not freed
         llm, self._llm = self._llm, None
         llm.engine_core.shutdown()
 
 
 class _Mailbox(NamedTuple):
-    """Takes a request's last output, whether it ended by itself or was aborted."""
+    """Queue of a request that delivers its last output, also if it was aborted."""
 
     vllm_id: str
     deliver: Callable[[str, Any], None]
@@ -385,7 +385,7 @@ def _params(sampling: Sampling) -> Any:
 
 @contextmanager
 def _as_it_was() -> Iterator[None]:
-    """Undo what building a vLLM engine does to the process: it seeds every generator, and takes `set_num_threads` away."""
+    """Undo what building a vLLM engine changes: it seeds every random generator and replaces `set_num_threads`."""
     set_num_threads = torch.set_num_threads
     states = random.getstate(), np.random.get_state()
     try:

@@ -1,6 +1,6 @@
-"""Kills a process group when whoever started this has ended, however that was killed.
+"""Process that kills a process group when its parent has ended, however that ended.
 
-python guard.py GROUP with a pipe as standard input, which ends when its other side does.
+Usage: `python guard.py GROUP`, with a pipe from the parent as standard input.
 """
 
 import os

@@ -1,7 +1,4 @@
-"""Requests to vLLM's HTTP server: made again where that may help, with the server's words where it does not.
-
-The requests that a vLLM server has, which must give signs of life meanwhile.
-"""
+"""Requests to vLLM's HTTP server, with retries; and the pending completions of a server, which is checked meanwhile."""
 
 import asyncio
 import errno
@@ -20,7 +17,7 @@ _T = TypeVar("_T")
 _FIRST_WAIT_S = 0.25
 """Wait before a request is made again; doubles each time, up to a minute."""
 _MAX_WORDS = 1000
-"""How many characters of an answer go into an error."""
+"""Largest number of characters of an answer in an error."""
 _NO_ROUTE = ". Start it by `agentrl serve RECIPE`, or with --enable-scale-out and VLLM_SERVER_DEV_MODE=1"
 
 
@@ -34,31 +31,31 @@ _NOT_ACCEPTED = (
     "engine.server.max_connections"
 )
 _OTHERS = 16
-"""Connections for what is no completion: a pause need not wait until completions are done."""
+"""Further connections, so that a pause need not wait for completions."""
 
 
 class ServerLostError(EngineError):
-    """A server that does not answer any more, or that was started again and has other weights."""
+    """A server no longer answers, or was restarted and has other weights."""
 
 
-class Fault(Exception):  # noqa: N818  # it becomes an error when it has come too often
-    """What may go better the next time: no answer, half of one, or an error of the server's own."""
+class Fault(Exception):  # noqa: N818  # it becomes an error after too many retries
+    """A failure that a retry may mend: no answer, half of one, or an error of the server's own."""
 
     def __init__(self, words: str, *, fix: str = _START) -> None:
-        """Take what happened, and what to do about it."""
+        """Take the message, and the advice for the user."""
         super().__init__(words)
         self.fix = fix
 
 
 class Http:
-    """Makes requests, again where that may help, and says what came of them."""
+    """HTTP client of one server, with retries."""
 
     def __init__(self, config: ServerConfig) -> None:
-        """Connect at the first request."""
+        """Create a client that connects at the first request."""
         self._config = config
         self._client: httpx2.AsyncClient | None = None
 
-    async def ask(
+    async def request(
         self,
         what: str,
         method: str,
@@ -67,14 +64,14 @@ class Http:
         *,
         parse: Callable[[Any], _T] = lambda answer: answer,
     ) -> _T:
-        """Return what `parse` makes of the answer to a request, which is made again after a fault."""
-        return await self.retried(what, lambda: self.once(method, path, body, parse=parse))
+        """Make a request, retry it after faults, and return its parsed answer."""
+        return await self.with_retries(what, lambda: self.request_once(method, path, body, parse=parse))
 
-    async def retried(self, what: str, attempt: Callable[[], Awaitable[_T]]) -> _T:
-        """Return what an attempt returns; after a fault wait and make another.
+    async def with_retries(self, what: str, attempt: Callable[[], Awaitable[_T]]) -> _T:
+        """Return the result of an attempt; after a fault wait and retry.
 
         Raises:
-            ServerLostError: when there were too many faults, with the last one's words.
+            ServerLostError: after too many faults, with the last one's message.
         """
         num = 1 + self._config.max_retries
         for remaining in reversed(range(num)):
@@ -89,7 +86,7 @@ class Http:
             await asyncio.sleep(retry_wait_s(num - 1 - remaining, first_s=_FIRST_WAIT_S))
         raise AssertionError("unreachable")
 
-    async def once(
+    async def request_once(
         self,
         method: str,
         path: str,
@@ -97,11 +94,11 @@ class Http:
         *,
         parse: Callable[[Any], _T] = lambda answer: answer,
     ) -> _T:
-        """Make a request.
+        """Make a request once, and return its parsed answer.
 
         Raises:
-            Fault: when another attempt may help.
-            EngineError: when the server refuses the request (4xx).
+            Fault: if a retry may help.
+            EngineError: if the server refuses the request (4xx).
         """
         try:
             response = await self._connected().request(method, path, json=body)
@@ -128,20 +125,20 @@ class Http:
             await self._client.aclose()
 
     def _connected(self) -> httpx2.AsyncClient:
-        """Make the client where the event loop runs. Whoever waits for an answer sets the deadline."""
+        """Return the client, made within the event loop. Callers set the deadlines."""
         if self._client is None:
             self._client = httpx2.AsyncClient(
                 base_url=self._config.urls[0],
                 timeout=httpx2.Timeout(None, connect=min(10.0, self._config.timeout_s)),
-                # The server drops a connection that was idle for 5 s; one that is dropped as it is used is a fault.
+                # The server drops a connection that was idle for 5 s; a drop during use would be a fault.
                 limits=httpx2.Limits(max_connections=self._config.max_connections + _OTHERS, keepalive_expiry=2.0),
-                trust_env=False,  # a proxy for the Internet is none for a server beside us
+                trust_env=False,  # proxies are for the Internet, not for this server
             )
         return self._client
 
 
 def _fault(error: Exception) -> Fault:
-    """Return what a request has failed of: the first cause says most."""
+    """Return the fault of a failed request, from its first cause."""
     fix = _NOT_ACCEPTED if isinstance(error, httpx2.ConnectTimeout) else _START
     fault = Fault(f"{type(error).__name__}: {error}", fix=fix)
     cause: BaseException | None = error
@@ -153,7 +150,7 @@ def _fault(error: Exception) -> Fault:
 
 
 def _words(response: httpx2.Response) -> str:
-    """Return what the server says of an error, without what is around it."""
+    """Return the message in a server's error response."""
     try:
         found = response.json()
     except ValueError:
@@ -165,22 +162,17 @@ def _words(response: httpx2.Response) -> str:
 
 
 _WATCH_S = 10.0
-"""Wait between two questions whether the server is alive."""
+"""Wait between two health checks of the server."""
 
 
-class Outstanding:
-    """Requests without an answer, by the ids that the server was given.
+class PendingRequests:
+    """Unanswered completion requests, by the ids that the server was given.
 
-    Each may take as long as its caller waits: a completion of a busy server takes what it takes. Where the server gives no
-    sign of life, all of them fail.
+    Each may take as long as its caller waits. If the server fails a health check, all of them fail.
     """
 
     def __init__(self, check_alive: Callable[[], Awaitable[None]]) -> None:
-        """Begin with none.
-
-        Args:
-            check_alive: asks the server for a sign of life; raises a ServerLostError where none comes.
-        """
+        """Create an empty set; `check_alive` raises a ServerLostError if the server does not answer."""
         self._check_alive = check_alive
         self._timeouts: dict[str, asyncio.Timeout] = {}
         self._failure: ServerLostError | None = None
@@ -191,7 +183,7 @@ class Outstanding:
 
     @property
     def busy_s(self) -> float:
-        """Seconds in which there was at least one."""
+        """Seconds with at least one request."""
         return self._busy_s + (time.perf_counter() - self._busy_since if self._timeouts else 0.0)
 
     def __len__(self) -> int:
@@ -202,10 +194,10 @@ class Outstanding:
 
     @asynccontextmanager
     async def waiting(self, server_id: str) -> AsyncIterator[None]:
-        """Count a request until the context ends.
+        """Count a request as pending until the context ends.
 
         Raises:
-            ServerLostError: when it fails, see `fail`.
+            ServerLostError: after `fail`.
         """
         try:
             async with asyncio.timeout(None) as timeout:
@@ -218,7 +210,7 @@ class Outstanding:
             raise ServerLostError(str(self._failure)) from self._failure
 
     def fail(self, error: ServerLostError) -> None:
-        """Let all end, because the server is lost."""
+        """Fail all pending requests."""
         self._failure = error
         now = asyncio.get_running_loop().time()
         for timeout in self._timeouts.values():
@@ -226,7 +218,7 @@ class Outstanding:
                 timeout.reschedule(now)
 
     async def wait_until_none(self) -> None:
-        """Return when all have ended."""
+        """Wait until no request is pending."""
         if self._timeouts:
             await self._is_idle.wait()
 

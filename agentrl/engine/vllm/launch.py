@@ -1,4 +1,4 @@
-"""How to start vLLM's own HTTP server. Names are those of vLLM 0.32."""
+"""Start of vLLM's own HTTP server. Names are those of vLLM 0.32."""
 
 import json
 import os
@@ -20,7 +20,7 @@ from agentrl.engine.vllm.common import BACKEND, HOW_TO_INSTALL, engine_arguments
 from agentrl.errors import ConfigError, EngineError
 
 _LOG_CHARACTERS = 4000
-"""How many characters of the server's log go into an error."""
+"""Largest number of characters of the server's log in an error."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -30,7 +30,7 @@ class Server:
     url: str
     process: "subprocess.Popen[bytes]"
     guard: "subprocess.Popen[bytes] | None" = None
-    """Ends the server where this process is killed and cannot."""
+    """Process that ends the server if this process is killed."""
 
     def close(self) -> None:
         """End the server and every process it has started."""
@@ -55,18 +55,18 @@ class Server:
 def start_server(model: Path, *, port: int, log: Path, options: Mapping[str, Any], timeout_s: float) -> Server:
     """Start vLLM's server in a process group of its own, and wait until it answers.
 
-    Whoever reaches the port can run code: it listens on this machine alone, unless `options` has a `host`.
+    Anyone who reaches the port can run code: it listens on this machine only, unless `options` has a `host`.
 
     Args:
         model: folder of a transformers model.
-        port: where to listen.
-        log: file for what the server prints.
-        options: further arguments by the names of vLLM's `EngineArgs`, such as max_model_len; they come before ours.
-        timeout_s: deadline.
+        port: port of the server.
+        log: file for the server's output.
+        options: further arguments, named as in vLLM's `EngineArgs`, such as max_model_len; they override ours.
+        timeout_s: deadline of the start, in seconds.
 
     Raises:
         ConfigError: when vLLM is not installed, or the port is taken.
-        EngineError: when the server ends, or does not answer in time; with the end of its log.
+        EngineError: when the server ends or does not answer in time, with the end of its log.
     """
     if not is_installed():
         raise ConfigError(f"engine.name: vLLM is not installed; {HOW_TO_INSTALL}")
@@ -85,9 +85,9 @@ def start_server(model: Path, *, port: int, log: Path, options: Mapping[str, Any
         )
     server = Server(url=f"http://{f'[{host}]' if ':' in host else host}:{port}", process=process)
     try:
-        server.guard = subprocess.Popen(  # so that no server outlives us, even where we are killed
+        server.guard = subprocess.Popen(  # ends the server even if this process is killed
             [sys.executable, str(Path(__file__).with_name("guard.py")), str(process.pid)],
-            stdin=subprocess.PIPE,  # is never written to: its end tells of ours
+            stdin=subprocess.PIPE,  # never written to; it closes with this process
             start_new_session=True,
         )
         _wait(server, log, timeout_s)
@@ -105,25 +105,25 @@ def _arguments(model: Path, port: int) -> dict[str, Any]:
         "port": port,
         "enable_scale_out": True,
         "weight_transfer_config": {"backend": BACKEND},
-        "enable_prompt_tokens_details": True,  # how much was found in the cache
+        "enable_prompt_tokens_details": True,  # number of cached tokens
         "disable_uvicorn_access_log": True,
     }
     return arguments | ({"dtype": "float32"} if is_cpu else {})
 
 
 def _environment() -> dict[str, str]:
-    """Return what holds where the user has set nothing."""
+    """Return defaults of environment variables that the user has not set."""
     environment = {"VLLM_NO_USAGE_STATS": "1"}
     if not torch.cuda.is_available():
-        # Threads that spin on cores which others use as well slow everything down; compiling takes 18 s.
+        # Threads that spin on shared cores slow everything down; compiling takes 18 s.
         environment |= {"TORCHDYNAMO_DISABLE": "1", "OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
-        # The scheduler's process computes too: one more, which vLLM starts to place threads, takes 15 s of a core to start.
+        # The scheduler's process computes too: another process takes 15 s of a core to start.
         environment |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
     return environment
 
 
 def _command_line(arguments: Mapping[str, Any]) -> list[str]:
-    """Write arguments as vLLM's command line takes them; None leaves one out."""
+    """Format arguments for vLLM's command line; leave out those that are None."""
     line: list[str] = []
     for name, value in arguments.items():
         option = name.replace("_", "-")
@@ -135,7 +135,7 @@ def _command_line(arguments: Mapping[str, Any]) -> list[str]:
 
 
 def _check_port(host: str, port: int) -> None:
-    """Refuse a port that another process has: its answers would be taken for the server's."""
+    """Raise for a port in use: the other process's answers would be taken for the server's."""
     with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:

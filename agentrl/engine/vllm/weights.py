@@ -1,6 +1,7 @@
-"""Weights through a process group: from a trainer to the workers of one server, by gloo, or by NCCL between GPUs.
+"""Weights on their way to vLLM: the model that is served, buckets of weights in the right dtype, and the two ways to send them.
 
-Weights on their way to vLLM's server: in which dtype, in which order, and as files.
+A `Channel` is a process group from a trainer to the workers of one server, by gloo, or by NCCL between GPUs. `write_weights`
+writes files instead.
 """
 
 import asyncio
@@ -24,36 +25,36 @@ from agentrl.errors import EngineError
 from agentrl.models.auto_classes import auto_class
 
 LEFT, RIGHT = ".agentrl_left", ".agentrl_right"
-"""Ends of the names of two matrices whose product is added to a weight."""
+"""Name suffixes of two matrices whose product is added to a weight."""
 _ALIGNMENT = 64
-"""Bytes at a multiple of which each weight begins."""
+"""Alignment of each weight, in bytes."""
 
 
 class Weight(NamedTuple):
     """A weight, and the dtype in which it is sent."""
 
     names: tuple[str, ...]
-    """Several where some are tied."""
+    """Several names if weights are tied."""
     tensor: Tensor
     dtype: torch.dtype
 
     @property
     def num_bytes(self) -> int:
-        """Its size on the way, with what is left free behind it."""
+        """Size of the weight in a bucket, with padding."""
         return _padded(self.tensor.numel() * self.dtype.itemsize)
 
 
 class Bucket(NamedTuple):
-    """Some weights, one behind the other."""
+    """Some weights, one after the other."""
 
     header: Tensor
-    """Bytes of JSON: names, dtype and shape of each."""
+    """JSON as bytes: names, dtype and shape of each weight."""
     payload: Tensor
     """Bytes of the weights."""
 
 
 def pack(weights: Sequence[Weight], device: torch.device) -> Bucket:
-    """Put weights into a bucket on the device from which it is sent; one alone that is as it is sent is not copied."""
+    """Put weights into a bucket on the sending device. A single weight is not copied if it needs no conversion."""
     kinds = [(names, str(dtype).removeprefix("torch."), list(tensor.shape)) for names, tensor, dtype in weights]
     header = torch.frombuffer(bytearray(json.dumps(kinds).encode()), dtype=torch.uint8).to(device)
     if len(weights) == 1:
@@ -66,7 +67,7 @@ def pack(weights: Sequence[Weight], device: torch.device) -> Bucket:
 
 
 def unpack(bucket: Bucket) -> Iterator[tuple[str, Tensor]]:
-    """Yield the weights of a bucket, which stays in memory as long as one of them does."""
+    """Yield the weights of a bucket, which are views of it."""
     kinds = json.loads(bytes(bucket.header.cpu().numpy()))
     shapes = ((getattr(torch, dtype), torch.Size(shape)) for _, dtype, shape in kinds)
     for (names, _, _), tensor in zip(kinds, _views(bucket.payload, shapes), strict=True):
@@ -87,7 +88,7 @@ def _padded(size: int) -> int:
 
 
 def address_towards(host: str, port: int) -> str:
-    """Return the address of this machine by which another one reaches it; nothing is sent."""
+    """Return the address by which `host` reaches this machine; nothing is sent."""
     family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         probe.connect(address)
@@ -95,10 +96,10 @@ def address_towards(host: str, port: int) -> str:
 
 
 class Channel:
-    """One end of a process group that hands over weights once; the sender is its rank 0.
+    """One end of a process group that transfers weights once; rank 0 sends.
 
-    What is on the way: the sizes of a bucket's header and payload, then both; at the end sizes of 0. When one end is closed or
-    dies, the other one's calls raise RuntimeError.
+    Each bucket is sent as the sizes of its header and payload, then both; sizes of 0 mark the end. When one end closes or
+    dies, calls at the other one raise RuntimeError.
     """
 
     def __init__(
@@ -107,12 +108,12 @@ class Channel:
         """Wait for all ranks.
 
         Args:
-            store: where they meet, a TCPStore.
-            rank: of this one.
+            store: TCPStore of the rendezvous.
+            rank: rank of this end.
             size: number of ranks.
-            device: where buckets are; all ranks on GPUs, or none.
-            address: of this machine, by which the others reach it.
-            timeout_s: how long to wait, here and at every bucket.
+            device: device of the buckets: all ranks on GPUs, or none.
+            address: address by which the others reach this machine.
+            timeout_s: deadline here and at every bucket, in seconds.
         """
         timeout = timedelta(seconds=timeout_s)
         self._device = device
@@ -127,47 +128,47 @@ class Channel:
             options._devices = [c10d.ProcessGroupGloo.create_device(hostname=address)]
             options._timeout = timeout
             self._group = c10d.ProcessGroupGloo(store, rank, size, options)
-        self._share(torch.zeros(1, device=device))  # NCCL connects at the first one
+        self._broadcast(torch.zeros(1, device=device))  # NCCL connects at the first one
 
     def send(self, bucket: Bucket) -> None:
-        """Hand over a bucket."""
+        """Send a bucket."""
         self._send_sizes(len(bucket.header), len(bucket.payload))
-        self._share(bucket.header)
-        self._share(bucket.payload)
+        self._broadcast(bucket.header)
+        self._broadcast(bucket.payload)
 
     def end(self) -> None:
-        """Tell that there are no more."""
+        """Mark the end of the weights."""
         self._send_sizes(0, 0)
 
     def receive(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield each weight with its name, while the next bucket comes in."""
-        with ThreadPoolExecutor(1) as beside:
-            coming = beside.submit(self._receive)
+        """Yield each weight with its name, while the next bucket is received."""
+        with ThreadPoolExecutor(1) as executor:
+            coming = executor.submit(self._receive)
             while (bucket := coming.result()) is not None:
-                coming = beside.submit(self._receive)
+                coming = executor.submit(self._receive)
                 yield from unpack(bucket)
 
     def close(self) -> None:
-        """Part from the others."""
+        """Leave the process group."""
         if self._device.type == "cuda" and self._group is not None:
             self._group.abort()
         self._group = None
 
     def _receive(self) -> Bucket | None:
         sizes = torch.zeros(2, dtype=torch.int64, device=self._device)
-        self._share(sizes)
+        self._broadcast(sizes)
         if not sizes.any():
             return None
         header, payload = (torch.empty(size, dtype=torch.uint8, device=self._device) for size in sizes.tolist())
-        self._share(header)
-        self._share(payload)
+        self._broadcast(header)
+        self._broadcast(payload)
         return Bucket(header, payload)
 
     def _send_sizes(self, header: int, payload: int) -> None:
-        self._share(torch.tensor([header, payload], device=self._device))
+        self._broadcast(torch.tensor([header, payload], device=self._device))
 
-    def _share(self, tensor: Tensor) -> None:
-        group = self._group  # kept until the end: whoever drops it last waits for what gloo does
+    def _broadcast(self, tensor: Tensor) -> None:
+        group = self._group  # kept until the end: dropping the last reference waits for gloo
         if group is None:
             raise RuntimeError("the channel is closed")
         options = c10d.BroadcastOptions()
@@ -176,29 +177,29 @@ class Channel:
 
 
 _BUCKET_BYTES = 2**24
-"""Largest size of what is handed over at once, of which there is a copy in memory; a larger weight is handed over alone."""
+"""Largest size of a bucket, of which there is a copy in memory; a larger weight is sent alone."""
 _COMPARED = 2**22
-"""Numbers of a weight that are rounded at once to see whether they stay as they are."""
+"""Numbers of a weight that are rounded at once to see whether rounding changes them."""
 _ROUTERS = (".gate.weight", ".router.weight")
-"""Ends of names of weights that choose among experts: vLLM keeps some in single precision."""
+"""Name suffixes of routers' weights: vLLM keeps some in single precision."""
 
 
-class Answer(NamedTuple):
-    """What a server says of itself."""
+class ServerInfo(NamedTuple):
+    """Configuration that a server reports."""
 
     name: str
-    """Of its model."""
+    """Name of its model."""
     dtype: torch.dtype
-    """What it computes in."""
+    """Dtype in which it computes."""
     logprobs_mode: str
     num_workers: int
-    """Processes of it that can take weights from a channel, all of them. 0: it reads files alone."""
+    """Number of its worker processes, if they can receive from a channel. 0: it reads files only."""
     is_gpu: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServedModel:
-    """What the client must know of the model that the server runs."""
+    """The model that a server runs, as far as the client must know it."""
 
     shapes: Mapping[str, torch.Tensor]
     """Its `state_dict`, without values."""
@@ -207,16 +208,16 @@ class ServedModel:
     num_workers: int = 0
     is_gpu: bool = False
     ties: Mapping[str, str] = field(default_factory=dict)
-    """Weights that are another one, by that one's name."""
+    """Tied weights: name of a weight to the name of the one that it equals."""
 
 
-def read_answer(answer: Any) -> Answer:
-    """Take what matters here from a server's configuration."""
+def parse_server_info(answer: Any) -> ServerInfo:
+    """Parse a server's configuration."""
     config = answer["vllm_config"]
     model, workers = config["model_config"], config["parallel_config"]
     transfer = config.get("weight_transfer_config") or {}
     can_receive = workers["worker_extension_cls"] == EXTENSION and transfer.get("backend") == BACKEND
-    return Answer(
+    return ServerInfo(
         name=str(model["model"]),
         dtype=getattr(torch, model["dtype"].removeprefix("torch.")),
         logprobs_mode=model["logprobs_mode"],
@@ -225,8 +226,8 @@ def read_answer(answer: Any) -> Answer:
     )
 
 
-def read_model(answer: Answer) -> ServedModel:
-    """Read the configuration of the server's model, and what weights such a model has."""
+def load_served_model(answer: ServerInfo) -> ServedModel:
+    """Read the configuration of a server's model, and derive the shapes of its weights."""
     from transformers import AutoConfig
 
     try:
@@ -249,7 +250,7 @@ def read_model(answer: Answer) -> ServedModel:
 
 
 def find_ties(model: torch.nn.Module) -> dict[str, str]:
-    """Return which parameters of a model are another one, by that one's name."""
+    """Return the tied parameters of a model: name to the name of the one that it equals."""
     first: dict[int, str] = {}
     names = {
         name: first.setdefault(id(weight), name) for name, weight in model.named_parameters(remove_duplicate=False)
@@ -260,14 +261,13 @@ def find_ties(model: torch.nn.Module) -> dict[str, str]:
 def in_buckets(
     named_tensors: Iterable[tuple[str, torch.Tensor]], model: ServedModel, *, is_exact: bool = False
 ) -> Iterator[list[Weight]]:
-    """Yield weights, some at a time, each with the dtype in which it is handed over.
+    """Yield weights in buckets, each with the dtype in which it is sent.
 
-    That is the server's for matrices, to which it would round them itself; vectors, of which it keeps some in single
-    precision, and routers stay as they are, and where it is to be exact all that rounding would change.
+    Matrices are sent in the server's dtype, to which it would round them itself. Vectors, some of which it keeps in single
+    precision, and routers keep their dtype; with `is_exact`, so does every weight that rounding would change.
 
     Raises:
-        EngineError: when names or shapes are not the model's. vLLM keeps what is not pushed, and of tied embeddings it
-            keeps a packed copy, which would go stale: so all must be there.
+        EngineError: if names or shapes are not the model's, or weights are missing: vLLM would keep stale ones.
     """
     missing = set(model.shapes)
 
@@ -275,12 +275,12 @@ def in_buckets(
         for name, tensor in named_tensors:
             check_weight(name, tensor, model.shapes)
             missing.discard(name)
-            if name in model.ties:  # goes with the other one
+            if name in model.ties:  # sent with the other one
                 continue
             names = (name, *(tied for tied, other in model.ties.items() if other == name))
             is_rounded = tensor.is_floating_point() and tensor.ndim > 1 and not name.endswith(_ROUTERS)
             if is_rounded and is_exact:
-                parts = tensor.flatten().split(_COMPARED)  # of a whole embedding two copies would be held
+                parts = tensor.flatten().split(_COMPARED)  # in parts: of a whole embedding two copies would be held
                 is_rounded = all(part.to(model.dtype).to(part.dtype).equal(part) for part in parts)
             yield Weight(names, tensor, model.dtype if is_rounded else tensor.dtype)
         if missing:
@@ -292,10 +292,10 @@ def in_buckets(
 def changes_in_buckets(
     changes: Iterable[tuple[str, tuple[torch.Tensor, torch.Tensor]]], model: ServedModel
 ) -> Iterator[list[Weight]]:
-    """Yield what is added to weights, as `in_buckets` yields weights; each product is two that the worker multiplies.
+    """Yield low-rank changes in buckets; each change is two matrices that the worker multiplies.
 
     Raises:
-        EngineError: when names or shapes are not the model's.
+        EngineError: if names or shapes are not the model's.
     """
 
     def checked() -> Iterator[Weight]:
@@ -320,12 +320,12 @@ def _in_buckets(weights: Iterable[Weight]) -> Iterator[list[Weight]]:
 
 
 async def write_weights(folder: Path, buckets: Iterable[list[Weight]], *, has_ties: bool) -> None:
-    """Write weights as files that vLLM's loader reads, a bucket in each.
+    """Write weights as files that vLLM's loader reads, one bucket per file.
 
     Args:
-        folder: where.
+        folder: existing folder for the files.
         buckets: the weights.
-        has_ties: weights that are another one are written too, each in a file of its own.
+        has_ties: write tied weights under each of their names, in files of their own.
     """
     num_files = 0
     for bucket in buckets:

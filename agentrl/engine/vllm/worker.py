@@ -1,4 +1,4 @@
-"""What agentrl adds to vLLM's workers; loaded by vLLM, in whatever process they are. Names are those of vLLM 0.32."""
+"""Extension of vLLM's workers, loaded by vLLM in their processes. Names are those of vLLM 0.32."""
 
 import logging
 from collections.abc import Callable, Iterable, Iterator
@@ -20,18 +20,18 @@ from agentrl.engine.vllm.weights import LEFT, RIGHT, Channel, address_towards
 
 
 class WorkerExtension:
-    """Mixed into vLLM's worker; each method is called on every worker by `collective_rpc`."""
+    """Mixin of vLLM's worker, whose methods `collective_rpc` calls on every worker."""
 
     model_runner: Any
     weight_transfer_engine: Any
     finish_weight_update: Callable[[], None]
 
-    def draw_where_left_off(self) -> None:
-        """Let a request that continues an interrupted one draw the random numbers that come next there.
+    def continue_random_numbers(self) -> None:
+        """Make a request that continues an interrupted one draw the next random numbers of that one.
 
         On a CPU, vLLM gives each request a generator of its own and takes one number from it at every token
         (`TopKTopPSampler.forward_cpu`), so a resubmitted request would repeat the first ones. The model runner for GPUs
-        draws by seed and position, and needs nothing. Asked twice, it is done once.
+        draws by seed and position, and needs nothing. A second call does nothing.
         """
         runner = self.model_runner
         if runner.device.type != "cpu" or hasattr(runner, "agentrl_skips"):
@@ -51,7 +51,7 @@ class WorkerExtension:
         runner._update_states = update_and_skip
 
     def read_weights(self, *, paths: list[str], ties: dict[str, str]) -> None:
-        """Replace the weights by those of files; a weight is loaded under the names that are tied to it as well."""
+        """Replace the weights by those of files; load each weight under the names tied to it as well."""
 
         def read() -> Iterator[tuple[str, torch.Tensor]]:
             for path in paths:
@@ -62,32 +62,32 @@ class WorkerExtension:
         self.weight_transfer_engine.load(read(), Update(base=None, brings_base=False))
 
     def end_open_update(self) -> None:
-        """End an update of a trainer that was killed before it could: another one would be refused."""
+        """End an update left open by a killed trainer, which would block the next one."""
         with suppress(RuntimeError):  # there is none
             self.finish_weight_update()
 
     def begin_reload(self) -> None:
-        """Let the model take other weights."""
+        """Prepare the model for other weights."""
         initialize_layerwise_reload(self.model_runner.get_model())
 
     def reload_some(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Take some of them."""
+        """Load some weights."""
         with set_current_vllm_config(self.model_runner.vllm_config):
             self.model_runner.get_model().load_weights(weights)
 
     def end_reload(self) -> None:
-        """Put the model together again; where weights are missing it has some of before, and can take others."""
+        """Finish the reload; the model keeps its earlier weights for those that are missing."""
         with set_current_vllm_config(self.model_runner.vllm_config):
             _finalize(self.model_runner.get_model(), self.model_runner.model_config)
 
     def forget_kernels(self) -> None:
-        """Drop what experts' layers on a CPU have packed, before a reload: it would be packed again from packed weights."""
+        """Drop the packed weights of experts' layers on a CPU before a reload, which would pack them twice."""
         _forget_kernels(self.model_runner.get_model())
 
 
 @dataclass(kw_only=True)
-class Meeting(WeightTransferInitInfo):
-    """Where a trainer waits for all workers, and how long each side waits for the other."""
+class Rendezvous(WeightTransferInitInfo):
+    """Address at which a trainer waits for all workers, and how long each side waits for the other."""
 
     host: str
     port: int
@@ -99,37 +99,37 @@ class Meeting(WeightTransferInitInfo):
 
 @dataclass(kw_only=True)
 class Update(WeightTransferUpdateInfo):
-    """What comes through the channel.
+    """Contents of the channel.
 
-    With a name of a `base` changes come first, and are added to the weights that follow or, where it brings none, that were
-    kept from the update which brought them.
+    With the name of a `base`, changes come first; they are added to the weights that follow, or else to those kept under that
+    name.
     """
 
     base: str | None
     brings_base: bool
 
 
-class ChannelTransferEngine(WeightTransferEngine[Meeting, Update]):
-    """Takes a policy's weights from a `Channel`: a backend of vLLM's weight transfer, for CPUs and GPUs.
+class ChannelTransferEngine(WeightTransferEngine[Rendezvous, Update]):
+    """Backend of vLLM's weight transfer that receives a policy's weights from a `Channel`, on CPUs and GPUs.
 
-    An update needs a meeting before it, and ends it: nothing survives a killed trainer that the next one would have to know.
-    The model is taken apart and put together within `receive_weights`, whatever happens to the trainer meanwhile.
+    Each update needs a rendezvous before it and ends its channel, so that a killed trainer leaves nothing behind. The whole
+    reload happens within `receive_weights`, whatever happens to the trainer meanwhile.
     """
 
-    init_info_cls = Meeting
+    init_info_cls = Rendezvous
     update_info_cls = Update
     supports_draft_weight_update = False
     base: tuple[str, list[tuple[str, torch.Tensor]]] | None = None
-    """The weights that adapters change, in this machine's memory, and by what name the trainer knows them."""
+    """Weights that adapters change, in this machine's memory, and the trainer's name for them."""
     _channel: Channel | None = None
 
-    def init_transfer_engine(self, init_info: Meeting) -> None:
+    def init_transfer_engine(self, init_info: Rendezvous) -> None:
         """Connect with a trainer."""
         self.shutdown()
         timeout = timedelta(seconds=init_info.join_s)
         store = TCPStore(init_info.host, init_info.port, is_master=False, timeout=timeout)
         rank = 1 + self.parallel_config.rank
-        store.set(str(rank), "")  # it waits for us there
+        store.set(str(rank), "")  # the trainer waits for this key
         self._channel = Channel(
             store,
             rank=rank,
@@ -143,31 +143,31 @@ class ChannelTransferEngine(WeightTransferEngine[Meeting, Update]):
         """Do nothing: see `receive_weights`."""
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
-        """Take weights, and wait until they are where they are needed."""
+        """Receive weights, and wait until they are on the device."""
         self.receive_weights(self.parse_update_info(update_info))
         if self.device.type != "cpu":
             torch.accelerator.synchronize()
 
     def receive_weights(self, update_info: Update) -> None:
-        """Replace the weights by what the trainer sends."""
+        """Replace the weights by those that the trainer sends."""
         if self._channel is None:
-            raise RuntimeError("an update of weights needs a meeting with the trainer before it")
+            raise RuntimeError("an update of weights needs a rendezvous with the trainer before it")
         try:
             self.load(self._channel.receive(), update_info)
         finally:
-            self.shutdown()  # where we fail, the trainer hears of it by that
+            self.shutdown()  # a closed channel shows the trainer that this side failed
 
     def finish_weight_update(self) -> None:
         """Do nothing: see `receive_weights`."""
 
     def shutdown(self) -> None:
-        """Let go of the trainer."""
+        """Close the channel to the trainer."""
         if self._channel is not None:
             self._channel.close()
             self._channel = None
 
     def load(self, received: Iterable[tuple[str, torch.Tensor]], update: Update) -> None:
-        """Load all weights, or those that adapters change."""
+        """Load all weights, or only those that adapters change."""
         if update.base is None or update.brings_base:
             self.base = None
         elif self.base is None or self.base[0] != update.base:
@@ -184,7 +184,7 @@ class ChannelTransferEngine(WeightTransferEngine[Meeting, Update]):
                 _finalize(self.model, self.model_config)
 
     def _adapt(self, received: Iterable[tuple[str, torch.Tensor]], base: str) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield weights with what is added to them; keep those that are needed for other changes, under a name."""
+        """Yield weights with their changes added; keep the weights that later changes need."""
         matrices: dict[str, torch.Tensor] = {}
 
         def adapted(name: str, weight: torch.Tensor) -> torch.Tensor:
@@ -199,7 +199,7 @@ class ChannelTransferEngine(WeightTransferEngine[Meeting, Update]):
             if name.endswith((LEFT, RIGHT)):
                 matrices[name] = tensor
                 continue
-            # vLLM puts some weights together, such as those of query, key and value: they are loaded again together.
+            # vLLM merges some weights, such as query, key and value, which must be reloaded together.
             parts = parts or tuple({name.rsplit(".", 3)[0] + "." for name in matrices})
             if name.startswith(parts):
                 kept.append((name, tensor.cpu()))
@@ -213,7 +213,7 @@ class ChannelTransferEngine(WeightTransferEngine[Meeting, Update]):
 
 
 def _finalize(model: torch.nn.Module, model_config: Any) -> None:
-    # Of layers that keep what they had it warns, each time: adapters change some alone.
+    # It warns about layers that keep their weights, each time: adapters change only some.
     logging.getLogger(finalize_layerwise_reload.__module__).setLevel(logging.ERROR)
     finalize_layerwise_reload(model, model_config)
 
