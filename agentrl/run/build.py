@@ -166,7 +166,7 @@ def _build(
             history=recipe.rollout.history,
             temperature=recipe.rollout.temperature,
             max_tokens=recipe.train.max_tokens_per_micro_batch,
-            is_sharded=recipe.train.is_shared_out(num_processes()),
+            is_sharded=recipe.train.is_sharded(num_processes()),
             seed=recipe.seed,
             autocast=accelerator.autocast,
         )
@@ -264,7 +264,7 @@ def _journal(recipe: Recipe) -> Journal | None:
 def _new_policy(recipe: Recipe, loaded: Loaded, device: torch.device) -> tuple[Policy, str | None]:
     """Return the model as it is trained, and what to tell of the layout of its rows."""
     model, is_half = loaded.model, recipe.train.precision == "bfloat16"
-    is_rounded = recipe.model.lora is not None and is_half and not recipe.train.is_shared_out(num_processes())
+    is_rounded = recipe.model.lora is not None and is_half and not recipe.train.is_sharded(num_processes())
     is_whole = not (loaded.shares or is_rounded)
     if is_whole:
         model.to(device)
@@ -290,8 +290,8 @@ def _new_reference(recipe: Recipe, credit: CreditScheme, policy: Policy) -> Poli
     """Return a copy of the policy, where something reads one. It shares what is not trained; but shards have one owner."""
     if recipe.loss.kl_coefficient == 0 and Need.REFERENCE_LOGPROBS not in credit.requirements():
         return None
-    is_shared_out = recipe.train.is_shared_out(num_processes())
-    frozen = [p for p in policy.parameters() if not p.requires_grad and not is_shared_out]
+    is_sharded = recipe.train.is_sharded(num_processes())
+    frozen = [p for p in policy.parameters() if not p.requires_grad and not is_sharded]
     return copy.deepcopy(policy, {id(p): p for p in frozen})
 
 

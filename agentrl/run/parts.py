@@ -29,7 +29,7 @@ from agentrl.models.auto_classes import fix_frequencies, freeze_towers
 from agentrl.models.moe import experts_of
 from agentrl.policy.layout import choose_layout
 from agentrl.policy.model import Policy, load_pretrained, make_local_model
-from agentrl.policy.sharded_checkpoint import load_shares
+from agentrl.policy.sharded_checkpoint import load_sharded
 from agentrl.recipe.config import Recipe
 from agentrl.rollout import RolloutPool, Tasks, describe_env
 from agentrl.rollout.demonstrations import Demonstration, demonstrations
@@ -117,8 +117,8 @@ def load_model(recipe: Recipe, runner: asyncio.Runner, *, tasks: Tasks, tokenize
     settings = recipe.model
     if settings.name_or_path is not None:
         shares: dict[str, Tensor] = {}
-        if recipe.train.is_shared_out(num_processes()):
-            model, tokenizer, shares = load_shares(settings.name_or_path, attention=settings.attention)
+        if recipe.train.is_sharded(num_processes()):
+            model, tokenizer, shares = load_sharded(settings.name_or_path, attention=settings.attention)
         else:
             model, tokenizer = load_pretrained(settings.name_or_path, attention=settings.attention)
         fix_frequencies(model, recipe.rollout.max_context_tokens)
