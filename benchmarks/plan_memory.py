@@ -214,13 +214,13 @@ def update(recipe: Recipe, tokens: int) -> None:
         add_lora(model, recipe.model.lora)
     if train.gradient_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
-    is_shared_out = train.is_shared_out(accelerator.num_processes)
-    if recipe.model.lora is not None and half and not is_shared_out:
+    is_sharded = train.is_sharded(accelerator.num_processes)
+    if recipe.model.lora is not None and half and not is_sharded:
         round_frozen(model)
     policy, reference = Policy(model, layout="tree"), None
     del model
     if recipe.loss.kl_coefficient:
-        frozen = [p for p in policy.parameters() if not p.requires_grad and not is_shared_out]
+        frozen = [p for p in policy.parameters() if not p.requires_grad and not is_sharded]
         reference = copy.deepcopy(policy, {id(p): p for p in frozen})
     state = PolicyState(policy, accelerator=accelerator, config=train, reference=reference)
     learner = Learner(state, loss=recipe.loss, config=train, temperature=1.0, seed=0)

@@ -35,7 +35,7 @@ def batch(num_groups: int, group_size: int, num_tokens: int) -> TokenBatch:
             positions_T = np.arange(num_tokens // 4, len(ids_L))
             rows.append([Row(ids_L=ids_L, positions_T=positions_T, turn_T=np.zeros_like(positions_T))])
             ids.append(str(group))
-    return TokenBatch.of_rows(rows, group_ids=ids)
+    return TokenBatch.from_rows(rows, group_ids=ids)
 
 
 def main() -> None:

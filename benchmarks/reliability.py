@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from benchmarks.hostile.cases import Tally, warm_up
+from benchmarks.hostile.cases import MinibatchStats, warm_up
 from benchmarks.hostile.environments import try_environments
 from benchmarks.hostile.folders import try_folders
 from benchmarks.hostile.kills import try_real_kills, try_simulated_kills
@@ -42,9 +42,9 @@ HEADER = (
 _EXAMPLES = re.compile(r"^(\S+::\S.*):$|^\s+- (\d+) passing, (\d+) failing,? and", re.MULTILINE)
 
 
-def try_properties(folder: Path, every: int) -> Tally:
+def try_properties(folder: Path, every: int) -> MinibatchStats:
     """Run the property-based tests of what enters from outside, with the nightly profile; count the examples of each."""
-    tally = Tally("an example of a property-based test")
+    tally = MinibatchStats("an example of a property-based test")
     profile = "nightly" if every == 1 else "ci"
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "hypothesis", "--timeout", "3600"]
     command += ["--hypothesis-show-statistics", *(PROPERTIES if every == 1 else PROPERTIES[-1:])]
@@ -70,7 +70,7 @@ def try_properties(folder: Path, every: int) -> Tally:
     return tally
 
 
-CATEGORIES: dict[str, Callable[[Path, int], Tally]] = {
+CATEGORIES: dict[str, Callable[[Path, int], MinibatchStats]] = {
     "recipes": try_recipes,
     "folders": try_folders,
     "environments": try_environments,
@@ -81,13 +81,13 @@ CATEGORIES: dict[str, Callable[[Path, int], Tally]] = {
 }
 
 
-def measure(category: str, *, every: int = 1) -> Tally:
+def measure(category: str, *, every: int = 1) -> MinibatchStats:
     """Try a category; every so many-th case of it."""
     with tempfile.TemporaryDirectory(prefix="agentrl-reliability-") as folder:
         return CATEGORIES[category](Path(folder) / "cases", every)
 
 
-def row(category: str, tally: Tally, *, minutes: float) -> str:
+def row(category: str, tally: MinibatchStats, *, minutes: float) -> str:
     """Return a row of the table."""
     kinds = ", ".join(
         f"{count:,} {words}" for words, count in sorted(tally.outcomes.items()) if words != "failed" and count

@@ -46,11 +46,11 @@ class Row:
     """Where the tokens in question stand, in the order in which they were sampled. L: the unknown one after the end."""
     turn_T: IntArray
     """Number of the turn of each within the trajectory."""
-    experts: tuple["ToldExperts", ...] = ()
+    experts: tuple["EngineExperts", ...] = ()
     """What the engine told of the experts that it chose for these tokens."""
 
 
-class ToldExperts(NamedTuple):
+class EngineExperts(NamedTuple):
     """Experts of neighbouring tokens of a row (see `Completion.experts`)."""
 
     start: int
@@ -66,10 +66,10 @@ def rows_of(turns: Sequence[Turn | TurnTokens]) -> list[Row]:
         ids: list[int] = []
         positions: list[int] = []
         numbers: list[int] = []
-        experts: list[ToldExperts] = []
+        experts: list[EngineExperts] = []
         for k, turn in enumerate(turns[begin:end], start=begin):
             if isinstance(turn, Turn) and turn.experts:
-                experts.append(ToldExperts(max(0, len(ids) - 1), turn.experts))
+                experts.append(EngineExperts(max(0, len(ids) - 1), turn.experts))
             ids.extend(turn.observation_ids)
             positions.extend(range(len(ids), len(ids) + len(turn.action_ids)))
             ids.extend(turn.action_ids)
@@ -122,16 +122,16 @@ class TokenBatch:
     """Number of the turn within the trajectory."""
     groups: list[int]
     """Number of the group of each trajectory."""
-    experts: list[tuple[ToldExperts, ...]]
+    experts: list[tuple[EngineExperts, ...]]
     """What the engine told of the experts of each of the R rows."""
 
     @classmethod
-    def of(cls, trajectories: Sequence[Trajectory]) -> Self:
+    def from_trajectories(cls, trajectories: Sequence[Trajectory]) -> Self:
         """Lay out trajectories, with all of their action tokens."""
-        return cls.of_rows([rows_of(t.turns) for t in trajectories], group_ids=[t.group_id for t in trajectories])
+        return cls.from_rows([rows_of(t.turns) for t in trajectories], group_ids=[t.group_id for t in trajectories])
 
     @classmethod
-    def of_rows(cls, rows: Sequence[Sequence[Row]], *, group_ids: Sequence[str]) -> Self:
+    def from_rows(cls, rows: Sequence[Sequence[Row]], *, group_ids: Sequence[str]) -> Self:
         """Lay out the rows of each trajectory, and the group that it belongs to."""
         owned = [(number, row) for number, of_trajectory in enumerate(rows) for row in of_trajectory]
         lengths = np.array([len(row.positions_T) for _, row in owned], dtype=np.int64)
@@ -155,7 +155,7 @@ class TokenBatch:
         """Return the number of tokens."""
         return len(self.target_T)
 
-    def kept(self, keep_T: npt.NDArray[np.bool_]) -> Self:
+    def select(self, keep_T: npt.NDArray[np.bool_]) -> Self:
         """Return the batch of some of its tokens; the others are context only."""
         return replace(
             self,
@@ -300,12 +300,12 @@ class LossColumns:
     trajectory_T: Tensor
     """Number of the token's trajectory in the minibatch."""
 
-    def at(self, token_T: Int32Array) -> "LossColumns":
+    def select(self, token_T: Int32Array) -> "LossColumns":
         """Return the columns of some tokens; ratio units are numbered from 0 among them."""
-        found = self.mapped(lambda column_T: column_T[token_T])
+        found = self.map(lambda column_T: column_T[token_T])
         return replace(found, unit_T=torch.unique(found.unit_T, return_inverse=True)[1])
 
-    def mapped(self, function: Callable[[Tensor], Tensor]) -> "LossColumns":
+    def map(self, function: Callable[[Tensor], Tensor]) -> "LossColumns":
         """Return what a function makes of each column."""
         return LossColumns(**{field.name: function(getattr(self, field.name)) for field in fields(self)})
 
@@ -330,7 +330,7 @@ def make_batch(
         credit.check(trajectory)
     turns = [turn for trajectory in trajectories for turn in trajectory.turns]
     keep_T = np.concatenate([np.empty(0, dtype=np.bool_), *(credit.keep_T for credit in credits)])
-    tokens = TokenBatch.of(trajectories).kept(keep_T)
+    tokens = TokenBatch.from_trajectories(trajectories).select(keep_T)
     advantage_T = np.concatenate([np.empty(0), *(credit.advantages_T for credit in credits)])[keep_T]
     behavior_T = np.concatenate([np.empty(0), *(turn.behavior_logprobs for turn in turns)])[keep_T]
     version_T = np.concatenate([np.empty(0, dtype=np.int64), *(turn.versions for turn in turns)])[keep_T]

@@ -249,7 +249,7 @@ class LossConfig(BaseModel):
     def _clipped_unit(self) -> RatioUnit:
         return "token" if self.trust == "token" else self.unit
 
-    def ratio_in_words(self) -> str:
+    def describe_ratio(self) -> str:
         """Return what the ratio is taken of, and what ends the push on a token."""
         low, high = self.clip_range()
         ends = {
@@ -367,7 +367,7 @@ class TrainConfig(BaseModel):
             raise ValueError(f"optimizer: {self.optimizer} cannot be shared out (sharding: full); set it to adamw")
         return self
 
-    def is_shared_out(self, num_processes: int) -> bool:
+    def is_sharded(self, num_processes: int) -> bool:
         """Tell whether weights are shared out: one process alone has them whole, whatever `sharding` is."""
         return self.sharding == "full" and num_processes > 1
 

@@ -65,7 +65,7 @@ def collapsed_since(rows: Sequence[Row]) -> int:
     return found[1]
 
 
-def first_told(found: Mapping[Sign, str], rows: Sequence[Row]) -> dict[Sign, str]:
+def newly_detected(found: Mapping[Sign, str], rows: Sequence[Row]) -> dict[Sign, str]:
     """Return what to tell: each sign once in a run, and where a policy collapsed, not what follows from it.
 
     Args:

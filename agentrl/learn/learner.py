@@ -28,22 +28,22 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from agentrl.credit import Credit
-from agentrl.distributed.processes import all_gather, dealt, from_rank_zero, num_processes
+from agentrl.distributed.processes import all_gather, from_rank_zero, num_processes, scatter
 from agentrl.errors import ConfigError, TrainingError
 from agentrl.learn.batch import LossColumns, TokenBatch, make_batch
-from agentrl.learn.calibration import Aim, Shown, joined, observed, range_metrics
+from agentrl.learn.calibration import ClipStats, ClipTarget, clip_stats, merge_clip_stats, range_metrics
 from agentrl.learn.config import LossConfig, TrainConfig
-from agentrl.learn.line_search import KeptVersions, Reach
+from agentrl.learn.line_search import KeptVersions, KLLineSearch
 from agentrl.learn.metrics import (
+    MinibatchStats,
     Observations,
-    Tally,
-    TokenNotes,
+    TokenDiagnostics,
     anchor_metrics,
     effective_samples,
     first_metrics,
     update_metrics,
 )
-from agentrl.learn.micro_batch_loss import Before, Earlier, micro_batch_loss, trust_region
+from agentrl.learn.micro_batch_loss import AnchorState, StaleTokens, micro_batch_loss, trust_region
 from agentrl.learn.plan import MicroBatch, PassTokens, Planner, draw_minibatches
 from agentrl.learn.policy_state import PolicyState
 from agentrl.models.moe import UNKNOWN, changed_share, experts_of, recording, replaying, routers_of
@@ -170,8 +170,8 @@ class TrainingPass(NamedTuple):
 class Gradient(NamedTuple):
     """What computing a minibatch's gradient showed."""
 
-    tally: Tally
-    shown: Shown
+    tally: MinibatchStats
+    shown: ClipStats
     """Empty without `trust: calibrated`."""
     observations: Observations
     """Of this process."""
@@ -197,7 +197,7 @@ class Learner:
             seed: of the drawing of minibatches.
         """
         self.state = state
-        self.notes = TokenNotes()
+        self.notes = TokenDiagnostics()
         """What the newest update computed of each token."""
         self.kept = KeptVersions(state.policy.parameters(), most=loss.kept_versions if loss.anchor == "sampled" else 0)
         """Weights of the versions before, by which stale tokens are compared."""
@@ -207,7 +207,7 @@ class Learner:
         policy = state.policy
         self._layout = policy.layout
         self._is_routed = is_routed(state, must_be=loss.routing_replay != "none")
-        self._planner = Planner.of(
+        self._planner = Planner.for_policy(
             policy,
             max_tokens=config.max_tokens_per_micro_batch,
             device=state.device,
@@ -252,28 +252,28 @@ class Learner:
         """
         minibatches = self.draw(groups, credits, version=version)
         plans = [self.plan(minibatch) for minibatch in minibatches]
-        befores = self._before(minibatches, plans, version=version)
+        anchors = self._anchor_states(minibatches, plans, version=version)
         known = {version, *self.kept.versions}
         self.kept.keep(version)
         state = self.state
         state.wrapped.train()
-        tallies: list[Tally] = []
-        shown: list[Shown] = []
-        self.notes = TokenNotes()
+        tallies: list[MinibatchStats] = []
+        shown: list[ClipStats] = []
+        self.notes = TokenDiagnostics()
         num_updates = 0
         of_experts: dict[str, float] = {}
         routed = self._first_routed(minibatches[0]) if self._is_routed and plans[0] else None
-        reach = Reach(state, target=self._config.target_kl)
+        reach = KLLineSearch(state, target=self._config.target_kl)
         # What the last update is measured by. In the first minibatch the policy is its own anchor, wherever it is.
         last = max((index for index, plan in enumerate(plans) if plan), default=0)
-        shown_last = self._present(plans[0]) if reach.target is not None and last == 0 else befores[last]
+        shown_last = self._present(plans[0]) if reach.target is not None and last == 0 else anchors[last]
         for index, plan in enumerate(plans):
             if plan:
                 add_gradients = partial(
-                    self.add_gradients, plan, befores[index], version=version, is_updated=num_updates > 0
+                    self.add_gradients, plan, anchors[index], version=version, is_updated=num_updates > 0
                 )
                 gradient = add_gradients()
-                if reach.shorten(gradient.tally, partial(self.show, plan, befores[index], version=version)):
+                if reach.backtrack(gradient.tally, partial(self.show, plan, anchors[index], version=version)):
                     state.optimizer.zero_grad()
                     gradient = add_gradients()
                 tally = gradient.tally
@@ -287,10 +287,10 @@ class Learner:
                     )
                 tallies.append(tally)
                 shown.append(gradient.shown)
-                state.calibration = state.calibration.after(gradient.shown, Aim.of(self.loss))
+                state.calibration = state.calibration.updated(gradient.shown, ClipTarget.from_config(self.loss))
                 if tally.grad_norm > 0:  # else AdamW would move by momentum alone, and forget how large gradients are
                     share = effective_samples(tally) if self._config.ess_scaling else 1.0
-                    reach.begin_update()
+                    reach.keep_weights()
                     tallies[-1] = replace(tally, learning_rate=state.update(rate_factor=math.sqrt(share)))
                     num_updates += 1
                 state.optimizer.zero_grad()
@@ -300,7 +300,7 @@ class Learner:
             state.advance_schedule()
         if num_updates and reach.target is not None:
             show_last = partial(self.show, plans[last], shown_last, version=version)
-            reach.shorten(show_last(), show_last)
+            reach.backtrack(show_last(), show_last)
         skipped = {"skipped_minibatches": float(len(plans) - num_updates), **reach.metrics()}
         if not tallies:  # no token was computed: of none there is no mean
             return skipped
@@ -337,11 +337,11 @@ class Learner:
         def shares() -> list[list[tuple[PassTokens, LossColumns]]]:
             tokens, columns = self._batch(minibatch)
             computed = range(minibatch.num_computed)
-            of_all = self._planner.deal(tokens, num_processes=num_processes(), trajectories=computed)
-            return [[(each, columns.at(each.token_T)) for each in share] for share in of_all]
+            of_all = self._planner.assign(tokens, num_processes=num_processes(), trajectories=computed)
+            return [[(each, columns.select(each.token_T)) for each in share] for share in of_all]
 
-        passes = [(self._planner.lay_out(tokens), columns) for tokens, columns in dealt(shares)]
-        return [TrainingPass(micro, columns.mapped(micro.placed)) for micro, columns in passes]
+        passes = [(self._planner.lay_out(tokens), columns) for tokens, columns in scatter(shares)]
+        return [TrainingPass(micro, columns.map(micro.to_device)) for micro, columns in passes]
 
     def _batch(self, minibatch: CreditedMinibatch) -> tuple[TokenBatch, LossColumns]:
         return make_batch(
@@ -353,11 +353,11 @@ class Learner:
         )
 
     def add_gradients(
-        self, plan: Sequence[TrainingPass], befores: Sequence[Before], *, version: int, is_updated: bool = True
+        self, plan: Sequence[TrainingPass], anchors: Sequence[AnchorState], *, version: int, is_updated: bool = True
     ) -> Gradient:
         """Add up a minibatch's gradient and clip it. Whether an update of the step came before, calibration asks."""
         observations = Observations()
-        for number, (training_pass, before) in enumerate(zip(plan, befores, strict=True)):
+        for number, (training_pass, before) in enumerate(zip(plan, anchors, strict=True)):
             check_interrupt()
             with (
                 self._accumulating(is_last=number == len(plan) - 1),
@@ -368,23 +368,23 @@ class Learner:
                 # Processes average their gradients; the loss is a sum over all of them.
                 self._accelerator.backward(loss * self._accelerator.num_processes)
         is_calibrated = self.loss.trust == "calibrated"
-        aim = Aim.of(self.loss)
-        own = observed(observations, aim, version=version, is_updated=is_updated) if is_calibrated else {}
-        tallies, shown = zip(*all_gather([(Tally.of(observations), own)]), strict=True)
+        target = ClipTarget.from_config(self.loss)
+        own = clip_stats(observations, target, version=version, is_updated=is_updated) if is_calibrated else {}
+        tallies, shown = zip(*all_gather([(MinibatchStats.from_observations(observations), own)]), strict=True)
         norm = self._accelerator.clip_grad_norm_(self.state.wrapped.parameters(), self._config.max_grad_norm)
         grad_norm = float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
-        tally = replace(Tally.joined(tallies), grad_norm=grad_norm, learning_rate=self.state.learning_rate)
-        return Gradient(tally, joined(shown), observations)
+        tally = replace(MinibatchStats.merge(tallies), grad_norm=grad_norm, learning_rate=self.state.learning_rate)
+        return Gradient(tally, merge_clip_stats(shown), observations)
 
-    def show(self, plan: Sequence[TrainingPass], befores: Sequence[Before], *, version: int) -> Tally:
+    def show(self, plan: Sequence[TrainingPass], anchors: Sequence[AnchorState], *, version: int) -> MinibatchStats:
         """Return what a minibatch shows of the present weights. No gradient."""
         observations = Observations()
-        for training_pass, before in zip(plan, befores, strict=True):
+        for training_pass, before in zip(plan, anchors, strict=True):
             check_interrupt()
             routing = self._routing(training_pass.micro, before)
             with torch.no_grad(), attending(self.state.policy.model, self._layout), routing:
                 self._pass_loss(training_pass, before, observations, version)
-        return Tally.joined(all_gather([Tally.of(observations)]))
+        return MinibatchStats.merge(all_gather([MinibatchStats.from_observations(observations)]))
 
     def _accumulating(self, *, is_last: bool) -> AbstractContextManager[Any]:
         """Return a context in which gradients are added up on this process, and with the others' at the last.
@@ -393,9 +393,9 @@ class Learner:
         """
         return nullcontext() if is_last or self.state.is_sharded else self._accelerator.no_sync(self.state.wrapped)
 
-    def _before(
+    def _anchor_states(
         self, minibatches: list[CreditedMinibatch], plans: list[list[TrainingPass]], *, version: int
-    ) -> list[list[Before]]:
+    ) -> list[list[AnchorState]]:
         """Return what each pass gives before the first update, by the same plan and precision as in training.
 
         Of the first minibatch nothing is computed: there the policy itself is the anchor, exactly, whatever the noise of a
@@ -406,27 +406,27 @@ class Learner:
         is_bounded = self._config.target_kl is not None
         is_stale = is_bounded and from_rank_zero(lambda: any(minibatch.is_stale(version) for minibatch in minibatches))
         if of_behavior and not is_stale:
-            return [[Before() for _ in plan] for plan in plans]
+            return [[AnchorState() for _ in plan] for plan in plans]
         self.state.wrapped.train()
-        befores = [[Before(is_start=True) for _ in plans[0]], *map(self._present, plans[1:])]
+        anchors = [[AnchorState(is_start=True) for _ in plans[0]], *map(self._present, plans[1:])]
         if of_behavior:  # its experts are not those of the sampling version
-            befores = [[before._replace(experts_JPX=None) for before in of_minibatch] for of_minibatch in befores]
-        return self._with_earlier(plans, befores, version=version) if self.loss.anchor == "sampled" else befores
+            anchors = [[before._replace(experts_JPX=None) for before in of_minibatch] for of_minibatch in anchors]
+        return self._with_earlier(plans, anchors, version=version) if self.loss.anchor == "sampled" else anchors
 
-    def _present(self, plan: Sequence[TrainingPass]) -> list[Before]:
+    def _present(self, plan: Sequence[TrainingPass]) -> list[AnchorState]:
         """Return what each pass gives under the present weights."""
         found = []
         for micro, _ in plan:
             check_interrupt()
-            with torch.no_grad(), self._routing(micro, Before()) as experts:
+            with torch.no_grad(), self._routing(micro, AnchorState()) as experts:
                 logprobs_T = self._forward(self.state.wrapped, micro)[0]
             is_replayed = self.loss.routing_replay == "trainer"
-            found.append(Before(logprobs_T, experts_JPX=experts[0].cpu() if is_replayed else None))
+            found.append(AnchorState(logprobs_T, experts_JPX=experts[0].cpu() if is_replayed else None))
         return found
 
     def _with_earlier(
-        self, plans: list[list[TrainingPass]], befores: list[list[Before]], *, version: int
-    ) -> list[list[Before]]:
+        self, plans: list[list[TrainingPass]], anchors: list[list[AnchorState]], *, version: int
+    ) -> list[list[AnchorState]]:
         """Add log-probabilities of tokens of earlier versions under the weights that sampled them.
 
         The engine's, where those weights are not kept.
@@ -440,19 +440,19 @@ class Learner:
                     check_interrupt()
                     is_its_own_T = columns.version_T == earlier
                     if is_its_own_T.any() or self._accelerator.num_processes > 1:  # a pass takes all of them
-                        with self._routing(micro, Before()):
+                        with self._routing(micro, AnchorState()):
                             recomputed_T = self._forward(self.state.wrapped, micro)[0]
                         logprobs_T[is_its_own_T] = recomputed_T[is_its_own_T].to(logprobs_T.dtype)
         found = iter(zip(passes, logprobs, strict=True))
         return [
             [
-                before._replace(earlier=Earlier(columns.version_T != version, logprobs_T))
+                before._replace(earlier=StaleTokens(columns.version_T != version, logprobs_T))
                 for before, ((_, columns), logprobs_T) in zip(of_minibatch, found, strict=False)
             ]
-            for of_minibatch in befores
+            for of_minibatch in anchors
         ]
 
-    def _routing(self, micro: MicroBatch, before: Before) -> AbstractContextManager[list[Tensor]]:
+    def _routing(self, micro: MicroBatch, before: AnchorState) -> AbstractContextManager[list[Tensor]]:
         """Return a context in which the experts of a pass are noted, and are the engine's or those of before, where known."""
         if not self._is_routed:
             return nullcontext([])
@@ -466,7 +466,7 @@ class Learner:
 
         def first() -> PassTokens:
             tokens, _ = self._batch(minibatch)
-            return self._planner.deal(tokens, trajectories=range(minibatch.num_computed))[0][0]
+            return self._planner.assign(tokens, trajectories=range(minibatch.num_computed))[0][0]
 
         micro = self._planner.lay_out(from_rank_zero(first))
         return micro, self._experts(micro)
@@ -483,7 +483,7 @@ class Learner:
         return logprobs_T, entropy_T
 
     def _pass_loss(
-        self, training_pass: TrainingPass, before: Before, observations: Observations, version: int
+        self, training_pass: TrainingPass, before: AnchorState, observations: Observations, version: int
     ) -> Tensor:
         micro, columns = training_pass
         logprobs_T, entropy_T = self._forward(self.state.wrapped, micro)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from agentrl.learn.metrics import Tally, divergence
+from agentrl.learn.metrics import MinibatchStats, divergence
 from agentrl.learn.policy_state import PolicyState
 
 
@@ -82,7 +82,7 @@ class KeptVersions:
 _MOST_HALVINGS = 6
 
 
-class Reach:
+class KLLineSearch:
     """Bounds the KL divergence between the policy before a step and after each of its updates, by backtracking.
 
     A trust region of the loss stops the push on tokens that have moved; what other tokens' updates do to them it does not
@@ -104,13 +104,13 @@ class Reach:
         self._is_counted = False
         """The newest update, as one that was shortened: the minibatches after it that have no gradient look at it again."""
 
-    def begin_update(self) -> None:
+    def keep_weights(self) -> None:
         """Keep the weights before an update."""
         if self.target is not None:
             self._before = None  # which makes room for the copy
             self._before, self._is_counted = self._weights.copy(), False
 
-    def shorten(self, tally: Tally, show: Callable[[], Tally]) -> bool:
+    def backtrack(self, tally: MinibatchStats, show: Callable[[], MinibatchStats]) -> bool:
         """Halve the newest update until the policy is within reach; return whether that was necessary.
 
         Args:

@@ -73,7 +73,7 @@ class Sums(NamedTuple):
     """The largest."""
 
     @classmethod
-    def of(cls, values: npt.NDArray[Any]) -> "Sums":
+    def from_values(cls, values: npt.NDArray[Any]) -> "Sums":
         """Add up."""
         if not len(values):
             return cls()
@@ -82,7 +82,7 @@ class Sums(NamedTuple):
         return cls(len(values), total, squares, float(values.max()))
 
     def plus(self, other: "Sums") -> "Sums":
-        """Return those of both together.
+        """Return those of both merge_sums.
 
         Source: "Updating formulae and a pairwise algorithm for computing sample variances", Chan, Golub and LeVeque, 1979.
         """
@@ -103,7 +103,7 @@ class Sums(NamedTuple):
         return sqrt(self.squares / self.num) if self.num else 0.0
 
 
-def together(parts: Iterable[Mapping[Key, Sums]]) -> dict[Key, Sums]:
+def merge_sums(parts: Iterable[Mapping[Key, Sums]]) -> dict[Key, Sums]:
     """Return the sums of parts, by key."""
     found: dict[Key, Sums] = {}
     for part in parts:
@@ -113,7 +113,7 @@ def together(parts: Iterable[Mapping[Key, Sums]]) -> dict[Key, Sums]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Tally:
+class MinibatchStats:
     """What one minibatch showed. Its size does not depend on how many tokens there are: processes gather it."""
 
     sums: Mapping[str, Sums] = field(default_factory=dict)
@@ -128,22 +128,22 @@ class Tally:
     learning_rate: float = 0.0
 
     @classmethod
-    def of(cls, observations: Observations) -> "Tally":
+    def from_observations(cls, observations: Observations) -> "MinibatchStats":
         """Add up what this process saw."""
-        tally = cls.joined([_of_pass(part) for part in observations.passes()])
+        tally = cls.merge([_of_pass(part) for part in observations.passes()])
         return replace(tally, loss=observations.loss)
 
     @classmethod
-    def joined(cls, parts: "Sequence[Tally]") -> "Tally":
-        """Return what parts of one minibatch showed together."""
+    def merge(cls, parts: "Sequence[MinibatchStats]") -> "MinibatchStats":
+        """Return what parts of one minibatch showed merge_sums."""
         trajectories: dict[int, float] = {}
         for part in parts:
             for number, total in part.trajectories.items():
                 trajectories[number] = trajectories.get(number, 0.0) + total
         return cls(
-            sums=together(part.sums for part in parts),
+            sums=merge_sums(part.sums for part in parts),
             trajectories=trajectories,
-            versions=together(part.versions for part in parts),
+            versions=merge_sums(part.versions for part in parts),
             loss=sum(part.loss for part in parts),
         )
 
@@ -152,7 +152,7 @@ class Tally:
         return self.sums.get(name, Sums())
 
 
-def _of_pass(part: Mapping[str, Array]) -> Tally:
+def _of_pass(part: Mapping[str, Array]) -> MinibatchStats:
     index_T, ratio_U, log_ratio_T = part["unit_T"].astype(np.int64), part["ratio_U"], part["log_ratio_T"]
     engine_T, version_T, trajectory_T = (
         part["engine_difference_T"],
@@ -181,10 +181,10 @@ def _of_pass(part: Mapping[str, Array]) -> Tally:
         "one_sided_U": clipped_U & has_up_U & has_down_U,
     }
     distance_T, total_I = np.abs(engine_T - log_ratio_T), np.bincount(trajectory_T, weights=engine_T)
-    return Tally(
-        sums={name: Sums.of(column) for name, column in columns.items()},
+    return MinibatchStats(
+        sums={name: Sums.from_values(column) for name, column in columns.items()},
         trajectories={int(number): float(total_I[number]) for number in np.unique(trajectory_T)},
-        versions={int(version): Sums.of(distance_T[version_T == version]) for version in np.unique(version_T)},
+        versions={int(version): Sums.from_values(distance_T[version_T == version]) for version in np.unique(version_T)},
     )
 
 
@@ -209,7 +209,7 @@ class _Seen(NamedTuple):
     clipped_T: npt.NDArray[np.bool_]
 
 
-class TokenNotes:
+class TokenDiagnostics:
     """Grows by the minibatches of a step: each token is in one, and each process notes those that it computes."""
 
     def __init__(self) -> None:
@@ -266,7 +266,7 @@ def mask_stale(
     ]
 
 
-def share_too_old(groups: Sequence[TrajectoryGroup], *, oldest: int) -> float:
+def fraction_too_old(groups: Sequence[TrajectoryGroup], *, oldest: int) -> float:
     """Return the share of the usable trajectories' action tokens that were sampled before policy version `oldest`."""
     versions_T = np.concatenate([np.empty(0), *map(_versions, valid_trajectories(groups))])
     return float(np.mean(versions_T < oldest)) if len(versions_T) else 0.0
@@ -276,7 +276,7 @@ def _versions(trajectory: Trajectory) -> npt.NDArray[np.int64]:
     return np.array([version for turn in trajectory.turns for version in turn.versions], dtype=np.int64)
 
 
-def first_metrics(tally: Tally) -> dict[str, float]:
+def first_metrics(tally: MinibatchStats) -> dict[str, float]:
     """Describe the first minibatch, whose weights are still those that sampled, where nothing was stale.
 
     `first/ratio_deviation` is the largest |ratio - 1|, and `first/engine_difference` the mean |policy - behavior|
@@ -289,7 +289,7 @@ def first_metrics(tally: Tally) -> dict[str, float]:
     }
 
 
-def effective_samples(tally: Tally) -> float:
+def effective_samples(tally: MinibatchStats) -> float:
     """Return the effective sample size of a minibatch, as a share of its trajectories.
 
         w_i = exp(sum over the tokens t of trajectory i of (policy_logprob_t - behavior_logprob_t))
@@ -306,7 +306,7 @@ def effective_samples(tally: Tally) -> float:
     return float(weight_I.sum() ** 2 / (len(weight_I) * (weight_I**2).sum()))
 
 
-def anchor_metrics(tallies: Sequence[Tally], *, known: Collection[int]) -> dict[str, float]:
+def anchor_metrics(tallies: Sequence[MinibatchStats], *, known: Collection[int]) -> dict[str, float]:
     """Take the ratio to the engine apart, with `anchor: sampled`: the engine under the same weights, and staleness.
 
         policy - behavior  =  (policy - anchor)  +  (anchor - behavior)        log-probabilities
@@ -316,7 +316,7 @@ def anchor_metrics(tallies: Sequence[Tally], *, known: Collection[int]) -> dict[
     `mismatch/difference` the mean |anchor - behavior| of the tokens whose anchor the trainer recomputed, in nats.
     `staleness/unkept` is the share of the others: the weights of their versions are not `known` any more.
     """
-    versions = together(tally.versions for tally in tallies)
+    versions = merge_sums(tally.versions for tally in tallies)
     kept = reduce(Sums.plus, (sums for version, sums in versions.items() if version in known), Sums())
     num = sum(sums.num for sums in versions.values())
     return {
@@ -326,7 +326,7 @@ def anchor_metrics(tallies: Sequence[Tally], *, known: Collection[int]) -> dict[
     }
 
 
-def divergence(tally: Tally) -> float:
+def divergence(tally: MinibatchStats) -> float:
     """Estimate the KL divergence of the policy from that before the step, at the tokens of a minibatch, in nats a token.
 
         mean of r_t - 1 - log r_t,  r_t = exp(policy_logprob_t - logprob_t before the step)
@@ -338,14 +338,14 @@ def divergence(tally: Tally) -> float:
     return tally["divergence_T"].mean
 
 
-def update_metrics(tallies: Sequence[Tally], *, current_version: int) -> dict[str, float]:
+def update_metrics(tallies: Sequence[MinibatchStats], *, current_version: int) -> dict[str, float]:
     """Describe all minibatches of a step.
 
     `staleness` is how many policy versions older the weights that sampled a token are than those the step began with. A
     step makes one version, by as many updates (optimizer steps) as it has minibatches with a gradient.
     """
-    found = Tally(
-        sums=together(tally.sums for tally in tallies), versions=together(tally.versions for tally in tallies)
+    found = MinibatchStats(
+        sums=merge_sums(tally.sums for tally in tallies), versions=merge_sums(tally.versions for tally in tallies)
     )
     staleness = {current_version - version: sums.num for version, sums in found.versions.items()}
     metrics = {

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from agentrl.errors import UserError
-from agentrl.learn.batch import Int32Array, TokenBatch, ToldExperts
+from agentrl.learn.batch import EngineExperts, Int32Array, TokenBatch
 from agentrl.models.moe import UNKNOWN, Experts
 from agentrl.policy.config import Layout
 from agentrl.policy.layout import Index, Inputs, lay_out, pack
@@ -91,11 +91,11 @@ class MicroBatch:
     """Where in the pass each token's distribution is read: at its predecessor."""
     target_T: Tensor
     dtype: torch.dtype
-    """Of what `placed` returns."""
+    """Of what `to_device` returns."""
     experts_JPX: Tensor | None = None
     """Experts that the engine chose at each slot, or `UNKNOWN`. None: they are not replayed."""
 
-    def placed(self, column_T: Tensor) -> Tensor:
+    def to_device(self, column_T: Tensor) -> Tensor:
         """Return a column of this pass's tokens on its device: numbers in `dtype`, indices as they are."""
         dtype = self.dtype if column_T.is_floating_point() else column_T.dtype
         return column_T.to(device=self.slot_T.device, dtype=dtype)
@@ -112,7 +112,7 @@ class PassTokens(NamedTuple):
     position_T: Int32Array
     """Of each token's predecessor."""
     target_T: Int32Array
-    experts: list[tuple[ToldExperts, ...]]
+    experts: list[tuple[EngineExperts, ...]]
     """What the engine told of each row's."""
 
 
@@ -143,18 +143,18 @@ class Planner:
     """Of a mixture whose engine's choices are replayed."""
 
     @classmethod
-    def of(cls, policy: Policy, **further: Any) -> "Planner":
+    def for_policy(cls, policy: Policy, **further: Any) -> "Planner":
         """Return the planner of passes through a policy."""
         vocab_size = policy.model.config.get_text_config().vocab_size
         further |= {"is_recurrent": policy.is_recurrent, "can_continue": policy.can_continue}
         return cls(layout=policy.layout, vocab_size=vocab_size, **further)
 
     def micro_batches(self, tokens: TokenBatch) -> Iterator[MicroBatch]:
-        """Yield the passes of one process over a batch; see `deal`."""
-        (passes,) = self.deal(tokens)
+        """Yield the passes of one process over a batch; see `assign`."""
+        (passes,) = self.assign(tokens)
         return map(self.lay_out, passes)
 
-    def deal(
+    def assign(
         self, tokens: TokenBatch, *, num_processes: int = 1, trajectories: Sequence[int] | None = None
     ) -> list[list[PassTokens]]:
         """Return the passes of each process over a batch.

@@ -62,7 +62,7 @@ def load_pretrained(
 
     source, config, tokenizer = open_checkpoint(name_or_path, field=field)
     options = {"quantization_config": Mxfp4Config(dequantize=True)} if quantization(config) else {}
-    with naming_checkpoint(name_or_path, field=field):
+    with checkpoint_errors(name_or_path, field=field):
         model, found = auto_class(config).from_pretrained(
             source,
             dtype=torch.float32,
@@ -90,7 +90,7 @@ def open_checkpoint(name_or_path: str, *, field: str) -> tuple[str, Any, Any]:
         raise ConfigError(f"{field}: no model in {name_or_path!r}: {folder / 'config.json'} does not exist")
     tokenizer = pretrained_tokenizer(name_or_path, field=field)
     source = str(folder or name_or_path)
-    with naming_checkpoint(name_or_path, field=field):
+    with checkpoint_errors(name_or_path, field=field):
         config = AutoConfig.from_pretrained(source, trust_remote_code=False)
     if (method := quantization(config)) not in (None, "mxfp4"):
         raise ConfigError(
@@ -101,7 +101,7 @@ def open_checkpoint(name_or_path: str, *, field: str) -> tuple[str, Any, Any]:
 
 
 @contextmanager
-def naming_checkpoint(name_or_path: str, *, field: str) -> Iterator[None]:
+def checkpoint_errors(name_or_path: str, *, field: str) -> Iterator[None]:
     """Turn what transformers raises for a model that it cannot load into one line with the field that names it.
 
     Raises:
@@ -182,7 +182,7 @@ class Policy(nn.Module):
         self.layout = layout
         """How rows are to be laid out for it (`choose_layout`)."""
         self.shares = dict(shares or {})
-        """This process's parts of weights that the model has not got yet, until they are shared out (`load_shares`)."""
+        """This process's parts of weights that the model has not got yet, until they are shared out (`load_sharded`)."""
 
     @property
     def is_recurrent(self) -> bool:

@@ -15,8 +15,8 @@ from torch.distributed.tensor import DTensor
 from agentrl.distributed.processes import num_processes
 from agentrl.models.auto_classes import LAYER_KINDS, auto_class, name_body, with_layers
 from agentrl.policy.model import (
+    checkpoint_errors,
     load_pretrained,
-    naming_checkpoint,
     open_checkpoint,
     quantization,
 )
@@ -26,13 +26,13 @@ _PLAN = {"layers.*": "free_full_weight"}
 _VOCABULARY = 512
 
 
-def load_shares(
+def load_sharded(
     name_or_path: str, *, attention: str | None = None, field: str = "model.name_or_path"
 ) -> tuple[Any, Any, dict[str, Tensor]]:
     """Return (model on `meta`, tokenizer, this process's part of each weight in float32); called on every process.
 
     A part is what FSDP2 gives a process: of the first dimension, an even share in the order of the processes. Of what does
-    not come in parts (`comes_in_parts`) each process reads the whole, and has none.
+    not come in parts (`can_load_sharded`) each process reads the whole, and has none.
 
     Raises:
         ConfigError: as `load_pretrained`.
@@ -40,12 +40,12 @@ def load_shares(
     from transformers.distributed.configuration_utils import DistributedConfig
 
     source, config, tokenizer = open_checkpoint(name_or_path, field=field)
-    if not comes_in_parts(config, num_processes()):
+    if not can_load_sharded(config, num_processes()):
         return *load_pretrained(name_or_path, attention=attention, field=field), {}
     family, planned = auto_class(config), copy.deepcopy(config)
     text = planned.get_text_config()
     text.base_model_fsdp_plan = text.base_model_fsdp_plan or _PLAN
-    with naming_checkpoint(name_or_path, field=field):
+    with checkpoint_errors(name_or_path, field=field):
         loaded = family.from_pretrained(
             source,
             config=planned,
@@ -62,7 +62,7 @@ def load_shares(
     return model, tokenizer, {name: weight.detach().to_local() for name, weight in loaded.named_parameters()}
 
 
-def comes_in_parts(config: Any, num: int) -> bool:
+def can_load_sharded(config: Any, num: int) -> bool:
     """Tell whether each of `num` processes can read its part of a checkpoint.
 
     Not of quantized weights, nor where the last process has no expert of a mixture, when each before it has had an even
@@ -73,7 +73,7 @@ def comes_in_parts(config: Any, num: int) -> bool:
     return quantization(config) is None and (experts is None or ceil(experts / num) * (num - 1) < experts)
 
 
-def fill(model: nn.Module, shares: Mapping[str, Tensor]) -> None:
+def materialize(model: nn.Module, shares: Mapping[str, Tensor]) -> None:
     """Put this process's parts of weights, by their names in the checkpoint, into a model that is shared out on `meta`."""
     for name, weight in model.named_parameters():
         if isinstance(weight, DTensor) and weight.is_meta:

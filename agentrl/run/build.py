@@ -190,7 +190,7 @@ def _build_trained(
     policy, warning = build_policy(
         recipe.model, loaded, train=train, max_context_tokens=rollout.max_context_tokens, device=accelerator.device
     )
-    is_sharded = train.is_shared_out(num_processes())
+    is_sharded = train.is_sharded(num_processes())
     has_reference = recipe.loss.kl_coefficient > 0 or Need.REFERENCE_LOGPROBS in credit.requirements()
     reference = build_reference(policy, is_sharded=is_sharded) if has_reference else None
     signals = Signals(
@@ -248,7 +248,7 @@ def _load_model(
     return build_model(
         recipe.model,
         max_context_tokens=rollout.max_context_tokens,
-        is_sharded=recipe.train.is_shared_out(num_processes()),
+        is_sharded=recipe.train.is_sharded(num_processes()),
         tokenizer=tokenizer,
     )
 

@@ -40,7 +40,7 @@ from agentrl.policy.layout.tree_attention import no_mask
 from agentrl.policy.logprobs import tile_elements
 from agentrl.policy.lora import add_lora, round_frozen
 from agentrl.policy.model import local_config
-from agentrl.policy.sharded_checkpoint import comes_in_parts
+from agentrl.policy.sharded_checkpoint import can_load_sharded
 from agentrl.recipe.config import Recipe
 from agentrl.types import Need
 
@@ -418,9 +418,9 @@ def _half(recipe: Recipe) -> int:
 def _trainer(recipe: Recipe, sizes: Sizes, num_processes: int, memory: int) -> ProcessMemory:
     """Return what a process that trains needs at most: by an update's second micro-batch, or by sampling."""
     train, counted = recipe.train, sizes.weights
-    is_sharded = train.is_shared_out(num_processes)
+    is_sharded = train.is_sharded(num_processes)
     shards = num_processes if is_sharded else 1
-    is_in_parts = recipe.model.name_or_path is not None and comes_in_parts(sizes.config, num_processes)
+    is_in_parts = recipe.model.name_or_path is not None and can_load_sharded(sizes.config, num_processes)
     frozen = counted.total - counted.trained
     has_reference = (
         recipe.loss.kl_coefficient > 0 or Need.REFERENCE_LOGPROBS in load_credit(recipe.credit).requirements()

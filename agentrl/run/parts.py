@@ -38,7 +38,7 @@ from agentrl.policy.config import Layout, ModelConfig
 from agentrl.policy.layout import check_head, choose_layout
 from agentrl.policy.lora import add_lora, round_frozen
 from agentrl.policy.model import Policy, check_dropout, load_pretrained, make_local_model
-from agentrl.policy.sharded_checkpoint import load_shares, small_like
+from agentrl.policy.sharded_checkpoint import load_sharded, small_like
 from agentrl.rollout import EpisodeContext, Journal, RolloutConfig, RolloutPool, Tasks, describe_env
 from agentrl.rollout.demonstrations import Demonstration, demonstrations
 from agentrl.rollout.env_driver import Environments, MakeEnv
@@ -259,7 +259,7 @@ def build_model(
         model = make_local_model(config.local, tokenizer, attention=config.attention)
     else:
         if is_sharded:
-            model, tokenizer, shares = load_shares(config.name_or_path, attention=config.attention)
+            model, tokenizer, shares = load_sharded(config.name_or_path, attention=config.attention)
         else:
             model, tokenizer = load_pretrained(config.name_or_path, attention=config.attention)
         fix_frequencies(model, max_context_tokens)
@@ -405,7 +405,7 @@ def build_policy(
     Build the engine before: it copies the model without adapters.
     """
     model, is_half = loaded.model, train.precision == "bfloat16"
-    is_rounded = config.lora is not None and is_half and not train.is_shared_out(num_processes())
+    is_rounded = config.lora is not None and is_half and not train.is_sharded(num_processes())
     is_whole = not (loaded.shares or is_rounded)
     if is_whole:
         model.to(device)

@@ -10,7 +10,7 @@ from typing import Literal
 from agentrl.credit import Credit, load_credit
 from agentrl.distributed.processes import from_rank_zero, is_main
 from agentrl.errors import TrainingError
-from agentrl.learn.health import COLLAPSE_ADVICE, SIGNS, Sign, collapsed_since, first_told, signs
+from agentrl.learn.health import COLLAPSE_ADVICE, SIGNS, Sign, collapsed_since, newly_detected, signs
 from agentrl.report.folder import RunFolder, Told
 from agentrl.report.records import pieces_of, records
 from agentrl.report.trackers import Trackers
@@ -119,7 +119,7 @@ class RunRecord:
             row = {**row, "recipe_changes": self._num_changes}
         every = recipe.report.rollouts_every
         if every and (step == 1 or step % every == 0):
-            notes_of = self._learner.notes.gathered()
+            notes_of = self._learner.diagnostics.gather()
             if is_main():
                 trajectories = records(groups, credits, step=step, piece=self._piece, notes_of=notes_of)
                 self.folder.add_rollouts(step, trajectories, keep=recipe.report.keep_rollouts)
@@ -160,4 +160,4 @@ class RunRecord:
     def _examine(self, row: dict[str, float]) -> tuple[dict[Sign, str], dict[Sign, str]]:
         """Return the signs that a step shows of a run that does not learn, and those to tell."""
         found = signs([*self._rows, row])
-        return found, first_told(found, self._rows)
+        return found, newly_detected(found, self._rows)

@@ -21,7 +21,7 @@ from agentrl.policy.config import LoraSettings
 from agentrl.policy.layout import choose_layout, lay_out
 from agentrl.policy.lora import add_lora
 from agentrl.policy.model import Policy, load_pretrained
-from agentrl.policy.sharded_checkpoint import load_shares, small_like
+from agentrl.policy.sharded_checkpoint import load_sharded, small_like
 from agentrl.types import Sampling, TaskShard
 from benchmarks.architectures import ARCHITECTURES, tiny_model
 from tests.distributed.test_processes import together
@@ -83,7 +83,7 @@ def in_parts(folder: Path, names: list[str], lora: LoraSettings | None) -> dict[
     Accelerator(cpu=True)
     found = {}
     for name in names:
-        model, _, shares = load_shares(str(folder / name))
+        model, _, shares = load_sharded(str(folder / name))
         has_all_experts = num_processes() == 2 or name not in WITH_FOUR_EXPERTS
         assert all(weight.is_meta == has_all_experts == bool(shares) for weight in model.parameters())
         found[name] = seen(new_policy(model, shares, lora), sharding="full")

@@ -415,7 +415,7 @@ def test_rows_that_begin_others_are_not_computed_twice() -> None:
     cases: list[tuple[Layout, Any]] = [("tree", [[0, 1, 2], [0, 3, 0], [4, 0, 0]]), ("packed", None)]
     for layout, slots in cases:
         inputs, _ = lay_out(rows, layout)
-        found = Rows.of(inputs.paths, inputs.ids_BL, continues=False)
+        found = Rows.from_paths(inputs.paths, inputs.ids_BL, continues=False)
         assert slots is None or sorted(found.slot_RW.tolist()) == slots
         for path in inputs.paths:  # each slot is read from a row that holds it
             assert found.slot_RW.flatten()[found.read_BL.flatten()[path]].tolist() == path.tolist()

@@ -22,7 +22,7 @@ class HindsightLogprobs(Signal):
         context = self.context
         rows = [rows_in_hindsight(t, context.renderer, context.tools, view=context.history) for t in trajectories]
         self.context.check_lengths(trajectories, rows)
-        tokens = TokenBatch.of_rows(rows, group_ids=[t.group_id for t in trajectories])
+        tokens = TokenBatch.from_rows(rows, group_ids=[t.group_id for t in trajectories])
         return with_tokens(trajectories, "hindsight_logprobs", logprobs(self.context, tokens))
 
 

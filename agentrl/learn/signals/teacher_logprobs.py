@@ -28,5 +28,5 @@ class TeacherLogprobs(Signal):
         """Return the trajectories with the teacher's log-probabilities."""
         from agentrl.learn.signals.scoring import logprobs, with_tokens
 
-        column = logprobs(self.context, TokenBatch.of(trajectories), policy=self._teacher)
+        column = logprobs(self.context, TokenBatch.from_trajectories(trajectories), policy=self._teacher)
         return with_tokens(trajectories, "teacher_logprobs", column)

@@ -43,12 +43,12 @@ class TurnScores(Signal):
         Raises:
             UserError: with the judge's own words.
         """
-        from agentrl.distributed.processes import dealt, num_processes, to_rank_zero
+        from agentrl.distributed.processes import num_processes, scatter, to_rank_zero
 
         config = self.context.config
         scoring = score_turns(
             self._judge,
-            dealt(lambda: [trajectories[number :: num_processes()] for number in range(num_processes())]),
+            scatter(lambda: [trajectories[number :: num_processes()] for number in range(num_processes())]),
             timeout_s=config.judge_timeout_s,
             num_threads=config.judge_threads,
             max_retries=config.judge_retries,

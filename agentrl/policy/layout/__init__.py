@@ -112,11 +112,11 @@ def hidden_states(model: Any, inputs: Inputs) -> Tensor:
     if inputs.positions_BL is not None:
         arguments["position_ids"] = inputs.positions_BL
     if inputs.paths and see_rows(model):
-        arguments["agentrl_rows"] = Rows.of(inputs.paths, inputs.ids_BL, continues=can_continue(model))
+        arguments["agentrl_rows"] = Rows.from_paths(inputs.paths, inputs.ids_BL, continues=can_continue(model))
     if layout == "tree":
         arguments["agentrl_tree"] = inputs.tree
     elif layout == "packed" and attends_by_rows(model):
-        arguments["agentrl_packed"] = PackedRows.of(inputs.paths, inputs.ids_BL)
+        arguments["agentrl_packed"] = PackedRows.from_paths(inputs.paths, inputs.ids_BL)
         arguments["attention_mask"] = torch.ones_like(inputs.ids_BL)
     elif model.config.get_text_config()._attn_implementation == "flex_attention":
         arguments["kernel_options"] = FLEX_KERNEL

@@ -33,7 +33,7 @@ class PackedRows:
     """Where in all of `slots`, one behind the other, each slot of the pass is; 0 for padding."""
 
     @classmethod
-    def of(cls, paths: Sequence[IntArray], ids_BL: Tensor) -> "PackedRows":
+    def from_paths(cls, paths: Sequence[IntArray], ids_BL: Tensor) -> "PackedRows":
         """Return the rows whose tokens are in the given slots of a pass."""
         slots, read_P, start = [], np.zeros(ids_BL.numel(), dtype=np.int64), 0
         for group in _by_length(paths):

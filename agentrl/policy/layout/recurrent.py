@@ -87,7 +87,7 @@ class Rows:
     """Which of the N computed slots has the value of each slot: all trunks, then `R * W`."""
 
     @classmethod
-    def of(cls, paths: Sequence[IntArray], ids_BL: Tensor, *, continues: bool) -> "Rows":
+    def from_paths(cls, paths: Sequence[IntArray], ids_BL: Tensor, *, continues: bool) -> "Rows":
         """Return the rows whose tokens are in the given slots of a pass (see `fork`)."""
         device = ids_BL.device
         trunks, rows = fork(paths, continues=continues)
@@ -123,7 +123,7 @@ class _State:
         """The last inputs of the convolution and the state, once it has run."""
 
     @classmethod
-    def of(cls, trunks: Sequence["_State"], parent_R: Tensor) -> "_State":
+    def branched(cls, trunks: Sequence["_State"], parent_R: Tensor) -> "_State":
         """Return where rows begin that continue trunks; the one after the last is none, which is a state of zeros."""
         ends = zip(*(trunk.end for trunk in trunks), strict=True)
         return cls(*(torch.cat([*of_all, torch.zeros_like(of_all[0])])[parent_R] for of_all in ends))
@@ -235,7 +235,7 @@ def _apart(mixer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> t
         out.append(_only(mixer, mixer.forward(hidden_PD[slot_W][None], **{name: state})).flatten(0, 1))
         states.append(state)
     setattr(mixer, _TRUNKS, out)
-    begun = {name: _State.of(states, rows.parent_R)} if states else {}
+    begun = {name: _State.branched(states, rows.parent_R)} if states else {}
     return (hidden_PD[rows.slot_RW],), begun  # no mask, and no cache of others: rows begin at their first token
 
 
