@@ -102,7 +102,8 @@ class Calibration(BaseModel):
 
         width = m exp(g), between 1e-5 and b_u = token_width min(1, 4 / sqrt(tokens of unit u))
         m <- m + .1 (mean of min(|log s_u|, b_u / 2) - m)             (the mean of all while these are fewer than ten)
-        g <- g + .3 (clipped - target pushed) / (P k phi(k)) from the ninth on,   k = the normal distribution's quantile at 1 - target
+        g <- g + .3 (clipped - target pushed) / (P k phi(k)) from the ninth on
+        k = the normal distribution's quantile at 1 - target
 
     m follows the spread of log s_u. g begins at log(k sqrt(pi / 2)), where it would stay were they normal, and moves by the
     tokens of negative (positive) advantage: those pushed, and those clipped of them, over half of all pushed, P. A Newton
