@@ -20,7 +20,6 @@ import torch
 import transformers
 
 from agentrl.policy.layout import attending, hidden_states, lay_out
-from benchmarks.prefill_memory import memory_mb
 
 LENGTHS = (2048, 4096, 8192, 16384)
 
@@ -52,6 +51,12 @@ def run(model: transformers.PreTrainedModel, num_tokens: int) -> None:
     inputs, _ = lay_out(rows, "packed")
     with attending(model, "packed"):
         hidden_states(model, inputs).sum().backward()
+
+
+def memory_mb(field: str) -> float:
+    """Read a field of this process's status."""
+    lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith(f"{field}:")) / 1024
 
 
 def main() -> None:
