@@ -164,9 +164,10 @@ def main() -> None:
         Job("calculator", options.ratio, "uniform", options.rate, seed, options.train)
         for seed in options.seeds or range(10, 15)
     ]
+    results: list[Any] = read_lines(options.out)
     known = {
         (Job(*map(result.get, Job._fields)), Way(*map(result.get, Way._fields)))
-        for result in read_lines(options.out)
+        for result in results
         if result["at"][-1] == options.steps
     }
     with ProcessPoolExecutor(
