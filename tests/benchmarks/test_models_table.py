@@ -1,4 +1,4 @@
-"""The table of benchmarks/results/models.md is what the script makes: a fifth of its rows, chosen by a hash, and the counts of all."""
+"""The table of results/models.md is what the script makes: a fifth of its rows, chosen by a hash, and all counts."""
 
 import re
 import zlib
