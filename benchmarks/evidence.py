@@ -1,4 +1,4 @@
-"""GSPO and GRPO, trust regions and credit, on environments of few and of many turns: the numbers of evidence.md.
+"""GSPO and GRPO, trust regions and credit, on environments of few and of many turns: what `docs/evidence.md` quotes.
 
     python -m benchmarks.evidence cures --out FILE [--jobs 2] [--envs ...] [--ratios ...] [--credits ...] [--trains ...]
     python -m benchmarks.evidence tune --out FILE [--jobs 2] [...]

@@ -26,7 +26,7 @@ _FALL, _LEFT = 0.25, 0.4
 _ENTROPY_LEFT = 0.1
 """Share of the entropy of the first steps."""
 _FEW_SAMPLES, _FAR = 0.5, 0.03
-"""Effective samples, and nats a token to the policy that sampled: found on runs that collapsed (results/evidence.md)."""
+"""Effective samples, and nats a token to the policy that sampled: found on runs that collapsed (docs/evidence.md)."""
 _OF_REWARDS = {"reward/mean", "reward/spread", "credit/zero_advantage"}
 _LIMITS = {
     "stop/max_turns": "rollout.max_turns",
