@@ -90,7 +90,9 @@ def write_fields(page: Path) -> None:
 def main(site: Path) -> int:
     """Build the site; return the exit status."""
     shutil.rmtree(site, ignore_errors=True)
-    write_fields(DOCS / "fields.md")
+    settings = (DOCS / "zensical.toml").read_text(encoding="utf-8").replace("@ROOT@", str(ROOT))
+    if "fields.md" in settings:
+        write_fields(DOCS / "fields.md")
     pages = Pages(site / "pages")
     for path in [ROOT / "README.md", DOCS / "design", *sorted(DOCS.rglob("*.md"))]:
         pages.add(path)
@@ -98,7 +100,6 @@ def main(site: Path) -> int:
         print(*pages.dead, sep="\n", file=sys.stderr)
         return 1
     shutil.copy(DOCS / "site.css", pages.folder)
-    settings = (DOCS / "zensical.toml").read_text(encoding="utf-8").replace("@ROOT@", str(ROOT))
     (site / "zensical.toml").write_text(settings, encoding="utf-8")
     return subprocess.run([sys.executable, "-m", "zensical", "build", "--strict"], cwd=site, check=False).returncode
 
