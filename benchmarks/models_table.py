@@ -1,6 +1,6 @@
 """Which families of models agentrl accepts: a row for each chat template that TRL ships.
 
-    OMP_NUM_THREADS=1 python -m benchmarks.models_table [--only TEMPLATE ...] [--write docs/models.md]
+    OMP_NUM_THREADS=1 python -m benchmarks.models_table [--only TEMPLATE ...] [--write benchmarks/results/models.md]
 
 Each template is given to `chat.renderer: auto` with a tokenizer of its family's kind (benchmarks/families.py), and the renderer
 that comes out of it is examined. `--write` replaces the tables of a document, between their markers; the last line printed is

@@ -1,6 +1,6 @@
 """What agentrl survives: hostile recipes, run folders, environments and models, and kills; tried for real and counted.
 
-    OMP_NUM_THREADS=1 python -m benchmarks.reliability [--only CATEGORY ...] [--quick] [--write docs/reliability.md]
+    OMP_NUM_THREADS=1 python -m benchmarks.reliability [--only CATEGORY ...] [--quick] [--write DOCUMENT]
 
 Each case runs in a process of its own, forked from one that has imported everything, in a folder of its own. A case fails if it
 ends in a traceback, a hang, a status other than 0 and 2 or more than one line a mistake, if a refusal changes anything, or if
