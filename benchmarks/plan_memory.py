@@ -246,7 +246,7 @@ def sample(recipe: Recipe) -> float:
             model,
             rollout=recipe.rollout,
             train=recipe.train,
-            share=TaskShard(1),
+            shard=TaskShard(1),
             device=torch.device("cpu"),
             handover=Path(handover),
             returns_experts=recipe.loss.routing_replay == "engine",

@@ -197,7 +197,7 @@ class Learner:
             seed: of the drawing of minibatches.
         """
         self.state = state
-        self.notes = TokenDiagnostics()
+        self.diagnostics = TokenDiagnostics()
         """What the newest update computed of each token."""
         self.kept = KeptVersions(state.policy.parameters(), most=loss.kept_versions if loss.anchor == "sampled" else 0)
         """Weights of the versions before, by which stale tokens are compared."""
@@ -259,7 +259,7 @@ class Learner:
         state.wrapped.train()
         tallies: list[MinibatchStats] = []
         shown: list[ClipStats] = []
-        self.notes = TokenDiagnostics()
+        self.diagnostics = TokenDiagnostics()
         num_updates = 0
         of_experts: dict[str, float] = {}
         routed = self._first_routed(minibatches[0]) if self._is_routed and plans[0] else None
@@ -277,7 +277,7 @@ class Learner:
                     state.optimizer.zero_grad()
                     gradient = add_gradients()
                 tally = gradient.tally
-                self.notes.add(minibatches[index].pairs, gradient.observations)
+                self.diagnostics.add(minibatches[index].pairs, gradient.observations)
                 if index == 0 and tally.versions.keys() <= {version} and check_agreement is not None:
                     check_agreement(tally["engine_distance_T"].mean)
                 if not math.isfinite(tally.grad_norm):
@@ -498,7 +498,7 @@ class Learner:
             config=self.loss,
             observations=observations,
             trust=trust_region(self.loss, columns, calibration=self.state.calibration, version=version),
-            before=before,
+            anchor=before,
             version=version,
             reference_logprobs_T=reference_T,
         )

@@ -224,7 +224,7 @@ class TokenDiagnostics:
         ]
         self._minibatches.append((list(pairs), seen))
 
-    def gathered(self) -> Callable[[Trajectory], Notes]:
+    def gather(self) -> Callable[[Trajectory], Notes]:
         """Return the notes of a trajectory; none where it was in no minibatch.
 
         On the first process; the others, which must call it as often, are asked for theirs and get none.

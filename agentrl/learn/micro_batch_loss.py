@@ -27,11 +27,11 @@ class StaleTokens(NamedTuple):
 
 
 class AnchorState(NamedTuple):
-    """What a pass gave anchor the first update, where that is needed."""
+    """A pass's outcome before the first update, as far as the anchor needs it."""
 
     logprobs_T: Tensor | None = None
     """None: the policy has not been updated yet, and they are its own."""
-    earlier: StaleTokens | None = None
+    stale: StaleTokens | None = None
     is_start: bool = False
     """The policy has not been updated yet, so that nothing has moved, whatever the anchor is."""
     experts_JPX: Tensor | None = None
@@ -64,8 +64,8 @@ def micro_batch_loss(
     weight_T, anchor_T = columns.weight_T, columns.behavior_T
     if config.anchor != "behavior":
         anchor_T = policy_logprobs_T.detach() if anchor.logprobs_T is None else anchor.logprobs_T
-        if anchor.earlier is not None:
-            anchor_T = torch.where(anchor.earlier.is_stale_T, anchor.earlier.logprobs_T, anchor_T)
+        if anchor.stale is not None:
+            anchor_T = torch.where(anchor.stale.is_stale_T, anchor.stale.logprobs_T, anchor_T)
     if config.mismatch != "off":
         mismatch = mismatch_weights(
             anchor_T, columns.behavior_T, columns.unit_T, mode=config.mismatch, limit=config.mismatch_limit

@@ -120,7 +120,12 @@ def build_accelerator(config: TrainConfig) -> Accelerator:
 
 
 def build_env(
-    config: EnvConfig, *, runner: asyncio.Runner, seed: int = 0, evaluation_seed: int = 0, timeout_s: float = 60.0
+    config: EnvConfig,
+    *,
+    runner: asyncio.Runner,
+    seed: int = 0,
+    evaluation_seed: int | None = None,
+    timeout_s: float = 60.0,
 ) -> EnvPart:
     """Make an environment once, with each entry of its schedule too, and describe it and its tasks.
 
@@ -128,7 +133,7 @@ def build_env(
         config: section `env` of the recipe.
         runner: event loop on which environments are called.
         seed: of the training tasks.
-        evaluation_seed: of the evaluation tasks.
+        evaluation_seed: of the evaluation tasks. None: follows from `seed`.
         timeout_s: deadline of each call (`rollout.env_timeout_s`).
 
     Raises:

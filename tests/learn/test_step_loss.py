@@ -116,7 +116,7 @@ def test_loss_gradient_decisions_and_metrics_of_a_recipe_follow_the_equations(
                 config=config,
                 observations=found[-1],
                 trust=trust_region(config, columns, calibration=calibration, version=VERSION),
-                before=before(config, tokens_T),
+                anchor=before(config, tokens_T),
                 version=VERSION,
                 reference_logprobs_T=reference_T[tokens_T] if config.kl_coefficient else None,
             )
