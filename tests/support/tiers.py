@@ -25,3 +25,10 @@ def part_of(node_id: str, *, parts: int) -> int:
 def slow_unless(is_quick: Callable[..., bool], *values: Iterable[Any]) -> list[Any]:
     """Return a grid for `parametrize` whose quick cases are in the default tier; the others are slow."""
     return [pytest.param(*case, marks=() if is_quick(*case) else pytest.mark.slow) for case in product(*values)]
+
+
+def first_quick(cases: Iterable[Any]) -> list[Any]:
+    """Return cases for `parametrize`, of which the first stays in the default tier; the others are slow."""
+    first, *others = cases
+    several = [case if isinstance(case, tuple) else (case,) for case in others]
+    return [first, *(pytest.param(*case, marks=pytest.mark.slow) for case in several)]
