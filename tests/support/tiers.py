@@ -32,3 +32,12 @@ def first_quick(cases: Iterable[Any]) -> list[Any]:
     first, *others = cases
     several = [case if isinstance(case, tuple) else (case,) for case in others]
     return [first, *(pytest.param(*case, marks=pytest.mark.slow) for case in several)]
+
+
+def first_of_each(cases: Iterable[Any], kind: Callable[[Any], object]) -> list[Any]:
+    """Return cases for `parametrize`: the first of each kind stays in the default tier, the others are slow."""
+    found, kinds = [], set[object]()
+    for case in cases:
+        found.append(pytest.param(case, marks=pytest.mark.slow if kind(case) in kinds else ()))
+        kinds.add(kind(case))
+    return found
