@@ -11,14 +11,30 @@ unexport PYTHONDONTWRITEBYTECODE
 # Files of tests run side by side, each in one worker, so that a server or a model is made once for a file. Three on two
 # cores: many tests wait for processes.
 WORKERS ?= 3
+PYTEST = $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder
+# The part of the slow tests that `make test-part` runs.
+PART ?= 1/8
 
-.PHONY: train test check docs fields mutants clean
+.PHONY: train test test-quick test-full test-part check docs fields mutants clean
 
 train: $(VENV)/installed
 	$(BIN)/agentrl train $(RECIPE) $(ARGS)
 
+# The tier that everybody runs: every real part (servers, ranks, kills, a browser, sandboxes) once, in ten minutes on two cores.
 test: $(VENV)/installed-dev
-	$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder $(ARGS)
+	$(PYTEST) -m 'not slow and not gpu' $(ARGS)
+
+# What one runs while writing: two minutes.
+test-quick: $(VENV)/installed-dev
+	$(PYTEST) -m 'not slow and not vllm and not process and not gpu' $(ARGS)
+
+# Everything, with more examples for each property; `make mutants` belongs to it.
+test-full: $(VENV)/installed-dev
+	HYPOTHESIS_PROFILE=full $(PYTEST) $(ARGS)
+
+# A part of what `make test` leaves out: PART=1/8 to PART=8/8 are all of it.
+test-part: $(VENV)/installed-dev
+	HYPOTHESIS_PROFILE=full $(PYTEST) -m 'slow and not gpu' --part $(PART) $(ARGS)
 
 check: $(VENV)/installed-dev
 	$(BIN)/ruff check .

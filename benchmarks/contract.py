@@ -26,7 +26,7 @@ from typing import Any
 
 from agentrl.errors import CheckError, UserError
 from agentrl.testing import check_env
-from benchmarks.environments import ROOT, built_in, settings
+from tests.support.built_in import ROOT, built_in, settings
 from tests.support.ports import free_port
 
 SUPPORT = ROOT / "tests" / "support"

@@ -16,7 +16,7 @@ from typing import Any
 import torch.distributed as dist
 
 from agentrl.distributed.processes import all_gather, from_rank_zero, is_main, num_processes
-from benchmarks.several import together
+from tests.support.several import together
 
 
 def peak() -> float:

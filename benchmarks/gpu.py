@@ -46,7 +46,7 @@ from agentrl.policy.model import Policy
 from agentrl.recipe.config import Recipe, load_recipe
 from agentrl.run.memory import ProcessMemory, model_config, plan_memory
 from agentrl.types import StopReason
-from benchmarks.qwen3 import folder_of
+from tests.support.qwen3 import folder_of
 
 EXAMPLES = Path(__file__).parents[1] / "examples" / "gpu"
 PROMPT, TURNS = 512, ((96, 128),) * 6

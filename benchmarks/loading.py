@@ -23,7 +23,7 @@ from agentrl.learn.config import TrainConfig
 from agentrl.learn.policy_state import PolicyState
 from agentrl.policy.model import Policy, load_pretrained
 from agentrl.policy.sharded_checkpoint import load_sharded
-from benchmarks.several import together
+from tests.support.several import together
 
 MB = 10**6
 

@@ -2,9 +2,9 @@
 
     OMP_NUM_THREADS=1 python -m benchmarks.models_table [--only TEMPLATE ...] [--write benchmarks/results/models.md]
 
-Each template is given to `chat.renderer: auto` with a tokenizer of its family's kind (benchmarks/families.py), and the renderer
-that comes out of it is examined. `--write` replaces the tables of a document, between their markers; the last line printed is
-JSON.
+Each template is given to `chat.renderer: auto` with a tokenizer of its family's kind (tests/support/families.py), and the
+renderer that comes out of it is examined. `--write` replaces the tables of a document, between their markers; the last line
+printed is JSON.
 """
 
 import argparse
@@ -19,7 +19,7 @@ from agentrl.chat.chat_template import TOOLS
 from agentrl.chat.proof.template import Finding, examine, functions, says
 from agentrl.errors import RendererError
 from agentrl.types import Message
-from benchmarks.families import family_tokenizer, template_names
+from tests.support.families import family_tokenizer, template_names
 
 COLUMNS = (
     "template",

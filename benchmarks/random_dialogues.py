@@ -29,8 +29,8 @@ from agentrl.chat.encoder import Encoder
 from agentrl.chat.renderer import Tools
 from agentrl.errors import RendererError
 from agentrl.types import Message
-from benchmarks.families import family_tokenizer, template_names
 from benchmarks.models_table import Abilities, abilities
+from tests.support.families import family_tokenizer, template_names
 
 NUM_TURNS = 6
 _DATE = dt.date(2026, 1, 1)

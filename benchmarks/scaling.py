@@ -37,7 +37,7 @@ from agentrl.policy.config import LocalModelConfig
 from agentrl.policy.model import Policy, local_config
 from agentrl.testing import make_group
 from benchmarks.loading import Peak, own_memory
-from benchmarks.several import together
+from tests.support.several import together
 
 OBSERVATION, ACTION, MEMBERS = 96, 32, 8
 IDS = (300, 2_000)

@@ -1,9 +1,10 @@
 """How long the test suite takes, and whether it passes beside programs that keep all cores busy.
 
-    python -m benchmarks.suite --out FILE [--busy 0] [--beside WORDS] [--passes 1] [--workers 3]
+    python -m benchmarks.suite --out FILE [--busy 0] [--beside WORDS] [--passes 1] [--workers 3] [--target test]
 
-Runs `make test` so often, one pass after the other, beside so many loops that only compute; `--beside` says what else keeps
-the cores busy. What each pass said is appended to FILE as a line of JSON, with the commit; the table of all lines is printed.
+Runs a tier (`make test`, `test-quick` or `test-full`) so often, one pass after the other, beside so many loops that only
+compute; `--beside` says what else keeps the cores busy. What each pass printed is appended to FILE as a line of JSON, with the
+commit; the table of all lines is printed.
 `processor minutes` are those of all processes that were waited for: killed servers of vLLM are not in it.
 """
 
@@ -25,7 +26,7 @@ _COUNTS = re.compile(r"^=+ (.*) in [\d.]+s", re.MULTILINE)
 _NOT_PASSED = re.compile(r"^(?:FAILED|ERROR) (\S+)", re.MULTILINE)
 
 
-def one_pass(*, busy: int, beside: str, workers: int) -> dict[str, Any]:
+def one_pass(*, target: str, busy: int, beside: str, workers: int) -> dict[str, Any]:
     """Run the suite once, and return what it said."""
     commit = subprocess.run(
         ["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=True
@@ -34,7 +35,7 @@ def one_pass(*, busy: int, beside: str, workers: int) -> dict[str, Any]:
     for loop in loops:
         loop.start()
     begin, used = time.perf_counter(), resource.getrusage(resource.RUSAGE_CHILDREN)
-    done = subprocess.run(["make", "test", f"WORKERS={workers}"], cwd=ROOT, capture_output=True, text=True, check=False)
+    done = subprocess.run(["make", target, f"WORKERS={workers}"], cwd=ROOT, capture_output=True, text=True, check=False)
     minutes = (time.perf_counter() - begin) / 60
     now = resource.getrusage(resource.RUSAGE_CHILDREN)
     processor = (now.ru_utime + now.ru_stime - used.ru_utime - used.ru_stime) / 60
@@ -44,6 +45,7 @@ def one_pass(*, busy: int, beside: str, workers: int) -> dict[str, Any]:
     return {
         "commit": commit.stdout.strip(),
         "date": time.strftime("%Y-%m-%d"),
+        "target": target,
         "cores": os.cpu_count(),
         "busy": busy,
         "beside": beside,
@@ -63,18 +65,31 @@ def main() -> None:
     parser.add_argument("--beside", default="", help="what else runs meanwhile, for the record")
     parser.add_argument("--passes", type=int, default=1)
     parser.add_argument("--workers", type=int, default=3)
+    parser.add_argument("--target", choices=["test", "test-quick", "test-full"], default="test", help="the tier")
     options = parser.parse_args()
     for _ in range(options.passes):
-        found = one_pass(busy=options.busy, beside=options.beside, workers=options.workers)
+        found = one_pass(target=options.target, busy=options.busy, beside=options.beside, workers=options.workers)
         with options.out.open("a", encoding="utf-8") as file:
             file.write(json.dumps(found) + "\n")
     print(
-        "| date | commit | cores | busy loops | beside | workers | minutes | of a processor | outcome | not passed |\n"
-        "|---|---|---|---|---|---|---|---|---|---|"
+        "| date | commit | tier | cores | busy loops | beside | workers | minutes | of a processor | outcome | not passed |\n"
+        "|---|---|---|---|---|---|---|---|---|---|---|"
     )
     for line in options.out.read_text(encoding="utf-8").splitlines():
         found = json.loads(line)
-        names = ("date", "commit", "cores", "busy", "beside", "workers", "minutes", "processor minutes", "counts")
+        found.setdefault("target", "test")  # lines from before the tiers
+        names = (
+            "date",
+            "commit",
+            "target",
+            "cores",
+            "busy",
+            "beside",
+            "workers",
+            "minutes",
+            "processor minutes",
+            "counts",
+        )
         print(f"| {' | '.join(str(found.get(name, '')) for name in names)} | {', '.join(found['not passed'])} |")
 
 

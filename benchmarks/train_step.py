@@ -52,7 +52,7 @@ from agentrl.policy.layout import choose_layout
 from agentrl.policy.layout.tree import plan_tree
 from agentrl.policy.model import Policy
 from agentrl.types import StopReason, Trajectory, TrajectoryGroup, Turn
-from benchmarks.qwen3 import config_of
+from tests.support.qwen3 import config_of
 
 CLIP_LOW, CLIP_HIGH, LEARNING_RATE, NO_CLIPPING = 3e-4, 4e-4, 1e-6, 1e9
 

@@ -1,6 +1,6 @@
-"""What all tests share: how many examples property-based tests try, and that threads end with the test that began them.
+"""Shared by all tests: the number of examples of property tests, the parts of the slow tests, a check for threads left behind.
 
-`HYPOTHESIS_PROFILE=nightly` for the long run.
+`HYPOTHESIS_PROFILE` is `ci` (25 examples a property), `full` (200, what `make test-full` uses) or `nightly` (3000).
 """
 
 import gc
@@ -13,6 +13,7 @@ from hypothesis import HealthCheck, settings
 from tqdm import tqdm
 
 from tests.support.threads import Guard
+from tests.support.tiers import part_of, read_part
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # tests run side by side; this is read when torch is imported
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # else threads stay that would keep a pool of processes
@@ -22,8 +23,9 @@ gc.set_threshold(20_000, 20, 100)  # workers that have imported everything look 
 tqdm.monitor_interval = 0  # each class of progress bars would keep a thread
 
 settings.register_profile(
-    "ci", max_examples=200, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow]
+    "ci", max_examples=25, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow]
 )
+settings.register_profile("full", settings.get_profile("ci"), max_examples=200)
 settings.register_profile("nightly", settings.get_profile("ci"), max_examples=3000, derandomize=False)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 
@@ -59,10 +61,25 @@ SLOW_FIRST = (
 """Files that take longest, as they were measured, the longest first: no worker is to be left with one of them at the end."""
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Begin with the files that take longest."""
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add `--part 3/8`, which keeps the third of eight parts of the slow tests."""
+    parser.addoption(
+        "--part", type=read_part, help="such as 3/8: keep this part of the slow tests; others are not touched"
+    )
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Begin with the files that take longest, and leave out the slow tests of other parts."""
     ranks = {name: rank for rank, name in enumerate(SLOW_FIRST)}
     items.sort(key=lambda item: ranks.get(item.path.stem, len(ranks)))
+    if chosen := config.getoption("--part"):
+        part, parts = chosen
+        others = [
+            item for item in items if item.get_closest_marker("slow") and part_of(item.nodeid, parts=parts) != part
+        ]
+        config.hook.pytest_deselected(items=others)
+        left_out = set(others)
+        items[:] = [item for item in items if item not in left_out]
 
 
 def pytest_unconfigure() -> None:

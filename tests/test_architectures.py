@@ -7,7 +7,7 @@ import pytest
 
 from agentrl.cli import main
 from agentrl.recipe.config import Recipe
-from benchmarks.architectures import ARCHITECTURES, recipe, write_model
+from tests.support.architectures import ARCHITECTURES, recipe, write_model
 from tests.support.runs import train
 
 

@@ -2,8 +2,7 @@ import ast
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
-from pathlib import Path
+from collections.abc import Iterator, Sequence
 
 import pytest
 
@@ -67,6 +66,7 @@ def test_checking_a_scheme_loads_no_torch() -> None:
     assert "torch" not in loaded_by(script)
 
 
+@pytest.mark.process
 def test_reading_a_recipe_loads_no_machinery_of_models() -> None:
     script = "from agentrl.recipe.config import load_recipe; load_recipe(None, [])"
     machinery = ("torch._dynamo", "torch.distributed.tensor", "transformers.modeling_utils")
@@ -77,27 +77,45 @@ def test_a_plug_in_loads_nothing_heavy() -> None:
     assert loaded_by("from agentrl.env import make_env; make_env('key_door')") == {"gymnasium", "agentrl_envs"}
 
 
-@pytest.mark.parametrize("path", PLUG_INS, ids=[path.stem for path in PLUG_INS])
-def test_a_built_in_plug_in_uses_public_names_only(path: Path) -> None:
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+def private_imports(body: ast.Module) -> Iterator[str]:
+    """Yield the imports of a plug-in that are not of `agentrl`'s public names or of `agentrl.testing`."""
+    for node in ast.walk(body):
         if isinstance(node, ast.Import):
-            assert not [alias.name for alias in node.names if alias.name.startswith("agentrl.")]
-        if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == "agentrl":
-            assert node.module in ("agentrl", "agentrl.testing")
-            if node.module == "agentrl":
-                assert {alias.name for alias in node.names} <= set(agentrl.__all__)
+            if any(alias.name.startswith("agentrl.") for alias in node.names):
+                yield ast.unparse(node)
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == "agentrl":
+            is_public = {alias.name for alias in node.names} <= set(agentrl.__all__)
+            if not (node.module == "agentrl.testing" or (node.module == "agentrl" and is_public)):
+                yield ast.unparse(node)
+
+
+def test_built_in_plug_ins_use_public_names_only() -> None:
+    bodies = {path: ast.parse(path.read_text(encoding="utf-8")) for path in PLUG_INS}
+    assert [f"{path}: {line}" for path, body in bodies.items() for line in private_imports(body)] == []
+
+
+def test_a_private_import_of_a_plug_in_is_found() -> None:
+    lines = [
+        "import agentrl.types",
+        "from agentrl.types import Turn",
+        "from agentrl import Message, errors",
+        "import agentrl",
+        "from agentrl import Message, Turn",
+        "from agentrl.testing import make_group",
+        "from agentrl_envs import key_door",
+    ]
+    assert list(private_imports(ast.parse("\n".join(lines)))) == lines[:3]
 
 
 def test_there_are_built_in_plug_ins() -> None:
     assert {"key_door", "turn_return"} <= {path.stem for path in PLUG_INS}
 
 
-@pytest.mark.parametrize("name", agentrl.__all__)
-def test_a_public_name_is_the_one_of_its_home(name: str) -> None:
-    found = getattr(agentrl, name)
-    module = sys.modules[agentrl._HOME[name]]
-    assert found is getattr(module, name)
-    assert name in dir(agentrl)
+def test_a_public_name_is_the_one_of_its_home() -> None:
+    for name in agentrl.__all__:
+        found = getattr(agentrl, name)
+        assert found is getattr(sys.modules[agentrl._HOME[name]], name), name
+        assert name in dir(agentrl)
 
 
 def test_all_lists_every_public_name_once() -> None:

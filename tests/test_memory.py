@@ -20,10 +20,10 @@ from agentrl.policy.layout import hidden_states, lay_out
 from agentrl.policy.lora import add_lora
 from agentrl.recipe.config import load_recipe
 from agentrl.run.memory import GB, count_kept, count_weights, model_sizes, plan_memory, remedies
-from benchmarks.architectures import ARCHITECTURES, tiny_model
-from benchmarks.plan_memory import CASES, planned_and_measured
-from benchmarks.qwen3 import folder_of
+from tests.support.architectures import ARCHITECTURES, tiny_model
+from tests.support.plan_memory import CASES, planned_and_measured
 from tests.support.processes import Command
+from tests.support.qwen3 import folder_of
 
 _LOCAL = ["--engine.name", "transformers", "--model.local.vocab_size", "4096"]
 EXAMPLES = Path(__file__).parents[1] / "examples" / "gpu"

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 import yaml
 
-from benchmarks.architectures import recipe as architecture_recipe
-from benchmarks.architectures import write_model
+from tests.support.architectures import recipe as architecture_recipe
+from tests.support.architectures import write_model
 from tests.support.ports import free_port
 from tests.support.processes import Command
 from tests.support.run_files import rollouts, rows

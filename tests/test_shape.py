@@ -1,12 +1,12 @@
-"""The packages stay in a shape that a newcomer can read: small files, short constructors, no import cycle."""
+"""The packages stay in a shape that a newcomer can read: files that tell one story, short functions, no circle of imports.
+
+Each rule is one test that lists its offenders.
+"""
 
 import ast
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
-from statistics import median
-
-import pytest
 
 from tests.support.packages import PACKAGES
 
@@ -16,6 +16,26 @@ FILES = {
     for path in sorted(package.rglob("*.py"))
 }
 """Every module of the packages."""
+LONG = {
+    "agentrl.engine.vllm.server:push",
+    "agentrl.env.rewards.judge:judge",
+    "agentrl.learn.learner:update",
+    "agentrl.learn.micro_batch_loss:micro_batch_loss",
+    "agentrl.report.trackers:__init__",
+    "agentrl.run.build:_build",
+    "agentrl.testing.check_credit:check_credit",
+    "agentrl.testing.groups:make_group",
+}
+"""Functions that do not fit a screen, of before the rule."""
+CIRCLES = [
+    {"agentrl.chat.renderer"},
+    {
+        "agentrl.engine.vllm.http",
+        "agentrl.engine.vllm.server",
+        "agentrl.engine.vllm.servers",
+    },
+]
+"""Modules that import one another on a way around, of before the rule."""
 
 
 @cache
@@ -32,32 +52,60 @@ def test_there_are_modules_of_each_package() -> None:
     assert len(FILES) > 100
 
 
-@pytest.mark.parametrize("module", FILES)
-def test_no_file_is_long(module: str) -> None:
-    assert num_lines(FILES[module]) <= 400
-
-
-def test_most_files_are_short() -> None:
-    assert median(map(num_lines, FILES.values())) < 100
+def test_no_file_is_long() -> None:
+    assert [f"{module}: {num} lines" for module, path in FILES.items() if (num := num_lines(path)) > 700] == []
 
 
 def test_the_loop_stands_on_one_page() -> None:
-    assert num_lines(FILES["agentrl.run.loop"]) <= 150
+    assert num_lines(FILES["agentrl.run.loop"]) <= 200
 
 
-@pytest.mark.parametrize("module", FILES)
-def test_no_constructor_takes_more_than_seven_arguments(module: str) -> None:
-    """Frozen data is exempt (below): it does nothing, and has a field for each thing that it tells."""
-    for node in ast.walk(tree(module)):
+def long_functions(module: str, body: ast.Module) -> Iterator[tuple[str, int]]:
+    """Yield functions of more than sixty lines, and their lines."""
+    for node in ast.walk(body):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            num = (node.end_lineno or node.lineno) - node.lineno + 1
+            if num > 60:
+                yield f"{module}:{node.name}", num
+
+
+def test_a_function_fits_a_screen() -> None:
+    found = dict(pair for module in FILES for pair in long_functions(module, tree(module)))
+    assert {name: num for name, num in found.items() if name not in LONG} == {}
+    assert sorted(LONG - found.keys()) == [], "these fit now: remove them from the list"
+
+
+def test_a_long_function_is_found() -> None:
+    lines = "class C:\n  async def f(self):\n" + "    x = 1\n" * 59
+    assert list(long_functions("m", ast.parse(lines))) == []
+    assert list(long_functions("m", ast.parse(lines + "    x = 1\n"))) == [("m:f", 61)]
+
+
+def many_arguments(body: ast.Module) -> Iterator[str]:
+    """Yield the lines of constructors with more than seven arguments.
+
+    Frozen data is exempt (below): it does nothing, and has a field for each thing that it holds.
+    """
+    for node in ast.walk(body):
         if isinstance(node, ast.FunctionDef) and node.name == "__init__":
             given = node.args
             names = [a.arg for a in (*given.posonlyargs, *given.args, *given.kwonlyargs)]
-            assert len(names) <= 1 + 7, f"line {node.lineno}: {', '.join(names)}"
+            if len(names) > 1 + 7:
+                yield f"line {node.lineno}: {', '.join(names)}"
 
 
-@pytest.mark.parametrize("module", FILES)
-def test_what_is_made_of_more_than_seven_fields_is_frozen_data_and_made_by_keyword(module: str) -> None:
-    for node in ast.walk(tree(module)):
+def test_no_constructor_takes_more_than_seven_arguments() -> None:
+    assert [f"{module}, {line}" for module in FILES for line in many_arguments(tree(module))] == []
+
+
+def test_a_constructor_with_eight_arguments_is_found() -> None:
+    assert list(many_arguments(ast.parse("def __init__(self, a, b, c, d, /, e, *, f, g): ..."))) == []
+    assert len(list(many_arguments(ast.parse("def __init__(self, a, b, c, d, /, e, *, f, g, h): ...")))) == 1
+
+
+def large_unfrozen_data(body: ast.Module) -> Iterator[str]:
+    """Yield dataclasses made of more than seven fields that are not both frozen and made by keyword."""
+    for node in ast.walk(body):
         for call in getattr(node, "decorator_list", []):
             if not (
                 isinstance(call, ast.Call) and ast.unparse(call.func) == "dataclass" and isinstance(node, ast.ClassDef)
@@ -66,61 +114,71 @@ def test_what_is_made_of_more_than_seven_fields_is_frozen_data_and_made_by_keywo
             given = [line for line in node.body if isinstance(line, ast.AnnAssign) and line.value is None]
             fields = [ast.unparse(line.target) for line in given]  # without what a growing object begins with
             is_set = {keyword.arg: ast.unparse(keyword.value) == "True" for keyword in call.keywords}
-            assert len(fields) <= 7 or (is_set.get("frozen") and is_set.get("kw_only")), f"{node.name}: {fields}"
+            if len(fields) > 7 and not (is_set.get("frozen") and is_set.get("kw_only")):
+                yield f"{node.name}: {fields}"
 
 
-def at_import(body: list[ast.stmt]) -> Iterator[ast.Import | ast.ImportFrom]:
-    """Yield the imports that run when a module is imported: not those in functions, nor those for type checkers alone."""
-    for node in body:
-        if isinstance(node, ast.Import | ast.ImportFrom):
-            yield node
-        elif isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
-            yield from at_import(node.orelse)
-        elif not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-            for name in ("body", "orelse", "finalbody"):
-                yield from at_import(getattr(node, name, []))
-            for handler in getattr(node, "handlers", []):
-                yield from at_import(handler.body)
+def test_data_of_more_than_seven_fields_is_frozen_and_made_by_keyword() -> None:
+    assert [f"{module}, {name}" for module in FILES for name in large_unfrozen_data(tree(module))] == []
 
 
-def imported(module: str) -> set[str]:
-    """Return the modules of the packages that a module loads.
+def test_large_data_that_is_not_frozen_is_found() -> None:
+    seven = "".join(f"  x{k}: int\n" for k in range(7))
+    for arguments, num in (("frozen=True", 1), ("kw_only=True", 1), ("frozen=True, kw_only=True", 0)):
+        assert len(list(large_unfrozen_data(ast.parse(f"@dataclass({arguments})\nclass C:\n{seven}  y: int")))) == num
+    assert list(large_unfrozen_data(ast.parse(f"@dataclass()\nclass C:\n{seven}  y: int = 0"))) == []
+
+
+def imports(module: str, body: ast.Module) -> set[str]:
+    """Return the modules of the packages that a module imports: at its top, in functions, and for type checkers alone.
 
     A package whose name alone is on the way (`agentrl` of `agentrl.types`) is left out: what it loads does not wait for this
     module's names.
     """
     found = set()
-    for node in at_import(tree(module).body):
+    for node in ast.walk(body):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
-        elif node.module is not None:
+        elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{module}: a relative import"
             submodules = {f"{node.module}.{alias.name}" for alias in node.names}
-            found |= (submodules & FILES.keys()) or {node.module}
+            found |= (submodules & FILES.keys()) or {str(node.module)}
     return (found & FILES.keys()) - {module}
 
 
-def cycle(graph: dict[str, set[str]]) -> list[str]:
-    """Return a way from a module back to itself; empty where there is none."""
-    done: set[str] = set()
+def circles(graph: dict[str, set[str]]) -> list[set[str]]:
+    """Return the largest sets of modules of which each imports every other on some way."""
 
-    def visit(module: str, way: list[str]) -> list[str]:
-        if module in way:
-            return [*way[way.index(module) :], module]
-        if module not in done:
-            for other in sorted(graph[module]):
-                if found := visit(other, [*way, module]):
-                    return found
-            done.add(module)
-        return []
+    def reached(module: str) -> set[str]:
+        found: set[str] = set()
+        todo = [module]
+        while todo:
+            new = graph[todo.pop()] - found
+            found |= new
+            todo += new
+        return found
 
-    return next((found for module in graph if (found := visit(module, []))), [])
+    reach = {module: reached(module) for module in graph}
+    found = []
+    for module in graph:
+        circle = {other for other in reach[module] if module in reach[other]}
+        if circle and circle not in found:
+            found.append(circle)
+    return found
 
 
 def test_no_module_imports_itself_on_a_way_around() -> None:
-    assert cycle({module: imported(module) for module in FILES}) == []
+    found = circles({module: imports(module, tree(module)) for module in FILES})
+    assert [sorted(circle) for circle in found if circle not in CIRCLES] == []
+    assert [sorted(circle) for circle in CIRCLES if circle not in found] == [], "gone: remove them from the list"
 
 
-def test_a_cycle_is_found() -> None:
-    assert cycle({"a": {"b"}, "b": {"c"}, "c": {"b"}}) == ["b", "c", "b"]
-    assert cycle({"a": {"b", "c"}, "b": {"c"}, "c": set()}) == []
+def test_imports_are_found_wherever_they_stand() -> None:
+    lines = "import agentrl.types\nif TYPE_CHECKING:\n  from agentrl import errors\ndef f():\n  import agentrl.credit, ast\n"
+    assert imports("m", ast.parse(lines)) == {"agentrl.types", "agentrl.errors", "agentrl.credit"}
+
+
+def test_a_circle_is_found() -> None:
+    assert circles({"a": {"b"}, "b": {"c"}, "c": {"b"}}) == [{"b", "c"}]
+    assert circles({"a": {"b"}, "b": {"c"}, "c": {"a"}, "d": {"a", "e"}, "e": {"d"}}) == [{"a", "b", "c"}, {"d", "e"}]
+    assert circles({"a": {"b", "c"}, "b": {"c"}, "c": set()}) == []

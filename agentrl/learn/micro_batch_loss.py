@@ -19,7 +19,7 @@ from agentrl.learn.trust import TrustRegion, fixed, is_rejected, kernel, rejecti
 
 
 class StaleTokens(NamedTuple):
-    """Tokens that versions anchor the present one sampled, under the weights of those."""
+    """Tokens that earlier versions sampled, with log-probabilities under the weights of those versions."""
 
     is_stale_T: Tensor
     logprobs_T: Tensor
@@ -57,7 +57,7 @@ def micro_batch_loss(
         config: ratio, clip, corrections.
         observations: of the minibatch.
         trust: of the micro-batch (`trust_region`).
-        anchor: log-probabilities anchor the first update.
+        anchor: log-probabilities before the first update.
         version: of the policy that is updated.
         reference_logprobs_T: the KL target's. None: no divergence is added.
     """
@@ -95,7 +95,7 @@ def micro_batch_loss(
         moved_T = policy_logprobs_T.detach() - anchor.logprobs_T
     elif anchor.is_start:
         moved_T = torch.zeros_like(result.log_ratio_T)
-    else:  # what the anchor tells of tokens that the present version sampled
+    else:  # the part of the tokens that the present version sampled
         moved_T = torch.where(columns.version_T == version, result.log_ratio_T, torch.nan)
     observations.add(
         ratio_U=result.ratio_U,

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.families import (
+from tests.support.families import (
     FAMILIES,
     QWEN_SPLIT,
     family_of,

@@ -1,14 +1,14 @@
-"""The table of results/models.md is what the script makes: a fifth of its rows, chosen by a hash, and all counts."""
+"""The table of docs/models.md is what the script makes: a fifth of its rows, chosen by a hash, and the counts of all."""
 
 import re
 import zlib
 from pathlib import Path
 
-from benchmarks.families import template_names
 from benchmarks.models_table import rows, table
 from benchmarks.random_dialogues import MinibatchStats, Row, play
+from tests.support.families import template_names
 
-DOCUMENT = (Path(__file__).parents[2] / "benchmarks" / "results" / "models.md").read_text(encoding="utf-8")
+DOCUMENT = (Path(__file__).parents[2] / "docs" / "models.md").read_text(encoding="utf-8")
 TABLE = DOCUMENT.partition("<!-- models -->\n")[2].partition("<!-- end -->")[0]
 FIFTH = [name for name in template_names() if zlib.crc32(name.encode()) % 5 == 0]
 

@@ -8,7 +8,7 @@ import pytest
 from agentrl.chat import AutoConfig, ChatMLConfig, Dialogue, Renderer, TemplateConfig, TemplateRenderer
 from agentrl.errors import RendererError
 from agentrl.testing import check_renderer
-from benchmarks.families import family_tokenizer
+from tests.support.families import family_tokenizer
 from tests.support.templates import PROMPTS_THOUGHT, QWEN, THINKS, THOUGHT, changed, tokenizer
 
 USER = {"role": "user", "content": "Hello."}

@@ -12,7 +12,7 @@ from agentrl.chat import AutoConfig, Dialogue, TemplateConfig, TemplateRenderer
 from agentrl.chat.encoder import Encoder
 from agentrl.errors import RendererError
 from agentrl.types import Message
-from benchmarks.families import (
+from tests.support.families import (
     FAMILIES,
     family_tokenizer,
     make_tokenizer,

@@ -46,7 +46,7 @@ from agentrl.policy.layout import lay_out, recurrent
 from agentrl.policy.lora import merged_weights
 from agentrl.recipe.config import load_recipe
 from agentrl.run.parts import build_accelerator
-from benchmarks.architectures import tiny_model
+from tests.support.architectures import tiny_model
 from tests.support.learners import TOKENIZER, make_learner
 from tests.support.played import new_policy, play
 from tests.support.processes import START_METHOD

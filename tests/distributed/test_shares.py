@@ -23,8 +23,8 @@ from agentrl.policy.lora import add_lora
 from agentrl.policy.model import Policy, load_pretrained
 from agentrl.policy.sharded_checkpoint import load_sharded, small_like
 from agentrl.types import Sampling, TaskShard
-from benchmarks.architectures import ARCHITECTURES, tiny_model
 from tests.distributed.test_processes import together
+from tests.support.architectures import ARCHITECTURES, tiny_model
 from tests.support.models import SIZES, made, tiny
 from tests.support.played import TOKENIZER
 

@@ -13,7 +13,7 @@ from agentrl.engine.vllm.common import check_reloadable
 from agentrl.errors import ConfigError
 from agentrl.testing import check_engine
 from agentrl.types import Completion, Sampling
-from benchmarks.architectures import ARCHITECTURES, tiny_model
+from tests.support.architectures import ARCHITECTURES, tiny_model
 
 VOCAB = 61
 T = TypeVar("T")

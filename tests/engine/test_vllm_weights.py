@@ -8,7 +8,7 @@ import torch
 
 from agentrl.engine.vllm.common import BACKEND, EXTENSION
 from agentrl.engine.vllm.weights import ServerInfo, load_served_model, parse_server_info
-from benchmarks.architectures import tiny_model
+from tests.support.architectures import tiny_model
 
 
 @pytest.mark.parametrize("name", ["Qwen3", "Gemma 3 with images", "Mistral 3"])

@@ -15,7 +15,8 @@ from agentrl.recipe.registry import import_attribute
 from agentrl.testing import check_env
 from agentrl_envs.sandboxes import bubblewrap
 from agentrl_envs.sandboxes.bubblewrap import BubblewrapConfig
-from benchmarks.environments import (
+from tests.support.baselines import oracle, play, random_action
+from tests.support.built_in import (
     PAGES,
     Setting,
     built_in,
@@ -25,7 +26,6 @@ from benchmarks.environments import (
     settings,
     success,
 )
-from tests.support.baselines import oracle, play, random_action
 
 NAMES = list(built_in())
 WHY_NO_SHELL = bubblewrap._problem(BubblewrapConfig())

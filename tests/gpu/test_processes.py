@@ -15,11 +15,11 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from agentrl.engine.vllm.weights import Channel, Weight, pack
 from agentrl.learn.learner import Learner
-from benchmarks.several import together
 from tests.gpu.test_updates import gradient, learner_on
 from tests.learn.test_learner import CREDITS, GROUPS
 from tests.support.gpu import NEEDS_GPU, share_one_gpu
 from tests.support.ports import free_port
+from tests.support.several import together
 
 pytestmark = NEEDS_GPU
 Floats = npt.NDArray[np.float64]

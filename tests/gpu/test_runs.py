@@ -9,8 +9,8 @@ import torch
 from agentrl.recipe.config import Recipe
 from agentrl.run.build import build
 from agentrl.run.doctor import examine
-from benchmarks.architectures import ARCHITECTURES, write_model
-from benchmarks.architectures import recipe as architecture_recipe
+from tests.support.architectures import ARCHITECTURES, write_model
+from tests.support.architectures import recipe as architecture_recipe
 from tests.support.gpu import NEEDS_GPU
 from tests.support.run_files import rollouts, rows
 from tests.support.runs import NOISE, recipe, train

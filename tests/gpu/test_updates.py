@@ -12,9 +12,9 @@ from agentrl.learn.config import LossConfig
 from agentrl.learn.learner import Learner
 from agentrl.policy.config import Layout, LoraSettings
 from agentrl.policy.layout import choose_layout, probe_layout, probe_noise
-from benchmarks.architectures import ARCHITECTURES, tiny_model
 from tests.learn.test_learner import CREDITS, GROUPS
 from tests.learn.test_optimizer import NAMES, fit, make, net, weights
+from tests.support.architectures import ARCHITECTURES, tiny_model
 from tests.support.gpu import NEEDS_GPU
 from tests.support.learners import make_learner
 from tests.support.models import MODELS, tiny

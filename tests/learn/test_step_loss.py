@@ -27,6 +27,7 @@ from tests.support.loss_oracle import (
     stale_batch,
 )
 from tests.support.ratio_batches import UNITS, close, f64
+from tests.support.tiers import slow_unless
 
 TRAJECTORIES, CREDITS, TOKENS = stale_batch()
 RANGE = {"clip_low": 0.03, "clip_high": 0.05}
@@ -53,6 +54,8 @@ RECIPES: dict[str, tuple[dict[str, Any], Measured]] = {
 }
 SPLITS = [(1, 10**6), (1, 60), (1, 1), (2, 60), (3, 60), (20, 60)]
 """Processes, two of the twenty without a trajectory; tokens of a pass."""
+SPLIT_IN_ALL_WAYS = ("token, of what is left", "calibrated by length", "sampled, masked")
+"""Recipes that `make test` splits in all these ways, the others in one."""
 
 
 def column(name: str) -> Tensor:
@@ -95,12 +98,15 @@ def test_the_batch_has_what_recipes_tell_apart(unit: RatioUnit) -> None:
         assert 0.05 < found.metrics[f"clip/tokens_{side}"] < 0.7 * share
 
 
-@pytest.mark.parametrize(("num_processes", "max_tokens"), SPLITS)
-@pytest.mark.parametrize("unit", UNITS)
-@pytest.mark.parametrize("recipe", RECIPES)
+def is_quick(recipe: str, unit: RatioUnit, split: tuple[int, int]) -> bool:
+    return recipe in SPLIT_IN_ALL_WAYS or split == (3, 60)
+
+
+@pytest.mark.parametrize(("recipe", "unit", "split"), slow_unless(is_quick, RECIPES, UNITS, SPLITS))
 def test_loss_gradient_decisions_and_metrics_of_a_recipe_follow_the_equations(
-    recipe: str, unit: RatioUnit, num_processes: int, max_tokens: int
+    recipe: str, unit: RatioUnit, split: tuple[int, int]
 ) -> None:
+    num_processes, max_tokens = split
     settings, measured = RECIPES[recipe]
     config = LossConfig(unit=unit, **settings)
     calibration, expected = filled(measured), expected_step(TOKENS, config, measured)

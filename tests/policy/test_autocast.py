@@ -9,7 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from agentrl.policy.layout import lay_out
 from agentrl.policy.model import Policy
-from benchmarks.architectures import tiny_model
+from tests.support.architectures import tiny_model
 from tests.support.models import MODELS, branching_rows, tiny
 
 

@@ -32,7 +32,7 @@ from agentrl.policy.layout import tree_attention as tree_model
 from agentrl.policy.layout.recurrent import Rows, can_continue, fork, mixers_of, num_computed
 from agentrl.policy.layout.tree import IntArray, plan_tree
 from agentrl.policy.layout.tree_attention import tree_attention
-from benchmarks.architectures import ARCHITECTURES, tiny_model
+from tests.support.architectures import ARCHITECTURES, tiny_model
 from tests.support.models import MODELS, SIZES, AllFloat64, branching_rows, in_float64, made, tiny
 
 LAYOUTS: tuple[Layout, ...] = get_args(Layout)

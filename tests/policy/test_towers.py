@@ -6,7 +6,7 @@ from agentrl.models.auto_classes import freeze_towers
 from agentrl.policy.config import LoraSettings
 from agentrl.policy.layout import hidden_states, lay_out
 from agentrl.policy.lora import add_lora
-from benchmarks.architectures import tiny_model
+from tests.support.architectures import tiny_model
 from tests.support.models import branching_rows, tiny
 
 MULTIMODAL = ["Gemma 3 with images", "Mistral 3"]

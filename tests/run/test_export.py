@@ -14,7 +14,7 @@ from agentrl.recipe.config import load_recipe
 from agentrl.report.folder import RunFolder
 from agentrl.run import export as module
 from agentrl.run.export import export
-from benchmarks.architectures import tiny_model
+from tests.support.architectures import tiny_model
 
 
 def test_what_is_exported_ends_where_training_did_and_needs_no_package_for_attention(

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from agentrl.types import Message
-from benchmarks.hostile.forms import FAMILIES, TOOLS, faults, outputs
-from benchmarks.hostile.response_templates import FORMS
+from tests.support.hostile_forms import FAMILIES, TOOLS, faults, outputs
+from tests.support.response_templates import FORMS
 
 EACH = pytest.mark.parametrize("name", FORMS)
 
@@ -57,11 +57,11 @@ def test_a_call_that_is_cut_is_malformed_and_written_again_as_it_was_sampled(nam
 
 
 @EACH
-@pytest.mark.parametrize("value", ["NaN", "1e999", "7" * 400, "7" * 5000, "[" * 90 + "]" * 90, "[" * 9000])
-def test_what_no_file_can_carry_is_no_argument(name: str, value: str) -> None:
-    text = call(name, {"items": [9876]}).replace("9876", value)
-    (found,) = functions(FORMS[name].parse(text, TOOLS, is_thinking=False))
-    assert found["name"] == "" or isinstance(found["arguments"]["items"], str)
+def test_what_no_file_can_carry_is_no_argument(name: str) -> None:
+    for value in ("NaN", "1e999", "7" * 400, "7" * 5000, "[" * 90 + "]" * 90, "[" * 9000):
+        text = call(name, {"items": [9876]}).replace("9876", value)
+        (found,) = functions(FORMS[name].parse(text, TOOLS, is_thinking=False))
+        assert found["name"] == "" or isinstance(found["arguments"]["items"], str), value[:10]
 
 
 @EACH

@@ -14,7 +14,8 @@ from agentrl.chat.forms import FORMS
 from agentrl.chat.forms.form import CallForm
 from agentrl.data.plain import MAX_DEPTH
 from agentrl.types import Message
-from benchmarks.hostile.forms import FAMILIES, TOOLS, Functions, faults, outputs
+from tests.support.hostile_forms import FAMILIES, TOOLS, Functions, faults, outputs
+from tests.support.rules import Rules
 
 EACH = pytest.mark.parametrize("form", FORMS, ids=[form.name for form in FORMS])
 LISTS = ("lfm", "lfm-raw", "minimax", "mistral", "llama-json", "pythonic")
@@ -22,6 +23,7 @@ LISTS = ("lfm", "lfm-raw", "minimax", "mistral", "llama-json", "pythonic")
 TEXT = ("qwen-xml", "glm", "minimax", "atem")
 """Forms whose arguments are only text."""
 CALLS: Functions = [("look", {"n": 1, "flag": False}), ("take_it", {"what": "it's", "items": [1, "a"]}), ("look", {})]
+rule = Rules[CallForm]()
 
 
 def parse(form: CallForm, text: str, *, is_thinking: bool = False) -> Message:
@@ -42,22 +44,22 @@ def as_dicts(calls: Functions) -> list[dict[str, Any]]:
     return [{"name": name, "arguments": arguments} for name, arguments in calls]
 
 
-@EACH
-def test_calls_are_read_as_they_were_written(form: CallForm) -> None:
+@rule
+def calls_are_read_as_they_were_written(form: CallForm) -> None:
     message = parse(form, FAMILIES[form.name].write(CALLS))
     assert functions(message) == as_dicts(CALLS)
     assert (message["role"], message["content"]) == ("assistant", "")
     assert [call["id"] for call in message["tool_calls"]] == ["call_0", "call_1", "call_2"]
 
 
-@EACH
-def test_text_is_content(form: CallForm) -> None:
+@rule
+def text_is_content(form: CallForm) -> None:
     for text in ("", "Hello.", 'Say {"name": "look"} or [look].', "a < b, [1, 2] and {3}"):
         assert parse(form, f" {text}\n") == {"role": "assistant", "content": text}
 
 
-@EACH
-def test_what_is_drafted_in_a_thought_is_not_carried_out(form: CallForm) -> None:
+@rule
+def what_is_drafted_in_a_thought_is_not_carried_out(form: CallForm) -> None:
     begin, end = FAMILIES[form.name].think
     drafted, real = write(form, ("look", {"n": 1})), write(form, ("take_it", {"what": "key"}))
     if form.name in ("harmony", "atem"):
@@ -71,17 +73,17 @@ def test_what_is_drafted_in_a_thought_is_not_carried_out(form: CallForm) -> None
         assert message["reasoning_content"] == f"Maybe {drafted}".strip()
 
 
-@EACH
-@pytest.mark.parametrize("text", ["a</think>b", "<think>", "</think>"])
-def test_a_tag_of_thoughts_within_an_argument_is_part_of_it(form: CallForm, text: str) -> None:
-    call = ("take_it", {"what": text})
-    message = parse(form, write(form, call))
-    assert functions(message) == as_dicts([call])
-    assert "reasoning_content" not in message
+@rule
+def a_tag_of_thoughts_within_an_argument_is_part_of_it(form: CallForm) -> None:
+    for text in ("a</think>b", "<think>", "</think>"):
+        call = ("take_it", {"what": text})
+        message = parse(form, write(form, call))
+        assert functions(message) == as_dicts([call])
+        assert "reasoning_content" not in message
 
 
-@EACH
-def test_a_call_that_is_cut_is_never_a_call_with_other_arguments(form: CallForm) -> None:
+@rule
+def a_call_that_is_cut_is_never_a_call_with_other_arguments(form: CallForm) -> None:
     call = ("take_it", {"what": "some key", "n": 12345, "flag": True})
     text = write(form, call)
     for length in range(len(text)):
@@ -89,8 +91,10 @@ def test_a_call_that_is_cut_is_never_a_call_with_other_arguments(form: CallForm)
             assert found["name"] == "" or found == as_dicts([call])[0], text[:length]
 
 
-@pytest.mark.parametrize("form", [form for form in FORMS if form.name not in LISTS], ids=lambda form: form.name)
-def test_a_call_that_is_cut_leaves_the_one_before_it(form: CallForm) -> None:
+@rule
+def a_call_that_is_cut_leaves_the_one_before_it(form: CallForm) -> None:
+    if form.name in LISTS:
+        return
     calls: Functions = [("look", {"n": 1}), ("take_it", {"what": "key"})]
     found = functions(parse(form, FAMILIES[form.name].write(calls)[:-30]))
     assert found[0] == as_dicts(calls)[0]
@@ -106,8 +110,8 @@ def bodies(form: CallForm) -> list[str]:
     ]
 
 
-@EACH
-def test_what_no_file_can_carry_is_a_malformed_call(form: CallForm) -> None:
+@rule
+def what_no_file_can_carry_is_a_malformed_call(form: CallForm) -> None:
     for text in bodies(form):
         found = functions(parse(form, text))
         assert [f["name"] for f in found] == [""] or (
@@ -115,15 +119,15 @@ def test_what_no_file_can_carry_is_a_malformed_call(form: CallForm) -> None:
         )
 
 
-@EACH
-def test_half_a_surrogate_pair_is_no_argument(form: CallForm) -> None:
+@rule
+def half_a_surrogate_pair_is_no_argument(form: CallForm) -> None:
     for half in ("\ud800", "\\ud800"):
         message = parse(form, write(form, ("take_it", {"what": "wxyz"})).replace("wxyz", half))
         json.dumps(message, ensure_ascii=False).encode()  # and `parse` has seen that it is plain data
 
 
-@EACH
-def test_a_malformed_call_is_written_again_as_it_was_sampled(form: CallForm) -> None:
+@rule
+def a_malformed_call_is_written_again_as_it_was_sampled(form: CallForm) -> None:
     text = write(form, ("take_it", {"what": "wxyz", "n": 7}))
     broken = [text.replace("n", "n\n<", 1), text[: text.index("wxyz")], text.replace("wxyz", 'w"\'<|"|>')]
     for sampled in broken:
@@ -133,8 +137,10 @@ def test_a_malformed_call_is_written_again_as_it_was_sampled(form: CallForm) -> 
                 assert (functions(again), again["content"]) == ([found], "")
 
 
-@pytest.mark.parametrize("form", [f for f in FORMS if f.name in TEXT], ids=TEXT)
-def test_text_gets_the_types_of_the_schema(form: CallForm) -> None:
+@rule
+def text_gets_the_types_of_the_schema(form: CallForm) -> None:
+    if form.name not in TEXT:
+        return
     texts = {"n": "7", "x": "0.5", "what": "7", "flag": "true", "maybe": "null", "items": "[1]", "table": '{"a": null}'}
     typed = {"n": 7, "x": 0.5, "what": "7", "flag": True, "maybe": None, "items": [1], "table": {"a": None}}
     (found,) = functions(parse(form, write(form, ("look", texts))))
@@ -144,23 +150,8 @@ def test_text_gets_the_types_of_the_schema(form: CallForm) -> None:
     assert functions(parse(form, write(form, ("nobody", texts))))[0]["arguments"] == texts
 
 
-@EACH
-@given(seed=st.integers(0, 2**32))
-def test_any_output_is_a_message_with_no_call_that_was_not_written(form: CallForm, seed: int) -> None:
-    for text in islice(outputs(FAMILIES[form.name], random.Random(seed)), 6):
-        parse(form, text)
-        thought = parse(form, text, is_thinking=True)
-        assert FAMILIES[form.name].end_thought in text or not functions(thought)
-
-
-@EACH
-@given(text=st.text(st.characters(), max_size=60), is_thinking=st.booleans())
-def test_any_text_is_a_message(form: CallForm, text: str, is_thinking: bool) -> None:
-    parse(form, text, is_thinking=is_thinking)
-
-
-@EACH
-def test_parsing_takes_time_in_proportion_to_the_text(form: CallForm) -> None:
+@rule
+def parsing_takes_time_in_proportion_to_the_text(form: CallForm) -> None:
     family = FAMILIES[form.name]
     call = write(form, ("take_it", {"what": "x"}))
     half = call[: call.index("x")]
@@ -186,8 +177,8 @@ def test_parsing_takes_time_in_proportion_to_the_text(form: CallForm) -> None:
     assert time.process_time() - begin < 30  # takes a few; quadratic: minutes
 
 
-@EACH
-def test_arguments_nest_as_deep_as_an_environment_may_quote_them(form: CallForm) -> None:
+@rule
+def arguments_nest_as_deep_as_an_environment_may_quote_them(form: CallForm) -> None:
     def nested(depth: int) -> Any:
         return [nested(depth - 1)] if depth else 1
 
@@ -195,3 +186,23 @@ def test_arguments_nest_as_deep_as_an_environment_may_quote_them(form: CallForm)
         call = ("look", {"items": nested(depth)})
         assert functions(parse(form, write(form, call))) == as_dicts([call])
     assert functions(parse(form, write(form, ("look", {"items": nested(MAX_DEPTH // 2 - 1)}))))[0]["name"] == ""
+
+
+@EACH
+def test_a_form_keeps_to_the_rules(form: CallForm, subtests: pytest.Subtests) -> None:
+    rule.check(form, subtests)
+
+
+@EACH
+@given(seed=st.integers(0, 2**32))
+def test_any_output_is_a_message_with_no_call_that_was_not_written(form: CallForm, seed: int) -> None:
+    for text in islice(outputs(FAMILIES[form.name], random.Random(seed)), 6):
+        parse(form, text)
+        thought = parse(form, text, is_thinking=True)
+        assert FAMILIES[form.name].end_thought in text or not functions(thought)
+
+
+@EACH
+@given(text=st.text(st.characters(), max_size=60), is_thinking=st.booleans())
+def test_any_text_is_a_message(form: CallForm, text: str, is_thinking: bool) -> None:
+    parse(form, text, is_thinking=is_thinking)

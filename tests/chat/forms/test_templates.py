@@ -10,7 +10,7 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 from agentrl.chat.forms import FORMS
 from agentrl.types import Message
-from benchmarks.hostile.forms import TOOLS
+from tests.support.hostile_forms import TOOLS
 
 TRL = find_spec("trl")
 pytestmark = pytest.mark.skipif(TRL is None, reason="TRL, which ships the templates, is not installed")
@@ -81,9 +81,7 @@ def written(name: str, *calls: tuple[str, dict[str, Any]]) -> tuple[str, bool]:
     return text, prompt.rstrip().endswith("<think>")
 
 
-@pytest.mark.parametrize("name", FAMILIES)
-@pytest.mark.parametrize("arguments", ARGUMENTS)
-def test_a_call_is_read_as_its_template_writes_it(name: str, arguments: dict[str, Any]) -> None:
+def check_a_call(name: str, arguments: dict[str, Any]) -> None:
     text, is_thinking = written(name, ("take_it", arguments))
     message = BY_NAME[FAMILIES[name]].parse(text, TOOLS, is_thinking=is_thinking)
     (call,) = message["tool_calls"]
@@ -91,8 +89,7 @@ def test_a_call_is_read_as_its_template_writes_it(name: str, arguments: dict[str
     assert repr(call["function"]["arguments"].get("flag")) == repr(arguments.get("flag"))  # False, and not 0
 
 
-@pytest.mark.parametrize("name", sorted(FAMILIES.keys() - set(SINGLE)))
-def test_parallel_calls_are_read_as_their_template_writes_them(name: str) -> None:
+def check_parallel_calls(name: str) -> None:
     calls: list[tuple[str, dict[str, Any]]] = [("look", {"n": 1}), ("take_it", {"what": "b"}), ("look", {})]
     text, is_thinking = written(name, *calls)
     message = BY_NAME[FAMILIES[name]].parse(text, TOOLS, is_thinking=is_thinking)
@@ -101,8 +98,7 @@ def test_parallel_calls_are_read_as_their_template_writes_them(name: str) -> Non
     assert message["content"] == ""
 
 
-@pytest.mark.parametrize("name", FAMILIES)
-def test_the_first_form_that_reads_a_template_is_its_own(name: str) -> None:
+def check_the_first_form_that_reads_it(name: str) -> None:
     arguments = {"what": 'it\'s \\ a "key"', "n": 1}
     text, is_thinking = written(name, ("look", arguments))
     expected = [{"name": "look", "arguments": arguments}]
@@ -112,3 +108,15 @@ def test_the_first_form_that_reads_a_template_is_its_own(name: str) -> None:
         if [c["function"] for c in form.parse(text, TOOLS, is_thinking=is_thinking).get("tool_calls", [])] == expected
     ]
     assert read[0] == FAMILIES[name]
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_form_reads_what_its_template_writes_and_is_the_first_that_does(name: str, subtests: pytest.Subtests) -> None:
+    for arguments in ARGUMENTS:
+        with subtests.test("a call", arguments=arguments):
+            check_a_call(name, arguments)
+    if name not in SINGLE:
+        with subtests.test("parallel calls"):
+            check_parallel_calls(name)
+    with subtests.test("the first form that reads it"):
+        check_the_first_form_that_reads_it(name)

@@ -1,4 +1,4 @@
-"""Tokenizers' own `response_template`s, for three families of `benchmarks.hostile.forms`."""
+"""Tokenizers' own `response_template`s, for three families of `tests.support.hostile_forms`."""
 
 from typing import Any
 
