@@ -11,7 +11,9 @@ from tests.support.architectures import ARCHITECTURES, recipe, write_model
 from tests.support.runs import train
 
 
-@pytest.mark.parametrize("name", ARCHITECTURES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if name == "Qwen3.5" else pytest.mark.slow) for name in ARCHITECTURES]
+)
 def test_three_steps_of_a_tool_environment_with_the_family_s_template(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -32,6 +34,7 @@ def test_three_steps_of_a_tool_environment_with_the_family_s_template(
     assert loaded["tokenizer"].chat_template
 
 
+@pytest.mark.slow
 def test_the_card_of_adapters_loads_them_beside_a_multimodal_base(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

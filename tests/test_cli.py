@@ -19,6 +19,7 @@ from agentrl.report.folder import RunFolder
 from agentrl.report.records import read_records
 from agentrl.run import loop
 from agentrl.run.build import Parts
+from tests.support.each import each
 
 TINY = """
 env: {id: key_door}
@@ -156,6 +157,7 @@ def test_installed_credit_schemes_are_listed_with_their_fields(
         assert word in out
 
 
+@pytest.mark.process
 def test_a_process_ends_with_status_2_and_one_message(tmp_path: Path) -> None:
     def run(*arguments: str) -> Outcome:
         done = subprocess.run(
@@ -176,7 +178,7 @@ def test_a_process_ends_with_status_2_and_one_message(tmp_path: Path) -> None:
     assert files(tmp_path) == set()
 
 
-@pytest.mark.parametrize(
+@each(
     ("arguments", "words"),
     [
         (["nowhere.yaml"], "cannot read the recipe nowhere.yaml: No such file or directory"),
@@ -232,20 +234,20 @@ def test_a_process_ends_with_status_2_and_one_message(tmp_path: Path) -> None:
     ],
 )
 def test_a_recipe_that_cannot_be_carried_out_is_refused_and_leaves_no_trace(
-    arguments: list[str], words: str, agentrl: Agentrl, tmp_path: Path
+    arguments: list[str], words: str, agentrl: Agentrl
 ) -> None:
-    (tmp_path / "full").mkdir()
-    (tmp_path / "full" / "thesis.txt").write_text("three years of work")
+    Path("full").mkdir(exist_ok=True)
+    Path("full/thesis.txt").write_text("three years of work", encoding="utf-8")
     target, *overrides = arguments
     run_dir = [] if target == "." or "--run_dir" in overrides else ["--run_dir", "run"]
     status, out, err = agentrl("train", target, *overrides, *run_dir)
     assert (status, err) == (2, f"agentrl: {words}\n")
     if not words.startswith(("env", "model", "rollout.max_context")):  # those show when the parts are built
         assert out == ""
-    assert files(tmp_path) == GIVEN | {"full", "full/thesis.txt"}
+    assert files(Path()) == GIVEN | {"full", "full/thesis.txt"}
 
 
-@pytest.mark.parametrize(
+@each(
     ("name", "words"),
     [
         (
@@ -266,15 +268,16 @@ def test_a_recipe_that_cannot_be_carried_out_is_refused_and_leaves_no_trace(
     ],
 )
 def test_an_environment_that_fails_ends_the_run_with_its_words_and_leaves_no_trace(
-    name: str, words: str, agentrl: Agentrl, tmp_path: Path
+    name: str, words: str, agentrl: Agentrl
 ) -> None:
     timeout_s = "0.5" if name.startswith("Hangs") else "60"
     chosen = ["--env.id", f"shop_of_faults:{name}", "--rollout.env_timeout_s", timeout_s]
     status, _, err = agentrl("train", "tiny.yaml", *chosen, "--run_dir", "run")
     assert (status, err) == (2, f"agentrl: {words}\n")
-    assert files(tmp_path) == GIVEN
+    assert files(Path()) == GIVEN
 
 
+@pytest.mark.process
 def test_of_several_processes_one_speaks_and_writes(agentrl: Agentrl, tmp_path: Path) -> None:
     launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "agentrl"]
     arguments = ["train", "tiny.yaml", "--run_dir", "run"]
@@ -310,7 +313,7 @@ def test_the_doctor_speaks_briefly_where_contexts_are_short(agentrl: Agentrl) ->
         assert "sampled tokens/s" in out
 
 
-@pytest.mark.parametrize(
+@each(
     ("options", "words"),
     [
         (
@@ -333,15 +336,13 @@ def test_the_doctor_speaks_briefly_where_contexts_are_short(agentrl: Agentrl) ->
         ),
     ],
 )
-def test_options_of_vllm_are_refused_where_it_does_not_sample(
-    options: list[str], words: str, agentrl: Agentrl, tmp_path: Path
-) -> None:
+def test_options_of_vllm_are_refused_where_it_does_not_sample(options: list[str], words: str, agentrl: Agentrl) -> None:
     status, _, err = agentrl("train", "tiny.yaml", *options)
     assert (status, err) == (2, f"agentrl: {words}\n")
-    assert files(tmp_path) == GIVEN
+    assert files(Path()) == GIVEN
 
 
-@pytest.mark.parametrize("url", ["127.0.0.1:8000", "http://127.0.0.1:abc", "http://127.0.0.1", "ftp://a:1"])
+@each("url", ["127.0.0.1:8000", "http://127.0.0.1:abc", "http://127.0.0.1", "ftp://a:1"])
 def test_an_address_that_is_none_is_refused(url: str, agentrl: Agentrl) -> None:
     status, _, err = agentrl("doctor", "tiny.yaml", "--engine.name", "vllm_server", "--engine.server.url", url)
     assert (status, err) == (2, f"agentrl: engine.server.url: expected http://HOST:PORT, got {url!r}\n")
@@ -493,7 +494,7 @@ def test_a_run_that_had_not_started_cannot_be_resumed(agentrl: Agentrl, monkeypa
     assert (status, err) == (130, "agentrl: interrupted\n")
 
 
-@pytest.mark.parametrize(
+@each(
     ("number", "has_begun", "words"),
     [
         (
@@ -530,6 +531,7 @@ def test_a_quiet_run_prints_nothing_but_warnings(agentrl: Agentrl) -> None:
     assert Path("quiet/metrics.jsonl").is_file()
 
 
+@pytest.mark.process
 def test_a_reader_that_has_read_enough_is_no_failure_to_tell_of() -> None:
     command = [sys.executable, "-m", "agentrl", "fields", "--json-schema"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:

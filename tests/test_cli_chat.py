@@ -15,6 +15,7 @@ from agentrl.chat import AutoConfig, ChatMLConfig, train_tokenizer
 from agentrl.chat.proof.inspection import inspect
 from agentrl.cli import main
 from agentrl.report.chat import sections
+from tests.support.each import each
 from tests.support.hugging_face import hugging_face_folder
 from tests.support.templates import PROMPTS_THOUGHT, QWEN, THINKS, THOUGHT, changed, tokenizer
 
@@ -143,7 +144,7 @@ def test_a_recipe_and_a_file_with_a_template(chat: Chat, tmp_path: Path) -> None
     assert re.search(r"^thoughts +drop: ", outcome.out, re.MULTILINE)
 
 
-@pytest.mark.parametrize(
+@each(
     ("arguments", "words"),
     [
         (("absent",), "model: there is no folder 'absent'"),
@@ -152,8 +153,8 @@ def test_a_recipe_and_a_file_with_a_template(chat: Chat, tmp_path: Path) -> None
         (("model", "--chat.thinkng", "keep"), "Did you mean 'thinking'?"),
     ],
 )
-def test_mistakes_are_told(chat: Chat, tmp_path: Path, arguments: tuple[str, ...], words: str) -> None:
-    folder(tmp_path / "model", QWEN)
+def test_mistakes_are_told(chat: Chat, arguments: tuple[str, ...], words: str) -> None:
+    folder(Path("model"), QWEN)
     outcome = chat(*arguments)
     assert outcome.status == 2
     assert words in outcome.err
@@ -181,8 +182,8 @@ def test_a_renderer_of_a_strangers_shows_what_it_can() -> None:
     assert [(choice.renderer, choice.chosen) for choice in found.tried] == [("plain:Plain", True)]
 
 
-@pytest.mark.parametrize("width", [40, 80, 120])
-@pytest.mark.parametrize("colours", [None, "truecolor"])
+@each("width", [40, 80, 120])
+@each("colours", [None, "truecolor"])
 def test_tokens_are_whole_on_their_lines(width: int, colours: Any) -> None:
     made = tokenizer(changed(THINKS, THOUGHT, PROMPTS_THOUGHT))
     found = inspect(AutoConfig(), made, name="org/model")

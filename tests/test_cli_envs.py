@@ -12,6 +12,7 @@ import pytest
 from agentrl.cli import main
 from agentrl.types import Need
 from agentrl_envs.key_door import KeyDoor
+from tests.support.each import each
 
 Played = Callable[..., str]
 
@@ -179,7 +180,7 @@ def test_an_environment_whose_package_is_missing_says_what_to_install(
     assert "calculator" in shown
 
 
-@pytest.mark.parametrize("name", ["Reset", "Step", "Close", "Unwrapped", "Tasks", "Key"])
+@each("name", ["Reset", "Step", "Close", "Unwrapped", "Tasks", "Key"])
 def test_no_recipe_is_written_for_an_environment_that_fails_and_it_is_told_in_a_line(
     name: str, unfit: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -191,7 +192,7 @@ def test_no_recipe_is_written_for_an_environment_that_fails_and_it_is_told_in_a_
     assert not Path("a.yaml").exists()
 
 
-@pytest.mark.parametrize(
+@each(
     ("name", "status", "words"),
     [
         ("Reset", 1, "SystemExit: 0"),
@@ -259,6 +260,8 @@ def test_an_environment_is_checked_with_the_wrappers_of_its_recipe(
         assert words in capsys.readouterr().err
 
 
+@pytest.mark.slow
+@pytest.mark.process
 @pytest.mark.timeout(600)
 def test_a_new_environment_is_played_checked_tested_and_trained_at_once(tmp_path: Path) -> None:
     def run(*command: str, lines: str = "") -> str:
@@ -285,9 +288,7 @@ def test_a_new_environment_is_played_checked_tested_and_trained_at_once(tmp_path
     assert list((tmp_path / "runs").glob("*/metrics.jsonl"))
 
 
-@pytest.mark.parametrize(
-    ("name", "words"), [("Treasure-Hunt", "is no name of a module"), ("class", "is no name of a module")]
-)
+@each(("name", "words"), [("Treasure-Hunt", "is no name of a module"), ("class", "is no name of a module")])
 def test_a_name_that_is_none_of_a_module_is_refused(name: str, words: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         main(["envs", "new", name])

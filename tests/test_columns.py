@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from pydantic import TypeAdapter, ValidationError
 
 from agentrl.types import LogProbs, Runs, TokenIds, pack_floats, pack_integers
+from tests.support.each import each
 
 IDS, LOGPROBS, RUNS = TypeAdapter(TokenIds), TypeAdapter(LogProbs), TypeAdapter(Runs)
 ids = st.lists(st.one_of(st.integers(0, 300), st.integers(0, 2**17), st.integers(0, 2**31 - 1)))
@@ -30,7 +31,7 @@ def test_numbers_are_what_they_were_to_the_last_bit(column: list[float]) -> None
     assert [struct.pack("<d", number) for number in found] == [struct.pack("<d", number) for number in column]
 
 
-@pytest.mark.parametrize("column", [[3, -1], [2**31], [10**40]])
+@each("column", [[3, -1], [2**31], [10**40]])
 def test_what_is_no_token_is_refused(column: list[int]) -> None:
     with pytest.raises(ValidationError, match="are no token ids"):
         IDS.validate_python(column)
@@ -39,7 +40,7 @@ def test_what_is_no_token_is_refused(column: list[int]) -> None:
             IDS.validate_python(pack_integers(column))
 
 
-@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, -1e300])
+@each("value", [math.nan, math.inf, -math.inf, -1e300])
 def test_what_is_no_log_probability_is_refused(value: float) -> None:
     with pytest.raises(ValidationError, match="these are no log-probabilities"):
         LOGPROBS.validate_python(pack_floats([-1.0, value]))
@@ -66,13 +67,13 @@ def test_text_that_is_no_column_is_refused(text: str) -> None:
         assert isinstance(found, tuple)
 
 
-@pytest.mark.parametrize("text", ["", "x", "HAAA", "H!!!!", "iAAAAA", "zAAAA"])
+@each("text", ["", "x", "HAAA", "H!!!!", "iAAAAA", "zAAAA"])
 def test_damaged_columns_are_refused(text: str) -> None:
     with pytest.raises(ValidationError):
         IDS.validate_python(text)
 
 
-@pytest.mark.parametrize("text", ["3", "3x", "3x0", "3x-1", "x3", f"3x{10**9}"])
+@each("text", ["3", "3x", "3x0", "3x-1", "x3", f"3x{10**9}"])
 def test_damaged_runs_are_refused(text: str) -> None:
     with pytest.raises(ValidationError):
         RUNS.validate_python(text)

@@ -13,6 +13,7 @@ from agentrl.errors import ConfigError
 from agentrl.recipe.config import Recipe, load_recipe, plan
 from agentrl.recipe.plugin import Plugin
 from agentrl.report.folder import RunFolder
+from tests.support.each import each
 
 RECIPES = sorted((Path(__file__).parents[1] / "examples").glob("*.yaml"))
 
@@ -78,7 +79,7 @@ def test_the_tree_has_the_sections_of_a_run() -> None:
     assert sorted(".".join(path) for path, _ in SECTIONS if path) == top
 
 
-@pytest.mark.parametrize(("path", "fields"), SECTIONS, ids=[".".join(path) or "recipe" for path, _ in SECTIONS])
+@each(("path", "fields"), SECTIONS)
 def test_a_misspelt_field_at_any_level_is_an_error_with_the_nearest_name(
     path: tuple[str, ...], fields: list[str], file: Path
 ) -> None:
@@ -128,7 +129,7 @@ def test_unknown_names_read_well(file: Path) -> None:
     assert message(file, "{}", "stray") == "command line: unrecognized arguments: stray"
 
 
-@pytest.mark.parametrize(
+@each(
     ("text", "words"),
     [
         ("train: {steps: 0}", "train.steps: Input should be greater than 0 (got 0)"),
@@ -196,7 +197,7 @@ def test_every_mistake_has_a_line_of_its_own(file: Path) -> None:
     ]
 
 
-@pytest.mark.parametrize(
+@each(
     ("text", "words"),
     [
         (
@@ -272,7 +273,7 @@ def test_the_rule_for_one_trajectory_is_that_of_the_innermost_scheme_and_of_the_
     assert load(file, f"{{rollout: {{group_size: 1}}, {kept}}}").rollout.group_size == 1
 
 
-@pytest.mark.parametrize(
+@each(
     ("text", "words"),
     [
         ("{scheme: turn_return, gama: 0.5}", "credit.gama: 'turn_return' has no such option. Did you mean 'gamma'?"),
@@ -288,7 +289,7 @@ def test_mistakes_in_credit_are_found_when_the_recipe_is_read(text: str, words: 
     assert message(file, f"credit: {text}") == words
 
 
-@pytest.mark.parametrize(
+@each(
     ("overrides", "path", "value"),
     [
         (["--seed", "7"], "seed", 7),
@@ -357,7 +358,7 @@ def test_options_of_one_nested_mapping_are_laid_over_each_other(file: Path) -> N
     assert recipe.env.options == {"limits": {"low": 3, "high": 2, "step": 4}}
 
 
-@pytest.mark.parametrize("option", ["--rollout.group_size", "--credit.gamma", "--env.options.num_operations"])
+@each("option", ["--rollout.group_size", "--credit.gamma", "--env.options.num_operations"])
 def test_an_option_without_a_value_is_named(option: str, file: Path) -> None:
     assert message(file, "credit: {scheme: turn_return}", option) == f"{option}: needs a value"
 
@@ -417,7 +418,7 @@ def test_a_plug_in_brings_the_fields_of_its_section(file: Path) -> None:
         assert type(load(file, f"chat: {spec}").chat) is AutoConfig
 
 
-@pytest.mark.parametrize(
+@each(
     ("text", "overrides", "words"),
     [
         (
@@ -481,7 +482,7 @@ def test_there_are_shipped_recipes() -> None:
     assert "calculator.yaml" in [path.name for path in RECIPES]
 
 
-@pytest.mark.parametrize("path", RECIPES, ids=[path.stem for path in RECIPES])
+@each("path", RECIPES)
 def test_a_shipped_recipe_parses_and_comes_back_from_what_a_run_writes_down(path: Path, file: Path) -> None:
     recipe = load_recipe(path)
     assert load(file, recipe.model_dump_json()) == recipe  # JSON is YAML
@@ -551,7 +552,7 @@ def test_options_of_an_environment_are_the_same_in_a_run_that_is_resumed(file: P
     assert begun.env.options == {"since": "2024-01-01", "levels": {"1": "easy"}}
 
 
-@pytest.mark.parametrize(
+@each(
     ("options", "words"),
     [
         ("{x: .inf}", "env.options: expected finite numbers"),
@@ -564,7 +565,7 @@ def test_options_that_no_file_of_a_run_can_hold_are_refused(options: str, words:
         load(file, f"env: {{options: {options}}}")
 
 
-@pytest.mark.parametrize(
+@each(
     ("option", "value"),
     [
         ("rollout.group_rewards", "[{reward: shorter}]"),
@@ -587,7 +588,7 @@ def test_values_on_the_command_line_are_written_as_in_a_recipe(option: str, valu
         assert load_recipe(None, arguments) == load_recipe(nested)
 
 
-@pytest.mark.parametrize("value", ["[x]", "{x} y", "[x] y"])
+@each("value", ["[x]", "{x} y", "[x] y"])
 def test_a_text_may_look_like_a_list(value: str) -> None:
     assert load_recipe(None, ["--model.name_or_path", value]).model.name_or_path == value
     assert load_recipe(None, [f"--run_dir={value}"]).run_dir == Path(value)

@@ -65,7 +65,13 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
             del sys.modules[name]
 
 
-@pytest.mark.parametrize("page", WITH_CODE, ids=lambda page: page.stem)
+@pytest.mark.parametrize(
+    "page",
+    [
+        pytest.param(page, id=page.stem, marks=[] if page.name == "README.md" else pytest.mark.slow)
+        for page in WITH_CODE
+    ],
+)
 def test_the_blocks_of_a_page_work(page: Path, here: Path, trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
     module = types.ModuleType("page")
     sys.modules["page"] = module

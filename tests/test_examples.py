@@ -17,6 +17,7 @@ from tests.support.base_environment import make_base_environment
 from tests.support.small_options import SMALL_OPTIONS
 from tests.support.threads import wait_until
 
+pytestmark = pytest.mark.process
 EXAMPLES = Path(__file__).parents[1] / "examples"
 
 
@@ -70,6 +71,7 @@ def test_the_default_recipe_from_an_empty_folder(folder: Path, tmp_path: Path) -
     assert (newest(tmp_path).path / "report.html").is_file()
 
 
+@pytest.mark.slow
 def test_an_environment_of_ones_own_then_its_checkpoint_from_another_process(folder: Path) -> None:
     assert "[reward " in run(folder, "custom_env")
     trained = newest(folder)
@@ -82,12 +84,14 @@ def test_an_environment_of_ones_own_then_its_checkpoint_from_another_process(fol
     assert "weights for other programs: runs/" in told
 
 
+@pytest.mark.slow
 def test_the_default_recipe(folder: Path) -> None:
     told = run(folder, "train_default")
     assert "agentrl show runs/calculator-" in told
     assert newest(folder).recipe.env.id == "calculator"
 
 
+@pytest.mark.slow
 def test_a_table_of_tasks_with_reward_functions(folder: Path) -> None:
     run(folder, "reward_functions", "--rollout.max_turns", "1")
     trained = newest(folder)
@@ -98,6 +102,7 @@ def test_a_table_of_tasks_with_reward_functions(folder: Path) -> None:
     ]
 
 
+@pytest.mark.slow
 def test_a_scheme_of_ones_own(folder: Path) -> None:
     run(folder, "custom_scheme")
     assert newest(folder).recipe.credit == {
@@ -106,16 +111,19 @@ def test_a_scheme_of_ones_own(folder: Path) -> None:
     }
 
 
+@pytest.mark.slow
 def test_two_schemes_are_compared(folder: Path) -> None:
     told = run(folder, "compare_schemes")
     assert "difference, seed by seed: " in told
 
 
+@pytest.mark.slow
 def test_several_processes(folder: Path) -> None:
     told = run(folder, "several_processes", "--rollout.num_groups", "2")
     assert "after 1 steps: " in told
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL], ids=["interrupted", "killed"])
 def test_several_processes_end_with_the_script(folder: Path, how: signal.Signals) -> None:
     many = ["--run_dir", f"runs/{how.name}", "--train.steps", "5000", "--train.process_timeout_s", "60"]

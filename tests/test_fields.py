@@ -25,6 +25,7 @@ from agentrl.recipe.fields import (
     type_words,
 )
 from agentrl.recipe.schema import recipe_schema
+from tests.support.each import each
 
 ROOT = Path(__file__).parents[1]
 RECIPES = sorted((ROOT / "examples").glob("*.yaml"))
@@ -103,7 +104,7 @@ def test_arguments_are_described_by_their_docstring() -> None:
     assert argument_docstrings(make) == {"size": "how large.", "name": "whose."}
 
 
-@pytest.mark.parametrize(
+@each(
     ("schema", "words"),
     [
         ({"type": "array", "items": {"type": "string"}}, "list of str"),
@@ -118,7 +119,7 @@ def test_types_in_words(schema: dict[str, Any], words: str) -> None:
     assert type_words(schema, {"A": {"properties": {}}, "B": {"enum": ["a", "b"]}}) == words
 
 
-@pytest.mark.parametrize(
+@each(
     ("what", "titles", "paths"),
     [
         ("rollout.history", ["rollout.history"], ["rollout.history.tool_results", "rollout.history.turns"]),
@@ -151,7 +152,7 @@ def test_the_schema_is_up_to_date() -> None:
     assert json.loads(written) == recipe_schema(sections()), "make fields"
 
 
-@pytest.mark.parametrize("path", RECIPES, ids=[path.stem for path in RECIPES])
+@each("path", RECIPES)
 def test_a_shipped_recipe_names_its_schema_and_keeps_to_it(path: Path) -> None:
     text = path.read_text(encoding="utf-8")
     [where] = re.findall(r"\A# yaml-language-server: \$schema=(\S+)\n", text)
@@ -159,7 +160,7 @@ def test_a_shipped_recipe_names_its_schema_and_keeps_to_it(path: Path) -> None:
     jsonschema.validate(yaml.safe_load(text), schema)
 
 
-@pytest.mark.parametrize(
+@each(
     "text",
     [
         "{rolout: {}}",
@@ -217,7 +218,7 @@ def words(text: str, tmp_path: Path) -> str:
     return str(caught.value)
 
 
-@pytest.mark.parametrize(
+@each(
     ("text", "meant"),
     [
         ("{num_generations: 4}", "rollout.group_size"),
@@ -263,7 +264,7 @@ def test_what_there_is_not_is_said(tmp_path: Path) -> None:
         assert told.startswith(f"train.{name}: no such field. There is none: a step's rollouts are split by ")
 
 
-@pytest.mark.parametrize(
+@each(
     ("option", "meant"),
     [
         ("--lr", "--train.learning_rate"),
@@ -288,7 +289,7 @@ def test_what_foreign_names_lead_to_is_there() -> None:
     assert named - {"metrics.jsonl"} <= listed
 
 
-@pytest.mark.parametrize("algorithm", foreign_names.tables().schemes)
+@each("algorithm", foreign_names.tables().schemes)
 def test_what_an_algorithm_leads_to_is_a_recipe(algorithm: str) -> None:
     sections: dict[str, Any] = {}
     for told in re.split(" with | and ", foreign_names.tables().schemes[algorithm]):

@@ -26,6 +26,7 @@ rollout: {num_groups: 2, group_size: 2, max_turns: 4, max_turn_tokens: 16, max_c
 train: {steps: 6, num_minibatches: 2, device: cpu, checkpoint_every: 1}
 evaluation: {num_tasks: 4}
 """
+pytestmark = pytest.mark.process
 Resize = Callable[[int], None]
 
 
@@ -77,7 +78,10 @@ def steps(run: Path) -> list[int]:
     return [json.loads(line)["step"] for line in (run / "metrics.jsonl").read_bytes().splitlines()]
 
 
-@pytest.mark.parametrize("kib", [24, 60, 200])  # in the tokenizer, in the first checkpoint, in a later one
+# In the tokenizer, in the first checkpoint, in a later one.
+@pytest.mark.parametrize(
+    "kib", [pytest.param(24, marks=pytest.mark.slow), pytest.param(60, marks=pytest.mark.slow), 200]
+)
 def test_a_full_disk_ends_in_one_message_and_the_run_resumes_with_more(
     disk: tuple[Path, Resize], tmp_path: Path, kib: int
 ) -> None:

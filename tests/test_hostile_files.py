@@ -28,6 +28,7 @@ from agentrl.run import loop
 from agentrl.run.build import Parts, build
 from agentrl.run.checkpoint import RunState, load_checkpoint, resume
 from tests.support.commands import run
+from tests.support.each import each
 from tests.support.runs import recipe
 
 CALCULATOR = Path(__file__).parents[1] / "examples" / "calculator.yaml"
@@ -216,7 +217,7 @@ def test_a_damaged_checkpoint_is_refused_with_the_one_before_it(
     put(path, content, check)
 
 
-@pytest.mark.parametrize("content", [b"", b"[", b"null", b"{"])
+@each("content", [b"", b"[", b"null", b"{"])
 def test_a_damaged_panel_is_refused_before_anything_is_played(
     content: bytes, interrupted: tuple[Parts, RunFolder]
 ) -> None:
@@ -334,7 +335,7 @@ def test_numbers_are_numbers_in_every_place_of_a_recipe(tmp_path: Path) -> None:
     assert load_recipe(folder.config_file).env.options == read.env.options
 
 
-@pytest.mark.parametrize("field", ["rollout.group_size", "rollout.num_groups", "evaluation.num_tasks", "train.steps"])
+@each("field", ["rollout.group_size", "rollout.num_groups", "evaluation.num_tasks", "train.steps"])
 def test_a_count_beyond_what_a_run_can_hold_is_refused_at_once(field: str) -> None:
     for number in ("1e20", "100000000000"):
         with pytest.raises(ConfigError, match=rf"{field}: .*(got |lower it)"):
@@ -357,7 +358,7 @@ FORGED = [
 ]
 
 
-@pytest.mark.parametrize("name", FORGED)
+@each("name", FORGED)
 def test_no_file_of_a_checkpoint_runs_code(name: str, interrupted: tuple[Parts, RunFolder], tmp_path: Path) -> None:
     ours, folder = interrupted
     forged, made = tmp_path / "step-000004", tmp_path / "made"

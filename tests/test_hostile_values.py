@@ -22,6 +22,7 @@ from agentrl.report.records import TrajectoryRecord
 from agentrl.report.statistics import settings_of
 from agentrl.report.terminal import Panel, note_panels
 from tests.support.commands import run
+from tests.support.each import each
 from tests.support.records import turn
 from tests.support.report_runs import member
 
@@ -175,10 +176,8 @@ def test_a_run_whose_metrics_an_earlier_version_wrote_with_infinities_is_read(tm
     assert folder.metrics() == [{"step": 1, "loss": 0.5}]
 
 
-@pytest.mark.parametrize("name", ["config.yaml", "config.begun.yaml"])
-@pytest.mark.parametrize(
-    "text", ["[]", "", "text", "1: 2", "~: 2", "2020-01-01: 2", "env: {1: 2, id: x}", "a: 2020-01-01"]
-)
+@each("name", ["config.yaml", "config.begun.yaml"])
+@each("text", ["[]", "", "text", "1: 2", "~: 2", "2020-01-01: 2", "env: {1: 2, id: x}", "a: 2020-01-01"])
 def test_a_recipe_of_a_run_that_no_run_writes_is_refused(
     name: str, text: str, runs: tuple[RunFolder, RunFolder], tmp_path: Path
 ) -> None:
@@ -202,8 +201,8 @@ def a_link_to_nothing(path: Path) -> None:
 FOLDERS = ["rollouts", "journal", "evaluations", "faults", "checkpoints"]
 
 
-@pytest.mark.parametrize("put", [a_file, a_link_to_nothing])
-@pytest.mark.parametrize("name", FOLDERS)
+@each("put", [a_file, a_link_to_nothing])
+@each("name", FOLDERS)
 def test_what_stands_in_the_place_of_a_folder_is_named_before_a_run_is_resumed(
     name: str, put: Callable[[Path], None], runs: tuple[RunFolder, RunFolder], tmp_path: Path
 ) -> None:
@@ -229,7 +228,7 @@ def test_a_folder_that_cannot_be_made_for_a_file_is_told(
 
 
 @pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="Windows has no pipes with a path")
-@pytest.mark.parametrize(
+@each(
     ("command", "name"),
     [
         ("report", "metrics.jsonl"),
@@ -272,7 +271,7 @@ def test_an_episode_of_an_entry_that_the_schedule_lacks_is_not_replayed(
     assert told == (2, "agentrl: env.schedule has no entry 99; it has 0\n")
 
 
-@pytest.mark.parametrize(
+@each(
     ("command", "option", "values", "words"),
     [
         ("compare", "--effect", ["nan", "inf", "0", "1e400"], "--effect: expected a finite number above 0, got "),

@@ -20,6 +20,7 @@ from agentrl.types import NumTasks
 from tests.support.processes import Command
 from tests.support.runs import recipe, train
 
+pytestmark = pytest.mark.process
 Begun = dict[str, tuple[int | None, int]]
 """By the name of a group: the number of its task, and the entry of the schedule."""
 GRADED = "tests.run.test_curriculum:Graded"
@@ -94,7 +95,7 @@ def on_disk(folder: RunFolder, scratch: Path) -> tuple[TaskStream, Begun]:
     return stream, {name: (index, stage) for name, index, stage in episodes}
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ["curriculum", pytest.param("schedule", marks=pytest.mark.slow)])
 def test_in_lockstep_it_takes_the_tasks_of_a_run_that_was_not_killed(tmp_path: Path, kind: str) -> None:
     folder = killed(tmp_path, settings(tmp_path, kind, is_async=False))
     steps = resumed(folder)
@@ -104,7 +105,7 @@ def test_in_lockstep_it_takes_the_tasks_of_a_run_that_was_not_killed(tmp_path: P
     assert len(set(trained_on(whole).values())) > 2
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ["schedule", pytest.param("curriculum", marks=pytest.mark.slow)])
 def test_with_a_journal_it_continues_with_the_tasks_that_were_begun_and_then_with_the_next(
     tmp_path: Path, kind: str
 ) -> None:

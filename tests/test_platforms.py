@@ -16,6 +16,7 @@ from agentrl_envs.adapters.verifiers import Worker
 from tests.support.small_options import SMALL_OPTIONS
 
 
+@pytest.mark.process
 def test_every_module_is_imported_and_the_default_recipe_trained_and_resumed_without_what_windows_lacks(
     tmp_path: Path,
 ) -> None:
@@ -34,6 +35,7 @@ def test_every_module_is_imported_and_the_default_recipe_trained_and_resumed_wit
     assert (tmp_path / "run-世" / "report.html").is_file()
 
 
+@pytest.mark.process
 def test_what_apples_gpus_cannot_compute_is_computed_by_the_processor() -> None:
     script = """
 import torch

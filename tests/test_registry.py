@@ -7,6 +7,7 @@ import pytest
 from agentrl.errors import ConfigError
 from agentrl.recipe import registry
 from agentrl.recipe.registry import Group, names, resolve, suggest
+from tests.support.each import each
 
 
 def message(spec: str, *, group: Group = "agentrl.envs", field: str = "env.id") -> str:
@@ -55,7 +56,7 @@ def test_a_module_or_an_attribute_that_is_not_there_is_named() -> None:
     )
 
 
-@pytest.mark.parametrize(
+@each(
     ("text", "words"),
     [
         ("class E(:", "SyntaxError: invalid syntax (broken_shop.py, line 1)"),
@@ -84,7 +85,7 @@ def test_a_module_that_exits_while_it_is_imported_is_named(tmp_path: Path, monke
     assert message("closed_shop:E") == "env.id: importing 'closed_shop' of 'closed_shop:E' ended in sys.exit(3)"
 
 
-@pytest.mark.parametrize("value", ["json:no_such_class", "no_such_module:E"])
+@each("value", ["json:no_such_class", "no_such_module:E"])
 def test_an_installed_plug_in_that_cannot_be_loaded_is_named_with_the_reason(
     value: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

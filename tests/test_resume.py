@@ -4,11 +4,13 @@ import random
 import time
 from pathlib import Path
 
+import pytest
 import yaml
 
 from tests.support.processes import Command
 from tests.support.run_files import rollouts, rows
 
+pytestmark = pytest.mark.process
 RECIPE = {
     "env": {"id": "key_door"},
     "model": {
@@ -31,7 +33,8 @@ RECIPE = {
 }
 
 
-def test_kill_at_random_moments_and_resume_equals_uninterrupted_bit_for_bit(tmp_path: Path) -> None:
+@pytest.mark.parametrize("num_kills", [1, pytest.param(3, marks=pytest.mark.slow)])
+def test_kill_at_random_moments_and_resume_equals_uninterrupted_bit_for_bit(num_kills: int, tmp_path: Path) -> None:
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text(yaml.safe_dump(RECIPE))
     whole, killed = tmp_path / "whole", tmp_path / "killed"
@@ -47,9 +50,10 @@ def test_kill_at_random_moments_and_resume_equals_uninterrupted_bit_for_bit(tmp_
     process.kill()
     is_begun = (killed / "config.yaml").is_file()
     process = Command("train", killed) if is_begun else Command("train", recipe, "--run_dir", killed)
-    for kill in range(3):
-        # Somewhere in the next third of the run: at any point of a step, of a checkpoint, of an evaluation.
-        wanted = 1 + kill * 12 + rng.randrange(12)
+    for kill in range(num_kills):
+        # Somewhere in the next part of the run: at any point of a step, of a checkpoint, of an evaluation.
+        part = 36 // num_kills
+        wanted = 1 + kill * part + rng.randrange(part)
         while not ((killed / "metrics.jsonl").is_file() and len(rows_so_far(killed)) >= wanted):
             process.check_runs()
             time.sleep(0.005)

@@ -18,6 +18,7 @@ from agentrl.models.moe import UNKNOWN, Experts, changed_share, experts_of, reco
 from agentrl.policy.config import Layout
 from agentrl.policy.layout import attending, hidden_states, lay_out
 from agentrl.policy.layout.tree import IntArray
+from tests.support.each import each
 from tests.support.models import SIZES
 
 EXPERTS = {"head_dim": 8, "num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 16}
@@ -98,7 +99,7 @@ def changed_weights(model: Any, scale: float = 0.1) -> None:
             weight += scale * torch.randn(weight.shape, generator=generator)
 
 
-@pytest.mark.parametrize("name", MODELS)
+@each("name", MODELS)
 def test_recorded_and_replayed_experts_give_the_same_states_and_gradients_bit_for_bit(name: str) -> None:
     model = tiny(name)
     free_PD = run(model)
@@ -137,7 +138,7 @@ def scaled_sigmoid(router: Any, logits_PE: Tensor, experts_PX: Tensor) -> Tensor
     return factor * scores_PX / scores_PX.sum(-1, keepdim=True)
 
 
-@pytest.mark.parametrize(
+@each(
     ("name", "formula"),
     [
         ("qwen3_moe", normalised_softmax),
@@ -168,7 +169,7 @@ def test_given_experts_are_weighed_by_the_scores_of_the_present_router(
         torch.testing.assert_close(weights_PX, formula(router.module, logits_PE, given_PX), rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("name", ["qwen3_moe", "qwen3_moe_unnormalised"])
+@each("name", ["qwen3_moe", "qwen3_moe_unnormalised"])
 def test_after_an_update_the_layer_is_the_sum_over_the_recorded_experts_in_value_and_gradient(name: str) -> None:
     model = tiny(name, num_hidden_layers=1)
     with recording(model) as passes, torch.no_grad():
@@ -199,8 +200,8 @@ def test_after_an_update_the_layer_is_the_sum_over_the_recorded_experts_in_value
         torch.testing.assert_close(gradient, by_hand, rtol=1e-5, atol=1e-5 * float(by_hand.abs().max()))
 
 
-@pytest.mark.parametrize("use_reentrant", [False, True])
-@pytest.mark.parametrize("layout", ["padded", "tree"])
+@each("use_reentrant", [False, True])
+@each("layout", ["padded", "tree"])
 def test_layers_that_gradient_checkpointing_runs_again_replay_as_well(layout: Layout, use_reentrant: bool) -> None:
     model = tiny("qwen3_moe")
     num_slots = len(run(model, layout))
@@ -250,7 +251,7 @@ def test_what_routers_would_have_chosen_themselves_depends_on_what_was_replayed_
     assert not torch.equal(own[0][1], passes[0][1])
 
 
-@pytest.mark.parametrize("layout", ["tree", "packed"])
+@each("layout", ["tree", "packed"])
 def test_tokens_choose_and_replay_the_same_experts_in_every_layout(layout: Layout) -> None:
     model, rows = tiny("qwen3_moe").eval(), rows_of_tokens()
     row_T = np.concatenate([np.full(len(row), number) for number, row in enumerate(rows)])
@@ -313,7 +314,7 @@ def test_a_dense_model_has_no_routers_and_nothing_to_record() -> None:
         pass
 
 
-@pytest.mark.parametrize(
+@each(
     ("family", "sizes", "words"),
     [
         ("JetMoe", {"kv_channels": 8, **LOCAL}, r"self_attention \(JetMoeAttention\) has experts, but no `gate` or"),
@@ -343,7 +344,7 @@ def test_scores_without_the_groups_that_are_struck_out_are_recorded_but_not_repl
         pass
 
 
-@pytest.mark.parametrize(
+@each(
     ("experts_JPX", "words"),
     [
         (random_experts(3), "Qwen3MoeForCausalLM has 2 routers, got experts of 3"),
@@ -383,7 +384,7 @@ def test_contexts_may_be_nested() -> None:
     assert not torch.equal(outer[1][1], own[0][1])
 
 
-@pytest.mark.parametrize("name", MODELS)
+@each("name", MODELS)
 def test_the_experts_of_a_model_are_those_that_it_chooses_among(name: str) -> None:
     model = tiny(name)
     with recording(model) as passes, torch.no_grad():
@@ -400,7 +401,7 @@ def test_a_dense_model_has_no_experts_and_layers_that_choose_differently_are_ref
         experts_of(made("HunYuanMoEV1", head_dim=8, num_experts=8, moe_topk=[1, 2]))
 
 
-@pytest.mark.parametrize(("num_experts", "num_bytes"), [(8, 6), (256, 6), (257, 12)])
+@each(("num_experts", "num_bytes"), [(8, 6), (256, 6), (257, 12)])
 def test_experts_are_packed_and_unpacked(num_experts: int, num_bytes: int) -> None:
     experts = Experts(2, 3, num_experts)
     chosen_NJX = np.random.default_rng(0).integers(num_experts, size=(5, 2, 3))

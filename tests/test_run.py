@@ -33,6 +33,7 @@ from agentrl.rollout import limits
 from agentrl.run.build import build
 from agentrl.run.export import export
 from agentrl.testing import check_env
+from tests.support.each import each
 from tests.support.hugging_face import hugging_face_folder
 from tests.support.processes import in_process
 from tests.support.runs import SIZES, recipe, train
@@ -64,7 +65,7 @@ def test_the_same_recipe_trains_a_hugging_face_model(tmp_path: Path) -> None:
     assert all(turn.extends for r in read_records(folder.rollouts()[0]) for turn in r.turns)
 
 
-@pytest.mark.parametrize("mode", ["sync", "partial", "async"])
+@each("mode", ["sync", "partial", "async"])
 def test_updates_of_a_mixture_take_the_experts_that_the_engine_chose(mode: str, tmp_path: Path) -> None:
     name = hugging_face_folder(tmp_path / "model", rewrites=False)
     sizes: dict[str, Any] = {
@@ -116,7 +117,8 @@ def test_a_mixture_whose_layers_choose_differently_is_refused_where_the_engine_i
         train(settings)
 
 
-@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+@pytest.mark.process
+@each("precision", ["float32", "bfloat16"])
 def test_a_run_of_adapters_resumes_and_is_exported_as_a_whole_model(precision: str, tmp_path: Path) -> None:
     in_process(partial(train_adapters, precision, tmp_path))  # accelerate's precision is that of a process
 
@@ -154,6 +156,7 @@ def train_adapters(precision: str, tmp_path: Path) -> None:
     assert not all(torch.equal(before[name], after[name]) for name in before)
 
 
+@pytest.mark.process
 def test_one_process_alone_rounds_what_is_frozen_and_shares_it_with_the_reference_though_sharding_is_full(
     tmp_path: Path,
 ) -> None:
@@ -196,7 +199,7 @@ def test_a_scheme_the_environment_cannot_serve_is_refused_or_replaced(tmp_path: 
     assert [row["credit/fallback"] for row in rows[1:]] == [1.0, 1.0]
 
 
-@pytest.mark.parametrize(
+@each(
     ("sections", "words"),
     [
         ({"report": {"trackers": ["wandbb"]}}, r"report\.trackers: 'wandbb' is no tracker"),
@@ -285,7 +288,7 @@ def test_a_model_of_other_sizes_cannot_resume_a_run(tmp_path: Path) -> None:
     assert (folder.config_file.read_text(), folder.metrics()) == (before, rows)
 
 
-@pytest.mark.parametrize("name", ["model.safetensors", "optimizer.pt", "agentrl.json", "learner-0.json", "files.json"])
+@each("name", ["model.safetensors", "optimizer.pt", "agentrl.json", "learner-0.json", "files.json"])
 def test_a_damaged_checkpoint_is_named_with_the_one_before_it(name: str, tmp_path: Path) -> None:
     folder, _ = train(recipe(tmp_path))
     newest = checkpoints(folder.checkpoints)[-1]
@@ -311,9 +314,7 @@ def test_rows_of_metrics_are_never_dropped_for_a_line_that_is_broken(tmp_path: P
     assert folder.metrics() == rows
 
 
-@pytest.mark.parametrize(
-    "damage", ["metrics", "a folder for metrics", "warnings", "a folder for rollouts", "reference"]
-)
+@each("damage", ["metrics", "a folder for metrics", "warnings", "a folder for rollouts", "reference"])
 def test_what_cannot_be_read_is_told_before_anything_is_written(damage: str, tmp_path: Path) -> None:
     settings: dict[str, Any] = {
         "rollout": {"mode": "partial"},
@@ -433,7 +434,7 @@ def test_without_an_earlier_checkpoint_a_collapse_ends_the_run(tmp_path: Path) -
         agentrl.train(tmp_path / "run", overrides=resumed)
 
 
-@pytest.mark.parametrize(("every", "last", "is_kept"), [(1, 4, False), (1, 5, True), (2, 3, True), (20, 1, False)])
+@each(("every", "last", "is_kept"), [(1, 4, False), (1, 5, True), (2, 3, True), (20, 1, False)])
 def test_going_back_is_refused_where_no_earlier_checkpoint_would_be_kept(
     every: int, last: int, *, is_kept: bool
 ) -> None:
@@ -495,7 +496,7 @@ def test_an_oracle_that_cannot_end_within_the_limits_is_told(tmp_path: Path) -> 
     assert rows[0]["health/oracle_ends"] == 0.0
 
 
-@pytest.mark.parametrize(
+@each(
     ("rollout", "credit", "words"),
     [
         (

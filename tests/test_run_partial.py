@@ -13,6 +13,7 @@ from agentrl.report.records import read_records
 from agentrl.run.build import _journal, build
 from agentrl.run.checkpoint import has_changed
 from tests.support import runs
+from tests.support.each import each
 from tests.support.runs import recipe
 
 
@@ -40,7 +41,7 @@ def trained_on(folder: RunFolder) -> list[str]:
     return [record.trajectory_id for path in folder.rollouts() for record in read_records(path)]
 
 
-@pytest.mark.parametrize("mode", ["partial", "async"])
+@each("mode", ["partial", "async"])
 def test_no_episode_is_lost_or_trained_on_twice_whenever_the_run_is_interrupted(mode: str, tmp_path: Path) -> None:
     steps = 8
     folder: RunFolder | None = None
@@ -61,9 +62,7 @@ def test_no_episode_is_lost_or_trained_on_twice_whenever_the_run_is_interrupted(
     assert all("eval/reward" in row for row in rows[2::2])
 
 
-@pytest.mark.parametrize(
-    ("mode", "given", "expected"), [("sync", None, True), ("async", None, False), ("partial", True, True)]
-)
+@each(("mode", "given", "expected"), [("sync", None, True), ("async", None, False), ("partial", True, True)])
 def test_lockstep_is_for_runs_that_can_repeat(mode: str, given: bool | None, expected: bool, tmp_path: Path) -> None:
     with build(recipe(tmp_path, rollout={"mode": mode}, engine={"name": "transformers", "lockstep": given})) as parts:
         assert isinstance(parts.engine, TransformersEngine)
@@ -144,7 +143,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Recipe, RunFolder
     return before, RunFolder.open(path / "run")
 
 
-@pytest.mark.parametrize(
+@each(
     ("section", "name", "value", "changes"),
     [
         ("rollout", "env_timeout_s", 7.0, False),

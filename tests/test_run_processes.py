@@ -19,6 +19,8 @@ from tests.support.ports import free_port
 from tests.support.processes import Command
 from tests.support.run_files import rollouts, rows
 
+pytestmark = pytest.mark.process
+STEPS = 20
 RECIPE: dict[str, Any] = {
     "env": {"id": "key_door"},
     "model": {
@@ -35,7 +37,7 @@ RECIPE: dict[str, Any] = {
     },
     "credit": {"scheme": "tests.support.runs:Noise"},
     "loss": {"kl_coefficient": 0.01},
-    "train": {"steps": 40, "checkpoint_every": 4, "learning_rate": 3e-3, "device": "cpu", "process_timeout_s": 200},
+    "train": {"steps": STEPS, "checkpoint_every": 4, "learning_rate": 3e-3, "device": "cpu", "process_timeout_s": 200},
     "evaluation": {"every": 7, "num_tasks": 5},
     "report": {"rollouts_every": 1, "keep_rollouts": 10_000},
 }
@@ -63,7 +65,7 @@ def test_two_processes_begin_as_one_and_resume_bit_for_bit_after_a_kill(tmp_path
     Command("train", recipe, "--run_dir", alone, "--train.steps", 1).finish()
     launch(recipe, "--run_dir", whole).finish()
     one, two = rows(alone), rows(whole)
-    assert [row["step"] for row in two] == list(range(41))
+    assert [row["step"] for row in two] == list(range(STEPS + 1))
     assert one[0] == two[0]  # the evaluation before the first step
     assert one[1]["grad_norm"] > 1e-3
     for name in ("loss", "grad_norm", "ratio/spread", "clip/tokens", "entropy", "kl/reference", "reward/mean"):
@@ -117,14 +119,14 @@ def test_episodes_under_way_in_each_process_survive_and_weights_may_be_shared_ou
     assert len(list((run / "journal").rglob("*.jsonl"))) >= 2
     launch(run).finish()
     after = rows(run)
-    assert [row["step"] for row in after] == list(range(41))
+    assert [row["step"] for row in after] == list(range(STEPS + 1))
     lasting = [{k: v for k, v in row.items() if not k.startswith(("pool/", "eval/"))} for row in after]
     assert [{k: v for k, v in row.items() if not k.startswith(("pool/", "eval/"))} for row in before] == lasting[
         : len(before)
     ]
     trained = [record for path in sorted((run / "rollouts").iterdir()) for record in path.read_bytes().splitlines()]
     names = [json.loads(record)["trajectory_id"] for record in trained]
-    assert len(names) == len(set(names)) == 40 * 12
+    assert len(names) == len(set(names)) == STEPS * 12
 
 
 def test_a_checkpoint_is_read_in_parts_and_the_run_is_resumed(tmp_path: Path) -> None:

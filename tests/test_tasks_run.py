@@ -14,6 +14,7 @@ from agentrl.report.folder import RunFolder
 from agentrl.report.records import read_records
 from tests.support.processes import Command
 
+pytestmark = pytest.mark.process
 REWARD = '''
 def right(completion, task, **kwargs) -> float:
     """A share of the reward for each letter that is right."""

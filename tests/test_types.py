@@ -20,6 +20,7 @@ from agentrl.types import (
     shorten,
     valid_trajectories,
 )
+from tests.support.each import each
 
 
 def turn(*action_ids: int, extends: bool = True, reward: float = 0.0) -> Turn:
@@ -41,7 +42,7 @@ def trajectory(*turns: Turn, **changes: Any) -> Trajectory:
     return replace(blank, **changes)
 
 
-@pytest.mark.parametrize("field", ["behavior_logprobs", "versions", "values"])
+@each("field", ["behavior_logprobs", "versions", "values"])
 def test_what_belongs_to_tokens_has_one_number_for_each_action_token(field: str) -> None:
     changes: Any = {"signals": {"turn_scores": 0.5, field: (0, 0)}} if field == "values" else {field: (0, 0)}
     with pytest.raises(ValueError, match=f"3 action tokens needs as many {field}, got 2"):
@@ -74,7 +75,7 @@ def test_a_trajectory_sums_its_turns() -> None:
     assert (trajectory().reward, trajectory().num_action_tokens) == (0, 0)
 
 
-@pytest.mark.parametrize(
+@each(
     ("extends", "lengths"),
     [
         ([], []),
@@ -117,7 +118,7 @@ def test_only_failures_of_the_machinery_and_episodes_without_a_turn_leave_the_st
     assert [t.failed for t in members] == [reason.failed for reason in StopReason]
 
 
-@pytest.mark.parametrize(
+@each(
     ("rewards", "alike"), [([], True), ([0, 0], True), ([0.1 + 0.2, 0.3], True), ([-1, 1], False), ([1, 1.001], False)]
 )
 def test_a_group_earned_alike_but_for_rounding_and_failures(rewards: list[float], alike: bool) -> None:
@@ -161,7 +162,7 @@ def test_a_turn_that_rewrote_the_end_of_its_history_is_written_without_the_rest(
     assert TypeAdapter(TokenIds).validate_python(row["observation_ids"]) == (8, 9)
 
 
-@pytest.mark.parametrize("shared", [-1, 4, 10**30, "1", None])
+@each("shared", [-1, 4, 10**30, "1", None])
 def test_a_turn_that_repeats_what_is_not_there_is_refused(shared: Any) -> None:
     rows = TURNS.dump_python((turn(1, 2), turn(3, extends=False)), mode="json")
     with pytest.raises(ValidationError, match=r"a turn repeats|is no number"):

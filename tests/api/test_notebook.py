@@ -1,5 +1,8 @@
 import nbformat
+import pytest
 from nbclient import NotebookClient
+
+pytestmark = pytest.mark.process
 
 CELL = """
 import agentrl

@@ -11,6 +11,7 @@ import agentrl
 from agentrl.errors import ConfigError, EnvironmentFailure
 from agentrl_envs.key_door import KeyDoor
 from tests.support import chat_server
+from tests.support.each import each
 
 
 @pytest.fixture(scope="module")
@@ -23,6 +24,7 @@ def url() -> Iterator[str]:
         server.terminate()
 
 
+@pytest.mark.process
 def test_a_model_behind_an_endpoint_calls_tools(url: str) -> None:
     played = agentrl.play("key_door", "opens", endpoint=url, seed=4, max_turns=9)
     assert played.is_over
@@ -36,15 +38,13 @@ def call(function: object) -> dict[str, object]:
     return {"tool_calls": [{"type": "function", "function": function}]}
 
 
-@pytest.mark.parametrize(
-    "message", [{"content": 5}, {"tool_calls": "look"}, {"tool_calls": [1]}, call(None), call({"name": 5})]
-)
+@each("message", [{"content": 5}, {"tool_calls": "look"}, {"tool_calls": [1]}, call(None), call({"name": 5})])
 def test_what_an_endpoint_answers_may_be_no_message(message: dict[str, object], url: str) -> None:
     with pytest.raises(EnvironmentFailure, match="no chat completion"):
         agentrl.play("key_door", json.dumps(message), endpoint=url, max_turns=2)
 
 
-@pytest.mark.parametrize("message", [call({"name": "look"}), {"content": "\ud800"}])
+@each("message", [call({"name": "look"}), {"content": "\ud800"}])
 def test_an_odd_message_of_an_endpoint_is_played(message: dict[str, object], url: str) -> None:
     assert len(agentrl.play("key_door", json.dumps(message), endpoint=url, max_turns=2).rewards) == 2
 

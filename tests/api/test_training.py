@@ -20,6 +20,7 @@ from agentrl.recipe import registry
 from agentrl.recipe.config import load_recipe
 from agentrl.report.folder import RunFolder
 from agentrl.report.terminal import Console
+from tests.support.each import each
 from tests.support.runs import SIZES
 
 TINY: dict[str, Any] = {
@@ -117,7 +118,7 @@ def test_a_page_is_written(run: TrainedRun, tmp_path: Path) -> None:
     assert run.report(tmp_path / "page.html").read_text(encoding="utf-8").startswith("<!")
 
 
-@pytest.mark.parametrize(("module", "call"), [("pandas", "to_pandas"), ("matplotlib", "plot")])
+@each(("module", "call"), [("pandas", "to_pandas"), ("matplotlib", "plot")])
 def test_what_is_not_installed_is_named(
     run: TrainedRun, module: str, call: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -182,7 +183,7 @@ class Model:
         return {}
 
 
-@pytest.mark.parametrize(
+@each(
     ("given", "words"),
     [
         ({"env": lambda: None}, "env: a lambda has no name"),
@@ -232,6 +233,7 @@ def test_naming_another_environment_or_scheme_drops_the_options_of_the_former() 
     assert (recipe.env.options, recipe.credit) == ({}, {"scheme": "uniform"})
 
 
+@pytest.mark.process
 def test_scripts_find_modules_of_the_working_directory_unless_it_is_a_runs(tmp_path: Path) -> None:
     (tmp_path / "scripts").mkdir()
     (tmp_path / "lies_here.py").write_text("from agentrl_envs.key_door import KeyDoor", encoding="utf-8")
@@ -249,6 +251,7 @@ except agentrl.AgentRLError as error:
         assert words in told
 
 
+@pytest.mark.process
 def test_a_run_is_opened_where_its_modules_lie(tmp_path: Path) -> None:
     (tmp_path / "scripts").mkdir()
     (tmp_path / "lies_here.py").write_text("from agentrl_envs.key_door import KeyDoor", encoding="utf-8")

@@ -14,6 +14,7 @@ from agentrl.compare.runner import Failure, start
 from agentrl.recipe.config import Recipe
 from agentrl.report.folder import RunFolder
 from agentrl.report.terminal import Panel, note_panels
+from tests.support.each import each
 from tests.support.processes import Command
 
 TINY = """
@@ -35,6 +36,8 @@ def under_way(folder: Path) -> list[psutil.Process]:
     ]
 
 
+@pytest.mark.slow
+@pytest.mark.process
 def test_a_comparison_that_is_killed_is_resumed_by_the_same_command(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -81,6 +84,7 @@ def test_a_comparison_that_is_killed_is_resumed_by_the_same_command(
     assert [arm["curves"] for arm in other["arms"]] == [arm["curves"] for arm in comparison["arms"]]
 
 
+@pytest.mark.process
 def test_a_run_ends_with_what_started_it_where_interrupts_are_ignored(tmp_path: Path) -> None:
     recipe, run, log = tmp_path / "doors.yaml", tmp_path / "run", tmp_path / "log"
     recipe.write_text(TINY)
@@ -181,6 +185,7 @@ class MyEnv(KeyDoor):
 """
 
 
+@pytest.mark.process
 def test_runs_that_began_with_other_code_are_not_taken(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -276,7 +281,7 @@ def test_where_the_first_recipe_fails_the_others_are_compared_and_this_is_told(
     )
 
 
-@pytest.mark.parametrize("failing", [(1e-3,), (2e-3,), (1e-3, 2e-3)])
+@each("failing", [(1e-3,), (2e-3,), (1e-3, 2e-3)])
 def test_a_sweep_whose_fresh_seeds_fail_shows_what_it_has(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, failing: tuple[float, ...]
 ) -> None:

@@ -8,6 +8,7 @@ from agentrl.compare.curves import Curve
 from agentrl.compare.page import levels_rows, verdict
 from agentrl.errors import ConfigError
 from agentrl.report.terminal import Panel
+from tests.support.each import each
 
 PANEL = Panel(tasks=("a", "b"), temperature=1.0, samples=1)
 
@@ -94,7 +95,7 @@ def test_other_tasks_in_a_pair_are_refused_and_across_seeds_are_told() -> None:
     assert any("not known" in note for note in compared(*BASE, *BETTER, *old).notes)
 
 
-@pytest.mark.parametrize("other", [{"temperature": 0.0}, {"samples": 4}])
+@each("other", [{"temperature": 0.0}, {"samples": 4}])
 def test_another_way_to_evaluate_in_a_pair_is_refused_and_across_seeds_is_told(other: dict[str, float]) -> None:
     greedy = PANEL.model_copy(update=other)
     base, better = ([curve(name, seed, [0.0, 0.4], panel=PANEL) for seed in (0, 1)] for name in ("base", "better"))
@@ -127,7 +128,7 @@ def test_one_seed_is_said_to_say_nothing() -> None:
     assert "nothing is shown" in verdict(difference, comparison)
 
 
-@pytest.mark.parametrize(
+@each(
     ("curves", "words"),
     [
         (BASE, "all runs are of one recipe"),
@@ -182,9 +183,7 @@ def test_differences_that_trail_off_are_doubted() -> None:
     assert not any("trail off" in note for note in compared(*base, *even).notes)
 
 
-@pytest.mark.parametrize(
-    ("metric", "side"), [("eval/pass@2", "better"), ("eval/reward/exact", "better"), ("eval/failed", "higher")]
-)
+@each(("metric", "side"), [("eval/pass@2", "better"), ("eval/reward/exact", "better"), ("eval/failed", "higher")])
 def test_more_is_called_better_of_what_is_a_gain(metric: str, side: str) -> None:
     comparison = compare([*BASE, *BETTER], metric=metric)
     assert f": {side} by" in verdict(comparison.differences[0], comparison)

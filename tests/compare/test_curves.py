@@ -8,6 +8,7 @@ from agentrl.errors import ConfigError
 from agentrl.recipe.config import Recipe
 from agentrl.report.folder import RunFolder
 from agentrl.report.terminal import Panel, note_panels
+from tests.support.each import each
 
 ROWS = [
     {"step": 0, "eval/episodes": 4, "eval/reward": 0.1},  # none came to report success
@@ -90,7 +91,7 @@ def test_recipes_are_named_by_what_tells_them_apart(tmp_path: Path) -> None:
     assert names({}, {"seed": 5}) == ["recipe"]
 
 
-@pytest.mark.parametrize("line", ['{"step": "x"}', "nonsense}"])
+@each("line", ['{"step": "x"}', "nonsense}"])
 def test_a_damaged_run_is_named(tmp_path: Path, line: str) -> None:
     recorded(tmp_path / "run")
     with (tmp_path / "run" / "metrics.jsonl").open("a") as file:

@@ -10,6 +10,7 @@ from agentrl.compare.page import write_comparison
 from tests.compare.test_comparison import BASE, BETTER, compared, curve
 from tests.support.browser import Watched, browser, until
 
+pytestmark = pytest.mark.process
 LONG = "a recipe whose name does not fit into the window of a telephone, nor into a narrow column of a table"
 
 
@@ -25,8 +26,15 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_comparison(tmp_path_factory.mktemp("compare") / "compare.html", [compared(*BASE, *BETTER, *long)])
 
 
-@pytest.mark.parametrize("width", [390, 1400])
-@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize(
+    ("scheme", "width"),
+    [
+        ("dark", 390),
+        pytest.param("light", 390, marks=pytest.mark.slow),
+        pytest.param("dark", 1400, marks=pytest.mark.slow),
+        pytest.param("light", 1400, marks=pytest.mark.slow),
+    ],
+)
 def test_curves_names_and_numbers_are_seen(chromium: Any, page: Path, scheme: str, width: int) -> None:
     context = chromium.new_context(viewport={"width": width, "height": 900}, color_scheme=scheme)
     try:

@@ -7,6 +7,7 @@ from agentrl.compare.curves import identity
 from agentrl.compare.runner import Arm, make_arms, parse_varied, write_recipe
 from agentrl.errors import ConfigError
 from agentrl.recipe.config import load_recipe
+from tests.support.each import each
 
 
 @pytest.fixture
@@ -93,7 +94,7 @@ def test_a_control_shuffles_the_credit_of_its_recipe(tmp_path: Path, recipe: Pat
     assert found[1].recipe.credit == {"scheme": "shuffled", "of": {"scheme": "gigpo", "step_weight": 2.0}}
 
 
-@pytest.mark.parametrize(
+@each(
     ("text", "values"),
     [
         ("a=1,2", ["1", "2"]),
@@ -106,7 +107,7 @@ def test_values_are_those_of_yaml(text: str, values: list[str]) -> None:
     assert parse_varied([text], option="--vary") == {"a": values}
 
 
-@pytest.mark.parametrize("given", [["a"], ["=1,2"], ["a="], ["a=[1"], ["a=1,2", "a=3"]])
+@each("given", [["a"], ["=1,2"], ["a="], ["a=[1"], ["a=1,2", "a=3"]])
 def test_other_words_are_refused(given: list[str]) -> None:
     with pytest.raises(ConfigError, match="--over: expected each field once, as FIELD=VALUE,VALUE"):
         parse_varied(given, option="--over")

@@ -11,7 +11,10 @@ import pytest
 
 from agentrl.env import run_command
 from agentrl.env.subprocesses import CommandResult
+from tests.support.each import each
 from tests.support.processes import is_alive
+
+pytestmark = pytest.mark.process
 
 
 def run(code: str, **options: object) -> CommandResult:
@@ -130,7 +133,7 @@ transport._connect_pipes = later
 
 
 @linux_only
-@pytest.mark.parametrize("before", ["", SLOW_START], ids=["", "that is starting them"])
+@each("before", ["", SLOW_START])
 def test_children_die_with_the_process_that_waits_for_them(tmp_path: Path, before: str) -> None:
     file = tmp_path / "pid"
     script = f"""
@@ -156,7 +159,7 @@ while not (file.exists() and file.read_text()):
 
 
 @linux_only
-@pytest.mark.parametrize("turns", range(6))
+@each("turns", range(6))
 def test_nothing_is_left_of_a_command_that_is_cancelled_as_it_starts(turns: int) -> None:
     mark = f"600.{os.getpid()}{turns}"
 

@@ -17,6 +17,7 @@ from agentrl.errors import CheckError
 from agentrl.rollout import RolloutConfig, Tasks
 from agentrl.rollout.demonstrations import demonstrations, oracle_ends
 from agentrl.testing import check_env
+from tests.support.each import each
 
 
 class Phone(ToolEnv):
@@ -46,7 +47,7 @@ def test_they_are_awaited_on_the_loop_of_coroutines() -> None:
     assert ([m["content"] for m in messages], terminated, info["success"]) == (["Bye."], True, True)
 
 
-@pytest.mark.parametrize(
+@each(
     ("said", "words"),
     [
         (None, r"oracle\(\) returned NoneType None; return an assistant message"),
@@ -102,7 +103,7 @@ def test_demonstrations_are_played_by_an_oracle_that_is_a_coroutine() -> None:
     assert asyncio.run(oracle_ends(Phone, max_turns=2, timeout_s=10, tasks=Tasks(seed=0)))
 
 
-@pytest.mark.parametrize("method", ["start", "answer", "oracle"])
+@each("method", ["start", "answer", "oracle"])
 def test_one_that_takes_too_long_is_cancelled_and_fails_the_episode(method: str) -> None:
     cancelled = threading.Event()
 

@@ -8,6 +8,7 @@ from agentrl.chat import ChatMLRenderer, train_tokenizer
 from agentrl.env import describe
 from agentrl.errors import EnvironmentFailure
 from agentrl.types import Need
+from tests.support.each import each
 from tests.support.hostile import TOOLS, VALUES, Says
 
 LOOK: dict[str, Any] = {"name": "look", "description": "Look.", "parameters": {"type": "object", "properties": {}}}
@@ -21,7 +22,7 @@ def offering(tools: Any, needs: Any = frozenset()) -> Says:
     return Offers((), (), tools=tools)
 
 
-@pytest.mark.parametrize(
+@each(
     ("tools", "words"),
     [
         (
@@ -54,7 +55,7 @@ def test_a_property_may_have_a_boolean_schema() -> None:
     assert schema["function"]["parameters"]["properties"] == {"x": {}, "y": {"not": {}}}
 
 
-@pytest.mark.parametrize("needs", [None, [Need.VALUES], {"no such need"}, {3}])
+@each("needs", [None, [Need.VALUES], {"no such need"}, {3}])
 def test_what_provides_no_set_of_needs_is_told(needs: Any) -> None:
     with pytest.raises(EnvironmentFailure, match=r"provides\(\) returned .*; return a frozenset of agentrl\.Need"):
         describe(offering([], needs))
@@ -64,7 +65,7 @@ def test_needs_may_be_named() -> None:
     assert describe(offering([], {"turn_rewards"})).needs == {Need.TURN_REWARDS}
 
 
-@pytest.mark.parametrize("num", [2**33, 10**12, 2**63, 10**40])
+@each("num", [2**33, 10**12, 2**63, 10**40])
 def test_more_tasks_than_an_order_is_kept_of_are_refused(num: int) -> None:
     class Endless(Says):
         def num_tasks(self, split: str) -> int:

@@ -14,6 +14,7 @@ from gymnasium.vector import AsyncVectorEnv, SyncVectorEnv
 import agentrl_envs
 from agentrl.env import ActionSpace, MessageEnv, MessagesSpace, tool_call
 from agentrl.types import Message
+from tests.support.each import each
 
 IDS = ["agentrl/Calculator-v0", "agentrl/ServiceDesk-v0", "agentrl/KeyDoor-v0"]
 KEY_DOOR = "agentrl/KeyDoor-v0"
@@ -24,7 +25,7 @@ def unwrapped(env: gym.Env[Any, Any]) -> MessageEnv:
     return env.unwrapped
 
 
-@pytest.mark.parametrize("env_id", IDS)
+@each("env_id", IDS)
 def test_make_plays_an_episode_without_a_warning(env_id: str) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -37,7 +38,7 @@ def test_make_plays_an_episode_without_a_warning(env_id: str) -> None:
         assert info["success"]
 
 
-@pytest.mark.parametrize("env_id", IDS)
+@each("env_id", IDS)
 def test_gymnasiums_own_check_passes(env_id: str) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -57,7 +58,8 @@ def test_registering_again_changes_nothing_and_warns_of_nothing() -> None:
     assert gym.registry == before
 
 
-@pytest.mark.parametrize(
+@pytest.mark.process
+@each(
     "code",
     [
         "import agentrl_envs, gymnasium; gymnasium.make('agentrl/KeyDoor-v0').reset(seed=0)",
@@ -80,7 +82,7 @@ def test_a_spec_survives_json() -> None:
     assert vars(unwrapped(again))["num_boxes"] == 7
 
 
-@pytest.mark.parametrize("env_id", IDS)
+@each("env_id", IDS)
 def test_a_pickled_environment_continues_as_the_original(env_id: str) -> None:
     env = gym.make(env_id)
     env.reset(seed=1)
@@ -96,6 +98,7 @@ def make() -> gym.Env[Any, Any]:
     return gym.make(KEY_DOOR)
 
 
+@pytest.mark.process
 def test_vector_environments_play_as_single_ones() -> None:
     # `iterate` of Gymnasium takes a batched action apart by its space; a tuple of actions is such a batch.
     single = [make() for _ in range(2)]

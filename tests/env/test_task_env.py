@@ -11,6 +11,7 @@ from agentrl import EnvironmentFailure, Message, Need, TaskEnv, UserError, tool,
 from agentrl.env import make_env
 from agentrl.errors import ConfigError
 from agentrl.testing import check_env
+from tests.support.each import each
 
 SUMS = [{"prompt": f"{a}+{b}=?", "answer": a + b, "difficulty": 1 + (a > 4)} for a in range(10) for b in range(10)]
 HERE = "tests.support.task_functions"
@@ -282,7 +283,7 @@ def test_a_subclass_may_say_the_prompt_and_pay_by_itself() -> None:
     assert env.task["a"] != held_out
 
 
-@pytest.mark.parametrize("split", ["train", "eval"])
+@each("split", ["train", "eval"])
 def test_the_oracle_answers_as_the_table_does_and_errs_as_skill_says(split: str) -> None:
     env, rng, right = sums(), np.random.default_rng(0), 0
     for seed in range(200):
@@ -297,7 +298,7 @@ def test_the_oracle_answers_as_the_table_does_and_errs_as_skill_says(split: str)
         sums(answer=None, rewards=[f"{HERE}:counts_messages"]).oracle()
 
 
-@pytest.mark.parametrize(
+@each(
     ("options", "words"),
     [
         ({"task": "x"}, "task: no such field. Did you mean 'tasks'?"),

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from agentrl.env import task_table
 from agentrl.env.task_table import TableOptions, TaskTable, load_table
 from agentrl.errors import UserError
+from tests.support.each import each
 
 
 def table(tasks: Any, **options: Any) -> TaskTable:
@@ -150,7 +151,7 @@ def test_another_table_is_held_out(tmp_path: Path) -> None:
         TableOptions(tasks=str(train), eval_tasks=str(held_out), eval_share=0.5)
 
 
-@pytest.mark.parametrize(
+@each(
     ("name", "data", "words"),
     [
         ("a.jsonl", '{"prompt": "x"}\n' * 16 + '{"prompt": "x"', "a.jsonl, line 17: it is not JSON (Expecting ',' delimiter"),
@@ -199,7 +200,7 @@ def test_an_answer_must_be_there() -> None:
     assert "tasks[0]: it has no column 'anwser'" in refusal([{"prompt": "a", "answer": 0}], answer="anwser")
 
 
-@pytest.mark.parametrize(
+@each(
     ("held_out", "words"),
     [
         ([], "eval_tasks: it has no rows"),
@@ -211,12 +212,12 @@ def test_what_is_wrong_with_the_held_out_tasks_is_said_of_them(held_out: Any, wo
     assert words in refusal([{"prompt": "b", "answer": 0}], answer="answer", eval_tasks=held_out)
 
 
-@pytest.mark.parametrize("tasks", ["nowhere.jsonl", "a\0b.jsonl", "x" * 5000 + ".jsonl"])
+@each("tasks", ["nowhere.jsonl", "a\0b.jsonl", "x" * 5000 + ".jsonl"])
 def test_a_file_that_is_not_there_is_named(tasks: str) -> None:
     assert refusal(tasks).startswith("tasks: ")
 
 
-@pytest.mark.parametrize("tasks", [None, 5, {}, ""])
+@each("tasks", [None, 5, {}, ""])
 def test_what_is_no_table_at_all_is_refused(tasks: Any) -> None:
     with pytest.raises(ValueError, match="tasks"):
         table(tasks)
@@ -282,7 +283,7 @@ def test_a_data_set_of_a_folder_brings_its_splits(tmp_path: Path, monkeypatch: p
     assert "nobody/nothing cannot be loaded as a data set: " in refusal("nobody/nothing")
 
 
-@pytest.mark.parametrize(("tasks", "extra"), [("a.parquet", "parquet"), ("some/name", "datasets")])
+@each(("tasks", "extra"), [("a.parquet", "parquet"), ("some/name", "datasets")])
 def test_what_is_not_installed_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tasks: str, extra: str
 ) -> None:

@@ -17,6 +17,7 @@ from agentrl.env.background import BlockedLoopError, run_in_background
 from agentrl.env.message_env import step_return
 from agentrl.errors import EnvError, EnvironmentFailure
 from agentrl.types import Message, Need
+from tests.support.each import each
 
 
 class Desk(ToolEnv):
@@ -156,7 +157,7 @@ def test_a_step_without_a_running_task_is_refused(desk: Desk) -> None:
     assert not desk.step("hi")[2]
 
 
-@pytest.mark.parametrize(
+@each(
     ("action", "words"),
     [
         (tool_call("pai"), "Error: unknown tool 'pai'; the tools are pay, win, fail, talk, silent, thread, dawdle"),
@@ -175,6 +176,7 @@ def test_a_step_without_a_running_task_is_refused(desk: Desk) -> None:
     ],
 )
 def test_what_the_model_gets_wrong_is_answered_and_counted(desk: Desk, action: Message, words: str) -> None:
+    desk.reset(seed=3)
     observation, reward, terminated, _, info = desk.step(action)
     assert observation[0]["role"] == "tool"
     assert observation[0]["content"].startswith(words[:80])
@@ -300,6 +302,7 @@ def _call_in_child(queue: Any) -> None:
     queue.put(content(env, tool_call("thread")))
 
 
+@pytest.mark.process
 @pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")  # forking with threads is what is tested
 def test_coroutine_tools_work_in_a_forked_process(desk: Desk) -> None:
     assert content(desk, tool_call("thread")) == "agentrl-tools"  # the loop runs before the fork
@@ -368,7 +371,7 @@ def test_messages_without_end_are_cut_and_refused() -> None:
         step_return(env.step("more"))
 
 
-@pytest.mark.parametrize("amount", [None, "1.0"])
+@each("amount", [None, "1.0"])
 def test_a_reward_that_is_no_number_is_the_environments_fault_and_no_answer_to_the_model(amount: Any) -> None:
     class Pays(ToolEnv):
         def start(self, options: dict[str, Any]) -> str:
@@ -389,7 +392,7 @@ def test_a_reward_that_is_no_number_is_the_environments_fault_and_no_answer_to_t
         env.step(tool_call("pay"))
 
 
-@pytest.mark.parametrize(
+@each(
     ("text", "words"),
     [
         ("yes", r"finish\(success=...\) takes a number or a truth value, got str 'yes'"),

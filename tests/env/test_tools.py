@@ -6,6 +6,7 @@ from pydantic import Field
 
 from agentrl.env import MessageEnv, ToolEnv, tool, tool_call
 from agentrl.env.tool_env import ToolCallError, tool_specs
+from tests.support.each import each
 
 
 class Shop(ToolEnv):
@@ -87,7 +88,7 @@ def test_arguments_are_coerced_and_defaults_are_left_to_the_method() -> None:
     assert spec.validate({"item": "tea"}) == {"item": "tea", "count": 1}
 
 
-@pytest.mark.parametrize(
+@each(
     ("arguments", "words"),
     [
         ('{"item": ', "arguments of buy are not valid JSON"),

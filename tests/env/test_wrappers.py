@@ -14,6 +14,7 @@ from agentrl.env.make import EnvConfig
 from agentrl.errors import ConfigError
 from agentrl.rollout.env_driver import copy_env
 from agentrl.testing import check_env
+from tests.support.each import each
 
 LIMIT = "agentrl.env.wrappers:LimitObservation"
 RECORD = "agentrl.env.wrappers:Record"
@@ -133,7 +134,7 @@ class NotMade(gym.Wrapper[Any, Any, Any, Any]):
         raise RuntimeError(f"no wood for depth {depth}")
 
 
-@pytest.mark.parametrize(
+@each(
     ("wrapper", "words"),
     [
         ({"max_chars": 3}, "env.wrappers.0.id: name a wrapper ("),

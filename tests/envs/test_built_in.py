@@ -26,24 +26,23 @@ from tests.support.built_in import (
     settings,
     success,
 )
+from tests.support.each import each
 
 NAMES = list(built_in())
 WHY_NO_SHELL = bubblewrap._problem(BubblewrapConfig())
 ALL = [(name, k, setting) for name in NAMES for k, setting in enumerate(settings(name))]
 
 
-def _skips(name: str) -> list[pytest.MarkDecorator]:
-    return [pytest.mark.skipif(name == "shell" and bool(WHY_NO_SHELL), reason=f"bubblewrap: {WHY_NO_SHELL}")]
+def _marks(name: str, *, is_default: bool) -> list[pytest.MarkDecorator]:
+    needs = [pytest.mark.skipif(name == "shell" and bool(WHY_NO_SHELL), reason=f"bubblewrap: {WHY_NO_SHELL}")]
+    return needs if is_default else [*needs, pytest.mark.slow]
 
 
-def _cases(*, least: float) -> list[Any]:
-    """Return the settings whose oracle solves at least a share of its episodes."""
-    chosen = [case for case in ALL if case[2].oracle >= least]
-    return [pytest.param(name, setting, id=f"{name}-{k}", marks=_skips(name)) for name, k, setting in chosen]
-
-
-SETTINGS = _cases(least=0.0)
-RELIABLE = _cases(least=0.95)
+SETTINGS = [
+    pytest.param(name, setting, id=f"{name}-{k}", marks=_marks(name, is_default=not k)) for name, k, setting in ALL
+]
+"""Default settings, and the others, which are slow."""
+RELIABLE = [row for row, (_, _, setting) in zip(SETTINGS, ALL, strict=True) if setting.oracle >= 0.95]
 """Those whose oracle solves what it plays; with the others, a task may be lost by chance alone."""
 
 
@@ -61,20 +60,20 @@ def test_every_environment_has_a_gymnasium_id() -> None:
     assert set(built_in().values()) <= classes
 
 
-@pytest.mark.parametrize(("name", "setting"), RELIABLE)
+@each(("name", "setting"), RELIABLE)
 def test_it_keeps_the_contract_over_fifty_seeds(name: str, setting: Setting) -> None:
     num_seeds = 50 if setting == settings(name)[0] else 10
     check_env(built_in()[name], seeds=range(min(num_seeds, setting.episodes)), **setting.options)
 
 
-@pytest.mark.parametrize(("name", "setting"), SETTINGS)
+@each(("name", "setting"), SETTINGS)
 def test_the_oracle_solves_its_share(name: str, setting: Setting) -> None:
     env = make(name, setting.options)
     assert success(env, oracle, episodes=setting.episodes, max_turns=setting.max_turns) >= setting.oracle
     env.close()
 
 
-@pytest.mark.parametrize(("name", "setting"), SETTINGS)
+@each(("name", "setting"), SETTINGS)
 def test_neither_chance_nor_one_action_solves_a_tenth(name: str, setting: Setting) -> None:
     env, episodes = make(name, setting.options), min(setting.episodes, 100)
     assert success(env, random_action, episodes=episodes, max_turns=setting.max_turns) < 0.1
@@ -82,7 +81,7 @@ def test_neither_chance_nor_one_action_solves_a_tenth(name: str, setting: Settin
     env.close()
 
 
-@pytest.mark.parametrize(("name", "setting"), SETTINGS)
+@each(("name", "setting"), SETTINGS)
 def test_without_turn_rewards_the_last_turn_alone_pays(name: str, setting: Setting) -> None:
     env = make(name, setting.options | {"turn_rewards": False})
     assert not env.turn_rewards
@@ -94,7 +93,7 @@ def test_without_turn_rewards_the_last_turn_alone_pays(name: str, setting: Setti
     env.close()
 
 
-@pytest.mark.parametrize(("name", "setting"), SETTINGS)
+@each(("name", "setting"), SETTINGS)
 def test_moments_with_equal_state_keys_go_alike(name: str, setting: Setting) -> None:
     """Whatever led to a moment of some key, in one task: the same actions and chances then earn and end the same."""
     env, rng = make(name, setting.options), np.random.default_rng(0)
@@ -133,7 +132,7 @@ def _future(env: MessageEnv, plan: list[Any] | None) -> tuple[list[Any], list[An
     return actions, seen
 
 
-@pytest.mark.parametrize("name", NAMES)
+@each("name", NAMES)
 def test_every_option_has_a_default_and_a_line_on_the_page(name: str) -> None:
     page = (PAGES / f"{name}.md").read_text(encoding="utf-8")
     parameters = inspect.signature(import_attribute(built_in()[name], field="env.id")).parameters

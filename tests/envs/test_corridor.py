@@ -6,6 +6,7 @@ import pytest
 from agentrl.env import tool_call
 from agentrl.errors import UserError
 from agentrl_envs.corridor import Corridor
+from tests.support.each import each
 
 RED, BLUE = {"door": "red"}, {"door": "blue"}
 
@@ -53,7 +54,7 @@ def test_the_last_room_alone_pays_without_turn_rewards() -> None:
     assert rewards == [0.0] * (len(rewards) - 1) + [1.0]
 
 
-@pytest.mark.parametrize("detour", [0, 1, 3, 50])
+@each("detour", [0, 1, 3, 50])
 def test_keys_lie_left_of_their_doors_and_no_further_back_than_the_detour(detour: int) -> None:
     env, farthest = Corridor(num_rooms=12, num_doors=5, detour=detour), 0
     for seed in range(200):
@@ -65,7 +66,7 @@ def test_keys_lie_left_of_their_doors_and_no_further_back_than_the_detour(detour
     assert farthest == min(detour, 10)
 
 
-@pytest.mark.parametrize(
+@each(
     ("options", "least", "most"),
     [
         ({"num_rooms": 7, "num_doors": 2, "detour": 0}, 10, 10),
@@ -93,7 +94,7 @@ def test_a_wrong_turn_is_another_tool_or_another_color_that_is_seen() -> None:
     assert str(right) not in calls
 
 
-@pytest.mark.parametrize(
+@each(
     ("options", "words"),
     [
         ({"num_rooms": 1}, "num_rooms: give a whole number from 2 to 50, got 1"),

@@ -14,6 +14,7 @@ from agentrl.env import tool_call
 from agentrl.errors import EnvironmentFailure, UserError
 from agentrl_envs.customer_service import Case, CustomerService, Kind, Order, Shop, Wish, demand, draw_case
 from tests.support.baselines import play
+from tests.support.each import each
 
 ORDER = Order(
     number=1001, email="me@x", product="coat", size="M", price=80, status="open", days=0, address="1 Mill Road, Barton"
@@ -31,8 +32,8 @@ def service(*wishes: Wish, user: dict[str, Any] | None = None, **order: Any) -> 
     env.reset(seed=0)
     shop = Shop(orders={n: replace(ORDER, number=n, **order) for n in range(1001, 1001 + max(len(wishes), 2))})
     demanded = shop
-    for each in wishes:
-        demanded = demand(demanded, STOCK, "me@x", each)
+    for wish in wishes:
+        demanded = demand(demanded, STOCK, "me@x", wish)
     env.case = Case(shop=shop, stock=STOCK, email="me@x", wishes=wishes, demanded=demanded)
     env.shop = shop
     return env
@@ -43,7 +44,7 @@ def says(env: CustomerService, action: Any) -> tuple[str, float, bool]:
     return (observation[0]["content"] if observation else ""), float(reward), terminated
 
 
-@pytest.mark.parametrize(
+@each(
     ("kind", "order", "detail", "demanded"),
     [
         ("cancel", {}, "", {"status": "cancelled"}),
@@ -101,7 +102,7 @@ def test_one_wish_follows_another_and_each_is_paid_its_share() -> None:
     assert says(env, "Done.") == ("No, thank you. Goodbye.", 1.0, True)
 
 
-@pytest.mark.parametrize(
+@each(
     ("calls", "score"),
     [
         ([], None),
@@ -175,11 +176,11 @@ def test_refusing_or_granting_everything_solves_few_cases() -> None:
         env, solved = CustomerService(), 0
         for seed in range(200):
             env.reset(seed=seed)
-            for each in env.case.wishes:
-                if each.number:
-                    call = tool_call("refuse", order=each.number, rule=2)
-                    details = {"exchange": {"size": each.detail}, "address": {"address": each.detail}}.get(
-                        each.kind, {}
+            for wish in env.case.wishes:
+                if wish.number:
+                    call = tool_call("refuse", order=wish.number, rule=2)
+                    details = {"exchange": {"size": wish.detail}, "address": {"address": wish.detail}}.get(
+                        wish.kind, {}
                     )
                     tools = dict(zip(("cancel", "address", "return", "exchange"), (
                         "cancel_order", "change_address", "return_order", "exchange_order"), strict=True))  # fmt: skip
@@ -192,7 +193,7 @@ def test_refusing_or_granting_everything_solves_few_cases() -> None:
         assert solved / 200 < (0.1 if refuses else 0.4)
 
 
-@pytest.mark.parametrize(
+@each(
     ("options", "words"),
     [
         ({"num_requests": 5}, "num_requests: give a whole number from 1 to 4, got 5"),
@@ -217,6 +218,7 @@ def url() -> Iterator[str]:
         server.kill()
 
 
+@pytest.mark.process
 def test_a_model_plays_the_customer(url: str) -> None:
     env = service(wish("cancel"), user={"url": url, "model": "m"})
     assert env.can_snapshot
@@ -237,7 +239,7 @@ def test_the_oracle_serves_a_customer_that_a_model_plays(url: str) -> None:
         assert play(env, lambda env, _, rng: env.oracle(rng=rng), seed=seed, max_turns=20, rng=rng).success
 
 
-@pytest.mark.parametrize(
+@each(
     ("user", "words"),
     [
         ({"model": "broken", "max_retries": 1}, "did not answer (500: "),

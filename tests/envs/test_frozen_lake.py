@@ -8,6 +8,7 @@ from gymnasium.envs.toy_text.frozen_lake import MAPS, FrozenLakeEnv, generate_ra
 from agentrl.env import tool_call
 from agentrl.errors import UserError
 from agentrl_envs.frozen_lake import DIRECTIONS, FrozenLake, lake
+from tests.support.each import each
 
 ROWS = tuple(MAPS["4x4"])  # SFFF FHFH FFFH HFFG
 
@@ -23,7 +24,7 @@ def move(to: str) -> Any:
     return tool_call("move", to=to)
 
 
-@pytest.mark.parametrize("slip", [0.0, 0.3, 2 / 3])
+@each("slip", [0.0, 0.3, 2 / 3])
 def test_moves_go_where_gymnasiums_go(slip: float) -> None:
     model = FrozenLakeEnv(desc=list(ROWS), is_slippery=slip > 0, success_rate=1 - slip)
     env = on(ROWS, slip=slip)
@@ -42,7 +43,7 @@ def test_moves_go_where_gymnasiums_go(slip: float) -> None:
             assert all(found[at] / 600 == pytest.approx(expected[at], abs=0.08) for at in found)
 
 
-@pytest.mark.parametrize("slip", [0.0, 0.2, 2 / 3])
+@each("slip", [0.0, 0.2, 2 / 3])
 def test_the_oracle_is_optimal(slip: float) -> None:
     """Its directions are those of plain value iteration over Gymnasium's own model."""
     for seed in range(5):

@@ -6,6 +6,7 @@ import pytest
 from agentrl.env import tool_call
 from agentrl.errors import UserError
 from agentrl_envs.negotiation import STRATEGIES, Negotiation, deals
+from tests.support.each import each
 
 
 def against(strategy: Any, **options: Any) -> Negotiation:
@@ -58,7 +59,7 @@ def test_a_poor_agreement_is_no_success_and_none_is_worth_nothing() -> None:
     assert said(env, tool_call("quit")) == ("No deal.", 0, True)
 
 
-@pytest.mark.parametrize("levels", [[], [1], [1, 1, 1], [-1, 0], [0, 3], [10**30, 0]])
+@each("levels", [[], [1], [1, 1, 1], [-1, 0], [0, 3], [10**30, 0]])
 def test_what_is_no_deal_costs_no_round(levels: list[int]) -> None:
     env = against("steady")
     assert said(env, tool_call("offer", levels=levels))[0] == "Give 2 levels from 0 to 2."

@@ -9,6 +9,9 @@ from agentrl import EnvironmentFailure, UserError, tool_call
 from agentrl_envs.python_sandbox import Example, Problem, PythonSandbox, bundled, drawn
 from agentrl_envs.sandboxes import bubblewrap
 from agentrl_envs.sandboxes.bubblewrap import BubblewrapConfig
+from tests.support.each import each
+
+pytestmark = pytest.mark.process
 
 WHY_NOT = bubblewrap._problem(BubblewrapConfig())
 SANDBOXES = [
@@ -63,14 +66,12 @@ def test_a_submission_that_is_partly_right_has_a_score_and_earns_nothing() -> No
     assert (text, reward, info["success"], info["score"]) == ("3 of 4 tests pass.", 0.0, False, 0.75)
 
 
-@pytest.mark.parametrize(
-    "value", ["float(n * 2)", "str(n * 2)", "[n * 2]", "None", "True", "10 ** 5000", "{1}", "lambda: 0"]
-)
+@each("value", ["float(n * 2)", "str(n * 2)", "[n * 2]", "None", "True", "10 ** 5000", "{1}", "lambda: 0"])
 def test_a_result_of_another_type_is_wrong(value: str) -> None:
     assert said(double(), "submit", f"def solve(n): return {value}")[2]["success"] is False
 
 
-@pytest.mark.parametrize(
+@each(
     "code",
     [
         "",
@@ -113,7 +114,7 @@ FORGERIES = {
 
 
 @pytest.mark.parametrize("sandbox", SANDBOXES)
-@pytest.mark.parametrize("code", FORGERIES.values(), ids=FORGERIES)
+@each("code", FORGERIES.values())
 def test_results_cannot_be_forged(code: str, sandbox: str) -> None:
     _, reward, info = said(double(sandbox=sandbox), "submit", code)
     assert (reward, info["success"], info["tool_errors"]) == (0.0, False, 0)

@@ -6,6 +6,7 @@ import time
 import pytest
 
 from agentrl_envs.sql_analyst import QueryError, run_query, same_rows
+from tests.support.each import each
 
 
 def database() -> bytes:
@@ -101,7 +102,7 @@ MALFORMED = [
 ]
 
 
-@pytest.mark.parametrize("sql", CHANGES + ESCAPES + MALFORMED)
+@each("sql", CHANGES + ESCAPES + MALFORMED)
 def test_what_is_no_plain_reading_is_refused(sql: str) -> None:
     before = threading.active_count()
     if sql == "SELECT datetime('now')" or "readfile" in sql:  # each for a reason that its error names
@@ -114,7 +115,7 @@ def test_what_is_no_plain_reading_is_refused(sql: str) -> None:
     assert threading.active_count() == before
 
 
-@pytest.mark.parametrize("sql", BOMBS)
+@each("sql", BOMBS)
 def test_a_bomb_is_refused_at_once_and_takes_no_memory(sql: str) -> None:
     before_kb, before_s = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.process_time()
     with pytest.raises(QueryError):
@@ -152,7 +153,7 @@ def test_rows_are_cut_where_asked() -> None:
     assert not run_query(DATABASE, "SELECT x FROM t LIMIT 3", max_rows=3).is_cut
 
 
-@pytest.mark.parametrize(
+@each(
     ("sql", "tables"),
     [
         ("SELECT 1", set()),
@@ -173,7 +174,7 @@ def test_days_are_taken_apart_without_the_clock() -> None:
     assert run_query(DATABASE, sql, max_rows=1).rows == (("2023", "04/05", "2023-04-05", None, None),)
 
 
-@pytest.mark.parametrize(
+@each(
     ("got", "expected", "in_order", "is_same"),
     [
         ([(1,), (2,)], [(2,), (1,)], False, True),

@@ -10,6 +10,7 @@ import pytest
 from agentrl.env import tool_call
 from agentrl.errors import UserError
 from agentrl_envs.search import Question, Search, compare, corpus, find, questions
+from tests.support.each import each
 
 
 def asked(text: str, **options: Any) -> Search:
@@ -29,13 +30,14 @@ def test_the_corpus_has_a_document_for_each_entity_and_names_its_facts() -> None
         assert len(document.text) < 400
 
 
+@pytest.mark.process
 def test_everyone_has_the_same_corpus() -> None:
     program = "from agentrl_envs.search import corpus, questions; print(corpus()[0], questions(1, 3, 'eval')[:5])"
     printed = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout
     assert printed == f"{corpus()[0]} {questions(1, 3, 'eval')[:5]}\n"
 
 
-@pytest.mark.parametrize("num_hops", [1, 2, 3, 4])
+@each("num_hops", [1, 2, 3, 4])
 def test_a_question_is_answered_by_following_its_documents(num_hops: int) -> None:
     for question in questions(num_hops, num_hops, "eval")[:200]:
         documents = [corpus()[place] for place in question.documents]
@@ -132,7 +134,7 @@ def test_wrong_turns_of_the_search_copy_the_wrong_thing_from_the_right_place() -
         assert wrong_answer != env.question.answer
 
 
-@pytest.mark.parametrize(
+@each(
     ("text", "is_right", "f1"),
     [
         ("Mira Torland", True, 1),
@@ -150,7 +152,7 @@ def test_answers_are_compared_without_case_articles_and_punctuation(text: str, i
     assert got[1] == pytest.approx(f1)
 
 
-@pytest.mark.parametrize(
+@each(
     ("options", "words"),
     [
         ({"min_hops": 0}, "min_hops: give a whole number from 1 to 4, got 0"),
@@ -165,6 +167,7 @@ def test_an_impossible_option_of_the_search_is_named(options: dict[str, Any], wo
     assert str(caught.value) == words
 
 
+@pytest.mark.process
 def test_what_is_not_installed_is_said_in_one_line() -> None:
     program = (
         "import sys; sys.modules['bm25s'] = None\n"

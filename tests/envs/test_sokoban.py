@@ -8,6 +8,7 @@ from agentrl.env import tool_call
 from agentrl.errors import UserError
 from agentrl_envs import sokoban
 from agentrl_envs.sokoban import DIRECTIONS, Level, Position, Sokoban, moved, solutions
+from tests.support.each import each
 
 
 def at(picture: str, **options: Any) -> Sokoban:
@@ -107,7 +108,7 @@ def test_the_oracle_finds_back_after_a_mistake_and_the_search_is_bounded(monkeyp
     solutions.cache_clear()
 
 
-@pytest.mark.parametrize(
+@each(
     ("options", "words"),
     [
         ({"size": 2}, "size: give a whole number from 3 to 12, got 2"),

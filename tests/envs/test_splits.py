@@ -1,9 +1,8 @@
-import pytest
-
 from agentrl_envs.corridor import Corridor
 from agentrl_envs.frozen_lake import FrozenLake
 from agentrl_envs.negotiation import Negotiation
 from agentrl_envs.options import in_split
+from tests.support.each import each
 
 
 def test_one_task_of_some_is_of_evaluation_and_none_of_both() -> None:
@@ -15,14 +14,13 @@ def test_one_task_of_some_is_of_evaluation_and_none_of_both() -> None:
         assert abs(len(evaluated) - 4000 / one_in) < 110  # four deviations of sqrt(4000 / 4 * 3 / 4) = 27
 
 
-@pytest.mark.parametrize(
+@each(
     "env",
     [
         Corridor(num_rooms=4, num_doors=1, detour=0),
         FrozenLake(size=4, frozen=0.8),
         Negotiation(num_issues=2, num_levels=3, strategy="steady"),
     ],
-    ids=lambda env: type(env).__name__,
 )
 def test_tasks_of_the_splits_never_meet_where_there_are_few(env: Corridor | FrozenLake | Negotiation) -> None:
     seen: dict[str, set[str | None]] = {"train": set(), "eval": set()}

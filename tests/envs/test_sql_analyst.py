@@ -10,6 +10,7 @@ from agentrl.env import tool_call
 from agentrl.errors import UserError
 from agentrl.testing.check_env import check_env
 from agentrl_envs.sql_analyst import SQLAnalyst, run_query
+from tests.support.each import each
 
 OPTIONS: list[dict[str, Any]] = [
     {},
@@ -29,7 +30,7 @@ def says(env: SQLAnalyst, name: str, **arguments: Any) -> tuple[str, float, bool
     return observation[0]["content"], float(reward), terminated
 
 
-@pytest.mark.parametrize("options", OPTIONS)
+@each("options", OPTIONS)
 def test_the_sql_analyst_keeps_the_contract(options: dict[str, Any]) -> None:
     check_env(SQLAnalyst, seeds=range(10), **options)
 
@@ -124,9 +125,9 @@ def test_the_sql_analyst_moves_between_threads_and_processes() -> None:
     thread = threading.Thread(target=lambda: played.append(says(copies[0], "query", sql=env.question.sql)))
     thread.start()
     thread.join()
-    for each in (env, *copies[1:]):
-        assert says(each, "query", sql=env.question.sql) == played[0]
-    assert len({each.state_key() for each in (env, *copies)}) == 1
+    for one in (env, *copies[1:]):
+        assert says(one, "query", sql=env.question.sql) == played[0]
+    assert len({one.state_key() for one in (env, *copies)}) == 1
 
 
 def test_two_seeds_ask_of_two_databases() -> None:
@@ -151,7 +152,7 @@ def test_wrong_turns_of_the_analyst_ask_something_else_of_the_same_city() -> Non
         assert "customers" not in sql or f"city = '{city}'" in sql
 
 
-@pytest.mark.parametrize(
+@each(
     ("options", "words"),
     [
         ({"schema": "bank"}, "schema: give all, shop, library, school, league, got 'bank'"),

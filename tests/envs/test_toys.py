@@ -10,6 +10,7 @@ from agentrl.testing.check_env import check_env
 from agentrl_envs.calculator import Calculator
 from agentrl_envs.key_door import KeyDoor
 from agentrl_envs.service_desk import ServiceDesk
+from tests.support.each import each
 
 BUILTINS: list[tuple[type[ToolEnv], dict[str, Any]]] = [
     (Calculator, {}),
@@ -60,17 +61,17 @@ def play(env: ToolEnv, seed: int, *, skill: float, rng: np.random.Generator, max
     return {"success": False, "score": 0.0}
 
 
-@pytest.mark.parametrize(("cls", "options"), BUILTINS)
+@each(("cls", "options"), BUILTINS)
 def test_every_builtin_keeps_the_contract(cls: type[ToolEnv], options: dict[str, Any]) -> None:
     check_env(cls, **options)
 
 
-@pytest.mark.parametrize("name", ["calculator", "service_desk", "key_door", "agentrl/KeyDoor-v0"])
+@each("name", ["calculator", "service_desk", "key_door", "agentrl/KeyDoor-v0"])
 def test_every_installed_name_keeps_the_contract(name: str) -> None:
     check_env(name)
 
 
-@pytest.mark.parametrize(("cls", "options"), BUILTINS)
+@each(("cls", "options"), BUILTINS)
 def test_the_oracle_solves_every_task(cls: type[ToolEnv], options: dict[str, Any]) -> None:
     env = cls(**options)
     for seed in range(50):
@@ -94,7 +95,7 @@ def test_the_oracles_skill_is_the_share_of_right_turns() -> None:
     assert np.mean(scores) == pytest.approx(0.25, abs=0.035)
 
 
-@pytest.mark.parametrize(("cls", "options"), BUILTINS)
+@each(("cls", "options"), BUILTINS)
 def test_without_skill_nothing_is_played_right(cls: type[ToolEnv], options: dict[str, Any]) -> None:
     env, rng = cls(**options), np.random.default_rng(1)
     for seed in range(50):
@@ -110,7 +111,7 @@ def test_without_skill_nothing_is_played_right(cls: type[ToolEnv], options: dict
                 break
 
 
-@pytest.mark.parametrize(
+@each(
     ("cls", "options", "words"),
     [
         (Calculator, {"num_operations": 0}, "num_operations: give a whole number from 1 to 100, got 0"),
@@ -182,7 +183,7 @@ def test_an_operation_is_replaced_wherever_it_stands() -> None:
     )
 
 
-@pytest.mark.parametrize(
+@each(
     ("text", "reward"),
     [("-3", 1), ("It is -3.", 1), ("2-5 = -3", 1), ("3", 0), ("-3 or 4", 0), ("", 0), ("9" * 9999, 0)],
 )
@@ -270,7 +271,7 @@ def test_only_the_first_turn_takes_the_key_and_the_door_pays_for_it() -> None:
     assert (observation[0]["content"], reward, terminated, info["success"]) == ("Open.", 1.0, True, True)
 
 
-@pytest.mark.parametrize("first", [tool_call("open_box", box=2), tool_call("look"), "Hello."])
+@each("first", [tool_call("open_box", box=2), tool_call("look"), "Hello."])
 def test_a_key_that_is_not_taken_at_once_is_lost(first: Any) -> None:
     env = key_door(num_distractors=1)
     rewards = [env.step(a)[1] for a in (first, tool_call("open_box", box=1), tool_call("open_box", box=1))]
@@ -297,7 +298,7 @@ def test_the_key_door_without_turn_rewards_pays_at_the_door_alone() -> None:
     assert [env.step(tool_call("open_box", box=1))[1], env.step(tool_call("open_door"))[1]] == [0.0, 1.0]
 
 
-@pytest.mark.parametrize(("cls", "options"), BUILTINS)
+@each(("cls", "options"), BUILTINS)
 def test_equal_state_keys_have_equal_futures(cls: type[ToolEnv], options: dict[str, Any]) -> None:
     """Within one task, moments of one key must reward the same actions the same, whatever happened before."""
     rng = np.random.default_rng(0)

@@ -6,6 +6,7 @@ import pytest
 from agentrl.env import tool_call
 from agentrl.errors import UserError
 from agentrl_envs.wordle import Wordle, _code, all_codes, all_words, feedback, split_words
+from tests.support.each import each
 
 
 def asking(word: str, **options: Any) -> Wordle:
@@ -19,7 +20,7 @@ def guess(word: str) -> Any:
     return tool_call("guess", word=word)
 
 
-@pytest.mark.parametrize(
+@each(
     ("guessed", "word", "marks"),
     [
         ("crane", "crane", "+++++"),
@@ -45,7 +46,7 @@ def test_the_list_has_common_words_of_five_letters_once_each() -> None:
     assert all(len(word) == 5 and word.isascii() and word.islower() and word.isalpha() for word in words)
 
 
-@pytest.mark.parametrize("num_words", [10, 20, 50, 1000, 1373])
+@each("num_words", [10, 20, 50, 1000, 1373])
 def test_words_of_training_and_evaluation_never_meet(num_words: int) -> None:
     env = Wordle(num_words=num_words)
     seen = {}
@@ -95,7 +96,7 @@ def test_few_words_are_named() -> None:
     assert all(word in named for word in all_words()[:10])
 
 
-@pytest.mark.parametrize("num_words", [30, 1373])
+@each("num_words", [30, 1373])
 def test_the_oracle_finds_every_word(num_words: int) -> None:
     env = Wordle(num_words=num_words)
     for index, word in enumerate(split_words(num_words, "eval")):

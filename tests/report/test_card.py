@@ -15,6 +15,7 @@ from agentrl.report.card import first_line, measure, write_card
 from agentrl.report.folder import EvaluationNote, RunFolder
 from agentrl.report.statistics import settings_of
 from agentrl.rollout.evaluation import mean_interval, wilson
+from tests.support.each import each
 from tests.support.report_runs import member
 
 ROWS = [
@@ -99,7 +100,7 @@ def test_evaluation_comes_from_the_newest_rollouts_of_these_weights_with_interva
     assert metrics["success"]["name"] == f"success (95 % interval {low:.4g} to {high:.4g})"
 
 
-@pytest.mark.parametrize(
+@each(
     "option",
     [
         "--evaluation.temperature=0",

@@ -12,6 +12,7 @@ from agentrl.report.advise import explain
 from agentrl.report.folder import RunFolder
 from agentrl.report.records import TrajectoryRecord, groups_of, read_records, records
 from agentrl.testing.check_credit import LAYOUTS
+from tests.support.each import each
 
 GROUPS = [layout.build() for layout in LAYOUTS]
 
@@ -34,7 +35,7 @@ def printed(found: list[TrajectoryRecord], shown: list[TrajectoryRecord], scheme
     return console.file.getvalue()
 
 
-@pytest.mark.parametrize("scheme", [name for name, needs in installed_credit().items() if needs is not None])
+@each("scheme", [name for name, needs in installed_credit().items() if needs is not None])
 def test_recorded_groups_are_credited_as_those_that_were_played(scheme: str, tmp_path: Path) -> None:
     read_back = groups_of(recorded(GROUPS, tmp_path))
     expected, found = (assign_credit(load_credit({"scheme": scheme}), groups) for groups in (GROUPS, read_back))

@@ -1,12 +1,11 @@
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from agentrl.report.folder import RunFolder
 from agentrl.report.log import FaultLog
 from agentrl.report.records import read_records
 from agentrl.types import Fault, StopReason, Trajectory, Turn
+from tests.support.each import each
 
 
 def failed(name: str = "train/000001/2", *, line: int = 4, **changes: Any) -> Trajectory:
@@ -54,7 +53,7 @@ def test_each_kind_is_told_once_also_by_another_process_and_after_a_kill(tmp_pat
     assert "desk.py, line 5" in other
 
 
-@pytest.mark.parametrize("run_dir", [None, "there", "not/there"])
+@each("run_dir", [None, "there", "not/there"])
 def test_where_no_run_has_begun_each_kind_is_told_and_nothing_is_written(run_dir: str | None, tmp_path: Path) -> None:
     (tmp_path / "there").mkdir()
     faults = FaultLog(None if run_dir is None else tmp_path / run_dir, piece=str)

@@ -11,6 +11,7 @@ from agentrl.errors import ConfigError
 from agentrl.report.folder import EvaluationNote, RunFolder, Told
 from agentrl.report.records import TrajectoryRecord, read_records
 from agentrl.types import StopReason
+from tests.support.each import each
 
 
 def message(function: Callable[[], object]) -> str:
@@ -78,7 +79,7 @@ def test_metrics_are_in_the_file_as_soon_as_they_are_added(folder: RunFolder) ->
     assert RunFolder.open(folder.path).metrics() == [{"step": 0, "reward": 0.1 + 0.2}, {"step": 1, "reward": 1e-30}]
 
 
-@pytest.mark.parametrize(
+@each(
     ("line", "words"),
     [
         (b"[1, 2]", "Input should be a valid dictionary"),
@@ -137,8 +138,9 @@ def test_what_is_written_whole_is_on_the_disk_before_it_has_its_name(
     assert calls == [".config.yaml.partial", "rename", tmp_path.name]
 
 
-@pytest.mark.parametrize("cut", ['{"step": 2, "rew', '{"step": 2', "{", ""])
-def test_a_last_line_cut_short_is_left_out_and_written_again(folder: RunFolder, cut: str) -> None:
+@each("cut", ['{"step": 2, "rew', '{"step": 2', "{", ""])
+def test_a_last_line_cut_short_is_left_out_and_written_again(tmp_path: Path, cut: str) -> None:
+    folder = RunFolder.create(tmp_path / "run", {})
     for step in range(2):
         folder.add_metrics({"step": step})
     with (folder.path / "metrics.jsonl").open("a") as file:
@@ -236,7 +238,7 @@ def test_a_warning_that_a_kill_cut_short_is_left_out(folder: RunFolder) -> None:
     assert folder.warnings() == [told, told]
 
 
-@pytest.mark.parametrize("name", ["metrics.jsonl", "warnings.jsonl"])
+@each("name", ["metrics.jsonl", "warnings.jsonl"])
 def test_a_file_that_links_to_itself_is_refused_and_not_taken_for_none(name: str, tmp_path: Path) -> None:
     folder = RunFolder.create(tmp_path / "run", {})
     (folder.path / name).symlink_to(name)

@@ -17,6 +17,7 @@ from tests.support.records import record, turn
 from tests.support.report_runs import make_run, member
 from tests.support.view_server import Server
 
+pytestmark = pytest.mark.process
 Open = Callable[..., Watched]
 
 
@@ -102,6 +103,7 @@ def hostile_strings(number: int) -> Iterator[str]:
         yield noise + payload.format(n=n) + noise
 
 
+@pytest.mark.slow
 def test_ten_thousand_hostile_strings_run_nothing_and_ask_for_nothing(tmp_path: Path, open_page: Open) -> None:
     given = hostile_strings(10_000)
 

@@ -6,6 +6,7 @@ import pytest
 from agentrl.errors import ConfigError
 from agentrl.report.html.report import MAX_POINTS, curves, families, interval
 from agentrl.report.html.runs import by_recipe, open_runs
+from tests.support.each import each
 from tests.support.report_runs import make_run
 
 
@@ -15,7 +16,7 @@ def test_the_interval_of_a_mean_is_students() -> None:
     assert interval([5.0]) == (None, None)
 
 
-@pytest.mark.parametrize(("num", "quantile"), [(16, 2.131), (17, 2.120), (31, 2.042), (101, 1.984)])
+@each(("num", "quantile"), [(16, 2.131), (17, 2.120), (31, 2.042), (101, 1.984)])
 def test_of_many_values_the_quantile_is_students_too(num: int, quantile: float) -> None:
     values = [0.0, 1.0] * (num // 2) + [0.5] * (num % 2)
     mean = sum(values) / num

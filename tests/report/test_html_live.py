@@ -12,8 +12,11 @@ from pathlib import Path
 import pytest
 
 from agentrl.report.html.live import LiveRuns
+from tests.support.each import each
 from tests.support.report_runs import make_run, member
 from tests.support.view_server import Server
+
+pytestmark = pytest.mark.process
 
 
 @pytest.fixture(scope="module")
@@ -92,7 +95,7 @@ def test_a_run_that_has_not_begun_to_train_is_waited_for(tmp_path: Path) -> None
     assert news["stamp"] > data["stamp"]
 
 
-@pytest.mark.parametrize("path", ["/", "/data.json", "/data.json?stamp=1"])
+@each("path", ["/", "/data.json", "/data.json?stamp=1"])
 def test_a_run_that_is_damaged_or_gone_is_told_until_it_is_mended(path: str, tmp_path: Path) -> None:
     server = Server(make_run(tmp_path / "run"))
     metrics = server.run.path / "metrics.jsonl"
@@ -113,7 +116,7 @@ def test_a_run_that_is_damaged_or_gone_is_told_until_it_is_mended(path: str, tmp
         server.process.wait()
 
 
-@pytest.mark.parametrize("number", ["9" * 20, "9" * 5000, "-1", "%C2%B2", "1.5", "x"])
+@each("number", ["9" * 20, "9" * 5000, "-1", "%C2%B2", "1.5", "x"])
 def test_a_number_in_an_address_that_is_none_of_ours_names_nothing(number: str, server: Server) -> None:
     assert server.get(f"/data.json?stamp={number}")[0] == 200
     assert server.get(f"/blocks/{number}")[0] == 404

@@ -12,6 +12,7 @@ from huggingface_hub import constants
 from agentrl import TrainedRun
 from agentrl.cli import main
 from agentrl.errors import ConfigError
+from tests.support.each import each
 from tests.support.hub_server import TOKEN, HubServer, hub_server
 from tests.support.runs import recipe, train
 
@@ -70,7 +71,7 @@ def test_a_private_repository_is_private_and_a_public_one_is_not_taken_for_it(
     assert hub.files["ann/seen"] == {}
 
 
-@pytest.mark.parametrize(
+@each(
     ("token", "owner", "words"),
     [
         ("", "ann", "--push: no token of the Hub; run `hf auth login`, or set HF_TOKEN."),
@@ -112,7 +113,7 @@ def test_a_hub_that_does_not_take_the_weights_is_told(run_folder: Path, tmp_path
     assert hub.files["ann/agent"] == {}
 
 
-@pytest.mark.parametrize(
+@each(
     ("options", "words"),
     [
         (["--push", "agent"], "'agent' has no owner; write OWNER/agent"),

@@ -15,6 +15,7 @@ from agentrl.errors import TrainingError
 from agentrl.report import log as run_log
 from agentrl.report.log import RunLog, logged
 from agentrl.report.terminal import Console, heard_by, note
+from tests.support.each import each
 
 TIME = re.compile(r"^\d{4}-\d\d-\d\d \d\d:\d\d:\d\d  ")
 
@@ -60,7 +61,7 @@ def test_nothing_is_written_before_the_run_has_begun_and_nothing_is_lost(tmp_pat
     assert lines(tmp_path / "run") == ["plan", "built", "step 1"]
 
 
-@pytest.mark.parametrize(
+@each(
     ("error", "words"),
     [
         (TrainingError("step 3 broke"), "ended: step 3 broke"),

@@ -6,6 +6,7 @@ import pytest
 from agentrl.errors import ConfigError
 from agentrl.report.folder import RunFolder
 from agentrl.report.terminal import Panel, note_panels, read_panels
+from tests.support.each import each
 
 panel = partial(Panel, temperature=1.0, samples=1)
 
@@ -18,7 +19,7 @@ def test_what_an_evaluation_missed_is_filled_in_by_the_next(tmp_path: Path) -> N
     assert read_panels(folder) == {"eval/": panel(tasks=("a", "b", "c"))}
 
 
-@pytest.mark.parametrize("tasks", [("a", "x"), ("a",), ("a", "b", "c")])
+@each("tasks", [("a", "x"), ("a",), ("a", "b", "c")])
 def test_other_tasks_begin_anew(tmp_path: Path, tasks: tuple[str, ...]) -> None:
     folder = RunFolder(tmp_path)
     hard = panel(tasks=("h",))
@@ -27,7 +28,7 @@ def test_other_tasks_begin_anew(tmp_path: Path, tasks: tuple[str, ...]) -> None:
     assert read_panels(folder) == {"eval/": panel(tasks=tasks, since=5), "eval/hard/": hard}
 
 
-@pytest.mark.parametrize("other", [{"temperature": 0.0}, {"samples": 4}])
+@each("other", [{"temperature": 0.0}, {"samples": 4}])
 def test_tasks_that_are_played_in_another_way_begin_again(tmp_path: Path, other: dict[str, float]) -> None:
     folder = RunFolder(tmp_path)
     before = panel(tasks=("a", "b"))

@@ -1,12 +1,11 @@
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from agentrl.report.public import flat, public
+from tests.support.each import each
 
 
-@pytest.mark.parametrize(
+@each(
     ("given", "shown"),
     [
         (

@@ -14,6 +14,7 @@ from agentrl.report.folder import RunFolder
 from agentrl.report.records import TrajectoryRecord, groups_of, read_records, records
 from agentrl.testing.groups import make_group
 from agentrl.types import Fault, Need, StopReason, Trajectory, TrajectoryGroup
+from tests.support.each import each
 
 
 def group() -> TrajectoryGroup:
@@ -122,7 +123,7 @@ def test_signals_that_are_not_finite_come_back_and_the_file_stays_json(tmp_path:
     assert second == float("-inf")
 
 
-@pytest.mark.parametrize(
+@each(
     ("spoil", "words"),
     [
         (lambda line: line[: len(line) // 2], "it is not JSON (Expecting "),

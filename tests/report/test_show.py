@@ -1,11 +1,11 @@
 import io
 
-import pytest
 from rich.console import Console, RenderableType
 from rich.style import Style
 
 from agentrl.report.records import TrajectoryRecord
 from agentrl.report.terminal import advantage_style, legend, render
+from tests.support.each import each
 from tests.support.records import record, turn
 
 
@@ -55,7 +55,7 @@ def test_tokens_are_green_where_the_advantage_is_positive_and_red_where_it_is_ne
     assert background(legend(), " positive ") == (0, 190, 0)
 
 
-@pytest.mark.parametrize(("advantage", "scale"), [(0.0, 1.0), (0.0, 0.0), (5.0, 0.0)])
+@each(("advantage", "scale"), [(0.0, 1.0), (0.0, 0.0), (5.0, 0.0)])
 def test_without_a_spread_nothing_is_coloured(advantage: float, scale: float) -> None:
     assert advantage_style(advantage, scale) == Style()
 

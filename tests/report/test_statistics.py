@@ -19,11 +19,10 @@ from agentrl.report.statistics import (
     t_quantile,
     t_within,
 )
+from tests.support.each import each
 
 
-@pytest.mark.parametrize(
-    ("dof", "quantile"), [(1, 12.706204736), (2, 4.302652730), (3, 3.182446305), (7, 2.364624252), (30, 2.042272456)]
-)
+@each(("dof", "quantile"), [(1, 12.706204736), (2, 4.302652730), (3, 3.182446305), (7, 2.364624252), (30, 2.042272456)])
 def test_quantiles_of_t(dof: int, quantile: float) -> None:
     assert t_quantile(0.975, dof) == pytest.approx(quantile, rel=1e-9)
     assert t_within(quantile, dof) == pytest.approx(0.95, rel=1e-9)
@@ -44,15 +43,13 @@ def test_what_has_no_spread_has_no_interval() -> None:
     assert estimate([0.1 + 0.2, 0.3]).low is None, "they differ by rounding alone"
 
 
-@pytest.mark.parametrize("values", [[], [1.0, math.nan], [math.inf]])
+@each("values", [[], [1.0, math.nan], [math.inf]])
 def test_no_number_is_no_estimate(values: list[float]) -> None:
     with pytest.raises(ValueError, match="finite"):
         estimate(values)
 
 
-@pytest.mark.parametrize(
-    ("num", "expected"), [(2, 0.0734220), (4, 0.1745503), (8, 0.4147619), (16, 0.7613452), (100, 0.9999998)]
-)
+@each(("num", "expected"), [(2, 0.0734220), (4, 0.1745503), (8, 0.4147619), (16, 0.7613452), (100, 0.9999998)])
 def test_power_is_that_of_the_noncentral_t(num: int, expected: float) -> None:
     assert power(0.5, sd=0.7, num=num) == pytest.approx(expected, abs=2e-5)
 
@@ -96,7 +93,7 @@ def _successes(rng: np.random.Generator, *, mean: float, sd: float, size: tuple[
     return rng.binomial(64, 1 / (1 + np.exp(-rng.normal(mean, sd, size)))) / 64
 
 
-@pytest.mark.parametrize("num", [4, 8, 16])
+@each("num", [4, 8, 16])
 def test_intervals_cover(num: int) -> None:
     """The long simulation is `benchmarks/compare_coverage.py`; this is its middle: 1,000 comparisons, seeds fixed."""
     rng, size = np.random.default_rng(num), (1000, num)

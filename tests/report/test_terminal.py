@@ -1,11 +1,11 @@
 import io
 
-import pytest
 from rich.progress import Progress, TextColumn
 from rich.table import Table
 from rich.text import Text
 
 from agentrl.report.terminal import Console, printable, render
+from tests.support.each import each
 from tests.support.records import record, turn
 
 HOSTILE = "\x1b]0;owned\x07a\x1b[2Jb\x9b31mc\x00d\x7fe\u202ef\u2066g\rh\x08\udc80[/red] :smile:"
@@ -23,7 +23,7 @@ def test_a_text_loses_what_a_terminal_obeys_and_nothing_else() -> None:
     assert printable("tab\tline\nümläut 漢字 🙂") == "tab\tline\nümläut 漢字 🙂"
 
 
-@pytest.mark.parametrize("form", [str, Text])
+@each("form", [str, Text])
 def test_nothing_that_is_printed_steers_the_terminal(form: type) -> None:
     table = Table("title", title=form(HOSTILE))
     table.add_row(form(HOSTILE))

@@ -24,11 +24,12 @@ from agentrl.report.folder import ReportConfig, RunFolder
 from agentrl.report.records import read_records
 from agentrl.report.trackers import COLUMNS, Trackers, check_trackers, dialogue
 from agentrl.types import Message
+from tests.support.each import each
 from tests.support.processes import Command
 from tests.support.runs import SIZES, recipe, train
 from tests.support.trajectories import trajectory, turn
 
-pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
+pytestmark = [pytest.mark.process, pytest.mark.filterwarnings("ignore::DeprecationWarning")]
 STEPS = [0, 1, 2, 3]
 Tracked = tuple[Path, list[dict[str, float]]]
 """A run's folder, and the metrics of its steps."""
@@ -344,7 +345,7 @@ def test_a_tracker_that_lacks_steps_gets_those_too_that_the_run_did_again(
     assert Fragile.logged == list(range(61, 101))
 
 
-@pytest.mark.parametrize(
+@each(
     ("name", "words"),
     [("comet_ml", r"^report\.trackers: 'comet_ml' is not installed: pip install comet-ml$"), ("wandbb", r"'wandb'\?$")],
 )

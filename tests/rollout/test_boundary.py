@@ -21,6 +21,7 @@ from agentrl.rollout import EpisodeContext, Journal, RolloutConfig, RolloutPool,
 from agentrl.rollout.env_driver import MakeEnv
 from agentrl.testing import ScriptedEngine
 from agentrl.types import Message, StopReason, Trajectory, TrajectoryGroup
+from tests.support.each import each
 from tests.support.hostile import (
     HOSTILE_ERRORS,
     KEYS,
@@ -136,7 +137,7 @@ def test_whatever_tools_and_keys_are(chatml: ChatMLRenderer, tools: Any, key: An
     played(Says((USER, {}), GOES_ON, tools=tools, key=key, action_key=action_key), chatml)
 
 
-@pytest.mark.parametrize(
+@each(
     ("step", "words"),
     [
         ((USER, 1.0, False, False, {"deep": nested(300)}), r"info\['deep'\].* nests more than 64 deep"),
@@ -168,7 +169,7 @@ def test_what_no_file_can_hold_is_that_episodes_fault(step: Any, words: str, cha
         raise AssertionError(trajectory.error)
 
 
-@pytest.mark.parametrize("error", HOSTILE_ERRORS, ids=repr)
+@each("error", HOSTILE_ERRORS)
 def test_an_exception_that_cannot_be_described_is_that_episodes_fault(error: Exception, chatml: ChatMLRenderer) -> None:
     for env in (Says(error, GOES_ON), Says((USER, {}), error)):
         trajectory = played(env, chatml)
@@ -188,7 +189,7 @@ def test_an_exception_whose_words_take_for_ever_misses_the_deadline_of_its_call(
     assert sorted(ended) == [StopReason.ENV_ERROR, StopReason.MAX_TURNS, StopReason.MAX_TURNS]
 
 
-@pytest.mark.parametrize("count", [None, "many", [1]])
+@each("count", [None, "many", [1]])
 def test_a_count_of_errors_that_is_no_number_counts_nothing(count: Any, chatml: ChatMLRenderer) -> None:
     trajectory = played(Says((USER, {}), (USER, 1.0, False, False, {"tool_errors": count})), chatml)
     assert trajectory.stop_reason is StopReason.MAX_TURNS

@@ -20,6 +20,7 @@ from agentrl.rollout import Episode, EpisodeContext, RolloutConfig, RolloutPool,
 from agentrl.rollout.env_driver import EnvThread, MakeEnv
 from agentrl.types import Completion, Sampling, StopReason, Trajectory, TrajectoryGroup
 from tests.support.dice import TASK, Dice, raises
+from tests.support.each import each
 from tests.support.threads import hang, wait_until
 
 NewEngine = Callable[..., TransformersEngine]
@@ -106,7 +107,7 @@ def without_branches(trajectory: Trajectory) -> Trajectory:
     return replace(trajectory, turns=turns, metrics=kept)
 
 
-@pytest.mark.parametrize(("num", "every"), [(2, 1), (3, 2), (1, 3), (2, 5), (1, 9)])
+@each(("num", "every"), [(2, 1), (3, 2), (1, 3), (2, 5), (1, 9)])
 def test_every_so_many_turns_as_many_rollouts_are_forked_as_asked(
     num: int, every: int, new_engine: NewEngine, renderer: Renderer
 ) -> None:
@@ -232,7 +233,7 @@ def breaks(how: Callable[[], None], *, what: str, when: Callable[[Dice], bool]) 
     return lambda: Dice(log)
 
 
-@pytest.mark.parametrize(
+@each(
     ("what", "when", "failed"),
     [
         ("step", lambda env: env.generation == 2 and len(env.drawn) == 3, [0, 1, 2, 3]),  # turn 3, wherever they began
@@ -274,7 +275,7 @@ def test_a_branch_whose_engine_fails_is_dropped_and_counted(new_engine: NewEngin
     assert trajectory.stop_reason is StopReason.TERMINATED
 
 
-@pytest.mark.parametrize(
+@each(
     ("how", "words"),
     [
         (raises, f"raised KeyError: 'lever' (dice.py:{raises.__code__.co_firstlineno + 2})"),

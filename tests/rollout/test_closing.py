@@ -19,6 +19,7 @@ from agentrl.rollout.env_driver import EnvThread
 from agentrl.rollout.reset_checks import measure_overlap, prove_reset
 from agentrl.rollout.trial import describe_env, try_environment
 from agentrl.types import StopReason, Trajectory
+from tests.support.each import each
 from tests.support.talk import Talk
 from tests.support.threads import wait_until
 
@@ -199,7 +200,7 @@ TRIALS: dict[str, Callable[[MakeEnv, EpisodeContext[Any]], Coroutine[Any, Any, o
 }
 
 
-@pytest.mark.parametrize("trial", TRIALS)
+@each("trial", TRIALS)
 def test_what_an_interrupted_trial_has_made_is_closed_before_the_process_ends(
     trial: str, context: EpisodeContext[Any]
 ) -> None:

@@ -12,6 +12,7 @@ from agentrl.rollout import Tasks
 from agentrl.rollout.tasks import Curriculum, CurriculumConfig
 from agentrl.testing import make_group
 from agentrl.types import NumTasks, StopReason, TrajectoryGroup
+from tests.support.each import each
 
 NUM = 4
 TASKS = Tasks(seed=3, num=NumTasks(train=NUM, eval=2))
@@ -60,7 +61,7 @@ def test_what_is_always_or_never_solved_rests_and_comes_back() -> None:
     assert found == [awake, awake, resting, resting, resting, awake, awake, resting, resting]
 
 
-@pytest.mark.parametrize(
+@each(
     ("fields", "kept"),
     [
         ({"low": None}, {1, 2, 3}),

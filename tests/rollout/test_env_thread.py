@@ -12,6 +12,7 @@ import pytest
 from agentrl.rollout import env_driver as gate
 from agentrl.rollout.env_driver import EnvThread
 from agentrl.rollout.faults import RaisedError
+from tests.support.each import each
 
 R = TypeVar("R")
 
@@ -68,7 +69,7 @@ def test_the_event_loop_continues_while_an_environment_blocks() -> None:
     assert on_a_thread(run)
 
 
-@pytest.mark.parametrize(
+@each(
     ("function", "words"),
     [
         (lambda: 1 // 0, "ZeroDivisionError: .*division"),
@@ -186,6 +187,7 @@ def test_a_lost_thread_still_does_what_is_left_to_do_when_its_call_returns() -> 
     assert closed.wait(60)
 
 
+@pytest.mark.process
 def test_a_hanging_environment_does_not_hold_up_the_end_of_the_process() -> None:
     script = """
 import asyncio, time

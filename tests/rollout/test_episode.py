@@ -17,6 +17,7 @@ from agentrl.learn.batch import rows_of
 from agentrl.rollout import Episode, EpisodeContext, RolloutConfig, Task
 from agentrl.rollout.env_driver import EnvThread, MakeEnv
 from agentrl.types import Completion, FinishReason, Message, Sampling, StopReason, Trajectory
+from tests.support.each import each
 from tests.support.threads import hang
 
 NewEngine = Callable[..., TransformersEngine]
@@ -224,7 +225,7 @@ def ends(*, terminated: bool, truncated: bool) -> type[Talk]:
     return Ends
 
 
-@pytest.mark.parametrize(
+@each(
     ("make_env", "config", "reason", "truncated"),
     [
         (ends(terminated=True, truncated=False), {}, StopReason.TERMINATED, False),
@@ -323,7 +324,7 @@ def breaks(method: str, how: Callable[[], None], *, at_call: int = 1) -> MakeEnv
     return Broken
 
 
-@pytest.mark.parametrize(
+@each(
     ("method", "where", "num_turns"),
     [
         ("__init__", "environment: construction", 0),
@@ -394,7 +395,7 @@ ROLE = (
 )
 
 
-@pytest.mark.parametrize(
+@each(
     ("method", "value", "words"),
     [
         ("reset", SAID, "reset() of Odd returned tuple ({'role': 'user', 'content': 'hm'},); return (messages, info)"),

@@ -16,6 +16,7 @@ from agentrl.rollout.evaluation import EvaluationConfig, summarize_evaluation
 from agentrl.rollout.tasks import EnvTask
 from agentrl.testing import make_group
 from agentrl.types import FinishReason, Turn
+from tests.support.each import each
 
 TASK = EnvTask(seed=1)
 TURN = make_group([[0.0]]).trajectories[0].turns[0]
@@ -97,7 +98,7 @@ def test_a_copy_logs_for_itself() -> None:
     assert (env.take_logged(), other.take_logged()) == ({"a": 1.0}, {"a": 2.0})
 
 
-@pytest.mark.parametrize("value", ["x", "1", None, float("nan"), float("inf"), [1], 10**400, 1e308])
+@each("value", ["x", "1", None, float("nan"), float("inf"), [1], 10**400, 1e308])
 def test_what_is_no_number_fails_the_episode(value: Any) -> None:
     env = Logging()
     env.reset(seed=1)

@@ -21,6 +21,7 @@ from agentrl.rollout.evaluation import (
     summarize_evaluation,
 )
 from agentrl.types import Message, StopReason, TaskShard, Trajectory, TrajectoryGroup
+from tests.support.each import each
 
 
 class OneTurn(MessageEnv):
@@ -85,7 +86,7 @@ def played(
         pool.close()
 
 
-@pytest.mark.parametrize("num_samples", [1, 2, 5, 6])
+@each("num_samples", [1, 2, 5, 6])
 def test_pass_at_k_is_the_share_of_choices_with_one_that_is_right(num_samples: int) -> None:
     for num_right in range(num_samples + 1):
         for k in range(1, num_samples + 1):
@@ -94,7 +95,7 @@ def test_pass_at_k_is_the_share_of_choices_with_one_that_is_right(num_samples: i
             assert pass_at_k(num_samples, num_right, k) == pytest.approx(sum(chosen) / len(chosen), rel=1e-12)
 
 
-@pytest.mark.parametrize("num_processes", [1, 2, 3])
+@each("num_processes", [1, 2, 3])
 def test_each_held_out_task_is_played_as_often_as_asked(num_processes: int) -> None:
     evaluation = played(OneTurn, EvaluationConfig(num_tasks=7, samples=3), num_processes=num_processes)
     seeds = [held_out_seed(3, i) for i in range(7)]

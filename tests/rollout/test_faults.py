@@ -20,6 +20,7 @@ from agentrl.engine.transformers.engine import TransformersEngine
 from agentrl.errors import EngineError, EnvironmentFailure
 from agentrl.rollout import EpisodeContext, Journal, RolloutConfig, RolloutPool, Tasks
 from agentrl.types import Completion, Message, Sampling, Trajectory
+from tests.support.each import each
 from tests.support.talk import Talk, collect, episodes, logged
 from tests.support.threads import hang, wait_until
 
@@ -293,7 +294,7 @@ class Refuses(TransformersEngine):
         return await super().generate(prompt_ids, sampling, request_id)
 
 
-@pytest.mark.parametrize("mode", ["sync", "partial"])
+@each("mode", ["sync", "partial"])
 def test_an_episode_that_the_engine_refuses_is_given_up(mode: str, new_pool: NewPool, new_engine: NewEngine) -> None:
     pool = new_pool(engine=new_engine(Refuses), mode=mode, num_groups=3, max_retries=1, max_staleness=1)
     found: dict[str, Trajectory] = {}
@@ -318,7 +319,7 @@ class HangsInPause(TransformersEngine):
         await asyncio.Event().wait()
 
 
-@pytest.mark.parametrize("times", [1, 2])
+@each("times", [1, 2])
 def test_an_engine_that_hangs_does_not_hold_up_an_interrupt(
     times: int, new_pool: NewPool, new_engine: NewEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -16,6 +16,7 @@ from agentrl.rollout.config import RolloutConfig
 from agentrl.rollout.group_rewards import GroupReward, overlong_tokens, shorter
 from agentrl.testing import make_group
 from agentrl.types import Message
+from tests.support.each import each
 from tests.support.runs import recipe, train
 from tests.support.threads import hang
 
@@ -101,7 +102,7 @@ def test_the_punishment_of_length_counts_tokens() -> None:
         overlong_tokens([1], max_length=100, buffer=400)
 
 
-@pytest.mark.parametrize(
+@each(
     ("given", "words"),
     [
         ({"reward": "short"}, "no 'short' is installed"),
@@ -139,7 +140,7 @@ def test_two_of_one_name_are_refused() -> None:
         RolloutConfig.model_validate({"group_rewards": [{"reward": "shorter"}] * 2})
 
 
-@pytest.mark.parametrize(
+@each(
     ("name", "words"),
     [
         ("too_few", "return a finite number for each of 2"),

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from agentrl.rollout.evaluation import mean_interval, share_interval, student, wilson
+from tests.support.each import each
 
 
 def test_wilson_is_the_textbooks() -> None:
@@ -18,9 +19,7 @@ def test_wilson_is_the_textbooks() -> None:
         wilson(0.5, 0)
 
 
-@pytest.mark.parametrize(
-    ("degrees", "quantile"), [(1, 12.706), (2, 4.303), (3, 3.182), (5, 2.571), (10, 2.228), (100, 1.984)]
-)
+@each(("degrees", "quantile"), [(1, 12.706), (2, 4.303), (3, 3.182), (5, 2.571), (10, 2.228), (100, 1.984)])
 def test_quantiles_of_student(degrees: int, quantile: float) -> None:
     assert student(degrees) == pytest.approx(quantile, rel=0.01)
 
@@ -49,7 +48,7 @@ def test_too_little_gives_no_interval() -> None:
     assert share_interval([[1.0, 1.0]]) == wilson(1.0, 1)
 
 
-@pytest.mark.parametrize("episodes", [1, 4])
+@each("episodes", [1, 4])
 def test_intervals_cover_what_they_say(episodes: int) -> None:
     rng, hits = np.random.default_rng(0), {"share": 0, "mean": 0}
     for _ in range(600):

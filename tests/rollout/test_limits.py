@@ -14,6 +14,7 @@ from agentrl.rollout import EpisodeContext, RolloutConfig, limits
 from agentrl.rollout.conversation import Conversation, Task
 from agentrl.rollout.env_driver import EnvDriver, EnvThread
 from agentrl.testing import ScriptedEngine
+from tests.support.each import each
 
 
 @pytest.fixture(autouse=True)
@@ -43,7 +44,7 @@ def test_too_few_open_files_and_threads_are_told_in_a_line_each(monkeypatch: pyt
     ]
 
 
-@pytest.mark.parametrize(("line", "folder"), [("0::/a/b", ""), ("8:pids:/a/b", "pids")])
+@each(("line", "folder"), [("0::/a/b", ""), ("8:pids:/a/b", "pids")])
 def test_limits_of_control_groups_are_found_on_the_way_to_the_root(line: str, folder: str, tmp_path: Path) -> None:
     own = tmp_path / "own"
     own.write_text(f"12:cpu:/elsewhere\n{line}\n")

@@ -2,13 +2,12 @@ import asyncio
 import time
 from typing import Any
 
-import pytest
-
 from agentrl import ToolEnv
 from agentrl.rollout import Tasks
 from agentrl.rollout.reset_checks import Overlap, measure_overlap
 from agentrl.types import NumTasks
 from agentrl_envs.calculator import Calculator
+from tests.support.each import each
 from tests.support.threads import hang
 
 
@@ -84,7 +83,7 @@ def test_it_takes_a_few_seconds_at_most() -> None:
     assert found.num_training <= 21
 
 
-@pytest.mark.parametrize("where", ["start", "close", "__init__"])
+@each("where", ["start", "close", "__init__"])
 def test_an_environment_that_fails_or_hangs_is_left_to_the_run(where: str) -> None:
     def breaks(*_: Any, **__: Any) -> None:
         raise KeyError("lamp")

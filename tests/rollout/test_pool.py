@@ -17,6 +17,7 @@ from agentrl.errors import EngineError, EnvironmentFailure
 from agentrl.rollout import EpisodeContext, RolloutConfig, RolloutPool, Tasks, task_seed
 from agentrl.rollout.env_driver import MakeEnv
 from agentrl.types import Message, StopReason, Trajectory
+from tests.support.each import each
 from tests.support.talk import Talk, collect, episodes, fails, logged
 from tests.support.threads import hang, wait_until
 
@@ -233,7 +234,7 @@ def test_a_group_of_one_is_replaced_only_when_it_failed(new_pool: NewPool) -> No
     assert [group.group_id for group in collect(pool, 2)] == ["train/000000", "train/000002"]
 
 
-@pytest.mark.parametrize("where", ["made", "reset", "step", "close"])
+@each("where", ["made", "reset", "step", "close"])
 def test_an_environment_that_always_fails_stops_the_run_with_its_words(where: str, new_pool: NewPool) -> None:
     made: list[Talk] = []
 

@@ -19,6 +19,7 @@ from agentrl.rollout import Episode, EpisodeContext, LiveEpisode, RolloutConfig
 from agentrl.rollout.env_driver import EnvThread, MakeEnv
 from agentrl.types import Completion, FinishReason, Message, StopReason, Trajectory, Turn
 from tests.support.dice import TASK, Dice
+from tests.support.each import each
 from tests.support.renderers import OftenStops
 
 NewEngine = Callable[..., TransformersEngine]
@@ -69,7 +70,7 @@ def sampled(turn: Turn, num: int) -> Completion:
     )
 
 
-@pytest.mark.parametrize("fork", [False, True])
+@each("fork", [False, True])
 def test_wherever_it_was_interrupted_it_ends_as_the_uninterrupted_one(
     fork: bool, new_engine: NewEngine, renderer: Renderer
 ) -> None:
@@ -157,7 +158,7 @@ def stations(table: Table, make_env: MakeEnv) -> tuple[Trajectory, list[LiveEpis
     return asyncio.run(played()), found
 
 
-@pytest.mark.parametrize("rewrites", [False, True])
+@each("rewrites", [False, True])
 def test_an_environment_that_saves_itself_resumes_from_its_snapshot(
     rewrites: bool, new_engine: NewEngine, renderer: Renderer, forking_renderer: Renderer
 ) -> None:
@@ -237,7 +238,7 @@ def test_an_environment_that_neither_repeats_nor_saves_itself_fails_in_so_many_w
     assert ended.error.endswith("let pickling keep all of its state")
 
 
-@pytest.mark.parametrize(
+@each(
     ("env", "words"),
     [
         (Hollow, "its snapshot is restored as int 3; let pickling keep the environment"),
@@ -342,7 +343,7 @@ class Short(Dice):
     num_turns = 1
 
 
-@pytest.mark.parametrize(
+@each(
     ("env", "words"),
     [
         (Short, "environment Short: replayed, it ends with turn 0, and was recorded with more"),

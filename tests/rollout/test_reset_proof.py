@@ -6,8 +6,6 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-import pytest
-
 from agentrl import ToolEnv, tool
 from agentrl.rollout import Tasks
 from agentrl.rollout.env_driver import MakeEnv
@@ -16,6 +14,7 @@ from agentrl.types import NumTasks
 from agentrl_envs.calculator import Calculator
 from agentrl_envs.key_door import KeyDoor
 from agentrl_envs.service_desk import ServiceDesk
+from tests.support.each import each
 from tests.support.threads import hang
 
 
@@ -134,12 +133,12 @@ class Slow(Counter):
         return super().start(options)
 
 
-@pytest.mark.parametrize("make", [Calculator, KeyDoor, ServiceDesk, Counter], ids=lambda make: make.__name__)
+@each("make", [Calculator, KeyDoor, ServiceDesk, Counter])
 def test_an_environment_that_sets_everything_in_reset_is_proven(make: Callable[[], ToolEnv]) -> None:
     assert reset_proof(make, Tasks(seed=0)).flaw is None
 
 
-@pytest.mark.parametrize(
+@each(
     ("make", "words"),
     [
         (Remembers, "after other tasks, it plays one otherwise (turn 0, state_key: str '0' became str '1')"),

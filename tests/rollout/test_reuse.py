@@ -17,6 +17,7 @@ from agentrl.rollout import EpisodeContext, RolloutConfig, RolloutPool, Tasks, t
 from agentrl.rollout.env_driver import MakeEnv
 from agentrl.rollout.evaluation import EvaluationConfig, play_evaluation
 from agentrl.types import Message, StopReason, TaskShard, Trajectory
+from tests.support.each import each
 from tests.support.talk import Talk, collect, episodes
 from tests.support.threads import hang
 
@@ -87,7 +88,7 @@ def test_as_many_are_made_as_are_live_and_what_is_played_is_the_same(new_pool: N
     assert len(places) == 4  # each on one thread for life
 
 
-@pytest.mark.parametrize("mode", ["partial", "async"])
+@each("mode", ["partial", "async"])
 def test_unfinished_episodes_keep_their_environments(new_pool: NewPool, mode: str) -> None:
     log = Log()
     pool = new_pool(log.make, mode=mode, group_size=2, num_groups=2)
@@ -122,7 +123,7 @@ def test_handles_that_are_bound_to_their_thread_can_be_used_again(new_pool: NewP
     assert pool.counts["faults"] == 0
 
 
-@pytest.mark.parametrize("where", ["reset", "step"])
+@each("where", ["reset", "step"])
 def test_one_that_failed_is_closed_and_the_retry_has_a_fresh_one(new_pool: NewPool, where: str) -> None:
     failed: list[int] = []
 
@@ -173,7 +174,7 @@ def test_one_whose_messages_cannot_be_rendered_is_closed(new_pool: NewPool) -> N
     assert log.count("close") >= 1
 
 
-@pytest.mark.parametrize("where", ["made", "reset", "step"])
+@each("where", ["made", "reset", "step"])
 def test_what_is_cancelled_within_a_call_is_closed(new_pool: NewPool, where: str) -> None:
     begun, cancelled = threading.Event(), threading.Event()
 

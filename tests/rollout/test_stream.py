@@ -257,6 +257,7 @@ def test_what_began_under_late_weights_is_no_older_for_it(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("curriculum", [None, {"visits": 1, "rest": 1}])
+@settings(max_examples=max(60, settings().max_examples))
 @given(seed=st.integers(0, 2**32 - 1))
 def test_killed_anywhere_it_is_what_it_was(curriculum: dict[str, int] | None, seed: int) -> None:
     rng = np.random.default_rng(seed)
@@ -312,6 +313,7 @@ def played_on(subject: TaskStream, live: list[LiveEpisode], *, version: int) -> 
 
 
 @pytest.mark.parametrize("curriculum", [None, {"visits": 1, "rest": 1}])
+@settings(max_examples=max(60, settings().max_examples))
 @given(seed=st.integers(0, 2**32 - 1))
 def test_a_resumed_stream_hands_out_what_an_unbroken_one_does(curriculum: dict[str, int] | None, seed: int) -> None:
     rng = np.random.default_rng(seed)

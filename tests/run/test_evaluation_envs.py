@@ -9,6 +9,7 @@ from agentrl.api.training import summary
 from agentrl.errors import ConfigError, UserError
 from agentrl.recipe.config import Recipe
 from agentrl.run.build import build
+from tests.support.each import each
 from tests.support.runs import recipe, train
 
 TABLE = "tests.support.table:Table"
@@ -48,7 +49,7 @@ def test_another_one_takes_the_place_of_that_of_training(tmp_path: Path) -> None
     assert [row["eval/episodes"] + row["eval/failed"] for row in rows] == [3, 3]
 
 
-@pytest.mark.parametrize(
+@each(
     ("env", "words"),
     [
         ({"id": TABLE, "options": {"num_eval": 0}}, r"^evaluation\.env: env: the environment has no evaluation tasks"),

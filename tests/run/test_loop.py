@@ -23,6 +23,7 @@ from agentrl.run import loop
 from agentrl.run.build import Parts
 from agentrl.run.checkpoint import load_checkpoint, save
 from agentrl.run.record import Stopwatch
+from tests.support.each import each
 from tests.support.interrupts import After, run_with
 from tests.support.run_files import repeatable
 from tests.support.runs import Runs, Steps
@@ -34,7 +35,7 @@ def weights(parts: Parts) -> torch.Tensor:
     return torch.cat([tensor.flatten() for _, tensor in parts.learner.state.weights()])
 
 
-@pytest.mark.parametrize("anchor", ["behavior", "recomputed"])
+@each("anchor", ["behavior", "recomputed"])
 def test_first_minibatch_of_an_on_policy_batch_has_ratio_one_and_clips_nothing(runs: Runs, anchor: str) -> None:
     steps = runs.begin(loss={"anchor": anchor}, train={"num_minibatches": 3})
     for _ in range(3):
@@ -112,7 +113,7 @@ class CoarseEngine(TransformersEngine):
         await super().load_weights([(n, (t * 4).round() / 4) for n, t in named_tensors], version)
 
 
-@pytest.mark.parametrize(
+@each(
     ("engine_class", "words"), [(DeafEngine, "do not reach its samples"), (CoarseEngine, r"train\.agreement: 0\.001")]
 )
 def test_an_engine_that_runs_other_weights_is_found_out_at_the_start(
@@ -122,7 +123,7 @@ def test_an_engine_that_runs_other_weights_is_found_out_at_the_start(
         runs.begin(engine_class=engine_class)
 
 
-@pytest.mark.parametrize("sharpness", [0.01, 1.0, 1000.0])
+@each("sharpness", [0.01, 1.0, 1000.0])
 def test_the_proof_holds_however_sure_a_policy_is(runs: Runs, sharpness: float) -> None:
     parts = runs.build()
     norm = dict(parts.policy.model.named_parameters())["model.norm.weight"]
@@ -137,7 +138,7 @@ class TiredEngine(TransformersEngine):
         await super().load_weights(named_tensors if version < 3 else [], version)
 
 
-@pytest.mark.parametrize(("mode", "step"), [("sync", 4), ("partial", 3), ("async", 3)])
+@each(("mode", "step"), [("sync", 4), ("partial", 3), ("async", 3)])
 def test_an_engine_that_misses_a_later_push_is_found_out_at_once(
     runs: Runs, mode: Literal["sync", "partial", "async"], step: int
 ) -> None:
@@ -212,7 +213,7 @@ def test_an_interrupt_ends_an_update_whose_group_reward_hangs(runs: Runs) -> Non
     assert time.monotonic() - begin < 5  # and waits for nothing: EnvThread's `with` takes up to ten seconds
 
 
-@pytest.mark.parametrize("rule", ["wait", "mask", "keep"])
+@each("rule", ["wait", "mask", "keep"])
 def test_the_recipe_says_what_becomes_of_tokens_that_are_too_old(rule: str, runs: Runs) -> None:
     rollout = {
         "mode": "partial",

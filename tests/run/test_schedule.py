@@ -9,6 +9,7 @@ from agentrl.errors import UserError
 from agentrl.recipe.config import Recipe
 from agentrl.report.records import read_records
 from agentrl.run.build import build
+from tests.support.each import each
 from tests.support.runs import recipe, train
 from tests.support.table import Table
 
@@ -80,7 +81,7 @@ def test_environments_are_kept_for_episodes_with_the_same_options_alone(tmp_path
                 assert trajectory.turns[0].observation[-1]["content"] == f"What follows {trajectory.task_index:05}?"
 
 
-@pytest.mark.parametrize(
+@each(
     ("options", "words"),
     [
         ({"digit": 3}, r"^env\.schedule\.1: env\.options: .* unexpected keyword argument 'digit'"),

@@ -7,11 +7,12 @@ pytest.importorskip("jsonschema")
 
 from agentrl.env import ToolCallError
 from agentrl_envs.adapters.common import check_arguments
+from tests.support.each import each
 
 DIALECT = "https://json-schema.org/draft/2020-12/schema"
 
 
-@pytest.mark.parametrize(
+@each(
     ("schema", "arguments", "words"),
     [
         (
@@ -42,7 +43,7 @@ def test_what_does_not_fit_is_told(schema: Any, arguments: Any, words: str) -> N
         check_arguments("look", arguments, {"type": "object", **schema})
 
 
-@pytest.mark.parametrize(
+@each(
     "schema",
     [
         {"properties": {"a": {"type": "string", "pattern": "^(a+)+$"}}},

@@ -9,6 +9,7 @@ from agentrl.env import make_env
 from agentrl.rollout.env_driver import copy_env
 from agentrl.testing import check_env
 from agentrl_envs.adapters.gymnasium import GymnasiumEnv
+from tests.support.each import each
 
 TABLES = ["Taxi-v4", "FrozenLake-v1", "CliffWalking-v1"]
 
@@ -43,12 +44,12 @@ def best_actions(table: Any, *, discount: float = 0.99, num_sweeps: int = 200) -
     return [int(np.argmax([value(table[s][a]) for a in sorted(table[s])])) for s in range(len(table))]
 
 
-@pytest.mark.parametrize("id", [*TABLES, "Blackjack-v1", "tests/Parrot-v0"])
+@each("id", [*TABLES, "Blackjack-v1", "tests/Parrot-v0"])
 def test_environments_of_gymnasium_keep_the_contract(id: str) -> None:
     check_env(GymnasiumEnv, seeds=range(50), id=id)
 
 
-@pytest.mark.parametrize("id", TABLES)
+@each("id", TABLES)
 def test_an_agent_that_knows_the_table_solves_it(id: str) -> None:
     env = GymnasiumEnv(id=id, kwargs={"is_slippery": False} if id == "FrozenLake-v1" else {})
     assert env.actions is not None
@@ -105,7 +106,7 @@ def test_text_goes_in_and_out_as_it_is() -> None:
     assert env.step(first["content"].removeprefix("Repeat.\n"))[1] == 1.0
 
 
-@pytest.mark.parametrize(
+@each(
     ("options", "words"),
     [
         ({"id": "NoSuch-v0"}, "id: 'NoSuch-v0' could not be made"),

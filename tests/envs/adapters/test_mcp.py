@@ -14,8 +14,11 @@ from agentrl.env import make_env
 from agentrl.testing import check_env
 from agentrl_envs.adapters.mcp import McpEnv
 from tests.support import mcp_server
+from tests.support.each import each
 from tests.support.ports import free_port
 from tests.support.threads import wait_until
+
+pytestmark = pytest.mark.process
 
 STDIO = [sys.executable, mcp_server.__file__, "stdio"]
 STATELESS = ["add", "fail", "data", "only_data", "picture"]
@@ -113,8 +116,8 @@ def test_an_environment_offers_the_tools_of_a_server_beside_its_own(make: Callab
     assert contents(env, tool_call("add", a=1, b=2), tool_call("give_up")) == ["3", "Pity."]
 
 
-@pytest.mark.parametrize("server", [mcp_server.server, "tests.support.mcp_server:server", STDIO, "http"])
-@pytest.mark.parametrize("lives", ["episode", "process"])
+@each("server", [mcp_server.server, "tests.support.mcp_server:server", STDIO, "http"])
+@each("lives", ["episode", "process"])
 def test_every_kind_of_server_answers(make: Callable[..., Sums], server: Any, lives: Any, http: str) -> None:
     env = make(server=http if server == "http" else server, server_lives=lives)
     env.reset(seed=0)
@@ -135,7 +138,7 @@ def test_every_kind_of_server_answers(make: Callable[..., Sums], server: Any, li
     assert said[4] == "x" * 4000 + "\n[1000 characters cut]"
 
 
-@pytest.mark.parametrize(
+@each(
     ("arguments", "words"),
     [
         ({"a": 1}, "'b' is a required property"),
@@ -266,7 +269,7 @@ def test_an_http_server_that_ends_fails_the_episode(make: Callable[..., Sums]) -
         env.step(tool_call("add", a=1, b=2))
 
 
-@pytest.mark.parametrize(
+@each(
     ("options", "words"),
     [
         ({"server": ["no-such-program"]}, "No such file"),

@@ -22,6 +22,9 @@ from tests.support.threads import wait_until
 pytest.importorskip("websockets", reason="needs websockets: pip install 'agentrl[openenv]'")
 
 from agentrl_envs.adapters.openenv import OpenEnv
+from tests.support.each import each
+
+pytestmark = pytest.mark.process
 
 SUPPORT = Path(__file__).parents[2] / "support"
 PYTHON = os.environ.get("AGENTRL_OPENENV_PYTHON")
@@ -123,7 +126,7 @@ def test_no_socket_is_left(server: Server) -> None:
     assert psutil.Process().num_fds() == before
 
 
-@pytest.mark.parametrize("kind", ["stand-in", "openenv"])
+@each("kind", ["stand-in", "openenv"])
 def test_a_server_that_dies_fails_the_episode_and_a_new_one_serves_the_next(kind: str) -> None:
     server = start(kind)
     env = OpenEnv(url=server.url)
@@ -166,7 +169,7 @@ def test_an_action_without_fields_is_a_call_without_arguments() -> None:
     assert env.answer("anything") == "Call act."
 
 
-@pytest.mark.parametrize("said", [[], {}, {"action": None}, {"action": {"properties": ["number"]}}])
+@each("said", [[], {}, {"action": None}, {"action": {"properties": ["number"]}}])
 def test_a_server_of_something_else_is_told_in_a_line(said: Any) -> None:
     with schema_server(said) as url, pytest.raises(UserError, match=r"^url: .* is no OpenEnv server: "):
         OpenEnv(url=url)

@@ -16,6 +16,7 @@ import sympy
 
 from agentrl_envs.adapters.reasoning_gym import ReasoningGym
 from agentrl_envs.adapters.reasoning_gym_worker import OWN_TEXTS, read_expression
+from tests.support.each import each
 
 READERS = [
     "binary_matrix",
@@ -31,12 +32,13 @@ READERS = [
 """Data sets whose scorers give an answer to `eval` or `parse_expr`."""
 
 
-@pytest.mark.parametrize("dataset", ["chain_sum", "list_functions", "pool_matrix"])  # two draw from global generators
+@pytest.mark.process
+@each("dataset", ["chain_sum", "list_functions", "pool_matrix"])  # two draw from global generators
 def test_its_tasks_keep_the_contract(dataset: str) -> None:
     check_env(ReasoningGym, seeds=range(50), dataset=dataset)
 
 
-@pytest.mark.parametrize("dataset", ["chain_sum", "countdown", "word_sorting"])
+@each("dataset", ["chain_sum", "countdown", "word_sorting"])
 def test_the_oracle_solves_every_task(dataset: str) -> None:
     env = ReasoningGym(dataset=dataset)
     for seed in range(10):
@@ -55,7 +57,7 @@ def test_a_mixture_of_data_sets_is_one_too() -> None:
     assert len(questions) > 1
 
 
-@pytest.mark.parametrize(
+@each(
     ("parts", "message"),
     [
         (None, "at least one dataset"),
@@ -107,7 +109,7 @@ def test_a_scorer_that_fails_at_the_right_answer_too_fails_the_episode() -> None
         env.step("two")
 
 
-@pytest.mark.parametrize("dataset", READERS)
+@each("dataset", READERS)
 def test_nothing_of_an_answer_is_run(dataset: str, tmp_path: Path) -> None:
     env = ReasoningGym(dataset=dataset)
     mkdir = f"__import__('os').mkdir({str(tmp_path / 'made')!r})"
@@ -129,7 +131,7 @@ def test_nothing_of_an_answer_is_run(dataset: str, tmp_path: Path) -> None:
         assert not (tmp_path / "made").exists(), text
 
 
-@pytest.mark.parametrize("dataset", READERS)
+@each("dataset", READERS)
 def test_right_answers_are_still_right(dataset: str) -> None:
     env = ReasoningGym(dataset=dataset)
     for seed in range(20):
@@ -137,7 +139,7 @@ def test_right_answers_are_still_right(dataset: str) -> None:
         assert env.step(env.oracle())[1] == 1.0, f"seed {seed}: {env.gold_answer()}"
 
 
-@pytest.mark.parametrize(
+@each(
     "text",
     [
         "49*(85 - 1)/14 - 42 - 73",
@@ -153,7 +155,7 @@ def test_arithmetic_is_read_as_sympy_reads_it(text: str) -> None:
     assert read_expression(text, local_dict=variables) == sympy.parse_expr(text, local_dict=variables)
 
 
-@pytest.mark.parametrize(
+@each(
     "text",
     [
         "x.func",
@@ -190,6 +192,7 @@ def test_all_but_arithmetic_is_refused(text: str) -> None:
         read_expression(text)
 
 
+@pytest.mark.process
 def test_an_answer_that_takes_too_long_is_wrong_and_the_next_is_scored() -> None:
     env = ReasoningGym(dataset="countdown")
     env.reset(seed=1)
@@ -252,7 +255,7 @@ def test_the_global_random_numbers_stay_as_they_are() -> None:
     assert random.random() == expected
 
 
-@pytest.mark.parametrize(
+@each(
     ("options", "words"),
     [
         ({"dataset": "no_such"}, "dataset: reasoning-gym has no 'no_such'; it has ab, acre"),

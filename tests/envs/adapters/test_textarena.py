@@ -12,6 +12,7 @@ from agentrl.testing import check_env
 pytest.importorskip("textarena", reason="needs TextArena: pip install 'agentrl[textarena]'")
 
 from agentrl_envs.adapters.textarena import TextArena
+from tests.support.each import each
 
 OFFLINE = [
     "TowerOfHanoi",
@@ -25,7 +26,7 @@ OFFLINE = [
 ]
 
 
-@pytest.mark.parametrize(("game", "num_seeds"), [(game, 50 if game == "Mastermind" else 5) for game in OFFLINE])
+@each(("game", "num_seeds"), [(game, 50 if game == "Mastermind" else 5) for game in OFFLINE])
 def test_its_games_keep_the_contract(game: str, num_seeds: int) -> None:
     check_env(TextArena, seeds=range(num_seeds), game=f"{game}-v0")
 
@@ -42,9 +43,7 @@ def the_number(env: TextArena) -> list[str]:
     return [f"[{env.game.game_number}]"]
 
 
-@pytest.mark.parametrize(
-    ("game", "moves"), [("TowerOfHanoi", hanoi), ("Mastermind", last_code), ("GuessTheNumber", the_number)]
-)
+@each(("game", "moves"), [("TowerOfHanoi", hanoi), ("Mastermind", last_code), ("GuessTheNumber", the_number)])
 def test_a_game_that_is_played_right_is_won(game: str, moves: Callable[[TextArena], list[str]]) -> None:
     env = TextArena(game=f"{game}-v0")
     for seed in range(10):
@@ -120,9 +119,7 @@ def test_train_and_eval_never_hide_the_same_secret() -> None:
     assert not codes["train"] & codes["eval"]
 
 
-@pytest.mark.parametrize(
-    ("game", "words"), [("NoSuch-v0", "has no 'NoSuch-v0'"), ("Chess-v0", "cannot be played alone")]
-)
+@each(("game", "words"), [("NoSuch-v0", "has no 'NoSuch-v0'"), ("Chess-v0", "cannot be played alone")])
 def test_a_game_that_cannot_be_played_alone_is_refused(game: str, words: str) -> None:
     with pytest.raises(UserError, match=words):
         TextArena(game=game)

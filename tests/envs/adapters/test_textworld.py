@@ -9,6 +9,8 @@ pytest.importorskip("textworld", reason="needs TextWorld: pip install 'agentrl[t
 
 from agentrl_envs.adapters.textworld import TextWorld
 
+pytestmark = pytest.mark.process
+
 SMALL = {"num_rooms": 1, "num_objects": 2, "quest_length": 1, "num_games": 2, "num_eval_games": 1}
 """A game takes seconds to make."""
 

@@ -11,6 +11,9 @@ from agentrl import EnvironmentFailure, Message, UserError
 from agentrl.testing import check_env
 from agentrl_envs.adapters import verifiers as process
 from agentrl_envs.adapters.verifiers import Verifiers
+from tests.support.each import each
+
+pytestmark = pytest.mark.process
 
 SUPPORT = Path(__file__).parents[2] / "support"
 PYTHON = os.environ.get("AGENTRL_VERIFIERS_PYTHON")
@@ -102,7 +105,7 @@ def test_one_worker_serves_all_environments_and_nothing_is_left(make: Callable[.
     assert left() == before
 
 
-@pytest.mark.parametrize(
+@each(
     ("options", "words"),
     [
         ({"taskset": "no-such"}, "'no-such' not found"),

@@ -17,9 +17,10 @@ import pytest
 from agentrl import ExecResult
 from agentrl_envs.sandboxes import bubblewrap
 from agentrl_envs.sandboxes.bubblewrap import Bubblewrap, BubblewrapConfig
+from tests.support.each import each
 
 WHY_NOT = bubblewrap._problem(BubblewrapConfig())
-pytestmark = pytest.mark.skipif(bool(WHY_NOT), reason=f"bubblewrap: {WHY_NOT}")
+pytestmark = [pytest.mark.process, pytest.mark.skipif(bool(WHY_NOT), reason=f"bubblewrap: {WHY_NOT}")]
 CAP = ["prlimit", "--nproc=64", "--as=1000000000", "--cpu=90", "--fsize=100000000", "--core=0", "--"]
 """Around the sandbox, whatever it does not hold: none of these attempts may reach the machine."""
 SECRET = "a1b2c3-secret"
@@ -248,7 +249,13 @@ def host(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
             del os.environ["AGENTRL_TEST_SECRET"]
 
 
-@pytest.mark.parametrize("attempt", ATTEMPTS.values(), ids=ATTEMPTS)
+@each(
+    "attempt",
+    [
+        pytest.param(code, id=name, marks=[] if name in OTHER_WAY else pytest.mark.slow)
+        for name, code in ATTEMPTS.items()
+    ],
+)
 def test_it_stays_inside(sandbox: Bubblewrap, host: dict[str, Any], attempt: str) -> None:
     if "call(" in attempt and platform.machine() != "x86_64":
         pytest.skip("these are the numbers of x86-64's calls")

@@ -8,6 +8,9 @@ import pytest
 
 from agentrl import UserError
 from agentrl_envs.sandboxes.monty import MontyConfig
+from tests.support.each import each
+
+pytestmark = pytest.mark.process
 
 SECRET = "a1b2c3-secret"
 
@@ -59,7 +62,7 @@ IMPORTS = (
 )
 
 
-@pytest.mark.parametrize("attempt", ATTEMPTS.values(), ids=ATTEMPTS)
+@each("attempt", ATTEMPTS.values())
 def test_it_stays_inside(attempt: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AGENTRL_TEST_SECRET", SECRET)
     code = f"import os, sys\ntry:\n  found = {attempt}\nexcept Exception:\n  found = ''\nprint('ESCAPED' if found else 'HELD')"
@@ -78,7 +81,7 @@ def test_what_is_written_beside_the_folder_is_nowhere() -> None:
     assert not os.path.exists("/agentrl-evil")
 
 
-@pytest.mark.parametrize("module", IMPORTS)
+@each("module", IMPORTS)
 def test_modules_that_lead_out_are_not_there(module: str) -> None:
     with MontyConfig().build() as sandbox:
         result = sandbox.exec(f"import {module}\n{module}.{'x'}")
@@ -86,7 +89,7 @@ def test_modules_that_lead_out_are_not_there(module: str) -> None:
         assert "Error" in result.output
 
 
-@pytest.mark.parametrize(
+@each(
     "bomb",
     [
         "while True: pass",

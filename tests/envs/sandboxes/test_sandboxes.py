@@ -23,6 +23,9 @@ from agentrl_envs.sandboxes.bubblewrap import BubblewrapConfig
 from agentrl_envs.sandboxes.files import packed, plain_path, unpacked
 from agentrl_envs.sandboxes.monty import MontyConfig
 from agentrl_envs.sandboxes.unsafe import UnsafeConfig, limit
+from tests.support.each import each
+
+pytestmark = pytest.mark.process
 
 WHY_NOT = bubblewrap._problem(BubblewrapConfig())
 needs_bubblewrap = pytest.mark.skipif(bool(WHY_NOT), reason=f"bubblewrap: {WHY_NOT}")
@@ -241,7 +244,7 @@ def test_a_machine_without_files_to_open_is_no_fault_of_the_code(config: type[Sa
         assert sandbox.exec("print(1)").output == "1\n"
 
 
-@pytest.mark.parametrize(
+@each(
     ("script", "words"),
     [
         (
@@ -287,7 +290,7 @@ def test_monty_without_its_package_is_refused(monkeypatch: pytest.MonkeyPatch) -
         MontyConfig().build()
 
 
-@pytest.mark.parametrize(
+@each(
     "forged",
     [
         b"",

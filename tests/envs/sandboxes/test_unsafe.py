@@ -19,6 +19,8 @@ from agentrl_envs.sandboxes.unsafe import UnsafeConfig
 from tests.support.processes import is_alive
 from tests.support.threads import wait_until
 
+pytestmark = pytest.mark.process
+
 
 @pytest.fixture
 def sandbox() -> Iterator[Sandbox]:
