@@ -12,9 +12,9 @@ tests that reach the statement, the quickest first, up to the first failure (`--
 time if a test takes ten times as long as it did and 5 s more, or a minute. Hypothesis tries as many examples as in the tier
 and does not shrink. `HYPOTHESIS_PROFILE=full` belongs to `--tier all` if the tree has that profile.
 
-FILE has one mutant a line, as JSON; `--only` tries those in a FILE again. `--table` prints the table of one FILE and what
-survived, or of two and what the second lets through and the first does not. Not seen: code that runs at import, and tests
-in another process.
+FILE has one mutant a line, as JSON; `--only` tries those in a FILE, of this tree or another. `--table` prints the table of
+one FILE and what survived, or of two and what the second lets through and the first does not. Not seen: code that runs at
+import, and tests in another process.
 """
 
 import argparse
@@ -30,7 +30,7 @@ import sys
 import time
 import tomllib
 from collections import Counter, defaultdict
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import CodeType, FunctionType
@@ -110,8 +110,8 @@ def statement(source: str, line: int) -> int:
     return node.body[0].lineno if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) else node.lineno
 
 
-def draw(number: int) -> list[Mutant]:
-    """Draw mutants from the files of `[tool.mutmut]`."""
+def draw(number: int, *, only: Collection[tuple[str, str, int]] = ()) -> list[Mutant]:
+    """Draw mutants from the files of `[tool.mutmut]`, or find those of some names."""
     import libcst as cst
     from mutmut.mutation.file_mutation import create_mutations
 
@@ -136,7 +136,8 @@ def draw(number: int) -> list[Mutant]:
             change = " -> ".join(" ".join(text.split()) for text in texts)
             mutant = Mutant(function=function, change=change, index=count[function, change], module=module)
             count[function, change] += 1
-            drawn.append((mutant, tree, mutation))
+            if not only or mutant.name in only:
+                drawn.append((mutant, tree, mutation))
     chosen: list[Mutant] = []
     for mutant, tree, mutation in sorted(drawn, key=lambda each: each[0].rank):
         mutant.source = tree.deep_replace(mutation.original_node, mutation.mutated_node).code
@@ -150,7 +151,7 @@ def draw(number: int) -> list[Mutant]:
         first = next(number for number, (a, b) in enumerate(pairs, start=1) if a != b)
         mutant.line = statement(before, first)
         chosen.append(mutant)
-        if len(chosen) == number:
+        if not only and len(chosen) == number:
             break
     return chosen
 
@@ -390,10 +391,7 @@ def main() -> None:
         print_table(options.table)
         return
     os.chdir(ROOT)
-    mutants = draw(options.number)
-    if options.only:
-        names = {mutant.name for mutant in load(options.only)}
-        mutants = [mutant for mutant in mutants if mutant.name in names]
+    mutants = draw(options.number, only={mutant.name for mutant in load(options.only)} if options.only else ())
     trial = Trial(mutants, out=options.out.absolute(), every=options.every, longest=options.longest)
     options.out.unlink(missing_ok=True)
     common = ["-q", "-s", "-p", "no:cacheprovider", "-p", "no:xdist", "-o", "timeout=0", "-m", TIERS[options.tier]]
