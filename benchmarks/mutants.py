@@ -71,7 +71,7 @@ class Mutant:
 
     @property
     def name(self) -> tuple[str, str, int]:
-        """What identifies the mutant in any tree."""
+        """Identity of the mutant in any tree."""
         return self.function, self.change, self.index
 
     @property
@@ -209,7 +209,7 @@ class _Notes(ast.NodeTransformer):
 
 @dataclass(slots=True, kw_only=True)
 class Reach:
-    """What one test reached when nothing was changed."""
+    """Lines that one test reached when nothing was changed."""
 
     lines: set[tuple[str, int]]
     seconds: float
@@ -307,10 +307,10 @@ class Trial:
             mutant.state = "not reached"
             return
         begin = time.perf_counter()
-        told = _forked(run)
+        answer = _forked(run)
         mutant.seconds = round(time.perf_counter() - begin, 2)
-        mutant.by = eval(told) if told else []
-        mutant.state = "out of time" if told is None else "killed" if mutant.by else "survived"
+        mutant.by = eval(answer) if answer else []
+        mutant.state = "out of time" if answer is None else "killed" if mutant.by else "survived"
 
 
 def _next(items: list[pytest.Item], item: pytest.Item) -> pytest.Item | None:
