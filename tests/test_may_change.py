@@ -2,6 +2,8 @@
 
 from typing import Annotated
 
+from pydantic import BaseModel
+
 from agentrl.recipe.config import Recipe
 from agentrl.recipe.plugin import MayChange, fixed, marked
 from tests.support.each import each
