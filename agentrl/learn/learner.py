@@ -446,7 +446,7 @@ class Learner:
         found = iter(zip(passes, logprobs, strict=True))
         return [
             [
-                before._replace(earlier=StaleTokens(columns.version_T != version, logprobs_T))
+                before._replace(stale=StaleTokens(columns.version_T != version, logprobs_T))
                 for before, ((_, columns), logprobs_T) in zip(of_minibatch, found, strict=False)
             ]
             for of_minibatch in anchors

@@ -184,7 +184,7 @@ def test_refusing_or_granting_everything_solves_few_cases() -> None:
                     )
                     tools = dict(zip(("cancel", "address", "return", "exchange"), (
                         "cancel_order", "change_address", "return_order", "exchange_order"), strict=True))  # fmt: skip
-                    env.step(call if refuses else tool_call(tools[each.kind], order=each.number, **details))
+                    env.step(call if refuses else tool_call(tools[wish.kind], order=wish.number, **details))
                 if not env._is_over:
                     env.step("Done.")
                     if not env._is_over:
