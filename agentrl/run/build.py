@@ -114,18 +114,7 @@ def _build(
     runner = stack.enter_context(asyncio.Runner())
     limits = check_limits(rollout.max_live_episodes)
 
-    env = build_env(
-        recipe.env,
-        runner=runner,
-        seed=seed,
-        evaluation_seed=recipe.evaluation.seed,
-        timeout_s=rollout.env_timeout_s,
-    )
-    others = build_evaluation_envs(
-        recipe.evaluation, runner=runner, stack=stack, seed=seed, timeout_s=rollout.env_timeout_s
-    )
-    if not others:
-        env.tasks.evaluation(1)  # refused here, if there are none
+    env, others = _build_envs(recipe, runner, stack)
     provided = env.description.needs | provided_by(recipe.signals)
     credit, lack = load_credit_for(recipe.credit, provided=provided, hints=hints(), env_id=recipe.env.id)
     check_attention(recipe.model.attention, accelerator.device, is_half=train.precision == "bfloat16")
@@ -174,6 +163,16 @@ def _build(
         learner=trained.learner,
         link=EngineLink(pool, trained.learner, runner=runner, seed=seed, agreement=train.agreement_bound()),
     )
+
+
+def _build_envs(recipe: Recipe, runner: asyncio.Runner, stack: ExitStack) -> tuple[EnvPart, tuple[EvaluationEnv, ...]]:
+    """Build the environment to train in, and those that `evaluation.env` names."""
+    seed, timeout_s = recipe.seed, recipe.rollout.env_timeout_s
+    env = build_env(recipe.env, runner=runner, seed=seed, evaluation_seed=recipe.evaluation.seed, timeout_s=timeout_s)
+    others = build_evaluation_envs(recipe.evaluation, runner=runner, stack=stack, seed=seed, timeout_s=timeout_s)
+    if not others:
+        env.tasks.evaluation(1)  # refused here, if there are none
+    return env, others
 
 
 class _Trained(NamedTuple):
