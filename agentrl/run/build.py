@@ -113,7 +113,6 @@ def _build(
     set_seed(seed)
     runner = stack.enter_context(asyncio.Runner())
     limits = check_limits(rollout.max_live_episodes)
-
     env, others = _build_envs(recipe, runner, stack)
     provided = env.description.needs | provided_by(recipe.signals)
     credit, lack = load_credit_for(recipe.credit, provided=provided, hints=hints(), env_id=recipe.env.id)
