@@ -47,7 +47,7 @@ check: $(VENV)/installed-dev
 docs: $(VENV)/installed-dev
 	$(BIN)/python docs/build.py
 
-# What tests hold up to date: the page of all fields, and the schema by which editors complete recipes.
+# The schema by which editors complete recipes (a test keeps it up to date), and the page of all fields (not committed).
 fields: $(VENV)/installed-dev
 	$(BIN)/agentrl fields --markdown > docs/fields.md
 	$(BIN)/agentrl fields --json-schema > docs/recipe.schema.json

@@ -17,10 +17,10 @@ import numpy as np
 import numpy.typing as npt
 from pydantic import BaseModel, ConfigDict
 
+from agentrl.data.plain import abbreviated
 from agentrl.errors import ConfigError, CreditError
-from agentrl.plain_data import abbreviated
-from agentrl.plugin import plugin_class, with_fields
-from agentrl.registry import names
+from agentrl.recipe.plugin import plugin_class, with_fields
+from agentrl.recipe.registry import names
 from agentrl.types import Need, Trajectory, TrajectoryGroup
 
 __all__ = ["Credit", "CreditScheme", "LoneRule", "Need", "assign_credit", "load_credit", "load_credit_for"]

@@ -55,9 +55,9 @@ def _last_words(output: str) -> str:
 
 def _describe(name: str) -> dict[str, str]:
     """Return what a run would choose for a model: renderer and layout."""
-    from agentrl.config import Recipe
     from agentrl.policy.layout import choose_layout
     from agentrl.policy.model import load_pretrained
+    from agentrl.recipe.config import Recipe
 
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)

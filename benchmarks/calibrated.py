@@ -23,8 +23,8 @@ import torch
 
 from agentrl.chat import train_tokenizer
 from agentrl.credit import Credit
-from agentrl.engine.transformers import TransformersConfig, TransformersEngine
-from agentrl.learn.warmup_config import WarmupConfig
+from agentrl.engine.transformers.engine import TransformersConfig, TransformersEngine
+from agentrl.learn.config import WarmupConfig
 from agentrl.types import Sampling, TrajectoryGroup
 from benchmarks.paper import (
     METHODS,

@@ -12,7 +12,6 @@ its ratio is then, other tokens made it. `tell` prints the minibatches of the st
 """
 
 import argparse
-import json
 import math
 import os
 import shutil
@@ -34,6 +33,7 @@ from agentrl.run import loop
 from agentrl.run.build import build
 from benchmarks.evidence import Job, Result, has_collapsed, make_recipe, read_results
 from benchmarks.evidence import train as train_plainly
+from benchmarks.result_lines import append_line, read_lines
 
 
 class WatchedLearner(Learner):
@@ -118,8 +118,7 @@ def watch(jobs: Sequence[Job], out: Path) -> None:
                 "curve": [row.get("eval/success", 0.0) for row in rows if "eval/episodes" in row],
                 "minibatches": learner.rows,
             }
-            with out.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(result) + "\n")
+            append_line(out, result)
             print(*job, [round(success, 2) for success in result["curve"]], flush=True)
 
 
@@ -215,12 +214,11 @@ def main() -> None:
     os.environ["OMP_NUM_THREADS"] = "1"
     if options.part == "watch":
         collapsed = [job for job, result in read_results(options.evidence).items() if has_collapsed(result)]
-        lines = options.out.read_text(encoding="utf-8").splitlines() if options.out.is_file() else []
-        known = {tuple(json.loads(line)[name] for name in Job._fields) for line in lines}
+        known = {tuple(result[name] for name in Job._fields) for result in read_lines(options.out)}
         for job in [job for job in collapsed if job not in known][: options.most]:
             watch([job, job._replace(rate=job.rate / 2)], options.out)
         return
-    results = [json.loads(line) for line in options.out.read_text(encoding="utf-8").splitlines()]
+    results = read_lines(options.out)
     tell(results)
     if options.plot:
         plot(results, options.plot)

@@ -23,10 +23,9 @@ import numpy as np
 
 from agentrl.compare.comparison import compare
 from agentrl.compare.curves import curve_of, read_run
-from agentrl.compare.plan import Arm
-from agentrl.compare.runner import run_missing
-from agentrl.config import load_recipe
+from agentrl.compare.runner import Arm, run_missing
 from agentrl.errors import ConfigError
+from agentrl.recipe.config import load_recipe
 from agentrl.report.statistics import t_quantile
 
 RECIPE = Path(__file__).parent / "letters.yaml"

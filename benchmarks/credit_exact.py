@@ -37,7 +37,7 @@ import numpy as np
 import numpy.typing as npt
 
 from agentrl import Need, StopReason, Trajectory, TrajectoryGroup, Turn, assign_credit, load_credit
-from agentrl.registry import names
+from agentrl.recipe.registry import names
 
 Array = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]

@@ -31,9 +31,9 @@ from typing import Any, TypeAlias
 
 import torch
 
-from agentrl.config import Recipe, load_recipe
 from agentrl.distributed.checkpoints import checkpoints
-from agentrl.registry import names
+from agentrl.recipe.config import Recipe, load_recipe
+from agentrl.recipe.registry import names
 from agentrl.report.folder import RunFolder
 from agentrl.run import loop
 from agentrl.run.build import build

@@ -1,7 +1,7 @@
 """Which credit scheme learns fastest where: the real schemes and the real loss on a policy that is a table.
 
-    python -m benchmarks.credit_tabular RESULTS.jsonl [--cells base noise ...] [--seeds 100] [--jobs 2]
-    python -m benchmarks.credit_tabular RESULTS.jsonl --tell [--plot PATH.svg] [--map agentrl/report/credit_map.json]
+    python -m benchmarks.credit_tabular RESULTS.jsonl.gz [--cells base noise ...] [--seeds 100] [--jobs 2]
+    python -m benchmarks.credit_tabular RESULTS.jsonl.gz --tell [--plot PATH.svg] [--map agentrl/report/credit_map.json]
 
 An episode is a row of decisions among four actions. A few of them are locks, spread evenly, with one right action each;
 the others change nothing. The episode pays 1 at its end if every lock was opened; with `paid: turn` each lock pays its share
@@ -35,14 +35,14 @@ import torch
 from pydantic import TypeAdapter
 
 from agentrl import assign_credit, load_credit
-from agentrl.learn.batch import LossColumns
+from agentrl.learn.batch import LossColumns, aggregation_weights, unit_index
 from agentrl.learn.calibration import Calibration
+from agentrl.learn.config import LossConfig
 from agentrl.learn.loss import policy_loss
-from agentrl.learn.loss_config import LossConfig
 from agentrl.learn.micro_batch_loss import trust_region
-from agentrl.learn.minibatches import draw_minibatches
-from agentrl.learn.token_weights import aggregation_weights, unit_index
+from agentrl.learn.plan import draw_minibatches
 from agentrl.report.advise import Shown, Task, show
+from benchmarks.result_lines import append_line, read_lines
 from tests.support.tabular import BASE, SCHEMES, Array, Cell, Ints, Row
 
 NUM_MINIBATCHES, NUM_STEPS = 4, 50
@@ -216,15 +216,14 @@ def main() -> None:
     parser.add_argument("--plot", type=Path)
     parser.add_argument("--map", type=Path, help="what `agentrl credit advise` goes by")
     options = parser.parse_args()
-    rows = [json.loads(line) for line in options.results.read_text().splitlines()] if options.results.exists() else []
+    rows = read_lines(options.results)
     known = {(row["name"], row["scheme"], len(row["area"])) for row in rows}
     wanted = [(cell, scheme, options.seeds) for cell in options.cells for scheme in options.schemes]
     jobs = [] if options.tell else [job for job in wanted if job not in known]
-    with get_context("spawn").Pool(options.jobs) as pool, options.results.open("a") as file:
+    with get_context("spawn").Pool(options.jobs) as pool:
         for row in pool.imap_unordered(measure, jobs):
             rows.append(row)
-            file.write(f"{json.dumps(row)}\n")
-            file.flush()
+            append_line(options.results, row)
             print(f"{row['name']}, {row['scheme']}: {np.mean(row['area']):.3f} at {row['rate']:g}", flush=True)
     tell(rows)
     if options.plot:

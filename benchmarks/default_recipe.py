@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from agentrl.config import load_recipe
+from agentrl.recipe.config import load_recipe
 from agentrl.run import loop
 from agentrl.run.build import build
 

@@ -21,11 +21,11 @@ import torch
 from transformers import StoppingCriteria, StoppingCriteriaList
 
 from agentrl.chat import train_tokenizer
-from agentrl.config import load_recipe
 from agentrl.engine import Engine
-from agentrl.engine.transformers import TransformersConfig, TransformersEngine
+from agentrl.engine.transformers.engine import TransformersConfig, TransformersEngine
 from agentrl.policy.config import LocalModelConfig
 from agentrl.policy.model import make_local_model
+from agentrl.recipe.config import load_recipe
 from agentrl.run import loop
 from agentrl.run.build import build
 from agentrl.types import Sampling

@@ -28,7 +28,7 @@ from typing import Any
 
 import numpy as np
 
-from agentrl.testing.baselines import oracle, play, random_action
+from tests.support.baselines import oracle, play, random_action
 from tests.support.built_in import (
     PAGES,
     ROOT,

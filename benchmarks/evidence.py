@@ -44,14 +44,15 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 import yaml
 
-from agentrl.config import Recipe, load_recipe
 from agentrl.distributed.checkpoints import checkpoints
 from agentrl.errors import TrainingError
+from agentrl.recipe.config import Recipe, load_recipe
 from agentrl.report.folder import RunFolder
 from agentrl.run import loop
 from agentrl.run.build import build
-from agentrl.run.rewind import CollapsedError, go_back
+from agentrl.run.checkpoint import CollapsedError, go_back
 from benchmarks.paper import new_model
+from benchmarks.result_lines import append_line, read_lines
 
 ROOT = Path(__file__).resolve().parents[1]
 Result: TypeAlias = dict[str, Any]
@@ -222,8 +223,7 @@ def train_all(jobs: Sequence[Job], out: Path) -> None:
             seconds = time.perf_counter() - begin
             shutil.rmtree(run_dir)
             result = job._asdict() | {"settings": fingerprint(job), "seconds": round(seconds)} | figures(rows)
-            with out.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(result) + "\n")
+            append_line(out, result)
             curve = " ".join(f"{success:.2f}" for success in result["curve"])
             print(
                 f"{job.env:14} {job.ratio:16} {job.credit:9} {job.train:14} {job.rate:<6g} seed {job.seed:2} {curve} "
@@ -244,8 +244,7 @@ def figures(rows: Sequence[dict[str, float]]) -> Result:
 
 def read_results(out: Path) -> dict[Job, Result]:
     """Return the results under today's settings."""
-    lines = out.read_text(encoding="utf-8").splitlines() if out.is_file() else []
-    found = {Job(**{name: r.get(name, "plain") for name in Job._fields}): r for r in map(json.loads, lines)}
+    found = {Job(**{name: r.get(name, "plain") for name in Job._fields}): r for r in read_lines(out)}
     return {
         job: result
         for job, result in found.items()

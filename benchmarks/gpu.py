@@ -35,16 +35,16 @@ import torch
 from accelerate import Accelerator
 
 from agentrl import Credit, Trajectory, TrajectoryGroup, Turn
-from agentrl.config import Recipe, load_recipe
-from agentrl.engine.model_class import auto_class
 from agentrl.learn.learner import Learner
 from agentrl.learn.policy_state import PolicyState
-from agentrl.memory import ProcessMemory, model_config, plan_memory
+from agentrl.models.auto_classes import auto_class
 from agentrl.policy.config import Layout
 from agentrl.policy.layout import choose_layout
 from agentrl.policy.logprobs import fused_logprobs
 from agentrl.policy.lora import add_lora, round_frozen
 from agentrl.policy.model import Policy
+from agentrl.recipe.config import Recipe, load_recipe
+from agentrl.run.memory import ProcessMemory, model_config, plan_memory
 from agentrl.types import StopReason
 from tests.support.qwen3 import folder_of
 

@@ -22,7 +22,7 @@ from typing import Any, TypeAlias
 import torch
 import yaml
 
-from agentrl.config import load_recipe
+from agentrl.recipe.config import load_recipe
 from agentrl.run import loop
 from agentrl.run.build import build
 

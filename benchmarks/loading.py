@@ -3,7 +3,7 @@
     python -m benchmarks.loading [--processes 2 3 4] [--layers 16] [--hidden-size 1024]
 
 Writes a Qwen3 with random weights in bfloat16 into a temporary folder. For each number of processes it is loaded and shared out
-as a run does it (`load_shares`), and as it was before (`load_pretrained`), each in processes of their own. Told is the
+as a run does it (`load_sharded`), and as it was before (`load_pretrained`), each in processes of their own. Told is the
 peak of a process's own memory (`RssAnon`, every 2 ms) above that before loading, the largest of the processes, and seconds.
 Beside it what is left afterwards, and its part of the weights with the largest layer.
 """
@@ -19,10 +19,10 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from agentrl.chat import train_tokenizer
 from agentrl.distributed.processes import barrier
+from agentrl.learn.config import TrainConfig
 from agentrl.learn.policy_state import PolicyState
-from agentrl.learn.train_config import TrainConfig
 from agentrl.policy.model import Policy, load_pretrained
-from agentrl.policy.shares import load_shares
+from agentrl.policy.sharded_checkpoint import load_sharded
 from tests.support.several import together
 
 MB = 10**6
@@ -63,7 +63,7 @@ def load(folder: str, how: str) -> tuple[float, float, float]:
     start = time.monotonic()
     with Peak() as memory:
         if how == "parts":
-            model, _, shares = load_shares(folder)
+            model, _, shares = load_sharded(folder)
             policy = Policy(model, shares=shares)
             del shares
         else:

@@ -40,15 +40,14 @@ import numpy.typing as npt
 import torch
 from accelerate import Accelerator
 
-from agentrl.config import Recipe, load_recipe
 from agentrl.credit import Credit
 from agentrl.distributed.checkpoints import checkpoints
+from agentrl.learn.config import LossConfig, TrainConfig
 from agentrl.learn.learner import CreditedMinibatch, Gradient, Learner
-from agentrl.learn.loss_config import LossConfig
-from agentrl.learn.minibatches import Minibatch, draw_minibatches
+from agentrl.learn.plan import Minibatch, draw_minibatches
 from agentrl.learn.policy_state import PolicyState
-from agentrl.learn.train_config import TrainConfig
 from agentrl.policy.model import Policy
+from agentrl.recipe.config import Recipe, load_recipe
 from agentrl.report.folder import RunFolder
 from agentrl.rollout import derive_seed
 from agentrl.run import loop

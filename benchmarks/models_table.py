@@ -1,6 +1,6 @@
 """Which families of models agentrl accepts: a row for each chat template that TRL ships.
 
-    OMP_NUM_THREADS=1 python -m benchmarks.models_table [--only TEMPLATE ...] [--write docs/models.md]
+    OMP_NUM_THREADS=1 python -m benchmarks.models_table [--only TEMPLATE ...] [--write benchmarks/results/models.md]
 
 Each template is given to `chat.renderer: auto` with a tokenizer of its family's kind (tests/support/families.py), and the
 renderer that comes out of it is examined. `--write` replaces the tables of a document, between their markers; the last line
@@ -15,9 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from agentrl.chat import AutoConfig, Renderer, TemplateRenderer
-from agentrl.chat.proof import Finding, examine
-from agentrl.chat.proof_episode import functions, says
-from agentrl.chat.turns import TOOLS
+from agentrl.chat.chat_template import TOOLS
+from agentrl.chat.proof.template import Finding, examine, functions, says
 from agentrl.errors import RendererError
 from agentrl.types import Message
 from tests.support.families import family_tokenizer, template_names

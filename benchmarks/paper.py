@@ -37,20 +37,18 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3MoeConfig, Qw
 from transformers.utils.logging import disable_progress_bar
 
 from agentrl.chat import ChatMLRenderer, TurnTokens, train_tokenizer
-from agentrl.config import Recipe, load_recipe
 from agentrl.credit import Credit, assign_credit, load_credit
-from agentrl.engine.transformers import TransformersConfig, TransformersEngine
+from agentrl.engine.transformers.engine import TransformersConfig, TransformersEngine
 from agentrl.env import make_env
+from agentrl.learn.config import LossConfig, TrainConfig, WarmupConfig
 from agentrl.learn.learner import Gradient, Learner
-from agentrl.learn.loss_config import LossConfig
+from agentrl.learn.metrics import Observations
 from agentrl.learn.policy_state import PolicyState
-from agentrl.learn.tally import Observations
-from agentrl.learn.train_config import TrainConfig
 from agentrl.learn.warmup import warm_up
-from agentrl.learn.warmup_config import WarmupConfig
 from agentrl.policy.config import LocalModelConfig
 from agentrl.policy.layout import choose_layout
 from agentrl.policy.model import Policy, make_local_model
+from agentrl.recipe.config import Recipe, load_recipe
 from agentrl.rollout import EpisodeContext, RolloutPool, Tasks
 from agentrl.rollout.demonstrations import Demonstration, demonstrations
 from agentrl.run import loop

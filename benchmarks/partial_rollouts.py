@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from agentrl.chat import ChatMLRenderer, train_tokenizer
-from agentrl.engine.transformers import TransformersConfig, TransformersEngine
+from agentrl.engine.transformers.engine import TransformersConfig, TransformersEngine
 from agentrl.env import MessageEnv
 from agentrl.policy.config import LocalModelConfig
 from agentrl.policy.model import make_local_model

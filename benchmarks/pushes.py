@@ -35,13 +35,10 @@ import psutil
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from agentrl.engine.vllm_common import sampling_fields
-from agentrl.engine.vllm_launch import Server, start_server
-from agentrl.engine.vllm_push import push
-from agentrl.engine.vllm_server import VLLMServer
-from agentrl.engine.vllm_server_config import ServerConfig
-from agentrl.engine.vllm_weights import changes_in_buckets, in_buckets
-from agentrl.engine.weight_channel import Weight
+from agentrl.engine.vllm.common import ServerConfig, sampling_fields
+from agentrl.engine.vllm.launch import Server, start_server
+from agentrl.engine.vllm.server import VLLMServer, sync_weights
+from agentrl.engine.vllm.weights import Weight, changes_in_buckets, in_buckets
 from agentrl.types import Sampling
 from tests.support.ports import free_port
 
@@ -189,7 +186,7 @@ def measure(urls: Sequence[str], pids: Sequence[int], model: Path, way: str, rep
                     await server.pause()
                 num_before, begin = len(tokens.times), time.perf_counter()
                 pushed = changes.items() if way == "adapters" else None
-                lost = await push(servers, None if pushed and version else weights(), version, changes=pushed)
+                lost = await sync_weights(servers, None if pushed and version else weights(), version, changes=pushed)
                 assert not lost
                 seconds.append(time.perf_counter() - begin)
                 for server in servers:
@@ -211,7 +208,7 @@ def measure(urls: Sequence[str], pids: Sequence[int], model: Path, way: str, rep
 
 def measure_inside(model: Path, dtype: str, repeats: int) -> Found:
     """Push perturbed weights, as a run does when it begins, to vLLM in this process."""
-    from agentrl.engine.vllm import VLLMConfig, VLLMEngine
+    from agentrl.engine.vllm.engine import VLLMConfig, VLLMEngine
 
     trained = Qwen3ForCausalLM.from_pretrained(model)
     state = {name: tensor.clone() for name, tensor in trained.state_dict().items()}

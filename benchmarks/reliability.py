@@ -1,6 +1,6 @@
 """What agentrl survives: hostile recipes, run folders, environments and models, and kills; tried for real and counted.
 
-    OMP_NUM_THREADS=1 python -m benchmarks.reliability [--only CATEGORY ...] [--quick] [--write docs/reliability.md]
+    OMP_NUM_THREADS=1 python -m benchmarks.reliability [--only CATEGORY ...] [--quick] [--write DOCUMENT]
 
 Each case runs in a process of its own, forked from one that has imported everything, in a folder of its own. A case fails if it
 ends in a traceback, a hang, a status other than 0 and 2 or more than one line a mistake, if a refusal changes anything, or if
@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from benchmarks.hostile.cases import Tally, warm_up
+from benchmarks.hostile.cases import MinibatchStats, warm_up
 from benchmarks.hostile.environments import try_environments
 from benchmarks.hostile.folders import try_folders
 from benchmarks.hostile.kills import try_real_kills, try_simulated_kills
@@ -26,7 +26,7 @@ from benchmarks.hostile.outputs import try_outputs
 from benchmarks.hostile.recipes import try_recipes
 
 MODULES = (
-    "agentrl.cli", "agentrl.run.loop", "agentrl.doctor", "agentrl.report.explain", "agentrl.report.show",
+    "agentrl.cli", "agentrl.run.loop", "agentrl.run.doctor", "agentrl.report.advise", "agentrl.report.terminal",
     "agentrl_envs.key_door",
 )  # fmt: skip
 QUICK = {"recipes": 12, "folders": 40, "environments": 60, "outputs": 100, "simulated kills": 30, "real kills": 10}
@@ -42,9 +42,9 @@ HEADER = (
 _EXAMPLES = re.compile(r"^(\S+::\S.*):$|^\s+- (\d+) passing, (\d+) failing,? and", re.MULTILINE)
 
 
-def try_properties(folder: Path, every: int) -> Tally:
+def try_properties(folder: Path, every: int) -> MinibatchStats:
     """Run the property-based tests of what enters from outside, with the nightly profile; count the examples of each."""
-    tally = Tally("an example of a property-based test")
+    tally = MinibatchStats("an example of a property-based test")
     profile = "nightly" if every == 1 else "ci"
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "hypothesis", "--timeout", "3600"]
     command += ["--hypothesis-show-statistics", *(PROPERTIES if every == 1 else PROPERTIES[-1:])]
@@ -70,7 +70,7 @@ def try_properties(folder: Path, every: int) -> Tally:
     return tally
 
 
-CATEGORIES: dict[str, Callable[[Path, int], Tally]] = {
+CATEGORIES: dict[str, Callable[[Path, int], MinibatchStats]] = {
     "recipes": try_recipes,
     "folders": try_folders,
     "environments": try_environments,
@@ -81,13 +81,13 @@ CATEGORIES: dict[str, Callable[[Path, int], Tally]] = {
 }
 
 
-def measure(category: str, *, every: int = 1) -> Tally:
+def measure(category: str, *, every: int = 1) -> MinibatchStats:
     """Try a category; every so many-th case of it."""
     with tempfile.TemporaryDirectory(prefix="agentrl-reliability-") as folder:
         return CATEGORIES[category](Path(folder) / "cases", every)
 
 
-def row(category: str, tally: Tally, *, minutes: float) -> str:
+def row(category: str, tally: MinibatchStats, *, minutes: float) -> str:
     """Return a row of the table."""
     kinds = ", ".join(
         f"{count:,} {words}" for words, count in sorted(tally.outcomes.items()) if words != "failed" and count

@@ -17,7 +17,6 @@ CASES: tuple[tuple[str, Language, str], ...] = (
     ("monty", "python", "print(1)"),
     ("bubblewrap", "python", "print(1)"),
     ("unsafe", "python", "print(1)"),
-    ("mini_shell", "sh", "echo 1"),
     ("bubblewrap", "sh", "echo 1"),
     ("unsafe", "sh", "echo 1"),
 )

@@ -30,10 +30,9 @@ from transformers import Qwen3ForCausalLM
 
 from agentrl import Trajectory, TrajectoryGroup, Turn, assign_credit, load_credit
 from agentrl.distributed.processes import barrier, is_main, process_index, to_rank_zero
+from agentrl.learn.config import LossConfig, TrainConfig
 from agentrl.learn.learner import Learner
-from agentrl.learn.loss_config import LossConfig
 from agentrl.learn.policy_state import PolicyState
-from agentrl.learn.train_config import TrainConfig
 from agentrl.policy.config import LocalModelConfig
 from agentrl.policy.model import Policy, local_config
 from agentrl.testing import make_group

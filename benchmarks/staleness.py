@@ -16,7 +16,6 @@ below half of its best, and that was above .15.
 """
 
 import argparse
-import json
 import multiprocessing
 import os
 import shutil
@@ -32,10 +31,11 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from agentrl.config import Recipe
 from agentrl.distributed.checkpoints import checkpoints
+from agentrl.recipe.config import Recipe
 from agentrl.report.folder import RunFolder
 from benchmarks.evidence import Job, area, figures, has_collapsed, make_recipe, mean_and_error, train
+from benchmarks.result_lines import append_line, read_lines
 
 EPISODES = 48
 ANCHORS: dict[str, dict[str, Any]] = {
@@ -91,8 +91,7 @@ def train_all(job: Job, ways: Sequence[Way], out: Path, num_steps: int) -> None:
             result = (
                 job._asdict() | way._asdict() | means | {"oldest": max(row.get("staleness/max", 0.0) for row in steps)}
             )
-            with out.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(result | figures(rows)) + "\n")
+            append_line(out, result | figures(rows))
             print(way, job.seed, means, " ".join(f"{success:.2f}" for success in figures(rows)["curve"]), flush=True)
 
 
@@ -104,8 +103,7 @@ def area_if_late(result: dict[str, Any], steps: int) -> float:
 
 def tell(out: Path, seeds: Sequence[int] | None) -> None:
     runs: dict[tuple[str, int], dict[Setting, list[Any]]] = defaultdict(lambda: defaultdict(list))
-    for line in out.read_text(encoding="utf-8").splitlines():
-        result = json.loads(line)
+    for result in read_lines(out):
         if seeds is not None and result["seed"] not in seeds:
             continue
         setting = Setting(result["rate"], result["train"], Way(*(result[name] for name in Way._fields)))
@@ -166,10 +164,10 @@ def main() -> None:
         Job("calculator", options.ratio, "uniform", options.rate, seed, options.train)
         for seed in options.seeds or range(10, 15)
     ]
-    lines = options.out.read_text(encoding="utf-8").splitlines() if options.out.exists() else []
+    results: list[Any] = read_lines(options.out)
     known = {
         (Job(*map(result.get, Job._fields)), Way(*map(result.get, Way._fields)))
-        for result in map(json.loads, lines)
+        for result in results
         if result["at"][-1] == options.steps
     }
     with ProcessPoolExecutor(

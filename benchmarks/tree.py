@@ -22,8 +22,8 @@ import transformers
 
 from agentrl.policy.config import Layout
 from agentrl.policy.layout import hidden_states, lay_out
+from agentrl.policy.layout.tree import IntArray, plan_tree
 from agentrl.policy.logprobs import fused_logprobs
-from agentrl.policy.tree import IntArray, plan_tree
 
 VOCAB_SIZE = 2048
 RECURRENT = {

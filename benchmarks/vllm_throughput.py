@@ -19,8 +19,8 @@ import torch
 
 from agentrl.chat import train_tokenizer
 from agentrl.engine import Engine
-from agentrl.engine.transformers import TransformersConfig, TransformersEngine
-from agentrl.engine.vllm import VLLMConfig, VLLMEngine
+from agentrl.engine.transformers.engine import TransformersConfig, TransformersEngine
+from agentrl.engine.vllm.engine import VLLMConfig, VLLMEngine
 from agentrl.policy.config import LocalModelConfig
 from agentrl.policy.model import make_local_model
 from benchmarks.engine_throughput import AT_ONCE, check_equality, ragged_lengths, with_engine

@@ -1,4 +1,4 @@
-"""Take the pictures of docs/gallery.md from the pages of a run and of a comparison.
+"""Take the pictures of docs/report.md from the pages of a run and of a comparison.
 
 python docs/take_pictures.py runs/calculator-…/report.html runs/compare/compare.html
 """
@@ -52,7 +52,6 @@ def main(report: Path, comparison: Path) -> None:
         ("group", report, "light", 720, group),
         ("tree", report, "dark", 600, tree),
         ("compare", comparison, "light", 900, lambda page: page.click("h1")),
-        ("compare-dark", comparison, "dark", 900, lambda page: page.click("h1")),
     ]
     with sync_playwright() as playwright:
         browser: Any = playwright.chromium.launch(executable_path=shutil.which("chromium"), args=["--no-sandbox"])

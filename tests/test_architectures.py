@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from agentrl.cli import main
-from agentrl.config import Recipe
+from agentrl.recipe.config import Recipe
 from tests.support.architectures import ARCHITECTURES, recipe, write_model
 from tests.support.runs import train
 

@@ -12,10 +12,10 @@ from typing import NamedTuple
 import pytest
 import yaml
 
-from agentrl.api.progress import summary
+from agentrl.api.training import summary
 from agentrl.cli import main
-from agentrl.config import Recipe
 from agentrl.errors import ConfigError
+from agentrl.recipe.config import Recipe
 from agentrl.report.folder import RunFolder
 from agentrl.report.records import read_records
 from agentrl.run import loop

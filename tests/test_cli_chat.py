@@ -12,7 +12,7 @@ import pytest
 from rich.console import Console
 
 from agentrl.chat import AutoConfig, ChatMLConfig, train_tokenizer
-from agentrl.chat.inspection import inspect
+from agentrl.chat.proof.inspection import inspect
 from agentrl.cli import main
 from agentrl.report.chat import sections
 from tests.support.each import each

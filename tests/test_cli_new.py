@@ -7,7 +7,7 @@ import pytest
 import yaml
 
 from agentrl.cli import main
-from agentrl.config import Recipe, load_recipe
+from agentrl.recipe.config import Recipe, load_recipe
 
 TINY = (
     *(

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import TypeAdapter, ValidationError
 
-from agentrl.columns import LogProbs, Runs, TokenIds, pack_floats, pack_integers
+from agentrl.types import LogProbs, Runs, TokenIds, pack_floats, pack_integers
 from tests.support.each import each
 
 IDS, LOGPROBS, RUNS = TypeAdapter(TokenIds), TypeAdapter(LogProbs), TypeAdapter(Runs)

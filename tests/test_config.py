@@ -9,9 +9,9 @@ import yaml
 from pydantic import BaseModel
 
 from agentrl.chat import AutoConfig, ChatMLConfig, RendererConfig, TemplateConfig
-from agentrl.config import Recipe, load_recipe, plan
 from agentrl.errors import ConfigError
-from agentrl.plugin import Plugin
+from agentrl.recipe.config import Recipe, load_recipe, plan
+from agentrl.recipe.plugin import Plugin
 from agentrl.report.folder import RunFolder
 from tests.support.each import each
 

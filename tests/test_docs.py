@@ -17,10 +17,10 @@ import pytest
 import yaml
 
 import agentrl
-from agentrl.config import Recipe, load_recipe
 from agentrl.env.rewards.functions import load_rewards
-from agentrl.fields.listing import sections
-from agentrl.foreign_names import of_field, of_path
+from agentrl.recipe.config import Recipe, load_recipe
+from agentrl.recipe.fields import sections
+from agentrl.recipe.foreign_names import of_field, of_path
 from agentrl.rollout import RolloutConfig
 from tests.support.docs import PAGES, ROOT, Block, blocks
 from tests.support.docs_commands import check, commands

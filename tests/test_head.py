@@ -7,9 +7,9 @@ import pytest
 import torch
 from transformers import CohereCompassTextConfig, FalconH1Config, Qwen3Config
 
-from agentrl.engine.transformers import TransformersEngine
+from agentrl.engine.transformers.engine import TransformersEngine
 from agentrl.errors import ConfigError
-from agentrl.head import LogitMap, logit_map
+from agentrl.models.logits import LogitMap, logit_map
 from agentrl.policy.layout import check_head, lay_out
 from agentrl.policy.model import Policy
 from agentrl.types import Sampling

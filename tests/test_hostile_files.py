@@ -15,18 +15,18 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from agentrl.config import load_recipe, plan
+from agentrl.data.files import seal
 from agentrl.distributed.checkpoints import checkpoint_errors, checkpoints
 from agentrl.errors import ConfigError, UserError
-from agentrl.files import seal
 from agentrl.learn.policy_state import load_weights
 from agentrl.policy.model import load_pretrained
+from agentrl.recipe.config import load_recipe, plan
 from agentrl.report.folder import RunFolder
 from agentrl.rollout import Journal, Tasks
 from agentrl.rollout.stream import TaskStream
 from agentrl.run import loop
 from agentrl.run.build import Parts, build
-from agentrl.run.resume import RunState, load_checkpoint, resume
+from agentrl.run.checkpoint import RunState, load_checkpoint, resume
 from tests.support.commands import run
 from tests.support.each import each
 from tests.support.runs import recipe

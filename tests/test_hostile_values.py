@@ -12,15 +12,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from agentrl.chat import train_tokenizer
-from agentrl.config import Recipe
+from agentrl.data.files import read_bytes
 from agentrl.errors import ConfigError
-from agentrl.files import read_bytes
+from agentrl.recipe.config import Recipe
 from agentrl.report.card import write_card
-from agentrl.report.evaluation import settings_of
 from agentrl.report.folder import EvaluationNote, RunFolder, Told
 from agentrl.report.log import RunLog
-from agentrl.report.panel import Panel, note_panels
 from agentrl.report.records import TrajectoryRecord
+from agentrl.report.statistics import settings_of
+from agentrl.report.terminal import Panel, note_panels
 from tests.support.commands import run
 from tests.support.each import each
 from tests.support.records import turn

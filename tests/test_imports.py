@@ -56,9 +56,9 @@ def test_what_authors_of_environments_and_schemes_use_loads_neither() -> None:
     training = {"TrainedRun", "evaluate", "play", "train"}
     names = ", ".join(sorted(set(agentrl.__all__) - training))
     assert loaded_by(f"from agentrl import {names}") == {"gymnasium"}  # the base of MessageEnv
-    assert loaded_by("from agentrl.env import make_env; from agentrl.registry import names; names('agentrl.envs')") == {
-        "gymnasium"
-    }
+    assert loaded_by(
+        "from agentrl.env import make_env; from agentrl.recipe.registry import names; names('agentrl.envs')"
+    ) == {"gymnasium"}
 
 
 def test_checking_a_scheme_loads_no_torch() -> None:
@@ -68,7 +68,7 @@ def test_checking_a_scheme_loads_no_torch() -> None:
 
 @pytest.mark.process
 def test_reading_a_recipe_loads_no_machinery_of_models() -> None:
-    script = "from agentrl.config import load_recipe; load_recipe(None, [])"
+    script = "from agentrl.recipe.config import load_recipe; load_recipe(None, [])"
     machinery = ("torch._dynamo", "torch.distributed.tensor", "transformers.modeling_utils")
     assert loaded_by(script, machinery) == set()
 

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import yaml
 
-from agentrl.config import Recipe, load_recipe
 from agentrl.distributed.checkpoints import checkpoints
+from agentrl.recipe.config import Recipe, load_recipe
 from agentrl.report.folder import RunFolder
 from agentrl.report.records import read_records
 from agentrl.rollout import Journal, Tasks

@@ -10,7 +10,7 @@ import psutil
 import pytest
 import yaml
 
-from agentrl.engine.vllm_common import is_installed
+from agentrl.engine.vllm.common import is_installed
 from tests.support.killing import RECIPE, OnDisk, check_nothing_lost, look, wait_for_a_moment
 from tests.support.ports import free_port
 from tests.support.processes import Command

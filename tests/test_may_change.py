@@ -4,8 +4,8 @@ from typing import Annotated
 
 from pydantic import BaseModel
 
-from agentrl.config import Recipe
-from agentrl.may_change import MayChange, fixed, marked
+from agentrl.recipe.config import Recipe
+from agentrl.recipe.plugin import MayChange, fixed, marked
 from tests.support.each import each
 
 MARKED = {

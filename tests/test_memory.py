@@ -13,14 +13,13 @@ from torch import Tensor
 from transformers import Qwen3Config
 
 from agentrl.cli import main
-from agentrl.config import load_recipe
 from agentrl.errors import ConfigError
-from agentrl.learn.kept_versions import KeptVersions
-from agentrl.memory import GB, model_sizes, plan_memory, remedies
+from agentrl.learn.line_search import KeptVersions
 from agentrl.policy.config import LoraSettings
 from agentrl.policy.layout import hidden_states, lay_out
 from agentrl.policy.lora import add_lora
-from agentrl.policy.sizes import count_kept, count_weights
+from agentrl.recipe.config import load_recipe
+from agentrl.run.memory import GB, count_kept, count_weights, model_sizes, plan_memory, remedies
 from tests.support.architectures import ARCHITECTURES, tiny_model
 from tests.support.each import each
 from tests.support.plan_memory import CASES, planned_and_measured

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 import agentrl
-from agentrl.report.html.curves import families
+from agentrl.report.html.report import families
 from tests.support.docs import ROOT
 from tests.support.packages import PACKAGES
 from tests.support.small_options import SMALL_OPTIONS

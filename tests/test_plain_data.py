@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agentrl.plain_data import MAX_DEPTH, MAX_VALUES, PlainDataError, abbreviated, plain_data, printable, words_of
+from agentrl.data.plain import MAX_DEPTH, MAX_VALUES, PlainDataError, abbreviated, plain_data, printable, words_of
 from tests.support.each import each
 
 PLAIN = st.recursive(

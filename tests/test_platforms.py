@@ -12,7 +12,7 @@ import pytest
 from agentrl import UserError, run_command
 from agentrl.env.rewards.math_reward import math
 from agentrl.report.folder import RunFolder
-from agentrl_envs.adapters.verifiers.process import Worker
+from agentrl_envs.adapters.verifiers import Worker
 from tests.support.small_options import SMALL_OPTIONS
 
 
@@ -39,11 +39,11 @@ def test_every_module_is_imported_and_the_default_recipe_trained_and_resumed_wit
 def test_what_apples_gpus_cannot_compute_is_computed_by_the_processor() -> None:
     script = """
 import torch
-from agentrl.config import load_recipe
-from agentrl.run import build
+from agentrl.recipe.config import load_recipe
+from agentrl.run.parts import build_accelerator
 
 torch.backends.mps.is_available = torch.backends.mps.is_built = lambda: True
-print(build._new_accelerator(load_recipe({"env": {"id": "calculator"}})).device.type)
+print(build_accelerator(load_recipe({"env": {"id": "calculator"}}).train).device.type)
 """
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
     assert done.stdout == "cpu\n", done.stderr

@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from agentrl import registry
 from agentrl.errors import ConfigError
-from agentrl.registry import Group, names, resolve, suggest
+from agentrl.recipe import registry
+from agentrl.recipe.registry import Group, names, resolve, suggest
 from tests.support.each import each
 
 

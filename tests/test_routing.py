@@ -14,10 +14,10 @@ from torch import Tensor
 from torch.utils.checkpoint import CheckpointError
 
 from agentrl.errors import TrainingError
+from agentrl.models.moe import UNKNOWN, Experts, changed_share, experts_of, recording, replaying, routers_of
 from agentrl.policy.config import Layout
 from agentrl.policy.layout import attending, hidden_states, lay_out
-from agentrl.policy.tree import IntArray
-from agentrl.routing import UNKNOWN, Experts, changed_share, experts_of, recording, replaying, routers_of
+from agentrl.policy.layout.tree import IntArray
 from tests.support.each import each
 from tests.support.models import SIZES
 

@@ -23,9 +23,9 @@ from transformers import (
 import agentrl
 from agentrl import MessageEnv
 from agentrl.compare.curves import read_run
-from agentrl.config import Recipe, load_recipe
 from agentrl.distributed.checkpoints import checkpoints
 from agentrl.errors import ConfigError, EngineError, EnvironmentFailure, TrainingError, UserError
+from agentrl.recipe.config import Recipe, load_recipe
 from agentrl.report.folder import RunFolder, Told
 from agentrl.report.html.runs import by_recipe, open_runs
 from agentrl.report.records import read_records

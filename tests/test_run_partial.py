@@ -5,13 +5,13 @@ from typing import Any
 
 import pytest
 
-from agentrl.config import Recipe, load_recipe
-from agentrl.engine.transformers import TransformersEngine
+from agentrl.engine.transformers.engine import TransformersEngine
 from agentrl.errors import ConfigError
+from agentrl.recipe.config import Recipe, load_recipe
 from agentrl.report.folder import RunFolder
 from agentrl.report.records import read_records
 from agentrl.run.build import _journal, build
-from agentrl.run.resume import has_changed
+from agentrl.run.checkpoint import has_changed
 from tests.support import runs
 from tests.support.each import each
 from tests.support.runs import recipe

@@ -19,17 +19,17 @@ from transformers import (
 
 from agentrl.chat import train_tokenizer
 from agentrl.cli import main
-from agentrl.config import Recipe
 from agentrl.engine import EngineContext
 from agentrl.engine.auto import is_vllm_faster
-from agentrl.engine.vllm import VLLMEngine
-from agentrl.engine.vllm_common import is_installed
+from agentrl.engine.vllm.common import is_installed
+from agentrl.engine.vllm.engine import VLLMEngine
 from agentrl.policy.config import LocalModelConfig
 from agentrl.policy.model import make_local_model
+from agentrl.recipe.config import Recipe
 from agentrl.report.folder import RunFolder
 from agentrl.run import loop
 from agentrl.run.build import Parts, build
-from agentrl.types import Share
+from agentrl.types import TaskShard
 from tests.support.hugging_face import hugging_face_folder
 from tests.support.run_files import repeatable
 from tests.support.runs import recipe
@@ -65,7 +65,7 @@ def context(model: Any) -> EngineContext:
         model=model,
         device=torch.device("cpu"),
         dtype=torch.float32,
-        share=Share(1),
+        shard=TaskShard(1),
         handover=Path(),
         max_context_tokens=64,
         repeats_exactly=True,
@@ -87,9 +87,9 @@ def context(model: Any) -> EngineContext:
 def test_the_faster_engine_is_chosen_where_the_recipe_leaves_it_open(sizes: dict[str, int], name: str) -> None:
     model = make_local_model(LocalModelConfig.model_validate(sizes), train_tokenizer([], vocab_size=261))
     assert is_vllm_faster(context(model)) is (name == "vllm")
-    assert not is_vllm_faster(replace(context(model), tells_experts=True))
-    assert is_vllm_faster(replace(context(model), device=torch.device("cuda"), tells_experts=True))
-    assert not is_vllm_faster(replace(context(model), device=torch.device("cuda"), share=Share(1, 0, 2)))
+    assert not is_vllm_faster(replace(context(model), returns_experts=True))
+    assert is_vllm_faster(replace(context(model), device=torch.device("cuda"), returns_experts=True))
+    assert not is_vllm_faster(replace(context(model), device=torch.device("cuda"), shard=TaskShard(1, 0, 2)))
 
 
 def test_heads_are_measured_where_a_model_does_not_name_their_size() -> None:

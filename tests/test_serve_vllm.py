@@ -12,9 +12,9 @@ import pytest
 import yaml
 
 import agentrl
-from agentrl.engine import vllm_server
-from agentrl.engine.vllm_common import is_installed
-from agentrl.engine.vllm_push import push
+from agentrl.engine.vllm import server as vllm_server
+from agentrl.engine.vllm.common import is_installed
+from agentrl.engine.vllm.server import sync_weights
 from agentrl.report.folder import RunFolder
 from tests.support.ports import free_port
 from tests.support.processes import Command
@@ -63,10 +63,10 @@ def test_a_run_trains_on_a_server_of_its_own(tmp_path: Path, monkeypatch: pytest
 
             async def watched(servers: Any, weights: Any, version: int, *, changes: Any = None) -> Any:
                 pushed.append((weights is not None, changes is not None))
-                return await push(servers, weights, version, changes=changes)
+                return await sync_weights(servers, weights, version, changes=changes)
 
             with monkeypatch.context() as patch:
-                patch.setattr(vllm_server, "push", watched)
+                patch.setattr(vllm_server, "sync_weights", watched)
                 agentrl.train("adapters.yaml", overrides=("--run_dir", "adapters"), quiet=True)
             assert (
                 pushed == [(True, False), (True, True)] * 2 + [(False, True)] * 2

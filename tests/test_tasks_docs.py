@@ -1,4 +1,4 @@
-"""What the examples of docs/tasks.md and docs/rewards.md come to; that all examples work: `test_docs.py`."""
+"""Results of the examples of docs/tasks.md; `test_docs.py` checks that all examples run."""
 
 import importlib
 import sys
@@ -9,15 +9,15 @@ from typing import Any
 import pytest
 
 from agentrl import TaskEnv, tool_call
-from agentrl.config import load_recipe
+from agentrl.recipe.config import load_recipe
 from tests.support.docs import blocks
 
 DOCS = Path(__file__).parents[1] / "docs"
 EXAMPLES = DOCS.parent / "examples"
 
 
-def files(page: str) -> dict[str, str]:
-    return {block.file: block.text for block in blocks(DOCS / page) if block.file}
+def files() -> dict[str, str]:
+    return {block.file: block.text for block in blocks(DOCS / "tasks.md") if block.file}
 
 
 @pytest.fixture
@@ -25,7 +25,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
     yield tmp_path
-    for name in ("my_rewards", "shop"):
+    for name in ("my_rewards", "more_rewards", "shop"):
         sys.modules.pop(name, None)
 
 
@@ -36,7 +36,7 @@ def played(env: Any, *actions: Any) -> dict[str, float]:
 
 
 def test_the_recipe_plays_its_table(here: Path) -> None:
-    for name, text in files("tasks.md").items():
+    for name, text in files().items():
         (here / name).write_text(text)
     env = load_recipe(here / "recipe.yaml").env.make()
     env.reset(seed=0)
@@ -45,7 +45,7 @@ def test_the_recipe_plays_its_table(here: Path) -> None:
 
 
 def test_the_class_plays_its_table(here: Path) -> None:
-    (here / "shop.py").write_text(files("tasks.md")["shop.py"])
+    (here / "shop.py").write_text(files()["shop.py"])
     shop: Any = importlib.import_module("shop")
     shop.env.reset(seed=0)
     price = shop.env.gold_answer()
@@ -54,8 +54,8 @@ def test_the_class_plays_its_table(here: Path) -> None:
 
 
 def test_the_functions_are_rewards(here: Path) -> None:
-    (here / "my_rewards.py").write_text(files("rewards.md")["my_rewards.py"])
-    rewards = ["my_rewards:polite", {"reward": "my_rewards:close", "scale": 20}, "my_rewards:as_trl_calls_it"]
+    (here / "more_rewards.py").write_text(files()["more_rewards.py"])
+    rewards = ["more_rewards:polite", {"reward": "more_rewards:close", "scale": 20}, "more_rewards:as_trl_calls_it"]
     env = TaskEnv(tasks=[{"prompt": "?", "answer": "please"}], answer="answer", eval_share=0, rewards=rewards)
     assert played(env, "Please!") == {"polite": 1, "close": -1 / 20, "as_trl_calls_it": 0}
 

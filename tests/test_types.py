@@ -8,10 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import TypeAdapter, ValidationError
 
-from agentrl.columns import TokenIds
 from agentrl.types import (
     FinishReason,
     StopReason,
+    TokenIds,
     Trajectory,
     TrajectoryGroup,
     Turn,

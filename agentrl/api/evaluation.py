@@ -5,19 +5,25 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from agentrl.api.given import sections
-from agentrl.api.notebook import without_running_loop
-from agentrl.api.target import Target, load_to_play, look_for_modules_here, tokenizer_of, untrained
-from agentrl.config import Recipe
+from agentrl.api.target import (
+    Target,
+    load_to_play,
+    look_for_modules_here,
+    sections,
+    tokenizer_of,
+    untrained,
+    without_running_loop,
+)
 from agentrl.credit import Credit
-from agentrl.report.evaluation import settings_of
+from agentrl.recipe.config import Recipe
 from agentrl.report.folder import EvaluationNote, RunFolder
 from agentrl.report.records import pieces_of, records
+from agentrl.report.statistics import settings_of
 from agentrl.report.terminal import Console
 from agentrl.rollout.evaluation import Evaluation
 from agentrl.run.build import build
+from agentrl.run.checkpoint import load_weights
 from agentrl.run.evaluate import evaluate as evaluate_parts
-from agentrl.run.resume import load_weights
 from agentrl.run.start import reuse_environments
 
 

@@ -3,27 +3,90 @@
 import json
 import os
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import httpx2
 import numpy as np
 
 from agentrl.api.evaluation import evaluated
-from agentrl.api.given import sections
-from agentrl.api.notebook import without_running_loop
-from agentrl.api.target import load_to_play, look_for_modules_here
-from agentrl.config import load_recipe
-from agentrl.env import MessageEnv, base_env, close_env, describe
-from agentrl.env.spaces import is_message
+from agentrl.api.target import load_to_play, look_for_modules_here, sections, without_running_loop
+from agentrl.data.plain import abbreviated, line_of, plain_data, printable
+from agentrl.env import MessageEnv, as_message, base_env, close_env, describe
+from agentrl.env.message_env import is_message
 from agentrl.errors import ConfigError, EnvironmentFailure
-from agentrl.plain_data import abbreviated, line_of, plain_data
+from agentrl.recipe.config import load_recipe
 from agentrl.report.terminal import Console
-from agentrl.rollout.fault import environment_failures
+from agentrl.rollout.env_driver import Env
+from agentrl.rollout.faults import environment_failures
 from agentrl.rollout.tasks import Tasks
-from agentrl.testing.baselines import Played
-from agentrl.testing.baselines import play as play_with
 from agentrl.types import Message, Trajectory
+
+Policy: TypeAlias = Callable[[MessageEnv, Sequence[Message], np.random.Generator], str | Message]
+"""Environment, dialogue so far and random numbers to the next action."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Played:
+    """An episode."""
+
+    messages: list[Message]
+    """The dialogue, actions among it."""
+    rewards: list[float]
+    """Of each turn."""
+    is_over: bool
+    """False where the limit of turns ended it."""
+    success: bool
+    """Whether the environment said so at the end."""
+    score: float
+    """From 0 to 1; 0 where the environment gave none."""
+
+    def __str__(self) -> str:
+        """Write the dialogue out, a message a line."""
+        lines = [
+            f"{m['role']}: {' '.join(filter(None, [str(m.get('content') or ''), *_calls(m)]))}" for m in self.messages
+        ]
+        end = f"reward {sum(self.rewards):g}, success {self.success}, score {self.score:g}, {len(self.rewards)} turns"
+        return "\n".join([*map(printable, lines), f"[{end}]"])
+
+
+def _calls(message: Message) -> list[str]:
+    functions = [call["function"] for call in message.get("tool_calls") or ()]
+    return [f"{function.get('name')}({function.get('arguments')})" for function in functions]
+
+
+def play_episode(
+    env: Env,
+    policy: Policy,
+    *,
+    seed: int,
+    max_turns: int,
+    rng: np.random.Generator,
+    split: str = "eval",
+    index: int | None = None,
+) -> Played:
+    """Play an episode, on at most `max_turns` turns; of a table the task of that index, or (None) that the seed comes to."""
+    base = base_env(env)
+    num_tasks = base.num_tasks(split)
+    task = None if num_tasks is None else seed % num_tasks if index is None else index
+    first, _ = env.reset(seed=seed, options={"rollout_index": 0, "split": split, "task_index": task})
+    messages, is_over = list(first), False
+    rewards: list[float] = []
+    info: dict[str, Any] = {}
+    while not is_over and len(rewards) < max_turns:
+        action = policy(base, messages, rng)
+        observation, reward, terminated, truncated, info = env.step(action)
+        messages += [as_message(action), *observation]
+        rewards.append(float(reward))
+        is_over = bool(terminated or truncated)
+    return Played(
+        messages=messages,
+        rewards=rewards,
+        is_over=is_over,
+        success=bool(is_over and info.get("success")),
+        score=float(info.get("score") or 0.0) if is_over else 0.0,
+    )
 
 
 def play(
@@ -63,7 +126,7 @@ def play(
         try:
             task = Tasks(seed=seed, num=describe(base_env(made)).num_tasks, first=seed).evaluation(1)[0]
             rng = np.random.default_rng(seed)
-            return play_with(made, policy, seed=task.seed, index=task.index, max_turns=max_turns, rng=rng)
+            return play_episode(made, policy, seed=task.seed, index=task.index, max_turns=max_turns, rng=rng)
         finally:
             close_env(made)
 
@@ -94,9 +157,7 @@ def _played_here(
     )
 
 
-def _endpoint_policy(
-    url: str, model: str, *, temperature: float, key: str | None
-) -> Callable[[MessageEnv, Sequence[Message], np.random.Generator], Message]:
+def _endpoint_policy(url: str, model: str, *, temperature: float, key: str | None) -> Policy:
     headers = {"Authorization": f"Bearer {key}"} if key else {}
 
     def policy(env: MessageEnv, messages: Sequence[Message], rng: np.random.Generator) -> Message:  # noqa: ARG001

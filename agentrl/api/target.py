@@ -1,17 +1,112 @@
-"""What a command or a function is told to work on: a recipe, or the folder of a run."""
+"""What a command or a function is told to work on: a recipe, or the folder of a run.
 
+What a notebook needs: an event loop already runs there, and its output is no terminal.
+
+What a script hands in where a recipe has names: classes, functions and sections, as a recipe writes them down.
+"""
+
+import asyncio
+import inspect
 import os
 import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
+from pydantic import BaseModel
+
+from agentrl.credit import CreditScheme
+from agentrl.data.plain import PlainDataError, abbreviated, plain_data
 from agentrl.errors import ConfigError
-from agentrl.registry import suggest
+from agentrl.recipe.plugin import Plugin
+from agentrl.recipe.registry import Group, spec_of, suggest
 
 if TYPE_CHECKING:
-    from agentrl.config import Recipe
+    from agentrl.recipe.config import Recipe
+
+
+@contextmanager
+def without_running_loop() -> Iterator[None]:
+    """Let `asyncio.run` work in a cell of a notebook: the notebook's own event loop stands still as long as the cell runs."""
+    running = asyncio._get_running_loop()
+    asyncio._set_running_loop(None)
+    try:
+        yield
+    finally:
+        asyncio._set_running_loop(running)
+
+
+def line_display() -> Callable[[str], None]:
+    """Return what shows a line of text below the cell, in place of the one before."""
+    from IPython.display import Pretty, display  # where there is a notebook, there is IPython
+
+    def show(words: str) -> None:
+        shown.update(Pretty(words))
+
+    shown: Any = display(Pretty(""), display_id=True)
+    return show
+
+
+_KEYS = {"env": "id", "model": "name_or_path", "credit": "scheme", "engine": "name", "chat": "renderer"}
+"""Field of a section that a lone name stands for: `env=MyEnv` is `env={"id": MyEnv}`."""
+_GROUPS: dict[str, Group] = {"env": "agentrl.envs", "credit": "agentrl.credit"}
+
+
+def sections(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return sections of a recipe as plain data; those that are None are left out.
+
+    A class or a function becomes its name, and resolves in this process even where it cannot be imported. A credit scheme, or
+    the config of an engine or a renderer, becomes its name and its fields.
+
+    Raises:
+        ConfigError: naming the field, for what cannot be written down, with what to give instead.
+    """
+    return {name: _section(name, value) for name, value in given.items() if value is not None}
+
+
+def _section(name: str, value: Any) -> Any:
+    if isinstance(value, CreditScheme | Plugin):
+        return {_KEYS[name]: spec_of(type(value), group=_GROUPS.get(name)), **_fields(value)}
+    if isinstance(value, BaseModel):
+        return _fields(value)
+    if callable(getattr(value, "state_dict", None)):
+        raise ConfigError(
+            f"{name}: give the name or the folder of a model, so that the run can be resumed; write this one with "
+            "model.save_pretrained(FOLDER) and tokenizer.save_pretrained(FOLDER)"
+        )
+    plain = _plain(value, name, group=_GROUPS.get(name))
+    return {_KEYS[name]: plain} if name in _KEYS and not isinstance(plain, dict) else plain
+
+
+def _fields(section: BaseModel) -> dict[str, Any]:
+    fields: dict[str, Any] = section.model_dump(mode="json")
+    if isinstance(section, Plugin):
+        fields.pop(section.seam.key, None)
+    return fields
+
+
+def _plain(value: Any, place: str, *, group: Group | None = None) -> Any:
+    if isinstance(value, Mapping):
+        return {
+            key: _plain(item, f"{place}.{key}", group=group if key == "id" else None) for key, item in value.items()
+        }
+    if isinstance(value, list | tuple):
+        return [_plain(item, f"{place}[{number}]") for number, item in enumerate(value)]
+    if isinstance(value, type) or inspect.isroutine(value):
+        if value.__name__ == "<lambda>":
+            raise ConfigError(
+                f"{place}: a lambda has no name that a recipe could hold; write it as a function with `def`"
+            )
+        return spec_of(value, group=group)
+    try:
+        return plain_data(value, place)
+    except PlainDataError as error:
+        raise ConfigError(
+            f"{error}; give a class or a function, whose name a recipe can hold, or plain data (got {abbreviated(value)})"
+        ) from error
+
 
 Target: TypeAlias = "str | os.PathLike[str] | Mapping[str, Any] | Recipe | None"
 """A recipe (the name of one that comes with agentrl, a YAML file, its sections; None: an empty one), or a run: what
@@ -30,13 +125,11 @@ def load(
     Raises:
         ConfigError: for a target that is none of these, and whatever `load_recipe` refuses.
     """
-    from agentrl.config import Recipe, load_recipe
+    from agentrl.recipe.config import Recipe, load_recipe
 
     if isinstance(target, Recipe):
         target = target.model_dump(mode="json")
     if target is None or isinstance(target, Mapping):
-        from agentrl.api.given import sections
-
         return load_recipe(target and sections(target), overrides, changes=changes), None
     path = find(Path(target))
     if path.is_dir():
@@ -100,7 +193,7 @@ def shipped() -> dict[str, Path]:
 
 
 def _of_run(folder: Path, overrides: Sequence[str], changes: Mapping[str, Any]) -> "Recipe":
-    from agentrl.config import load_recipe
+    from agentrl.recipe.config import load_recipe
     from agentrl.report.folder import RunFolder
 
     if "run_dir" in changes or any(option.partition("=")[0] == "--run_dir" for option in overrides):
@@ -109,13 +202,13 @@ def _of_run(folder: Path, overrides: Sequence[str], changes: Mapping[str, Any]) 
     try:
         return load_recipe(config, [*overrides, f"--run_dir={folder}"], changes=changes)
     except ConfigError:
-        _check_alone(config)  # an earlier version may have written what is no recipe now
+        _check_alone(config)  # someone may have edited it
         raise
 
 
 def _check_alone(config: Path) -> None:
     """Raise ConfigError in one line, with the file's name, where a run's recipe is at fault and no option."""
-    from agentrl.config import load_recipe
+    from agentrl.recipe.config import load_recipe
 
     try:
         load_recipe(config)
@@ -136,7 +229,7 @@ def untrained(recipe: "Recipe", *, process: int = 0) -> "Recipe":
         update={
             "run_dir": None,
             "report": recipe.report.model_copy(update={"trackers": ()}),
-            "engine": recipe.engine.of_process(process),
+            "engine": recipe.engine.for_process(process),
             "credit": {"scheme": "uniform", "lone": "keep"},
             "loss": recipe.loss.model_copy(update={"kl_coefficient": 0.0, "routing_replay": "none"}),
             "train": recipe.train.model_copy(update={"optimizer": "adamw", "sharding": "none"}),

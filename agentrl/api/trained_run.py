@@ -5,11 +5,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from agentrl.api.target import load, look_for_modules_here
-from agentrl.config import Recipe
 from agentrl.errors import ConfigError, UserError
-from agentrl.report.figure import draw, shown
+from agentrl.recipe.config import Recipe
 from agentrl.report.folder import RunFolder
 from agentrl.report.records import groups_of, read_records
+from agentrl.report.statistics import draw, shown
 from agentrl.types import TrajectoryGroup
 
 if TYPE_CHECKING:
@@ -91,7 +91,7 @@ class TrainedRun:
         Raises:
             ConfigError: where the run has no checkpoint, or the folder is not free; or it cannot be uploaded, and stays.
         """
-        from agentrl.report import hub
+        from agentrl.report import card as hub
         from agentrl.run.export import export
 
         if push is not None:

@@ -4,11 +4,10 @@ from collections.abc import Iterator
 from typing import Any
 
 from agentrl.chat.chatml import ChatMLConfig, ChatMLRenderer
-from agentrl.chat.description import Tried
 from agentrl.chat.encoder import Encoder
-from agentrl.chat.family_proof import find_family, missing_package
-from agentrl.chat.proof import UnprovenError, prove
-from agentrl.chat.renderer import Renderer
+from agentrl.chat.proof.families import find_family, missing_package
+from agentrl.chat.proof.template import UnprovenError, prove
+from agentrl.chat.renderer import Renderer, Tried
 from agentrl.chat.template import TemplateConfig, template_text
 from agentrl.errors import RendererError
 

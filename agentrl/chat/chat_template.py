@@ -1,4 +1,7 @@
-"""A Hugging Face chat template, given its messages in the shape that it expects."""
+"""A Hugging Face chat template, given its messages in the shape that it expects.
+
+Where an assistant's turn ends in a chat template, and what the template adds after it.
+"""
 
 import datetime as dt
 import json
@@ -8,9 +11,10 @@ from typing import Any
 
 from jinja2 import TemplateError
 
-from agentrl.chat.encoder import Encoder
+from agentrl.chat.encoder import MARK, Encoder
 from agentrl.chat.forms import CallForm
-from agentrl.chat.forms.hermes import format_reasoning
+from agentrl.chat.forms.json_calls import format_reasoning
+from agentrl.chat.forms.tagged import END_THINK, THINK
 from agentrl.chat.renderer import Tools
 from agentrl.errors import RendererError
 from agentrl.types import Message
@@ -242,3 +246,214 @@ def _written(call: Any) -> str:
     if not name and isinstance(arguments, str):
         return arguments
     return json.dumps({"name": name or "", "arguments": arguments}, ensure_ascii=False)
+
+
+LOOK, TAKE = (
+    {
+        "type": "function",
+        "function": {
+            "name": name,
+            "description": "A tool.",
+            "parameters": {
+                "type": "object",
+                "properties": {
+                    "n": {"type": "integer"},
+                    "text": {"type": "string"},
+                    "a": {"type": "array"},
+                    "b": {"type": "object"},
+                },
+                "required": ["n"],
+            },
+        },
+    }
+    for name in ("look", "take")
+)
+TOOLS: Tools = (LOOK, TAKE)
+
+
+@dataclass(frozen=True, slots=True)
+class TurnEnd:
+    """The one token that ends an assistant's turn."""
+
+    stop_id: int
+    """What is sampled."""
+    closing_id: int
+    """What stands in its place once the dialogue has moved on; in most families the same."""
+    is_written: bool
+    """The template writes it where the turn is the last. False: what opens the next turn ends this one."""
+
+
+class Turns:
+    """Takes the turns of a template apart.
+
+    Messages are rendered behind a stand-in of the assistant's turn: what follows it is what they add.
+    """
+
+    def __init__(self, template: ChatTemplate, encode: Encoder, *, name: str) -> None:
+        self._template, self._encode, self._name = template, encode, name
+        self._control = {i: text for text, i in encode.control_tokens.items()}
+        self.first = template.render([USER], prompt=True)
+        """A first context."""
+        self.said = self._end(says(PROBE), [USER])
+        """Of a turn without calls."""
+        self.parallel = self._count([USER, says("", *_calls(2))], PROBE) == 2
+        """A turn may hold several calls."""
+        self.called: TurnEnd | None = None
+        """Of a turn with calls. None: the template writes none, or no replies to them."""
+        stand_in, replies = says("", *_calls(1)), answers(1)
+        if self._count([USER, stand_in], PROBE) and self._count([USER, stand_in, *replies], replies[0]["content"]):
+            self.called = self._end(stand_in, replies)
+
+    @property
+    def stops(self) -> tuple[str, ...]:
+        """How the tokens that end a turn are spelled."""
+        return tuple(self._control[end.stop_id] for end in (self.said, self.called) if end)
+
+    def extension(self, replies: Sequence[Message]) -> tuple[int, ...]:
+        """Return what replies add after an assistant's words: the token that closes the turn, replies, generation prompt."""
+        heard_by_tools = [reply for reply in replies if reply["role"] == "tool"]
+        end = self.called if heard_by_tools and self.called else self.said
+        stand_in = says("", *self._stand_in_calls(heard_by_tools)) if end is self.called else says(PROBE)
+        ids = self._encode(self._after_stand_in(stand_in, replies))
+        closing = (i for i, token in enumerate(ids) if token in self._control)
+        return ids[ids.index(end.closing_id) if end.closing_id in ids else next(closing) :]
+
+    def added_text(self, replies: Sequence[Message]) -> str:
+        """Return the text of replies and generation prompt, after whatever closes the turn before them."""
+        stand_in = says("", *self._stand_in_calls(replies)) if replies[0]["role"] == "tool" else says(PROBE)
+        text = self._after_stand_in(stand_in, replies)
+        return text[text.find(self._control[self.end_of(stand_in).closing_id]) :]
+
+    def written(self, message: Message) -> str:
+        """Return the text of a turn as it is sampled, without the token that ends it.
+
+        Raises:
+            RendererError: where the template leaves out a part of it.
+        """
+        end, calls = self.end_of(message), message.get("tool_calls") or []
+        text = self._beyond_prompt(message)
+        if end.is_written:
+            text = text[: text.rfind(self._control[end.stop_id])]
+        words, told = text.replace(MARK, ""), (message.get("content"), message.get("reasoning_content"))
+        lost = [part for part in told if part and part.split()[0] not in words]
+        if lost or (calls and self.called is None) or (len(calls) > 1 and not self.parallel):
+            what = "a call" if calls and self.called is None else repr(lost[0][:40]) if lost else "several calls"
+            raise RendererError(
+                f"chat.renderer: the chat template of {self._name!r} does not write {what} in such a turn"
+            )
+        return text if end.is_written else text.rstrip()
+
+    def end_of(self, message: Message) -> TurnEnd:
+        """Return how a turn ends."""
+        return self.called if message.get("tool_calls") and self.called else self.said
+
+    def prompt(self, messages: Sequence[Message]) -> str:
+        """Return the generation prompt after some messages."""
+        without, whole = self._template.render(messages), self._template.render(messages, prompt=True)
+        common = next((i for i, (a, b) in enumerate(zip(without, whole, strict=False)) if a != b), len(without))
+        return whole[common:]
+
+    def _count(self, messages: Sequence[Message], text: str) -> int:
+        """Return how often a dialogue holds a text; 0 where it cannot be rendered."""
+        try:
+            return self._template.render(messages).count(text)
+        except RendererError:
+            return 0
+
+    def _end(self, stand_in: Message, replies: Sequence[Message]) -> TurnEnd:
+        """Find the token that ends the stand-in's turn."""
+        last, within = self._control_after_probe([USER, stand_in]), list[int]()
+        if stand_in.get("tool_calls"):
+            if last and self.said.stop_id in last:
+                last = [self.said.stop_id]
+            else:  # the tags of a call, written once for each, end no turn
+                within = self._control_within_calls()
+                last = [i for i in last[-1:] if i not in within]
+        following = [i for i in self._control_after_probe([USER, stand_in, *replies], prompt=True) if i not in within]
+        if not following:
+            text = self._template.render([USER, stand_in, *replies], prompt=True).rpartition(PROBE)[2]
+            raise RendererError(
+                f"chat.renderer: the chat template of {self._name!r} ends a turn of the assistant with {text[:40]!r}, which "
+                "begins with no special token of the tokenizer: a turn must end by one token. Use the template that belongs "
+                "to the tokenizer, or set chat.template to a file with one"
+            )
+        if not last:
+            return TurnEnd(following[0], following[0], is_written=False)
+        closing = last[0] if last[0] in following else following[0]
+        return TurnEnd(last[0], closing, is_written=True)
+
+    def _control_after_probe(self, messages: Sequence[Message], *, prompt: bool = False) -> list[int]:
+        """Return the control tokens after the probe; a text without one ends nothing by one token."""
+        text = self._template.render(messages, prompt=prompt).rpartition(PROBE)[2]
+        ids = [i for i in self._encode(text) if i in self._control]
+        is_plain = messages[-1]["role"] == "assistant" and not messages[-1].get("tool_calls")
+        if is_plain and text.strip() and not (ids and text.lstrip().startswith(self._control[ids[0]])):
+            return []
+        return ids
+
+    def _control_within_calls(self) -> list[int]:
+        """Return the control tokens with which calls are written, and no turn ends."""
+        if not self.parallel:
+            return []
+        _, _, text = self._template.render([USER, says("", *_calls(2))]).partition(PROBE)
+        return [i for i in self._encode(text[: text.rfind("take")]) if i in self._control]
+
+    def _stand_in_calls(self, replies: Sequence[Message]) -> list[Message]:
+        calls = [
+            {
+                "id": reply.get("tool_call_id") or f"call_{number}",
+                "type": "function",
+                "function": {"name": reply.get("name") or "tool", "arguments": {"text": PROBE}},
+            }
+            for number, reply in enumerate(replies)
+        ]
+        return calls if self.parallel else calls[:1]
+
+    def _after_stand_in(self, stand_in: Message, replies: Sequence[Message]) -> str:
+        """Return the text behind the probes of a stand-in; replies may spell the probe too."""
+        text = self._template.render([USER, stand_in, *replies], prompt=True)
+        return text.split(PROBE, max(1, len(stand_in.get("tool_calls") or ())))[-1]
+
+    def _beyond_prompt(self, message: Message) -> str:
+        """Return what a message adds to the generation prompt, which may have opened a thought."""
+        before, whole = self.first, self._template.render([USER, message])
+        for start in (before, before.rstrip()):
+            if whole.startswith(start):
+                return whole[len(start) :]
+        opened = before.rfind(THINK)
+        if opened < 0 or not whole.startswith(before[:opened]):
+            raise RendererError(
+                f"chat.renderer: the chat template of {self._name!r} does not continue its prompt where it writes a "
+                "turn, so it cannot write demonstrations. Set chat.template to a file with another, or warmup.steps to 0"
+            )
+        thought = message.get("reasoning_content") or ""
+        if END_THINK in before[opened:]:  # the prompt has thought already, of nothing
+            if thought:
+                raise RendererError(
+                    f"chat.renderer: the prompt of the chat template of {self._name!r} ends the thought: a turn has none"
+                )
+            return whole[opened:].rpartition(END_THINK)[2].lstrip()
+        return f"{thought}\n{END_THINK}\n\n{whole[opened:].rpartition(END_THINK)[2].lstrip()}"
+
+
+def says(content: str, *calls: Message) -> Message:
+    """Return an assistant's message."""
+    message: Message = {"role": "assistant", "content": content}
+    return message | {"tool_calls": list(calls)} if calls else message
+
+
+def call(number: int, name: str, **arguments: object) -> Message:
+    """Return a call as messages hold it."""
+    return {"id": f"call_{number}", "type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+def answers(count: int) -> list[Message]:
+    """Return what the tools say to the first calls of a turn."""
+    return [
+        {"role": "tool", "name": name, "tool_call_id": f"call_{number}", "content": f"Result {number} of {name}."}
+        for number, name in enumerate(("look", "take")[:count])
+    ]
+
+
+def _calls(count: int) -> list[Message]:
+    return [call(number, name, n=number, text=PROBE) for number, name in enumerate(("look", "take")[:count])]

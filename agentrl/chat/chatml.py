@@ -1,19 +1,19 @@
-"""A small ChatML form for models made locally."""
+"""A small ChatML form for models made locally.
+
+`chatml.jinja` is the same form as a chat template: other programs render with it what `ChatMLRenderer` renders.
+"""
 
 import json
 import re
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from tokenizers import Tokenizer
 
-from agentrl.chat.chatml_template import CHATML_TEMPLATE
-from agentrl.chat.description import Description
 from agentrl.chat.encoder import Encoder
-from agentrl.chat.forms.hermes import CLOSE, OPEN, format_reasoning, format_tool_call, parse_assistant
-from agentrl.chat.renderer import Tools
-from agentrl.chat.settings import DialogueConfig, prepared
-from agentrl.chat.thinking import Thinking
+from agentrl.chat.forms.json_calls import CLOSE, OPEN, format_reasoning, format_tool_call, parse_assistant
+from agentrl.chat.renderer import Description, DialogueConfig, Thinking, Tools, prepared
 from agentrl.errors import RendererError
 from agentrl.types import Message
 
@@ -32,7 +32,7 @@ class ChatMLConfig(DialogueConfig):
 
     def exported_template(self, tokenizer: Any) -> str:  # noqa: ARG002 - every tokenizer is alike
         """Return the form as a chat template."""
-        return CHATML_TEMPLATE
+        return Path(__file__).with_name("chatml.jinja").read_text(encoding="utf-8").removesuffix("\n")
 
 
 _DEFAULT = ChatMLConfig()

@@ -4,9 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Self
 
-from agentrl.chat.history import HistoryConfig
-from agentrl.chat.renderer import Renderer, Tools
-from agentrl.chat.thinking import drops_thoughts
+from agentrl.chat.renderer import HistoryConfig, Renderer, Tools, drops_thoughts
 from agentrl.types import Message
 
 _ALL = HistoryConfig()

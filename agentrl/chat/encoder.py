@@ -9,7 +9,7 @@ from typing import Any
 
 from tokenizers import Tokenizer, models, pre_tokenizers
 
-from agentrl.plain_data import well_formed
+from agentrl.data.plain import well_formed
 
 MARK = "\ufdd0"
 """Within what spells a control token and is text: a code point that no text has."""

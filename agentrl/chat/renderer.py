@@ -1,16 +1,134 @@
-"""The seam between messages and tokens."""
+"""The seam between messages and tokens.
+
+What becomes of thoughts once they were thought: which of them later contexts still hold.
+
+How much of earlier turns a context still shows.
+
+What a renderer says of itself, to people: before a run, and in `agentrl chat`.
+
+What a recipe says of the dialogue, whichever form it is written in.
+"""
 
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias
 
-from agentrl.chat.description import Tried
-from agentrl.chat.thinking import Thinking
-from agentrl.plugin import Plugin, Seam
-from agentrl.types import Message
+from pydantic import BaseModel, ConfigDict
+
+from agentrl.recipe.plugin import Plugin, Seam
+from agentrl.types import Count, Message
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+Thinking: TypeAlias = Literal["keep", "drop_at_user", "drop"]
+"""`keep`: a context holds every thought. `drop_at_user`: those since a user last spoke. `drop`: none but that which is
+being thought."""
+
+
+def without_dropped(messages: Sequence[Message], thinking: Thinking) -> list[Message]:
+    """Return the messages with the thoughts that the next context holds."""
+    if thinking == "keep":
+        return list(messages)
+    last = len(messages) if thinking == "drop" else _last_user(messages)
+    return [_plain(message) if index < last else message for index, message in enumerate(messages)]
+
+
+def drops_thoughts(history: Sequence[Message], replies: Sequence[Message], thinking: Thinking) -> bool:
+    """Tell whether a thought that stands in the context of `history` is gone once `replies` are heard.
+
+    The history is then rewritten: the next turn begins a segment of its own.
+    """
+    if thinking == "keep":
+        return False
+    before, after = without_dropped(history[:-1], thinking), without_dropped((*history, *replies), thinking)
+    standing = [*before, *history[-1:]]  # the last action stands as it was sampled
+    return any(_thinks(old) and not _thinks(new) for old, new in zip(standing, after, strict=False))
+
+
+def _last_user(messages: Sequence[Message]) -> int:
+    return max((index for index, message in enumerate(messages) if message["role"] == "user"), default=0)
+
+
+def _thinks(message: Message) -> bool:
+    return bool(message.get("reasoning_content"))
+
+
+def _plain(message: Message) -> Message:
+    return {key: value for key, value in message.items() if key != "reasoning_content"}
+
+
+LEFT_OUT = "(an earlier result, left out)"
+"""What stands in the place of a tool result that is no longer shown."""
+
+
+class HistoryConfig(BaseModel):
+    """What the next context shows of what was said before. The opening and the replies to the last action are always shown.
+
+    Where less is shown than before, history is rewritten: the turn that follows begins a segment of its own.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    tool_results: Count | None = None
+    """So many of the newest tool results are shown; of an older one, a short line. Null: all."""
+    turns: Count | None = None
+    """So many of the last turns, actions with the replies to them, are shown beside the opening. Null: all."""
+
+    @property
+    def rewrites(self) -> bool:
+        """Tell whether history may be rewritten."""
+        return self != HistoryConfig()
+
+    def shown(self, messages: Sequence[Message], *, num_opening: int) -> list[Message]:
+        """Return the messages that the next context shows.
+
+        Args:
+            messages: all that was said, the replies to the last action included.
+            num_opening: how many of them were said before the first action.
+        """
+        opening, later = list(messages[:num_opening]), list(messages[num_opening:])
+        actions = [index for index, message in enumerate(later) if message["role"] == "assistant"]
+        if not actions:
+            return opening + later
+        results = [index for index, message in enumerate(later) if message["role"] == "tool"]
+        for index in results[: -self.tool_results] if self.tool_results else ():
+            if index < actions[-1]:
+                later[index] = {**later[index], "content": LEFT_OUT}
+        first = 0 if self.turns is None else actions[-self.turns :][0]
+        return opening + later[first:]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Description:
+    """How a renderer writes dialogues, in words."""
+
+    facts: dict[str, str]
+    """What it does, by subject: calls, thoughts, system messages, ..."""
+    notes: tuple[str, ...] = ()
+    """What a run says once when it begins, because somebody would be surprised."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tried:
+    """A renderer that was considered."""
+
+    name: str
+    reason: str
+    """Why it was taken, or why not."""
+    renderer: "Renderer | None" = None
+    """None: it was not taken."""
+
+
+def describe(renderer: "Renderer") -> Description:
+    """Return what a renderer says of itself by a method `describe`, which it need not have."""
+    own = getattr(renderer, "describe", None)
+    description = own() if callable(own) else None
+    if isinstance(description, Description):
+        return description
+    return Description(facts={"thoughts": renderer.thinking})
+
 
 Tools = Sequence[dict[str, Any]]
 
@@ -102,3 +220,23 @@ def own_template(tokenizer: "PreTrainedTokenizerBase") -> str | None:
     """Return the chat template that a tokenizer brings; of several the one with tools. None: it has none."""
     template = tokenizer.chat_template
     return template.get("tool_use") or template.get("default") if isinstance(template, dict) else template
+
+
+class DialogueConfig(RendererConfig):
+    """Fields that agentrl's own renderers share."""
+
+    system: str | None = None
+    """A system prompt. Where the environment has one of its own, it follows after a blank line."""
+    thinking: Thinking | None = None
+    """Which thoughts of earlier turns a context holds. `keep`: all; the context grows and nothing is rewritten.
+    `drop_at_user`: those since a user last spoke. `drop`: none. Where one is dropped, history is rewritten, and the turn
+    that follows begins a segment of its own. Null: as the model's family does."""
+
+
+def prepared(messages: Sequence[Message], *, system: str | None, thinking: Thinking) -> list[Message]:
+    """Return the messages of a whole context: with the recipe's system prompt, without thoughts that are dropped."""
+    said = without_dropped(messages, thinking)
+    if system is None:
+        return said
+    own, rest = (said[0].get("content"), said[1:]) if said and said[0]["role"] == "system" else (None, said)
+    return [{"role": "system", "content": "\n\n".join(filter(None, [system, own]))}, *rest]

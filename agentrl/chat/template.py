@@ -8,18 +8,13 @@ from typing import Any
 
 from pydantic import Field
 
-from agentrl.chat.chat_template import ChatTemplate
-from agentrl.chat.description import Description
+from agentrl.chat.chat_template import TOOLS, ChatTemplate, Turns
 from agentrl.chat.encoder import MARK, Encoder, unmarked
 from agentrl.chat.forms import FORMS, ResponseTemplateForm
-from agentrl.chat.forms.written import check_written
-from agentrl.chat.proof import prove
-from agentrl.chat.renderer import Renderer, Tools, own_template
-from agentrl.chat.settings import DialogueConfig, prepared
-from agentrl.chat.template_description import describe_template
-from agentrl.chat.template_facts import find_facts
-from agentrl.chat.thinking import Thinking
-from agentrl.chat.turns import TOOLS, Turns
+from agentrl.chat.forms.form import check_written
+from agentrl.chat.proof.facts import describe_template, find_facts
+from agentrl.chat.proof.template import prove
+from agentrl.chat.renderer import Description, DialogueConfig, Renderer, Thinking, Tools, own_template, prepared
 from agentrl.errors import RendererError
 from agentrl.types import Message
 

@@ -8,9 +8,9 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, train
 from transformers import PreTrainedTokenizerFast
 
 from agentrl.chat.chatml import END, START
-from agentrl.chat.forms.hermes import CLOSE, OPEN
+from agentrl.chat.forms.json_calls import CLOSE, OPEN
+from agentrl.data.files import damage
 from agentrl.errors import ConfigError
-from agentrl.files import damage
 
 PAD = "<|endoftext|>"
 SPECIAL_TOKENS = (PAD, START, END, OPEN, CLOSE)
@@ -28,7 +28,7 @@ def load_tokenizer(folder: Path) -> Any:
             return PreTrainedTokenizerFast.from_pretrained(folder)
     except (OSError, ValueError, KeyError, TypeError) as error:
         what = f"{type(error).__name__}: {error}"
-    raise ConfigError(f"the tokenizer of this run is damaged, or of an earlier version ({what}); begin a new run")
+    raise ConfigError(f"the tokenizer of this run is damaged ({what}); begin a new run")
 
 
 def pretrained_tokenizer(name_or_path: str, *, field: str = "model.name_or_path") -> Any:

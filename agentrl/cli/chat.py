@@ -11,7 +11,7 @@ from agentrl.errors import ConfigError, RendererError
 from agentrl.report.terminal import Console
 
 if TYPE_CHECKING:
-    from agentrl.config import Recipe
+    from agentrl.recipe.config import Recipe
 
 
 def add(commands: Commands) -> None:
@@ -32,7 +32,7 @@ def add(commands: Commands) -> None:
 
 def _chat(options: argparse.Namespace, rest: list[str]) -> None:
     recipe, tokenizer, name = _target(options.target, rest)
-    from agentrl.chat.inspection import inspect
+    from agentrl.chat.proof.inspection import inspect
     from agentrl.report.chat import sections
 
     found = inspect(recipe.chat, tokenizer, name=name)
@@ -49,7 +49,7 @@ def _chat(options: argparse.Namespace, rest: list[str]) -> None:
 def _target(target: Path, rest: list[str]) -> "tuple[Recipe, Any, str]":
     """Return a recipe, the tokenizer that it is used with, and the name of the model."""
     from agentrl.chat import load_tokenizer, pretrained_tokenizer
-    from agentrl.config import load_recipe
+    from agentrl.recipe.config import load_recipe
 
     is_run = (target / "config.yaml").is_file()
     is_recipe = target.suffix in (".yaml", ".yml") or (str(target) in shipped() and not target.exists())
@@ -63,10 +63,10 @@ def _target(target: Path, rest: list[str]) -> "tuple[Recipe, Any, str]":
         return recipe, pretrained_tokenizer(name), name
     if (folder := tokenizer_of(run_dir)) is not None:
         return recipe, load_tokenizer(folder), f"the local model of {target}"
-    from agentrl.run.models import make_bytes_tokenizer
+    from agentrl.run.parts import bytes_tokenizer
 
     return (
         recipe,
-        make_bytes_tokenizer(),
+        bytes_tokenizer(),
         "a local model (with a tokenizer of bytes: its own is trained when it begins)",
     )

@@ -6,15 +6,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from agentrl.api.progress import progress
 from agentrl.api.target import find
+from agentrl.api.training import progress
 from agentrl.cli.commands import OVERRIDING, Commands
 from agentrl.errors import ConfigError, TrainingError
 from agentrl.report.terminal import Console
 
 if TYPE_CHECKING:
     from agentrl.compare.comparison import Comparison
-    from agentrl.compare.plan import Arm, PlannedRun
+    from agentrl.compare.runner import Arm, PlannedRun
 
 _FOLDER = Path("runs") / "compare"
 
@@ -91,7 +91,7 @@ def _compare(options: argparse.Namespace, rest: list[str]) -> None:
         return
     if folders := [target for target in options.targets if target.is_dir()]:
         raise ConfigError(f"{folders[0]} is a folder and other targets are recipes; name either runs or recipes")
-    from agentrl.compare.plan import make_arms, parse_varied
+    from agentrl.compare.runner import make_arms, parse_varied
 
     varied = parse_varied(options.vary, option="--vary")
     arms, controls = make_arms(
@@ -132,7 +132,7 @@ def _compare_runs(options: argparse.Namespace, rest: list[str]) -> None:
 
 def _sweep(options: argparse.Namespace, rest: list[str]) -> None:
     from agentrl.compare.curves import is_gain
-    from agentrl.compare.plan import make_arms, parse_varied
+    from agentrl.compare.runner import make_arms, parse_varied
 
     _check_numbers(options)
     if options.metric is not None and not is_gain(f"eval/{options.metric.removeprefix('eval/')}"):
@@ -197,8 +197,7 @@ def _seeds(options: argparse.Namespace, arms: Sequence["Arm"]) -> list[int]:
 
 def _train(console: Console, options: argparse.Namespace, runs: "Sequence[PlannedRun]") -> list[str]:
     """Train what is missing; return what to say of the runs that failed."""
-    from agentrl.compare.plan import check_sources
-    from agentrl.compare.runner import default_jobs, is_done, run_missing
+    from agentrl.compare.runner import check_sources, default_jobs, is_done, run_missing
 
     check_sources(runs)
     is_cpu = all(run.arm.recipe.train.device == "cpu" for run in runs)
@@ -257,8 +256,7 @@ def _show(
 ) -> None:
     import json
 
-    from agentrl.compare.page import write_comparison
-    from agentrl.compare.text import lines
+    from agentrl.compare.page import lines, write_comparison
 
     page = write_comparison(options.html or folder / "compare.html", comparisons, words=words)
     if options.json:

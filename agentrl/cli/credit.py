@@ -10,8 +10,8 @@ from rich.text import Text
 
 from agentrl.cli.commands import Commands, first_line
 from agentrl.cli.show import add_rollouts, read_rollouts
+from agentrl.data.files import parse_yaml
 from agentrl.errors import ConfigError, CreditError
-from agentrl.files import parse_yaml
 from agentrl.report.terminal import Console
 
 
@@ -66,8 +66,8 @@ def _credit(_: argparse.Namespace, __: list[str]) -> None:
 
 def _explain(options: argparse.Namespace, rest: list[str]) -> None:
     from agentrl.credit import load_credit
-    from agentrl.report.explain import explain
-    from agentrl.report.show import legend
+    from agentrl.report.advise import explain
+    from agentrl.report.terminal import legend
     from agentrl.types import Need
 
     scheme = load_credit({"scheme": options.scheme, **_fields(rest)}, field="credit")

@@ -17,8 +17,8 @@ def add(commands: Commands) -> None:
 
 def _doctor(options: argparse.Namespace, rest: list[str]) -> None:
     recipe, run_dir = load(options.target, rest)
-    from agentrl.doctor import examine
     from agentrl.run.build import build
+    from agentrl.run.doctor import examine
 
     console = Console(soft_wrap=True)
     with build(untrained(recipe), tokenizer_folder=tokenizer_of(run_dir)) as parts:

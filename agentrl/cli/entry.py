@@ -1,15 +1,101 @@
-"""`agentrl COMMAND ...`: what every command has in common."""
+"""`agentrl COMMAND ...`: what every command has in common.
+
+How commands end: what is told of an error, and the exit status.
+"""
 
 import argparse
+import errno
 import logging
+import os
+import select
+import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from io import TextIOWrapper
 from pathlib import Path
 
-from agentrl.cli.commands import make_parser
-from agentrl.cli.exits import exits
-from agentrl.errors import ConfigError, UserError
+from agentrl.cli.commands import make_parser, rank, world_size
+from agentrl.errors import AgentRLError, ConfigError, UserError
+from agentrl.report.terminal import Console
+from agentrl.run import launch
+
+_FAILURE, _INTERRUPTED = 1, 130
+
+
+@contextmanager
+def exits(run_dir: Path | None = None) -> Iterator[None]:
+    """End a command with 2 for what the user can mend (a mistake, a full disk), 1 for failures, 130 where it is interrupted.
+
+    Args:
+        run_dir: of the run under way: if it has begun, it is told how to resume it. None: there is no run.
+    """
+    name = f"agentrl, process {rank()} of {world_size()}" if world_size() > 1 else "agentrl"
+    console = Console(stderr=True, soft_wrap=True)
+    try:
+        yield
+        sys.stdout.flush()
+    except UserError as error:
+        console.print(f"{name}: {error}", style="red")
+        sys.exit(launch.USER_MISTAKE)
+    except AgentRLError as error:
+        console.print(f"{name}: {error}", style="red")
+        sys.exit(_FAILURE)
+    except OSError as error:
+        if isinstance(error, BrokenPipeError) and _is_unread():
+            sys.exit(_FAILURE)
+        if not (words := _disk_words(error, resume_command=_resume_command(run_dir))):
+            raise
+        console.print(f"{name}: {words}", style="red")
+        sys.exit(launch.USER_MISTAKE)
+    except KeyboardInterrupt:
+        resume_command = _resume_command(run_dir)
+        words = (
+            f"interrupted. Resume from the last checkpoint with {resume_command}" if resume_command else "interrupted"
+        )
+        console.print(f"{name}: {words}")
+        sys.exit(_INTERRUPTED)
+
+
+def _is_unread() -> bool:
+    """Tell whether who read our output has gone, as `head` does; what is still to be written goes nowhere."""
+    if not hasattr(select, "poll"):
+        return False
+    output = select.poll()
+    output.register(sys.stdout.fileno(), 0)
+    if not any(event & select.POLLERR for _, event in output.poll(0)):
+        return False
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return True
+
+
+def _resume_command(run_dir: Path | None) -> str | None:
+    """Return the command that resumes a run; None: it has not begun."""
+    if run_dir is None or not (run_dir / "config.yaml").is_file():
+        return None
+    how = "train" if world_size() == 1 else f"launch --processes {world_size()}"
+    return f"`agentrl {how} {shlex.quote(str(run_dir))}`"
+
+
+def _disk_words(error: OSError, *, resume_command: str | None) -> str | None:
+    """Return what to say about a disk that is full or closed to us; None: the error is another one."""
+    file = error.filename or "the run folder"
+    if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
+        return f"no permission for {file}: {error.strerror}"
+    if error.errno == errno.EEXIST:
+        return f"cannot make {file}: something else stands there; move it away"
+    if error.errno == errno.ENOTDIR:
+        return f"cannot write {file}: a part of this path is a file"
+    if error.errno in (errno.ENOENT, errno.EISDIR, errno.ENAMETOOLONG, errno.ELOOP, errno.EIO) and error.filename:
+        return f"cannot read or write {file}: {error.strerror}"
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        lost = (
+            f". Nothing finished is lost: free the disk and resume with {resume_command}"
+            if resume_command
+            else "; free the disk"
+        )
+        return f"cannot write {file}: {error.strerror}{lost}"
+    return None
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

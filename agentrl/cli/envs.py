@@ -15,8 +15,8 @@ from agentrl.cli.commands import Commands, first_line
 from agentrl.report.terminal import Console
 
 if TYPE_CHECKING:
-    from agentrl.config import Recipe
-    from agentrl.rollout.env_calls import Env
+    from agentrl.recipe.config import Recipe
+    from agentrl.rollout.env_driver import Env
 
 
 _ENV = "an installed name, module:Class, a Gymnasium id, or a recipe"
@@ -70,8 +70,8 @@ def _envs(_: argparse.Namespace, __: list[str]) -> None:
     table = Table("name", "what it is", "tools", "state keys", "turn rewards")
     from agentrl.env import describe, make_env
     from agentrl.errors import UserError
-    from agentrl.registry import names, resolve
-    from agentrl.rollout.fault import environment_failures
+    from agentrl.recipe.registry import names, resolve
+    from agentrl.rollout.faults import environment_failures
     from agentrl.types import Need
 
     for name in names("agentrl.envs"):
@@ -95,7 +95,7 @@ def _envs(_: argparse.Namespace, __: list[str]) -> None:
 def _play(options: argparse.Namespace, rest: list[str]) -> None:
     recipe = _recipe(options.env, rest)
     from agentrl.report.play import nth_task, play
-    from agentrl.rollout.fault import environment_failures
+    from agentrl.rollout.faults import environment_failures
 
     with environment_failures():
         env = recipe.env.make()
@@ -121,14 +121,14 @@ def _check(options: argparse.Namespace, rest: list[str]) -> None:
 
 
 def _new(options: argparse.Namespace, _: list[str]) -> None:
-    from agentrl.cli.new_env import write_new_env
+    from agentrl.cli.new import write_new_env
 
     Console(soft_wrap=True).print(write_new_env(options.name, Path()))
 
 
 def _recipe(env: str, rest: list[str]) -> "Recipe":
     """Return the recipe that is named, or the default one with the environment that is."""
-    from agentrl.config import load_recipe
+    from agentrl.recipe.config import load_recipe
 
     if env.endswith((".yaml", ".yml")):
         return load_recipe(Path(env), rest)
@@ -144,7 +144,7 @@ def _ask() -> str | None:
 
 def _replay(options: argparse.Namespace, _: list[str]) -> None:
     recipe, _folder = load(options.target, [])
-    from agentrl.report.replay import find, replay
+    from agentrl.report.play import find, replay
 
     record = find(options.target, options.episode)
     env = recipe.env.make(record.stage)
@@ -157,9 +157,9 @@ def _replay(options: argparse.Namespace, _: list[str]) -> None:
 @contextmanager
 def _telling(env: "Env") -> Iterator[Console]:
     """Close an environment in the end; where it raises, print the traceback and exit with 1."""
+    from agentrl.data.plain import words_of
     from agentrl.env import close_env
-    from agentrl.plain_data import words_of
-    from agentrl.rollout.fault import fault_of
+    from agentrl.rollout.faults import describe_fault
 
     console = Console(soft_wrap=True)
     try:
@@ -168,7 +168,7 @@ def _telling(env: "Env") -> Iterator[Console]:
         finally:
             close_env(env)
     except (Exception, SystemExit, KeyboardInterrupt) as error:
-        console.print(Text(fault_of(error).traceback or words_of(error), "red"))
+        console.print(Text(describe_fault(error).traceback or words_of(error), "red"))
         if isinstance(error, KeyboardInterrupt):  # it hung
             raise
         sys.exit(1)

@@ -21,7 +21,7 @@ def add(commands: Commands) -> None:
 def _eval(options: argparse.Namespace, rest: list[str]) -> None:
     recipe, run_dir = load_to_play(options.target, rest)
     from agentrl.api.evaluation import evaluated
-    from agentrl.report.evaluation import as_json, tables
+    from agentrl.report.statistics import as_json, tables
 
     found, file = evaluated(recipe, run_dir, console=Console(soft_wrap=True, stderr=options.json))
     envs = {f"eval/{name}/" if name else "eval/": env.id for name, env in recipe.evaluation.env.items()}

@@ -24,8 +24,8 @@ def add(commands: Commands) -> None:
 
 
 def _export(options: argparse.Namespace, _: list[str]) -> None:
+    from agentrl.report.card import check_repo_id, push
     from agentrl.report.folder import RunFolder
-    from agentrl.report.hub import check_repo_id, push
 
     if options.adapter and options.dtype:
         raise ConfigError("--dtype: adapters are written as they were trained; leave it out")

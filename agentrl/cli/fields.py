@@ -11,7 +11,7 @@ from agentrl.errors import ConfigError
 from agentrl.report.terminal import Console
 
 if TYPE_CHECKING:
-    from agentrl.fields.listing import Field, Section
+    from agentrl.recipe.fields import Field, Section
 
 
 def add(commands: Commands) -> None:
@@ -30,9 +30,8 @@ def add(commands: Commands) -> None:
 
 
 def _fields(options: argparse.Namespace, _: list[str]) -> None:
-    from agentrl.fields.listing import sections
-    from agentrl.fields.page import page
-    from agentrl.fields.recipe_schema import recipe_schema
+    from agentrl.recipe.fields import page, sections
+    from agentrl.recipe.schema import recipe_schema
 
     if options.what and (options.markdown or options.json_schema):
         raise ConfigError(f"{options.what}: --markdown and --json-schema are of the whole recipe; leave it out")
@@ -52,13 +51,12 @@ def _found(what: str) -> "list[tuple[Section, tuple[Field, ...]]]":
     Raises:
         ConfigError: where there is nothing of this name.
     """
-    from agentrl.fields.find import find
-    from agentrl.fields.listing import sections
+    from agentrl.recipe.fields import find, sections
 
     # Environments import much: they are asked only where they may be meant.
     found = find(what, sections(with_environments=False)) if what and what.partition(".")[0] != "env" else []
     if not (found := found or find(what, sections())):
-        from agentrl.plugin import suggest_field
+        from agentrl.recipe.plugin import suggest_field
 
         paths = [field.path for section in sections() for field in section.fields]
         hint = suggest_field(what.rpartition(".")[2], {s.path for s in sections() if s.path} | set(paths))

@@ -26,13 +26,13 @@ def _plan(options: argparse.Namespace, rest: list[str]) -> None:
     if options.gpus < 1 or not 0 < options.memory <= _MAX_GB:
         raise ConfigError(f"--gpus and --memory: expected positive numbers, and at most {_MAX_GB:,} GB")
     recipe, _ = load(options.target, rest)
-    from agentrl.memory import GB, model_sizes, plan_memory, remedies, tokens_of_a_pass
-    from agentrl.run.engines import share_of
+    from agentrl.run.memory import GB, model_sizes, plan_memory, remedies, tokens_of_a_pass
+    from agentrl.run.parts import task_shard
 
     memory = int(options.memory * GB)
     sizes = model_sizes(recipe)
     processes = plan_memory(recipe, gpus=options.gpus, memory=memory, sizes=sizes)
-    share_of(recipe, 0, processes[0].count)
+    task_shard(recipe.engine, num_groups=recipe.rollout.num_groups, rank=0, num_ranks=processes[0].count)
     console = Console()
     for process in processes:
         table = Table(f"{process.count} x {process.name}", "GB", box=None, pad_edge=False)

@@ -27,17 +27,17 @@ def _serve(options: argparse.Namespace, rest: list[str]) -> None:
         raise ConfigError(f"--start-timeout-s: expected seconds above 0, got {options.start_timeout_s:g}")
     # The model is only written down here: the server has the GPU to itself.
     recipe, run_dir = load(options.target, [*rest, "--engine.name", "vllm_server", "--train.device", "cpu"])
-    from agentrl.engine.vllm_server_config import VLLMServerConfig
+    from agentrl.engine.vllm.servers import VLLMServerConfig
     from agentrl.run.build import build
-    from agentrl.run.serve import serve
+    from agentrl.run.export import serve
 
     config = recipe.engine
     assert isinstance(config, VLLMServerConfig)  # as named above
     num = len(config.server.urls)
     if not 0 <= options.server < num:
         raise ConfigError(f"--server: expected 0 to {num - 1}, the numbers of engine.server.url, got {options.server}")
-    config, tokenizer = config.of_process(options.server), tokenizer_of(run_dir)
-    tells_experts = recipe.loss.routing_replay == "engine"
+    config, tokenizer = config.for_process(options.server), tokenizer_of(run_dir)
+    returns_experts = recipe.loss.routing_replay == "engine"
     recipe = untrained(recipe, process=options.server)
     computing_nothing = {"model": {"attention": None}, "train": {"layout": "padded"}}
     recipe = recipe.model_copy(
@@ -50,7 +50,9 @@ def _serve(options: argparse.Namespace, rest: list[str]) -> None:
     with (
         build(recipe, tokenizer_folder=tokenizer) as parts,
         tempfile.TemporaryDirectory(prefix="agentrl-serve-") as folder,
-        serve(parts, config, Path(folder), timeout_s=options.start_timeout_s, tells_experts=tells_experts) as server,
+        serve(
+            parts, config, Path(folder), timeout_s=options.start_timeout_s, returns_experts=returns_experts
+        ) as server,
     ):
         console.print(f"serving at {server.url}; log: {folder}/server.log; end with Ctrl-C")
         status = server.process.wait()

@@ -54,7 +54,7 @@ def read_rollouts(options: argparse.Namespace) -> "tuple[list[TrajectoryRecord],
 
 
 def _show(options: argparse.Namespace, _: list[str]) -> None:
-    from agentrl.report.show import decoder, legend, render, run_of
+    from agentrl.report.terminal import decoder, legend, render, run_of
 
     chosen = read_rollouts(options)[1]
     decode = None if options.messages else decoder(run_of(options.target))

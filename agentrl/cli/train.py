@@ -4,11 +4,11 @@ import argparse
 import sys
 from pathlib import Path
 
-from agentrl import launch
 from agentrl.api.target import load, name_of
 from agentrl.cli.commands import OVERRIDING, Commands, rank
-from agentrl.cli.exits import exits
+from agentrl.cli.entry import exits
 from agentrl.report.terminal import Console
+from agentrl.run import launch
 
 
 def add(commands: Commands) -> None:
@@ -47,10 +47,10 @@ def _launch(options: argparse.Namespace, rest: list[str]) -> None:
     recipe, run_dir = load(options.target, rest)
     from agentrl.distributed.checkpoints import checkpoint_errors, checkpoints
     from agentrl.report.folder import RunFolder
-    from agentrl.run.engines import share_of
-    from agentrl.run.resume import check_processes
+    from agentrl.run.checkpoint import check_processes
+    from agentrl.run.parts import task_shard
 
-    share_of(recipe, 0, options.processes)
+    task_shard(recipe.engine, num_groups=recipe.rollout.num_groups, rank=0, num_ranks=options.processes)
     if run_dir is not None:
         for newest in checkpoints(RunFolder.open(run_dir).checkpoints)[-1:]:
             with checkpoint_errors(newest):

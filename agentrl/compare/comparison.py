@@ -9,7 +9,6 @@ from pydantic import BaseModel, ConfigDict
 
 from agentrl.compare.curves import Curve
 from agentrl.errors import ConfigError
-from agentrl.report.panel import Panel
 from agentrl.report.statistics import (
     area,
     estimate,
@@ -21,6 +20,7 @@ from agentrl.report.statistics import (
     steps_to,
     within,
 )
+from agentrl.report.terminal import Panel
 
 ALPHA = 0.05
 _LOPSIDED, _ENOUGH_TO_TELL = 1.0, 8
@@ -300,7 +300,7 @@ def _notes(
         notes.append(f"seeds that are not there leave their pairs out ({'; '.join(missing)})")
     if any(curve.panel is None for curve in curves):
         notes.append(
-            "the evaluation tasks of some runs are not known (an earlier version trained them): see that they are the same"
+            "the evaluation tasks of some runs are not known (their panel.json is gone): see that they are the same"
         )
     elif len({str(curve.panel.played) for curve in curves if curve.panel}) > 1:
         notes.append(

@@ -8,12 +8,12 @@ from itertools import combinations
 from pathlib import Path
 from typing import Any
 
-from agentrl.config import Recipe, load_recipe
 from agentrl.errors import ConfigError
+from agentrl.recipe.config import Recipe, load_recipe
 from agentrl.report.folder import RunFolder
-from agentrl.report.panel import Panel, read_panels
 from agentrl.report.reported import with_unreported
 from agentrl.report.sources import differing, read_sources
+from agentrl.report.terminal import Panel, read_panels
 
 _PREFERRED = ("success", "score", "reward")
 
@@ -51,7 +51,7 @@ class Curve:
     values: dict[int, float]
     """The metric, by step."""
     panel: Panel | None
-    """The tasks that it was evaluated on, and how. None: not known, as of a run of an earlier version."""
+    """The tasks that it was evaluated on, and how. None: not noted."""
     episodes: int
     """Episodes of a training step."""
 
@@ -153,10 +153,6 @@ def curve_of(run: RecordedRun, *, metric: str, recipe: str) -> Curve:
     prefix = metric.rpartition("/")[0]
     prefix = next((p for p in sorted(run.panels, key=len, reverse=True) if metric.startswith(p)), f"{prefix}/")
     panel = run.panels.get(prefix)
-    if panel is not None:  # an earlier version noted the tasks alone; the recipe says how they were played
-        evaluation = run.recipe.evaluation
-        played = {"temperature": evaluation.temperature, "samples": evaluation.samples, **panel.played}
-        panel = panel.model_copy(update=played)
     values = {}
     for row in with_unreported(run.rows, [metric]):
         if metric in row and row.get(f"{prefix}episodes", 0) > 0 and row["step"] >= (panel.since if panel else 0):

@@ -11,9 +11,9 @@ from pickle import UnpicklingError
 from pydantic import ValidationError
 from safetensors import SafetensorError
 
+from agentrl.data.files import damage, numbered, rename, seal, sync_folder
 from agentrl.distributed.processes import barrier, is_main
 from agentrl.errors import ConfigError
-from agentrl.files import damage, numbered, rename, seal, sync_folder
 
 NAME = "step-{}"
 _NO_SPACE = 2**20
@@ -28,7 +28,7 @@ def write_folder(target: Path, write: Callable[[Path], object], *, is_sealed: bo
     Args:
         target: the folder.
         write: called with the folder to fill.
-        is_sealed: list its files in one of it, so that `agentrl.files.damage` can tell whether they are what they were.
+        is_sealed: list its files in one of it, so that `agentrl.data.files.damage` can tell whether they are what they were.
 
     Raises:
         OSError: of a full disk, in whatever words the library that met it put it.
@@ -104,4 +104,4 @@ def checkpoint_errors(path: Path) -> Iterator[None]:
 def _damaged(path: Path, what: str) -> ConfigError:
     older = [other.name for other in checkpoints(path.parent) if other.name < path.name]
     words = f"delete it, and the run resumes from {older[-1]}" if older else "there is no older one"
-    return ConfigError(f"the checkpoint {path} is damaged, or of an earlier version ({what}): {words}")
+    return ConfigError(f"the checkpoint {path} is damaged ({what}): {words}")

@@ -128,7 +128,7 @@ def to_rank_zero(values: list[T]) -> list[T]:
     return [*values, *(value for owner in range(1, num_processes()) for value in _receive(owner))]
 
 
-def dealt(make: Callable[[], Sequence[T]]) -> T:
+def scatter(make: Callable[[], Sequence[T]]) -> T:
     """Return to each process its own of what the first makes: one for each. The others must call it as often.
 
     Raises:
@@ -194,7 +194,7 @@ def broadcast(tensors: Iterable[Tensor]) -> None:
             dist.broadcast(tensor, src=0)
 
 
-def add_up(tensors: Iterable[Tensor]) -> None:
+def all_reduce(tensors: Iterable[Tensor]) -> None:
     """Make tensors on all processes their sum over them."""
     if num_processes() > 1:
         for tensor in tensors:

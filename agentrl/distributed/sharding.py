@@ -49,7 +49,7 @@ def whole(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
         yield name, tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.detach()
 
 
-def save_whole(policy: nn.Module, file: Path) -> None:
+def save_full(policy: nn.Module, file: Path) -> None:
     """Write the weights of a policy, each once; called on every process, and the first writes."""
     tied = _tied(policy)
     state = {name: tensor.cpu().contiguous() for name, tensor in whole(policy) if is_main() and name not in tied}
@@ -57,7 +57,7 @@ def save_whole(policy: nn.Module, file: Path) -> None:
         save_file(state, file)
 
 
-def load_whole(policy: nn.Module, weights: Mapping[str, Tensor]) -> None:
+def load_full(policy: nn.Module, weights: Mapping[str, Tensor]) -> None:
     """Replace a policy's weights, shared out or not. Those that are tied to others (a head to the embedding) may be absent.
 
     Raises:

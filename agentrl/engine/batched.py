@@ -1,4 +1,4 @@
-"""What engines share that decode all running requests together, one token at a time."""
+"""Base of engines that decode all running requests together, one token at a time."""
 
 import asyncio
 import time
@@ -18,14 +18,14 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Request:
-    """A request on its way; grows as it is sampled."""
+    """A pending request; grows as it is sampled."""
 
     request_id: str
     prompt_ids: list[int]
     sampling: Sampling
     future: asyncio.Future[Completion]
     arrived: int
-    """Number of the decoding step before which it came."""
+    """Decoding step before which it arrived."""
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
@@ -34,11 +34,11 @@ class Request:
 
     @property
     def num_routed_tokens(self) -> int:
-        """Number of tokens whose experts are to be told: all that were computed, from `Sampling.experts_from` on."""
+        """Number of tokens whose experts are returned: all computed ones from `Sampling.experts_from` on."""
         return len(self.prompt_ids) + len(self.token_ids) - 1 - self.sampling.experts_from
 
     def finish(self, reason: FinishReason) -> None:
-        """Hand what was sampled to the caller, if there still is one."""
+        """Return the completion to the caller, if it still waits."""
         if not self.future.done():
             self.future.set_result(
                 Completion(
@@ -53,11 +53,7 @@ class Request:
 
 
 def check_weight(name: str, tensor: "torch.Tensor", own: "Mapping[str, torch.Tensor]") -> None:
-    """Refuse a weight that the model has not, or not in this shape.
-
-    Raises:
-        EngineError: with the name and both shapes.
-    """
+    """Raise EngineError for a weight that the model does not have, or not in this shape."""
     if name not in own or own[name].shape != tensor.shape:
         expected = tuple(own[name].shape) if name in own else "no such weight"
         raise EngineError(f"weight {name!r} of shape {tuple(tensor.shape)}: the engine has {expected}")
@@ -67,12 +63,12 @@ class BatchedConfig(EngineConfig):
     """Fields of an engine that decodes requests together in this process."""
 
     max_batch_size: Count = 64
-    """Largest number of requests decoded together; each holds one row of the key-value cache."""
+    """Largest number of requests decoded together; each takes one row of the key-value cache."""
     max_prefill_tokens: Amount = 8192
-    """Largest number of prompt tokens, padding included, computed at once; a longer prompt is computed alone."""
+    """Largest number of prompt tokens, including padding, computed at once; a longer prompt is computed alone."""
     lockstep: bool | None = None
     """Decode only when every live episode waits for tokens, so that batches do not depend on the timing of environments
-    and a run repeats bit for bit. None: where `rollout.mode` is sync, the only one that can repeat. Set to false where
+    and a run repeats bit for bit. None: true if `rollout.mode` is sync, the only one that can repeat. Set it to false if
     environments take longer than a decoding step (milliseconds)."""
 
     @property
@@ -80,23 +76,23 @@ class BatchedConfig(EngineConfig):
         """True unless batches depend on the timing of environments."""
         return self.lockstep is not False
 
-    def settled(self, context: EngineContext) -> Self:
-        """Return the fields with `lockstep` as the run wants it, where the recipe does not say."""
+    def with_lockstep(self, context: EngineContext) -> Self:
+        """Return the fields with `lockstep` resolved for the run, if the recipe leaves it open."""
         return self if self.lockstep is not None else self.model_copy(update={"lockstep": context.repeats_exactly})
 
 
 class BatchedEngine(ABC):
-    """Takes requests, and steps while there are any; with `lockstep`, only while every conversation waits for tokens."""
+    """Steps while there are requests; with `lockstep`, only while every conversation waits for tokens."""
 
     def __init__(self, config: BatchedConfig, *, vocab_size: int) -> None:
-        """Begin idle."""
+        """Create an idle engine."""
         self._config = config
         self._vocab_size = vocab_size
         self._version = 0
         self._waiting: list[Request] = []
         """Requests whose decoding has not started."""
         self._inside: dict[str, Request] = {}
-        """All requests without an answer, by id."""
+        """All unanswered requests, by id."""
         self._open: set[str] = set()
         self._is_paused = False
         self._is_closed = False
@@ -116,7 +112,7 @@ class BatchedEngine(ABC):
 
     @contextmanager
     def conversation(self, request_id: str) -> Iterator[None]:
-        """Keep what was computed for this id between its requests; with `lockstep`, decode only while it waits for tokens."""
+        """Keep the cache of this id between its requests; with `lockstep`, decode only while it waits for tokens."""
         self._open.add(request_id)
         try:
             yield
@@ -131,7 +127,7 @@ class BatchedEngine(ABC):
             raise EngineError(f"request {request_id}: the engine is closed")
         if not prompt_ids or sampling.max_tokens < 1:
             raise EngineError(f"request {request_id}: needs a prompt and max_tokens of at least 1, got {sampling}")
-        if (worst := max(prompt_ids)) >= self._vocab_size:  # it would fail all requests of a step
+        if (worst := max(prompt_ids)) >= self._vocab_size:  # would fail all requests of a step
             raise EngineError(f"request {request_id}: token {worst} is outside the vocabulary of {self._vocab_size}")
         if request_id in self._inside:
             raise EngineError(f"request {request_id}: the conversation already waits for a completion")
@@ -151,7 +147,7 @@ class BatchedEngine(ABC):
             self._drop(request)
 
     def _check_loadable(self) -> None:
-        """Refuse a push of weights where a request is being decoded, or is handed over to be."""
+        """Raise EngineError if the engine is closed or a request is being decoded."""
         if self._is_closed:
             raise EngineError("load_weights: the engine is closed")
         if len(self._inside) > len(self._waiting):
@@ -159,7 +155,7 @@ class BatchedEngine(ABC):
 
     @abstractmethod
     async def pause(self) -> None:
-        """Return running requests as they stand; hold waiting ones."""
+        """Return running requests with what they have; hold waiting ones."""
 
     async def resume(self) -> None:
         """Sample again."""
@@ -171,7 +167,7 @@ class BatchedEngine(ABC):
         """Replace the weights; see `Engine.load_weights`."""
 
     async def close(self) -> None:
-        """Release what the engine holds; requests that still wait, and later ones, get an EngineError."""
+        """Release all resources; pending and later requests get an EngineError."""
         self._is_closed = True
         if self._driver is not None:
             self._driver.cancel()
@@ -179,21 +175,21 @@ class BatchedEngine(ABC):
 
     @abstractmethod
     async def _advance(self, waiting: list[Request]) -> None:
-        """Admit as many of the waiting requests as there is room for, in order, and decode one token of each running one.
+        """Admit waiting requests in order, as far as there is room, and decode one token of each running request.
 
-        What was admitted leaves `self._waiting`, what is answered leaves `self._inside`.
+        Admitted requests are removed from `self._waiting`, answered ones from `self._inside`.
         """
 
     @abstractmethod
     def _withdraw(self, request: Request) -> None:
-        """Stop decoding a request whose caller has gone."""
+        """Stop decoding a request whose caller was cancelled."""
 
     @abstractmethod
     def _end_conversation(self, request_id: str) -> None:
-        """Release what was kept for a conversation."""
+        """Release the cache of a conversation."""
 
     def _kick(self) -> None:
-        """Start decoding where there is something to do and no reason to wait."""
+        """Start decoding if there are requests and no reason to wait."""
         if self._can_step() and (self._driver is None or self._driver.done()):
             self._driver = asyncio.get_running_loop().create_task(self._drive())
             self._driver.add_done_callback(self._on_driver_done)
@@ -207,13 +203,13 @@ class BatchedEngine(ABC):
         while self._can_step():
             begin = time.perf_counter()
             self._step += 1
-            # The order within a step is a matter of timing.
+            # Sorted, because the order within a step depends on timing.
             await self._advance(sorted(self._waiting, key=lambda r: (r.arrived, r.request_id)))
             self._busy_s += time.perf_counter() - begin
             await asyncio.sleep(0)
 
     def _on_driver_done(self, driver: asyncio.Task[None]) -> None:
-        """Hand an error of the model to everyone who waits for it."""
+        """Fail all pending requests with an error of the model."""
         error = None if driver.cancelled() else driver.exception()
         if error is not None:
             words = str(error) if isinstance(error, EngineError) else f"{type(error).__name__}: {error}"
@@ -224,10 +220,10 @@ class BatchedEngine(ABC):
     @property
     @abstractmethod
     def _name(self) -> str:
-        """What to call the engine in an error."""
+        """Name of the engine in errors."""
 
     def _fail(self, failure: EngineError) -> None:
-        """Let every request fail."""
+        """Fail every pending request."""
         for request in self._inside.values():
             if not request.future.done():
                 request.future.set_exception(failure)
@@ -239,7 +235,7 @@ class BatchedEngine(ABC):
         request.finish(reason)
 
     def _drop(self, request: Request) -> None:
-        """Forget a request, wherever it is: its caller has gone."""
+        """Drop a request whose caller no longer waits."""
         if self._inside.get(request.request_id) is request:
             del self._inside[request.request_id]
         if request in self._waiting:

@@ -1,14 +1,11 @@
 """Environments: messages in, messages out, plain Gymnasium. An environment never sees a token."""
 
-from agentrl.env.command import run_command
-from agentrl.env.describe import EnvDescription, describe
-from agentrl.env.make import make_env
-from agentrl.env.message_env import MessageEnv, as_message, ask_oracle, base_env, close_env
+from agentrl.env.make import EnvDescription, describe, make_env
+from agentrl.env.message_env import ActionSpace, MessageEnv, MessagesSpace, as_message, ask_oracle, base_env, close_env
 from agentrl.env.sandbox import ExecResult, Language, Sandbox, SandboxConfig, sandbox_config
-from agentrl.env.spaces import ActionSpace, MessagesSpace
+from agentrl.env.subprocesses import run_command
 from agentrl.env.task_env import TaskEnv
-from agentrl.env.tool_env import ToolEnv
-from agentrl.env.tools import ToolCallError, arguments_object, tool, tool_call, tool_schemas
+from agentrl.env.tool_env import ToolCallError, ToolEnv, arguments_object, tool, tool_call, tool_schemas
 from agentrl.types import MAX_REWARD
 
 __all__ = [

@@ -1,20 +1,34 @@
-"""What a recipe's `env` section names, built."""
+"""What a recipe's `env` section names, built.
+
+The recipe's section about the environment.
+
+What an environment says of itself, looked at once.
+
+What to say to an environment of which nothing but its tools is known.
+"""
 
 import inspect
+import json
+import operator
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import entry_points
-from typing import Any, get_origin, get_type_hints
+from itertools import pairwise
+from typing import Annotated, Any, Self, get_origin, get_type_hints
 
 import gymnasium as gym
 from gymnasium.envs.registration import load_env_creator
+from pydantic import AfterValidator, BaseModel, ConfigDict, model_validator
+from pydantic_core import PydanticCustomError
 
+from agentrl.data.plain import PlainDataError, abbreviated, line_of, plain_data
 from agentrl.env.message_env import MessageEnv
-from agentrl.errors import ConfigError
-from agentrl.plain_data import line_of
-from agentrl.registry import import_named, names, resolve, suggest
-from agentrl.types import Message
+from agentrl.env.tool_env import tool_schemas
+from agentrl.errors import ConfigError, EnvironmentFailure
+from agentrl.recipe.registry import import_named, names, resolve, suggest
+from agentrl.types import Amount, Message, Need, NumTasks, Split, TaskHashes
 
 Env = gym.Env[tuple[Message, ...], str | Message]
 
@@ -158,3 +172,184 @@ def _no_message_env(spec: str, got: object) -> ConfigError:
         f"{_FIELD}: {spec!r} gives {what}, which is no agentrl.MessageEnv. "
         "Subclass agentrl.ToolEnv (tools, start, answer) or agentrl.MessageEnv (reset, step)."
     )
+
+
+def _as_kept(options: dict[str, Any]) -> dict[str, Any]:
+    """Return options as a run's folder keeps them: a run is resumed in the environment in which it began."""
+    try:
+        kept: dict[str, Any] = plain_data(options)
+        json.dumps(options, allow_nan=False, default=str)
+    except PlainDataError as error:
+        raise PydanticCustomError("plain", "{words}", {"words": str(error)}) from error
+    except ValueError:
+        raise PydanticCustomError("finite", "expected finite numbers") from None
+    return kept
+
+
+Options = Annotated[dict[str, Any], AfterValidator(_as_kept)]
+
+
+class StageConfig(BaseModel):
+    """Options of the environment that hold in training from a step on."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    from_step: Amount
+    """The first step whose groups are started with them."""
+    options: Options
+    """Laid over `env.options`, until the next entry."""
+
+
+class EnvConfig(BaseModel):
+    """Which environment the agent lives in."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    id: str = "calculator"
+    """An installed name (`agentrl envs` lists them), `module:Class`, or a Gymnasium id."""
+    options: Options = {}
+    """Keyword arguments of the environment's constructor."""
+
+    wrappers: tuple[Options, ...] = ()
+    """What is put around it, the first innermost: each an `id`, an installed name or `module:Class` of a
+    `gymnasium.Wrapper`, and beside it keyword arguments of its constructor."""
+
+    schedule: tuple[StageConfig, ...] = ()
+    """Options that change with the step, in training alone: a schedule of difficulty."""
+
+    def make(self, stage: int = 0) -> gym.Env[tuple[Message, ...], str | Message]:
+        """Return a new environment.
+
+        Args:
+            stage: with the options of an entry of the schedule, from 1. 0: with `options` alone.
+
+        Raises:
+            ConfigError: see `make_env`; and for an entry that there is not.
+        """
+        if not 0 <= stage <= (num := len(self.schedule)):
+            raise ConfigError(f"env.schedule has no entry {stage}; it has {num}")
+        options = self.options | (self.schedule[stage - 1].options if stage else {})
+        return make_env(self.id, options, wrappers=self.wrappers)
+
+    @model_validator(mode="after")
+    def _in_order(self) -> Self:
+        for place, (one, following) in enumerate(pairwise(self.schedule)):
+            if following.from_step <= one.from_step:
+                raise ValueError(
+                    f"schedule.{place + 1}.from_step: {following.from_step} does not come after {one.from_step}; order the "
+                    "entries by their steps"
+                )
+        return self
+
+
+MAX_TASKS = 10**8
+"""Tasks of a split: each epoch has an order of its own, of eight bytes a task."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EnvDescription:
+    """What an environment offers to credit schemes, to the model and to the order of tasks."""
+
+    needs: frozenset[Need]
+    """Data that credit schemes may read from it."""
+    tools: list[dict[str, Any]]
+    """JSON schemas of its tools."""
+    num_tasks: NumTasks
+    task_hashes: TaskHashes
+
+
+def describe(env: MessageEnv) -> EnvDescription:
+    """Return what an environment offers.
+
+    Raises:
+        EnvironmentFailure: naming what `provides()`, `tools`, `num_tasks()` or `tasks_hash()` should be.
+    """
+    name, provided = type(env).__name__, env.provides()
+    if not isinstance(provided, set | frozenset) or not all(need in list(Need) for need in provided):
+        raise EnvironmentFailure(
+            f"environment {name}: provides() returned {abbreviated(provided)}; return a frozenset of agentrl.Need"
+        )
+    try:
+        tools = tool_schemas(env.tools)
+    except PlainDataError as error:
+        raise EnvironmentFailure(f"environment {name}: {error}") from error
+    num_tasks = NumTasks(train=_num_tasks(env, "train"), eval=_num_tasks(env, "eval"))
+    hashes = TaskHashes(train=_tasks_hash(env, "train"), eval=_tasks_hash(env, "eval"))
+    return EnvDescription(needs=frozenset(map(Need, provided)), tools=tools, num_tasks=num_tasks, task_hashes=hashes)
+
+
+def _tasks_hash(env: MessageEnv, split: Split) -> str | None:
+    given: object = env.tasks_hash(split)
+    if given is not None and not isinstance(given, str):
+        raise EnvironmentFailure(
+            f"environment {type(env).__name__}: tasks_hash({split!r}) returned {abbreviated(given)}; return a str, or None"
+        )
+    return given
+
+
+def _num_tasks(env: MessageEnv, split: Split) -> int | None:
+    given: Any = env.num_tasks(split)  # of a stranger's: it may be anything
+    if given is None:
+        return None
+    try:
+        number = -1 if isinstance(given, bool) else operator.index(given)
+    except TypeError:
+        number = -1
+    if number > MAX_TASKS:
+        raise EnvironmentFailure(
+            f"environment {type(env).__name__}: num_tasks({split!r}) returned {abbreviated(given)}; an order is kept of up to "
+            f"{MAX_TASKS:,} tasks: return None, and let tasks follow from the seed"
+        )
+    if number < 0:
+        raise EnvironmentFailure(
+            f"environment {type(env).__name__}: num_tasks({split!r}) returned {abbreviated(given)}; return the number of "
+            "tasks, or None where they follow from the seed"
+        )
+    return int(number)
+
+
+CALL_ID = "call_0"
+
+
+def bad_actions(tools: Sequence[dict[str, Any]]) -> Iterator[tuple[str, str | Message, bool]]:
+    """Yield what it is, the action, and whether a `ToolEnv` must answer it with an error."""
+    yield "plain text", "hello", False
+    yield "empty text", "", False
+    yield "unicode text", "naïve \u2603 \U0001f600 \x00 \u202e", False
+    yield "very long text", "x" * 100_000, False
+    yield "a message with content None and a call", {**call("no_such_tool", {}), "content": None}, True
+    yield "an unknown tool", call("no_such_tool", {}), True
+    yield "an unknown tool with a very long name", call("x" * 100_000, {}), True
+    yield "a malformed call", call("", '{"name": '), True
+    for function in (schema["function"] for schema in tools if is_schema(schema)):
+        name, properties = function["name"], function["parameters"].get("properties", {})
+        yield f"{name} with malformed JSON", call(name, "{"), True
+        yield f"{name} with a list of arguments", call(name, [1]), True
+        yield f"{name} with an argument it does not have", call(name, {"no such argument": "\ud800"}), True
+        yield f"{name} without arguments", call(name, {}), False
+        yield f"{name} with arguments of a wrong type", call(name, {p: {"no": [None]} for p in properties}), False
+        yield f"{name} with huge numbers", call(name, dict.fromkeys(properties, 10**400)), False
+        yield f"{name} with very long texts", call(name, dict.fromkeys(properties, "9" * 100_000)), False
+
+
+def is_schema(schema: Any) -> bool:
+    """Tell whether a tool's schema is sound enough to call it."""
+    function = schema.get("function") if isinstance(schema, dict) else None
+    return isinstance(function, dict) and "name" in function and isinstance(function.get("parameters"), dict)
+
+
+def likely_arguments(schema: dict[str, Any]) -> dict[str, Any]:
+    """Return arguments that a tool may well accept."""
+    values = {"integer": 1, "number": 0.5, "string": "a", "boolean": True, "array": [], "object": {}}
+    properties: dict[str, Any] = schema["function"]["parameters"].get("properties", {})
+    return {name: (p.get("enum") or [values.get(str(p.get("type")), "a")])[0] for name, p in properties.items()}
+
+
+def call(name: str, arguments: Any) -> Message:
+    """Return a message with one call, whose arguments may be anything."""
+    function = {"name": name, "arguments": arguments}
+    return {
+        "role": "assistant",
+        "content": "",
+        "tool_calls": [{"id": CALL_ID, "type": "function", "function": function}],
+    }

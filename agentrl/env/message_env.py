@@ -1,20 +1,91 @@
-"""The contract of every environment."""
+"""The contract of every environment.
+
+Gymnasium spaces for what environments and agents say. Gymnasium's vector environments take them as they are.
+
+What environments return, as plain data; what breaks the contract of `MessageEnv` is told in a line, with the fix.
+"""
 
 import copy
 import json
 import math
 import re
 from collections.abc import Callable
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, NamedTuple, Self
 
 import gymnasium as gym
 import numpy as np
 
+from agentrl.data.plain import PlainDataError, abbreviated, is_number, plain_data
 from agentrl.env.background import awaited
-from agentrl.env.spaces import ActionSpace, MessagesSpace, is_message
-from agentrl.errors import EnvironmentFailure
-from agentrl.plain_data import PlainDataError, abbreviated, plain_data
-from agentrl.types import Message, Need
+from agentrl.errors import EnvError, EnvironmentFailure
+from agentrl.types import MAX_REWARD, Message, Need
+
+ROLES = ("system", "user", "assistant", "tool")
+
+
+def is_message(value: object) -> bool:
+    """Tell whether `value` is one chat message: a dict with a known role and with text content or tool calls."""
+    if not isinstance(value, dict) or value.get("role") not in ROLES or not _has_sound_calls(value):
+        return False
+    content = value.get("content")
+    return isinstance(content, str) or (content is None and bool(value.get("tool_calls")))
+
+
+def _has_sound_calls(message: Message) -> bool:
+    """Tell whether `tool_calls`, where a message has them, are a list of dicts, each with a function that has a name."""
+    calls = message.get("tool_calls")
+    return calls is None or (isinstance(calls, list) and all(map(_is_call, calls)))
+
+
+def _is_call(value: object) -> bool:
+    function = value.get("function") if isinstance(value, dict) else None
+    return isinstance(function, dict) and isinstance(function.get("name"), str)
+
+
+class _Space(gym.Space[Any]):
+    """A space of messages; all of one class are equal."""
+
+    def __init__(self, seed: int | None = None) -> None:
+        super().__init__(None, None, seed)
+
+    @property
+    def is_np_flattenable(self) -> bool:
+        """Messages cannot be flattened to an array."""
+        return False
+
+    def __eq__(self, other: object) -> bool:
+        return type(other) is type(self)
+
+    def __hash__(self) -> int:
+        return hash(type(self))
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}()"
+
+
+class MessagesSpace(_Space):
+    """Observations: a tuple of messages, the ones that are new since the last action."""
+
+    def sample(self, mask: Any | None = None, probability: Any | None = None) -> tuple[Message, ...]:  # noqa: ARG002
+        """Return one user message with a random number in it."""
+        return ({"role": "user", "content": str(int(self.np_random.integers(1000)))},)
+
+    def contains(self, x: Any) -> bool:
+        """Tell whether `x` is a tuple of messages."""
+        return isinstance(x, tuple) and all(is_message(m) for m in x)
+
+
+class ActionSpace(_Space):
+    """Actions: text, or an assistant message (with tool calls where there are some)."""
+
+    def sample(self, mask: Any | None = None, probability: Any | None = None) -> str | Message:  # noqa: ARG002
+        """Return a random number as text."""
+        return str(int(self.np_random.integers(1000)))
+
+    def contains(self, x: Any) -> bool:
+        """Tell whether `x` is text or an assistant message."""
+        return isinstance(x, str) or (is_message(x) and x["role"] == "assistant")
+
 
 _LOGGED, _MAX_LOGGED = re.compile(r"[A-Za-z0-9_.-]{1,64}"), 64
 
@@ -218,3 +289,110 @@ def _plain(arguments: Any) -> Any:
         except (ValueError, RecursionError):  # malformed, or numbers and nesting that Python refuses to read
             return arguments
     return arguments
+
+
+class ResetReturn(NamedTuple):
+    """What `reset` returned."""
+
+    messages: tuple[Message, ...]
+    info: dict[str, Any]
+
+
+class StepReturn(NamedTuple):
+    """What `step` returned."""
+
+    messages: tuple[Message, ...]
+    reward: float
+    terminated: bool
+    truncated: bool
+    info: dict[str, Any]
+
+
+def reset_return(result: object, *, method: str = "reset()") -> ResetReturn:
+    """Return what `reset` returned.
+
+    Args:
+        result: of the method.
+        method: its name in error messages.
+
+    Raises:
+        EnvError: where it breaks the contract. So do the functions below.
+    """
+    if not (isinstance(result, tuple) and len(result) == 2):
+        raise EnvError(f"{method} returned {abbreviated(result)}; return (messages, info)")
+    return ResetReturn(_messages(result[0], method), _info(result[1], method))
+
+
+def step_return(result: object, *, method: str = "step()") -> StepReturn:
+    """Return what `step` returned."""
+    if not (isinstance(result, tuple) and len(result) == 5):
+        raise EnvError(
+            f"{method} returned {abbreviated(result)}; return (messages, reward, terminated, truncated, info)"
+        )
+    messages, reward, terminated, truncated, info = result
+    return StepReturn(
+        _messages(messages, method), _reward(reward, method), bool(terminated), bool(truncated), _metrics(info, method)
+    )
+
+
+def key_return(key: object, *, method: str) -> str | None:
+    """Return a key, or an answer, that the environment may not have."""
+    if key is not None and not isinstance(key, str):
+        raise EnvError(f"{method} returned {abbreviated(key)}; return a str, or None where there is none")
+    plain: str | None = _plain_reply(key, f"{method}: the key")
+    return plain
+
+
+def _messages(messages: object, method: str) -> tuple[Message, ...]:
+    plain = _plain_reply(messages, f"{method}: messages")
+    if not isinstance(plain, list):
+        raise EnvError(f"{method} returned {abbreviated(messages)} as messages; return a tuple of them")
+    for message in plain:
+        if not is_message(message):
+            raise EnvError(
+                f"{method} returned {abbreviated(message)} as a message; return a dict with role "
+                "(system, user, assistant, tool) and content (a str); tool_calls, where it has any, are a list of "
+                '{"type": "function", "function": {"name": ..., "arguments": ...}}'
+            )
+    return tuple(plain)
+
+
+def _reward(reward: object, method: str) -> float:
+    number = _plain_reply(reward, f"{method}: the reward")
+    if not is_number(number) or abs(number) > MAX_REWARD:
+        raise EnvError(
+            f"{method} returned the reward {abbreviated(reward)}; return a finite float, at most {MAX_REWARD:g} in size"
+        )
+    return float(number)
+
+
+def _info(info: object, method: str) -> dict[str, Any]:
+    if not isinstance(info, dict):
+        raise EnvError(f"{method} returned {abbreviated(info)} as info; return a dict")
+    plain: dict[str, Any] = _plain_reply(info, f"{method}: info")
+    return plain
+
+
+def _metrics(info: object, method: str) -> dict[str, Any]:
+    """Return the `info` of a step, whose numbers become metrics of the episode."""
+    plain = _info(info, method)
+    success = plain.get("success")
+    if success is not None and not (is_number(success) and success in (0, 1)):
+        raise EnvError(
+            f"{method} returned info['success'] = {abbreviated(success)}; return a bool, and a share as info['score']"
+        )
+    for part in (plain, plain.get("logged"), plain.get("reward_components")):
+        for name, value in part.items() if isinstance(part, dict) else ():
+            if is_number(value) and abs(value) > MAX_METRIC:
+                raise EnvError(
+                    f"{method} returned {abbreviated(value)} in info as {name[:80]!r}; numbers there become metrics: return at "
+                    f"most {MAX_METRIC:g} in size, or text"
+                )
+    return plain
+
+
+def _plain_reply(value: object, place: str) -> Any:
+    try:
+        return plain_data(value, place)
+    except PlainDataError as error:
+        raise EnvError(str(error)) from error

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal, Protocol, Self
 
 from pydantic import Field
 
-from agentrl.plugin import Plugin, Seam, with_fields
+from agentrl.recipe.plugin import Plugin, Seam, with_fields
 
 Language = Literal["python", "sh"]
 
@@ -91,8 +91,8 @@ class SandboxConfig(Plugin):
 
     name: str = "monty"
     """An installed sandbox, or `module:Class` of a `SandboxConfig`. `monty`: a Python interpreter of its own, without a host.
-    `bubblewrap`: CPython and a shell in namespaces of Linux. `mini_shell`: a few commands on files in memory. `unsafe`: a
-    plain process under limits, which can read, write and send whatever you can."""
+    `bubblewrap`: CPython and a shell in namespaces of Linux. `unsafe`: a plain process under limits, which can read, write
+    and send whatever you can."""
 
     timeout_s: Annotated[float, Field(gt=0, le=600)] = 5.0
     """Wall time of one `exec`, in seconds."""

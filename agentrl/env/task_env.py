@@ -8,15 +8,14 @@ from typing import Any
 import numpy as np
 from pydantic import Field, PydanticSchemaGenerationError, ValidationError
 
+from agentrl.data.plain import abbreviated, line_of
 from agentrl.env.message_env import as_message
 from agentrl.env.rewards.functions import Answered, grade, load_rewards
 from agentrl.env.task_table import TableOptions, load_table
-from agentrl.env.tool_env import ToolEnv
-from agentrl.env.tools import function_spec, is_tool
+from agentrl.env.tool_env import ToolEnv, function_spec, is_tool
 from agentrl.errors import EnvironmentFailure, UserError
-from agentrl.plain_data import abbreviated, line_of
-from agentrl.plugin import explain
-from agentrl.registry import import_attribute
+from agentrl.recipe.plugin import explain
+from agentrl.recipe.registry import import_attribute
 from agentrl.types import Message, Need
 
 

@@ -13,8 +13,8 @@ import numpy as np
 import numpy.typing as npt
 from pydantic import BaseModel, ConfigDict
 
-from agentrl.learn.loss_config import DEFAULT_CLIP, CalibratedConfig, LossConfig
-from agentrl.learn.tally import Array, Observations, Sums
+from agentrl.learn.config import DEFAULT_CLIP, CalibratedConfig, LossConfig
+from agentrl.learn.metrics import Array, Observations, Sums
 
 Key = tuple[int, int]
 
@@ -24,14 +24,14 @@ STEP = 0.3
 """Part of a Newton step by which the share that was clipped corrects the range. The units of a minibatch
 are few and move together: a whole step would follow one of them."""
 LARGEST_STEP = 3.0
-"""Of that correction in one minibatch: what is cut off one way alone would leave another share than the aim."""
+"""Of that correction in one minibatch: what is cut off one way alone would leave another share than the target."""
 SETTLED = 8
 """Minibatches after which the spread is known well enough for a correction."""
 NARROWEST = 1e-5
 """Where widths end downwards: below it is what kernels round."""
 
 
-class Aim(NamedTuple):
+class ClipTarget(NamedTuple):
     """What a recipe asks of its ranges."""
 
     clipped: float
@@ -48,7 +48,7 @@ class Aim(NamedTuple):
         return np.outer(np.minimum(1, 4 / np.sqrt(length_U)), self.token)
 
     @classmethod
-    def of(cls, config: LossConfig) -> "Aim":
+    def from_config(cls, config: LossConfig) -> "ClipTarget":
         """Return what the loss section of a recipe asks."""
         asked = config.calibrated or CalibratedConfig()
         return cls(
@@ -65,7 +65,7 @@ class Units(NamedTuple):
     """Tokens."""
 
 
-class Alike(NamedTuple):
+class BandStats(NamedTuple):
     """What a minibatch showed of units alike in staleness (and length). Of those that an update had moved."""
 
     distance: Sums = Sums()
@@ -81,7 +81,7 @@ class Alike(NamedTuple):
     clipped_up: Sums = Sums()
 
 
-Shown = Mapping[str, Alike]
+ClipStats = Mapping[str, BandStats]
 """What a minibatch showed of its units, by band."""
 
 
@@ -102,11 +102,12 @@ class Calibration(BaseModel):
 
         width = m exp(g), between 1e-5 and b_u = token_width min(1, 4 / sqrt(tokens of unit u))
         m <- m + .1 (mean of min(|log s_u|, b_u / 2) - m)             (the mean of all while these are fewer than ten)
-        g <- g + .3 (clipped - aim pushed) / (P k phi(k)) from the ninth on,   k = the normal distribution's quantile at 1 - aim
+        g <- g + .3 (clipped - target pushed) / (P k phi(k)) from the ninth on
+        k = the normal distribution's quantile at 1 - target
 
     m follows the spread of log s_u. g begins at log(k sqrt(pi / 2)), where it would stay were they normal, and moves by the
     tokens of negative (positive) advantage: those pushed, and those clipped of them, over half of all pushed, P. A Newton
-    step, three tenths of it at a time: as long as g is bounded, sums of clipped and of aim pushed cannot part, whatever the
+    step, three tenths of it at a time: as long as g is bounded, sums of clipped and of target pushed cannot part, whatever the
     ratios do (adaptive conformal inference, Gibbs and Candes 2021, arXiv:2106.00170). b_u is four standard deviations of a
     mean over independent tokens that each move by the width of a token: it does not depend on what the policy does, so that
     one that runs away cannot take its range along.
@@ -117,20 +118,20 @@ class Calibration(BaseModel):
     bands: Mapping[str, Band] = {}
     """By staleness and length."""
 
-    def widths(self, units: Units, aim: Aim) -> tuple[Array, Array]:
+    def widths(self, units: Units, target: ClipTarget) -> tuple[Array, Array]:
         """Return how far log s_u may fall below and rise above 0, of each unit: two arrays (U,)."""
-        width_U2 = np.tile(aim.start, (len(units.length_U), 1))
-        for key, alike_U in _alike(*units, by_length=aim.by_length):
+        width_U2 = np.tile(target.start, (len(units.length_U), 1))
+        for key, alike_U in _alike(*units, by_length=target.by_length):
             if (band := self._nearest(key)) is not None:
                 width_U2[alike_U] = band.spread * np.exp(band.gains)
-        bounded_U2 = width_U2.clip(NARROWEST, aim.bounds(units.length_U))
+        bounded_U2 = width_U2.clip(NARROWEST, target.bounds(units.length_U))
         return bounded_U2[:, 0], bounded_U2[:, 1]
 
-    def after(self, shown: Shown, aim: Aim) -> "Calibration":
+    def updated(self, shown: ClipStats, target: ClipTarget) -> "Calibration":
         """Return what a minibatch makes of this."""
         bands = dict(self.bands)
         for name in sorted(shown):
-            bands[name] = _next(self._nearest(_key(name)) or _begun(aim), shown[name], aim)
+            bands[name] = _next(self._nearest(_key(name)) or _begun(target), shown[name], target)
         return Calibration(bands=bands)
 
     def _nearest(self, key: Key) -> Band | None:
@@ -141,19 +142,21 @@ class Calibration(BaseModel):
         return self.bands[min(distances, key=lambda name: (*distances[name], name))]
 
 
-def observed(observations: Observations, aim: Aim, *, version: int, is_updated: bool) -> Shown:
+def clip_stats(observations: Observations, target: ClipTarget, *, version: int, is_updated: bool) -> ClipStats:
     """Add up what passes showed of units that `reject` leaves in the loss.
 
     Args:
         observations: of the minibatch.
-        aim: what the recipe asks.
+        target: what the recipe asks.
         version: of the policy that is updated.
         is_updated: it has been in this step. Else units that it sampled have not moved: their ratios are rounding.
     """
-    return joined(_of_pass(part, aim, version=version, is_updated=is_updated) for part in observations.passes())
+    return merge_clip_stats(
+        _of_pass(part, target, version=version, is_updated=is_updated) for part in observations.passes()
+    )
 
 
-def _of_pass(part: Mapping[str, Array], aim: Aim, *, version: int, is_updated: bool) -> Shown:
+def _of_pass(part: Mapping[str, Array], target: ClipTarget, *, version: int, is_updated: bool) -> ClipStats:
     unit_T, clipped_T = part["unit_T"], part["clipped_T"]
     down_T, up_T = part["advantage_T"] < 0, part["advantage_T"] > 0
     units = units_of(unit_T, version - part["version_T"])
@@ -161,12 +164,12 @@ def _of_pass(part: Mapping[str, Array], aim: Aim, *, version: int, is_updated: b
     # A rejected unit tells nothing: no width would keep it.
     tells_U = ((units.staleness_U > 0) | is_updated) & (part.get("rejected_U", np.zeros(len(units.length_U))) == 0)
     of_all = (np.log(part["ratio_U"]), *pushed_U)
-    return of_units(
-        Units(*(column_U[tells_U] for column_U in units)), *(column_U[tells_U] for column_U in of_all), aim=aim
+    return unit_clip_stats(
+        Units(*(column_U[tells_U] for column_U in units)), *(column_U[tells_U] for column_U in of_all), target=target
     )
 
 
-def of_units(
+def unit_clip_stats(
     units: Units,
     log_ratio_U: Array,
     down_U: Array,
@@ -174,8 +177,8 @@ def of_units(
     clipped_down_U: Array,
     clipped_up_U: Array,
     *,
-    aim: Aim,
-) -> Shown:
+    target: ClipTarget,
+) -> ClipStats:
     """Add up what units showed. Those whose ratio is exactly 1 were not updated yet, and tell nothing.
 
     Args:
@@ -185,27 +188,29 @@ def of_units(
         up_U: tokens of positive advantage.
         clipped_down_U: those of them that had left the trust region.
         clipped_up_U: likewise.
-        aim: what the recipe asks.
+        target: what the recipe asks.
     """
-    distance_U = np.minimum(np.abs(log_ratio_U), aim.bounds(units.length_U).max(axis=1) / 2)
+    distance_U = np.minimum(np.abs(log_ratio_U), target.bounds(units.length_U).max(axis=1) / 2)
     columns = (distance_U, units.length_U, down_U, up_U, clipped_down_U, clipped_up_U)
     return {
-        _name(key): Alike(*(Sums.of(column_U[moved_U]) for column_U in columns))
-        for key, alike_U in _alike(*units, by_length=aim.by_length)
+        _name(key): BandStats(*(Sums.from_values(column_U[moved_U]) for column_U in columns))
+        for key, alike_U in _alike(*units, by_length=target.by_length)
         if (moved_U := alike_U & (log_ratio_U != 0)).any()
     }
 
 
-def joined(parts: Iterable[Shown]) -> Shown:
+def merge_clip_stats(parts: Iterable[ClipStats]) -> ClipStats:
     """Return what parts of a minibatch showed together."""
-    found: dict[str, Alike] = {}
+    found: dict[str, BandStats] = {}
     for part in parts:
         for name, alike in part.items():
-            found[name] = Alike(*(one.plus(other) for one, other in zip(found.get(name, Alike()), alike, strict=True)))
+            found[name] = BandStats(
+                *(one.plus(other) for one, other in zip(found.get(name, BandStats()), alike, strict=True))
+            )
     return found
 
 
-def range_metrics(calibration: Calibration, shown: Sequence[Shown]) -> dict[str, float]:
+def range_metrics(calibration: Calibration, shown: Sequence[ClipStats]) -> dict[str, float]:
     """Describe a step: the share of tokens that `clipped` aims at, and the ranges of units sampled by the newest weights.
 
     Of tokens with an advantage, in units that an update has moved.
@@ -233,26 +238,26 @@ def _sums(unit_T: Array, values_T: npt.NDArray[np.generic] | None = None) -> Arr
     return np.bincount(unit_T.astype(np.int64), weights=values_T).astype(np.float64)
 
 
-def _begun(aim: Aim) -> Band:
-    gain = log(NormalDist().inv_cdf(1 - aim.clipped) * sqrt(pi / 2))
+def _begun(target: ClipTarget) -> Band:
+    gain = log(NormalDist().inv_cdf(1 - target.clipped) * sqrt(pi / 2))
     return Band(num_minibatches=0, spread=0.0, gains=(gain, gain))
 
 
-def _next(band: Band, shown: Alike, aim: Aim) -> Band:
+def _next(band: Band, shown: BandStats, target: ClipTarget) -> Band:
     spread = band.spread + max(RATE, 1 / (band.num_minibatches + 1)) * (shown.distance.mean - band.spread)
-    quantile = NormalDist().inv_cdf(1 - aim.clipped)
+    quantile = NormalDist().inv_cdf(1 - target.clipped)
     pushed_each_side = (shown.down.total + shown.up.total) / 2
     gains = []
     for gain, pushed, clipped, widest in zip(
         band.gains,
         (shown.down, shown.up),
         (shown.clipped_down, shown.clipped_up),
-        aim.bounds(np.array([shown.length.mean]))[0],
+        target.bounds(np.array([shown.length.mean]))[0],
         strict=True,
     ):
         step = 0.0
         if band.num_minibatches >= SETTLED and pushed_each_side:
-            excess = (clipped.total - aim.clipped * pushed.total) / pushed_each_side
+            excess = (clipped.total - target.clipped * pushed.total) / pushed_each_side
             step = STEP * excess / (quantile * NormalDist().pdf(quantile))
         # Not beyond where widths are bounded: it would take as long to come back.
         moved = gain + min(max(step, -LARGEST_STEP), LARGEST_STEP)

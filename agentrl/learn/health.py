@@ -6,7 +6,7 @@ from math import sqrt
 from statistics import fmean
 from typing import Literal, get_args
 
-from agentrl.learn.tokens import rows_of
+from agentrl.learn.batch import rows_of
 from agentrl.rollout import RolloutConfig
 from agentrl.rollout.demonstrations import Demonstration
 
@@ -65,7 +65,7 @@ def collapsed_since(rows: Sequence[Row]) -> int:
     return found[1]
 
 
-def first_told(found: Mapping[Sign, str], rows: Sequence[Row]) -> dict[Sign, str]:
+def newly_detected(found: Mapping[Sign, str], rows: Sequence[Row]) -> dict[Sign, str]:
     """Return what to tell: each sign once in a run, and where a policy collapsed, not what follows from it.
 
     Args:

@@ -2,15 +2,25 @@
 
 `I` trajectories of a step, `T` trained tokens of a pass, `P` its slots, `Q` slots that are asked for, `J` routers of a
 mixture of experts, `X` experts that each chooses at a slot.
+
+An interrupt of an update that runs on another thread: what takes long asks for it where it may end.
+
+The experts of a policy: whether they can be noted and replayed (`loss.routing_replay`), and what a step tells of them.
+
+`J` routers of a model, `P` slots of a pass, `X` experts that each chooses at a slot.
 """
 
+import asyncio
+import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from contextvars import ContextVar
 from dataclasses import replace
 from functools import partial
 from itertools import chain
-from typing import Any, NamedTuple
+from threading import Event
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -18,28 +28,122 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from agentrl.credit import Credit
-from agentrl.distributed.processes import all_gather, dealt, from_rank_zero, num_processes
-from agentrl.errors import TrainingError
-from agentrl.learn.batch import LossColumns, make_batch
-from agentrl.learn.calibration import Aim, Shown, joined, observed, range_metrics
-from agentrl.learn.experts import expert_metrics, is_routed
-from agentrl.learn.interrupt import check_interrupt
-from agentrl.learn.kept_versions import KeptVersions
-from agentrl.learn.loss_config import LossConfig
-from agentrl.learn.metrics import anchor_metrics, effective_samples, first_metrics, update_metrics
-from agentrl.learn.micro_batch_loss import Before, Earlier, micro_batch_loss, trust_region
-from agentrl.learn.minibatches import draw_minibatches
-from agentrl.learn.plan import MicroBatch, PassTokens, Planner
+from agentrl.distributed.processes import all_gather, from_rank_zero, num_processes, scatter
+from agentrl.errors import ConfigError, TrainingError
+from agentrl.learn.batch import LossColumns, TokenBatch, make_batch
+from agentrl.learn.calibration import ClipStats, ClipTarget, clip_stats, merge_clip_stats, range_metrics
+from agentrl.learn.config import LossConfig, TrainConfig
+from agentrl.learn.line_search import KeptVersions, KLLineSearch
+from agentrl.learn.metrics import (
+    MinibatchStats,
+    Observations,
+    TokenDiagnostics,
+    anchor_metrics,
+    effective_samples,
+    first_metrics,
+    update_metrics,
+)
+from agentrl.learn.micro_batch_loss import AnchorState, StaleTokens, micro_batch_loss, trust_region
+from agentrl.learn.plan import MicroBatch, PassTokens, Planner, draw_minibatches
 from agentrl.learn.policy_state import PolicyState
-from agentrl.learn.reach import Reach
-from agentrl.learn.tally import Observations, Tally
-from agentrl.learn.token_notes import TokenNotes
-from agentrl.learn.tokens import TokenBatch
-from agentrl.learn.train_config import TrainConfig
+from agentrl.models.moe import UNKNOWN, changed_share, experts_of, recording, replaying, routers_of
 from agentrl.policy.layout import attending, lay_out
 from agentrl.rollout import derive_seed
-from agentrl.routing import experts_of, recording, replaying
 from agentrl.types import Trajectory, TrajectoryGroup
+
+R = TypeVar("R")
+
+_ASK_S = 0.1
+"""How often a coroutine that is waited for asks, in seconds."""
+
+_interrupted: ContextVar[Event | None] = ContextVar("interrupted", default=None)
+
+
+def run_until(interrupted: Event, work: Callable[[], R]) -> R:
+    """Run what ends soon once `interrupted` is set; to be called in a context of its own, as `asyncio.to_thread` does.
+
+    Raises:
+        TrainingError: where it ended for that.
+    """
+    _interrupted.set(interrupted)
+    return work()
+
+
+def check_interrupt() -> None:
+    """Go on, unless it was interrupted.
+
+    Raises:
+        TrainingError: where it was.
+    """
+    event = _interrupted.get()
+    if event is not None and event.is_set():
+        raise TrainingError("the update was interrupted")
+
+
+async def unless_interrupted(work: Awaitable[R]) -> R:
+    """Wait for a coroutine, which is cancelled where the update is interrupted.
+
+    Raises:
+        TrainingError: where it was.
+    """
+    future = asyncio.ensure_future(work)
+    try:
+        while not future.done():
+            check_interrupt()
+            await asyncio.wait([future], timeout=_ASK_S)
+        return future.result()
+    finally:
+        future.cancel()
+        await asyncio.gather(future, return_exceptions=True)
+
+
+log = logging.getLogger(__name__)
+
+
+def is_routed(state: PolicyState, *, must_be: bool) -> bool:
+    """Tell whether the experts of the policy can be noted; a model without any has none.
+
+    Raises:
+        ConfigError: where they must be.
+    """
+    policy = state.policy
+    model, device = policy.model, state.device
+    try:
+        with torch.no_grad(), recording(model) as experts:
+            if has_experts := bool(routers_of(model)):
+                inputs, _ = lay_out([np.zeros(2, dtype=np.int64)], policy.layout, device=device)
+                slot_1 = target_1 = torch.zeros(1, dtype=torch.long, device=device)
+                policy(inputs, slot_1, target_1, 1.0)
+                with replaying(model, experts[0]) if must_be else nullcontext():
+                    pass
+    except TrainingError as error:
+        if must_be:
+            raise ConfigError(f"loss.routing_replay: {error}") from error
+        log.info("the experts of this model are not reported: %s", error)
+        return False
+    if must_be and not has_experts:
+        raise ConfigError(f"loss.routing_replay: {type(model).__name__} is no mixture of experts; set it to none")
+    return has_experts
+
+
+def expert_metrics(micro: MicroBatch, before_JPX: Tensor, after_JPX: Tensor) -> dict[str, float]:
+    """Return what a step tells of the experts at the slots where trained tokens are read, of one pass.
+
+    Args:
+        micro: the pass.
+        before_JPX: what the policy itself chose before the first update.
+        after_JPX: what it chose after it.
+    """
+    slots_Q = micro.slot_T
+    metrics = {"moe/changed_experts": float(changed_share(before_JPX, after_JPX, slots_Q=slots_Q).mean())}
+    if micro.experts_JPX is not None:
+        told_JPX = micro.experts_JPX.to(before_JPX)
+        is_told_Q = (told_JPX[:, slots_Q] != UNKNOWN).all(-1).all(0)
+        metrics["moe/told"] = float(is_told_Q.double().mean())
+        if is_told_Q.any():
+            unlike_Q = changed_share(told_JPX, before_JPX, slots_Q=slots_Q[is_told_Q])
+            metrics["moe/unlike_engine"] = float(unlike_Q.mean())
+    return metrics
 
 
 class CreditedMinibatch(NamedTuple):
@@ -66,8 +170,8 @@ class TrainingPass(NamedTuple):
 class Gradient(NamedTuple):
     """What computing a minibatch's gradient showed."""
 
-    tally: Tally
-    shown: Shown
+    tally: MinibatchStats
+    shown: ClipStats
     """Empty without `trust: calibrated`."""
     observations: Observations
     """Of this process."""
@@ -93,7 +197,7 @@ class Learner:
             seed: of the drawing of minibatches.
         """
         self.state = state
-        self.notes = TokenNotes()
+        self.diagnostics = TokenDiagnostics()
         """What the newest update computed of each token."""
         self.kept = KeptVersions(state.policy.parameters(), most=loss.kept_versions if loss.anchor == "sampled" else 0)
         """Weights of the versions before, by which stale tokens are compared."""
@@ -103,7 +207,7 @@ class Learner:
         policy = state.policy
         self._layout = policy.layout
         self._is_routed = is_routed(state, must_be=loss.routing_replay != "none")
-        self._planner = Planner.of(
+        self._planner = Planner.for_policy(
             policy,
             max_tokens=config.max_tokens_per_micro_batch,
             device=state.device,
@@ -148,32 +252,32 @@ class Learner:
         """
         minibatches = self.draw(groups, credits, version=version)
         plans = [self.plan(minibatch) for minibatch in minibatches]
-        befores = self._before(minibatches, plans, version=version)
+        anchors = self._anchor_states(minibatches, plans, version=version)
         known = {version, *self.kept.versions}
         self.kept.keep(version)
         state = self.state
         state.wrapped.train()
-        tallies: list[Tally] = []
-        shown: list[Shown] = []
-        self.notes = TokenNotes()
+        tallies: list[MinibatchStats] = []
+        shown: list[ClipStats] = []
+        self.diagnostics = TokenDiagnostics()
         num_updates = 0
         of_experts: dict[str, float] = {}
         routed = self._first_routed(minibatches[0]) if self._is_routed and plans[0] else None
-        reach = Reach(state, target=self._config.target_kl)
+        reach = KLLineSearch(state, target=self._config.target_kl)
         # What the last update is measured by. In the first minibatch the policy is its own anchor, wherever it is.
         last = max((index for index, plan in enumerate(plans) if plan), default=0)
-        shown_last = self._present(plans[0]) if reach.target is not None and last == 0 else befores[last]
+        shown_last = self._present(plans[0]) if reach.target is not None and last == 0 else anchors[last]
         for index, plan in enumerate(plans):
             if plan:
                 add_gradients = partial(
-                    self.add_gradients, plan, befores[index], version=version, is_updated=num_updates > 0
+                    self.add_gradients, plan, anchors[index], version=version, is_updated=num_updates > 0
                 )
                 gradient = add_gradients()
-                if reach.shorten(gradient.tally, partial(self.show, plan, befores[index], version=version)):
+                if reach.backtrack(gradient.tally, partial(self.show, plan, anchors[index], version=version)):
                     state.optimizer.zero_grad()
                     gradient = add_gradients()
                 tally = gradient.tally
-                self.notes.add(minibatches[index].pairs, gradient.observations)
+                self.diagnostics.add(minibatches[index].pairs, gradient.observations)
                 if index == 0 and tally.versions.keys() <= {version} and check_agreement is not None:
                     check_agreement(tally["engine_distance_T"].mean)
                 if not math.isfinite(tally.grad_norm):
@@ -183,10 +287,10 @@ class Learner:
                     )
                 tallies.append(tally)
                 shown.append(gradient.shown)
-                state.calibration = state.calibration.after(gradient.shown, Aim.of(self.loss))
+                state.calibration = state.calibration.updated(gradient.shown, ClipTarget.from_config(self.loss))
                 if tally.grad_norm > 0:  # else AdamW would move by momentum alone, and forget how large gradients are
                     share = effective_samples(tally) if self._config.ess_scaling else 1.0
-                    reach.begin_update()
+                    reach.keep_weights()
                     tallies[-1] = replace(tally, learning_rate=state.update(rate_factor=math.sqrt(share)))
                     num_updates += 1
                 state.optimizer.zero_grad()
@@ -196,7 +300,7 @@ class Learner:
             state.advance_schedule()
         if num_updates and reach.target is not None:
             show_last = partial(self.show, plans[last], shown_last, version=version)
-            reach.shorten(show_last(), show_last)
+            reach.backtrack(show_last(), show_last)
         skipped = {"skipped_minibatches": float(len(plans) - num_updates), **reach.metrics()}
         if not tallies:  # no token was computed: of none there is no mean
             return skipped
@@ -233,11 +337,11 @@ class Learner:
         def shares() -> list[list[tuple[PassTokens, LossColumns]]]:
             tokens, columns = self._batch(minibatch)
             computed = range(minibatch.num_computed)
-            of_all = self._planner.deal(tokens, num_processes=num_processes(), trajectories=computed)
-            return [[(each, columns.at(each.token_T)) for each in share] for share in of_all]
+            of_all = self._planner.assign(tokens, num_processes=num_processes(), trajectories=computed)
+            return [[(each, columns.select(each.token_T)) for each in share] for share in of_all]
 
-        passes = [(self._planner.lay_out(tokens), columns) for tokens, columns in dealt(shares)]
-        return [TrainingPass(micro, columns.mapped(micro.placed)) for micro, columns in passes]
+        passes = [(self._planner.lay_out(tokens), columns) for tokens, columns in scatter(shares)]
+        return [TrainingPass(micro, columns.map(micro.to_device)) for micro, columns in passes]
 
     def _batch(self, minibatch: CreditedMinibatch) -> tuple[TokenBatch, LossColumns]:
         return make_batch(
@@ -249,11 +353,11 @@ class Learner:
         )
 
     def add_gradients(
-        self, plan: Sequence[TrainingPass], befores: Sequence[Before], *, version: int, is_updated: bool = True
+        self, plan: Sequence[TrainingPass], anchors: Sequence[AnchorState], *, version: int, is_updated: bool = True
     ) -> Gradient:
         """Add up a minibatch's gradient and clip it. Whether an update of the step came before, calibration asks."""
         observations = Observations()
-        for number, (training_pass, before) in enumerate(zip(plan, befores, strict=True)):
+        for number, (training_pass, before) in enumerate(zip(plan, anchors, strict=True)):
             check_interrupt()
             with (
                 self._accumulating(is_last=number == len(plan) - 1),
@@ -264,23 +368,23 @@ class Learner:
                 # Processes average their gradients; the loss is a sum over all of them.
                 self._accelerator.backward(loss * self._accelerator.num_processes)
         is_calibrated = self.loss.trust == "calibrated"
-        aim = Aim.of(self.loss)
-        own = observed(observations, aim, version=version, is_updated=is_updated) if is_calibrated else {}
-        tallies, shown = zip(*all_gather([(Tally.of(observations), own)]), strict=True)
+        target = ClipTarget.from_config(self.loss)
+        own = clip_stats(observations, target, version=version, is_updated=is_updated) if is_calibrated else {}
+        tallies, shown = zip(*all_gather([(MinibatchStats.from_observations(observations), own)]), strict=True)
         norm = self._accelerator.clip_grad_norm_(self.state.wrapped.parameters(), self._config.max_grad_norm)
         grad_norm = float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
-        tally = replace(Tally.joined(tallies), grad_norm=grad_norm, learning_rate=self.state.learning_rate)
-        return Gradient(tally, joined(shown), observations)
+        tally = replace(MinibatchStats.merge(tallies), grad_norm=grad_norm, learning_rate=self.state.learning_rate)
+        return Gradient(tally, merge_clip_stats(shown), observations)
 
-    def show(self, plan: Sequence[TrainingPass], befores: Sequence[Before], *, version: int) -> Tally:
+    def show(self, plan: Sequence[TrainingPass], anchors: Sequence[AnchorState], *, version: int) -> MinibatchStats:
         """Return what a minibatch shows of the present weights. No gradient."""
         observations = Observations()
-        for training_pass, before in zip(plan, befores, strict=True):
+        for training_pass, before in zip(plan, anchors, strict=True):
             check_interrupt()
             routing = self._routing(training_pass.micro, before)
             with torch.no_grad(), attending(self.state.policy.model, self._layout), routing:
                 self._pass_loss(training_pass, before, observations, version)
-        return Tally.joined(all_gather([Tally.of(observations)]))
+        return MinibatchStats.merge(all_gather([MinibatchStats.from_observations(observations)]))
 
     def _accumulating(self, *, is_last: bool) -> AbstractContextManager[Any]:
         """Return a context in which gradients are added up on this process, and with the others' at the last.
@@ -289,9 +393,9 @@ class Learner:
         """
         return nullcontext() if is_last or self.state.is_sharded else self._accelerator.no_sync(self.state.wrapped)
 
-    def _before(
+    def _anchor_states(
         self, minibatches: list[CreditedMinibatch], plans: list[list[TrainingPass]], *, version: int
-    ) -> list[list[Before]]:
+    ) -> list[list[AnchorState]]:
         """Return what each pass gives before the first update, by the same plan and precision as in training.
 
         Of the first minibatch nothing is computed: there the policy itself is the anchor, exactly, whatever the noise of a
@@ -302,27 +406,27 @@ class Learner:
         is_bounded = self._config.target_kl is not None
         is_stale = is_bounded and from_rank_zero(lambda: any(minibatch.is_stale(version) for minibatch in minibatches))
         if of_behavior and not is_stale:
-            return [[Before() for _ in plan] for plan in plans]
+            return [[AnchorState() for _ in plan] for plan in plans]
         self.state.wrapped.train()
-        befores = [[Before(is_start=True) for _ in plans[0]], *map(self._present, plans[1:])]
+        anchors = [[AnchorState(is_start=True) for _ in plans[0]], *map(self._present, plans[1:])]
         if of_behavior:  # its experts are not those of the sampling version
-            befores = [[before._replace(experts_JPX=None) for before in of_minibatch] for of_minibatch in befores]
-        return self._with_earlier(plans, befores, version=version) if self.loss.anchor == "sampled" else befores
+            anchors = [[before._replace(experts_JPX=None) for before in of_minibatch] for of_minibatch in anchors]
+        return self._with_earlier(plans, anchors, version=version) if self.loss.anchor == "sampled" else anchors
 
-    def _present(self, plan: Sequence[TrainingPass]) -> list[Before]:
+    def _present(self, plan: Sequence[TrainingPass]) -> list[AnchorState]:
         """Return what each pass gives under the present weights."""
         found = []
         for micro, _ in plan:
             check_interrupt()
-            with torch.no_grad(), self._routing(micro, Before()) as experts:
+            with torch.no_grad(), self._routing(micro, AnchorState()) as experts:
                 logprobs_T = self._forward(self.state.wrapped, micro)[0]
             is_replayed = self.loss.routing_replay == "trainer"
-            found.append(Before(logprobs_T, experts_JPX=experts[0].cpu() if is_replayed else None))
+            found.append(AnchorState(logprobs_T, experts_JPX=experts[0].cpu() if is_replayed else None))
         return found
 
     def _with_earlier(
-        self, plans: list[list[TrainingPass]], befores: list[list[Before]], *, version: int
-    ) -> list[list[Before]]:
+        self, plans: list[list[TrainingPass]], anchors: list[list[AnchorState]], *, version: int
+    ) -> list[list[AnchorState]]:
         """Add log-probabilities of tokens of earlier versions under the weights that sampled them.
 
         The engine's, where those weights are not kept.
@@ -336,19 +440,19 @@ class Learner:
                     check_interrupt()
                     is_its_own_T = columns.version_T == earlier
                     if is_its_own_T.any() or self._accelerator.num_processes > 1:  # a pass takes all of them
-                        with self._routing(micro, Before()):
+                        with self._routing(micro, AnchorState()):
                             recomputed_T = self._forward(self.state.wrapped, micro)[0]
                         logprobs_T[is_its_own_T] = recomputed_T[is_its_own_T].to(logprobs_T.dtype)
         found = iter(zip(passes, logprobs, strict=True))
         return [
             [
-                before._replace(earlier=Earlier(columns.version_T != version, logprobs_T))
+                before._replace(stale=StaleTokens(columns.version_T != version, logprobs_T))
                 for before, ((_, columns), logprobs_T) in zip(of_minibatch, found, strict=False)
             ]
-            for of_minibatch in befores
+            for of_minibatch in anchors
         ]
 
-    def _routing(self, micro: MicroBatch, before: Before) -> AbstractContextManager[list[Tensor]]:
+    def _routing(self, micro: MicroBatch, before: AnchorState) -> AbstractContextManager[list[Tensor]]:
         """Return a context in which the experts of a pass are noted, and are the engine's or those of before, where known."""
         if not self._is_routed:
             return nullcontext([])
@@ -362,7 +466,7 @@ class Learner:
 
         def first() -> PassTokens:
             tokens, _ = self._batch(minibatch)
-            return self._planner.deal(tokens, trajectories=range(minibatch.num_computed))[0][0]
+            return self._planner.assign(tokens, trajectories=range(minibatch.num_computed))[0][0]
 
         micro = self._planner.lay_out(from_rank_zero(first))
         return micro, self._experts(micro)
@@ -379,7 +483,7 @@ class Learner:
         return logprobs_T, entropy_T
 
     def _pass_loss(
-        self, training_pass: TrainingPass, before: Before, observations: Observations, version: int
+        self, training_pass: TrainingPass, before: AnchorState, observations: Observations, version: int
     ) -> Tensor:
         micro, columns = training_pass
         logprobs_T, entropy_T = self._forward(self.state.wrapped, micro)
@@ -394,7 +498,7 @@ class Learner:
             config=self.loss,
             observations=observations,
             trust=trust_region(self.loss, columns, calibration=self.state.calibration, version=version),
-            before=before,
+            anchor=before,
             version=version,
             reference_logprobs_T=reference_T,
         )

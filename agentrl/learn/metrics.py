@@ -3,23 +3,280 @@
 Names are `what` or `theme/what`; those under `time/` and `process/` depend on the machine, all others repeat exactly in
 lockstep.
 `I` trajectories of a minibatch, `T` its trained tokens, `U` its ratio units.
+
+What a minibatch shows: of each token on the process that computes it, in sums on all.
+
+`I` trajectories of a minibatch; `T` trained tokens of a pass, `U` its ratio units.
+
+What training showed of each sampled token, for people to look at beside the rollouts.
+
+`T` sampled tokens of a trajectory, `P` trained tokens of a minibatch.
+
+Tokens that were sampled under weights of long ago: masked or counted.
+
+`T` action tokens of a trajectory.
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import reduce
-from typing import Any
+from math import sqrt
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
+import numpy.typing as npt
 import psutil
+import torch
+from torch import Tensor
 
 from agentrl.credit import Credit
-from agentrl.learn.tally import Sums, Tally, together
+from agentrl.distributed.processes import is_main, to_rank_zero
 from agentrl.rollout.evaluation import component_means, reported_means
 from agentrl.rollout.limits import num_open_files
-from agentrl.types import FinishReason, StopReason, TrajectoryGroup, valid_trajectories
+from agentrl.types import FinishReason, StopReason, Trajectory, TrajectoryGroup, valid_trajectories
+
+Array = npt.NDArray[np.float64]
+Key = TypeVar("Key", bound=Hashable)
 
 
-def first_metrics(tally: Tally) -> dict[str, float]:
+@dataclass(slots=True)
+class Observations:
+    """What this process's passes over a minibatch showed; grows by micro-batches."""
+
+    columns: dict[str, list[npt.NDArray[Any]]] = field(default_factory=dict)
+    """Of each name an array for each micro-batch, no wider than what was observed. See `passes`."""
+    loss: float = 0.0
+
+    def add(self, **tensors: Tensor) -> None:
+        """Append observations to the columns of these names."""
+        for name, tensor in tensors.items():
+            self.columns.setdefault(name, []).append(_narrow(tensor.detach()).cpu().numpy())
+
+    def passes(self) -> Iterator[dict[str, Array]]:
+        """Yield what each micro-batch showed, by name."""
+        for columns in zip(*self.columns.values(), strict=True):
+            yield {name: array.astype(np.float64) for name, array in zip(self.columns, columns, strict=True)}
+
+    def column(self, name: str) -> Array:
+        """Return all observations of a name."""
+        return np.concatenate([np.empty(0), *self.columns.get(name, [])])
+
+
+class Sums(NamedTuple):
+    """Some numbers, in as many bytes however many they are. All is 0 where there are none."""
+
+    num: int = 0
+    total: float = 0.0
+    squares: float = 0.0
+    """Of their distances from their mean."""
+    peak: float = 0.0
+    """The largest."""
+
+    @classmethod
+    def from_values(cls, values: npt.NDArray[Any]) -> "Sums":
+        """Add up."""
+        if not len(values):
+            return cls()
+        total = float(np.sum(values, dtype=np.float64))
+        squares = float(np.sum((values - total / len(values)) ** 2))
+        return cls(len(values), total, squares, float(values.max()))
+
+    def plus(self, other: "Sums") -> "Sums":
+        """Return those of both merge_sums.
+
+        Source: "Updating formulae and a pairwise algorithm for computing sample variances", Chan, Golub and LeVeque, 1979.
+        """
+        if not (self.num and other.num):
+            return self if self.num else other
+        num, gap = self.num + other.num, other.mean - self.mean
+        squares = self.squares + other.squares + gap * gap * self.num * other.num / num  # gap**2 would raise for 1e200
+        return Sums(num, self.total + other.total, squares, max(self.peak, other.peak))
+
+    @property
+    def mean(self) -> float:
+        """Mean."""
+        return self.total / self.num if self.num else 0.0
+
+    @property
+    def spread(self) -> float:
+        """Standard deviation."""
+        return sqrt(self.squares / self.num) if self.num else 0.0
+
+
+def merge_sums(parts: Iterable[Mapping[Key, Sums]]) -> dict[Key, Sums]:
+    """Return the sums of parts, by key."""
+    found: dict[Key, Sums] = {}
+    for part in parts:
+        for key, sums in part.items():
+            found[key] = found[key].plus(sums) if key in found else sums
+    return found
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MinibatchStats:
+    """What one minibatch showed. Its size does not depend on how many tokens there are: processes gather it."""
+
+    sums: Mapping[str, Sums] = field(default_factory=dict)
+    """By name. `T` of tokens, `U` of ratio units."""
+    trajectories: Mapping[int, float] = field(default_factory=dict)
+    """Sum over the tokens of policy - behavior log-probabilities, by number in the minibatch."""
+    versions: Mapping[int, Sums] = field(default_factory=dict)
+    """Of |anchor - behavior| log-probabilities, by the policy version that sampled the token."""
+    loss: float = 0.0
+    grad_norm: float = 0.0
+    """Norm of the gradient before it was clipped."""
+    learning_rate: float = 0.0
+
+    @classmethod
+    def from_observations(cls, observations: Observations) -> "MinibatchStats":
+        """Add up what this process saw."""
+        tally = cls.merge([_of_pass(part) for part in observations.passes()])
+        return replace(tally, loss=observations.loss)
+
+    @classmethod
+    def merge(cls, parts: "Sequence[MinibatchStats]") -> "MinibatchStats":
+        """Return what parts of one minibatch showed merge_sums."""
+        trajectories: dict[int, float] = {}
+        for part in parts:
+            for number, total in part.trajectories.items():
+                trajectories[number] = trajectories.get(number, 0.0) + total
+        return cls(
+            sums=merge_sums(part.sums for part in parts),
+            trajectories=trajectories,
+            versions=merge_sums(part.versions for part in parts),
+            loss=sum(part.loss for part in parts),
+        )
+
+    def __getitem__(self, name: str) -> Sums:
+        """Return the sums of a name; none where it was not observed."""
+        return self.sums.get(name, Sums())
+
+
+def _of_pass(part: Mapping[str, Array]) -> MinibatchStats:
+    index_T, ratio_U, log_ratio_T = part["unit_T"].astype(np.int64), part["ratio_U"], part["log_ratio_T"]
+    engine_T, version_T, trajectory_T = (
+        part["engine_difference_T"],
+        part["version_T"].astype(np.int64),
+        part["trajectory_T"].astype(np.int64),
+    )
+    moved_T = part["moved_T"][~np.isnan(part["moved_T"])]  # those whose log-probability before the step is known
+    clipped_T, is_up_T, is_down_T = part["clipped_T"], part["advantage_T"] > 0, part["advantage_T"] < 0
+    clipped_U, has_up_U, has_down_U = (
+        np.bincount(index_T, weights=what_T) > 0 for what_T in (clipped_T, is_up_T, is_down_T)
+    )
+    alone = ("entropy_T", "engine_difference_T", "reference_kl_T", "mismatch_U", "limited_U", "rejected_U")
+    columns = {name: part[name] for name in alone if name in part} | {
+        "ratio_U": ratio_U,
+        "ratio_deviation_U": np.abs(ratio_U - 1),
+        "token_ratio_T": np.exp(log_ratio_T),
+        "anchor_distance_T": np.abs(log_ratio_T),
+        "engine_distance_T": np.abs(engine_T),
+        # Source: "Approximating KL divergence", J. Schulman, 2020 (k3).
+        "divergence_T": np.expm1(moved_T.clip(max=80)) - moved_T,
+        "clipped_T": clipped_T,
+        "clipped_up_T": clipped_T * is_up_T,
+        "clipped_down_T": clipped_T * is_down_T,
+        "clipped_U": clipped_U,
+        "mixed_U": has_up_U & has_down_U,
+        "one_sided_U": clipped_U & has_up_U & has_down_U,
+    }
+    distance_T, total_I = np.abs(engine_T - log_ratio_T), np.bincount(trajectory_T, weights=engine_T)
+    return MinibatchStats(
+        sums={name: Sums.from_values(column) for name, column in columns.items()},
+        trajectories={int(number): float(total_I[number]) for number in np.unique(trajectory_T)},
+        versions={int(version): Sums.from_values(distance_T[version_T == version]) for version in np.unique(version_T)},
+    )
+
+
+def _narrow(tensor: Tensor) -> Tensor:
+    """Return whole numbers, which are counts and places, in 32 bits, and others in 32 or 64."""
+    if tensor.dtype == torch.bool or tensor.dtype == torch.float64:
+        return tensor
+    return tensor.float() if tensor.is_floating_point() else tensor.int()
+
+
+Notes = Mapping[str, npt.NDArray[np.float64]]
+"""`ratio`, `entropy` and `clipped` of each token, `(T,)`; NaN where nothing was computed of it."""
+
+
+class _Seen(NamedTuple):
+    """Of one pass."""
+
+    token_T: npt.NDArray[np.int32]
+    """Number of each token among the minibatch's."""
+    ratio_T: npt.NDArray[np.generic]
+    entropy_T: npt.NDArray[np.generic]
+    clipped_T: npt.NDArray[np.bool_]
+
+
+class TokenDiagnostics:
+    """Grows by the minibatches of a step: each token is in one, and each process notes those that it computes."""
+
+    def __init__(self) -> None:
+        self._minibatches: list[tuple[list[tuple[Trajectory, Credit]], list[_Seen]]] = []
+
+    def add(self, pairs: Sequence[tuple[Trajectory, Credit]], observations: Observations) -> None:
+        """Note what this process's passes over a minibatch showed."""
+        columns = [observations.columns[name] for name in ("token_T", "unit_T", "ratio_U", "entropy_T", "clipped_T")]
+        seen = [
+            _Seen(token_T, ratio_U[unit_T], entropy_T, clipped_T)
+            for token_T, unit_T, ratio_U, entropy_T, clipped_T in zip(*columns, strict=True)
+        ]
+        self._minibatches.append((list(pairs), seen))
+
+    def gather(self) -> Callable[[Trajectory], Notes]:
+        """Return the notes of a trajectory; none where it was in no minibatch.
+
+        On the first process; the others, which must call it as often, are asked for theirs and get none.
+        """
+        found: dict[tuple[str, str], Notes] = {}
+        for pairs, own in self._minibatches:
+            seen = to_rank_zero(own)
+            if not is_main():
+                continue
+            start, columns = 0, _by_token(seen, num=sum(int(credit.keep_T.sum()) for _, credit in pairs))
+            for trajectory, credit in pairs:
+                end = start + int(credit.keep_T.sum())
+                notes = {name: np.full(credit.keep_T.shape, np.nan) for name in columns}
+                for name, column_P in columns.items():
+                    notes[name][credit.keep_T] = column_P[start:end]
+                found[trajectory.group_id, trajectory.trajectory_id] = notes
+                start = end
+        return lambda trajectory: found.get((trajectory.group_id, trajectory.trajectory_id), {})
+
+
+def _by_token(seen: Sequence[_Seen], *, num: int) -> dict[str, npt.NDArray[np.float64]]:
+    columns = {name: np.full(num, np.nan) for name in ("ratio", "entropy", "clipped")}
+    for token_T, *values in seen:
+        for column_P, value_T in zip(columns.values(), values, strict=True):
+            column_P[token_T] = value_T
+    return columns
+
+
+def mask_stale(
+    groups: Sequence[TrajectoryGroup], credits: Sequence[Sequence[Credit]], *, oldest: int
+) -> list[list[Credit]]:
+    """Take tokens that were sampled before policy version `oldest` out of the loss and its denominators."""
+    return [
+        [
+            replace(credit, keep_T=credit.keep_T & (_versions(trajectory) >= oldest))
+            for trajectory, credit in zip(group.trajectories, of_group, strict=True)
+        ]
+        for group, of_group in zip(groups, credits, strict=True)
+    ]
+
+
+def fraction_too_old(groups: Sequence[TrajectoryGroup], *, oldest: int) -> float:
+    """Return the share of the usable trajectories' action tokens that were sampled before policy version `oldest`."""
+    versions_T = np.concatenate([np.empty(0), *map(_versions, valid_trajectories(groups))])
+    return float(np.mean(versions_T < oldest)) if len(versions_T) else 0.0
+
+
+def _versions(trajectory: Trajectory) -> npt.NDArray[np.int64]:
+    return np.array([version for turn in trajectory.turns for version in turn.versions], dtype=np.int64)
+
+
+def first_metrics(tally: MinibatchStats) -> dict[str, float]:
     """Describe the first minibatch, whose weights are still those that sampled, where nothing was stale.
 
     `first/ratio_deviation` is the largest |ratio - 1|, and `first/engine_difference` the mean |policy - behavior|
@@ -32,7 +289,7 @@ def first_metrics(tally: Tally) -> dict[str, float]:
     }
 
 
-def effective_samples(tally: Tally) -> float:
+def effective_samples(tally: MinibatchStats) -> float:
     """Return the effective sample size of a minibatch, as a share of its trajectories.
 
         w_i = exp(sum over the tokens t of trajectory i of (policy_logprob_t - behavior_logprob_t))
@@ -49,7 +306,7 @@ def effective_samples(tally: Tally) -> float:
     return float(weight_I.sum() ** 2 / (len(weight_I) * (weight_I**2).sum()))
 
 
-def anchor_metrics(tallies: Sequence[Tally], *, known: Collection[int]) -> dict[str, float]:
+def anchor_metrics(tallies: Sequence[MinibatchStats], *, known: Collection[int]) -> dict[str, float]:
     """Take the ratio to the engine apart, with `anchor: sampled`: the engine under the same weights, and staleness.
 
         policy - behavior  =  (policy - anchor)  +  (anchor - behavior)        log-probabilities
@@ -59,7 +316,7 @@ def anchor_metrics(tallies: Sequence[Tally], *, known: Collection[int]) -> dict[
     `mismatch/difference` the mean |anchor - behavior| of the tokens whose anchor the trainer recomputed, in nats.
     `staleness/unkept` is the share of the others: the weights of their versions are not `known` any more.
     """
-    versions = together(tally.versions for tally in tallies)
+    versions = merge_sums(tally.versions for tally in tallies)
     kept = reduce(Sums.plus, (sums for version, sums in versions.items() if version in known), Sums())
     num = sum(sums.num for sums in versions.values())
     return {
@@ -69,7 +326,7 @@ def anchor_metrics(tallies: Sequence[Tally], *, known: Collection[int]) -> dict[
     }
 
 
-def divergence(tally: Tally) -> float:
+def divergence(tally: MinibatchStats) -> float:
     """Estimate the KL divergence of the policy from that before the step, at the tokens of a minibatch, in nats a token.
 
         mean of r_t - 1 - log r_t,  r_t = exp(policy_logprob_t - logprob_t before the step)
@@ -81,14 +338,14 @@ def divergence(tally: Tally) -> float:
     return tally["divergence_T"].mean
 
 
-def update_metrics(tallies: Sequence[Tally], *, current_version: int) -> dict[str, float]:
+def update_metrics(tallies: Sequence[MinibatchStats], *, current_version: int) -> dict[str, float]:
     """Describe all minibatches of a step.
 
     `staleness` is how many policy versions older the weights that sampled a token are than those the step began with. A
     step makes one version, by as many updates (optimizer steps) as it has minibatches with a gradient.
     """
-    found = Tally(
-        sums=together(tally.sums for tally in tallies), versions=together(tally.versions for tally in tallies)
+    found = MinibatchStats(
+        sums=merge_sums(tally.sums for tally in tallies), versions=merge_sums(tally.versions for tally in tallies)
     )
     staleness = {current_version - version: sums.num for version, sums in found.versions.items()}
     metrics = {

@@ -11,27 +11,27 @@ import torch
 from torch import Tensor
 
 from agentrl.learn.batch import LossColumns
-from agentrl.learn.calibration import Aim, Calibration, units_of
+from agentrl.learn.calibration import Calibration, ClipTarget, units_of
+from agentrl.learn.config import KernelConfig, LossConfig
 from agentrl.learn.loss import kl_loss, mismatch_weights, policy_loss
-from agentrl.learn.loss_config import KernelConfig, LossConfig
-from agentrl.learn.tally import Observations
+from agentrl.learn.metrics import Observations
 from agentrl.learn.trust import TrustRegion, fixed, is_rejected, kernel, rejecting, token
 
 
-class Earlier(NamedTuple):
-    """Tokens that versions before the present one sampled, under the weights of those."""
+class StaleTokens(NamedTuple):
+    """Tokens that earlier versions sampled, with log-probabilities under the weights of those versions."""
 
-    is_earlier_T: Tensor
+    is_stale_T: Tensor
     logprobs_T: Tensor
     """Of the others, whatever."""
 
 
-class Before(NamedTuple):
-    """What a pass gave before the first update, where that is needed."""
+class AnchorState(NamedTuple):
+    """A pass's outcome before the first update, as far as the anchor needs it."""
 
     logprobs_T: Tensor | None = None
     """None: the policy has not been updated yet, and they are its own."""
-    earlier: Earlier | None = None
+    stale: StaleTokens | None = None
     is_start: bool = False
     """The policy has not been updated yet, so that nothing has moved, whatever the anchor is."""
     experts_JPX: Tensor | None = None
@@ -45,7 +45,7 @@ def micro_batch_loss(
     config: LossConfig,
     observations: Observations,
     trust: TrustRegion,
-    before: Before,
+    anchor: AnchorState,
     version: int,
     reference_logprobs_T: Tensor | None = None,
 ) -> Tensor:
@@ -57,15 +57,15 @@ def micro_batch_loss(
         config: ratio, clip, corrections.
         observations: of the minibatch.
         trust: of the micro-batch (`trust_region`).
-        before: log-probabilities before the first update.
+        anchor: log-probabilities before the first update.
         version: of the policy that is updated.
         reference_logprobs_T: the KL target's. None: no divergence is added.
     """
     weight_T, anchor_T = columns.weight_T, columns.behavior_T
     if config.anchor != "behavior":
-        anchor_T = policy_logprobs_T.detach() if before.logprobs_T is None else before.logprobs_T
-        if before.earlier is not None:
-            anchor_T = torch.where(before.earlier.is_earlier_T, before.earlier.logprobs_T, anchor_T)
+        anchor_T = policy_logprobs_T.detach() if anchor.logprobs_T is None else anchor.logprobs_T
+        if anchor.stale is not None:
+            anchor_T = torch.where(anchor.stale.is_stale_T, anchor.stale.logprobs_T, anchor_T)
     if config.mismatch != "off":
         mismatch = mismatch_weights(
             anchor_T, columns.behavior_T, columns.unit_T, mode=config.mismatch, limit=config.mismatch_limit
@@ -91,11 +91,11 @@ def micro_batch_loss(
         observations.add(reference_kl_T=policy_logprobs_T - reference_logprobs_T)
     if config.reject is not None:
         observations.add(rejected_U=is_rejected(result.ratio_U, config.reject))
-    if before.logprobs_T is not None:
-        moved_T = policy_logprobs_T.detach() - before.logprobs_T
-    elif before.is_start:
+    if anchor.logprobs_T is not None:
+        moved_T = policy_logprobs_T.detach() - anchor.logprobs_T
+    elif anchor.is_start:
         moved_T = torch.zeros_like(result.log_ratio_T)
-    else:  # what the anchor tells of tokens that the present version sampled
+    else:  # the part of the tokens that the present version sampled
         moved_T = torch.where(columns.version_T == version, result.log_ratio_T, torch.nan)
     observations.add(
         ratio_U=result.ratio_U,
@@ -126,7 +126,8 @@ def trust_region(config: LossConfig, columns: LossColumns, *, calibration: Calib
     if config.trust == "calibrated":
         units = units_of(columns.unit_T.cpu().numpy(), (version - columns.version_T).cpu().numpy())
         down_U, up_U = (
-            torch.from_numpy(width_U).to(columns.weight_T) for width_U in calibration.widths(units, Aim.of(config))
+            torch.from_numpy(width_U).to(columns.weight_T)
+            for width_U in calibration.widths(units, ClipTarget.from_config(config))
         )
         region = partial(fixed, low=-torch.expm1(-down_U)[columns.unit_T], high=torch.expm1(up_U)[columns.unit_T])
     elif config.trust == "token":

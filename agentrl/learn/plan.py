@@ -2,6 +2,10 @@
 
 `R` rows and `T` trained tokens of a batch or a pass; `P` slots of a pass, `J` routers of a mixture of experts, `X` experts
 that each chooses at a slot, `N` tokens.
+
+Which trajectories of a step go into which minibatch.
+
+`I` trajectories.
 """
 
 from collections.abc import Iterator, Sequence
@@ -16,15 +20,61 @@ import torch
 from torch import Tensor
 
 from agentrl.errors import UserError
-from agentrl.learn.tokens import TokenBatch, ToldExperts
+from agentrl.learn.batch import EngineExperts, Int32Array, TokenBatch
+from agentrl.models.moe import UNKNOWN, Experts
 from agentrl.policy.config import Layout
 from agentrl.policy.layout import Index, Inputs, lay_out, pack
+from agentrl.policy.layout.recurrent import num_computed
+from agentrl.policy.layout.tree import IntArray, plan_tree
 from agentrl.policy.model import Policy
-from agentrl.policy.recurrent import num_computed
-from agentrl.policy.tree import IntArray, plan_tree
-from agentrl.routing import UNKNOWN, Experts
 
-Int32Array = npt.NDArray[np.int32]
+MIN_GROUPS = 4
+"""Groups that a minibatch has trajectories of, where the step has as many; where groups are ragged, now and then one fewer
+(measured: benchmarks/minibatches.py)."""
+
+
+class Minibatch(NamedTuple):
+    """What one optimizer step is made of, as indices."""
+
+    computed: list[int]
+    counted: list[int]
+    """Without a gradient: in the denominators alone."""
+
+
+def draw_minibatches(
+    group_I: npt.ArrayLike,
+    *,
+    has_gradient_I: npt.ArrayLike,
+    num_minibatches: int,
+    rng: np.random.Generator,
+    min_groups: int = MIN_GROUPS,
+) -> list[Minibatch]:
+    """Deal the trajectories of a step out to minibatches at random; some may be left empty.
+
+    Each minibatch gets its share of the trajectories that have a gradient, of the others, and of all: numbers differ by at
+    most one. Where no trajectory has a gradient, the first minibatch computes one all the same: what the engine said of it
+    is compared.
+
+    Trajectories of a group share a prefix, which is computed once where they are together; but a minibatch of few groups
+    has a noisy gradient, or none at all, and a run may collapse by it. So each group is cut into equal parts, which are
+    spread evenly over the minibatches: as large as they can be where a minibatch is to hold parts of `min_groups` groups.
+    """
+    group_I, has_gradient_I = np.asarray(group_I, dtype=np.int64), np.asarray(has_gradient_I, dtype=np.bool_)
+    computed, counted = (rng.permutation(np.flatnonzero(chosen_I)) for chosen_I in (has_gradient_I, ~has_gradient_I))
+    if not len(computed):
+        computed, counted = counted[:1], counted[1:]
+    length = max(1, len(computed) // (num_minibatches * min_groups))
+    order = np.empty(len(computed))
+    for group in np.unique(group_I[computed]):
+        members = np.flatnonzero(group_I[computed] == group)
+        num_parts = -(-len(members) // length)
+        part = np.arange(len(members)) * num_parts // len(members)
+        order[members] = (part + rng.random()) / num_parts
+    computed = computed[np.argsort(order, kind="stable")]
+    # The first minibatches have one more to compute, the last ones one more to count.
+    shares = zip(np.array_split(computed, num_minibatches), np.array_split(counted, num_minibatches)[::-1], strict=True)
+    return [Minibatch(of_computed.tolist(), of_counted.tolist()) for of_computed, of_counted in shares]
+
 
 _EMPTY = np.zeros(1, dtype=np.int64)
 """The row of a pass without a trajectory."""
@@ -41,11 +91,11 @@ class MicroBatch:
     """Where in the pass each token's distribution is read: at its predecessor."""
     target_T: Tensor
     dtype: torch.dtype
-    """Of what `placed` returns."""
+    """Of what `to_device` returns."""
     experts_JPX: Tensor | None = None
     """Experts that the engine chose at each slot, or `UNKNOWN`. None: they are not replayed."""
 
-    def placed(self, column_T: Tensor) -> Tensor:
+    def to_device(self, column_T: Tensor) -> Tensor:
         """Return a column of this pass's tokens on its device: numbers in `dtype`, indices as they are."""
         dtype = self.dtype if column_T.is_floating_point() else column_T.dtype
         return column_T.to(device=self.slot_T.device, dtype=dtype)
@@ -62,7 +112,7 @@ class PassTokens(NamedTuple):
     position_T: Int32Array
     """Of each token's predecessor."""
     target_T: Int32Array
-    experts: list[tuple[ToldExperts, ...]]
+    experts: list[tuple[EngineExperts, ...]]
     """What the engine told of each row's."""
 
 
@@ -93,18 +143,18 @@ class Planner:
     """Of a mixture whose engine's choices are replayed."""
 
     @classmethod
-    def of(cls, policy: Policy, **further: Any) -> "Planner":
+    def for_policy(cls, policy: Policy, **further: Any) -> "Planner":
         """Return the planner of passes through a policy."""
         vocab_size = policy.model.config.get_text_config().vocab_size
         further |= {"is_recurrent": policy.is_recurrent, "can_continue": policy.can_continue}
         return cls(layout=policy.layout, vocab_size=vocab_size, **further)
 
     def micro_batches(self, tokens: TokenBatch) -> Iterator[MicroBatch]:
-        """Yield the passes of one process over a batch; see `deal`."""
-        (passes,) = self.deal(tokens)
+        """Yield the passes of one process over a batch; see `assign`."""
+        (passes,) = self.assign(tokens)
         return map(self.lay_out, passes)
 
-    def deal(
+    def assign(
         self, tokens: TokenBatch, *, num_processes: int = 1, trajectories: Sequence[int] | None = None
     ) -> list[list[PassTokens]]:
         """Return the passes of each process over a batch.

@@ -11,15 +11,13 @@ from pydantic import BaseModel, ConfigDict, NonNegativeInt, PositiveInt, TypeAda
 from safetensors.torch import load_file
 from torch import Tensor
 
+from agentrl.data.files import read_json, write_whole
 from agentrl.distributed.processes import broadcast, is_main, num_processes, process_index
 from agentrl.distributed.random_state import RandomState
-from agentrl.distributed.sharding import load_shards, load_whole, save_shards, save_whole, shard
+from agentrl.distributed.sharding import load_full, load_shards, save_full, save_shards, shard
 from agentrl.errors import ConfigError
-from agentrl.files import read_json, write_whole
 from agentrl.learn.calibration import Calibration
-from agentrl.learn.optimizer import OptimizerName, make_optimizer
-from agentrl.learn.schedule import make_schedule
-from agentrl.learn.train_config import TrainConfig
+from agentrl.learn.config import OptimizerName, TrainConfig, make_optimizer, make_schedule
 from agentrl.policy.lora import (
     base_weights,
     check_adapter,
@@ -31,7 +29,7 @@ from agentrl.policy.lora import (
     weight_changes,
 )
 from agentrl.policy.model import Policy
-from agentrl.policy.shares import fill
+from agentrl.policy.sharded_checkpoint import materialize
 
 _WEIGHTS, _SHARDS, _OPTIMIZER = "model.safetensors", "shards", "optimizer.pt"
 
@@ -43,10 +41,10 @@ class _SavedState(BaseModel):
 
     num_minibatches: NonNegativeInt
     """So far: where the schedule stands."""
-    minibatches_a_step: PositiveInt | None = None
-    """Of which they were so many in each step. None: an earlier version did not note it, nor the next."""
-    optimizer: OptimizerName | None = None
-    """Whose moments there are."""
+    minibatches_a_step: PositiveInt
+    """Minibatches per step."""
+    optimizer: OptimizerName
+    """Optimizer whose moments are saved."""
     random: RandomState
     calibration: Calibration = Calibration()
 
@@ -69,14 +67,14 @@ class PolicyState:
             reference: a copy of the policy, which stays as it is until `keep_reference`: the KL target.
         """
         self.accelerator, self._config = accelerator, config
-        self.is_sharded = config.is_shared_out(num_processes())
+        self.is_sharded = config.is_sharded(num_processes())
         self.reference = None if reference is None else reference.eval().requires_grad_(False)
         """The policy with which the run began. Not trained."""
         if self.is_sharded:  # not by accelerate, which knows no FSDP2 on a CPU
             dtype = torch.bfloat16 if config.precision == "bfloat16" else None
             for module in filter(None, (policy, self.reference)):
                 shard(module, policy.model._no_split_modules or (), self.device, compute_dtype=dtype)
-                fill(module.model, module.shares)
+                materialize(module.model, module.shares)
                 module.shares.clear()
         optimizer = make_optimizer(
             config.optimizer,
@@ -170,7 +168,7 @@ class PolicyState:
         if self._is_adapted:
             save_adapter(self.reference.model, folder)
             return
-        save_whole(self.reference, folder / _WEIGHTS)
+        save_full(self.reference, folder / _WEIGHTS)
 
     def load_reference(self, folder: Path) -> None:
         """Read what `save_reference` wrote.
@@ -183,7 +181,7 @@ class PolicyState:
         if self._is_adapted:
             load_adapter(self.reference.model, folder)
         else:
-            load_whole(self.reference, load_file(folder / _WEIGHTS))
+            load_full(self.reference, load_file(folder / _WEIGHTS))
 
     def save(self, folder: Path) -> None:
         """Write what is trained, optimizer, schedule and random states into `folder`; called on every process.
@@ -197,7 +195,7 @@ class PolicyState:
         if self.is_sharded:
             save_shards(self.policy, self.optimizer, folder / _SHARDS)
         elif not self._is_adapted:
-            save_whole(self.policy, folder / _WEIGHTS)
+            save_full(self.policy, folder / _WEIGHTS)
         if is_main() and not self.is_sharded:
             torch.save(self.optimizer.state_dict(), folder / _OPTIMIZER)
         state = _SavedState(
@@ -220,7 +218,7 @@ class PolicyState:
         if (folder / _SHARDS).is_dir() != self.is_sharded:
             raise ConfigError(f"train.sharding: {folder} was written under another; resume as the run began")
         state = read_json(folder / _state_file(), TypeAdapter(_SavedState), fix="resume from an older checkpoint")
-        if state.optimizer not in (None, self._config.optimizer):
+        if state.optimizer != self._config.optimizer:
             raise ConfigError(
                 f"train.optimizer: {folder} has the moments of {state.optimizer}, which {self._config.optimizer} cannot "
                 "take over; resume as the run began"
@@ -235,9 +233,7 @@ class PolicyState:
         state.random.restore()
         self.calibration = state.calibration
         config, schedule = self._config, self.schedule
-        position = (
-            state.num_minibatches * config.num_minibatches // (state.minibatches_a_step or config.num_minibatches)
-        )
+        position = state.num_minibatches * config.num_minibatches // state.minibatches_a_step
         schedule.last_epoch, schedule._step_count = position, position + 1
         schedule.base_lrs = [config.learning_rate for _ in schedule.base_lrs]
         for group, factor in zip(self.optimizer.param_groups, schedule.lr_lambdas, strict=True):
@@ -267,7 +263,7 @@ def load_weights(policy: Policy, folder: Path) -> None:
     elif (folder / _SHARDS).is_dir():
         load_shards(policy, None, folder / _SHARDS)
     else:
-        load_whole(policy, load_file(folder / _WEIGHTS))
+        load_full(policy, load_file(folder / _WEIGHTS))
 
 
 def _check_adapters(policy: Policy, folder: Path) -> None:

@@ -9,13 +9,13 @@ from functools import partial
 from itertools import islice
 from typing import Any
 
+from agentrl.data.plain import abbreviated
 from agentrl.env import MAX_REWARD
 from agentrl.env.background import awaited
 from agentrl.errors import ConfigError
-from agentrl.learn.interrupt import unless_interrupted
-from agentrl.plain_data import abbreviated
-from agentrl.rollout.env_thread import EnvThread
-from agentrl.rollout.fault import RaisedError
+from agentrl.learn.learner import unless_interrupted
+from agentrl.rollout.env_driver import EnvThread
+from agentrl.rollout.faults import RaisedError
 from agentrl.rollout.group_rewards import OFFERED, GroupReward
 from agentrl.types import Trajectory, TrajectoryGroup
 

@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import torch
 
+from agentrl.learn.batch import TokenBatch, rows_of
+from agentrl.learn.config import WarmupConfig
 from agentrl.learn.plan import Planner
-from agentrl.learn.tokens import TokenBatch, rows_of
-from agentrl.learn.warmup_config import WarmupConfig
 from agentrl.policy.layout import attending
 from agentrl.policy.model import Policy
 from agentrl.rollout import derive_seed
@@ -37,7 +37,7 @@ def warm_up(
         max_tokens: budget of a micro-batch.
         on_step: told the step and its loss.
     """
-    planner = Planner.of(policy, max_tokens=max_tokens, device=next(policy.parameters()).device)
+    planner = Planner.for_policy(policy, max_tokens=max_tokens, device=next(policy.parameters()).device)
     optimizer = torch.optim.AdamW(policy.parameters(), lr=config.learning_rate, betas=(0.9, 0.95), weight_decay=0.0)
     # Full rate for most of the way: copying from the context is learned late and at once, and a rate that falls early
     # stops short of it.
@@ -53,7 +53,7 @@ def warm_up(
             order += rng.permutation(len(examples)).tolist()
         chosen, order = [examples[i] for i in order[: config.batch_size]], order[config.batch_size :]
         rows = [rows_of(demonstration.turns) for demonstration in chosen]
-        tokens = TokenBatch.of_rows(rows, group_ids=["demonstration"] * len(rows))
+        tokens = TokenBatch.from_rows(rows, group_ids=["demonstration"] * len(rows))
         weight = 1 / len(tokens)
         loss_value = 0.0
         for micro in planner.micro_batches(tokens):

@@ -1,7 +1,10 @@
-"""A policy as a plain Hugging Face folder, which `AutoModelForCausalLM` and vLLM load."""
+"""A policy as a plain Hugging Face folder, which `AutoModelForCausalLM` and vLLM load.
+
+How an exported model generates text: its `generation_config`.
+"""
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +13,32 @@ import torch
 from agentrl.distributed.checkpoints import write_folder
 from agentrl.distributed.processes import is_main
 from agentrl.errors import ConfigError
-from agentrl.policy.generation import writable
 from agentrl.policy.lora import merged_weights, save_adapter
 
-__all__ = ["export_adapter", "export_model"]
+
+def stop_at(model: Any, token_ids: Iterable[int]) -> None:
+    """Let a model's generation end at further tokens, in place: a base model knows none of those that end a turn."""
+    own = model.generation_config.eos_token_id
+    ids = list(dict.fromkeys([*token_ids, *(own if isinstance(own, list) else [] if own is None else [own])]))
+    model.generation_config.eos_token_id = ids[0] if len(ids) == 1 else ids
+
+
+def writable(config: Any) -> Any:
+    """Return a copy that transformers writes: a temperature of a model that does not sample it reads, but does not write.
+
+    Where more is wrong, the copy has the special tokens alone.
+    """
+    config = copy.deepcopy(config)
+    for is_sampling in (config.do_sample, True):
+        config.do_sample = is_sampling
+        try:
+            config.validate(strict=True)
+        except ValueError:
+            continue
+        return config
+    return type(config)(
+        eos_token_id=config.eos_token_id, pad_token_id=config.pad_token_id, bos_token_id=config.bos_token_id
+    )
 
 
 Also = Callable[[Path], object]

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from agentrl.head import LogitMap
+from agentrl.models.logits import LogitMap
 
 __all__ = ["fused_logprobs", "tile_elements"]
 

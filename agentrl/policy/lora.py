@@ -21,9 +21,9 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from agentrl.distributed.processes import is_main
 from agentrl.errors import ConfigError
+from agentrl.models.auto_classes import text_modules
 from agentrl.policy.config import LoraSettings
-from agentrl.policy.towers import text_modules
-from agentrl.registry import suggest
+from agentrl.recipe.registry import suggest
 
 __all__ = [
     "adapter_state",
@@ -177,7 +177,7 @@ def check_adapter(model: Any, folder: Path) -> None:
         raise ConfigError(
             f"the adapter in {folder} does not fit model.lora: {key} is {found.get(key)}, expected {expected.get(key)}"
         )
-    if trained_with not in (None, _hash_base(model)):  # peft, and earlier versions, note none
+    if trained_with not in (None, _hash_base(model)):  # peft notes none
         raise ConfigError(
             f"model.name_or_path: the adapter in {folder} was trained with other weights than those of "
             f"{model.config.name_or_path or 'this model'}; name the model that the run began with, or begin another run"

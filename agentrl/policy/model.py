@@ -3,9 +3,8 @@
 `T` trained tokens, `D` hidden size, `V` vocabulary.
 """
 
-import copy
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -14,14 +13,14 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from agentrl.chat import local_folder, pretrained_tokenizer
-from agentrl.engine.model_class import auto_class
 from agentrl.errors import ConfigError
-from agentrl.head import logit_map
-from agentrl.policy.autocast import cast_experts
+from agentrl.models.auto_classes import auto_class, name_body
+from agentrl.models.logits import logit_map
+from agentrl.models.moe import cast_experts
 from agentrl.policy.config import Layout, LocalModelConfig
 from agentrl.policy.layout import Inputs, hidden_states
+from agentrl.policy.layout.recurrent import can_continue, mixers_of
 from agentrl.policy.logprobs import fused_logprobs
-from agentrl.policy.recurrent import can_continue, mixers_of
 
 
 def local_config(config: LocalModelConfig, *, vocab_size: int, **further: Any) -> Any:
@@ -63,7 +62,7 @@ def load_pretrained(
 
     source, config, tokenizer = open_checkpoint(name_or_path, field=field)
     options = {"quantization_config": Mxfp4Config(dequantize=True)} if quantization(config) else {}
-    with naming_checkpoint(name_or_path, field=field):
+    with checkpoint_errors(name_or_path, field=field):
         model, found = auto_class(config).from_pretrained(
             source,
             dtype=torch.float32,
@@ -91,7 +90,7 @@ def open_checkpoint(name_or_path: str, *, field: str) -> tuple[str, Any, Any]:
         raise ConfigError(f"{field}: no model in {name_or_path!r}: {folder / 'config.json'} does not exist")
     tokenizer = pretrained_tokenizer(name_or_path, field=field)
     source = str(folder or name_or_path)
-    with naming_checkpoint(name_or_path, field=field):
+    with checkpoint_errors(name_or_path, field=field):
         config = AutoConfig.from_pretrained(source, trust_remote_code=False)
     if (method := quantization(config)) not in (None, "mxfp4"):
         raise ConfigError(
@@ -102,7 +101,7 @@ def open_checkpoint(name_or_path: str, *, field: str) -> tuple[str, Any, Any]:
 
 
 @contextmanager
-def naming_checkpoint(name_or_path: str, *, field: str) -> Iterator[None]:
+def checkpoint_errors(name_or_path: str, *, field: str) -> Iterator[None]:
     """Turn what transformers raises for a model that it cannot load into one line with the field that names it.
 
     Raises:
@@ -112,32 +111,6 @@ def naming_checkpoint(name_or_path: str, *, field: str) -> Iterator[None]:
         yield
     except (ImportError, OSError, ValueError, RuntimeError, SafetensorError, StrictDataclassError) as error:
         raise ConfigError(f"{field}: cannot load {name_or_path!r}: {' '.join(str(error).split())}") from error
-
-
-def name_body(model: Any) -> Any:
-    """Return a model whose `base_model` is what is below its head: by the name that Llama 4's text models have, it is not."""
-    if model.base_model is model:
-        model.base_model_prefix = "model"
-    return model
-
-
-LAYER_KINDS = ("layer_types", "mlp_layer_types")
-"""What transformers calls the lists of a configuration that name a kind for each layer."""
-
-
-def with_layers(config: Any, num: int) -> Any:
-    """Return a configuration with so many layers, of the kinds that it begins with."""
-    config = copy.deepcopy(config)
-    text = config.get_text_config()
-    num, shared = min(num, text.num_hidden_layers), getattr(text, "num_kv_shared_layers", None)
-    if shared:  # the last ones read keys and values of those before
-        text.num_kv_shared_layers = max(0, num - (text.num_hidden_layers - shared))
-    text.num_hidden_layers = num
-    for name in LAYER_KINDS:
-        if kinds := getattr(text, name, None):
-            with suppress(AttributeError):  # of a family that derives them
-                setattr(text, name, kinds[:num])
-    return config
 
 
 def quantization(config: Any) -> str | None:
@@ -209,7 +182,7 @@ class Policy(nn.Module):
         self.layout = layout
         """How rows are to be laid out for it (`choose_layout`)."""
         self.shares = dict(shares or {})
-        """This process's parts of weights that the model has not got yet, until they are shared out (`load_shares`)."""
+        """This process's parts of weights that the model has not got yet, until they are shared out (`load_sharded`)."""
 
     @property
     def is_recurrent(self) -> bool:

@@ -1,30 +1,64 @@
 """A model card, written from a run: the task, how it was trained, curves, and the evaluation with its intervals.
 
 What is private is left out (`report/public.py`); what environments and recipes say is escaped or fenced, so that it is text.
+
+The first line of an environment's docstring, read from its source: nothing of it is imported or run.
+
+Exported folders on the Hugging Face Hub.
 """
 
+import ast
 import json
 import platform
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from importlib.metadata import version
+from importlib.machinery import PathFinder
+from importlib.metadata import entry_points, version
 from pathlib import Path
 from typing import Any
 
+from agentrl.data.files import dump_yaml
+from agentrl.data.plain import line_of, printable
 from agentrl.errors import ConfigError, UserError
-from agentrl.files import dump_yaml
-from agentrl.plain_data import printable
-from agentrl.report.docstring import first_line
-from agentrl.report.evaluation import settings_of
-from agentrl.report.figure import draw, shown
 from agentrl.report.folder import EvaluationNote, RunFolder
 from agentrl.report.public import public
 from agentrl.report.records import groups_of, read_records
-from agentrl.rollout.evaluation import EvaluationConfig, evaluated
-from agentrl.rollout.intervals import Interval, wilson
+from agentrl.report.statistics import draw, settings_of, shown
+from agentrl.rollout.evaluation import EvaluationConfig, Interval, summarize_evaluation, wilson
+
+
+def first_line(env_id: str) -> str | None:
+    """Return the first line of the docstring of what `env.id` names.
+
+    None: it has none, or no source that is found by its name.
+    """
+    registered = next((point.value for point in entry_points(group="agentrl.envs") if point.name == env_id), env_id)
+    module, _, attribute = registered.partition(":")
+    source = _source(module) if attribute else None
+    try:
+        tree = ast.parse(source.read_bytes()) if source else None
+    except (OSError, SyntaxError, ValueError):  # what is no source says nothing
+        return None
+    for node in tree.body if tree else ():
+        if isinstance(node, ast.ClassDef | ast.FunctionDef) and node.name == attribute:
+            return (ast.get_docstring(node) or "").partition("\n")[0] or None
+    return None
+
+
+def _source(module: str) -> Path | None:
+    top, *rest = module.split(".")
+    spec = PathFinder.find_spec(top)
+    places = [Path(place) for place in (spec.submodule_search_locations or ())] if spec else []
+    if not rest:
+        return Path(spec.origin) if spec and spec.origin else None
+    found = (place.joinpath(*rest) for place in places)
+    files = (file for path in found for file in (path.with_suffix(".py"), path / "__init__.py"))
+    return next((file for file in files if file.is_file()), None)
+
 
 PICTURE = "curves.png"
+_TEMPLATE = Path(__file__).with_name("card.md.jinja")
 _HUB_MODEL = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 _MEASURES = ("success", "score", "reward")
 _RANGES = {"success": 1.0, "episodes": 1e9, "failed": 1e9}
@@ -47,8 +81,19 @@ class Measured:
 
     @property
     def where(self) -> str:
-        """Where it was found."""
+        """Environment, with its name if there are several."""
         return f"{self.env_id} ({self.name})" if self.name else self.env_id
+
+    @property
+    def found(self) -> list[tuple[str, float, Interval | None]]:
+        """Metrics with their values and intervals."""
+        return [(name, value, self.intervals.get(name)) for name, value in self.values.items()]
+
+    @property
+    def rows(self) -> list[tuple[str, ...]]:
+        """Table of the metrics."""
+        rows = [(name, f"{value:.4g}", _ends(interval) if interval else "") for name, value, interval in self.found]
+        return [("metric", "value", "95 % interval over tasks"), *rows]
 
 
 def write_card(
@@ -72,31 +117,38 @@ def write_card(
         adapter: whether the folder holds adapters alone.
         auto_class: of transformers, that loads the model.
     """
+    from huggingface_hub import ModelCard
+
     rows = [row for row in run.metrics() if row["step"] <= step]
     try:
         draw(rows, shown(rows)).savefig(folder / PICTURE, dpi=120)
         curves = f"![{', '.join(shown(rows))} over the steps]({PICTURE})"
     except UserError:
         curves = _table(_curve_rows(rows))
-    measured = measure(run, config, step=step)
-    text = "\n\n".join(
-        [
-            f"---\n{_header(config, measured, name=name, adapter=adapter)}---",
-            f"# {_escaped(name.rpartition('/')[2])}",
-            *_about(config),
-            "## Use",
-            _usage(name, config, adapter=adapter, auto_class=auto_class),
-            "## Training",
-            _table(_facts(config, step)),
-            f"<details><summary>The whole recipe</summary>\n\n{_fenced(_recipe(config), 'yaml')}\n\n</details>",
-            "## Curves",
-            curves,
-            "## Evaluation",
-            *_evaluation(measured, step),
-            f"Written by agentrl {version('agentrl')} with {_versions()}.",
-        ]
-    )
-    (folder / "README.md").write_text(text + "\n", encoding="utf-8")
+    measured, base = measure(run, config, step=step), _base_model(config)
+    ModelCard.from_template(
+        _card_data(config, measured, name=name, adapter=adapter),
+        template_path=str(_TEMPLATE),
+        title=name.rpartition("/")[2],
+        config=config,
+        base=base,
+        docstring=first_line(config["env"]["id"]),
+        auto_class=auto_class,
+        loaded=json.dumps((base or "THE BASE MODEL") if adapter else name),
+        adapter=json.dumps(name) if adapter else None,
+        recipe=dump_yaml(public({key: value for key, value in config.items() if key not in ("run_dir", "report")})),
+        curves=curves,
+        measured=measured,
+        step=step,
+        python=platform.python_version(),
+        version=version,
+        public=public,
+        yaml=dump_yaml,
+        code=_code,
+        escaped=_escaped,
+        fenced=_fenced,
+        table=_table,
+    ).save(folder / "README.md")
 
 
 def measure(run: RunFolder, config: Mapping[str, Any], *, step: int) -> list[Measured]:
@@ -126,7 +178,7 @@ def _replayed(records: Sequence[Any], config: Mapping[str, Any]) -> Iterator[Mea
     for prefix, of_one in by_prefix.items():
         name = prefix.partition("/")[2]
         groups = groups_of(of_one)
-        found = evaluated(groups, evaluation)
+        found = summarize_evaluation(groups, evaluation)
         yield Measured(
             env_id=_envs(config)[name]["id"] if name in _envs(config) else of_one[0].env_id,
             name=name,
@@ -164,7 +216,7 @@ def _values(metrics: Mapping[str, float]) -> dict[str, float]:
     return {name: value for name, value in metrics.items() if name in _MEASURES or name.startswith("pass@")}
 
 
-def _header(config: Mapping[str, Any], measured: Sequence[Measured], *, name: str, adapter: bool) -> str:
+def _card_data(config: Mapping[str, Any], measured: Sequence[Measured], *, name: str, adapter: bool) -> Any:
     from huggingface_hub import EvalResult, ModelCardData
 
     results = [
@@ -174,12 +226,12 @@ def _header(config: Mapping[str, Any], measured: Sequence[Measured], *, name: st
             dataset_name=f"{_public(each.where)}, {each.num_tasks} evaluation tasks",
             metric_type=measure,
             metric_value=round(value, 6),
-            metric_name=_with_interval(measure, each.intervals.get(measure)),
+            metric_name=f"{measure} (95 % interval {_ends(interval)})" if interval else measure,
         )
         for each in measured
-        for measure, value in each.values.items()
+        for measure, value, interval in each.found
     ]
-    data = ModelCardData(
+    return ModelCardData(
         library_name="peft" if adapter else "transformers",
         pipeline_tag="text-generation",
         tags=["agentrl", "reinforcement-learning", "agent"],
@@ -187,50 +239,6 @@ def _header(config: Mapping[str, Any], measured: Sequence[Measured], *, name: st
         model_name=name.rpartition("/")[2],
         eval_results=results or None,
     )
-    return f"{data.to_yaml()}\n"
-
-
-def _about(config: Mapping[str, Any]) -> Iterator[str]:
-    env = config["env"]
-    base = _base_model(config)
-    made_from = f" from [{_escaped(base)}](https://huggingface.co/{base})" if base else ""
-    yield f"An agent for `{_code(env['id'])}`, trained{made_from} by multi-turn reinforcement learning with agentrl."
-    if line := first_line(env["id"]):
-        yield f"> {_escaped(line)}"
-    if env["options"]:
-        yield f"Options of the environment:\n\n{_fenced(dump_yaml(public(env['options'])), 'yaml')}"
-
-
-def _usage(name: str, config: Mapping[str, Any], *, adapter: bool, auto_class: str) -> str:
-    base = json.dumps((_base_model(config) or "THE BASE MODEL") if adapter else name)
-    lines = [
-        f"from transformers import {auto_class}, AutoTokenizer",
-        "",
-        f"model = {auto_class}.from_pretrained({base})",
-    ]
-    if adapter:
-        lines = ["from peft import PeftModel", *lines, f"model = PeftModel.from_pretrained(model, {json.dumps(name)})"]
-    lines.append(f"tokenizer = AutoTokenizer.from_pretrained({base})")
-    return _fenced("\n".join(lines), "python")
-
-
-def _facts(config: Mapping[str, Any], step: int) -> Iterator[tuple[str, ...]]:
-    loss, rollout, train, lora = config["loss"], config["rollout"], config["train"], config["model"]["lora"]
-    yield "field", "value"
-    yield "steps", f"{step} of {train['steps']}"
-    yield "credit", str(config["credit"]["scheme"])
-    yield "importance ratio", f"one for each {loss['unit']}"
-    yield "episodes of a step", f"{rollout['num_groups']} groups of {rollout['group_size']}"
-    yield "learning rate", f"{train['learning_rate']:g}, {train['optimizer']}"
-    if lora:
-        yield "adapters", f"of rank {lora['rank']}"
-    if config["warmup"]["steps"]:
-        yield "warm-up on demonstrations", f"{config['warmup']['steps']} steps"
-    yield "seed", str(config["seed"])
-
-
-def _recipe(config: Mapping[str, Any]) -> str:
-    return dump_yaml(public({name: value for name, value in config.items() if name not in ("run_dir", "report")}))
 
 
 def _curve_rows(rows: Sequence[dict[str, float]]) -> Iterator[tuple[str, ...]]:
@@ -241,31 +249,14 @@ def _curve_rows(rows: Sequence[dict[str, float]]) -> Iterator[tuple[str, ...]]:
         yield f"{row['step']:.0f}", *(f"{row[name]:.4g}" if name in row else "" for name in names)
 
 
-def _evaluation(measured: Sequence[Measured], step: int) -> Iterator[str]:
-    if not measured:
-        yield f"These weights, of step {step}, were not evaluated."
-    for each in measured:
-        yield f"Of step {step}, in `{_code(each.where)}`: {each.num_tasks} evaluation tasks, {each.episodes} episodes."
-        rows = [("metric", "value", "95 % interval over tasks")]
-        for name, value in each.values.items():
-            interval = each.intervals.get(name)
-            rows.append((name, f"{value:.4g}", f"{interval.low:.4g} to {interval.high:.4g}" if interval else ""))
-        yield _table(rows)
-
-
-def _with_interval(name: str, interval: Interval | None) -> str:
-    return name if interval is None else f"{name} (95 % interval {interval.low:.4g} to {interval.high:.4g})"
+def _ends(interval: Interval) -> str:
+    return f"{interval.low:.4g} to {interval.high:.4g}"
 
 
 def _base_model(config: Mapping[str, Any]) -> str | None:
     """Return the model of the Hub from which training began. None: a folder, or one made for the run."""
     name = config["model"]["name_or_path"]
     return name if name and _HUB_MODEL.fullmatch(name) and not Path(name).exists() else None
-
-
-def _versions() -> str:
-    packages = ", ".join(f"{name} {version(name)}" for name in ("transformers", "torch"))
-    return f"{packages} and Python {platform.python_version()}"
 
 
 def _public(text: str) -> str:
@@ -282,12 +273,72 @@ def _escaped(text: str) -> str:
     return re.sub(r"([\\`*_{}\[\]<>()#+!|~&$])", r"\\\1", " ".join(_public(text).split()))
 
 
-def _fenced(text: str, language: str) -> str:
-    """Return text between fences that are longer than any in it."""
+def _fenced(text: str) -> str:
+    """Return YAML between fences that are longer than any in it."""
     fence = "`" * max(3, 1 + max(map(len, re.findall("`+", text)), default=0))
-    return f"{fence}{language}\n{text.rstrip()}\n{fence}"
+    return f"{fence}yaml\n{text.rstrip()}\n{fence}"
 
 
 def _table(rows: Iterator[tuple[str, ...]] | Sequence[tuple[str, ...]]) -> str:
     head, *others = [[_escaped(cell) for cell in row] for row in rows]
     return "\n".join(f"| {' | '.join(row)} |" for row in (head, ["---"] * len(head), *others))
+
+
+def check_repo_id(repo_id: str) -> None:
+    """Look whether the Hub could have a repository of this name.
+
+    Raises:
+        ConfigError: where it could not.
+    """
+    from huggingface_hub.errors import HFValidationError
+    from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
+
+    try:
+        validate_repo_id(repo_id)
+    except HFValidationError as error:
+        raise ConfigError(f"--push: {line_of(error).partition(': ')[2]}") from error
+    if "/" not in repo_id:
+        raise ConfigError(f"--push: {repo_id!r} has no owner; write OWNER/{repo_id}")
+
+
+def push(folder: Path, repo_id: str, *, private: bool = False) -> str:
+    """Upload a folder as one commit into a repository of models, which is made where there is none; return its address.
+
+    Args:
+        folder: to upload.
+        repo_id: `OWNER/NAME`.
+        private: where it is made, it is so that others do not see it; one that they see already is refused.
+
+    Raises:
+        ConfigError: where it cannot be done; the folder stays.
+    """
+    from huggingface_hub import HfApi, get_token
+    from huggingface_hub.errors import HTTPError  # type: ignore[attr-defined]
+
+    api: Any = HfApi()
+    again = f"The folder stays; upload it later: hf upload {'--private ' if private else ''}{repo_id} {folder}"
+    if get_token() is None:
+        raise ConfigError(f"--push: no token of the Hub; run `hf auth login`, or set HF_TOKEN. {again}")
+    try:
+        url = api.create_repo(repo_id, private=private or None, exist_ok=True)
+        if private and not api.repo_info(repo_id).private:
+            raise ConfigError(f"--private: {repo_id} exists, and is public; choose another name. {again}")
+        api.upload_folder(repo_id=repo_id, folder_path=folder, commit_message="Upload a policy trained with agentrl")
+    except (HTTPError, OSError, RuntimeError) as error:
+        raise ConfigError(f"--push: {_words(error, repo_id, api.endpoint)}. {again}") from error
+    return str(url)
+
+
+def _words(error: Exception, repo_id: str, endpoint: str) -> str:
+    from huggingface_hub.errors import HfHubHTTPError
+
+    if isinstance(error, RuntimeError) and isinstance(error.__cause__, Exception):  # of the upload of a large file
+        return _words(error.__cause__, repo_id, endpoint)
+    status = error.response.status_code if isinstance(error, HfHubHTTPError) else None
+    if status == 401:
+        return "the Hub does not take the token; run `hf auth login`, or set another HF_TOKEN"
+    if status in (403, 404):
+        return f"the token may not write to {repo_id}; use one that may, or another name"
+    if status is not None:
+        return f"the Hub refused it: {line_of(error).rstrip('.')}"
+    return f"{endpoint} was not reached: {line_of(error).rstrip('.')}"

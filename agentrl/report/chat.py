@@ -11,8 +11,7 @@ from rich.style import Style
 from rich.table import Table
 from rich.text import Text
 
-from agentrl.chat.inspection import Inspection
-from agentrl.chat.sample import Author, Token, Turn
+from agentrl.chat.proof.inspection import Author, Inspection, Token, Turn
 from agentrl.report.terminal import printable
 
 _SHADES: dict[Author, tuple[str, str]] = {

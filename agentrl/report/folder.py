@@ -13,8 +13,7 @@ from typing import Annotated, Any
 from filelock import FileLock, Timeout
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, TypeAdapter
 
-from agentrl.errors import ConfigError
-from agentrl.files import (
+from agentrl.data.files import (
     check_folder,
     dump_yaml,
     numbered,
@@ -25,6 +24,7 @@ from agentrl.files import (
     typed,
     write_whole,
 )
+from agentrl.errors import ConfigError
 from agentrl.report.records import TrajectoryRecord
 from agentrl.types import MAX_NUMBER, AmountOrZero, Count
 
@@ -214,7 +214,7 @@ class RunFolder:
         return int(parse(lines[-1], _ROW, where=str(self._metrics), fix=_FIX).get("step", 0)) if lines else 0
 
     def _rows(self) -> Iterator[tuple[dict[str, float], bytes]]:
-        """Yield each row with its line; earlier versions wrote infinities and NaN too."""
+        """Yield each row with its line, without numbers beyond `MAX_NUMBER`."""
         for where, line in _lines(self._metrics):
             found = parse(line, _ROW, where=where, fix=_FIX)
             row = _numbers(found)
@@ -259,7 +259,7 @@ class RunFolder:
         return path
 
     def played_evaluations(self) -> list[tuple[Path, EvaluationNote | None]]:
-        """List the files that `add_evaluation` wrote, oldest first, with their notes. None: of an earlier version.
+        """List the files that `add_evaluation` wrote, oldest first, with their notes. None: the note was deleted.
 
         Raises:
             ConfigError: for a note that is damaged.

@@ -12,7 +12,7 @@ import numpy.typing as npt
 from pydantic import BaseModel, ConfigDict, NonNegativeInt, TypeAdapter, model_validator
 
 from agentrl.credit import Credit
-from agentrl.files import parse, read_bytes
+from agentrl.data.files import parse, read_bytes
 from agentrl.types import (
     Fault,
     FinishReason,
@@ -29,13 +29,6 @@ from agentrl.types import (
 
 Notes = Mapping[str, npt.NDArray[np.float64]]
 """Columns of what the update computed of each action token of a trajectory; NaN: nothing."""
-
-_SIGNALS_BESIDE = {
-    **{need.value: need for need in Need},
-    "answer_logprob": Need.ANSWER_LOGPROBS,
-    "score": Need.TURN_SCORES,
-}
-"""Fields of a turn under which earlier versions wrote its signals."""
 
 
 class TurnRecord(BaseModel):
@@ -69,15 +62,6 @@ class TurnRecord(BaseModel):
     """This and what follows stands only where the credit scheme read it."""
     signals: dict[Need, float | list[float]] = {}
     """One number for each action token, or one for the turn."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _with_signals_together(cls, data: Any) -> Any:
-        """Put the columns of signals together: until version 0.1 they were fields beside the others."""
-        if not isinstance(data, dict) or not (found := data.keys() & _SIGNALS_BESIDE.keys()):
-            return data
-        rest = {name: value for name, value in data.items() if name not in found}
-        return {**rest, "signals": {_SIGNALS_BESIDE[name]: data[name] for name in found}}
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:

@@ -10,7 +10,7 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
-from agentrl.files import read_json, write_whole
+from agentrl.data.files import read_json, write_whole
 from agentrl.report.folder import RunFolder
 
 Sources = Mapping[str, str]
@@ -38,7 +38,7 @@ def note_sources(folder: RunFolder, config: Mapping[str, Any]) -> None:
 
 
 def read_sources(folder: RunFolder) -> dict[str, str]:
-    """Return the sources with which a run began; none of an earlier version's run.
+    """Return the sources with which a run began; empty if none are noted.
 
     Raises:
         ConfigError: where the file is damaged.

@@ -1,14 +1,26 @@
 """What a few seeds say: intervals, tests and power of paired differences. Pure functions of numbers.
 
 A run is one observation, whatever the number of its tasks: runs of one recipe differ by their seeds.
+
+Metrics over the steps as a picture, where matplotlib is installed.
+
+An evaluation as tables for the terminal, and as one JSON object.
 """
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from functools import cache
+from pathlib import Path
+from typing import Any
 
 import numpy as np
+from rich.table import Table
+from rich.text import Text
+
+from agentrl.errors import ConfigError, UserError
+from agentrl.report.reported import with_unreported
+from agentrl.rollout.evaluation import Evaluation, TaskResult
 
 _MOST_SEEDS = 1000
 
@@ -166,3 +178,111 @@ def _checked(values: Sequence[float]) -> "np.ndarray[tuple[int], np.dtype[np.flo
     if values_N.ndim != 1 or not len(values_N) or not np.isfinite(values_N).all():
         raise ValueError(f"expected one finite number or more, got {list(values)}")
     return values_N
+
+
+CURVES = ("reward/mean", "episode/success", "eval/success", "entropy", "clip/tokens")
+"""What is drawn where nothing is named and the run has it."""
+
+
+def shown(rows: Sequence[dict[str, float]]) -> list[str]:
+    """Return which of `CURVES` a run has."""
+    return [name for name in CURVES if any(name in row for row in rows)]
+
+
+def draw(rows: Sequence[dict[str, float]], names: Sequence[str]) -> Any:
+    """Return a matplotlib figure with a curve beside the other.
+
+    Raises:
+        UserError: where matplotlib is not installed, or there is no such metric.
+    """
+    try:
+        from matplotlib import pyplot as plt
+    except ImportError as error:
+        raise UserError("plot() needs matplotlib: pip install matplotlib") from error
+    known = {name for row in rows for name in row}
+    rows = with_unreported(rows, known)
+    if unknown := [name for name in names if name not in known]:
+        raise ConfigError(f"plot: the run has no metric {unknown[0]!r}; it has {', '.join(sorted(known))}")
+    figure = plt.figure(figsize=(3.2 * max(len(names), 1), 2.6), layout="constrained")
+    for place, name in enumerate(names, start=1):
+        points = [(row["step"], row[name]) for row in rows if name in row]
+        axes = figure.add_subplot(1, len(names), place, title=name, xlabel="step")
+        axes.plot(*zip(*points, strict=True), marker="." if len(points) < 12 else None)
+    plt.close(figure)  # a notebook shows what a cell returns, and would show an open one once more
+    return figure
+
+
+_SHOWN = 20
+"""Tasks that are listed in the terminal."""
+
+
+def tables(found: Mapping[str, Evaluation], env_ids: Mapping[str, str], file: Path | None) -> Iterator[Table | Text]:
+    """Yield the metrics of each evaluation, with intervals, and the tasks that were not solved.
+
+    Args:
+        found: by the prefix of its metrics.
+        env_ids: of the environments, by the same.
+        file: that holds the rollouts.
+    """
+    for prefix, evaluation in found.items():
+        intervals = evaluation.intervals()
+        title = f"{env_ids[prefix]}: {len(evaluation.groups)} evaluation tasks"
+        table = Table("metric", "value", "95 % interval", title=title)
+        for name, value in evaluation.metrics.items():
+            interval = intervals.get(name)
+            table.add_row(name, f"{value:.4g}", f"{interval.low:.4g} to {interval.high:.4g}" if interval else "")
+        yield table
+        yield from _unsolved(evaluation)
+    if file is not None:
+        yield Text(f"rollouts: {file} (agentrl show {file} --trajectory ID)", "dim")
+
+
+def as_json(found: Mapping[str, Evaluation], env_ids: Mapping[str, str], file: Path | None) -> dict[str, Any]:
+    """Return the same, with every task."""
+    evaluations = [
+        {
+            "name": prefix.removeprefix("eval/").removesuffix("/"),
+            "env": env_ids[prefix],
+            "metrics": evaluation.metrics,
+            "intervals": {name: list(interval) for name, interval in evaluation.intervals().items()},
+            "tasks": [asdict(task) for task in evaluation.tasks()],
+        }
+        for prefix, evaluation in found.items()
+    ]
+    return {"evaluations": evaluations, "rollouts": None if file is None else str(file)}
+
+
+def settings_of(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what of a recipe, as it is written down, decides what an evaluation of given weights finds."""
+    evaluation, rollout = config["evaluation"], config["rollout"]
+    envs = evaluation["env"] or {"": config["env"]}
+    limits = ("max_turns", "max_turn_tokens", "max_episode_tokens", "max_context_tokens", "history")
+    return {
+        "env": {name: {key: env[key] for key in ("id", "options", "wrappers")} for name, env in envs.items()},
+        "seed": config["seed"] if evaluation["seed"] is None else evaluation["seed"],
+        **{key: evaluation[key] for key in ("num_tasks", "samples", "temperature")},
+        **{key: rollout[key] for key in limits},
+        "chat": config["chat"],
+    }
+
+
+def is_failed(task: TaskResult) -> bool:
+    """Tell whether no episode of a task solved it; where success is not reported, whether every episode of it failed."""
+    return task.reward is None if task.solved is None else task.solved == 0
+
+
+def _unsolved(evaluation: Evaluation) -> Iterator[Table | Text]:
+    tasks = evaluation.tasks()
+    if not (failed := [task for task in tasks if is_failed(task)]):
+        return
+    table = Table(
+        "task", "seed", "reward", "ended by", "error", title=f"{len(failed)} of {len(tasks)} tasks not solved"
+    )
+    for task in failed[:_SHOWN]:
+        name = task.group_id if task.task_index is None else f"{task.group_id} (row {task.task_index})"
+        ends = ", ".join(f"{reason} {number}" for reason, number in task.stop_reasons.items())
+        reward = "-" if task.reward is None else f"{task.reward:.3g}"
+        table.add_row(name, str(task.seed), reward, ends, Text((task.error or "")[:200]))
+    yield table
+    if len(failed) > _SHOWN:
+        yield Text(f"and {len(failed) - _SHOWN} more; --json has all", "dim")

@@ -1,15 +1,35 @@
-"""The one place where text goes to the terminal: what models, tools, environments and files say cannot steer it."""
+"""The one place where text goes to the terminal: what models, tools, environments and files say cannot steer it.
 
-from collections.abc import Callable, Iterable, Iterator
+Which tasks a run is evaluated on, and how: noted in the run's folder, so that runs can be compared.
+
+A rollout in the terminal, its sampled tokens coloured by advantage.
+"""
+
+import hashlib
+import json
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from io import StringIO
 from itertools import chain
-from typing import Any
+from pathlib import Path
+from typing import Annotated, Any, Self
 
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
 from rich import console
+from rich.console import Group, RenderableType
+from rich.panel import Panel as RichPanel
 from rich.segment import Segment
+from rich.style import Style
 from rich.table import Table
 from rich.text import Text
+from tokenizers import Tokenizer
+
+from agentrl.data.files import read_json, write_whole
+from agentrl.data.plain import is_number
+from agentrl.report.folder import RunFolder
+from agentrl.report.records import TrajectoryRecord, TurnRecord
+from agentrl.types import AmountOrZero, Count, Message
 
 _CONTROL = chain(
     (code for code in range(0x20) if code not in (0x09, 0x0A)),  # C0, but for tabs and ends of lines
@@ -66,3 +86,158 @@ class Console(console.Console):
         """Yield the pieces of what is printed."""
         for segment in super().render(renderable, options):
             yield segment if segment.control else segment._replace(text=printable(segment.text))
+
+
+class Panel(BaseModel):
+    """The evaluation tasks of a run, in their order."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    tasks: tuple[str | None, ...]
+    """A hash of each, as it showed at its beginning. None: every episode of it failed before that."""
+    since: AmountOrZero = 0
+    """First step that was evaluated on them like this: a run may be resumed with others."""
+    temperature: Annotated[float, Field(ge=0, allow_inf_nan=False)]
+    """Temperature of sampling."""
+    samples: Count
+    """Episodes for each task."""
+
+    def agrees(self, other: Self) -> bool:
+        """Return whether these are the same tasks, played alike, as far as both know the tasks."""
+        pairs = zip(self.tasks, other.tasks, strict=False)
+        is_same_length = len(self.tasks) == len(other.tasks)
+        return is_same_length and self.played == other.played and all(a == b or None in (a, b) for a, b in pairs)
+
+    def joined(self, other: Self) -> Self:
+        """Return the same tasks, with what either knows of them."""
+        tasks = tuple(a or b for a, b in zip(self.tasks, other.tasks, strict=True))
+        return self.model_copy(update={"tasks": tasks})
+
+    @property
+    def played(self) -> dict[str, float]:
+        """Settings with which the tasks were played."""
+        return {"temperature": self.temperature, "samples": self.samples}
+
+    @property
+    def name(self) -> str:
+        """A hash of all tasks."""
+        return hashlib.sha256(repr(self.tasks).encode()).hexdigest()[:12]
+
+
+_PANELS = TypeAdapter(dict[str, Panel])
+
+
+def read_panels(folder: RunFolder) -> dict[str, Panel]:
+    """Return the panel of each environment that a run is evaluated in, by the prefix of its metrics; empty if none is noted."""
+    if not os.path.lexists(folder.panel):
+        return {}
+    return read_json(folder.panel, _PANELS, fix="delete it, and nothing is known of the run's evaluation tasks")
+
+
+def note_panels(folder: RunFolder, found: Mapping[str, Panel]) -> None:
+    """Note the panels of an evaluation; where they are others than before, those before are forgotten."""
+    known = read_panels(folder)
+    noted = dict(known)
+    for prefix, panel in found.items():
+        before = known.get(prefix)
+        noted[prefix] = before.joined(panel) if before is not None and before.agrees(panel) else panel
+    if noted != known:
+        write_whole(folder.panel, _PANELS.dump_json(noted, indent=1))
+
+
+_ROLE_STYLES = {"system": "dim", "user": "cyan", "tool": "magenta", "assistant": "white"}
+
+
+def advantage_style(advantage: float, scale: float) -> Style:
+    """Return a background from red (-scale) over black (0) to green (+scale)."""
+    share = max(-1.0, min(1.0, advantage / scale)) if scale > 0 else 0.0
+    level = int(40 + 150 * abs(share))
+    if share == 0:
+        return Style()
+    return Style(bgcolor=f"#00{level:02x}00" if share > 0 else f"#{level:02x}0000", color="white")
+
+
+Decode = Callable[[list[int]], str]
+
+
+def run_of(path: Path) -> Path | None:
+    """Return the folder of the run that a file of rollouts, or the folder itself, belongs to. None: there is none."""
+    return next((folder for folder in (path, *path.resolve().parents[:3]) if (folder / "config.yaml").is_file()), None)
+
+
+def decoder(run: Path | None) -> Decode | None:
+    """Return what decodes a run's tokens, control tokens included. None: its tokenizer is not there, or has another form."""
+    file = run / "tokenizer" / "tokenizer.json" if run else None
+    if file is None or not file.is_file():
+        return None
+    try:
+        tokenizer = Tokenizer.from_file(str(file))
+    except Exception:  # noqa: BLE001 - tokenizers raises nothing narrower; messages are shown instead
+        return None
+    return lambda ids: str(tokenizer.decode(ids, skip_special_tokens=False))
+
+
+def render(record: TrajectoryRecord, decode: Decode | None = None) -> RenderableType:
+    """Return a panel: what the model read, its actions token by token, with the reward and the advantage of each turn.
+
+    Args:
+        record: what to show.
+        decode: turns tokens into text: what was read is shown so, as the template wrote it, with system text, tool schemas and
+            control tokens. None: messages as they came.
+    """
+    scale = max((abs(a) for turn in record.turns for a in turn.advantages), default=0.0)
+    parts = [
+        part
+        for number, turn in enumerate(record.turns, 1)
+        for part in (*_read(turn, decode), _action(turn, number, scale, record.fault is None))
+    ]
+    if record.error:
+        parts.append(Text(record.error, style="bold red"))
+    if record.fault and record.fault.traceback:
+        parts.append(Text(record.fault.traceback, style="red"))
+    metrics = "  ".join(f"{name} {value:g}" for name, value in record.metrics.items() if name != "env_s")
+    title = f"{record.trajectory_id}  reward {record.reward:g}  {record.stop_reason}"
+    return RichPanel(  # as Text, because names may hold brackets, which a str would lose as markup
+        Group(*parts), title=Text(title), subtitle=Text(metrics) or None, title_align="left", subtitle_align="left"
+    )
+
+
+def legend() -> Text:
+    """Return one line that explains the colours."""
+    return Text.assemble(
+        "advantage: ", (" negative ", advantage_style(-1, 1)), " 0 ", (" positive ", advantage_style(1, 1))
+    )
+
+
+def said(message: Message) -> Text:
+    """Return one message, its tool calls included, in the colour of its role."""
+    role = str(message.get("role"))
+    style = _ROLE_STYLES.get(role, "white")
+    calls = message.get("tool_calls") or []
+    calls = [json.dumps(call, ensure_ascii=False) for call in (calls if isinstance(calls, list) else [calls])]
+    words = [str(message.get("content") or ""), *calls]
+    return Text.assemble((f"{role}: ", f"bold {style}"), (" ".join(filter(None, words)), style))
+
+
+def _read(turn: TurnRecord, decode: Decode | None) -> Iterator[Text]:
+    """Yield what a turn's tokens, or its messages, said before the action."""
+    if decode is None or not turn.observation_ids:
+        yield from map(said, turn.observation)
+        return
+    if not turn.extends:
+        yield Text("[the history was rewritten: this is the whole context]", "dim")
+    yield Text(decode(turn.observation_ids), "cyan")
+
+
+def _action(turn: TurnRecord, number: int, scale: float, is_trained: bool) -> Text:
+    line = Text.assemble(("assistant: ", "bold"))
+    for piece, advantage, is_kept in zip(turn.action_pieces, turn.advantages, turn.keep, strict=True):
+        left_out = Style(strike=True, dim=True) if is_trained else Style()
+        line.append(piece, advantage_style(advantage, scale) if is_kept else left_out)
+    mean = sum(turn.advantages) / len(turn.advantages) if turn.advantages else 0.0
+    credited = f", advantage {mean:+.3f}" if is_trained else ""
+    components = turn.extras.get("reward_components")
+    named = components if isinstance(components, dict) and components.keys() != {"reward"} else {}
+    parts = ", ".join(f"{name} {amount:g}" for name, amount in named.items() if is_number(amount))
+    line.append(f"   [turn {number}: reward {turn.reward:g}{f' ({parts})' if parts else ''}{credited}]", "dim")
+    return line

@@ -7,25 +7,27 @@ import json
 import os
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 from uuid import uuid4
 
 from accelerate.tracking import LOGGER_TYPE_TO_CLASS, get_available_trackers
 from accelerate.utils import LoggerType
 from pydantic import TypeAdapter
 
+from agentrl.data.files import read_json, write_whole
+from agentrl.data.plain import line_of, printable
 from agentrl.errors import ConfigError
-from agentrl.files import read_json, write_whole
-from agentrl.plain_data import line_of, printable
-from agentrl.registry import suggest
+from agentrl.recipe.registry import suggest
 from agentrl.report.folder import ReportConfig, RunFolder
 from agentrl.report.public import flat, public
 from agentrl.types import Message, Trajectory, TrajectoryGroup
 
 COLUMNS = ("step", "task", "reward", "ended by", "dialogue")
 """Of a table of rollouts."""
+Rows = Sequence[tuple[int, str, float, str, str]]
+"""A table of rollouts."""
 _NUM_GROUPS, _OF_EACH = 4, 2
 """Groups in a table, and rollouts of each."""
 _MAX_CHARACTERS = 20_000
@@ -53,14 +55,6 @@ def check_trackers(names: Iterable[str]) -> None:
             raise ConfigError(f"report.trackers: {name!r} is not installed: pip install {_PACKAGES.get(name, name)}")
 
 
-class RolloutTable(NamedTuple):
-    """A few rollouts of a step."""
-
-    step: int
-    rows: list[tuple[int, str, float, str, str]]
-    """What `COLUMNS` names."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrackedRun:
     """What a tracker is told of a run when it starts."""
@@ -79,13 +73,13 @@ class TrackedRun:
 class Tracker:
     """A tracker of which only what all of accelerate's have is used: no tables, and another run where one is resumed."""
 
-    def __init__(self, name: str, run: TrackedRun) -> None:
-        """Begin or resume a run in the tracker."""
+    def __init__(self, name: str, run: TrackedRun, /, **options: Any) -> None:
+        """Begin or resume a run in the tracker; `options` are those of accelerate's class."""
         self.name, self._run = name, run
-        self.key = run.key or self._new_key()
+        self.key = run.key or run.folder.name
         kind = LOGGER_TYPE_TO_CLASS[name]
         place = [run.folder] if kind.requires_logging_directory else []
-        self._client = kind(self._project(), *place, **self._options())
+        self._client = kind(run.project, *place, **options)
         self._client.start()
 
     def add_config(self) -> None:
@@ -96,31 +90,20 @@ class Tracker:
         """Send the metrics of a step."""
         self._client.log({name: value for name, value in row.items() if name != "step"}, step=int(row["step"]))
 
-    def add_table(self, table: RolloutTable) -> None:
+    def add_table(self, step: int, rows: Rows) -> None:
         """Send a few rollouts."""
 
     def finish(self) -> None:
         """Send what has not been sent."""
         self._client.finish()
 
-    def _project(self) -> str:
-        return self._run.project
-
-    def _new_key(self) -> str:
-        return self._run.folder.name
-
-    def _options(self) -> dict[str, Any]:
-        return {}
-
 
 class _TensorBoard(Tracker):
     """In the folder `tensorboard` of the run; steps that are done again replace those that were lost."""
 
-    def _project(self) -> str:
-        return "tensorboard"
-
-    def _options(self) -> dict[str, Any]:
-        return {} if self._run.key is None else {"purge_step": self._run.next_step}
+    def __init__(self, name: str, run: TrackedRun) -> None:
+        purged = {} if run.key is None else {"purge_step": run.next_step}
+        super().__init__(name, replace(run, project="tensorboard"), **purged)
 
     def add_config(self) -> None:
         from torch.utils.tensorboard.summary import hparams
@@ -129,9 +112,9 @@ class _TensorBoard(Tracker):
         for summary in hparams(self._run.config, {"reward/mean": 0.0}):
             self._client.tracker.file_writer.add_summary(summary)
 
-    def add_table(self, table: RolloutTable) -> None:
-        text = "\n\n".join(_as_markdown(*row[1:]) for row in table.rows)
-        self._client.tracker.add_text("rollouts", text, global_step=table.step)
+    def add_table(self, step: int, rows: Rows) -> None:
+        text = "\n\n".join(_as_markdown(*row[1:]) for row in rows)
+        self._client.tracker.add_text("rollouts", text, global_step=step)
 
 
 class _WandB(Tracker):
@@ -142,43 +125,34 @@ class _WandB(Tracker):
     """
 
     def __init__(self, name: str, run: TrackedRun) -> None:
-        super().__init__(name, run)
+        run = replace(run, key=run.key or uuid4().hex[:12])
+        super().__init__(name, run, name=run.folder.name, id=run.key, resume="allow", dir=str(run.folder))
         self._client.tracker.define_metric("step")
         self._client.tracker.define_metric("*", step_metric="step")
 
     def add_row(self, row: Mapping[str, float]) -> None:
         self._client.log(dict(row))
 
-    def _new_key(self) -> str:
-        return uuid4().hex[:12]
-
-    def _options(self) -> dict[str, Any]:
-        return {"name": self._run.folder.name, "id": self.key, "resume": "allow", "dir": str(self._run.folder)}
-
-    def add_table(self, table: RolloutTable) -> None:
+    def add_table(self, step: int, rows: Rows) -> None:
         import wandb
 
-        rows = [list(row) for row in table.rows]
-        self._client.log({"rollouts": wandb.Table(columns=list(COLUMNS), data=rows), "step": table.step})
+        self._client.log({"rollouts": wandb.Table(columns=list(COLUMNS), data=list(map(list, rows))), "step": step})
 
 
 class _Trackio(Tracker):
     """It finds runs by their names, which is why they end in what makes them unique."""
 
-    def _new_key(self) -> str:
-        return f"{self._run.folder.name}-{uuid4().hex[:6]}"
-
-    def _options(self) -> dict[str, Any]:
-        return {"name": self.key, "resume": "allow", "embed": False, "config": self._run.config}
+    def __init__(self, name: str, run: TrackedRun) -> None:
+        run = replace(run, key=run.key or f"{run.folder.name}-{uuid4().hex[:6]}")
+        super().__init__(name, run, name=run.key, resume="allow", embed=False, config=run.config)
 
     def add_config(self) -> None:
         """It was sent at the start: accelerate's way does not reach trackio's database."""
 
-    def add_table(self, table: RolloutTable) -> None:
+    def add_table(self, step: int, rows: Rows) -> None:
         import trackio
 
-        rows = [list(row) for row in table.rows]
-        self._client.log({"rollouts": trackio.Table(columns=list(COLUMNS), data=rows)}, step=table.step)
+        self._client.log({"rollouts": trackio.Table(columns=list(COLUMNS), data=list(map(list, rows)))}, step=step)
 
 
 class _MLflow(Tracker):
@@ -191,19 +165,16 @@ class _MLflow(Tracker):
             "MLFLOW_HTTP_REQUEST_MAX_RETRIES", "3"
         )  # with its 7, training waits 4 minutes for a dead server
         os.environ.setdefault("MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR", "false")  # it draws one at each table
-        super().__init__(name, run)
+        super().__init__(name, run, run_name=run.folder.name, run_id=run.key)
         self.key = self._client.tracker.info.run_id
-
-    def _options(self) -> dict[str, Any]:
-        return {"run_name": self._run.folder.name, "run_id": self._run.key}
 
     def add_row(self, row: Mapping[str, float]) -> None:
         super().add_row({re.sub(r"[^\w\-. /]", "_", name): value for name, value in row.items()})
 
-    def add_table(self, table: RolloutTable) -> None:
+    def add_table(self, step: int, rows: Rows) -> None:  # noqa: ARG002 - a column of the table
         import mlflow
 
-        columns = {name: list(column) for name, column in zip(COLUMNS, zip(*table.rows, strict=True), strict=True)}
+        columns = {name: list(column) for name, column in zip(COLUMNS, zip(*rows, strict=True), strict=True)}
         mlflow.log_table(columns, "rollouts.json", run_id=self.key)
 
 
@@ -290,7 +261,7 @@ class Trackers:
         if self._live:
             trajectories = [t for group in groups[:_NUM_GROUPS] for t in group.trajectories[:_OF_EACH]]
             rows = [(step, t.group_id, t.reward, t.stop_reason.value, dialogue(t)) for t in trajectories]
-            self._each(lambda tracker: tracker.add_table(RolloutTable(step, rows)))
+            self._each(lambda tracker: tracker.add_table(step, rows))
 
     def finish(self) -> None:
         """Send what has not been sent."""

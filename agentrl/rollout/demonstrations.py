@@ -1,4 +1,4 @@
-"""Episodes that the environment's own `oracle()` plays."""
+"""Demonstrations: episodes played by the environment's own `oracle()`."""
 
 from dataclasses import dataclass, replace
 from functools import partial
@@ -9,18 +9,16 @@ from agentrl.chat import Dialogue, HistoryConfig, Renderer, TurnTokens
 from agentrl.env import ask_oracle, base_env, close_env
 from agentrl.errors import ConfigError, EnvError, EnvironmentFailure, UserError
 from agentrl.rollout.config import RolloutConfig
-from agentrl.rollout.env_calls import Env, MakeEnv, construct, reset, step
-from agentrl.rollout.env_thread import EnvThread
-from agentrl.rollout.fault import RaisedError
-from agentrl.rollout.seeds import derive_seed
-from agentrl.rollout.tasks import EnvTask, Tasks
+from agentrl.rollout.env_driver import Env, EnvThread, MakeEnv, construct, reset, step
+from agentrl.rollout.faults import RaisedError
+from agentrl.rollout.tasks import EnvTask, Tasks, derive_seed
 
 _ORACLE_TASKS = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Demonstration:
-    """One episode that the environment's oracle played. Nothing of it was sampled."""
+    """One episode played by the environment's oracle; none of it was sampled."""
 
     turns: tuple[TurnTokens, ...]
     is_over: bool
@@ -58,10 +56,10 @@ def _play(
 
 
 async def oracle_ends(make_env: MakeEnv, *, max_turns: int, timeout_s: float, tasks: Tasks) -> bool | None:
-    """Tell whether the oracle at its best ends an episode within `max_turns`, in the first of a few tasks; None: there is none.
+    """Return whether the oracle at its best ends one of a few episodes within `max_turns`. None: there is no oracle.
 
     Raises:
-        EnvironmentFailure: with the words of what an episode raised, or when it hung.
+        EnvironmentFailure: with the message of an error, or when an episode hangs.
     """
 
     def ends(task: EnvTask) -> bool:
@@ -94,11 +92,11 @@ async def demonstrations(
 ) -> list[Demonstration]:
     """Play demonstrations on tasks of the training split.
 
-    Each has a deadline of `env_timeout_s` for every call that it may make: construction, reset, its turns.
+    The deadline of each is `env_timeout_s` times the calls that it may make: construction, reset, turns.
 
     Raises:
         ConfigError: when the environment has no oracle.
-        EnvironmentFailure: with the words of what an episode raised, or when it hung.
+        EnvironmentFailure: with the message of an error, or when an episode hangs.
     """
     tasks = replace(tasks, seed=derive_seed(tasks.seed, "demonstrations"))
     max_turns = config.max_turns
@@ -131,5 +129,5 @@ def _where(task: EnvTask) -> str:
 
 
 def _words(error: RaisedError) -> str:
-    """Say what an episode ended in, after its name."""
+    """Return the error of an episode, to follow its description."""
     return f": {error.raised}" if isinstance(error.raised, EnvError) else f" raised {error.line}"

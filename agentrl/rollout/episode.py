@@ -1,25 +1,105 @@
-"""One episode in an environment: make it, reset it or restore it, play to the end, close it."""
+"""One episode in an environment: make it, reset it or restore it, play to the end, close it.
+
+`Branches` forks further rollouts from an episode's turns, to estimate what each turn was worth.
+"""
 
 from collections.abc import Callable
 from contextlib import AsyncExitStack
+from dataclasses import replace
 from functools import partial
+from itertools import product
 
 from agentrl.chat import Dialogue
 from agentrl.engine import Sampler
-from agentrl.env import base_env
+from agentrl.env import base_env, close_env
 from agentrl.errors import EngineError, EnvError
-from agentrl.rollout.branches import Branches
-from agentrl.rollout.context import EpisodeContext
-from agentrl.rollout.conversation import Conversation, End
-from agentrl.rollout.env_calls import Env, EnvReply, MakeEnv, check_restored, reset, restore
-from agentrl.rollout.env_driver import EnvDriver
-from agentrl.rollout.env_thread import EnvThread
-from agentrl.rollout.live_episode import LiveEpisode, Task
+from agentrl.rollout.conversation import Conversation, End, EpisodeContext, LiveEpisode, Task
+from agentrl.rollout.env_driver import (
+    Env,
+    EnvDriver,
+    EnvReply,
+    EnvThread,
+    MakeEnv,
+    check_restored,
+    copy_env,
+    reset,
+    restore,
+)
+from agentrl.rollout.tasks import derive_seed
 from agentrl.types import StopReason, Trajectory
 
 
+class Branches:
+    """Forks of one episode: copies of its environment, each with its dialogue at that time."""
+
+    def __init__(self, driver: EnvDriver, *, on_fault: Callable[[Trajectory], object]) -> None:
+        """Create no forks yet.
+
+        Args:
+            driver: drives the episode.
+            on_fault: called with each rollout whose environment fails.
+        """
+        self._driver = driver
+        self._on_fault = on_fault
+        self._forks: dict[int, tuple[Env, Dialogue]] = {}
+        """Keyed by the number of the turn that follows."""
+
+    async def fork(self, env: Env) -> None:
+        """Copy the environment before an action, if a fork is due there."""
+        conversation = self._driver.conversation
+        number = len(conversation.turns)
+        if conversation.dialogue is not None and number % conversation.context.config.branches.every == 0:
+            copied = await self._driver.create("fork()", partial(copy_env, env))
+            self._forks[number] = copied, conversation.dialogue
+
+    async def play(self, trajectory: Trajectory) -> Trajectory:
+        """Play one rollout per turn, then a second, and so on within the budget; record the rewards of their turns."""
+        config = self._driver.conversation.context.config.branches
+        forks = {number: fork for number, fork in self._forks.items() if number < len(trajectory.turns)}
+        found: dict[int, list[tuple[float, ...]]] = {number: [] for number in range(len(trajectory.turns))}
+        counts = {"branches": 0.0, "branch_tokens": 0.0, "failed_branches": 0.0}
+        for count, (number, (env, dialogue)) in product(range(config.num), forks.items()):
+            if counts["branch_tokens"] >= config.budget_tokens or self._driver.thread.is_lost:
+                break
+            branch = await self._play_one(env, dialogue, number, count)
+            played = branch.turns[number:]
+            counts["branches"] += 1
+            counts["branch_tokens"] += sum(len(turn.action_ids) for turn in played)
+            counts["failed_branches"] += branch.failed
+            if not branch.failed:
+                found[number].append(tuple(turn.reward for turn in played))
+        turns = tuple(replace(turn, branch_rewards=tuple(found[k])) for k, turn in enumerate(trajectory.turns))
+        return replace(trajectory, turns=turns, metrics={**trajectory.metrics, **counts})
+
+    def close(self) -> None:
+        """Close the copies, without waiting for it."""
+        for env, _ in self._forks.values():
+            self._driver.thread.call_unattended(partial(close_env, env))
+
+    async def _play_one(self, env: Env, dialogue: Dialogue, number: int, count: int) -> Trajectory:
+        """Play one rollout from before a turn, with seeds of its own."""
+        conversation = self._driver.conversation
+        name = f"{conversation.name}/{number}/{count}"
+        seed = derive_seed(conversation.task.sampling_seed, "branch", name)
+        branch = conversation.branch(number, dialogue, task=replace(conversation.task, sampling_seed=seed), name=name)
+        driver = EnvDriver(branch, self._driver.thread, name=self._driver.name)
+        with conversation.context.engine.conversation(name):
+            try:
+                copied = await driver.create("fork()", partial(copy_env, env, seed=seed))
+                async with driver.closing(copied):
+                    await driver.play(copied)
+            except EnvError as error:
+                driver.fail(error)
+            except EngineError as error:
+                branch.fail(End(reason=StopReason.ENGINE_ERROR, error=str(error)))
+        trajectory = driver.trajectory()
+        if trajectory.stop_reason is StopReason.ENV_ERROR:
+            self._on_fault(trajectory)
+        return trajectory
+
+
 class Episode:
-    """An episode in an environment; grows by one turn at a time."""
+    """An episode in an environment."""
 
     def __init__(
         self,
@@ -32,41 +112,44 @@ class Episode:
         on_change: Callable[[LiveEpisode], object] | None = None,
         on_fault: Callable[[Trajectory], object] = lambda _: None,
     ) -> None:
-        """Begin before the first turn.
+        """Create an episode that has not started.
 
         Args:
-            task: what fixes the episode.
-            context: what all episodes are played with.
-            thread: of the environment.
-            fork: fork rollouts from its turns as `config.branches` says, and record their rewards with the turns.
+            task: fixes the episode.
+            context: parts that all episodes share.
+            thread: runs the environment's calls.
+            fork: fork rollouts from its turns according to `config.branches`, and record their rewards with the turns.
             recorded: the same episode, interrupted (see `Conversation`).
-            on_change: told where the episode stands after each turn (see `Conversation`).
-            on_fault: told of this episode, and of each rollout that is forked from it, if its environment fails.
+            on_change: called with the state after each turn (see `Conversation`).
+            on_fault: called with this episode, and with each rollout forked from it, if its environment fails.
         """
-        self._task, self._recorded, self._on_fault = task, recorded or LiveEpisode(task=task), on_fault
-        self._thread, self._forks = thread, fork
+        self._task = task
+        self._recorded = recorded or LiveEpisode(task=task)
+        self._on_fault = on_fault
+        self._thread = thread
+        self._forks = fork
         self._conversation = Conversation(context, task, recorded=recorded, on_change=on_change)
 
     def live(self) -> LiveEpisode:
-        """Return where the episode stands."""
+        """Return the state of the episode."""
         return self._conversation.live()
 
     async def play(self, make_env: MakeEnv, *, reuses: bool = False) -> Trajectory:
-        """Play to the end; a failure of the environment or the engine is returned as data.
+        """Play to the end. A failure of the environment or the engine is returned as data.
 
-        So is a first prompt that fills the context: a trajectory without turns.
+        A first prompt that fills the context gives a trajectory without turns.
 
         Args:
             make_env: makes the environment.
-            reuses: play in the environment that the thread keeps, if any, and let it keep this one where the episode ends well.
-                An episode that is tried again has a fresh one; so has one with forks, which may share what they close.
+            reuses: play in the environment that the thread keeps, if any, and let it keep this one if the episode does not
+                fail. A retried episode gets a fresh one, and so does one with forks, which may share resources.
         """
         reuses = reuses and not self._forks
-        talk = self._conversation
-        driver, branches = EnvDriver(talk, self._thread), None
+        conversation = self._conversation
+        driver, branches = EnvDriver(conversation, self._thread), None
         try:
-            # No await between two conversations: in lockstep, the engine continues without an episode that has none.
-            with talk.context.engine.conversation(talk.name):
+            # No await between two conversations: in lockstep, the engine does not wait for an episode that has none open.
+            with conversation.context.engine.conversation(conversation.name):
                 env, driver = await driver.make(make_env, reuses=reuses and self._task.attempt == 0)
                 branches = Branches(driver, on_fault=self._on_fault) if self._forks else None
                 await self._play(driver, env, branches, keeps=reuses)
@@ -74,9 +157,9 @@ class Episode:
             if branches is not None:
                 trajectory = await branches.play(trajectory)
         except EnvError as error:
-            trajectory = driver.failed(error)
+            trajectory = driver.fail(error)
         except EngineError as error:
-            talk.fail(End(reason=StopReason.ENGINE_ERROR, error=str(error)))
+            conversation.fail(End(reason=StopReason.ENGINE_ERROR, error=str(error)))
             return driver.trajectory()
         finally:
             if branches is not None:
@@ -87,10 +170,10 @@ class Episode:
 
     async def _play(self, driver: EnvDriver, env: Env, branches: Branches | None, *, keeps: bool) -> None:
         async with AsyncExitStack() as stack:
-            # Forks are made of every reply. And unpickling runs code, which a file cannot ask for: only an environment can.
+            # Forks need every reply. And unpickling runs code, so the environment has to allow it, not a file.
             if self._recorded.snapshot is not None and branches is None and await driver.can_snapshot(env):
                 async with driver.closing(env):
-                    env = await driver.new("its snapshot", partial(restore, self._recorded.snapshot))
+                    env = await driver.create("its snapshot", partial(restore, self._recorded.snapshot))
                     await stack.enter_async_context(driver.closing(env))
                 await self._resume(driver, env)
             else:
@@ -99,27 +182,27 @@ class Episode:
             await driver.play(env, before_action=None if branches is None else partial(branches.fork, env))
 
     async def _reset(self, driver: EnvDriver, env: Env) -> None:
-        """Begin with the environment's first words."""
-        task, talk = self._task, self._conversation
+        """Start with the environment's first messages."""
+        task, conversation = self._task, self._conversation
 
         def begin() -> tuple[EnvReply, Dialogue | End]:
             reply = reset(env, base_env(env), task.env_task, rollout_index=task.rollout_index)
-            return reply, driver.rendered(partial(talk.opening, reply.messages, reply.tools))
+            return reply, driver.render_or_fail(partial(conversation.first_dialogue, reply.messages, reply.tools))
 
         reply, opening = await driver.call("reset()", begin)
-        driver.hear(reply)
-        talk.begin(opening, state_key=reply.state_key)
+        driver.record_reset(reply)
+        conversation.begin(opening, state_key=reply.state_key)
 
     async def _resume(self, driver: EnvDriver, env: Env) -> None:
-        """Continue with an environment that was restored: what was said before is known."""
-        recorded, talk = self._recorded, self._conversation
+        """Continue with an environment that was restored from its snapshot."""
+        recorded, conversation = self._recorded, self._conversation
         *_, last = recorded.turns
         known = EnvReply(messages=recorded.observation or (), state_key=last.next_state_key, info=dict(last.extras))
 
         def resume() -> tuple[EnvReply, Dialogue | End]:
             reply = check_restored(base_env(env), known)
-            return reply, driver.rendered(partial(talk.restored, reply.tools))
+            return reply, driver.render_or_fail(partial(conversation.restored_dialogue, reply.tools))
 
         reply, dialogue = await driver.call("its snapshot", resume)
-        driver.hear(reply)
-        talk.resume(dialogue)
+        driver.record_reset(reply)
+        conversation.resume(dialogue)

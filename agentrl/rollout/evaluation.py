@@ -1,36 +1,46 @@
-"""Evaluation on the tasks of the eval split."""
+"""Evaluation on the tasks of the eval split, with 95 % intervals over tasks.
+
+The intervals treat tasks as clusters, because episodes of one task are not independent.
+"""
 
 import hashlib
+import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from math import comb
-from typing import Annotated, Self
+from typing import Annotated, NamedTuple, Self
 
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, PositiveInt, field_validator, model_validator
 
-from agentrl.env.config import EnvConfig
-from agentrl.plain_data import is_number
-from agentrl.rollout.intervals import Interval, mean_interval, share_interval
+from agentrl.data.plain import is_number
+from agentrl.env.make import EnvConfig
 from agentrl.rollout.pool import RolloutPool
-from agentrl.types import AmountOrZero, Count, Share, StopReason, Trajectory, TrajectoryGroup, between
+from agentrl.types import AmountOrZero, Count, StopReason, TaskShard, Trajectory, TrajectoryGroup, between
+
+
+class Interval(NamedTuple):
+    """A 95 % confidence interval over tasks."""
+
+    low: float
+    high: float
 
 
 class EvaluationConfig(BaseModel):
-    """How the policy is measured, on tasks of the eval split."""
+    """Evaluation of the policy on tasks of the eval split."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     every: AmountOrZero = 0
     """Steps between evaluations; 0: only before the first step and after the last."""
     num_tasks: Count = 128
-    """Evaluation tasks, each evaluated exactly once (`samples` episodes each); fewer where the environment has fewer."""
+    """Evaluation tasks, each evaluated exactly once (`samples` episodes each); fewer if the environment has fewer."""
     seed: int | None = Field(default=None, ge=0, lt=2**32)
     """Seed of the evaluation tasks: runs of several seeds that share it are evaluated on the same tasks. None: the run's."""
     samples: Count = 1
-    """Episodes for each task."""
+    """Episodes per task."""
     pass_at: tuple[PositiveInt, ...] = (1,)
     """The k of pass@k, each at most `samples`."""
     env: dict[Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]*$")], EnvConfig] = {}
@@ -42,7 +52,7 @@ class EvaluationConfig(BaseModel):
     @field_validator("env", mode="before")
     @classmethod
     def _named(cls, given: object) -> object:
-        """Give the environment that stands alone the empty name."""
+        """Give a lone environment the empty name."""
         is_alone = isinstance(given, EnvConfig) or (isinstance(given, dict) and isinstance(given.get("id"), str))
         return {"": given} if is_alone else given
 
@@ -64,58 +74,58 @@ def pass_at_k(num_samples: int, num_right: int, k: int) -> float:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evaluation:
-    """What an evaluation found."""
+    """Results of an evaluation."""
 
     metrics: dict[str, float]
-    """`reward`, `failed`, and so on; `success` (share of episodes) and `pass@k` where any episode came to report success."""
+    """`reward`, `failed`, and so on; `success` (fraction of episodes) and `pass@k` if any episode reports success."""
     groups: list[TrajectoryGroup]
     panel: tuple[str | None, ...]
-    """A hash of each task, as it showed at its beginning. None: every episode of it failed before that."""
+    """Hash of the first messages and keys of each task. None: every episode of it failed before them."""
 
     def intervals(self) -> dict[str, Interval]:
-        """Return 95 % intervals over tasks: of `reward`, and of `success` and `score` where they are told."""
+        """Return 95 % intervals over tasks: of `reward`, and of `success` and `score` if they are reported."""
         valid = [group.valid for group in self.groups]
         found = {"reward": mean_interval([[t.reward for t in group] for group in valid])}
-        told = {name for group in valid for t in group for name in t.metrics}
-        if "success" in told:
+        reported = {name for group in valid for t in group for name in t.metrics}
+        if "success" in reported:
             found["success"] = share_interval([[float(is_success(t)) for t in group] for group in valid])
-        if "score" in told:
+        if "score" in reported:
             found["score"] = mean_interval([[t.metrics.get("score", 0.0) for t in group] for group in valid])
         return {name: interval for name, interval in found.items() if interval is not None}
 
     def tasks(self) -> list["TaskResult"]:
-        """Return what came of each task."""
-        tells = any("success" in t.metrics for group in self.groups for t in group.valid)
-        return [_result(group, tells_success=tells) for group in self.groups]
+        """Return the result of each task."""
+        has_success = any("success" in t.metrics for group in self.groups for t in group.valid)
+        return [_result(group, has_success=has_success) for group in self.groups]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TaskResult:
-    """What came of one evaluation task."""
+    """Result of one evaluation task."""
 
     group_id: str
     seed: int
     task_index: int | None
     """Its number in the eval split. None: tasks follow from the seed."""
     episodes: int
-    """Played, those that failed included."""
+    """Number of episodes, including failed ones."""
     solved: int | None
-    """Of them. None: the environment does not report success."""
+    """Number of successes. None: the environment does not report success."""
     reward: float | None
-    """Mean of those that did not fail. None: all did."""
+    """Mean over episodes that did not fail. None: all failed."""
     stop_reasons: dict[str, int]
     error: str | None
-    """Of the first episode that has one."""
+    """Error of the first episode that has one."""
 
 
-def _result(group: TrajectoryGroup, *, tells_success: bool) -> TaskResult:
+def _result(group: TrajectoryGroup, *, has_success: bool) -> TaskResult:
     first, valid = group.trajectories[0], group.valid
     return TaskResult(
         group_id=group.group_id,
         seed=first.seed,
         task_index=first.task_index,
         episodes=len(group.trajectories),
-        solved=sum(map(is_success, valid)) if tells_success else None,
+        solved=sum(map(is_success, valid)) if has_success else None,
         reward=float(np.mean([t.reward for t in valid])) if valid else None,
         stop_reasons=dict(Counter(str(t.stop_reason) for t in group.trajectories)),
         error=next((t.error for t in group.trajectories if t.error), None),
@@ -123,16 +133,16 @@ def _result(group: TrajectoryGroup, *, tells_success: bool) -> TaskResult:
 
 
 async def play_evaluation(
-    pool: RolloutPool, config: EvaluationConfig, *, share: Share, prefix: str = "eval/"
+    pool: RolloutPool, config: EvaluationConfig, *, shard: TaskShard, prefix: str = "eval/"
 ) -> list[TrajectoryGroup]:
-    """Play the evaluation tasks that are dealt out to this process as training tasks are; their names begin with `prefix`."""
+    """Play this rank's evaluation tasks, sharded as training tasks are; group ids begin with `prefix`."""
     tasks = {f"{prefix}{place:06d}": task for place, task in enumerate(pool.tasks.evaluation(config.num_tasks))}
-    own = islice(tasks.items(), share.process, None, share.num_processes) if share.num_groups else ()
+    own = islice(tasks.items(), shard.process, None, shard.num_processes) if shard.num_groups else ()
     return await pool.play(dict(own), group_size=config.samples)
 
 
-def evaluated(groups: Iterable[TrajectoryGroup], config: EvaluationConfig) -> Evaluation:
-    """Describe the evaluation tasks as they were played. Failed episodes leave every mean and are counted in `failed`."""
+def summarize_evaluation(groups: Iterable[TrajectoryGroup], config: EvaluationConfig) -> Evaluation:
+    """Compute the metrics of played evaluation tasks. Failed episodes are left out of every mean and counted in `failed`."""
     groups = sorted(groups, key=lambda group: group.group_id)
     trajectories = [t for group in groups for t in group.valid]
     metrics = {
@@ -162,26 +172,105 @@ def _hash_of_task(group: TrajectoryGroup) -> str | None:
     if begun is None:
         return None
     first = begun.turns[0]
-    shown = repr((first.observation, begun.gold_answer, first.state_key))
-    return hashlib.sha256(shown.encode(errors="backslashreplace")).hexdigest()[:12]
+    identity = repr((first.observation, begun.gold_answer, first.state_key))
+    return hashlib.sha256(identity.encode(errors="backslashreplace")).hexdigest()[:12]
 
 
 def is_success(trajectory: Trajectory) -> bool:
-    """Tell whether the environment called the episode a success; one cut off before it said so is none."""
+    """Return whether the environment reported success; an episode cut off before that is none."""
     return trajectory.metrics.get("success", 0.0) > 0
 
 
 def reported_means(trajectories: Sequence[Trajectory]) -> dict[str, float]:
-    """Average what environments report at the end of an episode; an episode cut off before that counts as 0."""
+    """Average the numbers that environments report at the end of an episode; one cut off before that counts as 0."""
     names = {name for t in trajectories for name in t.metrics} - {"env_s"}
     return {name: float(np.mean([t.metrics.get(name, 0.0) for t in trajectories])) for name in sorted(names)}
 
 
 def component_means(trajectories: Sequence[Trajectory]) -> dict[str, float]:
-    """Average what each component of the reward came to in an episode; 0 where it did not occur."""
+    """Average the total of each reward component per episode; 0 if it did not occur."""
     totals: dict[str, float] = {}
     for turn in (turn for trajectory in trajectories for turn in trajectory.turns):
         components = turn.extras.get("reward_components")
         for name, amount in components.items() if isinstance(components, dict) else ():
             totals[name] = totals.get(name, 0.0) + (float(amount) if is_number(amount) else 0.0)
     return {name: totals[name] / len(trajectories) for name in sorted(totals)}
+
+
+_Z = 1.959963984540054
+_T_FEW = {1: 12.7062, 2: 4.3027}
+"""Quantiles of Student's t at .975, for degrees of freedom too few for the series in `student`."""
+
+
+def wilson(share: float, num: float) -> Interval:
+    """Return Wilson's score interval of a share of `num` independent trials (JASA 22, 1927).
+
+        (p + z^2 / 2n  +-  z sqrt(p (1 - p) / n + z^2 / 4n^2)) / (1 + z^2 / n)
+
+    Raises:
+        ValueError: for a share out of [0, 1], or a number that is not above 0.
+    """
+    if not (0 <= share <= 1 and num > 0):
+        raise ValueError(f"expected a share in [0, 1] of more than 0 trials, got {share} of {num}")
+    scale, center = 1 + _Z**2 / num, share + _Z**2 / (2 * num)
+    spread = _Z * math.sqrt(share * (1 - share) / num + _Z**2 / (4 * num**2))
+    return Interval(max(0.0, (center - spread) / scale), min(1.0, (center + spread) / scale))
+
+
+def share_interval(tasks: Sequence[Sequence[float]]) -> Interval | None:
+    """Return the interval of a fraction of episodes (0 or 1 each, one row per task). None: there is no episode.
+
+    With one episode per task it is Wilson's. With several, it is Wilson's for the number of independent episodes that has the
+    variance of the tasks; if all are equal, for the number of tasks.
+    """
+    tasks = [task for task in tasks if len(task)]
+    if not tasks:
+        return None
+    num, share = sum(map(len, tasks)), _mean(tasks)
+    if num == len(tasks):
+        return wilson(share, num)
+    variance = _variance(tasks)
+    independent = len(tasks) if not variance else share * (1 - share) / variance
+    return wilson(share, min(max(independent, 1.0), num))
+
+
+def mean_interval(tasks: Sequence[Sequence[float]]) -> Interval | None:
+    """Return the interval of a mean over episodes, one row per task. None: there are fewer than two tasks.
+
+        m +- t_{k - 1} sqrt(k / (k - 1) sum over tasks of (sum over its episodes of (y - m))^2) / N
+
+    the cluster-robust variance of k tasks with N episodes.
+    """
+    tasks = [task for task in tasks if len(task)]
+    if len(tasks) < 2:
+        return None
+    spread, mean = student(len(tasks) - 1) * math.sqrt(_variance(tasks)), _mean(tasks)
+    return Interval(mean - spread, mean + spread)
+
+
+def student(degrees: int) -> float:
+    """Return the quantile of Student's t at .975, to 1 % (Abramowitz and Stegun 26.7.5)."""
+    if degrees in _T_FEW:
+        return _T_FEW[degrees]
+    z, v = _Z, float(degrees)
+    terms = (
+        (z**3 + z) / 4,
+        (5 * z**5 + 16 * z**3 + 3 * z) / 96,
+        (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384,
+    )
+    return z + sum(term / v**power for power, term in enumerate(terms, 1))
+
+
+def _mean(tasks: Sequence[Sequence[float]]) -> float:
+    return float(np.mean(np.concatenate([np.asarray(task, dtype=np.float64) for task in tasks])))
+
+
+def _variance(tasks: Sequence[Sequence[float]]) -> float:
+    """Return the cluster-robust variance of the mean over all episodes, with tasks as clusters."""
+    mean = _mean(tasks)
+    num = sum(map(len, tasks))
+    k = len(tasks)
+    if k < 2:
+        return 0.0
+    residuals = [float(np.sum(np.asarray(task, dtype=np.float64) - mean)) for task in tasks]
+    return k / (k - 1) * sum(residual**2 for residual in residuals) / num**2

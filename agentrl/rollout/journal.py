@@ -1,4 +1,4 @@
-"""What happened to the episodes since the last checkpoint, so that a run that is killed loses none of them."""
+"""Journal of the episodes since the last checkpoint, so that a killed run loses none of them."""
 
 import asyncio
 from collections.abc import Callable, Iterator
@@ -9,9 +9,9 @@ from typing import Annotated, Literal, TextIO
 
 from pydantic import ConfigDict, Field, TypeAdapter
 
+from agentrl.data.files import numbered, parse, read_bytes, sealed, unsealed
 from agentrl.errors import ConfigError
-from agentrl.files import numbered, parse, read_bytes, sealed, unsealed
-from agentrl.rollout.live_episode import Task
+from agentrl.rollout.conversation import Task
 from agentrl.types import Completion, Message, Trajectory, Turn
 
 
@@ -25,7 +25,7 @@ class Started:
     version: int
     """Policy version at that time."""
     place: int | None = None
-    """Where the curriculum found its task, in the order of the epochs. None: at its number."""
+    """Position of its task in the order of the epochs, from the curriculum. None: its index."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,11 +36,11 @@ class Played:
     task: Task
     turn: Turn
     observation: tuple[Message, ...] | None
-    """What the environment said to it."""
+    """Messages of the environment after the turn."""
     shared: int = 0
-    """How many tokens of its context were left out, because it repeats those before it (`agentrl.types.shorten`)."""
+    """Leading tokens of its context that are left out because they repeat earlier ones (`agentrl.types.shorten`)."""
     snapshot: str | None = None
-    """The environment after it (`LiveEpisode.snapshot`)."""
+    """Environment after the turn (`LiveEpisode.snapshot`)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,9 +50,9 @@ class Interrupted:
     kind: Literal["held"] = "held"
     task: Task
     observation: tuple[Message, ...] | None
-    """What the environment said last."""
+    """Last messages of the environment."""
     partial: Completion
-    """What was sampled so far of the next action."""
+    """Tokens sampled so far of the next action."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,14 +63,14 @@ class Ended:
     trajectory: Trajectory
     """Without its first `played` turns."""
     played: int
-    """Number of its turns that were noted as played."""
+    """Number of its turns that have events of their own."""
     shared: int = 0
-    """How many tokens were left out of the first turn's context, as with `Played`."""
+    """Tokens left out of the first turn's context, as in `Played`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Dropped:
-    """A group was of no use, and gave way to a later one."""
+    """A group was not trainable, and is replaced by a later one."""
 
     kind: Literal["dropped"] = "dropped"
     group: str
@@ -80,7 +80,7 @@ class Dropped:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HandedOut:
-    """Groups were handed out, to be trained on."""
+    """Groups were handed out to a step."""
 
     kind: Literal["handed_out"] = "handed_out"
     groups: tuple[str, ...]
@@ -90,10 +90,10 @@ class HandedOut:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Restarted:
-    """Every group that was started and not trained on is to be started again, under another recipe."""
+    """Every group that was started and not trained on is restarted under another recipe."""
 
-    settings: str = ""
-    """A hash of that recipe, with which all that follows was sampled. Empty: of an earlier version."""
+    settings: str
+    """Hash of that recipe, with which all that follows was sampled."""
     kind: Literal["restarted"] = "restarted"
 
 
@@ -106,29 +106,29 @@ _EVENT: TypeAdapter[Event] = TypeAdapter(
 
 
 class Journal:
-    """A folder of numbered files, one event a line.
+    """A folder of numbered files with one event per line.
 
-    Lines are handed to the operating system in their order, all of one round of the event loop at once: a kill loses what
-    that round has noted, and what is left is a state that the run was in. Whoever resumes from an event that must not be
-    lost calls `flush`.
+    Lines are flushed to the operating system in order, all lines of one round of the event loop at once: a kill loses at most
+    that round's events, and the rest is a state that the run was in. Call `flush` before acting on an event that must not be
+    lost.
 
-    A checkpoint begins a new file and names it: state of the checkpoint and events from that file on are the whole.
+    Each checkpoint starts a new file and names it: its state and the events from that file on restore the run.
     """
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._file: TextIO | None = None
         self._lines: list[str] = []
-        """What is not written yet."""
+        """Lines that are not written yet."""
         self._flushed_by: asyncio.AbstractEventLoop | None = None
-        """The loop that is going to write it."""
+        """Event loop on which a flush is scheduled."""
         self._failure: OSError | None = None
-        """Of the first write that the disk did not take."""
+        """Error of the first write that failed."""
         self.number = 0
-        """Of the file that is written into."""
+        """Number of the current file."""
 
     def begin(self, *, at_least: int = 1) -> int:
-        """Write into a new file from now on; return its number: the one after the last, or `at_least`."""
+        """Start a new file; return its number: one more than the last, or `at_least`."""
         self.flush()
         self.close()
         self._folder.mkdir(parents=True, exist_ok=True)
@@ -138,10 +138,10 @@ class Journal:
         return number
 
     def write(self, event: Event) -> None:
-        """Append an event; nothing is written before `begin`.
+        """Append an event; before `begin`, drop it.
 
         Raises:
-            OSError: when the disk has taken no more.
+            OSError: if an earlier write failed.
         """
         if self._failure is not None:
             raise self._failure
@@ -160,11 +160,10 @@ class Journal:
             loop.call_soon(self._flush_soon)
 
     def flush(self) -> None:
-        """Hand all that was noted to the operating system.
+        """Flush all events to the operating system.
 
         Raises:
-            OSError: when the disk takes no more, and at every event after that: it would follow half a line, and no one may
-                continue as if it had been noted.
+            OSError: if a write fails, and at every later event: it would follow half a line.
         """
         if self._failure is not None:
             raise self._failure
@@ -180,11 +179,11 @@ class Journal:
 
     def _flush_soon(self) -> None:
         self._flushed_by = None
-        with suppress(OSError):  # the next event, or whoever flushes, is told
+        with suppress(OSError):  # raised again by the next event or flush
             self.flush()
 
-    def read(self, since: int) -> Iterator[Event]:
-        """Yield the events from file `since` on. What a kill cut short at the end of a file has not happened.
+    def read_events(self, since: int) -> Iterator[Event]:
+        """Yield the events from file `since` on, without a line that a kill cut short.
 
         Raises:
             ConfigError: for a line that is no event.
@@ -193,15 +192,15 @@ class Journal:
             yield event
 
     def settings(self, since: int) -> str:
-        """Return a hash of the recipe with which all from file `since` on was sampled. Empty: that of the state before."""
-        first = next(self.read(since), None)
+        """Return the hash of the recipe of all events from file `since` on. Empty: the recipe has not changed."""
+        first = next(self.read_events(since), None)
         return first.settings if isinstance(first, Restarted) else ""
 
     def replay(self, since: int, apply: Callable[[Event], object]) -> None:
         """Apply the events from file `since` on.
 
         Raises:
-            ConfigError: for a line that is no event, or none that can follow on those before it.
+            ConfigError: for a line that is no event, or that cannot follow the events before it.
         """
         for where, event in self._read(since):
             try:
@@ -225,21 +224,21 @@ class Journal:
         return f"if {self._folder} is deleted, what was sampled since the last checkpoint is sampled again"
 
     def has(self, number: int) -> bool:
-        """Tell whether there is a file of that number."""
+        """Return whether there is a file with that number."""
         return any(found == number for found, _ in numbered(self._folder, _NAME))
 
     def drop(self, *, before: int | None = None) -> None:
-        """Delete the files before a number; by default all."""
+        """Delete the files with numbers below `before`; by default all."""
         for number, path in numbered(self._folder, _NAME):
             if before is None or number < before:
                 path.unlink()
 
     def close(self) -> None:
-        """Write no more."""
+        """Close the current file."""
         if self._file is not None:
             with suppress(OSError):
                 self.flush()
         if self._file is not None:
-            with suppress(OSError):  # of what a full disk has not taken yet
+            with suppress(OSError):  # a full disk
                 self._file.close()
             self._file = None

@@ -1,15 +1,15 @@
-"""What the operating system allows: open files and threads for many live episodes."""
+"""Limits of the operating system: open files and threads for many live episodes."""
 
 from pathlib import Path
 
 import psutil
 
 _FILES_PER_EPISODE = 4
-"""Open files that an episode may need: a connection, and the pipes of a subprocess of its environment."""
+"""Open files per episode: a connection, and the pipes of a subprocess of its environment."""
 
 
 def check_limits(live: int) -> list[str]:
-    """Raise the limit of open files as far as it may be; return a warning for each limit that `live` episodes may reach."""
+    """Raise the limit of open files to its maximum; return a warning for each limit that `live` episodes may exceed."""
     process, found = psutil.Process(), []
     if (files := _raise_open_files()) is not None and num_open_files(process) + live * _FILES_PER_EPISODE > files:
         found.append(
@@ -26,7 +26,7 @@ def check_limits(live: int) -> list[str]:
 
 
 def num_open_files(process: psutil.Process) -> int:
-    """Return how many files, pipes and connections a process has open."""
+    """Return the number of files, pipes and connections that a process has open."""
     return int(process.num_fds() if hasattr(process, "num_fds") else process.num_handles())  # as Windows calls them
 
 
@@ -46,7 +46,7 @@ def _raise_open_files() -> int | None:
 
 
 def _thread_limits(process: psutil.Process) -> list[tuple[int, int, str]]:
-    """List the limits of threads: how many, how many are in use, and where it is set."""
+    """List the limits of threads: the limit, the number in use, and where the limit is set."""
     found: list[tuple[int, int, str]] = []
     try:
         import resource

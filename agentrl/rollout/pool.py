@@ -1,4 +1,4 @@
-"""Many episodes at once."""
+"""The pool that plays many episodes at once."""
 
 import asyncio
 from collections import deque
@@ -9,48 +9,44 @@ from functools import partial
 from typing import Any
 
 from agentrl.engine import Engine
-from agentrl.engine.retry import retry_wait_s
+from agentrl.engine.base import retry_wait_s
 from agentrl.errors import EngineError, EnvironmentFailure
 from agentrl.rollout.config import RolloutConfig
-from agentrl.rollout.context import EpisodeContext
-from agentrl.rollout.deadline import EngineClock
-from agentrl.rollout.env_calls import MakeEnv
-from agentrl.rollout.env_thread import EnvThread
-from agentrl.rollout.environments import Environments
+from agentrl.rollout.conversation import EpisodeContext, LiveEpisode, Task
+from agentrl.rollout.env_driver import Environments, EnvThread, MakeEnv
 from agentrl.rollout.episode import Episode
-from agentrl.rollout.groups import group_of, members
+from agentrl.rollout.faults import EngineClock
 from agentrl.rollout.journal import Journal
-from agentrl.rollout.live_episode import LiveEpisode, Task
-from agentrl.rollout.stream import TaskStream
+from agentrl.rollout.stream import TaskStream, group_tasks, make_group
 from agentrl.rollout.tasks import EnvTask, Tasks
-from agentrl.types import Sampling, Share, StopReason, Trajectory, TrajectoryGroup
+from agentrl.types import Sampling, StopReason, TaskShard, Trajectory, TrajectoryGroup
 
 _FIRST_WAIT_S = 1.0
 """Wait before an episode's second retry; doubles each time, up to a minute. The first retry is made at once."""
 _MAX_LOST = 4
-"""Threads that hang in environments, for each episode that is played at once, beyond which a run stops."""
+"""Hanging environment threads per live episode beyond which a run stops."""
 _LAST_PAUSE_S = 10.0
-"""How long an engine may take to return what it has sampled of actions, once collecting has failed or was interrupted."""
+"""Deadline for the engine to return partial actions after `collect` has failed or was interrupted."""
 _TICK_S = 0.02
-"""How often the event loop's lag is measured."""
+"""Interval of the measurements of the event loop's lag."""
 
 
 @dataclass(slots=True)
 class _Slot:
-    """One of the episodes that are played at the same time: one after the other takes it."""
+    """Room for one live episode; episodes use it one after the other."""
 
     thread: EnvThread
-    """Replaced where it hangs in an environment."""
+    """Replaced if it hangs in an environment."""
 
 
 class RolloutPool:
-    """Keeps up to `max_live_episodes` episodes going, each environment on a thread of its own.
+    """Plays up to `max_live_episodes` episodes at once, each environment on a thread of its own.
 
-    Between two calls of `collect` the engine is paused, and unfinished episodes wait; with `mode: async` they continue.
+    Between two calls of `collect` the engine is paused and unfinished episodes wait; with `mode: async` they continue.
 
-    An episode whose environment failed is restarted with a fresh one, and one whose engine failed resumes from where it
-    stood; one that keeps failing is returned as such, and a group with fewer than two usable episodes is replaced by a
-    new task. Everything is counted in `counts`.
+    An episode whose environment failed is restarted with a fresh one; one whose engine failed resumes. An episode that
+    keeps failing is returned as failed, and a group with fewer than two valid episodes is replaced by a new task.
+    `counts` counts all of it.
     """
 
     def __init__(
@@ -60,7 +56,7 @@ class RolloutPool:
         context: EpisodeContext[Engine],
         tasks: Tasks,
         fork: bool = False,
-        share: Share | None = None,
+        shard: TaskShard | None = None,
         journal: Journal | None = None,
         on_fault: Callable[[Trajectory], object] = lambda _: None,
     ) -> None:
@@ -68,32 +64,37 @@ class RolloutPool:
 
         Args:
             make_env: makes the environment of one episode.
-            context: what all episodes are played with.
-            tasks: of the run, in their order; samples follow from their seed.
-            fork: rollouts are forked from every episode's turns (see `RolloutConfig.branches`).
-            share: the training tasks that are dealt out to this process. None: all.
-            journal: takes what happens to them from the first `state_dict` on. None: nothing is written.
-            on_fault: told of each episode whose environment failed, at each attempt, at once.
+            context: parts that all episodes share.
+            tasks: tasks of the run; their seed also fixes the sampling seeds.
+            fork: fork rollouts from every episode's turns (see `RolloutConfig.branches`).
+            shard: training tasks of this rank. None: all.
+            journal: records events from the first `state_dict` on. None: nothing is written.
+            on_fault: called with each episode whose environment failed, at each attempt.
         """
-        self.context, self.tasks, self.share = context, tasks, share or Share(context.config.num_groups)
-        self._fork, self._on_fault = fork, on_fault
+        self.context = context
+        self.tasks = tasks
+        self.shard = shard or TaskShard(context.config.num_groups)
+        self._fork = fork
+        self._on_fault = on_fault
         self._own = self.environments = Environments(make_env)
-        self._engine, self._config, self._clock = context.engine, context.config, context.clock
-        self._stream = TaskStream(context.config, tasks=tasks, share=self.share, journal=journal)
+        self._engine = context.engine
+        self._config = context.config
+        self._clock = context.clock
+        self._stream = TaskStream(context.config, tasks=tasks, shard=self.shard, journal=journal)
         self._is_paused = False
         self._failures_in_a_row = 0
         self._live: dict[str, Episode] = {}
-        """Episodes of the stream that are being played, by their names."""
+        """Episodes of the stream that are being played, by trajectory id."""
         self._runners: set[asyncio.Task[None]] = set()
         self._changed = asyncio.Event()
         self._failure: BaseException | None = None
         self.loop_lag_s = 0.0
-        """Longest time by which the event loop was late during the last `collect`."""
+        """Largest lag of the event loop during the last `collect`, in seconds."""
 
-    def beside(
+    def with_config(
         self, config: RolloutConfig, *, environments: Environments | None = None, tasks: Tasks | None = None
     ) -> "RolloutPool":
-        """Return another pool for the same engine, with limits of its own; by default for the same environments and tasks."""
+        """Return another pool on the same engine with another config; by default with the same environments and tasks."""
         context = replace(self.context, config=config, clock=EngineClock())
         environments, tasks = environments or self.environments, tasks or self.tasks
         pool = RolloutPool(make_env=environments.make, context=context, tasks=tasks, on_fault=self._on_fault)
@@ -102,25 +103,25 @@ class RolloutPool:
 
     @property
     def counts(self) -> Mapping[str, int]:
-        """What went wrong so far, and was mended."""
+        """Counts of failures and of replaced groups so far."""
         return self._stream.counts
 
     @property
     def is_replaying(self) -> bool:
-        """True while `collect` returns what was handed out before the run was killed."""
+        """True while `collect` returns groups that were handed out before the run was killed."""
         return self._stream.is_replaying
 
     async def collect(self, num_groups: int | None = None) -> list[TrajectoryGroup]:
-        """Return the next groups of the training stream; a step's share by default.
+        """Return the next groups of the training stream; by default as many as a step takes.
 
-        They are the oldest of the groups that are complete, as soon as there are enough and the others can be returned
-        before any is too old (`max_staleness`); with `mode: sync` that is when all are complete. Groups with too many
-        failures, and with `dynamic_sampling` those that teach nothing, give way to later ones.
+        They are the oldest complete groups, as soon as there are enough and the others can be returned before any is too old
+        (`max_staleness`); with `mode: sync`, when all are complete. Groups with too many failures, and with
+        `dynamic_sampling` those whose episodes all earn the same, are replaced by later ones.
 
         Raises:
-            EnvironmentFailure: when episodes fail one after the other, or groups are replaced one after the other, with
-                the last error's words.
-            EngineError: when episodes fail one after the other because the engine does.
+            EnvironmentFailure: when too many episodes in a row fail, or too many groups in a row are replaced, with the last
+                error's message.
+            EngineError: when too many episodes in a row fail because of the engine.
         """
         if self._stream.is_replaying:
             return self._stream.hand_out_again()
@@ -131,52 +132,52 @@ class RolloutPool:
                 groups = await self._complete()
             self._stream.flush()  # before they are trained on
             if self._config.samples_during_update:
-                self._fill_slots()  # for the time of the update
+                self._fill_slots()  # to be played during the update
             else:
                 await self.pause()
         except BaseException as error:
             try:
-                if not isinstance(error, EngineError):  # one that fails need not be asked for what it has
+                if not isinstance(error, EngineError):  # a failed engine has no partial actions
                     with suppress(EngineError, OSError):  # the deadline's TimeoutError is one
                         async with asyncio.timeout(_LAST_PAUSE_S):
                             await self.pause()
-            finally:  # also where it is interrupted once more
+            finally:  # also when interrupted once more
                 await self.stop()
             raise
         return groups
 
     async def resume(self) -> None:
-        """Let the engine sample."""
+        """Resume the engine and its deadlines."""
         await self._engine.resume()
         self._clock.start()
         self._is_paused = False
 
     async def pause(self) -> None:
-        """Pause the engine, and let every episode take what was sampled of its action."""
+        """Pause the engine, and record the partial action of every live episode."""
         if self._is_paused:
             return
         self._clock.stop()
         await self._engine.pause()
         self._is_paused = True
-        for _ in range(3):  # a completion to the request, to the caller, to the episode
+        for _ in range(3):  # a completion passes from the request to the caller to the episode
             await asyncio.sleep(0)
         for live in [episode.live() for episode in self._live.values()]:
             if live.partial is not None:
-                self._stream.note(live)
+                self._stream.record_progress(live)
         self._stream.flush()
 
     async def stop(self) -> None:
-        """Give up the episodes that are under way."""
+        """Cancel all live episodes."""
         runners = list(self._runners)
         for runner in runners:
             runner.cancel()
         await asyncio.gather(*runners, return_exceptions=True)
 
     async def play(self, tasks: Mapping[str, EnvTask], *, group_size: int) -> list[TrajectoryGroup]:
-        """Play `group_size` episodes of each task (by its group id), every one exactly once."""
+        """Play `group_size` episodes of each task, once each. Tasks are keyed by group id."""
         seed = self.tasks.seed
         queue = deque(
-            one for name, task in tasks.items() for one in members(name, task, size=group_size, run_seed=seed)
+            one for name, task in tasks.items() for one in group_tasks(name, task, size=group_size, run_seed=seed)
         )
         done: dict[str, list[Trajectory]] = {group_id: [] for group_id in tasks}
         runners = [
@@ -188,34 +189,31 @@ class RolloutPool:
             for runner in runners:
                 runner.cancel()
             await asyncio.gather(*runners, return_exceptions=True)
-        return [group_of(group_id, trajectories) for group_id, trajectories in done.items()]
+        return [make_group(group_id, trajectories) for group_id, trajectories in done.items()]
 
     def recover(self, *, ignore: bool = False, settings: str = "") -> bool:
-        """Take over what a run that was killed has written down since the state that was loaded; see `TaskStream.recover`."""
+        """Replay the journal of a killed run on the loaded state; see `TaskStream.recover`."""
         return self._stream.recover(ignore=ignore, settings=settings)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return where the stream of training tasks stands, with every episode of it that is under way or done.
-
-        What happens from now on goes into a new file of the journal.
-        """
+        """Return the state of the training stream, with its live and finished episodes; start a new journal file."""
         return self._stream.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from `state_dict`; nothing may be under way."""
+        """Continue from a `state_dict`; no episode may be live."""
         self._stream.load_state_dict(state)
 
-    def forget(self) -> None:
-        """Drop what was written down before the last `state_dict`, which is safe now."""
-        self._stream.forget()
+    def drop_old_journal(self) -> None:
+        """Delete journal files from before the last `state_dict`, once that is saved."""
+        self._stream.drop_old_journal()
 
     def close(self) -> None:
-        """Close the environments that are kept or were cancelled, let their threads end, and close the journal."""
+        """Close environments, threads and the journal."""
         self._own.close()
         self._stream.close()
 
     async def _complete(self) -> list[TrajectoryGroup]:
-        """Play until there are groups to hand out."""
+        """Play until there are groups to hand out, and return them."""
         self._changed = asyncio.Event()
         while True:
             if self._failure is not None:
@@ -234,10 +232,10 @@ class RolloutPool:
                 raise RuntimeError("nothing is played, nothing can be started, and no group can be handed out")
 
     async def _ask_engine(self) -> None:
-        """Sample a token.
+        """Sample one token, to see whether the engine works.
 
         Raises:
-            EngineError: when the engine does not answer: then it was no episode's fault that it failed.
+            EngineError: when it does not answer: then failed episodes were not at fault.
         """
         sampling = Sampling(max_tokens=1, stop_token_ids=(), temperature=self._config.temperature)
         try:
@@ -250,9 +248,9 @@ class RolloutPool:
             ) from None
 
     def _fill_slots(self) -> None:
-        """Start as many episodes as there are free slots.
+        """Start an episode in each free slot.
 
-        All at once: in lockstep, the engine would continue without one that came later.
+        All at once: in lockstep, the engine would not wait for one that came later.
         """
         while len(self._runners) < self._config.max_live_episodes:
             episode = self._stream.next(version=self._engine.version)
@@ -263,11 +261,11 @@ class RolloutPool:
             runner.add_done_callback(self._on_runner_done)
 
     async def _run_stream(self, episode: LiveEpisode | None) -> None:
-        """Play one episode of the training stream after the other."""
+        """Play episodes of the training stream one after the other."""
         slot = self._new_slot()
         try:
             while episode is not None:
-                self._stream.take(await self._finish(episode, slot, live=self._live))
+                self._stream.record_end(await self._finish(episode, slot, live=self._live))
                 self._changed.set()
                 episode = self._stream.next(version=self._engine.version)
         finally:
@@ -276,11 +274,11 @@ class RolloutPool:
     def _on_runner_done(self, runner: "asyncio.Task[None]") -> None:
         self._runners.discard(runner)
         error = None if runner.cancelled() else runner.exception()
-        self._failure = self._failure or error  # the first one says most
+        self._failure = self._failure or error  # keep the first
         self._changed.set()
 
     async def _run(self, queue: deque[Task], done: dict[str, list[Trajectory]]) -> None:
-        """Play one episode after the other: a free slot is refilled at once."""
+        """Play episodes of the queue one after the other."""
         slot = self._new_slot()
         try:
             while queue:
@@ -290,14 +288,14 @@ class RolloutPool:
             self._leave(slot)
 
     async def _finish(self, start: LiveEpisode, slot: _Slot, *, live: dict[str, Episode] | None = None) -> Trajectory:
-        """Play an episode to its end, listed in `live` meanwhile; one that failed is tried again."""
+        """Play an episode to its end, retrying failures; list it in `live` meanwhile."""
         trajectory, reached = await self._play_one(start, slot, live)
         for retry in range(self._config.max_retries):
             if not trajectory.stop_reason.failed:
-                break  # a first prompt that is too long stays so
+                break  # a first prompt that is too long stays too long
             self._stream.counts["retries"] += 1
             if retry:
-                with self._engine.conversation(f"{start.task.trajectory_id} waits"):  # in lockstep, so do all others
+                with self._engine.conversation(f"{start.task.trajectory_id} waits"):  # in lockstep, all others wait too
                     await asyncio.sleep(retry_wait_s(retry - 1, first_s=_FIRST_WAIT_S))
             if trajectory.stop_reason is StopReason.ENGINE_ERROR:
                 start = reached
@@ -311,9 +309,9 @@ class RolloutPool:
     async def _play_one(
         self, start: LiveEpisode, slot: _Slot, live: dict[str, Episode] | None
     ) -> tuple[Trajectory, LiveEpisode]:
-        """Play an episode; return it, and where it stood at its end."""
+        """Play an episode; return it and its state at the end."""
         if slot.thread.is_lost:
-            self._lose(slot.thread)
+            self._abandon(slot.thread)
             slot.thread = EnvThread()
         episode = Episode(
             start.task,
@@ -321,7 +319,7 @@ class RolloutPool:
             thread=slot.thread,
             fork=self._fork,
             recorded=start,
-            on_change=None if live is None else self._stream.note,
+            on_change=None if live is None else self._stream.record_progress,
             on_fault=self._note_fault,
         )
         make_env = self.environments.make_for(start.task.stage)
@@ -343,18 +341,18 @@ class RolloutPool:
 
     def _leave(self, slot: _Slot) -> None:
         if slot.thread.is_lost:
-            self._lose(slot.thread)
+            self._abandon(slot.thread)
         else:
             self.environments.give_back(slot.thread)
 
-    def _lose(self, thread: EnvThread) -> None:
-        """Let a thread go that hangs in an environment.
+    def _abandon(self, thread: EnvThread) -> None:
+        """Abandon a thread that hangs in an environment.
 
         Raises:
-            EnvironmentFailure: when too many of them hang.
+            EnvironmentFailure: when too many hang.
         """
         self._stream.counts["lost_threads"] += 1
-        if (num_lost := self.environments.lose(thread)) > _MAX_LOST * self._config.max_live_episodes:
+        if (num_lost := self.environments.abandon(thread)) > _MAX_LOST * self._config.max_live_episodes:
             raise EnvironmentFailure(
                 f"{num_lost} threads hang in calls of environments that missed rollout.env_timeout_s: "
                 f"{self._config.env_timeout_s:g} s and never came back. Give what may hang a deadline of its own, or a "
@@ -362,9 +360,9 @@ class RolloutPool:
             )
 
     def _break_off_after_failures(self, trajectory: Trajectory) -> None:
-        """Raise where one episode after the other failed for good; an attempt that is made again does not count.
+        """Raise if too many episodes in a row failed in spite of their retries.
 
-        Nor does a first prompt that is too long: all episodes of its group have it, and the group is replaced.
+        A first prompt that is too long does not count: all episodes of its group share it, and the group is replaced.
         """
         if trajectory.failed and not trajectory.stop_reason.failed:
             return
@@ -375,7 +373,7 @@ class RolloutPool:
 
     @asynccontextmanager
     async def _lag_measured(self) -> AsyncIterator[None]:
-        """Measure by how much the event loop is late."""
+        """Measure the largest lag of the event loop within the context."""
 
         async def measure() -> None:
             loop = asyncio.get_running_loop()

@@ -1,26 +1,51 @@
-"""Which task the k-th of a split is: it follows from the run's seed and from k, so nothing is kept and a kill loses nothing."""
+"""Tasks and seeds of a run, and the curriculum.
 
+The k-th task of a split follows from the run's seed and k, and every random choice of a rollout from the run's seed and names,
+never from the order of events: a resumed run repeats them without stored state. A curriculum lets tasks of a table rest while
+there is nothing to learn from them.
+"""
+
+import hashlib
 from bisect import bisect_right
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
+from typing import Self
 
 import numpy as np
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from agentrl.errors import ConfigError
-from agentrl.rollout.seeds import derive_seed, held_out_seed, task_seed
-from agentrl.types import ENDLESS, NO_HASHES, NumTasks, Split, TaskHashes
+from agentrl.types import ENDLESS, NO_HASHES, Amount, Count, NumTasks, Split, TaskHashes, TrajectoryGroup
+
+_HALF = 2**30
+
+
+def derive_seed(*parts: int | str) -> int:
+    """Return a 63-bit seed that depends on all parts."""
+    text = "\x1f".join(map(str, parts))
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest()) >> 1
+
+
+def task_seed(run_seed: int, index: int) -> int:
+    """Return the environment seed of the `index`-th training task: below 2**30."""
+    return derive_seed(run_seed, "task", index) % _HALF
+
+
+def held_out_seed(run_seed: int, index: int) -> int:
+    """Return the environment seed of the `index`-th evaluation task: at least 2**30, so never a training seed."""
+    return _HALF + derive_seed(run_seed, "held out", index) % _HALF
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EnvTask:
-    """A task as the environment's `reset` is told of it."""
+    """A task, as arguments of the environment's `reset`."""
 
     seed: int
     split: Split = "train"
     index: int | None = None
-    """Its number within the split. None: not known, as in what an earlier version wrote."""
+    """Its number within the split. None: unknown."""
     stage: int = 0
-    """Which entry of `env.schedule` the environment is made with, from 1. 0: none."""
+    """Entry of `env.schedule` with which the environment is made, from 1. 0: none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,7 +54,7 @@ class Stage:
 
     from_step: int
     num_train: int | None
-    """How many training tasks the environment has then. None: without end."""
+    """Number of training tasks of the environment in this stage. None: endless."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,30 +62,31 @@ class Tasks:
     """The tasks of a run, split by split, in their order."""
 
     seed: int
-    """The run's."""
+    """Seed of the run."""
     evaluation_seed: int | None = None
-    """Of the evaluation tasks (`evaluation.seed`). None: the run's."""
+    """Seed of the evaluation tasks (`evaluation.seed`). None: the run's."""
     num: NumTasks = ENDLESS
-    """As the environment says."""
+    """Numbers of tasks that the environment reports."""
     hashes: TaskHashes = NO_HASHES
-    """As the environment says: what a run is resumed on must be what it began with."""
+    """Hashes of the tasks that the environment reports: a resumed run must have the same tasks."""
     stages: tuple[Stage, ...] = ()
-    """The schedule, in its order."""
+    """Stages of `env.schedule`, in order."""
     first: int = 0
-    """Of a table, which evaluation task comes first."""
+    """Index of the first evaluation task of a table."""
 
     def train(self, index: int, *, place: int | None = None, step: int = 0) -> EnvTask:
-        """Return the task of the `index`-th group: of a table, the next one of an epoch, each epoch in its own order.
+        """Return the task of the `index`-th group. Each epoch goes through a table in an order of its own.
 
         Args:
-            index: of the group; the seed follows from it.
-            place: in the order of the epochs, one after the other. None: the same.
-            step: in which the group is started: the schedule goes by it. 0: before all of them.
+            index: index of the group, which fixes the seed.
+            place: position in the concatenated epochs. None: `index`.
+            step: step in which the group is started, which fixes the stage. 0: before all stages.
 
         Raises:
-            ConfigError: where there is none.
+            ConfigError: if there are no training tasks.
         """
-        seed, stage = task_seed(self.seed, index), bisect_right([stage.from_step for stage in self.stages], step)
+        seed = task_seed(self.seed, index)
+        stage = bisect_right([stage.from_step for stage in self.stages], step)
         num = self.stages[stage - 1].num_train if stage else self.num.train
         if num is None:
             return EnvTask(seed=seed, index=index, stage=stage)
@@ -71,15 +97,15 @@ class Tasks:
         epoch, nth = divmod(index if place is None else place, num)
         return EnvTask(seed=seed, index=int(_epoch_order(self.seed, epoch, num)[nth]), stage=stage)
 
-    def of_stage(self, stage: int) -> "Tasks":
-        """Return the tasks that the environment has with an entry of the schedule, from 1, as if there were no other."""
+    def for_stage(self, stage: int) -> "Tasks":
+        """Return the tasks of one stage, counted from 1, as if there were no other."""
         return replace(self, num=self.num._replace(train=self.stages[stage - 1].num_train), stages=())
 
     def evaluation(self, asked: int) -> list[EnvTask]:
-        """Return the evaluation tasks: of a table as many as were asked for, spread evenly over it, or all, each once.
+        """Return `asked` evaluation tasks, spread evenly over a table; all of them if there are fewer.
 
         Raises:
-            ConfigError: where there is none.
+            ConfigError: if there are no evaluation tasks.
         """
         num = self.num.eval
         if num == 0:
@@ -98,8 +124,8 @@ class Tasks:
         num = self.num.eval
         return place if num is None else (self.first + place * num // count) % num
 
-    def words_if_fewer(self, asked: int) -> str | None:
-        """Return what to tell where there are fewer evaluation tasks than were asked for."""
+    def fewer_tasks_warning(self, asked: int) -> str | None:
+        """Return a warning if there are fewer evaluation tasks than were asked for."""
         num = self.num.eval
         if num is None or num >= asked:
             return None
@@ -109,14 +135,121 @@ class Tasks:
         )
 
     def check_train(self) -> None:
-        """Refuse to train without tasks.
-
-        Raises:
-            ConfigError: where there are none.
-        """
+        """Raise ConfigError if there are no training tasks."""
         self.train(0)
 
 
 @lru_cache(maxsize=4)
 def _epoch_order(run_seed: int, epoch: int, num: int) -> "np.ndarray[tuple[int], np.dtype[np.int64]]":
     return np.random.default_rng(derive_seed(run_seed, "epoch", epoch)).permutation(num)
+
+
+class CurriculumConfig(BaseModel):
+    """Tasks that the policy solves nearly always, or hardly ever, rest for some epochs and come back.
+
+    The success rate of a visit is the fraction of the group's episodes with `info["success"]`.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    visits: Count = 2
+    """Visits over which the mean success rate of a task is taken; after a rest, over as many new ones."""
+    rest: Amount = 4
+    """Epochs of a rest."""
+    low: float | None = Field(default=0.0, ge=0, le=1)
+    """A task rests if its rate is at most this. Null: no lower bound."""
+    high: float | None = Field(default=1.0, ge=0, le=1)
+    """A task rests if its rate is at least this. Null: no upper bound."""
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        if self.low is not None and self.high is not None and self.low >= self.high:
+            raise ValueError(f"low: {self.low} is not below high: {self.high}, so that every task rests; lower it")
+        return self
+
+    def rests(self, rate: float) -> bool:
+        """Return whether a task with this success rate rests."""
+        return (self.low is not None and rate <= self.low) or (self.high is not None and rate >= self.high)
+
+
+@dataclass(slots=True, kw_only=True)
+class CurriculumState:
+    """State of a curriculum. It follows from the groups that were started and judged, in their order."""
+
+    place: int = 0
+    """Next position in the concatenated epochs."""
+    is_reported: bool = False
+    """An episode has reported `success`."""
+    rates: dict[int, list[float]] = field(default_factory=dict)
+    """Success rates of the last visits since the task came back, by task index."""
+    until: dict[int, int] = field(default_factory=dict)
+    """Epoch in which a resting task comes back, by task index."""
+
+
+class Curriculum:
+    """Goes through the epochs of a table, and skips tasks that rest."""
+
+    def __init__(self, config: CurriculumConfig, tasks: Tasks, *, num_processes: int) -> None:
+        """Create a curriculum before its first task.
+
+        Args:
+            config: which tasks rest, and how long.
+            tasks: tasks of the run.
+            num_processes: number of ranks that sample.
+
+        Raises:
+            ConfigError: if there is no table, or more than one rank, each of which would see only some of the visits.
+        """
+        if tasks.num.train is None:
+            raise ConfigError(
+                "rollout.curriculum: the environment's tasks have no end (num_tasks('train') returned None), so that none "
+                "comes back; leave the section out"
+            )
+        if num_processes > 1:
+            raise ConfigError(
+                f"rollout.curriculum: {num_processes} processes sample, and none sees all visits of a task; sample in one"
+            )
+        self._config = config
+        self._tasks = tasks
+        self._num = tasks.num.train
+        self.state = CurriculumState()
+
+    def next(self) -> int:
+        """Return the position of the next task that does not rest."""
+        place, until = self.state.place, self.state.until
+        while until.get(self._task(place), 0) > self._epoch(place):
+            place += 1
+            if place % self._num == 0 and len(until) == self._num:  # skip epochs in which all rest
+                place = max(place, min(until.values()) * self._num)
+        return place
+
+    def advance(self, place: int) -> None:
+        """Move past the task at a position, which was started."""
+        self.state.place = place + 1
+
+    @property
+    def num_resting(self) -> int:
+        """Number of tasks that rest now."""
+        epoch = self._epoch(self.state.place) if self._num else 0
+        return sum(until > epoch for until in self.state.until.values())
+
+    def record_visit(self, group: TrajectoryGroup) -> None:
+        """Record the success rate of a visit, without failed episodes."""
+        state, valid = self.state, group.valid
+        state.is_reported |= any("success" in trajectory.metrics for trajectory in valid)
+        if not valid or not state.is_reported or (task := valid[0].task_index) is None:
+            return
+        rate = sum(trajectory.metrics.get("success", 0.0) > 0 for trajectory in valid) / len(valid)
+        rates = [*state.rates.pop(task, []), rate][-self._config.visits :]
+        if len(rates) == self._config.visits and self._config.rests(sum(rates) / len(rates)):
+            state.until[task] = self._epoch(max(0, state.place - 1)) + 1 + self._config.rest
+        else:
+            state.rates[task] = rates
+
+    def _epoch(self, place: int) -> int:
+        return place // self._num
+
+    def _task(self, place: int) -> int:
+        task = self._tasks.train(place).index
+        assert task is not None, "a table has numbers"
+        return task

@@ -1,4 +1,4 @@
-"""One episode with a policy that says nothing, before a run begins to write."""
+"""Trial of an environment before a run begins to write: its description, and one episode of empty messages."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -7,18 +7,16 @@ from agentrl.chat import Renderer
 from agentrl.env import EnvDescription, base_env, close_env, describe
 from agentrl.errors import EnvironmentFailure, UserError
 from agentrl.rollout.config import RolloutConfig
-from agentrl.rollout.context import EpisodeContext
-from agentrl.rollout.env_calls import MakeEnv
-from agentrl.rollout.env_thread import EnvThread
+from agentrl.rollout.conversation import EpisodeContext, Task
+from agentrl.rollout.env_driver import EnvThread, MakeEnv
 from agentrl.rollout.episode import Episode
-from agentrl.rollout.fault import RaisedError
-from agentrl.rollout.live_episode import Task
+from agentrl.rollout.faults import RaisedError
 from agentrl.rollout.tasks import Tasks
 from agentrl.types import Completion, FinishReason, Sampling, Split
 
 
-class _Silence:
-    """Ends every turn at once."""
+class _SilentEngine:
+    """A sampler that ends every turn at once."""
 
     @contextmanager
     def conversation(self, request_id: str) -> Iterator[None]:  # noqa: ARG002 - there is nothing to keep
@@ -30,13 +28,13 @@ class _Silence:
 
 
 async def describe_env(make_env: MakeEnv, *, timeout_s: float) -> EnvDescription:
-    """Make the environment for the first time, under a deadline, and return what it offers.
+    """Make the environment for the first time, under a deadline, and describe it.
 
     Raises:
-        UserError: in the words of what went wrong.
+        UserError: with the message of what went wrong.
     """
 
-    def look() -> EnvDescription:
+    def describe_made() -> EnvDescription:
         env = make_env()
         try:
             return describe(base_env(env))
@@ -45,7 +43,7 @@ async def describe_env(make_env: MakeEnv, *, timeout_s: float) -> EnvDescription
 
     with EnvThread() as thread:
         try:
-            return await thread.call(look, timeout_s=timeout_s)
+            return await thread.call(describe_made, timeout_s=timeout_s)
         except TimeoutError as error:
             raise EnvironmentFailure(
                 f"environment: construction did not return within rollout.env_timeout_s: {timeout_s:g} s"
@@ -61,17 +59,17 @@ async def describe_env(make_env: MakeEnv, *, timeout_s: float) -> EnvDescription
 async def try_environment(
     *, make_env: MakeEnv, renderer: Renderer, config: RolloutConfig, tasks: Tasks, fork: bool = False
 ) -> None:
-    """Play one episode of empty messages, so that a broken environment shows before anything is written.
+    """Play one episode of empty messages, so that a broken environment is noticed before anything is written.
 
     With `fork`, rollouts are forked from it too.
 
     Raises:
-        EnvironmentFailure: with the words of what went wrong.
+        EnvironmentFailure: with the message of what went wrong.
         UserError: for what the recipe must change, such as a first prompt that fills the context.
     """
     split: Split = "eval" if tasks.num.train == 0 else "train"
     task = Task(group_id="trial", rollout_index=0, seed=tasks.seed, sampling_seed=tasks.seed, split=split, task_index=0)
-    context = EpisodeContext(engine=_Silence(), renderer=renderer, config=config)
+    context = EpisodeContext(engine=_SilentEngine(), renderer=renderer, config=config)
     with EnvThread() as thread:
         trajectory = await Episode(task, context=context, thread=thread, fork=fork).play(make_env)
     if trajectory.failed:

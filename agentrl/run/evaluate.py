@@ -2,10 +2,10 @@
 
 from agentrl.distributed.processes import is_main
 from agentrl.report.folder import RunFolder
-from agentrl.report.panel import Panel, note_panels
-from agentrl.rollout.evaluation import Evaluation, evaluated, play_evaluation
+from agentrl.report.terminal import Panel, note_panels
+from agentrl.rollout.evaluation import Evaluation, play_evaluation, summarize_evaluation
 from agentrl.run.build import Parts
-from agentrl.run.sampling import sampled_by_all
+from agentrl.run.weight_sync import sampled_by_all
 
 
 def evaluate(parts: Parts) -> dict[str, Evaluation]:
@@ -16,13 +16,13 @@ def evaluate(parts: Parts) -> dict[str, Evaluation]:
     recipe, found = parts.recipe, {}
     config = recipe.rollout.model_copy(update={"temperature": recipe.evaluation.temperature})
     for env in parts.evaluation_envs:
-        pool = parts.pool.beside(config, environments=env.environments, tasks=env.tasks)
-        playing = play_evaluation(pool, recipe.evaluation, share=parts.pool.share, prefix=env.prefix)
+        pool = parts.pool.with_config(config, environments=env.environments, tasks=env.tasks)
+        playing = play_evaluation(pool, recipe.evaluation, shard=parts.pool.shard, prefix=env.prefix)
         try:
             groups = sampled_by_all(parts.pool, parts.runner, playing)
         finally:
             pool.close()
-        found[env.prefix] = evaluated(groups, recipe.evaluation)
+        found[env.prefix] = summarize_evaluation(groups, recipe.evaluation)
     return found
 
 

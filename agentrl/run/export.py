@@ -1,24 +1,31 @@
-"""A run's newest weights, as other programs read them."""
+"""A run's newest weights, as other programs read them.
+
+A vLLM server for a recipe.
+"""
 
 from functools import partial
 from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
 
 import torch
 
 from agentrl.chat import load_tokenizer
-from agentrl.config import Recipe
 from agentrl.distributed.checkpoints import checkpoint_errors, step_of
-from agentrl.engine.model_class import auto_class
+from agentrl.engine.vllm.experts import routed_experts_arguments
+from agentrl.engine.vllm.launch import Server, start_server
+from agentrl.engine.vllm.servers import VLLMServerConfig
 from agentrl.errors import ConfigError
 from agentrl.learn.policy_state import load_weights
-from agentrl.policy.export import export_adapter, export_model
-from agentrl.policy.generation import stop_at
+from agentrl.models.auto_classes import auto_class, freeze_towers
+from agentrl.policy.export import export_adapter, export_model, stop_at
 from agentrl.policy.lora import add_lora
 from agentrl.policy.model import Policy, load_pretrained, make_local_model
-from agentrl.policy.towers import freeze_towers
+from agentrl.recipe.config import Recipe
 from agentrl.report.card import write_card
 from agentrl.report.folder import RunFolder
-from agentrl.run.resume import newest_checkpoint
+from agentrl.run.build import Parts
+from agentrl.run.checkpoint import newest_checkpoint
 
 
 def export(
@@ -77,3 +84,26 @@ def export(
         stop_at(model, renderer.stop_token_ids)
         tokenizer.chat_template = recipe.chat.exported_template(tokenizer)
         export_model(model, tokenizer, folder, dtype=dtype, also=card)
+
+
+def serve(
+    parts: Parts, config: VLLMServerConfig, folder: Path, *, timeout_s: float, returns_experts: bool = False
+) -> Server:
+    """Start a vLLM server at the address of `config`; the model and the server's log go into `folder`."""
+    recipe, url = parts.recipe, urlsplit(config.server.urls[0])
+    folder.mkdir(parents=True, exist_ok=True)
+    export_model(parts.policy.model, parts.tokenizer, folder / "model")
+    options: dict[str, Any] = {
+        "host": url.hostname,
+        "dtype": recipe.train.precision,
+        "max_model_len": recipe.rollout.max_context_tokens,
+        "max_num_seqs": config.max_batch_size,
+        "max_num_batched_tokens": max(config.max_prefill_tokens, recipe.rollout.max_context_tokens),
+    }
+    return start_server(
+        folder / "model",
+        port=url.port or 80,
+        log=folder / "server.log",
+        options=options | (routed_experts_arguments() if returns_experts else {}) | config.vllm,
+        timeout_s=timeout_s,
+    )

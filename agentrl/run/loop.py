@@ -15,17 +15,15 @@ import torch
 
 from agentrl.credit import Credit, assign_credit
 from agentrl.distributed.processes import all_gather, from_rank_zero, is_main, naming_absent_ranks, to_rank_zero
-from agentrl.learn.interrupt import run_until
-from agentrl.learn.metrics import process_metrics, rollout_metrics
+from agentrl.learn.learner import run_until
+from agentrl.learn.metrics import fraction_too_old, mask_stale, process_metrics, rollout_metrics
 from agentrl.learn.rewarding import reward_groups
-from agentrl.learn.staleness import mask_stale, share_too_old
 from agentrl.report.folder import RunFolder
 from agentrl.run.build import Parts
+from agentrl.run.checkpoint import save
 from agentrl.run.evaluate import evaluation_metrics
-from agentrl.run.record import OnProgress
-from agentrl.run.resume import save
+from agentrl.run.record import OnProgress, Stopwatch
 from agentrl.run.start import begin_or_resume
-from agentrl.run.stopwatch import Stopwatch
 from agentrl.types import TrajectoryGroup
 
 
@@ -145,6 +143,6 @@ def credit_and_update(
     metrics |= parts.signals.fit(groups)  # what learns of them: the critic, where the scheme reads values
     clock.lap("update_s")
     metrics |= {f"pool/{name}": float(sum(counts[name] for _, counts in everyones)) for name in parts.pool.counts}
-    too_old = {"staleness/too_old": share_too_old(groups, oldest=oldest)}
+    too_old = {"staleness/too_old": fraction_too_old(groups, oldest=oldest)}
     metrics |= from_rank_zero(lambda: too_old | rollout_metrics(groups, credits))
     return StepResult(groups=groups, credits=credits, metrics=metrics)

@@ -1,19 +1,60 @@
-"""What a run leaves in its folder as it trains, and what it tells."""
+"""What a run leaves in its folder as it trains, and what it tells.
 
+How long the parts of a step take.
+"""
+
+import time
 from collections.abc import Callable, Sequence
 from typing import Literal
 
 from agentrl.credit import Credit, load_credit
 from agentrl.distributed.processes import from_rank_zero, is_main
 from agentrl.errors import TrainingError
-from agentrl.learn.health import COLLAPSE_ADVICE, SIGNS, Sign, collapsed_since, first_told, signs
+from agentrl.learn.health import COLLAPSE_ADVICE, SIGNS, Sign, collapsed_since, newly_detected, signs
 from agentrl.report.folder import RunFolder, Told
 from agentrl.report.records import pieces_of, records
 from agentrl.report.trackers import Trackers
 from agentrl.run.build import Parts
-from agentrl.run.resume import newest_checkpoint
-from agentrl.run.rewind import CollapsedError
+from agentrl.run.checkpoint import CollapsedError, newest_checkpoint
 from agentrl.types import TrajectoryGroup
+
+
+class Stopwatch:
+    """Notes the seconds from one lap to the next; started when it is made."""
+
+    def __init__(self) -> None:
+        self._begin = self._last = time.perf_counter()
+        self._seconds: dict[str, float] = {}
+
+    def lap(self, name: str | None = None) -> None:
+        """Note the time since the last lap under a name. None: nobody asks for it."""
+        now = time.perf_counter()
+        if name is not None:
+            self._seconds[name] = now - self._last
+        self._last = now
+
+    def metrics(self, groups: Sequence[TrajectoryGroup], *, sampling_s: float, is_async: bool) -> dict[str, float]:
+        """Return what a step took until its last lap, and its throughput.
+
+        Args:
+            groups: that were sampled in the step. Where there is none, throughput is left out.
+            sampling_s: for which the engine was busy.
+            is_async: it samples in the whole step.
+        """
+        collect_s, step_s = self._seconds["collect_s"], self._last - self._begin
+        everyone = [t for group in groups for t in group.trajectories]
+        sampled = sum(t.num_action_tokens + t.metrics.get("branch_tokens", 0.0) for t in everyone)
+        throughput = {
+            "time/sampled_tokens_per_s": sampled / (step_s if is_async else collect_s),
+            "time/tokens_per_s": sampled / step_s,
+        }
+        return {f"time/{name}": seconds for name, seconds in self._seconds.items()} | {
+            "time/sampling_s": sampling_s,
+            "time/environment_s": max(0.0, collect_s - sampling_s),
+            "time/step_s": step_s,
+            **(throughput if everyone else {}),
+        }
+
 
 OnProgress = Callable[[Literal["warm-up", "training"], int, int, dict[str, float]], None]
 """Told the phase, its steps done, its steps in all, and the latest metrics."""
@@ -78,7 +119,7 @@ class RunRecord:
             row = {**row, "recipe_changes": self._num_changes}
         every = recipe.report.rollouts_every
         if every and (step == 1 or step % every == 0):
-            notes_of = self._learner.notes.gathered()
+            notes_of = self._learner.diagnostics.gather()
             if is_main():
                 trajectories = records(groups, credits, step=step, piece=self._piece, notes_of=notes_of)
                 self.folder.add_rollouts(step, trajectories, keep=recipe.report.keep_rollouts)
@@ -119,4 +160,4 @@ class RunRecord:
     def _examine(self, row: dict[str, float]) -> tuple[dict[Sign, str], dict[Sign, str]]:
         """Return the signs that a step shows of a run that does not learn, and those to tell."""
         found = signs([*self._rows, row])
-        return found, first_told(found, self._rows)
+        return found, newly_detected(found, self._rows)

@@ -5,27 +5,23 @@ from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import NamedTuple
 
-from agentrl.config import Recipe
 from agentrl.credit import CreditScheme
 from agentrl.distributed.checkpoints import checkpoints, write_folder
 from agentrl.distributed.processes import barrier, from_rank_zero, is_main, process_index
 from agentrl.errors import ConfigError, EnvironmentFailure
 from agentrl.learn.health import cut_demonstrations
 from agentrl.learn.warmup import warm_up
+from agentrl.recipe.config import Recipe
 from agentrl.report.folder import RunFolder
 from agentrl.report.sources import note_sources
 from agentrl.rollout import try_environment
 from agentrl.rollout.demonstrations import Demonstration, oracle_ends
-from agentrl.rollout.overlap import overlap
-from agentrl.rollout.reset_proof import prove_reset
+from agentrl.rollout.reset_checks import measure_overlap, prove_reset
 from agentrl.run.build import Parts, reads_branches
+from agentrl.run.checkpoint import check_hashes, finish_going_back, keep_hashes, resume, save
 from agentrl.run.evaluate import evaluation_metrics
-from agentrl.run.models import make_demonstrations
+from agentrl.run.parts import demonstrate, naming_stage
 from agentrl.run.record import OnProgress, RunRecord
-from agentrl.run.resume import resume, save
-from agentrl.run.rewind import finish_going_back
-from agentrl.run.same_tasks import check_hashes, keep_hashes
-from agentrl.run.stages import naming_stage
 from agentrl.types import Need
 
 _BESIDE_REWARDS = {Need.VALUES, Need.TURN_SCORES, Need.ANSWER_LOGPROBS}
@@ -148,7 +144,7 @@ def _prepare(parts: Parts) -> Preparation:
     )
     runner.run(trial)
     for place, make_env in enumerate(parts.pool.environments.stages):
-        tasks = parts.pool.tasks.of_stage(place + 1)
+        tasks = parts.pool.tasks.for_stage(place + 1)
         trial = try_environment(make_env=make_env, renderer=renderer, config=recipe.rollout, tasks=tasks)
         with naming_stage(place):
             runner.run(trial)
@@ -160,8 +156,13 @@ def _prepare(parts: Parts) -> Preparation:
     parts.link.start(0)
     examples: list[Demonstration] = []
     if recipe.warmup.steps:
-        examples = make_demonstrations(
-            recipe, renderer, runner, tasks=parts.pool.tasks, count=recipe.warmup.num_demonstrations
+        examples = demonstrate(
+            parts.env,
+            renderer,
+            config=recipe.warmup,
+            rollout=recipe.rollout,
+            count=recipe.warmup.num_demonstrations,
+            runner=runner,
         )
     prepared = _check_oracle(parts, examples)
     if not recipe.evaluation.env:
@@ -174,8 +175,8 @@ def _prepare(parts: Parts) -> Preparation:
 def _look_for_shared_tasks(parts: Parts, prepared: Preparation) -> None:
     """Note where evaluation tasks are training tasks."""
     env, timeout_s = parts.recipe.env, parts.recipe.rollout.env_timeout_s
-    shared = from_rank_zero(lambda: parts.runner.run(overlap(env.make, parts.pool.tasks, timeout_s=timeout_s)))
-    if shared is not None and (words := shared.words()) is not None:
+    shared = from_rank_zero(lambda: parts.runner.run(measure_overlap(env.make, parts.pool.tasks, timeout_s=timeout_s)))
+    if shared is not None and (words := shared.warning()) is not None:
         prepared.warnings["shared_tasks"] = words
         prepared.metrics["health/shared_tasks"] = shared.num_shared / shared.num_evaluation
 
@@ -186,13 +187,13 @@ def reuse_environments(parts: Parts) -> str | None:
     proof = parts.runner.run(prove_reset(pool.environments.make, pool.tasks, timeout_s=rollout.env_timeout_s))
     flaws = [proof.flaw]
     for stage, make_env in enumerate(pool.environments.stages, 1):
-        found = parts.runner.run(prove_reset(make_env, pool.tasks.of_stage(stage), timeout_s=rollout.env_timeout_s))
+        found = parts.runner.run(prove_reset(make_env, pool.tasks.for_stage(stage), timeout_s=rollout.env_timeout_s))
         flaws.append(found.flaw)
     pool.environments.is_reused = not any(flaws)
     for env in parts.evaluation_envs if parts.recipe.evaluation.env else ():
         found = parts.runner.run(prove_reset(env.environments.make, env.tasks, timeout_s=rollout.env_timeout_s))
         env.environments.is_reused = found.flaw is None
-    return proof.words(live=rollout.max_live_episodes)
+    return proof.warning(live=rollout.max_live_episodes)
 
 
 def _check_oracle(parts: Parts, examples: list[Demonstration]) -> Preparation:

@@ -2,10 +2,8 @@
 
 from agentrl.testing.check_credit import check_credit
 from agentrl.testing.check_engine import check_engine
-from agentrl.testing.check_env import check_env
-from agentrl.testing.check_renderer import check_renderer
-from agentrl.testing.check_sandbox import check_sandbox
-from agentrl.testing.checked_env import CheckedEnv
+from agentrl.testing.check_env import CheckedEnv, check_env
+from agentrl.testing.check_renderer import check_renderer, check_sandbox
 from agentrl.testing.groups import make_group
 from agentrl.testing.scripted_engine import ScriptedEngine
 

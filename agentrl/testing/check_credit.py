@@ -1,19 +1,275 @@
-"""What every credit scheme must keep to, as one call: `check_credit(MyScheme())`."""
+"""What every credit scheme must keep to, as one call: `check_credit(MyScheme())`.
 
+Other values of a pydantic field, told from its type, to see whether the field does anything.
+
+The made-up groups that `check_credit` asks schemes about.
+
+A credit scheme under test: how it is asked, and what it answers.
+
+Whether each option of a credit scheme does anything.
+"""
+
+import enum
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
-from typing import Any
+import types
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Annotated, Any, Literal, Self, Union, get_args, get_origin
 
 import numpy as np
+import numpy.typing as npt
+from pydantic import ValidationError
 
-from agentrl.credit import CreditScheme, Need, load_credit
+from agentrl.credit import Credit, CreditScheme, Need, assign_credit, load_credit
 from agentrl.errors import CheckError, CreditError
 from agentrl.learn.signals import signal_classes
-from agentrl.testing.credit_layouts import EVEN, LAYOUTS, LONE, LONG, ONE_TURN
-from agentrl.testing.credit_options import idle_options
-from agentrl.testing.credit_subject import Prepare, Subject, by_turn, first_of_turns, same
+from agentrl.learn.signals.base import Sample
+from agentrl.testing.groups import make_group
 from agentrl.types import FinishReason, StopReason, Trajectory, TrajectoryGroup
+
+
+def is_closed(annotation: Any) -> bool:
+    """Tell whether a type has few values: bool, Literal, Enum, and what is composed of them."""
+    annotation = _plain(annotation)
+    if get_origin(annotation) in (Union, types.UnionType):
+        return all(is_closed(part) for part in get_args(annotation))
+    is_enum = isinstance(annotation, type) and issubclass(annotation, enum.Enum)
+    return annotation in (bool, types.NoneType) or get_origin(annotation) is Literal or is_enum
+
+
+def other_values(annotation: Any, given: Any) -> Iterator[Any]:
+    """Yield values of a type that are not the given one; nothing for types that tell none."""
+    annotation = _plain(annotation)
+    if get_origin(annotation) in (Union, types.UnionType):
+        for part in get_args(annotation):
+            yield from other_values(part, given)
+        return
+    found: list[Any] = []
+    if get_origin(annotation) is Literal:
+        found = list(get_args(annotation))
+    elif annotation is bool:
+        found = [False, True]
+    elif annotation is types.NoneType:
+        found = [None]
+    elif isinstance(annotation, type) and issubclass(annotation, enum.Enum):
+        found = list(annotation)
+    elif annotation in (int, float):
+        start = given if isinstance(given, annotation) else annotation()
+        steps = (start / 2, 2 * start, start + 0.25, start - 0.25) if annotation is float else (start + 1, start - 1)
+        found = [*steps, *map(annotation, (0, 1, 2, 10))]
+    yield from (value for value in found if value != given)
+
+
+def _plain(annotation: Any) -> Any:
+    """Return a type without what is said of it: the bounds of a number, which the field checks."""
+    return get_args(annotation)[0] if get_origin(annotation) is Annotated else annotation
+
+
+BEHAVIOR = Sample(start=-0.25, step=-0.25, by_trajectory=1, by_turn=1, period=5)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layout:
+    """The nested lists of one made-up group, so that a check can change one of them."""
+
+    group_id: str
+    rewards: list[list[float]]
+    states: list[str]
+    lengths: list[list[int]] = field(default_factory=list)
+
+    def build(
+        self,
+        *,
+        rewards: Sequence[Sequence[float]] | None = None,
+        lengths: list[list[int]] | None = None,
+        observation: int = 2,
+        scale: float = 1.0,
+    ) -> TrajectoryGroup:
+        """Build the group with all that a scheme may read: values rise within a turn, the rest is the same all along it.
+
+        Args:
+            rewards: other rewards.
+            lengths: other numbers of action tokens.
+            observation: number of observation tokens before each turn but the first.
+            scale: factor of what is in units of reward.
+        """
+        rewards = self.rewards if rewards is None else rewards
+        lengths = lengths or self.lengths or [[1] * len(row) for row in self.rewards]
+        slots = [[(i, k) for k in range(len(row))] for i, row in enumerate(self.rewards)]
+
+        def numbers(sample: Sample, *, per_token: bool) -> list[list[Any]]:
+            factor = scale if sample.in_rewards else 1.0
+            return [
+                [
+                    [factor * sample.at(i, k, t) for t in range(lengths[i][k])]
+                    if per_token
+                    else factor * sample.at(i, k)
+                    for i, k in row
+                ]
+                for row in slots
+            ]
+
+        group = make_group(
+            [[scale * reward for reward in row] for row in rewards],
+            state_keys=[list(row) for row in self.states],
+            action_keys=[["ab"[(i + k) % 2] for i, k in row] for row in slots],
+            action_lengths=lengths,
+            observation_lengths=[[observation if k else 3 for _, k in row] for row in slots],
+            group_id=self.group_id,
+            behavior_logprobs=numbers(BEHAVIOR, per_token=True),
+            branch_rewards=[
+                [((scale * 0.5 * ((i + k) % 3),), (scale * 0.25, scale * 0.5 * (k % 2))) for i, k in row]
+                for row in slots
+            ],
+            **{need: numbers(s.sample, per_token=s.is_per_token) for need, s in signal_classes().items()},
+        )
+        of_whole = {
+            need.value: s.trajectory_sample * (scale if s.sample.in_rewards else 1.0)
+            for need, s in signal_classes().items()
+            if s.trajectory_sample is not None
+        }
+        return replace(
+            group, trajectories=tuple(replace(t, gold_answer="42", signals=of_whole) for t in group.trajectories)
+        )
+
+
+LAYOUTS = (
+    Layout(
+        group_id="oak",
+        rewards=[[0, 1], [0.5, 0, 0], [0, 0], [1]],
+        states=["AB", "ACB", "AC", "A"],
+        lengths=[[2, 3], [1, 2, 2], [3, 1], [4]],
+    ),
+    Layout(group_id="elm", rewards=[[0, 0, 2], [1, 0.25, 0]], states=["ADA", "AAE"], lengths=[[1, 1, 1], [2, 4, 3]]),
+    Layout(
+        group_id="ash",
+        rewards=[[0.25], [0, -1, 0, 0.5], [0.75, 0]],
+        states=["F", "FGFG", "FG"],
+        lengths=[[1], [2, 1, 2, 1], [5, 2]],
+    ),
+)
+"""Groups of different sizes and lengths, with repeated states, zero rewards and a state that is met once."""
+LONE = Layout(group_id="fir", rewards=[[0.5, 1]], states=["AB"], lengths=[[2, 2]])
+ONE_TURN = Layout(group_id="yew", rewards=[[1], [0.25], [0], [0.5]], states=list("AAAA"))
+EVEN = Layout(group_id="box", rewards=[[0, 1, 0], [0.5, 0, 0.25], [0, 0, 0]], states=["ABC", "ACB", "ABB"])
+LONG = Layout(group_id="sea", rewards=[[0.0] * 12, [0.5] + [0.0] * 11, [0.0] * 11 + [1.0]], states=["ABCDEFGHIJKL"] * 3)
+
+
+Array = npt.NDArray[np.float64]
+Groups = Sequence[TrajectoryGroup]
+Prepare = Callable[[TrajectoryGroup], TrajectoryGroup]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Subject:
+    """The scheme under test, and how to ask it."""
+
+    scheme: CreditScheme
+    per_turn: bool
+    reads_turn_rewards: bool
+    batch_wide: bool
+    options: Mapping[str, Sequence[Any]]
+    prepare: Prepare
+
+    def groups(self, *layouts: Layout, **changes: Any) -> list[TrajectoryGroup]:
+        """Build made-up groups, by default all of `LAYOUTS`, with one thing changed."""
+        return [self.prepare(layout.build(**changes)) for layout in layouts or LAYOUTS]
+
+    def credit(self, groups: Groups) -> dict[str, Credit]:
+        """Credit of each trajectory by its id; the made-up ids are unique over all groups."""
+        assigned = assign_credit(self.scheme, groups)
+        pairs = zip(groups, assigned, strict=True)
+        return {t.trajectory_id: c for group, row in pairs for t, c in zip(group.trajectories, row, strict=True)}
+
+    def undiscounted(self) -> Self:
+        """The same with gamma 1, where rewards of all turns weigh the same."""
+        has = "gamma" in type(self.scheme).model_fields
+        return replace(self, scheme=self.scheme.model_copy(update={"gamma": 1.0})) if has else self
+
+
+def same(first: Mapping[str, Credit], second: Mapping[str, Credit], *, factor: float = 1.0) -> bool:
+    """Tell whether `factor` times the first is the second, up to float32, for the same trajectories."""
+    return first.keys() == second.keys() and all(
+        np.array_equal(first[key].keep_T, second[key].keep_T)
+        and first[key].advantages_T.shape == second[key].advantages_T.shape
+        and np.allclose(factor * first[key].advantages_T, second[key].advantages_T, rtol=1e-5, atol=1e-6)
+        for key in first
+    )
+
+
+def by_turn(trajectory: Trajectory, credit: Credit) -> list[npt.NDArray[np.float32]]:
+    """Split the advantages of a trajectory by turn."""
+    ends = np.cumsum([len(turn.action_ids) for turn in trajectory.turns])
+    return np.split(credit.advantages_T, ends[:-1])
+
+
+def first_of_turns(groups: Groups, credit: Mapping[str, Credit]) -> Array:
+    """Concatenate the first action token's advantage of every turn of every trajectory."""
+    found = [by_turn(t, credit[t.trajectory_id]) for group in groups for t in group.trajectories]
+    return np.array([advantages[0] for turns in found for advantages in turns], dtype=np.float64)
+
+
+MAX_BASES = 400
+"""Most combinations of a scheme's other options under which an option is tried before it is called idle."""
+
+
+def idle_options(subject: Subject) -> Iterator[str]:
+    """Each option, changed by itself, changes the outcome of some batch under some setting of the others."""
+    cls, given = type(subject.scheme), dict(subject.scheme)
+    tries = {
+        name: list(subject.options.get(name, other_values(info.annotation, given[name])))
+        for name, info in cls.model_fields.items()
+    }
+    discrete = {name: values for name, values in tries.items() if is_closed(cls.model_fields[name].annotation)}
+    batches = [subject.groups(), subject.groups(LONE)]
+    for name, values in tries.items():
+        if not values:
+            if not is_closed(cls.model_fields[name].annotation):
+                yield f"option {name}: its type tells no other value to try; give some in options={{{name!r}: [...]}}"
+            continue
+        others = {other: choices for other, choices in discrete.items() if other != name}
+        bases = (given | chosen for chosen in itertools.islice(_combinations(others), MAX_BASES))
+        if not any(_matters(subject, base, name, values, batches) for base in bases):
+            yield f"option {name} changes nothing"
+
+
+def _combinations(choices: Mapping[str, Sequence[Any]]) -> Iterator[dict[str, Any]]:
+    """Yield all ways to choose for some of the names, those that choose for few names first."""
+    for size in range(len(choices) + 1):
+        for chosen in itertools.combinations(choices, size):
+            for values in itertools.product(*(choices[name] for name in chosen)):
+                yield dict(zip(chosen, values, strict=True))
+
+
+def _matters(
+    subject: Subject, base: Mapping[str, Any], name: str, values: Sequence[Any], batches: Sequence[Groups]
+) -> bool:
+    outcomes = [_outcomes(subject, {**base, name: value}, batches) for value in (base[name], *values)]
+    valid = [outcome for outcome in outcomes if outcome is not None]
+    return any(
+        (a is None) != (b is None) or (a is not None and b is not None and not same(a, b))
+        for other in valid[1:]
+        for a, b in zip(valid[0], other, strict=True)
+    )
+
+
+def _outcomes(
+    subject: Subject, fields: Mapping[str, Any], batches: Sequence[Groups]
+) -> list[dict[str, Credit] | None] | None:
+    """Credit each batch, None where it is refused; None for all where the fields make no valid scheme."""
+    try:
+        scheme = type(subject.scheme).model_validate(fields)
+    except ValidationError:
+        return None
+    asked = replace(subject, scheme=scheme)
+    found: list[dict[str, Credit] | None] = []
+    for batch in batches:
+        try:
+            found.append(asked.credit(batch))
+        except CreditError:
+            found.append(None)
+    return found
+
 
 _TURN_DATA = frozenset({Need.TURN_REWARDS, Need.STATE_KEYS, Need.VALUES, Need.BRANCHES})
 """What tells the turns of a trajectory apart by what they earned or led to."""

@@ -1,4 +1,9 @@
-"""Proves that an environment keeps the contract of `agentrl.MessageEnv`, or says in plain words where it does not."""
+"""Proves that an environment keeps the contract of `agentrl.MessageEnv`, or says in plain words where it does not.
+
+Whether what is put around an environment lets it be played.
+
+What `check_env` found out about an environment that keeps the contract.
+"""
 
 import itertools
 import pickle
@@ -6,6 +11,7 @@ import random
 import re
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -13,13 +19,91 @@ import gymnasium as gym
 import numpy as np
 from gymnasium.utils.env_checker import check_env as check_gymnasium
 
-from agentrl.env import MessageEnv, ToolEnv, close_env, describe, make_env
-from agentrl.env.probing import CALL_ID, bad_actions, call, is_schema, likely_arguments
+from agentrl.env import EnvDescription, MessageEnv, ToolEnv, as_message, close_env, describe, make_env
+from agentrl.env.make import CALL_ID, bad_actions, call, is_schema, likely_arguments
 from agentrl.errors import CheckError, EnvironmentFailure
-from agentrl.testing.checked_env import CheckedEnv, look_at
+from agentrl.rollout import Tasks
+from agentrl.rollout.env_driver import MakeEnv, reset, step
+from agentrl.rollout.reset_checks import find_overlap, reset_proof
+from agentrl.rollout.tasks import EnvTask
 from agentrl.testing.env_session import Hang, Problem, Report, Session, StepResult, new_session
-from agentrl.testing.wrapped_env import check_wrappers
-from agentrl.types import Message
+from agentrl.types import Message, Need
+
+_TURNS = 6
+
+
+def check_wrappers(make: Callable[[], Session], seed: int) -> None:
+    """Play the first turns of a task as a rollout does, with the wrappers around the environment."""
+    session = make()
+    made, env = session.made, session.env
+    if made is env:
+        return
+    session.report.call("reset() in its wrappers", partial(reset, made, env, EnvTask(seed=seed), rollout_index=0))
+    for _ in range(_TURNS):
+        action = session.oracle() if session.has_oracle else as_message("Hello.")
+        reply = session.report.call("step() in its wrappers", partial(step, made, env, action))
+        if reply.terminated or reply.truncated:
+            return
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckedEnv:
+    """What was proven of an environment, and what was not."""
+
+    name: str
+    lines: tuple[str, ...]
+    """Plain sentences, one fact each."""
+
+    def __str__(self) -> str:
+        return "\n".join([self.name, *(f"- {line}" for line in self.lines)])
+
+
+def look_at(name: str, make_env: MakeEnv, env: MessageEnv, *, num_seeds: int) -> CheckedEnv:
+    """Look at what is no matter of right and wrong; the environment has passed all checks.
+
+    Args:
+        name: of the environment.
+        make_env: makes one.
+        env: one of them.
+        num_seeds: how many were tried.
+    """
+    return CheckedEnv(name=name, lines=tuple(_lines(make_env, env, describe(env), num_seeds)))
+
+
+def _lines(make_env: MakeEnv, env: MessageEnv, description: EnvDescription, num_seeds: int) -> Iterator[str]:
+    yield f"a seed begins the same task again, and plays alike with the same actions ({num_seeds} seeds tried)"
+    yield f"{len(list(bad_actions(description.tools)))} kinds of nonsense are answered with messages"
+    yield f"copies by {'fork() and pickle play' if env.can_fork else 'pickle play'} like the original"
+    has_oracle = type(env).oracle is not MessageEnv.oracle
+    yield "the oracle ends each task that was tried" if has_oracle else "it has no oracle(), so warmup.steps must be 0"
+    for need in sorted(description.needs):
+        yield f"credit schemes may read {need.value}"
+    if missing := sorted({Need.STATE_KEYS, Need.ANSWER_LOGPROBS, Need.BRANCHES} - description.needs):
+        yield f"credit schemes may not read {', '.join(need.value for need in missing)}"
+    tasks = Tasks(seed=0, num=description.num_tasks)
+    yield from _about_splits(make_env, tasks)
+    proof = reset_proof(make_env, tasks)
+    if proof.flaw is None:
+        yield "reset() forgets the episodes before it, so an environment plays many of them"
+    else:
+        yield f"each episode has an environment of its own: {proof.flaw}"
+    if (words := proof.warning(live=64)) is not None:
+        yield words
+
+
+def _about_splits(make_env: MakeEnv, tasks: Tasks) -> Iterator[str]:
+    for split, num in zip(tasks.num._fields, tasks.num, strict=True):
+        if num is not None:
+            yield f"its {split} split has {num} tasks"
+    found = find_overlap(make_env, tasks)
+    if found is None:
+        return
+    told = found.warning()
+    if told is None:
+        yield f"{found.num_shared} of {found.num_evaluation} evaluation tasks are among {found.num_training} training tasks"
+    else:
+        yield told
+
 
 _MAX_TURNS = 100
 _PROBE_TURNS = 6

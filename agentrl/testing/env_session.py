@@ -12,12 +12,12 @@ from typing import Any, NamedTuple
 import gymnasium as gym
 import numpy as np
 
+from agentrl.data.plain import PlainDataError, abbreviated
 from agentrl.env import MessageEnv, ask_oracle, close_env, tool_schemas
 from agentrl.env.make import Env
-from agentrl.env.returned import key_return, reset_return, step_return
+from agentrl.env.message_env import key_return, reset_return, step_return
 from agentrl.errors import EnvError, EnvironmentFailure
-from agentrl.plain_data import PlainDataError, abbreviated
-from agentrl.rollout.fault import RaisedError
+from agentrl.rollout.faults import RaisedError
 from agentrl.types import Message
 
 

@@ -5,7 +5,7 @@ from typing import Any
 
 from agentrl.errors import UserError
 from agentrl.learn.signals import signal_classes
-from agentrl.registry import suggest
+from agentrl.recipe.registry import suggest
 from agentrl.types import Need, StopReason, Trajectory, TrajectoryGroup, Turn
 
 Nested = Sequence[Sequence[Any]]

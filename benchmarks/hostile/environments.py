@@ -24,8 +24,8 @@ import numpy as np
 import yaml
 
 from agentrl import MessageEnv
-from agentrl.rollout.seeds import task_seed
-from benchmarks.hostile.cases import Tally, agentrl, attempt
+from agentrl.rollout.tasks import task_seed
+from benchmarks.hostile.cases import MinibatchStats, agentrl, attempt
 from benchmarks.hostile.recipes import TINY
 
 HARMED = (1, 3)
@@ -492,9 +492,9 @@ def _seed_all() -> None:
     torch.manual_seed(0)
 
 
-def try_environments(folder: Path, every: int) -> Tally:
+def try_environments(folder: Path, every: int) -> MinibatchStats:
     """Train each in every mode and resume it: the run ends as asked with its faults counted, or is refused in one line."""
-    tally = Tally("an environment that breaks its contract: trained for 2 steps, resumed for a third")
+    tally = MinibatchStats("an environment that breaks its contract: trained for 2 steps, resumed for a third")
     counts = {"faults": 0, "resumes": 0}
     model = _model_that_answers(folder)
     number = 0
@@ -522,7 +522,9 @@ def _model_that_answers(folder: Path) -> Path:
     return folder / "model"
 
 
-def _try(tally: Tally, counts: dict[str, int], name: str, mode: str, always: bool, model: Path, here: Path) -> None:
+def _try(
+    tally: MinibatchStats, counts: dict[str, int], name: str, mode: str, always: bool, model: Path, here: Path
+) -> None:
     harm, case = HARMS[name], f"{name}, {mode}{', always' if always else ''}"
     recipe = {
         **TINY,

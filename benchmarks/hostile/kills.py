@@ -21,7 +21,7 @@ from agentrl.rollout.journal import Ended, Event, Interrupted, Played
 from agentrl.rollout.stream import TaskStream
 from agentrl.testing import ScriptedEngine
 from agentrl.types import Trajectory
-from benchmarks.hostile.cases import Tally, agentrl, attempt
+from benchmarks.hostile.cases import MinibatchStats, agentrl, attempt
 from benchmarks.hostile.recipes import TINY
 from tests.support.killing import check_nothing_lost, look
 
@@ -138,7 +138,7 @@ def kill_at(recording: Recording, mode: str, env: str, rng: random.Random, scrat
     whole = files[last].read_bytes()
     (scratch / files[last].name).write_bytes(whole[: rng.randrange(len(whole) + 1)])
     done, state, trained = recording.states[number]
-    seen = _sampled(state, mode, Journal(scratch).read(int(files[number].stem)))
+    seen = _sampled(state, mode, Journal(scratch).read_events(int(files[number].stem)))
     pool = _pool(mode, env, salt=1, folder=scratch)
     with asyncio.Runner() as runner:
         runner.run(pool._engine.load_weights((), version=done))
@@ -215,9 +215,9 @@ def simulate(mode: str, env: str, count: int, seed: int) -> None:
         shutil.rmtree(scratch)
 
 
-def try_simulated_kills(folder: Path, every: int) -> Tally:
+def try_simulated_kills(folder: Path, every: int) -> MinibatchStats:
     """Cut journals of pools at random bytes and resume."""
-    tally = Tally(
+    tally = MinibatchStats(
         "a kill, simulated: a journal that ends at any byte of any file, before or after its checkpoint; then resumed"
     )
     for mode in MODES:
@@ -231,9 +231,9 @@ def try_simulated_kills(folder: Path, every: int) -> Tally:
     return tally
 
 
-def try_real_kills(folder: Path, every: int) -> Tally:
+def try_real_kills(folder: Path, every: int) -> MinibatchStats:
     """Kill training processes with SIGKILL and resume, again and again; then compare with what was on the disk each time."""
-    tally = Tally("`kill -9` of a training process at a random moment; then resumed")
+    tally = MinibatchStats("`kill -9` of a training process at a random moment; then resumed")
     for mode in MODES:
         if wrong := _kill_one(folder / mode, mode, max(2, NUM_REAL // every), tally.details):
             tally.add(mode, "", wrong=wrong)

@@ -14,12 +14,11 @@ from agentrl.credit import load_credit
 from agentrl.env import make_env
 from agentrl.report.folder import RunFolder
 from agentrl.report.records import read_records, records
-from agentrl.report.show import render
-from agentrl.report.terminal import Console
+from agentrl.report.terminal import Console, render
 from agentrl.rollout import EpisodeContext, Journal, RolloutConfig, RolloutPool, Tasks
 from agentrl.testing import ScriptedEngine
 from agentrl.types import StopReason
-from benchmarks.hostile.cases import Tally, attempt
+from benchmarks.hostile.cases import MinibatchStats, attempt
 
 NUM_SOUPS = 400
 BATCH = 50
@@ -230,7 +229,7 @@ def play(texts: Sequence[str], folder: Path, env: str, *, with_template: bool) -
     pool.close()
     failed = [t.error for group in groups for t in group.trajectories if t.stop_reason is StopReason.ENV_ERROR]
     assert not failed, failed[0]
-    assert sum(1 for _ in Journal(folder / "journal").read(1)) > len(actions)
+    assert sum(1 for _ in Journal(folder / "journal").read_events(1)) > len(actions)
     run, credits = RunFolder(folder), load_credit({"scheme": "uniform"}).assign(groups)
     pieces = lambda token: str(tokenizer.decode([token]))  # noqa: E731
     run.add_rollouts(1, records(groups, credits, step=1, piece=pieces))
@@ -242,9 +241,9 @@ def play(texts: Sequence[str], folder: Path, env: str, *, with_template: bool) -
     (folder / "done.json").write_text(json.dumps({"episodes": sum(len(group.trajectories) for group in groups)}))
 
 
-def try_outputs(folder: Path, every: int) -> Tally:
+def try_outputs(folder: Path, every: int) -> MinibatchStats:
     """Play each text in each environment, under each renderer: no fault of the environment's; all can be written and shown."""
-    tally = Tally(
+    tally = MinibatchStats(
         "a text of a model: calls with broken, deep and huge arguments, markup in any order, bytes that are no text"
     )
     texts = list(soups(NUM_SOUPS))[::every]

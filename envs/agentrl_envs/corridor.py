@@ -5,8 +5,7 @@ from typing import Any, Literal, TypeAlias, get_args
 import numpy as np
 
 from agentrl import Message, ToolEnv, UserError, tool, tool_call
-from agentrl_envs.options import share, whole_number
-from agentrl_envs.splits import in_split
+from agentrl_envs.options import in_split, share, whole_number
 
 Color: TypeAlias = Literal["red", "blue", "green", "gold", "black", "white", "pink", "gray"]
 COLORS: tuple[Color, ...] = get_args(Color)

@@ -1,19 +1,351 @@
-"""A customer with wishes, a database, and a policy that forbids some of them."""
+"""A customer with wishes, a database, and a policy that forbids some of them.
+
+The shop of `customer_service`: its orders, what customers wish, and what the policy demands then.
+
+A customer played by a language model, behind an OpenAI-compatible endpoint.
+
+What an agent says and calls to serve a customer, for the oracle of `customer_service`.
+"""
 
 import functools
 import hashlib
 import importlib.resources
-from dataclasses import replace
-from typing import Any, Literal
+import os
+import time
+from collections.abc import Sequence, Set
+from dataclasses import dataclass, replace
+from typing import Any, Literal, TypeAlias
 
+import httpx2
 import numpy as np
-from pydantic import ValidationError
+from pydantic import BaseModel, ConfigDict, NonNegativeInt, PositiveFloat, ValidationError
 
-from agentrl import Message, ToolEnv, UserError, tool, tool_call
-from agentrl_envs.customer_calls import open_steps, say, serve
-from agentrl_envs.customer_user import END, UserConfig, speak
-from agentrl_envs.customer_world import RULES, Case, Shop, Wish, draw_case
-from agentrl_envs.options import share, whole_number
+from agentrl import EnvironmentFailure, Message, ToolEnv, UserError, tool, tool_call
+from agentrl_envs.options import names, share, whole_number
+
+PRODUCTS = ("boots", "coat", "dress", "jacket", "jeans", "shirt", "socks", "sweater")
+SIZES = ("S", "M", "L", "XL")
+MAX_DAYS = 30
+"""Days after delivery within which an order may be returned or exchanged."""
+MAX_PRICE = 300
+"""Euros above which a human decides on returns and exchanges."""
+_NUM_OWN, _NUM_OTHERS = 8, 5
+"""Orders of the customer, and of other people."""
+_TRIES = 200
+_OTHERS = ("complain about a driver", "have an invoice for my company", "get a discount", "close my account")
+
+Kind: TypeAlias = Literal["cancel", "address", "return", "exchange", "other"]
+KINDS: tuple[Kind, ...] = ("cancel", "address", "return", "exchange")
+RULES: dict[Kind, int] = {"cancel": 2, "address": 2, "return": 3, "exchange": 4}
+"""The rule that allows a wish, and forbids it where its conditions are not met."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Order:
+    """One order, of one product."""
+
+    number: int
+    email: str
+    product: str
+    size: str
+    price: int
+    status: str
+    """open, sent, delivered, cancelled or returned."""
+    days: int
+    """Since delivery; 0 before."""
+    address: str
+
+    def __str__(self) -> str:
+        """Return what `get_order` shows."""
+        status = f"delivered {self.days} days ago" if self.status == "delivered" else self.status
+        return (
+            f"Order {self.number}: {self.product}, size {self.size}, {self.price} euros, {status}. "
+            f"Customer {self.email}. To {self.address}."
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shop:
+    """The database: what tools read and change, and what is compared in the end."""
+
+    orders: dict[int, Order]
+    refusals: frozenset[tuple[int, int]] = frozenset()
+    """Order and rule."""
+    is_transferred: bool = False
+
+    def changed(self, number: int, **fields: str) -> "Shop":
+        """Return the shop with one order changed."""
+        return replace(self, orders=self.orders | {number: replace(self.orders[number], **fields)})  # type: ignore[arg-type]
+
+    def refused(self, number: int, rule: int) -> "Shop":
+        """Return the shop with one refusal more."""
+        return replace(self, refusals=self.refusals | {(number, rule)})
+
+    def rules(self, number: int) -> set[int]:
+        """Return the rules by which something about an order was refused."""
+        return {rule for refused, rule in self.refusals if refused == number}
+
+    def is_settled(self, number: int, before: "Shop") -> bool:
+        """Tell whether anything was done about an order, right or wrong."""
+        return bool(self.rules(number)) or self.orders[number] != before.orders[number]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wish:
+    """One thing that a customer wants."""
+
+    kind: Kind
+    text: str
+    """How the customer says it, without a fact."""
+    number: int
+    """Of the order; 0 where it is about none."""
+    detail: str
+    """The size or the address that is wished; empty where there is none."""
+    insists: bool
+    """Whether the customer takes no for an answer at the first time."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """A task: the shop, a customer with wishes, and the shop as the policy wants it in the end."""
+
+    shop: Shop
+    stock: dict[str, tuple[str, ...]]
+    """Sizes of each product."""
+    email: str
+    wishes: tuple[Wish, ...]
+    demanded: Shop
+
+    def is_for_human(self, place: int) -> bool:
+        """Tell whether the policy passes a wish on: the last one, if any, for that ends the talk."""
+        return self.demanded.is_transferred and place == len(self.wishes) - 1
+
+    def served(self, shop: Shop) -> set[int]:
+        """Return the places of the wishes that were dealt with as the policy demands."""
+        return {
+            place
+            for place, wish in enumerate(self.wishes)
+            if (
+                shop.is_transferred
+                if self.is_for_human(place)
+                else shop.orders[wish.number] == self.demanded.orders[wish.number]
+                and shop.rules(wish.number) == self.demanded.rules(wish.number)
+            )
+        }
+
+
+def demand(shop: Shop, stock: dict[str, tuple[str, ...]], email: str, wish: Wish) -> Shop:
+    """Return the shop after a wish, as the policy demands it."""
+    if wish.kind == "other":
+        return replace(shop, is_transferred=True)
+    order = shop.orders[wish.number]
+    if order.email != email:
+        return shop.refused(order.number, 1)
+    if wish.kind in ("return", "exchange") and order.price > MAX_PRICE:
+        return replace(shop, is_transferred=True)
+    is_recent = order.status == "delivered" and order.days <= MAX_DAYS
+    if wish.kind == "cancel" and order.status == "open":
+        return shop.changed(order.number, status="cancelled")
+    if wish.kind == "address" and order.status == "open":
+        return shop.changed(order.number, address=wish.detail)
+    if wish.kind == "return" and is_recent:
+        return shop.changed(order.number, status="returned")
+    if wish.kind == "exchange" and is_recent and wish.detail in stock[order.product]:
+        return shop.changed(order.number, size=wish.detail)
+    return shop.refused(order.number, RULES[wish.kind])
+
+
+def draw_case(
+    rng: np.random.Generator, *, num_requests: int, forbidden: float, insists: float, transfers: float
+) -> Case:
+    """Draw a shop, and a customer whose wishes the policy forbids, allows and passes on in the shares asked for."""
+    people = names("person")
+    emails = [people[i].replace(" ", ".").lower() + "@mail.example" for i in rng.choice(len(people), 1 + _NUM_OTHERS)]
+    numbers = 1000 + rng.choice(9000, size=_NUM_OWN + _NUM_OTHERS, replace=False)
+    owners = [emails[0]] * _NUM_OWN + emails[1:]
+    shop = Shop(orders={n: _order(rng, n, of) for n, of in zip(numbers.tolist(), owners, strict=True)})
+    stock = {p: tuple(size for size in SIZES if rng.random() < 0.5) for p in PRODUCTS}
+    demanded = shop
+    wishes: list[Wish] = []
+    for place in range(num_requests):
+        is_passed_on = place == num_requests - 1 and bool(rng.random() < transfers)  # it ends the talk
+        is_forbidden = not is_passed_on and bool(rng.random() < forbidden)
+        is_other = is_passed_on and bool(rng.random() < 0.5)
+        for _ in range(_TRIES):
+            wish = _wish(rng, shop, emails[0], insists=insists, other=is_other)
+            after = demand(demanded, stock, emails[0], wish)
+            if (
+                wish.number not in [w.number for w in wishes]
+                and is_passed_on == after.is_transferred
+                and (is_forbidden == (after.refusals != demanded.refusals))
+            ):
+                break
+        else:  # no order of this shop would do
+            return draw_case(rng, num_requests=num_requests, forbidden=forbidden, insists=insists, transfers=transfers)
+        demanded = after
+        wishes.append(wish)
+    return Case(shop=shop, stock=stock, email=emails[0], wishes=tuple(wishes), demanded=demanded)
+
+
+def _order(rng: np.random.Generator, number: int, email: str) -> Order:
+    status = ("open", "sent", "delivered", "delivered")[int(rng.integers(4))]
+    return Order(
+        number=number,
+        email=email,
+        product=PRODUCTS[int(rng.integers(len(PRODUCTS)))],
+        size=SIZES[int(rng.integers(len(SIZES)))],
+        price=int(rng.integers(20, 400)),
+        status=status,
+        days=int(rng.integers(1, 2 * MAX_DAYS)) if status == "delivered" else 0,
+        address=_address(rng),
+    )
+
+
+def _address(rng: np.random.Generator) -> str:
+    cities = names("city")
+    return f"{rng.integers(1, 100)} Mill Road, {cities[int(rng.integers(len(cities)))]}"
+
+
+def _wish(rng: np.random.Generator, shop: Shop, email: str, *, insists: float, other: bool) -> Wish:
+    does_insist = bool(rng.random() < insists)
+    if other:
+        text = _OTHERS[int(rng.integers(len(_OTHERS)))]
+        return Wish(kind="other", text=text, number=0, detail="", insists=does_insist)
+    kind = KINDS[int(rng.integers(len(KINDS)))]
+    is_own = rng.random() < 0.9
+    numbers = [number for number, order in shop.orders.items() if (order.email == email) == is_own]
+    number = numbers[int(rng.integers(len(numbers)))]
+    sizes = [size for size in SIZES if size != shop.orders[number].size]
+    details = {"exchange": sizes[int(rng.integers(len(sizes)))], "address": _address(rng)}
+    text = {
+        "cancel": "cancel an order",
+        "address": "have an order sent to another address",
+        "return": "return something and get my money back",
+        "exchange": "exchange something for another size",
+    }[kind]
+    return Wish(kind=kind, text=text, number=number, detail=details.get(kind, ""), insists=does_insist)
+
+
+END = "[END]"
+"""What the customer says when nothing is left to say."""
+_FIRST_WAIT_S = 0.5
+_MAX_CHARS = 2_000
+_MAX_ERROR = 300
+
+
+class UserConfig(BaseModel):
+    """Where the model is that plays the customer."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    url: str
+    """Base of the endpoint, with its version: `http://127.0.0.1:8000/v1`."""
+    model: str
+    key_variable: str | None = None
+    """Environment variable that holds the key."""
+    temperature: float = 0.7
+    max_tokens: int = 200
+    timeout_s: PositiveFloat = 15.0
+    """Deadline of a request; keep `rollout.env_timeout_s` above that of all tries."""
+    max_retries: NonNegativeInt = 2
+    """How often a request is made again that got no answer, or an error of the server's own."""
+
+
+def script(case: Case) -> str:
+    """Return what the model is told about the customer it plays."""
+    wishes = []
+    for place, wish in enumerate(case.wishes, start=1):
+        facts = (
+            f" (order number {wish.number}{', wished: ' + wish.detail if wish.detail else ''})" if wish.number else ""
+        )
+        insists = " If it is refused, insist once, then let it go." if wish.insists else ""
+        wishes.append(f"{place}. You want to {wish.text}{facts}.{insists}")
+    return (
+        "You are a customer of a shop, writing to its service. Stay in this role, write one or two short sentences at a "
+        f"time, and make up nothing. Your email is {case.email}; tell it, order numbers and what you wish instead only when "
+        "asked. Your wishes, one after the other, each when the one before is done or refused:\n"
+        + "\n".join(wishes)
+        + f"\nWhen all are done or refused, write {END} and nothing else."
+    )
+
+
+def speak(config: UserConfig, case: Case, said: Sequence[Message]) -> str:
+    """Return what the model says next in a talk in which the customer is the assistant.
+
+    Raises:
+        EnvironmentFailure: where it does not answer; the policy did nothing wrong.
+    """
+    messages = [{"role": "system", "content": script(case)}, *said]
+    body = {
+        "model": config.model, "messages": messages, "temperature": config.temperature, "max_tokens": config.max_tokens,
+    }  # fmt: skip
+    headers = {"Authorization": f"Bearer {_key(config.key_variable)}"} if config.key_variable else {}
+    for retry in range(config.max_retries + 1):
+        if retry:
+            time.sleep(_FIRST_WAIT_S * 2 ** (retry - 1))
+        try:
+            response = httpx2.post(
+                f"{config.url.rstrip('/')}/chat/completions", json=body, headers=headers, timeout=config.timeout_s
+            )
+        except (httpx2.RequestError, httpx2.InvalidURL) as error:
+            words = f"{type(error).__name__}: {error}"
+            continue
+        if response.status_code == 200:
+            return _content(config, response)
+        words = f"{response.status_code}: {response.text[:_MAX_ERROR]}"
+        if response.status_code < 500 and response.status_code != 429:
+            break
+    raise EnvironmentFailure(f"user: {config.url} did not answer ({words})")
+
+
+def _content(config: UserConfig, response: httpx2.Response) -> str:
+    try:
+        content: Any = response.json()["choices"][0]["message"]["content"]
+    except (ValueError, LookupError, TypeError):
+        content = None
+    if not (isinstance(content, str) and content.strip()):
+        raise EnvironmentFailure(f"user: {config.url} answered without a text: {response.text[:_MAX_ERROR]}")
+    return content.strip()[:_MAX_CHARS]
+
+
+def _key(variable: str) -> str:
+    if not (key := os.environ.get(variable)):
+        raise EnvironmentFailure(f"user: set the environment variable {variable} to the key of the endpoint")
+    return key
+
+
+def open_steps(case: Case, wish: Wish, *, told: Set[str], looked_up: Set[str]) -> list[Message]:
+    """List what is left to ask and to look up before a wish can be decided."""
+    if not wish.number:
+        return []
+    asks = {"email": "What is your email?", "number": "Which order number?"}
+    looks = {"customer": tool_call("find_customer", email=case.email)}
+    looks[str(wish.number)] = tool_call("get_order", order=wish.number)
+    if wish.detail:
+        asks["detail"] = "Which size?" if wish.kind == "exchange" else "Which address?"
+    if wish.kind == "exchange":
+        product = case.shop.orders[wish.number].product
+        looks[product] = tool_call("get_stock", product=product)
+    unknown = [say(question) for fact, question in asks.items() if fact not in told]
+    return unknown + [call for name, call in looks.items() if name not in looked_up]
+
+
+def serve(wish: Wish) -> Message:
+    """Return the call that does what the customer wishes, allowed or not."""
+    details = {"exchange": {"size": wish.detail}, "address": {"address": wish.detail}}.get(wish.kind, {})
+    tools = {
+        "cancel": "cancel_order",
+        "address": "change_address",
+        "return": "return_order",
+        "exchange": "exchange_order",
+    }
+    return tool_call(tools[wish.kind], order=wish.number, **details)
+
+
+def say(text: str) -> Message:
+    """Return a message without a call."""
+    return {"role": "assistant", "content": text}
+
 
 _PATIENCE = 6
 """Useless replies that a customer puts up with, in all."""

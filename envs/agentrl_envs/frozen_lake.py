@@ -9,8 +9,7 @@ import numpy.typing as npt
 from gymnasium.envs.toy_text.frozen_lake import generate_random_map
 
 from agentrl import Message, ToolEnv, UserError, tool, tool_call
-from agentrl_envs.options import share, whole_number
-from agentrl_envs.splits import in_split
+from agentrl_envs.options import in_split, share, whole_number
 
 Direction: TypeAlias = Literal["left", "down", "right", "up"]
 DIRECTIONS: tuple[Direction, ...] = get_args(Direction)  # in Gymnasium's order

@@ -8,8 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from agentrl import Message, ToolEnv, UserError, tool, tool_call
-from agentrl_envs.options import share, whole_number
-from agentrl_envs.splits import in_split
+from agentrl_envs.options import in_split, share, whole_number
 
 Strategy: TypeAlias = Literal["steady", "early", "late", "mirror"]
 STRATEGIES: tuple[Strategy, ...] = get_args(Strategy)

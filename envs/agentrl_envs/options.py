@@ -1,8 +1,36 @@
-"""Checks of constructor options, in words for the person who wrote them."""
+"""Checks of constructor options, in words for the person who wrote them.
 
+Invented names, the same in every process; no two of a kind are alike.
+
+Tasks of training and evaluation, kept apart by a hash of what the task is.
+"""
+
+import functools
+import hashlib
+import itertools
 import math
 
 from agentrl import UserError
+from agentrl_envs.data import read_yaml
+
+_FORMS = {
+    "person": "{first} {start}{end}",
+    "title": "{adjective} {noun}",
+    "city": "{start}{city_end}",
+    "country": "{start}{country_end}",
+    "company": "{start}{company_end} {company_kind}",
+}
+
+
+@functools.cache
+def names(kind: str) -> tuple[str, ...]:
+    """List all names of a kind: person (4,000), title (504), city (160), country (60) or company (400)."""
+    form, parts = _FORMS[kind], read_yaml("names.yaml")
+    fields = [field for field in parts if f"{{{field}}}" in form]
+    return tuple(
+        form.format(**dict(zip(fields, values, strict=True)))
+        for values in itertools.product(*(parts[field] for field in fields))
+    )
 
 
 def whole_number(name: str, value: object, *, at_least: int, at_most: int | None = None) -> int:
@@ -38,3 +66,13 @@ def finite_number(name: str, value: object) -> float:
     if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value):
         return float(value)
     raise UserError(f"{name}: give a number, got {value!r}")
+
+
+def in_split(task: str, split: str, *, one_in: int = 4) -> bool:
+    """Tell whether a task belongs to a split: one of `one_in` is for evaluation ("eval"), the others are for training."""
+    return (task_hash(task) % one_in == 0) == (split == "eval")
+
+
+def task_hash(task: str) -> int:
+    """Return a number that follows from a task's text alone, the same on every machine."""
+    return int.from_bytes(hashlib.sha256(task.encode()).digest()[:8], "big")

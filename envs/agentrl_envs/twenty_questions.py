@@ -11,8 +11,7 @@ import numpy.typing as npt
 
 from agentrl import Message, ToolEnv, tool, tool_call
 from agentrl_envs.data import read_text
-from agentrl_envs.options import share, whole_number
-from agentrl_envs.splits import in_split, task_hash
+from agentrl_envs.options import in_split, share, task_hash, whole_number
 
 
 class TwentyQuestions(ToolEnv):

@@ -99,7 +99,7 @@ class Raises(KeyDoor):
 
 
 def test_what_is_put_around_an_environment_is_there_behind_an_endpoint(url: str) -> None:
-    limit = {"id": "agentrl.env.wrappers.limit_observation:LimitObservation", "max_chars": 10}
+    limit = {"id": "agentrl.env.wrappers:LimitObservation", "max_chars": 10}
     played = agentrl.play({"id": "key_door", "wrappers": [limit]}, "opens", endpoint=url, max_turns=1)
     assert "characters" in played.messages[0]["content"]
 

@@ -11,12 +11,13 @@ import numpy as np
 import pytest
 
 import agentrl
-from agentrl import Credit, CreditScheme, ToolEnv, TrainedRun, TrajectoryGroup, registry, tool
+from agentrl import Credit, CreditScheme, ToolEnv, TrainedRun, TrajectoryGroup, tool
 from agentrl.api.training import run as run_process
 from agentrl.api.training import with_run_dir
-from agentrl.config import load_recipe
 from agentrl.errors import ConfigError, UserError
-from agentrl.learn.loss_config import LossConfig
+from agentrl.learn.config import LossConfig
+from agentrl.recipe import registry
+from agentrl.recipe.config import load_recipe
 from agentrl.report.folder import RunFolder
 from agentrl.report.terminal import Console
 from tests.support.each import each

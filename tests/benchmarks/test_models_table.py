@@ -5,7 +5,7 @@ import zlib
 from pathlib import Path
 
 from benchmarks.models_table import rows, table
-from benchmarks.random_dialogues import Row, Tally, play
+from benchmarks.random_dialogues import MinibatchStats, Row, play
 from tests.support.families import template_names
 
 DOCUMENT = (Path(__file__).parents[2] / "docs" / "models.md").read_text(encoding="utf-8")
@@ -31,7 +31,7 @@ def test_nearly_all_templates_are_accepted_and_those_that_carry_tools_for_tools(
 
 def test_random_dialogues_are_what_the_family_renders() -> None:
     for name in FIFTH:
-        row, tally = Row.of(name), Tally()
+        row, tally = Row.of(name), MinibatchStats()
         for number in range(5):
             play(row, number + zlib.crc32(name.encode()), tally)
         assert not tally.failures, tally.failures[:3]

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from agentrl.chat import AutoConfig, parse_assistant, train_tokenizer
-from agentrl.plain_data import MAX_DEPTH, plain_data
+from agentrl.data.plain import MAX_DEPTH, plain_data
 from tests.support.templates import PROMPTS_THOUGHT, QWEN, THINKS, THOUGHT, changed, tokenizer
 
 WORDS = ["user\nassistant\ntool\n", '<think>\n</think>\n{"name": "look", "arguments": {"n": 1}}']

@@ -11,14 +11,14 @@ import pytest
 from agentrl.chat.chat_template import ChatTemplate
 from agentrl.chat.dialogue import Dialogue
 from agentrl.chat.encoder import Encoder
-from agentrl.chat.families import FamilyRenderer
-from agentrl.chat.family_proof import find_family, missing_package
-from agentrl.chat.proof_episode import is_same
+from agentrl.chat.proof.families import FamilyRenderer, find_family, missing_package
+from agentrl.chat.proof.template import is_same
 from agentrl.chat.template import TemplateConfig, TemplateRenderer
 from agentrl.errors import RendererError
 from agentrl.testing import check_renderer
 from agentrl.types import Message
-from tests.support.families import family_tokenizer, template_names
+from tests.support.families import family_of, family_tokenizer, template_names
+from tests.support.tiers import first_of_each
 
 pytest.importorskip("renderers", reason="pip install --no-deps --requirement requirements-families.txt")
 
@@ -46,6 +46,10 @@ PROVEN = {
 }
 """For each of TRL's templates the package's renderer that writes its tokens, and the form that reads in its place; the
 other templates have none."""
+PROVEN_SOME = first_of_each(PROVEN, PROVEN.__getitem__)
+"""One template for each renderer in the default tier, the others are slow."""
+ALL_SOME = first_of_each(template_names(), lambda name: PROVEN.get(name, family_of(name)))
+"""One for each renderer, and one for each family whose templates no renderer fits."""
 NUM_DIALOGUES = 10
 DATE = dt.date(2026, 1, 1)
 TOOLS = tuple(
@@ -110,7 +114,7 @@ def own(template: str) -> tuple[ChatTemplate, Encoder]:
     return ChatTemplate(tokenizer, encode, template=text, variables={}, date=DATE, name=template), encode
 
 
-@pytest.mark.parametrize("template", template_names())
+@pytest.mark.parametrize("template", ALL_SOME)
 def test_a_renderer_of_the_package_is_taken_where_it_is_proven_to_fit(template: str) -> None:
     family_tokenizer(template)
     renderer, begun = find(template), time.process_time()
@@ -121,7 +125,7 @@ def test_a_renderer_of_the_package_is_taken_where_it_is_proven_to_fit(template: 
     assert seconds < 2  # a fifth of it, on an idle machine
 
 
-@pytest.mark.parametrize("template", template_names())
+@pytest.mark.parametrize("template", ALL_SOME)
 def test_what_a_step_says_as_system_is_read(template: str) -> None:
     tokenizer = family_tokenizer(template)
     user: Message = {"role": "user", "content": "Hello."}
@@ -218,7 +222,7 @@ def _played(renderer: FamilyRenderer, rng: random.Random, template: str) -> Iter
         before = whole
 
 
-@pytest.mark.parametrize("template", PROVEN)
+@pytest.mark.parametrize("template", PROVEN_SOME)
 def test_contexts_are_those_of_the_template_where_it_leaves_history_alone(template: str) -> None:
     renderer, tokenizer = found(template), family_tokenizer(template)
     reference, encode = own(template)
@@ -235,12 +239,12 @@ def test_contexts_are_those_of_the_template_where_it_leaves_history_alone(templa
     assert num_compared > 2 * NUM_DIALOGUES
 
 
-@pytest.mark.parametrize("template", PROVEN)
+@pytest.mark.parametrize("template", PROVEN_SOME)
 def test_it_keeps_to_what_every_renderer_must_keep_to(template: str) -> None:
     check_renderer(found(template))
 
 
-@pytest.mark.parametrize("template", PROVEN)
+@pytest.mark.parametrize("template", PROVEN_SOME)
 def test_nothing_that_is_sampled_makes_it_raise_or_call_what_was_not_written(template: str) -> None:
     renderer, tokenizer = found(template), family_tokenizer(template)
     rng, size = random.Random(0), len(tokenizer)

@@ -5,8 +5,8 @@ import random
 import pytest
 
 from agentrl.chat import ChatMLRenderer, Dialogue, HistoryConfig, TurnTokens
-from agentrl.chat.history import LEFT_OUT
-from agentrl.learn.tokens import rows_of
+from agentrl.chat.renderer import LEFT_OUT
+from agentrl.learn.batch import rows_of
 from agentrl.types import Message
 from tests.support.played import TOKENIZER, asked
 

@@ -11,9 +11,9 @@ import pytest
 
 from agentrl.cli import main
 from agentrl.compare.runner import Failure, start
-from agentrl.config import Recipe
+from agentrl.recipe.config import Recipe
 from agentrl.report.folder import RunFolder
-from agentrl.report.panel import Panel, note_panels
+from agentrl.report.terminal import Panel, note_panels
 from tests.support.each import each
 from tests.support.processes import Command
 
@@ -120,7 +120,7 @@ def record(
     run = RunFolder.create(folder, recipe.model_dump(mode="json"))
     for step, value in enumerate(success):
         run.add_metrics({"step": step, "eval/episodes": 2, "eval/success": value})
-    note_panels(run, {"eval/": Panel(tasks=panel)})
+    note_panels(run, {"eval/": Panel(tasks=panel, temperature=1.0, samples=1)})
     return str(folder)
 
 

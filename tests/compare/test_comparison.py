@@ -5,12 +5,12 @@ import pytest
 
 from agentrl.compare.comparison import Comparison, compare
 from agentrl.compare.curves import Curve
-from agentrl.compare.text import levels_rows, verdict
+from agentrl.compare.page import levels_rows, verdict
 from agentrl.errors import ConfigError
-from agentrl.report.panel import Panel
+from agentrl.report.terminal import Panel
 from tests.support.each import each
 
-PANEL = Panel(tasks=("a", "b"))
+PANEL = Panel(tasks=("a", "b"), temperature=1.0, samples=1)
 
 
 def curve(recipe: str, seed: int, values: list[float], **fields: Any) -> Curve:
@@ -83,7 +83,7 @@ def test_the_threshold_lies_halfway_for_all_alike() -> None:
 
 
 def test_other_tasks_in_a_pair_are_refused_and_across_seeds_are_told() -> None:
-    other = Panel(tasks=("a", "x"))
+    other = PANEL.model_copy(update={"tasks": ("a", "x")})
     with pytest.raises(ConfigError, match=r"base-0 and better-0 were not evaluated alike \(2 tasks"):
         compared(*BASE, curve("better", 0, [0.0, 0.4, 0.7], panel=other), *BETTER[1:])
     pair = [curve(recipe, 9, [0.0, 0.4, 0.7], panel=other) for recipe in ("base", "better")]
@@ -97,9 +97,8 @@ def test_other_tasks_in_a_pair_are_refused_and_across_seeds_are_told() -> None:
 
 @each("other", [{"temperature": 0.0}, {"samples": 4}])
 def test_another_way_to_evaluate_in_a_pair_is_refused_and_across_seeds_is_told(other: dict[str, float]) -> None:
-    sampled = PANEL.model_copy(update={"temperature": 1.0, "samples": 1})
-    greedy = sampled.model_copy(update=other)
-    base, better = ([curve(name, seed, [0.0, 0.4], panel=sampled) for seed in (0, 1)] for name in ("base", "better"))
+    greedy = PANEL.model_copy(update=other)
+    base, better = ([curve(name, seed, [0.0, 0.4], panel=PANEL) for seed in (0, 1)] for name in ("base", "better"))
     assert not any("mixes" in note for note in compared(*base, *better).notes)
     with pytest.raises(
         ConfigError, match=r"base-1 and better-1 were not evaluated alike .*\(seed.*temperature, samples\)"

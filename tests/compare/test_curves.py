@@ -4,10 +4,10 @@ from typing import Any
 import pytest
 
 from agentrl.compare.curves import RecordedRun, choose_metric, curve_of, identity, name_recipes, read_run
-from agentrl.config import Recipe
 from agentrl.errors import ConfigError
+from agentrl.recipe.config import Recipe
 from agentrl.report.folder import RunFolder
-from agentrl.report.panel import Panel, note_panels
+from agentrl.report.terminal import Panel, note_panels
 from tests.support.each import each
 
 ROWS = [
@@ -49,23 +49,13 @@ def test_an_evaluation_whose_every_episode_failed_is_none(tmp_path: Path) -> Non
 def test_evaluations_on_other_tasks_than_the_last_ones_are_left_out(tmp_path: Path) -> None:
     recorded(tmp_path / "run")
     folder = RunFolder(tmp_path / "run")
-    note_panels(folder, {"eval/": Panel(tasks=("a",))})
+    note_panels(folder, {"eval/": Panel(tasks=("a",), temperature=1.0, samples=1)})
     assert curve_of(read_run(folder.path), metric="eval/success", recipe="a").values.keys() == {0, 2}
-    note_panels(folder, {"eval/": Panel(tasks=("b",), since=2)})
+    note_panels(folder, {"eval/": Panel(tasks=("b",), since=2, temperature=1.0, samples=1)})
     curve = curve_of(read_run(folder.path), metric="eval/success", recipe="a")
     assert curve.values.keys() == {2}
     assert curve.panel is not None
     assert curve.panel.tasks == ("b",)
-
-
-def test_how_a_run_was_evaluated_is_what_was_noted_else_what_its_recipe_says(tmp_path: Path) -> None:
-    recorded(tmp_path / "run", evaluation={"temperature": 0.0, "samples": 2})
-    folder = RunFolder(tmp_path / "run")
-    for noted in (Panel(tasks=("a",)), Panel(tasks=("b",), temperature=0.5, samples=1)):
-        note_panels(folder, {"eval/": noted})
-        panel = curve_of(read_run(folder.path), metric="eval/success", recipe="a").panel
-        assert panel is not None
-        assert panel.played == {"temperature": 0.0, "samples": 2, **noted.played}
 
 
 def test_the_metric_is_that_of_the_first_environment_unless_another_is_asked_for(tmp_path: Path) -> None:

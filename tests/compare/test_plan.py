@@ -4,9 +4,9 @@ import pytest
 import yaml
 
 from agentrl.compare.curves import identity
-from agentrl.compare.plan import Arm, make_arms, parse_varied, write_recipe
-from agentrl.config import load_recipe
+from agentrl.compare.runner import Arm, make_arms, parse_varied, write_recipe
 from agentrl.errors import ConfigError
+from agentrl.recipe.config import load_recipe
 from tests.support.each import each
 
 

@@ -7,8 +7,7 @@ from typing import IO, Any
 import pytest
 
 from agentrl.compare import runner
-from agentrl.compare.plan import Arm, PlannedRun, make_arms
-from agentrl.compare.runner import is_done, run_missing
+from agentrl.compare.runner import Arm, PlannedRun, is_done, make_arms, run_missing
 from agentrl.report.folder import RunFolder
 
 

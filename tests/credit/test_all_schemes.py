@@ -20,9 +20,10 @@ from agentrl import (
     load_credit,
 )
 from agentrl.errors import CreditError
-from agentrl.registry import names
+from agentrl.recipe.registry import names
 from agentrl.testing.groups import make_group
 from tests.support.credit import PER_TOKEN
+from tests.support.rules import Rules
 from tests.support.signals import with_signals
 
 SCHEMES = names("agentrl.credit")
@@ -113,9 +114,17 @@ def test_the_built_in_schemes_are_installed() -> None:
     }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", SCHEMES)
-@pytest.mark.parametrize("through_assign_credit", [True, False])
-def test_failures_among_siblings_change_nothing_and_leave_the_loss(name: str, through_assign_credit: bool) -> None:
+every = Rules[str]()
+comparing = Rules[str]()
+
+
+@every
+def failures_among_siblings_change_nothing_and_leave_the_loss(name: str) -> None:
+    for through_assign_credit in (True, False):
+        check_failures(name, through_assign_credit=through_assign_credit)
+
+
+def check_failures(name: str, *, through_assign_credit: bool) -> None:
     # A scheme within another one is called without assign_credit, which hides the failed.
     scheme, groups = load_credit({"scheme": name}), random_batch(0)
     mixed = []
@@ -142,8 +151,8 @@ def test_schemes_that_compare_siblings_are_told_by_their_field_lone() -> None:
     assert set(SCHEMES) - set(COMPARING) == {"turn_gae", "bilevel_gae", "token_residual", "difference", "distill"}
 
 
-@pytest.mark.parametrize("name", COMPARING)
-def test_a_lone_trajectory_stops_is_kept_at_zero_or_is_dropped(name: str) -> None:
+@comparing
+def a_lone_trajectory_stops_is_kept_at_zero_or_is_dropped(name: str) -> None:
     several, alone = random_batch(1)[0], random_group(random.Random(1), "alone", size=1)
     left = failures(alone)
     alone = replace(alone, trajectories=(left[0], *alone.trajectories, left[1]))
@@ -164,18 +173,22 @@ BATCH_WIDE = {"redistribute", "entropy_modulated"}
 """Schemes that read something over all groups, lone trajectories included."""
 
 
-@pytest.mark.parametrize("name", [name for name in COMPARING if name not in BATCH_WIDE])
-@pytest.mark.parametrize("lone", ["keep", "drop"])
-def test_a_lone_trajectory_enters_no_statistic(name: str, lone: str) -> None:
+@comparing
+def a_lone_trajectory_enters_no_statistic(name: str) -> None:
+    if name in BATCH_WIDE:
+        return
     several, alone = random_batch(2)[0], random_group(random.Random(2), "alone", size=1)
-    [expected] = assign_credit(with_lone(name, lone), [several])
-    [found, _] = assign_credit(with_lone(name, lone), [several, alone])
-    for credit, same in zip(found, expected, strict=True):
-        assert_same(credit, same)
+    for lone in ("keep", "drop"):
+        [expected] = assign_credit(with_lone(name, lone), [several])
+        [found, _] = assign_credit(with_lone(name, lone), [several, alone])
+        for credit, same in zip(found, expected, strict=True):
+            assert_same(credit, same)
 
 
-@pytest.mark.parametrize("name", sorted(set(SCHEMES) - set(COMPARING)))
-def test_a_scheme_that_compares_no_siblings_credits_a_lone_trajectory_as_it_would_among_them(name: str) -> None:
+@every
+def a_scheme_that_compares_no_siblings_credits_a_lone_trajectory_as_it_would_among_them(name: str) -> None:
+    if name in COMPARING:
+        return
     scheme, group = load_credit({"scheme": name}), random_batch(3)[0]
     [among] = assign_credit(scheme, [group])
     [[alone]] = assign_credit(scheme, [replace(group, trajectories=group.trajectories[3:4])])
@@ -183,9 +196,13 @@ def test_a_scheme_that_compares_no_siblings_credits_a_lone_trajectory_as_it_woul
     assert_same(alone, among[3])
 
 
-@pytest.mark.parametrize("name", SCHEMES)
-@pytest.mark.parametrize("seed", range(3))
-def test_a_random_batch_gets_finite_credit_that_is_not_zero(name: str, seed: int) -> None:
+@every
+def a_random_batch_gets_finite_credit_that_is_not_zero(name: str) -> None:
+    for seed in range(3):
+        check_finite_credit(name, seed)
+
+
+def check_finite_credit(name: str, seed: int) -> None:
     groups = random_batch(seed)
     for group, row in zip(groups, assign_credit(load_credit({"scheme": name}), groups), strict=True):
         for trajectory, credit in zip(group.trajectories, row, strict=True):
@@ -199,8 +216,8 @@ def test_a_random_batch_gets_finite_credit_that_is_not_zero(name: str, seed: int
         assert np.abs(advantages).max() < 100
 
 
-@pytest.mark.parametrize("name", SCHEMES)
-def test_an_action_that_was_cut_off_and_never_carried_out_is_credited(name: str) -> None:
+@every
+def an_action_that_was_cut_off_and_never_carried_out_is_credited(name: str) -> None:
     group = random_batch(4)[0]
     first = group.trajectories[0]
     last = replace(first.turns[-1], action_key=None, next_state_key=None, finish_reason=FinishReason.LENGTH)
@@ -231,16 +248,16 @@ def test_a_signal_that_is_no_number_is_named(name: str, field: str) -> None:
         )
 
 
-@pytest.mark.parametrize("name", SCHEMES)
-def test_no_groups_and_groups_without_trajectories_get_no_credit(name: str) -> None:
+@every
+def no_groups_and_groups_without_trajectories_get_no_credit(name: str) -> None:
     scheme = load_credit({"scheme": name})
     assert assign_credit(scheme, []) == []
     assert scheme.assign([]) == []
     assert scheme.assign([TrajectoryGroup(group_id="g", trajectories=())]) == [[]]
 
 
-@pytest.mark.parametrize("name", SCHEMES)
-def test_it_needs_what_there_is(name: str) -> None:
+@every
+def it_needs_what_there_is(name: str) -> None:
     cls = scheme_class(name)
     requirements = load_credit({"scheme": name}).requirements()
     assert requirements <= set(Need)
@@ -248,8 +265,8 @@ def test_it_needs_what_there_is(name: str) -> None:
     assert all(isinstance(need, Need) for need in requirements)
 
 
-@pytest.mark.parametrize("name", SCHEMES)
-def test_it_says_what_it_computes_and_where_it_comes_from(name: str) -> None:
+@every
+def it_says_what_it_computes_and_where_it_comes_from(name: str) -> None:
     cls = scheme_class(name)
     lines = (cls.__doc__ or "").splitlines()
     assert lines
@@ -258,9 +275,16 @@ def test_it_says_what_it_computes_and_where_it_comes_from(name: str) -> None:
     assert cls.granularity in ("trajectory", "turn", "token")
 
 
-@pytest.mark.parametrize("name", SCHEMES)
-def test_experimental_schemes_say_so_and_the_others_do_not(name: str) -> None:
+@every
+def experimental_schemes_say_so_and_the_others_do_not(name: str) -> None:
     cls = scheme_class(name)
     module = sys.modules[cls.__module__].__doc__ or ""
     assert cls.experimental == (name in EXPERIMENTAL)
     assert ("Experimental" in module) == (name in EXPERIMENTAL)
+
+
+@pytest.mark.parametrize("name", SCHEMES)
+def test_a_scheme_keeps_to_the_rules(name: str, subtests: pytest.Subtests) -> None:
+    every.check(name, subtests)
+    if name in COMPARING:
+        comparing.check(name, subtests)

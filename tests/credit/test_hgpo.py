@@ -23,6 +23,7 @@ from tests.support.credit import (
     unflatten,
     without,
 )
+from tests.support.tiers import first_quick
 
 
 @pytest.mark.parametrize(
@@ -51,7 +52,9 @@ def test_reference_numbers(fields: dict[str, Any], expected: Rows) -> None:
 @pytest.mark.parametrize(
     ("normalize", "context", "lone"),
     # With context 0 there is one weight, and nothing for alpha to do.
-    [("none", 1, "error"), ("none", 2, "keep"), ("none", 3, "drop"), ("std", 1, "error"), ("std", 2, "error")],
+    first_quick(
+        [("none", 2, "keep"), ("none", 1, "error"), ("none", 3, "drop"), ("std", 1, "error"), ("std", 2, "error")]
+    ),
 )
 def test_it_passes_the_conformance_check(normalize: Any, context: int, lone: Any) -> None:
     check_credit(HGPO(normalize=normalize, context=context, lone=lone, gamma=0.5))

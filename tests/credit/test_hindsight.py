@@ -27,6 +27,7 @@ from tests.support.credit import (
     without,
 )
 from tests.support.signals import with_signals
+from tests.support.tiers import first_quick
 
 HALF, TWICE = math.log(0.5), math.log(2)
 
@@ -71,7 +72,8 @@ def test_reference_numbers(fields: dict[str, Any], expected: Rows) -> None:
 
 
 @pytest.mark.parametrize(
-    "fields", [{}, {"ddof": 0}, {"max_ratio": 1.5}, {"step_weight": 0.5}, {"lone": "keep"}, {"lone": "drop"}]
+    "fields",
+    first_quick([{}, {"ddof": 0}, {"max_ratio": 1.5}, {"step_weight": 0.5}, {"lone": "keep"}, {"lone": "drop"}]),
 )
 def test_it_passes_the_conformance_check(fields: dict[str, Any]) -> None:
     check_credit(Hindsight(**fields), relative=False)

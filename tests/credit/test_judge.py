@@ -12,6 +12,7 @@ from agentrl.testing.groups import make_group
 from agentrl_credit.judge import Judge
 from agentrl_credit.turn_return import TurnReturn
 from tests.support.credit import Rows, assert_close, batches, by_token, by_turn, eighths, mean, to_go, without
+from tests.support.tiers import first_quick
 
 SCORED = make_group([[0, 1], [0.5]], turn_scores=[[0.25, -0.5], [1]], state_keys=[["A", "B"], ["A"]])
 
@@ -35,9 +36,9 @@ def test_reference_numbers(fields: dict[str, Any], expected: Rows) -> None:
 
 
 @pytest.mark.parametrize(
-    "then", [{"scheme": "turn_return"}, {"scheme": "turn_return", "gamma": 0.5}, {"scheme": "gigpo"}]
+    "then", first_quick([{"scheme": "turn_return"}, {"scheme": "turn_return", "gamma": 0.5}, {"scheme": "gigpo"}])
 )
-@pytest.mark.parametrize("score_weight", [1.0, -0.5])
+@pytest.mark.parametrize("score_weight", first_quick([1.0, -0.5]))
 def test_it_passes_the_conformance_check(then: dict[str, Any], score_weight: float) -> None:
     check_credit(
         Judge(then=then, score_weight=score_weight),

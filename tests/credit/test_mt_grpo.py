@@ -13,6 +13,7 @@ from agentrl.testing.groups import make_group
 from agentrl_credit.mt_grpo import MTGRPO
 from agentrl_credit.uniform import Uniform
 from tests.support.credit import F1, Rows, assert_close, batches, by_turn, norms, rewards_of, unflatten
+from tests.support.tiers import first_quick
 
 
 @pytest.mark.parametrize(
@@ -33,7 +34,7 @@ def test_reference_numbers(fields: dict[str, Any], expected: Rows) -> None:
 
 
 @pytest.mark.parametrize(
-    ("normalize", "ddof", "lone"), list(itertools.product(["std", "none"], [0, 1], ["error", "keep", "drop"]))
+    ("normalize", "ddof", "lone"), first_quick(itertools.product(["std", "none"], [1, 0], ["error", "keep", "drop"]))
 )
 def test_it_passes_the_conformance_check(normalize: Any, ddof: Any, lone: Any) -> None:
     check_credit(MTGRPO(normalize=normalize, ddof=ddof, lone=lone, turn_weight=0.5))

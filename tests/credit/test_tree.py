@@ -32,6 +32,7 @@ from tests.support.credit import (
     weighted,
     without,
 )
+from tests.support.tiers import first_quick
 
 rollouts = st.lists(st.lists(eighths, min_size=1, max_size=4).map(tuple), max_size=3).map(tuple)
 
@@ -53,7 +54,7 @@ def test_reference_numbers(gamma: float, expected: Rows) -> None:
     assert by_turn(Tree(gamma=gamma), FORKED) == [expected]
 
 
-@pytest.mark.parametrize("lone", ["error", "keep", "drop"])
+@pytest.mark.parametrize("lone", first_quick(["error", "keep", "drop"]))
 def test_it_passes_the_conformance_check(lone: Any) -> None:
     check_credit(Tree(lone=lone, gamma=0.5), relative=False, scale_equivariant=True)
 

@@ -3,8 +3,8 @@ from pathlib import Path
 
 import pytest
 
+from agentrl.data.files import damage
 from agentrl.distributed.checkpoints import checkpoints, newest_step, write_folder
-from agentrl.files import damage
 
 
 def fill(folder: Path) -> None:

@@ -23,30 +23,29 @@ from torch.multiprocessing.spawn import start_processes
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from agentrl import Credit, TrajectoryGroup
-from agentrl.config import load_recipe
 from agentrl.distributed.processes import (
     all_gather,
-    dealt,
     is_main,
     naming_absent_ranks,
     process_index,
+    scatter,
     set_deadline,
     to_rank_zero,
 )
 from agentrl.errors import ConfigError, TrainingError
+from agentrl.learn.batch import TokenBatch
+from agentrl.learn.config import LossConfig
 from agentrl.learn.learner import Learner
-from agentrl.learn.loss_config import LossConfig
 from agentrl.learn.plan import Planner
 from agentrl.learn.signals import CriticConfig
 from agentrl.learn.signals.critic import Critic
 from agentrl.learn.signals.scoring import score_tokens
-from agentrl.learn.tokens import TokenBatch
-from agentrl.policy import recurrent
+from agentrl.models.auto_classes import freeze_towers
 from agentrl.policy.config import Layout, LoraSettings
-from agentrl.policy.layout import lay_out
+from agentrl.policy.layout import lay_out, recurrent
 from agentrl.policy.lora import merged_weights
-from agentrl.policy.towers import freeze_towers
-from agentrl.run import build
+from agentrl.recipe.config import load_recipe
+from agentrl.run.parts import build_accelerator
 from tests.support.architectures import tiny_model
 from tests.support.learners import TOKENIZER, make_learner
 from tests.support.played import new_policy, play
@@ -217,7 +216,10 @@ def hybrid(sharding: Sharding) -> tuple[list[Tensor], bool]:
         model = tiny_model("Qwen3.5", vocab_size=len(TOKENIZER))
         learner = make_learner(model=model, layout="tree", num_minibatches=1, sharding=sharding)
         found = gradients(learner, *credited([4, 3, 2]))[1]
-        rows = [row[:-1] for row in TokenBatch.of([t for g in some_groups([4, 3, 2]) for t in g.trajectories]).rows]
+        rows = [
+            row[:-1]
+            for row in TokenBatch.from_trajectories([t for g in some_groups([4, 3, 2]) for t in g.trajectories]).rows
+        ]
         return found, bool(recurrent.fork(lay_out(rows, "tree")[0].paths, continues=True)[0])
 
 
@@ -248,7 +250,7 @@ def test_changed_experts_are_told_alike(sharding: Sharding, tmp_path: Path) -> N
 
 def accelerated() -> tuple[int, str]:
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
-    accelerator = build._new_accelerator(load_recipe({"env": {"id": "calculator"}}))
+    accelerator = build_accelerator(load_recipe({"env": {"id": "calculator"}}).train)
     return accelerator.num_processes, accelerator.device.type
 
 
@@ -268,7 +270,7 @@ def told_and_dealt() -> tuple[list[str], str, list[int]]:
 
     with patch.object(dist, "send", counted):
         told = to_rank_zero([f"{index}" * 1000, f"{index}"])
-        mine = dealt(lambda: ["first", "second" * 1000, "third"])
+        mine = scatter(lambda: ["first", "second" * 1000, "third"])
     return told, mine, sent
 
 
@@ -294,7 +296,7 @@ def notes() -> list[dict[str, Any]]:
     learner = make_learner(is_double=True, num_minibatches=2, max_tokens_per_micro_batch=60)
     groups, credits = credited([4, 3, 2])
     learner.update(groups, credits, version=0)
-    notes_of = learner.notes.gathered()
+    notes_of = learner.diagnostics.gather()
     return [dict(notes_of(trajectory)) for group in groups for trajectory in group.trajectories]
 
 
@@ -405,7 +407,7 @@ def scores(sharding: Sharding) -> list[Any]:
     trajectories = [t for group in some_groups([3, 1, 2]) for t in group.trajectories] if is_main() else []
     return score_tokens(
         lambda micro: policy(micro.inputs, micro.slot_T, micro.target_T, 1.0)[0],
-        TokenBatch.of(trajectories),
+        TokenBatch.from_trajectories(trajectories),
         planner=Planner(layout="tree", max_tokens=60, device=learner.state.device),
     )
 

@@ -13,17 +13,16 @@ from torch import Tensor
 
 from agentrl.distributed.processes import num_processes
 from agentrl.engine.base import EngineContext
-from agentrl.engine.transformers import TransformersConfig, TransformersEngine
+from agentrl.engine.transformers.engine import TransformersConfig, TransformersEngine
+from agentrl.learn.config import TrainConfig
 from agentrl.learn.policy_state import PolicyState
-from agentrl.learn.train_config import TrainConfig
+from agentrl.models.auto_classes import fix_frequencies, freeze_towers
 from agentrl.policy.config import LoraSettings
 from agentrl.policy.layout import choose_layout, lay_out
 from agentrl.policy.lora import add_lora
 from agentrl.policy.model import Policy, load_pretrained
-from agentrl.policy.rope import fix_frequencies
-from agentrl.policy.shares import load_shares, small_like
-from agentrl.policy.towers import freeze_towers
-from agentrl.types import Sampling, Share
+from agentrl.policy.sharded_checkpoint import load_sharded, small_like
+from agentrl.types import Sampling, TaskShard
 from tests.distributed.test_processes import together
 from tests.support.architectures import ARCHITECTURES, tiny_model
 from tests.support.models import SIZES, made, tiny
@@ -84,7 +83,7 @@ def in_parts(folder: Path, names: list[str], lora: LoraSettings | None) -> dict[
     Accelerator(cpu=True)
     found = {}
     for name in names:
-        model, _, shares = load_shares(str(folder / name))
+        model, _, shares = load_sharded(str(folder / name))
         has_all_experts = num_processes() == 2 or name not in WITH_FOUR_EXPERTS
         assert all(weight.is_meta == has_all_experts == bool(shares) for weight in model.parameters())
         found[name] = seen(new_policy(model, shares, lora), sharding="full")
@@ -137,7 +136,7 @@ def test_an_engine_has_room_for_weights_that_are_pushed(tmp_path: Path) -> None:
         model=copy.deepcopy(whole).to("meta"),
         device=torch.device("cpu"),
         dtype=torch.float32,
-        share=Share(1),
+        shard=TaskShard(1),
         handover=tmp_path,
         max_context_tokens=64,
         repeats_exactly=True,

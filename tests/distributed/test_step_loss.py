@@ -12,8 +12,8 @@ from torch import Tensor
 
 from agentrl import Credit, TrajectoryGroup
 from agentrl.distributed.processes import is_main
+from agentrl.learn.config import LossConfig
 from agentrl.learn.learner import Learner
-from agentrl.learn.loss_config import LossConfig
 from tests.distributed.test_processes import Sharding, gradients, together
 from tests.support.learners import make_learner
 from tests.support.loss_oracle import (

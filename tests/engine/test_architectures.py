@@ -8,8 +8,8 @@ from typing import Any, TypeVar
 import pytest
 import torch
 
-from agentrl.engine.transformers import TransformersConfig, TransformersEngine
-from agentrl.engine.vllm_common import check_reloadable
+from agentrl.engine.transformers.engine import TransformersConfig, TransformersEngine
+from agentrl.engine.vllm.common import check_reloadable
 from agentrl.errors import ConfigError
 from agentrl.testing import check_engine
 from agentrl.types import Completion, Sampling
@@ -47,7 +47,9 @@ def plain_logprobs(model: Any, prompt_ids: Sequence[int], token_ids: Sequence[in
 def test_logprobs_over_four_turns_are_those_of_one_plain_pass(
     name: str, attention: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("agentrl.engine.transformers.MAX_MASK", 2000)  # prompts of 60 tokens are computed in chunks
+    monkeypatch.setattr(
+        "agentrl.engine.transformers.engine.MAX_MASK", 2000
+    )  # prompts of 60 tokens are computed in chunks
     model = make(name, attn_implementation=attention)
     engine = TransformersEngine(copy.deepcopy(model), TransformersConfig(max_batch_size=4))
 

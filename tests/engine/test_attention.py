@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from agentrl.engine.attention import grouped_attention
+from agentrl.engine.transformers.cache import grouped_attention
 from agentrl.errors import EngineError
 
 

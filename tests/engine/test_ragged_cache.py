@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from agentrl.engine.ragged_cache import RaggedCache
+from agentrl.engine.transformers.cache import RaggedCache
 
 CPU: dict[str, Any] = {"device": torch.device("cpu"), "dtype": torch.float32}
 
@@ -54,9 +54,9 @@ def test_no_room_is_made_for_more_than_the_longest_row() -> None:
     cache = RaggedCache(2, max_length=200)
     for position in range(200):
         write(cache, [0], [position], [float(position)])
-        (keys_SYLD,) = cache._keys_SYLD.values()
-        assert keys_SYLD.shape[2] <= 256  # in blocks of 64; by a half each time it would be 320
-    assert keys_SYLD.shape[2] == 256
+        (keys_RYLD,) = cache._keys_RYLD.values()
+        assert keys_RYLD.shape[2] <= 256  # in blocks of 64; by a half each time it would be 320
+    assert keys_RYLD.shape[2] == 256
 
 
 def test_layers_are_kept_apart() -> None:

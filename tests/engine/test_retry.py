@@ -1,4 +1,4 @@
-from agentrl.engine.retry import retry_wait_s
+from agentrl.engine.base import retry_wait_s
 
 
 def test_waits_double_up_to_a_minute() -> None:

@@ -11,9 +11,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import GPT2Config, GPT2LMHeadModel, Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from agentrl.engine.transformers import TransformersConfig, TransformersEngine, sample, uniforms
+from agentrl.engine.transformers.engine import TransformersConfig, TransformersEngine, sample, uniforms
 from agentrl.errors import ConfigError, EngineError
-from agentrl.routing import experts_of, recording
+from agentrl.models.moe import experts_of, recording
 from agentrl.testing import check_engine
 from agentrl.types import Completion, FinishReason, Sampling
 
@@ -282,7 +282,7 @@ class Largest(TorchDispatchMode):
 
 
 def test_a_long_prompt_is_computed_in_chunks_whose_mask_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("agentrl.engine.transformers.MAX_MASK", 2**14)
+    monkeypatch.setattr("agentrl.engine.transformers.engine.MAX_MASK", 2**14)
     model = make_model()
     counts = counted_tokens(model)
 
@@ -625,7 +625,7 @@ def test_experts_of_every_token_are_told_once_as_a_plain_pass_chooses_them() -> 
     """In batches of rows at different turns, through pauses, with fewer rows than conversations."""
     plain = make_mixture()
     config = TransformersConfig(max_batch_size=2, max_prefill_tokens=16, lockstep=False)
-    engine = TransformersEngine(make_mixture(), config, tells_experts=True)
+    engine = TransformersEngine(make_mixture(), config, returns_experts=True)
 
     async def play() -> list[tuple[list[int], bytes]]:
         tasks = [asyncio.create_task(two_turns(engine, number)) for number in range(4)]
@@ -653,4 +653,4 @@ def test_experts_are_told_to_whom_they_were_promised_alone() -> None:
         return (await engine.generate(prompt(1), sampling(4), "a")).experts
 
     assert run(play(TransformersEngine(make_mixture()))) == b""
-    assert run(play(TransformersEngine(make_model(), tells_experts=True))) == b""  # a dense model has none
+    assert run(play(TransformersEngine(make_model(), returns_experts=True))) == b""  # a dense model has none

@@ -15,14 +15,14 @@ import numpy as np
 import pytest
 import torch
 
-from agentrl.config import load_recipe
-from agentrl.engine import vllm_weights
-from agentrl.engine.vllm import VLLMConfig, VLLMEngine
-from agentrl.engine.vllm_common import BACKEND, is_installed
-from agentrl.engine.weight_channel import LEFT, RIGHT
+from agentrl.engine.vllm import weights as vllm_weights
+from agentrl.engine.vllm.common import BACKEND, is_installed
+from agentrl.engine.vllm.engine import VLLMConfig, VLLMEngine
+from agentrl.engine.vllm.weights import LEFT, RIGHT
 from agentrl.errors import ConfigError, EngineError
-from agentrl.memory import GB, plan_memory
-from agentrl.routing import experts_of, recording
+from agentrl.models.moe import experts_of, recording
+from agentrl.recipe.config import load_recipe
+from agentrl.run.memory import GB, plan_memory
 from agentrl.testing import check_engine
 from agentrl.types import Completion, FinishReason, Sampling
 from tests.support.vllm_models import VOCAB, make_experts, make_model, plain_logprobs
@@ -239,7 +239,7 @@ def test_what_comes_while_weights_are_pushed_waits_for_them(
     assert run(runner, ask_beside(len(weights))).versions == (1,) * 8
     if pauses:
         run(runner, engine.pause())
-    with pytest.raises(EngineError, match="a push of weights failed half-way: push again"):
+    with pytest.raises(EngineError, match="a weight sync failed half-way: sync again"):
         run(runner, ask_beside(9))
 
 
@@ -254,7 +254,7 @@ def test_after_a_push_that_failed_half_way_nothing_is_sampled_until_one_succeeds
     engine._llm.reset_prefix_cache = broken
     with pytest.raises(EngineError, match=r"vLLM could not load the weights: RuntimeError: blocks are held"):
         run(runner, engine.load_weights(make_model(1).state_dict().items(), 1))
-    with pytest.raises(EngineError, match="the last push of weights failed half-way: push again"):
+    with pytest.raises(EngineError, match="the last weight sync failed half-way: sync again"):
         run(runner, engine.generate([1, 2], sampling(), "a"))
     engine._llm.reset_prefix_cache = reset
     run(runner, engine.load_weights(make_model(1).state_dict().items(), 1))
@@ -291,7 +291,7 @@ def test_a_push_that_breaks_off_leaves_an_engine_that_takes_the_next(
     for num in (3, 9, len(right) - 1):
         with pytest.raises(EngineError, match=r"every weight of the model; '.*' is missing"):
             run(runner, engine.load_weights(right[:num], 1))
-        with pytest.raises(EngineError, match="failed half-way: push again"):
+        with pytest.raises(EngineError, match="failed half-way: sync again"):
             run(runner, engine.generate([1, 2], sampling(), "a"))
         run(runner, engine.load_weights(right, 2))
         done = run(runner, engine.generate([1, 2, 3], sampling(), "a"))
@@ -422,9 +422,9 @@ def test_sleep_gives_a_gpus_memory_back(runner: asyncio.Runner) -> None:
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there vLLM tells them")
 def test_without_a_gpu_vllm_tells_no_experts_and_a_run_that_needs_them_is_refused(runner: asyncio.Runner) -> None:
     with pytest.raises(
-        ConfigError, match=r"^loss\.routing_replay: vLLM tells the experts that it chose on a GPU alone"
+        ConfigError, match=r"^loss\.routing_replay: vLLM returns the experts that it chose on a GPU only"
     ):
-        VLLMEngine(make_experts(), max_tokens=64, tells_experts=True)
+        VLLMEngine(make_experts(), max_tokens=64, returns_experts=True)
 
 
 @pytest.mark.gpu
@@ -434,7 +434,7 @@ def test_experts_are_told_as_a_plain_pass_chooses_them(runner: asyncio.Runner) -
     experts = experts_of(model)
     assert experts is not None
     config = VLLMConfig(max_batch_size=8, vllm={"gpu_memory_utilization": 0.2})
-    engine = VLLMEngine(model, config, max_tokens=256, tells_experts=True)
+    engine = VLLMEngine(model, config, max_tokens=256, returns_experts=True)
     run(runner, engine.load_weights(model.state_dict().items(), 0))
     ids, told = list(range(1, 40)), b""
     for _ in range(2):

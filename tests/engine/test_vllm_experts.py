@@ -9,9 +9,9 @@ import pytest
 import torch
 import transformers
 
-from agentrl.engine.vllm_experts import VLLMExperts
+from agentrl.engine.vllm.experts import VLLMExperts
 from agentrl.errors import EngineError
-from agentrl.routing import Experts
+from agentrl.models.moe import Experts
 from tests.support.models import SIZES
 
 TOLD_NLX = np.random.default_rng(0).integers(8, size=(5, 3, 2), dtype=np.uint8)
@@ -24,7 +24,7 @@ def reader() -> VLLMExperts:
     sizes |= {"n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "first_k_dense_replace": 1}
     with torch.device("meta"):
         model = transformers.AutoModelForCausalLM.from_config(transformers.Glm4MoeConfig(**sizes))
-    found = VLLMExperts.of(model)
+    found = VLLMExperts.for_model(model)
     assert found is not None
     return found
 
@@ -39,23 +39,23 @@ def test_layers_without_experts_are_left_out(reader: VLLMExperts) -> None:
     assert reader == (Experts(2, 2, 8), [1, 2])
     packed = reader.pack(TOLD_NLX, num_tokens=5)
     assert np.array_equal(reader.experts.unpack(packed), TOLD_NLX[:, 1:])
-    assert reader.read(sent(TOLD_NLX), num_tokens=5) == packed
+    assert reader.pack_npy(sent(TOLD_NLX), num_tokens=5) == packed
 
 
 def test_a_dense_model_has_nothing_to_tell() -> None:
     sizes: dict[str, Any] = SIZES
-    assert VLLMExperts.of(transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**sizes))) is None
+    assert VLLMExperts.for_model(transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**sizes))) is None
 
 
 @pytest.mark.parametrize(
     ("told", "num_tokens", "words"),
     [
-        (None, 5, "vLLM does not tell the experts that it chose, which loss.routing_replay: engine needs"),
-        (TOLD_NLX, 6, r"it told experts \(tokens, layers, chosen\) \(5, 3, 2\) for 6 tokens"),
-        (TOLD_NLX[:, 1:], 5, r"another mixture of experts than the trainer: it told .* \(5, 2, 2\) for 5 tokens"),
-        (TOLD_NLX[:, :, 1:], 5, r"it told experts \(tokens, routers, chosen\) \(5, 2, 1\), expected"),
-        (TOLD_NLX + 1, 5, "it told experts from 1 to 8, expected from 0 to 7"),
-        (TOLD_NLX[0], 3, r"it told experts \(tokens, layers, chosen\) \(3, 2\)"),
+        (None, 5, "vLLM does not return the experts that it chose, which loss.routing_replay: engine needs"),
+        (TOLD_NLX, 6, r"it returned experts \(tokens, layers, chosen\) \(5, 3, 2\) for 6 tokens"),
+        (TOLD_NLX[:, 1:], 5, r"another mixture of experts than the trainer: it returned .* \(5, 2, 2\) for 5 tokens"),
+        (TOLD_NLX[:, :, 1:], 5, r"it returned experts \(tokens, routers, chosen\) \(5, 2, 1\), expected"),
+        (TOLD_NLX + 1, 5, "it returned experts from 1 to 8, expected from 0 to 7"),
+        (TOLD_NLX[0], 3, r"it returned experts \(tokens, layers, chosen\) \(3, 2\)"),
     ],
 )
 def test_what_is_not_told_or_of_another_model_is_refused(

@@ -29,16 +29,17 @@ import torch
 from safetensors.torch import save_file
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from agentrl.engine import vllm_launch, vllm_outstanding, vllm_push, vllm_weights
 from agentrl.engine.base import KeptBase, Sampler
-from agentrl.engine.vllm_common import is_installed
-from agentrl.engine.vllm_experts import VLLMExperts
-from agentrl.engine.vllm_http import Fault, Http
-from agentrl.engine.vllm_launch import Server, start_server
-from agentrl.engine.vllm_server import VLLMServer
-from agentrl.engine.vllm_server_config import ServerConfig
-from agentrl.engine.vllm_weights import ServedModel, find_ties, in_buckets
-from agentrl.engine.weight_channel import Channel
+from agentrl.engine.vllm import http as vllm_outstanding
+from agentrl.engine.vllm import launch as vllm_launch
+from agentrl.engine.vllm import server as vllm_push
+from agentrl.engine.vllm import weights as vllm_weights
+from agentrl.engine.vllm.common import ServerConfig, is_installed
+from agentrl.engine.vllm.experts import VLLMExperts
+from agentrl.engine.vllm.http import Fault, Http
+from agentrl.engine.vllm.launch import Server, start_server
+from agentrl.engine.vllm.server import VLLMServer
+from agentrl.engine.vllm.weights import Channel, ServedModel, find_ties, in_buckets
 from agentrl.errors import ConfigError, EngineError
 from agentrl.testing import check_engine
 from agentrl.types import Completion, FinishReason, Sampling
@@ -276,7 +277,7 @@ def test_a_push_that_breaks_off_leaves_a_server_that_takes_the_next(
             for num in (3, 9, len(weights(0)) - 1):
                 with pytest.raises(EngineError, match="has lost the rest"):
                     await engine.load_weights(cut(1, num), 1)
-                with pytest.raises(EngineError, match="failed half-way: push again"):
+                with pytest.raises(EngineError, match="failed half-way: sync again"):
                     await engine.generate(prompt(1), sampling(), "refused")
                 await engine.load_weights(weights(0), 2)
                 await check_logprobs(engine, make_model(0), 2)
@@ -784,11 +785,11 @@ def test_experts_that_the_server_tells_come_with_the_completion(model_folder: Pa
                 reply(completion(routed_experts=base64.b64encode(file.getvalue()).decode())),
             ]
             config = ServerConfig(url=server.url, max_retries=0)
-            engine = VLLMServer(config, folder=tmp_path, experts=VLLMExperts.of(model))
+            engine = VLLMServer(config, folder=tmp_path, experts=VLLMExperts.for_model(model))
             request = replace(sampling(), experts_from=4)
             done = await engine.generate(prompt(1), request, "a")
             assert done.experts == told_NLX.tobytes()
-            for start, words in ((4, "vLLM does not tell the experts"), (3, r"\(\d+, 2, 2\) for \d+ tokens")):
+            for start, words in ((4, "vLLM does not return the experts"), (3, r"\(\d+, 2, 2\) for \d+ tokens")):
                 with pytest.raises(EngineError, match=words):
                     await engine.generate(prompt(1), replace(request, experts_from=start), "a")
             await engine.close()
@@ -909,7 +910,7 @@ def test_too_many_open_files_are_not_taken_for_a_server_that_is_down() -> None:
             http = Http(ServerConfig(url=f"http://127.0.0.1:{listener.getsockname()[1]}", max_retries=1))
             with open_files(30):
                 asked: list[asyncio.Task[Any]] = [
-                    asyncio.create_task(http.ask(f"number {n}", "GET", "/")) for n in range(100)
+                    asyncio.create_task(http.request(f"number {n}", "GET", "/")) for n in range(100)
                 ]
                 with pytest.raises(EngineError, match=r"Too many open files. This process has .*`ulimit -n`") as caught:
                     await asyncio.gather(*asked)
@@ -1224,7 +1225,7 @@ def test_after_a_push_that_failed_half_way_nothing_is_sampled_until_one_succeeds
                 await engine.load_weights(weights(0), 1)
             assert engine.version == 0
             assert not list(tmp_path.iterdir())
-            with pytest.raises(EngineError, match="the last push of weights failed half-way"):
+            with pytest.raises(EngineError, match="the last weight sync failed half-way"):
                 await engine.generate(prompt(1), sampling(), "e")
             server.script["/reset_prefix_cache"] = [reply({"success": False})]
             with pytest.raises(EngineError, match="something still holds parts of the cache"):

@@ -2,7 +2,8 @@
 
 import pytest
 
-from agentrl.engine.vllm_server_config import ServerConfig, VLLMServerConfig
+from agentrl.engine.vllm.common import ServerConfig
+from agentrl.engine.vllm.servers import VLLMServerConfig
 
 
 @pytest.mark.parametrize(

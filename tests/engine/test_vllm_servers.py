@@ -12,13 +12,14 @@ from typing import Any
 import pytest
 import torch
 
-from agentrl.engine import vllm_outstanding, vllm_server, vllm_weights
 from agentrl.engine.base import KeptBase
-from agentrl.engine.vllm_common import is_installed
-from agentrl.engine.vllm_launch import Server, start_server
-from agentrl.engine.vllm_server import VLLMServer
-from agentrl.engine.vllm_server_config import ServerConfig
-from agentrl.engine.vllm_servers import VLLMServers
+from agentrl.engine.vllm import http as vllm_outstanding
+from agentrl.engine.vllm import server as vllm_server
+from agentrl.engine.vllm import weights as vllm_weights
+from agentrl.engine.vllm.common import ServerConfig, is_installed
+from agentrl.engine.vllm.launch import Server, start_server
+from agentrl.engine.vllm.server import VLLMServer
+from agentrl.engine.vllm.servers import VLLMServers
 from agentrl.errors import EngineError
 from agentrl.testing import check_engine
 from tests.engine.test_vllm_server import (

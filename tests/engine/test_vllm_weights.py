@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 import torch
 
-from agentrl.engine.vllm_common import BACKEND, EXTENSION
-from agentrl.engine.vllm_weights import Answer, read_answer, read_model
+from agentrl.engine.vllm.common import BACKEND, EXTENSION
+from agentrl.engine.vllm.weights import ServerInfo, load_served_model, parse_server_info
 from tests.support.architectures import tiny_model
 
 
@@ -15,10 +15,10 @@ from tests.support.architectures import tiny_model
 def test_weights_are_those_of_the_family_s_own_class(name: str, tmp_path: Path) -> None:
     model = tiny_model(name, vocab_size=97)
     model.save_pretrained(tmp_path)
-    answer = Answer(
+    answer = ServerInfo(
         name=str(tmp_path), dtype=torch.bfloat16, logprobs_mode="processed_logprobs", num_workers=1, is_gpu=False
     )
-    served = read_model(answer)
+    served = load_served_model(answer)
     assert {name: weight.shape for name, weight in served.shapes.items()} == {
         name: weight.shape for name, weight in model.state_dict().items()
     }
@@ -44,4 +44,4 @@ def test_weights_go_directly_to_servers_that_were_started_for_it(
         "device_config": {"device": "cpu"},
         "weight_transfer_config": transfer,
     }
-    assert read_answer({"vllm_config": config}).num_workers == expected
+    assert parse_server_info({"vllm_config": config}).num_workers == expected

@@ -10,10 +10,9 @@ import pytest
 import torch
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from agentrl.engine import vllm_weights
-from agentrl.engine.vllm_push import _beside, _listen
-from agentrl.engine.vllm_weights import ServedModel, in_buckets
-from agentrl.engine.weight_channel import Bucket, Channel, Weight, pack, unpack
+from agentrl.engine.vllm import weights as vllm_weights
+from agentrl.engine.vllm.server import _listen, _on_daemon_thread
+from agentrl.engine.vllm.weights import Bucket, Channel, ServedModel, Weight, in_buckets, pack, unpack
 
 CPU = torch.device("cpu")
 
@@ -96,7 +95,7 @@ def test_an_interrupt_waits_for_no_server_that_hangs(ends: tuple[Channel, Receiv
             ended.set()
 
     async def interrupted() -> None:
-        sending = asyncio.create_task(_beside(send))
+        sending = asyncio.create_task(_on_daemon_thread(send))
         while not begun.is_set():
             await asyncio.sleep(0.01)
         sending.cancel()
@@ -115,4 +114,4 @@ def test_what_a_call_beside_raises_comes_back() -> None:
         raise RuntimeError("connection reset")
 
     with pytest.raises(RuntimeError, match="connection reset"):
-        asyncio.run(_beside(fail))
+        asyncio.run(_on_daemon_thread(fail))

@@ -10,7 +10,7 @@ import psutil
 import pytest
 
 from agentrl.env import run_command
-from agentrl.env.command import CommandResult
+from agentrl.env.subprocesses import CommandResult
 from tests.support.each import each
 from tests.support.processes import is_alive
 

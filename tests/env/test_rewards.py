@@ -5,8 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agentrl.env.rewards.length import overlong
-from agentrl.env.rewards.text import contains, exact_match, matches, numeric
+from agentrl.env.rewards.text import contains, exact_match, matches, numeric, overlong
 from agentrl.errors import UserError
 from tests.support.each import each
 

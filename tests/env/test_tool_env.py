@@ -14,7 +14,7 @@ import pytest
 
 from agentrl.env import MessageEnv, ToolEnv, tool, tool_call
 from agentrl.env.background import BlockedLoopError, run_in_background
-from agentrl.env.returned import step_return
+from agentrl.env.message_env import step_return
 from agentrl.errors import EnvError, EnvironmentFailure
 from agentrl.types import Message, Need
 from tests.support.each import each

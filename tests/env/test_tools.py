@@ -5,7 +5,7 @@ import pytest
 from pydantic import Field
 
 from agentrl.env import MessageEnv, ToolEnv, tool, tool_call
-from agentrl.env.tools import ToolCallError, tool_specs
+from agentrl.env.tool_env import ToolCallError, tool_specs
 from tests.support.each import each
 
 

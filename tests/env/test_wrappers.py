@@ -10,15 +10,15 @@ import gymnasium as gym
 import pytest
 
 from agentrl.env import base_env, tool_call
-from agentrl.env.config import EnvConfig
+from agentrl.env.make import EnvConfig
 from agentrl.errors import ConfigError
-from agentrl.rollout.env_calls import copy_env
+from agentrl.rollout.env_driver import copy_env
 from agentrl.testing import check_env
 from tests.support.each import each
 
-LIMIT = "agentrl.env.wrappers.limit_observation:LimitObservation"
-RECORD = "agentrl.env.wrappers.record:Record"
-TIME = "agentrl.env.wrappers.time_limit:TimeLimit"
+LIMIT = "agentrl.env.wrappers:LimitObservation"
+RECORD = "agentrl.env.wrappers:Record"
+TIME = "agentrl.env.wrappers:TimeLimit"
 
 
 def made(*wrappers: dict[str, Any], env: str = "key_door") -> Any:

@@ -12,9 +12,8 @@ import pytest
 
 from agentrl.env import tool_call
 from agentrl.errors import EnvironmentFailure, UserError
-from agentrl.testing.baselines import play
-from agentrl_envs.customer_service import CustomerService
-from agentrl_envs.customer_world import Case, Kind, Order, Shop, Wish, demand, draw_case
+from agentrl_envs.customer_service import Case, CustomerService, Kind, Order, Shop, Wish, demand, draw_case
+from tests.support.baselines import play
 from tests.support.each import each
 
 ORDER = Order(

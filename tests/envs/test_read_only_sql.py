@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from agentrl_envs.read_only_sql import QueryError, run_query, same_rows
+from agentrl_envs.sql_analyst import QueryError, run_query, same_rows
 from tests.support.each import each
 
 

@@ -9,8 +9,7 @@ import pytest
 
 from agentrl.env import tool_call
 from agentrl.errors import UserError
-from agentrl_envs.search import Search, compare
-from agentrl_envs.search_world import Question, corpus, find, questions
+from agentrl_envs.search import Question, Search, compare, corpus, find, questions
 from tests.support.each import each
 
 
@@ -33,7 +32,7 @@ def test_the_corpus_has_a_document_for_each_entity_and_names_its_facts() -> None
 
 @pytest.mark.process
 def test_everyone_has_the_same_corpus() -> None:
-    program = "from agentrl_envs.search_world import corpus, questions; print(corpus()[0], questions(1, 3, 'eval')[:5])"
+    program = "from agentrl_envs.search import corpus, questions; print(corpus()[0], questions(1, 3, 'eval')[:5])"
     printed = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout
     assert printed == f"{corpus()[0]} {questions(1, 3, 'eval')[:5]}\n"
 
@@ -172,7 +171,7 @@ def test_an_impossible_option_of_the_search_is_named(options: dict[str, Any], wo
 def test_what_is_not_installed_is_said_in_one_line() -> None:
     program = (
         "import sys; sys.modules['bm25s'] = None\n"
-        "from agentrl_envs.search_world import find\nfrom agentrl import UserError\n"
+        "from agentrl_envs.search import find\nfrom agentrl import UserError\n"
         "try: find('x', 1)\nexcept UserError as error: print(error)"
     )
     printed = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout

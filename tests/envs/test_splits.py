@@ -1,7 +1,7 @@
 from agentrl_envs.corridor import Corridor
 from agentrl_envs.frozen_lake import FrozenLake
 from agentrl_envs.negotiation import Negotiation
-from agentrl_envs.splits import in_split
+from agentrl_envs.options import in_split
 from tests.support.each import each
 
 

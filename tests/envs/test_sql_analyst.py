@@ -9,8 +9,7 @@ import pytest
 from agentrl.env import tool_call
 from agentrl.errors import UserError
 from agentrl.testing.check_env import check_env
-from agentrl_envs.read_only_sql import run_query
-from agentrl_envs.sql_analyst import SQLAnalyst
+from agentrl_envs.sql_analyst import SQLAnalyst, run_query
 from tests.support.each import each
 
 OPTIONS: list[dict[str, Any]] = [

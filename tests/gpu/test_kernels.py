@@ -4,9 +4,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from agentrl.policy.layout.tree import TokenTree
+from agentrl.policy.layout.tree_attention import TreeLayout
 from agentrl.policy.logprobs import fused_logprobs
-from agentrl.policy.tree import TokenTree
-from agentrl.policy.tree_attention import TreeLayout
 from tests.policy.test_logprobs import full_logprobs, make_inputs, relative_error
 from tests.policy.test_tree_attention import attend, branching, dense, states, with_gradients
 from tests.support.gpu import NEEDS_GPU

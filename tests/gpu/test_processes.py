@@ -13,7 +13,7 @@ import torch.distributed as dist
 from accelerate.state import PartialState
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from agentrl.engine.weight_channel import Channel, Weight, pack
+from agentrl.engine.vllm.weights import Channel, Weight, pack
 from agentrl.learn.learner import Learner
 from tests.gpu.test_updates import gradient, learner_on
 from tests.learn.test_learner import CREDITS, GROUPS

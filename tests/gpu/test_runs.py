@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 import torch
 
-from agentrl.config import Recipe
-from agentrl.doctor import examine
+from agentrl.recipe.config import Recipe
 from agentrl.run.build import build
+from agentrl.run.doctor import examine
 from tests.support.architectures import ARCHITECTURES, write_model
 from tests.support.architectures import recipe as architecture_recipe
 from tests.support.gpu import NEEDS_GPU

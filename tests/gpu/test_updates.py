@@ -8,8 +8,8 @@ from accelerate.state import AcceleratorState
 from torch import Tensor
 
 from agentrl.errors import ConfigError
+from agentrl.learn.config import LossConfig
 from agentrl.learn.learner import Learner
-from agentrl.learn.loss_config import LossConfig
 from agentrl.policy.config import Layout, LoraSettings
 from agentrl.policy.layout import choose_layout, probe_layout, probe_noise
 from tests.learn.test_learner import CREDITS, GROUPS
@@ -36,9 +36,9 @@ def gradient(learner: Learner) -> Tensor:
     """The gradient of a step of one minibatch."""
     (minibatch,) = learner.draw(GROUPS, CREDITS, version=1)
     plan = learner.plan(minibatch)
-    (befores,) = learner._before([minibatch], [plan], version=1)
+    (anchors,) = learner._anchor_states([minibatch], [plan], version=1)
     learner.state.wrapped.train()
-    learner.add_gradients(plan, befores, version=1)
+    learner.add_gradients(plan, anchors, version=1)
     gradients = [p.grad.flatten() for p in learner.state.policy.parameters() if p.grad is not None]
     return torch.cat(gradients).double().cpu()
 

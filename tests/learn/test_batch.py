@@ -7,8 +7,7 @@ import pytest
 
 from agentrl.credit import Credit
 from agentrl.errors import CreditError
-from agentrl.learn.batch import make_batch
-from agentrl.learn.tokens import TokenBatch, rows_of, with_end
+from agentrl.learn.batch import TokenBatch, make_batch, rows_of, with_end
 from tests.support.trajectories import FORKED, batch_of, some, trajectory, turn
 
 
@@ -97,7 +96,7 @@ def test_rewards_keys_and_messages_are_no_part_of_a_batch() -> None:
 def test_a_row_with_its_end_is_read_after_its_last_token_as_well() -> None:
     plain = trajectory(1, turn([20, 21, 22], [23]))
     rows = [with_end(rows_of(t.turns)) for t in (FORKED, plain)]
-    tokens = TokenBatch.of_rows(rows, group_ids=["a", "b"])
+    tokens = TokenBatch.from_rows(rows, group_ids=["a", "b"])
     assert [row.tolist() for row in tokens.rows] == [[1, 2, 3, 4, 5, 6], [7, 8, 9, 10, 11, 12, 13], [20, 21, 22, 23]]
     assert tokens.row_T.tolist() == [0, 0, 0, 1, 1, 1, 1, 2, 2]
     assert tokens.position_T.tolist() == [1, 2, 4, 2, 4, 5, 6, 2, 3]
@@ -117,6 +116,6 @@ def columns_of(tokens: TokenBatch) -> list[list[int]]:
 def test_columns_are_integers_where_nothing_was_sampled_too() -> None:
     silent = trajectory(0, turn([20, 21, 22], []))
     for trajectories in ([], [trajectory(0)], [silent]):
-        assert columns_of(TokenBatch.of(trajectories)) == [[], [], [], [], []]
-    asked = TokenBatch.of_rows([with_end(rows_of(silent.turns))], group_ids=["g"])
+        assert columns_of(TokenBatch.from_trajectories(trajectories)) == [[], [], [], [], []]
+    asked = TokenBatch.from_rows([with_end(rows_of(silent.turns))], group_ids=["g"])
     assert columns_of(asked) == [[0], [2], [0], [0], [0]]

@@ -12,33 +12,42 @@ import torch
 
 from agentrl import Credit
 from agentrl.learn.batch import LossColumns
-from agentrl.learn.calibration import Aim, Band, Calibration, Shown, Units, observed, of_units, range_metrics
+from agentrl.learn.calibration import (
+    Band,
+    Calibration,
+    ClipStats,
+    ClipTarget,
+    Units,
+    clip_stats,
+    range_metrics,
+    unit_clip_stats,
+)
+from agentrl.learn.config import CalibratedConfig, LossConfig
 from agentrl.learn.learner import Learner
-from agentrl.learn.loss_config import CalibratedConfig, LossConfig
-from agentrl.learn.micro_batch_loss import Before, micro_batch_loss, trust_region
-from agentrl.learn.tally import Array, Observations
+from agentrl.learn.metrics import Array, Observations
+from agentrl.learn.micro_batch_loss import AnchorState, micro_batch_loss, trust_region
 from agentrl.types import TrajectoryGroup
 from tests.support.learners import make_learner
 from tests.support.tallies import add_pass
 from tests.support.trajectories import some_groups, some_ids, trajectory, turn
 
-AIM = Aim.of(LossConfig(trust="calibrated"))
+AIM = ClipTarget.from_config(LossConfig(trust="calibrated"))
 NUM_UNITS = 32
 NORMAL = 1.880794 * sqrt(pi / 2)
 """The normal quantile at .97, in mean absolute deviations."""
 
 
 def shown(
-    log_ratio_U: Array, *, length_U: Array, calibration: Calibration, aim: Aim = AIM, staleness: float = 0
-) -> Shown:
+    log_ratio_U: Array, *, length_U: Array, calibration: Calibration, target: ClipTarget = AIM, staleness: float = 0
+) -> ClipStats:
     """What a minibatch shows under the present ranges; every second unit is pushed up, the others down."""
     staleness_U = np.full(len(length_U), staleness)
-    low_U, high_U = calibration.widths(Units(staleness_U, length_U), aim)
+    low_U, high_U = calibration.widths(Units(staleness_U, length_U), target)
     up_U = np.where(np.arange(len(length_U)) % 2 == 0, length_U, 0.0)
     down_U = length_U - up_U
     clipped_down_U, clipped_up_U = down_U * (log_ratio_U < -low_U), up_U * (log_ratio_U > high_U)
     units = Units(staleness_U, length_U)
-    return of_units(units, log_ratio_U, down_U, up_U, clipped_down_U, clipped_up_U, aim=aim)
+    return unit_clip_stats(units, log_ratio_U, down_U, up_U, clipped_down_U, clipped_up_U, target=target)
 
 
 def clipped_share(length: int, *, seed: int, tail: float, together: float) -> float:
@@ -54,7 +63,7 @@ def clipped_share(length: int, *, seed: int, tail: float, together: float) -> fl
             spread_U = 0.03 * sqrt(minibatch) / np.sqrt(length_U)
             moved_U = (rng.standard_t(tail, NUM_UNITS) + together * rng.normal()) / sqrt(1 + together**2)
             found = shown(moved_U * spread_U, length_U=length_U, calibration=calibration)
-            calibration = calibration.after(found, AIM)
+            calibration = calibration.updated(found, AIM)
             if step >= 20 and minibatch:
                 (alike,) = found.values()
                 clipped += alike.clipped_down.total + alike.clipped_up.total
@@ -77,20 +86,20 @@ def test_before_anything_was_measured_ranges_are_those_of_the_unit_and_after_tha
     low_U, high_U = Calibration().widths(Units(np.zeros(2), length_U), AIM)
     assert (low_U[0], high_U[0]) == (-log1p(-3e-4), log1p(4e-4))
     found = shown(np.array([0.002, -0.002]), length_U=length_U, calibration=Calibration())
-    low_U, high_U = Calibration().after(found, AIM).widths(Units(np.zeros(2), length_U), AIM)
+    low_U, high_U = Calibration().updated(found, AIM).widths(Units(np.zeros(2), length_U), AIM)
     assert low_U.tolist() == high_U.tolist() == pytest.approx([0.002 * NORMAL] * 2)
 
 
 def test_units_that_no_update_has_moved_tell_nothing() -> None:
     found = shown(np.zeros(4), length_U=np.full(4, 10.0), calibration=Calibration())
-    assert Calibration().after(found, AIM) == Calibration()
+    assert Calibration().updated(found, AIM) == Calibration()
 
 
 def test_a_first_minibatch_that_hardly_moved_does_not_hold_the_range_down() -> None:
     rng, calibration, length_U = np.random.default_rng(0), Calibration(), np.full(NUM_UNITS, 40.0)
     for spread in (1e-7, 1e-2, 1e-2, 1e-2):
         found = shown(rng.normal(size=NUM_UNITS) * spread, length_U=length_U, calibration=calibration)
-        calibration = calibration.after(found, AIM)
+        calibration = calibration.updated(found, AIM)
     assert calibration.widths(Units(np.zeros(1), np.full(1, 40.0)), AIM)[1][0] > 0.01
 
 
@@ -98,11 +107,11 @@ def test_a_policy_that_runs_away_takes_its_range_no_further_than_single_tokens_a
     rng, calibration, length_U = np.random.default_rng(0), Calibration(), np.full(NUM_UNITS, 100.0)
     for step in range(40):
         log_ratio_U = rng.normal(size=NUM_UNITS) * 1e-3 * 2**step
-        calibration = calibration.after(shown(log_ratio_U, length_U=length_U, calibration=calibration), AIM)
+        calibration = calibration.updated(shown(log_ratio_U, length_U=length_U, calibration=calibration), AIM)
     low_U, high_U = calibration.widths(Units(np.zeros(1), np.full(1, 100.0)), AIM)
     assert (low_U[0], high_U[0]) == pytest.approx((-log1p(-0.2) / 2.5, log1p(0.27) / 2.5))
     for _ in range(40):  # and comes back with it
-        calibration = calibration.after(
+        calibration = calibration.updated(
             shown(rng.normal(size=NUM_UNITS) * 1e-3, length_U=length_U, calibration=calibration), AIM
         )
     low_U, high_U = calibration.widths(Units(np.zeros(1), np.full(1, 100.0)), AIM)
@@ -113,11 +122,11 @@ def test_a_single_unit_does_not_double_the_range() -> None:
     rng, calibration, length_U = np.random.default_rng(0), Calibration(), np.full(NUM_UNITS, 20.0)
     for _ in range(20):
         found = shown(rng.normal(size=NUM_UNITS) * 1e-3, length_U=length_U, calibration=calibration)
-        calibration = calibration.after(found, AIM)
+        calibration = calibration.updated(found, AIM)
     before = calibration.widths(Units(np.zeros(1), np.full(1, 20.0)), AIM)[1][0]
     log_ratio_U = rng.normal(size=NUM_UNITS) * 1e-3
     log_ratio_U[0] = 30.0
-    calibration = calibration.after(shown(log_ratio_U, length_U=length_U, calibration=calibration), AIM)
+    calibration = calibration.updated(shown(log_ratio_U, length_U=length_U, calibration=calibration), AIM)
     assert calibration.widths(Units(np.zeros(1), np.full(1, 20.0)), AIM)[1][0] < 2 * before
 
 
@@ -130,16 +139,18 @@ def test_each_staleness_has_its_range_and_one_never_seen_that_of_the_nearest() -
             calibration=calibration,
             staleness=staleness,
         )
-        calibration = Calibration(bands={**calibration.bands, **Calibration().after(found, AIM).bands})
+        calibration = Calibration(bands={**calibration.bands, **Calibration().updated(found, AIM).bands})
     widths_U = calibration.widths(Units(np.array([0.0, 1, 4, 7, 64]), np.full(5, 100.0)), AIM)[0]
     assert widths_U / NORMAL == pytest.approx([1e-3, 1e-3, 5e-3, 5e-3, 5e-3])
 
 
 def test_lengths_have_ranges_of_their_own_where_a_recipe_asks() -> None:
-    asked = Aim.of(LossConfig(trust="calibrated", calibrated=CalibratedConfig(by_length=True, clipped=0.1)))
+    asked = ClipTarget.from_config(
+        LossConfig(trust="calibrated", calibrated=CalibratedConfig(by_length=True, clipped=0.1))
+    )
     length_U = np.array([4.0, 5.0, 100.0, 101.0])
-    found = shown(np.array([0.02, -0.02, 0.001, -0.001]), length_U=length_U, calibration=Calibration(), aim=asked)
-    widths_U = Calibration().after(found, asked).widths(Units(np.zeros(4), length_U), asked)[0]
+    found = shown(np.array([0.02, -0.02, 0.001, -0.001]), length_U=length_U, calibration=Calibration(), target=asked)
+    widths_U = Calibration().updated(found, asked).widths(Units(np.zeros(4), length_U), asked)[0]
     assert widths_U == pytest.approx(
         1.281552 * sqrt(pi / 2) * np.array([0.02, 0.02, 0.001, 0.001])
     )  # the normal quantile at .9
@@ -149,7 +160,7 @@ def test_lengths_have_ranges_of_their_own_where_a_recipe_asks() -> None:
 @pytest.mark.parametrize("spread", [1e-7, 0.01, 1.0], ids=["narrowest", "between", "widest"])
 def test_ranges_follow_the_equations(spread: float, share: float) -> None:
     rng, calibration = np.random.default_rng(0), Calibration()
-    aim = Aim.of(LossConfig(trust="calibrated", calibrated=CalibratedConfig(clipped=share)))
+    target = ClipTarget.from_config(LossConfig(trust="calibrated", calibrated=CalibratedConfig(clipped=share)))
     k = NormalDist().inv_cdf(1 - share)
     kept: dict[int, tuple[int, float, list[float]]] = {}
     for number in range(14):
@@ -162,22 +173,22 @@ def test_ranges_follow_the_equations(spread: float, share: float) -> None:
             down, up = down_U * rng.integers(0, 2, 8), up_U * (number % 3 == 0) * (staleness == 0)
             units = Units(np.full(8, float(staleness)), length_U)
             tokens = [np.asarray(column, dtype=np.float64) for column in (down_U, up_U, down, up)]
-            calibration = calibration.after(of_units(units, log_ratio_U, *tokens, aim=aim), aim)
-            bound_U = max(aim.token) * np.minimum(1, 4 / np.sqrt(length_U)) / 2
+            calibration = calibration.updated(unit_clip_stats(units, log_ratio_U, *tokens, target=target), target)
+            bound_U = max(target.token) * np.minimum(1, 4 / np.sqrt(length_U)) / 2
             m += max(0.1, 1 / (num + 1)) * (np.minimum(np.abs(log_ratio_U), bound_U).mean() - m)
             for side, (pushed, clipped) in enumerate(((down_U, down), (up_U, up))):
                 excess = (clipped.sum() - share * pushed.sum()) / ((down_U.sum() + up_U.sum()) / 2)
                 step = 0.3 * excess / (k * NormalDist().pdf(k)) if num >= 8 else 0
                 gains[side] += min(max(step, -3), 3)
-                widest = aim.token[side] * min(1, 4 / sqrt(length_U.mean()))
+                widest = target.token[side] * min(1, 4 / sqrt(length_U.mean()))
                 gains[side] = min(max(gains[side], log(1e-5 / m)), log(widest / m))
             kept[staleness] = (num + 1, m, gains)
     for staleness, (num, m, gains) in kept.items():
         band = calibration.bands["0/3" if staleness else "0/0"]
         assert (band.num_minibatches, band.spread, *band.gains) == pytest.approx((num, m, *gains), rel=1e-12)
-        widths = calibration.widths(Units(np.full(3, float(staleness)), np.array([1.0, 4.0, 100.0])), aim)
+        widths = calibration.widths(Units(np.full(3, float(staleness)), np.array([1.0, 4.0, 100.0])), target)
         for side, width_U in enumerate(widths):
-            expected = np.clip(m * exp(gains[side]), 1e-5, aim.token[side] * np.array([1, 1, 0.4]))
+            expected = np.clip(m * exp(gains[side]), 1e-5, target.token[side] * np.array([1, 1, 0.4]))
             np.testing.assert_allclose(width_U, expected, rtol=1e-12)
 
 
@@ -195,7 +206,7 @@ def test_what_passes_show_is_told_apart_by_sign_and_staleness() -> None:
     add_pass(
         observations, unit_T=[0] * 5, ratio_U=[exp(0.03)], advantage_T=[0.5] * 5, clipped_T=[1] * 5, version_T=[7] * 5
     )
-    found = observed(observations, AIM, version=7, is_updated=True)
+    found = clip_stats(observations, AIM, version=7, is_updated=True)
     assert sorted(found) == ["0/0", "0/2"]
     old, new = found["0/2"], found["0/0"]  # of a mean staleness of three; of none
     assert (old.length.total, new.length.total) == (2, 8)
@@ -213,7 +224,7 @@ def test_what_passes_show_is_told_apart_by_sign_and_staleness() -> None:
 
 def test_rejected_units_leave_ranges_as_they_would_be_without_them() -> None:
     rng, config = np.random.default_rng(0), LossConfig(trust="calibrated", unit="turn", reject=1.5)
-    aim, num_units, length = Aim.of(config), 64, 20
+    target, num_units, length = ClipTarget.from_config(config), 64, 20
     with_them, without = Calibration(), Calibration()
     for _ in range(40):
         log_ratio_U = rng.normal(size=num_units) * 0.004
@@ -241,14 +252,16 @@ def test_rejected_units_leave_ranges_as_they_would_be_without_them() -> None:
                 config=config,
                 observations=observations,
                 trust=trust_region(config, columns, calibration=calibration, version=3),
-                before=Before(),
+                anchor=AnchorState(),
                 version=3,
             )
-            calibrations.append(calibration.after(observed(observations, aim, version=3, is_updated=True), aim))
+            calibrations.append(
+                calibration.updated(clip_stats(observations, target, version=3, is_updated=True), target)
+            )
         with_them, without = calibrations
     (band,), (expected,) = with_them.bands.values(), without.bands.values()
     assert (band.spread, *band.gains) == pytest.approx((expected.spread, *expected.gains), rel=1e-12)
-    assert max(with_them.widths(Units(np.zeros(1), np.full(1, 20.0)), aim)[1]) < 0.02  # not its bound, .107
+    assert max(with_them.widths(Units(np.zeros(1), np.full(1, 20.0)), target)[1]) < 0.02  # not its bound, .107
 
 
 GROUPS = some_groups([4, 3, 4])

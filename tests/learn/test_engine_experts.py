@@ -17,12 +17,12 @@ from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from agentrl import Credit, Trajectory, TrajectoryGroup
 from agentrl.errors import ConfigError
+from agentrl.learn.batch import rows_of
+from agentrl.learn.config import LossConfig
 from agentrl.learn.learner import Learner
-from agentrl.learn.loss_config import LossConfig
-from agentrl.learn.tokens import rows_of
+from agentrl.models.moe import UNKNOWN, experts_of, recording, replaying
 from agentrl.policy.config import Layout
 from agentrl.policy.layout import attending
-from agentrl.routing import UNKNOWN, experts_of, recording, replaying
 from tests.support.learners import make_learner, weights
 from tests.support.trajectories import VOCABULARY, some_groups
 

@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from agentrl import Credit, TrajectoryGroup
-from agentrl.learn.kept_versions import KeptVersions
+from agentrl.learn.config import LossConfig
 from agentrl.learn.learner import Gradient, Learner
-from agentrl.learn.loss_config import LossConfig
-from agentrl.learn.tally import Observations
+from agentrl.learn.line_search import KeptVersions
+from agentrl.learn.metrics import Observations
 from agentrl.policy.config import LoraSettings
 from tests.support.learners import make_learner, weights
 from tests.support.models import action_logprobs

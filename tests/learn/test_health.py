@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from agentrl.chat import TurnTokens
-from agentrl.learn.health import SIGNS, Row, Sign, collapsed_since, cut_demonstrations, first_told, signs
+from agentrl.learn.health import SIGNS, Row, Sign, collapsed_since, cut_demonstrations, newly_detected, signs
 from agentrl.rollout import RolloutConfig
 from agentrl.rollout.demonstrations import Demonstration
 
@@ -57,7 +57,7 @@ def told(rows: Sequence[dict[str, float]]) -> list[tuple[int, str]]:
     found: list[tuple[int, str]] = []
     for step, of_step in enumerate(rows, start=1):
         now = signs([*seen, of_step])
-        found += [(step, sign) for sign in first_told(now, seen)]
+        found += [(step, sign) for sign in newly_detected(now, seen)]
         seen.append(of_step | {f"health/{sign}": float(sign in now) for sign in SIGNS})
     return found
 
@@ -85,9 +85,9 @@ def test_what_fell_is_told_by_its_best_four_steps_in_a_row() -> None:
 
 def test_where_a_policy_collapsed_what_follows_is_not_told() -> None:
     follows: dict[Sign, str] = {"alike": "a", "cut_off": "b", "runaway": "c"}
-    assert first_told({"collapse": "d", **follows}, [row()]) == {"collapse": "d"}
-    assert first_told(follows, [row(health__collapse=1.0), row()]) == {}
-    assert first_told(follows, [row(health__alike=1.0), row()]) == {"cut_off": "b", "runaway": "c"}
+    assert newly_detected({"collapse": "d", **follows}, [row()]) == {"collapse": "d"}
+    assert newly_detected(follows, [row(health__collapse=1.0), row()]) == {}
+    assert newly_detected(follows, [row(health__alike=1.0), row()]) == {"cut_off": "b", "runaway": "c"}
 
 
 def noisy(success: Sequence[float]) -> list[dict[str, float]]:

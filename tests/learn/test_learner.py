@@ -22,20 +22,18 @@ from safetensors.torch import load_file
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from agentrl import Credit, StopReason, Trajectory, TrajectoryGroup, Turn, routing
+from agentrl import Credit, StopReason, Trajectory, TrajectoryGroup, Turn
 from agentrl.errors import ConfigError, TrainingError
 from agentrl.learn import learner as learner_module
+from agentrl.learn.config import LossConfig, TrainConfig
 from agentrl.learn.health import signs
 from agentrl.learn.learner import CreditedMinibatch, Learner, TrainingPass
-from agentrl.learn.loss_config import LossConfig
-from agentrl.learn.metrics import divergence, first_metrics, rollout_metrics, update_metrics
-from agentrl.learn.micro_batch_loss import Before
+from agentrl.learn.line_search import KLLineSearch
+from agentrl.learn.metrics import MinibatchStats, divergence, first_metrics, mask_stale, rollout_metrics, update_metrics
+from agentrl.learn.micro_batch_loss import AnchorState
 from agentrl.learn.plan import Planner
 from agentrl.learn.policy_state import PolicyState
-from agentrl.learn.reach import Reach
-from agentrl.learn.staleness import mask_stale
-from agentrl.learn.tally import Tally
-from agentrl.learn.train_config import TrainConfig
+from agentrl.models import moe as routing
 from agentrl.policy.config import Layout, LoraSettings
 from agentrl.policy.model import Policy
 from tests.support.interrupts import After, run_with
@@ -202,20 +200,23 @@ def test_a_pass_without_a_trajectory_adds_nothing_to_loss_gradient_or_metrics(lo
     tokens, columns = batch_of(trajectories, [Credit.uniform(t, 1.0) for t in trajectories])
     planner = Planner(max_tokens=1000, layout="tree")
     full, empty = (
-        [TrainingPass(micro, columns.at(micro.token_T).mapped(micro.placed)) for micro in map(planner.lay_out, share)]
-        for share in planner.deal(tokens, num_processes=2)
+        [
+            TrainingPass(micro, columns.select(micro.token_T).map(micro.to_device))
+            for micro in map(planner.lay_out, share)
+        ]
+        for share in planner.assign(tokens, num_processes=2)
     )
-    tallies = [learner.add_gradients(full, [Before()], version=0)[0]]
+    tallies = [learner.add_gradients(full, [AnchorState()], version=0)[0]]
     learner.state.wrapped.zero_grad()
     for proximal_T in (None, torch.empty(0)):
-        tallies.append(learner.add_gradients(empty, [Before(proximal_T)], version=0)[0])
+        tallies.append(learner.add_gradients(empty, [AnchorState(proximal_T)], version=0)[0])
         assert tallies[-1].loss == 0
     for parameter in learner.state.policy.parameters():
         assert parameter.grad is not None
         assert not parameter.grad.any()
     alone, joined = (
         {**update_metrics([tally], current_version=1), **first_metrics(tally)}
-        for tally in (Tally.joined(tallies[:1]), Tally.joined(tallies))
+        for tally in (MinibatchStats.merge(tallies[:1]), MinibatchStats.merge(tallies))
     )
     assert joined == alone
 
@@ -262,9 +263,6 @@ def test_a_run_is_not_resumed_with_an_optimizer_that_cannot_take_over_the_moment
         ConfigError, match=r"train\.optimizer: .* has the moments of adamw_8bit, which adamw cannot take"
     ):
         make_learner().state.load(tmp_path)
-    del state["optimizer"], state["minibatches_a_step"]
-    file.write_text(json.dumps(state), encoding="utf-8")  # of an earlier version
-    make_learner().state.load(tmp_path)
 
 
 def test_a_checkpoint_of_adapters_leaves_out_what_is_frozen_and_resumes_bit_for_bit(tmp_path: Path) -> None:
@@ -577,20 +575,22 @@ def test_an_update_is_halved_until_the_policy_is_within_reach_or_taken_back() ->
     learner = make_learner()
     before = weights(learner)
 
-    def tally(share: float) -> Tally:
+    def tally(share: float) -> MinibatchStats:
         return make_tally(moved_T=[share])
 
     for needed, left in ((0, 1.0), (2, 0.25), (99, 0.0)):
-        reach = Reach(learner.state, target=1e-3)
-        assert not reach.shorten(tally(9.0), lambda: tally(9.0))  # what is there before the first update is no movement
-        reach = Reach(learner.state, target=1e-3)
-        reach.shorten(tally(0.0), lambda: tally(0.0))
-        reach.begin_update()
+        reach = KLLineSearch(learner.state, target=1e-3)
+        assert not reach.backtrack(
+            tally(9.0), lambda: tally(9.0)
+        )  # what is there before the first update is no movement
+        reach = KLLineSearch(learner.state, target=1e-3)
+        reach.backtrack(tally(0.0), lambda: tally(0.0))
+        reach.keep_weights()
         with torch.no_grad():
             for parameter in learner.state.policy.parameters():
                 parameter.add_(1.0)
         shown = iter([*[tally(1.0)] * (needed - 1), *[tally(0.0)] * 9] if needed < 99 else [tally(1.0)] * 99)
-        assert reach.shorten(tally(1.0 if needed else 0.0), partial(next, shown)) == (needed > 0)
+        assert reach.backtrack(tally(1.0 if needed else 0.0), partial(next, shown)) == (needed > 0)
         torch.testing.assert_close(weights(learner), before + left)
         assert reach.metrics() == {"shortened_updates": float(needed > 0)}
         with torch.no_grad():
@@ -601,12 +601,12 @@ def test_an_update_is_halved_until_the_policy_is_within_reach_or_taken_back() ->
 def test_an_update_that_two_minibatches_look_at_is_counted_once() -> None:
     learner = make_learner()
     far, near = make_tally(moved_T=[1.0]), make_tally(moved_T=[0.0])
-    reach = Reach(learner.state, target=1e-3)
-    reach.shorten(near, lambda: near)
+    reach = KLLineSearch(learner.state, target=1e-3)
+    reach.backtrack(near, lambda: near)
     for num_shortened in (1, 2):
-        reach.begin_update()
-        assert reach.shorten(far, lambda: near)
-        assert reach.shorten(far, lambda: near)  # of a minibatch that follows one without an update
+        reach.keep_weights()
+        assert reach.backtrack(far, lambda: near)
+        assert reach.backtrack(far, lambda: near)  # of a minibatch that follows one without an update
         assert reach.metrics() == {"shortened_updates": num_shortened}
 
 
@@ -641,11 +641,11 @@ def test_weights_before_an_update_are_let_go_before_those_of_the_next_are_copied
                 counted.append(sum(earlier() is not None for earlier in copies))
             return func(*args, **(kwargs or {}))
 
-    reach = Reach(make_learner().state, target=1e-3)
-    reach.begin_update()
+    reach = KLLineSearch(make_learner().state, target=1e-3)
+    reach.keep_weights()
     copies, counted = [ref(weight) for weight in reach._before or ()], list[int]()
     with Living():
-        reach.begin_update()
+        reach.keep_weights()
     assert counted == [0] * len(copies)
     assert len(copies) > 0
 
@@ -654,4 +654,4 @@ def test_the_divergence_of_a_minibatch_is_that_of_schulman() -> None:
     tally = make_tally(moved_T=[0.5, -1.0, math.nan, 0.0])
     expected = ((math.exp(0.5) - 1 - 0.5) + (math.exp(-1.0) - 1 + 1.0)) / 3
     assert divergence(tally) == pytest.approx(expected, rel=1e-12)
-    assert divergence(Tally()) == 0
+    assert divergence(MinibatchStats()) == 0

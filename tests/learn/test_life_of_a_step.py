@@ -9,8 +9,8 @@ import torch
 
 from agentrl import Trajectory, TrajectoryGroup, Turn, assign_credit, load_credit
 from agentrl.learn.batch import Batch, make_batch
+from agentrl.learn.config import LossConfig
 from agentrl.learn.loss import PolicyLoss, policy_loss
-from agentrl.learn.loss_config import LossConfig
 from agentrl.learn.trust import fixed
 from agentrl.types import StopReason
 from tests.support.packages import PACKAGES

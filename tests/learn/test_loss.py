@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 from torch import Tensor
 
+from agentrl.learn.batch import Aggregation, RatioUnit, aggregation_weights, unit_index
+from agentrl.learn.config import DEFAULT_CLIP, LossConfig
 from agentrl.learn.loss import PolicyLoss, kl_loss, mismatch_weights, policy_loss
-from agentrl.learn.loss_config import DEFAULT_CLIP, LossConfig
-from agentrl.learn.token_weights import Aggregation, RatioUnit, aggregation_weights, unit_index
 from agentrl.learn.trust import fixed
 from tests.support.ratio_batches import (
     AGGREGATIONS,
@@ -658,7 +658,7 @@ def test_fewer_kept_versions_than_tokens_are_old_are_told() -> None:
 
 def test_a_small_share_of_clipped_tokens_is_told_as_it_is() -> None:
     config = LossConfig.model_validate({"trust": "calibrated", "calibrated": {"clipped": 0.001}})
-    assert "clipped so that 0.1% of the tokens are" in config.ratio_in_words()
+    assert "clipped so that 0.1% of the tokens are" in config.describe_ratio()
 
 
 def test_a_constant_length_goes_with_its_aggregation() -> None:

@@ -15,6 +15,9 @@ import torch
 
 from agentrl.credit import Credit
 from agentrl.learn.metrics import (
+    MinibatchStats,
+    Observations,
+    Sums,
     anchor_metrics,
     divergence,
     effective_samples,
@@ -23,7 +26,6 @@ from agentrl.learn.metrics import (
     rollout_metrics,
     update_metrics,
 )
-from agentrl.learn.tally import Observations, Sums, Tally
 from agentrl.testing import make_group
 from agentrl.types import StopReason
 from tests.support.tallies import add_pass, make_tally
@@ -31,7 +33,7 @@ from tests.support.tallies import add_pass, make_tally
 
 def test_sums_of_parts_are_those_of_the_whole() -> None:
     values = np.random.default_rng(0).lognormal(size=50)
-    parts = [Sums.of(part) for part in np.split(values, [0, 7, 30])]  # the first had nothing to do
+    parts = [Sums.from_values(part) for part in np.split(values, [0, 7, 30])]  # the first had nothing to do
     joined = reduce(Sums.plus, parts)
     assert (joined.num, joined.peak) == (50, values.max())
     assert (joined.mean, joined.spread) == pytest.approx((values.mean(), values.std()), rel=1e-12)
@@ -40,7 +42,11 @@ def test_sums_of_parts_are_those_of_the_whole() -> None:
 
 
 def test_of_no_tokens_all_is_zero() -> None:
-    found = update_metrics([Tally()], current_version=3) | first_metrics(Tally()) | anchor_metrics([Tally()], known=[3])
+    found = (
+        update_metrics([MinibatchStats()], current_version=3)
+        | first_metrics(MinibatchStats())
+        | anchor_metrics([MinibatchStats()], known=[3])
+    )
     assert found.pop("ratio/effective_samples") == 1
     assert not any(found.values())
 
@@ -64,7 +70,7 @@ def test_ratios_beyond_all_numbers_end_no_run() -> None:
     observations = Observations()
     add_pass(observations, log_ratio_T=[0.0])
     add_pass(observations, log_ratio_T=[400.0])
-    metrics = update_metrics([Tally.of(observations)], current_version=0)
+    metrics = update_metrics([MinibatchStats.from_observations(observations)], current_version=0)
     assert metrics["ratio/token_spread"] == np.inf
 
 
@@ -99,7 +105,7 @@ def test_metrics_are_those_of_all_tokens_however_they_are_split(num: int) -> Non
                 trajectory_T=(np.arange(12) // 4).astype(float).tolist(),  # each in every pass
             )
         observations[index].loss = float(index)
-    tally = Tally.joined([Tally.of(part) for part in observations])
+    tally = MinibatchStats.merge([MinibatchStats.from_observations(part) for part in observations])
     assert tally.loss == sum(range(num))
     totals = difference.reshape(5, 3, 4).sum((0, 2))
     assert tally.trajectories == pytest.approx(dict(enumerate(totals)), rel=1e-12)
@@ -225,7 +231,7 @@ def test_the_effective_sample_size_is_that_of_whole_trajectories_and_no_split_ch
     )
     expected = sum(weights) ** 2 / (3 * sum(weight**2 for weight in weights))
     assert effective_samples(whole) == pytest.approx(expected, rel=1e-12)
-    assert effective_samples(Tally.joined([first, second])) == pytest.approx(expected, rel=1e-12)
+    assert effective_samples(MinibatchStats.merge([first, second])) == pytest.approx(expected, rel=1e-12)
 
 
 @pytest.mark.parametrize(("log_weights", "share"), [([-900, -900], 1), ([0, -800, -900, 900], 1 / 4), ([], 1)])

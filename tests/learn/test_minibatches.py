@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agentrl.learn.minibatches import Minibatch, draw_minibatches
+from agentrl.learn.plan import Minibatch, draw_minibatches
 
 STEPS = st.lists(st.lists(st.booleans(), min_size=1, max_size=9), max_size=12)
 """Of each trajectory of each group: whether it has a gradient."""

@@ -10,7 +10,7 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 
 from agentrl.errors import ConfigError
-from agentrl.learn.optimizer import OptimizerName, make_optimizer
+from agentrl.learn.config import OptimizerName, make_optimizer
 
 NAMES: tuple[str, ...] = get_args(OptimizerName)
 BETAS = (0.9, 0.95)

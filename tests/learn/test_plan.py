@@ -20,11 +20,9 @@ from torch import Tensor
 from agentrl.chat import train_tokenizer
 from agentrl.credit import Credit
 from agentrl.errors import UserError
-from agentrl.learn.batch import Batch
+from agentrl.learn.batch import Aggregation, Batch, RatioUnit, rows_of
 from agentrl.learn.loss import policy_loss
 from agentrl.learn.plan import MicroBatch, Planner
-from agentrl.learn.token_weights import Aggregation, RatioUnit
-from agentrl.learn.tokens import rows_of
 from agentrl.learn.trust import fixed
 from agentrl.policy.config import Layout, LocalModelConfig
 from agentrl.policy.model import Policy, make_local_model
@@ -83,7 +81,7 @@ def shares_of(
 ) -> list[list[MicroBatch]]:
     """The passes of each process."""
     planner = Planner(max_tokens=max_tokens, **plan)
-    shares = planner.deal(batch.tokens, num_processes=num_processes, trajectories=trajectories)
+    shares = planner.assign(batch.tokens, num_processes=num_processes, trajectories=trajectories)
     return [list(map(planner.lay_out, share)) for share in shares]
 
 
@@ -94,7 +92,7 @@ def owners_of(batch: Batch, **plan: Any) -> list[list[set[int]]]:
 
 def loss_of(batch: Batch, micro: MicroBatch, policy: Policy) -> Tensor:
     logprobs_T, _ = policy(micro.inputs, micro.slot_T, micro.target_T, 1.0)
-    columns = batch.columns.at(micro.token_T).mapped(micro.placed)
+    columns = batch.columns.select(micro.token_T).map(micro.to_device)
     result = policy_loss(
         logprobs_T,
         anchor_logprobs_T=columns.behavior_T.double(),
@@ -185,7 +183,7 @@ def test_a_pass_holds_the_columns_of_its_tokens_and_reads_them_at_their_predeces
             ],
         )
         np.testing.assert_array_equal(micro.target_T.numpy(), batch.tokens.target_T[chosen])
-        columns = batch.columns.at(micro.token_T).mapped(micro.placed)
+        columns = batch.columns.select(micro.token_T).map(micro.to_device)
         np.testing.assert_array_equal(columns.version_T, batch.columns.version_T[chosen])
         for name in ("behavior_T", "advantage_T", "weight_T"):  # float32 on the device
             assert getattr(columns, name).dtype == torch.float32
@@ -446,7 +444,7 @@ def test_a_token_that_the_model_does_not_know_is_told() -> None:
     assert list(Planner(max_tokens=100, vocab_size=largest + 1).micro_batches(tokens))
     with pytest.raises(UserError, match=rf"token {largest} was recorded, and the model knows {largest}: "):
         list(Planner(max_tokens=100, vocab_size=largest).micro_batches(tokens))
-    assert Planner.of(POLICY, max_tokens=100).vocab_size == POLICY.model.config.vocab_size
+    assert Planner.for_policy(POLICY, max_tokens=100).vocab_size == POLICY.model.config.vocab_size
 
 
 def test_a_planner_is_that_of_its_policy() -> None:
@@ -454,7 +452,7 @@ def test_a_planner_is_that_of_its_policy() -> None:
     expected = Planner(
         max_tokens=100, layout="tree", is_recurrent=True, can_continue=True, vocab_size=SIZES["vocab_size"]
     )
-    assert Planner.of(policy, max_tokens=100) == expected
+    assert Planner.for_policy(policy, max_tokens=100) == expected
 
 
 def logprobs_of(batch: Batch, layout: Layout) -> dict[tuple[int, int, int], float]:

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from agentrl.learn.loss import policy_loss
-from agentrl.learn.metrics import update_metrics
-from agentrl.learn.tally import Observations, Tally
+from agentrl.learn.metrics import MinibatchStats, Observations, update_metrics
 from agentrl.learn.trust import fixed
 from tests.support.tallies import add_pass
 
@@ -82,7 +81,7 @@ def test_one_sided_clipping_is_counted_by_unit() -> None:
     found = Observations()
     add_pass(found, unit_T=[0, 0, 1, 1, 2, 2], clipped_T=[1, 0, 0, 0, 1, 1], advantage_T=[1, -0.5, 1, -1, 2, 2])
     add_pass(found, unit_T=[0, 0], clipped_T=[0, 0], advantage_T=[1, 0])
-    metrics = update_metrics([Tally.of(found)], current_version=0)
+    metrics = update_metrics([MinibatchStats.from_observations(found)], current_version=0)
     assert metrics["clip/units"] == 2 / 4
     assert metrics["credit/mixed_sign_units"] == 2 / 4
     assert metrics["clip/units_one_sided"] == 1 / 4

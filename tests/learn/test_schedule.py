@@ -4,7 +4,7 @@ import pytest
 import torch
 from transformers import get_scheduler
 
-from agentrl.learn.schedule import ScheduleName, make_schedule
+from agentrl.learn.config import ScheduleName, make_schedule
 
 
 @pytest.mark.parametrize("num_warmup", [0, 1, 7])

@@ -14,11 +14,11 @@ from torch import Tensor
 
 from agentrl.chat import AutoConfig, ChatMLRenderer, HistoryConfig, Renderer, train_tokenizer
 from agentrl.env import base_env, make_env
+from agentrl.learn.batch import TokenBatch
 from agentrl.learn.plan import MicroBatch, Planner
 from agentrl.learn.signals.answer_logprobs import answers_at_each_turn
 from agentrl.learn.signals.hindsight_logprobs import rows_in_hindsight
 from agentrl.learn.signals.scoring import score_tokens, with_tokens
-from agentrl.learn.tokens import TokenBatch
 from agentrl.policy.config import Layout
 from agentrl.policy.model import Policy
 from agentrl.types import Trajectory
@@ -65,7 +65,7 @@ def test_each_token_is_scored_as_in_a_plain_pass_over_its_own_context(
     for index, score in enumerate((logprobs_of, entropies_of)):
         columns = score_tokens(
             partial(score, POLICY, temperature=temperature),
-            TokenBatch.of(played),
+            TokenBatch.from_trajectories(played),
             planner=Planner(layout=layout, max_tokens=400),
         )
         assert len(columns) == len(played)
@@ -74,7 +74,9 @@ def test_each_token_is_scored_as_in_a_plain_pass_over_its_own_context(
 
 
 def test_scores_under_the_weights_that_sampled_are_the_behaviors(played: list[Trajectory]) -> None:
-    columns = score_tokens(partial(logprobs_of, POLICY), TokenBatch.of(played), planner=on_a_tree(max_tokens=400))
+    columns = score_tokens(
+        partial(logprobs_of, POLICY), TokenBatch.from_trajectories(played), planner=on_a_tree(max_tokens=400)
+    )
     for column_T, trajectory in zip(columns, played, strict=True):
         behavior = [logprob for turn in trajectory.turns for logprob in turn.behavior_logprobs]
         np.testing.assert_allclose(column_T, behavior, rtol=1e-5, atol=1e-5)  # the engine ran in float32
@@ -90,9 +92,11 @@ def test_any_order_budget_and_layout_give_the_same_scores(
     order: list[int], max_tokens: int, layout: Layout, played: list[Trajectory]
 ) -> None:
     score = partial(logprobs_of, POLICY)
-    whole = score_tokens(score, TokenBatch.of(played), planner=on_a_tree(max_tokens=10**9))
+    whole = score_tokens(score, TokenBatch.from_trajectories(played), planner=on_a_tree(max_tokens=10**9))
     shuffled = score_tokens(
-        score, TokenBatch.of([played[i] for i in order]), planner=Planner(layout=layout, max_tokens=max_tokens)
+        score,
+        TokenBatch.from_trajectories([played[i] for i in order]),
+        planner=Planner(layout=layout, max_tokens=max_tokens),
     )
     for i, column_T in zip(order, shuffled, strict=True):
         np.testing.assert_allclose(column_T, whole[i], rtol=1e-9)
@@ -106,7 +110,7 @@ def test_scoring_keeps_no_graph_and_stays_within_its_budget(played: list[Traject
         seen.append((found.requires_grad, micro.inputs.ids_BL.numel()))
         return found
 
-    score_tokens(score, TokenBatch.of(played), planner=on_a_tree(max_tokens=1000))
+    score_tokens(score, TokenBatch.from_trajectories(played), planner=on_a_tree(max_tokens=1000))
     assert len(seen) > 1
     assert all(not requires_grad and num_tokens <= 1000 for requires_grad, num_tokens in seen)
     assert {parameter.grad for parameter in POLICY.parameters()} == {None}
@@ -188,7 +192,7 @@ def test_a_template_that_renders_every_turn_again_tells_the_hint_once_in_each() 
         hint = "\n(In hindsight: the total reward was 0.)"
         assert text.count(hint) == 1
         assert text.replace(hint, "") == TOKENIZER.decode(list(original.observation_ids))
-    tokens = TokenBatch.of_rows([told], group_ids=["g"])
+    tokens = TokenBatch.from_rows([told], group_ids=["g"])
     scored = score_tokens(partial(logprobs_of, POLICY), tokens, planner=on_a_tree(max_tokens=10**9))
     np.testing.assert_allclose(scored[0], plain_passes(POLICY, asked(told))[0], rtol=1e-9)
     assert np.abs(scored[0] - plain_scores(POLICY, trajectory)[0]).max() > 1e-3  # the hint is read
@@ -230,7 +234,7 @@ def test_the_stop_token_of_a_template_is_left_out_of_the_answer_too(played: list
 def test_the_score_of_an_answer_is_that_of_a_plain_pass(played: list[Trajectory]) -> None:
     trajectory = replace(played[0], gold_answer="1234")
     answers = answers_at_each_turn(trajectory, ChatMLRenderer(TOKENIZER))
-    tokens = TokenBatch.of_rows([[row] for row in answers], group_ids=["g"] * len(answers))
+    tokens = TokenBatch.from_rows([[row] for row in answers], group_ids=["g"] * len(answers))
     columns = score_tokens(partial(logprobs_of, POLICY), tokens, planner=on_a_tree(max_tokens=500))
     answer_ids = TOKENIZER.encode("1234", add_special_tokens=False)
     assert len(answer_ids) == 4

@@ -19,7 +19,6 @@ import torch
 from agentrl import load_credit
 from agentrl.chat import ChatMLRenderer, HistoryConfig, Renderer
 from agentrl.cli import main
-from agentrl.config import Recipe
 from agentrl.env import base_env, make_env
 from agentrl.errors import ConfigError, EnvironmentFailure, UserError
 from agentrl.learn.signals import SignalsConfig, hints, provided_by, signal_classes
@@ -27,6 +26,7 @@ from agentrl.learn.signals.base import SignalContext
 from agentrl.learn.signals.hindsight_logprobs import rows_in_hindsight
 from agentrl.learn.signals.signals import Signals
 from agentrl.policy.model import Policy
+from agentrl.recipe.config import Recipe
 from agentrl.report.folder import RunFolder
 from agentrl.run import loop
 from agentrl.run.build import Parts, build

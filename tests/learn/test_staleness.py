@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from agentrl.credit import Credit
-from agentrl.learn.staleness import mask_stale, share_too_old
+from agentrl.learn.metrics import fraction_too_old, mask_stale
 from agentrl.rollout import RolloutConfig
 from agentrl.testing import make_group
 from agentrl.types import StopReason, TrajectoryGroup
@@ -34,9 +34,9 @@ def test_tokens_of_older_versions_leave_the_loss_and_are_counted() -> None:
     assert found[0].keep_T.tolist() == [False, False, False, True]
     assert found[1].keep_T.tolist() == [True, True, False, True]
     assert np.array_equal(found[0].advantages_T, credits[0][0].advantages_T)
-    assert share_too_old([group], oldest=4) == 3 / 8
-    assert share_too_old([group], oldest=3) == 0
-    assert share_too_old([], oldest=3) == 0
+    assert fraction_too_old([group], oldest=4) == 3 / 8
+    assert fraction_too_old([group], oldest=3) == 0
+    assert fraction_too_old([], oldest=3) == 0
 
 
 def test_in_sync_mode_there_is_nothing_to_mask() -> None:

@@ -11,14 +11,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from agentrl.learn.batch import LossColumns, make_batch
-from agentrl.learn.calibration import Aim, joined, observed
-from agentrl.learn.loss_config import LossConfig
-from agentrl.learn.metrics import divergence, update_metrics
-from agentrl.learn.micro_batch_loss import Before, Earlier, micro_batch_loss, trust_region
+from agentrl.learn.batch import LossColumns, RatioUnit, make_batch
+from agentrl.learn.calibration import ClipTarget, clip_stats, merge_clip_stats
+from agentrl.learn.config import LossConfig
+from agentrl.learn.metrics import MinibatchStats, Observations, divergence, update_metrics
+from agentrl.learn.micro_batch_loss import AnchorState, StaleTokens, micro_batch_loss, trust_region
 from agentrl.learn.plan import Planner
-from agentrl.learn.tally import Observations, Tally
-from agentrl.learn.token_weights import RatioUnit
 from tests.support.loss_oracle import (
     BY_LENGTH,
     BY_STALENESS,
@@ -64,12 +62,12 @@ def column(name: str) -> Tensor:
     return f64(*(getattr(token, name) for token in TOKENS))
 
 
-def before(config: LossConfig, tokens_T: Tensor) -> Before:
+def before(config: LossConfig, tokens_T: Tensor) -> AnchorState:
     """What a learner knows of these tokens from before the first update."""
     if config.anchor == "behavior":
-        return Before()
-    earlier = Earlier(column("version")[tokens_T] != VERSION, column("sampled")[tokens_T])
-    return Before(column("start")[tokens_T], earlier=earlier if config.anchor == "sampled" else None)
+        return AnchorState()
+    earlier = StaleTokens(column("version")[tokens_T] != VERSION, column("sampled")[tokens_T])
+    return AnchorState(column("start")[tokens_T], stale=earlier if config.anchor == "sampled" else None)
 
 
 def shares(num_processes: int, max_tokens: int, config: LossConfig) -> Iterator[list[tuple[Tensor, LossColumns]]]:
@@ -82,9 +80,9 @@ def shares(num_processes: int, max_tokens: int, config: LossConfig) -> Iterator[
         constant_length=config.constant_length,
     )
     planner = Planner(max_tokens=max_tokens, dtype=torch.float64)
-    for share in planner.deal(tokens, num_processes=num_processes):
+    for share in planner.assign(tokens, num_processes=num_processes):
         yield [
-            (torch.from_numpy(micro.token_T), columns.at(micro.token_T).mapped(micro.placed))
+            (torch.from_numpy(micro.token_T), columns.select(micro.token_T).map(micro.to_device))
             for micro in map(planner.lay_out, share)
         ]
 
@@ -124,7 +122,7 @@ def test_loss_gradient_decisions_and_metrics_of_a_recipe_follow_the_equations(
                 config=config,
                 observations=found[-1],
                 trust=trust_region(config, columns, calibration=calibration, version=VERSION),
-                before=before(config, tokens_T),
+                anchor=before(config, tokens_T),
                 version=VERSION,
                 reference_logprobs_T=reference_T[tokens_T] if config.kl_coefficient else None,
             )
@@ -135,12 +133,14 @@ def test_loss_gradient_decisions_and_metrics_of_a_recipe_follow_the_equations(
     close(loss.detach(), f64(expected.loss)[0])
     close(torch.autograd.grad(loss, policy_T)[0], f64(*expected.gradient))
     assert clipped_T.tolist() == expected.clipped
-    tally = Tally.joined([*map(Tally.of, found)])
+    tally = MinibatchStats.merge([*map(MinibatchStats.from_observations, found)])
     metrics = update_metrics([tally], current_version=VERSION) | {"divergence": divergence(tally)}
     assert {name: metrics.get(name) for name in expected.metrics} == pytest.approx(expected.metrics, rel=1e-12)
     assert ("clip/units_rejected" in metrics) == (config.reject is not None)
     for is_updated in (True, False):
-        shown = joined(observed(one, Aim.of(config), version=VERSION, is_updated=is_updated) for one in found)
+        shown = merge_clip_stats(
+            clip_stats(one, ClipTarget.from_config(config), version=VERSION, is_updated=is_updated) for one in found
+        )
         told = expected_step(TOKENS, config, measured, is_updated=is_updated).shown
         assert shown.keys() == told.keys()
         for name, alike in shown.items():

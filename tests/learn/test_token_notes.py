@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from agentrl import Credit
-from agentrl.learn.loss_config import LossConfig
+from agentrl.learn.config import LossConfig
 from agentrl.testing import make_group
 from tests.support.learners import make_learner
 
@@ -46,7 +46,7 @@ def test_each_token_has_its_own_ratio_entropy_and_clipping(max_tokens: int) -> N
                 context += turn.action_ids
             alone[trajectory.group_id, trajectory.trajectory_id] = np.concatenate(logprobs)
     learner.update(GROUPS, given, version=0)
-    notes_of = learner.notes.gathered()
+    notes_of = learner.diagnostics.gather()
     for group, row in zip(GROUPS, given, strict=True):
         for trajectory, credit in zip(group.trajectories, row, strict=True):
             notes = notes_of(trajectory)
@@ -66,7 +66,7 @@ def test_each_token_has_its_own_ratio_entropy_and_clipping(max_tokens: int) -> N
 def test_a_unit_of_many_tokens_has_one_ratio_and_an_entropy_is_each_tokens_own() -> None:
     learner = make_learner(num_minibatches=2)
     learner.update(GROUPS, credits(), version=0)
-    notes = learner.notes.gathered()(GROUPS[1].trajectories[0])
+    notes = learner.diagnostics.gather()(GROUPS[1].trajectories[0])
     assert len(set(notes["ratio"])) == 1
     assert len(set(notes["entropy"])) > 1
     assert notes["entropy"].max() <= np.log(261) + 1e-6  # of the tokenizer's tokens
@@ -76,4 +76,4 @@ def test_notes_are_of_the_newest_update_alone() -> None:
     learner = make_learner()
     learner.update(GROUPS[:1], credits()[:1], version=0)
     learner.update(GROUPS[1:], credits()[1:], version=1)
-    assert learner.notes.gathered()(GROUPS[0].trajectories[0]) == {}
+    assert learner.diagnostics.gather()(GROUPS[0].trajectories[0]) == {}

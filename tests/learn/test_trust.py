@@ -11,11 +11,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from agentrl.learn.batch import LossColumns
-from agentrl.learn.calibration import Aim, Calibration, Units, of_units
-from agentrl.learn.loss_config import CalibratedConfig, KernelConfig, LossConfig
+from agentrl.learn.batch import Aggregation, LossColumns, RatioUnit
+from agentrl.learn.calibration import Calibration, ClipTarget, Units, unit_clip_stats
+from agentrl.learn.config import CalibratedConfig, KernelConfig, LossConfig
 from agentrl.learn.micro_batch_loss import trust_region
-from agentrl.learn.token_weights import Aggregation, RatioUnit
 from agentrl.learn.trust import Ratios, Region, TrustRegion, fixed, is_rejected, kernel, rejecting, token
 from tests.support.ratio_batches import (
     AGGREGATIONS,
@@ -206,15 +205,18 @@ def test_no_weight_of_exponents_that_a_recipe_may_have_ends_float32() -> None:
 
 @pytest.mark.parametrize("share", [0.001, 0.4999999])
 def test_ranges_of_any_share_that_a_recipe_may_have_are_numbers(share: float) -> None:
-    aim, units = Aim.of(LossConfig(trust="calibrated", calibrated=CalibratedConfig(clipped=share))), 4
+    target, units = (
+        ClipTarget.from_config(LossConfig(trust="calibrated", calibrated=CalibratedConfig(clipped=share))),
+        4,
+    )
     calibration, length_U, half_U = Calibration(), np.full(units, 10.0), np.full(units, 5.0)
     for minibatch in range(30):
         clipped_U = half_U * (minibatch % 2)
-        shown = of_units(
-            Units(np.zeros(units), length_U), np.full(units, 0.01), half_U, half_U, clipped_U, clipped_U, aim=aim
+        shown = unit_clip_stats(
+            Units(np.zeros(units), length_U), np.full(units, 0.01), half_U, half_U, clipped_U, clipped_U, target=target
         )
-        calibration = calibration.after(shown, aim)
-    assert np.isfinite(calibration.widths(Units(np.zeros(units), length_U), aim)).all()
+        calibration = calibration.updated(shown, target)
+    assert np.isfinite(calibration.widths(Units(np.zeros(units), length_U), target)).all()
     with pytest.raises(ValueError, match=r"greater than or equal to 0\.001"):
         CalibratedConfig(clipped=1e-17)
 

@@ -12,8 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from agentrl.chat import train_tokenizer
 from agentrl.errors import ConfigError
 from agentrl.policy.config import LoraSettings
-from agentrl.policy.export import export_adapter, export_model
-from agentrl.policy.generation import stop_at
+from agentrl.policy.export import export_adapter, export_model, stop_at
 from agentrl.policy.lora import adapter_state, add_lora
 
 SIZES = {

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from agentrl.errors import ConfigError, TrainingError
+from agentrl.models.auto_classes import freeze_towers
 from agentrl.policy import layout as layout_module
-from agentrl.policy import recurrent, tree_model
 from agentrl.policy.config import Layout
 from agentrl.policy.layout import (
     _probe_rows,
@@ -26,11 +26,12 @@ from agentrl.policy.layout import (
     pack,
     probe_layout,
     probe_noise,
+    recurrent,
 )
-from agentrl.policy.recurrent import Rows, can_continue, fork, mixers_of, num_computed
-from agentrl.policy.towers import freeze_towers
-from agentrl.policy.tree import IntArray, plan_tree
-from agentrl.policy.tree_attention import tree_attention
+from agentrl.policy.layout import tree_attention as tree_model
+from agentrl.policy.layout.recurrent import Rows, can_continue, fork, mixers_of, num_computed
+from agentrl.policy.layout.tree import IntArray, plan_tree
+from agentrl.policy.layout.tree_attention import tree_attention
 from tests.support.architectures import ARCHITECTURES, tiny_model
 from tests.support.models import MODELS, SIZES, AllFloat64, branching_rows, in_float64, made, tiny
 
@@ -414,7 +415,7 @@ def test_rows_that_begin_others_are_not_computed_twice() -> None:
     cases: list[tuple[Layout, Any]] = [("tree", [[0, 1, 2], [0, 3, 0], [4, 0, 0]]), ("packed", None)]
     for layout, slots in cases:
         inputs, _ = lay_out(rows, layout)
-        found = Rows.of(inputs.paths, inputs.ids_BL, continues=False)
+        found = Rows.from_paths(inputs.paths, inputs.ids_BL, continues=False)
         assert slots is None or sorted(found.slot_RW.tolist()) == slots
         for path in inputs.paths:  # each slot is read from a row that holds it
             assert found.slot_RW.flatten()[found.read_BL.flatten()[path]].tolist() == path.tolist()

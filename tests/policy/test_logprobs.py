@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from agentrl.head import LogitMap
+from agentrl.models.logits import LogitMap
 from agentrl.policy.logprobs import fused_logprobs
 
 torch.set_num_threads(1)

@@ -19,13 +19,13 @@ from transformers import (
 )
 
 from agentrl.chat import train_tokenizer
-from agentrl.config import load_recipe
 from agentrl.errors import ConfigError
 from agentrl.policy.config import LocalModelConfig
 from agentrl.policy.layout import choose_layout, hidden_states, lay_out
 from agentrl.policy.logprobs import fused_logprobs
 from agentrl.policy.model import Policy, check_attention, check_dropout, load_pretrained, make_local_model
-from agentrl.policy.sizes import count_kept
+from agentrl.recipe.config import load_recipe
+from agentrl.run.memory import count_kept
 
 
 @pytest.mark.parametrize(

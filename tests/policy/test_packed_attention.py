@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from agentrl.errors import TrainingError
+from agentrl.models.auto_classes import name_body
 from agentrl.policy.layout import hidden_states, lay_out, probe_layout
-from agentrl.policy.model import name_body
-from agentrl.policy.packed_attention import PackedRows, _by_length, packed_attention_of
+from agentrl.policy.layout.packed import PackedRows, _by_length, packed_attention_of
 from tests.support.models import made, tiny
 
 LENGTHS = (50, 40, 6, 5, 4, 9)
@@ -61,7 +61,7 @@ def test_rows_of_a_group_are_at_most_twice_as_long_as_one_another(lengths: list[
 @given(lengths=st.lists(st.integers(1, 9), min_size=1, max_size=8))
 def test_every_slot_of_a_row_is_read_from_where_it_was_computed(lengths: list[int]) -> None:
     inputs, _ = lay_out([np.arange(length) for length in lengths], "packed")
-    rows = PackedRows.of(inputs.paths, inputs.ids_BL)
+    rows = PackedRows.from_paths(inputs.paths, inputs.ids_BL)
     computed_P = torch.cat([slot_RW.flatten() for slot_RW in rows.slots])[rows.read_BL.flatten()]
     for path in inputs.paths:
         assert computed_P[path].tolist() == path.tolist()

@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from agentrl.models.auto_classes import fix_frequencies
 from agentrl.policy.config import Layout
 from agentrl.policy.layout import hidden_states, lay_out, probe_layout
-from agentrl.policy.rope import fix_frequencies
 from tests.support.models import SIZES, AllFloat64, branching_rows, made
 
 LONGROPE = {

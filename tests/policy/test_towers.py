@@ -2,10 +2,10 @@
 
 import pytest
 
+from agentrl.models.auto_classes import freeze_towers
 from agentrl.policy.config import LoraSettings
 from agentrl.policy.layout import hidden_states, lay_out
 from agentrl.policy.lora import add_lora
-from agentrl.policy.towers import freeze_towers
 from tests.support.architectures import tiny_model
 from tests.support.models import branching_rows, tiny
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from agentrl.policy.tree import IntArray, TokenTree, plan_tree
+from agentrl.policy.layout.tree import IntArray, TokenTree, plan_tree
 
 ROWS = st.lists(st.lists(st.integers(0, 2), max_size=9), max_size=8)
 

@@ -12,9 +12,9 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from agentrl.policy import tree_attention as module
-from agentrl.policy.tree import TokenTree, plan_tree
-from agentrl.policy.tree_attention import TreeLayout, tree_attention
+from agentrl.policy.layout import tree_attention as module
+from agentrl.policy.layout.tree import TokenTree, plan_tree
+from agentrl.policy.layout.tree_attention import TreeLayout, tree_attention
 
 SCALE = 0.3
 

@@ -7,11 +7,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from agentrl.policy import tree_model
 from agentrl.policy.layout import hidden_states, lay_out
-from agentrl.policy.tree import IntArray, plan_tree
-from agentrl.policy.tree_attention import TreeLayout, tree_attention
-from agentrl.policy.tree_model import TreeError, tree_attention_of
+from agentrl.policy.layout import tree_attention as tree_model
+from agentrl.policy.layout.tree import IntArray, plan_tree
+from agentrl.policy.layout.tree_attention import TreeError, TreeLayout, tree_attention, tree_attention_of
 from tests.support.models import branching_rows, tiny
 
 

@@ -10,12 +10,11 @@ import pytest
 import yaml
 from markdown_it import MarkdownIt
 
-from agentrl.config import Recipe, load_recipe
-from agentrl.report.card import measure, write_card
-from agentrl.report.docstring import first_line
-from agentrl.report.evaluation import settings_of
+from agentrl.recipe.config import Recipe, load_recipe
+from agentrl.report.card import first_line, measure, write_card
 from agentrl.report.folder import EvaluationNote, RunFolder
-from agentrl.rollout.intervals import mean_interval, wilson
+from agentrl.report.statistics import settings_of
+from agentrl.rollout.evaluation import mean_interval, wilson
 from tests.support.each import each
 from tests.support.report_runs import member
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 from rich.console import Console
 
-from agentrl.report.evaluation import as_json, tables
-from agentrl.rollout.evaluation import Evaluation, EvaluationConfig, evaluated
+from agentrl.report.statistics import as_json, tables
+from agentrl.rollout.evaluation import Evaluation, EvaluationConfig, summarize_evaluation
 from agentrl.testing import make_group
 from agentrl.types import StopReason, TrajectoryGroup
 
@@ -27,7 +27,7 @@ def group(number: int, *solved: bool | None) -> TrajectoryGroup:
 
 
 def found(*groups: TrajectoryGroup) -> dict[str, Evaluation]:
-    return {"eval/": evaluated(groups, EvaluationConfig())}
+    return {"eval/": summarize_evaluation(groups, EvaluationConfig())}
 
 
 def printed(evaluations: dict[str, Evaluation], file: Path | None = None) -> str:

@@ -8,10 +8,10 @@ from rich.console import Console
 from agentrl import Credit, StopReason, TrajectoryGroup, assign_credit, load_credit
 from agentrl.credit import installed_credit
 from agentrl.errors import CreditError
-from agentrl.report.explain import explain
+from agentrl.report.advise import explain
 from agentrl.report.folder import RunFolder
 from agentrl.report.records import TrajectoryRecord, groups_of, read_records, records
-from agentrl.testing.credit_layouts import LAYOUTS
+from agentrl.testing.check_credit import LAYOUTS
 from tests.support.each import each
 
 GROUPS = [layout.build() for layout in LAYOUTS]

@@ -1,8 +1,8 @@
 from pathlib import Path
 from typing import Any
 
-from agentrl.report.faults import FaultLog
 from agentrl.report.folder import RunFolder
+from agentrl.report.log import FaultLog
 from agentrl.report.records import read_records
 from agentrl.types import Fault, StopReason, Trajectory, Turn
 from tests.support.each import each

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 import yaml
 
+from agentrl.data.files import write_whole
 from agentrl.errors import ConfigError
-from agentrl.files import write_whole
 from agentrl.report.folder import EvaluationNote, RunFolder, Told
 from agentrl.report.records import TrajectoryRecord, read_records
 from agentrl.types import StopReason

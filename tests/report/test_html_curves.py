@@ -4,7 +4,7 @@ from pathlib import Path
 import pytest
 
 from agentrl.errors import ConfigError
-from agentrl.report.html.curves import MAX_POINTS, curves, families, interval
+from agentrl.report.html.report import MAX_POINTS, curves, families, interval
 from agentrl.report.html.runs import by_recipe, open_runs
 from tests.support.each import each
 from tests.support.report_runs import make_run

@@ -9,11 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from agentrl.credit import load_credit
-from agentrl.report.explain import credits_of
+from agentrl.report.advise import credits_of
 from agentrl.report.folder import EvaluationNote
-from agentrl.report.html.other_credit import other_credit
 from agentrl.report.html.report import report_data, write_report
-from agentrl.report.html.rollouts import Block, block_of
+from agentrl.report.html.rollouts import Block, block_of, other_credit
 from agentrl.report.html.runs import open_runs
 from agentrl.report.html.store import RolloutStore
 from agentrl.report.records import TrajectoryRecord, groups_of

@@ -10,7 +10,7 @@ import pytest
 from rich.table import Table
 from rich.text import Text
 
-from agentrl.api.progress import details, progress
+from agentrl.api.training import details, progress
 from agentrl.errors import TrainingError
 from agentrl.report import log as run_log
 from agentrl.report.log import RunLog, logged

@@ -4,7 +4,7 @@ from rich.console import Console, RenderableType
 from rich.style import Style
 
 from agentrl.report.records import TrajectoryRecord
-from agentrl.report.show import advantage_style, legend, render
+from agentrl.report.terminal import advantage_style, legend, render
 from tests.support.each import each
 from tests.support.records import record, turn
 

@@ -4,8 +4,7 @@ from rich.progress import Progress, TextColumn
 from rich.table import Table
 from rich.text import Text
 
-from agentrl.report.show import render
-from agentrl.report.terminal import Console, printable
+from agentrl.report.terminal import Console, printable, render
 from tests.support.each import each
 from tests.support.records import record, turn
 

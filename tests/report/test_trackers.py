@@ -17,9 +17,9 @@ import pytest
 import yaml
 from accelerate.tracking import LOGGER_TYPE_TO_CLASS, GeneralTracker
 
+from agentrl.data.plain import printable
 from agentrl.env import MessageEnv
 from agentrl.errors import ConfigError
-from agentrl.plain_data import printable
 from agentrl.report.folder import ReportConfig, RunFolder
 from agentrl.report.records import read_records
 from agentrl.report.trackers import COLUMNS, Trackers, check_trackers, dialogue

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from agentrl.chat import ChatMLRenderer, train_tokenizer
-from agentrl.engine.transformers import TransformersConfig, TransformersEngine
+from agentrl.engine.transformers.engine import TransformersConfig, TransformersEngine
 from agentrl.policy.config import LocalModelConfig
 from agentrl.policy.model import make_local_model
 from agentrl.rollout import RolloutPool

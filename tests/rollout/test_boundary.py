@@ -16,9 +16,9 @@ from agentrl.chat import ChatMLRenderer
 from agentrl.credit import Credit
 from agentrl.env import MessageEnv, ToolEnv, tool
 from agentrl.report.records import groups_of, read_records, records
-from agentrl.report.show import render
+from agentrl.report.terminal import render
 from agentrl.rollout import EpisodeContext, Journal, RolloutConfig, RolloutPool, Tasks
-from agentrl.rollout.env_calls import MakeEnv
+from agentrl.rollout.env_driver import MakeEnv
 from agentrl.testing import ScriptedEngine
 from agentrl.types import Message, StopReason, Trajectory, TrajectoryGroup
 from tests.support.each import each

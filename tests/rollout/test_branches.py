@@ -14,11 +14,10 @@ import pytest
 from gymnasium.wrappers import TimeLimit
 
 from agentrl.chat import Renderer
-from agentrl.engine.transformers import TransformersEngine
+from agentrl.engine.transformers.engine import TransformersEngine
 from agentrl.errors import EngineError
 from agentrl.rollout import Episode, EpisodeContext, RolloutConfig, RolloutPool, Task, Tasks
-from agentrl.rollout.env_calls import MakeEnv
-from agentrl.rollout.env_thread import EnvThread
+from agentrl.rollout.env_driver import EnvThread, MakeEnv
 from agentrl.types import Completion, Sampling, StopReason, Trajectory, TrajectoryGroup
 from tests.support.dice import TASK, Dice, raises
 from tests.support.each import each
@@ -448,6 +447,6 @@ def test_a_pool_continues_with_a_fresh_thread_after_a_branch_that_hangs(new_pool
         "retries": 0,
         "failed_episodes": 0,
         "replaced_groups": 0,
-        "alike_groups": 0,
+        "zero_spread_groups": 0,
         "lost_threads": 1,
     }

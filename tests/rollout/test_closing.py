@@ -10,13 +10,13 @@ from typing import Any, ClassVar
 import pytest
 
 from agentrl.chat import Renderer
-from agentrl.engine.transformers import TransformersEngine
+from agentrl.engine.transformers.engine import TransformersEngine
 from agentrl.env import MessageEnv
-from agentrl.rollout import Episode, EpisodeContext, LiveEpisode, RolloutConfig, Task, Tasks, gate
+from agentrl.rollout import Episode, EpisodeContext, LiveEpisode, RolloutConfig, Task, Tasks
+from agentrl.rollout import env_driver as gate
 from agentrl.rollout.demonstrations import demonstrations, oracle_ends
-from agentrl.rollout.env_thread import EnvThread
-from agentrl.rollout.overlap import overlap
-from agentrl.rollout.reset_proof import prove_reset
+from agentrl.rollout.env_driver import EnvThread
+from agentrl.rollout.reset_checks import measure_overlap, prove_reset
 from agentrl.rollout.trial import describe_env, try_environment
 from agentrl.types import StopReason, Trajectory
 from tests.support.each import each
@@ -196,7 +196,7 @@ TRIALS: dict[str, Callable[[MakeEnv, EpisodeContext[Any]], Coroutine[Any, Any, o
     "oracle": lambda make_env, _: oracle_ends(make_env, max_turns=4, timeout_s=60, tasks=TASKS),
     "demonstrations": demonstrate,
     "proof": lambda make_env, _: prove_reset(make_env, TASKS, timeout_s=60),
-    "overlap": lambda make_env, _: overlap(make_env, TASKS, timeout_s=60),
+    "overlap": lambda make_env, _: measure_overlap(make_env, TASKS, timeout_s=60),
 }
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from agentrl.chat import ChatMLRenderer, Dialogue, HistoryConfig
 from agentrl.rollout import Conversation, End, EpisodeContext, LiveEpisode, Outcome, RolloutConfig, Task
-from agentrl.rollout.replay import ReplayError
+from agentrl.rollout.conversation import ReplayError
 from agentrl.testing import ScriptedEngine
 from agentrl.types import Completion, FinishReason, Message, Sampling, StopReason, Trajectory
 
@@ -47,20 +47,20 @@ def conversation(renderer: ChatMLRenderer, engine: Any = None, **config: Any) ->
     return Conversation(EpisodeContext(engine=engine, renderer=renderer, config=settings), TASK)
 
 
-async def drive(talk: Conversation, questions: Sequence[str], **outcome: Any) -> Trajectory:
+async def drive(conversation: Conversation, questions: Sequence[str], **outcome: Any) -> Trajectory:
     """Do as a client's program does: ask, take the answer, ask on; at the end say what it was worth."""
-    talk.begin(talk.opening(user(questions[0]), []), state_key="0")
+    conversation.begin(conversation.first_dialogue(user(questions[0]), []), state_key="0")
     for number, question in enumerate((*questions[1:], None), start=1):
-        if await talk.act() is None:
+        if await conversation.act() is None:
             break
         over = End(reason=StopReason.TERMINATED)
-        following = over if question is None else talk.after(user(question))
-        talk.reply(following, Outcome(reward=float(number), state_key=str(number), **outcome))
-    return talk.trajectory(env_id="client", metrics={})
+        following = over if question is None else conversation.next_dialogue(user(question))
+        conversation.record_outcome(following, Outcome(reward=float(number), state_key=str(number), **outcome))
+    return conversation.trajectory(env_id="client", metrics={})
 
 
-def play(talk: Conversation, *questions: str, **outcome: Any) -> Trajectory:
-    return asyncio.run(drive(talk, questions, **outcome))
+def play(conversation: Conversation, *questions: str, **outcome: Any) -> Trajectory:
+    return asyncio.run(drive(conversation, questions, **outcome))
 
 
 @pytest.fixture
@@ -108,9 +108,9 @@ def test_it_is_told_where_it_stands_and_continues_from_there(chatml: ChatMLRende
     assert [state.partial is None for state in states] == [True, True, False]
     for state in states:
         assert play(Conversation(context, TASK, recorded=state), "one", "two", "three") == whole
-    with pytest.raises(ReplayError, match="played again, turn 1 has another observation"):
+    with pytest.raises(ReplayError, match="replayed, turn 1 has another observation"):
         play(Conversation(context, TASK, recorded=states[1]), "one", "2", "three")
-    with pytest.raises(ReplayError, match="played again, it says before turn 2"):
+    with pytest.raises(ReplayError, match="replayed, it has before turn 2"):
         play(Conversation(context, TASK, recorded=states[2]), "one", "two", "3")
 
 
@@ -122,10 +122,10 @@ def test_it_continues_from_anywhere_with_the_history_that_was_shown(chatml: Chat
     whole = play(Conversation(context, TASK, on_change=states.append), *questions)
     assert [turn.extends for turn in whole.turns] == [True, True, False, False, False]
     for state in states:
-        talk = Conversation(context, TASK, recorded=state)
-        assert play(talk, *questions) == whole
+        conversation = Conversation(context, TASK, recorded=state)
+        assert play(conversation, *questions) == whole
         played = len(state.turns)
-        restored = Conversation(context, TASK, recorded=state).restored([])
+        restored = Conversation(context, TASK, recorded=state).restored_dialogue([])
         assert (restored.observation_ids, restored.extends) == (
             whole.turns[played].observation_ids,
             whole.turns[played].extends,

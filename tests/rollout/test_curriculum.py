@@ -9,7 +9,7 @@ from pydantic import ValidationError
 
 from agentrl.errors import ConfigError
 from agentrl.rollout import Tasks
-from agentrl.rollout.curriculum import Curriculum, CurriculumConfig
+from agentrl.rollout.tasks import Curriculum, CurriculumConfig
 from agentrl.testing import make_group
 from agentrl.types import NumTasks, StopReason, TrajectoryGroup
 from tests.support.each import each
@@ -41,11 +41,11 @@ def epochs(curriculum: Curriculum, success: dict[int, list[float | None]], *, nu
         if place // NUM >= num:
             return [*found, *[set[int]()] * (num - len(found))]
         found += [set[int]() for _ in range(place // NUM + 1 - len(found))]
-        curriculum.started(place)
+        curriculum.advance(place)
         task = TASKS.train(place).index
         assert task is not None
         found[place // NUM].add(task)
-        curriculum.note(visited(task, *success[task]))
+        curriculum.record_visit(visited(task, *success[task]))
 
 
 def curriculum(**fields: Any) -> Curriculum:
@@ -90,10 +90,10 @@ def test_tasks_that_rest_for_ever_are_not_waited_for() -> None:
 
 def test_failed_episodes_say_nothing_and_nothing_is_known_before_a_success_is_reported() -> None:
     subject = curriculum(visits=1)
-    subject.note(visited(0, None, None))
-    subject.note(replace(visited(1, 0.0), trajectories=(replace(visited(1, 0.0).trajectories[0], metrics={}),)))
+    subject.record_visit(visited(0, None, None))
+    subject.record_visit(replace(visited(1, 0.0), trajectories=(replace(visited(1, 0.0).trajectories[0], metrics={}),)))
     assert (subject.state.rates, subject.state.until) == ({}, {})
-    subject.note(visited(2, 1.0, None))
+    subject.record_visit(visited(2, 1.0, None))
     assert set(subject.state.until) == {2}
 
 
@@ -102,11 +102,11 @@ def test_each_epoch_has_its_own_order_of_those_that_are_left() -> None:
     order = []
     for _ in range(NUM + 3 * 2):
         place = subject.next()
-        subject.started(place)
+        subject.advance(place)
         task = TASKS.train(place).index
         assert task is not None
         order.append(task)
-        subject.note(visited(task, *SUCCESS[task]))
+        subject.record_visit(visited(task, *SUCCESS[task]))
     assert Counter(order) == {0: 1, 1: 1, 2: 4, 3: 4}
 
 

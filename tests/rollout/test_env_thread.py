@@ -9,9 +9,9 @@ from typing import Any, TypeVar
 
 import pytest
 
-from agentrl.rollout import gate
-from agentrl.rollout.env_thread import EnvThread
-from agentrl.rollout.fault import RaisedError
+from agentrl.rollout import env_driver as gate
+from agentrl.rollout.env_driver import EnvThread
+from agentrl.rollout.faults import RaisedError
 from tests.support.each import each
 
 R = TypeVar("R")
@@ -134,12 +134,12 @@ def test_so_many_calls_are_let_in_at_once_in_their_order() -> None:
         loop, begun = asyncio.get_running_loop(), list[int]()
         calls: list[gate.Call] = [loop.create_future() for _ in range(100)]
         for number, call in enumerate(calls):
-            gate.Gate.of(loop).enter(call, partial(begun.append, number))
+            gate.Gate.for_loop(loop).enter(call, partial(begun.append, number))
         await asyncio.sleep(0)
         first = list(begun)
         while len(begun) < len(calls):
             for number in list(begun):
-                gate.Gate.of(loop).leave(calls[number])
+                gate.Gate.for_loop(loop).leave(calls[number])
             await asyncio.sleep(0.001)
         return first, begun
 
@@ -191,7 +191,7 @@ def test_a_lost_thread_still_does_what_is_left_to_do_when_its_call_returns() -> 
 def test_a_hanging_environment_does_not_hold_up_the_end_of_the_process() -> None:
     script = """
 import asyncio, time
-from agentrl.rollout.env_thread import EnvThread
+from agentrl.rollout.env_driver import EnvThread
 
 async def main():
     try:

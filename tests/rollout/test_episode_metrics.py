@@ -10,9 +10,9 @@ from agentrl.credit import Credit
 from agentrl.env import MessageEnv, ToolEnv, tool, tool_call
 from agentrl.errors import EnvironmentFailure
 from agentrl.learn.metrics import rollout_metrics
-from agentrl.rollout.env_calls import reset, step
-from agentrl.rollout.episode_metrics import MAX_TOOLS, episode_metrics
-from agentrl.rollout.evaluation import EvaluationConfig, evaluated
+from agentrl.rollout.conversation import MAX_TOOLS, episode_metrics
+from agentrl.rollout.env_driver import reset, step
+from agentrl.rollout.evaluation import EvaluationConfig, summarize_evaluation
 from agentrl.rollout.tasks import EnvTask
 from agentrl.testing import make_group
 from agentrl.types import FinishReason, Turn
@@ -169,6 +169,6 @@ def test_steps_and_evaluations_report_means_over_episodes() -> None:
     row = rollout_metrics([group], [[Credit.uniform(t, 0.0) for t in group.trajectories]])
     assert (row["episode/tool/look"], row["episode/log/a"]) == (1.5, 1.5)
     assert (row["episode/turns_max"], row["episode/action_tokens_max"], row["turn/cut_off"]) == (2.0, 2.0, 0.0)
-    metrics = evaluated([group], EvaluationConfig()).metrics
+    metrics = summarize_evaluation([group], EvaluationConfig()).metrics
     assert (metrics["tool/look"], metrics["log/a"], metrics["action_tokens"]) == (1.5, 1.5, 1.5)
     assert sum(value for name, value in metrics.items() if name.startswith("stop/")) == 1.0

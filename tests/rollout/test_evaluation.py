@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from agentrl.chat import ChatMLRenderer, train_tokenizer
-from agentrl.engine.transformers import TransformersEngine
+from agentrl.engine.transformers.engine import TransformersEngine
 from agentrl.env import MessageEnv
 from agentrl.policy.config import LocalModelConfig
 from agentrl.policy.model import make_local_model
@@ -14,13 +14,13 @@ from agentrl.rollout import EpisodeContext, RolloutConfig, RolloutPool, Tasks, h
 from agentrl.rollout.evaluation import (
     Evaluation,
     EvaluationConfig,
-    evaluated,
     is_success,
     pass_at_k,
     play_evaluation,
     reported_means,
+    summarize_evaluation,
 )
-from agentrl.types import Message, Share, StopReason, Trajectory, TrajectoryGroup
+from agentrl.types import Message, StopReason, TaskShard, Trajectory, TrajectoryGroup
 from tests.support.each import each
 
 
@@ -75,13 +75,13 @@ def played(
 
     async def play() -> list[TrajectoryGroup]:
         shares = [
-            await play_evaluation(pool, config, share=Share(1, process, num_processes))
+            await play_evaluation(pool, config, shard=TaskShard(1, process, num_processes))
             for process in range(num_processes)
         ]
         return [group for share in shares for group in share]
 
     try:
-        return evaluated(asyncio.run(play()), config)
+        return summarize_evaluation(asyncio.run(play()), config)
     finally:
         pool.close()
 

@@ -3,7 +3,7 @@ import threading
 from collections.abc import Callable
 
 from agentrl.errors import EnvError
-from agentrl.rollout.fault import fault_of, raised_words, stack_of
+from agentrl.rollout.faults import describe_error, describe_fault, thread_stack
 
 
 def caught(raises: Callable[[], object]) -> Exception:
@@ -40,15 +40,15 @@ def is_unspeakable() -> None:
 
 
 def test_faults_of_one_kind_are_raised_by_one_line_of_the_environment() -> None:
-    one, another = fault_of(caught(reads_one)), fault_of(caught(reads_another))
-    assert one == fault_of(caught(reads_one))
+    one, another = describe_fault(caught(reads_one)), describe_fault(caught(reads_another))
+    assert one == describe_fault(caught(reads_one))
     assert one.kind == f"JSONDecodeError at test_fault.py:{reads_one.__code__.co_firstlineno + 1}"
     assert another.kind == f"JSONDecodeError at test_fault.py:{reads_another.__code__.co_firstlineno + 1}"
     assert "decoder.py" in one.traceback  # what it called is shown
 
 
 def test_a_traceback_is_bounded_and_safe_to_print() -> None:
-    deep = fault_of(caught(recurses))
+    deep = describe_fault(caught(recurses))
     assert len(deep.traceback.splitlines()) <= 61
     assert deep.traceback.startswith("Traceback")
     assert deep.traceback.endswith("RecursionError: maximum recursion depth exceeded")
@@ -56,7 +56,7 @@ def test_a_traceback_is_bounded_and_safe_to_print() -> None:
     def writes_escapes() -> None:
         raise ValueError("\x1b[2J\ud800" + "x" * 100_000)
 
-    fault = fault_of(caught(writes_escapes))
+    fault = describe_fault(caught(writes_escapes))
     assert "\x1b" not in fault.traceback
     assert len(fault.traceback.encode()) < 10_000
 
@@ -64,16 +64,16 @@ def test_a_traceback_is_bounded_and_safe_to_print() -> None:
 def test_an_exception_that_cannot_speak_is_described() -> None:
     error = caught(is_unspeakable)
     line = is_unspeakable.__code__.co_firstlineno + 1
-    assert raised_words(error) == f"Unspeakable: (its __str__ raised RuntimeError) (test_fault.py:{line})"
-    assert fault_of(error).kind == f"Unspeakable at test_fault.py:{line}"
+    assert describe_error(error) == f"Unspeakable: (its __str__ raised RuntimeError) (test_fault.py:{line})"
+    assert describe_fault(error).kind == f"Unspeakable at test_fault.py:{line}"
 
 
 def test_a_broken_contract_needs_no_traceback() -> None:
-    assert fault_of(EnvError("step() of Desk returned the reward nan")).traceback == ""
+    assert describe_fault(EnvError("step() of Desk returned the reward nan")).traceback == ""
 
 
 def test_a_thread_that_has_ended_stands_nowhere() -> None:
     thread = threading.Thread(target=lambda: None)
     thread.start()
     thread.join()
-    assert stack_of(thread) is None
+    assert thread_stack(thread) is None

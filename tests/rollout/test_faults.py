@@ -16,7 +16,7 @@ import pytest
 
 from agentrl.chat import Renderer
 from agentrl.engine.batched import Request
-from agentrl.engine.transformers import TransformersEngine
+from agentrl.engine.transformers.engine import TransformersEngine
 from agentrl.errors import EngineError, EnvironmentFailure
 from agentrl.rollout import EpisodeContext, Journal, RolloutConfig, RolloutPool, Tasks
 from agentrl.types import Completion, Message, Sampling, Trajectory

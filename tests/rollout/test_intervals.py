@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from agentrl.rollout.intervals import mean_interval, share_interval, student, wilson
+from agentrl.rollout.evaluation import mean_interval, share_interval, student, wilson
 from tests.support.each import each
 
 

@@ -11,10 +11,8 @@ import pytest
 from agentrl.chat import ChatMLRenderer, train_tokenizer
 from agentrl.errors import EnvironmentFailure
 from agentrl.rollout import EpisodeContext, RolloutConfig, limits
-from agentrl.rollout.conversation import Conversation
-from agentrl.rollout.env_driver import EnvDriver
-from agentrl.rollout.env_thread import EnvThread
-from agentrl.rollout.live_episode import Task
+from agentrl.rollout.conversation import Conversation, Task
+from agentrl.rollout.env_driver import EnvDriver, EnvThread
 from agentrl.testing import ScriptedEngine
 from tests.support.each import each
 

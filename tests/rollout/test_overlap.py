@@ -4,7 +4,7 @@ from typing import Any
 
 from agentrl import ToolEnv
 from agentrl.rollout import Tasks
-from agentrl.rollout.overlap import Overlap, overlap
+from agentrl.rollout.reset_checks import Overlap, measure_overlap
 from agentrl.types import NumTasks
 from agentrl_envs.calculator import Calculator
 from tests.support.each import each
@@ -38,7 +38,7 @@ class Hidden(Rows):
 
 
 def look(env: Any, tasks: Tasks | None = None) -> Overlap | None:
-    return asyncio.run(overlap(env, tasks or Tasks(seed=0), timeout_s=5))
+    return asyncio.run(measure_overlap(env, tasks or Tasks(seed=0), timeout_s=5))
 
 
 def of(**attributes: Any) -> type[Rows]:
@@ -48,7 +48,7 @@ def of(**attributes: Any) -> type[Rows]:
 def test_rows_that_are_drawn_by_the_seed_alone_are_told() -> None:
     found = look(Rows)
     assert found == Overlap(num_shared=64, num_evaluation=64, num_training=256)
-    assert str(found.words()).startswith("64 of 64 evaluation tasks also occur among the first 256 training tasks (")
+    assert str(found.warning()).startswith("64 of 64 evaluation tasks also occur among the first 256 training tasks (")
     assert look(of(is_split=True)) == Overlap(num_shared=0, num_evaluation=64, num_training=256)
 
 
@@ -58,7 +58,7 @@ def test_the_known_answer_tells_tasks_apart_that_begin_alike() -> None:
 
     found = look(Many)
     assert found is not None
-    assert (found.num_shared, found.words()) == (0, None)
+    assert (found.num_shared, found.warning()) == (0, None)
     few = look(Hidden)
     assert few is not None
     assert few.num_shared == 64
@@ -67,7 +67,7 @@ def test_the_known_answer_tells_tasks_apart_that_begin_alike() -> None:
 def test_a_few_that_are_alike_by_chance_are_not_told() -> None:
     found = look(Calculator)
     assert found is not None
-    assert (found.num_shared, found.words()) == (1, None)
+    assert (found.num_shared, found.warning()) == (1, None)
 
 
 def test_what_says_its_splits_itself_is_not_looked_at() -> None:
@@ -90,4 +90,4 @@ def test_an_environment_that_fails_or_hangs_is_left_to_the_run(where: str) -> No
 
     assert look(of(**{where: breaks})) is None
     stuck = of(**{where: lambda *_, **__: hang()})
-    assert asyncio.run(overlap(stuck, Tasks(seed=0), timeout_s=0.1)) is None
+    assert asyncio.run(measure_overlap(stuck, Tasks(seed=0), timeout_s=0.1)) is None

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from agentrl.chat import Renderer
-from agentrl.engine.transformers import TransformersEngine
+from agentrl.engine.transformers.engine import TransformersEngine
 from agentrl.errors import EnvironmentFailure
 from agentrl.rollout import EpisodeContext, RolloutConfig, RolloutPool, Tasks
 from agentrl.types import Message, Trajectory, TrajectoryGroup
@@ -150,7 +150,7 @@ def test_groups_that_fail_or_teach_nothing_give_way_and_a_broken_environment_sto
 ) -> None:
     table = Table(new_engine(), renderer, max_retries=0, dynamic_sampling=1)
     first = [number(group) for group in table.step()]
-    assert table.pool.counts["alike_groups"] == 1  # short ones earn the same
+    assert table.pool.counts["zero_spread_groups"] == 1  # short ones earn the same
     assert len(first) == 2
     table.close()
     table = Table(

@@ -12,10 +12,10 @@ import pytest
 
 from agentrl.chat import Renderer
 from agentrl.engine.batched import Request
-from agentrl.engine.transformers import TransformersEngine
+from agentrl.engine.transformers.engine import TransformersEngine
 from agentrl.errors import EngineError, EnvironmentFailure
 from agentrl.rollout import EpisodeContext, RolloutConfig, RolloutPool, Tasks, task_seed
-from agentrl.rollout.env_calls import MakeEnv
+from agentrl.rollout.env_driver import MakeEnv
 from agentrl.types import Message, StopReason, Trajectory
 from tests.support.each import each
 from tests.support.talk import Talk, collect, episodes, fails, logged
@@ -147,7 +147,7 @@ def test_a_failed_episode_is_restarted_in_a_fresh_environment(new_pool: NewPool)
         "retries": 2,
         "failed_episodes": 0,
         "replaced_groups": 0,
-        "alike_groups": 0,
+        "zero_spread_groups": 0,
         "lost_threads": 0,
     }
 
@@ -168,7 +168,7 @@ def test_an_episode_that_keeps_failing_leaves_its_group(new_pool: NewPool) -> No
         "retries": 2,
         "failed_episodes": 2,
         "replaced_groups": 0,
-        "alike_groups": 0,
+        "zero_spread_groups": 0,
         "lost_threads": 0,
     }
 
@@ -218,11 +218,11 @@ def test_groups_that_teach_nothing_are_replaced_within_a_budget(new_pool: NewPoo
         found = [group.group_id for group in collect(pool, 6)]
         assert found == expected[:6]
         last = [name for name, _ in tasks].index(found[-1])
-        assert pool.counts["alike_groups"] == sum(name not in found for name, _ in tasks[: last + 1])
+        assert pool.counts["zero_spread_groups"] == sum(name not in found for name, _ in tasks[: last + 1])
     # The budget is for each step, and a group of one is not compared with anybody.
     pool = new_pool(Dull, dynamic_sampling=1)
     assert len(collect(pool, 6, 6)) == 12
-    assert pool.counts["alike_groups"] == 2
+    assert pool.counts["zero_spread_groups"] == 2
     pool = new_pool(Dull, dynamic_sampling=100, group_size=1)
     assert [group.group_id for group in collect(pool, 3)] == [name for name, _ in tasks[:3]]
 
@@ -270,7 +270,7 @@ def test_a_backend_that_is_down_for_a_moment_does_not_stop_the_run(new_pool: New
         "retries": 12,
         "failed_episodes": 0,
         "replaced_groups": 0,
-        "alike_groups": 0,
+        "zero_spread_groups": 0,
         "lost_threads": 0,
     }
 
@@ -381,7 +381,7 @@ def test_hanging_environments_lose_their_thread_and_the_others_continue(new_pool
         "retries": 2,
         "failed_episodes": 2,
         "replaced_groups": 0,
-        "alike_groups": 0,
+        "zero_spread_groups": 0,
         "lost_threads": 4,
     }
 

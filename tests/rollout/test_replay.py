@@ -14,10 +14,9 @@ from pydantic import TypeAdapter
 
 from agentrl.chat import Renderer
 from agentrl.chat.renderer import Tools
-from agentrl.engine.transformers import TransformersEngine
+from agentrl.engine.transformers.engine import TransformersEngine
 from agentrl.rollout import Episode, EpisodeContext, LiveEpisode, RolloutConfig
-from agentrl.rollout.env_calls import MakeEnv
-from agentrl.rollout.env_thread import EnvThread
+from agentrl.rollout.env_driver import EnvThread, MakeEnv
 from agentrl.types import Completion, FinishReason, Message, StopReason, Trajectory, Turn
 from tests.support.dice import TASK, Dice
 from tests.support.each import each
@@ -226,12 +225,12 @@ def test_an_environment_that_neither_repeats_nor_saves_itself_fails_in_so_many_w
     assert found[1].snapshot is None
     ended = table.play(found[1], make_env=Chancy)
     assert ended.error is not None
-    assert ended.error.startswith("environment Chancy: played again, turn 0 has another observation")
+    assert ended.error.startswith("environment Chancy: replayed, turn 0 has another observation")
     # Even where nothing but a part of the first action was recorded.
     first = LiveEpisode(task=TASK, observation=whole.turns[0].observation, partial=sampled(whole.turns[0], 1))
     ended = table.play(first, make_env=Chancy)
     assert ended.error is not None
-    assert ended.error.startswith("environment Chancy: played again, it says before turn 0 ")
+    assert ended.error.startswith("environment Chancy: replayed, it has before turn 0 ")
     _, found = stations(table, Patchy)
     ended = table.play(found[1], make_env=Patchy)
     assert ended.error is not None
@@ -347,9 +346,9 @@ class Short(Dice):
 @each(
     ("env", "words"),
     [
-        (Short, "environment Short: played again, it ends with turn 0, and was recorded with more"),
-        (Forgetful, "environment Forgetful: played again, turn 1 has another reward: float 0."),
-        (Renamed, "environment Renamed: played again, turn 0 has another state_key: str '1', and was recorded with "),
+        (Short, "environment Short: replayed, it ends with turn 0, and was recorded with more"),
+        (Forgetful, "environment Forgetful: replayed, turn 1 has another reward: float 0."),
+        (Renamed, "environment Renamed: replayed, turn 0 has another state_key: str '1', and was recorded with "),
     ],
 )
 def test_an_environment_that_goes_another_way_fails_its_episode_in_so_many_words(

@@ -8,8 +8,8 @@ from typing import Any
 
 from agentrl import ToolEnv, tool
 from agentrl.rollout import Tasks
-from agentrl.rollout.env_calls import MakeEnv
-from agentrl.rollout.reset_proof import prove_reset, reset_proof
+from agentrl.rollout.env_driver import MakeEnv
+from agentrl.rollout.reset_checks import prove_reset, reset_proof
 from agentrl.types import NumTasks
 from agentrl_envs.calculator import Calculator
 from agentrl_envs.key_door import KeyDoor
@@ -194,11 +194,11 @@ def test_a_slow_construction_is_told_with_how_often_and_where_shared_data_belong
             time.sleep(0.06)
 
     advice = "module level, behind functools.cache"
-    words = str(reset_proof(Loads, Tasks(seed=0)).words(live=64))
+    words = str(reset_proof(Loads, Tasks(seed=0)).warning(live=64))
     assert words.startswith("constructing the environment takes 0.06")
     assert "for each of 64 live episodes: " in words
     assert advice in words
-    words = str(reset_proof(LoadsAndRemembers, Tasks(seed=0)).words(live=64))
+    words = str(reset_proof(LoadsAndRemembers, Tasks(seed=0)).warning(live=64))
     assert "for every episode, because after other tasks, it plays one otherwise" in words
     assert advice in words
-    assert reset_proof(Counter, Tasks(seed=0)).words(live=64) is None
+    assert reset_proof(Counter, Tasks(seed=0)).warning(live=64) is None

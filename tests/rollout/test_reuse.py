@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 
 from agentrl.chat import Renderer
-from agentrl.engine.transformers import TransformersEngine
+from agentrl.engine.transformers.engine import TransformersEngine
 from agentrl.rollout import EpisodeContext, RolloutConfig, RolloutPool, Tasks, task_seed
-from agentrl.rollout.env_calls import MakeEnv
+from agentrl.rollout.env_driver import MakeEnv
 from agentrl.rollout.evaluation import EvaluationConfig, play_evaluation
-from agentrl.types import Message, Share, StopReason, Trajectory
+from agentrl.types import Message, StopReason, TaskShard, Trajectory
 from tests.support.each import each
 from tests.support.talk import Talk, collect, episodes
 from tests.support.threads import hang
@@ -205,15 +205,15 @@ def test_evaluation_plays_in_the_environments_of_training(new_pool: NewPool) -> 
     log = Log()
     pool = new_pool(log.make)
     played(pool, 4)
-    beside = pool.beside(pool.context.config)
+    evaluation = pool.with_config(pool.context.config)
 
     async def evaluate() -> None:
         await pool.resume()
-        await play_evaluation(beside, EvaluationConfig(num_tasks=9), share=Share(1))
+        await play_evaluation(evaluation, EvaluationConfig(num_tasks=9), shard=TaskShard(1))
         await pool.pause()
 
     asyncio.run(evaluate())
-    beside.close()
+    evaluation.close()
     assert (log.count("made"), log.count("reset"), log.count("close")) == (4, 12 + 9, 0)
     played(pool, 4)
     assert log.count("made") == 4

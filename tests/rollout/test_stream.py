@@ -17,20 +17,19 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from agentrl.data.files import sealed
 from agentrl.errors import ConfigError, EnvironmentFailure
-from agentrl.files import sealed
 from agentrl.rollout import LiveEpisode, RolloutConfig, Tasks
-from agentrl.rollout.groups import group_name
 from agentrl.rollout.journal import Journal, Played, Started
-from agentrl.rollout.stream import TaskStream
+from agentrl.rollout.stream import TaskStream, group_name
 from agentrl.rollout.tasks import Stage
 from agentrl.types import (
     ENDLESS,
     Completion,
     FinishReason,
     NumTasks,
-    Share,
     StopReason,
+    TaskShard,
     Trajectory,
     TrajectoryGroup,
     Turn,
@@ -120,7 +119,7 @@ class Driver:
             self.live[name] = played = LiveEpisode(
                 task=episode.task, turns=(*episode.turns, new), observation=new.observation, snapshot=snapshot
             )
-            self.stream.note(played)
+            self.stream.record_progress(played)
 
     def turn_of(self, episode: LiveEpisode, number: int) -> Turn:
         new = turn(number, reward=float(self.choose(2)))
@@ -139,21 +138,21 @@ class Driver:
                 self.live[name] = replace(self.live[name], turns=(turn(0, reward=1.0),))
             else:
                 self.live[name] = replace(self.live[name], partial=partial(2))
-            self.stream.note(self.live[name])
+            self.stream.record_progress(self.live[name])
 
     def end(self) -> None:
         if self.live:
             episode = self.live.pop(sorted(self.live)[self.choose(len(self.live))])
             turns = episode.turns
             if not turns or self.choose(2):  # else it ends for want of room, after a turn like any other
-                self.stream.note(replace(episode, partial=partial(2)))
+                self.stream.record_progress(replace(episode, partial=partial(2)))
                 turns = (*turns, self.turn_of(episode, 9))
             forks, reason = self.choose(5) == 0, StopReason.TERMINATED
             if self.fails and self.choose(8) == 7:
                 reason = StopReason.ENGINE_ERROR if self.choose(2) else StopReason.ENV_ERROR
             turns = tuple(replace(t, branch_rewards=((1.0,),)) for t in turns) if forks else turns
             metrics = {"success": (float("nan"), 1.0, 1.0)[self.choose(3)]}
-            self.stream.take(ending(episode, turns, stop_reason=reason, metrics=metrics))
+            self.stream.record_end(ending(episode, turns, stop_reason=reason, metrics=metrics))
 
     def give_up(self) -> None:
         if self.choose(5) == 0:
@@ -166,7 +165,7 @@ class Driver:
             for name, episode in self.live.items()
         }
         for episode in self.live.values():
-            self.stream.note(episode)
+            self.stream.record_progress(episode)
 
     def step(self) -> list[TrajectoryGroup] | None:
         groups = self.stream.hand_out(version=self.version)
@@ -182,7 +181,7 @@ class Driver:
 
     @property
     def began(self) -> dict[str, int]:
-        events = [event for event in Journal(self.folder).read(1) if event.kind == "begun"]
+        events = [event for event in Journal(self.folder).read_events(1) if event.kind == "begun"]
         return {f"train/{event.index:06d}": event.version for event in events}
 
     def seen(self) -> dict[str, Any]:
@@ -306,7 +305,7 @@ def played_on(subject: TaskStream, live: list[LiveEpisode], *, version: int) -> 
                 live.append(episode)
             assert live, "nothing can be waited for"
             for one in live:
-                subject.take(ending(one, (*one.turns, turn(9, reward=float(one.task.rollout_index)))))
+                subject.record_end(ending(one, (*one.turns, turn(9, reward=float(one.task.rollout_index)))))
             live.clear()
         given += [(group.group_id, [t.turns for t in group.trajectories]) for group in groups]
         subject.begin_step(None)
@@ -357,7 +356,7 @@ def test_a_journal_that_does_not_fit_the_recipe_is_dropped(tmp_path: Path) -> No
     subject.load_state_dict(json.loads(state))
     subject.recover(ignore=True)
     assert subject.next(version=4) == stream().next(version=4)
-    assert [event.kind for event in Journal(tmp_path).read(2)] == ["restarted", "begun"]
+    assert [event.kind for event in Journal(tmp_path).read_events(2)] == ["restarted", "begun"]
     again = stream(tmp_path)
     again.load_state_dict(json.loads(state))
     again.recover(ignore=False)
@@ -414,7 +413,7 @@ def test_what_was_cut_off_is_left_out_even_within_a_letter(tmp_path: Path) -> No
     (path,) = tmp_path.iterdir()
     whole = path.read_bytes()
     path.write_bytes(whole + '{"kind": "played", "task": "é'.encode()[:-1])
-    assert [event.kind for event in Journal(tmp_path).read(1)] == ["begun", "played"]
+    assert [event.kind for event in Journal(tmp_path).read_events(1)] == ["begun", "played"]
 
 
 def test_nothing_is_written_after_half_a_line(tmp_path: Path) -> None:
@@ -434,7 +433,7 @@ def test_nothing_is_written_after_half_a_line(tmp_path: Path) -> None:
     with pytest.raises(OSError, match="File too large"):  # so that no step is trained on groups that nobody noted
         journal.write(Started(index=2, version=0))
     journal.close()
-    assert list(Journal(tmp_path).read(1)) == [Started(index=0, version=0)]
+    assert list(Journal(tmp_path).read_events(1)) == [Started(index=0, version=0)]
 
 
 def test_one_round_of_the_event_loop_is_written_at_once_and_flushed_on_demand(tmp_path: Path) -> None:
@@ -442,7 +441,7 @@ def test_one_round_of_the_event_loop_is_written_at_once_and_flushed_on_demand(tm
     journal = Journal(tmp_path)
 
     def written() -> list[Any]:
-        return list(Journal(tmp_path).read(1))
+        return list(Journal(tmp_path).read_events(1))
 
     async def main() -> None:
         journal.write(events[0])
@@ -538,7 +537,7 @@ def test_a_run_that_is_resumed_as_sync_trains_on_fresh_tokens_alone(tmp_path: Pa
     for version in range(4):
         subject.begin_step(None)
         while (episode := subject.next(version=version)) is not None:
-            subject.take(ending(episode, (replace(turn(0, reward=0.0), versions=(version, version)),)))
+            subject.record_end(ending(episode, (replace(turn(0, reward=0.0), versions=(version, version)),)))
         groups = subject.hand_out(version=version) or []
         assert {v for g in groups for t in g.trajectories for turn in t.turns for v in turn.versions} == {version}
         given += [group.group_id for group in groups]
@@ -549,7 +548,7 @@ def test_what_is_sampled_after_an_older_checkpoint_is_known_at_the_next_kill(tmp
     subject = stream(tmp_path)
     older = subject.state_dict()
     subject.state_dict()
-    subject.forget()  # the newer checkpoint is damaged, and is deleted
+    subject.drop_old_journal()  # the newer checkpoint is damaged, and is deleted
     for known in (0, 1):
         resumed = stream(tmp_path)
         resumed.load_state_dict(older)
@@ -568,10 +567,10 @@ def ended(
         episode = subject.next(version=0)
         assert episode is not None
         turns = (turn(0, reward=reward or 0.0),)
-        subject.note(replace(episode, turns=turns))
+        subject.record_progress(replace(episode, turns=turns))
         reason = StopReason.ENV_ERROR if reward is None else StopReason.TERMINATED
         error = f"the lamp of {episode.task.trajectory_id} is out" if reward is None else None
-        subject.take(ending(episode, turns, stop_reason=reason, error=error, **further))
+        subject.record_end(ending(episode, turns, stop_reason=reason, error=error, **further))
 
 
 def test_as_many_groups_in_a_row_as_the_recipe_says_may_be_replaced_and_no_more() -> None:
@@ -599,7 +598,7 @@ def test_groups_that_earned_the_same_are_replaced_as_often_in_a_step_as_the_reci
         for number in (1, 2):
             ended(subject, rewards=(None, 0.5, 0.5))
             assert subject.hand_out(version=0) is None
-            assert subject.counts["alike_groups"] == 2 * step + number
+            assert subject.counts["zero_spread_groups"] == 2 * step + number
         ended(subject, rewards=(None, 0.5, 0.5))
         assert [group.group_id for group in subject.hand_out(version=0) or ()] == [f"train/{3 * step + 2:06d}"]
 
@@ -722,26 +721,26 @@ def test_a_journal_is_flushed_forgotten_before_a_checkpoint_that_is_safe_and_clo
 
     async def main() -> None:
         driver.begin()
-        assert list(Journal(tmp_path).read(1)) == []
+        assert list(Journal(tmp_path).read_events(1)) == []
         driver.stream.flush()
-        assert list(Journal(tmp_path).read(1)) == [Started(index=0, version=0)]
+        assert list(Journal(tmp_path).read_events(1)) == [Started(index=0, version=0)]
 
     asyncio.run(main())
     driver.stream.state_dict()
     assert len(list(tmp_path.iterdir())) == 2
-    driver.stream.forget()
+    driver.stream.drop_old_journal()
     assert [path.name for path in tmp_path.iterdir()] == ["000002.jsonl"]
     driver.stream.close()
     while driver.begin():
         pass
-    assert list(Journal(tmp_path).read(2)) == []
-    for unwritten in (stream().forget, stream().flush, stream().close):
+    assert list(Journal(tmp_path).read_events(2)) == []
+    for unwritten in (stream().drop_old_journal, stream().flush, stream().close):
         unwritten()
 
 
 def test_tasks_that_were_dealt_out_otherwise_are_refused() -> None:
     tasks, settings = Tasks(seed=3), RolloutConfig(num_groups=GROUPS, group_size=SIZE)
-    state = TaskStream(settings, tasks=tasks, share=Share(1, process=1, num_processes=2)).state_dict()
+    state = TaskStream(settings, tasks=tasks, shard=TaskShard(1, process=1, num_processes=2)).state_dict()
     words = "this run's tasks were dealt out to other engines; resume with as many (engine.server.url, .processes)"
     with pytest.raises(ConfigError, match=f"^{re.escape(words)}$"):
         TaskStream(settings, tasks=tasks).load_state_dict(state)
@@ -767,7 +766,7 @@ def test_a_turn_is_written_without_what_it_repeats(tmp_path: Path) -> None:
     turns: Turns = (turn(0, reward=0.0), turn(1, reward=0.0))
     context = tuple(token for t in turns for token in (*t.observation_ids, *t.action_ids))
     turns += (replace(turn(2, reward=0.0), extends=False, observation_ids=(*context, 9)),)
-    subject.note(replace(episode, turns=turns))
-    (_, written) = Journal(tmp_path).read(1)
+    subject.record_progress(replace(episode, turns=turns))
+    (_, written) = Journal(tmp_path).read_events(1)
     assert isinstance(written, Played)
     assert (written.turn.observation_ids, written.shared) == ((9,), len(context))

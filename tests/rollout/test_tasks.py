@@ -22,7 +22,7 @@ def test_tasks_without_end_follow_from_their_seeds_and_are_numbered() -> None:
     trained, evaluated = [tasks.train(index) for index in range(5)], tasks.evaluation(5)
     assert [(t.seed, t.split, t.index) for t in trained] == [(task_seed(3, i), "train", i) for i in range(5)]
     assert [(t.seed, t.split, t.index) for t in evaluated] == [(held_out_seed(3, i), "eval", i) for i in range(5)]
-    assert tasks.words_if_fewer(10**6) is None
+    assert tasks.fewer_tasks_warning(10**6) is None
 
 
 @given(SEEDS, st.integers(1, 50), st.integers(0, 5))
@@ -57,7 +57,7 @@ def test_evaluation_takes_each_task_at_most_once_and_spreads_over_the_table(num:
     gaps = [b - a for a, b in zip(indices, [*indices[1:], num], strict=True)]
     assert indices[0] == 0
     assert max(gaps) - min(gaps) <= 1
-    assert (tasks.words_if_fewer(asked) is not None) == (num < asked)
+    assert (tasks.fewer_tasks_warning(asked) is not None) == (num < asked)
 
 
 def test_what_is_evaluated_is_the_same_whatever_the_seed_of_the_run() -> None:

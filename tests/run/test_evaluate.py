@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from agentrl.report.panel import read_panels
+from agentrl.report.terminal import read_panels
 from agentrl.run.build import build
 from agentrl.run.evaluate import evaluate
 from agentrl_envs.key_door import KeyDoor

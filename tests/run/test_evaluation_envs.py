@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 
-from agentrl.api.progress import summary
-from agentrl.config import Recipe
+from agentrl.api.training import summary
 from agentrl.errors import ConfigError, UserError
+from agentrl.recipe.config import Recipe
 from agentrl.run.build import build
 from tests.support.each import each
 from tests.support.runs import recipe, train

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from agentrl.chat import train_tokenizer
-from agentrl.config import load_recipe
 from agentrl.errors import ConfigError
 from agentrl.policy.model import Policy
+from agentrl.recipe.config import load_recipe
 from agentrl.report.folder import RunFolder
 from agentrl.run import export as module
 from agentrl.run.export import export

@@ -15,14 +15,14 @@ import torch
 from agentrl import Trajectory
 from agentrl.distributed.checkpoints import checkpoints
 from agentrl.engine.batched import Request
-from agentrl.engine.transformers import TransformersEngine
+from agentrl.engine.transformers.engine import TransformersEngine
 from agentrl.errors import EngineError, TrainingError
-from agentrl.learn.interrupt import _interrupted
+from agentrl.learn.learner import _interrupted
 from agentrl.report.folder import RunFolder
 from agentrl.run import loop
 from agentrl.run.build import Parts
-from agentrl.run.resume import load_checkpoint, save
-from agentrl.run.stopwatch import Stopwatch
+from agentrl.run.checkpoint import load_checkpoint, save
+from agentrl.run.record import Stopwatch
 from tests.support.each import each
 from tests.support.interrupts import After, run_with
 from tests.support.run_files import repeatable

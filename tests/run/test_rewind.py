@@ -9,11 +9,11 @@ from typing import Any, NoReturn
 import pytest
 
 import agentrl
-from agentrl.config import Recipe, load_recipe
 from agentrl.distributed.checkpoints import by_step
+from agentrl.recipe.config import Recipe, load_recipe
 from agentrl.report.folder import RunFolder
-from agentrl.run import rewind
-from agentrl.run.rewind import CollapsedError, go_back
+from agentrl.run import checkpoint as rewind
+from agentrl.run.checkpoint import CollapsedError, go_back
 from tests.support.each import each
 from tests.test_run import Fallen, fallen
 

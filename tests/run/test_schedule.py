@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from agentrl.config import Recipe
 from agentrl.errors import UserError
+from agentrl.recipe.config import Recipe
 from agentrl.report.records import read_records
 from agentrl.run.build import build
 from tests.support.each import each

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 import transformers
 
-from agentrl.engine.model_class import auto_class
+from agentrl.models.auto_classes import auto_class
 from tests.support.families import FAMILIES, Family, family_of, make_tokenizer, templates_folder
 
 _SIZES: dict[str, Any] = {

@@ -20,8 +20,8 @@ from typing import Any
 import numpy as np
 
 from agentrl.env import MessageEnv, base_env, make_env
-from agentrl.testing.baselines import Policy, always, constant_actions, oracle, play
 from agentrl.types import Message
+from tests.support.baselines import Policy, always, constant_actions, oracle, play
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = ROOT / "docs" / "environments"

@@ -13,9 +13,9 @@ import pytest
 from agentrl.api.target import find, load
 from agentrl.cli import main
 from agentrl.cli.commands import make_parser
-from agentrl.compare.plan import make_arms, parse_varied
-from agentrl.config import load_recipe
+from agentrl.compare.runner import make_arms, parse_varied
 from agentrl.errors import ConfigError
+from agentrl.recipe.config import load_recipe
 from tests.support.docs import ROOT
 
 QUICK = re.compile(

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from agentrl.plain_data import plain_data
+from agentrl.data.plain import plain_data
 
 Functions = Sequence[tuple[str, Mapping[str, Any]]]
 """Names and arguments."""

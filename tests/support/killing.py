@@ -9,14 +9,14 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from agentrl.config import load_recipe
 from agentrl.distributed.checkpoints import checkpoints
+from agentrl.recipe.config import load_recipe
 from agentrl.report.folder import RunFolder
 from agentrl.report.records import read_records
 from agentrl.rollout import Journal, RolloutConfig, Tasks
 from agentrl.rollout.stream import TaskStream
-from agentrl.run.engines import share_of
-from agentrl.types import Share
+from agentrl.run.parts import task_shard
+from agentrl.types import TaskShard
 from tests.support.processes import Command
 
 RECIPE: dict[str, Any] = {
@@ -80,11 +80,11 @@ def look(run: Path) -> OnDisk | None:
     newest, recipe = checkpoints(folder.checkpoints)[-1], load_recipe(folder.config_file)
     states = [json.loads(path.read_text()) for path in sorted(newest.glob("agentrl*.json"), key=lambda p: p.stem)]
     for process, state in enumerate(states):
-        share = share_of(recipe, process, len(states))
-        if not share.num_groups:
+        shard = task_shard(recipe.engine, num_groups=recipe.rollout.num_groups, rank=process, num_ranks=len(states))
+        if not shard.num_groups:
             continue  # it only trains
         stream = _recovered(
-            recipe.rollout, share, folder.journal / f"process-{process}" if process else folder.journal, state
+            recipe.rollout, shard, folder.journal / f"process-{process}" if process else folder.journal, state
         )
         handed_out = [group for step in stream._handed_out for group in step]
         done = [t for group in stream._groups.values() for t in group.done]
@@ -112,12 +112,12 @@ def look(run: Path) -> OnDisk | None:
     return OnDisk(episodes=episodes, rows=rows, num_processes=len(states), num_live=num_live, num_partial=num_partial)
 
 
-def _recovered(config: RolloutConfig, share: Share, journal: Path, state: dict[str, Any]) -> TaskStream:
+def _recovered(config: RolloutConfig, shard: TaskShard, journal: Path, state: dict[str, Any]) -> TaskStream:
     """Return the tasks of a process as it would resume them; what is on the disk stays as it is."""
     with TemporaryDirectory() as scratch:
         if journal.is_dir():
             shutil.copytree(journal, scratch, dirs_exist_ok=True)
-        stream = TaskStream(config, tasks=Tasks(seed=0), share=share, journal=Journal(Path(scratch)))
+        stream = TaskStream(config, tasks=Tasks(seed=0), shard=shard, journal=Journal(Path(scratch)))
         stream.load_state_dict(state["pool"])
         stream.recover(ignore=False)
     return stream

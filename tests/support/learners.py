@@ -7,10 +7,9 @@ import torch
 from accelerate import Accelerator
 
 from agentrl.chat import train_tokenizer
+from agentrl.learn.config import LossConfig, TrainConfig
 from agentrl.learn.learner import Learner
-from agentrl.learn.loss_config import LossConfig
 from agentrl.learn.policy_state import PolicyState
-from agentrl.learn.train_config import TrainConfig
 from agentrl.policy.config import Layout, LocalModelConfig, LoraSettings
 from agentrl.policy.lora import add_lora
 from agentrl.policy.model import Policy, make_local_model

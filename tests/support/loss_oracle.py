@@ -14,7 +14,7 @@ import numpy as np
 
 from agentrl.credit import Credit
 from agentrl.learn.calibration import Band, Calibration
-from agentrl.learn.loss_config import CalibratedConfig, KernelConfig, LossConfig
+from agentrl.learn.config import CalibratedConfig, KernelConfig, LossConfig
 from agentrl.types import Trajectory
 from tests.support.trajectories import some_ids, trajectory, turn
 

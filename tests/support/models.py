@@ -8,7 +8,7 @@ import transformers
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from agentrl.policy.tree import IntArray
+from agentrl.policy.layout.tree import IntArray
 from agentrl.types import Trajectory
 
 SIZES = {

@@ -26,16 +26,16 @@ from accelerate import Accelerator
 from transformers import Qwen3MoeConfig
 
 from agentrl import Credit, Trajectory, TrajectoryGroup, Turn
-from agentrl.config import Recipe
-from agentrl.engine.model_class import auto_class
 from agentrl.learn.learner import Learner
 from agentrl.learn.policy_state import PolicyState
-from agentrl.memory import model_config, plan_memory
+from agentrl.models.auto_classes import auto_class
 from agentrl.policy.config import LocalModelConfig
 from agentrl.policy.lora import add_lora, round_frozen
 from agentrl.policy.model import Policy, local_config
-from agentrl.run.engines import new_engine
-from agentrl.types import Sampling, Share, StopReason
+from agentrl.recipe.config import Recipe
+from agentrl.run.memory import model_config, plan_memory
+from agentrl.run.parts import build_engine
+from agentrl.types import Sampling, StopReason, TaskShard
 from tests.support.several import together
 
 _ENGINE = {"engine", "keys and values", "a pass of sampling"}
@@ -211,13 +211,13 @@ def update(recipe: Recipe, tokens: int) -> None:
         add_lora(model, recipe.model.lora)
     if train.gradient_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
-    is_shared_out = train.is_shared_out(accelerator.num_processes)
-    if recipe.model.lora is not None and half and not is_shared_out:
+    is_sharded = train.is_sharded(accelerator.num_processes)
+    if recipe.model.lora is not None and half and not is_sharded:
         round_frozen(model)
     policy, reference = Policy(model, layout="tree"), None
     del model
     if recipe.loss.kl_coefficient:
-        frozen = [p for p in policy.parameters() if not p.requires_grad and not is_shared_out]
+        frozen = [p for p in policy.parameters() if not p.requires_grad and not is_sharded]
         reference = copy.deepcopy(policy, {id(p): p for p in frozen})
     state = PolicyState(policy, accelerator=accelerator, config=train, reference=reference)
     learner = Learner(state, loss=recipe.loss, config=train, temperature=1.0, seed=0)
@@ -238,7 +238,15 @@ def sample(recipe: Recipe) -> float:
     with tempfile.TemporaryDirectory() as handover:
         before = resident("VmRSS")
         Path("/proc/self/clear_refs").write_text("5", encoding="utf-8")
-        engine = new_engine(recipe, Share(1), model, torch.device("cpu"), handover=Path(handover))
+        engine = build_engine(
+            recipe.engine,
+            model,
+            rollout=recipe.rollout,
+            train=recipe.train,
+            shard=TaskShard(1),
+            device=torch.device("cpu"),
+            handover=Path(handover),
+        )
     length = recipe.rollout.max_context_tokens
 
     async def fill(of: str, num_prompt_tokens: int) -> None:

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from agentrl import Credit, CreditScheme, Trajectory, TrajectoryGroup
-from agentrl.config import Recipe
-from agentrl.engine.transformers import TransformersEngine
+from agentrl.engine.transformers.engine import TransformersEngine
+from agentrl.recipe.config import Recipe
 from agentrl.report.folder import RunFolder
 from agentrl.rollout import derive_seed
 from agentrl.run import loop
@@ -109,7 +109,7 @@ class Runs:
         given: dict[str, Any] = {"seed": 1, "run_dir": run_dir}
         given |= {name: {**NOISE.get(name, {}), **sections.get(name, {})} for name in NOISE.keys() | sections.keys()}
         with self._monkeypatch.context() as patch:
-            patch.setattr("agentrl.engine.transformers.TransformersEngine", engine_class)
+            patch.setattr("agentrl.engine.transformers.engine.TransformersEngine", engine_class)
             return self._stack.enter_context(build(Recipe.model_validate(given)))
 
     def begin(self, **given: Any) -> Steps:

@@ -6,7 +6,7 @@ from typing import Any
 
 from agentrl.env import MessageEnv
 from agentrl.rollout import RolloutPool
-from agentrl.rollout.env_calls import MakeEnv
+from agentrl.rollout.env_driver import MakeEnv
 from agentrl.types import Message, Trajectory, TrajectoryGroup
 
 

@@ -2,7 +2,7 @@
 
 import torch
 
-from agentrl.learn.tally import Observations, Tally
+from agentrl.learn.metrics import MinibatchStats, Observations
 
 _OF_TOKENS = (
     "token_T",
@@ -26,8 +26,8 @@ def add_pass(observations: Observations, **columns: list[float]) -> None:
     observations.add(**{name: torch.tensor(column, dtype=torch.float64) for name, column in columns.items()})
 
 
-def make_tally(**columns: list[float]) -> Tally:
+def make_tally(**columns: list[float]) -> MinibatchStats:
     """Return the tally of one pass, as `add_pass` makes it."""
     observations = Observations()
     add_pass(observations, **columns)
-    return Tally.of(observations)
+    return MinibatchStats.from_observations(observations)

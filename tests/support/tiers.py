@@ -25,3 +25,19 @@ def part_of(node_id: str, *, parts: int) -> int:
 def slow_unless(is_quick: Callable[..., bool], *values: Iterable[Any]) -> list[Any]:
     """Return a grid for `parametrize` whose quick cases are in the default tier; the others are slow."""
     return [pytest.param(*case, marks=() if is_quick(*case) else pytest.mark.slow) for case in product(*values)]
+
+
+def first_quick(cases: Iterable[Any]) -> list[Any]:
+    """Return cases for `parametrize`, of which the first stays in the default tier; the others are slow."""
+    first, *others = cases
+    several = [case if isinstance(case, tuple) else (case,) for case in others]
+    return [first, *(pytest.param(*case, marks=pytest.mark.slow) for case in several)]
+
+
+def first_of_each(cases: Iterable[Any], kind: Callable[[Any], object]) -> list[Any]:
+    """Return cases for `parametrize`: the first of each kind stays in the default tier, the others are slow."""
+    found, kinds = [], set[object]()
+    for case in cases:
+        found.append(pytest.param(case, marks=pytest.mark.slow if kind(case) in kinds else ()))
+        kinds.add(kind(case))
+    return found

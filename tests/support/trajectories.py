@@ -6,8 +6,7 @@ from dataclasses import replace
 import numpy as np
 
 from agentrl.credit import Credit
-from agentrl.learn.batch import Batch, make_batch
-from agentrl.learn.token_weights import Aggregation, RatioUnit
+from agentrl.learn.batch import Aggregation, Batch, RatioUnit, make_batch
 from agentrl.types import StopReason, Trajectory, TrajectoryGroup, Turn
 
 VOCABULARY = 261

@@ -16,7 +16,7 @@ from types import SimpleNamespace
 from typing import Any, cast
 from unittest.mock import patch
 
-from agentrl.engine import vllm_launch
+from agentrl.engine.vllm import launch as vllm_launch
 from tests.support.processes import ForkedPython
 
 _SERVER = "vllm.entrypoints.openai.api_server"
@@ -28,7 +28,7 @@ _PRELOAD = [
     "vllm.v1.engine.async_llm",
     "vllm.v1.engine.core",
     "vllm.v1.worker.cpu_worker",
-    "agentrl.engine.vllm_worker",
+    "agentrl.engine.vllm.worker",
 ]
 
 

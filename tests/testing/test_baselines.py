@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 from agentrl.env import ToolEnv, tool, tool_call
-from agentrl.testing.baselines import always, constant_actions, oracle, play, random_action
 from agentrl_envs.key_door import KeyDoor
+from tests.support.baselines import always, constant_actions, oracle, play, random_action
 
 
 class Many(ToolEnv):

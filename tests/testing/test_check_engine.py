@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from agentrl.engine.transformers import TransformersConfig, TransformersEngine
+from agentrl.engine.transformers.engine import TransformersConfig, TransformersEngine
 from agentrl.errors import CheckError, EngineError
 from agentrl.testing import ScriptedEngine, check_engine
 from agentrl.types import Completion, FinishReason, Sampling

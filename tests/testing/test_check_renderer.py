@@ -6,8 +6,7 @@ import pytest
 
 from agentrl.chat import ChatMLRenderer, TemplateConfig, TemplateRenderer, parse_assistant, train_tokenizer
 from agentrl.chat.encoder import Encoder
-from agentrl.chat.renderer import Tools
-from agentrl.chat.thinking import Thinking
+from agentrl.chat.renderer import Thinking, Tools
 from agentrl.errors import CheckError
 from agentrl.testing import check_renderer
 from agentrl.types import Message

@@ -21,10 +21,6 @@ def test_the_sandboxes_keep_their_promises(name: str) -> None:
     check_sandbox(name)
 
 
-def test_the_small_shell_keeps_its_promises() -> None:
-    check_sandbox("mini_shell", loops=False)
-
-
 class Careless:
     """A stranger's: it runs `sh` in the host's folder of temporary files, and forgets most of what it promises."""
 

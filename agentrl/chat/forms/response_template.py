@@ -8,7 +8,7 @@ from transformers.utils.chat_parsing.response_templates import load_response_tem
 
 from agentrl.chat.forms.form import Function, assistant, malformed, object_function
 from agentrl.chat.renderer import Tools
-from agentrl.plain_data import well_formed
+from agentrl.data.plain import well_formed
 from agentrl.types import Message
 
 _THOUGHTS = ("reasoning_content", "thinking", "reasoning")

@@ -12,12 +12,12 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from agentrl.data.plain import abbreviated
 from agentrl.env.background import BlockedLoopError, run_in_background
 from agentrl.env.message_env import as_number
 from agentrl.errors import ConfigError, EnvironmentFailure, UserError
-from agentrl.plain_data import abbreviated
-from agentrl.plugin import checked_options
-from agentrl.registry import resolve
+from agentrl.recipe.plugin import checked_options
+from agentrl.recipe.registry import resolve
 from agentrl.types import Message
 
 _SPOKEN = ("completion", "completions", "messages")

@@ -6,9 +6,9 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
-from agentrl.env.worker_pool import WorkerPool
+from agentrl.data.plain import abbreviated
+from agentrl.env.subprocesses import WorkerPool
 from agentrl.errors import UserError
-from agentrl.plain_data import abbreviated
 
 _pool = WorkerPool(Path(__file__).with_name("math_worker.py"), purpose="the reward math")
 

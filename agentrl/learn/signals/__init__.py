@@ -7,8 +7,7 @@ from functools import cache
 from importlib import import_module
 from pkgutil import iter_modules
 
-from agentrl.learn.signals.base import Signal
-from agentrl.learn.signals.config import CriticConfig, SignalsConfig
+from agentrl.learn.signals.base import CriticConfig, Signal, SignalsConfig
 from agentrl.types import Need
 
 __all__ = ["CriticConfig", "Signal", "SignalsConfig", "hints", "provided_by", "signal_classes"]

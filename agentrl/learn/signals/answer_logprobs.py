@@ -9,9 +9,8 @@ import numpy as np
 
 from agentrl.chat import Renderer
 from agentrl.errors import ConfigError
-from agentrl.learn.signals.base import Sample, Signal
-from agentrl.learn.signals.config import SignalsConfig
-from agentrl.learn.tokens import Row, TokenBatch
+from agentrl.learn.batch import Row, TokenBatch
+from agentrl.learn.signals.base import Sample, Signal, SignalsConfig
 from agentrl.types import Trajectory
 
 
@@ -46,7 +45,7 @@ class AnswerLogprobs(Signal):
         # Each by itself, as trajectories of one turn: what is never split must not be as long as all turns together.
         rows = [[row] for of_trajectory in answers for row in of_trajectory]
         group_ids = [t.group_id for t in trajectories for _ in t.turns]
-        columns = iter(logprobs(self.context, TokenBatch.of_rows(rows, group_ids=group_ids)))
+        columns = iter(logprobs(self.context, TokenBatch.from_rows(rows, group_ids=group_ids)))
         return [
             with_turns(t, "answer_logprobs", [float(np.mean(next(columns))) for _ in t.turns]) for t in trajectories
         ]

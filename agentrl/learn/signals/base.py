@@ -1,22 +1,62 @@
 """What a signal declares, and what it is measured with: all that the rest of the code knows of one.
 
 No file of a signal loads torch until the signal is made: checks of credit schemes read the declarations alone.
+
+The recipe's section about what credit schemes read beyond rewards and keys.
 """
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+
+from pydantic import BaseModel, ConfigDict
 
 from agentrl.chat import HistoryConfig, Renderer
 from agentrl.credit import CreditScheme
 from agentrl.errors import ConfigError
-from agentrl.learn.signals.config import SignalsConfig
-from agentrl.learn.tokens import Row
-from agentrl.types import Trajectory
+from agentrl.learn.batch import Row
+from agentrl.recipe.plugin import MayChange
+from agentrl.types import Amount, AmountOrZero, Count, Rate, Seconds, Trajectory
 
 if TYPE_CHECKING:
     from agentrl.policy.model import Policy
+
+
+class CriticConfig(BaseModel):
+    """A value for each token's context, learned beside the policy by regression on what followed."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    model: Literal["head", "separate"] = "head"
+    """`head`: two small layers on the policy's hidden states, which they do not change. `separate`: a copy of the policy as
+    it begins, trained as a whole; with `model.lora` its adapters are."""
+    learning_rate: Rate = 1e-3
+    """Step size of AdamW."""
+    epochs: Amount = 2
+    """Passes over each step's trajectories."""
+    num_minibatches: Count = 4
+    """Optimizer updates for each pass."""
+
+
+class SignalsConfig(BaseModel):
+    """Where the numbers come from that some credit schemes read; nothing here costs anything until a scheme asks."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    critic: CriticConfig = CriticConfig()
+    teacher: str | None = None
+    """Hugging Face model whose log-probabilities a scheme may read: a folder, or a name on the hub; its vocabulary must be
+    the policy's."""
+    judge: str | None = None
+    """`module:function` that is given a trajectory and returns one score for each of its turns; it may be `async def`. Called
+    on threads."""
+    judge_timeout_s: Annotated[Seconds, MayChange()] = 60.0
+    """Deadline of each call of the judge, in seconds."""
+    judge_retries: Annotated[AmountOrZero, MayChange()] = 2
+    """How often a call of the judge that raised or hung is made again before the run stops."""
+    judge_threads: Annotated[Count, MayChange()] = 8
+    """Calls of the judge at the same time."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

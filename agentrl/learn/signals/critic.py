@@ -13,13 +13,12 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from agentrl.distributed.processes import add_up, dealt, from_rank_zero, num_processes
-from agentrl.learn.interrupt import check_interrupt
+from agentrl.distributed.processes import all_reduce, from_rank_zero, num_processes, scatter
+from agentrl.learn.batch import FloatArray, TokenBatch, rows_of, with_end, with_ends_of_turns
+from agentrl.learn.learner import check_interrupt
 from agentrl.learn.plan import MicroBatch, PassTokens, Planner
-from agentrl.learn.signals.config import CriticConfig
+from agentrl.learn.signals.base import CriticConfig
 from agentrl.learn.signals.scoring import score_tokens, with_tokens
-from agentrl.learn.token_weights import FloatArray
-from agentrl.learn.tokens import TokenBatch, rows_of, with_end, with_ends_of_turns
 from agentrl.policy.layout import attending, hidden_states
 from agentrl.policy.model import Policy
 from agentrl.rollout import derive_seed
@@ -77,7 +76,7 @@ class Critic:
     def measure(self, trajectories: Sequence[Trajectory]) -> list[Trajectory]:
         """Return the trajectories with `values` at every turn, and that after the last token."""
         rows = [with_end(rows_of(t.turns)) for t in trajectories]
-        tokens = TokenBatch.of_rows(rows, group_ids=[t.group_id for t in trajectories])
+        tokens = TokenBatch.from_rows(rows, group_ids=[t.group_id for t in trajectories])
         values = score_tokens(self._value, tokens, planner=self._planner())
         measured = with_tokens(trajectories, "values", [values_T[:-1] for values_T in values])
         return [
@@ -147,7 +146,7 @@ class Critic:
         return np.array(returns[::-1], dtype=np.float64)
 
     def _planner(self) -> Planner:
-        return Planner.of(self._policy, max_tokens=self._max_tokens, device=self._device)
+        return Planner.for_policy(self._policy, max_tokens=self._max_tokens, device=self._device)
 
     def _update(self, part: list[int], trajectories: Sequence[Trajectory], returns: Sequence[FloatArray]) -> float:
         """Fit the values of some to their targets by one step of the optimizer; return the mean square."""
@@ -156,19 +155,19 @@ class Critic:
         def shares() -> list[list[tuple[PassTokens, Tensor, float]]]:
             chosen = [trajectories[i] for i in part]
             rows = [with_ends_of_turns(rows_of(t.turns)) for t in chosen]
-            tokens = TokenBatch.of_rows(rows, group_ids=[t.group_id for t in chosen])
+            tokens = TokenBatch.from_rows(rows, group_ids=[t.group_id for t in chosen])
             targets_T = torch.from_numpy(np.concatenate([_targets(trajectories[i], returns[i]) for i in part]))
-            dealt_out = planner.deal(tokens, num_processes=num_processes())
+            dealt_out = planner.assign(tokens, num_processes=num_processes())
             return [[(each, targets_T[each.token_T], 1 / len(tokens)) for each in share] for share in dealt_out]
 
-        for of_pass, target_T, weight in dealt(shares):
+        for of_pass, target_T, weight in scatter(shares):
             check_interrupt()
             micro = planner.lay_out(of_pass)
             with attending(self._body, self._policy.layout):
-                loss: Any = (weight * (self._value(micro) - micro.placed(target_T)) ** 2).sum()
+                loss: Any = (weight * (self._value(micro) - micro.to_device(target_T)) ** 2).sum()
                 loss.backward()
             total += loss.detach()
-        add_up([*(p.grad for p in self._parameters() if p.grad is not None), total])
+        all_reduce([*(p.grad for p in self._parameters() if p.grad is not None), total])
         torch.nn.utils.clip_grad_norm_(self._parameters(), 1.0)
         self._optimizer.step()
         self._optimizer.zero_grad()

@@ -2,8 +2,8 @@
 
 from typing import ClassVar
 
+from agentrl.learn.batch import TokenBatch
 from agentrl.learn.signals.base import Sample, Signal
-from agentrl.learn.tokens import TokenBatch
 from agentrl.types import Trajectory
 
 
@@ -16,4 +16,6 @@ class Entropies(Signal):
         """Return the trajectories with entropies."""
         from agentrl.learn.signals.scoring import entropies, with_tokens
 
-        return with_tokens(trajectories, "entropies", entropies(self.context, TokenBatch.of(trajectories)))
+        return with_tokens(
+            trajectories, "entropies", entropies(self.context, TokenBatch.from_trajectories(trajectories))
+        )

@@ -5,8 +5,8 @@ from itertools import pairwise
 from typing import Any, ClassVar
 
 from agentrl.chat import Dialogue, HistoryConfig, Renderer
+from agentrl.learn.batch import Row, TokenBatch, rows_of
 from agentrl.learn.signals.base import Sample, Signal
-from agentrl.learn.tokens import Row, TokenBatch, rows_of
 from agentrl.types import Message, Trajectory
 
 
@@ -22,7 +22,7 @@ class HindsightLogprobs(Signal):
         context = self.context
         rows = [rows_in_hindsight(t, context.renderer, context.tools, view=context.history) for t in trajectories]
         self.context.check_lengths(trajectories, rows)
-        tokens = TokenBatch.of_rows(rows, group_ids=[t.group_id for t in trajectories])
+        tokens = TokenBatch.from_rows(rows, group_ids=[t.group_id for t in trajectories])
         return with_tokens(trajectories, "hindsight_logprobs", logprobs(self.context, tokens))
 
 

@@ -2,8 +2,8 @@
 
 from typing import ClassVar
 
+from agentrl.learn.batch import TokenBatch
 from agentrl.learn.signals.base import Sample, Signal
-from agentrl.learn.tokens import TokenBatch
 from agentrl.types import Trajectory
 
 
@@ -17,5 +17,5 @@ class ReferenceLogprobs(Signal):
         from agentrl.learn.signals.scoring import logprobs, with_tokens
 
         assert self.context.reference is not None, "kept where a scheme reads it"
-        column = logprobs(self.context, TokenBatch.of(trajectories), policy=self.context.reference)
+        column = logprobs(self.context, TokenBatch.from_trajectories(trajectories), policy=self.context.reference)
         return with_tokens(trajectories, "reference_logprobs", column)

@@ -10,12 +10,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from agentrl.distributed.processes import dealt, num_processes, to_rank_zero
-from agentrl.learn.interrupt import check_interrupt
+from agentrl.distributed.processes import num_processes, scatter, to_rank_zero
+from agentrl.learn.batch import FloatArray, TokenBatch
+from agentrl.learn.learner import check_interrupt
 from agentrl.learn.plan import MicroBatch, Planner
 from agentrl.learn.signals.base import SignalContext
-from agentrl.learn.token_weights import FloatArray
-from agentrl.learn.tokens import TokenBatch
 from agentrl.policy.model import Policy
 from agentrl.types import Trajectory
 
@@ -30,7 +29,7 @@ def score_tokens(score: Score, tokens: TokenBatch, *, planner: Planner) -> list[
     The first process deals each its share of its tokens, and gets all scores; the others, which have no tokens, get none.
     """
     found_T, own = np.empty(len(tokens)), []
-    for of_pass in dealt(lambda: planner.deal(tokens, num_processes=num_processes())):
+    for of_pass in scatter(lambda: planner.assign(tokens, num_processes=num_processes())):
         check_interrupt()
         own.append((of_pass.token_T, score(planner.lay_out(of_pass)).double().cpu().numpy()))
     for token_T, scores_T in to_rank_zero(own):
@@ -56,7 +55,7 @@ def _passed(context: SignalContext, tokens: TokenBatch, *, policy: Policy, index
         return found[index]
 
     device = next(context.policy.parameters()).device
-    planner = Planner.of(policy, max_tokens=context.max_tokens, device=device)
+    planner = Planner.for_policy(policy, max_tokens=context.max_tokens, device=device)
     return score_tokens(score, tokens, planner=planner)
 
 

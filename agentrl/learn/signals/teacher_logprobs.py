@@ -2,9 +2,8 @@
 
 from typing import ClassVar
 
-from agentrl.learn.signals.base import Sample, Signal, SignalContext
-from agentrl.learn.signals.config import SignalsConfig
-from agentrl.learn.tokens import TokenBatch
+from agentrl.learn.batch import TokenBatch
+from agentrl.learn.signals.base import Sample, Signal, SignalContext, SignalsConfig
 from agentrl.types import Trajectory
 
 
@@ -29,5 +28,5 @@ class TeacherLogprobs(Signal):
         """Return the trajectories with the teacher's log-probabilities."""
         from agentrl.learn.signals.scoring import logprobs, with_tokens
 
-        column = logprobs(self.context, TokenBatch.of(trajectories), policy=self._teacher)
+        column = logprobs(self.context, TokenBatch.from_trajectories(trajectories), policy=self._teacher)
         return with_tokens(trajectories, "teacher_logprobs", column)

@@ -7,16 +7,15 @@ from dataclasses import replace
 from functools import partial
 from typing import ClassVar
 
+from agentrl.data.plain import PlainDataError, abbreviated, is_number, plain_data
 from agentrl.env import MAX_REWARD
 from agentrl.env.background import awaited
 from agentrl.errors import ConfigError, UserError
-from agentrl.learn.interrupt import unless_interrupted
-from agentrl.learn.signals.base import Sample, Signal, SignalContext
-from agentrl.learn.signals.config import SignalsConfig
-from agentrl.plain_data import PlainDataError, abbreviated, is_number, plain_data
-from agentrl.registry import import_attribute
-from agentrl.rollout.env_thread import EnvThread
-from agentrl.rollout.fault import RaisedError
+from agentrl.learn.learner import unless_interrupted
+from agentrl.learn.signals.base import Sample, Signal, SignalContext, SignalsConfig
+from agentrl.recipe.registry import import_attribute
+from agentrl.rollout.env_driver import EnvThread
+from agentrl.rollout.faults import RaisedError
 from agentrl.types import Trajectory
 
 
@@ -44,12 +43,12 @@ class TurnScores(Signal):
         Raises:
             UserError: with the judge's own words.
         """
-        from agentrl.distributed.processes import dealt, num_processes, to_rank_zero
+        from agentrl.distributed.processes import num_processes, scatter, to_rank_zero
 
         config = self.context.config
         scoring = score_turns(
             self._judge,
-            dealt(lambda: [trajectories[number :: num_processes()] for number in range(num_processes())]),
+            scatter(lambda: [trajectories[number :: num_processes()] for number in range(num_processes())]),
             timeout_s=config.judge_timeout_s,
             num_threads=config.judge_threads,
             max_retries=config.judge_retries,

@@ -1,15 +1,117 @@
-"""The report of runs: all of their folders in one page."""
+"""The report of runs: all of their folders in one page.
+
+Metrics as curves: every run of a recipe, their mean, and its 95 % interval over the runs.
+"""
 
 import datetime as dt
-from collections.abc import Sequence
+import math
+from collections.abc import Iterable, Sequence
 from pathlib import Path
+from statistics import fmean, stdev
 from typing import Any
 
 from agentrl.errors import ConfigError
-from agentrl.report.html.curves import curves, families
 from agentrl.report.html.page import asset, write_page
-from agentrl.report.html.runs import Run, by_recipe, open_runs
+from agentrl.report.html.runs import RecipeRuns, Run, by_recipe, open_runs
 from agentrl.report.html.store import RolloutStore
+from agentrl.report.reported import with_unreported
+from agentrl.report.statistics import t_quantile, within
+
+MAX_POINTS = 1500
+"""Of a curve: of more steps, neighbours are averaged."""
+
+_FAMILIES: tuple[tuple[str, tuple[str, ...]], ...] = (
+    ("Success", ("episode/success", "episode/score")),
+    ("Reward", ("reward/mean", "reward/spread")),
+    ("Components of the reward", ("reward/",)),
+    ("Evaluation", ("eval/",)),
+    ("Ratios and clipping", ("ratio/", "clip/", "first/", "kl/", "mismatch/", "moe/")),
+    (
+        "Learning",
+        ("loss", "entropy", "grad_norm", "learning_rate", "skipped_", "shortened_", "credit/", "critic/", "groups/"),
+    ),
+    ("Staleness", ("staleness/",)),
+    ("Episodes", ("episode/", "turn/", "tool/", "tools/")),
+    ("How episodes end", ("stop/",)),
+    ("Time", ("time/",)),
+    ("Memory and process", ("process/",)),
+    ("Rollout pool", ("pool/",)),
+    ("Health", ("health/", "recipe_changes")),
+)
+"""Families of metrics in the order in which they are shown, by how names begin; the first that fits counts."""
+_OTHERS = "Others"
+
+
+def interval(values: Sequence[float]) -> tuple[float | None, float | None]:
+    """Return the 95 % interval of a mean, from Student's t; one value has none."""
+    mean, num = fmean(values), len(values)
+    if num < 2:
+        return None, None
+    half = t_quantile(0.975, num - 1) * stdev(values) / math.sqrt(num)
+    return mean - half, mean + half
+
+
+def curves(recipes: Sequence[RecipeRuns]) -> dict[str, list[dict[str, Any]]]:
+    """Return the curves of each metric, one for each recipe that has it; every step is that of any of its runs."""
+    found: dict[str, list[dict[str, Any]]] = {}
+    for number, recipe in enumerate(recipes):
+        names = dict.fromkeys(name for run in recipe.runs for row in run.rows for name in row)
+        last = max((row["step"] for run in recipe.runs for row in run.rows), default=0.0)
+        columns = [_columns(with_unreported(run.rows, names)) for run in recipe.runs]
+        for name in dict.fromkeys(name for of_run in columns for name in of_run):
+            of_runs = [of_run.get(name, {}) for of_run in columns]
+            if max(map(len, of_runs)) > MAX_POINTS:
+                of_runs = [_averaged(of_run, width=math.ceil((last + 1) / MAX_POINTS)) for of_run in of_runs]
+            steps = sorted({step for of_run in of_runs for step in of_run})
+            at = [[of_run[step] for of_run in of_runs if step in of_run] for step in steps]
+            bounds = [interval(values) for values in at]
+            curve: dict[str, Any] = {
+                "name": recipe.name,
+                "color": number,
+                "steps": steps,
+                "mean": _short(map(fmean, at)),
+                "runs": [
+                    {"name": run.name, "values": _short(of_run.get(step) for step in steps)}
+                    for run, of_run in zip(recipe.runs, of_runs, strict=True)
+                ],
+            }
+            if len(recipe.runs) > 1:
+                low, high = ([within(name, end) for end in ends] for ends in zip(*bounds, strict=True))
+                curve |= {"low": _short(low), "high": _short(high)}
+            found.setdefault(name, []).append(curve)
+    return found
+
+
+def families(names: Iterable[str]) -> list[dict[str, Any]]:
+    """Sort the names of metrics into families."""
+    found: dict[str, list[str]] = {family: [] for family in (*(family for family, _ in _FAMILIES), _OTHERS)}
+    for name in sorted(names):
+        family = next((family for family, begins in _FAMILIES if name.startswith(begins)), _OTHERS)
+        found[family].append(name)
+    return [{"name": family, "metrics": members} for family, members in found.items() if members]
+
+
+def _columns(rows: Sequence[dict[str, float]]) -> dict[str, dict[int, float]]:
+    """Return each metric by step."""
+    found: dict[str, dict[int, float]] = {}
+    for row in rows:
+        for name, value in row.items():
+            if name != "step" and math.isfinite(value):
+                found.setdefault(name, {})[int(row["step"])] = value
+    return found
+
+
+def _averaged(column: dict[int, float], *, width: int) -> dict[int, float]:
+    """Return the mean of `width` steps in a row, at the first of them."""
+    found: dict[int, list[float]] = {}
+    for step, value in column.items():
+        found.setdefault(step // width * width, []).append(value)
+    return {step: fmean(values) for step, values in found.items()}
+
+
+def _short(values: Iterable[float | None]) -> list[float | None]:
+    return [None if value is None else float(f"{value:.6g}") for value in values]
+
 
 SCRIPTS, STYLES = ("runs.js", "rollouts.js", "dialogue.js", "report.js"), ("report.css", "rollouts.css", "dialogue.css")
 """Assets of the report, in the order in which they run."""

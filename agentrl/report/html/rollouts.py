@@ -1,16 +1,22 @@
-"""Recorded rollouts for a page: a list of what they are, and blocks, one for each group, of what was said in them."""
+"""Recorded rollouts for a page: a list of what they are, and blocks, one for each group, of what was said in them.
+
+What other credit schemes would have given the same rollouts.
+"""
 
 import gzip
 import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from agentrl.plain_data import is_number
-from agentrl.report.records import TrajectoryRecord, TurnRecord
-from agentrl.report.show import Decode
-from agentrl.types import Message
+from agentrl.credit import CreditScheme, installed_credit, load_credit
+from agentrl.data.plain import is_number
+from agentrl.errors import CreditError
+from agentrl.report.advise import credits_of
+from agentrl.report.records import TrajectoryRecord, TurnRecord, groups_of
+from agentrl.report.terminal import Decode
+from agentrl.types import Message, Need
 
 OtherCredit = Mapping[str, Mapping[tuple[str, str], Sequence[float]]]
 """By the name of a credit scheme, and the ids of group and trajectory: the advantage of each sampled token."""
@@ -197,3 +203,34 @@ def _short(value: float | None, digits: int = 4) -> float | None:
 
 def _finite(value: float | None) -> float:
     return value if value is not None and math.isfinite(value) else 0.0
+
+
+def other_credit(records: Sequence[TrajectoryRecord]) -> OtherCredit:
+    """Credit the rollouts of a step by every installed scheme, with its defaults, that needs no more than was recorded."""
+    found: dict[str, dict[tuple[str, str], list[float]]] = {}
+    groups = groups_of(records)
+    for name, scheme in _schemes(_recorded(records)):
+        try:
+            credits = credits_of(scheme, groups)
+        except CreditError:  # it wants what these lack, such as siblings
+            continue
+        found[name] = {ids: credit.advantages_T.tolist() for ids, credit in credits.items()}
+    return found
+
+
+def _schemes(recorded: frozenset[Need]) -> Iterator[tuple[str, CreditScheme]]:
+    for name, needs in installed_credit().items():
+        if needs is not None and needs <= recorded:
+            yield name, load_credit({"scheme": name})
+
+
+def _recorded(records: Sequence[TrajectoryRecord]) -> frozenset[Need]:
+    """Return what a scheme finds in every turn."""
+    turns = [turn for record in records if not record.stop_reason.failed for turn in record.turns]
+    if not turns:
+        return frozenset()
+    found = {Need.TURN_REWARDS} | frozenset.intersection(*(frozenset(turn.signals) for turn in turns))
+    found |= {Need.STATE_KEYS} if all(turn.state_key is not None for turn in turns) else set()
+    found |= {Need.ACTION_KEYS} if any(turn.action_key is not None for turn in turns) else set()
+    found |= {Need.BRANCHES} if all(turn.branch_rewards is not None for turn in turns) else set()
+    return frozenset(found)

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from agentrl.data.files import dump_yaml
 from agentrl.errors import ConfigError
-from agentrl.files import dump_yaml
 from agentrl.report.folder import RunFolder
 
 _OF_ONE_RUN = ("seed", "run_dir", "report")

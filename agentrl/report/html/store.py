@@ -8,11 +8,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 from agentrl.errors import ConfigError
-from agentrl.report.html.other_credit import other_credit
-from agentrl.report.html.rollouts import Block, block_of
+from agentrl.report.html.rollouts import Block, block_of, other_credit
 from agentrl.report.html.runs import Run
 from agentrl.report.records import TrajectoryRecord, read_records
-from agentrl.report.show import decoder
+from agentrl.report.terminal import decoder
 
 MAX_ROLLOUTS, MAX_CREDITED = 10_000, 1_000
 """Rollouts of a page, and those of them that other credit schemes are applied to: the newest."""

@@ -9,7 +9,7 @@ import gymnasium as gym
 import numpy as np
 
 from agentrl import Message, Need, ToolEnv, UserError
-from agentrl_envs.adapters.splits import draw
+from agentrl_envs.adapters.common import draw
 from agentrl_envs.options import finite_number, whole_number
 
 _COLORED = re.compile(r"\x1b\[([0-9;]*)m([^\x1b]*)\x1b\[0m")

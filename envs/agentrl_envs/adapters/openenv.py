@@ -7,14 +7,14 @@ from typing import Any
 
 from agentrl import EnvironmentFailure, UserError
 from agentrl.env import ToolCallError, arguments_object
-from agentrl_envs.adapters.replay import ReplayedEnv
+from agentrl_envs.adapters.common import ReplayedEnv
 from agentrl_envs.options import finite_number
 
 try:
     from websockets.exceptions import WebSocketException
     from websockets.sync.client import ClientConnection, connect
 
-    from agentrl_envs.adapters.arguments import check_arguments
+    from agentrl_envs.adapters.common import check_arguments
 except ModuleNotFoundError as error:
     raise UserError(f"OpenEnv's protocol needs websockets ({error}); pip install 'agentrl[openenv]'") from error
 

@@ -9,9 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from agentrl import EnvironmentFailure, Message, ToolEnv, UserError
-from agentrl.env.worker_pool import WorkerPool
-from agentrl_envs.adapters.global_random import OwnRandom
-from agentrl_envs.adapters.splits import draw
+from agentrl.env.subprocesses import WorkerPool
+from agentrl_envs.adapters.common import OwnRandom, draw
 from agentrl_envs.options import whole_number
 
 try:

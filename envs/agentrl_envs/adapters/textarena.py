@@ -5,8 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from agentrl import ToolEnv, UserError
-from agentrl_envs.adapters.global_random import OwnRandom
-from agentrl_envs.adapters.splits import draw
+from agentrl_envs.adapters.common import OwnRandom, draw
 
 try:
     import textarena

@@ -10,8 +10,7 @@ from typing import Any
 import numpy as np
 
 from agentrl import EnvironmentFailure, Message, UserError
-from agentrl_envs.adapters.global_random import OwnRandom
-from agentrl_envs.adapters.replay import ReplayedEnv
+from agentrl_envs.adapters.common import OwnRandom, ReplayedEnv
 from agentrl_envs.options import whole_number
 
 try:

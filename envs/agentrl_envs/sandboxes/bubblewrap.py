@@ -1,10 +1,16 @@
-"""CPython and a shell in namespaces of Linux, made by bubblewrap for each `exec` and gone with it."""
+"""CPython and a shell in namespaces of Linux, made by bubblewrap for each `exec` and gone with it.
 
+Which calls of the kernel a sandbox goes without: those that namespaces and limits do not hold, as a filter of seccomp.
+"""
+
+import errno
 import itertools
 import os
 import platform
 import shutil
+import struct
 import sys
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 from typing import Annotated, Literal
@@ -12,10 +18,73 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 import agentrl
-from agentrl import EnvironmentFailure, ExecResult, Language, SandboxConfig, UserError
+from agentrl import ConfigError, EnvironmentFailure, ExecResult, Language, SandboxConfig
+from agentrl_envs.data import read_yaml
 from agentrl_envs.sandboxes.files import Files, FileSandbox, packed, unpacked
-from agentrl_envs.sandboxes.process import Finished, limit, run_process
-from agentrl_envs.sandboxes.seccomp import architectures, seccomp_filter
+from agentrl_envs.sandboxes.unsafe import Finished, limit, run_process
+
+# Offsets into what the filter sees of a call: its number, the architecture, the lower half of its first argument.
+_NUMBER, _ARCHITECTURE, _FIRST = 0, 4, 16
+_LOAD, _JUMP_EQUAL, _JUMP_AT_LEAST, _JUMP_ANY_BIT, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
+_ALLOW, _KILL, _ERROR = 0x7FFF0000, 0x80000000, 0x00050000
+
+_NEW_NAMESPACE = 0x7E020000 | 0x00000080
+"""The flags of `clone` that make a namespace."""
+_FAMILIES = (1, 2, 10)
+"""Sockets that the namespace of the network holds: unix, inet, inet6. Others (vsock, alg, ...) reach the host or its kernel."""
+_X32 = 0x40000000
+"""On x86-64, calls from here on are those of another table."""
+
+_ARCHITECTURES = {"x86_64": (0xC000003E, 0), "aarch64": (0xC00000B7, 1)}
+
+_CLONE, _CLONE3, _SOCKET, _SOCKETPAIR = (56, 220), (435, 435), (41, 198), (53, 199)
+
+
+def architectures() -> list[str]:
+    """List the machines (as `platform.machine()` names them) that there are numbers for."""
+    return list(_ARCHITECTURES)
+
+
+@cache
+def seccomp_filter(machine: str) -> bytes:
+    """Return the filter, as the kernel takes it, for a machine as `platform.machine()` names it."""
+    architecture, which = _ARCHITECTURES[machine]
+    return b"".join(_program(architecture, which, has_x32=machine == "x86_64"))
+
+
+def _program(architecture: int, which: int, *, has_x32: bool) -> Iterator[bytes]:
+    """Yield one instruction after the other; a jump's two numbers are instructions to skip where it holds, and where not."""
+    refuse = _step(_RETURN, _ERROR | errno.EPERM)
+    yield _step(_LOAD, _ARCHITECTURE)
+    yield _step(_JUMP_EQUAL, architecture, 1, 0)
+    yield _step(_RETURN, _KILL)
+    yield _step(_LOAD, _NUMBER)
+    if has_x32:
+        yield _step(_JUMP_AT_LEAST, _X32, 0, 1)
+        yield refuse
+    for numbers in read_yaml("refused_calls.yaml").values():
+        yield _step(_JUMP_EQUAL, numbers[which], 0, 1)
+        yield refuse
+    # Its flags are in memory, where no filter looks; where it is missing, C libraries use `clone`.
+    yield _step(_JUMP_EQUAL, _CLONE3[which], 0, 1)
+    yield _step(_RETURN, _ERROR | errno.ENOSYS)
+    yield _step(_JUMP_EQUAL, _CLONE[which], 0, 4)
+    yield _step(_LOAD, _FIRST)
+    yield _step(_JUMP_ANY_BIT, _NEW_NAMESPACE, 0, 1)
+    yield refuse
+    yield _step(_RETURN, _ALLOW)
+    yield _step(_JUMP_EQUAL, _SOCKET[which], 1, 0)
+    yield _step(_JUMP_EQUAL, _SOCKETPAIR[which], 0, 2 + len(_FAMILIES))
+    yield _step(_LOAD, _FIRST)
+    for at, family in enumerate(_FAMILIES):
+        yield _step(_JUMP_EQUAL, family, len(_FAMILIES) - at, 0)
+    yield _step(_RETURN, _ERROR | errno.EAFNOSUPPORT)
+    yield _step(_RETURN, _ALLOW)
+
+
+def _step(code: int, value: int, if_so: int = 0, if_not: int = 0) -> bytes:
+    return struct.pack("=HBBI", code, if_so, if_not, value)
+
 
 _SYSTEM = ("/bin", "/sbin", "/lib", "/lib32", "/lib64", "/etc/alternatives", "/etc/ld.so.cache")
 _ENVIRONMENT = {"PATH": "/usr/local/bin:/usr/bin:/bin", "HOME": "/work", "LANG": "C.UTF-8", "PYTHONPATH": "/work"}
@@ -53,13 +122,13 @@ class BubblewrapConfig(SandboxConfig):
         """Return a new sandbox.
 
         Raises:
-            UserError: where bubblewrap is missing or may not do its work.
+            ConfigError: bubblewrap is missing or may not do its work.
         """
         if problem := _problem(self):
-            raise UserError(
-                f"sandbox: 'bubblewrap' cannot be had here: {problem}. It needs Linux with user namespaces, and the package "
+            raise ConfigError(
+                f"sandbox: 'bubblewrap' is not available here: {problem}. It needs Linux with user namespaces, and the package "
                 "bubblewrap (apt-get install bubblewrap). In a container, allow it to make namespaces, or name another "
-                "sandbox: 'monty'"
+                "sandbox: 'monty' runs Python without it; sh needs a sandbox of your own, or 'unsafe', which is none"
             )
         return Bubblewrap(self)
 

@@ -29,10 +29,7 @@ class FileSandbox(Sandbox, ABC):
     def exec(self, code: str, *, language: Language = "python") -> ExecResult:
         """Run code; see `Sandbox.exec`."""
         if language not in self.languages:
-            raise UserError(
-                f"sandbox: {self.name!r} does not run {language}; use one that does: 'bubblewrap'"
-                + (", or 'mini_shell' for a few commands" if language == "sh" else ", or 'monty'")
-            )
+            raise UserError(f"sandbox: {self.name!r} does not run {language}; use one that does: 'bubblewrap'")
         result, files = self._run(code, language, dict(self._open()))
         if files is not None and sum(map(len, files.values())) <= self.max_bytes:
             self._files = files

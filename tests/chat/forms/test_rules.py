@@ -3,7 +3,6 @@
 import json
 import random
 import time
-from collections.abc import Callable
 from itertools import islice
 from typing import Any
 
@@ -13,9 +12,10 @@ from hypothesis import strategies as st
 
 from agentrl.chat.forms import FORMS
 from agentrl.chat.forms.form import CallForm
-from agentrl.plain_data import MAX_DEPTH
+from agentrl.data.plain import MAX_DEPTH
 from agentrl.types import Message
 from tests.support.hostile_forms import FAMILIES, TOOLS, Functions, faults, outputs
+from tests.support.rules import Rules
 
 EACH = pytest.mark.parametrize("form", FORMS, ids=[form.name for form in FORMS])
 LISTS = ("lfm", "lfm-raw", "minimax", "mistral", "llama-json", "pythonic")
@@ -23,13 +23,7 @@ LISTS = ("lfm", "lfm-raw", "minimax", "mistral", "llama-json", "pythonic")
 TEXT = ("qwen-xml", "glm", "minimax", "atem")
 """Forms whose arguments are only text."""
 CALLS: Functions = [("look", {"n": 1, "flag": False}), ("take_it", {"what": "it's", "items": [1, "a"]}), ("look", {})]
-RULES: list[Callable[[CallForm], None]] = []
-
-
-def rule(check: Callable[[CallForm], None]) -> Callable[[CallForm], None]:
-    """Add a check to those that `test_a_form_keeps_to_the_rules` makes of every form."""
-    RULES.append(check)
-    return check
+rule = Rules[CallForm]()
 
 
 def parse(form: CallForm, text: str, *, is_thinking: bool = False) -> Message:
@@ -196,9 +190,7 @@ def arguments_nest_as_deep_as_an_environment_may_quote_them(form: CallForm) -> N
 
 @EACH
 def test_a_form_keeps_to_the_rules(form: CallForm, subtests: pytest.Subtests) -> None:
-    for check in RULES:
-        with subtests.test(check.__name__):
-            check(form)
+    rule.check(form, subtests)
 
 
 @EACH

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from agentrl.chat.forms.schema import typed
+from agentrl.chat.forms.form import typed
 
 _KEYWORDS = st.sampled_from(["type", "anyOf", "oneOf", "allOf", "enum", "const", "$ref", "nullable", "properties"])
 SCHEMAS = st.recursive(

@@ -6,7 +6,7 @@ import pytest
 pytest.importorskip("jsonschema")
 
 from agentrl.env import ToolCallError
-from agentrl_envs.adapters.arguments import check_arguments
+from agentrl_envs.adapters.common import check_arguments
 from tests.support.each import each
 
 DIALECT = "https://json-schema.org/draft/2020-12/schema"

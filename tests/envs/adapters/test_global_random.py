@@ -7,8 +7,8 @@ from collections.abc import Iterator
 import pytest
 
 from agentrl import EnvironmentFailure
-from agentrl_envs.adapters import global_random
-from agentrl_envs.adapters.global_random import OwnRandom
+from agentrl_envs.adapters import common as global_random
+from agentrl_envs.adapters.common import OwnRandom
 
 
 @pytest.fixture

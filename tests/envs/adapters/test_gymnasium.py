@@ -6,7 +6,7 @@ import pytest
 
 from agentrl import Need, UserError
 from agentrl.env import make_env
-from agentrl.rollout.env_calls import copy_env
+from agentrl.rollout.env_driver import copy_env
 from agentrl.testing import check_env
 from agentrl_envs.adapters.gymnasium import GymnasiumEnv
 from tests.support.each import each

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from agentrl import UserError
-from agentrl.rollout.env_calls import copy_env
+from agentrl.rollout.env_driver import copy_env
 from agentrl.testing import check_env
 
 pytest.importorskip("textarena", reason="needs TextArena: pip install 'agentrl[textarena]'")

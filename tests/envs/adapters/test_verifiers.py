@@ -9,7 +9,8 @@ import pytest
 
 from agentrl import EnvironmentFailure, Message, UserError
 from agentrl.testing import check_env
-from agentrl_envs.adapters.verifiers import Verifiers, process
+from agentrl_envs.adapters import verifiers as process
+from agentrl_envs.adapters.verifiers import Verifiers
 from tests.support.each import each
 
 pytestmark = pytest.mark.process

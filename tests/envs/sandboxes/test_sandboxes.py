@@ -22,8 +22,7 @@ from agentrl_envs.sandboxes import bubblewrap
 from agentrl_envs.sandboxes.bubblewrap import BubblewrapConfig
 from agentrl_envs.sandboxes.files import packed, plain_path, unpacked
 from agentrl_envs.sandboxes.monty import MontyConfig
-from agentrl_envs.sandboxes.process import limit
-from agentrl_envs.sandboxes.unsafe import UnsafeConfig
+from agentrl_envs.sandboxes.unsafe import UnsafeConfig, limit
 from tests.support.each import each
 
 pytestmark = pytest.mark.process

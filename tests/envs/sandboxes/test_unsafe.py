@@ -1,4 +1,4 @@
-"""What the option named `unsafe` holds, and what it does not: the column of docs/sandboxes.md."""
+"""What the option named `unsafe` holds, and what it does not: the column of docs/environments.md."""
 
 import errno
 import os

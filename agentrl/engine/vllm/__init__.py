@@ -1,0 +1,1 @@
+"""The engines that sample with vLLM, in the process or as servers."""

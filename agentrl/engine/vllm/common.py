@@ -1,0 +1,174 @@
+"""Arguments, requests and answers of vLLM, in this process or over HTTP. Names are those of vLLM 0.32."""
+
+import math
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, Self
+from urllib.parse import urlsplit
+
+from pydantic import BaseModel, ConfigDict, model_validator
+
+from agentrl.errors import ConfigError, EngineError
+from agentrl.types import AmountOrZero, Count, FinishReason, Sampling, Seconds
+
+HOW_TO_INSTALL = "pip install 'agentrl[vllm]' with a GPU; without one see docs/engines.md"
+EXTENSION = "agentrl.engine.vllm.worker.WorkerExtension"
+"""Value of vLLM's option `worker_extension_cls`; loading it registers the backend too."""
+BACKEND = "agentrl"
+"""Name of our backend of vLLM's weight transfer, `ChannelTransferEngine`."""
+DRAWN = "agentrl_drawn"
+"""Key of `SamplingParams.extra_args`: number of tokens at the end of the prompt that were drawn with this seed before."""
+MIN_TEMPERATURE = 0.01
+"""vLLM silently raises lower ones to it."""
+FINISH_REASONS = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH, "abort": FinishReason.ABORTED}
+_NO_LOGPROB = -9999.0
+"""Value that a server sends for a log-probability that is not a number."""
+
+
+class ServerConfig(BaseModel):
+    """A vLLM server in a process of its own, or on another machine; `agentrl serve RECIPE` starts one on this machine."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    url: str | tuple[str, ...] = "http://127.0.0.1:8000"
+    """Address of the server. Several servers are divided evenly among the ranks: with 2 ranks and 4 servers each rank has 2;
+    with 2 or 3 servers the first rank has all. A rank spreads its conversations over its servers, and leaves out one that dies
+    as long as another is up; a rank without servers only trains."""
+    processes: Count | None = None
+    """Largest number of ranks with servers. 1: the first has all. As many as servers: each has one of its own, which is faster
+    with slow environments, but the run ends with any of them. None: as many as can have two."""
+    folder: Path | None = None
+    """Folder that trainer and server both see by this path, for weights that cannot go to the server directly. None: a
+    temporary folder of this machine."""
+    timeout_s: Seconds = 600.0
+    """Deadline of everything except completions, in seconds: a weight sync, a pause, a health check while it samples. A server
+    that misses it counts as down. Keep it no longer than `rollout.engine_timeout_s`."""
+    max_retries: AmountOrZero = 3
+    """Retries of a request that the server did not answer, or answered with an error of its own (5xx)."""
+    max_connections: Count = 512
+    """Largest number of completions requested at once; others wait. Each takes an open file here and one at the server: many
+    servers may open 1,024."""
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        if not self.urls:
+            raise ValueError("url: expected at least one")
+        for url in self.urls:
+            try:
+                parts = urlsplit(url)
+                is_whole = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port is not None
+            except ValueError:
+                is_whole = False
+            if not is_whole:
+                raise ValueError(f"url: expected http://HOST:PORT, got {url!r}")
+        return self
+
+    @property
+    def urls(self) -> tuple[str, ...]:
+        """`url` as a list."""
+        return (self.url,) if isinstance(self.url, str) else self.url
+
+
+def is_installed() -> bool:
+    """Return whether vLLM is installed, without importing it, which takes seconds."""
+    return find_spec("vllm") is not None
+
+
+def is_reloadable(config: Any) -> bool:
+    """Return whether vLLM can replace all weights of a model; its reload misses experts and sinks of gpt-oss."""
+    return bool(config.get_text_config().model_type != "gpt_oss")
+
+
+def check_reloadable(config: Any) -> None:
+    """Raise for models whose weights vLLM cannot replace.
+
+    Raises:
+        ConfigError: naming the model.
+    """
+    if not is_reloadable(config):
+        raise ConfigError(
+            "engine.name: vLLM 0.32 drops the experts and sinks of gpt_oss when its weights are replaced, and would sample "
+            "from others than the trainer's; set engine.name: transformers"
+        )
+
+
+def check_one_process(num_processes: int) -> None:
+    """Raise for vLLM in process with several ranks.
+
+    Raises:
+        ConfigError: naming the alternative.
+    """
+    if num_processes > 1:
+        raise ConfigError(
+            "engine.name: vllm runs within one process only; with several start a server for each, or for some of them, "
+            "and set engine.name: vllm_server and engine.server.url"
+        )
+
+
+def engine_arguments(*, is_cpu: bool) -> dict[str, Any]:
+    """Return the arguments of vLLM's `EngineArgs` that sampling for training always needs."""
+    arguments: dict[str, Any] = {
+        "skip_tokenizer_init": True,
+        "enable_prefix_caching": True,
+        "logprobs_mode": "processed_logprobs",
+        "generation_config": "vllm",
+        "worker_extension_cls": EXTENSION,
+    }
+    if is_cpu:
+        arguments |= {"enforce_eager": True, "kv_cache_memory_bytes": 2**30}
+        # Blocks of 128, the default on a CPU, find half as much of a prompt in the cache. A request with a seed ends
+        # vLLM on a CPU when its prompt is computed in parts ("CPU Generator does not use offset").
+        arguments |= {"block_size": 32, "enable_chunked_prefill": False}
+    return arguments
+
+
+def sampling_fields(sampling: Sampling) -> dict[str, Any]:
+    """Return every field of `SamplingParams`, so that no default of vLLM or the model applies."""
+    return {
+        "n": 1,
+        "max_tokens": sampling.max_tokens,
+        "min_tokens": 0,
+        "temperature": sampling.temperature,
+        "top_p": 1.0,
+        "top_k": 0,
+        "min_p": 0.0,
+        "presence_penalty": 0.0,
+        "frequency_penalty": 0.0,
+        "repetition_penalty": 1.0,
+        "seed": sampling.seed,
+        "stop_token_ids": list(sampling.stop_token_ids),
+        "ignore_eos": True,
+        "logprobs": 0,
+        "detokenize": False,
+        "extra_args": {DRAWN: sampling.drawn},
+        "routed_experts_prompt_start": sampling.experts_from,
+    }
+
+
+def sampled_logprobs(values: list[float], sampling: Sampling) -> list[float]:
+    """Convert vLLM's log-probabilities of sampled tokens: at temperature 0 it returns those of temperature 1."""
+    return [0.0 if sampling.temperature == 0 else min(0.0, value) for value in values]
+
+
+def parse_choice(choice: Any) -> tuple[list[int], list[float], FinishReason]:
+    """Return the tokens that a server sampled, vLLM's log-probability of each, and the finish reason.
+
+    Raises:
+        ValueError: for a malformed answer; also KeyError and TypeError.
+        EngineError: if it sampled from no distribution.
+    """
+    token_ids = [int(token) for token in choice["token_ids"]]
+    scored = choice["logprobs"]["content"] if token_ids else []
+    logprobs = [float(entry["logprob"]) for entry in scored]
+    reason = FINISH_REASONS[choice["finish_reason"]]
+    if len(logprobs) != len(token_ids) or not (token_ids or reason is FinishReason.ABORTED):
+        raise ValueError(f"{len(token_ids)} tokens with {len(logprobs)} log-probabilities")
+    if not all(_NO_LOGPROB < logprob < math.inf for logprob in logprobs):
+        raise EngineError("vLLM's server sampled from a distribution that is not one: its weights are not finite")
+    return token_ids, logprobs, reason
+
+
+def check_success(answer: Any) -> None:
+    """Raise ValueError for an answer that does not report success."""
+    if answer["success"] is not True:
+        raise ValueError("something still holds parts of the cache")

@@ -1,0 +1,393 @@
+"""The learning rate's course over the minibatches of a run.
+
+Optimizers by name: torch's AdamW, and those of bitsandbytes, which keep their state in 8 bits or page it out.
+
+The loss section of a recipe.
+
+The recipe's section `train`.
+
+A short supervised phase before reinforcement learning: the recipe's section `warmup:`.
+"""
+
+import math
+from collections.abc import Iterable
+from functools import partial
+from importlib import import_module
+from math import log
+from typing import Annotated, Any, Literal, Self, get_args
+
+import torch
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LambdaLR
+
+from agentrl.errors import ConfigError
+from agentrl.learn.batch import Aggregation, RatioUnit
+from agentrl.policy.config import Layout
+from agentrl.recipe.plugin import MayChange
+from agentrl.recipe.registry import suggest
+from agentrl.types import Amount, AmountOrZero, Count, Positive, Rate, between
+
+ScheduleName = Literal["constant", "linear", "cosine"]
+
+
+def make_schedule(name: ScheduleName, optimizer: Optimizer, *, num_warmup: int, num_minibatches: int) -> LambdaLR:
+    """Make the schedule of a run of so many minibatches, of which the rate rises over the first."""
+    return LambdaLR(optimizer, partial(rate_factor, name=name, num_warmup=num_warmup, num_minibatches=num_minibatches))
+
+
+def rate_factor(minibatch: int, *, name: ScheduleName, num_warmup: int, num_minibatches: int) -> float:
+    """Return what the learning rate of a minibatch, counted from 0, is multiplied by.
+
+    A rise from 0 to 1 in a straight line; then 1, a straight line to 0, or half a cosine to 0. Numbers are those of
+    `transformers.get_scheduler`, to the last bit; importing that takes seconds.
+    """
+    if minibatch < num_warmup:
+        return minibatch / num_warmup
+    if name == "constant":
+        return 1.0
+    progress = (minibatch - num_warmup) / max(1, num_minibatches - num_warmup)
+    if name == "linear":
+        return max(0.0, (num_minibatches - minibatch) / max(1, num_minibatches - num_warmup))
+    return max(0.0, 0.5 * (1.0 + math.cos(math.pi * progress)))
+
+
+OptimizerName = Literal["adamw", "adamw_8bit", "paged_adamw", "paged_adamw_8bit"]
+"""`adamw`: torch's, fused. The others are of bitsandbytes. `8bit`: both running means are kept in 8 bits, with one scale for
+each 256 of them (arXiv 2110.02861), but for weights of less than 4096 entries. `paged`: the state moves to the CPU's memory
+while the GPU's is full; on a CPU nothing is paged, and bitsandbytes warns."""
+
+_BITSANDBYTES = {"adamw_8bit": "AdamW8bit", "paged_adamw": "PagedAdamW", "paged_adamw_8bit": "PagedAdamW8bit"}
+
+
+def make_optimizer(
+    name: str,
+    parameters: Iterable[nn.Parameter],
+    *,
+    learning_rate: float,
+    betas: tuple[float, float],
+    weight_decay: float,
+) -> torch.optim.Optimizer:
+    """Return an optimizer (an `OptimizerName`) of those parameters that require a gradient.
+
+    Raises:
+        ConfigError: for a name that does not exist, or what is not installed.
+    """
+    trained = [parameter for parameter in parameters if parameter.requires_grad]
+    settings: dict[str, Any] = {"lr": learning_rate, "betas": betas, "weight_decay": weight_decay}
+    if name == "adamw":
+        return torch.optim.AdamW(trained, **settings, fused=True)
+    if name not in _BITSANDBYTES:
+        raise ConfigError(f"train.optimizer: there is no {name!r}.{suggest(name, get_args(OptimizerName))}")
+    try:
+        optimizers = import_module("bitsandbytes").optim
+    except ImportError as error:
+        raise ConfigError(
+            f"train.optimizer: {name} needs bitsandbytes ({error}); pip install 'agentrl[bitsandbytes]', or set it to adamw"
+        ) from error
+    optimizer: torch.optim.Optimizer = getattr(optimizers, _BITSANDBYTES[name])(trained, **settings)
+    return optimizer
+
+
+Trust = Literal["fixed", "calibrated", "token", "kernel"]
+"""What ends the push on a token."""
+DEFAULT_CLIP: dict[RatioUnit, tuple[float, float]] = {
+    "trajectory": (3e-4, 4e-4),
+    "turn": (3e-3, 4e-3),
+    "version": (3e-3, 4e-3),
+    "token": (0.2, 0.27),
+}
+"""Clip range below and above 1 of each unit: the longer the mean, the closer to 1 its ratio stays."""
+
+
+class CalibratedConfig(BaseModel):
+    """Ranges that follow the spread of log-ratios, for each staleness."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+    clipped: float = Field(default=0.03, ge=0.001, lt=0.5)
+    """Share of the tokens of positive, and of negative, advantage that the range is to clip."""
+    by_length: bool = False
+    """Units of 1, 2 to 7, 8 to 31, ... tokens have ranges of their own."""
+
+
+_LARGEST_LOG_FACTOR = 80.0
+"""float32 ends at e^88."""
+Exponent = Annotated[float, Field(gt=0, le=1000)]
+
+
+class KernelConfig(BaseModel):
+    """Exponents c1, c2 of the weight W^c1 exp(c2 (1 - W)) of a unit, W being the product of its tokens' ratios."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+    positive: tuple[Exponent, Exponent] = (2.0, 3.0)
+    """For tokens of positive advantage."""
+    negative: tuple[Exponent, Exponent] = (3.0, 2.0)
+    """For tokens of negative advantage."""
+
+    @model_validator(mode="after")
+    def _check_largest(self) -> Self:
+        for name, (c1, c2) in (("positive", self.positive), ("negative", self.negative)):
+            largest = c1 * (log(c1) - log(c2)) - c1 + c2  # log of the weight at W = c1 / c2, where it is largest
+            if largest >= _LARGEST_LOG_FACTOR:
+                raise ValueError(
+                    f"{name}: [{c1:g}, {c2:g}] gives weights of up to e^{largest:.0f}, beyond float32; bring c1 and c2 "
+                    "closer together"
+                )
+        return self
+
+
+class LossConfig(BaseModel):
+    """The loss section of a recipe."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+    unit: RatioUnit = "trajectory"
+    """Tokens that share one importance ratio: `trajectory` (GSPO-token), `turn`, `version` (runs of one policy version
+    within a turn) or `token` (PPO, GRPO)."""
+    trust: Trust = "token"
+    """When a token is pushed no further: its own ratio leaves the range of single tokens (`token`); its unit's ratio leaves the
+    clip range (`fixed`: the GSPO paper); leaves a range that follows how far ratios spread (`calibrated`); never, but the
+    unit's weight fades as its whole probability changes (`kernel`: VESPO)."""
+    clip_low: float | None = Field(default=None, gt=0, le=1)
+    """A ratio below 1 - clip_low stops pushing a token of negative advantage further down. None: follows the ratio that is
+    looked at, the unit's or with `trust: token` the token's (trajectory 3e-4, turn and version 3e-3, token 0.2)."""
+    clip_high: float | None = Field(default=None, gt=0)
+    """A ratio above 1 + clip_high stops pushing a token of positive advantage further up. None: follows the ratio that is
+    looked at, the unit's or with `trust: token` the token's (trajectory 4e-4, turn and version 4e-3, token 0.27)."""
+    calibrated: CalibratedConfig | None = None
+    """Of `trust: calibrated`. None: its defaults."""
+    kernel: KernelConfig | None = None
+    """Of `trust: kernel`. None: its defaults."""
+    reject: float | None = Field(default=None, gt=1)
+    """A unit whose ratio is above this, or below one over it, leaves the loss whole, but for its part in
+    `kl_coefficient`. None: none does."""
+    aggregation: Aggregation = "trajectory-mean"
+    """Weight of a token: every trajectory weighs the same (`trajectory-mean`), every turn (`turn-mean`), every token
+    (`token-mean`), or 1 / (number of trajectories * constant_length) (`constant`)."""
+    constant_length: int | None = Field(default=None, gt=0)
+    """Tokens by which `aggregation: constant` divides, and no other, in place of each trajectory's own length."""
+    anchor: Literal["behavior", "recomputed", "sampled"] = "behavior"
+    """Denominator of the ratio: `behavior`, the log-probabilities recorded by the engine at sampling; `recomputed`, the
+    trainer's own before the first update on the batch; `sampled`, the trainer's own under the weights that sampled each
+    token, so that the ratio holds its staleness, and nothing of the engine."""
+    kept_versions: Count = 4
+    """Of `anchor: sampled`: policy versions whose trained weights stay in the host's memory. Tokens of older ones are compared
+    with the engine's log-probabilities (`staleness/unkept`)."""
+    mismatch: Literal["off", "truncate", "mask"] = "off"
+    """What to do about units whose engine and trainer disagree, where `anchor: recomputed` or `sampled` leaves the engine out
+    of the ratio: weigh them by exp(mean of anchor - engine log-probabilities), `truncate`d at the limit, or `mask`ed beyond
+    it."""
+    mismatch_limit: float = Field(default=2.0, gt=1)
+    """Largest weight (and, for `mask`, one over the smallest)."""
+    kl_coefficient: float = Field(default=0.0, ge=0)
+    """Weight of the KL divergence to the reference policy. 0: none is kept, but for a credit scheme that reads it."""
+    routing_replay: Literal["none", "trainer", "engine"] = "none"
+    """Which experts the updates of a mixture take: those that it chooses itself; those of the `trainer` before the first update
+    (Routing Replay, GSPO paper, section 5.3); or those of the `engine` as it sampled (arXiv 2510.11370), where it tells them:
+    `transformers`, and vLLM on a GPU. Ratios of `unit: token` need it by the GSPO paper, those of trajectories do not."""
+
+    @model_validator(mode="after")
+    def _check_constant_length(self) -> Self:
+        if self.aggregation == "constant" and self.constant_length is None:
+            raise ValueError("aggregation: constant needs constant_length, the number of tokens to divide by: set it")
+        if self.aggregation != "constant" and self.constant_length is not None:
+            raise ValueError(
+                f"constant_length: {self.constant_length} is only used by aggregation: constant, got aggregation: "
+                f"{self.aggregation}; remove constant_length or set aggregation: constant"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _check_trust(self) -> Self:
+        if self.trust in ("calibrated", "kernel") and not (self.clip_low is None and self.clip_high is None):
+            raise ValueError(
+                f"clip_low and clip_high are ranges of trust: fixed and token, got trust: {self.trust}; remove them"
+            )
+        for name, value in (("calibrated", self.calibrated), ("kernel", self.kernel)):
+            if value is not None and self.trust != name:
+                raise ValueError(f"{name}: is only used by trust: {name}, got trust: {self.trust}; remove one of them")
+        return self
+
+    @model_validator(mode="after")
+    def _check_mismatch(self) -> Self:
+        if self.mismatch != "off" and self.anchor == "behavior":
+            raise ValueError(
+                f"mismatch: {self.mismatch} corrects what anchor: behavior has in its ratio already; "
+                "set anchor: recomputed or sampled, or mismatch: off"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _check_unused(self) -> Self:
+        for name, is_used, users in (
+            ("kept_versions", self.anchor == "sampled", "anchor: sampled"),
+            ("mismatch_limit", self.mismatch != "off", "mismatch: truncate or mask"),
+        ):
+            value = getattr(self, name)
+            if not is_used and value != type(self).model_fields[name].default:  # a run's recipe has all defaults
+                raise ValueError(f"{name}: {value:g} is only used by {users}; remove it, or set that")
+        return self
+
+    @model_validator(mode="after")
+    def _check_replay(self) -> Self:
+        if self.routing_replay == "trainer" and self.anchor == "behavior":
+            raise ValueError(
+                "routing_replay: trainer takes the trainer's experts, and anchor: behavior compares with the engine's; set "
+                "anchor: recomputed or sampled, or routing_replay: engine"
+            )
+        return self
+
+    def clip_range(self) -> tuple[float, float]:
+        """Return (clip_low, clip_high), the default of the ratio that is looked at where a field is None."""
+        low, high = DEFAULT_CLIP[self._clipped_unit]
+        return (low if self.clip_low is None else self.clip_low, high if self.clip_high is None else self.clip_high)
+
+    @property
+    def _clipped_unit(self) -> RatioUnit:
+        return "token" if self.trust == "token" else self.unit
+
+    def describe_ratio(self) -> str:
+        """Return what the ratio is taken of, and what ends the push on a token."""
+        low, high = self.clip_range()
+        ends = {
+            "fixed": f"clipped to 1 - {low:g} .. 1 + {high:g}",
+            "calibrated": f"clipped so that {100 * (self.calibrated or CalibratedConfig()).clipped:g}% of the tokens are",
+            "token": f"of which a token leaves when its own is beyond 1 - {low:g} .. 1 + {high:g}",
+            "kernel": "weighed by a kernel of the whole unit's",
+        }
+        return f"one for each {self.unit}, {ends[self.trust]}"
+
+    def warnings(self, *, staleness_bound: int = 0) -> list[str]:
+        """List what is allowed but likely a mistake: too few kept versions, a clip bound that reaches another unit's default.
+
+        Args:
+            staleness_bound: policy versions that a token may be behind.
+        """
+        found = []
+        if self.anchor == "sampled" and staleness_bound > self.kept_versions:
+            found.append(
+                f"loss.kept_versions: {self.kept_versions} is too few for rollout.max_staleness: {staleness_bound}: older "
+                "tokens are compared with the engine's log-probabilities, noise included; set it to "
+                f"{staleness_bound}, or lower max_staleness"
+            )
+        for side, name, value in ((0, "clip_low", self.clip_low), (1, "clip_high", self.clip_high)):
+            if value is None:
+                continue
+            own = DEFAULT_CLIP[self._clipped_unit][side]
+            others = {unit: bounds[side] for unit, bounds in DEFAULT_CLIP.items() if bounds[side] != own}
+            if any(own < bound <= value or value <= bound < own for bound in others.values()):
+                nearest = min(others.values(), key=lambda bound: abs(log(value / bound)))
+                units = " or ".join(unit for unit, bound in others.items() if bound == nearest)
+                is_token = self.trust == "token" and self.unit != "token"
+                looked_at, change = (
+                    ("trust: token looks at tokens", "set trust: fixed")
+                    if is_token
+                    else (f"unit is {self.unit}", "change unit")
+                )
+                found.append(
+                    f"{name}: {value:g} is a range for unit: {units}, but {looked_at}, whose ratios call for "
+                    f"about {own:g}; remove {name} to use that, or {change}"
+                )
+        return found
+
+
+Beta = Annotated[float, Field(ge=0, lt=1)]
+
+
+class TrainConfig(BaseModel):
+    """The optimizer and what it is fed."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    steps: Annotated[Amount, MayChange(lambda train: train.schedule == "constant", "with `schedule: constant`")] = 100
+    """Rounds of collecting and updating."""
+    num_minibatches: Count = 4
+    """Parts into which each step's rollouts are drawn (the GSPO paper's four): an optimizer update for each, but where one has
+    no gradient."""
+    max_tokens_per_micro_batch: Annotated[Amount, MayChange()] = 16_384
+    """Most tokens in one forward and backward pass, padding included; a token that rows share counts once. A longer
+    trajectory is a pass of its own."""
+    layout: Annotated[Literal["auto"] | Layout, MayChange()] = "auto"
+    """How rows are laid out: `tree` computes what they share once, `packed` puts short ones behind one another, `padded` below
+    one another. `auto`: the first of these that is proven exact for the model when the run begins."""
+    learning_rate: Rate = 3e-4
+    """Step size of AdamW."""
+    schedule: ScheduleName = "constant"
+    """Course of the learning rate after its warm-up."""
+    warmup_minibatches: AmountOrZero = 0
+    """Minibatches over which the learning rate rises from 0. Those without a gradient count, here and in the schedule: it is
+    then at the same point of each step in any run, and ends with it."""
+    target_kl: Positive | None = 0.02
+    """How far a step may move the policy, in nats a token: an update that moves it further, at the tokens of the next minibatch
+    (the last update: of the last one), is halved until it does not. None: as far as the updates take it. The metric `kl/step`
+    is the furthest that minibatches showed, before the last update: 0 with one minibatch. Where tokens are stale, all
+    minibatches but the first take a forward pass more."""
+    ess_scaling: bool = False
+    """Multiply the learning rate of each update by the square root of `ratio/effective_samples` of its minibatch: small where
+    few trajectories outweigh the rest, as among stale ones (VCPO)."""
+    optimizer: OptimizerName = "adamw"
+    """`adamw`: torch's. `adamw_8bit`, `paged_adamw`, `paged_adamw_8bit`: of bitsandbytes, for less memory."""
+    gradient_checkpointing: Annotated[bool, MayChange()] = False
+    """Keep what enters each layer and compute the rest again in the backward pass: slower, for less memory."""
+    betas: tuple[Beta, Beta] = (0.9, 0.95)
+    """Decay of Adam's running means of the gradient and of its square."""
+    weight_decay: Annotated[float, Field(ge=0), between(0, 1e6)] = 0.0
+    """Decoupled weight decay of AdamW."""
+    max_grad_norm: Positive = 1.0
+    """Gradients are scaled down to this norm."""
+    precision: Literal["float32", "bfloat16"] = "float32"
+    """`bfloat16`: autocast over float32 weights."""
+    sharding: Literal["none", "full"] = "none"
+    """Where several processes train. `none`: each holds all weights (DDP). `full`: weights, gradients and the optimizer's
+    state are shared out among them (FSDP2)."""
+    process_timeout_s: Annotated[float, MayChange()] = Field(default=1800.0, gt=0, le=31_536_000)
+    """How long a process waits for the others, in seconds; a year at most."""
+    device: Literal["auto", "cpu"] = "auto"
+    """`auto`: a GPU where there is one."""
+    checkpoint_every: Annotated[Amount, MayChange()] = 20
+    """Steps between checkpoints; the last step always has one."""
+    keep_last: Annotated[Amount, MayChange()] = 2
+    """Checkpoints kept."""
+    on_collapse: Annotated[Literal["warn", "stop", "rewind"], MayChange()] = "warn"
+    """What follows where the policy collapses (metric `health/collapse`). `stop`: the run ends. `rewind`: once, it goes back to
+    the newest checkpoint from before, with half the learning rate; at the next collapse it ends. It is told anyway."""
+    stop_on: Annotated[tuple[Literal["alike", "cut_off"], ...], MayChange()] = ()
+    """Signs (metrics `health/SIGN`) at which the run ends: groups that earn `alike` for 8 steps, every episode `cut_off`. Each
+    is told once anyway."""
+    agreement: Annotated[Annotated[float, Field(gt=0), between(1e-12, 1)] | None, MayChange()] = None
+    """Largest mean difference allowed between the engine's log-probabilities and the trainer's under the same weights, in
+    nats. None: follows the precision (float32 1e-3, bfloat16 0.05)."""
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        if self.sharding == "full" and self.optimizer != "adamw":
+            raise ValueError(f"optimizer: {self.optimizer} cannot be shared out (sharding: full); set it to adamw")
+        return self
+
+    def is_sharded(self, num_processes: int) -> bool:
+        """Tell whether weights are shared out: one process alone has them whole, whatever `sharding` is."""
+        return self.sharding == "full" and num_processes > 1
+
+    def agreement_bound(self) -> float:
+        """Return `agreement`, the precision's default where it is None."""
+        return self.agreement or {"float32": 1e-3, "bfloat16": 0.05}[self.precision]
+
+
+class WarmupConfig(BaseModel):
+    """Supervised training on `oracle()` demonstrations before reinforcement learning."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    steps: AmountOrZero = 0
+    """Optimizer steps; 0: no warm-up."""
+    batch_size: Count = 16
+    """Demonstrations for each step."""
+    num_demonstrations: Count = 2048
+    """Demonstrations made; they are gone through again when they run out."""
+    learning_rate: Rate = 1e-3
+    """Step size of AdamW; rises over 20 steps, falls over the last 50."""
+    skill: float = Field(default=1.0, ge=0, le=1)
+    """Share of turns that the demonstrations play right: a policy that was shown perfection has no spread to learn from."""

@@ -1,0 +1,136 @@
+"""Weights of earlier policy versions, by which the trainer computes again what they sampled.
+
+How far a step may move the policy: `train.target_kl`.
+"""
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from agentrl.learn.metrics import MinibatchStats, divergence
+from agentrl.learn.policy_state import PolicyState
+
+
+class TrainedWeights:
+    """The weights of a policy that require a gradient, as they are; of those that are shared out, this process's shards."""
+
+    def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Take the parameters of the policy."""
+        self._parameters = [parameter for parameter in parameters if parameter.requires_grad]
+
+    def locals(self) -> list[Tensor]:
+        """Return them, without copying."""
+        return [
+            parameter.to_local().detach() if isinstance(parameter, DTensor) else parameter.detach()
+            for parameter in self._parameters
+        ]
+
+    def copy(self) -> list[Tensor]:
+        """Return what they are now."""
+        return [local.clone() for local in self.locals()]
+
+    def set(self, weights: list[Tensor], *, share: float = 1.0) -> None:
+        """Move them to others, or a share of the way."""
+        with torch.no_grad():
+            for local, value in zip(self.locals(), weights, strict=True):
+                local.lerp_(value.to(local.device), share) if share < 1 else local.copy_(value)
+
+
+class KeptVersions:
+    """The trained weights of the newest versions, in the host's memory: adapters alone where these are trained.
+
+    Of weights that are shared out, each process keeps its shard.
+    """
+
+    def __init__(self, parameters: Iterable[nn.Parameter], *, most: int) -> None:
+        """Keep nothing yet.
+
+        Args:
+            parameters: of the policy. Those that require no gradient are the same in every version.
+            most: versions that are kept. 0: none is.
+        """
+        self._trained = TrainedWeights(parameters)
+        self._most = most
+        self._weights: dict[int, list[Tensor]] = {}
+
+    @property
+    def versions(self) -> frozenset[int]:
+        """Those that are kept."""
+        return frozenset(self._weights)
+
+    def keep(self, version: int) -> None:
+        """Keep the present weights as those of a version, and forget the oldest."""
+        if self._most:
+            self._weights[version] = [local.to("cpu", copy=True) for local in self._trained.locals()]
+            while len(self._weights) > self._most:
+                del self._weights[min(self._weights)]
+
+    @contextmanager
+    def at(self, version: int) -> Iterator[None]:
+        """Return a context in which the policy has the weights of a version that is kept."""
+        present = self._trained.copy()
+        self._trained.set(self._weights[version])
+        try:
+            yield
+        finally:
+            self._trained.set(present)
+
+
+_MOST_HALVINGS = 6
+
+
+class KLLineSearch:
+    """Bounds the KL divergence between the policy before a step and after each of its updates, by backtracking.
+
+    A trust region of the loss stops the push on tokens that have moved; what other tokens' updates do to them it does not
+    bound. Source of the line search: TRPO, arXiv 1502.05477, appendix C.
+    """
+
+    def __init__(self, state: PolicyState, *, target: float | None) -> None:
+        """Begin a step.
+
+        Args:
+            state: the policy.
+            target: the bound, in nats a token. None: there is none.
+        """
+        self.target = target
+        self._weights = TrainedWeights(state.policy.parameters())
+        self._before: list[Tensor] | None = None
+        self._start = 0.0
+        self._num_updates = 0
+        self._is_counted = False
+        """The newest update, as one that was shortened: the minibatches after it that have no gradient look at it again."""
+
+    def keep_weights(self) -> None:
+        """Keep the weights before an update."""
+        if self.target is not None:
+            self._before = None  # which makes room for the copy
+            self._before, self._is_counted = self._weights.copy(), False
+
+    def backtrack(self, tally: MinibatchStats, show: Callable[[], MinibatchStats]) -> bool:
+        """Halve the newest update until the policy is within reach; return whether that was necessary.
+
+        Args:
+            tally: what the next minibatch shows.
+            show: shows it again.
+        """
+        if self.target is None:
+            return False
+        if self._before is None:
+            self._start = divergence(tally)  # of the engine
+            return False
+        halvings = 0
+        while divergence(tally) - self._start > self.target and halvings < _MOST_HALVINGS:
+            halvings += 1
+            self._weights.set(self._before, share=0.5 if halvings < _MOST_HALVINGS else 1.0)
+            tally = show()
+        if halvings and not self._is_counted:
+            self._num_updates, self._is_counted = self._num_updates + 1, True
+        return halvings > 0
+
+    def metrics(self) -> dict[str, float]:
+        """Tell how often that was."""
+        return {} if self.target is None else {"shortened_updates": float(self._num_updates)}

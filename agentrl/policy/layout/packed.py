@@ -1,0 +1,101 @@
+"""Transformers models attend within packed rows one by one: no mask has the pairs of a whole pass.
+
+`B` lines of a pass, `L` slots of a line, `P = B * L` slots of a pass, `R` rows of similar length, `W` tokens of the longest
+of them, `H` heads (of queries, or of keys and values), `D` head size.
+"""
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
+
+from agentrl.errors import TrainingError
+from agentrl.policy.layout.tree import IntArray
+from agentrl.policy.layout.tree_attention import attention_set
+
+_NAME = "agentrl_packed"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PackedRows:
+    """Where the rows of a packed pass are in it, as tensors on its device."""
+
+    slots: Sequence[Tensor]
+    """Slot of each token of each row, (R, W) for rows of similar length; shorter rows repeat their last."""
+    read_BL: Tensor
+    """Where in all of `slots`, one behind the other, each slot of the pass is; 0 for padding."""
+
+    @classmethod
+    def from_paths(cls, paths: Sequence[IntArray], ids_BL: Tensor) -> "PackedRows":
+        """Return the rows whose tokens are in the given slots of a pass."""
+        slots, read_P, start = [], np.zeros(ids_BL.numel(), dtype=np.int64), 0
+        for group in _by_length(paths):
+            width = len(group[0])
+            for path in group:
+                read_P[path] = start + np.arange(len(path))
+                start += width
+            slot_RW = np.stack([np.pad(path, (0, width - len(path)), mode="edge") for path in group])
+            slots.append(torch.from_numpy(slot_RW).to(ids_BL.device))
+        return cls(slots, torch.from_numpy(read_P).to(ids_BL.device).view(ids_BL.shape))
+
+
+def attends_by_rows(model: Any) -> bool:
+    """Tell whether a model's attention is torch's scaled dot product, by an interface through which rows reach it."""
+    attention = model.config.get_text_config()._attn_implementation
+    return attention in ("sdpa", _NAME) and bool(model._can_set_attn_implementation())
+
+
+def packed_attention_of(model: Any) -> AbstractContextManager[None]:
+    """Let a transformers model attend within the rows that a pass brings as `agentrl_packed`, and as before afterwards.
+
+    The pass must say that no slot is padding (`attention_mask` of ones), so that masks are those of one row: none where rows
+    are causal, else, as for a sliding window shorter than the line, one of L x L which each row has the corner of.
+    """
+    AttentionInterface.register(_NAME, _attend)
+    AttentionMaskInterface.register(_NAME, _mask_of_a_row)
+    return attention_set(model, _NAME)
+
+
+def _by_length(paths: Sequence[IntArray]) -> list[list[IntArray]]:
+    """Return paths, without empty ones, in groups of which the first is the longest, and at most twice as long as any."""
+    groups: list[list[IntArray]] = []
+    for path in sorted(filter(len, paths), key=len, reverse=True):
+        if not groups or 2 * len(path) < len(groups[-1][0]):
+            groups.append([])
+        groups[-1].append(path)
+    return groups
+
+
+def _mask_of_a_row(**kwargs: Any) -> Tensor | None:
+    """Return what transformers masks in a row as long as a line: nothing beyond causality, or (1, 1, L, L)."""
+    return sdpa_mask(**kwargs | {"batch_size": 1, "attention_mask": None})
+
+
+def _attend(
+    module: nn.Module,
+    query_BHLD: Tensor,
+    key_BHLD: Tensor,
+    value_BHLD: Tensor,
+    mask_11LL: Tensor | None,
+    agentrl_packed: PackedRows | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """Attend row by row, as transformers calls it: rows are padded on the right, which causality hides."""
+    if agentrl_packed is None:
+        raise TrainingError(f"{type(module).__name__} was called without rows; run the model through hidden_states")
+    states = [states_BHLD.transpose(1, 2).flatten(0, 1) for states_BHLD in (query_BHLD, key_BHLD, value_BHLD)]
+    parts = []
+    for slot_RW in agentrl_packed.slots:
+        width = slot_RW.shape[1]
+        mask_11WW = None if mask_11LL is None else mask_11LL[..., :width, :width]
+        query_RHWD, key_RHWD, value_RHWD = (states_PHD[slot_RW].transpose(1, 2) for states_PHD in states)
+        out_RWHD, _ = sdpa_attention_forward(module, query_RHWD, key_RHWD, value_RHWD, mask_11WW, **kwargs)
+        parts.append(out_RWHD.flatten(0, 1))
+    return torch.cat(parts)[agentrl_packed.read_BL], None

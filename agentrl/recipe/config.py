@@ -1,0 +1,324 @@
+"""The one configuration tree: a YAML recipe, command-line overrides, and clear words about what is wrong with them."""
+
+import difflib
+import json
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from types import UnionType
+from typing import Annotated, Any, Self, Union, get_args, get_origin
+
+from pydantic import BaseModel, ConfigDict, Field, SerializeAsAny, ValidationError, field_validator, model_validator
+from pydantic_settings import BaseSettings, CliSettingsSource, SettingsConfigDict, SettingsError
+
+from agentrl.chat import AutoConfig, RendererConfig
+from agentrl.credit import CreditScheme, load_credit, load_fallback
+from agentrl.data.files import MAX_DEPTH, nests_deeper, parse_yaml
+from agentrl.engine import EngineConfig
+from agentrl.engine.auto import AutoConfig as AutoEngineConfig
+from agentrl.env.make import EnvConfig
+from agentrl.errors import ConfigError
+from agentrl.learn.config import LossConfig, TrainConfig, WarmupConfig
+from agentrl.learn.health import COLLAPSED_STEPS
+from agentrl.learn.signals import SignalsConfig
+from agentrl.policy.config import ModelConfig
+from agentrl.recipe.foreign_names import at_home, of_field, of_path
+from agentrl.recipe.plugin import ELSEWHERE, MayChange, Plugin, explain, section_of
+from agentrl.recipe.registry import suggest
+from agentrl.report.folder import ReportConfig
+from agentrl.rollout import RolloutConfig
+from agentrl.rollout.evaluation import EvaluationConfig
+
+_MAX_EPISODES = 1_000_000
+"""Of a step, or of an evaluation."""
+
+
+class Recipe(BaseModel):
+    """Everything that defines a run."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    seed: int = Field(default=0, ge=0, lt=2**32)
+    """Every random choice follows from it."""
+    run_dir: Annotated[Path | None, MayChange()] = None
+    """Folder of the run. None: `runs/<recipe>-<date>`."""
+    env: EnvConfig = EnvConfig()
+    chat: SerializeAsAny[RendererConfig] = AutoConfig()
+    model: ModelConfig = ModelConfig()
+    warmup: WarmupConfig = WarmupConfig()
+    engine: Annotated[SerializeAsAny[EngineConfig], MayChange()] = AutoEngineConfig()
+    rollout: RolloutConfig = RolloutConfig()
+    credit: dict[str, Any] = {"scheme": "uniform"}
+    """A credit scheme's name and its fields; `fallback: uniform` replaces a scheme that the environment cannot serve."""
+    signals: SignalsConfig = SignalsConfig()
+    loss: LossConfig = LossConfig()
+    train: TrainConfig = TrainConfig()
+    evaluation: Annotated[EvaluationConfig, MayChange()] = EvaluationConfig()
+    report: Annotated[ReportConfig, MayChange()] = ReportConfig()
+
+    @field_validator("run_dir")
+    @classmethod
+    def _of_home(cls, path: Path | None) -> Path | None:
+        if path is not None and "\0" in str(path):
+            raise ConfigError("run_dir: no path holds a null byte")
+        try:
+            return path and path.expanduser()
+        except RuntimeError as error:
+            raise ConfigError(f"run_dir: {path}: {error}; write the whole path") from error
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        for name, value in _numbers(self):
+            if not math.isfinite(value):
+                raise ValueError(f"{name}: must be a finite number (got {value})")
+        rollout, episodes = self.rollout, self.rollout.num_groups * self.rollout.group_size
+        evaluated = self.evaluation.num_tasks * self.evaluation.samples
+        for what, number in (("rollout.group_size", episodes), ("evaluation.samples", evaluated)):
+            if number > _MAX_EPISODES:
+                raise ValueError(f"{what}: makes {number} episodes, more than {_MAX_EPISODES}; lower it")
+        train, least = self.train, COLLAPSED_STEPS + rollout.staleness_bound
+        if train.on_collapse == "rewind" and train.checkpoint_every * (train.keep_last - 1) < least:
+            raise ValueError(
+                f"train.on_collapse: rewind takes a checkpoint from {least + 1} steps before, and checkpoint_every: "
+                f"{train.checkpoint_every} with keep_last: {train.keep_last} may keep none; raise one of them until "
+                f"checkpoint_every * (keep_last - 1) is at least {least}"
+            )
+        if self.train.num_minibatches > episodes:
+            raise ValueError(
+                f"train.num_minibatches: {self.train.num_minibatches} is more than the {episodes} episodes of a step "
+                "(rollout.num_groups * rollout.group_size); lower it"
+            )
+        if rollout.max_turn_tokens >= rollout.max_context_tokens:
+            raise ValueError(
+                f"rollout.max_turn_tokens: {rollout.max_turn_tokens} leaves no room for a prompt in "
+                f"rollout.max_context_tokens: {rollout.max_context_tokens}"
+            )
+        if self.env.schedule and rollout.curriculum is not None:
+            raise ValueError(
+                "rollout.curriculum: judges tasks by their numbers, and env.schedule gives a number another task; use one of "
+                "the two"
+            )
+        scheme = load_credit(self.credit, elsewhere=_FIELDS)
+        if rollout.group_size == 1:
+            alone = "rollout.group_size: 1 gives every trajectory nothing to be compared with; raise it, or"
+            if field := _field_of_error(scheme):
+                raise ValueError(f"{alone} set {field}")
+            if "fallback" in self.credit and _field_of_error(load_fallback(scheme)):
+                raise ValueError(f"{alone} remove credit.fallback")
+        return self
+
+
+def _field_of_error(scheme: CreditScheme) -> str | None:
+    """Return the field of the recipe whose rule stops a run at a trajectory that has no sibling."""
+    field = "credit"
+    for layer in scheme.chain():
+        if layer.lone_rule() == "error":
+            return f"{field}.lone"
+        field += next((f".{name}" for name, value in layer if isinstance(value, Mapping) and "scheme" in value), "")
+    return None
+
+
+_SEAMS = {
+    name: seam
+    for name, info in Recipe.model_fields.items()
+    if (seam := section_of(info.annotation)) and issubclass(seam, Plugin)
+}
+"""The sections that name a plug-in, and hold whatever fields it has."""
+
+
+def load_recipe(
+    source: Path | Mapping[str, Any] | None, overrides: Sequence[str] = (), *, changes: Mapping[str, Any] | None = None
+) -> Recipe:
+    """Read a recipe (a YAML file, or its sections; None: an empty one), and lay over it what is to change.
+
+    Args:
+        source: of the recipe.
+        overrides: options as on the command line: `--rollout.group_size 4`.
+        changes: sections, as in a recipe, but with only the fields that change; overrides lie over them.
+
+    Naming another `env.id` or `credit.scheme` drops the recipe's options for the former one; naming another plug-in elsewhere
+    (`chat.renderer`) drops those that it does not have.
+
+    Raises:
+        ConfigError: naming each field at fault, with the nearest name for one that does not exist.
+    """
+    data = dict(source) if isinstance(source, Mapping) else _read(source)
+    changed = _merged(changes or {}, _parse_overrides(overrides))
+    if _nested(changed, "env", "id") not in (None, _nested(data, "env", "id") or EnvConfig().id):
+        data["env"] = {}
+    if _nested(changed, "credit", "scheme") not in (None, _nested(data, "credit", "scheme")):
+        data["credit"] = {}
+    for section, seam in _SEAMS.items():
+        name, former = _nested(changed, section, seam.seam.key), data.get(section)
+        if isinstance(name, str) and isinstance(former, dict):
+            data[section] = {key: value for key, value in former.items() if key in seam.named(name).model_fields}
+    try:
+        return Recipe.model_validate(_merged(data, changed), context={ELSEWHERE: _FIELDS})
+    except ValidationError as error:
+        raise ConfigError("\n".join(explain(error, Recipe, elsewhere=_FIELDS))) from error
+
+
+def _read(path: Path | None) -> dict[str, Any]:
+    try:
+        text = b"{}" if path is None else path.read_bytes()
+    except OSError as error:
+        raise ConfigError(f"cannot read the recipe {path}: {error.strerror}") from error
+    data = parse_yaml(text, where=f"the recipe {path}")
+    if not isinstance(data, dict):
+        raise ConfigError(f"the recipe {path} must be a mapping of sections, got {type(data).__name__}")
+    return data
+
+
+def plan(recipe: Recipe) -> dict[str, str]:
+    """Return what a step of this recipe amounts to, with units."""
+    rollout, train = recipe.rollout, recipe.train
+    episodes = rollout.num_groups * rollout.group_size
+    updates = min(train.num_minibatches, episodes)
+    return {
+        "episodes per step": f"{episodes} ({rollout.num_groups} groups of {rollout.group_size})",
+        "turns per episode": f"at most {rollout.max_turns}, of at most {rollout.max_turn_tokens} tokens each",
+        "updates per step": f"at most {updates}, on about {episodes // updates} trajectories each",
+        "tokens per micro-batch": f"at most {train.max_tokens_per_micro_batch}, shared ones once",
+        "steps": f"{train.steps} (at most {train.steps * updates} updates)",
+        "credit": ", ".join(f"{key} {value}" for key, value in recipe.credit.items()),
+        "ratio": recipe.loss.describe_ratio(),
+        "evaluation": f"{recipe.evaluation.num_tasks} evaluation tasks, {recipe.evaluation.samples} episodes each",
+    }
+
+
+def _parse_overrides(arguments: Sequence[str]) -> dict[str, Any]:
+    """Parse command-line options with pydantic-settings; return only what was given."""
+    if not arguments:
+        return {}
+
+    class CommandLine(Recipe, BaseSettings):
+        model_config = SettingsConfigDict(extra="forbid", frozen=True)
+
+    try:
+        source: Any = CliSettingsSource(CommandLine, cli_parse_args=_open_mappings(arguments), cli_exit_on_error=False)
+        given: dict[str, Any] = source()
+    except SettingsError as error:
+        raise ConfigError(_wrong_options(str(error))) from error
+    except RecursionError:  # before Python 3.12; later ones read on
+        is_deep = True
+    else:
+        is_deep = nests_deeper(given, MAX_DEPTH)
+    if is_deep:
+        raise ConfigError(f"command line: a value nests deeper than {MAX_DEPTH}")
+    return given
+
+
+def _open_mappings(arguments: Sequence[str]) -> list[str]:
+    """Rewrite options below free mappings (`--credit.gamma .5`) and YAML (`[{id: x}]`) as JSON, which argparse knows."""
+    rewritten: list[str] = []
+    mappings: dict[str, dict[str, Any]] = {}
+    prefixes = ("--credit.", "--env.options.", *(f"--{section}." for section in _SEAMS))
+    rest = list(arguments)
+    while rest:
+        option = rest.pop(0)
+        name, has_value, value = option.partition("=")
+        prefix = next((p for p in prefixes if name.startswith(p)), None)
+        given = value if has_value else "".join(rest[:1])
+        if prefix is None and (name in _TEXTS or not (name.startswith("--") and given.lstrip().startswith(("{", "[")))):
+            rewritten.append(option)
+            continue
+        if not has_value:
+            if not rest:
+                raise ConfigError(f"{name}: needs a value")
+            value = rest.pop(0)
+        nested: Any = parse_yaml(value, where=f"{name}: {value[:80]!r}")
+        if not _has_names(nested):
+            raise ConfigError(f"{name}: the names in a mapping must be text; put them in quotes")
+        if prefix is None:
+            rewritten += [name, json.dumps(nested, default=str)]
+            continue
+        for key in reversed(name.removeprefix(prefix).split(".")):
+            nested = {key: nested}
+        mappings[prefix] = _merged(mappings.get(prefix, {}), nested)
+    for prefix, nested in mappings.items():
+        rewritten += [prefix.removesuffix("."), json.dumps(nested, default=str)]  # a YAML date is no JSON: as written
+    return rewritten
+
+
+def _has_names(value: Any) -> bool:
+    if isinstance(value, dict):
+        return all(isinstance(key, str | int | float) and _has_names(each) for key, each in value.items())
+    return all(map(_has_names, value)) if isinstance(value, list) else True
+
+
+def _wrong_options(message: str) -> str:
+    """Turn argparse's words into ours: each unknown option with the nearest that exists. What is very long is cut."""
+    if lacking := re.search(r"argument (--\S+): expected one argument", message):
+        return f"{lacking[1]}: needs a value"
+    if section := re.search(r'error parsing value for field "([^"]+)"', message):
+        return f"--{section[1]}: expected JSON, such as {{}}; a field of it is --{section[1]}.FIELD VALUE"
+    message = message.removeprefix("error parsing CLI: ")
+    _, _, arguments = message.partition("unrecognized arguments: ")
+    unknown = [word.partition("=")[0][:100] for word in arguments.split() if word.startswith("--")]
+    if not unknown:
+        return f"command line: {message[:300]}{'...' if len(message) > 300 else ''}"
+    return "\n".join(f"{option}: no such option.{_nearest_option(option)}" for option in unknown)
+
+
+def _nearest_option(option: str) -> str:
+    """Suggest the nearest of all options, else those of the same section."""
+    known = [f"--{name}" for name in _FIELDS if not any(other.startswith(f"{name}.") for other in _FIELDS)]
+    name = option.removeprefix("--").rpartition(".")[2]
+    own = of_path(option.removeprefix("--"))
+    if own is None and (hint := at_home(name, known)):
+        return hint
+    if hint := own or of_field(name):
+        return re.sub(r"^ Did you mean '([\w.]+)'\?$", r" Did you mean '--\1'?", hint)
+    if difflib.get_close_matches(option, known):
+        return suggest(option, known)
+    return suggest(option, [name for name in known if name.rpartition(".")[0] == option.rpartition(".")[0]] or known)
+
+
+def _numbers(model: BaseModel, prefix: str = "") -> Iterator[tuple[str, float]]:
+    """Yield the name and value of each float of a tree of sections."""
+    for name, value in model:
+        if isinstance(value, BaseModel):
+            yield from _numbers(value, f"{prefix}{name}.")
+        for number in value if isinstance(value, tuple) else (value,):
+            if isinstance(number, float):
+                yield prefix + name, number
+
+
+def _field_names(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
+    for name, info in model.model_fields.items():
+        yield prefix + name
+        if get_origin(info.annotation) is not tuple and (section := section_of(info.annotation)):
+            yield from _field_names(section, f"{prefix}{name}.")
+
+
+_FIELDS = tuple(_field_names(Recipe))
+"""All fields of the tree by their paths, but for those of plug-ins."""
+
+
+def _is_text(path: str) -> bool:
+    *sections, last = path.split(".")
+    model: Any = Recipe
+    for section in sections:
+        model = section_of(model.model_fields[section].annotation)
+    annotation = model.model_fields[last].annotation
+    is_union = get_origin(annotation) in (Union, UnionType)
+    return not {str, Path}.isdisjoint(get_args(annotation) if is_union else [annotation])
+
+
+_TEXTS = frozenset(f"--{path}" for path in _FIELDS if _is_text(path))
+"""Options that are taken as they are written."""
+
+
+def _nested(data: Any, *path: str) -> Any:
+    for key in path:
+        data = data.get(key) if isinstance(data, dict) else None
+    return data
+
+
+def _merged(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
+    merged = dict(base)
+    for key, value in over.items():
+        old = merged.get(key)
+        merged[key] = _merged(old, value) if isinstance(old, dict) and isinstance(value, dict) else value
+    return merged

@@ -1,0 +1,583 @@
+"""What each process of a run needs of memory, by its recipe alone: before anything is loaded or rented.
+
+Models beside the policy (a teacher, a critic of its own) are not counted.
+
+What a model's weights and passes take, counted without computing anything.
+
+The model is made of fake tensors, which have sizes and no content: a pass over it takes a tenth of a second, whatever its size.
+"""
+
+import copy
+import weakref
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache, cached_property, partial
+from typing import Any, NamedTuple
+
+import torch
+from huggingface_hub.errors import StrictDataclassError
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd.function import once_differentiable
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from transformers import AttentionInterface
+from transformers.masking_utils import AttentionMaskInterface
+
+from agentrl.chat import local_folder
+from agentrl.credit import load_credit
+from agentrl.engine.batched import BatchedConfig
+from agentrl.engine.transformers.engine import MAX_MASK, SAMPLING_BYTES
+from agentrl.engine.vllm.common import check_one_process, check_reloadable, is_reloadable
+from agentrl.engine.vllm.engine import VLLMConfig
+from agentrl.errors import ConfigError
+from agentrl.models.auto_classes import auto_class, freeze_towers, head_size, layer_configs, name_body, with_layers
+from agentrl.models.logits import logit_map
+from agentrl.models.moe import cast_experts
+from agentrl.policy.config import LoraSettings
+from agentrl.policy.layout.tree_attention import no_mask
+from agentrl.policy.logprobs import tile_elements
+from agentrl.policy.lora import add_lora, round_frozen
+from agentrl.policy.model import local_config
+from agentrl.policy.sharded_checkpoint import can_load_sharded
+from agentrl.recipe.config import Recipe
+from agentrl.types import Need
+
+_NAME = "agentrl_sizes"
+
+
+class Weights(NamedTuple):
+    """Numbers of weights."""
+
+    total: int
+    trained: int
+    layer: int
+    """Of the largest layer."""
+    outside: int
+    """Of what is in no layer: embedding and head."""
+    embedding: int
+    """Of the embedding, where it is trained."""
+    head: int
+    """Of the head, where it is trained."""
+    is_tied: bool
+    """Head and embedding are one."""
+
+
+class Kept(NamedTuple):
+    """Bytes that a forward pass keeps for the backward pass."""
+
+    layer: int
+    """Of each layer."""
+    rest: int
+    """Of what comes before and after the layers."""
+    largest: int
+    """Of the largest tensor that a layer keeps."""
+
+
+class Sizes:
+    """What is counted of one model, each of it once."""
+
+    def __init__(self, config: Any, lora: LoraSettings | None) -> None:
+        """Count nothing yet.
+
+        Args:
+            config: of the model.
+            lora: adapters, where these are trained.
+        """
+        self.config = config
+        self.kept = cache(partial(count_kept, config, lora))
+        """`count_kept` of this model."""
+        self.of_pass = cache(partial(count_pass, config, lora))
+        """`count_pass` of this model."""
+        self._lora = lora
+
+    @cached_property
+    def weights(self) -> Weights:
+        """Those of the model as it is trained."""
+        return count_weights(self.config, self._lora)
+
+    @cached_property
+    def base(self) -> Weights:
+        """Those of the model without adapters."""
+        return self.weights if self._lora is None else count_weights(self.config, None)
+
+
+def count_weights(config: Any, lora: LoraSettings | None) -> Weights:
+    """Count the weights of a model by its configuration."""
+    with _made(config, lora, dtype=torch.float32) as model:
+        sizes = {id(p): p.numel() for p in model.parameters()}
+        names = set(model._no_split_modules or ())
+        layers = [module for module in model.modules() if type(module).__name__ in names]
+        in_layers = [{id(p): p.numel() for p in layer.parameters()} for layer in layers]
+        outside = sizes.keys() - {number for layer in in_layers for number in layer}
+        embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
+        return Weights(
+            total=sum(sizes.values()),
+            trained=sum(p.numel() for p in model.parameters() if p.requires_grad),
+            layer=max((sum(layer.values()) for layer in in_layers), default=0),
+            outside=sum(sizes[number] for number in outside),
+            embedding=embedding.numel() if embedding.requires_grad else 0,
+            head=head.numel() if head.requires_grad else 0,
+            is_tied=head is embedding,
+        )
+
+
+def count_kept(
+    config: Any,
+    lora: LoraSettings | None,
+    *,
+    num_tokens: int,
+    weights: torch.dtype,
+    autocast: bool,
+    checkpointing: bool,
+) -> Kept:
+    """Count what a pass over `num_tokens` tokens keeps, with attention that keeps no scores.
+
+    Args:
+        config: of the model.
+        lora: adapters, where these are trained.
+        num_tokens: of the pass.
+        weights: dtype that the weights are in when layers are computed.
+        autocast: to bfloat16; copies of float32 weights that it makes are among what is kept.
+        checkpointing: layers keep their inputs alone.
+    """
+    text = config.get_text_config()
+    # The grouped product of experts has fake tensors in half precision alone; what else is kept is of the same dtype.
+    scale = 2 if weights == torch.float32 and not autocast and getattr(text, "num_experts_per_tok", None) else 1
+    weights = torch.bfloat16 if scale == 2 else weights
+    both = [
+        _kept_by(with_layers(config, num), lora, num_tokens, weights, autocast=autocast, checkpointing=checkpointing)
+        for num in (1, 2)
+    ]
+    (one, _), (two, largest) = ((scale * size, scale * most) for size, most in both)
+    if text.num_hidden_layers == 1:
+        return Kept(layer=0, rest=one, largest=largest)
+    return Kept(layer=two - one, rest=2 * one - two, largest=largest)
+
+
+def _kept_by(
+    config: Any,
+    lora: LoraSettings | None,
+    num_tokens: int,
+    weights: torch.dtype,
+    *,
+    autocast: bool,
+    checkpointing: bool,
+) -> tuple[int, int]:
+    """Return the bytes that all storages of a pass have together, and the largest."""
+    kept: dict[int, tuple[int, Tensor]] = {}
+    with _made(config, lora, dtype=weights) as model:
+        own = {p.untyped_storage()._cdata for p in model.parameters()}
+        if checkpointing:
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+
+        def keep(tensor: Tensor) -> Tensor:
+            storage = tensor.untyped_storage()
+            if storage._cdata not in own:
+                kept[storage._cdata] = storage.nbytes(), tensor  # the tensor, so that no other gets its place
+            return tensor
+
+        with (
+            torch.autocast("cpu", torch.bfloat16, enabled=autocast),
+            torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor),
+        ):
+            hidden = model.base_model(input_ids=torch.zeros(1, num_tokens, dtype=torch.long), use_cache=False)
+            keep(hidden.last_hidden_state)
+    sizes = [size for size, _ in kept.values()]
+    return sum(sizes), max(sizes)
+
+
+def count_pass(config: Any, lora: LoraSettings | None, *, num_tokens: int, dtype: torch.dtype) -> int:
+    """Count the most that a pass without gradients has at once beside the weights, where no cache is kept.
+
+    Args:
+        config: of the model.
+        lora: adapters, where these are trained.
+        num_tokens: of the pass.
+        dtype: of weights and pass.
+    """
+    scale = 2 if dtype == torch.float32 and getattr(config.get_text_config(), "num_experts_per_tok", None) else 1
+    made = _made(with_layers(config, 2), lora, dtype=torch.bfloat16 if scale == 2 else dtype)
+    with made as model, torch.no_grad(), _Live(model.parameters()) as live:
+        model.base_model(input_ids=torch.zeros(1, num_tokens, dtype=torch.long), use_cache=False)
+    most: int = scale * live.most
+    return most
+
+
+class _Live(TorchDispatchMode):
+    """Counts the bytes of the storages that are there at the same time, without those of some tensors."""
+
+    def __init__(self, without: Iterable[Tensor]) -> None:
+        super().__init__()
+        self.most, self._now = 0, 0
+        self._seen = {tensor.untyped_storage()._cdata for tensor in without}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(out):
+            if isinstance(tensor, Tensor) and (storage := tensor.untyped_storage())._cdata not in self._seen:
+                self._seen.add(storage._cdata)
+                self._now += storage.nbytes()
+                weakref.finalize(storage, self._forget, storage._cdata, storage.nbytes())
+        self.most = max(self.most, self._now)
+        return out
+
+    def _forget(self, address: int, num_bytes: int) -> None:
+        self._seen.discard(address)
+        self._now -= num_bytes
+
+
+@contextmanager
+def _made(config: Any, lora: LoraSettings | None, *, dtype: torch.dtype) -> Iterator[Any]:
+    """Make a model of fake tensors, ready to be trained."""
+    cast_experts()
+    AttentionInterface.register(_NAME, _attend)
+    AttentionMaskInterface.register(_NAME, no_mask)
+    config = copy.deepcopy(config)
+    with torch.device("meta"):
+        model = name_body(auto_class(config).from_config(config, attn_implementation=_NAME, dtype=dtype).train())
+        freeze_towers(model)
+        if lora is not None:
+            add_lora(model, lora)
+            if dtype == torch.bfloat16:
+                round_frozen(model)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        _make_fake(model)
+        yield model
+
+
+def _make_fake(model: Any) -> None:
+    """Replace tensors without a device by fake ones of the CPU, for which there is autocast."""
+    made: dict[int, tuple[Tensor, Any]] = {}
+    for module in model.modules():
+        for tensors in (module._parameters, module._buffers):
+            for name, tensor in tensors.items():
+                if tensor is not None and id(tensor) not in made:
+                    fake = torch.empty(tensor.shape, dtype=tensor.dtype)
+                    is_weight = isinstance(tensor, nn.Parameter)
+                    made[id(tensor)] = tensor, nn.Parameter(fake, tensor.requires_grad) if is_weight else fake
+                if tensor is not None:
+                    tensors[name] = made[id(tensor)][1]
+
+
+class _Attention(torch.autograd.Function):
+    """Keeps what attention without scores keeps: its inputs, its output, and a number for each query."""
+
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        out = torch.empty_like(query)[..., : value.shape[-1]]  # in the order of the query, as the real one
+        ctx.save_for_backward(query, key, value, out, query.new_empty(query.shape[:-1], dtype=torch.float32))
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        raise NotImplementedError
+
+
+def _attend(_: Any, query: Tensor, key: Tensor, value: Tensor, *__: Any, **___: Any) -> tuple[Tensor, None]:
+    out: Tensor = _Attention.apply(query.to(value.dtype), key.to(value.dtype), value)
+    return out.transpose(1, 2).contiguous(), None
+
+
+GB = 10**9
+_SINGLE, _HALF = 4, 2
+_OPTIMIZER_BYTES = {"adamw": 8, "paged_adamw": 8, "adamw_8bit": 2, "paged_adamw_8bit": 2}
+_TILES = 3
+_VLLM_SHARE, _SERVER_SHARE = 0.4, 0.9
+"""Of a GPU's memory that vLLM takes: in the trainer's process, and as a server."""
+_WITHOUT_KEYS = frozenset({"linear_attention", "conv", "mlp", "moe"})
+"""Kinds of layers, as transformers names them."""
+_CONTEXT, _SERVER_CONTEXT = 27 * GB // 10, GB
+"""What CUDA and kernels take on each GPU: of training as an H200 had it (benchmarks/gpu.py), most of it since attention along
+trees was proven in float32; of vLLM not measured."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProcessMemory:
+    """What one kind of process needs."""
+
+    name: str
+    count: int
+    uses: Mapping[str, int]
+    """Bytes of each use, which are there at the same time."""
+    cached_tokens: int | None = None
+    """Tokens whose keys and values a vLLM has room for. None: there is none here."""
+    at_start: int = 0
+    """Bytes of the whole model before its weights are shared out."""
+    kept_versions: int = 0
+    """Bytes in the host's memory: trained weights of earlier versions (`loss.anchor: sampled`)."""
+
+    @property
+    def total(self) -> int:
+        """All of them."""
+        return sum(self.uses.values())
+
+
+def model_config(recipe: Recipe) -> Any:
+    """Return the configuration of a recipe's model; its weights are not looked at.
+
+    Raises:
+        ConfigError: where there is none.
+    """
+    from transformers import AutoConfig
+
+    name, local = recipe.model.name_or_path, recipe.model.local
+    if name is None:
+        return local_config(local, vocab_size=local.vocab_size)
+    try:
+        return AutoConfig.from_pretrained(local_folder(name) or name, trust_remote_code=False)
+    except (OSError, ValueError, StrictDataclassError) as error:
+        raise ConfigError(
+            f"model.name_or_path: cannot read the configuration of {name!r}: {error}. A folder with its config.json is enough: "
+            "--model.name_or_path FOLDER"
+        ) from error
+
+
+def model_sizes(recipe: Recipe) -> Sizes:
+    """Return what is counted of a recipe's model, for several plans.
+
+    Raises:
+        ConfigError: where there is no model.
+    """
+    return Sizes(model_config(recipe), recipe.model.lora)
+
+
+def tokens_of_a_pass(recipe: Recipe) -> int:
+    """Return the tokens of the largest pass, where no history is rewritten."""
+    return max(recipe.train.max_tokens_per_micro_batch, recipe.rollout.max_context_tokens)
+
+
+def plan_memory(recipe: Recipe, *, gpus: int, memory: int, sizes: Sizes | None = None) -> list[ProcessMemory]:
+    """Return what each process needs: those that train, and vLLM's servers where the recipe names some.
+
+    Args:
+        recipe: of the run.
+        gpus: in all; each server takes one (or its `tensor_parallel_size`), the others train.
+        memory: of each GPU, in bytes: what vLLM takes is a share of it.
+        sizes: of the recipe's model, where other plans have counted it. None: it is counted.
+
+    Raises:
+        ConfigError: where servers leave no GPU to train on, or there is no model.
+    """
+    engine: Any = recipe.engine
+    servers = list(engine.server.urls) if engine.name == "vllm_server" else []
+    parallel = max(1, int(_option(recipe, "tensor_parallel_size", 1))) if servers else 1
+    num_training = gpus - len(servers) * parallel
+    if num_training < 1:
+        raise ConfigError(
+            f"engine.server.url: {len(servers)} servers of {parallel} GPUs leave none of {gpus} to train on"
+        )
+    if engine.name == "vllm":
+        check_one_process(num_training)
+    sizes = model_sizes(recipe) if sizes is None else sizes
+    if engine.name in ("vllm", "vllm_server"):
+        check_reloadable(sizes.config)
+    found = [_trainer(recipe, sizes, num_training, memory)]
+    if servers:
+        taken = _vllm(recipe, memory, _SERVER_SHARE)
+        cached = _cached_tokens(recipe, sizes, taken, parallel=parallel)
+        found.append(
+            ProcessMemory(name="sampling", count=len(servers) * parallel, uses={"vLLM": taken}, cached_tokens=cached)
+        )
+    return found
+
+
+def remedies(recipe: Recipe, *, gpus: int, memory: int, sizes: Sizes | None = None) -> Iterator[tuple[str, int]]:
+    """Yield changes of single fields, and what a training process needs with each, where it is less by a fiftieth.
+
+    The arguments are those of `plan_memory`.
+    """
+    train: Any = recipe.train
+    sizes = model_sizes(recipe) if sizes is None else sizes
+    now = plan_memory(recipe, gpus=gpus, memory=memory, sizes=sizes)[0].total
+    tokens = recipe.rollout.max_context_tokens
+    changes: list[tuple[str, dict[str, Any]]] = [
+        ("train.gradient_checkpointing: true", {"gradient_checkpointing": True}),
+        (f"train.max_tokens_per_micro_batch: {tokens}", {"max_tokens_per_micro_batch": tokens}),
+        ("train.precision: bfloat16", {"precision": "bfloat16"}),
+        ("train.sharding: full", {"sharding": "full"}),
+        ("train.optimizer: adamw_8bit", {"optimizer": "adamw_8bit"}),
+        ("train.target_kl: null", {"target_kl": None}),
+    ]
+    for words, change in changes:
+        if all(getattr(train, name) == value for name, value in change.items()):
+            continue
+        if "full" in (train.sharding, change.get("sharding")) and change.get("optimizer", train.optimizer) != "adamw":
+            continue  # which no recipe may be
+        changed = recipe.model_copy(update={"train": train.model_copy(update=change)})
+        if (total := plan_memory(changed, gpus=gpus, memory=memory, sizes=sizes)[0].total) < 0.98 * now:
+            yield words, total
+
+
+def _half(recipe: Recipe) -> int:
+    return _HALF if recipe.train.precision == "bfloat16" else _SINGLE
+
+
+def _trainer(recipe: Recipe, sizes: Sizes, num_processes: int, memory: int) -> ProcessMemory:
+    """Return what a process that trains needs at most: by an update's second micro-batch, or by sampling."""
+    train, counted = recipe.train, sizes.weights
+    is_sharded = train.is_sharded(num_processes)
+    shards = num_processes if is_sharded else 1
+    is_in_parts = recipe.model.name_or_path is not None and can_load_sharded(sizes.config, num_processes)
+    frozen = counted.total - counted.trained
+    has_reference = (
+        recipe.loss.kl_coefficient > 0 or Need.REFERENCE_LOGPROBS in load_credit(recipe.credit).requirements()
+    )
+    uses: dict[str, int] = {
+        "weights": (_SINGLE * counted.trained + (_HALF if _is_rounded(recipe, shards) else _SINGLE) * frozen) // shards,
+        "optimizer": _OPTIMIZER_BYTES[train.optimizer] * counted.trained // shards,
+        # It shares what is not trained; but shards have one owner.
+        "reference": _SINGLE * (counted.total if is_sharded else counted.trained) // shards if has_reference else 0,
+    }
+    update = {
+        "gradients": _SINGLE * counted.trained // shards,
+        "weights before an update": _SINGLE * counted.trained // shards if train.target_kl else 0,
+        **max(_moments(recipe, sizes, shards), key=_together),
+        "tiles of logits": (_TILES + (logit_map(sizes.config).cap is not None))
+        * _SINGLE
+        * tile_elements(is_gpu=train.device != "cpu"),
+    }
+    by_vllm = bool(memory) and num_processes == 1 and isinstance(recipe.engine, VLLMConfig)
+    by_vllm = by_vllm and is_reloadable(sizes.config)  # else `auto` takes the other engine
+    sampling = {"a pass of sampling": 0 if by_vllm else _sampling_pass(recipe, sizes)}
+    at_once = update | sampling if recipe.rollout.samples_during_update else max(update, sampling, key=_together)
+    uses |= at_once
+    if num_processes > 1 and not is_sharded:
+        uses["gradients, to be averaged"] = _SINGLE * counted.trained  # DDP's buckets
+    if memory:
+        uses["CUDA and kernels"] = _CONTEXT
+    uses |= {"vLLM": _vllm(recipe, memory, _VLLM_SHARE)} if by_vllm else _engine(recipe, sizes)
+    cached = _cached_tokens(recipe, sizes, uses["vLLM"]) if "vLLM" in uses else None
+    uses = {name: size for name, size in uses.items() if size}
+    num_kept = recipe.loss.kept_versions if recipe.loss.anchor == "sampled" else 0
+    return ProcessMemory(
+        name="training",
+        count=num_processes,
+        uses=uses,
+        cached_tokens=cached,
+        at_start=0 if is_in_parts or not is_sharded else _SINGLE * counted.total,
+        kept_versions=num_kept * _SINGLE * counted.trained // shards,
+    )
+
+
+def _together(uses: Mapping[str, int]) -> int:
+    return sum(uses.values())
+
+
+def _is_rounded(recipe: Recipe, shards: int) -> bool:
+    """Tell whether frozen weights are kept in half precision."""
+    return recipe.model.lora is not None and recipe.train.precision == "bfloat16" and shards == 1
+
+
+def _moments(recipe: Recipe, sizes: Sizes, shards: int) -> Iterator[dict[str, int]]:
+    """Yield what a backward pass needs beside weights and optimizer: at the head, in a layer, at the embedding, at its end."""
+    train, counted = recipe.train, sizes.weights
+    is_half, is_sharded, is_rounded = train.precision == "bfloat16", shards > 1, _is_rounded(recipe, shards)
+    options: dict[str, Any] = {
+        "num_tokens": tokens_of_a_pass(recipe),
+        "weights": torch.bfloat16 if is_half and (is_sharded or is_rounded) else torch.float32,
+        "autocast": is_half,
+    }
+    whole = sizes.kept(**options, checkpointing=False)
+    kept = sizes.kept(**options, checkpointing=True) if train.gradient_checkpointing else whole
+    all_kept = kept.layer * sizes.config.get_text_config().num_hidden_layers + kept.rest
+    in_layer = 2 * whole.largest + (whole.layer if train.gradient_checkpointing else 0)  # computed again
+
+    together = _HALF if is_half else _SINGLE  # bytes of each weight that is put together, and of its gradient
+    layer, outside = (together * counted.layer, together * counted.outside) if is_sharded else (0, 0)
+    copies = 0
+    if is_half and not (is_sharded or is_rounded) and train.gradient_checkpointing:
+        copies = _HALF * (counted.total - counted.outside)  # autocast's, until the pass ends
+    of_weight = together if is_sharded else _SINGLE
+    embedding, head = of_weight * counted.embedding, of_weight * counted.head
+    # The head's gradient is there to the end where it is added to the embedding's, or shared out with it.
+    staying = head if counted.is_tied or is_sharded else 0
+
+    def moment(activations: int, put_together: int, gradients: int) -> dict[str, int]:
+        return {
+            "activations": activations,
+            "layers put together": put_together,
+            "gradients of embedding and head": gradients,
+        }
+
+    yield moment(all_kept, outside + layer + copies, _SINGLE * counted.head)
+    # Two layers, for the next is fetched while one is computed; gradients of one before they are shared out.
+    of_layer = _SINGLE * counted.layer if is_sharded else 0
+    yield moment(all_kept + in_layer, outside + 2 * layer + of_layer + copies, staying)
+    yield moment(kept.rest, outside + copies, staying + embedding)
+    if is_sharded:  # in single precision: what is sent and what comes back, and a copy of each
+        own = counted.embedding + (0 if counted.is_tied else counted.head)
+        yield moment(0, 0, 2 * (_SINGLE * own + _SINGLE * own // shards))
+
+
+def _vllm(recipe: Recipe, memory: int, share: float) -> int:
+    """Return what a vLLM takes of a GPU; `share`: where the recipe does not say."""
+    return int(_option(recipe, "gpu_memory_utilization", share) * memory)
+
+
+def _option(recipe: Recipe, name: str, default: float) -> float:
+    """Return a number that vLLM is told."""
+    engine: Any = recipe.engine
+    value = engine.vllm.get(name, default)
+    if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
+        raise ConfigError(f"engine.vllm.{name}: expected a number above 0, got {value!r}")
+    return value
+
+
+def _engine(recipe: Recipe, sizes: Sizes) -> dict[str, int]:
+    """Return what an engine in a process that trains holds, where it is not vLLM."""
+    engine = recipe.engine
+    if not isinstance(engine, BatchedConfig):
+        return {}  # elsewhere, or a stranger's
+    tokens = recipe.rollout.max_context_tokens * engine.max_batch_size
+    keys_and_values = tokens * _bytes_per_token(recipe, sizes.config)
+    return {"engine": sizes.weights.total * _half(recipe), "keys and values": keys_and_values}
+
+
+def _sampling_pass(recipe: Recipe, sizes: Sizes) -> int:
+    """Return what a pass of an engine in this process needs at most, of prompts or to sample from logits."""
+    engine = recipe.engine
+    if not isinstance(engine, BatchedConfig):
+        return 0
+    size = _half(recipe)
+    context, rows = recipe.rollout.max_context_tokens, engine.max_batch_size
+    # A longer prompt than the engine computes at once is computed alone, as much at once as its mask allows.
+    tokens = max(min(engine.max_prefill_tokens, rows * context), min(context, MAX_MASK // context))
+    mask = (size + 1) * min(tokens * context, MAX_MASK)
+    dtype = torch.bfloat16 if size == _HALF else torch.float32
+    logits = SAMPLING_BYTES + (size if size == _HALF else 0)  # in half precision there is a copy of each
+    logits *= rows * sizes.config.get_text_config().vocab_size
+    return int(max(sizes.of_pass(num_tokens=tokens, dtype=dtype) + mask, logits))
+
+
+def _bytes_per_token(recipe: Recipe, config: Any) -> int:
+    """Return what keys and values of a token take: of latent attention (DeepSeek) the latent.
+
+    Recurrent layers keep none, nor do those that are no attention, nor those that read an earlier layer's (Gemma 4).
+    """
+    text = config.get_text_config()
+    if (num_heads := getattr(text, "num_attention_heads", None)) is None:
+        return 0
+    kinds = getattr(text, "layer_types", None) or ["full_attention"] * text.num_hidden_layers
+    num_own = text.num_hidden_layers - (getattr(text, "num_kv_shared_layers", None) or 0)
+    attending = [
+        layer
+        for kind, layer in list(zip(kinds, layer_configs(text), strict=False))[:num_own]
+        if kind not in _WITHOUT_KEYS
+    ]
+    if rank := getattr(text, "kv_lora_rank", None):
+        size = len(attending) * (rank + text.qk_rope_head_dim)
+    else:
+        size = sum(2 * (getattr(one, "num_key_value_heads", None) or num_heads) * head_size(one) for one in attending)
+    return int(size * _half(recipe))
+
+
+def _cached_tokens(recipe: Recipe, sizes: Sizes, taken: int, *, parallel: int = 1) -> int | None:
+    """Return for how many tokens a vLLM has room that takes so much of each of its GPUs. None: they take none."""
+    if not (bytes_per_token := _bytes_per_token(recipe, sizes.config)):
+        return None
+    weights = sizes.base.total * _half(recipe)
+    left = parallel * (taken - _SERVER_CONTEXT) - weights
+    return max(left, 0) // bytes_per_token

@@ -1,0 +1,161 @@
+"""What all processes sample between two steps: an evaluation, a proof of the engine.
+
+Weights from the learner to the engine, and the proof that the engine samples from them.
+"""
+
+import asyncio
+from collections.abc import Coroutine, Iterable
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from agentrl.distributed.processes import all_gather, num_processes
+from agentrl.engine.base import AdapterEngine, KeptBase, ReplicatedEngine
+from agentrl.errors import EngineError
+from agentrl.learn.learner import Learner
+from agentrl.rollout import RolloutPool
+from agentrl.types import Completion, Sampling
+
+T = TypeVar("T")
+
+
+def sampled_by_all(pool: RolloutPool, runner: asyncio.Runner, sampling: Coroutine[Any, Any, list[T]]) -> list[T]:
+    """Sample something on this process's engine, while the others do on theirs; return what all have sampled.
+
+    Episodes that a step interrupted are continued meanwhile. While other processes are waited for the engine is paused,
+    so that no deadline passes; and it stays so where episodes are to wait for the next step.
+    """
+    waits_for_others, continues = num_processes() > 1, pool.context.config.samples_during_update
+    runner.run(pool.resume())
+    sampled = runner.run(sampling)
+    if waits_for_others or not continues:
+        runner.run(pool.pause())
+    sampled = all_gather(sampled)
+    if waits_for_others and continues:
+        runner.run(pool.resume())
+    return sampled
+
+
+class EngineLink:
+    """Pushes weights to the engine, and compares its log-probabilities with the learner's. On every process alike."""
+
+    def __init__(
+        self, pool: RolloutPool, learner: Learner, *, runner: asyncio.Runner, seed: int, agreement: float
+    ) -> None:
+        """Take the parts.
+
+        Args:
+            pool: plays episodes on the engine; paused while weights are replaced.
+            learner: holds the weights.
+            runner: event loop on which pool and engine live.
+            seed: of the tokens that prove the engine.
+            agreement: by how many nats log-probabilities may differ (`train.agreement`).
+        """
+        self._pool, self._learner, self._runner = pool, learner, runner
+        self._seed, self._agreement = seed, agreement
+
+    def start(self, version: int) -> float:
+        """Push the weights as `version`, and prove that the engine samples from them.
+
+        The same prompt must get the learner's log-probabilities, and others once the weights are perturbed.
+
+        Returns:
+            Mean difference of log-probabilities under the same weights, in nats.
+
+        Raises:
+            EngineError: with what was found and the bound.
+        """
+        bound, weights = self._agreement, self._learner.state.weights
+        # Rows change places: however sure or unsure a policy is of a token, it is then of another.
+        perturbed = ((name, tensor.roll(1, 0) if tensor.ndim > 1 else tensor) for name, tensor in weights())
+        self._load(perturbed, version)
+        least = min(self._differences())
+        self.push(version)
+        found = max(self._differences())
+        if not least > bound:
+            raise EngineError(
+                "weights pushed to the engine do not reach its samples: after a perturbation its log-probabilities still "
+                f"agree with the trainer's to {least:.2e} nats (train.agreement: {bound:g})"
+            )
+        self.check_agreement(found)
+        return found
+
+    def push(self, version: int) -> None:
+        """Hand the weights to the engine, as `version`: the adapters alone where every process's engine has the rest."""
+        state, engine = self._learner.state, self._pool.context.engine
+        kept = KeptBase.IMPOSSIBLE
+        if state.has_adapters:
+            mine = self._runner.run(engine.kept_base()) if isinstance(engine, AdapterEngine) else kept
+            kept = min(all_gather([mine]))
+        if kept is KeptBase.IMPOSSIBLE:
+            self._load(state.weights(), version)
+            return
+        base = None if kept is KeptBase.THERE else state.base_weights()
+        changes = state.weight_changes()
+
+        async def load() -> None:
+            assert isinstance(engine, AdapterEngine)
+            await self._pool.pause()
+            await engine.load_adapters(changes, base, version)
+
+        self._runner.run(load())
+
+    def check_samples(self) -> None:
+        """Sample a few tokens, and compare their log-probabilities with the learner's.
+
+        Raises:
+            EngineError: where they differ by more than the bound.
+        """
+        self.check_agreement(max(self._differences()))
+
+    def check_agreement(self, found: float) -> None:
+        """Check a mean difference of log-probabilities under the same weights, in nats.
+
+        Raises:
+            EngineError: where it is beyond the bound.
+        """
+        bound = self._agreement
+        if not found <= bound:  # nor where it is not a number
+            raise EngineError(
+                f"the engine's log-probabilities differ from the trainer's by {found:.2e} nats on average under the same "
+                f"weights, more than train.agreement: {bound:g}. In half precision raise it; otherwise the "
+                "engine runs another model than the trainer"
+            )
+
+    def _load(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
+        """Hand weights to the engine, which is paused meanwhile."""
+
+        async def load() -> None:
+            await self._pool.pause()
+            await self._pool.context.engine.load_weights(weights, version)
+
+        self._runner.run(load())
+
+    def _differences(self) -> list[float]:
+        """Sample a few tokens from each process's engine; return the mean difference to the learner over them, in nats."""
+        vocab_size = self._learner.state.policy.model.config.get_text_config().vocab_size
+        prompt = np.random.default_rng(self._seed).integers(vocab_size, size=16).tolist()
+        found = []
+        for completion in sampled_by_all(self._pool, self._runner, self._sample(prompt)):
+            logprobs_T = self._learner.logprobs(prompt, completion.token_ids)
+            found.append(float((logprobs_T.cpu() - torch.tensor(completion.logprobs)).abs().mean()))
+        return found
+
+    async def _sample(self, prompt: list[int]) -> list[Completion]:
+        """Sample a few tokens after a prompt, where this process has an engine."""
+        if not self._pool.shard.num_groups:
+            return []
+        engine, rollout = self._pool.context.engine, self._pool.context.config
+        sampling = Sampling(max_tokens=16, stop_token_ids=(), temperature=rollout.temperature, seed=self._seed)
+        try:
+            async with asyncio.timeout(rollout.engine_timeout_s):
+                if isinstance(engine, ReplicatedEngine):
+                    return await engine.generate_on_each(prompt, sampling, "self-proof")
+                with engine.conversation("self-proof"):
+                    return [await engine.generate(prompt, sampling, "self-proof")]
+        except TimeoutError:
+            raise EngineError(
+                f"the engine did not answer its self-proof within rollout.engine_timeout_s: {rollout.engine_timeout_s:g}"
+            ) from None
