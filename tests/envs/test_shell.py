@@ -9,9 +9,13 @@ from agentrl.errors import ConfigError
 from agentrl_envs.sandboxes import bubblewrap
 from agentrl_envs.sandboxes.bubblewrap import BubblewrapConfig
 from agentrl_envs.shell import KINDS, Shell, draw_job
+from tests.support.each import each
 
 WHY_NOT = bubblewrap._problem(BubblewrapConfig())
 needs_bubblewrap = pytest.mark.skipif(bool(WHY_NOT), reason=f"bubblewrap: {WHY_NOT}")
+
+
+pytestmark = pytest.mark.process
 
 
 def shell(env: Shell, command: str) -> tuple[str, float]:
@@ -30,7 +34,7 @@ def deleting(**options: Any) -> Shell:
 
 
 @needs_bubblewrap
-@pytest.mark.parametrize("kind", KINDS)
+@each("kind", KINDS)
 def test_every_kind_of_job_is_done_by_its_command(kind: str) -> None:
     env = Shell(num_jobs=1, kinds=[kind])
     for seed in range(5):
@@ -137,7 +141,7 @@ def test_wrong_options_are_refused() -> None:
             Shell(**options)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@each("kind", KINDS)
 def test_jobs_differ(kind: str) -> None:
     rng = np.random.default_rng(0)
     jobs = [draw_job(kind, "red", num_files=5, rng=rng) for _ in range(50)]
