@@ -16,7 +16,7 @@ import math
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from contextvars import ContextVar
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain
 from threading import Event
@@ -170,11 +170,39 @@ class TrainingPass(NamedTuple):
 class Gradient(NamedTuple):
     """What computing a minibatch's gradient showed."""
 
-    tally: MinibatchStats
-    shown: ClipStats
+    stats: MinibatchStats
+    clip_stats: ClipStats
     """Empty without `trust: calibrated`."""
     observations: Observations
-    """Of this process."""
+    """Observations of this rank."""
+
+
+@dataclass(slots=True, kw_only=True)
+class StepUpdate:
+    """One step's update of the policy, from its minibatches to its metrics."""
+
+    version: int
+    """Version of the policy before the step."""
+    minibatches: list[CreditedMinibatch]
+    plans: list[list[TrainingPass]]
+    """Passes of this rank over each minibatch."""
+    anchors: list[list[AnchorState]]
+    """Anchor of each of these passes."""
+    known_versions: frozenset[int]
+    """Versions whose weights are kept, and the present one."""
+    line_search: KLLineSearch
+    last: int
+    """Index of the last minibatch that has trained tokens: the last update's divergence is measured on it."""
+    last_anchors: list[AnchorState]
+    """Anchors of that measurement."""
+    first_experts: tuple[MicroBatch, Tensor] | None
+    """First pass of the first minibatch, and its experts before the step; None if experts are not recorded."""
+    stats: list[MinibatchStats] = field(default_factory=list)
+    """Statistics of the minibatches that had trained tokens."""
+    clip_stats: list[ClipStats] = field(default_factory=list)
+    """Clip statistics of the same minibatches."""
+    num_updates: int = 0
+    expert_metrics: dict[str, float] = field(default_factory=dict)
 
 
 class Learner:
@@ -250,64 +278,96 @@ class Learner:
         Raises:
             TrainingError: where the gradient is not finite, or the update was interrupted.
         """
+        update = self._prepare(groups, credits, version=version)
+        for index, plan in enumerate(update.plans):
+            if plan:
+                self._step(update, index, check_agreement)
+            self.state.advance_schedule()
+        return self._finish(update)
+
+    def _prepare(
+        self, groups: Sequence[TrajectoryGroup], credits: Sequence[Sequence[Credit]], *, version: int
+    ) -> StepUpdate:
+        """Draw and plan the minibatches of a step, and compute what its updates are compared with."""
         minibatches = self.draw(groups, credits, version=version)
         plans = [self.plan(minibatch) for minibatch in minibatches]
         anchors = self._anchor_states(minibatches, plans, version=version)
-        known = {version, *self.kept.versions}
+        known_versions = frozenset({version, *self.kept.versions})
         self.kept.keep(version)
-        state = self.state
-        state.wrapped.train()
-        tallies: list[MinibatchStats] = []
-        shown: list[ClipStats] = []
+        self.state.wrapped.train()
         self.diagnostics = TokenDiagnostics()
-        num_updates = 0
-        of_experts: dict[str, float] = {}
-        routed = self._first_routed(minibatches[0]) if self._is_routed and plans[0] else None
-        reach = KLLineSearch(state, target=self._config.target_kl)
-        # What the last update is measured by. In the first minibatch the policy is its own anchor, wherever it is.
+        first_experts = self._first_experts(minibatches[0]) if self._is_routed and plans[0] else None
+        line_search = KLLineSearch(self.state, target=self._config.target_kl)
         last = max((index for index, plan in enumerate(plans) if plan), default=0)
-        shown_last = self._present(plans[0]) if reach.target is not None and last == 0 else anchors[last]
-        for index, plan in enumerate(plans):
-            if plan:
-                add_gradients = partial(
-                    self.add_gradients, plan, anchors[index], version=version, is_updated=num_updates > 0
-                )
-                gradient = add_gradients()
-                if reach.backtrack(gradient.tally, partial(self.show, plan, anchors[index], version=version)):
-                    state.optimizer.zero_grad()
-                    gradient = add_gradients()
-                tally = gradient.tally
-                self.diagnostics.add(minibatches[index].pairs, gradient.observations)
-                if index == 0 and tally.versions.keys() <= {version} and check_agreement is not None:
-                    check_agreement(tally["engine_distance_T"].mean)
-                if not math.isfinite(tally.grad_norm):
-                    raise TrainingError(
-                        f"step {version + 1}: the gradient is not finite. The last checkpoint is whole: lower "
-                        "train.learning_rate and resume from it"
-                    )
-                tallies.append(tally)
-                shown.append(gradient.shown)
-                state.calibration = state.calibration.updated(gradient.shown, ClipTarget.from_config(self.loss))
-                if tally.grad_norm > 0:  # else AdamW would move by momentum alone, and forget how large gradients are
-                    share = effective_samples(tally) if self._config.ess_scaling else 1.0
-                    reach.keep_weights()
-                    tallies[-1] = replace(tally, learning_rate=state.update(rate_factor=math.sqrt(share)))
-                    num_updates += 1
-                state.optimizer.zero_grad()
-                if index == 0 and routed is not None:
-                    micro, before_JPX = routed
-                    of_experts = expert_metrics(micro, before_JPX, self._experts(micro))
-            state.advance_schedule()
-        if num_updates and reach.target is not None:
-            show_last = partial(self.show, plans[last], shown_last, version=version)
-            reach.backtrack(show_last(), show_last)
-        skipped = {"skipped_minibatches": float(len(plans) - num_updates), **reach.metrics()}
-        if not tallies:  # no token was computed: of none there is no mean
-            return skipped
-        of_anchor = anchor_metrics(tallies, known=known) if self.loss.anchor == "sampled" else {}
-        of_ranges = range_metrics(state.calibration, shown) if self.loss.trust == "calibrated" else {}
-        metrics = update_metrics(tallies, current_version=version) | first_metrics(tallies[0]) | skipped
-        return metrics | of_anchor | of_ranges | of_experts
+        # In the first minibatch the policy is its own anchor, wherever it is: after the step that would measure nothing.
+        needs_anchors = line_search.target is not None and last == 0
+        return StepUpdate(
+            version=version,
+            minibatches=minibatches,
+            plans=plans,
+            anchors=anchors,
+            known_versions=known_versions,
+            line_search=line_search,
+            last=last,
+            last_anchors=self._current_anchors(plans[0]) if needs_anchors else anchors[last],
+            first_experts=first_experts,
+        )
+
+    def _step(self, update: StepUpdate, index: int, check_agreement: Callable[[float], None] | None) -> None:
+        """Update the policy by one minibatch that has trained tokens."""
+        state = self.state
+        gradient = self._bounded_gradient(update, index)
+        stats = gradient.stats
+        self.diagnostics.add(update.minibatches[index].pairs, gradient.observations)
+        if index == 0 and stats.versions.keys() <= {update.version} and check_agreement is not None:
+            check_agreement(stats["engine_distance_T"].mean)
+        if not math.isfinite(stats.grad_norm):
+            raise TrainingError(
+                f"step {update.version + 1}: the gradient is not finite. The last checkpoint is whole: lower "
+                "train.learning_rate and resume from it"
+            )
+        update.clip_stats.append(gradient.clip_stats)
+        state.calibration = state.calibration.updated(gradient.clip_stats, ClipTarget.from_config(self.loss))
+        if stats.grad_norm > 0:  # else AdamW would move by momentum alone, and forget how large gradients are
+            share = effective_samples(stats) if self._config.ess_scaling else 1.0
+            update.line_search.keep_weights()
+            stats = replace(stats, learning_rate=state.update(rate_factor=math.sqrt(share)))
+            update.num_updates += 1
+        update.stats.append(stats)
+        state.optimizer.zero_grad()
+        if index == 0 and update.first_experts is not None:
+            micro, before_JPX = update.first_experts
+            update.expert_metrics = expert_metrics(micro, before_JPX, self._experts(micro))
+
+    def _bounded_gradient(self, update: StepUpdate, index: int) -> Gradient:
+        """Return the gradient of a minibatch, after the update before it was shortened to the bound on the divergence."""
+        plan = update.plans[index]
+        anchors = update.anchors[index]
+        add_gradients = partial(
+            self.add_gradients, plan, anchors, version=update.version, is_updated=update.num_updates > 0
+        )
+        gradient = add_gradients()
+        if update.line_search.backtrack(gradient.stats, partial(self.measure, plan, anchors, version=update.version)):
+            self.state.optimizer.zero_grad()
+            gradient = add_gradients()
+        return gradient
+
+    def _finish(self, update: StepUpdate) -> dict[str, float]:
+        """Bound the last update of a step; return the step's metrics."""
+        line_search = update.line_search
+        if update.num_updates and line_search.target is not None:
+            measure = partial(self.measure, update.plans[update.last], update.last_anchors, version=update.version)
+            line_search.backtrack(measure(), measure)
+        counts = {"skipped_minibatches": float(len(update.plans) - update.num_updates), **line_search.metrics()}
+        stats = update.stats
+        if not stats:  # no token was computed: there is nothing to average
+            return counts
+        metrics = update_metrics(stats, current_version=update.version) | first_metrics(stats[0]) | counts
+        if self.loss.anchor == "sampled":
+            metrics |= anchor_metrics(stats, known=update.known_versions)
+        if self.loss.trust == "calibrated":
+            metrics |= range_metrics(self.state.calibration, update.clip_stats)
+        return metrics | update.expert_metrics
 
     def draw(
         self, groups: Sequence[TrajectoryGroup], credits: Sequence[Sequence[Credit]], *, version: int
@@ -370,13 +430,13 @@ class Learner:
         is_calibrated = self.loss.trust == "calibrated"
         target = ClipTarget.from_config(self.loss)
         own = clip_stats(observations, target, version=version, is_updated=is_updated) if is_calibrated else {}
-        tallies, shown = zip(*all_gather([(MinibatchStats.from_observations(observations), own)]), strict=True)
+        stats, clips = zip(*all_gather([(MinibatchStats.from_observations(observations), own)]), strict=True)
         norm = self._accelerator.clip_grad_norm_(self.state.wrapped.parameters(), self._config.max_grad_norm)
         grad_norm = float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
-        tally = replace(MinibatchStats.merge(tallies), grad_norm=grad_norm, learning_rate=self.state.learning_rate)
-        return Gradient(tally, merge_clip_stats(shown), observations)
+        merged = replace(MinibatchStats.merge(stats), grad_norm=grad_norm, learning_rate=self.state.learning_rate)
+        return Gradient(merged, merge_clip_stats(clips), observations)
 
-    def show(self, plan: Sequence[TrainingPass], anchors: Sequence[AnchorState], *, version: int) -> MinibatchStats:
+    def measure(self, plan: Sequence[TrainingPass], anchors: Sequence[AnchorState], *, version: int) -> MinibatchStats:
         """Return what a minibatch shows of the present weights. No gradient."""
         observations = Observations()
         for training_pass, before in zip(plan, anchors, strict=True):
@@ -408,12 +468,12 @@ class Learner:
         if of_behavior and not is_stale:
             return [[AnchorState() for _ in plan] for plan in plans]
         self.state.wrapped.train()
-        anchors = [[AnchorState(is_start=True) for _ in plans[0]], *map(self._present, plans[1:])]
+        anchors = [[AnchorState(is_start=True) for _ in plans[0]], *map(self._current_anchors, plans[1:])]
         if of_behavior:  # its experts are not those of the sampling version
             anchors = [[before._replace(experts_JPX=None) for before in of_minibatch] for of_minibatch in anchors]
         return self._with_earlier(plans, anchors, version=version) if self.loss.anchor == "sampled" else anchors
 
-    def _present(self, plan: Sequence[TrainingPass]) -> list[AnchorState]:
+    def _current_anchors(self, plan: Sequence[TrainingPass]) -> list[AnchorState]:
         """Return what each pass gives under the present weights."""
         found = []
         for micro, _ in plan:
@@ -461,7 +521,7 @@ class Learner:
             return recording(self.state.policy.model)
         return replaying(self.state.policy.model, experts_JPX)
 
-    def _first_routed(self, minibatch: CreditedMinibatch) -> tuple[MicroBatch, Tensor]:
+    def _first_experts(self, minibatch: CreditedMinibatch) -> tuple[MicroBatch, Tensor]:
         """Return the first pass that one process would make over a minibatch, and its experts: the same on all processes."""
 
         def first() -> PassTokens:

@@ -47,7 +47,7 @@ from agentrl.run.parts import (
     bytes_tokenizer,
     task_shard,
 )
-from agentrl.run.weight_sync import EngineLink
+from agentrl.run.weight_sync import WeightSync
 from agentrl.types import Need, TaskShard, Trajectory
 
 
@@ -80,7 +80,7 @@ class Parts:
     """Measures what `credit` reads beyond rewards and keys."""
     learner: Learner
     """Updates the weights."""
-    link: EngineLink
+    weight_sync: WeightSync
     """Syncs the weights to the engine."""
 
 
@@ -113,19 +113,7 @@ def _build(
     set_seed(seed)
     runner = stack.enter_context(asyncio.Runner())
     limits = check_limits(rollout.max_live_episodes)
-
-    env = build_env(
-        recipe.env,
-        runner=runner,
-        seed=seed,
-        evaluation_seed=recipe.evaluation.seed,
-        timeout_s=rollout.env_timeout_s,
-    )
-    others = build_evaluation_envs(
-        recipe.evaluation, runner=runner, stack=stack, seed=seed, timeout_s=rollout.env_timeout_s
-    )
-    if not others:
-        env.tasks.evaluation(1)  # refused here, if there are none
+    env, others = _build_envs(recipe, runner, stack)
     provided = env.description.needs | provided_by(recipe.signals)
     credit, lack = load_credit_for(recipe.credit, provided=provided, hints=hints(), env_id=recipe.env.id)
     check_attention(recipe.model.attention, accelerator.device, is_half=train.precision == "bfloat16")
@@ -133,7 +121,7 @@ def _build(
     renderer = recipe.chat.build(loaded.tokenizer, name=str(recipe.model.name_or_path or "local"))
     has_tools = bool(env.description.tools)
     if has_tools or any(other.has_tools for other in others):
-        renderer.start([USER], TOOLS)  # refused here, before anything is sampled
+        renderer.start([USER], TOOLS)  # raises before anything is sampled
     engine = _open_engine(recipe, loaded, shard, accelerator.device, runner, stack)
     on_fault = partial(_warn_fault, FaultLog(recipe.run_dir, piece=pieces_of(loaded.tokenizer)), engine, on_warning)
     pool = build_pool(
@@ -172,8 +160,20 @@ def _build(
         credit=credit,
         signals=trained.signals,
         learner=trained.learner,
-        link=EngineLink(pool, trained.learner, runner=runner, seed=seed, agreement=train.agreement_bound()),
+        weight_sync=WeightSync(pool, trained.learner, runner=runner, seed=seed, agreement=train.agreement_bound()),
     )
+
+
+def _build_envs(recipe: Recipe, runner: asyncio.Runner, stack: ExitStack) -> tuple[EnvPart, tuple[EvaluationEnv, ...]]:
+    """Build the environment to train in, and those to evaluate in if the recipe names others."""
+    timeout_s = recipe.rollout.env_timeout_s
+    env = build_env(
+        recipe.env, runner=runner, seed=recipe.seed, evaluation_seed=recipe.evaluation.seed, timeout_s=timeout_s
+    )
+    others = build_evaluation_envs(recipe.evaluation, runner=runner, stack=stack, seed=recipe.seed, timeout_s=timeout_s)
+    if not others:
+        env.tasks.evaluation(1)  # raises if there are no tasks
+    return env, others
 
 
 class _Trained(NamedTuple):

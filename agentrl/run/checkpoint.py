@@ -115,7 +115,7 @@ def resume(parts: Parts, folder: RunFolder) -> tuple[int, bool]:
     if parts.learner.state.reference is not None:
         _load_reference(parts, folder)
     finished_steps = load_checkpoint(parts, newest)
-    parts.link.start(finished_steps)
+    parts.weight_sync.verify_and_push(finished_steps)
     if parts.pool.recover(ignore=has_changed(parts.recipe, folder), settings=_settings(parts.recipe)) and is_main():
         parts.on_warning("the recipe has changed: what was sampled since the last checkpoint is sampled again")
     return finished_steps, _read_state(newest / _STATE).played != _settings(parts.recipe, _PLAYED)

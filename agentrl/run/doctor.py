@@ -35,7 +35,7 @@ def examine(parts: Parts) -> Iterator[tuple[str, str]]:
     yield "versions", ", ".join(_versions())
     yield "device", _device(parts.learner.state.device)
     yield "engine", f"{type(parts.engine).__name__} (engine.name: {parts.recipe.engine.name})"
-    difference = parts.link.start(0)
+    difference = parts.weight_sync.verify_and_push(0)
     bound = parts.recipe.train.agreement_bound()
     yield "agreement", f"log-probabilities differ from the trainer's by {difference:.1e} nats (bound {bound:g})"
     yield "weight push", "perturbed weights showed in the samples, and went with the next push"

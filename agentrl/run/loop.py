@@ -86,9 +86,9 @@ def train_step(parts: Parts, step: int, *, proves_push: bool = False) -> StepRes
         update = partial(credit_and_update, parts, own_groups, version=step - 1, is_replaying=is_replaying, clock=clock)
         result = while_sampling(parts.runner, update) if rollout.samples_during_update else update()
         clock.lap()
-        parts.link.push(step)
+        parts.weight_sync.push(step)
         if proves_push or not rollout.waits_for_all:
-            parts.link.check_samples()
+            parts.weight_sync.check_samples()
         clock.lap("push_s")
     metrics = result.metrics | {"time/loop_lag_s": parts.pool.loop_lag_s} | process_metrics()
     sampling_s, sampled = parts.engine.busy_s - busy_before_s, [] if is_replaying else result.groups
@@ -138,7 +138,7 @@ def credit_and_update(
         credits = mask_stale(groups, credits, oldest=oldest)
     clock.lap("credit_s")
     # The first minibatch is computed with the weights that sampled it: a difference tells that the last push went wrong.
-    check = None if any(replaying for replaying, _ in everyones) else parts.link.check_agreement
+    check = None if any(replaying for replaying, _ in everyones) else parts.weight_sync.check_agreement
     metrics = parts.learner.update(groups, credits, version=version, check_agreement=check)
     metrics |= parts.signals.fit(groups)  # what learns of them: the critic, where the scheme reads values
     clock.lap("update_s")

@@ -153,7 +153,7 @@ def _prepare(parts: Parts) -> Preparation:
             make_env=env.environments.make, renderer=renderer, config=recipe.rollout, tasks=env.tasks
         )
         runner.run(trial)
-    parts.link.start(0)
+    parts.weight_sync.verify_and_push(0)
     examples: list[Demonstration] = []
     if recipe.warmup.steps:
         examples = demonstrate(
@@ -241,7 +241,7 @@ def _begin(parts: Parts, record: RunRecord, prepared: Preparation, on_progress: 
     if state.reference is not None:
         state.keep_reference()
         write_folder(record.folder.reference, state.save_reference, is_sealed=True)
-    parts.link.start(0)
+    parts.weight_sync.verify_and_push(0)
     for name, words in prepared.warnings.items():
         record.warn(0, name, words)
     record.add_row({"step": 0, **prepared.metrics, **evaluation_metrics(parts)})

@@ -38,7 +38,7 @@ def sampled_by_all(pool: RolloutPool, runner: asyncio.Runner, sampling: Coroutin
     return sampled
 
 
-class EngineLink:
+class WeightSync:
     """Pushes weights to the engine, and compares its log-probabilities with the learner's. On every process alike."""
 
     def __init__(
@@ -56,7 +56,7 @@ class EngineLink:
         self._pool, self._learner, self._runner = pool, learner, runner
         self._seed, self._agreement = seed, agreement
 
-    def start(self, version: int) -> float:
+    def verify_and_push(self, version: int) -> float:
         """Push the weights as `version`, and prove that the engine samples from them.
 
         The same prompt must get the learner's log-probabilities, and others once the weights are perturbed.
