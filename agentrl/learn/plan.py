@@ -1,11 +1,7 @@
-"""Which trajectories go into which pass of which process, and the tensors of a pass.
+"""Assignment of trajectories to minibatches and to passes of each rank, and the tensors of a pass.
 
-`R` rows and `T` trained tokens of a batch or a pass; `P` slots of a pass, `J` routers of a mixture of experts, `X` experts
-that each chooses at a slot, `N` tokens.
-
-Which trajectories of a step go into which minibatch.
-
-`I` trajectories.
+`I` trajectories of a step, `R` rows and `T` trained tokens of a batch or a pass; `P` slots of a pass, `J` routers of a
+mixture of experts, `X` experts that each chooses at a slot, `N` tokens.
 """
 
 from collections.abc import Iterator, Sequence
@@ -29,16 +25,16 @@ from agentrl.policy.layout.tree import IntArray, plan_tree
 from agentrl.policy.model import Policy
 
 MIN_GROUPS = 4
-"""Groups that a minibatch has trajectories of, where the step has as many; where groups are ragged, now and then one fewer
+"""Groups of which a minibatch has trajectories, if the step has as many; with ragged groups sometimes one fewer
 (measured: benchmarks/minibatches.py)."""
 
 
 class Minibatch(NamedTuple):
-    """What one optimizer step is made of, as indices."""
+    """Trajectories of one optimizer step, as indices."""
 
     computed: list[int]
     counted: list[int]
-    """Without a gradient: in the denominators alone."""
+    """Trajectories without a gradient, which count in the denominators only."""
 
 
 def draw_minibatches(
@@ -49,15 +45,15 @@ def draw_minibatches(
     rng: np.random.Generator,
     min_groups: int = MIN_GROUPS,
 ) -> list[Minibatch]:
-    """Deal the trajectories of a step out to minibatches at random; some may be left empty.
+    """Draw the minibatches of a step at random; some may be left empty.
 
     Each minibatch gets its share of the trajectories that have a gradient, of the others, and of all: numbers differ by at
-    most one. Where no trajectory has a gradient, the first minibatch computes one all the same: what the engine said of it
-    is compared.
+    most one. If no trajectory has a gradient, the first minibatch computes one all the same, to compare the engine's
+    log-probabilities with the trainer's.
 
-    Trajectories of a group share a prefix, which is computed once where they are together; but a minibatch of few groups
+    Trajectories of a group share a prefix, which is computed once if they are together; but a minibatch of few groups
     has a noisy gradient, or none at all, and a run may collapse by it. So each group is cut into equal parts, which are
-    spread evenly over the minibatches: as large as they can be where a minibatch is to hold parts of `min_groups` groups.
+    spread evenly over the minibatches: as large as possible for a minibatch to hold parts of `min_groups` groups.
     """
     group_I, has_gradient_I = np.asarray(group_I, dtype=np.int64), np.asarray(has_gradient_I, dtype=np.bool_)
     computed, counted = (rng.permutation(np.flatnonzero(chosen_I)) for chosen_I in (has_gradient_I, ~has_gradient_I))
@@ -88,10 +84,10 @@ class MicroBatch:
     """Index of each token in the batch."""
     inputs: Inputs
     slot_T: Tensor
-    """Where in the pass each token's distribution is read: at its predecessor."""
+    """Slot at which each token's distribution is read: that of its predecessor."""
     target_T: Tensor
     dtype: torch.dtype
-    """Of what `to_device` returns."""
+    """Dtype of the columns that `to_device` returns."""
     experts_JPX: Tensor | None = None
     """Experts that the engine chose at each slot, or `UNKNOWN`. None: they are not replayed."""
 
@@ -102,18 +98,18 @@ class MicroBatch:
 
 
 class PassTokens(NamedTuple):
-    """What a pass reads and what is asked of it: all that the process that makes it needs to know of a batch."""
+    """Rows and tokens of one pass: all that the rank that computes it needs to know of a batch."""
 
     token_T: Int32Array
     """Index of each token in the batch."""
     rows: list[Int32Array]
-    """Token ids of each row, up to what is read of it."""
+    """Token ids of each row, up to the last one that is read."""
     row_T: Int32Array
     position_T: Int32Array
-    """Of each token's predecessor."""
+    """Position of each token's predecessor."""
     target_T: Int32Array
     experts: list[tuple[EngineExperts, ...]]
-    """What the engine told of each row's."""
+    """Experts that the engine returned for each row."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -134,13 +130,13 @@ class Planner:
     """These compute once what rows share, on a tree (see `recurrent.fork`)."""
     device: torch.device | str = "cpu"
     dtype: torch.dtype = torch.float32
-    """Of the columns that are taken for a micro-batch: that of the policy's log-probabilities."""
+    """Dtype of a micro-batch's columns: that of the policy's log-probabilities."""
     vocab_size: int | None = None
-    """Tokens that the model knows: one beyond them would end the process on a GPU. None: it is not asked."""
+    """Tokens that the model knows: one beyond them would end the process on a GPU. None: not checked."""
     pairs_per_token: int = 1024
-    """What a token costs beside attention, in visible pairs of tokens."""
+    """Cost of a token beside attention, in visible pairs of tokens."""
     experts: Experts | None = None
-    """Of a mixture whose engine's choices are replayed."""
+    """Experts of a mixture whose engine's choices are replayed."""
 
     @classmethod
     def for_policy(cls, policy: Policy, **further: Any) -> "Planner":
@@ -150,19 +146,19 @@ class Planner:
         return cls(layout=policy.layout, vocab_size=vocab_size, **further)
 
     def micro_batches(self, tokens: TokenBatch) -> Iterator[MicroBatch]:
-        """Yield the passes of one process over a batch; see `assign`."""
+        """Yield the passes of a single rank over a batch; see `assign`."""
         (passes,) = self.assign(tokens)
         return map(self.lay_out, passes)
 
     def assign(
         self, tokens: TokenBatch, *, num_processes: int = 1, trajectories: Sequence[int] | None = None
     ) -> list[list[PassTokens]]:
-        """Return the passes of each process over a batch.
+        """Return the passes of each rank over a batch.
 
-        Every process gets as many micro-batches, which hold no token at the end of a short share: what synchronises
-        processes then happens equally often on each. The shares are balanced by cost, largest first (LPT, Graham 1969):
+        Every rank gets as many micro-batches, empty ones at the end of a short share, so that all synchronise equally
+        often. The shares are balanced by cost, largest first (LPT, Graham 1969):
         visible pairs of tokens, and `pairs_per_token` for what else a token costs. What stays together on a tree is halved, the
-        largest first, where that makes the dearest share cheaper, though its halves compute twice what they share.
+        largest first, if that makes the dearest share cheaper, though its halves compute twice what they share.
 
         `trajectories` are those to compute (None: all). The others have their share of the denominators in the weights of
         these already.

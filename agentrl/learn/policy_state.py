@@ -1,4 +1,4 @@
-"""What training changes: the policy's weights, its optimizer and schedule; and the reference, which it leaves alone."""
+"""The state of training: the policy's weights, its optimizer and schedule; and the reference, which stays as it is."""
 
 import warnings
 from collections.abc import Iterator
@@ -35,12 +35,12 @@ _WEIGHTS, _SHARDS, _OPTIMIZER = "model.safetensors", "shards", "optimizer.pt"
 
 
 class _SavedState(BaseModel):
-    """What a checkpoint holds beside weights and moments."""
+    """Contents of a checkpoint beside weights and moments."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     num_minibatches: NonNegativeInt
-    """So far: where the schedule stands."""
+    """Minibatches so far: the schedule's position."""
     minibatches_a_step: PositiveInt
     """Minibatches per step."""
     optimizer: OptimizerName
@@ -50,15 +50,15 @@ class _SavedState(BaseModel):
 
 
 class PolicyState:
-    """The policy in training, on one process or several.
+    """The policy in training, on one rank or several.
 
-    On several, each process holds all weights, or a shard of them (`train.sharding`).
+    Each rank holds all weights, or a shard of them (`train.sharding`).
     """
 
     def __init__(
         self, policy: Policy, *, accelerator: Accelerator, config: TrainConfig, reference: Policy | None = None
     ) -> None:
-        """Share the weights out, and make an optimizer for them.
+        """Shard the weights if the recipe asks for it, and make an optimizer for them.
 
         Args:
             policy: the weights to train.
@@ -84,10 +84,10 @@ class PolicyState:
             weight_decay=config.weight_decay,
         )
         self.calibration = Calibration()
-        """What `loss.trust: calibrated` measured so far: on every process the same."""
+        """State of `loss.trust: calibrated`: the same on every rank."""
         self._is_adapted = has_adapters(policy.model)
         self.wrapped: Any = policy
-        """The policy as a pass of training calls it: gradients are averaged over processes where there are several."""
+        """The policy as a pass of training calls it: gradients are averaged over ranks."""
         self.optimizer: Any = optimizer
         if not self.is_sharded:
             self.wrapped, self.optimizer = accelerator.prepare(policy, optimizer)
@@ -107,7 +107,7 @@ class PolicyState:
 
     @property
     def device(self) -> torch.device:
-        """Where the policy is."""
+        """Device of the policy."""
         device: torch.device = self.accelerator.device
         return device
 
@@ -163,7 +163,7 @@ class PolicyState:
                     kept.copy_(present)
 
     def save_reference(self, folder: Path) -> None:
-        """Write the reference; called on every process, and the first writes."""
+        """Write the reference; called on every rank, and rank 0 writes."""
         assert self.reference is not None
         if self._is_adapted:
             save_adapter(self.reference.model, folder)
@@ -184,10 +184,10 @@ class PolicyState:
             load_full(self.reference, load_file(folder / _WEIGHTS))
 
     def save(self, folder: Path) -> None:
-        """Write what is trained, optimizer, schedule and random states into `folder`; called on every process.
+        """Write what is trained, optimizer, schedule and random states into `folder`; called on every rank.
 
-        Weights that adapters are added to are not: they are those of `model.name_or_path`. Nothing of it runs code when it is
-        read: accelerate's own way does.
+        Weights that adapters are added to are not written: they are those of `model.name_or_path`. Reading the files runs no
+        code, unlike with accelerate's own format.
         """
         folder.mkdir(parents=True, exist_ok=True)
         if self._is_adapted:
@@ -211,8 +211,8 @@ class PolicyState:
         """Read what `save` wrote. Rates and betas are those of the recipe.
 
         Raises:
-            ConfigError: where the weights were laid out among processes otherwise, adapters were trained and are not now, or
-                the other way round, or another optimizer's moments are there.
+            ConfigError: if the weights were sharded otherwise, adapters were trained and are not now, or the other way round,
+                or another optimizer's moments are there.
         """
         _check_adapters(self.policy, folder)
         if (folder / _SHARDS).is_dir() != self.is_sharded:
@@ -243,7 +243,7 @@ class PolicyState:
         schedule._last_lr = [group["lr"] for group in self.optimizer.param_groups]
 
     def load_weights(self, folder: Path) -> None:
-        """Read the weights alone of what `save` wrote, by however many processes.
+        """Read the weights alone of what `save` wrote, on any number of ranks.
 
         Raises:
             ConfigError: where adapters were trained and are not now, or the other way round.
@@ -252,7 +252,7 @@ class PolicyState:
 
 
 def load_weights(policy: Policy, folder: Path) -> None:
-    """Read the weights of a checkpoint, or of adapters to them, by however many processes it was written.
+    """Read the weights of a checkpoint, or of adapters to them, written by any number of ranks.
 
     Raises:
         ConfigError: where adapters were trained and are not now, or the other way round.
@@ -273,5 +273,5 @@ def _check_adapters(policy: Policy, folder: Path) -> None:
 
 
 def _state_file() -> str:
-    """Return the name of this process's own file in a checkpoint."""
+    """Return the name of this rank's own file in a checkpoint."""
     return f"learner-{process_index()}.json"

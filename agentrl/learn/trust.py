@@ -1,4 +1,4 @@
-"""Trust regions: by what a token's gradient is multiplied, and which tokens have moved far enough.
+"""Trust regions: the factor of each token's gradient, and the tokens that have moved far enough.
 
 `T` action tokens of a micro-batch, `U` ratio units. One pure function for each; nothing here carries a gradient.
 """
@@ -14,7 +14,7 @@ _LARGEST_LOG_WEIGHT = 80.0
 
 
 class Ratios(NamedTuple):
-    """What a trust region reads."""
+    """Inputs of a trust region."""
 
     log_ratio_T: Tensor
     """policy_logprob - anchor_logprob of each token."""
@@ -26,12 +26,12 @@ class Ratios(NamedTuple):
 
 
 class Region(NamedTuple):
-    """What a trust region makes of the ratios."""
+    """Result of a trust region."""
 
     factor_T: Tensor
     """f_t: the gradient of the objective is the sum of weight_t A_t f_t grad log pi_t over the tokens that are left."""
     clipped_T: Tensor
-    """True where a token has left the region: no gradient."""
+    """Tokens that have left the region: no gradient."""
 
 
 TrustRegion = Callable[[Ratios], Region]
@@ -114,7 +114,7 @@ def rejecting(ratios: Ratios, *, within: TrustRegion, limit: float) -> Region:
 
 
 def is_rejected(ratio_U: Tensor, limit: float) -> Tensor:
-    """Tell of each unit whether its ratio is beyond the limit, or below one over it."""
+    """Return whether the ratio of each unit is beyond the limit, or below one over it."""
     return (ratio_U > limit) | (ratio_U < 1 / limit)
 
 

@@ -1,6 +1,6 @@
-"""What credit schemes read beyond rewards and keys: one file for each signal, which has the name of its `Need`.
+"""Signals: the numbers that credit schemes read beyond rewards and keys, one file per signal, named as its `Need`.
 
-Each is measured once a step, and only where the scheme asks for it.
+Each is measured once a step, and only if the scheme asks for it.
 """
 
 from functools import cache
