@@ -165,10 +165,12 @@ def _of_pass(part: Mapping[str, Array], target: ClipTarget, *, version: int, is_
     units = units_of(unit_T, version - part["version_T"])
     pushed_U = [_sums(unit_T, tokens_T) for tokens_T in (down_T, up_T, down_T * clipped_T, up_T * clipped_T)]
     # A rejected unit carries no information: no width would keep it.
-    tells_U = ((units.staleness_U > 0) | is_updated) & (part.get("rejected_U", np.zeros(len(units.length_U))) == 0)
+    is_counted_U = ((units.staleness_U > 0) | is_updated) & (part.get("rejected_U", np.zeros(len(units.length_U))) == 0)
     of_all = (np.log(part["ratio_U"]), *pushed_U)
     return unit_clip_stats(
-        Units(*(column_U[tells_U] for column_U in units)), *(column_U[tells_U] for column_U in of_all), target=target
+        Units(*(column_U[is_counted_U] for column_U in units)),
+        *(column_U[is_counted_U] for column_U in of_all),
+        target=target,
     )
 
 

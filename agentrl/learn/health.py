@@ -72,10 +72,10 @@ def newly_detected(found: Mapping[Sign, str], rows: Sequence[Row]) -> dict[Sign,
         found: signs of the last step.
         rows: metrics of the steps before it, with `health/SIGN`.
     """
-    told = {sign for sign in SIGNS if any(row.get(f"health/{sign}") for row in rows)}
-    if "collapse" in told | found.keys():
-        told |= {"alike", "cut_off", "runaway"}
-    return {sign: words for sign, words in found.items() if sign not in told}
+    known = {sign for sign in SIGNS if any(row.get(f"health/{sign}") for row in rows)}
+    if "collapse" in known | found.keys():
+        known |= {"alike", "cut_off", "runaway"}
+    return {sign: words for sign, words in found.items() if sign not in known}
 
 
 def _collapse(rows: Sequence[Row]) -> tuple[str, int] | None:
@@ -174,12 +174,12 @@ def cut_demonstrations(demonstrations: Sequence[Demonstration], config: RolloutC
     found = [tuple(_exceeded(demonstration, config)) for demonstration in demonstrations]
     shares = {name: fmean(name in names for names in found) for name in dict.fromkeys(chain(*found))}
     share = fmean(bool(names) for names in found)
-    told = [
+    reported = [
         name for name, part in shares.items() if part >= (_CUT_TURNS if name == "rollout.max_turns" else _CUT_TOKENS)
     ]
-    if not told:
+    if not reported:
         return share, None
-    parts = ", ".join(f"{shares[name]:.0%} by {name}" for name in told)
+    parts = ", ".join(f"{shares[name]:.0%} by {name}" for name in reported)
     return share, f"demonstrations are cut off, {parts}: the policy is shown what it cannot play; raise it"
 
 

@@ -2,7 +2,7 @@
 
 `T` action tokens of a micro-batch, `U` ratio units (the tokens that share one importance ratio).
 
-The loss is a plain sum over tokens. What makes it a mean, the weight of each token, is computed once over the whole
+The loss is a plain sum over tokens. The weights of the tokens, which make it a mean, are computed once over the whole
 global batch (`aggregation_weights`), so no split into micro-batches and no number of ranks changes it. Tokens that
 leave the loss are dropped by the caller before `unit_index` and `policy_loss`: they enter no ratio and no denominator.
 """
@@ -46,7 +46,7 @@ def policy_loss(
     """Surrogate with one stop-gradient importance ratio for each unit, within a trust region.
 
         log s_u = mean over the tokens t of unit u of (policy_logprob_t - anchor_logprob_t), within -80..80
-        f_t     = what the trust region makes of the ratio; s_u(t) in that of GSPO
+        f_t     = factor from the trust region; s_u(t) in that of GSPO
         loss    = -sum_t weight_t * A_t * f_t * exp(policy_logprob_t - sg(policy_logprob_t))
 
     Where a token has left the trust region, the last factor is 1: no gradient. With `fixed` it is

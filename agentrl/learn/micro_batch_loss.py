@@ -61,20 +61,13 @@ def micro_batch_loss(
         version: version of the policy before the step.
         reference_logprobs_T: log-probabilities under the reference policy. None: no KL loss.
     """
-    weight_T = columns.weight_T
     anchor_T = columns.behavior_T if config.anchor == "behavior" else _anchor_logprobs(policy_logprobs_T, anchor)
-    if config.mismatch != "off":
-        mismatch = mismatch_weights(
-            anchor_T, columns.behavior_T, columns.unit_T, mode=config.mismatch, limit=config.mismatch_limit
-        )
-        weight_T = weight_T * mismatch.weight_T
-        observations.add(mismatch_U=mismatch.raw_U, limited_U=mismatch.limited_U)
     result = policy_loss(
         policy_logprobs_T,
         anchor_logprobs_T=anchor_T,
         advantages_T=columns.advantage_T,
         unit_T=columns.unit_T,
-        weight_T=weight_T,
+        weight_T=_corrected_weights(anchor_T, columns, config, observations),
         trust=trust,
     )
     loss = result.loss
@@ -109,6 +102,19 @@ def _anchor_logprobs(policy_logprobs_T: Tensor, anchor: AnchorState) -> Tensor:
     if anchor.stale is None:
         return anchor_T
     return torch.where(anchor.stale.is_stale_T, anchor.stale.logprobs_T, anchor_T)
+
+
+def _corrected_weights(
+    anchor_T: Tensor, columns: LossColumns, config: LossConfig, observations: Observations
+) -> Tensor:
+    """Return the tokens' weights in the loss, corrected for the mismatch of engine and trainer if the recipe asks for it."""
+    if config.mismatch == "off":
+        return columns.weight_T
+    mismatch = mismatch_weights(
+        anchor_T, columns.behavior_T, columns.unit_T, mode=config.mismatch, limit=config.mismatch_limit
+    )
+    observations.add(mismatch_U=mismatch.raw_U, limited_U=mismatch.limited_U)
+    return columns.weight_T * mismatch.weight_T
 
 
 def _policy_change(policy_logprobs_T: Tensor, anchor: AnchorState, log_ratio_T: Tensor, is_fresh_T: Tensor) -> Tensor:

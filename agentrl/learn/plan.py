@@ -193,16 +193,16 @@ class Planner:
         )
 
     def _experts(self, tokens: PassTokens, index: Index, num_slots: int) -> Tensor | None:
-        """Return what the engine told; at a slot that rows share, of the last of them."""
+        """Return the experts that the engine returned; at a slot that rows share, those of the last one."""
         if self.experts is None:
             return None
-        told_PJX = np.full((num_slots, self.experts.num_routers, self.experts.num_chosen), UNKNOWN, dtype=np.int16)
+        experts_PJX = np.full((num_slots, self.experts.num_routers, self.experts.num_chosen), UNKNOWN, dtype=np.int16)
         for number, (row, of_row) in enumerate(zip(tokens.rows, tokens.experts, strict=True)):
             for start, packed in of_row:
-                told_NJX = self.experts.unpack(packed)[: max(0, len(row) - start)]
-                position_N = np.arange(start, start + len(told_NJX))
-                told_PJX[index(np.full_like(position_N, number), position_N)] = told_NJX
-        return torch.from_numpy(told_PJX).transpose(0, 1)
+                experts_NJX = self.experts.unpack(packed)[: max(0, len(row) - start)]
+                position_N = np.arange(start, start + len(experts_NJX))
+                experts_PJX[index(np.full_like(position_N, number), position_N)] = experts_NJX
+        return torch.from_numpy(experts_PJX).transpose(0, 1)
 
 
 class _Plan:
@@ -220,25 +220,25 @@ class _Plan:
             self.members[trajectory].append(row)
 
     def shares(self, trajectories: list[int], num_processes: int) -> list[list[list[int]]]:
-        """Return the passes of each process, as trajectories."""
+        """Return the passes of each rank, as trajectories."""
         parts = self._parts(trajectories)
         if num_processes == 1:
             return [self._fill(parts)]
         costs = [self._cost(part) for part in parts]
-        best, best_cost = _dealt(parts, costs, num_processes)
+        best, best_cost = _distribute(parts, costs, num_processes)
         while parts and len(part := parts[largest := max(range(len(parts)), key=costs.__getitem__)]) > 1:
             if costs[largest] <= sum(costs) / num_processes / 2:  # the shares are about as even as they can be
                 break
             halves = [part[: len(part) // 2], part[len(part) // 2 :]]
             parts[largest : largest + 1] = halves
             costs[largest : largest + 1] = map(self._cost, halves)
-            dealt, cost = _dealt(parts, costs, num_processes)
+            candidate, cost = _distribute(parts, costs, num_processes)
             if cost < best_cost:
-                best, best_cost = dealt, cost
+                best, best_cost = candidate, cost
         return [self._fill(share) for share in best]
 
     def tokens_of(self, trajectories: list[int]) -> PassTokens:
-        """Return what a pass over trajectories needs to know."""
+        """Return rows and tokens of a pass over trajectories."""
         tokens = self._tokens
         chosen = [row for i in trajectories for row in self.members[i]]
         local_R = np.full(len(tokens.rows), -1, dtype=np.int32)
@@ -266,7 +266,7 @@ class _Plan:
         ordered = sorted(trajectories, key=lambda i: (first[self._tokens.groups[i]], self._tokens.groups[i], key[i], i))
         parts = []
         for _, members in groupby(ordered, key=lambda i: self._tokens.groups[i]):
-            parts += self._fill([[i] for i in members])  # one part where all of the group fits
+            parts += self._fill([[i] for i in members])  # one part if all of the group fits
         return parts
 
     def _fill(self, parts: Sequence[list[int]]) -> list[list[int]]:
@@ -317,10 +317,10 @@ class _Plan:
         return sum(len(row) * ((len(row) + 1) / 2 + self._planner.pairs_per_token) for row in rows)
 
 
-def _dealt(
+def _distribute(
     parts: Sequence[list[int]], costs: Sequence[float], num_processes: int
 ) -> tuple[list[list[list[int]]], float]:
-    """Return the parts of each process, in their order, and what the dearest share costs: largest first (LPT)."""
+    """Return the parts of each rank, in their order, and the cost of the dearest share: largest first (LPT)."""
     loads = [(0.0, rank) for rank in range(num_processes)]
     owner = [0] * len(parts)
     for number in sorted(range(len(parts)), key=lambda number: -costs[number]):

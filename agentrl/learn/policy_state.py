@@ -91,7 +91,7 @@ class PolicyState:
         self.optimizer: Any = optimizer
         if not self.is_sharded:
             self.wrapped, self.optimizer = accelerator.prepare(policy, optimizer)
-        # Not prepared: accelerate would advance it once for each process.
+        # Not prepared: accelerate would advance it once for each rank.
         self.schedule = make_schedule(
             config.schedule,
             self.optimizer,
@@ -133,7 +133,7 @@ class PolicyState:
             self.schedule.step()
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield the model's weights, adapters merged into them, one whole at a time; called on every process."""
+        """Yield the model's weights, adapters merged into them, one whole at a time; called on every rank."""
         return merged_weights(self.policy.model)
 
     @property
@@ -142,15 +142,15 @@ class PolicyState:
         return has_adapters(self.policy.model)
 
     def base_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield the model's weights without adapters, one whole at a time; called on every process."""
+        """Yield the model's weights without adapters, one whole at a time; called on every rank."""
         return base_weights(self.policy.model)
 
     def weight_changes(self) -> Iterator[tuple[str, tuple[Tensor, Tensor]]]:
-        """Yield what adapters add to weights, each as two matrices to multiply; called on every process."""
+        """Yield the adapters' changes of weights, each as two matrices to multiply; called on every rank."""
         return weight_changes(self.policy.model)
 
     def broadcast_weights(self) -> None:
-        """Make the weights on all processes those of the first: they were made on each, to rounding the same."""
+        """Copy the weights of rank 0 to all ranks, on which they were the same up to rounding."""
         if not self.is_sharded:
             with torch.no_grad():
                 broadcast(parameter.data for parameter in self.policy.parameters())
@@ -174,7 +174,7 @@ class PolicyState:
         """Read what `save_reference` wrote.
 
         Raises:
-            ConfigError: where adapters were trained and are not now, or the other way round.
+            ConfigError: if adapters were trained and are not now, or the other way round.
         """
         assert self.reference is not None
         _check_adapters(self.reference, folder)
@@ -246,7 +246,7 @@ class PolicyState:
         """Read the weights alone of what `save` wrote, on any number of ranks.
 
         Raises:
-            ConfigError: where adapters were trained and are not now, or the other way round.
+            ConfigError: if adapters were trained and are not now, or the other way round.
         """
         load_weights(self.policy, folder)
 

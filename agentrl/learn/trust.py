@@ -40,7 +40,7 @@ TrustRegion = Callable[[Ratios], Region]
 def fixed(ratios: Ratios, *, low: float | Tensor, high: float | Tensor) -> Region:
     """Clip the ratio of the unit, on the side to which the advantage pushes.
 
-        f_t = s_u(t); a token leaves where A_t > 0 and s_u > 1 + high, or A_t < 0 and s_u < 1 - low
+        f_t = s_u(t); a token leaves if A_t > 0 and s_u > 1 + high, or A_t < 0 and s_u < 1 - low
 
     Source: PPO, arXiv 1707.06347 eq. 7, with the ratio of GSPO, arXiv 2507.18071 eq. 5.
 
@@ -61,7 +61,7 @@ def fixed(ratios: Ratios, *, low: float | Tensor, high: float | Tensor) -> Regio
 def token(ratios: Ratios, *, low: float, high: float) -> Region:
     """Weigh by the ratio of the unit; a token leaves by its own.
 
-        f_t = s_u(t); a token leaves where A_t > 0 and r_t > 1 + high, or A_t < 0 and r_t < 1 - low
+        f_t = s_u(t); a token leaves if A_t > 0 and r_t > 1 + high, or A_t < 0 and r_t < 1 - low
 
     r_t is the ratio of the token alone. The weight of a long unit is then as quiet as GSPO's, and one token that moved
     far stops alone, without the rest of its unit.
@@ -98,7 +98,7 @@ def kernel(ratios: Ratios, *, positive: tuple[float, float], negative: tuple[flo
 def rejecting(ratios: Ratios, *, within: TrustRegion, limit: float) -> Region:
     """Take whole units out whose ratio is beyond any use, whatever the sign of their advantages.
 
-        f_t = 0 where s_u > limit or s_u < 1 / limit; else what `within` says
+        f_t = 0 if s_u > limit or s_u < 1 / limit; else that of `within`
 
     A rejected token stays in the denominators of the aggregation.
 

@@ -297,7 +297,7 @@ def finish_going_back(folder: RunFolder) -> None:
             if step > note.step:
                 rename(path, path.with_name(f".{path.name}.partial"))  # so that none is there in part
         folder.rewind(note.step)
-        told = Told(step=note.step, name="rewind", words=note.words)
-        if told not in folder.warnings():
-            folder.add_warning(told)
+        warning = Told(step=note.step, name="rewind", words=note.words)
+        if warning not in folder.warnings():
+            folder.add_warning(warning)
     folder.going_back.unlink()

@@ -11,7 +11,7 @@ from agentrl.run.weight_sync import sampled_by_all
 def evaluate(parts: Parts) -> dict[str, Evaluation]:
     """Play the evaluation tasks with the weights in the engine; nothing of the training state is touched.
 
-    Returns: what was found, by the prefix of its metrics: `eval/`, or `eval/NAME/` where `evaluation.env` names several.
+    Returns: the results by the prefix of their metrics: `eval/`, or `eval/NAME/` if `evaluation.env` names several.
     """
     recipe, found = parts.recipe, {}
     config = recipe.rollout.model_copy(update={"temperature": recipe.evaluation.temperature})

@@ -28,10 +28,9 @@ from agentrl.types import Trajectory
 class Critic:
     """Predicts the return-to-go of the turn that a token belongs to, from the context before the token.
 
-    Trained by least squares on G_k = r_k + gamma * G_{k+1}, where a truncated trajectory continues from the critic's own
-    value of where it was cut off: that of the context after its last action, which is trained on G_{k+1} after the action
-    of every turn k that another follows. Of several processes the first has the trajectories, and deals each its share of every
-    minibatch.
+    Trained by least squares on G_k = r_k + gamma * G_{k+1}. A truncated trajectory continues from the critic's own value at
+    its end: that of the context after its last action, which is trained on G_{k+1} after the action of every turn k that
+    another follows. Rank 0 has the trajectories, and scatters every minibatch.
     """
 
     def __init__(
@@ -69,7 +68,7 @@ class Critic:
         self._num_updates = 0
 
     def begin(self) -> None:
-        """Take over the policy's weights where the critic is a model of its own: called once the policy is warmed up."""
+        """Copy the policy's weights if the critic is a model of its own: called once the policy is warmed up."""
         if self._is_separate:
             self._body.load_state_dict(self._policy.model.base_model.state_dict())
 
@@ -88,7 +87,7 @@ class Critic:
         """Fit measured trajectories; return the loss and how much of the returns' variance the values explained before.
 
         `critic/explained_variance` is 1 - var(G - V) / var(G): 1 is perfect, 0 a constant, below 0 worse than that;
-        0 where all G are equal but for rounding.
+        0 if all G are equal up to rounding.
         """
         returns = [self._returns(t) for t in trajectories]
         explained, num_trajectories = from_rank_zero(lambda: (_explained(trajectories, returns), len(trajectories)))

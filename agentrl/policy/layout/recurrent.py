@@ -1,4 +1,4 @@
-"""The recurrent parts of hybrid models see rows one by one, however the rows of a pass are laid out.
+"""Recurrent parts of hybrid models, which compute rows one by one in every layout of a pass.
 
 `B` lines of a pass, `L` slots of a line, `P = B * L` slots of a pass, `R` rows, `W` tokens of the longest row or of a trunk,
 `D` hidden size, `N` slots that recurrent parts compute.
@@ -21,12 +21,12 @@ from agentrl.errors import TrainingError
 from agentrl.policy.layout.tree import IntArray, common_prefix
 
 RECURRENT = frozenset({"linear_attention", "conv", "hybrid", "hybrid_sliding"})
-"""What transformers calls layers with a recurrent part."""
+"""Names in transformers of layers with a recurrent part."""
 _HOOKED = "_agentrl_sees_rows"
 _ROWS = "agentrl_rows"
-"""The argument of a pass that holds its rows, and where a layer keeps them as it runs."""
+"""Argument of a pass that holds its rows, and attribute in which a layer keeps them as it runs."""
 _TRUNKS = "agentrl_trunks"
-"""Where a mixer keeps what it computed of trunks as it runs."""
+"""Attribute in which a mixer keeps the states of trunks as it runs."""
 
 
 _LEAST_SAVED = 64
@@ -34,7 +34,7 @@ _LEAST_SAVED = 64
 
 
 class Trunk(NamedTuple):
-    """What rows share, or what is left of one: slots that are computed after one another."""
+    """Consecutively computed slots: a prefix that rows share, or the rest of one row."""
 
     path_W: IntArray
     parent: int
@@ -42,7 +42,7 @@ class Trunk(NamedTuple):
 
 
 def fork(paths: Sequence[IntArray], *, continues: bool) -> tuple[list[Trunk], list[Trunk]]:
-    """Return what rows share and is worth to be computed once, parents first, and what is left of each row.
+    """Return the shared prefixes that are worth computing once, parents first, and the rest of each row.
 
     Args:
         paths: slots of the tokens of each row. Rows that another begins with are left out.
@@ -75,7 +75,7 @@ def num_computed(paths: Sequence[IntArray], *, continues: bool) -> int:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Rows:
-    """Where the rows of a pass are in it, as tensors on its device."""
+    """Positions of the rows in a pass, as tensors on its device."""
 
     trunks: list[tuple[Tensor, int]]
     """Slots of what rows share, (W,) each, and the trunk that it continues; -1: none."""
@@ -84,7 +84,7 @@ class Rows:
     parent_R: Tensor
     """The trunk that each continues; the one after the last: none."""
     read_BL: Tensor
-    """Which of the N computed slots has the value of each slot: all trunks, then `R * W`."""
+    """Index of each slot's value among the N computed slots: all trunks, then `R * W`."""
 
     @classmethod
     def from_paths(cls, paths: Sequence[IntArray], ids_BL: Tensor, *, continues: bool) -> "Rows":
@@ -111,7 +111,7 @@ class Rows:
 
 
 class _State:
-    """Where a recurrent part begins, and where it ended: transformers' cache of one layer, which writes nothing in place."""
+    """State before and after a recurrent part: transformers' cache of one layer, which writes nothing in place."""
 
     record_past = True
     """Asked before a single token is put in place."""
@@ -134,11 +134,11 @@ class _State:
         return defaultdict(lambda: self)
 
     def has_previous_state(self, *_: Any, **__: Any) -> bool:
-        """Tell whether it continues something."""
+        """Return whether there is an earlier state."""
         return self.conv_states[0] is not None
 
     def update_conv_state(self, conv_states: Tensor, *_: Any, conv_kernel_size: int, **__: Any) -> Tensor:
-        """Note the last inputs, and return all with those before."""
+        """Keep the last inputs, and return all with those before."""
         before = self.conv_states[0]
         full = conv_states if before is None else torch.cat([before, conv_states], dim=-1)
         self.end = [nn.functional.pad(full, (conv_kernel_size, 0))[..., -conv_kernel_size:]]
@@ -173,9 +173,9 @@ def _is_needed(parameter: Parameter) -> bool:
 
 
 def can_continue(model: Any) -> bool:
-    """Tell whether all recurrent parts of a model go on from a state with more than a token, which not all kernels do.
+    """Return whether all recurrent parts of a model continue a state with more than a token, which not all kernels do.
 
-    They are told by their code: one that keeps a state hands its kernel the one that it begins with.
+    Their code shows it: a part that keeps a state passes the initial state to its kernel.
     """
     return all(_can_continue(type(mixer).forward) for _, mixer in mixers_of(model))
 
