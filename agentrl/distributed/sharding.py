@@ -88,7 +88,7 @@ def save_shards(policy: nn.Module, optimizer: torch.optim.Optimizer, folder: Pat
 
 
 def load_shards(policy: nn.Module, optimizer: torch.optim.Optimizer | None, folder: Path) -> None:
-    """Read what any number of ranks wrote by `save_shards`; without an optimizer the weights alone.
+    """Load the files that any number of ranks wrote by `save_shards`; without an optimizer the weights alone.
 
     Raises:
         RuntimeError: if it is damaged, or of another model.

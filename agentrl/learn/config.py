@@ -38,7 +38,7 @@ def make_schedule(name: ScheduleName, optimizer: Optimizer, *, num_warmup: int, 
 
 
 def rate_factor(minibatch: int, *, name: ScheduleName, num_warmup: int, num_minibatches: int) -> float:
-    """Return what the learning rate of a minibatch, counted from 0, is multiplied by.
+    """Return the factor of the learning rate of a minibatch, counted from 0.
 
     A rise from 0 to 1 in a straight line; then 1, a straight line to 0, or half a cosine to 0. Numbers are those of
     `transformers.get_scheduler`, to the last bit; importing that takes seconds.
@@ -72,7 +72,7 @@ def make_optimizer(
     """Return an optimizer (an `OptimizerName`) of those parameters that require a gradient.
 
     Raises:
-        ConfigError: for a name that does not exist, or what is not installed.
+        ConfigError: if the name does not exist, or the package is not installed.
     """
     trained = [parameter for parameter in parameters if parameter.requires_grad]
     settings: dict[str, Any] = {"lr": learning_rate, "betas": betas, "weight_decay": weight_decay}
@@ -261,7 +261,7 @@ class LossConfig(BaseModel):
         return f"one for each {self.unit}, {ends[self.trust]}"
 
     def warnings(self, *, staleness_bound: int = 0) -> list[str]:
-        """List what is allowed but likely a mistake: too few kept versions, a clip bound that reaches another unit's default.
+        """List settings that are allowed but likely mistakes: too few kept versions, or the clip bound of another unit.
 
         Args:
             staleness_bound: policy versions that a token may be behind.
@@ -298,7 +298,7 @@ Beta = Annotated[float, Field(ge=0, lt=1)]
 
 
 class TrainConfig(BaseModel):
-    """The optimizer and what it is fed."""
+    """The optimizer, its minibatches and passes."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -326,12 +326,12 @@ class TrainConfig(BaseModel):
     divergence that minibatches showed, before the last update: 0 with one minibatch. If tokens are stale, all minibatches
     but the first take a forward pass more."""
     ess_scaling: bool = False
-    """Multiply the learning rate of each update by the square root of `ratio/effective_samples` of its minibatch: small where
+    """Multiply the learning rate of each update by the square root of `ratio/effective_samples` of its minibatch: small if
     few trajectories outweigh the rest, as among stale ones (VCPO)."""
     optimizer: OptimizerName = "adamw"
     """`adamw`: torch's. `adamw_8bit`, `paged_adamw`, `paged_adamw_8bit`: of bitsandbytes, for less memory."""
     gradient_checkpointing: Annotated[bool, MayChange()] = False
-    """Keep what enters each layer and compute the rest again in the backward pass: slower, for less memory."""
+    """Keep the inputs of each layer and compute the rest again in the backward pass: slower, for less memory."""
     betas: tuple[Beta, Beta] = (0.9, 0.95)
     """Decay of Adam's running means of the gradient and of its square."""
     weight_decay: Annotated[float, Field(ge=0), between(0, 1e6)] = 0.0
@@ -364,7 +364,7 @@ class TrainConfig(BaseModel):
     @model_validator(mode="after")
     def _consistent(self) -> Self:
         if self.sharding == "full" and self.optimizer != "adamw":
-            raise ValueError(f"optimizer: {self.optimizer} cannot be shared out (sharding: full); set it to adamw")
+            raise ValueError(f"optimizer: {self.optimizer} cannot be sharded (sharding: full); set it to adamw")
         return self
 
     def is_sharded(self, num_processes: int) -> bool:

@@ -285,7 +285,7 @@ class Learner:
     def _prepare(
         self, groups: Sequence[TrajectoryGroup], credits: Sequence[Sequence[Credit]], *, version: int
     ) -> StepUpdate:
-        """Draw and plan the minibatches of a step, and compute what its updates are compared with."""
+        """Draw and plan the minibatches of a step, and compute their anchors and the state before its updates."""
         minibatches = self.draw(groups, credits, version=version)
         plans = [self.plan(minibatch) for minibatch in minibatches]
         anchors = self._anchor_states(minibatches, plans, version=version)

@@ -346,19 +346,19 @@ def update_metrics(tallies: Sequence[MinibatchStats], *, current_version: int) -
         "staleness/max": float(max(staleness, default=0)),
         "ratio/mean": found["ratio_U"].mean,
         "ratio/spread": found["ratio_U"].spread,
-        # Of the ratios that single tokens would have: what the unit averages out.
+        # Spread of the ratios of single tokens, which the unit averages out.
         "ratio/token_spread": found["token_ratio_T"].spread,
         "ratio/effective_samples": _mean([effective_samples(tally) for tally in tallies]),
         "clip/tokens": found["clipped_T"].mean,
         "clip/tokens_positive": found["clipped_up_T"].mean,
         "clip/tokens_negative": found["clipped_down_T"].mean,
         "clip/units": found["clipped_U"].mean,
-        # One ratio clips the tokens of one sign and lets those of the other continue: what the unit learns is lopsided.
+        # One ratio clips the tokens of one sign and lets those of the other continue: the unit's update is lopsided.
         "clip/units_one_sided": found["one_sided_U"].mean,
         "credit/mixed_sign_units": found["mixed_U"].mean,
         "entropy": found["entropy_T"].mean,
         "kl/behavior": -found["engine_difference_T"].mean,
-        # The furthest that the policy had moved within the step where a minibatch began: the last update is in none.
+        # The largest divergence at the start of a minibatch: the last update is not in it.
         "kl/step": max(map(divergence, tallies)) - divergence(tallies[0]),
         "grad_norm": _mean([tally.grad_norm for tally in tallies]),
         "learning_rate": next((tally for tally in reversed(tallies) if tally.grad_norm > 0), tallies[-1]).learning_rate,
@@ -374,7 +374,7 @@ def update_metrics(tallies: Sequence[MinibatchStats], *, current_version: int) -
 
 
 def rollout_metrics(groups: Sequence[TrajectoryGroup], credits: Sequence[Sequence[Credit]]) -> dict[str, float]:
-    """Describe what was played; means are over episodes that did not fail."""
+    """Return metrics of the rollouts; means are over episodes that did not fail."""
     trajectories = valid_trajectories(groups)
     everyone = [t for group in groups for t in group.trajectories]
     returns = [t.reward for t in trajectories]
@@ -410,7 +410,7 @@ def rollout_metrics(groups: Sequence[TrajectoryGroup], credits: Sequence[Sequenc
 
 
 def process_metrics() -> dict[str, float]:
-    """Describe this process: an environment that leaks shows here."""
+    """Return metrics of this process, in which an environment that leaks shows."""
     process = psutil.Process()
     with process.oneshot():
         return {

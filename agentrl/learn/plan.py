@@ -116,7 +116,7 @@ class PassTokens(NamedTuple):
 class Planner:
     """Cuts batches into micro-batches, under a budget of tokens; a trajectory is never split.
 
-    The budget counts the tokens that are computed: what a tree shares once, padding too. A trajectory that exceeds it
+    The budget counts computed tokens: shared prefixes of a tree once, padding too. A trajectory that exceeds it
     by itself is a micro-batch of its own. Rows end where nothing more is read. On a tree, trajectories of a group stay
     together, for they share most, as long as the budget allows it; else shortest first.
     """
@@ -125,9 +125,9 @@ class Planner:
     """Budget of a micro-batch."""
     layout: Layout = "padded"
     is_recurrent: bool = False
-    """Parts of the model compute rows apart, whatever the layout: the budget counts what they compute."""
+    """Whether parts of the model compute rows one by one, whatever the layout: the budget counts their tokens."""
     can_continue: bool = False
-    """These compute once what rows share, on a tree (see `recurrent.fork`)."""
+    """Whether these parts compute shared prefixes once, on a tree (see `recurrent.fork`)."""
     device: torch.device | str = "cpu"
     dtype: torch.dtype = torch.float32
     """Dtype of a micro-batch's columns: that of the policy's log-probabilities."""
@@ -206,7 +206,7 @@ class Planner:
 
 
 class _Plan:
-    """Trajectories, their rows up to what is read of them, and what they cost."""
+    """Trajectories, their rows up to the last token that is read, and their costs."""
 
     def __init__(self, tokens: TokenBatch, planner: Planner) -> None:
         self._tokens, self._planner = tokens, planner
@@ -254,7 +254,7 @@ class _Plan:
         )
 
     def _parts(self, trajectories: list[int]) -> list[list[int]]:
-        """Return what stays together, in an order in which neighbours fit together."""
+        """Return the trajectories that stay together, in an order in which neighbours fit together."""
         if self._planner.layout != "tree":
             return [[i] for i in sorted(trajectories, key=lambda i: (self._longest([i]), i))]
         # By their first tokens, so that groups with a system prompt in common are neighbours.

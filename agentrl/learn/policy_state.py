@@ -101,7 +101,7 @@ class PolicyState:
 
     @property
     def policy(self) -> Policy:
-        """The policy without what accelerate wraps around it."""
+        """The policy without the wrapper of accelerate."""
         policy: Policy = self.accelerator.unwrap_model(self.wrapped)
         return policy
 
@@ -156,7 +156,7 @@ class PolicyState:
                 broadcast(parameter.data for parameter in self.policy.parameters())
 
     def keep_reference(self) -> None:
-        """Make the reference what the policy is now."""
+        """Copy the policy's present weights to the reference."""
         if self.reference is not None:
             with torch.no_grad():
                 for kept, present in zip(self.reference.parameters(), self.policy.parameters(), strict=True):
@@ -171,7 +171,7 @@ class PolicyState:
         save_full(self.reference, folder / _WEIGHTS)
 
     def load_reference(self, folder: Path) -> None:
-        """Read what `save_reference` wrote.
+        """Load the reference from the files of `save_reference`.
 
         Raises:
             ConfigError: if adapters were trained and are not now, or the other way round.
@@ -184,7 +184,7 @@ class PolicyState:
             load_full(self.reference, load_file(folder / _WEIGHTS))
 
     def save(self, folder: Path) -> None:
-        """Write what is trained, optimizer, schedule and random states into `folder`; called on every rank.
+        """Write trained weights, optimizer, schedule and random states into `folder`; called on every rank.
 
         Weights that adapters are added to are not written: they are those of `model.name_or_path`. Reading the files runs no
         code, unlike with accelerate's own format.
@@ -208,7 +208,7 @@ class PolicyState:
         write_whole(folder / _state_file(), state.model_dump_json())
 
     def load(self, folder: Path) -> None:
-        """Read what `save` wrote. Rates and betas are those of the recipe.
+        """Load the files of `save`. Rates and betas are those of the recipe.
 
         Raises:
             ConfigError: if the weights were sharded otherwise, adapters were trained and are not now, or the other way round,
@@ -243,7 +243,7 @@ class PolicyState:
         schedule._last_lr = [group["lr"] for group in self.optimizer.param_groups]
 
     def load_weights(self, folder: Path) -> None:
-        """Read the weights alone of what `save` wrote, on any number of ranks.
+        """Load the weights alone from the files of `save`, on any number of ranks.
 
         Raises:
             ConfigError: if adapters were trained and are not now, or the other way round.
@@ -255,7 +255,7 @@ def load_weights(policy: Policy, folder: Path) -> None:
     """Read the weights of a checkpoint, or of adapters to them, written by any number of ranks.
 
     Raises:
-        ConfigError: where adapters were trained and are not now, or the other way round.
+        ConfigError: if adapters were trained and are not now, or the other way round.
     """
     _check_adapters(policy, folder)
     if has_adapters(policy.model):

@@ -84,7 +84,7 @@ def kernel(ratios: Ratios, *, positive: tuple[float, float], negative: tuple[flo
     f is 1 at W = 1, largest at W = c1 / c2, and falls to 0 on both sides. The weight of a unit is a product, not a mean:
     on units of hundreds of tokens it is far from 1 after small changes.
 
-    Source: VESPO, arXiv 2602.10693, where the unit is the trajectory; (2, 3) and (3, 2) are its authors'.
+    Source: VESPO, arXiv 2602.10693, if the unit is the trajectory; (2, 3) and (3, 2) are its authors'.
     """
     sums_U = torch.zeros(len(ratios.ratio_U), dtype=torch.float64, device=ratios.ratio_U.device)
     sums_U.index_add_(0, ratios.unit_T, ratios.log_ratio_T.double())

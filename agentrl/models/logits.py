@@ -33,7 +33,7 @@ _FIELDS = (
 
 @dataclass(frozen=True, slots=True)
 class LogitMap:
-    """z = cap * tanh(factor * x / cap) of what the head returns, x; without a cap z = factor * x."""
+    """z = cap * tanh(factor * x / cap) for the head's output x; without a cap z = factor * x."""
 
     factor: float = 1.0
     cap: float | None = None

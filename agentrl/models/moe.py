@@ -142,13 +142,13 @@ class Experts(NamedTuple):
         return experts_NJX.astype(self._dtype).tobytes()
 
     def unpack(self, packed: bytes) -> npt.NDArray[np.int16]:
-        """Return what `pack` was given: (N, J, X)."""
+        """Return the argument of `pack`: (N, J, X)."""
         found = np.frombuffer(packed, dtype=self._dtype).astype(np.int16)
         return found.reshape(-1, self.num_routers, self.num_chosen)
 
     @property
     def num_bytes(self) -> int:
-        """Return what the experts of a token take."""
+        """Return the bytes of a token's experts."""
         return self.num_routers * self.num_chosen * self._dtype().itemsize
 
     @property
@@ -157,7 +157,7 @@ class Experts(NamedTuple):
 
 
 def experts_of(model: Any) -> Experts | None:
-    """Return what a model's routers choose among. None: it has none.
+    """Return the encoding of a model's experts. None: it has none.
 
     Raises:
         TrainingError: as `routers_of`, and if layers choose among different or unknown numbers of experts.

@@ -38,7 +38,7 @@ def fused_logprobs(
     Logits exist one tile of at most `chunk_elements` (by default `tile_elements`) at a time, and one more tile of scratch, two
     with a cap. They are computed again in the backward pass, unless one tile holds them all and there is no cap. The gradient
     of the weight is added up in one float32 buffer of its shape. Logits are float32 for half-precision inputs, added up in
-    float32; float64 stays float64. Autocast changes nothing: its rounding of logits to half precision is what this avoids. The
+    float32; float64 stays float64. Autocast changes nothing, so that logits are not rounded to half precision. The
     dtype of `hidden` decides the multiplication. In bfloat16 a GPU gets the weight rounded to it, tile by tile, and uses its
     tensor cores; in the backward pass the weight and the gradients of logits are rounded to it everywhere, and on a CPU each
     tile's product.

@@ -250,12 +250,12 @@ def _whole(tensor: Tensor) -> Tensor:
 
 
 def _scale(config: dict[str, Any]) -> dict[str, Any]:
-    """Return what decides how much adapters weigh; what is off is None."""
+    """Return the fields that set the scale of adapters; None if off."""
     return {key: config.get(key) or None for key in _SCALE}
 
 
 def _adapted(model: Any) -> dict[str, Any]:
-    """Return the layers that have an adapter, by name; told by what peft adds, for it may not be installed."""
+    """Return the layers that have an adapter, by name: those with attributes of peft, which may not be installed."""
     return {name: module for name, module in model.named_modules() if hasattr(module, "get_delta_weight")}
 
 

@@ -74,7 +74,7 @@ def load_pretrained(
     if missing := sorted(found["missing_keys"]):
         others = f", and {len(missing) - 1} others" if len(missing) > 1 else ""
         raise ConfigError(f"{field}: {name_or_path!r} lacks weights of its model: {missing[0]}{others}; get it again")
-    return name_body(model.float()), tokenizer  # what was quantized comes in bfloat16
+    return name_body(model.float()), tokenizer  # quantized weights come in bfloat16
 
 
 def open_checkpoint(name_or_path: str, *, field: str) -> tuple[str, Any, Any]:

@@ -74,7 +74,7 @@ def can_load_sharded(config: Any, num: int) -> bool:
 
 
 def materialize(model: nn.Module, shares: Mapping[str, Tensor]) -> None:
-    """Put this process's parts of weights, by their names in the checkpoint, into a model that is shared out on `meta`."""
+    """Put this rank's parts of weights, by their names in the checkpoint, into a model that is sharded on `meta`."""
     for name, weight in model.named_parameters():
         if isinstance(weight, DTensor) and weight.is_meta:
             part = DTensor.from_local(

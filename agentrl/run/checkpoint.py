@@ -72,7 +72,7 @@ class RunState(BaseModel):
     settings: str
     """Hash of the recipe's fields that are not marked `MayChange`."""
     played: str
-    """Hash of those that decide what is played and how, whatever is learned from it."""
+    """Hash of those fields that decide what is played and how."""
     num_tasks: NumTasks
     """Number of the environment's tasks: their order follows from it."""
 

@@ -27,7 +27,7 @@ def evaluate(parts: Parts) -> dict[str, Evaluation]:
 
 
 def evaluation_metrics(parts: Parts) -> dict[str, float]:
-    """Evaluate a run under way; note in its folder on which tasks and how, and return what was found as metrics of a step."""
+    """Evaluate a run under way; record the tasks and settings in its folder, and return the metrics."""
     found = evaluate(parts)
     if is_main() and parts.recipe.run_dir is not None:
         step, config = parts.engine.version, parts.recipe.evaluation

@@ -504,7 +504,7 @@ def _moments(recipe: Recipe, sizes: Sizes, shards: int) -> Iterator[dict[str, in
     of_layer = _SINGLE * counted.layer if is_sharded else 0
     yield moment(all_kept + in_layer, outside + 2 * layer + of_layer + copies, staying)
     yield moment(kept.rest, outside + copies, staying + embedding)
-    if is_sharded:  # in single precision: what is sent and what comes back, and a copy of each
+    if is_sharded:  # in single precision: what is sent and received, and a copy of each
         own = counted.embedding + (0 if counted.is_tied else counted.head)
         yield moment(0, 0, 2 * (_SINGLE * own + _SINGLE * own // shards))
 

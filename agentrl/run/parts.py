@@ -52,7 +52,7 @@ _TOKENIZER_EPISODES = 256
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EnvPart:
-    """An environment, looked at once, and its tasks."""
+    """An environment with its description, and its tasks."""
 
     make: MakeEnv
     """Makes one with `env.options` alone."""
@@ -77,7 +77,7 @@ class PolicyPart(NamedTuple):
 
     policy: Policy
     warning: str | None
-    """Why its rows have another layout than the recipe asks for. None: they have that layout."""
+    """Reason for which rows have another layout than the recipe asks for. None: they have that layout."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -305,7 +305,7 @@ def _check_positions(config: Any, *, max_context_tokens: int, owner: str) -> Non
 
 
 def task_shard(config: EngineConfig, *, num_groups: int, rank: int = 0, num_ranks: int = 1) -> TaskShard:
-    """Return what a rank samples of each step: an even shard for each that has an engine.
+    """Return the rank's shard of each step's tasks: an even one for each rank that has an engine.
 
     Raises:
         ConfigError: if the groups cannot be divided evenly.
@@ -337,7 +337,7 @@ def build_engine(
         model: in training; the engine copies it, or reads its form.
         rollout: lengths, and whether it samples during an update.
         train: precision.
-        shard: what this rank samples; nothing: it gets an engine that does not sample.
+        shard: tasks that this rank samples; if there are none, its engine does not sample.
         device: of the engine.
         handover: folder for weights on their way to another process.
         returns_experts: the engine reports the experts that a mixture chose, which training replays.
@@ -384,9 +384,9 @@ def build_pool(
         env: plays them.
         engine: samples their actions.
         renderer: turns messages into tokens.
-        shard: what this rank samples.
+        shard: tasks that this rank samples.
         fork: rollouts are forked from the episodes' turns.
-        journal: keeps what was sampled, for a run that is killed.
+        journal: keeps the samples, for a run that is killed.
         on_fault: called with each episode whose environment failed.
     """
     pool = RolloutPool(
@@ -432,7 +432,7 @@ def build_policy(
 
 
 def build_reference(policy: Policy, *, is_sharded: bool) -> Policy:
-    """Return a copy of the policy, which keeps the weights of today. It shares what is not trained, unless it is sharded."""
+    """Return a copy of the policy, which keeps the weights of today. It shares frozen weights, unless it is sharded."""
     frozen = [] if is_sharded else [p for p in policy.parameters() if not p.requires_grad]
     return copy.deepcopy(policy, {id(p): p for p in frozen})
 
@@ -447,7 +447,7 @@ def build_learner(
     seed: int = 0,
     reference: Policy | None = None,
 ) -> Learner:
-    """Return what updates the policy from credited trajectories.
+    """Return the learner, which updates the policy from credited trajectories.
 
     Args:
         config: section `loss` of the recipe.

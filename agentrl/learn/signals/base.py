@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class CriticConfig(BaseModel):
-    """A value for each token's context, learned beside the policy by regression on what followed."""
+    """A value for each token's context, learned beside the policy by regression on the returns."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 

@@ -46,7 +46,7 @@ class Critic:
         """Make a critic whose first values are 0.
 
         Args:
-            policy: what is trained, and what values are a function of.
+            policy: policy in training, from whose hidden states values are predicted.
             config: kind and optimizer.
             gamma: discount from turn to turn, that of the credit scheme.
             max_tokens: budget of a micro-batch.
@@ -103,7 +103,7 @@ class Critic:
         return {"critic/loss": float(np.mean(losses)), "critic/explained_variance": explained}
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a checkpoint holds."""
+        """Return the state for a checkpoint."""
         return {
             "head": self._head.state_dict(),
             "body": self._body.state_dict() if self._is_separate else {},
@@ -138,7 +138,7 @@ class Critic:
         return values
 
     def _returns(self, trajectory: Trajectory) -> FloatArray:
-        """Return G_k of each of the K turns, and what follows the last one: (K + 1,)."""
+        """Return G_k of each of the K turns, and the value after the last one: (K + 1,)."""
         returns = [trajectory.signals["values"] if trajectory.truncated else 0.0]
         for turn in reversed(trajectory.turns):
             returns.append(turn.reward + self._gamma * returns[-1])
@@ -175,7 +175,7 @@ class Critic:
 
 
 def _targets(trajectory: Trajectory, returns: FloatArray) -> FloatArray:
-    """Return what values should be: of each turn's tokens, and of what follows them; of the last turn's tokens alone."""
+    """Return the targets of values: for each turn's tokens and the context after them; for the last turn its tokens alone."""
     lengths = [len(turn.action_ids) for turn in trajectory.turns]
     parts = [
         np.append(np.full(num, now), after) for num, now, after in zip(lengths, returns, returns[1:], strict=False)

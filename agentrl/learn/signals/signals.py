@@ -17,7 +17,7 @@ class Signals:
     """Measures trajectories before they are credited, and fits the signals that learn."""
 
     def __init__(self, context: SignalContext) -> None:
-        """Make what the scheme asks for.
+        """Make the signals that the scheme asks for.
 
         Raises:
             ConfigError: if a signal cannot be measured: no such judge, a sharded policy.
@@ -31,7 +31,7 @@ class Signals:
             signal.begin()
 
     def measure(self, groups: Sequence[TrajectoryGroup]) -> list[TrajectoryGroup]:
-        """Return the groups with what the scheme reads in the turns of every trajectory that did not fail.
+        """Return the groups with the signals in the turns of every trajectory that did not fail.
 
         Rank 0 has the groups, and the others help it.
         """
@@ -46,7 +46,7 @@ class Signals:
         ]
 
     def fit(self, groups: Sequence[TrajectoryGroup]) -> dict[str, float]:
-        """Fit what `measure` returned; return metrics."""
+        """Fit the signals that learn to the groups of `measure`; return metrics."""
         metrics: dict[str, float] = {}
         trajectories = valid_trajectories(groups)
         if from_rank_zero(lambda: bool(trajectories)):
@@ -61,7 +61,7 @@ class Signals:
                 torch.save(state, folder / f"{need}.pt")
 
     def load(self, folder: Path, *, device: torch.device) -> None:
-        """Read what `save` wrote.
+        """Load the files of `save`.
 
         Raises:
             ConfigError: if the run has trained no such signal.

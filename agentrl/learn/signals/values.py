@@ -48,7 +48,7 @@ class Values(Signal):
         return self.critic.measure(trajectories)
 
     def fit(self, trajectories: list[Trajectory]) -> dict[str, float]:
-        """Fit the critic to what followed; return its metrics."""
+        """Fit the critic to the returns; return its metrics."""
         return self.critic.fit(trajectories)
 
     def state_dict(self) -> dict[str, Any]:

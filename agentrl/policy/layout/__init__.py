@@ -213,7 +213,7 @@ def probe_layout(model: Any, layout: Layout, *, max_tokens: int = 8192) -> tuple
 
     Random rows, of which some branch and some are short, without dropout and autocast: the largest difference of their
     log-probabilities, and that of the gradient of all small weights over its largest entry, whichever is more. The rows
-    are longer than the sliding window of the configuration where that cuts rows of at most `max_tokens` tokens. In
+    are longer than the sliding window of the configuration if that cuts rows of at most `max_tokens` tokens. In
     float32 up to 1e-4 is rounding; weights of half precision add their own. Infinite for models that cannot run on the
     layout or give NaN.
     """
@@ -288,7 +288,7 @@ def _probe(model: Any, rows: list[IntArray], layout: Layout | None, device: torc
 def _probe_rows(config: Any, max_tokens: int, *, seed: int, least: int = _SHORT_ROW) -> list[IntArray]:
     """Return three rows, of which one leaves the others after a third, these part after two thirds, and two short ones.
 
-    The first has `least` tokens, and more where a sliding window cuts longer ones alone.
+    The first has `least` tokens, and more if a sliding window cuts longer ones only.
     """
     window = getattr(config, "sliding_window", None) or 0
     length = least if window >= max_tokens else max(least, window + 24)

@@ -74,7 +74,7 @@ def _by_length(paths: Sequence[IntArray]) -> list[list[IntArray]]:
 
 
 def _mask_of_a_row(**kwargs: Any) -> Tensor | None:
-    """Return what transformers masks in a row as long as a line: nothing beyond causality, or (1, 1, L, L)."""
+    """Return transformers' mask of a row as long as a line: None if it is causal only, or (1, 1, L, L)."""
     return sdpa_mask(**kwargs | {"batch_size": 1, "attention_mask": None})
 
 

@@ -30,7 +30,7 @@ _TRUNKS = "agentrl_trunks"
 
 
 _LEAST_SAVED = 64
-"""Tokens that a trunk must save: about what a call of its own costs, for kernels take whole chunks."""
+"""Tokens that a trunk must save: about the cost of a call of its own, for kernels take whole chunks."""
 
 
 class Trunk(NamedTuple):
@@ -46,7 +46,7 @@ def fork(paths: Sequence[IntArray], *, continues: bool) -> tuple[list[Trunk], li
 
     Args:
         paths: slots of the tokens of each row. Rows that another begins with are left out.
-        continues: what mixes tokens goes on from a state. False: each row is whole.
+        continues: whether recurrent parts can continue from a state. False: each row is whole.
     """
     paths = sorted(_longest(paths), key=lambda path: int(path[-1]))  # a tree's slots are in depth-first order
     shared_R = [0, *(common_prefix(*pair) for pair in pairwise(paths))]
@@ -68,7 +68,7 @@ def fork(paths: Sequence[IntArray], *, continues: bool) -> tuple[list[Trunk], li
 
 
 def num_computed(paths: Sequence[IntArray], *, continues: bool) -> int:
-    """Return how many slots recurrent parts compute of rows: those of trunks, and what is left of rows padded."""
+    """Return the number of slots that recurrent parts compute: those of trunks, and the padded rests of rows."""
     trunks, rows = fork(paths, continues=continues)
     return sum(len(trunk.path_W) for trunk in trunks) + len(rows) * max((len(row.path_W) for row in rows), default=0)
 
@@ -78,9 +78,9 @@ class Rows:
     """Positions of the rows in a pass, as tensors on its device."""
 
     trunks: list[tuple[Tensor, int]]
-    """Slots of what rows share, (W,) each, and the trunk that it continues; -1: none."""
+    """Slots of each trunk, (W,), and the trunk that it continues; -1: none."""
     slot_RW: Tensor
-    """Slot of each token of what is left of each row; shorter ones end in slots of no meaning."""
+    """Slot of each token in the rest of each row; shorter rests end in arbitrary slots."""
     parent_R: Tensor
     """The trunk that each continues; the one after the last: none."""
     read_BL: Tensor
@@ -124,7 +124,7 @@ class _State:
 
     @classmethod
     def branched(cls, trunks: Sequence["_State"], parent_R: Tensor) -> "_State":
-        """Return where rows begin that continue trunks; the one after the last is none, which is a state of zeros."""
+        """Return the initial states of rows that continue trunks; that after the last trunk is a state of zeros."""
         ends = zip(*(trunk.end for trunk in trunks), strict=True)
         return cls(*(torch.cat([*of_all, torch.zeros_like(of_all[0])])[parent_R] for of_all in ends))
 
@@ -151,7 +151,7 @@ class _State:
 
 
 def mixers_of(model: Any) -> list[tuple[nn.Module, nn.Module]]:
-    """Return the recurrent parts that text goes through, each after its layer: what has a convolution over tokens.
+    """Return the recurrent parts that text goes through, each named after its layer: modules with a convolution over tokens.
 
     So have Mamba, gated delta nets and short convolutions in transformers; attention and feed-forward parts have none. One that
     needs more than hidden states (RecurrentGemma's, which reads positions) is not among them: it could not be given rows.
@@ -197,7 +197,7 @@ def _cache_argument(forward: Callable[..., Any]) -> str | None:
 
 
 def see_rows(model: Any) -> bool:
-    """Let the recurrent parts of a model see the rows that a pass is given as `agentrl_rows`; without, what they always do.
+    """Let the recurrent parts of a model see the rows that a pass is given as `agentrl_rows`; without it they work as always.
 
         out[slot] = mixer(hidden[slots of a row that holds the slot])[position in it]
 

@@ -148,7 +148,7 @@ def _parents(start: list[int], subtree_stop: list[int]) -> IntArray:
 
 
 def common_prefix(left: IntArray, right: IntArray) -> int:
-    """Return how many entries two sequences begin with alike."""
+    """Return the length of the common prefix of two sequences."""
     both = min(len(left), len(right))
     differs = left[:both] != right[:both]
     return int(differs.argmax()) if differs.any() else both

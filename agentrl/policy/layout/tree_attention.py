@@ -58,7 +58,7 @@ class TreeLayout:
         return self._blocks[window]
 
     def flex_mask(self, window: int | None) -> Any:
-        """Return the block mask for FlexAttention, from what its blocks of keys have in common: no pair is looked at."""
+        """Return the block mask for FlexAttention, from the common parts of its blocks of keys, without all pairs."""
         from torch.nn.attention.flex_attention import BlockMask
 
         def visible(_batch: Tensor, _head: Tensor, query: Tensor, key: Tensor) -> Tensor:
@@ -173,7 +173,7 @@ class _Block:
 
 
 def _plan_blocks(tree: TokenTree, window: int | None, max_masked: int) -> Iterator[_Block]:
-    """Yield blocks: small subtrees under a mask, else each link on itself and what descends from it on it."""
+    """Yield blocks: small subtrees under a mask, else each link on itself and its descendants on it."""
     done = 0
     links = _links(tree, window)
     for number, (start, stop, subtree_stop) in enumerate(links):
@@ -433,7 +433,7 @@ def why_not(model: Any) -> str | None:
 
 
 def no_mask(*args: Any, **kwargs: Any) -> None:
-    """Return no mask: the tree says which token sees which."""
+    """Return no mask: the tree determines the visible tokens."""
 
 
 def _attend(
