@@ -164,6 +164,15 @@ class TrainingPass(NamedTuple):
     """Columns of the micro-batch's tokens."""
 
 
+class PlannedMinibatch(NamedTuple):
+    """A minibatch with this rank's passes over it, and the anchor of each pass."""
+
+    minibatch: CreditedMinibatch
+    passes: list[TrainingPass]
+    """Passes over the minibatch. Empty: no token of it is trained."""
+    anchors: list[AnchorState]
+
+
 class Gradient(NamedTuple):
     """Statistics and observations of a minibatch whose gradient was computed."""
 
@@ -180,18 +189,12 @@ class StepUpdate:
 
     version: int
     """Version of the policy before the step."""
-    minibatches: list[CreditedMinibatch]
-    plans: list[list[TrainingPass]]
-    """Passes of this rank over each minibatch."""
-    anchors: list[list[AnchorState]]
-    """Anchor of each of these passes."""
+    minibatches: list[PlannedMinibatch]
+    last: PlannedMinibatch
+    """The last minibatch that has trained tokens: the divergence after the last update is measured on it."""
     known_versions: frozenset[int]
     """Versions whose weights are kept, and the present one."""
     line_search: KLLineSearch
-    last: int
-    """Index of the last minibatch that has trained tokens: the last update's divergence is measured on it."""
-    last_anchors: list[AnchorState]
-    """Anchors of that measurement."""
     first_experts: tuple[MicroBatch, Tensor] | None
     """First pass of the first minibatch, and its experts before the step; None if experts are not recorded."""
     stats: list[MinibatchStats] = field(default_factory=list)
@@ -276,9 +279,12 @@ class Learner:
             TrainingError: if the gradient is not finite, or the update was interrupted.
         """
         update = self._prepare(groups, credits, version=version)
-        for index, plan in enumerate(update.plans):
-            if plan:
-                self._step(update, index, check_agreement)
+        for index, planned in enumerate(update.minibatches):
+            if planned.passes:
+                self._step(update, planned, check_agreement if index == 0 else None)
+            if index == 0 and update.first_experts is not None:
+                micro, before_JPX = update.first_experts
+                update.expert_metrics = expert_metrics(micro, before_JPX, self._experts(micro))
             self.state.advance_schedule()
         return self._finish(update)
 
@@ -295,28 +301,30 @@ class Learner:
         self.diagnostics = TokenDiagnostics()
         first_experts = self._first_experts(minibatches[0]) if self._is_routed and plans[0] else None
         line_search = KLLineSearch(self.state, target=self._config.target_kl)
-        last = max((index for index, plan in enumerate(plans) if plan), default=0)
-        # In the first minibatch the policy is its own anchor, wherever it is: after the step that would measure nothing.
-        needs_anchors = line_search.target is not None and last == 0
+        planned = [PlannedMinibatch(*parts) for parts in zip(minibatches, plans, anchors, strict=True)]
+        index = max((number for number, plan in enumerate(plans) if plan), default=0)
+        last = planned[index]
+        if line_search.target is not None and index == 0:
+            # In the first minibatch the policy is its own anchor, wherever it is: after the step that would measure nothing.
+            last = last._replace(anchors=self._current_anchors(last.passes))
         return StepUpdate(
             version=version,
-            minibatches=minibatches,
-            plans=plans,
-            anchors=anchors,
+            minibatches=planned,
+            last=last,
             known_versions=known_versions,
             line_search=line_search,
-            last=last,
-            last_anchors=self._current_anchors(plans[0]) if needs_anchors else anchors[last],
             first_experts=first_experts,
         )
 
-    def _step(self, update: StepUpdate, index: int, check_agreement: Callable[[float], None] | None) -> None:
+    def _step(
+        self, update: StepUpdate, planned: PlannedMinibatch, check_agreement: Callable[[float], None] | None
+    ) -> None:
         """Update the policy by one minibatch that has trained tokens."""
         state = self.state
-        gradient = self._bounded_gradient(update, index)
+        gradient = self._bounded_gradient(update, planned)
         stats = gradient.stats
-        self.diagnostics.add(update.minibatches[index].pairs, gradient.observations)
-        if index == 0 and stats.versions.keys() <= {update.version} and check_agreement is not None:
+        self.diagnostics.add(planned.minibatch.pairs, gradient.observations)
+        if check_agreement is not None and stats.versions.keys() <= {update.version}:
             check_agreement(stats["engine_distance_T"].mean)
         if not math.isfinite(stats.grad_norm):
             raise TrainingError(
@@ -332,19 +340,19 @@ class Learner:
             update.num_updates += 1
         update.stats.append(stats)
         state.optimizer.zero_grad()
-        if index == 0 and update.first_experts is not None:
-            micro, before_JPX = update.first_experts
-            update.expert_metrics = expert_metrics(micro, before_JPX, self._experts(micro))
 
-    def _bounded_gradient(self, update: StepUpdate, index: int) -> Gradient:
+    def _bounded_gradient(self, update: StepUpdate, planned: PlannedMinibatch) -> Gradient:
         """Return the gradient of a minibatch, after the update before it was shortened to the bound on the divergence."""
-        plan = update.plans[index]
-        anchors = update.anchors[index]
         add_gradients = partial(
-            self.add_gradients, plan, anchors, version=update.version, is_updated=update.num_updates > 0
+            self.add_gradients,
+            planned.passes,
+            planned.anchors,
+            version=update.version,
+            is_updated=update.num_updates > 0,
         )
+        measure = partial(self.measure, planned.passes, planned.anchors, version=update.version)
         gradient = add_gradients()
-        if update.line_search.backtrack(gradient.stats, partial(self.measure, plan, anchors, version=update.version)):
+        if update.line_search.backtrack(gradient.stats, measure):
             self.state.optimizer.zero_grad()
             gradient = add_gradients()
         return gradient
@@ -353,9 +361,9 @@ class Learner:
         """Bound the last update of a step; return the step's metrics."""
         line_search = update.line_search
         if update.num_updates and line_search.target is not None:
-            measure = partial(self.measure, update.plans[update.last], update.last_anchors, version=update.version)
+            measure = partial(self.measure, update.last.passes, update.last.anchors, version=update.version)
             line_search.backtrack(measure(), measure)
-        counts = {"skipped_minibatches": float(len(update.plans) - update.num_updates), **line_search.metrics()}
+        counts = {"skipped_minibatches": float(len(update.minibatches) - update.num_updates), **line_search.metrics()}
         stats = update.stats
         if not stats:  # no token was computed: there is nothing to average
             return counts

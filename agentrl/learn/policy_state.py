@@ -74,8 +74,8 @@ class PolicyState:
             dtype = torch.bfloat16 if config.precision == "bfloat16" else None
             for module in filter(None, (policy, self.reference)):
                 shard(module, policy.model._no_split_modules or (), self.device, compute_dtype=dtype)
-                materialize(module.model, module.shares)
-                module.shares.clear()
+                materialize(module.model, module.sharded_checkpoint)
+                module.sharded_checkpoint.clear()
         optimizer = make_optimizer(
             config.optimizer,
             policy.parameters(),

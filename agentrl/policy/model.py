@@ -173,7 +173,7 @@ class Policy(nn.Module):
         *,
         layout: Layout = "padded",
         field: str = "model.name_or_path",
-        shares: Mapping[str, Tensor] | None = None,
+        sharded_checkpoint: Mapping[str, Tensor] | None = None,
     ) -> None:
         super().__init__()
         self._behind = logit_map(model.config, field=field)
@@ -181,7 +181,7 @@ class Policy(nn.Module):
         self.model = model
         self.layout = layout
         """Layout of rows (`choose_layout`)."""
-        self.shares = dict(shares or {})
+        self.sharded_checkpoint = dict(sharded_checkpoint or {})
         """This rank's parts of weights that the model does not hold yet, until it is sharded (`load_sharded`)."""
 
     @property

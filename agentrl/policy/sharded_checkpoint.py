@@ -73,12 +73,12 @@ def can_load_sharded(config: Any, num: int) -> bool:
     return quantization(config) is None and (experts is None or ceil(experts / num) * (num - 1) < experts)
 
 
-def materialize(model: nn.Module, shares: Mapping[str, Tensor]) -> None:
+def materialize(model: nn.Module, sharded_checkpoint: Mapping[str, Tensor]) -> None:
     """Put this rank's parts of weights, by their names in the checkpoint, into a model that is sharded on `meta`."""
     for name, weight in model.named_parameters():
         if isinstance(weight, DTensor) and weight.is_meta:
             part = DTensor.from_local(
-                shares[name.replace(".base_layer.", ".")].to(weight.device_mesh.device_type),
+                sharded_checkpoint[name.replace(".base_layer.", ".")].to(weight.device_mesh.device_type),
                 weight.device_mesh,
                 weight.placements,
                 run_check=False,

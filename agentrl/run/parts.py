@@ -68,7 +68,7 @@ class ModelPart:
 
     model: Any
     tokenizer: Any
-    shares: Mapping[str, Tensor]
+    sharded_checkpoint: Mapping[str, Tensor]
     """This rank's part of each weight, if the model is on torch's device `meta`; else empty."""
 
 
@@ -258,20 +258,20 @@ def build_model(
     Raises:
         ConfigError: for a checkpoint that cannot be loaded, dropout, or contexts that are longer than the model's positions.
     """
-    shares: dict[str, Tensor] = {}
+    sharded_checkpoint: dict[str, Tensor] = {}
     if config.name_or_path is None:
         tokenizer = bytes_tokenizer() if tokenizer is None else tokenizer
         model = make_local_model(config.local, tokenizer, attention=config.attention)
     else:
         if is_sharded:
-            model, tokenizer, shares = load_sharded(config.name_or_path, attention=config.attention)
+            model, tokenizer, sharded_checkpoint = load_sharded(config.name_or_path, attention=config.attention)
         else:
             model, tokenizer = load_pretrained(config.name_or_path, attention=config.attention)
         fix_frequencies(model, max_context_tokens)
         freeze_towers(model)
     check_dropout(model.config)
     _check_positions(model.config, max_context_tokens=max_context_tokens, owner="the model's")
-    return ModelPart(model=model, tokenizer=tokenizer, shares=shares)
+    return ModelPart(model=model, tokenizer=tokenizer, sharded_checkpoint=sharded_checkpoint)
 
 
 def build_teacher(
@@ -411,7 +411,7 @@ def build_policy(
     """
     model, is_half = loaded.model, train.precision == "bfloat16"
     is_rounded = config.lora is not None and is_half and not train.is_sharded(num_processes())
-    is_whole = not (loaded.shares or is_rounded)
+    is_whole = not (loaded.sharded_checkpoint or is_rounded)
     if is_whole:
         model.to(device)
     if config.lora is not None:
@@ -428,7 +428,7 @@ def build_policy(
     if is_rounded:  # before it goes to the device, which may have no room for it in float32
         round_frozen(model)
         model.to(device)
-    return PolicyPart(Policy(model, layout=layout, shares=loaded.shares), warning)
+    return PolicyPart(Policy(model, layout=layout, sharded_checkpoint=loaded.sharded_checkpoint), warning)
 
 
 def build_reference(policy: Policy, *, is_sharded: bool) -> Policy:
