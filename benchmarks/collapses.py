@@ -82,9 +82,9 @@ def of_minibatch(gradient: Gradient) -> dict[str, float]:
         "far_up": mean(log_ratio_T[advantage_T > 0] < -0.2),
         "far_down": mean(log_ratio_T[advantage_T < 0] > 0.2),
         "clipped": mean(clipped_T),
-        "samples": effective_samples(gradient.tally),
+        "samples": effective_samples(gradient.stats),
         "entropy": mean(entropy_T),
-        "gradient": gradient.tally.grad_norm,
+        "gradient": gradient.stats.grad_norm,
         "pushed_up": mean(advantage_T > 0),
     }
 

@@ -64,7 +64,7 @@ def load(folder: str, how: str) -> tuple[float, float, float]:
     with Peak() as memory:
         if how == "parts":
             model, _, shares = load_sharded(folder)
-            policy = Policy(model, shares=shares)
+            policy = Policy(model, sharded_checkpoint=shares)
             del shares
         else:
             policy = Policy(load_pretrained(folder)[0])

@@ -113,7 +113,7 @@ class VariantLearner(Learner):
         gradient = super().add_gradients(*parts, **options)
         if self._variant != "before":
             return gradient
-        return gradient._replace(tally=replace(gradient.tally, grad_norm=gradient.tally.grad_norm or 1e-300))
+        return gradient._replace(stats=replace(gradient.stats, grad_norm=gradient.stats.grad_norm or 1e-300))
 
 
 def distinct(num_groups: int) -> list[str]:

@@ -17,12 +17,8 @@ FILES = {
 }
 """Every module of the packages."""
 LONG = {
-    "agentrl.engine.vllm.server:push",
     "agentrl.env.rewards.judge:judge",
-    "agentrl.learn.learner:update",
-    "agentrl.learn.micro_batch_loss:micro_batch_loss",
     "agentrl.report.trackers:__init__",
-    "agentrl.run.build:_build",
     "agentrl.testing.check_credit:check_credit",
     "agentrl.testing.groups:make_group",
 }

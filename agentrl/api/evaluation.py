@@ -84,7 +84,7 @@ def evaluated(
 
     with build(untrained(recipe), tokenizer_folder=tokenizer_of(run_dir), on_warning=warn) as parts:
         step = load_weights(parts, folder) if folder else 0
-        parts.link.start(0)
+        parts.weight_sync.verify_and_push(0)
         reuse_environments(parts)
         if first:
             envs = tuple(replace(env, tasks=replace(env.tasks, first=first)) for env in parts.evaluation_envs)

@@ -1,1 +1,1 @@
-"""Several processes that train one run: what they tell each other, weights shared out among them, whole checkpoints."""
+"""Several ranks that train one run: communication, sharded weights, whole checkpoints."""

@@ -1,4 +1,4 @@
-"""Checkpoints that are there whole or not at all."""
+"""Checkpoints that exist whole or not at all."""
 
 import errno
 import os
@@ -17,21 +17,21 @@ from agentrl.errors import ConfigError
 
 NAME = "step-{}"
 _NO_SPACE = 2**20
-"""Bytes left on a disk that a write has just filled, at most: what remains is less than a block of the writer."""
+"""Most bytes left on a disk that a write has just filled: less than a block of the writer remains."""
 
 
 def write_folder(target: Path, write: Callable[[Path], object], *, is_sealed: bool = False) -> None:
-    """Let `write` fill a folder that appears whole or not at all: on every process, into the same folder.
+    """Let `write` fill a folder that appears whole or not at all: on every rank, into the same folder.
 
     It has its name once the disk has all of it, so that a power cut leaves it whole or away too.
 
     Args:
         target: the folder.
         write: called with the folder to fill.
-        is_sealed: list its files in one of it, so that `agentrl.data.files.damage` can tell whether they are what they were.
+        is_sealed: list its files in one of it, so that `agentrl.data.files.damage` can detect changes.
 
     Raises:
-        OSError: of a full disk, in whatever words the library that met it put it.
+        OSError: if the disk is full, whatever error the library raised.
     """
     partial = target.with_name(f".{target.name}.partial")
     if is_main():
@@ -68,7 +68,7 @@ def checkpoints(folder: Path) -> list[Path]:
 
 
 def step_of(checkpoint: Path) -> int:
-    """Return the step that a checkpoint's name tells."""
+    """Return the step in a checkpoint's name."""
     return int(checkpoint.name.removeprefix(NAME.format("")))
 
 
@@ -82,7 +82,7 @@ def checkpoint_errors(path: Path) -> Iterator[None]:
     """Refuse a checkpoint that is damaged, or does not fit the recipe's model.
 
     Raises:
-        ConfigError: saying which, and what the run can resume from.
+        ConfigError: with the damaged file, and the checkpoint from which the run can resume.
     """
     if what := damage(path):
         raise _damaged(path, what)
@@ -90,7 +90,7 @@ def checkpoint_errors(path: Path) -> Iterator[None]:
         yield
     except ConfigError:
         raise
-    except UnpicklingError as error:  # whose words advise to read it all the same
+    except UnpicklingError as error:  # its message advises to read the file all the same
         raise _damaged(path, "a file of tensors holds something else, which is not read") from error
     except (SafetensorError, EOFError) as error:
         raise _damaged(path, " ".join(str(error).split())) from error

@@ -1,4 +1,4 @@
-"""What several processes of one run tell each other."""
+"""Communication between the ranks of one run: barriers, gathers and scatters that name the rank that is missing."""
 
 import io
 import pickle
@@ -21,37 +21,37 @@ from agentrl.errors import TrainingError
 T = TypeVar("T")
 
 _GRACE_S = 10.0
-"""Between the news that a process is missing and the last of the others to hear it, which may still wait for a third."""
+"""Time for all other ranks to notice that one is missing; they may still be waiting for a third."""
 _deadline = timedelta(minutes=30)
 _barriers = count()
 
 
 def set_deadline(timeout_s: float) -> None:
-    """Set how long a process waits for the others before it gives up."""
+    """Set the longest wait of a rank for the others."""
     global _deadline
     _deadline = timedelta(seconds=timeout_s)
 
 
 def num_processes() -> int:
-    """Return how many processes train this run together."""
+    """Return the number of ranks that train this run."""
     return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
 
 
 def process_index() -> int:
-    """Return the number of this process among them, from 0."""
+    """Return the rank of this process."""
     return dist.get_rank() if num_processes() > 1 else 0
 
 
 def is_main() -> bool:
-    """Tell whether this is the process that writes the run's folder and talks to the user."""
+    """Return whether this is rank 0, which writes the run's folder and prints to the terminal."""
     return process_index() == 0
 
 
 def barrier() -> None:
-    """Wait until every process is here; each must call it as often as the others.
+    """Wait until every rank is here; each must call it as often as the others.
 
     Raises:
-        TrainingError: naming the processes that do not come within the deadline, or have ended.
+        TrainingError: with the ranks that do not come within the deadline, or have ended.
     """
     if num_processes() == 1:
         return
@@ -68,7 +68,7 @@ def barrier() -> None:
 
 
 def _missing(number: int) -> list[int]:
-    """Return the processes that did not come to a meeting, where others may be about to."""
+    """Return the ranks that did not come to a barrier; others may be about to."""
     others = [index for index in range(num_processes()) if index != process_index()]
     end = time.monotonic() + _GRACE_S
     missing = []
@@ -78,13 +78,13 @@ def _missing(number: int) -> list[int]:
         except dist.DistStoreError:
             missing.append(index)
         except RuntimeError:
-            return [0]  # which keeps the store
+            return [0]  # rank 0 keeps the store
     return missing or others
 
 
 @contextmanager
 def naming_absent_ranks() -> Iterator[None]:
-    """Turn the failure of a collective call into the name of the process that failed it.
+    """Turn the failure of a collective call into an error that names the rank that failed it.
 
     Raises:
         TrainingError: as `barrier`.
@@ -98,9 +98,9 @@ def naming_absent_ranks() -> Iterator[None]:
 
 
 def all_gather(values: list[T]) -> list[T]:
-    """Return what all processes have, in their order; each must call it as often as the others.
+    """Return the values of all ranks, in their order; each must call it as often as the others.
 
-    They tell one another in turn, so that beside what is returned a process holds one other's bytes at a time.
+    They broadcast in turn, so that beside the result a rank holds one other's bytes at a time.
 
     Raises:
         TrainingError: as `barrier`.
@@ -108,13 +108,13 @@ def all_gather(values: list[T]) -> list[T]:
     if num_processes() == 1:
         return values
     barrier()
-    return [value for owner in range(num_processes()) for value in _told_by(owner, values)]
+    return [value for owner in range(num_processes()) for value in _broadcast_values(owner, values)]
 
 
 def to_rank_zero(values: list[T]) -> list[T]:
-    """Return what all processes have, in their order, on the first; nothing on the others, which must call it as often.
+    """Return the values of all ranks, in their order, on rank 0; nothing on the others, which must call it as often.
 
-    They tell it in turn, so that beside what is returned it holds one other's bytes at a time.
+    They send in turn, so that beside the result rank 0 holds one other's bytes at a time.
 
     Raises:
         TrainingError: as `barrier`.
@@ -129,7 +129,7 @@ def to_rank_zero(values: list[T]) -> list[T]:
 
 
 def scatter(make: Callable[[], Sequence[T]]) -> T:
-    """Return to each process its own of what the first makes: one for each. The others must call it as often.
+    """Return to each rank its own of the values that rank 0 makes, one for each. All must call it as often.
 
     Raises:
         TrainingError: as `barrier`.
@@ -147,16 +147,16 @@ def scatter(make: Callable[[], Sequence[T]]) -> T:
 
 
 def from_rank_zero(make: Callable[[], T]) -> T:
-    """Return what the first process makes, on all: whatever depends on order, hash seeds or the machine is decided once."""
+    """Return the value that rank 0 makes, on all ranks: so order, hash seeds and the machine decide once."""
     if num_processes() == 1:
         return make()
     made = [make()] if is_main() else []
     barrier()
-    return _told_by(0, made)[0]
+    return _broadcast_values(0, made)[0]
 
 
-def _told_by(owner: int, values: list[T]) -> list[T]:
-    """Return the values of one process, on all of them; those of the others are not looked at."""
+def _broadcast_values(owner: int, values: list[T]) -> list[T]:
+    """Return the values of one rank, on all ranks; those of the others are ignored."""
     is_own, pickled = process_index() == owner, io.BytesIO()
     if is_own:
         pickle.dump(values, pickled)
@@ -168,8 +168,8 @@ def _told_by(owner: int, values: list[T]) -> list[T]:
         else torch.empty(int(length), dtype=torch.uint8)
     )
     dist.broadcast(content, src=owner, group=_gloo())
-    told: list[T] = values if is_own else pickle.loads(content.numpy().data)
-    return told
+    received: list[T] = values if is_own else pickle.loads(content.numpy().data)
+    return received
 
 
 def _send(value: object, *, to: int) -> None:
@@ -188,14 +188,14 @@ def _receive(owner: int) -> Any:
 
 
 def broadcast(tensors: Iterable[Tensor]) -> None:
-    """Make tensors on all processes what they are on the first."""
+    """Copy tensors from rank 0 to all ranks."""
     if num_processes() > 1:
         for tensor in tensors:
             dist.broadcast(tensor, src=0)
 
 
 def all_reduce(tensors: Iterable[Tensor]) -> None:
-    """Make tensors on all processes their sum over them."""
+    """Replace tensors by their sums over all ranks."""
     if num_processes() > 1:
         for tensor in tensors:
             dist.all_reduce(tensor)
@@ -203,11 +203,11 @@ def all_reduce(tensors: Iterable[Tensor]) -> None:
 
 @cache
 def _store() -> Any:
-    """Return what processes leave word in that have gone since."""
+    """Return the store that keeps the messages of ranks that have ended."""
     return PrefixStore("agentrl", distributed_c10d._get_default_store())
 
 
 @cache
 def _gloo() -> Any:
-    """Return a group that can say who is missing, which NCCL cannot."""
+    """Return a group that can name missing ranks, which NCCL cannot."""
     return dist.new_group(backend="gloo", timeout=timedelta(days=1))

@@ -1,4 +1,4 @@
-"""The states of a process's random generators, as a file can hold them that runs no code."""
+"""States of a process's random generators, in a file format that runs no code."""
 
 import random
 from typing import Self
@@ -9,14 +9,14 @@ from pydantic import BaseModel, ConfigDict
 
 
 class RandomState(BaseModel):
-    """Where Python's, numpy's and torch's own generators stand. Nothing of ours draws from them once a run has started."""
+    """States of the global generators of Python, numpy and torch. agentrl draws nothing from them once a run has started."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     python: tuple[int, tuple[int, ...], float | None]
     numpy: tuple[str, list[int], int, int, float]
     torch: str
-    """In hexadecimal digits, as the next."""
+    """State in hexadecimal digits, like `cuda`."""
     cuda: list[str]
 
     @classmethod
@@ -33,7 +33,7 @@ class RandomState(BaseModel):
         )
 
     def restore(self) -> None:
-        """Bring the generators back; as many GPUs as there are now."""
+        """Restore the generators, for as many GPUs as there are now."""
         random.setstate(self.python)
         name, keys, position, has_gauss, gauss = self.numpy
         np.random.set_state((name, np.array(keys, dtype=np.uint32), position, has_gauss, gauss))

@@ -1,4 +1,4 @@
-"""Weights that are shared out among processes (FSDP2)."""
+"""Weights that are sharded over ranks (FSDP2)."""
 
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
@@ -29,7 +29,7 @@ _WITHOUT_FROZEN = StateDictOptions(strict=False)
 def shard(
     policy: nn.Module, layers: Collection[str], device: torch.device, *, compute_dtype: torch.dtype | None = None
 ) -> None:
-    """Share a policy's weights out, layer by layer, where `layers` are class names; what is left over belongs to the whole.
+    """Shard a policy's weights, layer by layer (`layers` are class names), and the rest as one unit.
 
     With `compute_dtype` a layer is put together in that dtype, and freed after it is computed; autocast alone would keep a
     copy of every weight in half precision until the backward pass. Gradients are added up in float32.
@@ -44,13 +44,13 @@ def shard(
 
 
 def whole(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield the weights of a module by name, put together one at a time; every process must go through all of them."""
+    """Yield the weights of a module by name, gathered one at a time; every rank must go through all of them."""
     for name, tensor in module.state_dict().items():
         yield name, tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.detach()
 
 
 def save_full(policy: nn.Module, file: Path) -> None:
-    """Write the weights of a policy, each once; called on every process, and the first writes."""
+    """Write the weights of a policy, each once; called on every rank, and rank 0 writes."""
     tied = _tied(policy)
     state = {name: tensor.cpu().contiguous() for name, tensor in whole(policy) if is_main() and name not in tied}
     if is_main():
@@ -58,7 +58,7 @@ def save_full(policy: nn.Module, file: Path) -> None:
 
 
 def load_full(policy: nn.Module, weights: Mapping[str, Tensor]) -> None:
-    """Replace a policy's weights, shared out or not. Those that are tied to others (a head to the embedding) may be absent.
+    """Replace a policy's weights, sharded or not. Those that are tied to others (a head to the embedding) may be absent.
 
     Raises:
         RuntimeError: for other names or shapes.
@@ -72,12 +72,12 @@ def load_full(policy: nn.Module, weights: Mapping[str, Tensor]) -> None:
 
 
 def save_shards(policy: nn.Module, optimizer: torch.optim.Optimizer, folder: Path) -> None:
-    """Write trained weights and the optimizer's moments, each process its own part.
+    """Write trained weights and the optimizer's moments, each rank its own part.
 
-    As safetensors: what torch writes otherwise is unpickled when it is read.
+    The format is safetensors: torch's own would be unpickled on reading.
 
     Raises:
-        Exception: what a process met, such as OSError of a full disk.
+        Exception: of the rank that failed, such as OSError of a full disk.
     """
     writer = HuggingFaceStorageWriter(str(folder), save_distributed=True)
     try:
@@ -88,10 +88,10 @@ def save_shards(policy: nn.Module, optimizer: torch.optim.Optimizer, folder: Pat
 
 
 def load_shards(policy: nn.Module, optimizer: torch.optim.Optimizer | None, folder: Path) -> None:
-    """Read what `save_shards` wrote, by however many processes; without an optimizer the weights alone.
+    """Load the files that any number of ranks wrote by `save_shards`; without an optimizer the weights alone.
 
     Raises:
-        RuntimeError: where it is not what it was, or of another model.
+        RuntimeError: if it is damaged, or of another model.
     """
     state = _state(policy, optimizer)
     reader = HuggingFaceStorageReader(str(folder))
@@ -113,14 +113,14 @@ def load_shards(policy: nn.Module, optimizer: torch.optim.Optimizer | None, fold
 
 
 def _tied(policy: nn.Module) -> set[str]:
-    """Return the names of weights that are others as well."""
+    """Return the names of tied weights, but one for each."""
     return {name for name, _ in policy.named_parameters(remove_duplicate=False)} - dict(
         policy.named_parameters()
     ).keys()
 
 
 def _tensors(policy: nn.Module, state: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Return the tensors of a state, each once, by where they belong; the optimizer's settings are the recipe's."""
+    """Return the tensors of a state by name, each once; the optimizer's settings are the recipe's."""
     tied = _tied(policy)
     found = {f"model.{name}": weight for name, weight in state["model"].items() if name not in tied}
     for name, moments in state.get("optimizer", {}).get("state", {}).items():

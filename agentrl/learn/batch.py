@@ -1,15 +1,9 @@
-"""What is trained on: tokens, and beside each what the loss reads. A token is trained because it was sampled.
+"""Batches of trained tokens: rows of a trajectory, tokens in their contexts, and the columns that the loss reads.
 
-`T` trained tokens.
+A token is trained because it was sampled. Aggregation weights and ratio units are computed over the whole minibatch of one
+optimizer step, before it is split among ranks and micro-batches.
 
-Trajectories as tokens in their contexts: what a pass through a model reads, whatever is done with it.
-
-`R` rows, `L` positions of a row, `T` tokens of a batch.
-
-What each token weighs in the loss, and which tokens share one importance ratio.
-
-`T` action tokens of a minibatch: what one optimizer step is made of, on all processes. Both are computed over all of it,
-before it is split among processes and micro-batches.
+`R` rows, `L` positions of a row, `T` trained tokens of a batch.
 """
 
 from collections.abc import Callable, Sequence
@@ -30,24 +24,24 @@ IntArray = npt.NDArray[np.int64]
 Int32Array = npt.NDArray[np.int32]
 
 _UNKNOWN = 0
-"""Stands for the token after the end of a row, which is not known."""
+"""Placeholder for the unknown token after the end of a row."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Row:
     """One context of a trajectory, from its first token to its last sampled one.
 
-    Of two turns, `P0 + A0 + E0 + A1`, where the tokens of `A0` and `A1` are those in question.
+    Two turns make the row `P0 + A0 + E0 + A1`, in which the tokens of `A0` and `A1` are selected.
     """
 
     ids_L: IntArray
     """All tokens as the engine saw and sampled them."""
     positions_T: IntArray
-    """Where the tokens in question stand, in the order in which they were sampled. L: the unknown one after the end."""
+    """Positions of the selected tokens, in the order in which they were sampled. L: the unknown token after the end."""
     turn_T: IntArray
-    """Number of the turn of each within the trajectory."""
+    """Turn of each selected token, numbered within the trajectory."""
     experts: tuple["EngineExperts", ...] = ()
-    """What the engine told of the experts that it chose for these tokens."""
+    """Experts that the engine chose for these tokens, if it returned them."""
 
 
 class EngineExperts(NamedTuple):
@@ -80,7 +74,7 @@ def rows_of(turns: Sequence[Turn | TurnTokens]) -> list[Row]:
 
 
 def with_end(rows: Sequence[Row]) -> list[Row]:
-    """Return the rows of a trajectory, with the unknown token after its end in question too."""
+    """Return the rows of a trajectory, with the unknown token after its end selected too."""
     *before, last = rows
     return [
         *before,
@@ -93,7 +87,7 @@ def with_end(rows: Sequence[Row]) -> list[Row]:
 
 
 def with_ends_of_turns(rows: Sequence[Row]) -> list[Row]:
-    """Return the rows of a trajectory, with what follows the action of each turn but its last in question too."""
+    """Return the rows of a trajectory, with the token after the action of each turn but its last selected too."""
     last = max((row.turn_T.max(initial=-1) for row in rows), default=-1)
     found = []
     for row in rows:
@@ -106,14 +100,14 @@ def with_ends_of_turns(rows: Sequence[Row]) -> list[Row]:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class TokenBatch:
-    """Tokens in their contexts. What is trained on them, or asked of them, are columns beside it."""
+    """Tokens in their contexts. Values of the tokens are kept in separate columns."""
 
     rows: list[IntArray]
     """Token ids of each of the R rows."""
     row_T: IntArray
     """Row of each token."""
     position_T: IntArray
-    """Position of each token's predecessor: where its distribution is read."""
+    """Position of each token's predecessor, at which its distribution is read."""
     target_T: IntArray
     """The tokens themselves; 0 for the unknown one after the end of a row."""
     trajectory_T: IntArray
@@ -123,7 +117,7 @@ class TokenBatch:
     groups: list[int]
     """Number of the group of each trajectory."""
     experts: list[tuple[EngineExperts, ...]]
-    """What the engine told of the experts of each of the R rows."""
+    """Experts that the engine returned for each of the R rows."""
 
     @classmethod
     def from_trajectories(cls, trajectories: Sequence[Trajectory]) -> Self:
@@ -174,7 +168,7 @@ def _joined(parts: Sequence[IntArray]) -> IntArray:
 RatioUnit = Literal["trajectory", "turn", "version", "token"]
 """The tokens that share one importance ratio."""
 Aggregation = Literal["trajectory-mean", "turn-mean", "token-mean", "constant"]
-"""How the tokens of a minibatch are averaged."""
+"""Average over the tokens of a minibatch."""
 
 FloatArray = npt.NDArray[np.float64]
 
@@ -220,7 +214,7 @@ def aggregation_weights(
     turn_T: npt.ArrayLike,
     constant_length: int | None = None,
 ) -> FloatArray:
-    """Weight of each token in the loss, over the whole minibatch, before it is split among processes or micro-batches.
+    """Weight of each token in the loss, over the whole minibatch, before it is split among ranks or micro-batches.
 
         trajectory-mean   1 / (N |y_i|)        every trajectory weighs 1/N, as in arXiv 2507.18071 eq. 5 and 13
         turn-mean         1 / (K |y_ik|)       every turn weighs 1/K
@@ -269,7 +263,7 @@ def _index_arrays(**arrays: npt.ArrayLike) -> list[IntArray]:
     checked = {name: np.asarray(array) for name, array in arrays.items()}
     length = len(next(iter(checked.values())))
     for name, array in checked.items():
-        # An empty list has no integers to tell its dtype by.
+        # An empty list has no integers from which its dtype is known.
         if array.shape != (length,) or (length and not np.issubdtype(array.dtype, np.integer)):
             raise ValueError(f"expected {name} integers of shape ({length},), got {array.dtype} of {array.shape}")
     return [array.astype(np.int64) for array in checked.values()]
@@ -286,7 +280,7 @@ def _dense(*keys: IntArray) -> IntArray:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class LossColumns:
-    """What the loss reads of each token, beside the policy's log-probability: `(T,)` each."""
+    """Columns that the loss reads beside the policy's log-probabilities: `(T,)` each."""
 
     advantage_T: Tensor
     weight_T: Tensor
@@ -306,7 +300,7 @@ class LossColumns:
         return replace(found, unit_T=torch.unique(found.unit_T, return_inverse=True)[1])
 
     def map(self, function: Callable[[Tensor], Tensor]) -> "LossColumns":
-        """Return what a function makes of each column."""
+        """Apply a function to each column."""
         return LossColumns(**{field.name: function(getattr(self, field.name)) for field in fields(self)})
 
 

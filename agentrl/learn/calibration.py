@@ -1,7 +1,9 @@
-"""Clip ranges that follow how far ratios spread: `trust: calibrated`.
+"""Clip ranges that follow the spread of the ratios: `trust: calibrated`.
 
-`U` ratio units. Only what earlier minibatches showed enters a range, and a minibatch is looked at whole, on every process
-alike: its split among processes and passes changes nothing.
+A range depends on earlier minibatches only, and on each as a whole, with the same result on every rank: the split of a
+minibatch among ranks and passes changes nothing.
+
+`U` ratio units.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -24,15 +26,15 @@ STEP = 0.3
 """Part of a Newton step by which the share that was clipped corrects the range. The units of a minibatch
 are few and move together: a whole step would follow one of them."""
 LARGEST_STEP = 3.0
-"""Of that correction in one minibatch: what is cut off one way alone would leave another share than the target."""
+"""Largest correction in one minibatch, in both directions: a one-sided limit would shift the clipped share."""
 SETTLED = 8
 """Minibatches after which the spread is known well enough for a correction."""
 NARROWEST = 1e-5
-"""Where widths end downwards: below it is what kernels round."""
+"""Smallest width: below it are rounding errors of kernels."""
 
 
 class ClipTarget(NamedTuple):
-    """What a recipe asks of its ranges."""
+    """Target of the calibration, from the recipe."""
 
     clipped: float
     """Share of the pushed tokens that are to be clipped, on each side."""
@@ -49,7 +51,7 @@ class ClipTarget(NamedTuple):
 
     @classmethod
     def from_config(cls, config: LossConfig) -> "ClipTarget":
-        """Return what the loss section of a recipe asks."""
+        """Return the target that a recipe's loss section sets."""
         asked = config.calibrated or CalibratedConfig()
         return cls(
             asked.clipped, asked.by_length, _in_logs(*DEFAULT_CLIP[config.unit]), _in_logs(*DEFAULT_CLIP["token"])
@@ -66,14 +68,14 @@ class Units(NamedTuple):
 
 
 class BandStats(NamedTuple):
-    """What a minibatch showed of units alike in staleness (and length). Of those that an update had moved."""
+    """Statistics of a minibatch's units of similar staleness (and length) that an update had moved."""
 
     distance: Sums = Sums()
     """|log s_u|, but no further than half of the unit's widest range."""
     length: Sums = Sums()
     """Tokens of a unit."""
     down: Sums = Sums()
-    """Of a unit, tokens of negative advantage."""
+    """Tokens of negative advantage in a unit."""
     up: Sums = Sums()
     """Tokens of positive advantage."""
     clipped_down: Sums = Sums()
@@ -82,11 +84,11 @@ class BandStats(NamedTuple):
 
 
 ClipStats = Mapping[str, BandStats]
-"""What a minibatch showed of its units, by band."""
+"""Statistics of a minibatch's units, by band."""
 
 
 class Band(BaseModel):
-    """What was measured of units alike in staleness (and length)."""
+    """Running statistics of units of similar staleness (and length)."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
@@ -98,7 +100,7 @@ class Band(BaseModel):
 
 
 class Calibration(BaseModel):
-    """The ranges' state, which a checkpoint holds.
+    """State of the ranges, which a checkpoint holds.
 
         width = m exp(g), between 1e-5 and b_u = token_width min(1, 4 / sqrt(tokens of unit u))
         m <- m + .1 (mean of min(|log s_u|, b_u / 2) - m)             (the mean of all while these are fewer than ten)
@@ -128,7 +130,7 @@ class Calibration(BaseModel):
         return bounded_U2[:, 0], bounded_U2[:, 1]
 
     def updated(self, shown: ClipStats, target: ClipTarget) -> "Calibration":
-        """Return what a minibatch makes of this."""
+        """Return the calibration after one more minibatch."""
         bands = dict(self.bands)
         for name in sorted(shown):
             bands[name] = _next(self._nearest(_key(name)) or _begun(target), shown[name], target)
@@ -143,13 +145,14 @@ class Calibration(BaseModel):
 
 
 def clip_stats(observations: Observations, target: ClipTarget, *, version: int, is_updated: bool) -> ClipStats:
-    """Add up what passes showed of units that `reject` leaves in the loss.
+    """Return the statistics of the units that `reject` leaves in the loss.
 
     Args:
-        observations: of the minibatch.
-        target: what the recipe asks.
-        version: of the policy that is updated.
-        is_updated: it has been in this step. Else units that it sampled have not moved: their ratios are rounding.
+        observations: record of the minibatch on this rank.
+        target: target of the calibration.
+        version: version of the policy before the step.
+        is_updated: whether the step has updated the policy. If not, ratios of units that it sampled differ from 1 by
+            rounding only.
     """
     return merge_clip_stats(
         _of_pass(part, target, version=version, is_updated=is_updated) for part in observations.passes()
@@ -161,11 +164,13 @@ def _of_pass(part: Mapping[str, Array], target: ClipTarget, *, version: int, is_
     down_T, up_T = part["advantage_T"] < 0, part["advantage_T"] > 0
     units = units_of(unit_T, version - part["version_T"])
     pushed_U = [_sums(unit_T, tokens_T) for tokens_T in (down_T, up_T, down_T * clipped_T, up_T * clipped_T)]
-    # A rejected unit tells nothing: no width would keep it.
-    tells_U = ((units.staleness_U > 0) | is_updated) & (part.get("rejected_U", np.zeros(len(units.length_U))) == 0)
+    # A rejected unit carries no information: no width would keep it.
+    is_counted_U = ((units.staleness_U > 0) | is_updated) & (part.get("rejected_U", np.zeros(len(units.length_U))) == 0)
     of_all = (np.log(part["ratio_U"]), *pushed_U)
     return unit_clip_stats(
-        Units(*(column_U[tells_U] for column_U in units)), *(column_U[tells_U] for column_U in of_all), target=target
+        Units(*(column_U[is_counted_U] for column_U in units)),
+        *(column_U[is_counted_U] for column_U in of_all),
+        target=target,
     )
 
 
@@ -179,16 +184,16 @@ def unit_clip_stats(
     *,
     target: ClipTarget,
 ) -> ClipStats:
-    """Add up what units showed. Those whose ratio is exactly 1 were not updated yet, and tell nothing.
+    """Return the statistics of units by band. Units whose ratio is exactly 1 have not been updated yet, and are left out.
 
     Args:
-        units: of one pass.
+        units: units of one pass.
         log_ratio_U: log s_u.
         down_U: tokens of negative advantage of each.
         up_U: tokens of positive advantage.
         clipped_down_U: those of them that had left the trust region.
         clipped_up_U: likewise.
-        target: what the recipe asks.
+        target: target of the calibration.
     """
     distance_U = np.minimum(np.abs(log_ratio_U), target.bounds(units.length_U).max(axis=1) / 2)
     columns = (distance_U, units.length_U, down_U, up_U, clipped_down_U, clipped_up_U)
@@ -200,7 +205,7 @@ def unit_clip_stats(
 
 
 def merge_clip_stats(parts: Iterable[ClipStats]) -> ClipStats:
-    """Return what parts of a minibatch showed together."""
+    """Merge the statistics of parts of a minibatch."""
     found: dict[str, BandStats] = {}
     for part in parts:
         for name, alike in part.items():
@@ -211,9 +216,9 @@ def merge_clip_stats(parts: Iterable[ClipStats]) -> ClipStats:
 
 
 def range_metrics(calibration: Calibration, shown: Sequence[ClipStats]) -> dict[str, float]:
-    """Describe a step: the share of tokens that `clipped` aims at, and the ranges of units sampled by the newest weights.
+    """Return a step's clipped share, of which `clipped` is the target, and the ranges of units that are not stale.
 
-    Of tokens with an advantage, in units that an update has moved.
+    The share is over tokens with an advantage, in units that an update has moved.
     """
     found = [alike for part in shown for alike in part.values()]
     pushed = sum(alike.down.total + alike.up.total for alike in found)
@@ -226,7 +231,7 @@ def range_metrics(calibration: Calibration, shown: Sequence[ClipStats]) -> dict[
 
 
 def units_of(unit_T: Array, staleness_T: Array) -> Units:
-    """Describe the units of a micro-batch."""
+    """Return staleness and length of the units of a micro-batch."""
     return Units(_sums(unit_T, staleness_T) / _sums(unit_T), _sums(unit_T))
 
 
@@ -266,7 +271,7 @@ def _next(band: Band, shown: BandStats, target: ClipTarget) -> Band:
 
 
 def _alike(staleness_U: Array, length_U: Array, *, by_length: bool) -> Iterator[tuple[Key, npt.NDArray[np.bool_]]]:
-    """Yield which units share a range: of staleness 0, 1, 2-3, 4-7, ...; where asked for, of 1, 2-7, 8-31, ... tokens."""
+    """Yield the units that share a range, by key: staleness 0, 1, 2-3, 4-7, ...; with `by_length`, 1, 2-7, 8-31, ... tokens."""
     age_U = np.frexp(np.round(staleness_U))[1]
     size_U = np.frexp(length_U)[1] // 2 if by_length else np.zeros_like(age_U)
     for size, age in sorted(set(zip(size_U.tolist(), age_U.tolist(), strict=True))):

@@ -38,7 +38,7 @@ def make_schedule(name: ScheduleName, optimizer: Optimizer, *, num_warmup: int, 
 
 
 def rate_factor(minibatch: int, *, name: ScheduleName, num_warmup: int, num_minibatches: int) -> float:
-    """Return what the learning rate of a minibatch, counted from 0, is multiplied by.
+    """Return the factor of the learning rate of a minibatch, counted from 0.
 
     A rise from 0 to 1 in a straight line; then 1, a straight line to 0, or half a cosine to 0. Numbers are those of
     `transformers.get_scheduler`, to the last bit; importing that takes seconds.
@@ -72,7 +72,7 @@ def make_optimizer(
     """Return an optimizer (an `OptimizerName`) of those parameters that require a gradient.
 
     Raises:
-        ConfigError: for a name that does not exist, or what is not installed.
+        ConfigError: if the name does not exist, or the package is not installed.
     """
     trained = [parameter for parameter in parameters if parameter.requires_grad]
     settings: dict[str, Any] = {"lr": learning_rate, "betas": betas, "weight_decay": weight_decay}
@@ -91,7 +91,7 @@ def make_optimizer(
 
 
 Trust = Literal["fixed", "calibrated", "token", "kernel"]
-"""What ends the push on a token."""
+"""Trust regions: rules that end the push on a token."""
 DEFAULT_CLIP: dict[RatioUnit, tuple[float, float]] = {
     "trajectory": (3e-4, 4e-4),
     "turn": (3e-3, 4e-3),
@@ -152,15 +152,15 @@ class LossConfig(BaseModel):
     clip range (`fixed`: the GSPO paper); leaves a range that follows how far ratios spread (`calibrated`); never, but the
     unit's weight fades as its whole probability changes (`kernel`: VESPO)."""
     clip_low: float | None = Field(default=None, gt=0, le=1)
-    """A ratio below 1 - clip_low stops pushing a token of negative advantage further down. None: follows the ratio that is
-    looked at, the unit's or with `trust: token` the token's (trajectory 3e-4, turn and version 3e-3, token 0.2)."""
+    """A ratio below 1 - clip_low stops pushing a token of negative advantage further down. None: follows the clipped
+    ratio, the unit's or with `trust: token` the token's (trajectory 3e-4, turn and version 3e-3, token 0.2)."""
     clip_high: float | None = Field(default=None, gt=0)
-    """A ratio above 1 + clip_high stops pushing a token of positive advantage further up. None: follows the ratio that is
-    looked at, the unit's or with `trust: token` the token's (trajectory 4e-4, turn and version 4e-3, token 0.27)."""
+    """A ratio above 1 + clip_high stops pushing a token of positive advantage further up. None: follows the clipped
+    ratio, the unit's or with `trust: token` the token's (trajectory 4e-4, turn and version 4e-3, token 0.27)."""
     calibrated: CalibratedConfig | None = None
-    """Of `trust: calibrated`. None: its defaults."""
+    """Settings of `trust: calibrated`. None: its defaults."""
     kernel: KernelConfig | None = None
-    """Of `trust: kernel`. None: its defaults."""
+    """Settings of `trust: kernel`. None: its defaults."""
     reject: float | None = Field(default=None, gt=1)
     """A unit whose ratio is above this, or below one over it, leaves the loss whole, but for its part in
     `kl_coefficient`. None: none does."""
@@ -174,10 +174,10 @@ class LossConfig(BaseModel):
     trainer's own before the first update on the batch; `sampled`, the trainer's own under the weights that sampled each
     token, so that the ratio holds its staleness, and nothing of the engine."""
     kept_versions: Count = 4
-    """Of `anchor: sampled`: policy versions whose trained weights stay in the host's memory. Tokens of older ones are compared
+    """Policy versions whose trained weights stay in the host's memory with `anchor: sampled`. Tokens of older ones are compared
     with the engine's log-probabilities (`staleness/unkept`)."""
     mismatch: Literal["off", "truncate", "mask"] = "off"
-    """What to do about units whose engine and trainer disagree, where `anchor: recomputed` or `sampled` leaves the engine out
+    """Correction of units on which engine and trainer disagree, if `anchor: recomputed` or `sampled` leaves the engine out
     of the ratio: weigh them by exp(mean of anchor - engine log-probabilities), `truncate`d at the limit, or `mask`ed beyond
     it."""
     mismatch_limit: float = Field(default=2.0, gt=1)
@@ -185,8 +185,8 @@ class LossConfig(BaseModel):
     kl_coefficient: float = Field(default=0.0, ge=0)
     """Weight of the KL divergence to the reference policy. 0: none is kept, but for a credit scheme that reads it."""
     routing_replay: Literal["none", "trainer", "engine"] = "none"
-    """Which experts the updates of a mixture take: those that it chooses itself; those of the `trainer` before the first update
-    (Routing Replay, GSPO paper, section 5.3); or those of the `engine` as it sampled (arXiv 2510.11370), where it tells them:
+    """Experts that the updates of a mixture use: those that it chooses itself; those of the `trainer` before the first update
+    (Routing Replay, GSPO paper, section 5.3); or those of the `engine` at sampling (arXiv 2510.11370), if it returns them:
     `transformers`, and vLLM on a GPU. Ratios of `unit: token` need it by the GSPO paper, those of trajectories do not."""
 
     @model_validator(mode="after")
@@ -241,7 +241,7 @@ class LossConfig(BaseModel):
         return self
 
     def clip_range(self) -> tuple[float, float]:
-        """Return (clip_low, clip_high), the default of the ratio that is looked at where a field is None."""
+        """Return (clip_low, clip_high), with the default of the clipped ratio for a field that is None."""
         low, high = DEFAULT_CLIP[self._clipped_unit]
         return (low if self.clip_low is None else self.clip_low, high if self.clip_high is None else self.clip_high)
 
@@ -250,7 +250,7 @@ class LossConfig(BaseModel):
         return "token" if self.trust == "token" else self.unit
 
     def describe_ratio(self) -> str:
-        """Return what the ratio is taken of, and what ends the push on a token."""
+        """Describe the ratio's unit and its trust region in a phrase."""
         low, high = self.clip_range()
         ends = {
             "fixed": f"clipped to 1 - {low:g} .. 1 + {high:g}",
@@ -261,7 +261,7 @@ class LossConfig(BaseModel):
         return f"one for each {self.unit}, {ends[self.trust]}"
 
     def warnings(self, *, staleness_bound: int = 0) -> list[str]:
-        """List what is allowed but likely a mistake: too few kept versions, a clip bound that reaches another unit's default.
+        """List settings that are allowed but likely mistakes: too few kept versions, or the clip bound of another unit.
 
         Args:
             staleness_bound: policy versions that a token may be behind.
@@ -298,21 +298,21 @@ Beta = Annotated[float, Field(ge=0, lt=1)]
 
 
 class TrainConfig(BaseModel):
-    """The optimizer and what it is fed."""
+    """The optimizer, its minibatches and passes."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     steps: Annotated[Amount, MayChange(lambda train: train.schedule == "constant", "with `schedule: constant`")] = 100
     """Rounds of collecting and updating."""
     num_minibatches: Count = 4
-    """Parts into which each step's rollouts are drawn (the GSPO paper's four): an optimizer update for each, but where one has
-    no gradient."""
+    """Parts into which each step's rollouts are drawn (the GSPO paper's four): an optimizer update for each that has a
+    gradient."""
     max_tokens_per_micro_batch: Annotated[Amount, MayChange()] = 16_384
     """Most tokens in one forward and backward pass, padding included; a token that rows share counts once. A longer
     trajectory is a pass of its own."""
     layout: Annotated[Literal["auto"] | Layout, MayChange()] = "auto"
-    """How rows are laid out: `tree` computes what they share once, `packed` puts short ones behind one another, `padded` below
-    one another. `auto`: the first of these that is proven exact for the model when the run begins."""
+    """Layout of rows: `tree` computes shared prefixes once, `packed` concatenates short rows, `padded` stacks them. `auto`:
+    the first of these that is proven exact for the model when the run begins."""
     learning_rate: Rate = 3e-4
     """Step size of AdamW."""
     schedule: ScheduleName = "constant"
@@ -321,17 +321,17 @@ class TrainConfig(BaseModel):
     """Minibatches over which the learning rate rises from 0. Those without a gradient count, here and in the schedule: it is
     then at the same point of each step in any run, and ends with it."""
     target_kl: Positive | None = 0.02
-    """How far a step may move the policy, in nats a token: an update that moves it further, at the tokens of the next minibatch
-    (the last update: of the last one), is halved until it does not. None: as far as the updates take it. The metric `kl/step`
-    is the furthest that minibatches showed, before the last update: 0 with one minibatch. Where tokens are stale, all
-    minibatches but the first take a forward pass more."""
+    """Largest KL divergence of a step, in nats a token: an update that exceeds it, at the tokens of the next minibatch (the
+    last update: of the last one), is halved until it does not. None: no bound. The metric `kl/step` is the largest
+    divergence that minibatches showed, before the last update: 0 with one minibatch. If tokens are stale, all minibatches
+    but the first take a forward pass more."""
     ess_scaling: bool = False
-    """Multiply the learning rate of each update by the square root of `ratio/effective_samples` of its minibatch: small where
+    """Multiply the learning rate of each update by the square root of `ratio/effective_samples` of its minibatch: small if
     few trajectories outweigh the rest, as among stale ones (VCPO)."""
     optimizer: OptimizerName = "adamw"
     """`adamw`: torch's. `adamw_8bit`, `paged_adamw`, `paged_adamw_8bit`: of bitsandbytes, for less memory."""
     gradient_checkpointing: Annotated[bool, MayChange()] = False
-    """Keep what enters each layer and compute the rest again in the backward pass: slower, for less memory."""
+    """Keep the inputs of each layer and compute the rest again in the backward pass: slower, for less memory."""
     betas: tuple[Beta, Beta] = (0.9, 0.95)
     """Decay of Adam's running means of the gradient and of its square."""
     weight_decay: Annotated[float, Field(ge=0), between(0, 1e6)] = 0.0
@@ -341,22 +341,22 @@ class TrainConfig(BaseModel):
     precision: Literal["float32", "bfloat16"] = "float32"
     """`bfloat16`: autocast over float32 weights."""
     sharding: Literal["none", "full"] = "none"
-    """Where several processes train. `none`: each holds all weights (DDP). `full`: weights, gradients and the optimizer's
-    state are shared out among them (FSDP2)."""
+    """Sharding over ranks. `none`: each holds all weights (DDP). `full`: weights, gradients and the optimizer's state are
+    sharded (FSDP2)."""
     process_timeout_s: Annotated[float, MayChange()] = Field(default=1800.0, gt=0, le=31_536_000)
-    """How long a process waits for the others, in seconds; a year at most."""
+    """Longest wait of a rank for the others, in seconds; a year at most."""
     device: Literal["auto", "cpu"] = "auto"
-    """`auto`: a GPU where there is one."""
+    """`auto`: a GPU if there is one."""
     checkpoint_every: Annotated[Amount, MayChange()] = 20
     """Steps between checkpoints; the last step always has one."""
     keep_last: Annotated[Amount, MayChange()] = 2
     """Checkpoints kept."""
     on_collapse: Annotated[Literal["warn", "stop", "rewind"], MayChange()] = "warn"
-    """What follows where the policy collapses (metric `health/collapse`). `stop`: the run ends. `rewind`: once, it goes back to
-    the newest checkpoint from before, with half the learning rate; at the next collapse it ends. It is told anyway."""
+    """Reaction to a collapse of the policy (metric `health/collapse`). `stop`: the run ends. `rewind`: once, it goes back to
+    the newest checkpoint from before, with half the learning rate; at the next collapse it ends. Each logs a warning."""
     stop_on: Annotated[tuple[Literal["alike", "cut_off"], ...], MayChange()] = ()
     """Signs (metrics `health/SIGN`) at which the run ends: groups that earn `alike` for 8 steps, every episode `cut_off`. Each
-    is told once anyway."""
+    is logged once anyway."""
     agreement: Annotated[Annotated[float, Field(gt=0), between(1e-12, 1)] | None, MayChange()] = None
     """Largest mean difference allowed between the engine's log-probabilities and the trainer's under the same weights, in
     nats. None: follows the precision (float32 1e-3, bfloat16 0.05)."""
@@ -364,15 +364,15 @@ class TrainConfig(BaseModel):
     @model_validator(mode="after")
     def _consistent(self) -> Self:
         if self.sharding == "full" and self.optimizer != "adamw":
-            raise ValueError(f"optimizer: {self.optimizer} cannot be shared out (sharding: full); set it to adamw")
+            raise ValueError(f"optimizer: {self.optimizer} cannot be sharded (sharding: full); set it to adamw")
         return self
 
     def is_sharded(self, num_processes: int) -> bool:
-        """Tell whether weights are shared out: one process alone has them whole, whatever `sharding` is."""
+        """Return whether weights are sharded: a single rank has them whole, whatever `sharding` is."""
         return self.sharding == "full" and num_processes > 1
 
     def agreement_bound(self) -> float:
-        """Return `agreement`, the precision's default where it is None."""
+        """Return `agreement`, or the precision's default if it is None."""
         return self.agreement or {"float32": 1e-3, "bfloat16": 0.05}[self.precision]
 
 
@@ -384,7 +384,7 @@ class WarmupConfig(BaseModel):
     steps: AmountOrZero = 0
     """Optimizer steps; 0: no warm-up."""
     batch_size: Count = 16
-    """Demonstrations for each step."""
+    """Demonstrations per step."""
     num_demonstrations: Count = 2048
     """Demonstrations made; they are gone through again when they run out."""
     learning_rate: Rate = 1e-3

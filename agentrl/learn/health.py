@@ -1,4 +1,4 @@
-"""Signs that nothing is learned any more, read from the metrics of the steps so far."""
+"""Signs of a run that learns nothing any more, read from the metrics of its steps."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
@@ -20,9 +20,9 @@ COLLAPSE_ADVICE = (
     "lower train.learning_rate or raise rollout.num_groups, and begin again or export an earlier checkpoint"
 )
 _STEPS, _STEPS_ALIKE = COLLAPSED_STEPS, 8
-"""Steps in a row for which a sign must hold; small batches of hard tasks earn alike now and then."""
+"""Consecutive steps for which a sign must hold; small batches of hard tasks earn alike now and then."""
 _FALL, _LEFT = 0.25, 0.4
-"""Reward or success collapsed where its mean fell by so much of the largest spread there was, and so little of that is left."""
+"""Reward or success has collapsed if its mean fell by this share of the largest spread, and this share of it is left."""
 _ENTROPY_LEFT = 0.1
 """Share of the entropy of the first steps."""
 _FEW_SAMPLES, _FAR = 0.5, 0.03
@@ -34,12 +34,12 @@ _LIMITS = {
     "stop/context_overflow": "rollout.max_context_tokens",
 }
 _CUT_TURNS, _CUT_TOKENS = 1.0, 0.1
-"""Shares of demonstrations from which on one tells that a limit cuts them off: of turns, where not one comes to its end."""
+"""Shares of demonstrations from which on a warning is logged that a limit cuts them off: of turns, only if all are."""
 _FAILED = ("stop/env_error", "stop/engine_error")
 
 
 def signs(rows: Sequence[Row]) -> dict[Sign, str]:
-    """Return the signs that the last of some steps shows, each with a sentence for people.
+    """Return the signs that the last step shows, each with a sentence for people.
 
     Args:
         rows: metrics of the steps from the first one on.
@@ -55,7 +55,7 @@ def signs(rows: Sequence[Row]) -> dict[Sign, str]:
 
 
 def collapsed_since(rows: Sequence[Row]) -> int:
-    """Return the first of the steps by which the last one shows that a policy has collapsed: so early it had.
+    """Return the step from which on the policy had collapsed.
 
     Args:
         rows: metrics of steps of which the last one has the sign `collapse`.
@@ -66,20 +66,20 @@ def collapsed_since(rows: Sequence[Row]) -> int:
 
 
 def newly_detected(found: Mapping[Sign, str], rows: Sequence[Row]) -> dict[Sign, str]:
-    """Return what to tell: each sign once in a run, and where a policy collapsed, not what follows from it.
+    """Return the signs to report: each once in a run; after a collapse, none that follows from it.
 
     Args:
         found: signs of the last step.
         rows: metrics of the steps before it, with `health/SIGN`.
     """
-    told = {sign for sign in SIGNS if any(row.get(f"health/{sign}") for row in rows)}
-    if "collapse" in told | found.keys():
-        told |= {"alike", "cut_off", "runaway"}
-    return {sign: words for sign, words in found.items() if sign not in told}
+    known = {sign for sign in SIGNS if any(row.get(f"health/{sign}") for row in rows)}
+    if "collapse" in known | found.keys():
+        known |= {"alike", "cut_off", "runaway"}
+    return {sign: words for sign, words in found.items() if sign not in known}
 
 
 def _collapse(rows: Sequence[Row]) -> tuple[str, int] | None:
-    """Return what a collapse shows itself by, and the first step that does."""
+    """Return a sentence about a collapse, and its first step."""
     stage = _stage(rows[-1])  # another one earns less; steps in which two are mixed are compared with nothing
     # A file may have lost some.
     rows = [row for row in rows if row.keys() >= _OF_REWARDS and _stage(row) == stage]
@@ -87,7 +87,7 @@ def _collapse(rows: Sequence[Row]) -> tuple[str, int] | None:
         return None
     levels = {"reward": [(row["reward/mean"], row["reward/spread"]) for row in rows]}
     if any("episode/success" in row for row in rows):
-        # Noise of rewards, which keeps their spread up, is not in it. Steps that cut off all of their episodes do not tell it.
+        # Noise of rewards, which keeps their spread up, is not in it. Steps that cut off all of their episodes do not have it.
         shares = [row.get("episode/success", 0.0) for row in rows]
         levels["success"] = [(share, sqrt(max(0.0, share * (1 - share)))) for share in shares]
     for name, of_steps in levels.items():
@@ -95,7 +95,7 @@ def _collapse(rows: Sequence[Row]) -> tuple[str, int] | None:
             best, now = fell
             words = f"the policy has collapsed: its mean {name} fell from {best:.3g} to {now:.3g} for {_STEPS} steps"
             return words, int(rows[-_STEPS].get("step", 0))
-    # Where every advantage is 0, the entropy is that of one episode at most. Where no token is computed, there is none.
+    # If every advantage is 0, the entropy is that of one episode at most; if no token is computed, there is none.
     measured = [row for row in rows if row["credit/zero_advantage"] < 1 and "entropy" in row]
     early, late = measured[:_STEPS], measured[_STEPS:][-_STEPS:]
     if len(late) < _STEPS or rows[-1] is not late[-1]:
@@ -110,12 +110,12 @@ def _collapse(rows: Sequence[Row]) -> tuple[str, int] | None:
 
 
 def _stage(row: Row) -> tuple[float, float]:
-    """Return what rewards may depend on beside the policy: the entry of `env.schedule`, and the recipe."""
+    """Return the facts on which rewards depend beside the policy: the entry of `env.schedule`, and the recipe."""
     return row.get("episode/stage", 0.0), row.get("recipe_changes", 0.0)  # neither is written before the first
 
 
 def _fall(levels: Sequence[tuple[float, float]]) -> tuple[float, float] | None:
-    """Return from where to where something fell for good, by its mean and spread in each step. None: it did not."""
+    """Return the level before and after a lasting fall, by mean and spread in each step. None: there is none."""
     before, last = levels[:-_STEPS], levels[-_STEPS:]
     means = [mean for mean, _ in before]
     best = max(fmean(means[max(0, end - _STEPS) : end]) for end in range(1, len(means) + 1))
@@ -126,7 +126,7 @@ def _fall(levels: Sequence[tuple[float, float]]) -> tuple[float, float] | None:
 
 
 def _runaway(row: Row) -> str | None:
-    """Tell of a step that moved the policy very far; where tokens are stale, they are far from it anyway."""
+    """Detect a step that moved the policy very far; not if tokens are stale, for they are far from it anyway."""
     if row.get("staleness/max", 0.0) > 0 or "ratio/effective_samples" not in row:
         return None
     samples, far = row["ratio/effective_samples"], row["kl/behavior"]
@@ -167,19 +167,19 @@ def _cut_off(rows: Sequence[Row]) -> str | None:
 
 
 def cut_demonstrations(demonstrations: Sequence[Demonstration], config: RolloutConfig) -> tuple[float, str | None]:
-    """Return the share of demonstrations that the limits of rollouts cut off, and a sentence where it matters.
+    """Return the share of demonstrations that the limits of rollouts cut off, and a sentence if that matters.
 
     An oracle that plays badly (`warmup.skill`) runs out of turns often: half of the default recipe's demonstrations do.
     """
     found = [tuple(_exceeded(demonstration, config)) for demonstration in demonstrations]
     shares = {name: fmean(name in names for names in found) for name in dict.fromkeys(chain(*found))}
     share = fmean(bool(names) for names in found)
-    told = [
+    reported = [
         name for name, part in shares.items() if part >= (_CUT_TURNS if name == "rollout.max_turns" else _CUT_TOKENS)
     ]
-    if not told:
+    if not reported:
         return share, None
-    parts = ", ".join(f"{shares[name]:.0%} by {name}" for name in told)
+    parts = ", ".join(f"{shares[name]:.0%} by {name}" for name in reported)
     return share, f"demonstrations are cut off, {parts}: the policy is shown what it cannot play; raise it"
 
 

@@ -1,13 +1,11 @@
-"""Updates of the policy from credited trajectories, on one process or several.
+"""Updates of the policy from credited trajectories, on one rank or several.
+
+`Learner.update` goes once over a step's trajectories: it draws minibatches and plans their passes (prepare), makes at most
+one optimizer step for each (step), and returns the metrics (finish). An update on another thread can be interrupted: long
+work calls `check_interrupt`.
 
 `I` trajectories of a step, `T` trained tokens of a pass, `P` its slots, `Q` slots that are asked for, `J` routers of a
 mixture of experts, `X` experts that each chooses at a slot.
-
-An interrupt of an update that runs on another thread: what takes long asks for it where it may end.
-
-The experts of a policy: whether they can be noted and replayed (`loss.routing_replay`), and what a step tells of them.
-
-`J` routers of a model, `P` slots of a pass, `X` experts that each chooses at a slot.
 """
 
 import asyncio
@@ -16,7 +14,7 @@ import math
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from contextvars import ContextVar
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain
 from threading import Event
@@ -51,29 +49,31 @@ from agentrl.policy.layout import attending, lay_out
 from agentrl.rollout import derive_seed
 from agentrl.types import Trajectory, TrajectoryGroup
 
+log = logging.getLogger(__name__)
+
 R = TypeVar("R")
 
 _ASK_S = 0.1
-"""How often a coroutine that is waited for asks, in seconds."""
+"""Interval at which a waiting coroutine checks for an interrupt, in seconds."""
 
 _interrupted: ContextVar[Event | None] = ContextVar("interrupted", default=None)
 
 
 def run_until(interrupted: Event, work: Callable[[], R]) -> R:
-    """Run what ends soon once `interrupted` is set; to be called in a context of its own, as `asyncio.to_thread` does.
+    """Run work that ends soon once `interrupted` is set; call it in a context of its own, as `asyncio.to_thread` does.
 
     Raises:
-        TrainingError: where it ended for that.
+        TrainingError: if the work was interrupted.
     """
     _interrupted.set(interrupted)
     return work()
 
 
 def check_interrupt() -> None:
-    """Go on, unless it was interrupted.
+    """Raise if the update was interrupted.
 
     Raises:
-        TrainingError: where it was.
+        TrainingError: if the update was interrupted.
     """
     event = _interrupted.get()
     if event is not None and event.is_set():
@@ -81,10 +81,10 @@ def check_interrupt() -> None:
 
 
 async def unless_interrupted(work: Awaitable[R]) -> R:
-    """Wait for a coroutine, which is cancelled where the update is interrupted.
+    """Wait for a coroutine, and cancel it if the update is interrupted.
 
     Raises:
-        TrainingError: where it was.
+        TrainingError: if the update was interrupted.
     """
     future = asyncio.ensure_future(work)
     try:
@@ -97,14 +97,11 @@ async def unless_interrupted(work: Awaitable[R]) -> R:
         await asyncio.gather(future, return_exceptions=True)
 
 
-log = logging.getLogger(__name__)
-
-
 def is_routed(state: PolicyState, *, must_be: bool) -> bool:
-    """Tell whether the experts of the policy can be noted; a model without any has none.
+    """Return whether the experts of the policy can be recorded; False for a model without experts.
 
     Raises:
-        ConfigError: where they must be.
+        ConfigError: if they must be, and cannot.
     """
     policy = state.policy
     model, device = policy.model, state.device
@@ -127,21 +124,21 @@ def is_routed(state: PolicyState, *, must_be: bool) -> bool:
 
 
 def expert_metrics(micro: MicroBatch, before_JPX: Tensor, after_JPX: Tensor) -> dict[str, float]:
-    """Return what a step tells of the experts at the slots where trained tokens are read, of one pass.
+    """Return metrics of the experts at the trained tokens of one pass.
 
     Args:
         micro: the pass.
-        before_JPX: what the policy itself chose before the first update.
-        after_JPX: what it chose after it.
+        before_JPX: experts that the policy chose before the first update.
+        after_JPX: experts that it chose after it.
     """
     slots_Q = micro.slot_T
     metrics = {"moe/changed_experts": float(changed_share(before_JPX, after_JPX, slots_Q=slots_Q).mean())}
     if micro.experts_JPX is not None:
-        told_JPX = micro.experts_JPX.to(before_JPX)
-        is_told_Q = (told_JPX[:, slots_Q] != UNKNOWN).all(-1).all(0)
-        metrics["moe/told"] = float(is_told_Q.double().mean())
-        if is_told_Q.any():
-            unlike_Q = changed_share(told_JPX, before_JPX, slots_Q=slots_Q[is_told_Q])
+        engine_JPX = micro.experts_JPX.to(before_JPX)
+        is_known_Q = (engine_JPX[:, slots_Q] != UNKNOWN).all(-1).all(0)
+        metrics["moe/told"] = float(is_known_Q.double().mean())
+        if is_known_Q.any():
+            unlike_Q = changed_share(engine_JPX, before_JPX, slots_Q=slots_Q[is_known_Q])
             metrics["moe/unlike_engine"] = float(unlike_Q.mean())
     return metrics
 
@@ -151,37 +148,68 @@ class CreditedMinibatch(NamedTuple):
 
     pairs: list[tuple[Trajectory, Credit]]
     num_computed: int
-    """The first ones. The others have no gradient, and count in the denominators."""
+    """Number of the first ones that are computed. The others have no gradient, and count in the denominators."""
 
     def is_stale(self, version: int) -> bool:
-        """Tell whether versions before this one sampled any of what is computed."""
+        """Return whether an earlier version sampled any token of the computed trajectories."""
         computed = chain(*(trajectory.turns for trajectory, _ in self.pairs[: self.num_computed]))
         return any(min(turn.versions, default=version) < version for turn in computed)
 
 
 class TrainingPass(NamedTuple):
-    """One forward and backward pass of a process."""
+    """One forward and backward pass of a rank."""
 
     micro: MicroBatch
     columns: LossColumns
-    """Of the micro-batch's tokens."""
+    """Columns of the micro-batch's tokens."""
+
+
+class PlannedMinibatch(NamedTuple):
+    """A minibatch with this rank's passes over it, and the anchor of each pass."""
+
+    minibatch: CreditedMinibatch
+    passes: list[TrainingPass]
+    """Passes over the minibatch. Empty: no token of it is trained."""
+    anchors: list[AnchorState]
 
 
 class Gradient(NamedTuple):
-    """What computing a minibatch's gradient showed."""
+    """Statistics and observations of a minibatch whose gradient was computed."""
 
-    tally: MinibatchStats
-    shown: ClipStats
+    stats: MinibatchStats
+    clip_stats: ClipStats
     """Empty without `trust: calibrated`."""
     observations: Observations
-    """Of this process."""
+    """Observations of this rank."""
+
+
+@dataclass(slots=True, kw_only=True)
+class StepUpdate:
+    """One step's update of the policy, from its minibatches to its metrics."""
+
+    version: int
+    """Version of the policy before the step."""
+    minibatches: list[PlannedMinibatch]
+    last: PlannedMinibatch
+    """The last minibatch that has trained tokens: the divergence after the last update is measured on it."""
+    known_versions: frozenset[int]
+    """Versions whose weights are kept, and the present one."""
+    line_search: KLLineSearch
+    first_experts: tuple[MicroBatch, Tensor] | None
+    """First pass of the first minibatch, and its experts before the step; None if experts are not recorded."""
+    stats: list[MinibatchStats] = field(default_factory=list)
+    """Statistics of the minibatches that had trained tokens."""
+    clip_stats: list[ClipStats] = field(default_factory=list)
+    """Clip statistics of the same minibatches."""
+    num_updates: int = 0
+    expert_metrics: dict[str, float] = field(default_factory=dict)
 
 
 class Learner:
-    """How a step's credited groups update the policy.
+    """Updates the policy by the credited groups of a step.
 
-    Of several processes the first has the groups and credits, and deals each its share of every minibatch; all end with
-    the same weights, which are those of one process but for the order of sums.
+    Rank 0 has the groups and credits, and scatters every minibatch over the ranks; all end with the same weights, which are
+    those of a single rank but for the order of sums.
     """
 
     def __init__(
@@ -193,14 +221,14 @@ class Learner:
             state: the policy to train.
             loss: ratio, clip and aggregation.
             config: minibatches and budgets.
-            temperature: of the rollouts.
-            seed: of the drawing of minibatches.
+            temperature: temperature of the rollouts.
+            seed: seed from which minibatches are drawn.
         """
         self.state = state
         self.diagnostics = TokenDiagnostics()
-        """What the newest update computed of each token."""
+        """Diagnostics of each token in the newest update."""
         self.kept = KeptVersions(state.policy.parameters(), most=loss.kept_versions if loss.anchor == "sampled" else 0)
-        """Weights of the versions before, by which stale tokens are compared."""
+        """Weights of earlier versions, for the anchors of stale tokens."""
         self.loss = loss
         self._accelerator, self._config = state.accelerator, config
         self._temperature, self._seed = temperature, seed
@@ -237,82 +265,119 @@ class Learner:
     ) -> dict[str, float]:
         """Go once over a step's trajectories, in minibatches drawn at random; return metrics.
 
-        A minibatch without any gradient moves neither weights nor the optimizer's state, and is counted. Where no token is
-        computed, there are counts alone.
+        A minibatch without a gradient changes neither weights nor the optimizer's state, and is counted as skipped. If no
+        token is computed, metrics are counts only.
 
         Args:
-            groups: of the step, on the first process. The others' are not looked at.
-            credits: of each trajectory of each group.
-            version: of the policy before.
-            check_agreement: told the mean |policy - behavior| log-probability in nats of the first minibatch, where its
+            groups: groups of the step, on rank 0; ignored on the others.
+            credits: credit of each trajectory of each group.
+            version: version of the policy before the step.
+            check_agreement: called with the mean |policy - behavior| log-probability in nats of the first minibatch, if its
                 tokens were sampled by these very weights.
 
         Raises:
-            TrainingError: where the gradient is not finite, or the update was interrupted.
+            TrainingError: if the gradient is not finite, or the update was interrupted.
         """
+        update = self._prepare(groups, credits, version=version)
+        for index, planned in enumerate(update.minibatches):
+            if planned.passes:
+                self._step(update, planned, check_agreement if index == 0 else None)
+            if index == 0 and update.first_experts is not None:
+                micro, before_JPX = update.first_experts
+                update.expert_metrics = expert_metrics(micro, before_JPX, self._experts(micro))
+            self.state.advance_schedule()
+        return self._finish(update)
+
+    def _prepare(
+        self, groups: Sequence[TrajectoryGroup], credits: Sequence[Sequence[Credit]], *, version: int
+    ) -> StepUpdate:
+        """Draw and plan the minibatches of a step, and compute their anchors and the state before its updates."""
         minibatches = self.draw(groups, credits, version=version)
         plans = [self.plan(minibatch) for minibatch in minibatches]
         anchors = self._anchor_states(minibatches, plans, version=version)
-        known = {version, *self.kept.versions}
+        known_versions = frozenset({version, *self.kept.versions})
         self.kept.keep(version)
-        state = self.state
-        state.wrapped.train()
-        tallies: list[MinibatchStats] = []
-        shown: list[ClipStats] = []
+        self.state.wrapped.train()
         self.diagnostics = TokenDiagnostics()
-        num_updates = 0
-        of_experts: dict[str, float] = {}
-        routed = self._first_routed(minibatches[0]) if self._is_routed and plans[0] else None
-        reach = KLLineSearch(state, target=self._config.target_kl)
-        # What the last update is measured by. In the first minibatch the policy is its own anchor, wherever it is.
-        last = max((index for index, plan in enumerate(plans) if plan), default=0)
-        shown_last = self._present(plans[0]) if reach.target is not None and last == 0 else anchors[last]
-        for index, plan in enumerate(plans):
-            if plan:
-                add_gradients = partial(
-                    self.add_gradients, plan, anchors[index], version=version, is_updated=num_updates > 0
-                )
-                gradient = add_gradients()
-                if reach.backtrack(gradient.tally, partial(self.show, plan, anchors[index], version=version)):
-                    state.optimizer.zero_grad()
-                    gradient = add_gradients()
-                tally = gradient.tally
-                self.diagnostics.add(minibatches[index].pairs, gradient.observations)
-                if index == 0 and tally.versions.keys() <= {version} and check_agreement is not None:
-                    check_agreement(tally["engine_distance_T"].mean)
-                if not math.isfinite(tally.grad_norm):
-                    raise TrainingError(
-                        f"step {version + 1}: the gradient is not finite. The last checkpoint is whole: lower "
-                        "train.learning_rate and resume from it"
-                    )
-                tallies.append(tally)
-                shown.append(gradient.shown)
-                state.calibration = state.calibration.updated(gradient.shown, ClipTarget.from_config(self.loss))
-                if tally.grad_norm > 0:  # else AdamW would move by momentum alone, and forget how large gradients are
-                    share = effective_samples(tally) if self._config.ess_scaling else 1.0
-                    reach.keep_weights()
-                    tallies[-1] = replace(tally, learning_rate=state.update(rate_factor=math.sqrt(share)))
-                    num_updates += 1
-                state.optimizer.zero_grad()
-                if index == 0 and routed is not None:
-                    micro, before_JPX = routed
-                    of_experts = expert_metrics(micro, before_JPX, self._experts(micro))
-            state.advance_schedule()
-        if num_updates and reach.target is not None:
-            show_last = partial(self.show, plans[last], shown_last, version=version)
-            reach.backtrack(show_last(), show_last)
-        skipped = {"skipped_minibatches": float(len(plans) - num_updates), **reach.metrics()}
-        if not tallies:  # no token was computed: of none there is no mean
-            return skipped
-        of_anchor = anchor_metrics(tallies, known=known) if self.loss.anchor == "sampled" else {}
-        of_ranges = range_metrics(state.calibration, shown) if self.loss.trust == "calibrated" else {}
-        metrics = update_metrics(tallies, current_version=version) | first_metrics(tallies[0]) | skipped
-        return metrics | of_anchor | of_ranges | of_experts
+        first_experts = self._first_experts(minibatches[0]) if self._is_routed and plans[0] else None
+        line_search = KLLineSearch(self.state, target=self._config.target_kl)
+        planned = [PlannedMinibatch(*parts) for parts in zip(minibatches, plans, anchors, strict=True)]
+        index = max((number for number, plan in enumerate(plans) if plan), default=0)
+        last = planned[index]
+        if line_search.target is not None and index == 0:
+            # In the first minibatch the policy is its own anchor, wherever it is: after the step that would measure nothing.
+            last = last._replace(anchors=self._current_anchors(last.passes))
+        return StepUpdate(
+            version=version,
+            minibatches=planned,
+            last=last,
+            known_versions=known_versions,
+            line_search=line_search,
+            first_experts=first_experts,
+        )
+
+    def _step(
+        self, update: StepUpdate, planned: PlannedMinibatch, check_agreement: Callable[[float], None] | None
+    ) -> None:
+        """Update the policy by one minibatch that has trained tokens."""
+        state = self.state
+        gradient = self._bounded_gradient(update, planned)
+        stats = gradient.stats
+        self.diagnostics.add(planned.minibatch.pairs, gradient.observations)
+        if check_agreement is not None and stats.versions.keys() <= {update.version}:
+            check_agreement(stats["engine_distance_T"].mean)
+        if not math.isfinite(stats.grad_norm):
+            raise TrainingError(
+                f"step {update.version + 1}: the gradient is not finite. The last checkpoint is whole: lower "
+                "train.learning_rate and resume from it"
+            )
+        update.clip_stats.append(gradient.clip_stats)
+        state.calibration = state.calibration.updated(gradient.clip_stats, ClipTarget.from_config(self.loss))
+        if stats.grad_norm > 0:  # else AdamW would move by momentum alone, and forget how large gradients are
+            share = effective_samples(stats) if self._config.ess_scaling else 1.0
+            update.line_search.keep_weights()
+            stats = replace(stats, learning_rate=state.update(rate_factor=math.sqrt(share)))
+            update.num_updates += 1
+        update.stats.append(stats)
+        state.optimizer.zero_grad()
+
+    def _bounded_gradient(self, update: StepUpdate, planned: PlannedMinibatch) -> Gradient:
+        """Return the gradient of a minibatch, after the update before it was shortened to the bound on the divergence."""
+        add_gradients = partial(
+            self.add_gradients,
+            planned.passes,
+            planned.anchors,
+            version=update.version,
+            is_updated=update.num_updates > 0,
+        )
+        measure = partial(self.measure, planned.passes, planned.anchors, version=update.version)
+        gradient = add_gradients()
+        if update.line_search.backtrack(gradient.stats, measure):
+            self.state.optimizer.zero_grad()
+            gradient = add_gradients()
+        return gradient
+
+    def _finish(self, update: StepUpdate) -> dict[str, float]:
+        """Bound the last update of a step; return the step's metrics."""
+        line_search = update.line_search
+        if update.num_updates and line_search.target is not None:
+            measure = partial(self.measure, update.last.passes, update.last.anchors, version=update.version)
+            line_search.backtrack(measure(), measure)
+        counts = {"skipped_minibatches": float(len(update.minibatches) - update.num_updates), **line_search.metrics()}
+        stats = update.stats
+        if not stats:  # no token was computed: there is nothing to average
+            return counts
+        metrics = update_metrics(stats, current_version=update.version) | first_metrics(stats[0]) | counts
+        if self.loss.anchor == "sampled":
+            metrics |= anchor_metrics(stats, known=update.known_versions)
+        if self.loss.trust == "calibrated":
+            metrics |= range_metrics(self.state.calibration, update.clip_stats)
+        return metrics | update.expert_metrics
 
     def draw(
         self, groups: Sequence[TrajectoryGroup], credits: Sequence[Sequence[Credit]], *, version: int
     ) -> list[CreditedMinibatch]:
-        """Return the minibatches of a step. What failed is in none, nor is what credit keeps no token of."""
+        """Return the minibatches of a step, without failed trajectories and those of which credit keeps no token."""
         trained = [
             (number, trajectory, credit)
             for number, (group, of_group) in enumerate(zip(groups, credits, strict=True))
@@ -332,7 +397,7 @@ class Learner:
         ]
 
     def plan(self, minibatch: CreditedMinibatch) -> list[TrainingPass]:
-        """Return this process's passes over a minibatch."""
+        """Return this rank's passes over a minibatch."""
 
         def shares() -> list[list[tuple[PassTokens, LossColumns]]]:
             tokens, columns = self._batch(minibatch)
@@ -355,7 +420,7 @@ class Learner:
     def add_gradients(
         self, plan: Sequence[TrainingPass], anchors: Sequence[AnchorState], *, version: int, is_updated: bool = True
     ) -> Gradient:
-        """Add up a minibatch's gradient and clip it. Whether an update of the step came before, calibration asks."""
+        """Accumulate and clip a minibatch's gradient. `is_updated`: an update of the step came before (for calibration)."""
         observations = Observations()
         for number, (training_pass, before) in enumerate(zip(plan, anchors, strict=True)):
             check_interrupt()
@@ -365,19 +430,19 @@ class Learner:
                 self._routing(training_pass.micro, before),
             ):
                 loss = self._pass_loss(training_pass, before, observations, version)
-                # Processes average their gradients; the loss is a sum over all of them.
+                # Ranks average their gradients; the loss is a sum over all of them.
                 self._accelerator.backward(loss * self._accelerator.num_processes)
         is_calibrated = self.loss.trust == "calibrated"
         target = ClipTarget.from_config(self.loss)
         own = clip_stats(observations, target, version=version, is_updated=is_updated) if is_calibrated else {}
-        tallies, shown = zip(*all_gather([(MinibatchStats.from_observations(observations), own)]), strict=True)
+        stats, clips = zip(*all_gather([(MinibatchStats.from_observations(observations), own)]), strict=True)
         norm = self._accelerator.clip_grad_norm_(self.state.wrapped.parameters(), self._config.max_grad_norm)
         grad_norm = float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
-        tally = replace(MinibatchStats.merge(tallies), grad_norm=grad_norm, learning_rate=self.state.learning_rate)
-        return Gradient(tally, merge_clip_stats(shown), observations)
+        merged = replace(MinibatchStats.merge(stats), grad_norm=grad_norm, learning_rate=self.state.learning_rate)
+        return Gradient(merged, merge_clip_stats(clips), observations)
 
-    def show(self, plan: Sequence[TrainingPass], anchors: Sequence[AnchorState], *, version: int) -> MinibatchStats:
-        """Return what a minibatch shows of the present weights. No gradient."""
+    def measure(self, plan: Sequence[TrainingPass], anchors: Sequence[AnchorState], *, version: int) -> MinibatchStats:
+        """Return the statistics of a minibatch under the present weights, without a gradient."""
         observations = Observations()
         for training_pass, before in zip(plan, anchors, strict=True):
             check_interrupt()
@@ -387,20 +452,20 @@ class Learner:
         return MinibatchStats.merge(all_gather([MinibatchStats.from_observations(observations)]))
 
     def _accumulating(self, *, is_last: bool) -> AbstractContextManager[Any]:
-        """Return a context in which gradients are added up on this process, and with the others' at the last.
+        """Return a context in which gradients accumulate on this rank, and at the last pass are averaged over ranks.
 
-        Shards are added up over processes every time: a process has no room for all gradients.
+        Sharded gradients are reduced over ranks in every pass: a rank has no room for all gradients.
         """
         return nullcontext() if is_last or self.state.is_sharded else self._accelerator.no_sync(self.state.wrapped)
 
     def _anchor_states(
         self, minibatches: list[CreditedMinibatch], plans: list[list[TrainingPass]], *, version: int
     ) -> list[list[AnchorState]]:
-        """Return what each pass gives before the first update, by the same plan and precision as in training.
+        """Return the anchor of each pass before the first update, computed by the same plan and precision as in training.
 
-        Of the first minibatch nothing is computed: there the policy itself is the anchor, exactly, whatever the noise of a
-        second pass. With `anchor: behavior` of none, unless a step is bounded and tokens are stale: where all are fresh, what
-        they were sampled with tells how far the policy has moved.
+        Nothing is computed for the first minibatch: there the policy itself is the anchor, exactly, whatever the noise of a
+        second pass. With `anchor: behavior` nothing is computed at all, unless the step's divergence is bounded and tokens
+        are stale: if all are fresh, the behavior log-probabilities measure the divergence.
         """
         of_behavior = self.loss.anchor == "behavior"
         is_bounded = self._config.target_kl is not None
@@ -408,13 +473,13 @@ class Learner:
         if of_behavior and not is_stale:
             return [[AnchorState() for _ in plan] for plan in plans]
         self.state.wrapped.train()
-        anchors = [[AnchorState(is_start=True) for _ in plans[0]], *map(self._present, plans[1:])]
-        if of_behavior:  # its experts are not those of the sampling version
+        anchors = [[AnchorState(is_start=True) for _ in plans[0]], *map(self._current_anchors, plans[1:])]
+        if of_behavior:  # experts of the present version are not those of the sampling one
             anchors = [[before._replace(experts_JPX=None) for before in of_minibatch] for of_minibatch in anchors]
         return self._with_earlier(plans, anchors, version=version) if self.loss.anchor == "sampled" else anchors
 
-    def _present(self, plan: Sequence[TrainingPass]) -> list[AnchorState]:
-        """Return what each pass gives under the present weights."""
+    def _current_anchors(self, plan: Sequence[TrainingPass]) -> list[AnchorState]:
+        """Return the anchor of each pass under the present weights."""
         found = []
         for micro, _ in plan:
             check_interrupt()
@@ -427,9 +492,9 @@ class Learner:
     def _with_earlier(
         self, plans: list[list[TrainingPass]], anchors: list[list[AnchorState]], *, version: int
     ) -> list[list[AnchorState]]:
-        """Add log-probabilities of tokens of earlier versions under the weights that sampled them.
+        """Add log-probabilities of stale tokens under the weights that sampled them.
 
-        The engine's, where those weights are not kept.
+        If those weights are not kept, they are the engine's.
         """
         passes = list(chain(*plans))
         logprobs = [columns.behavior_T.clone() for _, columns in passes]
@@ -453,7 +518,7 @@ class Learner:
         ]
 
     def _routing(self, micro: MicroBatch, before: AnchorState) -> AbstractContextManager[list[Tensor]]:
-        """Return a context in which the experts of a pass are noted, and are the engine's or those of before, where known."""
+        """Return a context that records the experts of a pass, and replays the engine's or the anchor's if known."""
         if not self._is_routed:
             return nullcontext([])
         experts_JPX = before.experts_JPX if micro.experts_JPX is None else micro.experts_JPX
@@ -461,8 +526,8 @@ class Learner:
             return recording(self.state.policy.model)
         return replaying(self.state.policy.model, experts_JPX)
 
-    def _first_routed(self, minibatch: CreditedMinibatch) -> tuple[MicroBatch, Tensor]:
-        """Return the first pass that one process would make over a minibatch, and its experts: the same on all processes."""
+    def _first_experts(self, minibatch: CreditedMinibatch) -> tuple[MicroBatch, Tensor]:
+        """Return the first pass that a single rank would make over a minibatch, and its experts: the same on all ranks."""
 
         def first() -> PassTokens:
             tokens, _ = self._batch(minibatch)

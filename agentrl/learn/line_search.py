@@ -1,7 +1,4 @@
-"""Weights of earlier policy versions, by which the trainer computes again what they sampled.
-
-How far a step may move the policy: `train.target_kl`.
-"""
+"""Snapshots of trained weights: those of earlier policy versions, and the line search within `train.target_kl`."""
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -15,7 +12,7 @@ from agentrl.learn.policy_state import PolicyState
 
 
 class TrainedWeights:
-    """The weights of a policy that require a gradient, as they are; of those that are shared out, this process's shards."""
+    """The weights of a policy that require a gradient; if they are sharded, this rank's shards."""
 
     def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
         """Take the parameters of the policy."""
@@ -29,11 +26,11 @@ class TrainedWeights:
         ]
 
     def copy(self) -> list[Tensor]:
-        """Return what they are now."""
+        """Return a copy of the weights."""
         return [local.clone() for local in self.locals()]
 
     def set(self, weights: list[Tensor], *, share: float = 1.0) -> None:
-        """Move them to others, or a share of the way."""
+        """Move the weights to others, or a share of the way."""
         with torch.no_grad():
             for local, value in zip(self.locals(), weights, strict=True):
                 local.lerp_(value.to(local.device), share) if share < 1 else local.copy_(value)
@@ -42,15 +39,15 @@ class TrainedWeights:
 class KeptVersions:
     """The trained weights of the newest versions, in the host's memory: adapters alone where these are trained.
 
-    Of weights that are shared out, each process keeps its shard.
+    If weights are sharded, each rank keeps its shard.
     """
 
     def __init__(self, parameters: Iterable[nn.Parameter], *, most: int) -> None:
         """Keep nothing yet.
 
         Args:
-            parameters: of the policy. Those that require no gradient are the same in every version.
-            most: versions that are kept. 0: none is.
+            parameters: parameters of the policy. Those that require no gradient are the same in every version.
+            most: number of versions to keep. 0: none.
         """
         self._trained = TrainedWeights(parameters)
         self._most = most
@@ -58,7 +55,7 @@ class KeptVersions:
 
     @property
     def versions(self) -> frozenset[int]:
-        """Those that are kept."""
+        """Versions that are kept."""
         return frozenset(self._weights)
 
     def keep(self, version: int) -> None:
@@ -85,8 +82,8 @@ _MOST_HALVINGS = 6
 class KLLineSearch:
     """Bounds the KL divergence between the policy before a step and after each of its updates, by backtracking.
 
-    A trust region of the loss stops the push on tokens that have moved; what other tokens' updates do to them it does not
-    bound. Source of the line search: TRPO, arXiv 1502.05477, appendix C.
+    A trust region of the loss stops the push on tokens that have moved; it does not bound the effect of other tokens'
+    updates on them. Source of the line search: TRPO, arXiv 1502.05477, appendix C.
     """
 
     def __init__(self, state: PolicyState, *, target: float | None) -> None:
@@ -102,7 +99,7 @@ class KLLineSearch:
         self._start = 0.0
         self._num_updates = 0
         self._is_counted = False
-        """The newest update, as one that was shortened: the minibatches after it that have no gradient look at it again."""
+        """Whether the newest update is counted as shortened: minibatches after it that have no gradient check it again."""
 
     def keep_weights(self) -> None:
         """Keep the weights before an update."""
@@ -111,11 +108,11 @@ class KLLineSearch:
             self._before, self._is_counted = self._weights.copy(), False
 
     def backtrack(self, tally: MinibatchStats, show: Callable[[], MinibatchStats]) -> bool:
-        """Halve the newest update until the policy is within reach; return whether that was necessary.
+        """Halve the newest update until the policy is within the bound; return whether that was necessary.
 
         Args:
-            tally: what the next minibatch shows.
-            show: shows it again.
+            tally: statistics of the next minibatch.
+            show: computes them again.
         """
         if self.target is None:
             return False
@@ -132,5 +129,5 @@ class KLLineSearch:
         return halvings > 0
 
     def metrics(self) -> dict[str, float]:
-        """Tell how often that was."""
+        """Return the number of updates that were shortened."""
         return {} if self.target is None else {"shortened_updates": float(self._num_updates)}

@@ -2,7 +2,7 @@
 
 `T` action tokens of a micro-batch, `U` ratio units (the tokens that share one importance ratio).
 
-The loss is a plain sum over tokens. What makes it a mean, the weight of each token, is computed once over the whole
+The loss is a plain sum over tokens. The weights of the tokens, which make it a mean, are computed once over the whole
 global batch (`aggregation_weights`), so no split into micro-batches and no number of ranks changes it. Tokens that
 leave the loss are dropped by the caller before `unit_index` and `policy_loss`: they enter no ratio and no denominator.
 """
@@ -22,7 +22,7 @@ _LARGEST_LOG_RATIO = 80.0
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class PolicyLoss:
-    """The loss of a micro-batch and what its metrics need. Only `loss` carries a gradient."""
+    """The loss of a micro-batch and the inputs of its metrics. Only `loss` carries a gradient."""
 
     loss: Tensor
     """Scalar, to be minimised; the losses of a global batch's micro-batches add up."""
@@ -31,7 +31,7 @@ class PolicyLoss:
     log_ratio_T: Tensor
     """policy_logprob - anchor_logprob of each token, before the mean over its unit."""
     clipped_T: Tensor
-    """True where the token has left the trust region, so that its gradient is zero."""
+    """Tokens that have left the trust region, so that their gradient is zero."""
 
 
 def policy_loss(
@@ -46,14 +46,14 @@ def policy_loss(
     """Surrogate with one stop-gradient importance ratio for each unit, within a trust region.
 
         log s_u = mean over the tokens t of unit u of (policy_logprob_t - anchor_logprob_t), within -80..80
-        f_t     = what the trust region makes of the ratio; s_u(t) in that of GSPO
+        f_t     = factor from the trust region; s_u(t) in that of GSPO
         loss    = -sum_t weight_t * A_t * f_t * exp(policy_logprob_t - sg(policy_logprob_t))
 
-    Where a token has left the trust region, the last factor is 1: no gradient. With `fixed` it is
+    If a token has left the trust region, the last factor is 1: no gradient. With `fixed` it is
 
         loss    = -sum_t weight_t * min(s_t A_t, clip(s_t, 1 - low, 1 + high) A_t),  s_t = sg(s_u(t)) * exp(...)
 
-    GSPO-token, arXiv 2507.18071 eq. 13-17, where the unit is the trajectory. With an advantage that is constant in each
+    It is GSPO-token, arXiv 2507.18071 eq. 13-17, if the unit is the trajectory. With an advantage that is constant in each
     trajectory it is GSPO (eq. 5-7) in value, clip decisions and gradient; with one unit for each token it is PPO and
     GRPO (the gradient of s_t is r_t times that of the log-probability).
 
@@ -88,8 +88,8 @@ def kl_loss(policy_logprobs_T: Tensor, *, reference_logprobs_T: Tensor, weight_T
 
     Over tokens sampled from the policy the value's expectation is KL(pi || ref) (the "k1" estimate) and the gradient's
     is grad KL(pi || ref) at each context visited. Back-propagation through a sampled estimate is another thing: through
-    k1 it is 0 in expectation, and through k3 = exp(-d) - 1 + d it is the gradient of KL(ref || pi). What a token does
-    to the divergence of later contexts is no part of it, and tokens sampled by older weights are not reweighted.
+    k1 it is 0 in expectation, and through k3 = exp(-d) - 1 + d it is the gradient of KL(ref || pi). A token's effect
+    on the divergence of later contexts is no part of it, and tokens sampled by older weights are not reweighted.
 
     Shapes: `(T,)` each; returns a scalar to be added to the policy loss.
 
@@ -110,9 +110,9 @@ class MismatchWeights:
     weight_T: Tensor
     """Factor of each token, after the limit: multiply the tokens' aggregation weights by it."""
     raw_U: Tensor
-    """Factor of each unit before the limit: what is logged."""
+    """Factor of each unit before the limit, for metrics."""
     limited_U: Tensor
-    """True where the limit changed the unit's factor."""
+    """Units whose factor the limit changed."""
 
 
 def mismatch_weights(
@@ -126,7 +126,7 @@ def mismatch_weights(
     """Importance weight of each unit between the trainer's and the engine's view of the policy that sampled it.
 
         w_u = sg[exp(mean over the tokens of unit u of (proximal_logprob - behavior_logprob))]
-        truncate: min(w_u, limit)          mask: w_u where 1 / limit <= w_u <= limit, else 0
+        truncate: min(w_u, limit)          mask: w_u if 1 / limit <= w_u <= limit, else 0
 
     `proximal` are the log-probabilities that the trainer recomputes under the weights that sampled, `behavior` those
     the engine recorded. It is no part of the clipped ratio, and a masked token stays in the aggregation's denominators.

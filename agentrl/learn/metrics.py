@@ -1,20 +1,12 @@
-"""What a step reports.
+"""Metrics of a step, and the statistics of minibatches and tokens that they are computed from.
 
-Names are `what` or `theme/what`; those under `time/` and `process/` depend on the machine, all others repeat exactly in
-lockstep.
-`I` trajectories of a minibatch, `T` its trained tokens, `U` its ratio units.
+Each rank observes its tokens (`Observations`); statistics of a minibatch are sums over all ranks (`MinibatchStats`), and
+`TokenDiagnostics` keeps ratio, entropy and clipping of each token for people who read the rollouts.
 
-What a minibatch shows: of each token on the process that computes it, in sums on all.
+Metrics are called `name` or `theme/name`; those under `time/` and `process/` depend on the machine, all others repeat
+exactly in lockstep.
 
-`I` trajectories of a minibatch; `T` trained tokens of a pass, `U` its ratio units.
-
-What training showed of each sampled token, for people to look at beside the rollouts.
-
-`T` sampled tokens of a trajectory, `P` trained tokens of a minibatch.
-
-Tokens that were sampled under weights of long ago: masked or counted.
-
-`T` action tokens of a trajectory.
+`I` trajectories of a minibatch; `T` trained tokens of a pass, `U` its ratio units, `P` trained tokens of a minibatch.
 """
 
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
@@ -41,10 +33,10 @@ Key = TypeVar("Key", bound=Hashable)
 
 @dataclass(slots=True)
 class Observations:
-    """What this process's passes over a minibatch showed; grows by micro-batches."""
+    """Observations of this rank's passes over a minibatch; grows by micro-batches."""
 
     columns: dict[str, list[npt.NDArray[Any]]] = field(default_factory=dict)
-    """Of each name an array for each micro-batch, no wider than what was observed. See `passes`."""
+    """Arrays of each name, one per micro-batch, in the narrowest dtype. See `passes`."""
     loss: float = 0.0
 
     def add(self, **tensors: Tensor) -> None:
@@ -53,7 +45,7 @@ class Observations:
             self.columns.setdefault(name, []).append(_narrow(tensor.detach()).cpu().numpy())
 
     def passes(self) -> Iterator[dict[str, Array]]:
-        """Yield what each micro-batch showed, by name."""
+        """Yield the observations of each micro-batch, by name."""
         for columns in zip(*self.columns.values(), strict=True):
             yield {name: array.astype(np.float64) for name, array in zip(self.columns, columns, strict=True)}
 
@@ -63,12 +55,12 @@ class Observations:
 
 
 class Sums(NamedTuple):
-    """Some numbers, in as many bytes however many they are. All is 0 where there are none."""
+    """Moments of any number of values. All are 0 if there are none."""
 
     num: int = 0
     total: float = 0.0
     squares: float = 0.0
-    """Of their distances from their mean."""
+    """Sum of squared distances from the mean."""
     peak: float = 0.0
     """The largest."""
 
@@ -82,7 +74,7 @@ class Sums(NamedTuple):
         return cls(len(values), total, squares, float(values.max()))
 
     def plus(self, other: "Sums") -> "Sums":
-        """Return those of both merge_sums.
+        """Return the moments of both together.
 
         Source: "Updating formulae and a pairwise algorithm for computing sample variances", Chan, Golub and LeVeque, 1979.
         """
@@ -114,14 +106,14 @@ def merge_sums(parts: Iterable[Mapping[Key, Sums]]) -> dict[Key, Sums]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MinibatchStats:
-    """What one minibatch showed. Its size does not depend on how many tokens there are: processes gather it."""
+    """Statistics of one minibatch. Their size does not depend on the number of tokens: ranks gather them."""
 
     sums: Mapping[str, Sums] = field(default_factory=dict)
-    """By name. `T` of tokens, `U` of ratio units."""
+    """Sums by name, over tokens (`_T`) or ratio units (`_U`)."""
     trajectories: Mapping[int, float] = field(default_factory=dict)
     """Sum over the tokens of policy - behavior log-probabilities, by number in the minibatch."""
     versions: Mapping[int, Sums] = field(default_factory=dict)
-    """Of |anchor - behavior| log-probabilities, by the policy version that sampled the token."""
+    """Sums of |anchor - behavior| log-probabilities, by the policy version that sampled the token."""
     loss: float = 0.0
     grad_norm: float = 0.0
     """Norm of the gradient before it was clipped."""
@@ -129,13 +121,13 @@ class MinibatchStats:
 
     @classmethod
     def from_observations(cls, observations: Observations) -> "MinibatchStats":
-        """Add up what this process saw."""
+        """Return the statistics of this rank's observations."""
         tally = cls.merge([_of_pass(part) for part in observations.passes()])
         return replace(tally, loss=observations.loss)
 
     @classmethod
     def merge(cls, parts: "Sequence[MinibatchStats]") -> "MinibatchStats":
-        """Return what parts of one minibatch showed merge_sums."""
+        """Merge the statistics of parts of a minibatch."""
         trajectories: dict[int, float] = {}
         for part in parts:
             for number, total in part.trajectories.items():
@@ -148,7 +140,7 @@ class MinibatchStats:
         )
 
     def __getitem__(self, name: str) -> Sums:
-        """Return the sums of a name; none where it was not observed."""
+        """Return the sums of a name; empty if it was not observed."""
         return self.sums.get(name, Sums())
 
 
@@ -196,11 +188,11 @@ def _narrow(tensor: Tensor) -> Tensor:
 
 
 Notes = Mapping[str, npt.NDArray[np.float64]]
-"""`ratio`, `entropy` and `clipped` of each token, `(T,)`; NaN where nothing was computed of it."""
+"""`ratio`, `entropy` and `clipped` of each token, `(T,)`; NaN for tokens that were not computed."""
 
 
 class _Seen(NamedTuple):
-    """Of one pass."""
+    """Diagnostics of the tokens of one pass."""
 
     token_T: npt.NDArray[np.int32]
     """Number of each token among the minibatch's."""
@@ -210,13 +202,13 @@ class _Seen(NamedTuple):
 
 
 class TokenDiagnostics:
-    """Grows by the minibatches of a step: each token is in one, and each process notes those that it computes."""
+    """Grows by the minibatches of a step: each token is in one, and each rank records those that it computes."""
 
     def __init__(self) -> None:
         self._minibatches: list[tuple[list[tuple[Trajectory, Credit]], list[_Seen]]] = []
 
     def add(self, pairs: Sequence[tuple[Trajectory, Credit]], observations: Observations) -> None:
-        """Note what this process's passes over a minibatch showed."""
+        """Record the diagnostics of this rank's passes over a minibatch."""
         columns = [observations.columns[name] for name in ("token_T", "unit_T", "ratio_U", "entropy_T", "clipped_T")]
         seen = [
             _Seen(token_T, ratio_U[unit_T], entropy_T, clipped_T)
@@ -225,9 +217,9 @@ class TokenDiagnostics:
         self._minibatches.append((list(pairs), seen))
 
     def gather(self) -> Callable[[Trajectory], Notes]:
-        """Return the notes of a trajectory; none where it was in no minibatch.
+        """Return a function from a trajectory to its diagnostics; empty if it was in no minibatch.
 
-        On the first process; the others, which must call it as often, are asked for theirs and get none.
+        All ranks must call it; only rank 0 gets diagnostics.
         """
         found: dict[tuple[str, str], Notes] = {}
         for pairs, own in self._minibatches:
@@ -277,7 +269,7 @@ def _versions(trajectory: Trajectory) -> npt.NDArray[np.int64]:
 
 
 def first_metrics(tally: MinibatchStats) -> dict[str, float]:
-    """Describe the first minibatch, whose weights are still those that sampled, where nothing was stale.
+    """Return metrics of the first minibatch, whose weights are still those that sampled, if nothing was stale.
 
     `first/ratio_deviation` is the largest |ratio - 1|, and `first/engine_difference` the mean |policy - behavior|
     log-probability: with engine log-probabilities as anchors, the noise floor under the clipped share.
@@ -295,7 +287,7 @@ def effective_samples(tally: MinibatchStats) -> float:
         w_i = exp(sum over the tokens t of trajectory i of (policy_logprob_t - behavior_logprob_t))
         share = (sum_i w_i)^2 / (I sum_i w_i^2)
 
-    1 where all trajectories weigh alike, 1 / I where one outweighs all others. Of the trajectories that were computed.
+    1 if all trajectories weigh alike, 1 / I if one outweighs all others. Only computed trajectories count.
 
     Source: Kong 1992; as a sign of a run about to collapse: VCPO, arXiv 2602.17616.
     """
@@ -307,7 +299,7 @@ def effective_samples(tally: MinibatchStats) -> float:
 
 
 def anchor_metrics(tallies: Sequence[MinibatchStats], *, known: Collection[int]) -> dict[str, float]:
-    """Take the ratio to the engine apart, with `anchor: sampled`: the engine under the same weights, and staleness.
+    """Decompose the ratio to the engine, with `anchor: sampled`: the engine under the same weights, and staleness.
 
         policy - behavior  =  (policy - anchor)  +  (anchor - behavior)        log-probabilities
                                staleness            mismatch
@@ -331,7 +323,7 @@ def divergence(tally: MinibatchStats) -> float:
 
         mean of r_t - 1 - log r_t,  r_t = exp(policy_logprob_t - logprob_t before the step)
 
-    Where that was not computed, over the tokens that it sampled, with what the loss compares them with.
+    If that was not computed, it is over the tokens that this version sampled, with the anchor's log-probabilities.
 
     Never below 0. Source: "Approximating KL divergence", J. Schulman, 2020 (k3).
     """
@@ -354,19 +346,19 @@ def update_metrics(tallies: Sequence[MinibatchStats], *, current_version: int) -
         "staleness/max": float(max(staleness, default=0)),
         "ratio/mean": found["ratio_U"].mean,
         "ratio/spread": found["ratio_U"].spread,
-        # Of the ratios that single tokens would have: what the unit averages out.
+        # Spread of the ratios of single tokens, which the unit averages out.
         "ratio/token_spread": found["token_ratio_T"].spread,
         "ratio/effective_samples": _mean([effective_samples(tally) for tally in tallies]),
         "clip/tokens": found["clipped_T"].mean,
         "clip/tokens_positive": found["clipped_up_T"].mean,
         "clip/tokens_negative": found["clipped_down_T"].mean,
         "clip/units": found["clipped_U"].mean,
-        # One ratio clips the tokens of one sign and lets those of the other continue: what the unit learns is lopsided.
+        # One ratio clips the tokens of one sign and lets those of the other continue: the unit's update is lopsided.
         "clip/units_one_sided": found["one_sided_U"].mean,
         "credit/mixed_sign_units": found["mixed_U"].mean,
         "entropy": found["entropy_T"].mean,
         "kl/behavior": -found["engine_difference_T"].mean,
-        # The furthest that the policy had moved within the step where a minibatch began: the last update is in none.
+        # The largest divergence at the start of a minibatch: the last update is not in it.
         "kl/step": max(map(divergence, tallies)) - divergence(tallies[0]),
         "grad_norm": _mean([tally.grad_norm for tally in tallies]),
         "learning_rate": next((tally for tally in reversed(tallies) if tally.grad_norm > 0), tallies[-1]).learning_rate,
@@ -382,7 +374,7 @@ def update_metrics(tallies: Sequence[MinibatchStats], *, current_version: int) -
 
 
 def rollout_metrics(groups: Sequence[TrajectoryGroup], credits: Sequence[Sequence[Credit]]) -> dict[str, float]:
-    """Describe what was played; means are over episodes that did not fail."""
+    """Return metrics of the rollouts; means are over episodes that did not fail."""
     trajectories = valid_trajectories(groups)
     everyone = [t for group in groups for t in group.trajectories]
     returns = [t.reward for t in trajectories]
@@ -418,7 +410,7 @@ def rollout_metrics(groups: Sequence[TrajectoryGroup], credits: Sequence[Sequenc
 
 
 def process_metrics() -> dict[str, float]:
-    """Describe this process: an environment that leaks shows here."""
+    """Return metrics of this process, in which an environment that leaks shows."""
     process = psutil.Process()
     with process.oneshot():
         return {

@@ -1,4 +1,4 @@
-"""The loss of one micro-batch as a recipe's loss section puts it together, and what it shows.
+"""Loss of one micro-batch as a recipe's loss section composes it, and the observations for metrics.
 
 `T` trained tokens of the micro-batch, `U` ratio units; `P` slots of its pass, `J` routers of a mixture of experts, `X`
 experts that each chooses at a slot.
@@ -23,19 +23,19 @@ class StaleTokens(NamedTuple):
 
     is_stale_T: Tensor
     logprobs_T: Tensor
-    """Of the others, whatever."""
+    """Arbitrary for tokens that are not stale."""
 
 
 class AnchorState(NamedTuple):
-    """A pass's outcome before the first update, as far as the anchor needs it."""
+    """State of a pass before the first update, as far as the anchor needs it."""
 
     logprobs_T: Tensor | None = None
-    """None: the policy has not been updated yet, and they are its own."""
+    """None: the policy has not been updated yet, so its own log-probabilities are the anchor's."""
     stale: StaleTokens | None = None
     is_start: bool = False
-    """The policy has not been updated yet, so that nothing has moved, whatever the anchor is."""
+    """Whether the policy has not been updated yet: then no token has moved, whatever the anchor is."""
     experts_JPX: Tensor | None = None
-    """Of the model's J routers at each slot, in a mixture of experts."""
+    """Experts that each router of a mixture of experts chose at each slot."""
 
 
 def micro_batch_loss(
@@ -49,35 +49,25 @@ def micro_batch_loss(
     version: int,
     reference_logprobs_T: Tensor | None = None,
 ) -> Tensor:
-    """Return a micro-batch's share of the loss of its global batch, and add what it shows to the observations.
+    """Return a micro-batch's share of the loss of its global batch, and record its observations.
 
     Args:
-        policy_logprobs_T: with a gradient.
-        columns: of the micro-batch.
+        policy_logprobs_T: log-probabilities under the policy, with a gradient.
+        columns: tokens of the micro-batch.
         config: ratio, clip, corrections.
-        observations: of the minibatch.
-        trust: of the micro-batch (`trust_region`).
+        observations: record of the minibatch, extended in place.
+        trust: trust region of the micro-batch (`trust_region`).
         anchor: log-probabilities before the first update.
-        version: of the policy that is updated.
-        reference_logprobs_T: the KL target's. None: no divergence is added.
+        version: version of the policy before the step.
+        reference_logprobs_T: log-probabilities under the reference policy. None: no KL loss.
     """
-    weight_T, anchor_T = columns.weight_T, columns.behavior_T
-    if config.anchor != "behavior":
-        anchor_T = policy_logprobs_T.detach() if anchor.logprobs_T is None else anchor.logprobs_T
-        if anchor.stale is not None:
-            anchor_T = torch.where(anchor.stale.is_stale_T, anchor.stale.logprobs_T, anchor_T)
-    if config.mismatch != "off":
-        mismatch = mismatch_weights(
-            anchor_T, columns.behavior_T, columns.unit_T, mode=config.mismatch, limit=config.mismatch_limit
-        )
-        weight_T = weight_T * mismatch.weight_T
-        observations.add(mismatch_U=mismatch.raw_U, limited_U=mismatch.limited_U)
+    anchor_T = columns.behavior_T if config.anchor == "behavior" else _anchor_logprobs(policy_logprobs_T, anchor)
     result = policy_loss(
         policy_logprobs_T,
         anchor_logprobs_T=anchor_T,
         advantages_T=columns.advantage_T,
         unit_T=columns.unit_T,
-        weight_T=weight_T,
+        weight_T=_corrected_weights(anchor_T, columns, config, observations),
         trust=trust,
     )
     loss = result.loss
@@ -91,19 +81,13 @@ def micro_batch_loss(
         observations.add(reference_kl_T=policy_logprobs_T - reference_logprobs_T)
     if config.reject is not None:
         observations.add(rejected_U=is_rejected(result.ratio_U, config.reject))
-    if anchor.logprobs_T is not None:
-        moved_T = policy_logprobs_T.detach() - anchor.logprobs_T
-    elif anchor.is_start:
-        moved_T = torch.zeros_like(result.log_ratio_T)
-    else:  # the part of the tokens that the present version sampled
-        moved_T = torch.where(columns.version_T == version, result.log_ratio_T, torch.nan)
     observations.add(
         ratio_U=result.ratio_U,
         clipped_T=result.clipped_T,
         advantage_T=columns.advantage_T,
         unit_T=columns.unit_T,
         log_ratio_T=result.log_ratio_T,
-        moved_T=moved_T,
+        moved_T=_policy_change(policy_logprobs_T, anchor, result.log_ratio_T, columns.version_T == version),
         engine_difference_T=policy_logprobs_T - columns.behavior_T,
         version_T=columns.version_T,
         trajectory_T=columns.trajectory_T,
@@ -112,14 +96,44 @@ def micro_batch_loss(
     return loss
 
 
+def _anchor_logprobs(policy_logprobs_T: Tensor, anchor: AnchorState) -> Tensor:
+    """Return the log-probabilities before the first update; those of stale tokens under the weights that sampled them."""
+    anchor_T = policy_logprobs_T.detach() if anchor.logprobs_T is None else anchor.logprobs_T
+    if anchor.stale is None:
+        return anchor_T
+    return torch.where(anchor.stale.is_stale_T, anchor.stale.logprobs_T, anchor_T)
+
+
+def _corrected_weights(
+    anchor_T: Tensor, columns: LossColumns, config: LossConfig, observations: Observations
+) -> Tensor:
+    """Return the tokens' weights in the loss, corrected for the mismatch of engine and trainer if the recipe asks for it."""
+    if config.mismatch == "off":
+        return columns.weight_T
+    mismatch = mismatch_weights(
+        anchor_T, columns.behavior_T, columns.unit_T, mode=config.mismatch, limit=config.mismatch_limit
+    )
+    observations.add(mismatch_U=mismatch.raw_U, limited_U=mismatch.limited_U)
+    return columns.weight_T * mismatch.weight_T
+
+
+def _policy_change(policy_logprobs_T: Tensor, anchor: AnchorState, log_ratio_T: Tensor, is_fresh_T: Tensor) -> Tensor:
+    """Return the change of log-probabilities since the step began; nan for tokens of which it is not known."""
+    if anchor.logprobs_T is not None:
+        return policy_logprobs_T.detach() - anchor.logprobs_T
+    if anchor.is_start:
+        return torch.zeros_like(log_ratio_T)
+    return torch.where(is_fresh_T, log_ratio_T, torch.nan)
+
+
 def trust_region(config: LossConfig, columns: LossColumns, *, calibration: Calibration, version: int) -> TrustRegion:
-    """Return the trust region that a recipe asks for.
+    """Return the trust region that a recipe configures.
 
     Args:
-        config: which, and its settings.
-        columns: of the micro-batch.
-        calibration: what `trust: calibrated` measured so far.
-        version: of the policy that is updated.
+        config: kind of the trust region, and its settings.
+        columns: tokens of the micro-batch.
+        calibration: measurements of `trust: calibrated` so far.
+        version: version of the policy before the step.
     """
     low, high = config.clip_range()
     region = partial(fixed, low=low, high=high)

@@ -1,11 +1,7 @@
-"""Which trajectories go into which pass of which process, and the tensors of a pass.
+"""Assignment of trajectories to minibatches and to passes of each rank, and the tensors of a pass.
 
-`R` rows and `T` trained tokens of a batch or a pass; `P` slots of a pass, `J` routers of a mixture of experts, `X` experts
-that each chooses at a slot, `N` tokens.
-
-Which trajectories of a step go into which minibatch.
-
-`I` trajectories.
+`I` trajectories of a step, `R` rows and `T` trained tokens of a batch or a pass; `P` slots of a pass, `J` routers of a
+mixture of experts, `X` experts that each chooses at a slot, `N` tokens.
 """
 
 from collections.abc import Iterator, Sequence
@@ -29,16 +25,16 @@ from agentrl.policy.layout.tree import IntArray, plan_tree
 from agentrl.policy.model import Policy
 
 MIN_GROUPS = 4
-"""Groups that a minibatch has trajectories of, where the step has as many; where groups are ragged, now and then one fewer
+"""Groups of which a minibatch has trajectories, if the step has as many; with ragged groups sometimes one fewer
 (measured: benchmarks/minibatches.py)."""
 
 
 class Minibatch(NamedTuple):
-    """What one optimizer step is made of, as indices."""
+    """Trajectories of one optimizer step, as indices."""
 
     computed: list[int]
     counted: list[int]
-    """Without a gradient: in the denominators alone."""
+    """Trajectories without a gradient, which count in the denominators only."""
 
 
 def draw_minibatches(
@@ -49,15 +45,15 @@ def draw_minibatches(
     rng: np.random.Generator,
     min_groups: int = MIN_GROUPS,
 ) -> list[Minibatch]:
-    """Deal the trajectories of a step out to minibatches at random; some may be left empty.
+    """Draw the minibatches of a step at random; some may be left empty.
 
     Each minibatch gets its share of the trajectories that have a gradient, of the others, and of all: numbers differ by at
-    most one. Where no trajectory has a gradient, the first minibatch computes one all the same: what the engine said of it
-    is compared.
+    most one. If no trajectory has a gradient, the first minibatch computes one all the same, to compare the engine's
+    log-probabilities with the trainer's.
 
-    Trajectories of a group share a prefix, which is computed once where they are together; but a minibatch of few groups
+    Trajectories of a group share a prefix, which is computed once if they are together; but a minibatch of few groups
     has a noisy gradient, or none at all, and a run may collapse by it. So each group is cut into equal parts, which are
-    spread evenly over the minibatches: as large as they can be where a minibatch is to hold parts of `min_groups` groups.
+    spread evenly over the minibatches: as large as possible for a minibatch to hold parts of `min_groups` groups.
     """
     group_I, has_gradient_I = np.asarray(group_I, dtype=np.int64), np.asarray(has_gradient_I, dtype=np.bool_)
     computed, counted = (rng.permutation(np.flatnonzero(chosen_I)) for chosen_I in (has_gradient_I, ~has_gradient_I))
@@ -88,10 +84,10 @@ class MicroBatch:
     """Index of each token in the batch."""
     inputs: Inputs
     slot_T: Tensor
-    """Where in the pass each token's distribution is read: at its predecessor."""
+    """Slot at which each token's distribution is read: that of its predecessor."""
     target_T: Tensor
     dtype: torch.dtype
-    """Of what `to_device` returns."""
+    """Dtype of the columns that `to_device` returns."""
     experts_JPX: Tensor | None = None
     """Experts that the engine chose at each slot, or `UNKNOWN`. None: they are not replayed."""
 
@@ -102,25 +98,25 @@ class MicroBatch:
 
 
 class PassTokens(NamedTuple):
-    """What a pass reads and what is asked of it: all that the process that makes it needs to know of a batch."""
+    """Rows and tokens of one pass: all that the rank that computes it needs to know of a batch."""
 
     token_T: Int32Array
     """Index of each token in the batch."""
     rows: list[Int32Array]
-    """Token ids of each row, up to what is read of it."""
+    """Token ids of each row, up to the last one that is read."""
     row_T: Int32Array
     position_T: Int32Array
-    """Of each token's predecessor."""
+    """Position of each token's predecessor."""
     target_T: Int32Array
     experts: list[tuple[EngineExperts, ...]]
-    """What the engine told of each row's."""
+    """Experts that the engine returned for each row."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Planner:
     """Cuts batches into micro-batches, under a budget of tokens; a trajectory is never split.
 
-    The budget counts the tokens that are computed: what a tree shares once, padding too. A trajectory that exceeds it
+    The budget counts computed tokens: shared prefixes of a tree once, padding too. A trajectory that exceeds it
     by itself is a micro-batch of its own. Rows end where nothing more is read. On a tree, trajectories of a group stay
     together, for they share most, as long as the budget allows it; else shortest first.
     """
@@ -129,18 +125,18 @@ class Planner:
     """Budget of a micro-batch."""
     layout: Layout = "padded"
     is_recurrent: bool = False
-    """Parts of the model compute rows apart, whatever the layout: the budget counts what they compute."""
+    """Whether parts of the model compute rows one by one, whatever the layout: the budget counts their tokens."""
     can_continue: bool = False
-    """These compute once what rows share, on a tree (see `recurrent.fork`)."""
+    """Whether these parts compute shared prefixes once, on a tree (see `recurrent.fork`)."""
     device: torch.device | str = "cpu"
     dtype: torch.dtype = torch.float32
-    """Of the columns that are taken for a micro-batch: that of the policy's log-probabilities."""
+    """Dtype of a micro-batch's columns: that of the policy's log-probabilities."""
     vocab_size: int | None = None
-    """Tokens that the model knows: one beyond them would end the process on a GPU. None: it is not asked."""
+    """Tokens that the model knows: one beyond them would end the process on a GPU. None: not checked."""
     pairs_per_token: int = 1024
-    """What a token costs beside attention, in visible pairs of tokens."""
+    """Cost of a token beside attention, in visible pairs of tokens."""
     experts: Experts | None = None
-    """Of a mixture whose engine's choices are replayed."""
+    """Experts of a mixture whose engine's choices are replayed."""
 
     @classmethod
     def for_policy(cls, policy: Policy, **further: Any) -> "Planner":
@@ -150,19 +146,19 @@ class Planner:
         return cls(layout=policy.layout, vocab_size=vocab_size, **further)
 
     def micro_batches(self, tokens: TokenBatch) -> Iterator[MicroBatch]:
-        """Yield the passes of one process over a batch; see `assign`."""
+        """Yield the passes of a single rank over a batch; see `assign`."""
         (passes,) = self.assign(tokens)
         return map(self.lay_out, passes)
 
     def assign(
         self, tokens: TokenBatch, *, num_processes: int = 1, trajectories: Sequence[int] | None = None
     ) -> list[list[PassTokens]]:
-        """Return the passes of each process over a batch.
+        """Return the passes of each rank over a batch.
 
-        Every process gets as many micro-batches, which hold no token at the end of a short share: what synchronises
-        processes then happens equally often on each. The shares are balanced by cost, largest first (LPT, Graham 1969):
+        Every rank gets as many micro-batches, empty ones at the end of a short share, so that all synchronise equally
+        often. The shares are balanced by cost, largest first (LPT, Graham 1969):
         visible pairs of tokens, and `pairs_per_token` for what else a token costs. What stays together on a tree is halved, the
-        largest first, where that makes the dearest share cheaper, though its halves compute twice what they share.
+        largest first, if that makes the dearest share cheaper, though its halves compute twice what they share.
 
         `trajectories` are those to compute (None: all). The others have their share of the denominators in the weights of
         these already.
@@ -197,20 +193,20 @@ class Planner:
         )
 
     def _experts(self, tokens: PassTokens, index: Index, num_slots: int) -> Tensor | None:
-        """Return what the engine told; at a slot that rows share, of the last of them."""
+        """Return the experts that the engine returned; at a slot that rows share, those of the last one."""
         if self.experts is None:
             return None
-        told_PJX = np.full((num_slots, self.experts.num_routers, self.experts.num_chosen), UNKNOWN, dtype=np.int16)
+        experts_PJX = np.full((num_slots, self.experts.num_routers, self.experts.num_chosen), UNKNOWN, dtype=np.int16)
         for number, (row, of_row) in enumerate(zip(tokens.rows, tokens.experts, strict=True)):
             for start, packed in of_row:
-                told_NJX = self.experts.unpack(packed)[: max(0, len(row) - start)]
-                position_N = np.arange(start, start + len(told_NJX))
-                told_PJX[index(np.full_like(position_N, number), position_N)] = told_NJX
-        return torch.from_numpy(told_PJX).transpose(0, 1)
+                experts_NJX = self.experts.unpack(packed)[: max(0, len(row) - start)]
+                position_N = np.arange(start, start + len(experts_NJX))
+                experts_PJX[index(np.full_like(position_N, number), position_N)] = experts_NJX
+        return torch.from_numpy(experts_PJX).transpose(0, 1)
 
 
 class _Plan:
-    """Trajectories, their rows up to what is read of them, and what they cost."""
+    """Trajectories, their rows up to the last token that is read, and their costs."""
 
     def __init__(self, tokens: TokenBatch, planner: Planner) -> None:
         self._tokens, self._planner = tokens, planner
@@ -224,25 +220,25 @@ class _Plan:
             self.members[trajectory].append(row)
 
     def shares(self, trajectories: list[int], num_processes: int) -> list[list[list[int]]]:
-        """Return the passes of each process, as trajectories."""
+        """Return the passes of each rank, as trajectories."""
         parts = self._parts(trajectories)
         if num_processes == 1:
             return [self._fill(parts)]
         costs = [self._cost(part) for part in parts]
-        best, best_cost = _dealt(parts, costs, num_processes)
+        best, best_cost = _distribute(parts, costs, num_processes)
         while parts and len(part := parts[largest := max(range(len(parts)), key=costs.__getitem__)]) > 1:
             if costs[largest] <= sum(costs) / num_processes / 2:  # the shares are about as even as they can be
                 break
             halves = [part[: len(part) // 2], part[len(part) // 2 :]]
             parts[largest : largest + 1] = halves
             costs[largest : largest + 1] = map(self._cost, halves)
-            dealt, cost = _dealt(parts, costs, num_processes)
+            candidate, cost = _distribute(parts, costs, num_processes)
             if cost < best_cost:
-                best, best_cost = dealt, cost
+                best, best_cost = candidate, cost
         return [self._fill(share) for share in best]
 
     def tokens_of(self, trajectories: list[int]) -> PassTokens:
-        """Return what a pass over trajectories needs to know."""
+        """Return rows and tokens of a pass over trajectories."""
         tokens = self._tokens
         chosen = [row for i in trajectories for row in self.members[i]]
         local_R = np.full(len(tokens.rows), -1, dtype=np.int32)
@@ -258,7 +254,7 @@ class _Plan:
         )
 
     def _parts(self, trajectories: list[int]) -> list[list[int]]:
-        """Return what stays together, in an order in which neighbours fit together."""
+        """Return the trajectories that stay together, in an order in which neighbours fit together."""
         if self._planner.layout != "tree":
             return [[i] for i in sorted(trajectories, key=lambda i: (self._longest([i]), i))]
         # By their first tokens, so that groups with a system prompt in common are neighbours.
@@ -270,7 +266,7 @@ class _Plan:
         ordered = sorted(trajectories, key=lambda i: (first[self._tokens.groups[i]], self._tokens.groups[i], key[i], i))
         parts = []
         for _, members in groupby(ordered, key=lambda i: self._tokens.groups[i]):
-            parts += self._fill([[i] for i in members])  # one part where all of the group fits
+            parts += self._fill([[i] for i in members])  # one part if all of the group fits
         return parts
 
     def _fill(self, parts: Sequence[list[int]]) -> list[list[int]]:
@@ -321,10 +317,10 @@ class _Plan:
         return sum(len(row) * ((len(row) + 1) / 2 + self._planner.pairs_per_token) for row in rows)
 
 
-def _dealt(
+def _distribute(
     parts: Sequence[list[int]], costs: Sequence[float], num_processes: int
 ) -> tuple[list[list[list[int]]], float]:
-    """Return the parts of each process, in their order, and what the dearest share costs: largest first (LPT)."""
+    """Return the parts of each rank, in their order, and the cost of the dearest share: largest first (LPT)."""
     loads = [(0.0, rank) for rank in range(num_processes)]
     owner = [0] * len(parts)
     for number in sorted(range(len(parts)), key=lambda number: -costs[number]):

@@ -1,4 +1,4 @@
-"""What training changes: the policy's weights, its optimizer and schedule; and the reference, which it leaves alone."""
+"""The state of training: the policy's weights, its optimizer and schedule; and the reference, which stays as it is."""
 
 import warnings
 from collections.abc import Iterator
@@ -35,12 +35,12 @@ _WEIGHTS, _SHARDS, _OPTIMIZER = "model.safetensors", "shards", "optimizer.pt"
 
 
 class _SavedState(BaseModel):
-    """What a checkpoint holds beside weights and moments."""
+    """Contents of a checkpoint beside weights and moments."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     num_minibatches: NonNegativeInt
-    """So far: where the schedule stands."""
+    """Minibatches so far: the schedule's position."""
     minibatches_a_step: PositiveInt
     """Minibatches per step."""
     optimizer: OptimizerName
@@ -50,15 +50,15 @@ class _SavedState(BaseModel):
 
 
 class PolicyState:
-    """The policy in training, on one process or several.
+    """The policy in training, on one rank or several.
 
-    On several, each process holds all weights, or a shard of them (`train.sharding`).
+    Each rank holds all weights, or a shard of them (`train.sharding`).
     """
 
     def __init__(
         self, policy: Policy, *, accelerator: Accelerator, config: TrainConfig, reference: Policy | None = None
     ) -> None:
-        """Share the weights out, and make an optimizer for them.
+        """Shard the weights if the recipe asks for it, and make an optimizer for them.
 
         Args:
             policy: the weights to train.
@@ -74,8 +74,8 @@ class PolicyState:
             dtype = torch.bfloat16 if config.precision == "bfloat16" else None
             for module in filter(None, (policy, self.reference)):
                 shard(module, policy.model._no_split_modules or (), self.device, compute_dtype=dtype)
-                materialize(module.model, module.shares)
-                module.shares.clear()
+                materialize(module.model, module.sharded_checkpoint)
+                module.sharded_checkpoint.clear()
         optimizer = make_optimizer(
             config.optimizer,
             policy.parameters(),
@@ -84,14 +84,14 @@ class PolicyState:
             weight_decay=config.weight_decay,
         )
         self.calibration = Calibration()
-        """What `loss.trust: calibrated` measured so far: on every process the same."""
+        """State of `loss.trust: calibrated`: the same on every rank."""
         self._is_adapted = has_adapters(policy.model)
         self.wrapped: Any = policy
-        """The policy as a pass of training calls it: gradients are averaged over processes where there are several."""
+        """The policy as a pass of training calls it: gradients are averaged over ranks."""
         self.optimizer: Any = optimizer
         if not self.is_sharded:
             self.wrapped, self.optimizer = accelerator.prepare(policy, optimizer)
-        # Not prepared: accelerate would advance it once for each process.
+        # Not prepared: accelerate would advance it once for each rank.
         self.schedule = make_schedule(
             config.schedule,
             self.optimizer,
@@ -101,13 +101,13 @@ class PolicyState:
 
     @property
     def policy(self) -> Policy:
-        """The policy without what accelerate wraps around it."""
+        """The policy without the wrapper of accelerate."""
         policy: Policy = self.accelerator.unwrap_model(self.wrapped)
         return policy
 
     @property
     def device(self) -> torch.device:
-        """Where the policy is."""
+        """Device of the policy."""
         device: torch.device = self.accelerator.device
         return device
 
@@ -133,7 +133,7 @@ class PolicyState:
             self.schedule.step()
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield the model's weights, adapters merged into them, one whole at a time; called on every process."""
+        """Yield the model's weights, adapters merged into them, one whole at a time; called on every rank."""
         return merged_weights(self.policy.model)
 
     @property
@@ -142,28 +142,28 @@ class PolicyState:
         return has_adapters(self.policy.model)
 
     def base_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield the model's weights without adapters, one whole at a time; called on every process."""
+        """Yield the model's weights without adapters, one whole at a time; called on every rank."""
         return base_weights(self.policy.model)
 
     def weight_changes(self) -> Iterator[tuple[str, tuple[Tensor, Tensor]]]:
-        """Yield what adapters add to weights, each as two matrices to multiply; called on every process."""
+        """Yield the adapters' changes of weights, each as two matrices to multiply; called on every rank."""
         return weight_changes(self.policy.model)
 
     def broadcast_weights(self) -> None:
-        """Make the weights on all processes those of the first: they were made on each, to rounding the same."""
+        """Copy the weights of rank 0 to all ranks, on which they were the same up to rounding."""
         if not self.is_sharded:
             with torch.no_grad():
                 broadcast(parameter.data for parameter in self.policy.parameters())
 
     def keep_reference(self) -> None:
-        """Make the reference what the policy is now."""
+        """Copy the policy's present weights to the reference."""
         if self.reference is not None:
             with torch.no_grad():
                 for kept, present in zip(self.reference.parameters(), self.policy.parameters(), strict=True):
                     kept.copy_(present)
 
     def save_reference(self, folder: Path) -> None:
-        """Write the reference; called on every process, and the first writes."""
+        """Write the reference; called on every rank, and rank 0 writes."""
         assert self.reference is not None
         if self._is_adapted:
             save_adapter(self.reference.model, folder)
@@ -171,10 +171,10 @@ class PolicyState:
         save_full(self.reference, folder / _WEIGHTS)
 
     def load_reference(self, folder: Path) -> None:
-        """Read what `save_reference` wrote.
+        """Load the reference from the files of `save_reference`.
 
         Raises:
-            ConfigError: where adapters were trained and are not now, or the other way round.
+            ConfigError: if adapters were trained and are not now, or the other way round.
         """
         assert self.reference is not None
         _check_adapters(self.reference, folder)
@@ -184,10 +184,10 @@ class PolicyState:
             load_full(self.reference, load_file(folder / _WEIGHTS))
 
     def save(self, folder: Path) -> None:
-        """Write what is trained, optimizer, schedule and random states into `folder`; called on every process.
+        """Write trained weights, optimizer, schedule and random states into `folder`; called on every rank.
 
-        Weights that adapters are added to are not: they are those of `model.name_or_path`. Nothing of it runs code when it is
-        read: accelerate's own way does.
+        Weights that adapters are added to are not written: they are those of `model.name_or_path`. Reading the files runs no
+        code, unlike with accelerate's own format.
         """
         folder.mkdir(parents=True, exist_ok=True)
         if self._is_adapted:
@@ -208,11 +208,11 @@ class PolicyState:
         write_whole(folder / _state_file(), state.model_dump_json())
 
     def load(self, folder: Path) -> None:
-        """Read what `save` wrote. Rates and betas are those of the recipe.
+        """Load the files of `save`. Rates and betas are those of the recipe.
 
         Raises:
-            ConfigError: where the weights were laid out among processes otherwise, adapters were trained and are not now, or
-                the other way round, or another optimizer's moments are there.
+            ConfigError: if the weights were sharded otherwise, adapters were trained and are not now, or the other way round,
+                or another optimizer's moments are there.
         """
         _check_adapters(self.policy, folder)
         if (folder / _SHARDS).is_dir() != self.is_sharded:
@@ -243,19 +243,19 @@ class PolicyState:
         schedule._last_lr = [group["lr"] for group in self.optimizer.param_groups]
 
     def load_weights(self, folder: Path) -> None:
-        """Read the weights alone of what `save` wrote, by however many processes.
+        """Load the weights alone from the files of `save`, on any number of ranks.
 
         Raises:
-            ConfigError: where adapters were trained and are not now, or the other way round.
+            ConfigError: if adapters were trained and are not now, or the other way round.
         """
         load_weights(self.policy, folder)
 
 
 def load_weights(policy: Policy, folder: Path) -> None:
-    """Read the weights of a checkpoint, or of adapters to them, by however many processes it was written.
+    """Read the weights of a checkpoint, or of adapters to them, written by any number of ranks.
 
     Raises:
-        ConfigError: where adapters were trained and are not now, or the other way round.
+        ConfigError: if adapters were trained and are not now, or the other way round.
     """
     _check_adapters(policy, folder)
     if has_adapters(policy.model):
@@ -273,5 +273,5 @@ def _check_adapters(policy: Policy, folder: Path) -> None:
 
 
 def _state_file() -> str:
-    """Return the name of this process's own file in a checkpoint."""
+    """Return the name of this rank's own file in a checkpoint."""
     return f"learner-{process_index()}.json"

@@ -1,4 +1,4 @@
-"""Add the rewards that a recipe's functions give to groups that are complete."""
+"""Rewards of whole groups, from the functions that a recipe names."""
 
 import asyncio
 import copy
@@ -23,17 +23,16 @@ from agentrl.types import Trajectory, TrajectoryGroup
 def reward_groups(
     groups: Sequence[TrajectoryGroup], rewards: Sequence[GroupReward], *, timeout_s: float
 ) -> list[TrajectoryGroup]:
-    """Return groups whose last turns carry the rewards of groups too; episodes that failed are no siblings.
+    """Return the groups with group rewards added to the last turns; failed episodes are left out.
 
     Args:
-        groups: that are complete.
+        groups: complete groups.
         rewards: functions of a group.
         timeout_s: deadline of each call, in seconds.
 
     Raises:
-        ConfigError: in the words of what a function raised, where it does not return in time, and for what is not a number for
-            each episode.
-        TrainingError: where the update was interrupted.
+        ConfigError: if a function raises, does not return in time, or does not return a number for each episode.
+        TrainingError: if the update was interrupted.
     """
     functions = [(reward, reward.function()) for reward in rewards]
     return asyncio.run(unless_interrupted(_all_rewarded(groups, functions, timeout_s))) if functions else list(groups)
@@ -76,7 +75,7 @@ def _rewarded(group: TrajectoryGroup, columns: Mapping[str, Sequence[float]]) ->
 def _numbers(
     reward: GroupReward, function: partial[Any], trajectories: Sequence[Trajectory], timeout_s: float
 ) -> list[float]:
-    """Return what is added to each episode; the function gets copies, and a coroutine is run."""
+    """Return the reward of each episode; the function gets copies, and a coroutine is run."""
     takes = inspect.signature(function).parameters
     columns = {
         "completions": [str(t.turns[-1].message.get("content") or "") for t in trajectories],

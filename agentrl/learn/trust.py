@@ -1,4 +1,4 @@
-"""Trust regions: by what a token's gradient is multiplied, and which tokens have moved far enough.
+"""Trust regions: the factor of each token's gradient, and the tokens that have moved far enough.
 
 `T` action tokens of a micro-batch, `U` ratio units. One pure function for each; nothing here carries a gradient.
 """
@@ -14,7 +14,7 @@ _LARGEST_LOG_WEIGHT = 80.0
 
 
 class Ratios(NamedTuple):
-    """What a trust region reads."""
+    """Inputs of a trust region."""
 
     log_ratio_T: Tensor
     """policy_logprob - anchor_logprob of each token."""
@@ -26,12 +26,12 @@ class Ratios(NamedTuple):
 
 
 class Region(NamedTuple):
-    """What a trust region makes of the ratios."""
+    """Result of a trust region."""
 
     factor_T: Tensor
     """f_t: the gradient of the objective is the sum of weight_t A_t f_t grad log pi_t over the tokens that are left."""
     clipped_T: Tensor
-    """True where a token has left the region: no gradient."""
+    """Tokens that have left the region: no gradient."""
 
 
 TrustRegion = Callable[[Ratios], Region]
@@ -40,7 +40,7 @@ TrustRegion = Callable[[Ratios], Region]
 def fixed(ratios: Ratios, *, low: float | Tensor, high: float | Tensor) -> Region:
     """Clip the ratio of the unit, on the side to which the advantage pushes.
 
-        f_t = s_u(t); a token leaves where A_t > 0 and s_u > 1 + high, or A_t < 0 and s_u < 1 - low
+        f_t = s_u(t); a token leaves if A_t > 0 and s_u > 1 + high, or A_t < 0 and s_u < 1 - low
 
     Source: PPO, arXiv 1707.06347 eq. 7, with the ratio of GSPO, arXiv 2507.18071 eq. 5.
 
@@ -61,7 +61,7 @@ def fixed(ratios: Ratios, *, low: float | Tensor, high: float | Tensor) -> Regio
 def token(ratios: Ratios, *, low: float, high: float) -> Region:
     """Weigh by the ratio of the unit; a token leaves by its own.
 
-        f_t = s_u(t); a token leaves where A_t > 0 and r_t > 1 + high, or A_t < 0 and r_t < 1 - low
+        f_t = s_u(t); a token leaves if A_t > 0 and r_t > 1 + high, or A_t < 0 and r_t < 1 - low
 
     r_t is the ratio of the token alone. The weight of a long unit is then as quiet as GSPO's, and one token that moved
     far stops alone, without the rest of its unit.
@@ -84,7 +84,7 @@ def kernel(ratios: Ratios, *, positive: tuple[float, float], negative: tuple[flo
     f is 1 at W = 1, largest at W = c1 / c2, and falls to 0 on both sides. The weight of a unit is a product, not a mean:
     on units of hundreds of tokens it is far from 1 after small changes.
 
-    Source: VESPO, arXiv 2602.10693, where the unit is the trajectory; (2, 3) and (3, 2) are its authors'.
+    Source: VESPO, arXiv 2602.10693, if the unit is the trajectory; (2, 3) and (3, 2) are its authors'.
     """
     sums_U = torch.zeros(len(ratios.ratio_U), dtype=torch.float64, device=ratios.ratio_U.device)
     sums_U.index_add_(0, ratios.unit_T, ratios.log_ratio_T.double())
@@ -98,7 +98,7 @@ def kernel(ratios: Ratios, *, positive: tuple[float, float], negative: tuple[flo
 def rejecting(ratios: Ratios, *, within: TrustRegion, limit: float) -> Region:
     """Take whole units out whose ratio is beyond any use, whatever the sign of their advantages.
 
-        f_t = 0 where s_u > limit or s_u < 1 / limit; else what `within` says
+        f_t = 0 if s_u > limit or s_u < 1 / limit; else that of `within`
 
     A rejected token stays in the denominators of the aggregation.
 
@@ -114,7 +114,7 @@ def rejecting(ratios: Ratios, *, within: TrustRegion, limit: float) -> Region:
 
 
 def is_rejected(ratio_U: Tensor, limit: float) -> Tensor:
-    """Tell of each unit whether its ratio is beyond the limit, or below one over it."""
+    """Return whether the ratio of each unit is beyond the limit, or below one over it."""
     return (ratio_U > limit) | (ratio_U < 1 / limit)
 
 

@@ -35,7 +35,7 @@ def warm_up(
         config: steps, batch size, learning rate (up over 20 steps, down over the last 50).
         seed: order of the demonstrations.
         max_tokens: budget of a micro-batch.
-        on_step: told the step and its loss.
+        on_step: called with the step and its loss.
     """
     planner = Planner.for_policy(policy, max_tokens=max_tokens, device=next(policy.parameters()).device)
     optimizer = torch.optim.AdamW(policy.parameters(), lr=config.learning_rate, betas=(0.9, 0.95), weight_decay=0.0)

@@ -1,8 +1,6 @@
-"""What a configuration of transformers says of a model: for the trainer, and for whoever reads what a server runs.
+"""Facts about a model from its transformers configuration: its class, its layers, and the parts that text goes through.
 
-What a multimodal model has beside what text goes through.
-
-Rotary positions that are the same in every pass, whatever else is in it.
+`fix_frequencies` makes rotary positions the same in every pass, whatever other rows are in it.
 """
 
 import copy
@@ -31,14 +29,14 @@ def head_size(layer: Any) -> int:
 
 
 def name_body(model: Any) -> Any:
-    """Return a model whose `base_model` is what is below its head: by the name that Llama 4's text models have, it is not."""
+    """Return a model whose `base_model` is its body below the head; the name in Llama 4's text models is wrong."""
     if model.base_model is model:
         model.base_model_prefix = "model"
     return model
 
 
 LAYER_KINDS = ("layer_types", "mlp_layer_types")
-"""What transformers calls the lists of a configuration that name a kind for each layer."""
+"""Lists in a configuration of transformers that name a kind for each layer."""
 
 
 def with_layers(config: Any, num: int) -> Any:
@@ -62,7 +60,7 @@ def text_modules(model: Any) -> list[nn.Module]:
 
 
 def freeze_towers(model: Any) -> None:
-    """Freeze what text never reaches: without gradients it would stop several processes, and an optimizer would hold it."""
+    """Freeze weights that text never reaches: they get no gradients, which stops several ranks and costs optimizer memory."""
     read = {id(parameter) for module in text_modules(model) for parameter in module.parameters()}
     for parameter in model.parameters():
         if id(parameter) not in read:

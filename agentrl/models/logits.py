@@ -1,4 +1,4 @@
-"""What a family does to its logits behind the head."""
+"""Scales and caps that model families apply to their logits behind the head."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -12,11 +12,11 @@ _FACTORS = {
     "falcon_h1": "lm_head_multiplier",
     "hyperclovax": "logits_scaling",
 }
-"""The field by which a family, by its name in transformers, multiplies its logits."""
+"""Field by which each family, by its name in transformers, multiplies its logits."""
 _DIVISORS = dict.fromkeys(
     ("granite", "granite_swa", "granitemoe", "granitemoe_swa", "granitemoehybrid", "granitemoeshared"), "logits_scaling"
 )
-"""The field by which it divides them."""
+"""Field by which it divides them."""
 _CAPS = {
     **dict.fromkeys(
         ("gemma2", "gemma3_text", "gemma3n", "gemma3n_text", "gemma4", "gemma4_text", "nanochat", "vaultgemma"),
@@ -24,7 +24,7 @@ _CAPS = {
     ),
     "recurrent_gemma": "logits_soft_cap",
 }
-"""The field that bounds them."""
+"""Field that bounds them."""
 _FIELDS = (
     *("logit_scale", "logits_scaling", "lm_head_multiplier", "output_multiplier"),
     *("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap"),
@@ -33,7 +33,7 @@ _FIELDS = (
 
 @dataclass(frozen=True, slots=True)
 class LogitMap:
-    """z = cap * tanh(factor * x / cap) of what the head returns, x; without a cap z = factor * x."""
+    """z = cap * tanh(factor * x / cap) for the head's output x; without a cap z = factor * x."""
 
     factor: float = 1.0
     cap: float | None = None
@@ -45,7 +45,7 @@ class LogitMap:
 
 
 def logit_map(config: Any, *, field: str = "model.name_or_path") -> LogitMap:
-    """Return what a model does to its logits, by its configuration.
+    """Return the map that a model applies to its logits, from its configuration.
 
     Raises:
         ConfigError: for a change that is not known here.

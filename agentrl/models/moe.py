@@ -1,9 +1,9 @@
 """Experts of a mixture-of-experts model: recorded, replayed and compared.
 
+`cast_experts` adds autocast for the grouped matrix product of experts, which torch lacks.
+
 `J` routers of a model, `P` slots of a pass, `X` experts chosen at a slot, `E` experts to choose from, `Q` slots that
 are asked for, `N` tokens.
-
-Autocast for the experts of a mixture: torch has none for the grouped matrix product that they are computed by.
 """
 
 from collections.abc import Callable, Iterator
@@ -21,7 +21,7 @@ from torch.overrides import TorchFunctionMode
 from agentrl.errors import TrainingError
 
 UNKNOWN = -1
-"""Stands for experts that are not known: where they are to be replayed, the router takes its own."""
+"""Placeholder for unknown experts: in a replay, the router takes its own there."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -29,7 +29,7 @@ class Router:
     """The part of a sparse layer that chooses among its experts."""
 
     name: str
-    """Of the module within the model."""
+    """Name of the module within the model."""
     module: nn.Module
     num_experts: int
     """Experts to choose from (E)."""
@@ -78,7 +78,7 @@ def replaying(model: Any, experts_JPX: Tensor) -> AbstractContextManager[list[Te
 
         g_k = norm(score(x W^T)[e_k]),  output = sum_k g_k expert_{e_k}(x),  e = the given experts of the slot
 
-    Routing Replay (arXiv 2507.18071, section 5.3) where the experts are those of the weights before the first update;
+    Routing Replay (arXiv 2507.18071, section 5.3) if the experts are those of the weights before the first update;
     arXiv 2510.11370, section 4, replays those of the engine instead. Scores, their norm and their gradient, also in the
     weights W of the router, are the model's own, under the present weights: the `torch.topk` that chooses among all
     experts is all that is replaced.
@@ -118,7 +118,7 @@ def changed_share(before_JPX: Tensor, after_JPX: Tensor, *, slots_Q: Tensor | No
 
 
 class Experts(NamedTuple):
-    """The experts of a model, whose numbers an engine tells as bytes: one for each, two where there are more than 256."""
+    """Encoding of a model's experts as an engine returns them: a byte for each, two if there are more than 256."""
 
     num_routers: int
     num_chosen: int
@@ -130,7 +130,7 @@ class Experts(NamedTuple):
         """Write the experts of N tokens.
 
         Raises:
-            ValueError: where they are not those of such a model.
+            ValueError: if they are not those of such a model.
         """
         num, expected = self.num_experts, (self.num_routers, self.num_chosen)
         if experts_NJX.shape[1:] != expected:
@@ -142,13 +142,13 @@ class Experts(NamedTuple):
         return experts_NJX.astype(self._dtype).tobytes()
 
     def unpack(self, packed: bytes) -> npt.NDArray[np.int16]:
-        """Return what `pack` was given: (N, J, X)."""
+        """Return the argument of `pack`: (N, J, X)."""
         found = np.frombuffer(packed, dtype=self._dtype).astype(np.int16)
         return found.reshape(-1, self.num_routers, self.num_chosen)
 
     @property
     def num_bytes(self) -> int:
-        """Return what the experts of a token take."""
+        """Return the bytes of a token's experts."""
         return self.num_routers * self.num_chosen * self._dtype().itemsize
 
     @property
@@ -157,10 +157,10 @@ class Experts(NamedTuple):
 
 
 def experts_of(model: Any) -> Experts | None:
-    """Return what a model's routers choose among. None: it has none.
+    """Return the encoding of a model's experts. None: it has none.
 
     Raises:
-        TrainingError: as `routers_of`, and where layers choose among different numbers, or it is not known how many.
+        TrainingError: as `routers_of`, and if layers choose among different or unknown numbers of experts.
     """
     routers = routers_of(model)
     if not routers:
@@ -207,7 +207,7 @@ class _Choosing(TorchFunctionMode):
 
 @contextmanager
 def _routing(model: Any, experts_JPX: Tensor | None) -> Iterator[list[Tensor]]:
-    """Record, and replay where there are experts to replay."""
+    """Record, and replay if there are experts to replay."""
     routers = routers_of(model)
     if experts_JPX is not None:
         _check_replay(model, routers, experts_JPX)
@@ -269,7 +269,7 @@ def _chosen(model: Any, modes: list[_Choosing]) -> Tensor:
 
 
 def _check_replay(model: Any, routers: list[Router], experts_JPX: Tensor) -> None:
-    """Check what can be told before a pass."""
+    """Check the experts as far as possible before a pass."""
     if experts_JPX.ndim != 3 or experts_JPX.is_floating_point():
         raise TrainingError(f"expected integer experts (J, P, X), got {experts_JPX.dtype} {tuple(experts_JPX.shape)}")
     if len(experts_JPX) != len(routers):

@@ -1,4 +1,4 @@
-"""The state of recurrent layers, for rows of their own: linear attention and short convolutions.
+"""State of recurrent layers (linear attention and short convolutions), row by row.
 
 `S` rows, `B` rows of a forward pass, `Q` query positions, `C` channels of a convolution, `W` its width.
 """
@@ -10,9 +10,9 @@ from transformers.cache_utils import LinearAttentionLayer
 
 
 class RecurrentLayer(LinearAttentionLayer):
-    """What transformers keeps of a recurrent layer, in which each forward pass sees the rows that `select` named.
+    """Transformers' cache of a recurrent layer, in which each forward pass sees the rows that `select` named.
 
-    A state stands behind the last token of its row: it goes forward only, and knows nothing of padding.
+    A state stands behind the last token of its row: it goes forward only, and does not handle padding.
     """
 
     def __init__(self, num_rows: int) -> None:
@@ -21,7 +21,7 @@ class RecurrentLayer(LinearAttentionLayer):
         self._num_rows = num_rows
         self._conv_SCW: torch.Tensor | None = None
         self._recurrent_S: torch.Tensor | None = None
-        """Of whatever shape the model gives a row's state."""
+        """States of the rows, in the model's own shape."""
         self._rows_B = torch.empty(0, dtype=torch.long)
 
     def select(self, rows_B: torch.Tensor, starts_B: torch.Tensor) -> None:

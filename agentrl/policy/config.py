@@ -1,4 +1,4 @@
-"""Which model is trained: the recipe's section `model:`. Here is nothing that takes long to import."""
+"""The recipe's section `model`. Nothing here takes long to import."""
 
 from typing import Annotated, Literal, Self
 
@@ -7,7 +7,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from agentrl.types import Amount, Count, between
 
 Layout = Literal["tree", "packed", "padded"]
-"""`tree`: what rows share is computed once. `packed`: short rows stand behind one another. `padded`: one below the other."""
+"""`tree`: shared prefixes are computed once. `packed`: short rows are concatenated. `padded`: rows are stacked."""
 
 
 class LocalModelConfig(BaseModel):
@@ -30,7 +30,7 @@ class LocalModelConfig(BaseModel):
     initializer_std: Annotated[float, Field(gt=0), between(1e-3, 10)] = 0.08
     """Standard deviation of the initial weights."""
     vocab_size: int = Field(default=448, ge=261, le=1_000_000)
-    """Largest number of tokenizer entries: 256 bytes, 5 control tokens, and what is merged from them."""
+    """Largest number of tokenizer entries: 256 bytes, 5 control tokens, and tokens merged from them."""
 
     @model_validator(mode="after")
     def _heads_fit(self) -> Self:
@@ -61,25 +61,25 @@ class LoraSettings(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     rank: Count = 16
-    """Rank of what is added to each weight."""
+    """Rank of the change of each weight."""
     alpha: Amount = 32
-    """What is added is scaled by `alpha / rank`."""
+    """Scale of the change: `alpha / rank`."""
     target_modules: Literal["all-linear"] | tuple[str, ...] = "all-linear"
     """Linear layers to adapt, by the ends of their names: `[q_proj, v_proj]`. `all-linear`: all but the head. The experts
     and routers of a mixture stay as they are."""
 
 
 class ModelConfig(BaseModel):
-    """Which model is trained."""
+    """The model to train."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     name_or_path: str | None = None
     """A Hugging Face model: a folder, or a name on the hub. None: a small one is made locally, see `local`."""
     local: LocalModelConfig = LocalModelConfig()
-    """The model to make where `name_or_path` is None."""
+    """The model to make if `name_or_path` is None."""
     attention: Literal["sdpa", "eager", "flex_attention", "flash_attention_2", "flash_attention_3"] | None = None
-    """Attention implementation of transformers, where rows are not laid out as a tree. None: sdpa where the model has it,
+    """Attention implementation of transformers, unless rows are laid out as a tree. None: sdpa if the model has it,
     else eager (gpt-oss). The last three train on GPUs alone; with flash_attention_2 and 3, which have no float32 to prove a
     layout in, rows are padded."""
     lora: LoraSettings | None = None

@@ -1,7 +1,4 @@
-"""A policy as a plain Hugging Face folder, which `AutoModelForCausalLM` and vLLM load.
-
-How an exported model generates text: its `generation_config`.
-"""
+"""Export of a policy as a plain Hugging Face folder, which `AutoModelForCausalLM` and vLLM load."""
 
 import copy
 from collections.abc import Callable, Iterable
@@ -24,9 +21,9 @@ def stop_at(model: Any, token_ids: Iterable[int]) -> None:
 
 
 def writable(config: Any) -> Any:
-    """Return a copy that transformers writes: a temperature of a model that does not sample it reads, but does not write.
+    """Return a copy of a generation config that transformers can write: it reads, but does not write, an unused temperature.
 
-    Where more is wrong, the copy has the special tokens alone.
+    If more is wrong, the copy has the special tokens alone.
     """
     config = copy.deepcopy(config)
     for is_sampling in (config.do_sample, True):
@@ -42,7 +39,7 @@ def writable(config: Any) -> Any:
 
 
 Also = Callable[[Path], object]
-"""Writes what else is to be in a folder."""
+"""Function that writes further files into a folder."""
 
 
 def export_model(
@@ -50,25 +47,25 @@ def export_model(
 ) -> None:
     """Write a transformers model, adapters merged into its weights, and its tokenizer; the folder appears whole or not at all.
 
-    Called on every process, and the first writes.
+    Called on every rank, and rank 0 writes.
 
     Args:
-        model: is left as it is.
-        tokenizer: with the chat template that the model was trained on.
-        folder: to make, with its parents.
-        dtype: of the weights in the folder. None: as they are.
-        also: writes what else is to be in it.
+        model: model to export; it is left as it is.
+        tokenizer: tokenizer with the chat template that the model was trained on.
+        folder: folder to make, with its parents.
+        dtype: dtype of the weights in the folder. None: as they are.
+        also: writes further files.
 
     Raises:
-        ConfigError: where the folder exists and is not empty.
-        OSError: of a full disk.
+        ConfigError: if the folder exists and is not empty.
+        OSError: if the disk is full.
     """
     folder = _free(folder)
     plain = _plain(model, dtype)
 
     def write(path: Path) -> None:
         if is_main():
-            also(path)  # first: what it refuses is told before anything large is written
+            also(path)  # first: it may raise before anything large is written
             plain.save_pretrained(path)
             tokenizer.save_pretrained(path)
 
@@ -78,11 +75,11 @@ def export_model(
 def export_adapter(model: Any, folder: Path, *, also: Also = lambda _: None) -> None:
     """Write the adapters of a model alone, as `save_adapter` does; the folder appears whole or not at all.
 
-    Called on every process, and the first writes.
+    Called on every rank, and rank 0 writes.
 
     Raises:
-        ConfigError: where the folder exists and is not empty.
-        OSError: of a full disk.
+        ConfigError: if the folder exists and is not empty.
+        OSError: if the disk is full.
     """
 
     def write(path: Path) -> None:
@@ -94,7 +91,7 @@ def export_adapter(model: Any, folder: Path, *, also: Also = lambda _: None) -> 
 
 
 def _free(folder: Path) -> Path:
-    """Return the whole path of a folder that writing may replace."""
+    """Return the absolute path of a folder that writing may replace."""
     folder = folder.resolve()
     if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
         raise ConfigError(f"{folder} exists already; name another folder")
@@ -102,7 +99,7 @@ def _free(folder: Path) -> Path:
 
 
 def _plain(model: Any, dtype: torch.dtype | None) -> Any:
-    """Return a model of the same class without adapters; what need not be converted is shared with the original."""
+    """Return a model of the same class without adapters; weights that are not converted are shared with the original."""
     with torch.device("meta"):
         plain = type(model)(copy.deepcopy(model.config))
     weights = {
@@ -110,6 +107,6 @@ def _plain(model: Any, dtype: torch.dtype | None) -> Any:
         for name, weight in merged_weights(model)
     }
     plain.load_state_dict(weights, assign=True)
-    plain.tie_weights()  # so that what is one tensor here is written once
+    plain.tie_weights()  # so that tied weights are written once
     plain.generation_config = writable(model.generation_config)
     return plain

@@ -17,7 +17,7 @@ __all__ = ["fused_logprobs", "tile_elements"]
 
 _LINEAR = LogitMap()
 _ALIGNMENT = 128
-"""Of the rows of a tile: with others a GPU takes twice as long and more (benchmarks/gpu.py)."""
+"""Multiple of a tile's columns: with others a GPU takes at least twice as long (benchmarks/gpu.py)."""
 
 
 def fused_logprobs(
@@ -38,7 +38,7 @@ def fused_logprobs(
     Logits exist one tile of at most `chunk_elements` (by default `tile_elements`) at a time, and one more tile of scratch, two
     with a cap. They are computed again in the backward pass, unless one tile holds them all and there is no cap. The gradient
     of the weight is added up in one float32 buffer of its shape. Logits are float32 for half-precision inputs, added up in
-    float32; float64 stays float64. Autocast changes nothing: its rounding of logits to half precision is what this avoids. The
+    float32; float64 stays float64. Autocast changes nothing, so that logits are not rounded to half precision. The
     dtype of `hidden` decides the multiplication. In bfloat16 a GPU gets the weight rounded to it, tile by tile, and uses its
     tensor cores; in the backward pass the weight and the gradients of logits are rounded to it everywhere, and on a CPU each
     tile's product.
@@ -73,7 +73,7 @@ def tile_elements(*, is_gpu: bool) -> int:
 class _FusedLogprobs(torch.autograd.Function):
     """The forward pass keeps one normalizer for each token; the backward pass computes each tile's logits again.
 
-    Where all logits fit in one tile, that tile is kept: computing it again would take a third of a small step.
+    If all logits fit in one tile, that tile is kept: computing it again would take a third of a small step.
     """
 
     @staticmethod
@@ -182,7 +182,7 @@ class _Tiles:
     ) -> None:
         self.hidden_TD, self.weight_VD, self.bias_V, self.divisor, self.cap = hidden_TD, weight_VD, bias_V, divisor, cap
         num_rows, num_columns = len(hidden_TD), len(weight_VD)
-        # Whole rows where the vocabulary is small; else near-square tiles, which read the weight least often.
+        # Whole rows if the vocabulary is small; else near-square tiles, which read the weight least often.
         self.rows = max(1, min(num_rows, max(chunk_elements // num_columns, isqrt(chunk_elements))))
         self.columns = min(num_columns, chunk_elements // self.rows)
         if hidden_TD.is_cuda and _ALIGNMENT < self.columns < num_columns:
@@ -216,7 +216,7 @@ class _Tiles:
         return logits_RC if self.cap is None else logits_RC.div_(self.cap).tanh_().mul_(self.cap)
 
 
-# Autocast leaves what is written below as it is: it rewrites neither `out=` nor in-place nor `out_dtype` products.
+# Autocast does not change the products below: it rewrites neither `out=` nor in-place nor `out_dtype` products.
 
 
 def _product(left: Tensor, right: Tensor, *, operand: torch.dtype, out: Tensor) -> None:
@@ -244,14 +244,14 @@ def _accumulator(hidden_TD: Tensor, weight_VD: Tensor) -> torch.dtype:
 
 
 def _operand(hidden_TD: Tensor, weight_VD: Tensor) -> torch.dtype:
-    """Return the dtype to multiply in: half precision only where the device then still adds up in float32."""
+    """Return the dtype to multiply in: half precision only if the device then still adds up in float32."""
     if hidden_TD.is_cuda and hidden_TD.dtype in (torch.bfloat16, torch.float16):
         return hidden_TD.dtype
     return _accumulator(hidden_TD, weight_VD)
 
 
 def _local_targets(targets_R: Tensor, columns: slice) -> tuple[Tensor, Tensor]:
-    """Return where in a tile each target lies (some valid column if it does not), and whether it does."""
+    """Return the column of each target in a tile (some valid column if it is outside), and whether it is inside."""
     local_R = targets_R - columns.start
     last = columns.stop - columns.start - 1
     index_R = local_R.clamp(0, last)

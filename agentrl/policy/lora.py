@@ -42,11 +42,11 @@ __all__ = [
 _ADAPTER = "default"
 _WEIGHTS, _CONFIG = "adapter_model.safetensors", "adapter_config.json"
 _SCALE = ("r", "lora_alpha", "use_rslora", "alpha_pattern")
-"""Fields of peft's configuration that decide how much adapters weigh; what else differs shows in names or shapes."""
+"""Fields of peft's configuration that set the scale of adapters; other differences show in names or shapes."""
 _BASE = "base"
-"""In the header of an adapter's file: a hash of the weights that it was trained with."""
+"""Key in the header of an adapter's file: a hash of the weights that it was trained with."""
 _NUM_HASHED = 4096
-"""Numbers of a weight."""
+"""Elements of each weight that are hashed."""
 
 
 def add_lora(model: Any, settings: LoraSettings) -> None:
@@ -57,7 +57,7 @@ def add_lora(model: Any, settings: LoraSettings) -> None:
     global generator.
 
     Raises:
-        ConfigError: where peft is not installed, or for target modules that do not exist or cannot be adapted; the model
+        ConfigError: if peft is not installed, or for target modules that do not exist or cannot be adapted; the model
             may be unusable after the latter.
     """
     peft = _peft()
@@ -71,7 +71,7 @@ def add_lora(model: Any, settings: LoraSettings) -> None:
     )
     peft.inject_adapter_in_model(config, model, adapter_name=_ADAPTER)
     if set(_adapted(model)) != set(layers):
-        # By their names peft takes dense layers of a mixture for its experts, here and where it loads what was saved.
+        # By their names peft takes dense layers of a mixture for its experts, here and when it loads adapters.
         raise ConfigError(
             f"model.lora.target_modules: peft cannot tell all linear layers of {type(model).__name__} from its experts; "
             "set it to those of its attention: [q_proj, k_proj, v_proj, o_proj]"
@@ -87,7 +87,7 @@ def add_lora(model: Any, settings: LoraSettings) -> None:
 
 
 def round_frozen(model: Any) -> None:
-    """Keep what is not trained in bfloat16, in place: autocast would round it for each pass, and hold both."""
+    """Round frozen weights to bfloat16, in place: autocast would round them for each pass, and hold both."""
     for parameter in model.parameters():
         if not parameter.requires_grad and parameter.is_floating_point():
             parameter.data = parameter.data.to(torch.bfloat16)
@@ -97,7 +97,7 @@ def merged_weights(model: Any) -> Iterator[tuple[str, Tensor]]:
     """Yield each weight with its adapter merged into it, by its name in the model without adapters.
 
     In the order of that model's `state_dict` and in the dtype of the weight; the sum is computed in float32 and rounded
-    once. What processes share out is put together, one weight at a time, and every process must go through all of them.
+    once. Sharded weights are gathered one at a time, and every rank must go through all of them.
     The model is left as it is. Without adapters these are the entries of its `state_dict`.
     """
     layers, state = _adapted(model), model.state_dict()
@@ -122,7 +122,7 @@ def base_weights(model: Any) -> Iterator[tuple[str, Tensor]]:
 def weight_changes(model: Any) -> Iterator[tuple[str, tuple[Tensor, Tensor]]]:
     """Yield for each adapted weight, by its name in the model without adapters, two matrices in float32.
 
-    Their product is what the adapter adds to the weight, in the weight's layout. Every process must go through all.
+    Their product is the adapter's change of the weight, in the weight's layout. Every rank must go through all.
     """
     state = model.state_dict()
     for name, layer in _adapted(model).items():
@@ -138,7 +138,7 @@ def adapter_state(model: Any) -> dict[str, Tensor]:
 def save_adapter(model: Any, folder: Path) -> None:
     """Write the adapters into a folder that `peft.PeftModel.from_pretrained(base_model, folder)` loads.
 
-    Called on every process, and the first writes.
+    Called on every rank, and rank 0 writes.
     """
     state = {name: _whole(tensor).contiguous() for name, tensor in adapter_state(model).items()}
     base = _hash_base(model)
@@ -148,21 +148,21 @@ def save_adapter(model: Any, folder: Path) -> None:
 
 
 def has_adapters(model: Any) -> bool:
-    """Tell whether `add_lora` prepared a model."""
+    """Return whether `add_lora` prepared a model."""
     return bool(_adapted(model))
 
 
 def holds_adapters(folder: Path) -> bool:
-    """Tell whether `save_adapter`, or peft, wrote into a folder."""
+    """Return whether a folder holds adapters, written by `save_adapter` or peft."""
     return (folder / _WEIGHTS).is_file() and (folder / _CONFIG).is_file()
 
 
 def check_adapter(model: Any, folder: Path) -> None:
-    """Check that what `save_adapter`, or peft, wrote is an adapter of this model; called on every process.
+    """Check that a folder of `save_adapter` or peft holds an adapter of this model; called on every rank.
 
     Raises:
-        ConfigError: where the folder holds no adapters, others than the model's in place, size or scale, or those that
-            `save_adapter` wrote of a model with other weights beside them.
+        ConfigError: if the folder holds no adapters, adapters of other layers, size or scale, or those that `save_adapter`
+            wrote for a model with other base weights.
     """
     if not holds_adapters(folder):
         raise ConfigError(f"no adapter in {folder}: it lacks {_WEIGHTS} or {_CONFIG}")
@@ -185,7 +185,7 @@ def check_adapter(model: Any, folder: Path) -> None:
 
 
 def load_adapter(model: Any, folder: Path) -> None:
-    """Read what `save_adapter`, or peft, wrote into a model that `add_lora` prepared; called on every process.
+    """Load adapters that `save_adapter` or peft wrote into a model that `add_lora` prepared; called on every rank.
 
     Raises:
         ConfigError: as `check_adapter`.
@@ -231,7 +231,7 @@ def _find_layers(model: Any, targets: Literal["all-linear"] | tuple[str, ...]) -
 
 
 def _routers(model: Any) -> Iterator[nn.Module]:
-    """Yield what chooses the experts of each layer; some are linear layers."""
+    """Yield the router of each layer; some are linear layers."""
     for layer in model.modules():
         children = dict(layer.named_children())
         if "experts" in children:
@@ -250,12 +250,12 @@ def _whole(tensor: Tensor) -> Tensor:
 
 
 def _scale(config: dict[str, Any]) -> dict[str, Any]:
-    """Return what decides how much adapters weigh; what is off is None."""
+    """Return the fields that set the scale of adapters; None if off."""
     return {key: config.get(key) or None for key in _SCALE}
 
 
 def _adapted(model: Any) -> dict[str, Any]:
-    """Return the layers that have an adapter, by name; told by what peft adds, for it may not be installed."""
+    """Return the layers that have an adapter, by name: those with attributes of peft, which may not be installed."""
     return {name: module for name, module in model.named_modules() if hasattr(module, "get_delta_weight")}
 
 

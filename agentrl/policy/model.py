@@ -1,4 +1,4 @@
-"""The policy: a transformers causal language model, given by name or made on the spot.
+"""The policy: a transformers causal language model, loaded by name or made from a configuration.
 
 `T` trained tokens, `D` hidden size, `V` vocabulary.
 """
@@ -74,11 +74,11 @@ def load_pretrained(
     if missing := sorted(found["missing_keys"]):
         others = f", and {len(missing) - 1} others" if len(missing) > 1 else ""
         raise ConfigError(f"{field}: {name_or_path!r} lacks weights of its model: {missing[0]}{others}; get it again")
-    return name_body(model.float()), tokenizer  # what was quantized comes in bfloat16
+    return name_body(model.float()), tokenizer  # quantized weights come in bfloat16
 
 
 def open_checkpoint(name_or_path: str, *, field: str) -> tuple[str, Any, Any]:
-    """Return (where transformers finds it, configuration, tokenizer) of a Hugging Face folder or hub name.
+    """Return (source for transformers, configuration, tokenizer) of a Hugging Face folder or hub name.
 
     Raises:
         ConfigError: when there is no such model, or its weights are quantized in a way that cannot be trained.
@@ -102,7 +102,7 @@ def open_checkpoint(name_or_path: str, *, field: str) -> tuple[str, Any, Any]:
 
 @contextmanager
 def checkpoint_errors(name_or_path: str, *, field: str) -> Iterator[None]:
-    """Turn what transformers raises for a model that it cannot load into one line with the field that names it.
+    """Turn errors of transformers about a model that it cannot load into one line with the field that names it.
 
     Raises:
         ConfigError: for a file that is not there or cannot be read.
@@ -114,7 +114,7 @@ def checkpoint_errors(name_or_path: str, *, field: str) -> Iterator[None]:
 
 
 def quantization(config: Any) -> str | None:
-    """Return how a checkpoint's weights are quantized, by its name in transformers. None: they are not."""
+    """Return the quantization of a checkpoint's weights, by its name in transformers. None: there is none."""
     found = getattr(config, "quantization_config", None)
     method = found.get("quant_method", "unknown") if isinstance(found, dict) else getattr(found, "quant_method", None)
     return None if method is None else str(method)
@@ -127,7 +127,7 @@ def check_attention(name: str | None, device: torch.device, *, is_half: bool) ->
     """Refuse attention that a machine or a precision cannot train with.
 
     Raises:
-        ConfigError: naming what is missing.
+        ConfigError: with the missing requirement.
     """
     if name in (None, "sdpa", "eager"):
         return
@@ -147,10 +147,10 @@ def check_attention(name: str | None, device: torch.device, *, is_half: bool) ->
 
 
 def check_dropout(config: Any) -> None:
-    """Refuse to train models that draw random numbers in a pass: that drop out, or shake the choice of experts.
+    """Refuse to train models that draw random numbers in a pass: dropout, or jitter in the choice of experts.
 
     Raises:
-        ConfigError: naming what is in the way.
+        ConfigError: with the fields to set to 0.
     """
     words = ("dropout", "_pdrop", "layerdrop", "jitter")
     random = {k: v for k, v in config.get_text_config().to_dict().items() if any(word in k for word in words)}
@@ -164,7 +164,7 @@ def check_dropout(config: Any) -> None:
 class Policy(nn.Module):
     """The model as the trainer sees it: tokens in, log-probabilities of the trained ones out.
 
-    One module, so that wrappers of several processes see one forward pass.
+    It is one module, so that wrappers for several ranks see one forward pass.
     """
 
     def __init__(
@@ -173,25 +173,25 @@ class Policy(nn.Module):
         *,
         layout: Layout = "padded",
         field: str = "model.name_or_path",
-        shares: Mapping[str, Tensor] | None = None,
+        sharded_checkpoint: Mapping[str, Tensor] | None = None,
     ) -> None:
         super().__init__()
         self._behind = logit_map(model.config, field=field)
         cast_experts()
         self.model = model
         self.layout = layout
-        """How rows are to be laid out for it (`choose_layout`)."""
-        self.shares = dict(shares or {})
-        """This process's parts of weights that the model has not got yet, until they are shared out (`load_sharded`)."""
+        """Layout of rows (`choose_layout`)."""
+        self.sharded_checkpoint = dict(sharded_checkpoint or {})
+        """This rank's parts of weights that the model does not hold yet, until it is sharded (`load_sharded`)."""
 
     @property
     def is_recurrent(self) -> bool:
-        """Tell whether parts of the model compute rows apart, whatever the layout (`see_rows`)."""
+        """Whether parts of the model compute rows one by one, whatever the layout (`see_rows`)."""
         return bool(mixers_of(self.model))
 
     @property
     def can_continue(self) -> bool:
-        """Tell whether these compute once what rows share, on a tree."""
+        """Whether these parts compute shared prefixes once, on a tree."""
         return can_continue(self.model)
 
     def forward(self, inputs: Inputs, slot_T: Tensor, targets_T: Tensor, temperature: float) -> tuple[Tensor, Tensor]:

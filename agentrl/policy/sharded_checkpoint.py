@@ -1,6 +1,6 @@
-"""Checkpoints whose weights never are on one process whole: each reads its part from the files.
+"""Loading of checkpoints whose weights are never whole on one rank: each reads its part from the files.
 
-The model is made on torch's device `meta`, without content, and shared out; then its parts are put in.
+The model is made on torch's device `meta`, without content, and sharded; then its parts are put in.
 """
 
 import copy
@@ -22,7 +22,7 @@ from agentrl.policy.model import (
 )
 
 _PLAN = {"layers.*": "free_full_weight"}
-"""What transformers is to share out by itself, where a family does not say: the rest goes with the whole model."""
+"""Default plan by which transformers shards a family that has none: the rest goes with the whole model."""
 _VOCABULARY = 512
 
 
@@ -63,22 +63,22 @@ def load_sharded(
 
 
 def can_load_sharded(config: Any, num: int) -> bool:
-    """Tell whether each of `num` processes can read its part of a checkpoint.
+    """Return whether each of `num` ranks can read its part of a checkpoint.
 
-    Not of quantized weights, nor where the last process has no expert of a mixture, when each before it has had an even
-    share, rounded up: transformers shares neither out.
+    transformers shards neither quantized weights, nor a mixture whose last rank would have no expert after each rank before
+    it has had an even share, rounded up.
     """
     text, names = config.get_text_config(), ("num_experts", "num_local_experts", "n_routed_experts")
     experts = next((count for name in names if (count := getattr(text, name, None))), None)
     return quantization(config) is None and (experts is None or ceil(experts / num) * (num - 1) < experts)
 
 
-def materialize(model: nn.Module, shares: Mapping[str, Tensor]) -> None:
-    """Put this process's parts of weights, by their names in the checkpoint, into a model that is shared out on `meta`."""
+def materialize(model: nn.Module, sharded_checkpoint: Mapping[str, Tensor]) -> None:
+    """Put this rank's parts of weights, by their names in the checkpoint, into a model that is sharded on `meta`."""
     for name, weight in model.named_parameters():
         if isinstance(weight, DTensor) and weight.is_meta:
             part = DTensor.from_local(
-                shares[name.replace(".base_layer.", ".")].to(weight.device_mesh.device_type),
+                sharded_checkpoint[name.replace(".base_layer.", ".")].to(weight.device_mesh.device_type),
                 weight.device_mesh,
                 weight.placements,
                 run_check=False,

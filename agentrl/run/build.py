@@ -47,7 +47,7 @@ from agentrl.run.parts import (
     bytes_tokenizer,
     task_shard,
 )
-from agentrl.run.weight_sync import EngineLink
+from agentrl.run.weight_sync import WeightSync
 from agentrl.types import Need, TaskShard, Trajectory
 
 
@@ -60,7 +60,7 @@ class Parts:
     warnings: tuple[str, ...]
     """Printed before anything begins."""
     on_warning: Callable[[str], object]
-    """Called with a few lines about what goes wrong while it trains."""
+    """Called with a few lines about a problem during training."""
     runner: asyncio.Runner
     """Event loop on which pool and engine live."""
     env: EnvPart
@@ -77,10 +77,10 @@ class Parts:
     credit: CreditScheme
     """Turns rewards into advantages."""
     signals: Signals
-    """Measures what `credit` reads beyond rewards and keys."""
+    """Measures the signals that `credit` reads beyond rewards and keys."""
     learner: Learner
     """Updates the weights."""
-    link: EngineLink
+    weight_sync: WeightSync
     """Syncs the weights to the engine."""
 
 
@@ -91,12 +91,12 @@ def build(
     """Build the parts of a run, and touch no file; at exit, release threads, the engine and the event loop.
 
     Args:
-        recipe: what to run.
+        recipe: recipe of the run.
         tokenizer_folder: the tokenizer of a run that is resumed; None: the model's own, or one is trained.
-        on_warning: called with a few lines about what goes wrong while it trains.
+        on_warning: called with a few lines about a problem during training.
 
     Raises:
-        UserError: for whatever in the recipe cannot be carried out.
+        UserError: if anything in the recipe cannot be carried out.
     """
     with ExitStack() as stack:
         yield _build(recipe, stack, tokenizer_folder=tokenizer_folder, on_warning=on_warning)
@@ -121,7 +121,7 @@ def _build(
     renderer = recipe.chat.build(loaded.tokenizer, name=str(recipe.model.name_or_path or "local"))
     has_tools = bool(env.description.tools)
     if has_tools or any(other.has_tools for other in others):
-        renderer.start([USER], TOOLS)  # refused here, before anything is sampled
+        renderer.start([USER], TOOLS)  # raises before anything is sampled
     engine = _open_engine(recipe, loaded, shard, accelerator.device, runner, stack)
     on_fault = partial(_warn_fault, FaultLog(recipe.run_dir, piece=pieces_of(loaded.tokenizer)), engine, on_warning)
     pool = build_pool(
@@ -160,7 +160,7 @@ def _build(
         credit=credit,
         signals=trained.signals,
         learner=trained.learner,
-        link=EngineLink(pool, trained.learner, runner=runner, seed=seed, agreement=train.agreement_bound()),
+        weight_sync=WeightSync(pool, trained.learner, runner=runner, seed=seed, agreement=train.agreement_bound()),
     )
 
 
@@ -183,7 +183,7 @@ class _Trained(NamedTuple):
 def _build_trained(
     recipe: Recipe, env: EnvPart, credit: CreditScheme, loaded: ModelPart, renderer: Renderer, accelerator: Accelerator
 ) -> _Trained:
-    """Build what is trained: the policy with its learner, and what the credit scheme reads of it."""
+    """Build the trained parts: the policy with its learner, and the signals that the credit scheme reads."""
     rollout, train = recipe.rollout, recipe.train
     policy, warning = build_policy(
         recipe.model, loaded, train=train, max_context_tokens=rollout.max_context_tokens, device=accelerator.device
@@ -289,9 +289,9 @@ def _warn_fault(faults: FaultLog, engine: Engine, on_warning: Callable[[str], ob
 
 
 def _journal(recipe: Recipe) -> Journal | None:
-    """Return this rank's journal. None: what is sampled again after a kill is what was sampled before.
+    """Return this rank's journal. None: after a kill the same episodes are sampled again.
 
-    A run that has one keeps it: with another engine it may hold what is not sampled again so.
+    A run that has one keeps it: it may hold episodes of another engine, which would not be sampled again.
     """
     if recipe.run_dir is None:
         return None

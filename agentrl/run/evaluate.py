@@ -11,7 +11,7 @@ from agentrl.run.weight_sync import sampled_by_all
 def evaluate(parts: Parts) -> dict[str, Evaluation]:
     """Play the evaluation tasks with the weights in the engine; nothing of the training state is touched.
 
-    Returns: what was found, by the prefix of its metrics: `eval/`, or `eval/NAME/` where `evaluation.env` names several.
+    Returns: the results by the prefix of their metrics: `eval/`, or `eval/NAME/` if `evaluation.env` names several.
     """
     recipe, found = parts.recipe, {}
     config = recipe.rollout.model_copy(update={"temperature": recipe.evaluation.temperature})
@@ -27,7 +27,7 @@ def evaluate(parts: Parts) -> dict[str, Evaluation]:
 
 
 def evaluation_metrics(parts: Parts) -> dict[str, float]:
-    """Evaluate a run under way; note in its folder on which tasks and how, and return what was found as metrics of a step."""
+    """Evaluate a run under way; record the tasks and settings in its folder, and return the metrics."""
     found = evaluate(parts)
     if is_main() and parts.recipe.run_dir is not None:
         step, config = parts.engine.version, parts.recipe.evaluation

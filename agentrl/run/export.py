@@ -1,7 +1,4 @@
-"""A run's newest weights, as other programs read them.
-
-A vLLM server for a recipe.
-"""
+"""Export of a run's newest weights for other programs, and a vLLM server for a recipe."""
 
 from functools import partial
 from pathlib import Path
@@ -42,21 +39,20 @@ def export(
     Neither environment nor engine is built.
 
     Args:
-        recipe: of the run.
-        run: whose newest checkpoint it is.
-        folder: to make.
-        dtype: of the weights. None: as they were trained.
+        recipe: recipe of the run.
+        run: folder of the run.
+        folder: folder to write.
+        dtype: dtype of the weights. None: as they were trained.
         only_adapter: write the adapters alone.
-        name: under which the card says that the model is loaded. None: that of the folder.
+        name: name of the model on its card. None: that of the folder.
 
     Raises:
         ConfigError: when the run has no checkpoint, or none that fits the recipe, or trains no adapter to write.
     """
     newest = newest_checkpoint(run)
     if recipe.model.name_or_path is not None:
-        model, tokenizer = load_pretrained(
-            recipe.model.name_or_path
-        )  # attention's package may not be there: nothing attends
+        # Without `model.attention`, whose package may be missing: nothing attends.
+        model, tokenizer = load_pretrained(recipe.model.name_or_path)
         freeze_towers(model)  # as in training: a sharded checkpoint has none of what is frozen
     else:
         tokenizer = load_tokenizer(run.tokenizer)

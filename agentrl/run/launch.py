@@ -1,4 +1,4 @@
-"""`agentrl launch`: a run as several processes, through accelerate's launcher."""
+"""`agentrl launch`: a run on several ranks, through accelerate's launcher."""
 
 import argparse
 import logging
@@ -11,7 +11,7 @@ USER_MISTAKE = 2
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add what says how many processes there are, and where."""
+    """Add the options for the number of processes, and their machines."""
     parser.add_argument("--processes", type=int, required=True, metavar="N", help="processes in all: one for each GPU")
     parser.add_argument("--machines", type=int, default=1, metavar="N", help="machines (default 1)")
     parser.add_argument("--machine", type=int, default=0, metavar="N", help="number of this machine, from 0")
@@ -23,15 +23,15 @@ def launch(options: argparse.Namespace, rest: list[str]) -> None:
     """Run this machine's processes, as `accelerate launch` does; what ends this one ends them all.
 
     Raises:
-        ConfigError: where something else listens on that port.
+        ConfigError: if something else listens on that port.
         TrainingError: when a process has ended before the run has.
-        SystemExit: with 2 for a mistake, which the process that met it has told; when interrupted.
+        SystemExit: with 2 for a mistake, which a process has printed; when interrupted.
     """
     from accelerate.commands.launch import launch_command, launch_command_parser
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
-    # It reports at length what is said below.
+    # It would log at length what is raised below.
     report = logging.getLogger("torch.distributed.elastic")
     report.addHandler(logging.NullHandler())
     report.propagate = False
@@ -56,7 +56,7 @@ def launch(options: argparse.Namespace, rest: list[str]) -> None:
 
 def _arguments(options: argparse.Namespace, rest: list[str]) -> list[str]:
     return [
-        # Which means torch's launcher, on a CPU as well; what accelerate calls multi-CPU takes MPI.
+        # It means torch's launcher, on a CPU as well; what accelerate calls multi-CPU takes MPI.
         "--multi_gpu",
         *("--num_processes", str(options.processes), "--num_machines", str(options.machines)),
         *("--machine_rank", str(options.machine)),
@@ -70,7 +70,7 @@ def check(options: argparse.Namespace) -> None:
     """Check the numbers of processes and machines.
 
     Raises:
-        ConfigError: where there cannot be so many.
+        ConfigError: if there cannot be so many.
     """
     if min(options.processes, options.machines) < 1 or options.processes % options.machines:
         raise ConfigError(

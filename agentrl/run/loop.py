@@ -1,8 +1,8 @@
-"""The training loop: what happens in a run, in the order in which it happens.
+"""The training loop: the events of a run, in their order.
 
-The policy's version is the number of finished steps. The engine holds a copy of the weights, and each step pushes new
-ones. Several processes run this loop side by side: each collects its share of a step's groups, the first credits all of
-them, and deals out what each computes of the update.
+The policy's version is the number of finished steps. The engine holds a copy of the weights, and each step syncs new
+ones. All ranks run this loop: each collects its share of a step's groups, rank 0 credits all of them, and scatters the
+update over the ranks.
 """
 
 import asyncio
@@ -29,10 +29,10 @@ from agentrl.types import TrajectoryGroup
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepResult:
-    """What a step was trained on, and what it showed."""
+    """Groups and credits that a step was trained on, and its metrics."""
 
     groups: list[TrajectoryGroup]
-    """The groups of all processes, ordered by group id, on the first; none on the others."""
+    """The groups of all ranks, ordered by group id, on rank 0; empty on the others."""
     credits: list[list[Credit]]
     """Credit of each trajectory of each group."""
     metrics: dict[str, float]
@@ -44,8 +44,8 @@ def train(
     """Train to the last step; return the run's folder and the metrics of every step.
 
     Args:
-        parts: what the run is made of.
-        folder: the folder of a run to resume; None: begin one in the recipe's `run_dir`.
+        parts: parts of the run.
+        folder: folder of a run to resume; None: begin one in the recipe's `run_dir`.
         on_progress: called after each step.
     """
     recipe = parts.recipe
@@ -67,16 +67,16 @@ def train(
 
 
 def train_step(parts: Parts, step: int, *, proves_push: bool = False) -> StepResult:
-    """Collect, learn and push: the policy goes from version `step - 1` to version `step`.
+    """Collect, learn and sync weights: the policy goes from version `step - 1` to version `step`.
 
     Args:
-        parts: what the run is made of.
-        step: its number, from 1.
+        parts: parts of the run.
+        step: number of the step, from 1.
         proves_push: prove at once that the engine samples from the new weights. With `mode: sync`, the next step does too: all
-            that it collects has these weights.
+            its tokens are sampled by these weights.
 
     Raises:
-        TrainingError: also where another process has ended or hangs.
+        TrainingError: also if another rank has ended or hangs.
     """
     rollout, clock, busy_before_s = parts.recipe.rollout, Stopwatch(), parts.engine.busy_s
     with naming_absent_ranks():
@@ -86,9 +86,9 @@ def train_step(parts: Parts, step: int, *, proves_push: bool = False) -> StepRes
         update = partial(credit_and_update, parts, own_groups, version=step - 1, is_replaying=is_replaying, clock=clock)
         result = while_sampling(parts.runner, update) if rollout.samples_during_update else update()
         clock.lap()
-        parts.link.push(step)
+        parts.weight_sync.push(step)
         if proves_push or not rollout.waits_for_all:
-            parts.link.check_samples()
+            parts.weight_sync.check_samples()
         clock.lap("push_s")
     metrics = result.metrics | {"time/loop_lag_s": parts.pool.loop_lag_s} | process_metrics()
     sampling_s, sampled = parts.engine.busy_s - busy_before_s, [] if is_replaying else result.groups
@@ -97,7 +97,7 @@ def train_step(parts: Parts, step: int, *, proves_push: bool = False) -> StepRes
 
 
 def while_sampling(runner: asyncio.Runner, update: Callable[[], StepResult]) -> StepResult:
-    """Update on another thread; on the event loop, the episodes are continued meanwhile."""
+    """Update on another thread, while episodes continue on the event loop."""
     interrupted = Event()
     try:
         return runner.run(asyncio.to_thread(run_until, interrupted, update))
@@ -114,17 +114,18 @@ def credit_and_update(
     is_replaying: bool,
     clock: Stopwatch,
 ) -> StepResult:
-    """Put together what the processes collected; measure it, credit it, and update the policy.
+    """Gather the groups of all ranks, measure and credit them, and update the policy.
 
     Args:
-        parts: what the run is made of.
-        own_groups: what this process collected.
+        parts: parts of the run.
+        own_groups: groups that this rank collected.
         version: policy version before the update.
-        is_replaying: `own_groups` were collected before a kill, and the engine may have other weights than those that sampled.
+        is_replaying: whether `own_groups` were collected before a kill: the engine may have other weights than those that
+            sampled them.
         clock: times the parts of the step.
     """
     if (device := parts.learner.state.device).type == "cuda" and device.index is not None:  # one of several GPUs
-        torch.cuda.set_device(device)  # which each thread has of its own
+        torch.cuda.set_device(device)  # a setting of each thread
     rollout = parts.recipe.rollout
     own_groups = reward_groups(own_groups, rollout.group_rewards, timeout_s=rollout.env_timeout_s)
     groups = sorted(to_rank_zero(own_groups), key=lambda group: group.group_id)
@@ -137,10 +138,10 @@ def credit_and_update(
     if rollout.stale == "mask":
         credits = mask_stale(groups, credits, oldest=oldest)
     clock.lap("credit_s")
-    # The first minibatch is computed with the weights that sampled it: a difference tells that the last push went wrong.
-    check = None if any(replaying for replaying, _ in everyones) else parts.link.check_agreement
+    # The first minibatch is computed with the weights that sampled it: a difference means that the last weight sync failed.
+    check = None if any(replaying for replaying, _ in everyones) else parts.weight_sync.check_agreement
     metrics = parts.learner.update(groups, credits, version=version, check_agreement=check)
-    metrics |= parts.signals.fit(groups)  # what learns of them: the critic, where the scheme reads values
+    metrics |= parts.signals.fit(groups)  # the critic, if the scheme reads values
     clock.lap("update_s")
     metrics |= {f"pool/{name}": float(sum(counts[name] for _, counts in everyones)) for name in parts.pool.counts}
     too_old = {"staleness/too_old": fraction_too_old(groups, oldest=oldest)}

@@ -1,10 +1,7 @@
-"""What each process of a run needs of memory, by its recipe alone: before anything is loaded or rented.
+"""Memory plan of a run: bytes that each process needs, from the recipe alone, before anything is loaded or rented.
 
-Models beside the policy (a teacher, a critic of its own) are not counted.
-
-What a model's weights and passes take, counted without computing anything.
-
-The model is made of fake tensors, which have sizes and no content: a pass over it takes a tenth of a second, whatever its size.
+Weights and passes are counted on a model of fake tensors, which have sizes and no content: a pass over it takes a tenth of a
+second, whatever its size. Models beside the policy (a teacher, a critic of its own) are not counted.
 """
 
 import copy
@@ -53,37 +50,37 @@ class Weights(NamedTuple):
     total: int
     trained: int
     layer: int
-    """Of the largest layer."""
+    """Weights of the largest layer."""
     outside: int
-    """Of what is in no layer: embedding and head."""
+    """Weights in no layer: embedding and head."""
     embedding: int
-    """Of the embedding, where it is trained."""
+    """Weights of the embedding, if it is trained."""
     head: int
-    """Of the head, where it is trained."""
+    """Weights of the head, if it is trained."""
     is_tied: bool
-    """Head and embedding are one."""
+    """Whether head and embedding are one."""
 
 
 class Kept(NamedTuple):
     """Bytes that a forward pass keeps for the backward pass."""
 
     layer: int
-    """Of each layer."""
+    """Bytes of each layer."""
     rest: int
-    """Of what comes before and after the layers."""
+    """Bytes before and after the layers."""
     largest: int
-    """Of the largest tensor that a layer keeps."""
+    """Bytes of the largest tensor that a layer keeps."""
 
 
 class Sizes:
-    """What is counted of one model, each of it once."""
+    """Counts of one model, each computed once."""
 
     def __init__(self, config: Any, lora: LoraSettings | None) -> None:
         """Count nothing yet.
 
         Args:
-            config: of the model.
-            lora: adapters, where these are trained.
+            config: configuration of the model.
+            lora: adapters, if these are trained.
         """
         self.config = config
         self.kept = cache(partial(count_kept, config, lora))
@@ -94,12 +91,12 @@ class Sizes:
 
     @cached_property
     def weights(self) -> Weights:
-        """Those of the model as it is trained."""
+        """Weights of the model as it is trained."""
         return count_weights(self.config, self._lora)
 
     @cached_property
     def base(self) -> Weights:
-        """Those of the model without adapters."""
+        """Weights of the model without adapters."""
         return self.weights if self._lora is None else count_weights(self.config, None)
 
 
@@ -132,15 +129,15 @@ def count_kept(
     autocast: bool,
     checkpointing: bool,
 ) -> Kept:
-    """Count what a pass over `num_tokens` tokens keeps, with attention that keeps no scores.
+    """Count the bytes that a pass over `num_tokens` tokens keeps, with attention that keeps no scores.
 
     Args:
-        config: of the model.
-        lora: adapters, where these are trained.
-        num_tokens: of the pass.
-        weights: dtype that the weights are in when layers are computed.
-        autocast: to bfloat16; copies of float32 weights that it makes are among what is kept.
-        checkpointing: layers keep their inputs alone.
+        config: configuration of the model.
+        lora: adapters, if these are trained.
+        num_tokens: tokens of the pass.
+        weights: dtype of the weights when layers are computed.
+        autocast: whether there is autocast to bfloat16; the copies of float32 weights that it makes are counted.
+        checkpointing: whether layers keep their inputs alone.
     """
     text = config.get_text_config()
     # The grouped product of experts has fake tensors in half precision alone; what else is kept is of the same dtype.
@@ -189,13 +186,13 @@ def _kept_by(
 
 
 def count_pass(config: Any, lora: LoraSettings | None, *, num_tokens: int, dtype: torch.dtype) -> int:
-    """Count the most that a pass without gradients has at once beside the weights, where no cache is kept.
+    """Count the peak bytes of a pass without gradients beside the weights, without a cache.
 
     Args:
-        config: of the model.
-        lora: adapters, where these are trained.
-        num_tokens: of the pass.
-        dtype: of weights and pass.
+        config: configuration of the model.
+        lora: adapters, if these are trained.
+        num_tokens: tokens of the pass.
+        dtype: dtype of weights and pass.
     """
     scale = 2 if dtype == torch.float32 and getattr(config.get_text_config(), "num_experts_per_tok", None) else 1
     made = _made(with_layers(config, 2), lora, dtype=torch.bfloat16 if scale == 2 else dtype)
@@ -206,7 +203,7 @@ def count_pass(config: Any, lora: LoraSettings | None, *, num_tokens: int, dtype
 
 
 class _Live(TorchDispatchMode):
-    """Counts the bytes of the storages that are there at the same time, without those of some tensors."""
+    """Counts the peak bytes of live storages, without those of some tensors."""
 
     def __init__(self, without: Iterable[Tensor]) -> None:
         super().__init__()
@@ -248,7 +245,7 @@ def _made(config: Any, lora: LoraSettings | None, *, dtype: torch.dtype) -> Iter
 
 
 def _make_fake(model: Any) -> None:
-    """Replace tensors without a device by fake ones of the CPU, for which there is autocast."""
+    """Replace tensors on the meta device by fake ones on the CPU, for which there is autocast."""
     made: dict[int, tuple[Tensor, Any]] = {}
     for module in model.modules():
         for tensors in (module._parameters, module._buffers):
@@ -262,7 +259,7 @@ def _make_fake(model: Any) -> None:
 
 
 class _Attention(torch.autograd.Function):
-    """Keeps what attention without scores keeps: its inputs, its output, and a number for each query."""
+    """Keeps the tensors of attention without scores: its inputs, its output, and a number for each query."""
 
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
@@ -286,40 +283,40 @@ _SINGLE, _HALF = 4, 2
 _OPTIMIZER_BYTES = {"adamw": 8, "paged_adamw": 8, "adamw_8bit": 2, "paged_adamw_8bit": 2}
 _TILES = 3
 _VLLM_SHARE, _SERVER_SHARE = 0.4, 0.9
-"""Of a GPU's memory that vLLM takes: in the trainer's process, and as a server."""
+"""Shares of a GPU's memory that vLLM takes: in the trainer's process, and as a server."""
 _WITHOUT_KEYS = frozenset({"linear_attention", "conv", "mlp", "moe"})
-"""Kinds of layers, as transformers names them."""
+"""Kinds of layers that keep no keys and values, as transformers names them."""
 _CONTEXT, _SERVER_CONTEXT = 27 * GB // 10, GB
-"""What CUDA and kernels take on each GPU: of training as an H200 had it (benchmarks/gpu.py), most of it since attention along
-trees was proven in float32; of vLLM not measured."""
+"""Bytes of CUDA and kernels on each GPU: in training as measured on an H200 (benchmarks/gpu.py), most of it from the proof of
+tree attention in float32; of vLLM not measured."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProcessMemory:
-    """What one kind of process needs."""
+    """Memory of one kind of process."""
 
     name: str
     count: int
     uses: Mapping[str, int]
-    """Bytes of each use, which are there at the same time."""
+    """Bytes of each use; all are needed at the same time."""
     cached_tokens: int | None = None
     """Tokens whose keys and values a vLLM has room for. None: there is none here."""
     at_start: int = 0
-    """Bytes of the whole model before its weights are shared out."""
+    """Bytes of the whole model before its weights are sharded."""
     kept_versions: int = 0
     """Bytes in the host's memory: trained weights of earlier versions (`loss.anchor: sampled`)."""
 
     @property
     def total(self) -> int:
-        """All of them."""
+        """Bytes of all uses."""
         return sum(self.uses.values())
 
 
 def model_config(recipe: Recipe) -> Any:
-    """Return the configuration of a recipe's model; its weights are not looked at.
+    """Return the configuration of a recipe's model, without its weights.
 
     Raises:
-        ConfigError: where there is none.
+        ConfigError: if there is none.
     """
     from transformers import AutoConfig
 
@@ -336,30 +333,30 @@ def model_config(recipe: Recipe) -> Any:
 
 
 def model_sizes(recipe: Recipe) -> Sizes:
-    """Return what is counted of a recipe's model, for several plans.
+    """Return the counts of a recipe's model, for several plans.
 
     Raises:
-        ConfigError: where there is no model.
+        ConfigError: if there is no model.
     """
     return Sizes(model_config(recipe), recipe.model.lora)
 
 
 def tokens_of_a_pass(recipe: Recipe) -> int:
-    """Return the tokens of the largest pass, where no history is rewritten."""
+    """Return the tokens of the largest pass, unless history is rewritten."""
     return max(recipe.train.max_tokens_per_micro_batch, recipe.rollout.max_context_tokens)
 
 
 def plan_memory(recipe: Recipe, *, gpus: int, memory: int, sizes: Sizes | None = None) -> list[ProcessMemory]:
-    """Return what each process needs: those that train, and vLLM's servers where the recipe names some.
+    """Return the memory of each kind of process: ranks that train, and vLLM's servers if the recipe names any.
 
     Args:
-        recipe: of the run.
-        gpus: in all; each server takes one (or its `tensor_parallel_size`), the others train.
-        memory: of each GPU, in bytes: what vLLM takes is a share of it.
-        sizes: of the recipe's model, where other plans have counted it. None: it is counted.
+        recipe: recipe of the run.
+        gpus: number of all GPUs; each server takes one (or its `tensor_parallel_size`), the others train.
+        memory: memory of each GPU, in bytes; vLLM takes a share of it.
+        sizes: counts of the recipe's model, if other plans have made them. None: they are made.
 
     Raises:
-        ConfigError: where servers leave no GPU to train on, or there is no model.
+        ConfigError: if servers leave no GPU to train on, or there is no model.
     """
     engine: Any = recipe.engine
     servers = list(engine.server.urls) if engine.name == "vllm_server" else []
@@ -385,7 +382,7 @@ def plan_memory(recipe: Recipe, *, gpus: int, memory: int, sizes: Sizes | None =
 
 
 def remedies(recipe: Recipe, *, gpus: int, memory: int, sizes: Sizes | None = None) -> Iterator[tuple[str, int]]:
-    """Yield changes of single fields, and what a training process needs with each, where it is less by a fiftieth.
+    """Yield changes of single fields that save a training rank at least a fiftieth, and the bytes it then needs.
 
     The arguments are those of `plan_memory`.
     """
@@ -405,7 +402,7 @@ def remedies(recipe: Recipe, *, gpus: int, memory: int, sizes: Sizes | None = No
         if all(getattr(train, name) == value for name, value in change.items()):
             continue
         if "full" in (train.sharding, change.get("sharding")) and change.get("optimizer", train.optimizer) != "adamw":
-            continue  # which no recipe may be
+            continue  # no recipe may combine these
         changed = recipe.model_copy(update={"train": train.model_copy(update=change)})
         if (total := plan_memory(changed, gpus=gpus, memory=memory, sizes=sizes)[0].total) < 0.98 * now:
             yield words, total
@@ -416,7 +413,7 @@ def _half(recipe: Recipe) -> int:
 
 
 def _trainer(recipe: Recipe, sizes: Sizes, num_processes: int, memory: int) -> ProcessMemory:
-    """Return what a process that trains needs at most: by an update's second micro-batch, or by sampling."""
+    """Return the peak memory of a rank that trains: in an update's second micro-batch, or in sampling."""
     train, counted = recipe.train, sizes.weights
     is_sharded = train.is_sharded(num_processes)
     shards = num_processes if is_sharded else 1
@@ -428,7 +425,7 @@ def _trainer(recipe: Recipe, sizes: Sizes, num_processes: int, memory: int) -> P
     uses: dict[str, int] = {
         "weights": (_SINGLE * counted.trained + (_HALF if _is_rounded(recipe, shards) else _SINGLE) * frozen) // shards,
         "optimizer": _OPTIMIZER_BYTES[train.optimizer] * counted.trained // shards,
-        # It shares what is not trained; but shards have one owner.
+        # It shares frozen weights with the policy; but shards have one owner.
         "reference": _SINGLE * (counted.total if is_sharded else counted.trained) // shards if has_reference else 0,
     }
     update = {
@@ -467,12 +464,12 @@ def _together(uses: Mapping[str, int]) -> int:
 
 
 def _is_rounded(recipe: Recipe, shards: int) -> bool:
-    """Tell whether frozen weights are kept in half precision."""
+    """Return whether frozen weights are kept in half precision."""
     return recipe.model.lora is not None and recipe.train.precision == "bfloat16" and shards == 1
 
 
 def _moments(recipe: Recipe, sizes: Sizes, shards: int) -> Iterator[dict[str, int]]:
-    """Yield what a backward pass needs beside weights and optimizer: at the head, in a layer, at the embedding, at its end."""
+    """Yield the uses of a backward pass beside weights and optimizer: at the head, in a layer, at the embedding, at its end."""
     train, counted = recipe.train, sizes.weights
     is_half, is_sharded, is_rounded = train.precision == "bfloat16", shards > 1, _is_rounded(recipe, shards)
     options: dict[str, Any] = {
@@ -492,7 +489,7 @@ def _moments(recipe: Recipe, sizes: Sizes, shards: int) -> Iterator[dict[str, in
         copies = _HALF * (counted.total - counted.outside)  # autocast's, until the pass ends
     of_weight = together if is_sharded else _SINGLE
     embedding, head = of_weight * counted.embedding, of_weight * counted.head
-    # The head's gradient is there to the end where it is added to the embedding's, or shared out with it.
+    # The head's gradient stays to the end if it is added to the embedding's, or sharded with it.
     staying = head if counted.is_tied or is_sharded else 0
 
     def moment(activations: int, put_together: int, gradients: int) -> dict[str, int]:
@@ -503,22 +500,22 @@ def _moments(recipe: Recipe, sizes: Sizes, shards: int) -> Iterator[dict[str, in
         }
 
     yield moment(all_kept, outside + layer + copies, _SINGLE * counted.head)
-    # Two layers, for the next is fetched while one is computed; gradients of one before they are shared out.
+    # Two layers, for the next is fetched while one is computed; gradients of one before they are sharded.
     of_layer = _SINGLE * counted.layer if is_sharded else 0
     yield moment(all_kept + in_layer, outside + 2 * layer + of_layer + copies, staying)
     yield moment(kept.rest, outside + copies, staying + embedding)
-    if is_sharded:  # in single precision: what is sent and what comes back, and a copy of each
+    if is_sharded:  # in single precision: what is sent and received, and a copy of each
         own = counted.embedding + (0 if counted.is_tied else counted.head)
         yield moment(0, 0, 2 * (_SINGLE * own + _SINGLE * own // shards))
 
 
 def _vllm(recipe: Recipe, memory: int, share: float) -> int:
-    """Return what a vLLM takes of a GPU; `share`: where the recipe does not say."""
+    """Return the bytes of a GPU that vLLM takes; `share` is the default of the recipe's field."""
     return int(_option(recipe, "gpu_memory_utilization", share) * memory)
 
 
 def _option(recipe: Recipe, name: str, default: float) -> float:
-    """Return a number that vLLM is told."""
+    """Return a numeric option of vLLM."""
     engine: Any = recipe.engine
     value = engine.vllm.get(name, default)
     if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
@@ -527,7 +524,7 @@ def _option(recipe: Recipe, name: str, default: float) -> float:
 
 
 def _engine(recipe: Recipe, sizes: Sizes) -> dict[str, int]:
-    """Return what an engine in a process that trains holds, where it is not vLLM."""
+    """Return the memory of an engine in a rank that trains, unless it is vLLM."""
     engine = recipe.engine
     if not isinstance(engine, BatchedConfig):
         return {}  # elsewhere, or a stranger's
@@ -537,7 +534,7 @@ def _engine(recipe: Recipe, sizes: Sizes) -> dict[str, int]:
 
 
 def _sampling_pass(recipe: Recipe, sizes: Sizes) -> int:
-    """Return what a pass of an engine in this process needs at most, of prompts or to sample from logits."""
+    """Return the peak memory of a pass of an engine in this process: over prompts, or for sampling from logits."""
     engine = recipe.engine
     if not isinstance(engine, BatchedConfig):
         return 0
@@ -553,7 +550,7 @@ def _sampling_pass(recipe: Recipe, sizes: Sizes) -> int:
 
 
 def _bytes_per_token(recipe: Recipe, config: Any) -> int:
-    """Return what keys and values of a token take: of latent attention (DeepSeek) the latent.
+    """Return the bytes of a token's keys and values; of the latent, with latent attention (DeepSeek).
 
     Recurrent layers keep none, nor do those that are no attention, nor those that read an earlier layer's (Gemma 4).
     """
@@ -575,7 +572,7 @@ def _bytes_per_token(recipe: Recipe, config: Any) -> int:
 
 
 def _cached_tokens(recipe: Recipe, sizes: Sizes, taken: int, *, parallel: int = 1) -> int | None:
-    """Return for how many tokens a vLLM has room that takes so much of each of its GPUs. None: they take none."""
+    """Return the number of tokens for which vLLM has room, if it takes so much of each GPU. None: tokens take no room."""
     if not (bytes_per_token := _bytes_per_token(recipe, sizes.config)):
         return None
     weights = sizes.base.total * _half(recipe)

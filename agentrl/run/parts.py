@@ -52,7 +52,7 @@ _TOKENIZER_EPISODES = 256
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EnvPart:
-    """An environment, looked at once, and its tasks."""
+    """An environment with its description, and its tasks."""
 
     make: MakeEnv
     """Makes one with `env.options` alone."""
@@ -68,7 +68,7 @@ class ModelPart:
 
     model: Any
     tokenizer: Any
-    shares: Mapping[str, Tensor]
+    sharded_checkpoint: Mapping[str, Tensor]
     """This rank's part of each weight, if the model is on torch's device `meta`; else empty."""
 
 
@@ -77,7 +77,7 @@ class PolicyPart(NamedTuple):
 
     policy: Policy
     warning: str | None
-    """Why its rows have another layout than the recipe asks for. None: they have that layout."""
+    """Reason for which rows have another layout than the recipe asks for. None: they have that layout."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -258,20 +258,20 @@ def build_model(
     Raises:
         ConfigError: for a checkpoint that cannot be loaded, dropout, or contexts that are longer than the model's positions.
     """
-    shares: dict[str, Tensor] = {}
+    sharded_checkpoint: dict[str, Tensor] = {}
     if config.name_or_path is None:
         tokenizer = bytes_tokenizer() if tokenizer is None else tokenizer
         model = make_local_model(config.local, tokenizer, attention=config.attention)
     else:
         if is_sharded:
-            model, tokenizer, shares = load_sharded(config.name_or_path, attention=config.attention)
+            model, tokenizer, sharded_checkpoint = load_sharded(config.name_or_path, attention=config.attention)
         else:
             model, tokenizer = load_pretrained(config.name_or_path, attention=config.attention)
         fix_frequencies(model, max_context_tokens)
         freeze_towers(model)
     check_dropout(model.config)
     _check_positions(model.config, max_context_tokens=max_context_tokens, owner="the model's")
-    return ModelPart(model=model, tokenizer=tokenizer, shares=shares)
+    return ModelPart(model=model, tokenizer=tokenizer, sharded_checkpoint=sharded_checkpoint)
 
 
 def build_teacher(
@@ -305,7 +305,7 @@ def _check_positions(config: Any, *, max_context_tokens: int, owner: str) -> Non
 
 
 def task_shard(config: EngineConfig, *, num_groups: int, rank: int = 0, num_ranks: int = 1) -> TaskShard:
-    """Return what a rank samples of each step: an even shard for each that has an engine.
+    """Return the rank's shard of each step's tasks: an even one for each rank that has an engine.
 
     Raises:
         ConfigError: if the groups cannot be divided evenly.
@@ -337,7 +337,7 @@ def build_engine(
         model: in training; the engine copies it, or reads its form.
         rollout: lengths, and whether it samples during an update.
         train: precision.
-        shard: what this rank samples; nothing: it gets an engine that does not sample.
+        shard: tasks that this rank samples; if there are none, its engine does not sample.
         device: of the engine.
         handover: folder for weights on their way to another process.
         returns_experts: the engine reports the experts that a mixture chose, which training replays.
@@ -384,9 +384,9 @@ def build_pool(
         env: plays them.
         engine: samples their actions.
         renderer: turns messages into tokens.
-        shard: what this rank samples.
+        shard: tasks that this rank samples.
         fork: rollouts are forked from the episodes' turns.
-        journal: keeps what was sampled, for a run that is killed.
+        journal: keeps the samples, for a run that is killed.
         on_fault: called with each episode whose environment failed.
     """
     pool = RolloutPool(
@@ -411,7 +411,7 @@ def build_policy(
     """
     model, is_half = loaded.model, train.precision == "bfloat16"
     is_rounded = config.lora is not None and is_half and not train.is_sharded(num_processes())
-    is_whole = not (loaded.shares or is_rounded)
+    is_whole = not (loaded.sharded_checkpoint or is_rounded)
     if is_whole:
         model.to(device)
     if config.lora is not None:
@@ -428,11 +428,11 @@ def build_policy(
     if is_rounded:  # before it goes to the device, which may have no room for it in float32
         round_frozen(model)
         model.to(device)
-    return PolicyPart(Policy(model, layout=layout, shares=loaded.shares), warning)
+    return PolicyPart(Policy(model, layout=layout, sharded_checkpoint=loaded.sharded_checkpoint), warning)
 
 
 def build_reference(policy: Policy, *, is_sharded: bool) -> Policy:
-    """Return a copy of the policy, which keeps the weights of today. It shares what is not trained, unless it is sharded."""
+    """Return a copy of the policy, which keeps the weights of today. It shares frozen weights, unless it is sharded."""
     frozen = [] if is_sharded else [p for p in policy.parameters() if not p.requires_grad]
     return copy.deepcopy(policy, {id(p): p for p in frozen})
 
@@ -447,7 +447,7 @@ def build_learner(
     seed: int = 0,
     reference: Policy | None = None,
 ) -> Learner:
-    """Return what updates the policy from credited trajectories.
+    """Return the learner, which updates the policy from credited trajectories.
 
     Args:
         config: section `loss` of the recipe.

@@ -1,7 +1,4 @@
-"""What a run leaves in its folder as it trains, and what it tells.
-
-How long the parts of a step take.
-"""
+"""Record of a run: metrics, rollouts and warnings in its folder, and the times of a step's parts."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -20,26 +17,26 @@ from agentrl.types import TrajectoryGroup
 
 
 class Stopwatch:
-    """Notes the seconds from one lap to the next; started when it is made."""
+    """Measures the seconds from one lap to the next; started when it is made."""
 
     def __init__(self) -> None:
         self._begin = self._last = time.perf_counter()
         self._seconds: dict[str, float] = {}
 
     def lap(self, name: str | None = None) -> None:
-        """Note the time since the last lap under a name. None: nobody asks for it."""
+        """Record the time since the last lap under a name. None: the time is not recorded."""
         now = time.perf_counter()
         if name is not None:
             self._seconds[name] = now - self._last
         self._last = now
 
     def metrics(self, groups: Sequence[TrajectoryGroup], *, sampling_s: float, is_async: bool) -> dict[str, float]:
-        """Return what a step took until its last lap, and its throughput.
+        """Return the times of a step until its last lap, and its throughput.
 
         Args:
-            groups: that were sampled in the step. Where there is none, throughput is left out.
-            sampling_s: for which the engine was busy.
-            is_async: it samples in the whole step.
+            groups: groups that were sampled in the step. If there are none, throughput is left out.
+            sampling_s: time for which the engine was busy.
+            is_async: whether the engine samples during the whole step.
         """
         collect_s, step_s = self._seconds["collect_s"], self._last - self._begin
         everyone = [t for group in groups for t in group.trajectories]
@@ -57,23 +54,23 @@ class Stopwatch:
 
 
 OnProgress = Callable[[Literal["warm-up", "training"], int, int, dict[str, float]], None]
-"""Told the phase, its steps done, its steps in all, and the latest metrics."""
+"""Callback that gets the phase, its steps done, its steps in all, and the latest metrics."""
 
 
 class RunRecord:
-    """Metrics, rollouts and warnings of a run: written by the first process, step by step. On every process alike."""
+    """Metrics, rollouts and warnings of a run: on every rank; rank 0 writes them step by step."""
 
     def __init__(self, parts: Parts, folder: RunFolder, *, next_step: int, is_changed: bool = False) -> None:
-        """Continue what a folder holds.
+        """Continue the record in a folder.
 
         Args:
-            parts: what the run is made of.
-            folder: of the run.
-            next_step: the first that is going to be added.
-            is_changed: what is played is another than in the steps before.
+            parts: parts of the run.
+            folder: folder of the run.
+            next_step: first step that is going to be added.
+            is_changed: whether the recipe changes what is played in comparison with the steps before.
 
         Raises:
-            ConfigError: where a tracker does not start.
+            ConfigError: if a tracker does not start.
         """
         self.folder = folder
         self._recipe, self._on_warning = parts.recipe, parts.on_warning
@@ -92,7 +89,7 @@ class RunRecord:
         )
 
     def add_row(self, row: dict[str, float]) -> None:
-        """Write the metrics of a step, or of what came before the first."""
+        """Write the metrics of a step, or of the time before the first."""
         if is_main():
             self.folder.add_metrics(row)
             self.trackers.add_row(row)
@@ -100,17 +97,17 @@ class RunRecord:
     def add_step(
         self, row: dict[str, float], groups: Sequence[TrajectoryGroup], credits: Sequence[Sequence[Credit]]
     ) -> dict[str, float]:
-        """Write what a step did, and tell where it shows that the run does not learn; return its whole row of metrics.
+        """Write the record of a step, and warn if the run does not learn; return its whole row of metrics.
 
         Args:
             row: metrics of the step.
-            groups: that were trained on.
-            credits: of each trajectory of each group.
+            groups: groups that were trained on.
+            credits: credit of each trajectory of each group.
 
         Raises:
-            TrainingError: where the run is to end at what it shows (`train.stop_on`, `train.on_collapse`): before a
-                checkpoint, so that earlier ones stay.
-            CollapsedError: where it is to go back.
+            TrainingError: if a sign ends the run (`train.stop_on`, `train.on_collapse`): before a checkpoint, so that
+                earlier ones stay.
+            CollapsedError: if the run is to go back.
         """
         recipe, step = self._recipe, int(row["step"])
         if self._is_fallback:
@@ -140,7 +137,9 @@ class RunRecord:
         stopping = [sign for sign in ends if sign in found and not is_last]
         for sign, words in told.items():
             advice = f"; {COLLAPSE_ADVICE}" if sign == "collapse" else ""
-            self.warn(step, sign, words + advice, is_said=sign not in stopping)  # the run's last words say it then
+            self.warn(
+                step, sign, words + advice, is_printed=sign not in stopping
+            )  # else the error at the run's end has it
         if stopping:
             cause, option = ends[stopping[0]]
             raise TrainingError(
@@ -150,14 +149,14 @@ class RunRecord:
             )
         return row
 
-    def warn(self, step: int, name: str, words: str, *, is_said: bool = True) -> None:
-        """Write a warning into the folder, and say it."""
+    def warn(self, step: int, name: str, words: str, *, is_printed: bool = True) -> None:
+        """Write a warning into the folder, and print it."""
         if is_main():
             self.folder.add_warning(Told(step=step, name=name, words=words))
-            if is_said:
+            if is_printed:
                 self._on_warning(words)
 
     def _examine(self, row: dict[str, float]) -> tuple[dict[Sign, str], dict[Sign, str]]:
-        """Return the signs that a step shows of a run that does not learn, and those to tell."""
+        """Return a step's signs of a run that does not learn, and those to warn of."""
         found = signs([*self._rows, row])
         return found, newly_detected(found, self._rows)

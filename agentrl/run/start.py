@@ -1,4 +1,4 @@
-"""How a run begins or is resumed: nothing is written before everything that could be refused has been looked at."""
+"""Begin or resume a run. Nothing is written before everything that could be refused has been checked."""
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -25,17 +25,17 @@ from agentrl.run.record import OnProgress, RunRecord
 from agentrl.types import Need
 
 _BESIDE_REWARDS = {Need.VALUES, Need.TURN_SCORES, Need.ANSWER_LOGPROBS}
-"""What tells episodes apart that earned alike."""
+"""Signals that distinguish episodes of equal reward."""
 
 
 class Preparation(NamedTuple):
-    """What was made and found before the first step of a run."""
+    """Demonstrations, metrics and warnings from before the first step of a run."""
 
     examples: list[Demonstration]
     """Demonstrations to warm up on."""
     metrics: dict[str, float]
     warnings: dict[str, str]
-    """What to tell, by the name of its metric `health/NAME`."""
+    """Warnings, by the name of the metric `health/NAME`."""
 
 
 @contextmanager
@@ -43,12 +43,12 @@ def begin_or_resume(parts: Parts, folder: RunFolder | None, on_progress: OnProgr
     """Begin a run, or resume it from its newest checkpoint; yield its record and the number of its finished steps.
 
     Args:
-        parts: of the run.
-        folder: of the run; None: a new one, in the recipe's `run_dir`.
-        on_progress: told of the warm-up.
+        parts: parts of the run.
+        folder: folder of the run; None: a new one, in the recipe's `run_dir`.
+        on_progress: called after each step of the warm-up.
 
     Raises:
-        ConfigError: where the run cannot be resumed with this recipe, or another process trains it.
+        ConfigError: if the run cannot be resumed with this recipe, or another process trains it.
     """
     recipe = parts.recipe
     if folder is not None and folder.path != recipe.run_dir:
@@ -99,7 +99,7 @@ def begin_or_resume(parts: Parts, folder: RunFolder | None, on_progress: OnProgr
 
 
 def _check_pairs(recipe: Recipe, credit: CreditScheme) -> None:
-    """Refuse to train where rollouts spoil what a scheme reads; runs that did so are evaluated and served as ever."""
+    """Refuse to train if rollouts spoil the input of a scheme; such runs can still be evaluated and served."""
     reads, name, rollout = credit.requirements(), recipe.credit["scheme"], recipe.rollout
     reads_rewards = all(layer.reads_rewards for layer in credit.chain())
     if rollout.dynamic_sampling and not (reads_rewards and reads.isdisjoint(_BESIDE_REWARDS)):
@@ -118,10 +118,10 @@ def _check_pairs(recipe: Recipe, credit: CreditScheme) -> None:
 
 
 def _check_folder(folder: RunFolder, *, is_resumed: bool) -> None:
-    """Read what resuming goes by, before anything is written.
+    """Check the files that resuming depends on, before anything is written.
 
     Raises:
-        ConfigError: where something of it is damaged, or there are steps and no checkpoint of them.
+        ConfigError: if one of them is damaged, or there are steps and no checkpoint of them.
     """
     folder.check()
     rows = folder.metrics()
@@ -133,7 +133,7 @@ def _check_folder(folder: RunFolder, *, is_resumed: bool) -> None:
 
 
 def _prepare(parts: Parts) -> Preparation:
-    """Try what a new run needs: its environment, its engine, demonstrations, the environment's own policy."""
+    """Try the parts of a new run: its environment, its engine, demonstrations, the environment's own policy."""
     recipe, renderer, runner = parts.recipe, parts.pool.context.renderer, parts.runner
     trial = try_environment(
         make_env=recipe.env.make,
@@ -153,7 +153,7 @@ def _prepare(parts: Parts) -> Preparation:
             make_env=env.environments.make, renderer=renderer, config=recipe.rollout, tasks=env.tasks
         )
         runner.run(trial)
-    parts.link.start(0)
+    parts.weight_sync.verify_and_push(0)
     examples: list[Demonstration] = []
     if recipe.warmup.steps:
         examples = demonstrate(
@@ -173,7 +173,7 @@ def _prepare(parts: Parts) -> Preparation:
 
 
 def _look_for_shared_tasks(parts: Parts, prepared: Preparation) -> None:
-    """Note where evaluation tasks are training tasks."""
+    """Record evaluation tasks that are training tasks too."""
     env, timeout_s = parts.recipe.env, parts.recipe.rollout.env_timeout_s
     shared = from_rank_zero(lambda: parts.runner.run(measure_overlap(env.make, parts.pool.tasks, timeout_s=timeout_s)))
     if shared is not None and (words := shared.warning()) is not None:
@@ -182,7 +182,7 @@ def _look_for_shared_tasks(parts: Parts, prepared: Preparation) -> None:
 
 
 def reuse_environments(parts: Parts) -> str | None:
-    """Let environments play one episode after the other where `reset` is proven to forget; return what to tell."""
+    """Let environments play one episode after the other if `reset` is proven to forget; return a warning if it is slow."""
     rollout, pool = parts.recipe.rollout, parts.pool
     proof = parts.runner.run(prove_reset(pool.environments.make, pool.tasks, timeout_s=rollout.env_timeout_s))
     flaws = [proof.flaw]
@@ -197,14 +197,14 @@ def reuse_environments(parts: Parts) -> str | None:
 
 
 def _check_oracle(parts: Parts, examples: list[Demonstration]) -> Preparation:
-    """Find where even the environment's own policy cannot play within the limits."""
+    """Check whether the environment's own policy can play within the limits."""
     rollout, tasks = parts.recipe.rollout, parts.pool.tasks
     trial = partial(oracle_ends, max_turns=rollout.max_turns, timeout_s=rollout.env_timeout_s, tasks=tasks)
 
     def ends_and_words() -> tuple[bool | None, str | None]:
         try:
             ends = parts.runner.run(trial(parts.recipe.env.make))
-        except EnvironmentFailure as error:  # demonstrations, where they are needed, would have raised it before
+        except EnvironmentFailure as error:  # demonstrations, if needed, would have raised it before
             return None, str(error)
         words = f"the environment's oracle() ends no episode within rollout.max_turns: {rollout.max_turns}; raise it"
         return ends, words if ends is False else None
@@ -225,7 +225,7 @@ def _check_oracle(parts: Parts, examples: list[Demonstration]) -> Preparation:
 
 
 def _begin(parts: Parts, record: RunRecord, prepared: Preparation, on_progress: OnProgress) -> None:
-    """Warm up; what comes out of it is the policy to train, and the KL target."""
+    """Warm up; the result is the policy to train, and the KL target."""
     recipe, state = parts.recipe, parts.learner.state
     if prepared.examples:
         warm_up(
@@ -241,7 +241,7 @@ def _begin(parts: Parts, record: RunRecord, prepared: Preparation, on_progress: 
     if state.reference is not None:
         state.keep_reference()
         write_folder(record.folder.reference, state.save_reference, is_sealed=True)
-    parts.link.start(0)
+    parts.weight_sync.verify_and_push(0)
     for name, words in prepared.warnings.items():
         record.warn(0, name, words)
     record.add_row({"step": 0, **prepared.metrics, **evaluation_metrics(parts)})

@@ -1,7 +1,4 @@
-"""What all processes sample between two steps: an evaluation, a proof of the engine.
-
-Weights from the learner to the engine, and the proof that the engine samples from them.
-"""
+"""Weight sync from the learner to the engine, and the proof that the engine samples from the synced weights."""
 
 import asyncio
 from collections.abc import Coroutine, Iterable
@@ -22,10 +19,10 @@ T = TypeVar("T")
 
 
 def sampled_by_all(pool: RolloutPool, runner: asyncio.Runner, sampling: Coroutine[Any, Any, list[T]]) -> list[T]:
-    """Sample something on this process's engine, while the others do on theirs; return what all have sampled.
+    """Sample on this rank's engine, while the other ranks sample on theirs; return the samples of all ranks.
 
-    Episodes that a step interrupted are continued meanwhile. While other processes are waited for the engine is paused,
-    so that no deadline passes; and it stays so where episodes are to wait for the next step.
+    Episodes that a step interrupted continue meanwhile. The engine is paused while other ranks are waited for, so that no
+    deadline passes; it stays paused if episodes wait for the next step.
     """
     waits_for_others, continues = num_processes() > 1, pool.context.config.samples_during_update
     runner.run(pool.resume())
@@ -38,8 +35,8 @@ def sampled_by_all(pool: RolloutPool, runner: asyncio.Runner, sampling: Coroutin
     return sampled
 
 
-class EngineLink:
-    """Pushes weights to the engine, and compares its log-probabilities with the learner's. On every process alike."""
+class WeightSync:
+    """Syncs weights to the engine, and compares its log-probabilities with the learner's. All ranks make the same calls."""
 
     def __init__(
         self, pool: RolloutPool, learner: Learner, *, runner: asyncio.Runner, seed: int, agreement: float
@@ -50,25 +47,26 @@ class EngineLink:
             pool: plays episodes on the engine; paused while weights are replaced.
             learner: holds the weights.
             runner: event loop on which pool and engine live.
-            seed: of the tokens that prove the engine.
-            agreement: by how many nats log-probabilities may differ (`train.agreement`).
+            seed: seed of the tokens that are sampled for comparison.
+            agreement: largest difference of log-probabilities, in nats (`train.agreement`).
         """
         self._pool, self._learner, self._runner = pool, learner, runner
         self._seed, self._agreement = seed, agreement
 
-    def start(self, version: int) -> float:
-        """Push the weights as `version`, and prove that the engine samples from them.
+    def verify_and_push(self, version: int) -> float:
+        """Sync the weights as `version`, and prove that the engine samples from them.
 
-        The same prompt must get the learner's log-probabilities, and others once the weights are perturbed.
+        On the same prompt the engine's log-probabilities must equal the learner's, and differ once the weights are
+        perturbed.
 
         Returns:
             Mean difference of log-probabilities under the same weights, in nats.
 
         Raises:
-            EngineError: with what was found and the bound.
+            EngineError: with the difference and the bound.
         """
         bound, weights = self._agreement, self._learner.state.weights
-        # Rows change places: however sure or unsure a policy is of a token, it is then of another.
+        # Rows change places: a probability of one token becomes that of another.
         perturbed = ((name, tensor.roll(1, 0) if tensor.ndim > 1 else tensor) for name, tensor in weights())
         self._load(perturbed, version)
         least = min(self._differences())
@@ -83,7 +81,7 @@ class EngineLink:
         return found
 
     def push(self, version: int) -> None:
-        """Hand the weights to the engine, as `version`: the adapters alone where every process's engine has the rest."""
+        """Sync the weights to the engine, as `version`: the adapters alone if every rank's engine has the base weights."""
         state, engine = self._learner.state, self._pool.context.engine
         kept = KeptBase.IMPOSSIBLE
         if state.has_adapters:
@@ -106,7 +104,7 @@ class EngineLink:
         """Sample a few tokens, and compare their log-probabilities with the learner's.
 
         Raises:
-            EngineError: where they differ by more than the bound.
+            EngineError: if they differ by more than the bound.
         """
         self.check_agreement(max(self._differences()))
 
@@ -114,10 +112,10 @@ class EngineLink:
         """Check a mean difference of log-probabilities under the same weights, in nats.
 
         Raises:
-            EngineError: where it is beyond the bound.
+            EngineError: if it is beyond the bound.
         """
         bound = self._agreement
-        if not found <= bound:  # nor where it is not a number
+        if not found <= bound:  # also true for nan
             raise EngineError(
                 f"the engine's log-probabilities differ from the trainer's by {found:.2e} nats on average under the same "
                 f"weights, more than train.agreement: {bound:g}. In half precision raise it; otherwise the "
@@ -125,7 +123,7 @@ class EngineLink:
             )
 
     def _load(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
-        """Hand weights to the engine, which is paused meanwhile."""
+        """Load weights into the engine, which is paused meanwhile."""
 
         async def load() -> None:
             await self._pool.pause()
@@ -134,7 +132,7 @@ class EngineLink:
         self._runner.run(load())
 
     def _differences(self) -> list[float]:
-        """Sample a few tokens from each process's engine; return the mean difference to the learner over them, in nats."""
+        """Sample a few tokens from each rank's engine; return their mean differences to the learner, in nats."""
         vocab_size = self._learner.state.policy.model.config.get_text_config().vocab_size
         prompt = np.random.default_rng(self._seed).integers(vocab_size, size=16).tolist()
         found = []
@@ -144,7 +142,7 @@ class EngineLink:
         return found
 
     async def _sample(self, prompt: list[int]) -> list[Completion]:
-        """Sample a few tokens after a prompt, where this process has an engine."""
+        """Sample a few tokens after a prompt, if this rank has an engine."""
         if not self._pool.shard.num_groups:
             return []
         engine, rollout = self._pool.context.engine, self._pool.context.config

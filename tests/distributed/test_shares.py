@@ -58,7 +58,7 @@ def new_policy(model: Any, shares: dict[str, Tensor], lora: LoraSettings | None)
         for weight in model.parameters():
             if weight.requires_grad:
                 weight.data.normal_(std=0.1)
-    return Policy(model, shares=shares)
+    return Policy(model, sharded_checkpoint=shares)
 
 
 def seen(policy: Policy, *, sharding: str) -> tuple[Tensor, dict[str, Tensor], Tensor, bool]:

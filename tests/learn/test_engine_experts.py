@@ -105,7 +105,7 @@ def test_log_probabilities_are_those_of_the_told_experts_under_the_present_weigh
     for minibatch in learner.draw(groups, CREDITS, version=1):
         plan = learner.plan(minibatch)
         tokens, _ = learner._batch(minibatch)
-        for (micro, _), before in zip(plan, learner._present(plan), strict=True):
+        for (micro, _), before in zip(plan, learner._current_anchors(plan), strict=True):
             assert before.logprobs_T is not None
             for token, logprob in zip(micro.token_T.tolist(), before.logprobs_T.tolist(), strict=True):
                 context = tokens.rows[tokens.row_T[token]][: tokens.position_T[token] + 2]
@@ -136,14 +136,14 @@ def test_gradients_are_those_of_the_told_experts() -> None:
             if runs_again:
                 learner.state.policy.model.gradient_checkpointing_enable({"use_reentrant": False})
             (plan, *_) = [learner.plan(m) for m in learner.draw(groups, CREDITS, version=1)]
-            learner.add_gradients(plan, learner._present(plan), version=1)
+            learner.add_gradients(plan, learner._current_anchors(plan), version=1)
             moved.append(torch.cat([p.grad.flatten() for p in learner.state.policy.parameters() if p.grad is not None]))
     for other in moved[1:]:
         torch.testing.assert_close(other, moved[0], rtol=1e-6, atol=1e-8)
     learner = learner_of(present)
     (plan, *_) = [learner.plan(m) for m in learner.draw(GROUPS, CREDITS, version=1)]
     with attending(learner.state.policy.model, "tree"):
-        learner.add_gradients(plan, learner._present(plan), version=1)
+        learner.add_gradients(plan, learner._current_anchors(plan), version=1)
     own = torch.cat([p.grad.flatten() for p in learner.state.policy.parameters() if p.grad is not None])
     assert (own - moved[0]).abs().max() > 1e-3 * moved[0].abs().max()
 

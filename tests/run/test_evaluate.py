@@ -29,7 +29,7 @@ def test_a_fault_is_told_and_nothing_is_written_where_no_run_has_begun(
     settings = recipe(tmp_path, env={"id": f"{__name__}:Breakable"}, rollout={"max_retries": 0})
     told: list[str] = []
     with build(settings, on_warning=told.append) as parts:
-        parts.link.start(0)
+        parts.weight_sync.verify_and_push(0)
         monkeypatch.setattr(Breakable, "is_broken", True)  # not when it was tried before
         assert evaluate(parts)["eval/"].metrics == {"episodes": 0.0, "failed": 2.0}
     (words,) = told

@@ -131,7 +131,7 @@ def test_the_proof_holds_however_sure_a_policy_is(runs: Runs, sharpness: float) 
     parts = runs.build()
     norm = dict(parts.policy.model.named_parameters())["model.norm.weight"]
     norm.data *= sharpness
-    assert parts.link.start(0) < 1e-3
+    assert parts.weight_sync.verify_and_push(0) < 1e-3
 
 
 class TiredEngine(TransformersEngine):

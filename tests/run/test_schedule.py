@@ -70,7 +70,7 @@ def test_environments_are_kept_for_episodes_with_the_same_options_alone(tmp_path
         environments = parts.pool.environments
         environments.is_reused = True
         for version in (0, 1, 1, 3):
-            parts.link.start(version)
+            parts.weight_sync.verify_and_push(version)
             groups = parts.runner.run(parts.pool.collect())
             stage = (version >= 1) + (version >= 3)
             assert {t.stage for group in groups for t in group.trajectories} == {stage}

@@ -85,7 +85,7 @@ class Steps:
 
     def __init__(self, parts: Parts, *, finished: int = 0) -> None:
         self.parts, self.finished = parts, finished
-        parts.link.start(finished)
+        parts.weight_sync.verify_and_push(finished)
 
     def step(self) -> loop.StepResult:
         self.finished += 1

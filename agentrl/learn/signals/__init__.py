@@ -1,6 +1,6 @@
-"""What credit schemes read beyond rewards and keys: one file for each signal, which has the name of its `Need`.
+"""Signals: the numbers that credit schemes read beyond rewards and keys, one file per signal, named as its `Need`.
 
-Each is measured once a step, and only where the scheme asks for it.
+Each is measured once a step, and only if the scheme asks for it.
 """
 
 from functools import cache
@@ -15,7 +15,7 @@ __all__ = ["CriticConfig", "Signal", "SignalsConfig", "hints", "provided_by", "s
 
 @cache
 def signal_classes() -> dict[Need, type[Signal]]:
-    """Return what each file named after a `Need` declares; the other needs are the environment's to provide."""
+    """Return the declarations of all files named after a `Need`; the other needs are the environment's to provide."""
     files = {module.name for module in iter_modules(__path__)}
     found = {}
     for need in Need:
@@ -29,10 +29,10 @@ def signal_classes() -> dict[Need, type[Signal]]:
 
 
 def provided_by(config: SignalsConfig) -> frozenset[Need]:
-    """Return what can be measured under a recipe, whatever its environment."""
+    """Return the needs that can be measured under a recipe, whatever its environment."""
     return frozenset(need for need, signal in signal_classes().items() if signal.is_provided(config))
 
 
 def hints() -> dict[Need, str]:
-    """Return what a recipe must set for a signal that it does not provide."""
+    """Return the field that a recipe must set, for each signal that it does not provide."""
     return {need: signal.hint for need, signal in signal_classes().items() if signal.hint}

@@ -54,7 +54,7 @@ class AnswerLogprobs(Signal):
 def answers_at_each_turn(trajectory: Trajectory, renderer: Renderer) -> list[Row]:
     """Return one row for each turn: its context, then the task's known answer, whose tokens are those in question.
 
-    The stop token after the answer is left out: it tells nothing of what the policy knows.
+    The stop token after the answer is left out: it is no knowledge of the policy.
     """
     assert trajectory.gold_answer is not None
     answer_ids = renderer.encode({"role": "assistant", "content": trajectory.gold_answer})

@@ -1,8 +1,6 @@
-"""What a signal declares, and what it is measured with: all that the rest of the code knows of one.
+"""The interface of a signal, the context that it is measured with, and the recipe's section `signals`.
 
 No file of a signal loads torch until the signal is made: checks of credit schemes read the declarations alone.
-
-The recipe's section about what credit schemes read beyond rewards and keys.
 """
 
 from collections.abc import Callable, Sequence
@@ -24,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class CriticConfig(BaseModel):
-    """A value for each token's context, learned beside the policy by regression on what followed."""
+    """A value for each token's context, learned beside the policy by regression on the returns."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -40,7 +38,7 @@ class CriticConfig(BaseModel):
 
 
 class SignalsConfig(BaseModel):
-    """Where the numbers come from that some credit schemes read; nothing here costs anything until a scheme asks."""
+    """Sources of the signals that some credit schemes read; none costs anything until a scheme asks for it."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -54,14 +52,14 @@ class SignalsConfig(BaseModel):
     judge_timeout_s: Annotated[Seconds, MayChange()] = 60.0
     """Deadline of each call of the judge, in seconds."""
     judge_retries: Annotated[AmountOrZero, MayChange()] = 2
-    """How often a call of the judge that raised or hung is made again before the run stops."""
+    """Retries of a call of the judge that raised or hung, before the run stops."""
     judge_threads: Annotated[Count, MayChange()] = 8
     """Calls of the judge at the same time."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class SignalContext:
-    """What signals are measured with."""
+    """Context in which signals are measured."""
 
     scheme: CreditScheme
     """The scheme whose `requirements()` are measured."""
@@ -71,26 +69,26 @@ class SignalContext:
     reference: "Policy | None"
     """The policy with which the run began. None: nothing reads it."""
     load_teacher: "Callable[[], Policy]"
-    """Called where the scheme reads a teacher's log-probabilities."""
+    """Called if the scheme reads a teacher's log-probabilities."""
     renderer: Renderer
-    """That of the rollouts."""
+    """Renderer of the rollouts."""
     tools: Sequence[dict[str, Any]]
-    """Those of the environment, for contexts that are rendered again."""
+    """Tools of the environment, for contexts that are rendered again."""
     history: HistoryConfig
-    """How much of earlier turns the rollouts' contexts show."""
+    """Part of earlier turns that the rollouts' contexts show."""
     temperature: float
-    """That of the rollouts; all log-probabilities and entropies are at it."""
+    """Temperature of the rollouts, and of all log-probabilities and entropies."""
     max_tokens: int
     """Budget of a micro-batch."""
     is_sharded: bool
-    """No process will hold all of the policy's weights."""
+    """Whether the policy's weights are sharded: no rank will hold all of them."""
     seed: int
-    """Of the run."""
+    """Seed of the run."""
     autocast: Callable[[], AbstractContextManager[None]] = nullcontext
     """Context in which the policy's forward pass runs, and every other one here."""
 
     def check_lengths(self, trajectories: Sequence[Trajectory], rows: Sequence[Sequence[Row]]) -> None:
-        """Stop where what was put into the rows of a trajectory makes one longer than the model has positions.
+        """Check that no row of a trajectory, with what was put into it, is longer than the model has positions.
 
         Raises:
             ConfigError: naming the trajectory and the field to lower.
@@ -120,7 +118,7 @@ class Sample:
     period: int
     by_token: float = 0.0
     in_rewards: bool = False
-    """True for what is in units of reward: twice the rewards come with twice the numbers."""
+    """Whether it is in units of reward: twice the rewards come with twice the numbers."""
 
     def at(self, trajectory: int, turn: int, token: int = 0) -> float:
         """Return the number of a token, or of a turn."""
@@ -132,16 +130,16 @@ class Signal:
     """One kind of number beside the rewards: `Turn.signals` holds it under the name of its file, which is its `Need`."""
 
     sample: ClassVar[Sample]
-    """What checks put in its place."""
+    """Made-up values that checks use."""
     is_per_token: ClassVar[bool] = True
     """True: one number for each action token. False: one for each turn. Records hold either."""
     trajectory_sample: ClassVar[float | None] = None
-    """What checks put into `Trajectory.signals`, in the unit of `sample`. None: it says nothing of a whole trajectory."""
+    """Value that checks put into `Trajectory.signals`, in the unit of `sample`. None: it has no value per trajectory."""
     hint: ClassVar[str] = ""
-    """What the recipe must set where `is_provided` is False; empty where only the environment can help."""
+    """Field to set if `is_provided` is False; empty if only the environment can help."""
 
     def __init__(self, context: SignalContext) -> None:
-        """Take what it is measured with; load what else it reads."""
+        """Keep the context, and load what else the signal reads."""
         self.context = context
 
     @classmethod
@@ -150,23 +148,23 @@ class Signal:
         return True
 
     def begin(self) -> None:
-        """Start from the policy as it is: called once it is warmed up, and not where a run is resumed."""
+        """Start from the policy as it is: called once it is warmed up, and not if a run is resumed."""
 
     def measure(self, trajectories: list[Trajectory]) -> list[Trajectory]:
         """Return the trajectories, none of which failed, with the signal in every turn.
 
-        Of several processes the first is given them, and the others none: they compute what it deals them (`score_tokens`),
-        and so what is scored must not depend on what is given.
+        Rank 0 is given the trajectories, and the others none: they compute what is scattered to them (`score_tokens`), so
+        the computation must not depend on what is given.
         """
         raise NotImplementedError
 
     def fit(self, trajectories: list[Trajectory]) -> dict[str, float]:
-        """Fit what it is measured by to what was measured, which the first process is given; return metrics, on all."""
+        """Fit the signal's model to what was measured, which rank 0 is given; return metrics, on all ranks."""
         return {}
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a checkpoint holds of it, tensors and plain data. Empty: it learns nothing."""
+        """Return the state for a checkpoint, tensors and plain data. Empty: the signal learns nothing."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from `state_dict`; what the recipe says of learning is the recipe's."""
+        """Continue from `state_dict`; settings of learning are the recipe's."""

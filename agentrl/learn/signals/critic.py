@@ -28,10 +28,9 @@ from agentrl.types import Trajectory
 class Critic:
     """Predicts the return-to-go of the turn that a token belongs to, from the context before the token.
 
-    Trained by least squares on G_k = r_k + gamma * G_{k+1}, where a truncated trajectory continues from the critic's own
-    value of where it was cut off: that of the context after its last action, which is trained on G_{k+1} after the action
-    of every turn k that another follows. Of several processes the first has the trajectories, and deals each its share of every
-    minibatch.
+    Trained by least squares on G_k = r_k + gamma * G_{k+1}. A truncated trajectory continues from the critic's own value at
+    its end: that of the context after its last action, which is trained on G_{k+1} after the action of every turn k that
+    another follows. Rank 0 has the trajectories, and scatters every minibatch.
     """
 
     def __init__(
@@ -47,7 +46,7 @@ class Critic:
         """Make a critic whose first values are 0.
 
         Args:
-            policy: what is trained, and what values are a function of.
+            policy: policy in training, from whose hidden states values are predicted.
             config: kind and optimizer.
             gamma: discount from turn to turn, that of the credit scheme.
             max_tokens: budget of a micro-batch.
@@ -69,7 +68,7 @@ class Critic:
         self._num_updates = 0
 
     def begin(self) -> None:
-        """Take over the policy's weights where the critic is a model of its own: called once the policy is warmed up."""
+        """Copy the policy's weights if the critic is a model of its own: called once the policy is warmed up."""
         if self._is_separate:
             self._body.load_state_dict(self._policy.model.base_model.state_dict())
 
@@ -88,7 +87,7 @@ class Critic:
         """Fit measured trajectories; return the loss and how much of the returns' variance the values explained before.
 
         `critic/explained_variance` is 1 - var(G - V) / var(G): 1 is perfect, 0 a constant, below 0 worse than that;
-        0 where all G are equal but for rounding.
+        0 if all G are equal up to rounding.
         """
         returns = [self._returns(t) for t in trajectories]
         explained, num_trajectories = from_rank_zero(lambda: (_explained(trajectories, returns), len(trajectories)))
@@ -104,7 +103,7 @@ class Critic:
         return {"critic/loss": float(np.mean(losses)), "critic/explained_variance": explained}
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a checkpoint holds."""
+        """Return the state for a checkpoint."""
         return {
             "head": self._head.state_dict(),
             "body": self._body.state_dict() if self._is_separate else {},
@@ -139,7 +138,7 @@ class Critic:
         return values
 
     def _returns(self, trajectory: Trajectory) -> FloatArray:
-        """Return G_k of each of the K turns, and what follows the last one: (K + 1,)."""
+        """Return G_k of each of the K turns, and the value after the last one: (K + 1,)."""
         returns = [trajectory.signals["values"] if trajectory.truncated else 0.0]
         for turn in reversed(trajectory.turns):
             returns.append(turn.reward + self._gamma * returns[-1])
@@ -176,7 +175,7 @@ class Critic:
 
 
 def _targets(trajectory: Trajectory, returns: FloatArray) -> FloatArray:
-    """Return what values should be: of each turn's tokens, and of what follows them; of the last turn's tokens alone."""
+    """Return the targets of values: for each turn's tokens and the context after them; for the last turn its tokens alone."""
     lengths = [len(turn.action_ids) for turn in trajectory.turns]
     parts = [
         np.append(np.full(num, now), after) for num, now, after in zip(lengths, returns, returns[1:], strict=False)

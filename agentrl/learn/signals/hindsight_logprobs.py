@@ -1,4 +1,4 @@
-"""Log-probability of each action token under the policy itself, told beforehand how the episode will end."""
+"""Log-probability of each action token under the policy itself, given in advance the end of the episode."""
 
 from collections.abc import Sequence
 from itertools import pairwise
@@ -29,7 +29,7 @@ class HindsightLogprobs(Signal):
 def rows_in_hindsight(
     trajectory: Trajectory, renderer: Renderer, tools: Sequence[dict[str, Any]], *, view: HistoryConfig
 ) -> list[Row]:
-    """Return the rows as if the first message had said how the episode ends, and the answer where there is a known one.
+    """Return the rows as if the first message contained the end of the episode, and the answer if there is a known one.
 
     Every action stays as it was sampled, and so does what was added after it; each context that was restarted is rendered
     with the hint in it.
@@ -38,15 +38,15 @@ def rows_in_hindsight(
     hint = f"(In hindsight: the total reward was {trajectory.reward:.3g}.{answer})"
     first = trajectory.turns[0]
     dialogue = Dialogue.begin(_with_hint(first.observation, hint), tools, renderer, view=view)
-    told = [dialogue.turn(first.action_ids)]
+    turns = [dialogue.turn(first.action_ids)]
     for before, turn in pairwise(trajectory.turns):
         acted, replies = (before.action_ids, before.message), turn.observation
         if turn.extends:
             dialogue = dialogue.after_record(*acted, replies, turn.observation_ids)
         else:
             dialogue = dialogue.after(*acted, replies, renderer)
-        told.append(dialogue.turn(turn.action_ids))
-    return rows_of(told)
+        turns.append(dialogue.turn(turn.action_ids))
+    return rows_of(turns)
 
 
 def _with_hint(messages: Sequence[Message], hint: str) -> list[Message]:

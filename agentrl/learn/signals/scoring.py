@@ -26,7 +26,7 @@ Score = Callable[[MicroBatch], Tensor]
 def score_tokens(score: Score, tokens: TokenBatch, *, planner: Planner) -> list[FloatArray]:
     """Score the tokens of each trajectory, each in its own context: (T,) each.
 
-    The first process deals each its share of its tokens, and gets all scores; the others, which have no tokens, get none.
+    Rank 0 scatters its tokens over the ranks, and gets all scores; the others, which have no tokens, get none.
     """
     found_T, own = np.empty(len(tokens)), []
     for of_pass in scatter(lambda: planner.assign(tokens, num_processes=num_processes())):
@@ -39,7 +39,7 @@ def score_tokens(score: Score, tokens: TokenBatch, *, planner: Planner) -> list[
 
 
 def logprobs(context: SignalContext, tokens: TokenBatch, *, policy: Policy | None = None) -> list[FloatArray]:
-    """Return the log-probability of every token under a policy, the one in training where none is given."""
+    """Return the log-probability of every token under a policy, by default the one in training."""
     return _passed(context, tokens, policy=policy or context.policy, index=0)
 
 

@@ -1,4 +1,4 @@
-"""Everything that the credit scheme of a run reads, and nothing else."""
+"""The signals that a run's credit scheme reads, and no others."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -14,26 +14,26 @@ from agentrl.types import TrajectoryGroup, valid_trajectories
 
 
 class Signals:
-    """Measures trajectories before they are credited, and trains what they are measured by where that learns."""
+    """Measures trajectories before they are credited, and fits the signals that learn."""
 
     def __init__(self, context: SignalContext) -> None:
-        """Make what the scheme asks for.
+        """Make the signals that the scheme asks for.
 
         Raises:
-            ConfigError: for what a signal cannot be had from: no such judge, a policy in shards.
+            ConfigError: if a signal cannot be measured: no such judge, a sharded policy.
         """
         needs = context.scheme.requirements()
         self._signals = {need: make(context) for need, make in signal_classes().items() if need in needs}
 
     def begin(self) -> None:
-        """Start from the policy as it is: called once it is warmed up, and not where a run is resumed."""
+        """Start from the policy as it is: called once it is warmed up, and not if a run is resumed."""
         for signal in self._signals.values():
             signal.begin()
 
     def measure(self, groups: Sequence[TrajectoryGroup]) -> list[TrajectoryGroup]:
-        """Return the groups with what the scheme reads in the turns of every trajectory that did not fail.
+        """Return the groups with the signals in the turns of every trajectory that did not fail.
 
-        Of several processes the first has groups, and the others help it.
+        Rank 0 has the groups, and the others help it.
         """
         trajectories = valid_trajectories(groups)
         if from_rank_zero(lambda: bool(trajectories)):
@@ -46,7 +46,7 @@ class Signals:
         ]
 
     def fit(self, groups: Sequence[TrajectoryGroup]) -> dict[str, float]:
-        """Fit what `measure` returned; return metrics."""
+        """Fit the signals that learn to the groups of `measure`; return metrics."""
         metrics: dict[str, float] = {}
         trajectories = valid_trajectories(groups)
         if from_rank_zero(lambda: bool(trajectories)):
@@ -55,16 +55,16 @@ class Signals:
         return metrics
 
     def save(self, folder: Path) -> None:
-        """Write a file for each signal that learns; called on every process, and the first writes."""
+        """Write a file for each signal that learns; called on every rank, and rank 0 writes."""
         for need, signal in self._signals.items():
             if is_main() and (state := signal.state_dict()):
                 torch.save(state, folder / f"{need}.pt")
 
     def load(self, folder: Path, *, device: torch.device) -> None:
-        """Read what `save` wrote.
+        """Load the files of `save`.
 
         Raises:
-            ConfigError: where the run has trained no such signal.
+            ConfigError: if the run has trained no such signal.
         """
         for need, signal in self._signals.items():
             if not signal.state_dict():

@@ -20,7 +20,7 @@ from agentrl.types import Trajectory
 
 
 class TurnScores(Signal):
-    """What the callable that `signals.judge` names returns; each process asks it about a share of the trajectories."""
+    """Scores by the callable that `signals.judge` names; each rank calls it for a share of the trajectories."""
 
     sample: ClassVar = Sample(start=0.0, step=0.25, by_trajectory=1, by_turn=3, period=5, in_rewards=True)
     is_per_token: ClassVar = False
@@ -61,7 +61,7 @@ def load_judge(name: str) -> Callable[[Trajectory], Sequence[float]]:
     """Import `module:function`.
 
     Raises:
-        ConfigError: where there is no such callable.
+        ConfigError: if there is no such callable.
     """
     judge = import_attribute(name, field="signals.judge", kind="function")
     if not callable(judge):
@@ -122,7 +122,7 @@ async def score_turns(
 def _asked(
     judge: Callable[[Trajectory], Sequence[float]], trajectory: Trajectory, timeout_s: float
 ) -> tuple[list[float] | None, str]:
-    """Return the scores of a judge, who gets a copy, and what he returned in a line. None: they are no scores.
+    """Call the judge with a copy; return its scores, and what it returned in a line. None: they are no scores.
 
     A coroutine is run.
     """

@@ -1,6 +1,6 @@
 """A critic's value of the context before each action token, in units of reward.
 
-`Trajectory.signals` holds that of the context after the last one: what a truncated trajectory had still ahead of it.
+`Trajectory.signals` holds the value of the context after the last one: the expected rest of a truncated trajectory.
 """
 
 from typing import Any, ClassVar
@@ -22,7 +22,7 @@ class Values(Signal):
         """Make the critic, with the discount of the scheme that reads it.
 
         Raises:
-            ConfigError: where no process will hold the whole policy.
+            ConfigError: if no rank will hold the whole policy.
         """
         from agentrl.learn.signals.critic import Critic
 
@@ -40,7 +40,7 @@ class Values(Signal):
         )
 
     def begin(self) -> None:
-        """Take over the warmed-up policy's weights where the critic is a model of its own."""
+        """Copy the warmed-up policy's weights if the critic is a model of its own."""
         self.critic.begin()
 
     def measure(self, trajectories: list[Trajectory]) -> list[Trajectory]:
@@ -48,7 +48,7 @@ class Values(Signal):
         return self.critic.measure(trajectories)
 
     def fit(self, trajectories: list[Trajectory]) -> dict[str, float]:
-        """Fit the critic to what followed; return its metrics."""
+        """Fit the critic to the returns; return its metrics."""
         return self.critic.fit(trajectories)
 
     def state_dict(self) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""How rows of tokens are laid out for one pass through a model: as a token tree, behind one another, or padded.
+"""Layout of rows of tokens for one pass through a model: as a token tree, packed, or padded.
 
 `B` rows of a pass, `L` positions of a row, `P = B * L` slots of a pass (of a tree, its tokens), `D` hidden size, `Q` slots
 that are asked for, `R` rows before they are laid out, `T` tokens that are read, `V` vocabulary.
@@ -33,7 +33,7 @@ _HEAD_ROW, _LARGEST_HEAD_GAP = 16, 1e-3
 _LARGEST_GAP = 1e-4
 """Between a layout and separate rows, in nats and relative to the gradient, in float32: more is no rounding."""
 _LARGEST_NOISE = 2.0
-"""Of a layout in bfloat16, in units of what separate rows in bfloat16 differ from float32."""
+"""Largest noise of a layout in bfloat16, relative to the difference of separate rows in bfloat16 from float32."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -44,9 +44,9 @@ class Inputs:
     positions_BL: Tensor | None = None
     """Position of each token within its row. None: that of its column."""
     tree: TreeLayout | None = None
-    """Which token sees which. None: the tokens before it in its row."""
+    """Tokens that each token sees. None: those before it in its row."""
     paths: Sequence[IntArray] = ()
-    """Slots of each row's tokens, where rows share slots or stand behind one another."""
+    """Slots of each row's tokens, if rows share slots or are packed."""
 
 
 Index = Callable[[IntArray, IntArray], IntArray]
@@ -54,7 +54,7 @@ Index = Callable[[IntArray, IntArray], IntArray]
 
 
 def lay_out(rows: Sequence[IntArray], layout: Layout, *, device: torch.device | str = "cpu") -> tuple[Inputs, Index]:
-    """Return the inputs of a pass over rows of token ids, and where each of their tokens is in it."""
+    """Return the inputs of a pass over rows of token ids, and a function to the slots of their tokens."""
     if layout == "tree":
         tree = plan_tree(rows)
         ids_1P, depth_1P = (torch.from_numpy(column_P).to(device)[None] for column_P in (tree.ids_P, tree.depth_P))
@@ -141,16 +141,16 @@ def attending(model: Any, layout: Layout) -> AbstractContextManager[None]:
 def choose_layout(
     model: Any, wanted: Literal["auto"] | Layout, *, max_tokens: int = 8192, half: bool = False
 ) -> tuple[Layout, str | None]:
-    """Return the layout that a model runs on, and a message where `auto` had to pass over a better one.
+    """Return the layout that a model runs on, and a message if `auto` had to pass over a better one.
 
     Args:
-        model: with its weights, where it is going to run.
+        model: model with its weights, on the device on which it runs.
         wanted: by the recipe.
         max_tokens: the longest row there is going to be.
         half: it is going to be trained under autocast to bfloat16, whose kernels are others.
 
     Raises:
-        ConfigError: where the layout that is wanted is not exact for the model.
+        ConfigError: if the wanted layout is not exact for the model.
     """
     if wanted == "padded":
         return wanted, None
@@ -178,7 +178,7 @@ def choose_layout(
 
 
 def check_head(model: Any) -> None:
-    """Check that a model's logits are what its head makes of its hidden states, as the trainer and the engine compute them.
+    """Check that a model's logits follow from its hidden states by its head, as the trainer and the engine compute them.
 
     Raises:
         ConfigError: for a model that computes something in between.
@@ -209,11 +209,11 @@ def check_head(model: Any) -> None:
 
 
 def probe_layout(model: Any, layout: Layout, *, max_tokens: int = 8192) -> tuple[float, str]:
-    """Return by how much a layout differs from the same rows run one by one, and in what.
+    """Return the largest difference of a layout from the same rows run one by one, and its quantity.
 
     Random rows, of which some branch and some are short, without dropout and autocast: the largest difference of their
     log-probabilities, and that of the gradient of all small weights over its largest entry, whichever is more. The rows
-    are longer than the sliding window of the configuration where that cuts rows of at most `max_tokens` tokens. In
+    are longer than the sliding window of the configuration if that cuts rows of at most `max_tokens` tokens. In
     float32 up to 1e-4 is rounding; weights of half precision add their own. Infinite for models that cannot run on the
     layout or give NaN.
     """
@@ -228,7 +228,7 @@ def probe_layout(model: Any, layout: Layout, *, max_tokens: int = 8192) -> tuple
 
 
 def probe_noise(model: Any, layout: Layout, *, max_tokens: int = 8192) -> tuple[float, str]:
-    """Return how far a layout under autocast to bfloat16 is from float32, and in what; rows one by one so are 1.
+    """Return the noise of a layout under autocast to bfloat16, and its quantity; 1 is that of rows one by one.
 
     The rows of `probe_layout`; the median over tokens of the difference of log-probabilities, and that over entries of the
     gradient, whichever is more. Infinite for models that cannot run so or give NaN.
@@ -263,7 +263,7 @@ def _probes(model: Any, *hows: tuple[Layout | None, bool], max_tokens: int) -> l
 
 
 def _probe(model: Any, rows: list[IntArray], layout: Layout | None, device: torch.device) -> list[Tensor]:
-    """Return the log-probabilities of rows, and gradients where there are some; layout None: one by one."""
+    """Return the log-probabilities of rows, and gradients if there are any; layout None: one by one."""
     head, behind = model.get_output_embeddings(), logit_map(model.config)
     passes = [rows] if layout is not None else [[row] for row in rows]
     logprobs = []
@@ -288,7 +288,7 @@ def _probe(model: Any, rows: list[IntArray], layout: Layout | None, device: torc
 def _probe_rows(config: Any, max_tokens: int, *, seed: int, least: int = _SHORT_ROW) -> list[IntArray]:
     """Return three rows, of which one leaves the others after a third, these part after two thirds, and two short ones.
 
-    The first has `least` tokens, and more where a sliding window cuts longer ones alone.
+    The first has `least` tokens, and more if a sliding window cuts longer ones only.
     """
     window = getattr(config, "sliding_window", None) or 0
     length = least if window >= max_tokens else max(least, window + 24)

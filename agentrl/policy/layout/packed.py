@@ -1,4 +1,4 @@
-"""Transformers models attend within packed rows one by one: no mask has the pairs of a whole pass.
+"""Attention of transformers models within packed rows, row by row: no mask has the pairs of a whole pass.
 
 `B` lines of a pass, `L` slots of a line, `P = B * L` slots of a pass, `R` rows of similar length, `W` tokens of the longest
 of them, `H` heads (of queries, or of keys and values), `D` head size.
@@ -25,12 +25,12 @@ _NAME = "agentrl_packed"
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PackedRows:
-    """Where the rows of a packed pass are in it, as tensors on its device."""
+    """Positions of the rows in a packed pass, as tensors on its device."""
 
     slots: Sequence[Tensor]
     """Slot of each token of each row, (R, W) for rows of similar length; shorter rows repeat their last."""
     read_BL: Tensor
-    """Where in all of `slots`, one behind the other, each slot of the pass is; 0 for padding."""
+    """Index of each slot of the pass in the concatenated `slots`; 0 for padding."""
 
     @classmethod
     def from_paths(cls, paths: Sequence[IntArray], ids_BL: Tensor) -> "PackedRows":
@@ -47,7 +47,7 @@ class PackedRows:
 
 
 def attends_by_rows(model: Any) -> bool:
-    """Tell whether a model's attention is torch's scaled dot product, by an interface through which rows reach it."""
+    """Return whether a model's attention is torch's scaled dot product, through an interface that can pass rows to it."""
     attention = model.config.get_text_config()._attn_implementation
     return attention in ("sdpa", _NAME) and bool(model._can_set_attn_implementation())
 
@@ -74,7 +74,7 @@ def _by_length(paths: Sequence[IntArray]) -> list[list[IntArray]]:
 
 
 def _mask_of_a_row(**kwargs: Any) -> Tensor | None:
-    """Return what transformers masks in a row as long as a line: nothing beyond causality, or (1, 1, L, L)."""
+    """Return transformers' mask of a row as long as a line: None if it is causal only, or (1, 1, L, L)."""
     return sdpa_mask(**kwargs | {"batch_size": 1, "attention_mask": None})
 
 

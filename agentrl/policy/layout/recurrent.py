@@ -1,4 +1,4 @@
-"""The recurrent parts of hybrid models see rows one by one, however the rows of a pass are laid out.
+"""Recurrent parts of hybrid models, which compute rows one by one in every layout of a pass.
 
 `B` lines of a pass, `L` slots of a line, `P = B * L` slots of a pass, `R` rows, `W` tokens of the longest row or of a trunk,
 `D` hidden size, `N` slots that recurrent parts compute.
@@ -21,20 +21,20 @@ from agentrl.errors import TrainingError
 from agentrl.policy.layout.tree import IntArray, common_prefix
 
 RECURRENT = frozenset({"linear_attention", "conv", "hybrid", "hybrid_sliding"})
-"""What transformers calls layers with a recurrent part."""
+"""Names in transformers of layers with a recurrent part."""
 _HOOKED = "_agentrl_sees_rows"
 _ROWS = "agentrl_rows"
-"""The argument of a pass that holds its rows, and where a layer keeps them as it runs."""
+"""Argument of a pass that holds its rows, and attribute in which a layer keeps them as it runs."""
 _TRUNKS = "agentrl_trunks"
-"""Where a mixer keeps what it computed of trunks as it runs."""
+"""Attribute in which a mixer keeps the states of trunks as it runs."""
 
 
 _LEAST_SAVED = 64
-"""Tokens that a trunk must save: about what a call of its own costs, for kernels take whole chunks."""
+"""Tokens that a trunk must save: about the cost of a call of its own, for kernels take whole chunks."""
 
 
 class Trunk(NamedTuple):
-    """What rows share, or what is left of one: slots that are computed after one another."""
+    """Consecutively computed slots: a prefix that rows share, or the rest of one row."""
 
     path_W: IntArray
     parent: int
@@ -42,11 +42,11 @@ class Trunk(NamedTuple):
 
 
 def fork(paths: Sequence[IntArray], *, continues: bool) -> tuple[list[Trunk], list[Trunk]]:
-    """Return what rows share and is worth to be computed once, parents first, and what is left of each row.
+    """Return the shared prefixes that are worth computing once, parents first, and the rest of each row.
 
     Args:
         paths: slots of the tokens of each row. Rows that another begins with are left out.
-        continues: what mixes tokens goes on from a state. False: each row is whole.
+        continues: whether recurrent parts can continue from a state. False: each row is whole.
     """
     paths = sorted(_longest(paths), key=lambda path: int(path[-1]))  # a tree's slots are in depth-first order
     shared_R = [0, *(common_prefix(*pair) for pair in pairwise(paths))]
@@ -68,23 +68,23 @@ def fork(paths: Sequence[IntArray], *, continues: bool) -> tuple[list[Trunk], li
 
 
 def num_computed(paths: Sequence[IntArray], *, continues: bool) -> int:
-    """Return how many slots recurrent parts compute of rows: those of trunks, and what is left of rows padded."""
+    """Return the number of slots that recurrent parts compute: those of trunks, and the padded rests of rows."""
     trunks, rows = fork(paths, continues=continues)
     return sum(len(trunk.path_W) for trunk in trunks) + len(rows) * max((len(row.path_W) for row in rows), default=0)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Rows:
-    """Where the rows of a pass are in it, as tensors on its device."""
+    """Positions of the rows in a pass, as tensors on its device."""
 
     trunks: list[tuple[Tensor, int]]
-    """Slots of what rows share, (W,) each, and the trunk that it continues; -1: none."""
+    """Slots of each trunk, (W,), and the trunk that it continues; -1: none."""
     slot_RW: Tensor
-    """Slot of each token of what is left of each row; shorter ones end in slots of no meaning."""
+    """Slot of each token in the rest of each row; shorter rests end in arbitrary slots."""
     parent_R: Tensor
     """The trunk that each continues; the one after the last: none."""
     read_BL: Tensor
-    """Which of the N computed slots has the value of each slot: all trunks, then `R * W`."""
+    """Index of each slot's value among the N computed slots: all trunks, then `R * W`."""
 
     @classmethod
     def from_paths(cls, paths: Sequence[IntArray], ids_BL: Tensor, *, continues: bool) -> "Rows":
@@ -111,7 +111,7 @@ class Rows:
 
 
 class _State:
-    """Where a recurrent part begins, and where it ended: transformers' cache of one layer, which writes nothing in place."""
+    """State before and after a recurrent part: transformers' cache of one layer, which writes nothing in place."""
 
     record_past = True
     """Asked before a single token is put in place."""
@@ -124,7 +124,7 @@ class _State:
 
     @classmethod
     def branched(cls, trunks: Sequence["_State"], parent_R: Tensor) -> "_State":
-        """Return where rows begin that continue trunks; the one after the last is none, which is a state of zeros."""
+        """Return the initial states of rows that continue trunks; that after the last trunk is a state of zeros."""
         ends = zip(*(trunk.end for trunk in trunks), strict=True)
         return cls(*(torch.cat([*of_all, torch.zeros_like(of_all[0])])[parent_R] for of_all in ends))
 
@@ -134,11 +134,11 @@ class _State:
         return defaultdict(lambda: self)
 
     def has_previous_state(self, *_: Any, **__: Any) -> bool:
-        """Tell whether it continues something."""
+        """Return whether there is an earlier state."""
         return self.conv_states[0] is not None
 
     def update_conv_state(self, conv_states: Tensor, *_: Any, conv_kernel_size: int, **__: Any) -> Tensor:
-        """Note the last inputs, and return all with those before."""
+        """Keep the last inputs, and return all with those before."""
         before = self.conv_states[0]
         full = conv_states if before is None else torch.cat([before, conv_states], dim=-1)
         self.end = [nn.functional.pad(full, (conv_kernel_size, 0))[..., -conv_kernel_size:]]
@@ -151,7 +151,7 @@ class _State:
 
 
 def mixers_of(model: Any) -> list[tuple[nn.Module, nn.Module]]:
-    """Return the recurrent parts that text goes through, each after its layer: what has a convolution over tokens.
+    """Return the recurrent parts that text goes through, each named after its layer: modules with a convolution over tokens.
 
     So have Mamba, gated delta nets and short convolutions in transformers; attention and feed-forward parts have none. One that
     needs more than hidden states (RecurrentGemma's, which reads positions) is not among them: it could not be given rows.
@@ -173,9 +173,9 @@ def _is_needed(parameter: Parameter) -> bool:
 
 
 def can_continue(model: Any) -> bool:
-    """Tell whether all recurrent parts of a model go on from a state with more than a token, which not all kernels do.
+    """Return whether all recurrent parts of a model continue a state with more than a token, which not all kernels do.
 
-    They are told by their code: one that keeps a state hands its kernel the one that it begins with.
+    Their code shows it: a part that keeps a state passes the initial state to its kernel.
     """
     return all(_can_continue(type(mixer).forward) for _, mixer in mixers_of(model))
 
@@ -197,7 +197,7 @@ def _cache_argument(forward: Callable[..., Any]) -> str | None:
 
 
 def see_rows(model: Any) -> bool:
-    """Let the recurrent parts of a model see the rows that a pass is given as `agentrl_rows`; without, what they always do.
+    """Let the recurrent parts of a model see the rows that a pass is given as `agentrl_rows`; without it they work as always.
 
         out[slot] = mixer(hidden[slots of a row that holds the slot])[position in it]
 

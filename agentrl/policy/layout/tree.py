@@ -35,7 +35,7 @@ class TokenTree:
     parent_S: IntArray
     """Segment that each segment continues; -1 for roots."""
     row_start_R: IntArray
-    """Where each row begins in `token_W`; one more entry at the end."""
+    """Start of each row in `token_W`; one more entry at the end."""
     token_W: IntArray
     """Token of the tree behind each token of the rows, row by row."""
 
@@ -113,7 +113,7 @@ def plan_tree(rows: Sequence[IntArray]) -> TokenTree:
 
 
 def _segments(shared: list[int], length: list[int], offset: list[int]) -> tuple[IntArray, IntArray]:
-    """Return where segments start and where their subtrees stop, from the last row to the first.
+    """Return the starts of segments and the stops of their subtrees, from the last row to the first.
 
     The stack holds the later rows, nearest on top, that share no more with the row before them than all rows in between:
     (common prefix, first token added). What a row shares with the row before it ends the subtrees of all deeper tokens.
@@ -148,7 +148,7 @@ def _parents(start: list[int], subtree_stop: list[int]) -> IntArray:
 
 
 def common_prefix(left: IntArray, right: IntArray) -> int:
-    """Return how many entries two sequences begin with alike."""
+    """Return the length of the common prefix of two sequences."""
     both = min(len(left), len(right))
     differs = left[:both] != right[:both]
     return int(differs.argmax()) if differs.any() else both

@@ -1,11 +1,7 @@
-"""Attention of each token of a tree to itself and its ancestors.
+"""Attention of each token of a tree to itself and its ancestors, and its use in transformers models.
 
 `P` tokens of the tree, `H` query heads, `Y` key-value heads, `A = H / Y` query heads that share one,
 `D` head size of queries and keys, `E` of values; `Q` queries and `L` keys of one block, `S` segments of the tree.
-
-Transformers models attend along a tree of tokens.
-
-`P` tokens of the tree, `H` query heads, `Y` key-value heads, `D` head size.
 """
 
 from collections.abc import Iterator, Mapping
@@ -28,7 +24,7 @@ from agentrl.policy.layout.tree import TokenTree
 
 
 class TreeLayout:
-    """What attention needs to know of a tree, on one device: made once for a forward pass, used by all its layers.
+    """Structure of a tree for attention, on one device: made once for a forward pass, used by all its layers.
 
     Neighbouring subtrees of up to `max_masked` tokens in all are one block under a mask: the calls saved cost more than
     the pairs wasted.
@@ -62,7 +58,7 @@ class TreeLayout:
         return self._blocks[window]
 
     def flex_mask(self, window: int | None) -> Any:
-        """Return the block mask for FlexAttention, from what its blocks of keys have in common: no pair is looked at."""
+        """Return the block mask for FlexAttention, from the common parts of its blocks of keys, without all pairs."""
         from torch.nn.attention.flex_attention import BlockMask
 
         def visible(_batch: Tensor, _head: Tensor, query: Tensor, key: Tensor) -> Tensor:
@@ -98,7 +94,7 @@ class TreeLayout:
 
 
 FLEX_KERNEL: Mapping[str, Any] = {"BACKEND": "TRITON"}
-"""Of FlexAttention: by itself torch takes another for less than 128 queries, which fails for some numbers of heads."""
+"""Kernel of FlexAttention: torch's default for less than 128 queries fails for some numbers of heads."""
 _FLEX_BLOCK = 128
 """Queries and keys of one block of FlexAttention."""
 _LARGE_HEAD = 128
@@ -131,7 +127,7 @@ def tree_attention(
 
         out_i = sum_j softmax_j(scale query_i . key_j) value_j,    j <= i < subtree_stop_j,  depth_i - depth_j < window
 
-    The softmax has one more entry, of no value, where heads have a sink (gpt-oss): its score is the head's own.
+    The softmax has one more entry, of no value, if heads have a sink (gpt-oss): its score is the head's own.
 
     On a CPU: causal flash attention within each segment and dense flash attention of its descendants to it, merged by
     their log-sum-exps l,
@@ -177,7 +173,7 @@ class _Block:
 
 
 def _plan_blocks(tree: TokenTree, window: int | None, max_masked: int) -> Iterator[_Block]:
-    """Yield blocks: small subtrees under a mask, else each link on itself and what descends from it on it."""
+    """Yield blocks: small subtrees under a mask, else each link on itself and its descendants on it."""
     done = 0
     links = _links(tree, window)
     for number, (start, stop, subtree_stop) in enumerate(links):
@@ -196,7 +192,7 @@ def _plan_blocks(tree: TokenTree, window: int | None, max_masked: int) -> Iterat
 
 
 def _small_subtrees_stop(links: list[tuple[int, int, int]], number: int, max_masked: int) -> int:
-    """Return where the longest run of whole subtrees from a link on stops that is small in all, or where it starts."""
+    """Return the stop of the longest run of whole subtrees from a link on that is small in all, or the link itself."""
     start = stop = links[number][0]
     for first, _, subtree_stop in islice(links, number, None):
         if first == stop:
@@ -207,7 +203,7 @@ def _small_subtrees_stop(links: list[tuple[int, int, int]], number: int, max_mas
 
 
 def _links(tree: TokenTree, window: int | None) -> list[tuple[int, int, int]]:
-    """Return (start, stop, subtree stop) of each segment, or of its parts where the window would cut it."""
+    """Return (start, stop, subtree stop) of each segment, or of its parts if the window would cut it."""
     segments = zip(tree.start_S.tolist(), tree.stop_S.tolist(), tree.subtree_stop_S.tolist(), strict=True)
     return [
         (part, min(part + (window or stop), stop), subtree_stop)
@@ -312,7 +308,7 @@ def _zeros_PHD(like_HPD: Tensor, dtype: torch.dtype) -> Tensor:  # noqa: N802
 
 
 def _additive_mask(block: _Block, layout: TreeLayout, window: int | None, dtype: torch.dtype) -> Tensor | None:
-    """Return 0 where a query sees a key and -inf where not; in the dtype of the queries, which the kernel relies on."""
+    """Return the mask: 0 for visible keys, else -inf; in the dtype of the queries, which the kernel relies on."""
     if not block.masked:
         return None
     visible_QL = layout.visible(block.queries, block.keys, window)
@@ -354,7 +350,7 @@ def _flex_attention(
 def _compiled_flex_attention(*kind: Any) -> Any:
     """Return FlexAttention compiled for one kind of layer and pass.
 
-    `fullgraph` fails where torch would fall back to attention that holds every pair, as it would after eight compilations of
+    `fullgraph` fails if torch would fall back to attention that holds every pair, as it would after eight compilations of
     one function's code. So each kind has code of its own. That is compiled four times at most: for the first mask, for masks
     of any number of blocks, of one block, and for one token.
     """
@@ -419,7 +415,7 @@ def attention_set(model: Any, name: str) -> Iterator[None]:
 
 
 def why_not(model: Any) -> str | None:
-    """Return why a model cannot run on a tree, as far as can be told without running it, or None."""
+    """Return the reason for which a model cannot run on a tree, as far as is known without running it, or None."""
     config = model.config.get_text_config()
     name = type(model).__name__
     if not model._can_set_attn_implementation():
@@ -437,7 +433,7 @@ def why_not(model: Any) -> str | None:
 
 
 def no_mask(*args: Any, **kwargs: Any) -> None:
-    """Return no mask: the tree says which token sees which."""
+    """Return no mask: the tree determines the visible tokens."""
 
 
 def _attend(
