@@ -35,12 +35,13 @@ import torch
 from pydantic import TypeAdapter
 
 from agentrl import assign_credit, load_credit
-from agentrl.learn.batch import LossColumns, aggregation_weights, unit_index
+from agentrl.learn.batch import LossColumns
 from agentrl.learn.calibration import Calibration
 from agentrl.learn.config import LossConfig
 from agentrl.learn.loss import policy_loss
 from agentrl.learn.micro_batch_loss import trust_region
 from agentrl.learn.plan import draw_minibatches
+from agentrl.learn.tokens import aggregation_weights, unit_index
 from agentrl.report.advise import Shown, Task, show
 from benchmarks.result_lines import append_line, read_lines
 from tests.support.tabular import BASE, SCHEMES, Array, Cell, Ints, Row

@@ -44,10 +44,10 @@ from transformers import PrinterCallback, Qwen3Config, Qwen3ForCausalLM, Trainer
 
 from agentrl.chat import train_tokenizer
 from agentrl.credit import Credit
-from agentrl.learn.batch import rows_of
 from agentrl.learn.config import LossConfig, TrainConfig
 from agentrl.learn.learner import CreditedMinibatch, Learner, TrainingPass
 from agentrl.learn.policy_state import PolicyState
+from agentrl.learn.tokens import rows_of
 from agentrl.policy.layout import choose_layout
 from agentrl.policy.layout.tree import plan_tree
 from agentrl.policy.model import Policy

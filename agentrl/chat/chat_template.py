@@ -98,7 +98,10 @@ class ChatTemplate:
         date: dt.date,
         name: str,
     ) -> None:
-        self._tokenizer, self._encoder, self._template, self.name = tokenizer, encoder, template, name
+        self._tokenizer = tokenizer
+        self._encoder = encoder
+        self._template = template
+        self.name = name
         clock = dt.datetime.combine(date, dt.time())
         self._variables = {**variables, "strftime_now": clock.strftime}  # in place of the clock that transformers gives
         self.shape = self._find_shape()
@@ -290,7 +293,9 @@ class Turns:
     """
 
     def __init__(self, template: ChatTemplate, encode: Encoder, *, name: str) -> None:
-        self._template, self._encode, self._name = template, encode, name
+        self._template = template
+        self._encode = encode
+        self._name = name
         self._control = {i: text for text, i in encode.control_tokens.items()}
         self.first = template.render([USER], prompt=True)
         """A first context."""

@@ -68,7 +68,9 @@ class TemplateRenderer:
             name: of the model, for error messages.
             encode: what is made of the tokenizer for this template, where it is there already: it takes seconds.
         """
-        self._tokenizer, self._name, self._system = tokenizer, name, config.system
+        self._tokenizer = tokenizer
+        self._name = name
+        self._system = config.system
         self._size = len(tokenizer)
         text = template_text(tokenizer, config, name)
         self._encode = encode or Encoder(tokenizer, spelled=text)

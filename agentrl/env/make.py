@@ -32,7 +32,9 @@ from agentrl.types import Amount, Message, Need, NumTasks, Split, TaskHashes
 
 Env = gym.Env[tuple[Message, ...], str | Message]
 
-_FIELD, _OPTIONS, _WRAPPERS = "env.id", "env.options", "env.wrappers"
+_FIELD = "env.id"
+_OPTIONS = "env.options"
+_WRAPPERS = "env.wrappers"
 _GYMNASIUM_ID = re.compile(r"/|-v\d+\Z")
 
 

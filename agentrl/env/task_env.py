@@ -104,7 +104,9 @@ class TaskEnv(ToolEnv):
         elif not 0 <= index < len(rows):
             raise EnvironmentFailure(f"the table has no longer a task {index}: its {self._split} split has {len(rows)}")
         self.task_index, self.task = index, copy.deepcopy(rows[index])
-        self.num_answers, self._said, self._graded = 0, [], {}
+        self.num_answers = 0
+        self._said = []
+        self._graded = {}
         return self.opening()
 
     def opening(self) -> str | Sequence[Message]:

@@ -275,7 +275,9 @@ class ToolEnv(MessageEnv):
     ) -> tuple[tuple[Message, ...], dict[str, Any]]:
         """Begin a task; the same seed begins the same one."""
         super().reset(seed=seed)
-        self._components, self._info, self._is_over = {}, {}, False
+        self._components = {}
+        self._info = {}
+        self._is_over = False
         self.take_logged()
         return self._messages_of(self.start(dict(options or {})), "start()"), {}
 

@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 from agentrl.errors import ConfigError
-from agentrl.learn.batch import Aggregation, RatioUnit
+from agentrl.learn.tokens import Aggregation, RatioUnit
 from agentrl.policy.config import Layout
 from agentrl.recipe.plugin import MayChange
 from agentrl.recipe.registry import suggest

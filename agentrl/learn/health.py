@@ -6,7 +6,7 @@ from math import sqrt
 from statistics import fmean
 from typing import Literal, get_args
 
-from agentrl.learn.batch import rows_of
+from agentrl.learn.tokens import rows_of
 from agentrl.rollout import RolloutConfig
 from agentrl.rollout.demonstrations import Demonstration
 

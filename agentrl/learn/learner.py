@@ -28,7 +28,7 @@ from torch.distributed.tensor import DTensor
 from agentrl.credit import Credit
 from agentrl.distributed.processes import all_gather, from_rank_zero, num_processes, scatter
 from agentrl.errors import ConfigError, TrainingError
-from agentrl.learn.batch import LossColumns, TokenBatch, make_batch
+from agentrl.learn.batch import LossColumns, make_batch
 from agentrl.learn.calibration import ClipStats, ClipTarget, clip_stats, merge_clip_stats, range_metrics
 from agentrl.learn.config import LossConfig, TrainConfig
 from agentrl.learn.line_search import KeptVersions, KLLineSearch
@@ -44,6 +44,7 @@ from agentrl.learn.metrics import (
 from agentrl.learn.micro_batch_loss import AnchorState, StaleTokens, micro_batch_loss, trust_region
 from agentrl.learn.plan import MicroBatch, PassTokens, Planner, draw_minibatches
 from agentrl.learn.policy_state import PolicyState
+from agentrl.learn.tokens import TokenBatch
 from agentrl.models.moe import UNKNOWN, changed_share, experts_of, recording, replaying, routers_of
 from agentrl.policy.layout import attending, lay_out
 from agentrl.rollout import derive_seed

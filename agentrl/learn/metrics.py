@@ -145,14 +145,16 @@ class MinibatchStats:
 
 
 def _of_pass(part: Mapping[str, Array]) -> MinibatchStats:
-    index_T, ratio_U, log_ratio_T = part["unit_T"].astype(np.int64), part["ratio_U"], part["log_ratio_T"]
-    engine_T, version_T, trajectory_T = (
-        part["engine_difference_T"],
-        part["version_T"].astype(np.int64),
-        part["trajectory_T"].astype(np.int64),
-    )
+    index_T = part["unit_T"].astype(np.int64)
+    ratio_U = part["ratio_U"]
+    log_ratio_T = part["log_ratio_T"]
+    engine_T = part["engine_difference_T"]
+    version_T = part["version_T"].astype(np.int64)
+    trajectory_T = part["trajectory_T"].astype(np.int64)
     moved_T = part["moved_T"][~np.isnan(part["moved_T"])]  # those whose log-probability before the step is known
-    clipped_T, is_up_T, is_down_T = part["clipped_T"], part["advantage_T"] > 0, part["advantage_T"] < 0
+    clipped_T = part["clipped_T"]
+    is_up_T = part["advantage_T"] > 0
+    is_down_T = part["advantage_T"] < 0
     clipped_U, has_up_U, has_down_U = (
         np.bincount(index_T, weights=what_T) > 0 for what_T in (clipped_T, is_up_T, is_down_T)
     )

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from agentrl.errors import UserError
-from agentrl.learn.batch import EngineExperts, Int32Array, TokenBatch
+from agentrl.learn.tokens import EngineExperts, Int32Array, TokenBatch
 from agentrl.models.moe import UNKNOWN, Experts
 from agentrl.policy.config import Layout
 from agentrl.policy.layout import Index, Inputs, lay_out, pack

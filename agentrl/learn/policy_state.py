@@ -12,8 +12,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from agentrl.data.files import read_json, write_whole
+from agentrl.distributed.checkpoints import RandomState
 from agentrl.distributed.processes import broadcast, is_main, num_processes, process_index
-from agentrl.distributed.random_state import RandomState
 from agentrl.distributed.sharding import load_full, load_shards, save_full, save_shards, shard
 from agentrl.errors import ConfigError
 from agentrl.learn.calibration import Calibration
@@ -31,7 +31,9 @@ from agentrl.policy.lora import (
 from agentrl.policy.model import Policy
 from agentrl.policy.sharded_checkpoint import materialize
 
-_WEIGHTS, _SHARDS, _OPTIMIZER = "model.safetensors", "shards", "optimizer.pt"
+_WEIGHTS = "model.safetensors"
+_SHARDS = "shards"
+_OPTIMIZER = "optimizer.pt"
 
 
 class _SavedState(BaseModel):

@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from agentrl.learn.batch import TokenBatch, rows_of
 from agentrl.learn.config import WarmupConfig
 from agentrl.learn.plan import Planner
+from agentrl.learn.tokens import TokenBatch, rows_of
 from agentrl.policy.layout import attending
 from agentrl.policy.model import Policy
 from agentrl.rollout import derive_seed

@@ -93,7 +93,9 @@ class _FusedLogprobs(torch.autograd.Function):
         tiles = _Tiles(hidden_TD, weight_VD, bias_V, divisor, cap, chunk_elements)
         scratch = torch.empty_like(tiles.buffer)
         for rows in tiles.row_slices():
-            maxima, sums, moments = [], [], []
+            maxima = []
+            sums = []
+            moments = []
             for columns in tiles.column_slices():
                 logits_RC = tiles.logits(rows, columns)
                 index_R, inside_R = _local_targets(targets_T[rows], columns)
@@ -119,7 +121,9 @@ class _FusedLogprobs(torch.autograd.Function):
         kept_TV = tiles.tile(slice(0, num_tokens), slice(0, len(weight_VD))) if keep else None
         normalizer_T = sum_R.log() if keep else logsumexp_T
         ctx.save_for_backward(hidden_TD, weight_VD, bias_V, targets_T, normalizer_T, kept_TV)
-        ctx.divisor, ctx.cap, ctx.chunk_elements = divisor, cap, chunk_elements
+        ctx.divisor = divisor
+        ctx.cap = cap
+        ctx.chunk_elements = chunk_elements
         ctx.mark_non_differentiable(entropy_T)
         ctx.set_materialize_grads(False)
         return target_logit_T - logsumexp_T, entropy_T
@@ -180,7 +184,11 @@ class _Tiles:
         cap: float | None,
         chunk_elements: int,
     ) -> None:
-        self.hidden_TD, self.weight_VD, self.bias_V, self.divisor, self.cap = hidden_TD, weight_VD, bias_V, divisor, cap
+        self.hidden_TD = hidden_TD
+        self.weight_VD = weight_VD
+        self.bias_V = bias_V
+        self.divisor = divisor
+        self.cap = cap
         num_rows, num_columns = len(hidden_TD), len(weight_VD)
         # Whole rows if the vocabulary is small; else near-square tiles, which read the weight least often.
         self.rows = max(1, min(num_rows, max(chunk_elements // num_columns, isqrt(chunk_elements))))

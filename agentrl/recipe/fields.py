@@ -111,7 +111,9 @@ def model_schema(cls: type[BaseModel]) -> Schema:
 def arguments_schema(function: Callable[..., Any], *, without: str | None = None) -> Schema:
     """Return the schema of the keyword arguments of a function or a constructor; all but `without`."""
     sentences, hints = argument_docstrings(function), _hints(function)
-    fields, required, is_open = {}, [], False
+    fields = {}
+    required = []
+    is_open = False
     for name, parameter in inspect.signature(function).parameters.items():
         if parameter.kind is parameter.VAR_KEYWORD:
             is_open = True

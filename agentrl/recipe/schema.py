@@ -33,7 +33,9 @@ def recipe_schema(sections: Sequence[Section]) -> Schema:
 
 def _by_name(key: str, plugins: Iterable[Section], definitions: Schema) -> Schema:
     """Return the schema of a section that names a plug-in under `key`."""
-    names, rules, naming = [], [], {}
+    names = []
+    rules = []
+    naming = {}
     for section in plugins:
         names.append(section.plugin)
         fields = dict(section.schema["properties"])

@@ -91,7 +91,9 @@ def _number(advantages: Sequence[float], keep: Sequence[bool], scale: float) -> 
     """Return the turn's advantage, with its range where tokens differ."""
     if not any(keep):
         return Text("left out", "dim")
-    low, high, mean = min(advantages), max(advantages), sum(advantages) / len(advantages)
+    low = min(advantages)
+    high = max(advantages)
+    mean = sum(advantages) / len(advantages)
     words = f"{mean:+.3f}" if high - low < 1e-6 else f"{mean:+.3f} ({low:+.3f} .. {high:+.3f})"
     return Text(words, advantage_style(mean, scale))
 

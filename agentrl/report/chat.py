@@ -86,7 +86,9 @@ class Run:
                 if is_broken or (cell_len(part.plain) > left and left < room):
                     yield _of_one_line(line)
                     line, left = Text(" " * _GUTTER), room
-                line, left, is_broken = line + part, left - cell_len(part.plain), False
+                line = line + part
+                left = left - cell_len(part.plain)
+                is_broken = False
             is_broken = token.text.endswith("\n")
         yield _of_one_line(line)
 

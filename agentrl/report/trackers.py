@@ -205,7 +205,9 @@ class Trackers:
         Raises:
             ConfigError: where a tracker's run cannot begin. One that cannot be resumed is left out.
         """
-        self._on_failure, self._step, self._sent = on_failure, next_step, next_step - 1
+        self._on_failure = on_failure
+        self._step = next_step
+        self._sent = next_step - 1
         self._live: list[Tracker] = []
         self._file = folder.trackers
         self._known: dict[str, str | tuple[str, int]] = {}

@@ -108,7 +108,9 @@ def _build(
     check_trackers(given.report.trackers)
     accelerator = build_accelerator(given.train)
     recipe = from_rank_zero(lambda: given)  # with the time of day in the name of its folder
-    rollout, train, seed = recipe.rollout, recipe.train, recipe.seed
+    rollout = recipe.rollout
+    train = recipe.train
+    seed = recipe.seed
     shard = task_shard(recipe.engine, num_groups=rollout.num_groups, rank=process_index(), num_ranks=num_processes())
     set_seed(seed)
     runner = stack.enter_context(asyncio.Runner())

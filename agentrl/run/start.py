@@ -65,7 +65,9 @@ def begin_or_resume(parts: Parts, folder: RunFolder | None, on_progress: OnProgr
             _check_folder(folder, is_resumed=is_resumed)
             finish_going_back(folder)
         barrier()  # all resume from the newest checkpoint that is left
-        finished_steps, is_changed, prepared = 0, False, None
+        finished_steps = 0
+        is_changed = False
+        prepared = None
         if folder is not None and is_resumed:
             check_hashes(parts.pool.tasks, folder)
             reuse_environments(parts)
@@ -100,7 +102,9 @@ def begin_or_resume(parts: Parts, folder: RunFolder | None, on_progress: OnProgr
 
 def _check_pairs(recipe: Recipe, credit: CreditScheme) -> None:
     """Refuse to train if rollouts spoil the input of a scheme; such runs can still be evaluated and served."""
-    reads, name, rollout = credit.requirements(), recipe.credit["scheme"], recipe.rollout
+    reads = credit.requirements()
+    name = recipe.credit["scheme"]
+    rollout = recipe.rollout
     reads_rewards = all(layer.reads_rewards for layer in credit.chain())
     if rollout.dynamic_sampling and not (reads_rewards and reads.isdisjoint(_BESIDE_REWARDS)):
         raise ConfigError(
@@ -134,7 +138,9 @@ def _check_folder(folder: RunFolder, *, is_resumed: bool) -> None:
 
 def _prepare(parts: Parts) -> Preparation:
     """Try the parts of a new run: its environment, its engine, demonstrations, the environment's own policy."""
-    recipe, renderer, runner = parts.recipe, parts.pool.context.renderer, parts.runner
+    recipe = parts.recipe
+    renderer = parts.pool.context.renderer
+    runner = parts.runner
     trial = try_environment(
         make_env=recipe.env.make,
         renderer=renderer,

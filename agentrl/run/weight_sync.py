@@ -50,7 +50,9 @@ class WeightSync:
             seed: seed of the tokens that are sampled for comparison.
             agreement: largest difference of log-probabilities, in nats (`train.agreement`).
         """
-        self._pool, self._learner, self._runner = pool, learner, runner
+        self._pool = pool
+        self._learner = learner
+        self._runner = runner
         self._seed, self._agreement = seed, agreement
 
     def verify_and_push(self, version: int) -> float:

@@ -359,7 +359,9 @@ async def _busy(subject: _Subject) -> AsyncIterator[str]:
 async def _pushes(subject: _Subject) -> AsyncIterator[str]:
     """Invariant 6: a prompt known from before the push, in an open conversation, is answered as by a fresh engine."""
     assert subject.weights is not None
-    early, late, sampling = subject.prompt(10, 40), subject.prompt(11, 40), _sampling(8, seed=4)
+    early = subject.prompt(10, 40)
+    late = subject.prompt(11, 40)
+    sampling = _sampling(8, seed=4)
     # `early` is first seen under the first weights, `late` under the second.
     plan = (None, (early,)), (subject.weights[1], (early, late)), (subject.weights[0], (late, early))
     before: dict[tuple[int, ...], Completion] = {}

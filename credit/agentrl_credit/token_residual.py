@@ -45,7 +45,9 @@ class TokenResidual(CreditScheme):
         return credit_each(groups, self._credit)
 
     def _credit(self, trajectory: Trajectory) -> Credit:
-        values, lengths, last = needed(trajectory, "values"), turn_lengths(trajectory), final_value(trajectory)
+        values = needed(trajectory, "values")
+        lengths = turn_lengths(trajectory)
+        last = final_value(trajectory)
         rewards_K = [turn.reward for turn in trajectory.turns]
         turns_K = gae(rewards_K, [v[0] for v in values], gamma=self.gamma, lam=self.lam, final_value=last)
         rewards_T = np.zeros(sum(lengths))

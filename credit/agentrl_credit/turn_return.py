@@ -45,7 +45,9 @@ class TurnReturn(Comparison):
 
     def advantages(self, turns: Turns) -> Array:
         """Return the advantage of each turn: (N,)."""
-        returns_N, cells_N, owner_N = turns.returns_to_go(gamma=self.gamma), self._cells(turns), turns.owner_N
+        returns_N = turns.returns_to_go(gamma=self.gamma)
+        cells_N = self._cells(turns)
+        owner_N = turns.owner_N
         if self.leave_one_out:
             advantages_N = leave_one_out(returns_N, cells_N, owners_N=owner_N)
         else:

@@ -583,7 +583,9 @@ class CustomerService(ToolEnv):
 
     def _next(self) -> str:
         """Come to the next wish, or leave after the last."""
-        self.place, self.told, self.has_insisted = self.place + 1, self.told & {"email"}, False
+        self.place = self.place + 1
+        self.told = self.told & {"email"}
+        self.has_insisted = False
         if self.place == self.num_requests:
             self._end()
             return "No, thank you. Goodbye."

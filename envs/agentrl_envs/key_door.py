@@ -52,7 +52,9 @@ class KeyDoor(ToolEnv):
 
     def start(self, options: dict[str, Any]) -> str:
         """Hide the key by the seed alone; what the turns after it pay differs within a group."""
-        self.where, self.stage, self.has_key = int(self.np_random.integers(self.num_boxes)), 0, False
+        self.where = int(self.np_random.integers(self.num_boxes))
+        self.stage = 0
+        self.has_key = False
         if self.noise:
             self.np_random = np.random.default_rng(
                 [int(self.np_random.integers(2**31)), options.get("rollout_index", 0)]

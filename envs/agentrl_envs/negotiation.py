@@ -76,7 +76,10 @@ class Negotiation(ToolEnv):
 
     def start(self, options: dict[str, Any]) -> str:
         """Draw what the issues are worth to either side, and how the other gives way."""
-        self.round, self.met, self.offered, self.best_offered = 1, 0.0, None, 0.0
+        self.round = 1
+        self.met = 0.0
+        self.offered = None
+        self.best_offered = 0.0
         for _ in range(_MAX_DRAWS):  # of two issues there are few
             self._draw()
             if in_split(self.state_key(), options.get("split", "train")):

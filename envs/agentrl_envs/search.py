@@ -59,7 +59,9 @@ def corpus() -> tuple[Document, ...]:
 
 
 def _document(kind: str, place: int, title: str, titles: dict[str, list[str]], rng: np.random.Generator) -> Document:
-    of, facts, sentences = read_yaml("search.yaml")[kind], {}, []
+    of = read_yaml("search.yaml")[kind]
+    facts = {}
+    sentences = []
     for name, relation in of["relations"].items():
         to = relation["to"]
         if (kind, name) == ("country", "capital") or ((kind, name) == ("city", "country") and place < len(titles[to])):
@@ -207,7 +209,10 @@ class Search(ToolEnv):
         asked = questions(self.min_hops, self.max_hops, options.get("split", "train"))
         index = options.get("task_index")
         self.question = asked[int(self.np_random.integers(len(asked))) if index is None else index]
-        self.results, self.listed, self.opened, self.is_answered = [], set(), set(), False
+        self.results = []
+        self.listed = set()
+        self.opened = set()
+        self.is_answered = False
         return [{"role": "system", "content": _SYSTEM}, {"role": "user", "content": self.question.text}]
 
     @tool

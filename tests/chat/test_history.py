@@ -6,7 +6,7 @@ import pytest
 
 from agentrl.chat import ChatMLRenderer, Dialogue, HistoryConfig, TurnTokens
 from agentrl.chat.renderer import LEFT_OUT
-from agentrl.learn.batch import rows_of
+from agentrl.learn.tokens import rows_of
 from agentrl.types import Message
 from tests.support.played import TOKENIZER, asked
 

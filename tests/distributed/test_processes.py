@@ -33,13 +33,13 @@ from agentrl.distributed.processes import (
     to_rank_zero,
 )
 from agentrl.errors import ConfigError, TrainingError
-from agentrl.learn.batch import TokenBatch
 from agentrl.learn.config import LossConfig
 from agentrl.learn.learner import Learner
 from agentrl.learn.plan import Planner
 from agentrl.learn.signals import CriticConfig
 from agentrl.learn.signals.critic import Critic
 from agentrl.learn.signals.scoring import score_tokens
+from agentrl.learn.tokens import TokenBatch
 from agentrl.models.auto_classes import freeze_towers
 from agentrl.policy.config import Layout, LoraSettings
 from agentrl.policy.layout import lay_out, recurrent

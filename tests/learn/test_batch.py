@@ -7,7 +7,8 @@ import pytest
 
 from agentrl.credit import Credit
 from agentrl.errors import CreditError
-from agentrl.learn.batch import TokenBatch, make_batch, rows_of, with_end
+from agentrl.learn.batch import make_batch
+from agentrl.learn.tokens import TokenBatch, rows_of, with_end
 from tests.support.trajectories import FORKED, batch_of, some, trajectory, turn
 
 

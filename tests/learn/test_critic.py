@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from agentrl.errors import TrainingError
-from agentrl.learn.batch import rows_of, with_ends_of_turns
 from agentrl.learn.signals import CriticConfig
 from agentrl.learn.signals.critic import Critic
+from agentrl.learn.tokens import rows_of, with_ends_of_turns
 from agentrl.policy.config import Layout, LocalModelConfig
 from agentrl.policy.model import Policy
 from agentrl.types import StopReason, Trajectory, Turn

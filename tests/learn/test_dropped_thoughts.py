@@ -1,7 +1,7 @@
 """Where a thought is dropped, a new segment begins: trained once, behind the prefix that stays."""
 
 from agentrl.chat import AutoConfig, Dialogue
-from agentrl.learn.batch import rows_of
+from agentrl.learn.tokens import rows_of
 from agentrl.policy.layout.tree import plan_tree
 from tests.support.templates import THINKS, THOUGHT, changed, tokenizer
 

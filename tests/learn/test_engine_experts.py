@@ -17,9 +17,9 @@ from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from agentrl import Credit, Trajectory, TrajectoryGroup
 from agentrl.errors import ConfigError
-from agentrl.learn.batch import rows_of
 from agentrl.learn.config import LossConfig
 from agentrl.learn.learner import Learner
+from agentrl.learn.tokens import rows_of
 from agentrl.models.moe import UNKNOWN, experts_of, recording, replaying
 from agentrl.policy.config import Layout
 from agentrl.policy.layout import attending

@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 from torch import Tensor
 
-from agentrl.learn.batch import Aggregation, RatioUnit, aggregation_weights, unit_index
 from agentrl.learn.config import DEFAULT_CLIP, LossConfig
 from agentrl.learn.loss import PolicyLoss, kl_loss, mismatch_weights, policy_loss
+from agentrl.learn.tokens import Aggregation, RatioUnit, aggregation_weights, unit_index
 from agentrl.learn.trust import fixed
 from tests.support.ratio_batches import (
     AGGREGATIONS,

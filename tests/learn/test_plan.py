@@ -20,9 +20,10 @@ from torch import Tensor
 from agentrl.chat import train_tokenizer
 from agentrl.credit import Credit
 from agentrl.errors import UserError
-from agentrl.learn.batch import Aggregation, Batch, RatioUnit, rows_of
+from agentrl.learn.batch import Batch
 from agentrl.learn.loss import policy_loss
 from agentrl.learn.plan import MicroBatch, Planner
+from agentrl.learn.tokens import Aggregation, RatioUnit, rows_of
 from agentrl.learn.trust import fixed
 from agentrl.policy.config import Layout, LocalModelConfig
 from agentrl.policy.model import Policy, make_local_model

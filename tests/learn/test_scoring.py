@@ -14,11 +14,11 @@ from torch import Tensor
 
 from agentrl.chat import AutoConfig, ChatMLRenderer, HistoryConfig, Renderer, train_tokenizer
 from agentrl.env import base_env, make_env
-from agentrl.learn.batch import TokenBatch
 from agentrl.learn.plan import MicroBatch, Planner
 from agentrl.learn.signals.answer_logprobs import answers_at_each_turn
 from agentrl.learn.signals.hindsight_logprobs import rows_in_hindsight
 from agentrl.learn.signals.scoring import score_tokens, with_tokens
+from agentrl.learn.tokens import TokenBatch
 from agentrl.policy.config import Layout
 from agentrl.policy.model import Policy
 from agentrl.types import Trajectory

@@ -11,12 +11,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from agentrl.learn.batch import LossColumns, RatioUnit, make_batch
+from agentrl.learn.batch import LossColumns, make_batch
 from agentrl.learn.calibration import ClipTarget, clip_stats, merge_clip_stats
 from agentrl.learn.config import LossConfig
 from agentrl.learn.metrics import MinibatchStats, Observations, divergence, update_metrics
 from agentrl.learn.micro_batch_loss import AnchorState, StaleTokens, micro_batch_loss, trust_region
 from agentrl.learn.plan import Planner
+from agentrl.learn.tokens import RatioUnit
 from tests.support.loss_oracle import (
     BY_LENGTH,
     BY_STALENESS,

@@ -11,10 +11,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from agentrl.learn.batch import Aggregation, LossColumns, RatioUnit
+from agentrl.learn.batch import LossColumns
 from agentrl.learn.calibration import Calibration, ClipTarget, Units, unit_clip_stats
 from agentrl.learn.config import CalibratedConfig, KernelConfig, LossConfig
 from agentrl.learn.micro_batch_loss import trust_region
+from agentrl.learn.tokens import Aggregation, RatioUnit
 from agentrl.learn.trust import Ratios, Region, TrustRegion, fixed, is_rejected, kernel, rejecting, token
 from tests.support.ratio_batches import (
     AGGREGATIONS,

@@ -13,7 +13,7 @@ from agentrl.engine.batched import Request
 from agentrl.engine.transformers.engine import TransformersEngine
 from agentrl.env import MessageEnv, make_env
 from agentrl.errors import ConfigError
-from agentrl.learn.batch import rows_of
+from agentrl.learn.tokens import rows_of
 from agentrl.rollout import Episode, EpisodeContext, RolloutConfig, Task
 from agentrl.rollout.env_driver import EnvThread, MakeEnv
 from agentrl.types import Completion, FinishReason, Message, Sampling, StopReason, Trajectory

@@ -12,7 +12,7 @@ import torch
 from agentrl.chat import Renderer, train_tokenizer
 from agentrl.engine.transformers.engine import TransformersEngine
 from agentrl.env import make_env
-from agentrl.learn.batch import Row
+from agentrl.learn.tokens import Row
 from agentrl.policy.config import Layout, LocalModelConfig
 from agentrl.policy.model import Policy, make_local_model
 from agentrl.rollout import EpisodeContext, RolloutConfig, RolloutPool, Tasks

@@ -8,8 +8,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from agentrl.learn.batch import Aggregation, RatioUnit, aggregation_weights, unit_index
 from agentrl.learn.loss import PolicyLoss, policy_loss
+from agentrl.learn.tokens import Aggregation, RatioUnit, aggregation_weights, unit_index
 from agentrl.learn.trust import TrustRegion
 
 UNITS: tuple[RatioUnit, ...] = get_args(RatioUnit)

@@ -6,7 +6,8 @@ from dataclasses import replace
 import numpy as np
 
 from agentrl.credit import Credit
-from agentrl.learn.batch import Aggregation, Batch, RatioUnit, make_batch
+from agentrl.learn.batch import Batch, make_batch
+from agentrl.learn.tokens import Aggregation, RatioUnit
 from agentrl.types import StopReason, Trajectory, TrajectoryGroup, Turn
 
 VOCABULARY = 261

@@ -213,7 +213,9 @@ class Literals:
     """Goes through a text from value to value; raises ValueError where none is."""
 
     def __init__(self, text: str) -> None:
-        self._text, self._position, self._num_members = text, 0, 0
+        self._text = text
+        self._position = 0
+        self._num_members = 0
 
     def next(self) -> str:
         """Go past space and return the character that comes next; at the end of the text, nothing."""

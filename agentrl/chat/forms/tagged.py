@@ -69,7 +69,9 @@ class TaggedForm:
             text = think + text.lstrip().removeprefix(think)
         begin_any = re.compile("|".join(map(re.escape, (self.open, think, end_think, *self.frame))))
         sampled, position = Sampled(text), 0
-        content, thoughts, functions = list[str](), list[str](), list[Function]()
+        content = list[str]()
+        thoughts = list[str]()
+        functions = list[Function]()
         while begin := begin_any.search(text, position):
             content.append(text[position : begin.start()])
             position = begin.end()
@@ -129,7 +131,9 @@ class CallTags:
 
     def _call(self, sampled: Sampled, call: re.Match[str], tools: Tools) -> tuple[Function | None, int]:
         """Return a call and the place after it; None and the place of what is not in order."""
-        name, position, arguments = call[1], call.end(), dict[str, object]()
+        name = call[1]
+        position = call.end()
+        arguments = dict[str, object]()
         while begin := self.argument.match(sampled.text, position):
             key, position = begin[1], begin.end()
             end = sampled.find(self.end_argument, position)
@@ -242,7 +246,9 @@ class ChannelForm:
         text = well_formed(text)
         if is_thinking:
             text = self.think + text.lstrip().removeprefix(self.think.lstrip())
-        content, thoughts, functions = list[str](), list[str](), list[Function]()
+        content = list[str]()
+        thoughts = list[str]()
+        functions = list[Function]()
         for part in _parts(text):
             if isinstance(part, str):
                 content.append(part)

@@ -89,7 +89,11 @@ class FamilyRenderer:
             system: a system prompt.
             thinking: which thoughts a context holds; None: as the family does.
         """
-        self._family, self._tokens, self._encode, self._system, self._form = family, tokens, encode, system, form
+        self._family = family
+        self._tokens = tokens
+        self._encode = encode
+        self._system = system
+        self._form = form
         self._shape = shape
         self._stop_ids = tuple(dict.fromkeys(family.get_stop_token_ids()))
         self.has_developer = True

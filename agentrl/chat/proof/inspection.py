@@ -56,7 +56,9 @@ _SUM, _HOURS = ("calculate", {"expression": "12 * 7"}), ("hours", {"day": "today
 def sample(renderer: Renderer, tokenizer: Any, *, has_tools: bool) -> list[Turn]:
     """Return a dialogue of four turns, in which a tool's words spell a token that ends turns."""
     tools = _TOOLS if has_tools else []
-    dialogue, context, turns = Dialogue.begin(_OPENING, tools, renderer), tuple[int, ...](), list[Turn]()
+    dialogue = Dialogue.begin(_OPENING, tools, renderer)
+    context = tuple[int, ...]()
+    turns = list[Turn]()
     stop = str(tokenizer.convert_ids_to_tokens(renderer.stop_token_ids[0]))
     for message in _said(renderer, has_tools=has_tools):
         whole, action = dialogue.context_ids, renderer.encode(message)
@@ -210,7 +212,9 @@ def inspect(config: RendererConfig, tokenizer: Any, *, name: str) -> Inspection:
             tried.append(considered)
             renderer = considered.renderer
     except UnprovenError as error:
-        renderer, found.error, found.proof = error.renderer, str(error), _claims(error.findings)
+        renderer = error.renderer
+        found.error = str(error)
+        found.proof = _claims(error.findings)
     except RendererError as error:
         found.error = str(error)
     found.tried = [Choice(renderer=one.name, chosen=one.renderer is not None, reason=one.reason) for one in tried]

@@ -370,7 +370,9 @@ class VLLMServer:
     def _versions(self, spans: list[dict[str, Any]], num_tokens: int) -> tuple[int, ...]:
         versions = [self._version] * num_tokens
         for span in spans:
-            name, start, end = str(span["version"]), int(span["start"]), int(span["end"])
+            name = str(span["version"])
+            start = int(span["start"])
+            end = int(span["end"])
             if name.isdecimal():
                 versions[start:end] = [int(name)] * (end - start)
             else:

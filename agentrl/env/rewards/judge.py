@@ -174,7 +174,9 @@ class _Client:
         return reply
 
     async def _retried(self, body: dict[str, Any], check: Callable[[str], object]) -> Reply:
-        num, prompt_tokens, completion_tokens = 1 + self._endpoint.max_retries, 0, 0
+        num = 1 + self._endpoint.max_retries
+        prompt_tokens = 0
+        completion_tokens = 0
         for attempt in range(num):
             try:
                 reply = await self._once(body)

@@ -9,8 +9,8 @@ import numpy as np
 
 from agentrl.chat import Renderer
 from agentrl.errors import ConfigError
-from agentrl.learn.batch import Row, TokenBatch
 from agentrl.learn.signals.base import Sample, Signal, SignalsConfig
+from agentrl.learn.tokens import Row, TokenBatch
 from agentrl.types import Trajectory
 
 

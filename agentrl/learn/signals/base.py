@@ -13,7 +13,7 @@ from pydantic import BaseModel, ConfigDict
 from agentrl.chat import HistoryConfig, Renderer
 from agentrl.credit import CreditScheme
 from agentrl.errors import ConfigError
-from agentrl.learn.batch import Row
+from agentrl.learn.tokens import Row
 from agentrl.recipe.plugin import MayChange
 from agentrl.types import Amount, AmountOrZero, Count, Rate, Seconds, Trajectory
 

@@ -14,11 +14,11 @@ import torch
 from torch import Tensor, nn
 
 from agentrl.distributed.processes import all_reduce, from_rank_zero, num_processes, scatter
-from agentrl.learn.batch import FloatArray, TokenBatch, rows_of, with_end, with_ends_of_turns
 from agentrl.learn.learner import check_interrupt
 from agentrl.learn.plan import MicroBatch, PassTokens, Planner
 from agentrl.learn.signals.base import CriticConfig
 from agentrl.learn.signals.scoring import score_tokens, with_tokens
+from agentrl.learn.tokens import FloatArray, TokenBatch, rows_of, with_end, with_ends_of_turns
 from agentrl.policy.layout import attending, hidden_states
 from agentrl.policy.model import Policy
 from agentrl.rollout import derive_seed
@@ -53,8 +53,12 @@ class Critic:
             seed: initial weights and order of trajectories.
             autocast: context of the pass through the model; the two layers on top of it stay in float32.
         """
-        self._policy, self._config, self._gamma = policy, config, gamma
-        self._max_tokens, self._seed, self._autocast = max_tokens, seed, autocast
+        self._policy = policy
+        self._config = config
+        self._gamma = gamma
+        self._max_tokens = max_tokens
+        self._seed = seed
+        self._autocast = autocast
         self._device = next(policy.parameters()).device
         self._is_separate = config.model == "separate"
         self._body: Any = copy.deepcopy(policy.model.base_model) if self._is_separate else policy.model.base_model

@@ -5,8 +5,8 @@ from itertools import pairwise
 from typing import Any, ClassVar
 
 from agentrl.chat import Dialogue, HistoryConfig, Renderer
-from agentrl.learn.batch import Row, TokenBatch, rows_of
 from agentrl.learn.signals.base import Sample, Signal
+from agentrl.learn.tokens import Row, TokenBatch, rows_of
 from agentrl.types import Message, Trajectory
 
 

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from agentrl.distributed.processes import num_processes, scatter, to_rank_zero
-from agentrl.learn.batch import FloatArray, TokenBatch
 from agentrl.learn.learner import check_interrupt
 from agentrl.learn.plan import MicroBatch, Planner
 from agentrl.learn.signals.base import SignalContext
+from agentrl.learn.tokens import FloatArray, TokenBatch
 from agentrl.policy.model import Policy
 from agentrl.types import Trajectory
 

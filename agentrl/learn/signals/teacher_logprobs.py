@@ -2,8 +2,8 @@
 
 from typing import ClassVar
 
-from agentrl.learn.batch import TokenBatch
 from agentrl.learn.signals.base import Sample, Signal, SignalContext, SignalsConfig
+from agentrl.learn.tokens import TokenBatch
 from agentrl.types import Trajectory
 
 

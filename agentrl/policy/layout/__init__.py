@@ -193,7 +193,9 @@ def check_head(model: Any) -> None:
         inputs, index = lay_out([ids_L], "padded", device=device)
         slot_T = index(np.zeros(len(ids_L) - 1, dtype=np.int64), np.arange(len(ids_L) - 1))
         ids_1L = torch.from_numpy(ids_L)[None].to(device)
-        targets_T, head, behind = ids_1L[0, 1:], model.get_output_embeddings(), logit_map(model.config)
+        targets_T = ids_1L[0, 1:]
+        head = model.get_output_embeddings()
+        behind = logit_map(model.config)
         with torch.no_grad():
             hidden_TD = hidden_states(model, inputs)[slot_T]
             ours_T, _ = fused_logprobs(hidden_TD, head.weight, targets_T, bias_V=head.bias, behind=behind)

@@ -35,7 +35,9 @@ class PackedRows:
     @classmethod
     def from_paths(cls, paths: Sequence[IntArray], ids_BL: Tensor) -> "PackedRows":
         """Return the rows whose tokens are in the given slots of a pass."""
-        slots, read_P, start = [], np.zeros(ids_BL.numel(), dtype=np.int64), 0
+        slots = []
+        read_P = np.zeros(ids_BL.numel(), dtype=np.int64)
+        start = 0
         for group in _by_length(paths):
             width = len(group[0])
             for path in group:

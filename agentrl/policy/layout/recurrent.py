@@ -229,7 +229,9 @@ def _apart(mixer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> t
     if rows is None:
         return None
     hidden_PD: Tensor = (args[0] if args else kwargs["hidden_states"]).flatten(0, 1)
-    name, states, out = str(_cache_argument(type(mixer).forward)), list[_State](), list[Tensor]()
+    name = str(_cache_argument(type(mixer).forward))
+    states = list[_State]()
+    out = list[Tensor]()
     for slot_W, parent in rows.trunks:
         state = _State(*states[parent].end) if parent >= 0 else _State()
         out.append(_only(mixer, mixer.forward(hidden_PD[slot_W][None], **{name: state})).flatten(0, 1))

@@ -184,7 +184,9 @@ def _plan_blocks(tree: TokenTree, window: int | None, max_masked: int) -> Iterat
         yield _Block(queries=own, keys=own, causal=done == stop, masked=done != stop)
         if done >= subtree_stop:
             continue
-        depth_Q, first, last = tree.depth_P[stop:subtree_stop], tree.depth_P[start], tree.depth_P[stop - 1]
+        depth_Q = tree.depth_P[stop:subtree_stop]
+        first = tree.depth_P[start]
+        last = tree.depth_P[stop - 1]
         if window is None or depth_Q.max() - first < window:
             yield _Block(queries=slice(stop, subtree_stop), keys=own)
         elif len(reach := (depth_Q - last < window).nonzero()[0]):
@@ -256,7 +258,9 @@ class _TreeAttention(torch.autograd.Function):
             out_YAPD *= torch.exp(without_YAP - lse_YAP)[..., None]
         out_HPD: Tensor = out_YAPD.flatten(0, 1).to(query_HPD.dtype)
         ctx.save_for_backward(query_HPD, key_YPD, value_YPD, sinks_H, out_HPD, lse_YAP)
-        ctx.layout, ctx.scale, ctx.window = layout, scale, window
+        ctx.layout = layout
+        ctx.scale = scale
+        ctx.window = window
         return out_HPD
 
     @staticmethod

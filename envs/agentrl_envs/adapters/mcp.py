@@ -141,7 +141,9 @@ _MAX_WORDS = 500
 def _in_a_line(record: logging.LogRecord) -> bool:
     """Tell of an exception in a line: the SDK logs each line of a server that is no message with its whole traceback."""
     if record.exc_info and record.exc_info[1] is not None:
-        record.msg, record.args, record.exc_info = f"{record.getMessage()}: {line_of(record.exc_info[1])}", None, None
+        record.msg = f"{record.getMessage()}: {line_of(record.exc_info[1])}"
+        record.args = None
+        record.exc_info = None
     return True
 
 
@@ -423,7 +425,9 @@ class McpServer:
     def close(self) -> None:
         """Leave a server that is shared, and end one that is not; whoever leaves last ends it."""
         self.end()
-        shared, self._shared, self._connection = self._shared, None, None
+        shared = self._shared
+        self._shared = None
+        self._connection = None
         if shared is not None and shared.pid == os.getpid():
             with _lock:
                 shared.num_users -= 1

@@ -47,12 +47,10 @@ class OpenEnv(ReplayedEnv):
             UserError: where there is no such server.
         """
         super().__init__()
-        self.url, self.prompt, self.goal, self.timeout_s = (
-            url.rstrip("/"),
-            prompt,
-            finite_number("goal", goal),
-            timeout_s,
-        )
+        self.url = url.rstrip("/")
+        self.prompt = prompt
+        self.goal = finite_number("goal", goal)
+        self.timeout_s = timeout_s
         try:
             with urllib.request.urlopen(f"{self.url}/schema", timeout=timeout_s) as reply:
                 action = json.load(reply)["action"]

@@ -77,7 +77,10 @@ class TextWorld(ReplayedEnv):
         self.folder = Path(folder) if folder else cache / "agentrl" / "textworld"
         self.game = 0
         self.source: Any = None
-        self.score, self.key, self.right, self.possible = 0.0, "", list[str](), list[str]()
+        self.score = 0.0
+        self.key = ""
+        self.right = list[str]()
+        self.possible = list[str]()
 
     def num_tasks(self, split: str) -> int:
         """Return how many games a split has."""
@@ -152,7 +155,9 @@ class TextWorld(ReplayedEnv):
     def _make(self, file: Path) -> None:
         options = textworld.GameOptions()
         options.seeds = self.game
-        options.nb_rooms, options.nb_objects, options.quest_length = self.num_rooms, self.num_objects, self.quest_length
+        options.nb_rooms = self.num_rooms
+        options.nb_objects = self.num_objects
+        options.quest_length = self.quest_length
         self.folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=self.folder) as folder:
             options.path = str(Path(folder) / file.name)

@@ -170,7 +170,9 @@ class Verifiers(ToolEnv):
         whole_number("max_tasks", max_tasks, at_least=1)
         python = str(Path(python).expanduser())
         self._key = (python, taskset, json.dumps(dict(config or {}), sort_keys=True), str(max_tasks))
-        self.goal, self.start_timeout_s, self.timeout_s = finite_number("goal", goal), start_timeout_s, timeout_s
+        self.goal = finite_number("goal", goal)
+        self.start_timeout_s = start_timeout_s
+        self.timeout_s = timeout_s
         self._is_user = False
         try:
             tasks = self._worker().tasks()

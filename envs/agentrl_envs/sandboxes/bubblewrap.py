@@ -24,9 +24,17 @@ from agentrl_envs.sandboxes.files import Files, FileSandbox, packed, unpacked
 from agentrl_envs.sandboxes.unsafe import Finished, limit, run_process
 
 # Offsets into what the filter sees of a call: its number, the architecture, the lower half of its first argument.
-_NUMBER, _ARCHITECTURE, _FIRST = 0, 4, 16
-_LOAD, _JUMP_EQUAL, _JUMP_AT_LEAST, _JUMP_ANY_BIT, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
-_ALLOW, _KILL, _ERROR = 0x7FFF0000, 0x80000000, 0x00050000
+_NUMBER = 0
+_ARCHITECTURE = 4
+_FIRST = 16
+_LOAD = 0x20
+_JUMP_EQUAL = 0x15
+_JUMP_AT_LEAST = 0x35
+_JUMP_ANY_BIT = 0x45
+_RETURN = 0x06
+_ALLOW = 0x7FFF0000
+_KILL = 0x80000000
+_ERROR = 0x00050000
 
 _NEW_NAMESPACE = 0x7E020000 | 0x00000080
 """The flags of `clone` that make a namespace."""
@@ -37,7 +45,10 @@ _X32 = 0x40000000
 
 _ARCHITECTURES = {"x86_64": (0xC000003E, 0), "aarch64": (0xC00000B7, 1)}
 
-_CLONE, _CLONE3, _SOCKET, _SOCKETPAIR = (56, 220), (435, 435), (41, 198), (53, 199)
+_CLONE = (56, 220)
+_CLONE3 = (435, 435)
+_SOCKET = (41, 198)
+_SOCKETPAIR = (53, 199)
 
 
 def architectures() -> list[str]:

@@ -71,14 +71,18 @@ class Monty(FileSandbox):
             "max_suspensions": _MAX_HOST_CALLS,
         }
         policy: Any = {"datetime": _CLOCK, "sleep": "zero", "random_start": {"seed": 0}}
-        returncode, timed_out, words = 0, False, ""
+        returncode = 0
+        timed_out = False
+        words = ""
         try:
             with _interpreters.get().checkout(
                 limits=limits, os_policy=policy, assert_message_annotations=False
             ) as session:
                 session.feed_run(code, os=host, cwd=str(_FOLDER), print_callback=said)
         except MontyCrashedError as error:
-            returncode, timed_out, words = 1, error.timed_out, f"{error}\n"
+            returncode = 1
+            timed_out = error.timed_out
+            words = f"{error}\n"
         except MontyError as error:
             words = f"{getattr(error, 'display', error.__str__)()}\n"
             returncode, timed_out = 1, words.startswith("TimeoutError: feed time limit")
