@@ -16,6 +16,7 @@ from agentrl.errors import ConfigError, EngineError
 from agentrl.models.moe import experts_of, recording
 from agentrl.testing import check_engine
 from agentrl.types import Completion, FinishReason, Sampling
+from tests.support.tiers import first_quick
 
 VOCAB = 61
 T = TypeVar("T")
@@ -82,8 +83,8 @@ def counted_tokens(model: Any) -> list[int]:
     return counts
 
 
-@pytest.mark.parametrize("attention", ["sdpa", "eager"])
-@pytest.mark.parametrize("rows", [1, 3, 64])
+@pytest.mark.parametrize("attention", first_quick(["sdpa", "eager"]))
+@pytest.mark.parametrize("rows", first_quick([3, 1, 64]))
 def test_it_keeps_to_the_contract_of_engines(attention: str, rows: int) -> None:
     model, plain = make_model(attention=attention), make_model()
     first, second = ({k: v.clone() for k, v in make_model(seed).state_dict().items()} for seed in (0, 1))

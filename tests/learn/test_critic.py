@@ -156,6 +156,7 @@ def test_the_target_of_each_token_is_its_turns_discounted_return(
     assert metrics["critic/explained_variance"] == 0
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_loss_is_a_mean_over_tokens_whatever_the_micro_batches(kind: Kind, played: list[Trajectory]) -> None:
     found = {}
@@ -204,6 +205,7 @@ def test_returns_that_differ_by_rounding_alone_have_no_variance_to_explain() -> 
 
 
 # A head reads what random weights made of the prompt: it takes a wide model to find the box there.
+@pytest.mark.process
 @pytest.mark.parametrize(
     ("kind", "sizes", "learning_rate"), [("head", LocalModelConfig(), 3e-3), ("separate", TINY, 3e-3)]
 )
@@ -222,6 +224,7 @@ def test_values_come_to_explain_returns_that_depend_on_the_prompt(
     assert history[-1]["critic/loss"] < 0.1 * history[0]["critic/loss"]
 
 
+@pytest.mark.process
 def test_the_value_after_a_cut_is_what_was_still_ahead() -> None:
     policy = new_policy(sizes=TINY)
     whole = [

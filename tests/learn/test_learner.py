@@ -405,6 +405,7 @@ def test_a_gradient_that_is_not_finite_is_never_applied() -> None:
     assert torch.equal(weights(learner), before)
 
 
+@pytest.mark.process
 def test_an_update_that_is_interrupted_ends_before_the_next_pass() -> None:
     def update(event: After) -> int:
         """Return how many passes it made."""

@@ -34,6 +34,7 @@ from agentrl.policy.layout.tree import IntArray, plan_tree
 from agentrl.policy.layout.tree_attention import tree_attention
 from tests.support.architectures import ARCHITECTURES, tiny_model
 from tests.support.models import MODELS, SIZES, AllFloat64, branching_rows, in_float64, made, tiny
+from tests.support.tiers import first_quick
 
 LAYOUTS: tuple[Layout, ...] = get_args(Layout)
 GEMMA2: dict[str, Any] = {
@@ -290,7 +291,7 @@ def test_rows_are_packed_where_a_tree_lacks_what_the_model_needs() -> None:
     )
 
 
-@pytest.mark.parametrize("layout", ["tree", "packed"])
+@pytest.mark.parametrize("layout", first_quick(["tree", "packed"]))
 @pytest.mark.parametrize("family", RECURRENT)
 def test_the_recurrent_parts_of_a_model_see_rows_one_by_one(family: str, layout: Layout) -> None:
     if (family, layout) in NOT_SO:

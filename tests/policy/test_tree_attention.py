@@ -270,6 +270,7 @@ def compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TORCHDYNAMO_DISABLE", raising=False)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("compiler")
 @pytest.mark.skipif(shutil.which("g++") is None, reason="torch compiles with g++")
 def test_compiled_flex_attention_is_attention_along_the_tree() -> None:
@@ -307,6 +308,7 @@ def attend_by_flex(length: int, *, window: int | None, dtype: torch.dtype, has_g
         module._flex_attention(query, key, value, TreeLayout(tree), scale=SCALE, window=window, sinks_H=None)
 
 
+@pytest.mark.slow
 def test_no_run_recompiles_flex_attention_more_often_than_torch_lets_it(compiled: list[Any]) -> None:
     """Lengths of the probe, the proof, rows that are scored and trained, short ones and empty passes, in any order."""
     kinds = [
