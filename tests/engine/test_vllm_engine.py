@@ -25,6 +25,7 @@ from agentrl.recipe.config import load_recipe
 from agentrl.run.memory import GB, plan_memory
 from agentrl.testing import check_engine
 from agentrl.types import Completion, FinishReason, Sampling
+from tests.support.each import each
 from tests.support.vllm_models import VOCAB, make_experts, make_model, plain_logprobs
 
 pytestmark = [
@@ -99,7 +100,7 @@ async def converse(engine: VLLMEngine, number: int, temperature: float) -> list[
     return turns
 
 
-@pytest.mark.parametrize("temperature", [0.6, 1.0, 1.5])
+@each("temperature", [0.6, 1.0, 1.5])
 def test_logprobs_over_four_turns_are_those_of_plain_passes_before_and_after_pushes(
     temperature: float, engine: VLLMEngine, runner: asyncio.Runner
 ) -> None:

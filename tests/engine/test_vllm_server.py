@@ -43,6 +43,7 @@ from agentrl.engine.vllm.weights import Channel, ServedModel, find_ties, in_buck
 from agentrl.errors import ConfigError, EngineError
 from agentrl.testing import check_engine
 from agentrl.types import Completion, FinishReason, Sampling
+from tests.support.each import each
 from tests.support.ports import free_port
 from tests.support.vllm_models import VOCAB, make_experts, make_model, plain_logprobs
 
@@ -1119,7 +1120,7 @@ def test_each_token_has_the_version_that_the_server_says(model_folder: Path, tmp
     run(main())
 
 
-@pytest.mark.parametrize("logprob", [-9999.0, math.nan, math.inf])
+@each("logprob", [-9999.0, math.nan, math.inf])
 def test_weights_that_are_not_finite_are_an_error(logprob: float, model_folder: Path, tmp_path: Path) -> None:
     async def main() -> None:
         async with fake_and_client(model_folder, tmp_path) as (server, engine):

@@ -33,6 +33,7 @@ from agentrl.run.build import Parts, build
 from agentrl.types import Need, StopReason, Trajectory, TrajectoryGroup, Turn
 from agentrl_envs.calculator import Calculator
 from agentrl_envs.key_door import KeyDoor
+from tests.support.each import each
 from tests.support.played import TOKENIZER, asked, contexts, new_policy, plain_pass, plain_passes, play
 from tests.support.renderers import OftenStops, StartsAgain
 from tests.support.run_files import repeatable
@@ -165,7 +166,7 @@ def test_every_need_is_the_environments_or_a_file_of_its_own() -> None:
     assert set(signal_classes()) - provided_by(full) == {Need.ANSWER_LOGPROBS}
 
 
-@pytest.mark.parametrize(
+@each(
     ("credit", "names"),
     [
         ({"scheme": "uniform"}, set()),
@@ -353,9 +354,7 @@ def test_the_judge_has_the_recipes_deadline_and_threads(runner: asyncio.Runner, 
         ] == [length_judge(t) for group in walks for t in group.trajectories]
 
 
-@pytest.mark.parametrize(
-    ("gamma", "returns"), [(1.0, (3.0, 3.0, 3.0)), (0.5, (0.75, 1.5, 3.0)), (0.0, (0.0, 0.0, 3.0))]
-)
+@each(("gamma", "returns"), [(1.0, (3.0, 3.0, 3.0)), (0.5, (0.75, 1.5, 3.0)), (0.0, (0.0, 0.0, 3.0))])
 def test_the_critic_learns_returns_under_the_discount_of_the_scheme(
     gamma: float, returns: tuple[float, ...], runner: asyncio.Runner
 ) -> None:
@@ -515,7 +514,7 @@ def test_an_evaluation_misses_neither_critic_nor_teacher(warm: Path, tmp_path: P
     main(["eval", str(folder.path)])
 
 
-@pytest.mark.parametrize(
+@each(
     ("credit", "need"),
     [
         ({"scheme": "judge"}, "turn_scores (set signals.judge to module:function). "),
