@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 import pytest
 
 import agentrl
+from tests.support.each import each
 from tests.support.packages import PACKAGES
 
 HEAVY = ("gymnasium", "torch", "transformers", "accelerate", "vllm", "agentrl_envs", "agentrl_credit")
@@ -32,9 +33,7 @@ def test_importing_agentrl_loads_neither_torch_nor_a_plug_in() -> None:
     assert loaded_by("import agentrl") == set()
 
 
-@pytest.mark.parametrize(
-    ("said", "spins"), [({}, "1000"), ({"GOMP_SPINCOUNT": "7"}, "7"), ({"OMP_WAIT_POLICY": "ACTIVE"}, "None")]
-)
+@each(("said", "spins"), [({}, "1000"), ({"GOMP_SPINCOUNT": "7"}, "7"), ({"OMP_WAIT_POLICY": "ACTIVE"}, "None")])
 def test_threads_spin_shortly_while_they_wait_unless_somebody_has_said_otherwise(
     said: dict[str, str], spins: str
 ) -> None:

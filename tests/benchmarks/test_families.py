@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.each import each
 from tests.support.families import (
     FAMILIES,
     QWEN_SPLIT,
@@ -26,7 +27,7 @@ def test_every_template_of_trl_has_a_family_and_every_family_a_template() -> Non
     assert {family_of(name) for name in NAMES} == set(FAMILIES)
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@each("name", FAMILIES)
 def test_a_tokenizer_gives_text_back_and_has_its_control_tokens_as_one_token_each(name: str) -> None:
     family, tokenizer = FAMILIES[name], make_tokenizer(FAMILIES[name])
     ids = tokenizer.encode(TEXT, add_special_tokens=False)

@@ -6,6 +6,8 @@ import pytest
 
 from benchmarks import gathering
 
+pytestmark = [pytest.mark.slow, pytest.mark.process]
+
 
 def test_a_process_holds_one_others_bytes_at_a_time(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

@@ -1,8 +1,12 @@
 import json
 from pathlib import Path
 
+import pytest
+
 from benchmarks import learn_environments
 from benchmarks.learn_environments import Result, fingerprint, read_results, table
+
+pytestmark = pytest.mark.slow
 
 
 def result(seed: int, **changes: object) -> Result:

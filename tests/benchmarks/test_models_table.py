@@ -4,9 +4,13 @@ import re
 import zlib
 from pathlib import Path
 
+import pytest
+
 from benchmarks.models_table import rows, table
 from benchmarks.random_dialogues import MinibatchStats, Row, play
 from tests.support.families import template_names
+
+pytestmark = pytest.mark.slow
 
 DOCUMENT = (Path(__file__).parents[2] / "docs" / "models.md").read_text(encoding="utf-8")
 TABLE = DOCUMENT.partition("<!-- models -->\n")[2].partition("<!-- end -->")[0]

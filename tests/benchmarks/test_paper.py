@@ -7,6 +7,8 @@ import pytest
 
 from benchmarks.paper import Ratios, matching
 
+pytestmark = pytest.mark.slow
+
 
 def test_a_trajectory_is_clipped_as_a_whole_or_token_by_token() -> None:
     ratios = Ratios(

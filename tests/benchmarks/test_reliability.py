@@ -10,6 +10,8 @@ import pytest
 
 from benchmarks.reliability import CATEGORIES, HEADER, write
 
+pytestmark = [pytest.mark.slow, pytest.mark.process]
+
 
 @pytest.mark.timeout(600)
 def test_a_sample_of_what_is_tried_fails_nowhere() -> None:

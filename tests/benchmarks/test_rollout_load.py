@@ -1,9 +1,12 @@
 """A thousand episodes at once, and twenty thousand one after the other, leave nothing behind."""
 
 import psutil
+import pytest
 
 from benchmarks.rollout_load import load
 from tests.support.processes import in_process
+
+pytestmark = [pytest.mark.slow, pytest.mark.process]
 
 
 def loaded() -> tuple[int, list[dict[str, float]]]:

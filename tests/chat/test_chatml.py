@@ -9,6 +9,7 @@ from agentrl.chat import AutoConfig, ChatMLRenderer, Dialogue, TemplateRenderer,
 from agentrl.errors import RendererError
 from agentrl.testing import check_renderer
 from agentrl.types import Message
+from tests.support.each import each
 
 TOKENIZER = train_tokenizer(["user\nassistant\nsystem\ntool\n"], vocab_size=280)
 PAD, START, END, OPEN, CLOSE = range(5)
@@ -48,7 +49,7 @@ def test_an_extension_closes_the_turn_only_where_it_is_open() -> None:
     assert text(RENDERER.extend([START], [], reply)) == f"<|im_end|>{rest}"
 
 
-@pytest.mark.parametrize("role", ["system", "user", "tool"])
+@each("role", ["system", "user", "tool"])
 def test_what_others_say_never_becomes_a_control_token(role: str) -> None:
     said = [{"role": role, "content": HOSTILE}]
     whole, added = RENDERER.start(said, []), RENDERER.extend([START], [END], said)

@@ -17,6 +17,7 @@ from agentrl.chat.template import TemplateConfig, TemplateRenderer
 from agentrl.errors import RendererError
 from agentrl.testing import check_renderer
 from agentrl.types import Message
+from tests.support.each import each
 from tests.support.families import family_of, family_tokenizer, template_names
 from tests.support.tiers import first_of_each
 
@@ -114,7 +115,7 @@ def own(template: str) -> tuple[ChatTemplate, Encoder]:
     return ChatTemplate(tokenizer, encode, template=text, variables={}, date=DATE, name=template), encode
 
 
-@pytest.mark.parametrize("template", ALL_SOME)
+@each("template", ALL_SOME)
 def test_a_renderer_of_the_package_is_taken_where_it_is_proven_to_fit(template: str) -> None:
     family_tokenizer(template)
     renderer, begun = find(template), time.process_time()
@@ -125,7 +126,7 @@ def test_a_renderer_of_the_package_is_taken_where_it_is_proven_to_fit(template: 
     assert seconds < 2  # a fifth of it, on an idle machine
 
 
-@pytest.mark.parametrize("template", ALL_SOME)
+@each("template", ALL_SOME)
 def test_what_a_step_says_as_system_is_read(template: str) -> None:
     tokenizer = family_tokenizer(template)
     user: Message = {"role": "user", "content": "Hello."}
@@ -222,7 +223,7 @@ def _played(renderer: FamilyRenderer, rng: random.Random, template: str) -> Iter
         before = whole
 
 
-@pytest.mark.parametrize("template", PROVEN_SOME)
+@each("template", PROVEN_SOME)
 def test_contexts_are_those_of_the_template_where_it_leaves_history_alone(template: str) -> None:
     renderer, tokenizer = found(template), family_tokenizer(template)
     reference, encode = own(template)
@@ -239,12 +240,12 @@ def test_contexts_are_those_of_the_template_where_it_leaves_history_alone(templa
     assert num_compared > 2 * NUM_DIALOGUES
 
 
-@pytest.mark.parametrize("template", PROVEN_SOME)
+@each("template", PROVEN_SOME)
 def test_it_keeps_to_what_every_renderer_must_keep_to(template: str) -> None:
     check_renderer(found(template))
 
 
-@pytest.mark.parametrize("template", PROVEN_SOME)
+@each("template", PROVEN_SOME)
 def test_nothing_that_is_sampled_makes_it_raise_or_call_what_was_not_written(template: str) -> None:
     renderer, tokenizer = found(template), family_tokenizer(template)
     rng, size = random.Random(0), len(tokenizer)
@@ -262,7 +263,7 @@ def test_nothing_that_is_sampled_makes_it_raise_or_call_what_was_not_written(tem
             assert call["function"]["name"] in text
 
 
-@pytest.mark.parametrize("template", ["qwen3", "qwen3_8", "gemma4_v5", "llama3_1", "nemotron_3_nano"])
+@each("template", ["qwen3", "qwen3_8", "gemma4_v5", "llama3_1", "nemotron_3_nano"])
 def test_long_outputs_are_read_in_a_time_in_proportion(template: str) -> None:
     renderer, tokenizer = found(template), family_tokenizer(template)
     control = Encoder(tokenizer, spelled=tokenizer.chat_template).control_tokens

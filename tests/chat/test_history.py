@@ -2,12 +2,11 @@
 
 import random
 
-import pytest
-
 from agentrl.chat import ChatMLRenderer, Dialogue, HistoryConfig, TurnTokens
 from agentrl.chat.renderer import LEFT_OUT
 from agentrl.learn.tokens import rows_of
 from agentrl.types import Message
+from tests.support.each import each
 from tests.support.played import TOKENIZER, asked
 
 RENDERER = ChatMLRenderer(TOKENIZER)
@@ -29,7 +28,7 @@ def user(text: str) -> Message:
 SAID = [*OPENING, says("a"), result("1"), result("2"), says("b"), user("U"), says("c"), result("3"), result("4")]
 
 
-@pytest.mark.parametrize(
+@each(
     ("fields", "expected"),
     [
         ({}, ["S", "Q", "a", "1", "2", "b", "U", "c", "3", "4"]),
@@ -67,7 +66,7 @@ VIEWS: list[dict[str, int]] = [
 ]
 
 
-@pytest.mark.parametrize("fields", VIEWS)
+@each("fields", VIEWS)
 def test_contexts_are_what_is_shown_and_a_segment_begins_exactly_where_less_of_it_is(fields: dict[str, int]) -> None:
     view = HistoryConfig.model_validate(fields)
     for seed in range(20):

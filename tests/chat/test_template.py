@@ -8,6 +8,7 @@ import pytest
 from agentrl.chat import AutoConfig, ChatMLConfig, Dialogue, Renderer, TemplateConfig, TemplateRenderer
 from agentrl.errors import RendererError
 from agentrl.testing import check_renderer
+from tests.support.each import each
 from tests.support.families import family_tokenizer
 from tests.support.templates import PROMPTS_THOUGHT, QWEN, THINKS, THOUGHT, changed, tokenizer
 
@@ -59,7 +60,7 @@ TOOLS = [
 ]
 
 
-@pytest.mark.parametrize(
+@each(
     ("template", "problem"),
     [
         (None, "has no chat template; use the instruction-tuned version"),
@@ -88,7 +89,7 @@ def test_a_template_that_cannot_be_used_is_refused(template: str | None, problem
     assert problem in str(caught.value)
 
 
-@pytest.mark.parametrize(
+@each(
     ("pairs", "problem"),
     [
         ([("tool | tojson", "'tool'")], "it leaves out the tools"),
@@ -104,7 +105,7 @@ def test_a_template_that_cannot_be_used_is_refused(template: str | None, problem
         ([("<tool_call>", "[CALL]"), ("</tool_call>", "[/CALL]")], "it writes calls in a form that is not known here"),
     ],
 )
-@pytest.mark.parametrize("rewrites", [False, True])
+@each("rewrites", [False, True])
 def test_a_template_that_cannot_be_used_with_tools_is_refused_where_there_are_some(
     pairs: list[tuple[str, str]], problem: str, rewrites: bool
 ) -> None:
@@ -220,8 +221,8 @@ def test_a_template_that_drops_thoughts_when_a_user_speaks_begins_again_there() 
     assert after(renderer, RESULT).after((65, END), {"role": "assistant", "content": "a"}, [RESULT], renderer).extends
 
 
-@pytest.mark.parametrize("thinking", ["keep", "drop_at_user", "drop"])
-@pytest.mark.parametrize("pairs", [(), (THINKS, THOUGHT)])
+@each("thinking", ["keep", "drop_at_user", "drop"])
+@each("pairs", [(), (THINKS, THOUGHT)])
 def test_what_becomes_of_thoughts_is_the_recipes_to_say(thinking: Any, pairs: tuple[tuple[str, str], ...]) -> None:
     made = tokenizer(changed(*pairs))
     renderer = AutoConfig(thinking=thinking).build(made)
@@ -284,7 +285,7 @@ def test_a_template_that_rewrites_history_is_rendered_again_each_turn(pair: tupl
     assert "More." in whole
 
 
-@pytest.mark.parametrize(
+@each(
     "body",
     [
         '{"name": "look", "arguments": {"n": 1}',

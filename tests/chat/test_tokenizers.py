@@ -12,6 +12,7 @@ from agentrl.chat import AutoConfig, Dialogue, TemplateConfig, TemplateRenderer
 from agentrl.chat.encoder import Encoder
 from agentrl.errors import RendererError
 from agentrl.types import Message
+from tests.support.each import each
 from tests.support.families import (
     FAMILIES,
     family_tokenizer,
@@ -38,7 +39,7 @@ def extended(renderer: TemplateRenderer, *replies: Message) -> tuple[int, ...]:
     return dialogue.after(renderer.encode(YES), YES, replies, renderer).context_ids
 
 
-@pytest.mark.parametrize("name", ["llama3", "gemma3", "cohere", "deepseekv3", "llava_next", "phi3_5", "qwen2_5"])
+@each("name", ["llama3", "gemma3", "cohere", "deepseekv3", "llava_next", "phi3_5", "qwen2_5"])
 def test_a_context_begins_with_the_bos_token_as_often_as_the_template_writes_it(name: str) -> None:
     made = family_tokenizer(name)
     start = TemplateRenderer(made).start([HELLO], ())
@@ -53,8 +54,8 @@ def test_a_template_without_a_bos_token_has_none_though_the_tokenizer_adds_one()
     assert made.bos_token_id not in TemplateRenderer(made).start([HELLO], ())
 
 
-@pytest.mark.parametrize("name", ["llava_next", "phi3", "gemma3", "llama3", "smolvlm", "qwen2_5"])
-@pytest.mark.parametrize("content", ["And now?", ODD, "", " "])
+@each("name", ["llava_next", "phi3", "gemma3", "llama3", "smolvlm", "qwen2_5"])
+@each("content", ["And now?", ODD, "", " "])
 def test_no_space_is_lost_or_added_where_pieces_meet(name: str, content: str) -> None:
     made = family_tokenizer(name)
     renderer, more = TemplateRenderer(made), {"role": "user", "content": content}
@@ -99,7 +100,7 @@ def test_control_tokens_may_take_the_space_around_them_into_themselves() -> None
         assert content in made.decode(start, clean_up_tokenization_spaces=False)
 
 
-@pytest.mark.parametrize("scheme", ["always", "first", "never"])
+@each("scheme", ["always", "first", "never"])
 def test_a_space_before_a_text_stands_only_there(scheme: Any) -> None:
     alphabet = [*"▁abcdefghijklmnopqrstuvwxyzHY.,|<>_\n\x12/", *(f"<0x{byte:02X}>" for byte in range(256))]
     backend = Tokenizer(models.BPE({c: i for i, c in enumerate(alphabet)}, [], byte_fallback=True))

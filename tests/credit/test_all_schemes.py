@@ -23,6 +23,7 @@ from agentrl.errors import CreditError
 from agentrl.recipe.registry import names
 from agentrl.testing.groups import make_group
 from tests.support.credit import PER_TOKEN
+from tests.support.each import each
 from tests.support.rules import Rules
 from tests.support.signals import with_signals
 
@@ -235,7 +236,7 @@ NOT_A_NUMBER = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(("name", "field"), NOT_A_NUMBER.items())
+@each(("name", "field"), NOT_A_NUMBER.items())
 def test_a_signal_that_is_no_number_is_named(name: str, field: str) -> None:
     group = random_batch(5)[0]
     first = group.trajectories[0]
@@ -283,7 +284,7 @@ def experimental_schemes_say_so_and_the_others_do_not(name: str) -> None:
     assert ("Experimental" in module) == (name in EXPERIMENTAL)
 
 
-@pytest.mark.parametrize("name", SCHEMES)
+@each("name", SCHEMES)
 def test_a_scheme_keeps_to_the_rules(name: str, subtests: pytest.Subtests) -> None:
     every.check(name, subtests)
     if name in COMPARING:

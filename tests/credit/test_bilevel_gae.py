@@ -27,13 +27,14 @@ from tests.support.credit import (
     truncated_batches,
     without,
 )
+from tests.support.each import each
 from tests.support.tiers import first_quick
 
 TWO = make_group([[0, 1]], values=[[[0.2, 0.3], [0.5, 0.6]]], action_lengths=[[2, 2]])
 lambdas = st.sampled_from([0.0, 0.25, 1.0])
 
 
-@pytest.mark.parametrize(
+@each(
     ("fields", "expected"),
     [
         # Turns: A_1 = 1 - .5, A_0 = .9 * .5 - .2 + .9 * A_1 = .7, so G = .9, 1. Tokens: G less the value. Were the turn
@@ -99,7 +100,7 @@ def test_with_one_token_a_turn_it_is_turn_gae(groups: list[TrajectoryGroup], gam
         assert_close(found, rows)
 
 
-@pytest.mark.parametrize("token_lam", [0.0, 0.5, 1.0])
+@each("token_lam", [0.0, 0.5, 1.0])
 def test_turns_without_a_reward_keep_their_place(token_lam: float) -> None:
     # Twelve turns, only the last of them rewarded: the value of each turn's last token is taken from that turn's own
     # return, never from the first token of the next turn.
@@ -133,7 +134,7 @@ def test_missing_values_are_named_by_trajectory_and_turn() -> None:
     assert BilevelGAE().requirements() == {Need.VALUES}
 
 
-@pytest.mark.parametrize("fields", [{"gamma": 2}, {"lam": -0.1}, {"token_gamma": 1.1}, {"token_lam": -1}])
+@each("fields", [{"gamma": 2}, {"lam": -0.1}, {"token_gamma": 1.1}, {"token_lam": -1}])
 def test_impossible_options_are_refused(fields: dict[str, Any]) -> None:
     with pytest.raises(ValidationError):
         BilevelGAE.model_validate(fields)

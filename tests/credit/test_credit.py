@@ -8,6 +8,7 @@ import pytest
 from agentrl import Credit, CreditScheme, StopReason, TrajectoryGroup, assign_credit, load_credit
 from agentrl.errors import ConfigError, CreditError
 from agentrl.testing.groups import make_group
+from tests.support.each import each
 
 GROUP = make_group([[0, 1], [0.5]], action_lengths=[[2, 1], [3]])
 FIRST, SECOND = GROUP.trajectories
@@ -60,7 +61,7 @@ def test_a_trajectory_without_turns_has_empty_credit() -> None:
     assert Credit.from_turns(empty, []).advantages_T.tolist() == []
 
 
-@pytest.mark.parametrize(
+@each(
     ("build", "message"),
     [
         (lambda: Credit.from_tokens(FIRST, [1, 2]), r"g/0 has 3 action tokens, got advantages_T of shape \(2,\)"),
@@ -84,7 +85,7 @@ def raw(advantages: Any, keep: Any) -> Credit:
 KEEP = np.ones(3, dtype=np.bool_)
 
 
-@pytest.mark.parametrize(
+@each(
     ("assign", "message"),
     [
         (lambda _: [], "one list for each of the 1 groups, got list of length 0"),
@@ -127,7 +128,7 @@ def test_failed_trajectories_are_hidden_from_the_scheme_and_come_back_excluded(s
     assert [credit.keep_T.tolist() for credit in none] == [[False], [False]]
 
 
-@pytest.mark.parametrize("stop", [s for s in StopReason if not s.failed])
+@each("stop", [s for s in StopReason if not s.failed])
 def test_episodes_that_met_a_limit_are_credited_like_any_other(stop: StopReason) -> None:
     [[first, _]] = assign_credit(scheme_of(by_reward), [failed(GROUP, 0, stop)])
     assert first.keep_T.all()
@@ -175,7 +176,7 @@ def test_load_credit_builds_the_scheme_by_name_and_by_module() -> None:
         assert scheme.model_dump()["gamma"] == 0.5
 
 
-@pytest.mark.parametrize(
+@each(
     ("spec", "message"),
     [
         ({"scheme": "unifrom"}, r"^credit\.scheme: no 'unifrom' is installed\. Did you mean 'uniform'\?"),

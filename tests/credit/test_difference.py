@@ -30,6 +30,7 @@ from tests.support.credit import (
     weighted,
     without,
 )
+from tests.support.each import each
 from tests.support.tiers import first_quick
 
 rollouts = st.lists(st.lists(eighths, min_size=1, max_size=4).map(tuple), max_size=3).map(tuple)
@@ -38,7 +39,7 @@ rollouts = st.lists(st.lists(eighths, min_size=1, max_size=4).map(tuple), max_si
 FORKED = make_group([[1, 0, 2], [4]], branch_rewards=[[((0, 0), (2,)), ((1, 5),), ()], [((3,),)]])
 
 
-@pytest.mark.parametrize(
+@each(
     ("fields", "expected"),
     [
         # 3 less the mean of 0 and 2; 2 less 6; nothing to compare the third with; 4 less 3.
@@ -152,7 +153,7 @@ def test_forks_that_are_not_recorded_are_named_by_trajectory_and_turn() -> None:
     assert Difference().requirements() == {Need.BRANCHES}
 
 
-@pytest.mark.parametrize("fields", [{"gamma": 2}, {"normalize": "batch"}, {"eps": 0}, {"ddof": 2}, {"lone": "keep"}])
+@each("fields", [{"gamma": 2}, {"normalize": "batch"}, {"eps": 0}, {"ddof": 2}, {"lone": "keep"}])
 def test_impossible_options_are_refused(fields: dict[str, Any]) -> None:
     with pytest.raises(ValidationError):
         Difference.model_validate(fields)

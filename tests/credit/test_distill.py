@@ -13,6 +13,7 @@ from agentrl.testing.check_credit import check_credit
 from agentrl.testing.groups import make_group
 from agentrl_credit.distill import Distill
 from tests.support.credit import Rows, assert_close, batches, by_token, logprobs, tokens, without
+from tests.support.each import each
 from tests.support.tiers import first_quick
 
 STUDENT = make_group(
@@ -25,7 +26,7 @@ TEACHERS = {
 }
 
 
-@pytest.mark.parametrize(
+@each(
     ("discount", "expected"),
     [
         (0.0, [0.2, -1, 0]),
@@ -69,7 +70,7 @@ def test_agrees_with_a_slow_reference(groups: list[TrajectoryGroup], **fields: A
         assert_close(found, slow_reference(scheme, group))
 
 
-@pytest.mark.parametrize("observation", [0, 1, 50])
+@each("observation", [0, 1, 50])
 def test_the_discount_ticks_over_action_tokens_alone_and_across_turns(observation: int) -> None:
     # Differences 0, 0 | 1 | 0, 4, in three turns with observations in between: the last but one action token is one away
     # from the 4, whatever the environment said.
@@ -111,7 +112,7 @@ def test_rewards_play_no_part() -> None:
     assert by_token(Distill(), replace(STUDENT, trajectories=(rewarded,))) == by_token(Distill(), STUDENT)
 
 
-@pytest.mark.parametrize("teacher", TEACHERS)
+@each("teacher", TEACHERS)
 def test_only_the_chosen_teacher_is_asked_and_missed(teacher: Any) -> None:
     field, need = TEACHERS[teacher]
     assert Distill(teacher=teacher).requirements() == {need}
@@ -123,7 +124,7 @@ def test_only_the_chosen_teacher_is_asked_and_missed(teacher: Any) -> None:
         assign_credit(Distill(teacher=teacher), [without(group, 0, 1, field)])
 
 
-@pytest.mark.parametrize("fields", [{"discount": -0.1}, {"discount": 1.1}, {"teacher": "policy"}, {"gamma": 0}])
+@each("fields", [{"discount": -0.1}, {"discount": 1.1}, {"teacher": "policy"}, {"gamma": 0}])
 def test_impossible_options_are_refused(fields: dict[str, Any]) -> None:
     with pytest.raises(ValidationError):
         Distill.model_validate(fields)

@@ -23,6 +23,7 @@ from tests.support.credit import (
     unflatten,
     without,
 )
+from tests.support.each import each
 from tests.support.tiers import first_quick
 
 # In S, x is followed by 1 and 0, y twice by 0.
@@ -31,7 +32,7 @@ FOUR = make_group(
 )
 
 
-@pytest.mark.parametrize(
+@each(
     ("fields", "expected"),
     [
         # V .25, pool .25. Q(x) = (2 * .5 + .25) / 3 = .416667, Q(y) = (0 + .25) / 3 = .083333.
@@ -220,7 +221,7 @@ def test_a_missing_key_is_named_by_trajectory_and_turn(field: str, words: str) -
     assert ECPO().requirements() == {Need.STATE_KEYS, Need.ACTION_KEYS}
 
 
-@pytest.mark.parametrize("fields", [{"gamma": 2}, {"shrinkage": -1}, {"shrinkage": float("inf")}, {"normalize": "std"}])
+@each("fields", [{"gamma": 2}, {"shrinkage": -1}, {"shrinkage": float("inf")}, {"normalize": "std"}])
 def test_impossible_options_are_refused(fields: dict[str, Any]) -> None:
     with pytest.raises(ValidationError):
         ECPO.model_validate(fields)

@@ -23,6 +23,7 @@ from tests.support.credit import (
     tokens,
     without,
 )
+from tests.support.each import each
 from tests.support.tiers import first_quick
 
 PLAIN = {"scheme": "uniform", "normalize": "none"}
@@ -30,7 +31,7 @@ PLAIN = {"scheme": "uniform", "normalize": "none"}
 MIXED = make_group([[0, 1], [0]], entropies=[[[0.5, 1.5], 2], [[3, 3, 3]]], action_lengths=[[2, 1], [3]])
 
 
-@pytest.mark.parametrize(
+@each(
     ("fields", "expected"),
     [
         # exp(0), exp(-.5), exp(-1) are 1, .606531, .367879, on average .658137: weights 1.519441, .921587, .558971.
@@ -204,9 +205,7 @@ def test_an_impossible_scheme_is_refused_when_the_recipe_is_read(of: dict[str, A
         load_credit({"scheme": "entropy_modulated", "of": of})
 
 
-@pytest.mark.parametrize(
-    "fields", [{"zeta": -1}, {"sharpness": -1}, {"bonus_sharpness": float("inf")}, {"lone": "keep"}]
-)
+@each("fields", [{"zeta": -1}, {"sharpness": -1}, {"bonus_sharpness": float("inf")}, {"lone": "keep"}])
 def test_impossible_options_are_refused(fields: dict[str, Any]) -> None:
     with pytest.raises(ValidationError):
         EntropyModulated.model_validate(fields)

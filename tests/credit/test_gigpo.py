@@ -26,10 +26,11 @@ from tests.support.credit import (
     unflatten,
     without,
 )
+from tests.support.each import each
 from tests.support.tiers import first_quick
 
 
-@pytest.mark.parametrize(
+@each(
     ("fields", "expected"),
     [
         # Returns less .625; G at A: 1, .5, 0, 1 less .625; at B: 1, 0 less .5; at C: 0, 0.
@@ -140,7 +141,7 @@ def test_a_missing_state_key_is_named_by_trajectory_and_turn() -> None:
     assert GiGPO().requirements() == {Need.STATE_KEYS}
 
 
-@pytest.mark.parametrize("fields", [{"gamma": 1.5}, {"step_weight": -1}, {"eps": 0}, {"normalize": "batch"}])
+@each("fields", [{"gamma": 1.5}, {"step_weight": -1}, {"eps": 0}, {"normalize": "batch"}])
 def test_impossible_options_are_refused(fields: dict[str, Any]) -> None:
     with pytest.raises(ValidationError):
         GiGPO.model_validate(fields)

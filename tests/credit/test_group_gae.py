@@ -34,10 +34,11 @@ from tests.support.credit import (
     weighted,
     without,
 )
+from tests.support.each import each
 from tests.support.tiers import first_quick
 
 
-@pytest.mark.parametrize(
+@each(
     ("fields", "expected"),
     [
         # V: A .625, B .5, C 0.
@@ -205,8 +206,8 @@ def expected_gradient(scheme: GroupGAE, keys: list[str], *, size: int = 3) -> np
     return gradient
 
 
-@pytest.mark.parametrize("keys", [["s0", "s1", "s2"], ["s0", "s1", "s1"], ["s0", "s0", "s0"]])
-@pytest.mark.parametrize("shrinkage", [0.0, 1.0])
+@each("keys", [["s0", "s1", "s2"], ["s0", "s1", "s1"], ["s0", "s0", "s0"]])
+@each("shrinkage", [0.0, 1.0])
 def test_lambda_1_with_the_own_visits_left_out_is_unbiased_whatever_the_keys_tell_apart(
     keys: list[str], shrinkage: float
 ) -> None:
@@ -237,7 +238,7 @@ def test_a_missing_state_key_is_named_by_trajectory_and_turn() -> None:
     assert GroupGAE().requirements() == {Need.STATE_KEYS}
 
 
-@pytest.mark.parametrize("fields", [{"gamma": 2}, {"lam": -0.1}, {"shrinkage": -1}, {"eps": 0}, {"normalize": "std"}])
+@each("fields", [{"gamma": 2}, {"lam": -0.1}, {"shrinkage": -1}, {"eps": 0}, {"normalize": "std"}])
 def test_impossible_options_are_refused(fields: dict[str, Any]) -> None:
     with pytest.raises(ValidationError):
         GroupGAE.model_validate(fields)

@@ -23,10 +23,11 @@ from tests.support.credit import (
     unflatten,
     without,
 )
+from tests.support.each import each
 from tests.support.tiers import first_quick
 
 
-@pytest.mark.parametrize(
+@each(
     ("fields", "expected"),
     [
         # The step term of GiGPO. G at A: 1, .5, 0, 1 less .625; at B: 1, 0 less .5; at C: 0, 0.
@@ -130,7 +131,7 @@ def test_a_missing_state_key_is_named_by_trajectory_and_turn() -> None:
     assert HGPO().requirements() == {Need.STATE_KEYS}
 
 
-@pytest.mark.parametrize("fields", [{"gamma": -1}, {"context": -1}, {"alpha": 700.0}, {"eps": 0}, {"ddof": 2}])
+@each("fields", [{"gamma": -1}, {"context": -1}, {"alpha": 700.0}, {"eps": 0}, {"ddof": 2}])
 def test_impossible_options_are_refused(fields: dict[str, Any]) -> None:
     with pytest.raises(ValidationError):
         HGPO.model_validate(fields)

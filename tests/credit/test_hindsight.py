@@ -26,6 +26,7 @@ from tests.support.credit import (
     unflatten,
     without,
 )
+from tests.support.each import each
 from tests.support.signals import with_signals
 from tests.support.tiers import first_quick
 
@@ -54,7 +55,7 @@ def told(
 TOLD = told([[0, 1], [0]], [[[HALF - 1, HALF + 1], TWICE], [TWICE]], [[2, 1], [1]])
 
 
-@pytest.mark.parametrize(
+@each(
     ("fields", "expected"),
     [
         # Returns 1, 0: +-.707107 with sd1. rho R: .5, 2, 0: mean .833333, sd1 1.040833: -.320256, 1.120897, -.800641.
@@ -107,7 +108,7 @@ def test_agrees_with_a_slow_reference(groups: list[TrajectoryGroup], **fields: A
         assert_close(found, slow_reference(scheme, group))
 
 
-@pytest.mark.parametrize("huge", [3.0, 30.0, 3000.0])
+@each("huge", [3.0, 30.0, 3000.0])
 def test_the_ratio_is_bounded_on_both_sides(huge: float) -> None:
     # log 5 = 1.609: beyond it, it makes no difference how much likelier or less likely hindsight makes a turn
     found = by_turn(Hindsight(), told([[0, 1], [4]], [[huge, -huge], [0.0]]))
@@ -148,7 +149,7 @@ def test_missing_log_probabilities_are_named_by_trajectory_and_turn() -> None:
     assert Hindsight().requirements() == {Need.HINDSIGHT_LOGPROBS}
 
 
-@pytest.mark.parametrize("fields", [{"step_weight": -1}, {"max_ratio": 1}, {"eps": 0}, {"ddof": 2}, {"gamma": 1}])
+@each("fields", [{"step_weight": -1}, {"max_ratio": 1}, {"eps": 0}, {"ddof": 2}, {"gamma": 1}])
 def test_impossible_options_are_refused(fields: dict[str, Any]) -> None:
     with pytest.raises(ValidationError):
         Hindsight.model_validate(fields)

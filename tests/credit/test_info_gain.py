@@ -26,6 +26,7 @@ from tests.support.credit import (
     unflatten,
     without,
 )
+from tests.support.each import each
 from tests.support.tiers import first_quick
 
 # The answer is believed with probability .25, then .5, then .75; by the second trajectory with .25, then .25.
@@ -35,7 +36,7 @@ SEARCH = make_group(
 )
 
 
-@pytest.mark.parametrize(
+@each(
     ("fields", "expected"),
     [
         # Gains .25, .25, 0 and 0, 0 beside the rewards; G of .25, .25, 1 and .5, 0.
@@ -154,7 +155,7 @@ def test_a_missing_answer_is_named_by_trajectory_and_turn() -> None:
     assert InfoGain().requirements() == {Need.ANSWER_LOGPROBS}
 
 
-@pytest.mark.parametrize("fields", [{"gamma": 2}, {"info_weight": -1}, {"potential": "odds"}, {"normalize": "std"}])
+@each("fields", [{"gamma": 2}, {"info_weight": -1}, {"potential": "odds"}, {"normalize": "std"}])
 def test_impossible_options_are_refused(fields: dict[str, Any]) -> None:
     with pytest.raises(ValidationError):
         InfoGain.model_validate(fields)

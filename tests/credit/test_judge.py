@@ -12,12 +12,13 @@ from agentrl.testing.groups import make_group
 from agentrl_credit.judge import Judge
 from agentrl_credit.turn_return import TurnReturn
 from tests.support.credit import Rows, assert_close, batches, by_token, by_turn, eighths, mean, to_go, without
+from tests.support.each import each
 from tests.support.tiers import first_quick
 
 SCORED = make_group([[0, 1], [0.5]], turn_scores=[[0.25, -0.5], [1]], state_keys=[["A", "B"], ["A"]])
 
 
-@pytest.mark.parametrize(
+@each(
     ("fields", "expected"),
     [
         # Rewards .25, .5 and 1.5: G .75, .5 and 1.5, less the mean of the other's.
@@ -72,7 +73,7 @@ def test_agrees_with_a_slow_reference(groups: list[TrajectoryGroup], score_weigh
         assert_close(found, slow_reference(scheme, group))
 
 
-@pytest.mark.parametrize("then", ["turn_return", "uniform", "gigpo", "mt_grpo", "hgpo", "group_gae"])
+@each("then", ["turn_return", "uniform", "gigpo", "mt_grpo", "hgpo", "group_gae"])
 def test_the_credit_is_that_of_the_next_scheme_on_scores_plus_rewards(then: str) -> None:
     summed = make_group([[0 + 0.25, 1 - 0.5], [0.5 + 1]], state_keys=[["A", "B"], ["A"]])
     assert by_turn(Judge(then={"scheme": then}), SCORED) == by_turn(load_credit({"scheme": then}), summed)
@@ -101,10 +102,8 @@ def test_a_scheme_that_reads_no_rewards_is_refused(scheme: str) -> None:
         load_credit({"scheme": scheme, "then": {"scheme": "distill"}})
 
 
-@pytest.mark.parametrize(
-    "then", [{"scheme": "turn_gae"}, {"scheme": "entropy_modulated", "of": {"scheme": "turn_gae"}}]
-)
-@pytest.mark.parametrize("scheme", ["judge", "redistribute"])
+@each("then", [{"scheme": "turn_gae"}, {"scheme": "entropy_modulated", "of": {"scheme": "turn_gae"}}])
+@each("scheme", ["judge", "redistribute"])
 def test_a_critic_which_learns_the_environments_rewards_is_refused(scheme: str, then: dict[str, Any]) -> None:
     with pytest.raises(
         ConfigError, match=rf"'{then['scheme']}' reads a critic, which learns the environment's rewards"
@@ -112,8 +111,8 @@ def test_a_critic_which_learns_the_environments_rewards_is_refused(scheme: str, 
         load_credit({"scheme": scheme, "then": then})
 
 
-@pytest.mark.parametrize("then", ["tree", "difference"])
-@pytest.mark.parametrize("scheme", ["judge", "redistribute"])
+@each("then", ["tree", "difference"])
+@each("scheme", ["judge", "redistribute"])
 def test_forks_which_earned_the_environments_rewards_are_refused(scheme: str, then: str) -> None:
     with pytest.raises(
         ConfigError, match=rf"^credit\.then: '{then}' reads what forks earned, which are the environment's"
@@ -147,7 +146,7 @@ def test_a_score_of_zero_is_a_score() -> None:
     assert by_turn(Judge(), group) == by_turn(TurnReturn(), group)
 
 
-@pytest.mark.parametrize(
+@each(
     ("then", "message"),
     [
         ({"scheme": "gigop"}, r"^credit\.then\.scheme: no 'gigop' is installed\. Did you mean 'gigpo'"),
@@ -166,7 +165,7 @@ def test_an_impossible_next_scheme_is_refused_when_the_recipe_is_read(then: dict
         load_credit({"scheme": "judge", "then": then})
 
 
-@pytest.mark.parametrize("fields", [{"score_weight": float("nan")}, {"then": "gigpo"}, {"lone": "keep"}])
+@each("fields", [{"score_weight": float("nan")}, {"then": "gigpo"}, {"lone": "keep"}])
 def test_impossible_options_are_refused(fields: dict[str, Any]) -> None:
     with pytest.raises(ValidationError):
         Judge.model_validate(fields)

@@ -13,10 +13,11 @@ from agentrl.testing.groups import make_group
 from agentrl_credit.mt_grpo import MTGRPO
 from agentrl_credit.uniform import Uniform
 from tests.support.credit import F1, Rows, assert_close, batches, by_turn, norms, rewards_of, unflatten
+from tests.support.each import each
 from tests.support.tiers import first_quick
 
 
-@pytest.mark.parametrize(
+@each(
     ("fields", "expected"),
     [
         # Return less .625: .375, -.125, -.625, .375. Turn index 0: 0, .5, 0, 1 less .375; index 1: 1, 0, 0 less 1/3;
@@ -92,7 +93,7 @@ def test_the_last_one_left_has_no_turn_term() -> None:
     np.testing.assert_allclose([rows[0][1], rows[1][1]], [-2.5, 2.5])
 
 
-@pytest.mark.parametrize("fields", [{"turn_weight": -1}, {"eps": 0}, {"normalize": "batch"}, {"gamma": 1}])
+@each("fields", [{"turn_weight": -1}, {"eps": 0}, {"normalize": "batch"}, {"gamma": 1}])
 def test_impossible_options_are_refused(fields: dict[str, Any]) -> None:
     with pytest.raises(ValidationError):
         MTGRPO.model_validate(fields)

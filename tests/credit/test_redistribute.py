@@ -16,6 +16,7 @@ from agentrl_credit.redistribute import Redistribute
 from agentrl_credit.turn_return import TurnReturn
 from agentrl_credit.uniform import Uniform
 from tests.support.credit import Rows, assert_close, batches, by_turn, mean, rewards_of, without
+from tests.support.each import each
 from tests.support.tiers import first_quick
 
 
@@ -180,7 +181,7 @@ def test_what_the_next_scheme_refuses_is_refused() -> None:
         assign_credit(Redistribute(), [replace(TWO, trajectories=TWO.trajectories[:1])])
 
 
-@pytest.mark.parametrize(
+@each(
     ("then", "message"),
     [
         (
@@ -197,7 +198,7 @@ def test_an_impossible_next_scheme_is_refused_when_the_recipe_is_read(then: dict
         load_credit({"scheme": "redistribute", "then": then})
 
 
-@pytest.mark.parametrize("fields", [{"ridge": 0}, {"ridge": -1}, {"ridge": float("inf")}, {"lone": "keep"}])
+@each("fields", [{"ridge": 0}, {"ridge": -1}, {"ridge": float("inf")}, {"lone": "keep"}])
 def test_impossible_options_are_refused(fields: dict[str, Any]) -> None:
     with pytest.raises(ValidationError):
         Redistribute.model_validate(fields)

@@ -24,6 +24,7 @@ from agentrl_credit.stages import (
     standard_deviation,
 )
 from agentrl_credit.turns import Comparison, Turns
+from tests.support.each import each
 
 SAME_BUT_FOR_ROUNDING = [0.1 + 0.2, 0.3]  # differ by 5.6e-17
 
@@ -74,7 +75,7 @@ def test_leave_one_out_keeps_small_differences_beside_a_large_return() -> None:
     np.testing.assert_allclose(leave_one_out([1e6, 0, 3, 3], owners_N=[0, 0, 1, 1])[1], -3, rtol=1e-9)
 
 
-@pytest.mark.parametrize("values", [SAME_BUT_FOR_ROUNDING, [0.1, 0.1, 0.1], [0, 0], [-1e9, -1e9], [], [3]])
+@each("values", [SAME_BUT_FOR_ROUNDING, [0.1, 0.1, 0.1], [0, 0], [-1e9, -1e9], [], [3]])
 def test_equal_values_give_exact_zeros(values: list[float]) -> None:
     assert is_flat(values).all()
     zeros = [0.0] * len(values)
@@ -151,7 +152,7 @@ def test_batch_normalize_does_not_move_the_mean() -> None:
     np.testing.assert_allclose(batch_normalize([1, 3], ddof=0, eps=1), [0.5, 1.5], rtol=1e-12)
 
 
-@pytest.mark.parametrize("values", [[1.0, 1.0], [0.1 + 0.2, 0.3], [2.0], []])
+@each("values", [[1.0, 1.0], [0.1 + 0.2, 0.3], [2.0], []])
 def test_a_batch_without_a_spread_is_not_divided(values: list[float]) -> None:
     assert batch_normalize(values, ddof=1, eps=1e-6).tolist() == values
 

@@ -28,6 +28,7 @@ from tests.support.credit import (
     truncated_batches,
     without,
 )
+from tests.support.each import each
 from tests.support.tiers import first_quick
 
 TWO = make_group([[0, 1]], values=[[[0.2, 0.3], [0.5, 0.6]]], action_lengths=[[2, 2]])
@@ -35,7 +36,7 @@ lambdas = st.sampled_from([0.0, 0.25, 1.0])
 alphas = st.sampled_from([0.0, 0.5, 2.0])
 
 
-@pytest.mark.parametrize(
+@each(
     ("fields", "expected"),
     [
         # Turns, lam 1: 1 - .2 and 1 - .5. Tokens, token_lam 1: 1 less the value, .8, .7, .5, .4: .05 about each mean.
@@ -125,7 +126,7 @@ def test_missing_values_are_named_by_trajectory_and_turn() -> None:
     assert TokenResidual().requirements() == {Need.VALUES}
 
 
-@pytest.mark.parametrize("fields", [{"gamma": 2}, {"lam": -0.1}, {"token_lam": 1.1}, {"alpha": -1}])
+@each("fields", [{"gamma": 2}, {"lam": -0.1}, {"token_lam": 1.1}, {"alpha": -1}])
 def test_impossible_options_are_refused(fields: dict[str, Any]) -> None:
     with pytest.raises(ValidationError):
         TokenResidual.model_validate(fields)

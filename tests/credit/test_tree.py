@@ -32,6 +32,7 @@ from tests.support.credit import (
     weighted,
     without,
 )
+from tests.support.each import each
 from tests.support.tiers import first_quick
 
 rollouts = st.lists(st.lists(eighths, min_size=1, max_size=4).map(tuple), max_size=3).map(tuple)
@@ -167,7 +168,7 @@ def expected_gradient(forked: Sequence[bool]) -> npt.NDArray[np.float64]:
     return gradient
 
 
-@pytest.mark.parametrize("forked", list(itertools.product([False, True], repeat=3)))
+@each("forked", list(itertools.product([False, True], repeat=3)))
 def test_it_follows_the_exact_policy_gradient_in_expectation_wherever_it_was_forked(forked: list[bool]) -> None:
     # 1e-6: advantages are float32
     np.testing.assert_allclose(expected_gradient(forked), exact_gradient(), atol=1e-6)
@@ -179,7 +180,7 @@ def test_forks_that_are_not_recorded_are_named_by_trajectory_and_turn() -> None:
     assert Tree().requirements() == {Need.BRANCHES}
 
 
-@pytest.mark.parametrize("fields", [{"gamma": 2}, {"gamma": -1}, {"lone": "zero"}, {"lam": 1}])
+@each("fields", [{"gamma": 2}, {"gamma": -1}, {"lone": "zero"}, {"lam": 1}])
 def test_impossible_options_are_refused(fields: dict[str, Any]) -> None:
     with pytest.raises(ValidationError):
         Tree.model_validate(fields)

@@ -26,13 +26,14 @@ from tests.support.credit import (
     truncated_batches,
     without,
 )
+from tests.support.each import each
 from tests.support.signals import with_signals
 from tests.support.tiers import first_quick
 
 TWO = make_group([[0, 1]], values=[[[0.5, 7], [0.8, 9]]], action_lengths=[[2, 2]])
 
 
-@pytest.mark.parametrize(
+@each(
     ("fields", "expected"),
     [
         # delta_1 = 1 - .8; delta_0 = .99 * .8 - .5 = .292; A_0 = .292 + .99 * .9 * .2
@@ -137,7 +138,7 @@ def test_missing_values_are_named_by_trajectory_and_turn() -> None:
     assert TurnGAE().requirements() == {Need.VALUES}
 
 
-@pytest.mark.parametrize("fields", [{"gamma": 2}, {"lam": -0.1}, {"read": "mean"}, {"eps": 0}, {"lone": "keep"}])
+@each("fields", [{"gamma": 2}, {"lam": -0.1}, {"read": "mean"}, {"eps": 0}, {"lone": "keep"}])
 def test_impossible_options_are_refused(fields: dict[str, Any]) -> None:
     with pytest.raises(ValidationError):
         TurnGAE.model_validate(fields)

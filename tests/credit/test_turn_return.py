@@ -29,9 +29,10 @@ from tests.support.credit import (
     spread,
     stopping_paths,
 )
+from tests.support.each import each
 
 
-@pytest.mark.parametrize(
+@each(
     ("fields", "expected"),
     [
         (
@@ -125,8 +126,8 @@ def cosine(first: npt.NDArray[np.float64], second: npt.NDArray[np.float64]) -> f
     return float(first @ second / (np.linalg.norm(first) * np.linalg.norm(second)))
 
 
-@pytest.mark.parametrize("size", [2, 3])
-@pytest.mark.parametrize("scheme", [TurnReturn(), Uniform(normalize="leave_one_out")])
+@each("size", [2, 3])
+@each("scheme", [TurnReturn(), Uniform(normalize="leave_one_out")])
 def test_the_default_follows_the_exact_policy_gradient_in_expectation(scheme: CreditScheme, size: int) -> None:
     # 1e-6: advantages are float32
     np.testing.assert_allclose(expected_gradient(scheme, size=size), exact_gradient(), atol=1e-6)
@@ -148,7 +149,7 @@ def test_the_exact_gradient_is_the_slope_of_the_expected_return() -> None:
     np.testing.assert_allclose(exact_gradient(), slopes, atol=1e-9)
 
 
-@pytest.mark.parametrize(
+@each(
     ("baseline", "leave_one_out"),
     [("turn", False), ("turn", True), ("state", False), ("state", True), ("pool", False)],
 )
@@ -177,8 +178,8 @@ def test_an_intermediate_reward_is_credited_to_the_turns_up_to_it() -> None:
     assert by_turn(TurnReturn(), early)[0][0] == [0.5, 0.5, -0.5]
 
 
-@pytest.mark.parametrize("baseline", ["pool", "state", "turn"])
-@pytest.mark.parametrize("normalize", ["none", "std", "batch"])
+@each("baseline", ["pool", "state", "turn"])
+@each("normalize", ["none", "std", "batch"])
 def test_equal_returns_to_go_get_exact_zeros(baseline: Any, normalize: Any) -> None:
     group = make_group([[0.1 + 0.2], [0.3]], state_keys=[["A"], ["A"]])
     [found] = by_turn(TurnReturn(baseline=baseline, normalize=normalize, eps=1e-30), group)
@@ -228,7 +229,7 @@ def test_a_missing_state_key_is_named_by_trajectory_and_turn() -> None:
         assign_credit(TurnReturn(baseline="state"), [group])
 
 
-@pytest.mark.parametrize(
+@each(
     "fields", [{"gamma": -0.1}, {"gamma": 1.1}, {"gamma": float("nan")}, {"eps": 0}, {"ddof": 2}, {"baseline": "step"}]
 )
 def test_impossible_options_are_refused(fields: dict[str, Any]) -> None:

@@ -12,6 +12,7 @@ from agentrl import StopReason, TrajectoryGroup, assign_credit
 from agentrl.errors import CreditError
 from agentrl.testing.groups import make_group
 from agentrl_credit.uniform import Uniform
+from tests.support.each import each
 
 F1 = make_group([[0, 1], [0.5, 0, 0], [0, 0], [1]], action_lengths=[[2, 3], [1, 2, 2], [3, 1], [4]], group_id="f1")
 NORMALIZE = ["std", "none", "leave_one_out", "batch"]
@@ -52,7 +53,7 @@ def spread(values: list[float], ddof: int) -> float:
     return statistics.stdev(values) if ddof else statistics.pstdev(values)
 
 
-@pytest.mark.parametrize(
+@each(
     ("normalize", "expected"),
     [
         ("std", [0.783349, -0.261116, -1.305582, 0.783349]),
@@ -98,8 +99,8 @@ def test_agrees_with_a_slow_reference(batch: list[list[list[float]]], normalize:
         np.testing.assert_allclose(row, expected, rtol=1e-6, atol=1e-6)
 
 
-@pytest.mark.parametrize("normalize", NORMALIZE)
-@pytest.mark.parametrize("rewards", [[[0.1, 0.2], [0.3]], [[0.1], [0.1], [0.1]], [[1, 0], [0, 1]], [[0], [0]]])
+@each("normalize", NORMALIZE)
+@each("rewards", [[[0.1, 0.2], [0.3]], [[0.1], [0.1], [0.1]], [[1, 0], [0, 1]], [[0], [0]]])
 def test_a_group_of_equal_returns_gets_exact_zeros(normalize: Any, rewards: list[list[float]]) -> None:
     # .1 + .2 and .3 differ by 5.6e-17, which a standard deviation of 3.9e-17 would blow up to +-.7
     scheme = Uniform(normalize=normalize, eps=1e-30)
@@ -107,7 +108,7 @@ def test_a_group_of_equal_returns_gets_exact_zeros(normalize: Any, rewards: list
     assert found == [0.0] * len(rewards)
 
 
-@pytest.mark.parametrize("normalize", NORMALIZE)
+@each("normalize", NORMALIZE)
 def test_a_lone_trajectory_stops_is_kept_or_is_dropped(normalize: Any) -> None:
     lone = replace(F1.trajectories[0], stop_reason=StopReason.ENGINE_ERROR)
     group = replace(make_group([[5], [9]]), group_id="f1", trajectories=(lone, F1.trajectories[1]))
@@ -136,7 +137,7 @@ def test_a_failed_trajectory_does_not_enter_any_statistic() -> None:
         np.testing.assert_array_equal(a.advantages_T, b.advantages_T)
 
 
-@pytest.mark.parametrize(
+@each(
     "fields",
     [{"eps": 0}, {"eps": -1}, {"eps": float("inf")}, {"ddof": 2}, {"normalize": "sd"}, {"lone": "zero"}, {"x": 1}],
 )

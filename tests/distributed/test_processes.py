@@ -50,7 +50,10 @@ from tests.support.architectures import tiny_model
 from tests.support.learners import TOKENIZER, make_learner
 from tests.support.played import new_policy, play
 from tests.support.processes import START_METHOD
+from tests.support.tiers import first_quick
 from tests.support.trajectories import some_groups
+
+pytestmark = pytest.mark.process
 
 Sharding = Literal["none", "full"]
 
@@ -163,7 +166,9 @@ CASES = [
 
 
 @pytest.mark.parametrize(("sizes", "idle", "loss"), CASES)
-@pytest.mark.parametrize(("num_processes", "sharding", "layout"), [(2, "none", "tree"), (2, "full", "tree")])
+@pytest.mark.parametrize(
+    ("num_processes", "sharding", "layout"), first_quick([(2, "full", "tree"), (2, "none", "tree")])
+)
 def test_metrics_and_gradients_are_those_of_one_process(
     num_processes: int,
     sharding: Sharding,
@@ -182,12 +187,12 @@ def test_metrics_and_gradients_are_those_of_one_process(
             torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-9 * largest)
 
 
-@pytest.mark.parametrize(("sharding", "layout"), [("none", "packed"), ("full", "padded")])
+@pytest.mark.parametrize(("sharding", "layout"), first_quick([("none", "packed"), ("full", "padded")]))
 def test_three_processes_and_other_layouts(sharding: Sharding, layout: Layout, tmp_path: Path) -> None:
     test_metrics_and_gradients_are_those_of_one_process(3, sharding, layout, [4, 3, 1, 2], (), SOME, tmp_path)
 
 
-@pytest.mark.parametrize("trust", ["fixed", "calibrated", "kernel"])
+@pytest.mark.parametrize("trust", first_quick(["calibrated", "fixed", "kernel"]))
 def test_every_trust_region_on_three_processes(trust: Any, tmp_path: Path) -> None:
     loss = LossConfig(trust=trust)
     test_metrics_and_gradients_are_those_of_one_process(3, "none", "tree", [4, 3, 2], (), loss, tmp_path)
@@ -201,7 +206,7 @@ def multimodal(name: str) -> list[Tensor]:
     return [gradient for _ in range(2) for gradient in gradients(learner, *credited([4, 3, 2]))[1]]
 
 
-@pytest.mark.parametrize("name", ["Gemma 3 with images", "Mistral 3"])
+@pytest.mark.parametrize("name", first_quick(["Gemma 3 with images", "Mistral 3"]))
 def test_multimodal_models_are_trained_by_two_processes_as_by_one(name: str, tmp_path: Path) -> None:
     expected = multimodal(name)
     largest = max(float(gradient.abs().max()) for gradient in expected)
@@ -223,7 +228,7 @@ def hybrid(sharding: Sharding) -> tuple[list[Tensor], bool]:
         return found, bool(recurrent.fork(lay_out(rows, "tree")[0].paths, continues=True)[0])
 
 
-@pytest.mark.parametrize("sharding", ["none", "full"])
+@pytest.mark.parametrize("sharding", first_quick(["full", "none"]))
 def test_recurrent_parts_go_on_from_what_rows_share_on_several_processes(sharding: Sharding, tmp_path: Path) -> None:
     expected, has_trunk = hybrid("none")
     assert has_trunk
@@ -241,7 +246,7 @@ def routed(sharding: Sharding) -> dict[str, float]:
     return make_learner(model=model, loss=SOME, **settings).update(*credited([4, 3, 2]), version=1)
 
 
-@pytest.mark.parametrize("sharding", ["none", "full"])
+@pytest.mark.parametrize("sharding", first_quick(["full", "none"]))
 def test_changed_experts_are_told_alike(sharding: Sharding, tmp_path: Path) -> None:
     expected = routed("none")["moe/changed_experts"]
     assert 0.01 < expected < 0.9
@@ -310,7 +315,7 @@ def test_the_first_process_hears_what_all_noted_of_each_token(tmp_path: Path) ->
             np.testing.assert_allclose(found[name], column_T, rtol=1e-9)
 
 
-@pytest.mark.parametrize("sharding", ["none", "full"])
+@pytest.mark.parametrize("sharding", first_quick(["full", "none"]))
 def test_updates_are_shortened_alike(sharding: Sharding, tmp_path: Path) -> None:
     metrics, weights = shortened("none")
     assert metrics["shortened_updates"] == 3
@@ -340,7 +345,7 @@ def trained(
 
 
 @pytest.mark.parametrize(
-    ("sharding", "lora"), [("none", None), ("full", None), ("full", LoraSettings(rank=2))], ids=str
+    ("sharding", "lora"), first_quick([("full", None), ("none", None), ("full", LoraSettings(rank=2))]), ids=str
 )
 def test_saved_and_loaded_equals_uninterrupted_bit_for_bit(
     sharding: Sharding, lora: LoraSettings | None, tmp_path: Path
@@ -396,7 +401,7 @@ def reference_kept(lora: LoraSettings | None, folder: Path) -> tuple[bool, bool]
     return is_before(learner), is_before(other)
 
 
-@pytest.mark.parametrize("lora", [None, LoraSettings(rank=2)], ids=str)
+@pytest.mark.parametrize("lora", first_quick([None, LoraSettings(rank=2)]), ids=str)
 def test_the_reference_of_shared_out_weights_stays_and_comes_back(lora: LoraSettings | None, tmp_path: Path) -> None:
     assert together(2, tmp_path, reference_kept, lora, tmp_path) == [(True, True)] * 2
 
@@ -412,7 +417,7 @@ def scores(sharding: Sharding) -> list[Any]:
     )
 
 
-@pytest.mark.parametrize("sharding", ["none", "full"])
+@pytest.mark.parametrize("sharding", first_quick(["full", "none"]))
 def test_scores_are_shared_out_and_put_together(sharding: Sharding, tmp_path: Path) -> None:
     expected = scores("none")
     first, second = together(2, tmp_path, scores, sharding)
@@ -443,7 +448,7 @@ def pass_in_bfloat16(sharding: Sharding, lora: LoraSettings | None) -> tuple[int
     return num_kept, torch.cat([gradient.flatten() for gradient in whole]), {g.dtype for g in gradients}
 
 
-@pytest.mark.parametrize("lora", [None, LoraSettings(rank=2)], ids=["whole", "adapters"])
+@pytest.mark.parametrize("lora", first_quick([None, LoraSettings(rank=2)]), ids=["whole", "adapters"])
 def test_in_bfloat16_no_process_keeps_copies_of_what_is_shared_out(lora: LoraSettings | None, tmp_path: Path) -> None:
     num_kept, expected, _ = pass_in_bfloat16("none", lora)
     assert num_kept > 0  # which autocast makes
@@ -471,7 +476,9 @@ def critic_after_fits(kind: Literal["head", "separate"]) -> tuple[dict[str, floa
     return critic.fit(critic.measure(played)), [p.detach() for p in critic._parameters()], sum(computed)
 
 
-@pytest.mark.parametrize(("kind", "num_processes"), [("head", 2), ("head", 3), ("separate", 2), ("separate", 3)])
+@pytest.mark.parametrize(
+    ("kind", "num_processes"), first_quick([("head", 2), ("separate", 3), ("head", 3), ("separate", 2)], num=2)
+)
 def test_a_critic_is_shared_out(kind: Literal["head", "separate"], num_processes: int, tmp_path: Path) -> None:
     expected_metrics, expected, num_tokens = critic_after_fits(kind)
     assert expected_metrics["critic/loss"] > 0.1
@@ -507,7 +514,7 @@ def without_one(how: str, missing: int) -> str:
 
 
 @pytest.mark.parametrize(
-    ("how", "missing"), [("hangs", 0), ("hangs", 2), ("is killed", 0), ("is killed in an update", 2)]
+    ("how", "missing"), first_quick([("is killed in an update", 2), ("hangs", 0), ("hangs", 2), ("is killed", 0)])
 )
 def test_a_process_that_is_missing_is_named_within_the_deadline(how: str, missing: int, tmp_path: Path) -> None:
     told = together(3, tmp_path, without_one, how, missing)

@@ -27,6 +27,7 @@ from tests.distributed.test_processes import together
 from tests.support.architectures import ARCHITECTURES, tiny_model
 from tests.support.models import SIZES, made, tiny
 from tests.support.played import TOKENIZER
+from tests.support.tiers import first_quick
 
 ROW = np.arange(5, 40)
 LORA = LoraSettings(rank=2)
@@ -90,7 +91,8 @@ def in_parts(folder: Path, names: list[str], lora: LoraSettings | None) -> dict[
     return found
 
 
-@pytest.mark.parametrize(("num_processes", "lora"), [(2, None), (3, None), (2, LORA)], ids=str)
+@pytest.mark.process
+@pytest.mark.parametrize(("num_processes", "lora"), first_quick([(2, LORA), (2, None), (3, None)]), ids=str)
 def test_parts_are_of_the_whole(num_processes: int, lora: LoraSettings | None, tmp_path: Path) -> None:
     names = [name for name in MODELS if lora is None or name in ("Qwen3", "GPT-2", "Gemma 3 with images")]
     expected = {}
@@ -117,7 +119,7 @@ def deep(name: str) -> Any:
     return tiny_model(name, **changes)
 
 
-@pytest.mark.parametrize("name", ARCHITECTURES)
+@pytest.mark.parametrize("name", first_quick(ARCHITECTURES, num=3))
 def test_a_small_model_of_the_kind_tells_the_layout(name: str) -> None:
     model = deep(name)
     freeze_towers(model)

@@ -27,6 +27,9 @@ from tests.support.loss_oracle import (
     stale_batch,
 )
 from tests.support.models import action_logprobs
+from tests.support.tiers import first_quick
+
+pytestmark = pytest.mark.process
 
 RECIPES: dict[str, tuple[dict[str, Any], Measured]] = {
     "calibrated": ({"trust": "calibrated", "unit": "turn", "reject": 1.4}, BY_STALENESS),
@@ -97,7 +100,9 @@ def expected(recipe: str) -> tuple[dict[str, float], list[Tensor]]:
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-@pytest.mark.parametrize(("num_processes", "sharding"), [(1, "none"), (2, "none"), (2, "full"), (3, "none")])
+@pytest.mark.parametrize(
+    ("num_processes", "sharding"), first_quick([(1, "none"), (2, "full"), (2, "none"), (3, "none")], num=2)
+)
 def test_an_update_of_any_number_of_processes_follows_the_equations(
     num_processes: int, sharding: Sharding, recipe: str, tmp_path: Path
 ) -> None:

@@ -14,6 +14,7 @@ from agentrl.errors import ConfigError
 from agentrl.testing import check_engine
 from agentrl.types import Completion, Sampling
 from tests.support.architectures import ARCHITECTURES, tiny_model
+from tests.support.tiers import first_quick
 
 VOCAB = 61
 T = TypeVar("T")
@@ -42,7 +43,7 @@ def plain_logprobs(model: Any, prompt_ids: Sequence[int], token_ids: Sequence[in
     return picked
 
 
-@pytest.mark.parametrize("attention", [None, "eager"])
+@pytest.mark.parametrize("attention", first_quick([None, "eager"]))
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_logprobs_over_four_turns_are_those_of_one_plain_pass(
     name: str, attention: str | None, monkeypatch: pytest.MonkeyPatch

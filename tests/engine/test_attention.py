@@ -5,6 +5,7 @@ import torch
 
 from agentrl.engine.transformers.cache import grouped_attention
 from agentrl.errors import EngineError
+from tests.support.each import each
 
 
 def repeated(
@@ -21,8 +22,8 @@ def repeated(
     return torch.stack(outputs, dim=2)
 
 
-@pytest.mark.parametrize("queries", [1, 5])
-@pytest.mark.parametrize(("heads", "shared"), [(6, 2), (4, 4), (4, 1)])
+@each("queries", [1, 5])
+@each(("heads", "shared"), [(6, 2), (4, 4), (4, 1)])
 def test_shared_keys_need_no_copies(queries: int, heads: int, shared: int) -> None:
     torch.manual_seed(0)
     query = torch.randn(3, heads, queries, 8, dtype=torch.float64)
@@ -42,8 +43,8 @@ def test_without_a_mask_attention_is_causal() -> None:
     torch.testing.assert_close(output, repeated(query, key, value, causal, 0.5), rtol=1e-12, atol=1e-14)
 
 
-@pytest.mark.parametrize("queries", [1, 5])
-@pytest.mark.parametrize("window", [3, 50])
+@each("queries", [1, 5])
+@each("window", [3, 50])
 def test_a_sliding_window_hides_what_lies_before_it(queries: int, window: int) -> None:
     torch.manual_seed(0)
     query = torch.randn(2, 4, queries, 8, dtype=torch.float64)

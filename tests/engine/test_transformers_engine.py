@@ -16,6 +16,8 @@ from agentrl.errors import ConfigError, EngineError
 from agentrl.models.moe import experts_of, recording
 from agentrl.testing import check_engine
 from agentrl.types import Completion, FinishReason, Sampling
+from tests.support.each import each
+from tests.support.tiers import first_quick
 
 VOCAB = 61
 T = TypeVar("T")
@@ -82,8 +84,8 @@ def counted_tokens(model: Any) -> list[int]:
     return counts
 
 
-@pytest.mark.parametrize("attention", ["sdpa", "eager"])
-@pytest.mark.parametrize("rows", [1, 3, 64])
+@pytest.mark.parametrize("attention", first_quick(["sdpa", "eager"]))
+@pytest.mark.parametrize("rows", first_quick([3, 1, 64]))
 def test_it_keeps_to_the_contract_of_engines(attention: str, rows: int) -> None:
     model, plain = make_model(attention=attention), make_model()
     first, second = ({k: v.clone() for k, v in make_model(seed).state_dict().items()} for seed in (0, 1))
@@ -91,8 +93,8 @@ def test_it_keeps_to_the_contract_of_engines(attention: str, rows: int) -> None:
     run(check_engine(engine, lambda p, t, z: reference(plain, p, t, z), vocab_size=VOCAB, weights=(first, second)))
 
 
-@pytest.mark.parametrize(("dtype", "bound"), [(torch.float64, 1e-12), (torch.float32, 5e-6)])
-@pytest.mark.parametrize("temperature", [0.6, 1.0, 1.5])
+@each(("dtype", "bound"), [(torch.float64, 1e-12), (torch.float32, 5e-6)])
+@each("temperature", [0.6, 1.0, 1.5])
 def test_logprobs_over_four_turns_are_those_of_one_plain_pass(
     dtype: torch.dtype, bound: float, temperature: float
 ) -> None:
@@ -438,7 +440,7 @@ def test_a_request_continues_after_each_of_many_pauses() -> None:
     run(play())
 
 
-@pytest.mark.parametrize("fails_at", [1, 2, 4])
+@each("fails_at", [1, 2, 4])
 def test_an_error_of_the_model_reaches_all_who_wait_and_the_engine_works_again(fails_at: int) -> None:
     model = make_model()
     engine = make_engine(model, max_batch_size=2, lockstep=False)

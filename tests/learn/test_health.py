@@ -9,6 +9,7 @@ from agentrl.chat import TurnTokens
 from agentrl.learn.health import SIGNS, Row, Sign, collapsed_since, cut_demonstrations, newly_detected, signs
 from agentrl.rollout import RolloutConfig
 from agentrl.rollout.demonstrations import Demonstration
+from tests.support.each import each
 
 LEARNS = [
     0.25,
@@ -68,7 +69,7 @@ def test_a_run_that_learns_is_left_alone() -> None:
     assert told([row for row in solved for _ in range(5)]) == []
 
 
-@pytest.mark.parametrize("offset", [0.0, -10.0, 100.0])
+@each("offset", [0.0, -10.0, 100.0])
 def test_a_reward_that_falls_and_stays_down_is_told_once_and_what_follows_is_not(offset: float) -> None:
     rows = [row(success) for success in COLLAPSES]
     for of_step in rows:
@@ -167,7 +168,7 @@ def test_entropy_of_steps_in_which_nothing_was_computed_is_not_known() -> None:
     assert told([row(0.2, entropy=0.2)] * 4 + [row(0.2, entropy=0.0, credit__zero_advantage=1.0)] * 6) == []
 
 
-@pytest.mark.parametrize("name", row())
+@each("name", row())
 def test_steps_of_which_a_file_has_lost_a_metric_end_no_run(name: str) -> None:
     damaged = [{key: value for key, value in row(1 - n / 10).items() if key != name} for n in range(5)]
     told([*damaged, *(row(0.5, entropy=0.001) for _ in range(9))])
@@ -186,7 +187,7 @@ def test_groups_that_earn_alike_for_long_are_told_with_the_field() -> None:
     assert "env.options" in words
 
 
-@pytest.mark.parametrize(
+@each(
     ("reason", "field"),
     [
         ("max_turns", "rollout.max_turns"),
@@ -235,7 +236,7 @@ def test_demonstrations_that_no_policy_could_play_are_told_with_the_limit() -> N
     assert cut_demonstrations([*cut[:2], *played[:2]], wide) == (0.5, None)  # a poor oracle
 
 
-@pytest.mark.parametrize(
+@each(
     ("samples", "far", "staleness", "is_told"),
     [(0.38, 0.6, 0, True), (0.8, 0.6, 0, False), (0.38, 0.01, 0, False), (0.38, 0.6, 1, False)],
 )

@@ -16,6 +16,7 @@ import pytest
 from agentrl.errors import ConfigError, EngineError, TrainingError, UserError
 from agentrl.learn.signals.turn_scores import load_judge, score_turns
 from agentrl.types import StopReason, Trajectory, Turn
+from tests.support.each import each
 from tests.support.interrupts import run_with
 from tests.support.signals import without_signals
 from tests.support.threads import hang, wait_until
@@ -52,7 +53,7 @@ def by_hand(given: Trajectory) -> list[float]:
     return [100.0 * given.seed + 10 * k + turn.reward for k, turn in enumerate(given.turns)]
 
 
-@pytest.mark.parametrize("num_threads", [1, 3, 50])
+@each("num_threads", [1, 3, 50])
 def test_each_turn_gets_its_own_score_in_whatever_order_the_judge_ends(num_threads: int) -> None:
     def judge(given: Trajectory) -> list[float]:
         time.sleep(0.01 * random.random())
@@ -75,7 +76,7 @@ def test_a_coroutine_is_run_and_has_the_deadline_too() -> None:
         scored(judge, [trajectory(0)], timeout_s=0.5)
 
 
-@pytest.mark.parametrize("scores", [[1, True], (0.5, np.float32(0.25)), np.array([3, 4]), range(2)])
+@each("scores", [[1, True], (0.5, np.float32(0.25)), np.array([3, 4]), range(2)])
 def test_numbers_of_any_kind_become_floats(scores: Any) -> None:
     (found,) = scored(lambda _: scores, [trajectory(0)])
     assert [turn.signals["turn_scores"] for turn in found.turns] == [float(score) for score in scores]
@@ -163,7 +164,7 @@ def asks_too_long(given: Trajectory) -> list[float]:
 SHAPE = "signals.judge, trajectory g/1: return one finite number, at most 1e+15 in size, for each of its 2 turns, got "
 
 
-@pytest.mark.parametrize(
+@each(
     ("judge", "words"),
     [
         (raises, "signals.judge, trajectory g/1 raised LookupError: no rubric for this task (test_judge.py:{line})"),
@@ -269,7 +270,7 @@ def test_a_judge_is_found_by_its_name() -> None:
     assert found is by_hand
 
 
-@pytest.mark.parametrize(
+@each(
     ("name", "words"),
     [
         ("no_such_module_at_all:judge", r"signals\.judge: cannot import 'no_such_module_at_all' of 'no_such_module"),

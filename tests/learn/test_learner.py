@@ -36,6 +36,7 @@ from agentrl.learn.policy_state import PolicyState
 from agentrl.models import moe as routing
 from agentrl.policy.config import Layout, LoraSettings
 from agentrl.policy.model import Policy
+from tests.support.each import each
 from tests.support.interrupts import After, run_with
 from tests.support.learners import make_learner, weights
 from tests.support.played import contexts
@@ -48,7 +49,7 @@ RNG = np.random.default_rng(0)
 CREDITS = [[Credit.from_tokens(t, RNG.normal(size=t.num_action_tokens)) for t in g.trajectories] for g in GROUPS]
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@each("layout", LAYOUTS)
 def test_an_update_equals_a_plain_loop_over_trajectories(layout: Layout) -> None:
     settings = LossConfig(trust="fixed", unit="turn", clip_low=0.1, clip_high=0.1)
     learner = make_learner(loss=settings, layout=layout, num_minibatches=1, max_tokens_per_micro_batch=300)
@@ -163,7 +164,7 @@ class ComputesAll(Learner):
         return super().plan(minibatch._replace(num_computed=len(minibatch.pairs)))
 
 
-@pytest.mark.parametrize("aggregation", ["trajectory-mean", "turn-mean", "token-mean"])
+@each("aggregation", ["trajectory-mean", "turn-mean", "token-mean"])
 def test_trajectories_without_an_advantage_are_not_computed_and_change_no_loss(aggregation: Any) -> None:
     zero = {("g0", 1), ("g0", 3), ("g2", 0), ("g2", 1), ("g2", 2), ("g2", 3)}
     credits = [
@@ -240,7 +241,7 @@ def test_resuming_takes_the_recipes_rates_and_not_the_checkpoints(tmp_path: Path
         assert late.update(GROUPS, CREDITS, version=version)["learning_rate"] == 1e-3
 
 
-@pytest.mark.parametrize("now", [1, 2, 4, 8])
+@each("now", [1, 2, 4, 8])
 def test_a_schedule_stands_at_the_same_step_where_a_run_is_resumed_with_other_minibatches(
     now: int, tmp_path: Path
 ) -> None:
@@ -289,7 +290,7 @@ def test_a_checkpoint_of_adapters_leaves_out_what_is_frozen_and_resumes_bit_for_
     assert torch.equal(weights(late), weights(whole))
 
 
-@pytest.mark.parametrize("loads", [PolicyState.load, PolicyState.load_weights, PolicyState.load_reference])
+@each("loads", [PolicyState.load, PolicyState.load_weights, PolicyState.load_reference])
 def test_a_run_is_not_resumed_with_adapters_where_it_had_none_or_the_other_way_round(
     loads: Callable[[PolicyState, Path], None], tmp_path: Path
 ) -> None:
@@ -325,7 +326,7 @@ LIKELIER = [
 """So much likelier by now than when they were sampled that an advantage above 0 pushes no token."""
 
 
-@pytest.mark.parametrize(
+@each(
     ("groups", "credits"),
     [
         pytest.param(GROUPS, uniform_all(GROUPS, 0.0), id="no advantage"),
@@ -405,6 +406,7 @@ def test_a_gradient_that_is_not_finite_is_never_applied() -> None:
     assert torch.equal(weights(learner), before)
 
 
+@pytest.mark.process
 def test_an_update_that_is_interrupted_ends_before_the_next_pass() -> None:
     def update(event: After) -> int:
         """Return how many passes it made."""
@@ -546,7 +548,7 @@ def sampled_by(learner: Learner, trajectory: Trajectory, *, noise: float) -> Tra
     return replace(trajectory, turns=tuple(turns))
 
 
-@pytest.mark.parametrize("anchor", ["behavior", "recomputed", "sampled"])
+@each("anchor", ["behavior", "recomputed", "sampled"])
 def test_what_is_stale_is_no_movement_of_the_step(anchor: Literal["behavior", "recomputed", "sampled"]) -> None:
     def updated(noise: float, *, num_minibatches: int = 3) -> dict[str, float]:
         """Update on groups of which one trajectory each is stale."""

@@ -19,6 +19,7 @@ from agentrl.learn.config import DEFAULT_CLIP, LossConfig
 from agentrl.learn.loss import PolicyLoss, kl_loss, mismatch_weights, policy_loss
 from agentrl.learn.tokens import Aggregation, RatioUnit, aggregation_weights, unit_index
 from agentrl.learn.trust import fixed
+from tests.support.each import each
 from tests.support.ratio_batches import (
     AGGREGATIONS,
     UNITS,
@@ -301,7 +302,7 @@ def test_the_order_of_tokens_leaves_no_trace_in_float32() -> None:
     assert {ratio(log_ratio_T[order]) for order in shuffles} == {ratio(log_ratio_T)}
 
 
-@pytest.mark.parametrize(
+@each(
     ("change", "message"),
     [
         ({"policy_logprobs_T": torch.zeros(2, 1)}, r"rank 1 in float32 or float64 .* torch\.float32 of shape \(2, 1\)"),
@@ -443,7 +444,7 @@ TRAJECTORY = [7, 7, 7, 2]
 TURN = [0, 0, 1, 0]
 
 
-@pytest.mark.parametrize(
+@each(
     ("aggregation", "expected"),
     [
         ("trajectory-mean", [1 / 6, 1 / 6, 1 / 6, 1 / 2]),  # N = 2, lengths 3 and 1
@@ -492,7 +493,7 @@ def test_weights_follow_a_slow_count_and_the_tokens_wherever_they_lie(seed: int,
     np.testing.assert_array_equal(shuffled, got[order])
 
 
-@pytest.mark.parametrize("aggregation", ["trajectory-mean", "turn-mean", "token-mean"])
+@each("aggregation", ["trajectory-mean", "turn-mean", "token-mean"])
 def test_no_tokens_have_no_weights(aggregation: Aggregation) -> None:
     assert aggregation_weights(aggregation, trajectory_T=[], turn_T=[]).tolist() == []
 
@@ -511,7 +512,7 @@ def test_weights_refuse_columns_of_different_length_and_a_constant_length_of_no_
         aggregation_weights("mean", trajectory_T=[0], turn_T=[0])  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(
+@each(
     ("unit", "expected"),
     [
         ("trajectory", [1, 1, 1, 1, 1, 0, 0]),
@@ -559,7 +560,7 @@ def test_units_refuse_unknown_names_and_uneven_lengths() -> None:
 # --- configuration ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
+@each(
     ("unit", "expected"),
     [
         ("trajectory", (3e-4, 4e-4)),
@@ -578,7 +579,7 @@ def test_the_clip_range_follows_the_unit_and_its_own_default_gets_no_warning(
     assert LossConfig(trust="fixed", unit=unit, clip_high=0.01).clip_range() == (expected[0], 0.01)
 
 
-@pytest.mark.parametrize(
+@each(
     ("config", "message"),
     [
         (
@@ -619,7 +620,7 @@ def test_both_bounds_of_another_unit_get_a_warning_each() -> None:
     assert len(LossConfig(unit="token", clip_low=3e-4, clip_high=4e-4).warnings()) == 2
 
 
-@pytest.mark.parametrize(
+@each(
     ("fields", "message"),
     [
         ({"aggregation": "constant"}, "aggregation: constant needs constant_length"),

@@ -28,6 +28,7 @@ from agentrl.learn.metrics import (
 )
 from agentrl.testing import make_group
 from agentrl.types import StopReason
+from tests.support.each import each
 from tests.support.tallies import add_pass, make_tally
 
 
@@ -234,7 +235,7 @@ def test_the_effective_sample_size_is_that_of_whole_trajectories_and_no_split_ch
     assert effective_samples(MinibatchStats.merge([first, second])) == pytest.approx(expected, rel=1e-12)
 
 
-@pytest.mark.parametrize(("log_weights", "share"), [([-900, -900], 1), ([0, -800, -900, 900], 1 / 4), ([], 1)])
+@each(("log_weights", "share"), [([-900, -900], 1), ([0, -800, -900, 900], 1 / 4), ([], 1)])
 def test_the_effective_sample_size_of_weights_beyond_all_numbers(log_weights: list[float], share: float) -> None:
     tally = make_tally(engine_difference_T=log_weights, trajectory_T=[float(i) for i in range(len(log_weights))])
     assert effective_samples(tally) == share

@@ -1,11 +1,11 @@
 """How the trajectories of a step are drawn into minibatches. `I` trajectories."""
 
 import numpy as np
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from agentrl.learn.plan import Minibatch, draw_minibatches
+from tests.support.each import each
 
 STEPS = st.lists(st.lists(st.booleans(), min_size=1, max_size=9), max_size=12)
 """Of each trajectory of each group: whether it has a gradient."""
@@ -63,9 +63,7 @@ def test_a_minibatch_has_trajectories_of_enough_groups_and_cuts_none_that_it_nee
         assert num_cut <= 2 * (num_minibatches - 1)  # where a minibatch ends
 
 
-@pytest.mark.parametrize(
-    ("num_groups", "shares"), [(4, [2] * 4), (8, [2] * 8), (16, [4] * 8), (32, [8] * 8), (64, [8] * 16)]
-)
+@each(("num_groups", "shares"), [(4, [2] * 4), (8, [2] * 8), (16, [4] * 8), (32, [8] * 8), (64, [8] * 16)])
 def test_groups_of_eight_in_four_minibatches(num_groups: int, shares: list[int]) -> None:
     for minibatch in draw([[True] * 8] * num_groups, 4, min_groups=8):
         counts = np.bincount([i // 8 for i in minibatch.computed])

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from agentrl.errors import ConfigError
 from agentrl.learn.config import OptimizerName, make_optimizer
+from tests.support.each import each
 
 NAMES: tuple[str, ...] = get_args(OptimizerName)
 BETAS = (0.9, 0.95)
@@ -135,7 +136,7 @@ def test_a_name_that_does_not_exist_is_refused_with_the_nearest() -> None:
     assert str(caught.value) == "train.optimizer: there is no 'adamw8bit'. Did you mean 'adamw_8bit'?"
 
 
-@pytest.mark.parametrize("absent", [name for name in NAMES if name != "adamw"])
+@each("absent", [name for name in NAMES if name != "adamw"])
 def test_what_is_not_installed_is_refused_with_what_to_install(absent: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "bitsandbytes", None)
     with pytest.raises(ConfigError, match=rf"{absent} needs bitsandbytes .*pip install 'agentrl\[bitsandbytes\]'"):

@@ -28,6 +28,7 @@ from agentrl.learn.trust import fixed
 from agentrl.policy.config import Layout, LocalModelConfig
 from agentrl.policy.model import Policy, make_local_model
 from agentrl.types import Trajectory, TrajectoryGroup
+from tests.support.each import each
 from tests.support.models import SIZES, in_float64, made
 from tests.support.trajectories import (
     FORKED,
@@ -225,7 +226,7 @@ def test_a_budget_of_one_token_gives_every_trajectory_a_pass_and_a_large_one_all
 ALIKE = [trajectory(i, turn([1, 2], [10 * i + j for j in range(1, n + 2)])) for i, n in enumerate((3, 1, 5, 2))]
 
 
-@pytest.mark.parametrize(
+@each(
     ("layout", "size"),
     [
         ("tree", 2 + 3 + 1 + 5 + 2),
@@ -348,7 +349,7 @@ def owned_of(groups: Sequence[TrajectoryGroup], owned: set[int]) -> list[Traject
     return [replace(group, trajectories=tuple(of)) for group, of in zip(groups, kept, strict=True) if of]
 
 
-@pytest.mark.parametrize(("num_groups", "num_processes"), [(1, 2), (1, 8), (4, 8), (5, 2), (3, 6)])
+@each(("num_groups", "num_processes"), [(1, 2), (1, 8), (4, 8), (5, 2), (3, 6)])
 def test_groups_are_split_where_processes_would_have_nothing_to_do(num_groups: int, num_processes: int) -> None:
     groups = [alone(number, *[40] * 8, first=1 + number) for number in range(num_groups)]
     owners = shared_out(groups, layout="tree", num_processes=num_processes)
@@ -516,8 +517,8 @@ def test_tokens_after_the_last_trained_one_and_tokens_of_the_excluded_change_not
     assert torch.equal(after[1], before[1])
 
 
-@pytest.mark.parametrize("num_processes", [1, 2])
-@pytest.mark.parametrize("aggregation", AGGREGATIONS)
+@each("num_processes", [1, 2])
+@each("aggregation", AGGREGATIONS)
 def test_trajectories_that_are_not_computed_count_in_the_denominators(
     aggregation: Aggregation, num_processes: int
 ) -> None:

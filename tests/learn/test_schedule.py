@@ -1,14 +1,14 @@
 from typing import get_args
 
-import pytest
 import torch
 from transformers import get_scheduler
 
 from agentrl.learn.config import ScheduleName, make_schedule
+from tests.support.each import each
 
 
-@pytest.mark.parametrize("num_warmup", [0, 1, 7])
-@pytest.mark.parametrize("name", get_args(ScheduleName))
+@each("num_warmup", [0, 1, 7])
+@each("name", get_args(ScheduleName))
 def test_rates_are_those_of_transformers_to_the_last_bit(name: ScheduleName, num_warmup: int) -> None:
     ours, theirs = (torch.optim.AdamW([torch.zeros(1, requires_grad=True)], lr=3e-4) for _ in range(2))
     found = make_schedule(name, ours, num_warmup=num_warmup, num_minibatches=40)

@@ -22,6 +22,7 @@ from agentrl.learn.tokens import TokenBatch
 from agentrl.policy.config import Layout
 from agentrl.policy.model import Policy
 from agentrl.types import Trajectory
+from tests.support.each import each
 from tests.support.hugging_face import TEMPLATE
 from tests.support.played import TOKENIZER, asked, contexts, new_policy, plain_passes, plain_scores, play
 from tests.support.renderers import OftenStops, StartsAgain
@@ -56,8 +57,8 @@ def test_the_trajectories_at_hand_are_ragged_and_some_rewrite_history(played: li
     assert len({len(turn.action_ids) for t in played for turn in t.turns}) > 4
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("temperature", [0.6, 1.0, 1.5])
+@each("layout", LAYOUTS)
+@each("temperature", [0.6, 1.0, 1.5])
 def test_each_token_is_scored_as_in_a_plain_pass_over_its_own_context(
     temperature: float, layout: Layout, played: list[Trajectory]
 ) -> None:
@@ -140,7 +141,7 @@ def as_written(text: str) -> str:
     return written(TOKENIZER.encode(text, add_special_tokens=False))
 
 
-@pytest.mark.parametrize(("rewards", "total"), [((0.25, 0.0, 1.0), "1.25"), ((1 / 3,), "0.333"), ((-2.0,), "-2")])
+@each(("rewards", "total"), [((0.25, 0.0, 1.0), "1.25"), ((1 / 3,), "0.333"), ((-2.0,), "-2")])
 def test_the_hint_stands_in_the_first_message_and_wherever_the_history_is_rendered_again(
     rewards: tuple[float, ...], total: str, played: list[Trajectory]
 ) -> None:

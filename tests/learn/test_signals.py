@@ -33,11 +33,13 @@ from agentrl.run.build import Parts, build
 from agentrl.types import Need, StopReason, Trajectory, TrajectoryGroup, Turn
 from agentrl_envs.calculator import Calculator
 from agentrl_envs.key_door import KeyDoor
+from tests.support.each import each
 from tests.support.played import TOKENIZER, asked, contexts, new_policy, plain_pass, plain_passes, play
 from tests.support.renderers import OftenStops, StartsAgain
 from tests.support.run_files import repeatable
 from tests.support.runs import recipe, train
 from tests.support.signals import without_signals
+from tests.support.tiers import first_quick
 
 
 def length_judge(trajectory: Trajectory) -> list[float]:
@@ -164,7 +166,7 @@ def test_every_need_is_the_environments_or_a_file_of_its_own() -> None:
     assert set(signal_classes()) - provided_by(full) == {Need.ANSWER_LOGPROBS}
 
 
-@pytest.mark.parametrize(
+@each(
     ("credit", "names"),
     [
         ({"scheme": "uniform"}, set()),
@@ -243,7 +245,7 @@ def test_a_step_of_failed_episodes_alone_is_measured_and_learned_without_complai
     assert signals.fit(lost) == {}
 
 
-@pytest.mark.parametrize("temperature", [0.7, 1.0])
+@pytest.mark.parametrize("temperature", first_quick([0.7, 1.0]))
 def test_every_pass_is_at_the_temperature_of_the_rollouts_and_in_its_own_context(
     temperature: float, runner: asyncio.Runner
 ) -> None:
@@ -280,7 +282,7 @@ def test_every_pass_is_at_the_temperature_of_the_rollouts_and_in_its_own_context
         assert np.abs(np.subtract(column_T, behavior(trajectory))).max() > 1e-3  # the hint is read
 
 
-@pytest.mark.parametrize("temperature", [0.7, 1.0])
+@pytest.mark.parametrize("temperature", first_quick([0.7, 1.0]))
 def test_a_teacher_that_is_the_policy_itself_has_nothing_to_teach(temperature: float, runner: asyncio.Runner) -> None:
     policy = new_policy()
     groups = groups_of(play(policy, num=4, temperature=temperature))
@@ -352,9 +354,7 @@ def test_the_judge_has_the_recipes_deadline_and_threads(runner: asyncio.Runner, 
         ] == [length_judge(t) for group in walks for t in group.trajectories]
 
 
-@pytest.mark.parametrize(
-    ("gamma", "returns"), [(1.0, (3.0, 3.0, 3.0)), (0.5, (0.75, 1.5, 3.0)), (0.0, (0.0, 0.0, 3.0))]
-)
+@each(("gamma", "returns"), [(1.0, (3.0, 3.0, 3.0)), (0.5, (0.75, 1.5, 3.0)), (0.0, (0.0, 0.0, 3.0))])
 def test_the_critic_learns_returns_under_the_discount_of_the_scheme(
     gamma: float, returns: tuple[float, ...], runner: asyncio.Runner
 ) -> None:
@@ -416,21 +416,25 @@ def with_model(folder: Path, tmp_path: Path, credit: dict[str, Any], **sections:
     return recipe(tmp_path, credit=credit, **settings)
 
 
+@pytest.mark.process
 @pytest.mark.parametrize(
     "credit",
-    [
-        {"scheme": "turn_gae"},
-        {"scheme": "bilevel_gae"},
-        {"scheme": "token_residual"},
-        {"scheme": "tree"},
-        {"scheme": "difference"},
-        {"scheme": "entropy_modulated"},
-        {"scheme": "distill", "teacher": "model"},
-        {"scheme": "distill", "teacher": "reference"},
-        {"scheme": "distill", "teacher": "hindsight"},
-        {"scheme": "hindsight"},
-        {"scheme": "judge", "score_weight": 0.1},
-    ],
+    first_quick(
+        [
+            {"scheme": "turn_gae"},
+            {"scheme": "tree"},
+            {"scheme": "distill", "teacher": "model"},
+            {"scheme": "judge", "score_weight": 0.1},
+            {"scheme": "bilevel_gae"},
+            {"scheme": "token_residual"},
+            {"scheme": "difference"},
+            {"scheme": "entropy_modulated"},
+            {"scheme": "distill", "teacher": "reference"},
+            {"scheme": "distill", "teacher": "hindsight"},
+            {"scheme": "hindsight"},
+        ],
+        num=4,
+    ),
     ids=lambda credit: "-".join(map(str, credit.values())),
 )
 def test_a_run_trains_with_each_scheme_that_reads_signals(credit: dict[str, Any], warm: Path, tmp_path: Path) -> None:
@@ -447,6 +451,7 @@ def test_a_run_trains_with_each_scheme_that_reads_signals(credit: dict[str, Any]
     assert all(row["critic/loss"] > 0 for row in rows[1:] if "values" in needs)
 
 
+@pytest.mark.process
 def test_a_run_on_a_task_with_a_known_answer_trains_by_information_gain(warm: Path, tmp_path: Path) -> None:
     _, rows = train(with_model(warm, tmp_path, {"scheme": "info_gain"}, env={"id": "calculator"}))
     assert all(math.isfinite(value) for row in rows for value in row.values())
@@ -467,6 +472,7 @@ class Silent(Calculator):
         return ""
 
 
+@pytest.mark.process
 @pytest.mark.parametrize(("env", "words"), [(Forgetful, "None"), (Silent, "''")])
 def test_an_answer_that_is_missing_stops_the_run(env: type[Calculator], words: str, warm: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=rf"gold_answer\(\) of {env.__name__} returned {words}"):
@@ -497,6 +503,7 @@ def test_what_the_scheme_tells_the_policy_must_fit_its_positions(
         signals.measure(walks)
 
 
+@pytest.mark.process
 def test_an_evaluation_misses_neither_critic_nor_teacher(warm: Path, tmp_path: Path) -> None:
     teacher = tmp_path / "teacher"
     shutil.copytree(warm, teacher)
@@ -507,7 +514,7 @@ def test_an_evaluation_misses_neither_critic_nor_teacher(warm: Path, tmp_path: P
     main(["eval", str(folder.path)])
 
 
-@pytest.mark.parametrize(
+@each(
     ("credit", "need"),
     [
         ({"scheme": "judge"}, "turn_scores (set signals.judge to module:function). "),
@@ -556,13 +563,16 @@ def learned(folder: Path, step: int) -> dict[str, Any]:
     return state
 
 
+@pytest.mark.process
 @pytest.mark.parametrize(
     ("credit", "signals"),
-    [
-        ({"scheme": "turn_gae"}, {"critic": {"model": "head"}}),
-        ({"scheme": "token_residual"}, {"critic": {"model": "separate"}}),
-        ({"scheme": "distill", "teacher": "reference"}, {}),
-    ],
+    first_quick(
+        [
+            ({"scheme": "turn_gae"}, {"critic": {"model": "head"}}),
+            ({"scheme": "token_residual"}, {"critic": {"model": "separate"}}),
+            ({"scheme": "distill", "teacher": "reference"}, {}),
+        ]
+    ),
     ids=["head", "separate", "reference"],
 )
 def test_a_resumed_run_repeats_bit_for_bit(
@@ -588,6 +598,7 @@ def test_a_resumed_run_repeats_bit_for_bit(
             assert all(torch.equal(states[0][part][name], states[1][part][name]) for name in states[0][part])
 
 
+@pytest.mark.process
 def test_a_scheme_that_reads_the_reference_cannot_be_added_to_a_run_that_kept_none(warm: Path, tmp_path: Path) -> None:
     folder, _ = train(with_model(warm, tmp_path, {"scheme": "uniform"}, train={"steps": 1}))
     other = with_model(warm, tmp_path, {"scheme": "distill", "teacher": "reference"})
@@ -595,12 +606,14 @@ def test_a_scheme_that_reads_the_reference_cannot_be_added_to_a_run_that_kept_no
         train(other, folder)
 
 
+@pytest.mark.process
 def test_a_critic_cannot_be_added_to_a_run_that_had_none(warm: Path, tmp_path: Path) -> None:
     folder, _ = train(with_model(warm, tmp_path, {"scheme": "uniform"}, train={"steps": 1}))
     with pytest.raises(ConfigError, match="the credit scheme reads values, and this run trained nothing for them"):
         train(with_model(warm, tmp_path, {"scheme": "turn_gae"}), folder)
 
 
+@pytest.mark.process
 def test_a_separate_critic_begins_as_the_policy_that_was_warmed_up(tmp_path: Path) -> None:
     settings = recipe(
         tmp_path,

@@ -18,6 +18,7 @@ from agentrl.learn.metrics import MinibatchStats, Observations, divergence, upda
 from agentrl.learn.micro_batch_loss import AnchorState, StaleTokens, micro_batch_loss, trust_region
 from agentrl.learn.plan import Planner
 from agentrl.learn.tokens import RatioUnit
+from tests.support.each import each
 from tests.support.loss_oracle import (
     BY_LENGTH,
     BY_STALENESS,
@@ -88,7 +89,7 @@ def shares(num_processes: int, max_tokens: int, config: LossConfig) -> Iterator[
         ]
 
 
-@pytest.mark.parametrize("unit", UNITS)
+@each("unit", UNITS)
 def test_the_batch_has_what_recipes_tell_apart(unit: RatioUnit) -> None:
     settings, measured = RECIPES["calibrated, of what is left"]
     found = expected_step(TOKENS, LossConfig(unit=unit, **settings), measured)
@@ -103,7 +104,7 @@ def is_quick(recipe: str, unit: RatioUnit, split: tuple[int, int]) -> bool:
     return recipe in SPLIT_IN_ALL_WAYS or split == (3, 60)
 
 
-@pytest.mark.parametrize(("recipe", "unit", "split"), slow_unless(is_quick, RECIPES, UNITS, SPLITS))
+@each(("recipe", "unit", "split"), slow_unless(is_quick, RECIPES, UNITS, SPLITS))
 def test_loss_gradient_decisions_and_metrics_of_a_recipe_follow_the_equations(
     recipe: str, unit: RatioUnit, split: tuple[int, int]
 ) -> None:

@@ -17,6 +17,7 @@ from agentrl.learn.config import CalibratedConfig, KernelConfig, LossConfig
 from agentrl.learn.micro_batch_loss import trust_region
 from agentrl.learn.tokens import Aggregation, RatioUnit
 from agentrl.learn.trust import Ratios, Region, TrustRegion, fixed, is_rejected, kernel, rejecting, token
+from tests.support.each import each
 from tests.support.ratio_batches import (
     AGGREGATIONS,
     UNITS,
@@ -175,7 +176,7 @@ def test_the_kernel_is_one_at_the_sampling_policy_and_largest_at_the_quotient_of
     assert float(kernel(ratios(0.0, advantages_T=[1.0]), positive=POSITIVE, negative=NEGATIVE)[0]) == 1
 
 
-@pytest.mark.parametrize("log_ratio", [-1e4, -90.0, 90.0, 1e4])
+@each("log_ratio", [-1e4, -90.0, 90.0, 1e4])
 def test_the_kernel_of_a_unit_that_moved_beyond_float32_is_zero(log_ratio: float) -> None:
     region = kernel(ratios(log_ratio, advantages_T=[-1.0], dtype=torch.float32), positive=POSITIVE, negative=NEGATIVE)
     assert region.factor_T.tolist() == [0.0]
@@ -229,7 +230,7 @@ def test_a_rejected_unit_has_no_loss_on_either_side() -> None:
     assert is_rejected(torch.tensor([0.4, 0.5, 1.9, 2.0, 2.1]), 2.0).tolist() == [True, False, False, False, True]
 
 
-@pytest.mark.parametrize("region", ["fixed", "token", "kernel", "rejecting"])
+@each("region", ["fixed", "token", "kernel", "rejecting"])
 def test_a_token_without_an_advantage_leaves_no_region(region: str) -> None:
     for log_ratio in (-1.0, 1.0):
         assert REGIONS[region][0](ratios(log_ratio, advantages_T=[0.0])).clipped_T.tolist() == [False]
@@ -245,8 +246,8 @@ def test_a_range_may_reach_down_to_zero() -> None:
     assert fixed(ratios(-9.0, advantages_T=[-1.0]), low=1.0, high=0.0).clipped_T.tolist() == [False]
 
 
-@pytest.mark.parametrize("trust", get_args(LossConfig.model_fields["trust"].annotation))
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@each("trust", get_args(LossConfig.model_fields["trust"].annotation))
+@each("dtype", [torch.float32, torch.float64])
 def test_a_recipe_gets_the_region_it_names(trust: str, dtype: torch.dtype) -> None:
     columns = LossColumns(
         advantage_T=f64(1, -1).to(dtype),

@@ -11,6 +11,9 @@ from pathlib import Path
 import pytest
 
 from agentrl.report.records import read_records
+from tests.support.tiers import first_quick
+
+pytestmark = pytest.mark.process
 
 HERE = Path(__file__).parent
 
@@ -40,7 +43,7 @@ def python(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return python
 
 
-@pytest.mark.parametrize("name", ["centered", "stranger.centered:Centered"])
+@pytest.mark.parametrize("name", first_quick(["centered", "stranger.centered:Centered"]))
 def test_a_third_party_scheme_is_found_and_passes_the_conformance_check(
     name: str, python: Path, tmp_path: Path
 ) -> None:
@@ -84,6 +87,7 @@ check_renderer(RendererConfig.model_validate({"renderer": "preface"}).build(trai
     run(python, "-c", code, cwd=tmp_path)
 
 
+@pytest.mark.slow
 def test_a_third_party_engine_passes_the_conformance_check(python: Path, tmp_path: Path) -> None:
     code = """
 import asyncio

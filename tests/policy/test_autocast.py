@@ -10,6 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from agentrl.policy.layout import lay_out
 from agentrl.policy.model import Policy
 from tests.support.architectures import tiny_model
+from tests.support.each import each
 from tests.support.models import MODELS, branching_rows, tiny
 
 
@@ -28,7 +29,7 @@ class Products(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize("name", ["qwen3", "qwen3_moe", "gpt-oss", "GLM-4 MoE"])
+@each("name", ["qwen3", "qwen3_moe", "gpt-oss", "GLM-4 MoE"])
 def test_under_autocast_every_layer_multiplies_in_bfloat16(name: str) -> None:
     policy = Policy(tiny(name) if name in MODELS else tiny_model(name, vocab_size=97))
     inputs, _ = lay_out(branching_rows(), "padded")

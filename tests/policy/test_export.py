@@ -14,6 +14,7 @@ from agentrl.errors import ConfigError
 from agentrl.policy.config import LoraSettings
 from agentrl.policy.export import export_adapter, export_model, stop_at
 from agentrl.policy.lora import adapter_state, add_lora
+from tests.support.each import each
 
 SIZES = {
     "vocab_size": 261,
@@ -129,7 +130,7 @@ def test_a_generation_config_that_no_one_can_write_keeps_its_special_tokens(tmp_
     assert found.eos_token_id == 3
 
 
-@pytest.mark.parametrize(("own", "ends"), [(None, [7, 3]), (3, [7, 3]), ([9, 7], [7, 3, 9])])
+@each(("own", "ends"), [(None, [7, 3]), (3, [7, 3]), ([9, 7], [7, 3, 9])])
 def test_generation_ends_where_turns_end_too(own: Any, ends: list[int]) -> None:
     model = tiny()
     model.generation_config.eos_token_id = own

@@ -33,7 +33,9 @@ from agentrl.policy.layout.recurrent import Rows, can_continue, fork, mixers_of,
 from agentrl.policy.layout.tree import IntArray, plan_tree
 from agentrl.policy.layout.tree_attention import tree_attention
 from tests.support.architectures import ARCHITECTURES, tiny_model
+from tests.support.each import each
 from tests.support.models import MODELS, SIZES, AllFloat64, branching_rows, in_float64, made, tiny
+from tests.support.tiers import first_quick
 
 LAYOUTS: tuple[Layout, ...] = get_args(Layout)
 GEMMA2: dict[str, Any] = {
@@ -146,7 +148,7 @@ def test_every_token_of_a_row_is_found_at_its_place_with_its_position(rows: list
             assert positions_BL.flatten()[path].tolist() == list(range(len(row)))
 
 
-@pytest.mark.parametrize(
+@each(
     ("layout", "ids", "positions"),
     [
         ("tree", [[1, 2, 3, 4, 5, 6, 7]], [[0, 1, 2, 2, 3, 4, 0]]),
@@ -169,16 +171,16 @@ def test_packed_lines_are_no_wider_than_the_longest_row_and_no_two_of_them_fit_i
     assert all(one + other > max(lengths) for one, other in combinations(widths, 2))
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("name", MODELS)
+@each("layout", LAYOUTS)
+@each("name", MODELS)
 def test_logprobs_and_gradients_equal_those_of_separate_rows(name: str, layout: Layout) -> None:
     model, rows = tiny(name), branching_rows()
     got = with_gradients(model, logprobs(model, rows, layout))
     assert largest_error(got, with_gradients(model, row_logprobs(model, rows))) < 1e-5
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("name", MODELS)
+@each("layout", LAYOUTS)
+@each("name", MODELS)
 def test_in_float64_they_are_equal_to_rounding(name: str, layout: Layout) -> None:
     assert float64_error(tiny(name), layout) < 1e-9
 
@@ -191,8 +193,8 @@ def test_packed_rows_are_exact_where_scores_are_capped() -> None:
     assert largest_error(with_gradients(uncapped, row_logprobs(uncapped, rows)), expected) > 1e-2
 
 
-@pytest.mark.parametrize("layout", ["tree", "packed"])
-@pytest.mark.parametrize("name", ["qwen3", "gpt2"])
+@each("layout", ["tree", "packed"])
+@each("name", ["qwen3", "gpt2"])
 def test_under_autocast_the_difference_is_rounding_to_bfloat16(name: str, layout: Layout) -> None:
     model, rows = tiny(name, init=0.05), branching_rows()
     exact = with_gradients(model, row_logprobs(model, rows))
@@ -202,7 +204,7 @@ def test_under_autocast_the_difference_is_rounding_to_bfloat16(name: str, layout
     assert 0 < largest_error(together, exact) < 1.5 * largest_error(by_row, exact) < 0.1
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@each("layout", LAYOUTS)
 def test_gradient_checkpointing_runs_layers_again_as_they_ran_before(layout: Layout) -> None:
     model, rows = tiny("qwen3"), branching_rows()
     expected = with_gradients(model, logprobs(model, rows, layout))
@@ -223,7 +225,7 @@ def test_gradient_checkpointing_outside_of_the_attention_of_a_layout_is_refused(
         logprobs(model, branching_rows(), layout)
 
 
-@pytest.mark.parametrize(
+@each(
     ("layout", "attention", "expected"),
     [
         ("tree", "sdpa", "agentrl_tree"),
@@ -241,8 +243,8 @@ def test_a_layout_sets_the_attention_that_it_needs_and_takes_it_back(
     assert model.config._attn_implementation == attention
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("name", MODELS)
+@each("layout", LAYOUTS)
+@each("name", MODELS)
 def test_a_pass_of_which_nothing_is_read_gives_every_weight_a_gradient_of_zero(name: str, layout: Layout) -> None:
     model = tiny(name)
     hidden_PD = hidden_states(model, lay_out([np.zeros(1, dtype=np.int64)], layout)[0])
@@ -266,12 +268,12 @@ def test_what_stands_in_the_padding_changes_nothing(layout: Layout) -> None:
     assert not torch.equal(after_PD[padding], before_PD[padding])
 
 
-@pytest.mark.parametrize("name", MODELS)
+@each("name", MODELS)
 def test_a_tree_is_chosen_wherever_it_is_exact(name: str) -> None:
     assert choose_layout(tiny(name), "auto") == ("tree", None)
 
 
-@pytest.mark.parametrize("name", ARCHITECTURES)
+@each("name", ARCHITECTURES)
 def test_of_each_architecture_the_layout_that_is_chosen_is_exact(name: str) -> None:
     model = tiny_model(name, vocab_size=97, initializer_range=0.2)
     freeze_towers(model)
@@ -290,7 +292,7 @@ def test_rows_are_packed_where_a_tree_lacks_what_the_model_needs() -> None:
     )
 
 
-@pytest.mark.parametrize("layout", ["tree", "packed"])
+@pytest.mark.parametrize("layout", first_quick(["tree", "packed"]))
 @pytest.mark.parametrize("family", RECURRENT)
 def test_the_recurrent_parts_of_a_model_see_rows_one_by_one(family: str, layout: Layout) -> None:
     if (family, layout) in NOT_SO:
@@ -373,7 +375,7 @@ def computed(model: Any) -> list[int]:
     return found
 
 
-@pytest.mark.parametrize("family", [family for family in RECURRENT if family != "Mamba2"])
+@each("family", [family for family in RECURRENT if family != "Mamba2"])
 def test_recurrent_parts_compute_once_what_rows_share(family: str) -> None:
     model = made(family, **RECURRENT[family])
     model.double().set_experts_implementation("eager")
@@ -440,7 +442,7 @@ def test_a_wanted_layout_that_is_not_exact_is_refused_with_the_reason(layout: La
         choose_layout(made("Gemma2", **GEMMA2), layout)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@each("layout", LAYOUTS)
 def test_a_wanted_layout_that_is_exact_is_taken(layout: Layout) -> None:
     assert choose_layout(tiny("qwen3"), layout) == (layout, None)
 
@@ -451,7 +453,7 @@ def test_packed_rows_of_attention_that_leaks_between_them_are_refused_by_name() 
         choose_layout(model, "packed")
 
 
-@pytest.mark.parametrize("name", ARCHITECTURES)
+@each("name", ARCHITECTURES)
 def test_in_bfloat16_what_leaks_is_further_off_than_rounding(name: str) -> None:
     model = tiny_model(name, vocab_size=97, initializer_range=0.2)
     freeze_towers(model)
@@ -498,8 +500,8 @@ def test_padded_rows_need_no_proof() -> None:
     assert choose_layout(None, "padded") == ("padded", None)
 
 
-@pytest.mark.parametrize("init", [0.02, 0.2])
-@pytest.mark.parametrize("name", MODELS)
+@each("init", [0.02, 0.2])
+@each("name", MODELS)
 def test_the_probe_accepts_what_is_exact_and_leaves_no_trace(name: str, init: float) -> None:
     model = tiny(name, init=init).train()
     for layout in LAYOUTS:
@@ -530,8 +532,8 @@ def doubled_gradient(number: int) -> Callable[..., Tensor]:
     return attend
 
 
-@pytest.mark.parametrize("number", [0, 1, 2])
-@pytest.mark.parametrize("name", ["qwen3", "llama", "gpt2"])
+@each("number", [0, 1, 2])
+@each("name", ["qwen3", "llama", "gpt2"])
 def test_the_probe_sees_a_wrong_gradient(name: str, number: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tree_model, "tree_attention", doubled_gradient(number))
     model = tiny(name)
@@ -584,7 +586,7 @@ def test_rows_of_the_probe_are_longer_than_a_window_that_cuts_rows() -> None:
     assert [len(row) for row in _probe_rows(long, 8192, seed=0, least=416)] == [416, 411, 411, 138, 138]
 
 
-@pytest.mark.parametrize("seed", range(5))
+@each("seed", range(5))
 def test_the_probe_branches_at_two_depths_and_packs_two_rows_into_one(seed: int) -> None:
     rows = _probe_rows(transformers.Qwen3Config(vocab_size=2), 8192, seed=seed)
     assert pack([len(row) for row in rows]) == [[0], [1], [2], [3, 4]]
@@ -593,7 +595,7 @@ def test_the_probe_branches_at_two_depths_and_packs_two_rows_into_one(seed: int)
     assert sorted(tree.depth_P[tree.start_S].tolist()) == [0, 16, 16, 32, 32]
 
 
-@pytest.mark.parametrize(
+@each(
     ("family", "sizes", "words"),
     [
         ("Mamba2", MAMBA2, "takes no position_ids"),

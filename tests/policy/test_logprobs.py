@@ -9,6 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from agentrl.models.logits import LogitMap
 from agentrl.policy.logprobs import fused_logprobs
+from tests.support.each import each
 
 torch.set_num_threads(1)
 LINEAR = LogitMap()
@@ -133,8 +134,8 @@ def test_float32_agrees_with_float64() -> None:
     assert max(relative_error(a, b) for a, b in zip(got, expected, strict=True)) < 1e-6
 
 
-@pytest.mark.parametrize("weight_dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("autocast", [False, True])
+@each("weight_dtype", [torch.bfloat16, torch.float32])
+@each("autocast", [False, True])
 def test_bfloat16_inputs_give_logprobs_in_float32_and_gradients_to_the_precision_of_bfloat16(
     weight_dtype: torch.dtype, autocast: bool
 ) -> None:
@@ -214,7 +215,7 @@ class LargestTensor(TorchDispatchMode):
         return out
 
 
-@pytest.mark.parametrize("chunk_elements", [64, 200, 1000])
+@each("chunk_elements", [64, 200, 1000])
 def test_no_tensor_exceeds_a_chunk_or_the_inputs(chunk_elements: int) -> None:
     hidden_TD, weight_VD, _, targets_T = make_inputs(100, 90, 2)
     with LargestTensor() as largest:

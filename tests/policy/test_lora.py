@@ -27,6 +27,7 @@ from agentrl.policy.lora import (
     weight_changes,
 )
 from agentrl.policy.model import Policy
+from tests.support.each import each
 from tests.support.models import SIZES
 
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
@@ -74,7 +75,7 @@ def same(first: dict[str, Tensor], second: dict[str, Tensor]) -> bool:
     return list(first) == list(second) and all(torch.equal(first[name], second[name]) for name in first)
 
 
-@pytest.mark.parametrize("name", [*DENSE, "experts"])
+@each("name", [*DENSE, "experts"])
 def test_adapters_change_nothing_at_first(name: str) -> None:
     model = tiny(name)
     before, weights = hidden(model), copies(model)
@@ -117,7 +118,7 @@ def test_only_the_layers_that_are_named_are_adapted() -> None:
     }
 
 
-@pytest.mark.parametrize(
+@each(
     ("target", "words"),
     [
         (
@@ -138,8 +139,8 @@ def test_what_cannot_be_adapted_is_refused_before_the_model_is_touched(target: s
     assert same(copies(model), before)
 
 
-@pytest.mark.parametrize("name", DENSE)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@each("name", DENSE)
+@each("dtype", [torch.float32, torch.bfloat16])
 def test_merged_weights_are_the_models_own_plus_the_scaled_product(name: str, dtype: torch.dtype) -> None:
     plain, model = tiny(name).to(dtype).state_dict(), trained(name, dtype=dtype)
     adapters = adapter_state(model)
@@ -165,7 +166,7 @@ def test_merged_weights_are_the_models_own_plus_the_scaled_product(name: str, dt
     assert num_adapted == len(adapters) / 2 > 0
 
 
-@pytest.mark.parametrize("name", [*DENSE, "experts"])
+@each("name", [*DENSE, "experts"])
 def test_weights_without_adapters_and_what_these_add_are_the_merged_weights(name: str) -> None:
     model = trained(name)
     weights, changes = dict(base_weights(model)), dict(weight_changes(model))
@@ -176,7 +177,7 @@ def test_weights_without_adapters_and_what_these_add_are_the_merged_weights(name
     assert same(weights, dict(merged_weights(model)))
 
 
-@pytest.mark.parametrize("name", [*DENSE, "experts", "shared expert"])
+@each("name", [*DENSE, "experts", "shared expert"])
 def test_a_plain_model_with_the_merged_weights_computes_the_same(name: str) -> None:
     model, plain = trained(name), tiny(name)
     far = hidden(plain)
@@ -251,7 +252,7 @@ def test_an_update_moves_the_log_probabilities_and_no_frozen_weight() -> None:
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items() if ".lora_" not in name)
 
 
-@pytest.mark.parametrize("name", [*DENSE, "experts", "shared expert"])
+@each("name", [*DENSE, "experts", "shared expert"])
 def test_peft_loads_what_is_saved(name: str, tmp_path: Path) -> None:
     model, ids_1L = trained(name).eval(), torch.from_numpy(ROW)[None]
     save_adapter(model, tmp_path)
@@ -268,7 +269,7 @@ def test_what_is_saved_is_loaded_bit_for_bit(tmp_path: Path) -> None:
     assert same(copies(other), copies(model))
 
 
-@pytest.mark.parametrize(
+@each(
     ("settings", "words"),
     [
         (LoraSettings(rank=3, alpha=6), "lora_alpha is 5, expected 6"),

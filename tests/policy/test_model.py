@@ -26,9 +26,10 @@ from agentrl.policy.logprobs import fused_logprobs
 from agentrl.policy.model import Policy, check_attention, check_dropout, load_pretrained, make_local_model
 from agentrl.recipe.config import load_recipe
 from agentrl.run.memory import count_kept
+from tests.support.each import each
 
 
-@pytest.mark.parametrize(
+@each(
     ("sizes", "words"),
     [
         (
@@ -214,7 +215,7 @@ def test_weights_that_are_quantized_in_another_way_are_refused(tmp_path: Path) -
         load_pretrained(str(tmp_path))
 
 
-@pytest.mark.parametrize(
+@each(
     ("name", "device", "is_half", "words"),
     [
         ("flex_attention", "cpu", True, "trains on GPUs alone; set it to sdpa"),
@@ -231,8 +232,6 @@ def test_attention_that_cannot_train_here_is_refused(
         check_attention(name, torch.device(device), is_half=is_half)
 
 
-@pytest.mark.parametrize(
-    ("name", "device"), [(None, "cpu"), ("sdpa", "cpu"), ("eager", "cpu"), ("flex_attention", "cuda")]
-)
+@each(("name", "device"), [(None, "cpu"), ("sdpa", "cpu"), ("eager", "cpu"), ("flex_attention", "cuda")])
 def test_attention_that_can_train_is_taken(name: str | None, device: str) -> None:
     check_attention(name, torch.device(device), is_half=False)

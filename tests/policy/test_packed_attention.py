@@ -14,6 +14,7 @@ from agentrl.errors import TrainingError
 from agentrl.models.auto_classes import name_body
 from agentrl.policy.layout import hidden_states, lay_out, probe_layout
 from agentrl.policy.layout.packed import PackedRows, _by_length, packed_attention_of
+from tests.support.each import each
 from tests.support.models import made, tiny
 
 LENGTHS = (50, 40, 6, 5, 4, 9)
@@ -34,7 +35,7 @@ def calls(model: Any, monkeypatch: pytest.MonkeyPatch) -> list[tuple[tuple[int, 
     return found
 
 
-@pytest.mark.parametrize("name", ["qwen3", "llama", "qwen3_moe"])
+@each("name", ["qwen3", "llama", "qwen3_moe"])
 def test_causal_rows_reach_the_kernel_by_length_without_a_mask(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = [
         ((rows, 4, width, 8), (rows, 2, width, 8), None, True) for rows, width in ((2, 50), (3, 9), (1, 4))

@@ -2,13 +2,13 @@
 
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor
 
 from agentrl.models.auto_classes import fix_frequencies
 from agentrl.policy.config import Layout
 from agentrl.policy.layout import hidden_states, lay_out, probe_layout
+from tests.support.each import each
 from tests.support.models import SIZES, AllFloat64, branching_rows, made
 
 LONGROPE = {
@@ -58,8 +58,8 @@ def states(model: Any, rows: list[Any]) -> Tensor:
         return hidden_states(model, inputs).view(len(rows), -1, 32)[-1, : len(rows[-1])]
 
 
-@pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("max_tokens", [40, 90])
+@each("name", MODELS)
+@each("max_tokens", [40, 90])
 def test_a_row_is_the_same_beside_a_longer_one(name: str, max_tokens: int) -> None:
     family, sizes = MODELS[name]
     model = made(family, **sizes).double().eval()
@@ -68,8 +68,8 @@ def test_a_row_is_the_same_beside_a_longer_one(name: str, max_tokens: int) -> No
     assert (states(model, ROWS) - states(model, ROWS[1:])).abs().max() < 1e-12
 
 
-@pytest.mark.parametrize("layout", ["tree", "packed"])
-@pytest.mark.parametrize("name", MODELS)
+@each("layout", ["tree", "packed"])
+@each("name", MODELS)
 def test_layouts_are_exact_on_either_side_of_the_original_length(name: str, layout: Layout) -> None:
     family, sizes = MODELS[name]
     model = made(family, **sizes).double().eval()
@@ -79,7 +79,7 @@ def test_layouts_are_exact_on_either_side_of_the_original_length(name: str, layo
     assert gap < 1e-9, why
 
 
-@pytest.mark.parametrize("name", MODELS)
+@each("name", MODELS)
 def test_the_frequencies_are_those_of_the_longest_row(name: str) -> None:
     family, sizes = MODELS[name]
     for max_tokens, row in ((90, ROWS[0]), (30, ROWS[1])):

@@ -8,6 +8,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from agentrl.policy.layout.tree import IntArray, TokenTree, plan_tree
+from tests.support.each import each
 
 ROWS = st.lists(st.lists(st.integers(0, 2), max_size=9), max_size=8)
 
@@ -122,7 +123,7 @@ def test_the_order_of_rows_changes_only_the_index(rows: list[list[int]], random:
     assert [paths(tree, rows)[r] for r in order] == paths(other, [rows[r] for r in order])
 
 
-@pytest.mark.parametrize(
+@each(
     ("row", "position", "words"),
     [
         (1, 2, "row 1 has 2 tokens, and was asked for position 2"),
@@ -136,7 +137,7 @@ def test_what_lies_outside_of_a_row_is_refused(row: int, position: int, words: s
         planned([[1, 2, 3], [1, 4]]).index(np.array([row]), np.array([position]))
 
 
-@pytest.mark.parametrize(
+@each(
     ("row", "words"),
     [
         (np.zeros((2, 2), dtype=np.int64), r"got int64 of \(2, 2\) as row 1"),
@@ -150,7 +151,7 @@ def test_rows_that_are_no_token_ids_are_refused(row: IntArray, words: str) -> No
         plan_tree([np.array([1]), row])
 
 
-@pytest.mark.parametrize("rows", [[], [[]], [[3, 4], [3, 5]]])
+@each("rows", [[], [[]], [[3, 4], [3, 5]]])
 def test_all_columns_are_integers(rows: list[list[int]]) -> None:
     tree = planned(rows)
     columns = {name: getattr(tree, name).dtype for name in TokenTree.__dataclass_fields__}

@@ -15,6 +15,7 @@ from torch import Tensor
 from agentrl.policy.layout import tree_attention as module
 from agentrl.policy.layout.tree import TokenTree, plan_tree
 from agentrl.policy.layout.tree_attention import TreeLayout, tree_attention
+from tests.support.each import each
 
 SCALE = 0.3
 
@@ -109,7 +110,7 @@ def test_output_and_gradients_equal_dense_masked_attention(
         torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-12)
 
 
-@pytest.mark.parametrize("window", [None, 40, 90, 170, 1000])
+@each("window", [None, 40, 90, 170, 1000])
 def test_long_segments_equal_dense_masked_attention(window: int | None) -> None:
     # Segments of 90 to 200 tokens, forks of forks, a small subtree behind a long one, and a second root.
     tree = branching([300, 280, 290, 260, 204, 203, 70, 30], [300, 100, 200, 100, 200, 201, 0, 0])
@@ -194,8 +195,8 @@ def test_an_empty_tree_gives_an_empty_output() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
-@pytest.mark.parametrize("sinks_H", [None, torch.linspace(-1, 2, 4, dtype=torch.float64)])
-@pytest.mark.parametrize("window", [None, 40])
+@each("sinks_H", [None, torch.linspace(-1, 2, 4, dtype=torch.float64)])
+@each("window", [None, 40])
 def test_the_mask_for_gpus_shows_the_same_pairs(
     window: int | None, sinks_H: Tensor | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -210,7 +211,7 @@ def test_the_mask_for_gpus_shows_the_same_pairs(
     torch.testing.assert_close(got, dense(tree, query, key, value, sinks_H, window=window), rtol=1e-9, atol=1e-12)
 
 
-@pytest.mark.parametrize(
+@each(
     ("shapes", "dtypes", "window", "words"),
     [
         ([(4, 3, 8), (2, 4, 8), (2, 4, 8)], "fff", None, r"shape \(heads, 4, size\), got \[\(4, 3, 8\)"),
@@ -229,8 +230,8 @@ def test_wrong_inputs_are_refused(shapes: list[tuple[int, ...]], dtypes: str, wi
         attend(tensors, TreeLayout(planned([[1, 2, 3], [1, 4]])), window=window)
 
 
-@pytest.mark.parametrize("window", [None, 40, 200])
-@pytest.mark.parametrize(
+@each("window", [None, 40, 200])
+@each(
     ("lengths", "forks"),
     [
         ([700], [0]),
@@ -270,6 +271,7 @@ def compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TORCHDYNAMO_DISABLE", raising=False)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("compiler")
 @pytest.mark.skipif(shutil.which("g++") is None, reason="torch compiles with g++")
 def test_compiled_flex_attention_is_attention_along_the_tree() -> None:
@@ -307,6 +309,7 @@ def attend_by_flex(length: int, *, window: int | None, dtype: torch.dtype, has_g
         module._flex_attention(query, key, value, TreeLayout(tree), scale=SCALE, window=window, sinks_H=None)
 
 
+@pytest.mark.slow
 def test_no_run_recompiles_flex_attention_more_often_than_torch_lets_it(compiled: list[Any]) -> None:
     """Lengths of the probe, the proof, rows that are scored and trained, short ones and empty passes, in any order."""
     kinds = [

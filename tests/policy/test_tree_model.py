@@ -11,6 +11,7 @@ from agentrl.policy.layout import hidden_states, lay_out
 from agentrl.policy.layout import tree_attention as tree_model
 from agentrl.policy.layout.tree import IntArray, plan_tree
 from agentrl.policy.layout.tree_attention import TreeError, TreeLayout, tree_attention, tree_attention_of
+from tests.support.each import each
 from tests.support.models import branching_rows, tiny
 
 
@@ -37,7 +38,7 @@ def test_without_a_tree_nothing_is_computed() -> None:
         model(torch.arange(20)[None])
 
 
-@pytest.mark.parametrize(
+@each(
     ("mask", "extra", "words"),
     [
         (torch.zeros(1, 1, 3, 3), {}, "needs attention_mask"),

@@ -27,11 +27,18 @@ def slow_unless(is_quick: Callable[..., bool], *values: Iterable[Any]) -> list[A
     return [pytest.param(*case, marks=() if is_quick(*case) else pytest.mark.slow) for case in product(*values)]
 
 
-def first_quick(cases: Iterable[Any]) -> list[Any]:
-    """Return cases for `parametrize`, of which the first stays in the default tier; the others are slow."""
-    first, *others = cases
-    several = [case if isinstance(case, tuple) else (case,) for case in others]
-    return [first, *(pytest.param(*case, marks=pytest.mark.slow) for case in several)]
+def first_quick(cases: Iterable[Any], *, num: int = 1) -> list[Any]:
+    """Return cases for `parametrize`, of which so many stay in the default tier; the others are slow."""
+    first, others = (found := list(cases))[:num], found[num:]
+    return [*first, *(pytest.param(*_values(case), marks=pytest.mark.slow, id=_id(case)) for case in others)]
+
+
+def _values(case: Any) -> tuple[Any, ...]:
+    return tuple(getattr(case, "values", case)) if isinstance(case, tuple) else (case,)
+
+
+def _id(case: Any) -> str | None:
+    return getattr(case, "id", None) if isinstance(case, tuple) else None
 
 
 def first_of_each(cases: Iterable[Any], kind: Callable[[Any], object]) -> list[Any]:

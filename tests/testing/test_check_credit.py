@@ -14,6 +14,7 @@ from agentrl.testing.check_credit import check_credit
 from agentrl_credit.turn_gae import TurnGAE
 from agentrl_credit.turn_return import TurnReturn
 from agentrl_credit.uniform import Uniform
+from tests.support.each import each
 
 
 def lines(scheme: Any, **kind: Any) -> list[str]:
@@ -25,7 +26,7 @@ def lines(scheme: Any, **kind: Any) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize(
+@each(
     ("normalize", "lone"),
     list(itertools.product(["std", "none", "leave_one_out", "batch"], ["error", "keep", "drop"])),
 )
@@ -33,7 +34,7 @@ def test_uniform_passes(normalize: Any, lone: Any) -> None:
     check_credit(Uniform(normalize=normalize, lone=lone))
 
 
-@pytest.mark.parametrize(
+@each(
     ("baseline", "leave_one_out", "normalize"),
     list(itertools.product(["pool", "state", "turn"], [True, False], ["none", "std", "batch"])),
 )

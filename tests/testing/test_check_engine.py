@@ -12,6 +12,7 @@ from agentrl.engine.transformers.engine import TransformersConfig, TransformersE
 from agentrl.errors import CheckError, EngineError
 from agentrl.testing import ScriptedEngine, check_engine
 from agentrl.types import Completion, FinishReason, Sampling
+from tests.support.each import each
 
 VOCAB = 61
 STOP = 7
@@ -159,7 +160,7 @@ class Hangs(TransformersEngine):
         pass
 
 
-@pytest.mark.parametrize(
+@each(
     ("broken", "line"),
     [
         (WrongTemperature, "at temperature 0.6 log-probabilities differ from the reference"),

@@ -14,6 +14,7 @@ from agentrl.env import MessageEnv, ToolEnv, tool, tool_call
 from agentrl.errors import CheckError
 from agentrl.testing.check_env import check_env
 from agentrl.types import Message
+from tests.support.each import each
 from tests.support.threads import hang, wait_until
 
 
@@ -96,7 +97,7 @@ def only_problem(make: type[MessageEnv] | Callable[..., Any], **options: Any) ->
     return lines[0]
 
 
-@pytest.mark.parametrize("cls", [Sound, WithoutOracle, TextOnly])
+@each("cls", [Sound, WithoutOracle, TextOnly])
 def test_a_sound_environment_passes(cls: type[MessageEnv]) -> None:
     check_env(cls)
 
@@ -193,7 +194,7 @@ class Snapless(Sound):
         raise RuntimeError("no")
 
 
-@pytest.mark.parametrize("cls", [Unwilling, Spaceless, Forkless, Snapless])
+@each("cls", [Unwilling, Spaceless, Forkless, Snapless])
 def test_a_property_that_raises(cls: type[MessageEnv]) -> None:
     assert any(problem.endswith("raised RuntimeError: no") for problem in problems(cls))
 
@@ -434,7 +435,7 @@ class Stuck(Sound):
         self.is_stuck = True
 
 
-@pytest.mark.parametrize(
+@each(
     ("part", "value", "line"),
     [
         (0, "More.", "step() returned str 'More.' as messages; return a tuple of them"),
@@ -737,7 +738,7 @@ class Hangs(Sound):
         return super().answer(text)
 
 
-@pytest.mark.parametrize("where", ["__init__", "reset", "step"])
+@each("where", ["__init__", "reset", "step"])
 def test_a_call_that_hangs_ends_the_check_with_what_was_found(where: str) -> None:
     assert problems(Hangs, where=where, timeout_s=2.0)[-1] == (
         f"{where}() did not return within 2 s; give whatever can block a deadline of its own"

@@ -10,6 +10,7 @@ from agentrl.chat.renderer import Thinking, Tools
 from agentrl.errors import CheckError
 from agentrl.testing import check_renderer
 from agentrl.types import Message
+from tests.support.each import each
 
 TEXTS = ["user\nGo on, 1.", "assistant\nText-", 'system\nlook(n: integer){"name": "look", "arguments": {"n": 1}}'] * 3
 TOKENIZER = train_tokenizer(TEXTS, vocab_size=300)
@@ -197,7 +198,7 @@ class EncodesWithoutStop(ChatMLRenderer):
         return super().encode(message)[:-1]
 
 
-@pytest.mark.parametrize(
+@each(
     ("broken", "line"),
     [
         (TokenizesAgain, "it must not depend on how the action is split"),

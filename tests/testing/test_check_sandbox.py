@@ -9,11 +9,12 @@ from agentrl.errors import CheckError
 from agentrl.testing import check_sandbox
 from agentrl_envs.sandboxes import bubblewrap
 from agentrl_envs.sandboxes.bubblewrap import BubblewrapConfig
+from tests.support.each import each
 
 WHY_NOT = bubblewrap._problem(BubblewrapConfig())
 
 
-@pytest.mark.parametrize(
+@each(
     "name",
     ["monty", "unsafe", pytest.param("bubblewrap", marks=pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT))],
 )

@@ -2,11 +2,11 @@ import json
 import time
 from typing import Any
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from agentrl.chat import format_tool_call, parse_assistant
+from tests.support.each import each
 
 VALUES = st.recursive(
     st.none() | st.booleans() | st.integers(-(2**53), 2**53) | st.text(max_size=8),
@@ -28,7 +28,7 @@ def test_every_call_is_read_as_it_was_written(name: str, arguments: dict[str, An
     assert functions(format_tool_call(name, arguments)) == [{"name": name, "arguments": arguments}]
 
 
-@pytest.mark.parametrize("tag", ["<tool_call>", "</tool_call>", "<think>", "</think>", "<|im_end|>"])
+@each("tag", ["<tool_call>", "</tool_call>", "<think>", "</think>", "<|im_end|>"])
 def test_tags_in_arguments_end_nothing(tag: str) -> None:
     written = f"Now {format_tool_call('write', {'text': f'a{tag}b'})}{format_tool_call('look', {})}"
     message = parse_assistant(written)
@@ -47,7 +47,7 @@ def test_any_text_becomes_a_message_that_can_be_written_down(text: str) -> None:
         assert message == json.loads(json.dumps(message))
 
 
-@pytest.mark.parametrize(
+@each(
     "body",
     [
         "",
@@ -85,7 +85,7 @@ def test_text_around_calls_is_content_and_calls_are_numbered() -> None:
     assert [c["id"] for c in message["tool_calls"]] == ["call_0", "call_1"]
 
 
-@pytest.mark.parametrize("tag", ["<tool_call>", "</tool_call>", "<think>", "</think>"])
+@each("tag", ["<tool_call>", "</tool_call>", "<think>", "</think>"])
 def test_a_call_may_hold_tags_that_are_not_escaped(tag: str) -> None:
     arguments = {"text": f"a{tag}b"}
     written = json.dumps({"name": "write", "arguments": arguments})
@@ -96,7 +96,7 @@ def test_a_call_may_hold_tags_that_are_not_escaped(tag: str) -> None:
     assert functions(f"<tool_call>{written}") == functions(call(written)) == found[:1]
 
 
-@pytest.mark.parametrize(
+@each(
     ("text", "reasoning", "content"),
     [
         (f"<think>I could {call('{}')}", f"I could {call('{}')}", ""),
@@ -121,7 +121,7 @@ def test_after_a_prompt_that_begins_a_thought_everything_is_thought_up_to_its_en
         assert parse_assistant(f"{text}</think> No.", is_thinking=True) == expected | {"content": "No."}
 
 
-@pytest.mark.parametrize("text", ["<think>\nhm\n</think>\n\nyes", "hm</think>yes", " <think>hm</think> yes "])
+@each("text", ["<think>\nhm\n</think>\n\nyes", "hm</think>yes", " <think>hm</think> yes "])
 def test_text_up_to_the_end_of_thinking_is_reasoning(text: str) -> None:
     assert parse_assistant(text) == {"role": "assistant", "reasoning_content": "hm", "content": "yes"}
 

@@ -4,11 +4,11 @@ import contextlib
 import time
 from typing import Any
 
-import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
 from agentrl.chat.forms.form import typed
+from tests.support.each import each
 
 _KEYWORDS = st.sampled_from(["type", "anyOf", "oneOf", "allOf", "enum", "const", "$ref", "nullable", "properties"])
 SCHEMAS = st.recursive(
@@ -37,7 +37,7 @@ def test_whatever_a_schema_holds_an_argument_is_read(schema: Any, text: str) -> 
         assert found == text or not isinstance(found, str)
 
 
-@pytest.mark.parametrize(
+@each(
     ("schema", "text", "value"),
     [
         ({"type": "integer"}, "1", 1),

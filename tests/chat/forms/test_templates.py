@@ -10,6 +10,7 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 from agentrl.chat.forms import FORMS
 from agentrl.types import Message
+from tests.support.each import each
 from tests.support.hostile_forms import TOOLS
 
 TRL = find_spec("trl")
@@ -110,7 +111,7 @@ def check_the_first_form_that_reads_it(name: str) -> None:
     assert read[0] == FAMILIES[name]
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@each("name", FAMILIES)
 def test_a_form_reads_what_its_template_writes_and_is_the_first_that_does(name: str, subtests: pytest.Subtests) -> None:
     for arguments in ARGUMENTS:
         with subtests.test("a call", arguments=arguments):
