@@ -297,7 +297,7 @@ def test_a_damaged_checkpoint_is_named_with_the_one_before_it(name: str, tmp_pat
     (folder.checkpoints / "step-000004-backup").mkdir()  # of the user: no checkpoint
     (folder.checkpoints / "step-000009").write_text("notes")
     with pytest.raises(
-        ConfigError, match=rf"{newest} is damaged, .*{name}.*delete it, and the run resumes from step-000001"
+        ConfigError, match=rf"{newest} is damaged .*{name}.*delete it, and the run resumes from step-000001"
     ):
         train(recipe(tmp_path, train={"steps": 3}), folder)
 

@@ -11,8 +11,8 @@ from typing import Any
 from agentrl.errors import ConfigError
 from agentrl.recipe.config import Recipe, load_recipe
 from agentrl.report.folder import RunFolder
-from agentrl.report.reported import with_unreported
 from agentrl.report.sources import differing, read_sources
+from agentrl.report.statistics import with_unreported
 from agentrl.report.terminal import Panel, read_panels
 
 _PREFERRED = ("success", "score", "reward")

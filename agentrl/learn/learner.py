@@ -8,17 +8,14 @@ work calls `check_interrupt`.
 mixture of experts, `X` experts that each chooses at a slot.
 """
 
-import asyncio
 import logging
 import math
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain
-from threading import Event
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -31,6 +28,7 @@ from agentrl.errors import ConfigError, TrainingError
 from agentrl.learn.batch import LossColumns, make_batch
 from agentrl.learn.calibration import ClipStats, ClipTarget, clip_stats, merge_clip_stats, range_metrics
 from agentrl.learn.config import LossConfig, TrainConfig
+from agentrl.learn.interrupt import check_interrupt
 from agentrl.learn.line_search import KeptVersions, KLLineSearch
 from agentrl.learn.metrics import (
     MinibatchStats,
@@ -51,51 +49,6 @@ from agentrl.rollout import derive_seed
 from agentrl.types import Trajectory, TrajectoryGroup
 
 log = logging.getLogger(__name__)
-
-R = TypeVar("R")
-
-_ASK_S = 0.1
-"""Interval at which a waiting coroutine checks for an interrupt, in seconds."""
-
-_interrupted: ContextVar[Event | None] = ContextVar("interrupted", default=None)
-
-
-def run_until(interrupted: Event, work: Callable[[], R]) -> R:
-    """Run work that ends soon once `interrupted` is set; call it in a context of its own, as `asyncio.to_thread` does.
-
-    Raises:
-        TrainingError: if the work was interrupted.
-    """
-    _interrupted.set(interrupted)
-    return work()
-
-
-def check_interrupt() -> None:
-    """Raise if the update was interrupted.
-
-    Raises:
-        TrainingError: if the update was interrupted.
-    """
-    event = _interrupted.get()
-    if event is not None and event.is_set():
-        raise TrainingError("the update was interrupted")
-
-
-async def unless_interrupted(work: Awaitable[R]) -> R:
-    """Wait for a coroutine, and cancel it if the update is interrupted.
-
-    Raises:
-        TrainingError: if the update was interrupted.
-    """
-    future = asyncio.ensure_future(work)
-    try:
-        while not future.done():
-            check_interrupt()
-            await asyncio.wait([future], timeout=_ASK_S)
-        return future.result()
-    finally:
-        future.cancel()
-        await asyncio.gather(future, return_exceptions=True)
 
 
 def is_routed(state: PolicyState, *, must_be: bool) -> bool:

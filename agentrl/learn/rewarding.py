@@ -13,7 +13,7 @@ from agentrl.data.plain import abbreviated
 from agentrl.env import MAX_REWARD
 from agentrl.env.background import awaited
 from agentrl.errors import ConfigError
-from agentrl.learn.learner import unless_interrupted
+from agentrl.learn.interrupt import unless_interrupted
 from agentrl.rollout.env_driver import EnvThread
 from agentrl.rollout.faults import RaisedError
 from agentrl.rollout.group_rewards import OFFERED, GroupReward

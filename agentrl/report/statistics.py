@@ -8,7 +8,7 @@ An evaluation as tables for the terminal, and as one JSON object.
 """
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
@@ -19,7 +19,6 @@ from rich.table import Table
 from rich.text import Text
 
 from agentrl.errors import ConfigError, UserError
-from agentrl.report.reported import with_unreported
 from agentrl.rollout.evaluation import Evaluation, TaskResult
 
 _MOST_SEEDS = 1000
@@ -286,3 +285,27 @@ def _unsolved(evaluation: Evaluation) -> Iterator[Table | Text]:
     yield table
     if len(failed) > _SHOWN:
         yield Text(f"and {len(failed) - _SHOWN} more; --json has all", "dim")
+
+
+def with_unreported(rows: Sequence[Mapping[str, float]], names: Iterable[str]) -> list[dict[str, float]]:
+    """Return rows of metrics in which success, score and pass@k are 0 where episodes were played and none came to report them.
+
+    Args:
+        rows: metrics of steps.
+        names: metrics of the run, or of others with the same recipe: a run whose every episode is cut off reports nothing.
+    """
+    reported = [name for name in names if _is_reported(name)]
+    return [{**{name: 0.0 for name in reported if _counts(name, row)}, **row} for row in rows]
+
+
+def _is_reported(name: str) -> bool:
+    measure = name.rpartition("/")[2]
+    return measure in ("success", "score") or measure.startswith("pass@")
+
+
+def _counts(name: str, row: Mapping[str, float]) -> bool:
+    theme, _, measure = name.rpartition("/")
+    if theme == "episode":
+        return "reward/mean" in row
+    is_too_few = measure.startswith("pass@") and f"{theme}/success" in row  # every task has fewer than k episodes
+    return row.get(f"{theme}/episodes", 0.0) > 0 and not is_too_few

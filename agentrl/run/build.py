@@ -109,16 +109,14 @@ def _build(
     accelerator = build_accelerator(given.train)
     recipe = from_rank_zero(lambda: given)  # with the time of day in the name of its folder
     rollout = recipe.rollout
-    train = recipe.train
-    seed = recipe.seed
     shard = task_shard(recipe.engine, num_groups=rollout.num_groups, rank=process_index(), num_ranks=num_processes())
-    set_seed(seed)
+    set_seed(recipe.seed)
     runner = stack.enter_context(asyncio.Runner())
     limits = check_limits(rollout.max_live_episodes)
     env, others = _build_envs(recipe, runner, stack)
     provided = env.description.needs | provided_by(recipe.signals)
     credit, lack = load_credit_for(recipe.credit, provided=provided, hints=hints(), env_id=recipe.env.id)
-    check_attention(recipe.model.attention, accelerator.device, is_half=train.precision == "bfloat16")
+    check_attention(recipe.model.attention, accelerator.device, is_half=recipe.train.precision == "bfloat16")
     loaded = _load_model(recipe, env, credit, runner, tokenizer_folder=tokenizer_folder)
     renderer = recipe.chat.build(loaded.tokenizer, name=str(recipe.model.name_or_path or "local"))
     has_tools = bool(env.description.tools)
@@ -138,7 +136,7 @@ def _build(
     )
     stack.callback(pool.close)
     stack.callback(lambda: runner.run(pool.stop()))
-    trained = _build_trained(recipe, env, credit, loaded, renderer, accelerator)
+    learner, signals, layout_warning = _build_trained(recipe, env, credit, loaded, renderer, accelerator)
     own = EvaluationEnv(name="", environments=pool.environments, tasks=env.tasks, has_tools=has_tools)
     warnings = [
         *recipe.loss.warnings(staleness_bound=rollout.staleness_bound),
@@ -146,7 +144,7 @@ def _build(
         lack,
         *(each.tasks.fewer_tasks_warning(recipe.evaluation.num_tasks) for each in others or (own,)),
         *describe(renderer).notes,
-        trained.warning,
+        layout_warning,
     ]
     return Parts(
         recipe=recipe,
@@ -155,14 +153,16 @@ def _build(
         runner=runner,
         env=env,
         tokenizer=loaded.tokenizer,
-        policy=trained.learner.state.policy,
+        policy=learner.state.policy,
         engine=engine,
         pool=pool,
         evaluation_envs=others or (own,),
         credit=credit,
-        signals=trained.signals,
-        learner=trained.learner,
-        weight_sync=WeightSync(pool, trained.learner, runner=runner, seed=seed, agreement=train.agreement_bound()),
+        signals=signals,
+        learner=learner,
+        weight_sync=WeightSync(
+            pool, learner, runner=runner, seed=recipe.seed, agreement=recipe.train.agreement_bound()
+        ),
     )
 
 

@@ -15,7 +15,7 @@ import torch
 
 from agentrl.credit import Credit, assign_credit
 from agentrl.distributed.processes import all_gather, from_rank_zero, is_main, naming_absent_ranks, to_rank_zero
-from agentrl.learn.learner import run_until
+from agentrl.learn.interrupt import run_until
 from agentrl.learn.metrics import fraction_too_old, mask_stale, process_metrics, rollout_metrics
 from agentrl.learn.rewarding import reward_groups
 from agentrl.report.folder import RunFolder

@@ -5,7 +5,7 @@ from contextvars import copy_context
 from threading import Event
 from typing import TypeVar
 
-from agentrl.learn.learner import run_until
+from agentrl.learn.interrupt import run_until
 
 R = TypeVar("R")
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from agentrl.distributed.processes import all_reduce, from_rank_zero, num_processes, scatter
-from agentrl.learn.learner import check_interrupt
+from agentrl.learn.interrupt import check_interrupt
 from agentrl.learn.plan import MicroBatch, PassTokens, Planner
 from agentrl.learn.signals.base import CriticConfig
 from agentrl.learn.signals.scoring import score_tokens, with_tokens

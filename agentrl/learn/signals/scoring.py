@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from agentrl.distributed.processes import num_processes, scatter, to_rank_zero
-from agentrl.learn.learner import check_interrupt
+from agentrl.learn.interrupt import check_interrupt
 from agentrl.learn.plan import MicroBatch, Planner
 from agentrl.learn.signals.base import SignalContext
 from agentrl.learn.tokens import FloatArray, TokenBatch

@@ -11,7 +11,7 @@ from agentrl.data.plain import PlainDataError, abbreviated, is_number, plain_dat
 from agentrl.env import MAX_REWARD
 from agentrl.env.background import awaited
 from agentrl.errors import ConfigError, UserError
-from agentrl.learn.learner import unless_interrupted
+from agentrl.learn.interrupt import unless_interrupted
 from agentrl.learn.signals.base import Sample, Signal, SignalContext, SignalsConfig
 from agentrl.recipe.registry import import_attribute
 from agentrl.rollout.env_driver import EnvThread

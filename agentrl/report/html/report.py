@@ -14,8 +14,7 @@ from agentrl.errors import ConfigError
 from agentrl.report.html.page import asset, write_page
 from agentrl.report.html.runs import RecipeRuns, Run, by_recipe, open_runs
 from agentrl.report.html.store import RolloutStore
-from agentrl.report.reported import with_unreported
-from agentrl.report.statistics import t_quantile, within
+from agentrl.report.statistics import t_quantile, with_unreported, within
 
 MAX_POINTS = 1500
 """Of a curve: of more steps, neighbours are averaged."""
