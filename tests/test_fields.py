@@ -58,7 +58,7 @@ def test_a_field_says_type_bounds_unit_default_and_what_it_changes() -> None:
     assert (timeout.type, timeout.unit, timeout.default, timeout.on_resume) == ("float > 0", "seconds", "60", "kept")
     size = field("rollout.group_size")
     assert (size.type, size.default, size.on_resume) == ("int > 0, <= 1,000,000", "8", "sampled again")
-    assert size.sentence == "Episodes that start from the same task."
+    assert size.sentence == "Episodes per task."
     assert field("loss.clip_low").type == "float > 0, <= 1 | null"
     assert field("train.layout").type == "auto | tree | packed | padded"
     assert field("train.betas").type == "[float >= 0, < 1, float >= 0, < 1]"
@@ -200,7 +200,7 @@ def test_the_command_prints_what_is_asked_for(capsys: pytest.CaptureFixture[str]
     main(["fields", "group_size"])
     assert capsys.readouterr().out.split("\n\n") == [
         "rollout",
-        "  rollout.group_size   int > 0, <= 1,000,000   default 8\n    Episodes that start from the same task.\n"
+        "  rollout.group_size   int > 0, <= 1,000,000   default 8\n    Episodes per task.\n"
         "    changes what is learned; on resume, episodes are sampled again",
         "",
     ]

@@ -108,14 +108,13 @@ def _build(
     check_trackers(given.report.trackers)
     accelerator = build_accelerator(given.train)
     recipe = from_rank_zero(lambda: given)  # with the time of day in the name of its folder
-    rollout = recipe.rollout
-    shard = task_shard(recipe.engine, num_groups=rollout.num_groups, rank=process_index(), num_ranks=num_processes())
+    num_groups = recipe.rollout.num_groups
+    shard = task_shard(recipe.engine, num_groups=num_groups, rank=process_index(), num_ranks=num_processes())
     set_seed(recipe.seed)
     runner = stack.enter_context(asyncio.Runner())
-    limits = check_limits(rollout.max_live_episodes)
+    limits = check_limits(recipe.rollout.max_live_episodes)
     env, others = _build_envs(recipe, runner, stack)
-    provided = env.description.needs | provided_by(recipe.signals)
-    credit, lack = load_credit_for(recipe.credit, provided=provided, hints=hints(), env_id=recipe.env.id)
+    credit, lack = _load_credit(recipe, env)
     check_attention(recipe.model.attention, accelerator.device, is_half=recipe.train.precision == "bfloat16")
     loaded = _load_model(recipe, env, credit, runner, tokenizer_folder=tokenizer_folder)
     renderer = recipe.chat.build(loaded.tokenizer, name=str(recipe.model.name_or_path or "local"))
@@ -125,7 +124,7 @@ def _build(
     engine = _open_engine(recipe, loaded, shard, accelerator.device, runner, stack)
     on_fault = partial(_warn_fault, FaultLog(recipe.run_dir, piece=pieces_of(loaded.tokenizer)), engine, on_warning)
     pool = build_pool(
-        rollout,
+        recipe.rollout,
         env,
         engine=engine,
         renderer=renderer,
@@ -134,12 +133,11 @@ def _build(
         journal=_journal(recipe),
         on_fault=on_fault,
     )
-    stack.callback(pool.close)
-    stack.callback(lambda: runner.run(pool.stop()))
+    _close_with(stack, runner, pool)
     learner, signals, layout_warning = _build_trained(recipe, env, credit, loaded, renderer, accelerator)
     own = EvaluationEnv(name="", environments=pool.environments, tasks=env.tasks, has_tools=has_tools)
     warnings = [
-        *recipe.loss.warnings(staleness_bound=rollout.staleness_bound),
+        *recipe.loss.warnings(staleness_bound=recipe.rollout.staleness_bound),
         *limits,
         lack,
         *(each.tasks.fewer_tasks_warning(recipe.evaluation.num_tasks) for each in others or (own,)),
@@ -164,6 +162,18 @@ def _build(
             pool, learner, runner=runner, seed=recipe.seed, agreement=recipe.train.agreement_bound()
         ),
     )
+
+
+def _close_with(stack: ExitStack, runner: asyncio.Runner, pool: RolloutPool) -> None:
+    """Stop the pool's episodes and close its environments when the stack is closed."""
+    stack.callback(pool.close)
+    stack.callback(lambda: runner.run(pool.stop()))
+
+
+def _load_credit(recipe: Recipe, env: EnvPart) -> tuple[CreditScheme, str | None]:
+    """Return the scheme, and what the environment lacks if it is the recipe's fallback."""
+    provided = env.description.needs | provided_by(recipe.signals)
+    return load_credit_for(recipe.credit, provided=provided, hints=hints(), env_id=recipe.env.id)
 
 
 def _build_envs(recipe: Recipe, runner: asyncio.Runner, stack: ExitStack) -> tuple[EnvPart, tuple[EvaluationEnv, ...]]:
