@@ -17,7 +17,7 @@ from agentrl.distributed.checkpoints import checkpoints
 from agentrl.engine.batched import Request
 from agentrl.engine.transformers.engine import TransformersEngine
 from agentrl.errors import EngineError, TrainingError
-from agentrl.learn.learner import _interrupted
+from agentrl.learn.interrupt import _interrupted
 from agentrl.report.folder import RunFolder
 from agentrl.run import loop
 from agentrl.run.build import Parts
