@@ -54,7 +54,7 @@ def test_without_a_terminal_it_asks_nothing_and_what_it_writes_trains_at_once(fo
     main(["new", "--env", "key_door", *TINY])
     text = (folder / "key_door.yaml").read_text(encoding="utf-8")
     assert text.startswith("# yaml-language-server: $schema=recipe.schema.json\n# agentrl train key_door.yaml; ")
-    assert "  # Episodes that start from the same task.\n  group_size: 2\n" in text
+    assert "  # Episodes per task.\n  group_size: 2\n" in text
     assert (folder / "recipe.schema.json").read_text() == "{}"
     recipe = load_recipe(folder / "key_door.yaml")
     assert recipe.model.local.hidden_size == 16
