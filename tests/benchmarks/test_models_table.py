@@ -1,4 +1,4 @@
-"""The table of docs/models.md is what the script makes: a fifth of its rows, chosen by a hash, and the counts of all."""
+"""The table of results/models.md is what the script makes: a fifth of its rows, chosen by a hash, and all counts."""
 
 import re
 import zlib
@@ -12,7 +12,7 @@ from tests.support.families import template_names
 
 pytestmark = pytest.mark.slow
 
-DOCUMENT = (Path(__file__).parents[2] / "docs" / "models.md").read_text(encoding="utf-8")
+DOCUMENT = (Path(__file__).parents[2] / "benchmarks" / "results" / "models.md").read_text(encoding="utf-8")
 TABLE = DOCUMENT.partition("<!-- models -->\n")[2].partition("<!-- end -->")[0]
 FIFTH = [name for name in template_names() if zlib.crc32(name.encode()) % 5 == 0]
 
