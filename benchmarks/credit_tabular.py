@@ -42,7 +42,7 @@ from agentrl.learn.loss import policy_loss
 from agentrl.learn.micro_batch_loss import trust_region
 from agentrl.learn.plan import draw_minibatches
 from agentrl.learn.tokens import aggregation_weights, unit_index
-from agentrl.report.advise import Shown, Task, show
+from agentrl.report.advise import RunProfile, Task, show
 from benchmarks.result_lines import append_line, read_lines
 from tests.support.tabular import BASE, SCHEMES, Array, Cell, Ints, Row
 
@@ -175,7 +175,7 @@ def map_of(rows: Sequence[dict[str, Any]]) -> list[Task]:
                 error = difference.std(ddof=1) / math.sqrt(len(difference))
                 gains[scheme] = (round(float(difference.mean()), 4), round(float(error), 4))
         assert shown is not None
-        rounded = Shown(**{field: round(value, 4) for field, value in shown.model_dump().items()})
+        rounded = RunProfile(**{field: round(value, 4) for field, value in shown.model_dump().items()})
         tasks.append(Task(name=name, seeds=len(found[name, "uniform"]), shown=rounded, gains=gains))
     return tasks
 

@@ -7,7 +7,7 @@ from agentrl.chat.chatml import ChatMLConfig, ChatMLRenderer
 from agentrl.chat.encoder import Encoder
 from agentrl.chat.proof.families import find_family, missing_package
 from agentrl.chat.proof.template import UnprovenError, prove
-from agentrl.chat.renderer import Renderer, Tried
+from agentrl.chat.renderer import Renderer, RendererCandidate
 from agentrl.chat.template import TemplateConfig, template_text
 from agentrl.errors import RendererError
 
@@ -21,12 +21,14 @@ class AutoConfig(TemplateConfig):
         """Return the renderer that the tokenizer asks for."""
         return next(tried.renderer for tried in self.tried(tokenizer, name=name) if tried.renderer is not None)
 
-    def tried(self, tokenizer: Any, *, name: str = "") -> Iterator[Tried]:
+    def tried(self, tokenizer: Any, *, name: str = "") -> Iterator[RendererCandidate]:
         """Yield what is considered in its order; the last is what `build` returns."""
         if not (tokenizer.chat_template or self.template):
-            yield Tried("template", "the tokenizer has no chat template, and chat.template names none")
+            yield RendererCandidate("template", "the tokenizer has no chat template, and chat.template names none")
             config = ChatMLConfig(system=self.system, thinking=self.thinking)
-            yield Tried("chatml", "the tokenizer has the tokens of ChatML", ChatMLRenderer(tokenizer, config))
+            yield RendererCandidate(
+                "chatml", "the tokenizer has the tokens of ChatML", ChatMLRenderer(tokenizer, config)
+            )
             return
         text = template_text(tokenizer, self, name)
         encode = Encoder(tokenizer, spelled=text)
@@ -34,15 +36,15 @@ class AutoConfig(TemplateConfig):
         yield family
         if family.renderer is None:
             whose = "chat.template names a chat template" if self.template else "the tokenizer has a chat template"
-            yield Tried("template", whose, self._template(tokenizer, text, encode, name=name))
+            yield RendererCandidate("template", whose, self._template(tokenizer, text, encode, name=name))
 
     def exported_template(self, tokenizer: Any) -> str | None:
         """Return the template; without one, the ChatML form as one."""
         return super().exported_template(tokenizer) or ChatMLConfig().exported_template(tokenizer)
 
-    def _family(self, tokenizer: Any, text: str, encode: Encoder, *, name: str) -> Tried:
+    def _family(self, tokenizer: Any, text: str, encode: Encoder, *, name: str) -> RendererCandidate:
         if install := missing_package(tokenizer, text):
-            return Tried("renderers", f"not looked at: {install}")
+            return RendererCandidate("renderers", f"not looked at: {install}")
         found = find_family(
             tokenizer,
             template=text,
@@ -54,13 +56,15 @@ class AutoConfig(TemplateConfig):
             encode=encode,
         )
         if found is None:
-            return Tried("renderers", "no renderer of the package is proven to write what the chat template writes")
+            return RendererCandidate(
+                "renderers", "no renderer of the package is proven to write what the chat template writes"
+            )
         try:
             prove(found, name=name)
         except UnprovenError as error:
             problem = next(finding.problems[0] for finding in error.findings if finding.problems)
-            return Tried("renderers", f"{found.name} writes what the chat template writes, but {problem}")
-        return Tried("renderers", f"{found.name} is proven to write what the chat template writes", found)
+            return RendererCandidate("renderers", f"{found.name} writes what the chat template writes, but {problem}")
+        return RendererCandidate("renderers", f"{found.name} is proven to write what the chat template writes", found)
 
     def _template(self, tokenizer: Any, text: str, encode: Encoder, *, name: str) -> Renderer:
         try:

@@ -111,7 +111,7 @@ class Description:
 
 
 @dataclass(frozen=True, slots=True)
-class Tried:
+class RendererCandidate:
     """A renderer that was considered."""
 
     name: str
@@ -203,13 +203,13 @@ class RendererConfig(Plugin):
         """
         raise NotImplementedError
 
-    def tried(self, tokenizer: "PreTrainedTokenizerBase", *, name: str = "") -> Iterator[Tried]:
+    def tried(self, tokenizer: "PreTrainedTokenizerBase", *, name: str = "") -> Iterator[RendererCandidate]:
         """Yield what is considered in its order; the last is what `build` returns.
 
         Raises:
             RendererError: as `build`.
         """
-        yield Tried(self.renderer, "the recipe names it (chat.renderer)", self.build(tokenizer, name=name))
+        yield RendererCandidate(self.renderer, "the recipe names it (chat.renderer)", self.build(tokenizer, name=name))
 
     def exported_template(self, tokenizer: "PreTrainedTokenizerBase") -> str | None:
         """Return the chat template with which other programs render the dialogues of a model. None: there is none."""

@@ -119,7 +119,7 @@ _FEW = 0.1
 """Share of turns below which too few keys repeat for those schemes."""
 
 
-class Shown(BaseModel):
+class RunProfile(BaseModel):
     """What rollouts show of a task."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -135,7 +135,7 @@ class Shown(BaseModel):
     by_turn: float
     """Share of episodes that earn something before their last turn."""
 
-    def distance(self, other: "Shown") -> float:
+    def distance(self, other: "RunProfile") -> float:
         """Return how far two tasks are apart, in steps of the map: twice the turns, twice the group, a fifth of the noise.
 
         Where no key repeats, nothing is known of the noise, and no scheme that reads keys is asked for.
@@ -161,7 +161,7 @@ class Task(BaseModel):
 
     name: str
     seeds: int
-    shown: Shown
+    shown: RunProfile
     gains: Mapping[str, tuple[float, float]]
     """Area under the curve of success, less that of `uniform`: mean and standard error of paired seeds."""
 
@@ -179,7 +179,7 @@ class Advice(NamedTuple):
         return f"credit: {{scheme: {self.scheme}{options}}}"
 
 
-def show(groups: Sequence[TrajectoryGroup]) -> Shown | None:
+def show(groups: Sequence[TrajectoryGroup]) -> RunProfile | None:
     """Measure rollouts. None: they hold no usable episode."""
     if not (trajectories := valid_trajectories(groups)):
         return None
@@ -195,7 +195,7 @@ def show(groups: Sequence[TrajectoryGroup]) -> Shown | None:
         between += sum(len(values) * (fmean(values) - mean) ** 2 for values in returns.values())
         num_within += num - len(returns)
         num_between += len(returns) - 1
-    return Shown(
+    return RunProfile(
         turns=fmean(len(t.turns) for t in trajectories),
         group_size=fmean(size for size in sizes if size),
         repeated=num_repeated / sum(len(t.turns) for t in trajectories),
@@ -219,7 +219,7 @@ def chosen_at_keys(groups: Sequence[TrajectoryGroup]) -> Iterator[dict[str, list
         yield from (returns for key, returns in at.items() if len(owners[key]) > 1)
 
 
-def advise(shown: Shown, tasks: Sequence[Task]) -> Advice:
+def advise(shown: RunProfile, tasks: Sequence[Task]) -> Advice:
     """Return the scheme that was best on the tasks that are most alike, on average, of those that can be used."""
     if shown.group_size <= 1:
         return Advice("uniform", "groups have one usable episode, which is compared with nothing: make them larger")

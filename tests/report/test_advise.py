@@ -8,11 +8,11 @@ import yaml
 
 from agentrl import TrajectoryGroup
 from agentrl.credit import installed_credit, load_credit
-from agentrl.report.advise import Advice, Shown, Task, advise, read_map, show
+from agentrl.report.advise import Advice, RunProfile, Task, advise, read_map, show
 from agentrl.testing import make_group
 from tests.support.tabular import BASE, SCHEMES, Row
 
-SHOWN = Shown(turns=10, group_size=8, repeated=1, explained=0.1, by_turn=0.5)
+SHOWN = RunProfile(turns=10, group_size=8, repeated=1, explained=0.1, by_turn=0.5)
 
 
 def played(*, noise: float, keys: bool = True) -> list[TrajectoryGroup]:

@@ -11,7 +11,7 @@ from pydantic import BaseModel
 from agentrl.chat.chat_template import TOOLS, USER
 from agentrl.chat.dialogue import Dialogue
 from agentrl.chat.proof.template import Finding, UnprovenError, prove
-from agentrl.chat.renderer import Renderer, RendererConfig, Tried, describe
+from agentrl.chat.renderer import Renderer, RendererCandidate, RendererConfig, describe
 from agentrl.errors import RendererError
 from agentrl.types import Message
 
@@ -206,7 +206,7 @@ def inspect(config: RendererConfig, tokenizer: Any, *, name: str) -> Inspection:
     """
     found = Inspection(model=name)
     renderer: Renderer | None = None
-    tried: list[Tried] = []
+    tried: list[RendererCandidate] = []
     try:
         for considered in config.tried(tokenizer, name=name):
             tried.append(considered)
