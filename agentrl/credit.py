@@ -28,7 +28,7 @@ __all__ = ["Credit", "CreditScheme", "LoneRule", "Need", "assign_credit", "load_
 FloatArray = npt.NDArray[np.float32]
 BoolArray = npt.NDArray[np.bool_]
 LoneRule = Literal["error", "keep", "drop"]
-"""What becomes of a trajectory that has no sibling to be compared with: stop; advantage 0; out of the loss."""
+"""Rule for a trajectory that has no sibling to be compared with: stop; advantage 0; out of the loss."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -116,12 +116,12 @@ class CreditScheme(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     needs: ClassVar[frozenset[Need]] = frozenset()
-    """What the scheme reads beyond returns; a recipe whose environment lacks one of these is refused."""
+    """Data that the scheme reads beyond returns; a recipe whose environment lacks one of these is refused."""
 
     granularity: ClassVar[Literal["trajectory", "turn", "token"]] = "turn"
     """The smallest part of a trajectory whose advantage may differ from the next one's."""
     paper: ClassVar[str] = ""
-    """Where the method comes from: a name and an arXiv number."""
+    """Source of the method: a name and an arXiv number."""
     experimental: ClassVar[bool] = False
     """True where too little is known of the method to rely on it."""
     reads_rewards: ClassVar[bool] = True

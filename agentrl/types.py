@@ -1,8 +1,7 @@
-"""The data that flows between the parts: plain, frozen, without torch.
+"""Data that flows between the parts: plain, frozen, without torch.
 
-Tokens are tuples of Python ints exactly as they were sampled. Nothing here is ever decoded and tokenized again.
-
-Columns of numbers, one for each token, as short text: how journals and checkpoints hold them, exactly; and as arrays.
+Tokens are tuples of Python ints exactly as they were sampled. Nothing here is ever decoded and tokenized again. Columns
+have one number for each token; journals and checkpoints hold them exactly, as short text.
 """
 
 import base64
@@ -147,14 +146,14 @@ LogProbs = Annotated[
     PlainSerializer(pack_floats, when_used="json"),
 ]
 InMemory = Annotated[bytes, Field(exclude=True), BeforeValidator(lambda _: b"")]
-"""What no file holds, and is read from none."""
+"""Bytes in memory alone: written to no file, and read from none."""
 
 
 Count = Annotated[int, Field(gt=0, le=1_000_000)]
-"""Of what a recipe has made or kept at the same time: with more, a run would stand still before it could say why."""
+"""Count of objects held at once, 1 to 1,000,000."""
 AmountOrZero = Annotated[int, Field(ge=0, le=1_000_000_000)]
 Amount = Annotated[int, Field(gt=0, le=1_000_000_000)]
-"""Of tokens, steps and whatever else is only counted."""
+"""Count of tokens, of steps, or of whatever else is only counted."""
 
 
 def between(least: float, most: float) -> AfterValidator:
@@ -171,37 +170,37 @@ def between(least: float, most: float) -> AfterValidator:
 
 
 Positive = Annotated[float, Field(gt=0), between(1e-12, 1e12)]
-"""Of scales: float32 holds it, its inverse and its square."""
+"""Scale: float32 holds it, its inverse and its square."""
 Rate = Annotated[float, Field(gt=0), between(1e-30, 10)]
-"""Of learning."""
+"""Learning rate."""
 Seconds = Annotated[float, Field(gt=0), between(1e-3, 1e9)]
-"""Of deadlines."""
+"""Deadline in seconds."""
 MAX_REWARD = 1e15
 """Largest reward of a turn, either way: advantages and gradients are float32, and gradients are squared."""
 MAX_NUMBER = 1e100
 """In size, of what a run writes: sums and squares of such numbers, and squares of their sums, are finite."""
 Number = Annotated[float, Field(ge=-MAX_NUMBER, le=MAX_NUMBER, allow_inf_nan=False)]
-"""As a file of a run holds it, so that nothing that computes with it needs to look first."""
+"""Finite number that a file of a run can hold, so that nothing that computes with it needs to look first."""
 TokenId = Annotated[int, Field(ge=0, lt=2**32)]
-"""As a file of a run holds it: tokenizers take no other."""
+"""Token id that a file of a run can hold: tokenizers take no other."""
 
 Message = dict[str, Any]
 """One chat message, OpenAI style: role, content, and where they apply tool_calls, tool_call_id, name."""
 
 
 Split = Literal["train", "eval"]
-"""What a task is for: to train on, or to evaluate with."""
+"""Purpose of a task: to train on, or to evaluate with."""
 
 
 class NumTasks(NamedTuple):
-    """How many tasks each split has. None: they follow from the seed, without end."""
+    """Number of tasks of each split. None: they follow from the seed, without end."""
 
     train: int | None = None
     eval: int | None = None
 
 
 ENDLESS = NumTasks()
-"""Of an environment whose tasks follow from the seed."""
+"""Tasks of an environment that makes them from the seed."""
 
 
 class TaskHashes(NamedTuple):
@@ -271,7 +270,7 @@ class Need(StrEnum):
     TEACHER_LOGPROBS = "teacher_logprobs"
     """Log-probabilities under another model."""
     HINDSIGHT_LOGPROBS = "hindsight_logprobs"
-    """Log-probabilities under the policy itself once it is told how the episode ended."""
+    """Log-probabilities under the policy itself once it has seen how the episode ended."""
     ANSWER_LOGPROBS = "answer_logprobs"
     """Log-probability of the task's known answer before each turn."""
     TURN_SCORES = "turn_scores"
@@ -280,7 +279,7 @@ class Need(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sampling:
-    """How to sample one completion: always from the full support, so that log-probabilities are exact."""
+    """Sampling of one completion: always from the full support, so that log-probabilities are exact."""
 
     max_tokens: int
     """Largest number of tokens to sample, the stop token included."""
@@ -299,7 +298,7 @@ class Sampling:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Completion:
-    """What an engine sampled for one request."""
+    """Tokens that an engine sampled for one request."""
 
     token_ids: TokenIds
     """The sampled tokens, the stop token included."""
@@ -343,15 +342,17 @@ class Turn:
     message: Message = field(default_factory=dict)
     """The assistant message parsed from the action."""
     extras: Mapping[str, Any] = field(default_factory=dict)
-    """What the environment reported in `info` about this turn, for records and metrics."""
+    """Entries of `info` that the environment reported about this turn, for records and metrics."""
     branch_rewards: tuple[tuple[float, ...], ...] | None = None
     """For each rollout that was forked before this turn's action: the rewards of its turns from here on. None:
     the credit scheme does not ask for them."""
     signals: Mapping[str, Any] = field(default_factory=dict)
-    """What the credit scheme asks for beyond these fields, by the name of its `Need`: a tuple with one number for each action
-    token, or one number for the turn. `agentrl/learn/signals/` has a file for each, with its meaning and unit."""
+    """Data that the credit scheme asks for beyond these fields, by the name of its `Need`: a tuple with one number for
+    each action token, or one number for the turn. `agentrl/learn/signals/` has a file for each, with its meaning and
+    unit."""
     experts: InMemory = b""
-    """As `Completion.experts`: from the token before the observation, where there is one, to the last but one of the action."""
+    """Experts like `Completion.experts`: from the token before the observation, where there is one, to the last but one
+    of the action."""
 
     def __post_init__(self) -> None:
         """Check that what belongs to tokens is aligned with the action."""
@@ -378,7 +379,7 @@ def _unpickled_turn(columns: Mapping[str, "array[int]"], others: Mapping[str, An
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fault:
-    """Where an environment failed."""
+    """Place at which an environment failed."""
 
     kind: str
     """Type of the exception and the line that raised it, `KeyError at desk.py:40`: faults of one kind have one cause."""
@@ -465,18 +466,19 @@ class Trajectory:
     metrics: Mapping[str, float] = field(default_factory=dict)
     """Numbers about the whole episode: `success` where the environment reports it, counts of errors, seconds."""
     error: str | None = None
-    """What went wrong, where it `failed`."""
+    """Error, if it `failed`."""
     fault: Fault | None = None
-    """Where, if the environment failed. The action that it failed at is the last turn's."""
+    """Place of the failure, if the environment failed. The action that it failed at is the last turn's."""
     gold_answer: str | None = None
     """The task's known answer, where the environment tells one."""
     split: Split = "train"
     task_index: int | None = None
     """Number of the task within its split. None: not known."""
     stage: int = 0
-    """Which entry of `env.schedule` its environment was made with, from 1. 0: none."""
+    """Entry of `env.schedule` that its environment was made with, from 1. 0: none."""
     signals: Mapping[str, float] = field(default_factory=dict)
-    """As `Turn.signals`, of the trajectory as a whole: `values` is that of the context after the last action token."""
+    """Signals like `Turn.signals`, of the trajectory as a whole: `values` is that of the context after the last action
+    token."""
 
     @property
     def failed(self) -> bool:

@@ -67,8 +67,8 @@ def evaluated(
 ) -> tuple[dict[str, Evaluation], Path | None]:
     """Play the evaluation tasks of each environment.
 
-    Returns: what was found, by the prefix of its metrics; and the file of the run's folder that holds its rollouts. None: there
-    is no run, nothing is kept, or the disk would not take them, which is told.
+    Returns: the figures, by the prefix of its metrics; and the file of the run's folder that holds its rollouts. None: there
+    is no run, nothing is kept, or the disk is full, which is logged.
 
     Args:
         recipe: names model, environments and tasks.

@@ -34,7 +34,7 @@ class Played:
     messages: list[Message]
     """The dialogue, actions among it."""
     rewards: list[float]
-    """Of each turn."""
+    """Reward of each turn."""
     is_over: bool
     """False where the limit of turns ended it."""
     success: bool

@@ -33,7 +33,7 @@ class TrainedRun:
 
     @property
     def recipe(self) -> Recipe:
-        """What was trained, every field."""
+        """Return the recipe that was trained, every field."""
         return load(self.path)[0]
 
     @property

@@ -1,7 +1,4 @@
-"""Training, from a script, a notebook or the command line: what is checked before, told meanwhile, and left behind.
-
-How a run shows itself in a terminal while it trains, and at its end.
-"""
+"""Training from a script, a notebook or the command line: checks before it, its lines in the terminal, and its end."""
 
 import datetime as dt
 import json
@@ -149,7 +146,7 @@ def _note(metrics: dict[str, float]) -> str:
 
 
 OnStep = Callable[[dict[str, float]], object]
-"""Told the metrics of a step, with its number as `step`."""
+"""Callback that gets the metrics of each step, with its number as `step`."""
 
 
 def train(

@@ -26,9 +26,10 @@ class TemplateConfig(DialogueConfig):
     template: Path | None = None
     """A file with a chat template (Jinja), in place of the tokenizer's own."""
     template_variables: dict[str, Any] = Field(default_factory=dict)
-    """What the template is told beside the messages, fixed for the run: `enable_thinking: false`, `reasoning_effort: low`."""
+    """Variables passed to the template beside the messages, fixed for the run: `enable_thinking: false`,
+    `reasoning_effort: low`."""
     date: dt.date = dt.date(2026, 1, 1)
-    """What a chat template that asks for the time (`strftime_now`) is told: midnight of this day. Fixed, so that a dialogue
+    """Day whose midnight a chat template gets that asks for the time (`strftime_now`). Fixed, so that a dialogue
     is the same tokens on every day of a run, after a restart, and in the next run of the recipe."""
 
     def build(self, tokenizer: Any, *, name: str = "") -> Renderer:
@@ -101,7 +102,7 @@ class TemplateRenderer:
 
     @property
     def thinking(self) -> Thinking:
-        """Which thoughts of earlier turns a context holds."""
+        """Return which thoughts of earlier turns a context holds."""
         return self._thinking
 
     def describe(self) -> Description:

@@ -1,9 +1,4 @@
-"""`agentrl new`.
-
-An environment to begin with, its test, and a recipe that trains it.
-
-A recipe to begin with: limits that fit its environment, and what each field is in a comment.
-"""
+"""`agentrl new`: an environment to begin with, its test, and a recipe that trains it, each field with a comment."""
 
 import argparse
 import json
@@ -64,19 +59,19 @@ def write_new_env(name: str, folder: Path) -> str:
 SCHEMA = "recipe.schema.json"
 _TASKS, _MAX_TURNS = 8, 60
 _CHARS_A_TOKEN = 2
-"""Of a tokenizer that is trained on the environment's own dialogues: at least so many, as a rule."""
+"""Characters per token of a tokenizer trained on the environment's own dialogues: at least so many, as a rule."""
 
 Data = dict[str, Any]
 
 
 class _Seen(NamedTuple):
-    """What a few episodes of the environment's oracle were like."""
+    """Sizes of a few episodes of the environment's oracle."""
 
     turns: int
     action_chars: int
-    """Of the longest action."""
+    """Length of the longest action."""
     chars: int
-    """Of the longest episode, with the schemas of tools."""
+    """Length of the longest episode, with the schemas of tools."""
     has_oracle: bool
 
 

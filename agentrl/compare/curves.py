@@ -1,4 +1,4 @@
-"""What runs have left in their folders, as curves of one metric."""
+"""Curves of one metric, read from the folders of runs."""
 
 import hashlib
 import json
@@ -27,7 +27,7 @@ class RecordedRun:
     rows: list[dict[str, float]]
     panels: dict[str, Panel]
     sources: dict[str, str]
-    """Of the code that it began with; see `agentrl.report.sources`."""
+    """Hashes of the code that it began with; see `agentrl.report.sources`."""
 
     @property
     def is_finished(self) -> bool:
@@ -42,7 +42,7 @@ class RecordedRun:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Curve:
-    """How a run did at each evaluation."""
+    """Metric of a run at each evaluation."""
 
     recipe: str
     """The name of its recipe in this comparison."""
@@ -123,7 +123,7 @@ def flat(data: Any, prefix: str = "") -> dict[str, Any]:
 
 
 def is_gain(metric: str) -> bool:
-    """Tell whether more of a metric is better."""
+    """Return whether more of a metric is better."""
     name = metric.rpartition("/")[2]
     return name in _PREFERRED or name.startswith("pass@") or "/reward/" in metric
 

@@ -33,7 +33,7 @@ _LONG = re.compile(r"\d{20,300}")
 """A bound of a number, as pydantic writes it out."""
 
 MAX_DEPTH = 200
-"""Of lists and mappings within one another, in a file: pydantic writes no more than 255."""
+"""Depth of lists and mappings within one another, in a file: pydantic writes no more than 255."""
 
 
 class _Loader(yaml.SafeLoader):
@@ -196,7 +196,7 @@ def unsealed(line: bytes, *, where: str, fix: str) -> bytes:
 
 
 def nests_deeper(value: object, limit: int, *, max_values: float = math.inf) -> bool:
-    """Tell whether lists and mappings stand within one another deeper than a limit, or hold more at one depth."""
+    """Return whether lists and mappings stand within one another deeper than a limit, or hold more at one depth."""
     level = [value]
     for _ in range(limit):
         within = [v.values() if isinstance(v, dict) else v for v in level if isinstance(v, dict | list)]

@@ -1,8 +1,6 @@
-"""The contract of every environment.
+"""Contract of every environment: its class, the Gymnasium spaces of messages and actions, and what `reset` and `step` return.
 
-Gymnasium spaces for what environments and agents say. Gymnasium's vector environments take them as they are.
-
-What environments return, as plain data; what breaks the contract of `MessageEnv` is told in a line, with the fix.
+Returned values become plain data; a breach of the contract is answered with one line and the fix.
 """
 
 import copy
@@ -24,7 +22,7 @@ ROLES = ("system", "user", "assistant", "tool")
 
 
 def is_message(value: object) -> bool:
-    """Tell whether `value` is one chat message: a dict with a known role and with text content or tool calls."""
+    """Return whether `value` is one chat message: a dict with a known role and with text content or tool calls."""
     if not isinstance(value, dict) or value.get("role") not in ROLES or not _has_sound_calls(value):
         return False
     content = value.get("content")
@@ -32,7 +30,7 @@ def is_message(value: object) -> bool:
 
 
 def _has_sound_calls(message: Message) -> bool:
-    """Tell whether `tool_calls`, where a message has them, are a list of dicts, each with a function that has a name."""
+    """Return whether `tool_calls`, where a message has them, are a list of dicts, each with a function that has a name."""
     calls = message.get("tool_calls")
     return calls is None or (isinstance(calls, list) and all(map(_is_call, calls)))
 
@@ -71,7 +69,7 @@ class MessagesSpace(_Space):
         return ({"role": "user", "content": str(int(self.np_random.integers(1000)))},)
 
     def contains(self, x: Any) -> bool:
-        """Tell whether `x` is a tuple of messages."""
+        """Return whether `x` is a tuple of messages."""
         return isinstance(x, tuple) and all(is_message(m) for m in x)
 
 
@@ -83,7 +81,7 @@ class ActionSpace(_Space):
         return str(int(self.np_random.integers(1000)))
 
     def contains(self, x: Any) -> bool:
-        """Tell whether `x` is text or an assistant message."""
+        """Return whether `x` is text or an assistant message."""
         return isinstance(x, str) or (is_message(x) and x["role"] == "assistant")
 
 
@@ -292,14 +290,14 @@ def _plain(arguments: Any) -> Any:
 
 
 class ResetReturn(NamedTuple):
-    """What `reset` returned."""
+    """Values that `reset` returned."""
 
     messages: tuple[Message, ...]
     info: dict[str, Any]
 
 
 class StepReturn(NamedTuple):
-    """What `step` returned."""
+    """Values that `step` returned."""
 
     messages: tuple[Message, ...]
     reward: float

@@ -1,4 +1,4 @@
-"""Where code of a model runs: the seam of sandboxes."""
+"""Seam of sandboxes, in which code of a model runs."""
 
 from abc import abstractmethod
 from collections.abc import Mapping
@@ -14,7 +14,7 @@ Language = Literal["python", "sh"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExecResult:
-    """What a piece of code did."""
+    """Outcome of a piece of code."""
 
     output: str
     """Standard output and error, as they came, cut to the sandbox's `max_output_bytes`."""
@@ -82,7 +82,7 @@ class Sandbox(Protocol):
 
 
 class SandboxConfig(Plugin):
-    """Which sandbox code runs in; the fields of the sandbox that it names stand beside the name.
+    """Sandbox that code runs in; the fields of the sandbox that it names stand beside the name.
 
     An environment takes one as its option `sandbox`: a name, or a mapping with fields.
     """
@@ -99,9 +99,9 @@ class SandboxConfig(Plugin):
     max_memory_mb: Annotated[int, Field(ge=16, le=1_000_000)] = 512
     """Memory of a process (`bubblewrap`, `unsafe`: its address space), or of the interpreter (`monty`)."""
     max_output_bytes: Annotated[int, Field(ge=1, le=100_000_000)] = 10_000
-    """Of output that is kept."""
+    """Bytes of output that are kept."""
     max_files_mb: Annotated[int, Field(ge=1, le=10_000)] = 16
-    """Of all files together."""
+    """Megabytes of all files together."""
 
     @abstractmethod
     def build(self) -> Sandbox:

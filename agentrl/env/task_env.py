@@ -20,13 +20,13 @@ from agentrl.types import Message, Need
 
 
 class TaskOptions(TableOptions):
-    """What a recipe says of an environment over a table of tasks."""
+    """Options of an environment over a table of tasks."""
 
     system: str | None = None
     """System message before each prompt."""
     rewards: list[Any] = Field(default=[])
-    """Of each the name of an installed one, `module:function`, or a function; or a mapping with one of these as `reward`, a
-    `weight`, a `name` and options of the function. The first one decides about success."""
+    """Reward functions, each the name of an installed one, `module:function`, or a function; or a mapping with one of
+    these as `reward`, a `weight`, a `name` and options of the function. The first one decides about success."""
     success_at: float = 1.0
     """Value of the first reward from which on an episode is a success."""
     reward_timeout_s: float = Field(default=55.0, gt=0)
@@ -35,9 +35,9 @@ class TaskOptions(TableOptions):
     """Functions that the policy may call as tools, beside the tools of a subclass; named `module:function`, they must be marked
     with `@agentrl.tool`."""
     max_answers: int = Field(default=1, gt=0)
-    """Answers without a tool call until the episode ends. Before the last one, an answer that is no success is told so."""
+    """Answers without a tool call until the episode ends. Before the last one, an answer that is no success gets `retry`."""
     retry: str = "That is not right. Try again."
-    """What is said after an answer that is none."""
+    """Message after an answer that is no success."""
 
 
 class TaskEnv(ToolEnv):
@@ -50,7 +50,7 @@ class TaskEnv(ToolEnv):
 
     turn_rewards = False
     options_model = TaskOptions
-    """What `**options` are: `agentrl fields` lists them."""
+    """Model of `**options`: `agentrl fields` lists them."""
 
     def __init__(self, **options: Any) -> None:
         """Read the table, or share the one that was read.
@@ -83,7 +83,7 @@ class TaskEnv(ToolEnv):
         self.num_answers = 0
         self._said: list[Message] = []
         self._graded: dict[str, Any] = {}
-        """What the rewards told of the answers to this task."""
+        """Scores of the answers to this task."""
 
     def num_tasks(self, split: str) -> int:
         """Return how many tasks a split has."""

@@ -1,8 +1,7 @@
 """A table of tasks, checked and split: read once in a process, and shared by all environments that play it.
 
-Tables of tasks as people keep them: JSONL, JSON, CSV, TSV, Parquet, and data sets of the Hugging Face hub or of a folder.
-
-What is no table of plain data is refused in one line that names the file and the row.
+Tables are JSONL, JSON, CSV, TSV, Parquet, or data sets of the Hugging Face hub or of a folder. A row that is no plain data is
+refused in one line that names the file and the row.
 """
 
 import csv
@@ -36,7 +35,7 @@ class Row(NamedTuple):
     values: dict[str, Any]
     """By column; plain data."""
     split: str | None = None
-    """Of the data set that it comes from, where that has several."""
+    """Split of the data set that it comes from, if that has several."""
 
 
 def read_rows(source: str, *, field: str, subset: str | None = None) -> Iterator[Row]:
@@ -206,7 +205,7 @@ def _row(place: str, values: object) -> Row:
 
 
 def _has_no_number(value: object) -> bool:
-    """Tell whether a NaN or an infinity stands in what is otherwise plain data."""
+    """Return whether a NaN or an infinity stands in what is otherwise plain data."""
     if isinstance(value, float):
         return not math.isfinite(value)
     if isinstance(value, dict):
@@ -227,7 +226,7 @@ _SPLITS: dict[str, Split] = {
 
 
 class TableOptions(BaseModel):
-    """Which tasks there are, and which of them are held out."""
+    """Table of tasks, and which of them are held out."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -235,7 +234,7 @@ class TableOptions(BaseModel):
     """A file (.jsonl, .json, .csv, .tsv, .parquet), relative to the working directory; a folder or name of a Hugging Face data
     set; or a list of dicts."""
     prompt: str | None = "prompt"
-    """Column of what the policy is told: text, or a list of messages. None: `opening` of a subclass says it."""
+    """Column of the prompt: text, or a list of messages. None: `opening` of a subclass says it."""
     answer: str | None = None
     """Column of the right answer. None: there is none."""
     demonstration: str | None = None
@@ -249,7 +248,7 @@ class TableOptions(BaseModel):
     """Share of the tasks that is held out, where nothing else says which: chosen by the hash of each prompt, so that a task
     stays on its side whatever else is in the table, once its share holds one. 0: none."""
     subset: str | None = None
-    """Of a Hugging Face data set that has several (`main` of `openai/gsm8k`)."""
+    """Subset of a Hugging Face data set that has several (`main` of `openai/gsm8k`)."""
 
     @field_validator("tasks", "eval_tasks")
     @classmethod
@@ -281,7 +280,7 @@ class TaskTable:
     splits: Mapping[str, tuple[dict[str, Any], ...]]
     """The rows of each split, in the order of the table; a column that a row lacks is None."""
     hashes: Mapping[str, str]
-    """Of what each split holds, in its order."""
+    """Hash of the content of each split, in its order."""
     columns: tuple[str, ...]
 
     def __deepcopy__(self, memo: object) -> "TaskTable":

@@ -1,6 +1,6 @@
 """An environment as most people write it: a few tools, a start and an answer.
 
-`@tool`: a method becomes a tool, with a JSON schema from its annotations and its docstring.
+`@tool` makes a method a tool, with a JSON schema from its annotations and its docstring.
 """
 
 import inspect
@@ -47,7 +47,7 @@ def tool_call(name: str, /, **arguments: Any) -> Message:
 
 
 class ToolCallError(Exception):
-    """What the model wrote cannot be called; the message is for the model."""
+    """Call that the model wrote and that cannot be made; the message is for the model."""
 
 
 def arguments_object(name: str, arguments: Any) -> dict[str, Any]:
@@ -145,7 +145,7 @@ def function_spec(function: Callable[..., Any]) -> ToolSpec:
 
 
 def is_tool(function: object) -> bool:
-    """Tell whether a function is marked with `@tool`."""
+    """Return whether a function is marked with `@tool`."""
     return bool(getattr(function, _MARK, False))
 
 

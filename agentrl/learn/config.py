@@ -1,13 +1,4 @@
-"""The learning rate's course over the minibatches of a run.
-
-Optimizers by name: torch's AdamW, and those of bitsandbytes, which keep their state in 8 bits or page it out.
-
-The loss section of a recipe.
-
-The recipe's section `train`.
-
-A short supervised phase before reinforcement learning: the recipe's section `warmup:`.
-"""
+"""Sections `train`, `loss` and `warmup` of a recipe, the schedule of the learning rate, and optimizers by name."""
 
 import math
 from collections.abc import Iterable

@@ -1,8 +1,7 @@
-"""Which credit scheme suits a run: what its rollouts show, beside tasks on which schemes were compared.
+"""Advice on the credit scheme for a run: its rollouts beside tasks on which schemes were compared.
 
-The tasks are those of `benchmarks/credit_tabular.py`, which writes `credit_map.json`.
-
-What a credit scheme makes of recorded rollouts: a table for each trajectory, in colour.
+The tasks are those of `benchmarks/credit_tabular.py`, which writes `credit_map.json`. `agentrl credit show` prints the
+advantages that a scheme gives recorded rollouts.
 """
 
 from collections import defaultdict
@@ -120,7 +119,7 @@ _FEW = 0.1
 
 
 class RunProfile(BaseModel):
-    """What rollouts show of a task."""
+    """Traits of a task that rollouts show."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 

@@ -1,10 +1,7 @@
 """A model card, written from a run: the task, how it was trained, curves, and the evaluation with its intervals.
 
-What is private is left out (`report/public.py`); what environments and recipes say is escaped or fenced, so that it is text.
-
-The first line of an environment's docstring, read from its source: nothing of it is imported or run.
-
-Exported folders on the Hugging Face Hub.
+Private data is left out (`report/public.py`). Text of environments and recipes is escaped or fenced, so that it is text,
+and the first line of an environment's docstring is read from its source: nothing of it is imported or run.
 """
 
 import ast
@@ -62,14 +59,14 @@ _TEMPLATE = Path(__file__).with_name("card.md.jinja")
 _HUB_MODEL = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 _MEASURES = ("success", "score", "reward")
 _RANGES = {"success": 1.0, "episodes": 1e9, "failed": 1e9}
-"""What an evaluation finds is from 0 to this."""
+"""Upper bound of each figure of an evaluation; the lower one is 0."""
 _POINTS = 10
 """Rows of the table of curves, where there is no picture."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measured:
-    """What an evaluation found in one environment."""
+    """Figures of an evaluation in one environment."""
 
     env_id: str
     name: str

@@ -41,12 +41,12 @@ class Told:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvaluationNote:
-    """What stands beside the rollouts of an evaluation."""
+    """Note beside the rollouts of an evaluation."""
 
     step: int
-    """Of the weights that played."""
+    """Step of the weights that played."""
     settings: dict[str, Any]
-    """What of the recipe decided what came out, by name."""
+    """Fields of the recipe that decided the outcome, by name."""
 
 
 _WARNING = TypeAdapter(Told)
@@ -61,7 +61,7 @@ _ROW: TypeAdapter[dict[str, float]] = TypeAdapter(dict[str, float], config=Confi
 
 
 class ReportConfig(BaseModel):
-    """What is written while a run trains."""
+    """Files that are written while a run trains."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -85,7 +85,7 @@ class RunFolder:
         self.tokenizer = path / "tokenizer"
         self.reference = path / "reference"
         self.journal = path / "journal"
-        """What happened to episodes since the newest checkpoint; the pool's."""
+        """Events of episodes since the newest checkpoint; the pool's."""
         self.faults = path / "faults"
         """A folder for each kind of fault of the environment, with a file for each episode of it that was kept."""
         self.evaluations = path / "evaluations"
@@ -276,12 +276,12 @@ class RunFolder:
         return [path for kind in self.fault_kinds() for path in sorted(kind.glob("*.jsonl"))]
 
     def add_warning(self, warning: Told) -> None:
-        """Note what was told."""
+        """Append a warning to the folder's list."""
         with self._warnings.open("a", encoding="utf-8", newline="\n") as file:
             file.write(json.dumps(asdict(warning)) + "\n")
 
     def warnings(self) -> list[Told]:
-        """Return what was told so far; a last line that a kill cut short is left out.
+        """Return the warnings so far; a last line that a kill cut short is left out.
 
         Raises:
             ConfigError: for any other line that is no warning.

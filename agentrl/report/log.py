@@ -1,7 +1,4 @@
-"""A run's log.txt: what it printed and warned, with the time.
-
-What environments did wrong: each kind told once, a few episodes of each kept in the run's folder.
-"""
+"""Log of a run, with the time of each line; faults of environments: each kind logged once, a few episodes kept."""
 
 import re
 import shlex

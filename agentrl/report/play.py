@@ -1,7 +1,4 @@
-"""An environment that a person plays in the terminal.
-
-A recorded episode, played again in its environment.
-"""
+"""Episodes in the terminal: an environment that a person plays, and a recorded episode played again in its environment."""
 
 import re
 import shlex

@@ -1,12 +1,6 @@
-"""What every credit scheme must keep to, as one call: `check_credit(MyScheme())`.
+"""Promises of every credit scheme, as one call: `check_credit(MyScheme())`.
 
-Other values of a pydantic field, told from its type, to see whether the field does anything.
-
-The made-up groups that `check_credit` asks schemes about.
-
-A credit scheme under test: how it is asked, and what it answers.
-
-Whether each option of a credit scheme does anything.
+Schemes are asked about made-up groups, and each of their options is changed to see whether it does anything.
 """
 
 import enum
@@ -29,7 +23,7 @@ from agentrl.types import FinishReason, StopReason, Trajectory, TrajectoryGroup
 
 
 def is_closed(annotation: Any) -> bool:
-    """Tell whether a type has few values: bool, Literal, Enum, and what is composed of them."""
+    """Return whether a type has few values: bool, Literal, Enum, and what is composed of them."""
     annotation = _plain(annotation)
     if get_origin(annotation) in (Union, types.UnionType):
         return all(is_closed(part) for part in get_args(annotation))
@@ -188,7 +182,7 @@ class Subject:
 
 
 def same(first: Mapping[str, Credit], second: Mapping[str, Credit], *, factor: float = 1.0) -> bool:
-    """Tell whether `factor` times the first is the second, up to float32, for the same trajectories."""
+    """Return whether `factor` times the first is the second, up to float32, for the same trajectories."""
     return first.keys() == second.keys() and all(
         np.array_equal(first[key].keep_T, second[key].keep_T)
         and first[key].advantages_T.shape == second[key].advantages_T.shape
@@ -272,7 +266,7 @@ def _outcomes(
 
 
 _TURN_DATA = frozenset({Need.TURN_REWARDS, Need.STATE_KEYS, Need.VALUES, Need.BRANCHES})
-"""What tells the turns of a trajectory apart by what they earned or led to."""
+"""Signals that differ between the turns of a trajectory by what they earned or led to."""
 _FIELDS = {
     Need.STATE_KEYS: ("state_key", "next_state_key"),
     Need.ACTION_KEYS: ("action_key",),

@@ -1,4 +1,4 @@
-"""What every engine must keep to, as one call: `await check_engine(engine, vocab_size=...)`."""
+"""Promises of every engine, as one call: `await check_engine(engine, vocab_size=...)`."""
 
 import asyncio
 import math
@@ -23,7 +23,7 @@ _T = TypeVar("_T")
 _TEMPERATURES = (0.6, 1.0, 1.5)
 _NUM_TOKENS = 24
 _PAUSES_AT = (0.5, 0.25, 0.75, 0.1, 0.02, 0.9)
-"""Where to interrupt, as shares of the time that the whole takes; the first that catches a request is enough."""
+"""Times of interrupts, as fractions of the time that the whole takes; the first that catches a request is enough."""
 
 
 async def check_engine(
@@ -212,7 +212,7 @@ async def _company(subject: _Subject) -> AsyncIterator[str]:
 
 
 async def _turns(subject: _Subject) -> AsyncIterator[str]:
-    """What is kept from turn to turn changes nothing."""
+    """Check that what is kept from turn to turn changes nothing."""
     context = subject.prompt(4)
     with subject.engine.conversation("turns"):
         for turn in range(4):

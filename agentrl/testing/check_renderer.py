@@ -1,7 +1,4 @@
-"""What every renderer must keep to, as one call: `check_renderer(MyRenderer(tokenizer))`.
-
-The promises of a sandbox.
-"""
+"""Promises of every renderer and of every sandbox, each as one call: `check_renderer(MyRenderer(tokenizer))`."""
 
 import copy
 import time
@@ -40,7 +37,7 @@ def check_renderer(renderer: "Renderer", *, tools: "Tools | None" = None) -> Non
 
 
 _LATE_S = 5.0
-"""How long beyond its deadline an `exec` may take here."""
+"""Seconds beyond its deadline that an `exec` may take here."""
 _LOOP: dict[Language, str] = {"python": "while True: pass", "sh": "while true; do true; done"}
 _ECHO: dict[Language, str] = {"python": "print('well')", "sh": "echo well"}
 _LONG: dict[Language, str] = {"python": "print('x' * 5000)", "sh": f"echo {'x' * 5000}"}

@@ -1,4 +1,4 @@
-"""How much more a teacher likes each token than the policy does: on-policy distillation."""
+"""On-policy distillation: how much more likely a teacher finds each token than the policy does."""
 
 from collections.abc import Sequence
 from typing import ClassVar, Literal

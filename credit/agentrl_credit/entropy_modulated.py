@@ -28,9 +28,9 @@ class EntropyModulated(CreditScheme):
     of: Spec = Field(default={"scheme": "uniform"})
     """The scheme whose advantages are weighted, as under `credit:` in a recipe."""
     sharpness: float = Field(default=1.0, ge=0, allow_inf_nan=False)
-    """How much more the surest turn of the batch learns than the least sure: exp(sharpness) times."""
+    """Ratio of the weight of the surest turn of the batch to that of the least sure: exp(sharpness)."""
     bonus_sharpness: float = Field(default=1.0, ge=0, allow_inf_nan=False)
-    """How much more the bonus is before the surest turn than before the least sure: exp(bonus_sharpness) times."""
+    """Ratio of the bonus before the surest turn to that before the least sure: exp(bonus_sharpness)."""
     zeta: float = Field(default=0.05, ge=0, allow_inf_nan=False)
     """Weight of the bonus, in units of advantage."""
 

@@ -124,7 +124,7 @@ def shrink(means: CellMeans, priors_N: npt.ArrayLike, *, kappa: float) -> Array:
 
 
 def is_flat(values_N: npt.ArrayLike, cells_N: npt.ArrayLike | None = None) -> Bools:
-    """Tell of each value whether its cell's are all equal but for rounding: max - min <= 1e-12 * max |x|.
+    """Return for each value whether its cell's are all equal but for rounding: max - min <= 1e-12 * max |x|.
 
     Rewards such as .1 + .2 and .3 are equal to their author; divided by their standard deviation they would not be.
     Shapes: (N,) -> (N,).

@@ -28,7 +28,7 @@ class TurnReturn(Comparison):
     gamma: float = Field(default=1.0, ge=0, le=1)
     """Discount; it ticks once per turn."""
     baseline: Literal["pool", "state", "turn"] = "pool"
-    """Which turns of the group a turn is compared with. `state` needs the environment's state keys."""
+    """Turns of the group that a turn is compared with. `state` needs the environment's state keys."""
     leave_one_out: bool = True
     """Keep all turns of the own trajectory out of the baseline."""
     normalize: Literal["none", "std", "batch"] = "none"

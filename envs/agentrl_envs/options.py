@@ -1,9 +1,4 @@
-"""Checks of constructor options, in words for the person who wrote them.
-
-Invented names, the same in every process; no two of a kind are alike.
-
-Tasks of training and evaluation, kept apart by a hash of what the task is.
-"""
+"""Parts of all environments: checks of constructor options, invented names, and splits by a hash of the task."""
 
 import functools
 import hashlib
@@ -69,7 +64,7 @@ def finite_number(name: str, value: object) -> float:
 
 
 def in_split(task: str, split: str, *, one_in: int = 4) -> bool:
-    """Tell whether a task belongs to a split: one of `one_in` is for evaluation ("eval"), the others are for training."""
+    """Return whether a task belongs to a split: one of `one_in` is for evaluation ("eval"), the others are for training."""
     return (task_hash(task) % one_in == 0) == (split == "eval")
 
 

@@ -1,7 +1,4 @@
-"""Questions to a corpus, each answered by documents that lead to one another.
-
-An invented world, a document about everyone and everything in it, and questions that lead from one to the next.
-"""
+"""Questions to a corpus, each answered by documents that lead to one another, in a world invented from a seed."""
 
 import functools
 import re
@@ -17,21 +14,21 @@ from agentrl_envs.data import read_yaml
 from agentrl_envs.options import names, share, whole_number
 
 _SEED = 20260101
-"""Of the world, which is the same for everyone."""
+"""Seed of the world, which is the same for everyone."""
 _MAX_WORDS = 50
 """Words of a query that count."""
 
 
 @dataclass(frozen=True, slots=True)
 class Document:
-    """What is written about one entity."""
+    """Text about one entity."""
 
     title: str
     """The entity's name; no two are alike."""
     text: str
     kind: str
     facts: dict[str, str]
-    """What each relation leads to: a title or a value."""
+    """Target of each relation: a title or a value."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,18 +21,18 @@ _MAX_DRAWS = 1000
 
 
 class Position(NamedTuple):
-    """What moves change."""
+    """State that moves change."""
 
     player: Cell
     boxes: frozenset[Cell]
 
 
 class Level(NamedTuple):
-    """What moves leave as it is."""
+    """Parts that moves leave as they are."""
 
     size: int
     floor: frozenset[Cell]
-    """Where one can stand, targets included."""
+    """Cells on which one can stand, targets included."""
     targets: frozenset[Cell]
 
 

@@ -1,12 +1,10 @@
-"""Forms without tags: the whole text after a thought is calls, or none of it is.
+"""Calls as JSON.
 
-Calls as JSON, in the form of Hermes and Qwen models: `<tool_call>{"name": "look", "arguments": {"n": 1}}</tool_call>`.
+    <tool_call>{"name": "look", "arguments": {"n": 1}}</tool_call>    Hermes and Qwen
+    {"name": "look", "parameters": {"n": 1}}                          Llama, maybe after `<|python_tag|>`: the whole text
+    [TOOL_CALLS][{"name": "look", "arguments": {"n": 1}}]             Mistral, or `[TOOL_CALLS]look[ARGS]{"n": 1}` a call
 
-Llama's form: the whole text is a call, `{"name": "look", "parameters": {"n": 1}}`, maybe after `<|python_tag|>`.
-
-Mistral's form: `[TOOL_CALLS][{"name": "look", "arguments": {"n": 1}}]`, or `[TOOL_CALLS]look[ARGS]{"n": 1}` a call.
-
-Calls of a name and then JSON, in a section for all calls of a turn: the forms of DeepSeek and Kimi K2.
+DeepSeek and Kimi K2 write names and then JSON, in a section for all calls of a turn.
 """
 
 import json

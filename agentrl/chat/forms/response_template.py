@@ -15,7 +15,7 @@ _THOUGHTS = ("reasoning_content", "thinking", "reasoning")
 _END = "\u2063"
 """Shows in which field the text ends."""
 _MAX_CHARS = 2**15
-"""Of the text after the first thought: transformers takes time that grows with its square."""
+"""Length of the text after the first thought: transformers takes time that grows with its square."""
 
 
 class ResponseTemplateForm:

@@ -1,8 +1,7 @@
-"""Forms in which tags stand around thoughts and calls, within the text.
+"""Forms in which tags stand around thoughts and calls.
 
-Calls whose arguments are text between tags of their own: the forms of Qwen3.5, Nemotron 3, GLM and MiniMax.
-
-Forms in which a turn is several messages, each with a header: harmony, of gpt-oss, and atem, of Muse.
+Qwen3.5, Nemotron 3, GLM and MiniMax write arguments as text between tags of their own. In harmony, of gpt-oss, and atem, of
+Muse, a turn is several messages, each with a header.
 """
 
 import re
@@ -186,7 +185,7 @@ ATEM_TAGS = CallTags(
     end_block=re.compile(r"\s*+(?:</atem:function_calls>|\Z)"),
     close="</atem:function_calls>",
 )
-"""Of Muse, whose messages have recipients."""
+"""Tags of Muse, whose messages have recipients."""
 
 QWEN_XML = TaggedForm(name="qwen-xml", open="<tool_call>", close="</tool_call>", read=_QWEN.read, space="\n")
 GLM = TaggedForm(name="glm", open="<tool_call>", close="</tool_call>", read=_GLM.read)
@@ -207,12 +206,12 @@ class Part:
     """One message of a turn."""
 
     header: str
-    """What stands between the role and the text."""
+    """Text between the role and the content."""
     body: str
 
     @property
     def recipient(self) -> str:
-        """Whom it is for; empty where it does not say."""
+        """Return the recipient; empty if there is none."""
         return found[1] if (found := _RECIPIENT.search(self.header)) else ""
 
     @property

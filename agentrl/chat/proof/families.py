@@ -1,6 +1,6 @@
 """Renderers of the package `renderers`, one for each model family that it knows, behind agentrl's seam.
 
-Which renderer of the package `renderers` writes what the tokenizer's own template writes: proven by rendering.
+A renderer is chosen if it is proven to write what the tokenizer's own template writes.
 """
 
 import datetime as dt
@@ -24,11 +24,11 @@ _USER: Message = {"role": "user", "content": "Hello."}
 _YES: Message = {"role": "assistant", "content": "Yes."}
 _TOOL = {"type": "function", "function": {"name": "look", "description": "A tool.", "parameters": {"type": "object"}}}
 _END_THOUGHT = ("</think>", "<channel|>", "<|end_message|>")
-"""How families end a thought."""
+"""Spellings of the end of a thought."""
 
 
 class Tokens:
-    """What the package asks of a tokenizer, with text encoded as agentrl's renderers do.
+    """Tokenizer as the package expects it, with text encoded as agentrl's renderers do.
 
     It has no name: the package chooses defaults by a model's name, and would ask a network for a processor of that name.
     """
@@ -128,7 +128,7 @@ class FamilyRenderer:
 
     @property
     def thinking(self) -> Thinking:
-        """Which thoughts of earlier turns a context holds."""
+        """Return which thoughts of earlier turns a context holds."""
         return self._thinking
 
     def describe(self) -> Description:
@@ -139,7 +139,7 @@ class FamilyRenderer:
         )
 
     def whole(self, messages: Sequence[Message], tools: Tools, *, prompt: bool) -> tuple[int, ...]:
-        """Return a dialogue as it is told, with or without the generation prompt."""
+        """Return the tokens of a dialogue, with or without the generation prompt."""
         return tuple(self._render(messages, tools, prompt=prompt))
 
     def start(self, messages: Sequence[Message], tools: Tools) -> tuple[int, ...]:
@@ -187,7 +187,7 @@ class FamilyRenderer:
         return assistant(parsed.content, [thought or ""], [_function(call) for call in parsed.tool_calls])
 
     def _opens_thought(self, prompt: Sequence[int]) -> bool:
-        """Tell whether the last turn of a context has begun a thought."""
+        """Return whether the last turn of a context has begun a thought."""
         begins = next((n + 1 for n in range(len(prompt) - 1, -1, -1) if prompt[n] in self._stop_ids), 0)
         text = self._tokens.decode(prompt[begins:])
         return text.rfind(THINK) > text.rfind(END_THINK)
@@ -465,12 +465,12 @@ def find_family(
     Args:
         tokenizer: of the policy.
         template: its chat template.
-        variables: what the template is told beside the messages.
-        date: what a template that asks for the time is told.
+        variables: passed to the template beside the messages.
+        date: answer to a template that asks for the time.
         name: of the model, for error messages.
         system: a system prompt.
         thinking: which thoughts a context holds; None: as the family does.
-        encode: made for this tokenizer and template, where there is one: for a large vocabulary making it takes seconds.
+        encode: of this tokenizer and template, if there is one: for a large vocabulary, making it takes seconds.
     """
     if importlib.util.find_spec("renderers") is None:
         return None
@@ -577,7 +577,7 @@ def _is_harmony(tokens: Tokens) -> bool:
 def _writes(
     found: FamilyRenderer, reference: Mapping[int, tuple[int, ...]], shape: Shape, encode: Encoder, tokens: Tokens
 ) -> bool:
-    """Tell whether a renderer writes what the template writes."""
+    """Return whether a renderer writes what the template writes."""
     control, num_told = set(encode.control_tokens.values()), 2 * len(_TOLD)
     for number, (messages, tools, prompt) in enumerate(_dialogues()):
         expected = reference.get(number)
@@ -594,14 +594,14 @@ def _writes(
 
 
 def _same(ids: Sequence[int], others: Sequence[int], control: set[int], tokens: Tokens) -> bool:
-    """Tell whether tokens are the same text with the same control tokens, split otherwise."""
+    """Return whether tokens are the same text with the same control tokens, split otherwise."""
     return [i for i in ids if i in control] == [i for i in others if i in control] and tokens.decode(
         ids
     ) == tokens.decode(others)
 
 
 def _plays(found: FamilyRenderer, tokens: Tokens) -> bool:
-    """Tell whether a renderer reads what it writes, and appends what stands there in the whole."""
+    """Return whether a renderer reads what it writes, and appends what stands there in the whole."""
     before = found.whole([_HELLO], _TOOLS, prompt=True)
     for message in _ACTIONS:
         try:
@@ -622,6 +622,6 @@ def _plays(found: FamilyRenderer, tokens: Tokens) -> bool:
 
 
 def _notices_the_end(found: FamilyRenderer, action: Sequence[int]) -> bool:
-    """Tell whether a call that breaks off is read as one, for the environment to answer."""
+    """Return whether a call that breaks off is read as one, for the environment to answer."""
     cut = (found.parse(action[:length], (), _TOOLS) for length in range(len(action) // 2, len(action) - 1))
     return any(call["function"]["name"] == "" for message in cut for call in message.get("tool_calls", ()))

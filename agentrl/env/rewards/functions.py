@@ -34,7 +34,7 @@ class Answered:
     """An answer to be graded, and what was asked."""
 
     prompt: str | list[Message] | None
-    """As the table has it. None: it has none."""
+    """Prompt in the table. None: it has none."""
     completion: str
     """The text of the answer."""
     messages: list[Message]
@@ -44,11 +44,11 @@ class Answered:
     task: dict[str, Any]
     """The row."""
     info: dict[str, Any]
-    """Where a function leaves numbers, which become metrics of the episode."""
+    """Numbers that a function leaves, which become metrics of the episode."""
 
     @property
     def columns(self) -> dict[str, Any]:
-        """What a function may ask for beside what is called alike for all tables."""
+        """Return the columns that a function may ask for beside the names that all tables have."""
         return self.task if self.answer is None else {**self.task, "answer": self.answer}
 
 
@@ -71,7 +71,7 @@ class Reward:
         return self
 
     def takes(self, name: str) -> bool:
-        """Tell whether it is called with an argument."""
+        """Return whether it is called with an argument."""
         return name in self.arguments or (self.refused is not None and name not in self.refused)
 
     def call(self, answered: Answered) -> Any:

@@ -1,7 +1,4 @@
-"""Rewards that read the text of an answer.
-
-Rewards for the length of an answer.
-"""
+"""Rewards that read the text of an answer, or its length."""
 
 import math
 import re
@@ -24,8 +21,8 @@ _COMMAS = re.compile(rf"(?<!\d)(?<!\d[.,]){_WITH_COMMAS}")
 _PUNCTUATION = re.compile(
     rf"(?!-[$€£]?\.?\d|(?<!\.)\.\d|(?<=\w)[+/:^*<=>]\d|(?<=\d),\d|(?<=[^\W\d_])[+#]|(?<=[^\W\d_]\+)\+)[{re.escape(string.punctuation)}]"
 )
-"""What says nothing. A sign and a point before a digit do, and what stands within a number or behind a letter: -5, -$5, .5,
-1/2, 3,5, 12:30, x<3, C++."""
+"""Characters without meaning. A sign and a point before a digit have one, and so has what stands within a number or
+behind a letter: -5, -$5, .5, 1/2, 3,5, 12:30, x<3, C++."""
 _KEYBOARD = str.maketrans({"\N{MINUS SIGN}": "-"})
 
 

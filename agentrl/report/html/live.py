@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 HOST = "127.0.0.1"
 _READ_S = 2.0
-"""What one answer reads of rollouts at most; the next one continues."""
+"""Seconds of reading rollouts for one answer at most; the next one continues."""
 _HEADERS = {
     "Cache-Control": "no-store",
     "Content-Security-Policy": "frame-ancestors 'none'",
@@ -28,7 +28,7 @@ _HEADERS = {
 
 
 class LiveRuns:
-    """What the folders of runs hold now; reads again what has changed."""
+    """Content of the folders of runs; reads again what has changed."""
 
     def __init__(self, folders: Sequence[Path]) -> None:
         """Read recipes and metrics.

@@ -11,7 +11,7 @@ from agentrl.errors import ConfigError
 from agentrl.report.folder import RunFolder
 
 _OF_ONE_RUN = ("seed", "run_dir", "report")
-"""What may differ between repetitions."""
+"""Fields that may differ between repetitions."""
 _NUM_DIFFERENCES = 3
 """Fields that are named of a recipe, where they tell all apart."""
 
@@ -23,7 +23,7 @@ class Run:
     number: int
     """Among the runs of the page."""
     name: str
-    """Of its folder; where several have the same, of the one around it too."""
+    """Name of its folder; if several have the same, of the one around it too."""
     folder: RunFolder
     config: dict[str, Any]
     begun: dict[str, Any]

@@ -1,10 +1,7 @@
-"""What goes between a model and an MCP server, as text: schemas of tools, arguments, results.
+"""Environment whose tools are those of an MCP server, beside its own.
 
-A client of an MCP server. All of a process run on one thread, which ends with the last of them.
-
-An MCP server as one environment uses it: its own in each episode, or one for all environments of the process.
-
-An environment whose tools are those of an MCP server, beside its own.
+A server belongs to one episode, or to all environments of the process. All clients of a process run on one thread, which
+ends with the last of them.
 """
 
 from agentrl import UserError
@@ -129,9 +126,9 @@ def _text(block: ContentBlock) -> str:
 
 ServerOption: TypeAlias = "str | Sequence[str] | Mapping[str, Any] | MCPServer | Server[Any]"
 _GRACE_S = 2.0
-"""How long a call that was given up may take to give way, in seconds."""
+"""Seconds that a call that was given up may take to give way."""
 _CLOSE_S = 10.0
-"""How long a server may take to end: the SDK kills its processes after four seconds."""
+"""Seconds that a server may take to end: the SDK kills its processes after four seconds."""
 _MAX_PAGES = 100
 """Pages of a list of tools: a server may page without end."""
 _MAX_WORDS = 500
@@ -139,7 +136,7 @@ _MAX_WORDS = 500
 
 
 def _in_a_line(record: logging.LogRecord) -> bool:
-    """Tell of an exception in a line: the SDK logs each line of a server that is no message with its whole traceback."""
+    """Reduce an exception to a line: the SDK logs each line of a server that is no message with its whole traceback."""
     if record.exc_info and record.exc_info[1] is not None:
         record.msg = f"{record.getMessage()}: {line_of(record.exc_info[1])}"
         record.args = None
@@ -334,7 +331,7 @@ if hasattr(os, "register_at_fork"):
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ServerSettings:
-    """How to reach a server, and how long to wait for it."""
+    """Address of a server, and how long to wait for it."""
 
     option: ServerOption
     """A URL, a command, or a server in this process."""
@@ -343,7 +340,7 @@ class ServerSettings:
     start_timeout_s: float
     call_timeout_s: float
     max_restarts: int
-    """How often a server that died is started again in an episode."""
+    """Times that a server that died is started again in an episode."""
 
     def __deepcopy__(self, memo: object) -> "ServerSettings":
         return self  # a server in this process cannot be copied, and need not be
@@ -395,7 +392,7 @@ class McpServer:
         self._connection: Connection | None = None
         self._shared: _Shared | None = None
         self._calls: list[tuple[str, dict[str, Any], bool]] = []
-        """Of this episode, and whether they were answered: one that took too long may have been carried out."""
+        """Calls of this episode, and whether they were answered: one that took too long may have been carried out."""
         self._num_restarts = 0
 
     def tools(self) -> list[Tool]:
@@ -550,7 +547,7 @@ class McpEnv(ToolEnv):
             server: a URL (streamable HTTP), a command as a list of words or as {command, args, env, cwd} (stdio), or
                 `module:name` of a server in this process.
             server_lives: "episode" starts one for each episode, so that nothing that it remembers goes from one to the next,
-                and a fork is a server that was told the same; "process" uses one for all environments of the process.
+                and a fork is a server that got the same calls; "process" uses one for all environments of the process.
             tool_names: which of its tools to offer; `*` stands for any letters. None: all.
             start_timeout_s: how long the server may take to start and to list its tools.
             call_timeout_s: how long a call may take.

@@ -21,14 +21,14 @@ except ModuleNotFoundError as error:
 _HIDDEN = {"done", "reward", "metadata"}
 _MAX_BYTES = 2**24
 _CLOSING_S = 2.0
-"""How long the server may take to close a session, in seconds."""
+"""Seconds that the server may take to close a session."""
 
 
 class OpenEnv(ReplayedEnv):
     """One tool, `act`, whose parameters are the server's actions; its result is the observation, as JSON.
 
     An environment of a single field (`message`) is also played in text: a turn without a call is that field. Rewards are the
-    server's; the task is solved where the last one is at least `goal`. The server is told each task's seed.
+    server's; the task is solved if the last one is at least `goal`. The server gets each task's seed.
     """
 
     source: ClientConnection | None

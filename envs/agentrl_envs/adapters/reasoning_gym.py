@@ -25,7 +25,7 @@ except ModuleNotFoundError as error:
 _SIZE = 5
 """The least that all data sets can be made of."""
 _DEADLINE_S = 5.0
-"""How long a score may take."""
+"""Seconds that a score may take."""
 _pool = WorkerPool(Path(__file__).with_name("reasoning_gym_worker.py"), purpose="reasoning_gym")
 _TAGGED = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 

@@ -1,7 +1,4 @@
-"""A process of a Python that has verifiers, and its protocol: a JSON object a line.
-
-Tasksets of verifiers, over a process boundary: its pins clash with ours.
-"""
+"""Tasksets of verifiers, in a process of a Python that has them, a JSON object a line: its pins clash with ours."""
 
 import contextlib
 import json

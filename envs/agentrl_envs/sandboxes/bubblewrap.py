@@ -1,6 +1,6 @@
 """CPython and a shell in namespaces of Linux, made by bubblewrap for each `exec` and gone with it.
 
-Which calls of the kernel a sandbox goes without: those that namespaces and limits do not hold, as a filter of seccomp.
+A filter of seccomp refuses the calls of the kernel that namespaces and limits do not hold.
 """
 
 import errno
@@ -103,7 +103,7 @@ _ENVIRONMENT |= {"PYTHONHASHSEED": "0", "PYTHONDONTWRITEBYTECODE": "1", "PYTHONN
 _RUNS = itertools.count()
 _OPEN_FILES = 64
 _BEGUN = b"begun\n"
-"""What the script says first: without it, bubblewrap or the machine has failed, and no code has run."""
+"""First line of the script: without it, bubblewrap or the machine has failed, and no code has run."""
 _MAX_WORDS = 500
 
 # Its input is an archive of the files, its output what the code says, and its standard error an archive of what the code left.
