@@ -238,7 +238,7 @@ class StopReason(StrEnum):
 
     @property
     def failed(self) -> bool:
-        """True where the episode says nothing about the policy: it leaves the loss and every baseline."""
+        """True if the episode says nothing about the policy: it leaves the loss and every baseline."""
         return self in (StopReason.ENV_ERROR, StopReason.ENGINE_ERROR)
 
 
@@ -293,7 +293,7 @@ class Sampling:
     """Number of tokens at the end of the prompt that an interrupted request with the same seed has sampled: this one continues
     with the random numbers that came next there."""
     experts_from: int = 0
-    """First token of the prompt whose experts are wanted, by an engine that tells them (`EngineContext.returns_experts`)."""
+    """First token of the prompt whose experts are wanted, by an engine that returns them (`EngineContext.returns_experts`)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -351,7 +351,7 @@ class Turn:
     each action token, or one number for the turn. `agentrl/learn/signals/` has a file for each, with its meaning and
     unit."""
     experts: InMemory = b""
-    """Experts like `Completion.experts`: from the token before the observation, where there is one, to the last but one
+    """Experts like `Completion.experts`: from the token before the observation, if there is one, to the last but one
     of the action."""
 
     def __post_init__(self) -> None:
@@ -384,7 +384,7 @@ class Fault:
     kind: str
     """Type of the exception and the line that raised it, `KeyError at desk.py:40`: faults of one kind have one cause."""
     traceback: str = ""
-    """The environment's own frames, bounded in length; empty where it raised nothing."""
+    """The environment's own frames, bounded in length; empty if it raised nothing."""
 
 
 def shorten(turn: Turn, before: Sequence[Turn]) -> tuple[Turn, int]:
@@ -409,7 +409,7 @@ def lengthen(turn: Turn, before: Sequence[Turn], shared: int) -> Turn:
     """Return the turn of which `shorten` made this one.
 
     Raises:
-        ValueError: where the turns before it have no such context.
+        ValueError: if the turns before it have no such context.
     """
     if not shared:
         return turn
@@ -470,7 +470,7 @@ class Trajectory:
     fault: Fault | None = None
     """Place of the failure, if the environment failed. The action that it failed at is the last turn's."""
     gold_answer: str | None = None
-    """The task's known answer, where the environment tells one."""
+    """The task's known answer, if the environment gives one."""
     split: Split = "train"
     task_index: int | None = None
     """Number of the task within its split. None: not known."""
@@ -482,7 +482,7 @@ class Trajectory:
 
     @property
     def failed(self) -> bool:
-        """True where the episode must leave the loss and every baseline: it broke off, or the policy never had a turn."""
+        """True if the episode must leave the loss and every baseline: it broke off, or the policy never had a turn."""
         return self.stop_reason.failed or not self.turns
 
     @property

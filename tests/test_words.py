@@ -10,7 +10,9 @@ from tests.support.packages import PACKAGES
 FIRST = re.compile(r"(Of|As|That|Whom|Told|What|Where|Which|Whose|How|Tells?)\b")
 """No docstring begins with one of these: it is a noun phrase or an imperative sentence that begins with its head word."""
 BANNED = re.compile(
-    r"\b(anew|whom|of which nobody|(gone|goes?|going|went) on with|(is|are|was|were) told)\b", re.IGNORECASE
+    r"\b(anew|whom|of which nobody|(gone|goes?|going|went) on with|(is|are|was|were) told"
+    r"|(True|False|None|Error:) where)\b",
+    re.IGNORECASE,
 )
 PAGES = sorted((Path(__file__).parents[1] / "docs").glob("*.md"))
 

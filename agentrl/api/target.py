@@ -216,7 +216,7 @@ def _check_alone(config: Path) -> None:
 
 
 def tokenizer_of(run_dir: Path | None) -> Path | None:
-    """Return the folder of a run's tokenizer, where there is one yet."""
+    """Return the folder of a run's tokenizer, if there is one yet."""
     folder = run_dir / "tokenizer" if run_dir else None
     return folder if folder and folder.is_dir() else None
 

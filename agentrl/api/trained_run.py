@@ -20,7 +20,7 @@ class TrainedRun:
     """A run's folder: `agentrl.train` returns one, and `agentrl.TrainedRun(path)` opens any.
 
     Raises:
-        ConfigError: where the folder is none of a run.
+        ConfigError: if the folder is none of a run.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -45,7 +45,7 @@ class TrainedRun:
         """Return the metrics as a pandas data frame, a row for each step.
 
         Raises:
-            UserError: where pandas is not installed.
+            UserError: if pandas is not installed.
         """
         try:
             import pandas as pd
@@ -60,7 +60,7 @@ class TrainedRun:
             step: of the run; None: the newest that has rollouts.
 
         Raises:
-            ConfigError: where there are none.
+            ConfigError: if there are none.
         """
         files = {int(path.stem.removeprefix("step-")): path for path in self._folder.rollouts()}
         if step is None and files:
@@ -86,10 +86,10 @@ class TrainedRun:
         Args:
             folder: to make.
             push: upload it to the Hugging Face Hub as well: `OWNER/NAME`.
-            private: with `push`, where others do not see it.
+            private: with `push`, if others do not see it.
 
         Raises:
-            ConfigError: where the run has no checkpoint, or the folder is not free; or it cannot be uploaded, and stays.
+            ConfigError: if the run has no checkpoint, or the folder is not free; or it cannot be uploaded, and stays.
         """
         from agentrl.report import card as hub
         from agentrl.run.export import export
@@ -114,7 +114,7 @@ class TrainedRun:
             *names: of metrics; none: reward, success, entropy and the clipped share.
 
         Raises:
-            UserError: where matplotlib is not installed, or the run has no such metric.
+            UserError: if matplotlib is not installed, or the run has no such metric.
         """
         rows = self.metrics
         return draw(rows, list(names) or shown(rows))

@@ -182,7 +182,7 @@ def train(
 
     Raises:
         UserError: for what cannot be carried out, naming the field and the fix.
-        AgentRLError: where the run fails.
+        AgentRLError: if the run fails.
     """
     if registry.importing:
         raise UserError(
@@ -209,7 +209,7 @@ def with_run_dir(recipe: Recipe, run_dir: Path | None, *, name: str, is_main: bo
         is_main: False for a process that leaves the checks to another.
 
     Raises:
-        ConfigError: where a run cannot begin there, or has more steps behind it than the recipe has.
+        ConfigError: if a run cannot begin there, or has more steps behind it than the recipe has.
     """
     if recipe.run_dir is None:
         first = f"{name}-{dt.datetime.now():%Y%m%d-%H%M%S}"  # local time: a name for a person
@@ -244,8 +244,8 @@ def run(
         recipe: to train, with the run's folder.
         run_dir: of the run that is resumed; None: it begins.
         console: prints.
-        on_step: told the metrics of each step.
-        is_main: False for a process that tells only what it alone has found.
+        on_step: gets the metrics of each step.
+        is_main: False for a rank that prints only what it alone has found.
         verbose: print what each step shows.
     """
     assert recipe.run_dir is not None, "see `with_run_dir`"
@@ -341,8 +341,8 @@ def _launch(
                 launcher.communicate()
                 raise
     if status == USER_MISTAKE:
-        raise UserError("the processes ended with what is told above")
+        raise UserError("the ranks ended with what is printed above")
     if status:
-        raise TrainingError(f"the processes ended with exit status {status}; what they told is above")
+        raise TrainingError(f"the processes ended with exit status {status}; what they printed is above")
     assert recipe.run_dir is not None, "it was named above"
     return TrainedRun(recipe.run_dir)

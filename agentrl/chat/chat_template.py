@@ -330,7 +330,7 @@ class Turns:
         """Return the text of a turn as it is sampled, without the token that ends it.
 
         Raises:
-            RendererError: where the template leaves out a part of it.
+            RendererError: if the template leaves out a part of it.
         """
         end, calls = self.end_of(message), message.get("tool_calls") or []
         text = self._beyond_prompt(message)
@@ -356,7 +356,7 @@ class Turns:
         return whole[common:]
 
     def _count(self, messages: Sequence[Message], text: str) -> int:
-        """Return how often a dialogue holds a text; 0 where it cannot be rendered."""
+        """Return how often a dialogue holds a text; 0 if it cannot be rendered."""
         try:
             return self._template.render(messages).count(text)
         except RendererError:

@@ -61,7 +61,7 @@ class Encoder:
         return self._spelled.sub(lambda found: found[0][0] + MARK + found[0][1:], text)
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Return the text of sampled tokens; where other tokens spell a control token in letters, it is marked.
+        """Return the text of sampled tokens; if other tokens spell a control token in letters, it is marked.
 
         What was sampled in letters is then none of a form's tags: it neither ends a call nor begins one.
         """

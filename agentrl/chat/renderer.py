@@ -130,7 +130,7 @@ Tools = Sequence[dict[str, Any]]
 class Renderer(Protocol):
     """Turns messages into the tokens a model reads, and sampled tokens into a message.
 
-    `start` and `extend` are called from many threads at once. A method `describe() -> Description`, where there is one, tells
+    `start` and `extend` are called from many threads at once. A method `describe() -> Description`, if there is one, tells
     `agentrl chat` what there is to say, and what a run says when it begins.
     """
 

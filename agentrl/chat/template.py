@@ -121,7 +121,7 @@ class TemplateRenderer:
         """Return a whole context.
 
         Raises:
-            RendererError: where there are tools and the template cannot be used with any.
+            RendererError: if there are tools and the template cannot be used with any.
         """
         if tools and self.facts.no_tools:
             raise RendererError(
@@ -137,7 +137,7 @@ class TemplateRenderer:
         action_ids: Sequence[int],
         messages: Sequence[Message],
     ) -> tuple[int, ...] | None:
-        """Return the tokens to append, or None where the template rewrites history."""
+        """Return the tokens to append, or None if the template rewrites history."""
         if any(message["role"] in self.facts.rewrites for message in messages):
             return None
         ids = self.turns.extension(messages)
@@ -158,7 +158,7 @@ class TemplateRenderer:
         """Return an assistant message as an action.
 
         Raises:
-            RendererError: where the template cannot write it so that it would be read again.
+            RendererError: if the template cannot write it so that it would be read again.
         """
         is_lost = message.get("tool_calls") and message.get("content") and not self.facts.text_beside_calls
         if is_lost or (message.get("reasoning_content") and not self.facts.thoughts):

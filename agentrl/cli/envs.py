@@ -156,7 +156,7 @@ def _replay(options: argparse.Namespace, _: list[str]) -> None:
 
 @contextmanager
 def _telling(env: "Env") -> Iterator[Console]:
-    """Close an environment in the end; where it raises, print the traceback and exit with 1."""
+    """Close an environment in the end; if it raises, print the traceback and exit with 1."""
     from agentrl.data.plain import words_of
     from agentrl.env import close_env
     from agentrl.rollout.faults import describe_fault

@@ -49,7 +49,7 @@ def _found(what: str) -> "list[tuple[Section, tuple[Field, ...]]]":
     """Return the sections that are asked for, each with the fields that are.
 
     Raises:
-        ConfigError: where there is nothing of this name.
+        ConfigError: if there is nothing of this name.
     """
     from agentrl.recipe.fields import find, sections
 

@@ -116,7 +116,7 @@ def _of_env(overrides: Sequence[str]) -> list[str]:
 
 
 def _look(env: Env) -> _Seen:
-    """Let the oracle play a few tasks, where there is one; else look at their beginnings."""
+    """Let the oracle play a few tasks, if there is one; else look at their beginnings."""
     base = base_env(env)
     described = describe(base)
     tasks, num = Tasks(seed=0, num=described.num_tasks), described.num_tasks.train

@@ -94,7 +94,7 @@ class Comparison(BaseModel):
     steps: list[int]
     """Evaluated in all runs; the last one is where `final` is taken."""
     panel: str | None
-    """Hash of the evaluation tasks; None where seeds have others, or they are not known."""
+    """Hash of the evaluation tasks; None if seeds have others, or they are not known."""
     num_tasks: int | None
     threshold: float
     effect: float
@@ -124,7 +124,7 @@ def compare(
         notes: added to the result's.
 
     Raises:
-        ConfigError: where there is nothing that can be compared.
+        ConfigError: if there is nothing that can be compared.
     """
     arms = _by_recipe(curves)
     for (recipe, seed), count in Counter((curve.recipe, curve.seed) for curve in curves).items():

@@ -66,7 +66,7 @@ def read_run(path: Path) -> RecordedRun:
     """Read a run's folder.
 
     Raises:
-        ConfigError: where it is none, or is damaged.
+        ConfigError: if it is none, or is damaged.
     """
     folder = RunFolder.open(path)
     return RecordedRun(
@@ -79,7 +79,7 @@ def read_run(path: Path) -> RecordedRun:
 
 
 def code_notes(runs: Sequence[RecordedRun]) -> list[str]:
-    """Return what to tell of runs that did not begin with the same code, as far as that is known."""
+    """Return notes on runs that did not begin with the same code, as far as that is known."""
     changed = dict.fromkeys(
         module for one, other in combinations(runs, 2) for module in differing(one.sources, other.sources)
     )
@@ -132,7 +132,7 @@ def choose_metric(runs: Sequence[RecordedRun], asked: str | None) -> str:
     """Return the metric to compare by: the one that was asked for, else `eval/success`, `eval/score` or `eval/reward`.
 
     Raises:
-        ConfigError: where no run has it.
+        ConfigError: if no run has it.
     """
     there = list(dict.fromkeys(name for run in runs for row in run.rows for name in row if name.startswith("eval/")))
     if asked is not None:

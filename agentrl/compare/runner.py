@@ -67,7 +67,7 @@ class PlannedRun:
         return (self.folder / "config.yaml").is_file()
 
     def recorded(self) -> RecordedRun | None:
-        """Return what it has written so far. None: nothing, or what is damaged, which resuming it tells."""
+        """Return what it has written so far. None: nothing, or what is damaged, which resuming it reports."""
         try:
             return read_run(self.folder) if self.has_begun else None
         except ConfigError:
@@ -176,7 +176,7 @@ def _measured(recipe: Recipe, panel_seed: int) -> Recipe:
 
 
 def _name(stem: str, varied: Mapping[str, str]) -> str:
-    """Name a recipe by its file, where there are several, and by what varies."""
+    """Name a recipe by its file, if there are several, and by what varies."""
     if len(varied) == 1 and not stem:
         return re.sub(r"\s+", " ", next(iter(varied.values())))
     return ", ".join(
@@ -334,5 +334,5 @@ def _gpus() -> list[str]:
 def _steps_done(run: PlannedRun) -> int:
     try:
         return RunFolder(run.folder).last_step()
-    except ConfigError:  # what is damaged is told by the run
+    except ConfigError:  # what is damaged is reported by the run
         return 0

@@ -145,7 +145,7 @@ class TaskEnv(ToolEnv):
         return result
 
     def gold_answer(self) -> str | None:
-        """Return the right answer of the row, where there is a column of them."""
+        """Return the right answer of the row, if there is a column of them."""
         column = self.options.answer
         return None if column is None or not self.task else _spoken(self.task[column])
 
@@ -185,7 +185,7 @@ class TaskEnv(ToolEnv):
                 raise UserError(f"{field}: {given!r} is not marked with @agentrl.tool, and is not offered to a model")
             if not inspect.isroutine(function) or not inspect.getdoc(function):
                 raise UserError(
-                    f"{field}: {abbreviated(function)} has no docstring, which tells the model what it does"
+                    f"{field}: {abbreviated(function)} has no docstring, from which the model learns what it does"
                 )
             try:
                 spec = function_spec(function)

@@ -44,7 +44,7 @@ def read_rows(source: str, *, field: str, subset: str | None = None) -> Iterator
     Args:
         source: a file, a folder, or the name of a data set on the Hugging Face hub. Paths begin in the working directory.
         field: that names it.
-        subset: of the data set, where it has several.
+        subset: of the data set, if it has several.
 
     Raises:
         UserError: for what cannot be read, with file and row.
@@ -245,7 +245,7 @@ class TableOptions(BaseModel):
     eval_tasks: Any = None
     """Another table, of the held-out tasks."""
     eval_share: float = Field(default=0.1, ge=0, lt=1)
-    """Share of the tasks that is held out, where nothing else says which: chosen by the hash of each prompt, so that a task
+    """Share of the tasks that is held out, if nothing else says which: chosen by the hash of each prompt, so that a task
     stays on its side whatever else is in the table, once its share holds one. 0: none."""
     subset: str | None = None
     """Subset of a Hugging Face data set that has several (`main` of `openai/gsm8k`)."""
@@ -405,7 +405,7 @@ def _check_prompt(prompt: object, where: str) -> None:
 
 
 def _key(row: Row, options: TableOptions) -> str:
-    """Return what must not stand on both sides: the prompt, or the whole row where there is none."""
+    """Return what must not stand on both sides: the prompt, or the whole row if there is none."""
     return _identity(row.values if options.prompt is None else {"prompt": row.values[options.prompt]})
 
 

@@ -29,7 +29,7 @@ from agentrl.recipe.registry import Group, names, resolve
 
 @cache
 def attribute_docstrings(cls: type[Any]) -> dict[str, str]:
-    """Return the string under each annotated attribute of a class and its bases, by name; none where the source is gone."""
+    """Return the string under each annotated attribute of a class and its bases, by name; none if the source is gone."""
     found: dict[str, str] = {}
     for base in (base for base in reversed(cls.__mro__) if base not in (object, BaseModel)):
         try:
@@ -163,14 +163,14 @@ def type_words(schema: dict[str, Any], definitions: dict[str, Any]) -> str:
 
 
 def unit_of(name: str) -> str:
-    """Return the unit that a field's name tells: it ends in it."""
+    """Return the unit in which a field's name ends."""
     if name.endswith("_s"):
         return "seconds"
     return "tokens" if name.endswith("_tokens") else "bytes" if name.endswith("_bytes") else ""
 
 
 def default_words(schema: dict[str, Any]) -> str:
-    """Return a field's default as a recipe has it, on one line; empty where there is none."""
+    """Return a field's default as a recipe has it, on one line; empty if there is none."""
     return _plain(schema["default"]) if "default" in schema else ""
 
 
@@ -229,7 +229,7 @@ class Section:
 
     @property
     def plugin(self) -> str:
-        """Name of the plug-in; empty where there is none."""
+        """Name of the plug-in; empty if there is none."""
         return self.choice.partition(": ")[2]
 
 

@@ -51,7 +51,7 @@ def of_path(path: str, value: object = None) -> str | None:
 
 
 def of_value(field: str, value: object) -> str:
-    """Return what a field's value is called here, as the end of an error; empty where nothing is known of it."""
+    """Return what a field's value is called here, as the end of an error; empty if nothing is known of it."""
     known = _value("credit.scheme" if field in ("credit", "loss") else field, value)
     return "" if known is None else _meant(known)
 

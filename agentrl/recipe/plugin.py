@@ -70,7 +70,7 @@ class Plugin(BaseModel):
         """List the installed plug-ins of this seam that have a field."""
         found = []
         for name in names(cls.seam.group):
-            with suppress(ConfigError):  # one that cannot be loaded is told when it is named
+            with suppress(ConfigError):  # one that cannot be loaded is reported when it is named
                 found += [name] if field in cls.named(name).model_fields else []
         return found
 

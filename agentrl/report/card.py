@@ -61,7 +61,7 @@ _MEASURES = ("success", "score", "reward")
 _RANGES = {"success": 1.0, "episodes": 1e9, "failed": 1e9}
 """Upper bound of each figure of an evaluation; the lower one is 0."""
 _POINTS = 10
-"""Rows of the table of curves, where there is no picture."""
+"""Rows of the table of curves, if there is no picture."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,7 +70,7 @@ class Measured:
 
     env_id: str
     name: str
-    """In `evaluation.env`; empty where there is one environment."""
+    """In `evaluation.env`; empty if there is one environment."""
     num_tasks: int
     episodes: int
     values: dict[str, float]
@@ -285,7 +285,7 @@ def check_repo_id(repo_id: str) -> None:
     """Look whether the Hub could have a repository of this name.
 
     Raises:
-        ConfigError: where it could not.
+        ConfigError: if it could not.
     """
     from huggingface_hub.errors import HFValidationError
     from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
@@ -299,7 +299,7 @@ def check_repo_id(repo_id: str) -> None:
 
 
 def push(folder: Path, repo_id: str, *, private: bool = False) -> str:
-    """Upload a folder as one commit into a repository of models, which is made where there is none; return its address.
+    """Upload a folder as one commit into a repository of models, which is made if there is none; return its address.
 
     Args:
         folder: to upload.
@@ -307,7 +307,7 @@ def push(folder: Path, repo_id: str, *, private: bool = False) -> str:
         private: where it is made, it is so that others do not see it; one that they see already is refused.
 
     Raises:
-        ConfigError: where it cannot be done; the folder stays.
+        ConfigError: if it cannot be done; the folder stays.
     """
     from huggingface_hub import HfApi, get_token
     from huggingface_hub.errors import HTTPError  # type: ignore[attr-defined]

@@ -91,7 +91,7 @@ class RunFolder:
         self.evaluations = path / "evaluations"
         """Rollouts of `agentrl eval`, a file for each time, with a note beside it."""
         self.tasks = path / "tasks.json"
-        """Hashes of the tasks with which the run began, where its environment gives some."""
+        """Hashes of the tasks with which the run began, if its environment gives some."""
         self.panel = path / "panel.json"
         """Hashes of the evaluation tasks."""
         self.sources = path / "sources.json"
@@ -119,7 +119,7 @@ class RunFolder:
 
     @staticmethod
     def check_free(path: Path) -> None:
-        """Raise ConfigError where a run cannot begin in this folder."""
+        """Raise ConfigError if a run cannot begin in this folder."""
         if path.exists() and not path.is_dir():
             raise ConfigError(f"run_dir: {path} is a file; name a folder")
         if path.exists() and any(not file.name.endswith(".partial") for file in path.iterdir()):
@@ -169,7 +169,7 @@ class RunFolder:
         """Read the resolved recipe; `begun`: that with which it began.
 
         Raises:
-            ConfigError: where it is not what `write_config` writes: a mapping, with text as keys throughout.
+            ConfigError: if it is not what `write_config` writes: a mapping, with text as keys throughout.
         """
         path = self.begun_config_file if begun else self.config_file
         fix = "put it back, or begin a new run"
@@ -201,7 +201,7 @@ class RunFolder:
         return [row for row, _ in self._rows()]
 
     def last_step(self) -> int:
-        """Return the step of the last row, for which the end of the file alone is read; 0 where there is none yet.
+        """Return the step of the last row, for which the end of the file alone is read; 0 if there is none yet.
 
         Raises:
             ConfigError: as `metrics`, of that row.
@@ -292,7 +292,7 @@ class RunFolder:
         """Read what resuming goes by, before it writes anything.
 
         Raises:
-            ConfigError: where something of it is damaged.
+            ConfigError: if something of it is damaged.
         """
         for each in (self._rollouts, self.evaluations, self.faults, self.checkpoints, self.journal):
             check_folder(each)
@@ -331,7 +331,7 @@ def _note_of(evaluation: Path) -> Path:
 def _read_note(path: Path) -> EvaluationNote | None:
     if not os.path.lexists(path):
         return None
-    return read_json(path, _NOTE, fix="delete it, and no card tells of that evaluation")
+    return read_json(path, _NOTE, fix="delete it, and no card has that evaluation")
 
 
 def _lines(path: Path) -> Iterator[tuple[str, bytes]]:

@@ -69,13 +69,13 @@ class FaultLog:
     """Keeps faults in `faults/KIND/EPISODE.jsonl`, so that what is known outlives this process and is known to the others."""
 
     def __init__(self, run_dir: Path | None, *, piece: Callable[[int], str]) -> None:
-        """Take what gives the text of one token, and the run's folder. None, or no run there: faults are only told."""
+        """Take what gives the text of one token, and the run's folder. None, or no run there: faults are only logged."""
         self._folder, self._piece = None if run_dir is None else RunFolder(run_dir), piece
         self._told: set[str] = set()
-        """Kinds of those that were only told."""
+        """Kinds of those that were only logged."""
 
     def add(self, trajectory: Trajectory, *, step: int) -> str | None:
-        """Keep an episode whose environment failed in a step; return what to tell of it, if it is the first of its kind."""
+        """Keep an episode whose environment failed in a step; return its warning, if it is the first of its kind."""
         fault = trajectory.fault or Fault(kind="unknown")
         if self._folder is None or not self._folder.config_file.is_file():  # no run has begun there
             if fault.kind in self._told:

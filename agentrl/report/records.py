@@ -202,7 +202,7 @@ def _turn(record: TurnRecord) -> Turn:
 
 
 def _trained(notes: Notes) -> dict[Any, list[float | None]]:
-    """Return a turn's columns, short; none where nothing was computed."""
+    """Return a turn's columns, short; none if nothing was computed."""
     if all(np.isnan(column_T).all() for column_T in notes.values()):
         return {}
     return {

@@ -188,7 +188,7 @@ def draw(rows: Sequence[dict[str, float]], names: Sequence[str]) -> Any:
     """Return a matplotlib figure with a curve beside the other.
 
     Raises:
-        UserError: where matplotlib is not installed, or there is no such metric.
+        UserError: if matplotlib is not installed, or there is no such metric.
     """
     try:
         from matplotlib import pyplot as plt
@@ -262,7 +262,7 @@ def settings_of(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def is_failed(task: TaskResult) -> bool:
-    """Return whether no episode of a task solved it; where success is not reported, whether every episode of it failed."""
+    """Return whether no episode of a task solved it; if success is not reported, whether every episode of it failed."""
     return task.reward is None if task.solved is None else task.solved == 0
 
 
@@ -284,7 +284,7 @@ def _unsolved(evaluation: Evaluation) -> Iterator[Table | Text]:
 
 
 def with_unreported(rows: Sequence[Mapping[str, float]], names: Iterable[str]) -> list[dict[str, float]]:
-    """Return rows of metrics in which success, score and pass@k are 0 where episodes were played and none came to report them.
+    """Return rows of metrics in which success, score and pass@k are 0 if episodes were played and none came to report them.
 
     Args:
         rows: metrics of steps.

@@ -65,7 +65,7 @@ class Console(console.Console):
         super().__init__(markup=False, emoji=False, highlight=False, **options)
 
     def print(self, *objects: Any, **options: Any) -> None:
-        """Print text as it is, and tell listeners."""
+        """Print text as it is, and pass it to listeners."""
         super().print(*objects, **options)
         if _LISTENERS and objects and all(isinstance(shown, str | Text | Table) for shown in objects):
             plain = console.Console(
@@ -130,7 +130,7 @@ def read_panels(folder: RunFolder) -> dict[str, Panel]:
 
 
 def note_panels(folder: RunFolder, found: Mapping[str, Panel]) -> None:
-    """Note the panels of an evaluation; where they are others than before, those before are forgotten."""
+    """Note the panels of an evaluation; if they are others than before, those before are forgotten."""
     known = read_panels(folder)
     noted = dict(known)
     for prefix, panel in found.items():

@@ -159,7 +159,7 @@ class _MLflow(Tracker):
     """Tracker at `MLFLOW_TRACKING_URI`; names of metrics are made such that it takes them."""
 
     def __init__(self, name: str, run: TrackedRun) -> None:
-        import pandas  # noqa: F401, ICN001 - its tables need it, which mlflow-skinny does not bring; better told now
+        import pandas  # noqa: F401, ICN001 - its tables need it, which mlflow-skinny does not bring; better reported now
 
         os.environ.setdefault(
             "MLFLOW_HTTP_REQUEST_MAX_RETRIES", "3"
@@ -200,10 +200,10 @@ class Trackers:
             folder: of the run; it keeps by what each finds the run again.
             config: the recipe, which is sent where a tracker's run begins.
             next_step: the step that is about to come; what a tracker lacks of those before it is sent first.
-            on_failure: told the step, a warning's name and its words.
+            on_failure: gets the step, a warning's name and its words.
 
         Raises:
-            ConfigError: where a tracker's run cannot begin. One that cannot be resumed is left out.
+            ConfigError: if a tracker's run cannot begin. One that cannot be resumed is left out.
         """
         self._on_failure = on_failure
         self._step = next_step

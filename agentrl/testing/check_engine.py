@@ -35,7 +35,7 @@ async def check_engine(
     bound: float = 1e-4,
     timeout_s: float = 60.0,
 ) -> None:
-    """Raise with all that is wrong with an engine; return where nothing is.
+    """Raise with all that is wrong with an engine; return if nothing is.
 
     The engine must be idle, and its model's distribution not all but certain. With `weights` it holds the first set
     again at the end, under a higher version. A cache that conversations share is proven fresh only by a reference.
@@ -346,7 +346,7 @@ async def _busy(subject: _Subject) -> AsyncIterator[str]:
             await subject.wait(subject.engine.load_weights(subject.weights[0].items(), subject.engine.version + 1))
         except EngineError:
             is_refused = True
-        # One that had ended by then proves nothing; its task may not have been told yet.
+        # One that had ended by then proves nothing; its task may not know it yet.
         was_running &= not (await asyncio.wait({task}, timeout=0.1 * whole_s))[0]
         await task
         if is_refused:

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def check_renderer(renderer: "Renderer", *, tools: "Tools | None" = None) -> None:
-    """Raise with all that is wrong with a renderer; return where nothing is.
+    """Raise with all that is wrong with a renderer; return if nothing is.
 
     The same dialogues are played as with a model's own template before a run (`agentrl.chat.proof.template.examine`).
 
@@ -56,7 +56,7 @@ def check_sandbox(sandbox: str | Mapping[str, Any]) -> None:
 
     Raises:
         CheckError: listing what is wrong.
-        UserError: where it cannot be had here.
+        UserError: if it cannot be had here.
     """
     named = {"name": sandbox} if isinstance(sandbox, str) else dict(sandbox)
     lines: list[str] = []

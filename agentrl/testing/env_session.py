@@ -127,7 +127,7 @@ class StepResult(NamedTuple):
 
     @property
     def is_end(self) -> bool:
-        """True where no further step may follow."""
+        """True if no further step may follow."""
         return self.terminated or self.truncated
 
 
@@ -144,14 +144,14 @@ class Session:
 
     @cached_property
     def has_oracle(self) -> bool:
-        """True where the environment defines an oracle, which may be none for its options."""
+        """True if the environment defines an oracle, which may be none for its options."""
         if type(self.env).oracle is MessageEnv.oracle:
             return False
         try:
             self.report.call("oracle()", lambda: ask_oracle(self.env))
         except Hang:
             raise
-        except Problem as problem:  # another one is told where it is asked for a message
+        except Problem as problem:  # another one is reported when it is asked for a message
             return not isinstance(problem.__cause__, NotImplementedError)
         return True
 

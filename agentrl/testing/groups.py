@@ -30,10 +30,10 @@ def make_group(
         rewards: reward of each turn; its shape is the shape of all the others.
         state_keys: key of the situation before each turn; the next turn's becomes the `next_state_key`.
         action_keys: key of each turn's action.
-        action_lengths: number of sampled tokens of each turn, 1 where not given.
+        action_lengths: number of sampled tokens of each turn, 1 if not given.
         observation_lengths: number of observation tokens before each turn, 2 where not given.
         group_id: "g" where not given.
-        fields: any other field of `Turn`, or any signal, such as values; where it holds one number for each
+        fields: any other field of `Turn`, or any signal, such as values; if it holds one number for each
             action token, one number stands for all of them. None: this turn lacks the signal.
 
     Raises:

@@ -39,7 +39,7 @@ class EntropyModulated(CreditScheme):
         return load_credit(self.of)
 
     def finest(self) -> Literal["trajectory", "turn", "token"]:
-        """Return "token" where the inner scheme tells tokens apart."""
+        """Return "token" if the inner scheme distinguishes tokens."""
         return "token" if self.inner().finest() == "token" else "turn"
 
     def requirements(self) -> frozenset[Need]:
@@ -80,5 +80,5 @@ class EntropyModulated(CreditScheme):
 
 
 def _scaled(values_N: Array) -> Array:
-    """Map the smallest to 0 and the largest to 1; all to 0 where they are equal but for rounding."""
+    """Map the smallest to 0 and the largest to 1; all to 0 if they are equal but for rounding."""
     return np.zeros_like(values_N) if is_flat(values_N).all() else (values_N - values_N.min()) / np.ptp(values_N)

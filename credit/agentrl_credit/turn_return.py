@@ -40,7 +40,7 @@ class TurnReturn(Comparison):
     """Added to the standard deviation, in units of reward. Read by `std` and `batch`."""
 
     def requirements(self) -> frozenset[Need]:
-        """Return what this instance reads: states tell turns apart even where only the last one is rewarded."""
+        """Return what this instance reads: states distinguish turns even if only the last one is rewarded."""
         return frozenset({Need.STATE_KEYS if self.baseline == "state" else Need.TURN_REWARDS})
 
     def advantages(self, turns: Turns) -> Array:

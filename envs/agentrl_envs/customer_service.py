@@ -96,7 +96,7 @@ class Wish:
     number: int
     """Number of the order; 0 if it is about none."""
     detail: str
-    """The size or the address that is wished; empty where there is none."""
+    """The size or the address that is wished; empty if there is none."""
     insists: bool
     """Whether the customer takes no for an answer at the first time."""
 
@@ -269,7 +269,7 @@ def speak(config: UserConfig, case: Case, said: Sequence[Message]) -> str:
     """Return what the model says next in a talk in which the customer is the assistant.
 
     Raises:
-        EnvironmentFailure: where it does not answer; the policy did nothing wrong.
+        EnvironmentFailure: if it does not answer; the policy did nothing wrong.
     """
     messages = [{"role": "system", "content": script(case)}, *said]
     body = {
@@ -354,7 +354,7 @@ class CustomerService(ToolEnv):
 
     The customer tells a fact when asked for it, has one wish after the other, insists on some that were refused, and
     leaves after too many replies that do not help. Each change or refusal that the policy demands earns its share of
-    `turn_reward` when it is made. At the end 1 is earned where the database is as the policy demands it, to the last order:
+    `turn_reward` when it is made. At the end 1 is earned if the database is as the policy demands it, to the last order:
     every wish done, refused by the right rule or transferred, and nothing else changed.
     """
 

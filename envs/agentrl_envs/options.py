@@ -29,7 +29,7 @@ def names(kind: str) -> tuple[str, ...]:
 
 
 def whole_number(name: str, value: object, *, at_least: int, at_most: int | None = None) -> int:
-    """Return `value` where it is a whole number of the range.
+    """Return `value` if it is a whole number of the range.
 
     Raises:
         UserError: naming the option, what it was given and what it takes.
@@ -42,7 +42,7 @@ def whole_number(name: str, value: object, *, at_least: int, at_most: int | None
 
 
 def share(name: str, value: object, *, at_least: float = 0.0) -> float:
-    """Return `value` where it is a number from `at_least` to 1.
+    """Return `value` if it is a number from `at_least` to 1.
 
     Raises:
         UserError: naming the option, what it was given and what it takes.
@@ -53,7 +53,7 @@ def share(name: str, value: object, *, at_least: float = 0.0) -> float:
 
 
 def finite_number(name: str, value: object) -> float:
-    """Return `value` where it is a finite number.
+    """Return `value` if it is a finite number.
 
     Raises:
         UserError: naming the option, what it was given and what it takes.

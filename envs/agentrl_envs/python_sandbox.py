@@ -325,7 +325,7 @@ def _bounded(text: str, limit: int = _MAX_CHARS) -> str:
 
 
 def _with_a_slip(code: str, rng: np.random.Generator) -> str:
-    """Return code with one number, sign or comparison changed; the last `return` gone where there is none."""
+    """Return code with one number, sign or comparison changed; the last `return` gone if there is none."""
     body = code.index("\n")
     places = [match for match in re.finditer(r"\d+|[+*<>-]", code) if match.start() > body]
     if not places:

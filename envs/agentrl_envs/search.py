@@ -43,7 +43,7 @@ class Question:
 
 @functools.cache
 def corpus() -> tuple[Document, ...]:
-    """Write every document, in an order that tells nothing."""
+    """Write every document, in an order that means nothing."""
     kinds, rng = read_yaml("search.yaml"), np.random.default_rng(_SEED)
     titles: dict[str, list[str]] = {}
     for kind, of in kinds.items():
@@ -156,7 +156,7 @@ class Search(ToolEnv):
     """`What is the river of the birthplace of Mira Torland?`: search, open what leads on, and answer with a name or a number.
 
     Every document that leads to the answer earns its share of `evidence_reward` when it is first opened. The first turn
-    without a call is the answer: it ends the task and earns 1 where it is right, but for case, articles and punctuation.
+    without a call is the answer: it ends the task and earns 1 if it is right, but for case, articles and punctuation.
     """
 
     def __init__(

@@ -160,7 +160,7 @@ class Sokoban(ToolEnv):
 
 
 def moved(level: Level, position: Position, to: Direction) -> Position | None:
-    """Return the position after a step, or None where a wall or a second box is in the way."""
+    """Return the position after a step, or None if a wall or a second box is in the way."""
     player = _next(position.player, STEPS[to])
     if player not in level.floor:
         return None

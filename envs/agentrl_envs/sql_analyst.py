@@ -58,7 +58,7 @@ class QueryResult:
     columns: tuple[str, ...]
     rows: tuple[tuple[Any, ...], ...]
     is_cut: bool
-    """True where there are more rows than these."""
+    """True if there are more rows than these."""
     tables: frozenset[str]
     """The tables that it reads."""
 
@@ -67,7 +67,7 @@ def run_query(database: bytes, sql: str, *, max_rows: int) -> QueryResult:
     """Run one SELECT against a serialised database.
 
     Raises:
-        QueryError: where it is malformed, does more than read, or exceeds a limit.
+        QueryError: if it is malformed, does more than read, or exceeds a limit.
     """
     if re.search(r"\bwith\b", sql, re.IGNORECASE) and (
         # SQLite repeats a common table expression wherever it is named: names of names would grow without end as it compiles.
@@ -260,7 +260,7 @@ class SQLAnalyst(ToolEnv):
     """`How many customers live in Oslo?`: look at the tables, try queries, and submit the one that answers.
 
     The first query that runs and reads every table that the question needs earns `turn_reward`. The query that is
-    submitted ends the task and earns 1 where it returns what the right one does: on the database that was shown, and on
+    submitted ends the task and earns 1 if it returns what the right one does: on the database that was shown, and on
     another one with other rows, so that a result that was copied or met by chance is worth nothing.
     """
 

@@ -34,7 +34,7 @@ def _lfm(name: str, *, is_raw: bool) -> TaggedForm:
 
 
 def _calls(text: str, *, is_raw: bool = False) -> list[Function] | None:
-    """Return the calls of a list of calls with keyword arguments; None where it is not in order.
+    """Return the calls of a list of calls with keyword arguments; None if it is not in order.
 
     Args:
         text: the whole list.

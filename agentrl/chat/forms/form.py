@@ -129,7 +129,7 @@ def typed(text: str, name: str, key: str, tools: Tools) -> object:
 
 
 def _schema(name: str, key: str, tools: Tools) -> tuple[Any, Any]:
-    """Return the schema of an argument, and the one that it is part of; None where there is none."""
+    """Return the schema of an argument, and the one that it is part of; None if there is none."""
     for tool in tools:
         declared = tool.get("function", tool)
         if declared.get("name") == name:
@@ -139,7 +139,7 @@ def _schema(name: str, key: str, tools: Tools) -> tuple[Any, Any]:
 
 
 def _types(schema: Any, whole: Any) -> set[str]:
-    """Return the types that a schema allows: all where it names none, none where there is no schema.
+    """Return the types that a schema allows: all where it names none, none if there is no schema.
 
     What is no JSON schema says nothing, wherever it stands: a server's tools may hold anything.
     """
@@ -296,7 +296,7 @@ def check_written(message: Message, parse: Callable[[Tools], Message], *, by: st
         by: who wrote it.
 
     Raises:
-        RendererError: where they are not: some templates do not escape what they quote.
+        RendererError: if they are not: some templates do not escape what they quote.
     """
     calls = _calls(message)
     if calls and _told(_calls(parse(_tools(calls)))) != _told(calls):

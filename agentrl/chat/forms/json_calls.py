@@ -115,7 +115,7 @@ def _read_llama(text: str) -> tuple[str, list[Function]]:
 
 
 def _llama_calls(text: str) -> list[Function]:
-    """Return calls that stand one after the other, or with semicolons between them; none where one is malformed."""
+    """Return calls that stand one after the other, or with semicolons between them; none if one is malformed."""
     functions, position = list[Function](), 0
     while position < len(text):
         try:
@@ -148,7 +148,7 @@ def _read_mistral(sampled: Sampled, start: int, tools: Tools) -> tuple[list[Func
 
 
 def _mistral_calls(body: str) -> list[Function]:
-    """Return the call with its name in front, or those of a list; none where one is malformed."""
+    """Return the call with its name in front, or those of a list; none if one is malformed."""
     if begin := _NAMED.match(body):
         found = [json_function(begin[1], body[begin.end() :])]
     elif not body.lstrip().startswith("["):

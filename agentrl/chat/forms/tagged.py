@@ -51,7 +51,7 @@ class TaggedForm:
     open: str
     """Begins a call."""
     close: str = ""
-    """Ends a call; empty where the next one or the end of the text does."""
+    """Ends a call; empty if the next one or the end of the text does."""
     read: Reader
     space: str = ""
     """Between these tags and a malformed call where it is written again."""
@@ -216,7 +216,7 @@ class Part:
 
     @property
     def channel(self) -> str:
-        """Empty where it has none."""
+        """Empty if it has none."""
         return found[1] if (found := _CHANNEL.search(self.header)) else ""
 
     def malformed(self) -> list[Function]:
@@ -238,7 +238,7 @@ class ChannelForm:
     """Ends a call that another message follows."""
     is_thought: Callable[[Part], bool]
     calls: Callable[[Part, Tools], list[Function]]
-    """Returns the calls of a message; none where it is for a user."""
+    """Returns the calls of a message; none if it is for a user."""
 
     def parse(self, text: str, tools: Tools, *, is_thinking: bool) -> Message:
         """Return the message of a text."""

@@ -55,7 +55,7 @@ def find_facts(template: ChatTemplate, turns: Turns, forms: Sequence[CallForm], 
         name: of the model, for error messages.
 
     Raises:
-        RendererError: where it leaves out what somebody says.
+        RendererError: if it leaves out what somebody says.
     """
     form, no_tools = _find_form(template, turns, forms)
     if no_tools is None and (lost := _left_out(template, turns, has_tools=True)):
@@ -215,7 +215,7 @@ def describe_template(
         tokenizer: whose template it is.
         text: of the template.
         thinking: what is in force.
-        variables: what the recipe tells the template.
+        variables: passed by the recipe to the template.
     """
     shape = template.shape
     developer = "messages of their own" if shape.developer else "written as system messages"
@@ -273,7 +273,7 @@ def _rewrites(facts: TemplateFacts) -> Iterator[str]:
 
 
 def _silent_prompt(template: ChatTemplate) -> str:
-    """Return what a template says before a dialogue without a system message; empty where it is nothing."""
+    """Return what a template says before a dialogue without a system message; empty if it is nothing."""
     try:
         before, found, _ = template.render([{**USER, "content": PROBE}]).partition(PROBE)
         later = template.render([USER, says("..?"), {**USER, "content": PROBE}]).partition(PROBE)[0]

@@ -56,7 +56,7 @@ class Tokens:
         return self._encode.decode([i for i in token_ids if 0 <= i < self._size])
 
     def convert_tokens_to_ids(self, token: str) -> Any:
-        """Return the id of a token; None, or that of the unknown token, where there is none."""
+        """Return the id of a token; None, or that of the unknown token, if there is none."""
         return self._tokenizer.convert_tokens_to_ids(token)
 
 
@@ -97,7 +97,7 @@ class FamilyRenderer:
         self._shape = shape
         self._stop_ids = tuple(dict.fromkeys(family.get_stop_token_ids()))
         self.has_developer = True
-        """There are messages of a developer; where there are none, they are system messages."""
+        """There are messages of a developer; if there are none, they are system messages."""
         told = [{"role": "developer", "content": "Be brief."}, _USER]
         self.has_developer = shape.developer and self._can_render(told) and self._can_render(told, [_TOOL])
         self._shape = replace(shape, later=frozenset(role for role in shape.later if self._writes_later(role)))
@@ -154,7 +154,7 @@ class FamilyRenderer:
         action_ids: Sequence[int],
         messages: Sequence[Message],
     ) -> tuple[int, ...] | None:
-        """Return the tokens to append, or None where the family cannot."""
+        """Return the tokens to append, or None if the family cannot."""
         stand_in = self._stand_in(messages)
         is_closed = bool(action_ids) and action_ids[-1] in self._stop_ids
         closed = [*stand_in[:-1], action_ids[-1] if is_closed else stand_in[-1]]
@@ -196,7 +196,7 @@ class FamilyRenderer:
         """Return an assistant message as an action.
 
         Raises:
-            RendererError: where the family does not write a part of it, or not so that it would be read again.
+            RendererError: if the family does not write a part of it, or not so that it would be read again.
         """
         action = self.write(message)
         check_written(message, partial(self.parse, action, ()), by=f"{self.name} of the package renderers")
@@ -206,7 +206,7 @@ class FamilyRenderer:
         """Return an assistant message as an action, however it is read.
 
         Raises:
-            RendererError: where the family does not write a part of it.
+            RendererError: if the family does not write a part of it.
         """
         ids, prompt = self._written(message), self._prompt
         common = next(
@@ -455,12 +455,12 @@ def find_family(
     """Return the renderer of the package that is proven to fit, or None.
 
     A renderer is taken for what it writes, never for a model's name: on dialogues that end with what the assistant is to
-    answer, its tokens are those of the template, where both render them; what it writes for the assistant it reads back, or
+    answer, its tokens are those of the template, if both render them; what it writes for the assistant it reads back, or
     one of agentrl's call forms does (the package takes white space off arguments); and what it appends after that is what the
     template has there. In the words of the assistant itself the same text in other tokens will do: what is sampled stays as
     it was sampled.
 
-    Without the package the answer is None; `missing_package` tells whether it might have been another.
+    Without the package the answer is None; `missing_package` says whether it might have been another.
 
     Args:
         tokenizer: of the policy.
@@ -498,7 +498,7 @@ def find_family(
 
 
 def missing_package(tokenizer: Any, template: str) -> str | None:
-    """Return what to install, where the package might help: it is missing, and has a family with these control tokens."""
+    """Return what to install, if the package might help: it is missing, and has a family with these control tokens."""
     if importlib.util.find_spec("renderers") is not None:
         return None
     control = Encoder(tokenizer, spelled=template).control_tokens.keys()

@@ -21,7 +21,7 @@ class Token(BaseModel):
 
     id: int
     text: str
-    """Empty where a later token completes the character."""
+    """Empty if a later token completes the character."""
     author: Author
     special: bool
     """A control token, or another that the tokenizer has beside its vocabulary."""
@@ -194,7 +194,7 @@ class Inspection(BaseModel):
 
 
 def inspect(config: RendererConfig, tokenizer: Any, *, name: str) -> Inspection:
-    """Choose a renderer as a run does, and tell all that is known of it.
+    """Choose a renderer as a run does, and return all that is known of it.
 
     Args:
         config: the section `chat` of a recipe.

@@ -62,7 +62,7 @@ class Episode:
         """Skip a claim about tools if there are none.
 
         Raises:
-            RendererError: where there are none.
+            RendererError: if there are none.
         """
         if not self.tools:
             raise RendererError("there are no tools")
@@ -325,12 +325,12 @@ class UnprovenError(RendererError):
 
 
 def examine(renderer: Renderer, *, tools: Tools = TOOLS) -> list[Finding]:
-    """Play dialogues with a renderer, and tell what it does and what it does not.
+    """Play dialogues with a renderer, and return which promises it keeps and which it breaks.
 
     Six turns of words, six of tools and six of both are played (one call, several, with thoughts and without), with actions in
     the renderer's own words, in other tokens than those words are encoded to, and without the stop token: what `extend`
     appends must be the same each time, after the stop token where it is missing, and the same that `start` ends with. Every
-    message must be heard in the context; words that spell a control token must stay words; `parse` must take any tokens, and
+    message must stand in the context; words that spell a control token must stay words; `parse` must take any tokens, and
     give back what `encode` wrote; what is drafted in a thought is no call. A renderer that cannot extend (None) is held to the
     rest.
 
@@ -348,7 +348,7 @@ def prove(renderer: Renderer, *, name: str, tools: Tools = TOOLS) -> list[Findin
     Args:
         renderer: of a model.
         name: of the model, for the message.
-        tools: at least two, or none where the renderer is not used with tools.
+        tools: at least two, or none if the renderer is not used with tools.
 
     Raises:
         UnprovenError: with what was not proven.

@@ -213,7 +213,7 @@ def _load(entry: object, field: str, columns: Sequence[str]) -> Reward:
 
 
 def _own_options(parameters: Mapping[str, inspect.Parameter]) -> frozenset[str]:
-    """Return the names of parameters by keyword alone that have a default, but for what is always told."""
+    """Return the names of parameters by keyword alone that have a default, but for what is always passed."""
     own = {p.name for p in parameters.values() if p.kind is p.KEYWORD_ONLY and p.default is not p.empty}
     return frozenset(own - _TOLD)
 

@@ -387,7 +387,7 @@ def _scores(text: str, num_criteria: int) -> list[float]:
     """Return the scores of a reply.
 
     Raises:
-        ValueError: where it has none, or not as many as there are criteria.
+        ValueError: if it has none, or not as many as there are criteria.
     """
     found = _OBJECT.search(text)
     given = json.loads(found[0]) if found else None

@@ -27,7 +27,7 @@ _KEYBOARD = str.maketrans({"\N{MINUS SIGN}": "-"})
 
 
 def exact_match(completion: str, answer: Any, *, ignore_articles: bool = False) -> float:
-    """Return 1 where the answer is the right one, blind to case, punctuation, runs of spaces and Unicode's forms; else 0.
+    """Return 1 if the answer is the right one, blind to case, punctuation, runs of spaces and Unicode's forms; else 0.
 
     What tells numbers apart is no punctuation: `-5` is not `5`, nor `3.5` `35`, nor `1/2` `12`, nor `1,2` `12`, but `1,234` is
     `1234`; nor is what follows a letter: `C++`. With `ignore_articles` the rest is the normalisation of SQuAD (arXiv
@@ -42,7 +42,7 @@ def exact_match(completion: str, answer: Any, *, ignore_articles: bool = False) 
 
 
 def contains(completion: str, answer: Any, *, ignore_case: bool = True) -> float:
-    """Return 1 where the right answer stands in the text, as words of its own; else 0.
+    """Return 1 if the right answer stands in the text, as words of its own; else 0.
 
     Args:
         completion: what was answered.
@@ -55,7 +55,7 @@ def contains(completion: str, answer: Any, *, ignore_case: bool = True) -> float
 
 
 def numeric(completion: str, answer: Any, *, rel_tol: float = 1e-6, abs_tol: float = 1e-9) -> float:
-    """Return 1 where the last number of the text is the right one; else 0.
+    """Return 1 if the last number of the text is the right one; else 0.
 
     Args:
         completion: what was answered: `So it is $1,234.50.` says 1234.5, and `1/2` a half.
@@ -65,7 +65,7 @@ def numeric(completion: str, answer: Any, *, rel_tol: float = 1e-6, abs_tol: flo
         abs_tol: the same, as a number.
 
     Raises:
-        ValueError: where the right answer has no number, which is a fault of the table.
+        ValueError: if the right answer has no number, which is a fault of the table.
     """
     given, rights = _last_number(completion), [_last_number(right) for right in _answers(answer)]
     if not all(right is not None for right in rights):
@@ -76,7 +76,7 @@ def numeric(completion: str, answer: Any, *, rel_tol: float = 1e-6, abs_tol: flo
 
 
 def matches(completion: str, *, pattern: re.Pattern[str]) -> float:
-    """Return 1 where the whole text has a form, else 0: a reward of the format, whatever it says.
+    """Return 1 if the whole text has a form, else 0: a reward of the format, whatever it says.
 
     Args:
         completion: what was answered.

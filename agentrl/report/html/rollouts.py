@@ -44,7 +44,7 @@ def block_of(
         records: of one group of one step.
         run: number of the run.
         others: what other credit schemes give.
-        decode: turns tokens into text. None: what the template made of messages is not told.
+        decode: turns tokens into text. None: what the template made of messages is left out.
     """
     rollouts = [_rollout(record, others, decode) for record in records]
     data = json.dumps(rollouts, separators=(",", ":")).encode()

@@ -97,7 +97,7 @@ class RolloutStore:
 
 
 def _written(path: Path) -> int:
-    """Return when a file was written; 0 where it is gone by now."""
+    """Return when a file was written; 0 if it is gone by now."""
     try:
         return path.stat().st_mtime_ns
     except OSError:

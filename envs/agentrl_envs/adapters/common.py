@@ -29,7 +29,7 @@ def check_arguments(name: str, arguments: Mapping[str, Any], schema: Mapping[str
     other thread runs.
 
     Raises:
-        ToolCallError: in words that tell the model what is wrong.
+        ToolCallError: in words for the model.
     """
     kind = jsonschema.validators.validator_for(schema, default=jsonschema.Draft202012Validator)
     validator = jsonschema.validators.extend(kind, _PATTERNS | {"additionalProperties": _additional(kind)})
@@ -115,7 +115,7 @@ _MAX_ALIKE = 6
 
 
 def draw(rng: np.random.Generator, options: dict[str, Any], make: Callable[[int], tuple[str, T]]) -> T:
-    """Return a task for the split that `options` names: train and eval never share one, where a source has several.
+    """Return a task for the split that `options` names: train and eval never share one, if a source has several.
 
     A task belongs to a half by the hash of its text. A source with a single task (one map, one puzzle) begins it on both
     sides: nothing can be held out of it.
@@ -172,7 +172,7 @@ class OwnRandom:
             source: whose they are meanwhile, for those who wait.
 
         Raises:
-            EnvironmentFailure: where another source has them and does not return.
+            EnvironmentFailure: if another source has them and does not return.
         """
         with _taken(source):
             before = random.getstate(), np.random.get_state()

@@ -93,7 +93,7 @@ def checked_arguments(name: str, tool: Tool, arguments: Any) -> dict[str, Any]:
     """Return the arguments of a call.
 
     Raises:
-        ToolCallError: where they do not fit the tool's schema.
+        ToolCallError: if they do not fit the tool's schema.
     """
     given = arguments_object(name, arguments)
     try:
@@ -105,7 +105,7 @@ def checked_arguments(name: str, tool: Tool, arguments: Any) -> dict[str, Any]:
 
 
 def result_text(result: CallToolResult) -> str:
-    """Return what a tool's message says: its texts, a note for what is none, and structured data where there is no text."""
+    """Return what a tool's message says: its texts, a note for what is none, and structured data if there is no text."""
     if not result.content and result.structured_content is not None:
         return json.dumps(result.structured_content, ensure_ascii=False)
     return "\n".join(map(_text, result.content))
@@ -214,9 +214,9 @@ class Connection:
         """Call a tool.
 
         Raises:
-            ToolCallError: where the server refuses the call, or does not answer it in time.
-            ServerDiedError: where the server is gone.
-            EnvironmentFailure: where its answer breaks the protocol.
+            ToolCallError: if the server refuses the call, or does not answer it in time.
+            ServerDiedError: if the server is gone.
+            EnvironmentFailure: if its answer breaks the protocol.
         """
 
         async def bounded() -> CallToolResult:
@@ -399,7 +399,7 @@ class McpServer:
         """Return the tools that it lists: those of the first start of such a server in this process.
 
         Raises:
-            EnvironmentFailure: where it does not start.
+            EnvironmentFailure: if it does not start.
         """
         key = self.settings.key()
         with _lock:
@@ -434,7 +434,7 @@ class McpServer:
             shared.close()
 
     def call(self, name: str, arguments: dict[str, Any]) -> CallToolResult:
-        """Call a tool; where the server dies meanwhile, start it again and call again.
+        """Call a tool; if the server dies meanwhile, start it again and call again.
 
         Raises:
             ToolCallError: see `Connection.call`. So is EnvironmentFailure, and for a server that dies too often.
@@ -578,7 +578,7 @@ class McpEnv(ToolEnv):
 
         Raises:
             ToolCallError: with the server's words, where it answers with an error.
-            EnvironmentFailure: where the server is gone and does not come back.
+            EnvironmentFailure: if the server is gone and does not come back.
         """
         result = self._server.call(name, arguments)
         if result.is_error:

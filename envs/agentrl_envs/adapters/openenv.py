@@ -44,7 +44,7 @@ class OpenEnv(ReplayedEnv):
             timeout_s: how long the server may take to connect and to answer.
 
         Raises:
-            UserError: where there is no such server.
+            UserError: if there is no such server.
         """
         super().__init__()
         self.url = url.rstrip("/")
@@ -80,7 +80,7 @@ class OpenEnv(ReplayedEnv):
         return self._take(given)
 
     def answer(self, text: str) -> str:
-        """Take the text as the only field of an action, where there is only one."""
+        """Take the text as the only field of an action, if there is only one."""
         if self.field is None or self.schema["properties"][self.field].get("type") != "string":
             return "Call act."
         try:

@@ -76,7 +76,7 @@ def _program(architecture: int, which: int, *, has_x32: bool) -> Iterator[bytes]
     for numbers in read_yaml("refused_calls.yaml").values():
         yield _step(_JUMP_EQUAL, numbers[which], 0, 1)
         yield refuse
-    # Its flags are in memory, where no filter looks; where it is missing, C libraries use `clone`.
+    # Its flags are in memory, where no filter looks; if it is missing, C libraries use `clone`.
     yield _step(_JUMP_EQUAL, _CLONE3[which], 0, 1)
     yield _step(_RETURN, _ERROR | errno.ENOSYS)
     yield _step(_JUMP_EQUAL, _CLONE[which], 0, 4)
@@ -203,7 +203,7 @@ def _failure(words: str) -> EnvironmentFailure:
 
 def _limits(config: BubblewrapConfig) -> list[str]:
     """Return the command that limits what it runs, as a user without rights."""
-    seconds = int(config.timeout_s) + 1  # above the deadline, which is told as such
+    seconds = int(config.timeout_s) + 1  # above the deadline, which is reported as such
     limits = {"as": config.max_memory_mb * 1_000_000, "cpu": seconds, "nproc": config.max_processes}
     limits |= {"fsize": config.max_files_mb * 1_000_000, "nofile": _OPEN_FILES, "stack": 8_000_000}
     limits |= dict.fromkeys(("core", "memlock", "msgqueue"), 0)
@@ -272,7 +272,7 @@ def _is_within(path: str, folder: str) -> bool:
 
 @cache
 def _problem(config: BubblewrapConfig) -> str:
-    """Return why there is none here; empty where there is one."""
+    """Return why there is none here; empty if there is one."""
     if not sys.platform.startswith("linux"):
         return "this is no Linux"
     if platform.machine() not in architectures():

@@ -39,7 +39,7 @@ class MontyConfig(SandboxConfig):
         """Return a new sandbox.
 
         Raises:
-            UserError: where pydantic-monty is not installed.
+            UserError: if pydantic-monty is not installed.
         """
         try:
             import pydantic_monty  # noqa: F401 - an extra

@@ -25,7 +25,7 @@ _CHUNK = 1 << 16
 _POLL_S = 0.05
 """Seconds between looks whether the program has ended, if something it started holds its outputs open."""
 _CLOSED_POLL_S = 0.001
-"""The same, where nothing will tell."""
+"""The same, if nothing reports the end."""
 _LAST_OUTPUT_S = 1.0
 """Seconds to wait for the end of the outputs once the program is dead."""
 
@@ -46,7 +46,7 @@ class Finished:
     second: bytes
     """Bytes of its standard error."""
     is_cut: bool
-    """True where standard error was longer than asked for, so that the program was killed."""
+    """True if standard error was longer than asked for, so that the program was killed."""
     timed_out: bool
 
 
@@ -63,7 +63,7 @@ def run_process(
 ) -> Finished:
     """Run a program in its own session and process group, and kill the group at the deadline and when the program ends.
 
-    The end of this process kills it too, where that is not killed itself.
+    The end of this process kills it too, if that is not killed itself.
     Its environment is the one given, and it inherits no descriptor but `pass_fds`. Outputs are read on to the end, but no more
     of them is kept than asked for.
 
@@ -162,7 +162,7 @@ class _Pipes:
 
     @property
     def is_over(self) -> bool:
-        """True where standard error has said too much."""
+        """True if standard error has said too much."""
         return self.num_cut[1] > 0
 
     def move(self, timeout_s: float) -> None:
@@ -226,7 +226,7 @@ class UnsafeConfig(SandboxConfig):
         """Return a new sandbox.
 
         Raises:
-            UserError: where its limits cannot be set.
+            UserError: if its limits cannot be set.
         """
         for program in ("prlimit", "setpriv"):
             if shutil.which(program) is None:
