@@ -64,7 +64,7 @@ _CHARS_A_TOKEN = 2
 Data = dict[str, Any]
 
 
-class _Seen(NamedTuple):
+class _Sizes(NamedTuple):
     """Sizes of a few episodes of the environment's oracle."""
 
     turns: int
@@ -115,7 +115,7 @@ def _of_env(overrides: Sequence[str]) -> list[str]:
     return kept
 
 
-def _look(env: Env) -> _Seen:
+def _look(env: Env) -> _Sizes:
     """Let the oracle play a few tasks, if there is one; else look at their beginnings."""
     base = base_env(env)
     described = describe(base)
@@ -136,10 +136,10 @@ def _look(env: Env) -> _Seen:
             if reply.terminated or reply.truncated:
                 break
         chars = max(chars, sum(map(_length, said)))
-    return _Seen(turns, action_chars, chars + len(json.dumps(described.tools)), has_oracle)
+    return _Sizes(turns, action_chars, chars + len(json.dumps(described.tools)), has_oracle)
 
 
-def _proposed(env: str, model: str | None, seen: _Seen) -> Data:
+def _proposed(env: str, model: str | None, seen: _Sizes) -> Data:
     max_turns = seen.turns + math.ceil(seen.turns / 2) if seen.has_oracle else 8
     if model is not None:
         rollout = {

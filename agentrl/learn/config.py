@@ -345,9 +345,9 @@ class TrainConfig(BaseModel):
     on_collapse: Annotated[Literal["warn", "stop", "rewind"], MayChange()] = "warn"
     """Reaction to a collapse of the policy (metric `health/collapse`). `stop`: the run ends. `rewind`: once, it goes back to
     the newest checkpoint from before, with half the learning rate; at the next collapse it ends. Each logs a warning."""
-    stop_on: Annotated[tuple[Literal["alike", "cut_off"], ...], MayChange()] = ()
-    """Signs (metrics `health/SIGN`) at which the run ends: groups that earn `alike` for 8 steps, every episode `cut_off`. Each
-    is logged once anyway."""
+    stop_on: Annotated[tuple[Literal["zero_spread", "cut_off"], ...], MayChange()] = ()
+    """Signs (metrics `health/SIGN`) at which the run ends: for 8 steps no group had a spread of returns (`zero_spread`), or
+    every episode was cut off (`cut_off`). Each is logged once anyway."""
     agreement: Annotated[Annotated[float, Field(gt=0), between(1e-12, 1)] | None, MayChange()] = None
     """Largest mean difference allowed between the engine's log-probabilities and the trainer's under the same weights, in
     nats. None: follows the precision (float32 1e-3, bfloat16 0.05)."""

@@ -160,7 +160,7 @@ class Task(BaseModel):
 
     name: str
     seeds: int
-    shown: RunProfile
+    profile: RunProfile
     gains: Mapping[str, tuple[float, float]]
     """Area under the curve of success, less that of `uniform`: mean and standard error of paired seeds."""
 
@@ -222,11 +222,11 @@ def advise(shown: RunProfile, tasks: Sequence[Task]) -> Advice:
     """Return the scheme that was best on the tasks that are most alike, on average, of those that can be used."""
     if shown.group_size <= 1:
         return Advice("uniform", "groups have one usable episode, which is compared with nothing: make them larger")
-    nearest = min(tasks, key=lambda task: shown.distance(task.shown))
-    least = shown.distance(nearest.shown)
+    nearest = min(tasks, key=lambda task: shown.distance(task.profile))
+    least = shown.distance(nearest.profile)
     if least > _FAR:
         return Advice("uniform", f"no task on which schemes were compared is like it (the nearest: {nearest.name})")
-    alike = [task for task in tasks if shown.distance(task.shown) <= least + _ALIKE]
+    alike = [task for task in tasks if shown.distance(task.profile) <= least + _ALIKE]
     where = f"on {'the task' if len(alike) == 1 else 'average over the tasks'} most alike ({', '.join(t.name for t in alike)})"
     schemes = set.intersection(*(set(task.gains) for task in alike))
     lacking = (

@@ -79,7 +79,7 @@ def test_the_nearest_task_decides() -> None:
     # An environment that pays at the end alone may be unable to serve it; a group of one has nothing to be compared with.
     assert advise(SHOWN.model_copy(update={"repeated": 0.05, "by_turn": 0}), tasks).scheme == "uniform"
     assert advise(SHOWN.model_copy(update={"group_size": 1}), tasks).why.startswith("groups have one usable episode")
-    pairs = [one.model_copy(update={"shown": one.shown.model_copy(update={"group_size": 2})}) for one in tasks]
+    pairs = [one.model_copy(update={"profile": one.profile.model_copy(update={"group_size": 2})}) for one in tasks]
     assert advise(SHOWN.model_copy(update={"group_size": 1.9}), pairs).scheme == "ecpo"  # of two, some fail
 
 
@@ -113,4 +113,4 @@ def test_the_map_that_comes_along_knows_tasks_and_installed_schemes() -> None:
     tasks = read_map()
     assert len({task.name for task in tasks}) == len(tasks) >= 1
     assert all(set(task.gains) <= set(installed_credit()) and task.seeds >= 100 for task in tasks)
-    assert all(task.name in advise(task.shown, tasks).why for task in tasks)
+    assert all(task.name in advise(task.profile, tasks).why for task in tasks)

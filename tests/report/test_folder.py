@@ -228,7 +228,7 @@ def test_of_rollouts_the_first_and_the_newest_are_kept(folder: RunFolder) -> Non
 
 
 def test_a_warning_that_a_kill_cut_short_is_left_out(folder: RunFolder) -> None:
-    told = Told(step=1, name="alike", words="nothing was learned")
+    told = Told(step=1, name="zero_spread", words="nothing was learned")
     folder.add_warning(told)
     with (folder.path / "warnings.jsonl").open("a") as file:
         file.write('{"step": 2, "na')
