@@ -68,12 +68,8 @@ def test_a_long_function_is_found() -> None:
 def crowded_assignments(body: ast.Module) -> Iterator[int]:
     """Yield the lines of statements that assign three names at once, each its own value."""
     for node in ast.walk(body):
-        if (
-            isinstance(node, ast.Assign)
-            and isinstance(node.value, ast.Tuple)
-            and isinstance(node.targets[0], ast.Tuple)
-        ):
-            if len(node.targets[0].elts) > 2:
+        match node:
+            case ast.Assign(targets=[ast.Tuple(elts=[_, _, _, *_])], value=ast.Tuple()):
                 yield node.lineno
 
 

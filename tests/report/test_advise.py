@@ -63,7 +63,7 @@ def test_the_share_that_goes_with_the_action_is_that_of_the_variances() -> None:
 
 def test_the_nearest_task_decides() -> None:
     def task(name: str, *, turns: float, **gains: tuple[float, float]) -> Task:
-        return Task(name=name, seeds=9, shown=SHOWN.model_copy(update={"turns": turns}), gains=gains)
+        return Task(name=name, seeds=9, profile=SHOWN.model_copy(update={"turns": turns}), gains=gains)
 
     tasks = [
         task("short", turns=2, group_gae=(0.01, 0.01), turn_return=(0.0, 0.01)),
@@ -84,7 +84,7 @@ def test_the_nearest_task_decides() -> None:
 
 
 def test_the_recipe_has_the_options_with_which_the_scheme_was_compared() -> None:
-    tasks = [Task(name="one", seeds=9, shown=SHOWN, gains={"ecpo": (0.3, 0.03), "turn_return": (0.0, 0.01)})]
+    tasks = [Task(name="one", seeds=9, profile=SHOWN, gains={"ecpo": (0.3, 0.03), "turn_return": (0.0, 0.01)})]
     assert advise(SHOWN, tasks).recipe == "credit: {scheme: ecpo, lam: 0.5}"
     for scheme in {name for task in read_map() for name in task.gains} | {"uniform"}:
         section = yaml.safe_load(Advice(scheme, "").recipe)["credit"]
@@ -94,14 +94,14 @@ def test_the_recipe_has_the_options_with_which_the_scheme_was_compared() -> None
 
 def test_tasks_that_rollouts_cannot_tell_apart_decide_together() -> None:
     tasks = [
-        Task(name="one", seeds=9, shown=SHOWN, gains={"ecpo": (0.3, 0.03), "turn_return": (0.0, 0.01)}),
+        Task(name="one", seeds=9, profile=SHOWN, gains={"ecpo": (0.3, 0.03), "turn_return": (0.0, 0.01)}),
         Task(
             name="like it",
             seeds=8,
-            shown=SHOWN.model_copy(update={"explained": 0.12}),
+            profile=SHOWN.model_copy(update={"explained": 0.12}),
             gains={"ecpo": (-0.2, 0.04), "turn_return": (0.2, 0.01), "gigpo": (0.9, 0.01)},
         ),
-        Task(name="far", seeds=9, shown=SHOWN.model_copy(update={"turns": 20}), gains={"ecpo": (0.9, 0.01)}),
+        Task(name="far", seeds=9, profile=SHOWN.model_copy(update={"turns": 20}), gains={"ecpo": (0.9, 0.01)}),
     ]
     scheme, why = advise(SHOWN, tasks)
     assert scheme == "turn_return"
