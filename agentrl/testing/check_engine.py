@@ -212,7 +212,7 @@ async def _company(subject: _Subject) -> AsyncIterator[str]:
 
 
 async def _turns(subject: _Subject) -> AsyncIterator[str]:
-    """Check that what is kept from turn to turn changes nothing."""
+    """State kept from turn to turn changes nothing."""
     context = subject.prompt(4)
     with subject.engine.conversation("turns"):
         for turn in range(4):

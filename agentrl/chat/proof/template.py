@@ -416,12 +416,12 @@ def _context(episode: Episode) -> Iterator[str]:
 
 
 def _extends_words(episode: Episode) -> Iterator[str]:
-    """Check that a user's message is appended, and nothing before it changes."""
+    """Messages of users are appended, and nothing before them changes."""
     yield from _extension(episode, (0,) * 6)
 
 
 def _extends_tools(episode: Episode) -> Iterator[str]:
-    """Check that a tool's result is appended, and nothing before it changes."""
+    """Results of tools are appended, and nothing before them changes."""
     episode.need_tools()
     yield from _extension(episode, (1, 2, 1, 1, 2, 1))
 
