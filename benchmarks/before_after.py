@@ -23,13 +23,13 @@ from pathlib import Path
 from benchmarks import train_step as bench
 
 class Pipe:
-    found = []
+    found: list[float] = []
     def recv(self): pass
     def send(self, value): self.found.append(value)
 
 row = bench.ROWS["shared_75"]
 groups, advantages = bench.make_groups(row)
-task = bench.Task(row=row, groups=groups, advantages=advantages, device="cpu", steps=5, batch_size=8, max_tokens=0,
+task = bench.Task(row=row, groups=groups, advantages=advantages, device="cpu", steps=5, batch_size=8, max_tokens=4096,
     gradient_checkpointing=False, folder=Path(sys.argv[1]))
 bench.agentrl_side(task, Pipe())
 *steps, mib = Pipe.found
@@ -86,7 +86,7 @@ def main() -> None:
 
 
 def values(results: list[dict[str, object]], unit: str) -> list[float]:
-    found = []
+    found: list[float] = []
     for result in results:
         value = result[unit]
         found += value if isinstance(value, list) else [value]
