@@ -34,7 +34,7 @@ def evaluate(
     target: Target = None,
     *,
     env: Any = None,
-    model: "str | Path | ModelSection | None" = None,
+    model: "str | Path | ModelSection | Mapping[str, Any] | None" = None,
     overrides: Sequence[str] = (),
     **others: "Unpack[Sections]",
 ) -> Evaluation:

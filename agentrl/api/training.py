@@ -6,7 +6,7 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from itertools import chain, count
 from pathlib import Path
@@ -156,7 +156,7 @@ def train(
     recipe: Target = None,
     *,
     env: Any = None,
-    model: "str | Path | ModelSection | None" = None,
+    model: "str | Path | ModelSection | Mapping[str, Any] | None" = None,
     credit: Any = None,
     on_step: OnStep | None = None,
     processes: int = 1,

@@ -145,11 +145,11 @@ def _type_source(annotation: Any, classes: dict[str, str]) -> str:
     if kind is dict:
         return "Mapping[str, Any]"
     if annotation in (int, float, str, bool):
-        return annotation.__name__
+        return str(annotation.__name__)
     if annotation in (None, NoneType):
         return "None"
     if annotation is Path:
         return "str | Path"
     if not isinstance(annotation, type) or not issubclass(annotation, BaseModel) or issubclass(annotation, Plugin):
         return "Any"
-    return f"{_add_class(annotation, classes)} | BaseModel"
+    return f"{_add_class(annotation, classes)} | Mapping[str, Any] | BaseModel"

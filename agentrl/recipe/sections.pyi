@@ -23,7 +23,7 @@ class EnvSection(TypedDict, total=False):
     r"""Keyword arguments of the environment's constructor."""
     wrappers: Sequence[Mapping[str, Any]]
     r"""Wrappers around it, the first innermost: each an `id`, an installed name or `module:Class` of a `gymnasium.Wrapper`, and beside it keyword arguments of its constructor."""
-    schedule: Sequence[StageSection | BaseModel]
+    schedule: Sequence[StageSection | Mapping[str, Any] | BaseModel]
     r"""Options that change with the step, in training alone: a schedule of difficulty."""
 
 class LocalModelSection(TypedDict, total=False):
@@ -61,11 +61,11 @@ class ModelSection(TypedDict, total=False):
 
     name_or_path: str | None
     r"""A Hugging Face model: a folder, or a name on the hub. None: a small one is made locally, see `local`."""
-    local: LocalModelSection | BaseModel
+    local: LocalModelSection | Mapping[str, Any] | BaseModel
     r"""The model to make if `name_or_path` is None."""
     attention: Literal["sdpa", "eager", "flex_attention", "flash_attention_2", "flash_attention_3"] | None
     r"""Attention implementation of transformers, unless rows are laid out as a tree. None: sdpa if the model has it, else eager (gpt-oss). The last three train on GPUs alone; with flash_attention_2 and 3, which have no float32 to prove a layout in, rows are padded."""
-    lora: LoraSettingsSection | BaseModel | None
+    lora: LoraSettingsSection | Mapping[str, Any] | BaseModel | None
     r"""Train low-rank adapters in place of the weights. None: train the weights. An empty section: adapters of default size."""
 
 class WarmupSection(TypedDict, total=False):
@@ -149,7 +149,7 @@ class RolloutSection(TypedDict, total=False):
     r"""Largest number of tokens sampled per episode."""
     max_context_tokens: int
     r"""Largest number of tokens in a context, prompt and actions together."""
-    history: HistorySection | BaseModel
+    history: HistorySection | Mapping[str, Any] | BaseModel
     r"""Part of the earlier turns that a context shows; by default all."""
     max_live_episodes: int
     r"""Episodes played at once, each environment on a thread of its own."""
@@ -161,11 +161,11 @@ class RolloutSection(TypedDict, total=False):
     r"""Retries per episode: after a failure of the environment it restarts with a fresh one, after one of the engine it resumes."""
     dynamic_sampling: int
     r"""Largest number of groups per step that are replaced by new tasks because all of their episodes earned the same (DAPO, arXiv 2503.14476); further ones are kept. Schemes that compare the returns of siblings learn nothing from such groups; schemes that compare turns may; with schemes that read a critic, a judge, a teacher or an answer it is refused."""
-    group_rewards: Sequence[GroupRewardSection | BaseModel]
+    group_rewards: Sequence[GroupRewardSection | Mapping[str, Any] | BaseModel]
     r"""Rewards that compare the episodes of a group, or count their tokens; added in training only, before credit is assigned. `dynamic_sampling` ignores them."""
-    curriculum: CurriculumSection | BaseModel | None
+    curriculum: CurriculumSection | Mapping[str, Any] | BaseModel | None
     r"""Rule by which tasks of a table rest for a while. Null: none rest."""
-    branches: BranchSection | BaseModel
+    branches: BranchSection | Mapping[str, Any] | BaseModel
     r"""Forked rollouts, for credit schemes that read them."""
     max_consecutive_failures: int
     r"""Number of episodes in a row that failed in spite of their retries, or of groups in a row that had to be replaced, after which the run stops with the last error."""
@@ -185,7 +185,7 @@ class CriticSection(TypedDict, total=False):
 class SignalsSection(TypedDict, total=False):
     """Sources of the signals that some credit schemes read; none costs anything until a scheme asks for it."""
 
-    critic: CriticSection | BaseModel
+    critic: CriticSection | Mapping[str, Any] | BaseModel
     teacher: str | None
     r"""Hugging Face model whose log-probabilities a scheme may read: a folder, or a name on the hub; its vocabulary must be the policy's."""
     judge: str | None
@@ -224,9 +224,9 @@ class LossSection(TypedDict, total=False):
     r"""A ratio below 1 - clip_low stops pushing a token of negative advantage further down. None: follows the clipped ratio, the unit's or with `trust: token` the token's (trajectory 3e-4, turn and version 3e-3, token 0.2)."""
     clip_high: float | None
     r"""A ratio above 1 + clip_high stops pushing a token of positive advantage further up. None: follows the clipped ratio, the unit's or with `trust: token` the token's (trajectory 4e-4, turn and version 4e-3, token 0.27)."""
-    calibrated: CalibratedSection | BaseModel | None
+    calibrated: CalibratedSection | Mapping[str, Any] | BaseModel | None
     r"""Settings of `trust: calibrated`. None: its defaults."""
-    kernel: KernelSection | BaseModel | None
+    kernel: KernelSection | Mapping[str, Any] | BaseModel | None
     r"""Settings of `trust: kernel`. None: its defaults."""
     reject: float | None
     r"""A unit whose ratio is above this, or below one over it, leaves the loss whole, but for its part in `kl_coefficient`. None: none does."""
@@ -335,11 +335,11 @@ class Sections(TypedDict, total=False):
     run_dir: str | Path | None
     r"""Folder of the run. None: `runs/<recipe>-<date>`."""
     chat: Any
-    warmup: WarmupSection | BaseModel
+    warmup: WarmupSection | Mapping[str, Any] | BaseModel
     engine: Any
-    rollout: RolloutSection | BaseModel
-    signals: SignalsSection | BaseModel
-    loss: LossSection | BaseModel
-    train: TrainSection | BaseModel
-    evaluation: EvaluationSection | BaseModel
-    report: ReportSection | BaseModel
+    rollout: RolloutSection | Mapping[str, Any] | BaseModel
+    signals: SignalsSection | Mapping[str, Any] | BaseModel
+    loss: LossSection | Mapping[str, Any] | BaseModel
+    train: TrainSection | Mapping[str, Any] | BaseModel
+    evaluation: EvaluationSection | Mapping[str, Any] | BaseModel
+    report: ReportSection | Mapping[str, Any] | BaseModel
