@@ -49,10 +49,12 @@ check: $(VENV)/installed-dev
 docs: $(VENV)/installed-dev
 	$(BIN)/python docs/build.py
 
-# The schema by which editors complete recipes (a test keeps it up to date), and the page of all fields (not committed).
+# The schema and the types by which editors complete recipes (tests keep them up to date), and the page of all fields (not committed).
 fields: $(VENV)/installed-dev
 	$(BIN)/agentrl fields --markdown > docs/fields.md
 	$(BIN)/agentrl fields --json-schema > docs/recipe.schema.json
+	$(BIN)/agentrl fields --types > agentrl/recipe/sections.pyi
+	$(BIN)/ruff format agentrl/recipe/sections.pyi
 
 # Changes one operator after the other in the files that pyproject.toml names; lists those that no test of theirs noticed.
 mutants: $(VENV)/installed-dev

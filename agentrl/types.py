@@ -362,6 +362,10 @@ class Turn:
             if isinstance(column, Sized) and len(column) != num:
                 raise ValueError(f"a turn of {num} action tokens needs as many {name}, got {len(column)}")
 
+    def __repr__(self) -> str:
+        """Return one line for people: the fields of a long turn fill a screen."""
+        return f"<Turn: {len(self.observation_ids)} observed and {len(self.action_ids)} sampled tokens, reward {self.reward:g}>"
+
     def __reduce__(self) -> tuple[Any, ...]:
         """Be pickled so that on the process that reads it a token takes 8 bytes, and no object of its own."""
         columns = {name: to_array(getattr(self, name)) for name in _OF_INTEGERS}
@@ -479,6 +483,12 @@ class Trajectory:
     signals: Mapping[str, float] = field(default_factory=dict)
     """Signals like `Turn.signals`, of the trajectory as a whole: `values` is that of the context after the last action
     token."""
+
+    def __repr__(self) -> str:
+        """Return one line for people: the fields of a long episode fill screens."""
+        end = f"failed: {self.error}" if self.failed else f"reward {self.reward:g}, {self.stop_reason}"
+        size = f"{len(self.turns)} turns, {self.num_action_tokens} sampled tokens"
+        return f"<Trajectory {self.trajectory_id} of {self.env_id}: {size}, {end}>"
 
     @property
     def failed(self) -> bool:

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, Unpack
 
 from agentrl.api.target import (
     Target,
@@ -26,14 +26,17 @@ from agentrl.run.checkpoint import load_weights
 from agentrl.run.evaluate import evaluate as evaluate_parts
 from agentrl.run.start import reuse_environments
 
+if TYPE_CHECKING:
+    from agentrl.recipe.sections import ModelSection, Sections
+
 
 def evaluate(
     target: Target = None,
     *,
     env: Any = None,
-    model: str | Path | dict[str, Any] | None = None,
+    model: "str | Path | ModelSection | Mapping[str, Any] | None" = None,
     overrides: Sequence[str] = (),
-    **others: Any,
+    **others: "Unpack[Sections]",
 ) -> Evaluation:
     """Play the evaluation tasks; return the metrics and every episode, group by group.
 

@@ -1,6 +1,7 @@
 """A run, as Python sees it: everything is read from its folder, so that it is the same for one of yesterday."""
 
 from collections.abc import Sequence
+from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -30,6 +31,16 @@ class TrainedRun:
 
     def __repr__(self) -> str:
         return f"TrainedRun({str(self.path)!r})"
+
+    def _repr_html_(self) -> str:
+        """Return its folder and the main metrics, first and last, as a notebook shows them."""
+        rows = self.metrics
+        lines = ""
+        for name in shown(rows):
+            values = [row[name] for row in rows if name in row]
+            lines += f"<tr><td>{escape(name)}</td><td>{values[0]:.3g}</td><td>{values[-1]:.3g}</td></tr>"
+        head = f"<tr><th>{max(len(rows) - 1, 0)} steps</th><th>first</th><th>last</th></tr>"
+        return f"<code>{escape(str(self.path))}</code><table>{head}{lines}</table>"
 
     @property
     def recipe(self) -> Recipe:

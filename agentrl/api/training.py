@@ -6,11 +6,11 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from itertools import chain, count
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, Unpack
 
 from rich.table import Table
 
@@ -38,6 +38,9 @@ from agentrl.run import loop
 from agentrl.run.build import build
 from agentrl.run.checkpoint import CollapsedError, go_back
 from agentrl.run.launch import USER_MISTAKE
+
+if TYPE_CHECKING:
+    from agentrl.recipe.sections import ModelSection, Sections
 
 
 @contextmanager
@@ -153,13 +156,13 @@ def train(
     recipe: Target = None,
     *,
     env: Any = None,
-    model: str | Path | dict[str, Any] | None = None,
+    model: "str | Path | ModelSection | Mapping[str, Any] | None" = None,
     credit: Any = None,
     on_step: OnStep | None = None,
     processes: int = 1,
     overrides: Sequence[str] = (),
     quiet: bool = False,
-    **others: Any,
+    **others: "Unpack[Sections]",
 ) -> TrainedRun:
     """Train a recipe, or resume a run; return what it came to. It may be interrupted at any time, and resumed.
 
