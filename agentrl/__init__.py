@@ -19,6 +19,7 @@ if TYPE_CHECKING:
         MessageEnv,
         Sandbox,
         SandboxConfig,
+        SimulatedUser,
         TaskEnv,
         ToolEnv,
         run_command,
@@ -57,6 +58,7 @@ _HOMES = {
         "MessageEnv",
         "Sandbox",
         "SandboxConfig",
+        "SimulatedUser",
         "TaskEnv",
         "ToolEnv",
         "run_command",
@@ -80,7 +82,7 @@ _HOME = {name: module for module, members in _HOMES.items() for name in members}
 
 __all__ = [  # noqa: RUF022 - by theme
     "train", "evaluate", "play", "TrainedRun",
-    "MessageEnv", "ToolEnv", "TaskEnv", "tool", "tool_call", "run_command", "Message",
+    "MessageEnv", "ToolEnv", "TaskEnv", "tool", "tool_call", "run_command", "Message", "SimulatedUser",
     "Sandbox", "SandboxConfig", "ExecResult", "Language", "sandbox_config",
     "CreditScheme", "Credit", "LoneRule", "Need", "assign_credit", "load_credit",
     "Turn", "Trajectory", "TrajectoryGroup", "StopReason", "FinishReason", "Completion", "Sampling",

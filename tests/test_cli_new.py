@@ -3,11 +3,14 @@
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import yaml
 
 from agentrl.cli import main
 from agentrl.recipe.config import Recipe, load_recipe
+from agentrl.testing import check_env
+from tests.support.baselines import play
 
 TINY = (
     *(
@@ -104,3 +107,15 @@ def test_mistakes_are_told_in_a_line_and_leave_no_file(folder: Path, capsys: pyt
     )
     assert "Did you mean '--train.learning_rate'?" in refused("a", "--env", "key_door", "--lr", "1", capsys=capsys)
     assert sorted(path for path in folder.iterdir() if path.name != "__pycache__") == before
+
+
+def test_a_dialogue_is_written_and_its_oracle_solves_it(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    main(["new", "--dialogue"])
+    assert "agentrl train table_booking.yaml" in capsys.readouterr().out
+    config = load_recipe(folder / "table_booking.yaml").env
+    check_env(config.make, seeds=range(3))
+    for seed in range(4):
+        rng = np.random.default_rng(seed)
+        assert play(config.make(), lambda env, _, rng: env.oracle(rng=rng), seed=seed, max_turns=4, rng=rng).success
+    assert "is there already" in refused("--dialogue", capsys=capsys)
+    assert "leave the other options out" in refused("other", "--dialogue", "--seed", "1", capsys=capsys)

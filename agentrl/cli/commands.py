@@ -10,7 +10,6 @@ FAMILIES = (
     "train",
     "evaluate",
     "export",
-    "doctor",
     "plan",
     "chat",
     "serve",

@@ -28,8 +28,13 @@ from agentrl.types import Message
 _TEMPLATES = Path(__file__).with_name("templates")
 
 
-def write_new_env(name: str, folder: Path) -> str:
+def write_new_env(name: str, folder: Path, *, template: str = "env") -> str:
     """Write an environment, its test and a recipe; return what to do next.
+
+    Args:
+        name: of the module.
+        folder: to write into.
+        template: `env`, a task with a tool; or `dialogue`, with a user.
 
     Raises:
         ConfigError: for a name that is none of a module, and where a file is there already.
@@ -43,11 +48,15 @@ def write_new_env(name: str, folder: Path) -> str:
         "cls": "".join(map(str.capitalize, name.split("_"))),
         "title": name.replace("_", " ").capitalize(),
     }
-    files = {f"{name}.py": "env.py.txt", f"test_{name}.py": "test_env.py.txt", f"{name}.yaml": "env.yaml.txt"}
+    files = {
+        f"{name}.py": f"{template}.py.txt",
+        f"test_{name}.py": "test_env.py.txt",
+        f"{name}.yaml": f"{template}.yaml.txt",
+    }
     if there := [file for file in files if (folder / file).exists()]:
         raise ConfigError(f"NAME: {there[0]} is there already; choose another name")
-    for file, template in files.items():
-        text = Template((_TEMPLATES / template).read_text(encoding="utf-8")).substitute(words)
+    for file, source in files.items():
+        text = Template((_TEMPLATES / source).read_text(encoding="utf-8")).substitute(words)
         (folder / file).write_text(text, encoding="utf-8")
     env = f"{name}:{words['cls']}"
     return (
@@ -237,14 +246,24 @@ def add(commands: Commands) -> None:
         overrides=True,
     )
     # NAME, of the file NAME.yaml, is no argument of the parser's: it would take the value of the first `--train.steps 40`.
-    new.usage = "agentrl new [NAME] [--env ENV] [--model MODEL] [--FIELD VALUE ...]"
+    new.usage = "agentrl new [NAME] [--env ENV] [--model MODEL] [--FIELD VALUE ...] | agentrl new [NAME] --dialogue"
     new.add_argument("--env", help="an installed name (`agentrl envs` lists them), module:Class, or a Gymnasium id")
     new.add_argument("--model", help="a Hugging Face name or folder; none: a small model is made on the spot")
+    new.add_argument(
+        "--dialogue",
+        action="store_true",
+        help="write an environment in which the agent talks with a user, its test and its recipe (docs/dialogue.md)",
+    )
 
 
 def _new(options: argparse.Namespace, rest: list[str]) -> None:
 
     name, rest = (rest[0], rest[1:]) if rest and not rest[0].startswith("-") else (None, rest)
+    if options.dialogue:
+        if rest or options.env or options.model:
+            raise ConfigError("--dialogue writes a recipe of its own: leave the other options out, and edit the file")
+        Console(soft_wrap=True).print(write_new_env(name or "table_booking", Path(), template="dialogue"))
+        return
     env = options.env or _asked("Which environment? `agentrl envs` lists them; module:Class is yours", _ENV)
     file = _file(name or re.sub(r"\W+", "_", env.rpartition(":")[2]).strip("_").lower())
     model = options.model or _asked("Which model? A Hugging Face name or folder", _SMALL)

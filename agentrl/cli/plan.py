@@ -1,11 +1,11 @@
-"""`agentrl plan`."""
+"""`agentrl plan` and `agentrl doctor`: what a recipe needs, and whether its engine is right and quick here."""
 
 import argparse
 from pathlib import Path
 
 from rich.table import Table
 
-from agentrl.api.target import load
+from agentrl.api.target import load, tokenizer_of, untrained
 from agentrl.cli.commands import OVERRIDING, Commands
 from agentrl.errors import ConfigError
 from agentrl.report.terminal import Console
@@ -20,6 +20,9 @@ def add(commands: Commands) -> None:
     plan.add_argument("target", type=Path, metavar="RECIPE|RUN", help="a recipe, or a run's folder")
     plan.add_argument("--gpus", type=int, default=1, help="how many in all, those of servers included (default 1)")
     plan.add_argument("--memory", type=float, default=80, help="of each, in GB of 10^9 bytes (default 80)")
+    words = f"Say what a recipe's engine is, whether it agrees with the trainer, how fast. {OVERRIDING}"
+    doctor = commands.add("doctor", _doctor, words, overrides=True)
+    doctor.add_argument("target", type=Path, metavar="RECIPE|RUN", help="a recipe, or a run's folder")
 
 
 def _plan(options: argparse.Namespace, rest: list[str]) -> None:
@@ -82,3 +85,14 @@ def _plan(options: argparse.Namespace, rest: list[str]) -> None:
             f"a training process needs {training.total / GB:.1f} GB, and a GPU has {options.memory:g}. What helps, each by "
             f"itself: {'; '.join(helps) or 'more GPUs, or a smaller model'}"
         )
+
+
+def _doctor(options: argparse.Namespace, rest: list[str]) -> None:
+    recipe, run_dir = load(options.target, rest)
+    from agentrl.run.build import build
+    from agentrl.run.doctor import examine
+
+    console = Console(soft_wrap=True)
+    with build(untrained(recipe), tokenizer_folder=tokenizer_of(run_dir)) as parts:
+        for name, words in examine(parts):
+            console.print(f"{name:13} {words}")

@@ -1,5 +1,6 @@
 """Environments: messages in, messages out, plain Gymnasium. An environment never sees a token."""
 
+from agentrl.env.endpoint import SimulatedUser
 from agentrl.env.make import EnvDescription, describe, make_env
 from agentrl.env.message_env import ActionSpace, MessageEnv, MessagesSpace, as_message, ask_oracle, base_env, close_env
 from agentrl.env.sandbox import ExecResult, Language, Sandbox, SandboxConfig, sandbox_config
@@ -18,6 +19,7 @@ __all__ = [
     "MessagesSpace",
     "Sandbox",
     "SandboxConfig",
+    "SimulatedUser",
     "TaskEnv",
     "ToolCallError",
     "ToolEnv",

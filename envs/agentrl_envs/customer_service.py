@@ -6,17 +6,14 @@ The customer is played by rules, or by a language model behind an OpenAI-compati
 import functools
 import hashlib
 import importlib.resources
-import os
-import time
-from collections.abc import Sequence, Set
+from collections.abc import Set
 from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeAlias
 
-import httpx2
 import numpy as np
-from pydantic import BaseModel, ConfigDict, NonNegativeInt, PositiveFloat, ValidationError
+from pydantic import ValidationError
 
-from agentrl import EnvironmentFailure, Message, ToolEnv, UserError, tool, tool_call
+from agentrl import Message, SimulatedUser, ToolEnv, UserError, tool, tool_call
 from agentrl_envs.options import names, share, whole_number
 
 PRODUCTS = ("boots", "coat", "dress", "jacket", "jeans", "shirt", "socks", "sweater")
@@ -224,27 +221,6 @@ def _wish(rng: np.random.Generator, shop: Shop, email: str, *, insists: float, o
 
 END = "[END]"
 """Last message of the customer."""
-_FIRST_WAIT_S = 0.5
-_MAX_CHARS = 2_000
-_MAX_ERROR = 300
-
-
-class UserConfig(BaseModel):
-    """Endpoint of the model that plays the customer."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-    url: str
-    """Base of the endpoint, with its version: `http://127.0.0.1:8000/v1`."""
-    model: str
-    key_variable: str | None = None
-    """Environment variable that holds the key."""
-    temperature: float = 0.7
-    max_tokens: int = 200
-    timeout_s: PositiveFloat = 15.0
-    """Deadline of a request; keep `rollout.env_timeout_s` above that of all tries."""
-    max_retries: NonNegativeInt = 2
-    """Retries of a request that got no answer, or an error of the server's own."""
 
 
 def script(case: Case) -> str:
@@ -263,51 +239,6 @@ def script(case: Case) -> str:
         + "\n".join(wishes)
         + f"\nWhen all are done or refused, write {END} and nothing else."
     )
-
-
-def speak(config: UserConfig, case: Case, said: Sequence[Message]) -> str:
-    """Return what the model says next in a talk in which the customer is the assistant.
-
-    Raises:
-        EnvironmentFailure: if it does not answer; the policy did nothing wrong.
-    """
-    messages = [{"role": "system", "content": script(case)}, *said]
-    body = {
-        "model": config.model, "messages": messages, "temperature": config.temperature, "max_tokens": config.max_tokens,
-    }  # fmt: skip
-    headers = {"Authorization": f"Bearer {_key(config.key_variable)}"} if config.key_variable else {}
-    for retry in range(config.max_retries + 1):
-        if retry:
-            time.sleep(_FIRST_WAIT_S * 2 ** (retry - 1))
-        try:
-            response = httpx2.post(
-                f"{config.url.rstrip('/')}/chat/completions", json=body, headers=headers, timeout=config.timeout_s
-            )
-        except (httpx2.RequestError, httpx2.InvalidURL) as error:
-            words = f"{type(error).__name__}: {error}"
-            continue
-        if response.status_code == 200:
-            return _content(config, response)
-        words = f"{response.status_code}: {response.text[:_MAX_ERROR]}"
-        if response.status_code < 500 and response.status_code != 429:
-            break
-    raise EnvironmentFailure(f"user: {config.url} did not answer ({words})")
-
-
-def _content(config: UserConfig, response: httpx2.Response) -> str:
-    try:
-        content: Any = response.json()["choices"][0]["message"]["content"]
-    except (ValueError, LookupError, TypeError):
-        content = None
-    if not (isinstance(content, str) and content.strip()):
-        raise EnvironmentFailure(f"user: {config.url} answered without a text: {response.text[:_MAX_ERROR]}")
-    return content.strip()[:_MAX_CHARS]
-
-
-def _key(variable: str) -> str:
-    if not (key := os.environ.get(variable)):
-        raise EnvironmentFailure(f"user: set the environment variable {variable} to the key of the endpoint")
-    return key
 
 
 def open_steps(case: Case, wish: Wish, *, told: Set[str], looked_up: Set[str]) -> list[Message]:
@@ -392,7 +323,7 @@ class CustomerService(ToolEnv):
         self.turn_reward = share("turn_reward", turn_reward)
         self.turn_rewards = turn_rewards
         try:
-            self.user = None if user is None else UserConfig.model_validate(user)
+            self.user = None if user is None else SimulatedUser.model_validate(user)
         except ValidationError as error:
             wrong = error.errors()[0]
             raise UserError(f"user.{'.'.join(map(str, wrong['loc']))}: {wrong['msg']}") from None
@@ -404,7 +335,7 @@ class CustomerService(ToolEnv):
         """Draw a shop and a customer."""
         self._begin(draw_case(self.np_random, num_requests=self.num_requests, **self.shares))
         opening = f"Hello, I want to {self._wish.text}."
-        self.said += [{"role": "user", "content": "Hello, how can I help you?"}, say(opening)]
+        self.said += [say("Hello, how can I help you?"), {"role": "user", "content": opening}]
         return [{"role": "system", "content": _policy()}, {"role": "user", "content": opening}]
 
     @tool
@@ -595,15 +526,15 @@ class CustomerService(ToolEnv):
             success=is_right, score=1.0 if is_right else len(self.case.served(self.shop)) / (self.num_requests + 1)
         )
 
-    def _speak(self, config: UserConfig, text: str, told: set[str]) -> str | None:
+    def _speak(self, user: SimulatedUser, text: str, told: set[str]) -> str | None:
         """Let the model play the customer."""
         self.told |= told
         wish = self._wish
         if wish.number and self.shop.is_settled(wish.number, self.case.shop) and self.place < self.num_requests - 1:
             self.place, self.told = self.place + 1, self.told & {"email"}
-        self.said.append({"role": "user", "content": text or "(silence)"})
-        reply = speak(config, self.case, self.said)
-        self.said.append({"role": "assistant", "content": reply})
+        self.said.append({"role": "assistant", "content": text})
+        reply = user.reply(script(self.case), self.said, seed=int(self.np_random.integers(2**31)))
+        self.said.append({"role": "user", "content": reply})
         if END in reply:
             self._end()
         return reply.partition(END)[0].strip() or None

@@ -14,7 +14,7 @@ from agentrl.chat import train_tokenizer
 from agentrl.chat.chatml import ChatMLConfig
 from agentrl.engine.vllm.common import is_installed
 from agentrl.engine.vllm.launch import start_server
-from agentrl.env.rewards import judge as chat_client
+from agentrl.env import endpoint as chat_client
 from agentrl.policy.config import LocalModelConfig
 from agentrl.policy.export import export_model
 from agentrl.policy.model import make_local_model
@@ -123,6 +123,17 @@ def test_a_judge_that_fails_is_a_fault_and_no_zero() -> None:
     assert len(server.requests) == 1
     with judge_server(5.0) as server, pytest.raises(EnvironmentFailure, match=r"ReadTimeout"):
         graded(server.url, timeout_s=0.2, max_retries=0)
+
+
+def test_a_key_that_a_server_repeats_is_in_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OPENAI_API_KEY", "sk-secret")
+    for status in (500, 401):
+        with (
+            judge_server(status) as server,
+            pytest.raises(EnvironmentFailure, match=r"not now, Bearer \*\*\*") as caught,
+        ):
+            graded(server.url, max_retries=0)
+        assert "sk-secret" not in str(caught.value)
 
 
 @pytest.mark.process

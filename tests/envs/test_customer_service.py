@@ -243,13 +243,13 @@ def test_the_oracle_serves_a_customer_that_a_model_plays(url: str) -> None:
 @each(
     ("user", "words"),
     [
-        ({"model": "broken", "max_retries": 1}, "did not answer (500: "),
-        ({"model": "unknown"}, "did not answer (404: "),
-        ({"model": "empty"}, "answered without a text"),
-        ({"model": "slow", "timeout_s": 0.2, "max_retries": 0}, "did not answer (ReadTimeout: "),
-        ({"model": "m", "url": "http://127.0.0.1:1/v1", "max_retries": 1}, "did not answer (ConnectError: "),
-        ({"model": "keyed", "key_variable": "AGENTRL_NO_SUCH_KEY"}, "set the environment variable AGENTRL_NO_SUCH_KEY"),
-        ({"model": "keyed"}, "did not answer (401: "),
+        ({"model": "broken", "max_retries": 1}, "did not answer as it should; the last time: HTTP 500: "),
+        ({"model": "unknown"}, "refused the request: HTTP 404: "),
+        ({"model": "empty"}, "an answer that is none"),
+        ({"model": "slow", "timeout_s": 0.2, "max_retries": 0}, "the last time: ReadTimeout"),
+        ({"model": "m", "url": "http://127.0.0.1:1/v1", "max_retries": 1}, "the last time: ConnectError"),
+        ({"model": "keyed", "api_key_env": "NO_SUCH_API_KEY"}, "set the environment variable NO_SUCH_API_KEY"),
+        ({"model": "keyed"}, "refused the request: HTTP 401: "),
     ],
 )
 def test_a_customer_that_fails_is_a_fault_of_the_environment(url: str, user: dict[str, Any], words: str) -> None:
@@ -263,8 +263,8 @@ def test_a_customer_that_fails_is_a_fault_of_the_environment(url: str, user: dic
 
 def test_a_request_is_made_again_and_a_key_is_sent(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert says(service(wish("cancel"), user={"url": url, "model": "once"}), "Your email?")[0] == "It is me@x"
-    monkeypatch.setenv("AGENTRL_TEST_KEY", "secret")
-    keyed = {"url": url, "model": "keyed", "key_variable": "AGENTRL_TEST_KEY"}
+    monkeypatch.setenv("TEST_API_KEY", "secret")
+    keyed = {"url": url, "model": "keyed", "api_key_env": "TEST_API_KEY"}
     assert says(service(wish("cancel"), user=keyed), "Your email?")[0] == "It is me@x"
 
 

@@ -43,9 +43,10 @@ def judge_server(*answers: str | int | float) -> Iterator[JudgeServer]:
                 time.sleep(answer)
                 answer = '{"scores": [1]}'
             status = answer if isinstance(answer, int) else 200
+            key = self.headers.get("authorization")  # some servers repeat it in an error
             usage = {"prompt_tokens": 100, "completion_tokens": 10}
             message = {"choices": [{"message": {"role": "assistant", "content": answer}}], "usage": usage}
-            data = json.dumps(message if status == 200 else {"error": {"message": "not now"}}).encode()
+            data = json.dumps(message if status == 200 else {"error": {"message": f"not now, {key}"}}).encode()
             with lock:
                 said.live -= 1
             try:
