@@ -15,6 +15,7 @@ import sys
 import tempfile
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 UPDATE = """
@@ -50,7 +51,7 @@ print(json.dumps({"seconds": [row["time/step_s"] for row in rows if row["step"] 
 """
 
 
-def measure(code: Path, script: str) -> dict[str, object]:
+def measure(code: Path, script: str) -> dict[str, Any]:
     """Run a script with the code of a folder, and return what it printed last."""
     paths = os.pathsep.join(str(code / folder) for folder in ("", "envs", "credit"))
     with tempfile.TemporaryDirectory() as folder:
@@ -62,7 +63,7 @@ def measure(code: Path, script: str) -> dict[str, object]:
             check=True,
             text=True,
         )
-    found: dict[str, object] = json.loads(done.stdout.splitlines()[-1])
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return found
 
 
@@ -75,7 +76,7 @@ def main() -> None:
         archive = subprocess.run(["git", "archive", options.commit], cwd=ROOT, stdout=subprocess.PIPE, check=True)
         subprocess.run(["tar", "-x", "-C", folder], input=archive.stdout, check=True)
         for name, script in (("update", UPDATE), ("default recipe", RECIPE)):
-            found: dict[Path, list[dict[str, object]]] = {Path(folder): [], ROOT: []}
+            found: dict[Path, list[dict[str, Any]]] = {Path(folder): [], ROOT: []}
             for _ in range(options.repeats):
                 for code, results in found.items():
                     results.append(measure(code, script))
@@ -85,7 +86,7 @@ def main() -> None:
                 print(f"{name}: {unit} {one:.3f} before, {other:.3f} after, ratio {other / one:.3f}", flush=True)
 
 
-def values(results: list[dict[str, object]], unit: str) -> list[float]:
+def values(results: list[dict[str, Any]], unit: str) -> list[float]:
     found: list[float] = []
     for result in results:
         value = result[unit]
