@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any
 
 from agentrl.chat.chat_template import ChatTemplate, Shape, answers, call, placed, says
-from agentrl.chat.encoder import MARK, Encoder, unmarked
+from agentrl.chat.encoder import MARK, Encoder, map_strings, unmarked
 from agentrl.chat.forms import FORMS, CallForm
 from agentrl.chat.forms.form import Function, assistant, check_written, function, malformed
 from agentrl.chat.forms.tagged import END_THINK, THINK
@@ -44,7 +44,7 @@ class Tokens:
 
     def encode(self, text: str, *_: Any, **__: Any) -> list[int]:
         """Return the tokens of a text; what `Encoder.literal` marked in it is none of the control tokens."""
-        return list(self._encode(text))
+        return list(self._encode(self._encode.marks(text)))
 
     def decode(self, token_ids: Sequence[int], *_: Any, **__: Any) -> str:
         """Return the text of tokens, control tokens spelled out; a model can have more tokens than its tokenizer."""
@@ -301,7 +301,9 @@ class FamilyRenderer:
     def _rendered(self, messages: Sequence[Message], tools: Tools = (), *, prompt: bool = False) -> Any:
         said = [self._shaped(message) for message in placed(messages, self._shape)]
         try:
-            return self._family.render(said, tools=self._marked(list(tools)) or None, add_generation_prompt=prompt)
+            return self._family.render(
+                said, tools=map_strings(tools, self._encode.literal_within) or None, add_generation_prompt=prompt
+            )
         except (
             ValueError,
             TypeError,
@@ -321,24 +323,17 @@ class FamilyRenderer:
         role = message["role"]
         if role == "developer" and not self.has_developer:
             role = "system"
-        shaped = {**message, "role": role, "content": self._encode.literal(message.get("content") or "")}
+        shaped = map_strings(message, self._encode.literal_within)
+        shaped |= {"role": role, "content": self._encode.literal(message.get("content") or "")}
         if thought := message.get("reasoning_content"):
             shaped["reasoning_content"] = self._encode.literal(thought)
         calls = shaped.pop("tool_calls", None) or []
         regular = [call for call in calls if _is_regular(call)]
         odd = [str(call["function"].get("arguments")) for call in calls if not _is_regular(call)]
-        if odd:
-            shaped["content"] = "\n".join(filter(None, [shaped["content"], *map(self._encode.literal, odd)]))
+        shaped["content"] = "\n".join(filter(None, [shaped["content"], *odd]))
         if regular:
-            shaped["tool_calls"] = [self._marked(call) for call in regular]
+            shaped["tool_calls"] = regular
         return shaped
-
-    def _marked(self, data: Any) -> Any:
-        if isinstance(data, str):
-            return self._encode.literal(data)
-        if isinstance(data, list):
-            return [self._marked(item) for item in data]
-        return {key: self._marked(value) for key, value in data.items()} if isinstance(data, dict) else data
 
 
 def _replies(message: Message) -> list[Message]:
