@@ -14,7 +14,7 @@ from tokenizers import Tokenizer
 from agentrl.chat.encoder import Encoder
 from agentrl.chat.forms.json_calls import CLOSE, OPEN, format_reasoning, format_tool_call, parse_assistant
 from agentrl.chat.forms.tagged import END_THINK, THINK
-from agentrl.chat.renderer import Description, DialogueConfig, Thinking, Tools, prepared
+from agentrl.chat.renderer import Description, DialogueConfig, Thinking, Tools, prepared, stop_ids
 from agentrl.errors import RendererError
 from agentrl.types import Message
 
@@ -61,13 +61,14 @@ class ChatMLRenderer:
             )
         self._control, self._encode = fast, Encoder(tokenizer, control=False, spelled=_SPELLED)
         self._start_id, self._end_id = int(ids[0]), int(ids[1])
+        self._stop_ids = stop_ids(tokenizer, template=(self._end_id,))
         self._newline = self._encode("\n")
         self._prompt = (self._start_id, *self._encode("assistant\n"))
 
     @property
     def stop_token_ids(self) -> tuple[int, ...]:
-        """The one token that ends a turn."""
-        return (self._end_id,)
+        """The token that ends a turn, and those of `stop_ids`."""
+        return self._stop_ids
 
     @property
     def max_token_chars(self) -> int | None:
@@ -119,7 +120,7 @@ class ChatMLRenderer:
         tools: Tools = (),  # noqa: ARG002 - arguments are JSON
     ) -> Message:
         """Return the assistant message of sampled tokens."""
-        ids = action_ids[:-1] if action_ids and action_ids[-1] == self._end_id else action_ids
+        ids = action_ids[:-1] if action_ids and action_ids[-1] in self._stop_ids else action_ids
         return parse_assistant(self._control.decode(list(ids), skip_special_tokens=False))
 
     def encode(self, message: Message) -> tuple[int, ...]:

@@ -10,7 +10,7 @@ What a recipe says of the dialogue, whichever form it is written in.
 """
 
 from abc import abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias
 
@@ -220,6 +220,21 @@ def own_template(tokenizer: "PreTrainedTokenizerBase") -> str | None:
     """Return the chat template that a tokenizer brings; of several the one with tools. None: it has none."""
     template = tokenizer.chat_template
     return template.get("tool_use") or template.get("default") if isinstance(template, dict) else template
+
+
+def stop_ids(tokenizer: "PreTrainedTokenizerBase", *, template: Iterable[int | None] = ()) -> tuple[int, ...]:
+    """Return every token at which sampling ends: those of the template, of the tokenizer and of the generation config.
+
+    Args:
+        tokenizer: tokenizer of a model; `pretrained_tokenizer` has read the generation config beside it.
+        template: tokens with which the chat template ends an assistant's turn.
+    """
+    named = (*template, tokenizer.eos_token_id, *getattr(tokenizer, GENERATION_ENDS, ()))
+    return tuple(dict.fromkeys(i for i in named if isinstance(i, int)))
+
+
+GENERATION_ENDS = "generation_ends"
+"""Attribute of a tokenizer: ids of the tokens at which the model's generation config ends sampling."""
 
 
 class DialogueConfig(RendererConfig):

@@ -16,7 +16,7 @@ from agentrl.chat.encoder import MARK, Encoder, map_strings, unmarked
 from agentrl.chat.forms import FORMS, CallForm
 from agentrl.chat.forms.form import Function, assistant, check_written, function, malformed
 from agentrl.chat.forms.tagged import END_THINK, THINK
-from agentrl.chat.renderer import Description, Thinking, Tools, prepared
+from agentrl.chat.renderer import Description, Thinking, Tools, prepared, stop_ids
 from agentrl.errors import RendererError
 from agentrl.types import Message
 
@@ -54,6 +54,10 @@ class Tokens:
     def sampled(self, token_ids: Sequence[int]) -> str:
         """Return the text of sampled tokens, with marks in what spells a control token in letters."""
         return self._encode.decode([i for i in token_ids if 0 <= i < self._size])
+
+    def stop_ids(self, closing_ids: Sequence[int]) -> tuple[int, ...]:
+        """Return every token at which sampling ends, those with which a turn is closed among them."""
+        return stop_ids(self._tokenizer, template=closing_ids)
 
     def convert_tokens_to_ids(self, token: str) -> Any:
         """Return the id of a token; None, or that of the unknown token, where there is none."""
@@ -95,7 +99,9 @@ class FamilyRenderer:
         self._system = system
         self._form = form
         self._shape = shape
-        self._stop_ids = tuple(dict.fromkeys(family.get_stop_token_ids()))
+        self._closing_ids = tuple(dict.fromkeys(family.get_stop_token_ids()))
+        """Tokens with which the family closes a turn."""
+        self._stop_ids = tokens.stop_ids(self._closing_ids)
         self.has_developer = True
         """There are messages of a developer; where there are none, they are system messages."""
         told = [{"role": "developer", "content": "Be brief."}, _USER]
@@ -118,7 +124,7 @@ class FamilyRenderer:
 
     @property
     def stop_token_ids(self) -> tuple[int, ...]:
-        """Tokens that end an assistant turn of the family."""
+        """The tokens with which the family closes a turn, and those of `stop_ids`."""
         return self._stop_ids
 
     @property
@@ -156,7 +162,7 @@ class FamilyRenderer:
     ) -> tuple[int, ...] | None:
         """Return the tokens to append, or None where the family cannot."""
         stand_in = self._stand_in(messages)
-        is_closed = bool(action_ids) and action_ids[-1] in self._stop_ids
+        is_closed = bool(action_ids) and action_ids[-1] in self._closing_ids
         closed = [*stand_in[:-1], action_ids[-1] if is_closed else stand_in[-1]]
         replies = [self._shaped(message) for message in placed(messages, self._shape, has_begun=True)]
         bridged = self._family.bridge_to_next_turn(self._prompt, closed, replies)
@@ -169,6 +175,7 @@ class FamilyRenderer:
         """Return the assistant message of sampled tokens."""
         ids, prompt = list(action_ids), list(context_ids) or self._prompt
         body = ids[:-1] if ids and ids[-1] in self._stop_ids else ids
+        ids = ids if ids[len(body) :] and ids[-1] in self._closing_ids else body  # the package knows no other
         if self._form is not None:
             text = self._tokens.sampled(body)
             message = self._form.parse(text, tools, is_thinking=self._opens_thought(prompt))
@@ -188,7 +195,7 @@ class FamilyRenderer:
 
     def _opens_thought(self, prompt: Sequence[int]) -> bool:
         """Tell whether the last turn of a context has begun a thought."""
-        begins = next((n + 1 for n in range(len(prompt) - 1, -1, -1) if prompt[n] in self._stop_ids), 0)
+        begins = next((n + 1 for n in range(len(prompt) - 1, -1, -1) if prompt[n] in self._closing_ids), 0)
         text = self._tokens.decode(prompt[begins:])
         return text.rfind(THINK) > text.rfind(END_THINK)
 
@@ -240,7 +247,7 @@ class FamilyRenderer:
         marked = zip(rendered.message_indices, rendered.sampled_mask, strict=False)
         sampled = [place for place, (index, is_sampled) in enumerate(marked) if is_sampled and index == 1]
         ids = ids[: sampled[-1] + 1] if sampled else ids
-        return ids[:-1] if ids[-1] in self._stop_ids else ids
+        return ids[:-1] if ids[-1] in self._closing_ids else ids
 
     def _stop_after(self, message: Message) -> int:
         """Return the token that ends a turn, by what follows: the results of its calls, or a user."""
@@ -250,7 +257,7 @@ class FamilyRenderer:
             raise RendererError(
                 f"chat.renderer: {self.name} of the package renderers moves what is said beside a call behind its result"
             )
-        return next((i for i in whole[len(written) :] if i in self._stop_ids), self._stop_ids[0])
+        return next((i for i in whole[len(written) :] if i in self._closing_ids), self._closing_ids[0])
 
     def _stand_in(self, replies: Sequence[Message]) -> tuple[int, ...]:
         heard = [reply for reply in replies if reply["role"] == "tool"]
